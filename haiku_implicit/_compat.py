@@ -1,0 +1,79 @@
+"""What differs between the JAX versions that are supported; nothing else may look at versions."""
+
+from typing import Any
+
+import jax
+import jax.ad_checkpoint
+import jax.extend.core
+import jax.numpy as jnp
+
+Primitive = jax.extend.core.Primitive
+
+
+def bind(primitive: Primitive, args: Any, params: dict[str, Any]) -> list[Any]:
+    """Binds a primitive as an equation has it, and returns its results as a list.
+
+    `get_bind_params` returns `(subfuns, params)` before JAX 0.10 and `params` from then on.
+    """
+    found = primitive.get_bind_params(params)
+    subfuns, params = found if isinstance(found, tuple) else ((), found)
+    out = primitive.bind(*subfuns, *args, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+def scan_arity(params: dict[str, Any], operands: list[Any]) -> tuple[int, int]:
+    """The numbers of constants and of carries of a scan equation.
+
+    From JAX 0.11 on they stand in `ft_in`, a flat tree of (constants, carries, xs).
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carries, _ = params["ft_in"].update(operands).unpack()
+    return len(list(consts)), len(list(carries))
+
+
+def _primitive_of(fun: Any, *args: Any) -> Primitive:
+    """The primitive that a public function binds, for those that `jax.extend` does not export."""
+    return jax.make_jaxpr(fun)(*args).eqns[-1].primitive
+
+
+def _find_shard_map() -> Primitive:
+    mesh = jax.sharding.AbstractMesh((1,), ("i",))
+    spec = jax.sharding.PartitionSpec()
+    wrapped = jax.shard_map(lambda x: x, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    return _primitive_of(wrapped, jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def _find_pvary() -> list[Primitive]:
+    """The primitive that marks a value as varying over a mesh axis, where this JAX has one."""
+    mesh = jax.sharding.AbstractMesh((1,), ("i",))
+    spec = jax.sharding.PartitionSpec
+    wrapped = jax.shard_map(
+        lambda x, y: x * y, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec("i")
+    )
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    inner = jax.make_jaxpr(wrapped)(one, one).eqns[-1].params["jaxpr"]
+    return [e.primitive for e in inner.eqns if e.primitive is not jax.lax.mul_p]
+
+
+_SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+
+remat_p = _primitive_of(jax.checkpoint(lambda x: x * 2), _SCALAR)
+shard_map_p = _find_shard_map()
+add_any_p = jax.extend.core.primitives.add_jaxvals_p
+
+# Primitives of one operand that change nothing of its value.
+IDENTITIES = [
+    jax.lax.copy_p,
+    jax.lax.stop_gradient_p,
+    _primitive_of(lambda x: jax.ad_checkpoint.checkpoint_name(x, "name"), _SCALAR),
+    *_find_pvary(),
+]
+
+
+def manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    """The mesh axes that a shard_map equation makes manual."""
+    for name in ("newly_manual_axes", "manual_axes"):
+        if name in params:
+            return frozenset(params[name])
+    return frozenset(params["mesh"].axis_names)

@@ -1,0 +1,343 @@
+"""Primitives that carry a jaxpr: one function for each, which runs it with implicit operands.
+
+Each function takes the operands (dense or implicit) and the parameters of an equation, and returns
+the list of results. The sub-jaxpr is interpreted under a trace of its own (`retrace`), and a public
+function of JAX (`jax.jit`, `jax.lax.scan`, ...) is called on it, so that JAX's transformations, which
+may be active around the interpreter, see an ordinary call.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.extend.core import primitives as jex
+
+from haiku_implicit import _compat, _structure
+from haiku_implicit import _materialization as events
+from haiku_implicit._array import is_implicit
+from haiku_implicit._interpreter import (
+    HIGHER_ORDER,
+    Retraced,
+    densify,
+    interpret,
+    materialize_array,
+    retrace,
+)
+
+Operands = list[Any]
+Params = dict[str, Any]
+
+
+def _handles(*primitives: _compat.Primitive) -> Callable[[Any], Any]:
+    def register(fun: Any) -> Any:
+        for primitive in primitives:
+            HIGHER_ORDER[primitive] = fun
+        return fun
+
+    return register
+
+
+def _retrace(closed: ClosedJaxpr, operands: Operands, transform: Any = None) -> Retraced:
+    return retrace(closed.jaxpr, closed.consts, operands, transform)
+
+
+def _leaves(consts: Any, operands: Any) -> list[Any]:
+    return jax.tree_util.tree_leaves((list(consts), list(operands)))
+
+
+@_handles(jex.closed_call_p, jex.call_p)
+def call(operands: Operands, params: Params) -> list[Any]:
+    """A plain call: the equations are interpreted in place."""
+    jaxpr = params["call_jaxpr"]
+    consts = getattr(jaxpr, "consts", ())
+    return interpret(getattr(jaxpr, "jaxpr", jaxpr), consts, operands)
+
+
+@_handles(jex.jit_p)
+def jit(operands: Operands, params: Params) -> list[Any]:
+    """`jax.jit`: a jitted call of the retraced function, under its own name."""
+    closed = params["jaxpr"]
+    operands = list(map(_constrain, operands, params["in_shardings"]))
+    new = _retrace(closed, operands)
+    events.replay(new.events)
+    fun = _jitted(new.fun, params["name"], params["inline"], params["keep_unused"],
+                  params["compiler_options_kvs"])  # fmt: skip
+    out = new.rebuild(fun(*_leaves(closed.consts, operands)))
+    return list(map(_constrain, out, params["out_shardings"]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(fun: Any, name: str, inline: bool, keep_unused: bool, options: Any) -> Any:
+    def named(*args: Any) -> Any:
+        return fun(*args)
+
+    named.__name__ = named.__qualname__ = name
+    return jax.jit(
+        named, inline=inline, keep_unused=keep_unused, compiler_options=dict(options) or None
+    )
+
+
+def _constrain(x: Any, sharding: Any) -> Any:
+    """What the `in_shardings` and `out_shardings` of an inner jit mean for a dense value."""
+    if is_implicit(x) or not isinstance(sharding, jax.sharding.Sharding):
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+@_handles(_compat.remat_p)
+def remat(operands: Operands, params: Params) -> list[Any]:
+    """`jax.checkpoint`: what is saved is decided for the retraced function, on the leaves."""
+    new = retrace(params["jaxpr"], (), operands)
+    events.replay(new.events)
+    fun = _checkpointed(new.fun, params["prevent_cse"], params["policy"])
+    return new.rebuild(fun(*_leaves((), operands)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _checkpointed(fun: Any, prevent_cse: Any, policy: Any) -> Any:
+    return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=policy)
+
+
+@_handles(jex.scan_p)
+def scan(operands: Operands, params: Params) -> list[Any]:
+    """`jax.lax.scan`: implicit constants, carries (to a fixed point), scanned inputs and outputs."""
+    closed, length = params["jaxpr"], params["length"]
+    num_consts, num_carry = _compat.scan_arity(params, operands)
+    consts, init = operands[:num_consts], operands[num_consts:][:num_carry]
+    xs = [_sliceable(x, length) for x in operands[num_consts + num_carry :]]
+    slices = [jax.tree.map(_first, x) for x in xs]
+    slices = [x.with_leading_axis(None) if is_implicit(x) else x for x in slices]
+
+    carry = [_structure.structure(x) for x in init]
+    new = _fixed_point(lambda c, t: _retrace(closed, [*consts, *c, *slices], t), carry)
+    carry = new.out[:num_carry]
+    stackable = [_stackable(y) for y in new.out[num_carry:]]
+    if not all(map(_structure.same, stackable, new.out[num_carry:])):
+        target = _structure.Coerce([*carry, *stackable])
+        new = _retrace(closed, [*consts, *carry, *slices], target)
+    events.replay(new.events)
+
+    leaves_in = _leaves(closed.consts, consts)
+    num_carry_leaves = len(jax.tree_util.tree_leaves(carry))
+
+    def body(c: Any, x: Any) -> tuple[list[Any], list[Any]]:
+        out = new.fun(*leaves_in, *c, *x)
+        return out[:num_carry_leaves], out[num_carry_leaves:]
+
+    init_leaves = jax.tree_util.tree_leaves(list(map(_structure.coerce, init, carry)))
+    options = {k: params[k] for k in ("reverse", "unroll") if k in params}
+    if params.get("_split_transpose"):
+        options["_split_transpose"] = True
+    final, ys = jax.lax.scan(
+        body, init_leaves, jax.tree_util.tree_leaves(xs), length=length, **options
+    )
+    out = new.rebuild([*final, *ys])
+    ys = [y.with_leading_axis(length) if is_implicit(y) else y for y in out[num_carry:]]
+    return [*out[:num_carry], *ys]
+
+
+def _sliceable(x: Any, length: int) -> Any:
+    """`x` if it can be sliced along its first axis by slicing its leaves, else its dense array."""
+    leaves = jax.tree_util.tree_leaves(x)
+    if (
+        not is_implicit(x)
+        or x.with_leading_axis(None) is not NotImplemented
+        and all(np.ndim(y) and np.shape(y)[0] == length for y in leaves)
+    ):
+        return x
+    return densify(x, "scan")
+
+
+def _stackable(y: Any) -> Any:
+    if is_implicit(y) and y.with_leading_axis(1) is NotImplemented:
+        return jax.ShapeDtypeStruct(y.shape, y.dtype)
+    return y
+
+
+def _first(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x)[1:], x.dtype)
+
+
+def _fixed_point(step: Callable[[list[Any], Any], Retraced], carry: list[Any]) -> Retraced:
+    """Retraces a loop body until what it returns as the carry has the structure it was given.
+
+    The structures only ever lose implicit parts, so that this ends.
+    """
+    transform = None
+    while True:
+        new = step(carry, transform)
+        joined = list(map(_structure.join, carry, new.out))
+        if all(map(_structure.same, joined, carry)) and transform is not None:
+            return new
+        carry, transform = joined, _structure.Coerce(joined)
+
+
+@_handles(jex.while_p)
+def while_loop(operands: Operands, params: Params) -> list[Any]:
+    """`jax.lax.while_loop`: implicit constants of both functions, carries to a fixed point."""
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts = operands[:num_cond], operands[num_cond:][:num_body]
+    init = operands[num_cond + num_body :]
+
+    start = [_structure.structure(x) for x in init]
+    new_body = _fixed_point(lambda c, t: _retrace(body, [*body_consts, *c], t), start)
+    carry = new_body.out
+    dense_bool = _structure.Coerce([jax.ShapeDtypeStruct((), np.bool_)])
+    new_cond = _retrace(cond, [*cond_consts, *carry], dense_bool)
+    events.replay(new_cond.events + new_body.events)
+
+    cond_leaves = _leaves(cond.consts, cond_consts)
+    body_leaves = _leaves(body.consts, body_consts)
+    out = jax.lax.while_loop(
+        lambda c: new_cond.fun(*cond_leaves, *c)[0],
+        lambda c: new_body.fun(*body_leaves, *c),
+        jax.tree_util.tree_leaves(list(map(_structure.coerce, init, carry))),
+    )
+    return new_body.rebuild(out)
+
+
+@_handles(jex.cond_p)
+def cond(operands: Operands, params: Params) -> list[Any]:
+    """`jax.lax.cond` and `switch`: results of the branches meet at their largest common structure."""
+    index, *args = operands
+    branches = params["branches"]
+    new = [_retrace(b, args) for b in branches]
+    joined = [functools.reduce(_structure.join, outs) for outs in zip(*(n.out for n in new), strict=True)]  # fmt: skip
+    target = _structure.Coerce(joined)
+    new = [_retrace(b, args, target) for b in branches]
+    for n in new:
+        events.replay(n.events)
+    leaves = jax.tree_util.tree_leaves(args)
+    rest = {k: v for k, v in params.items() if k != "branches"}
+    # Bound directly, since `branches_platforms` (`jax.lax.platform_dependent`) has no other way in.
+    fixed = [_with_consts(n, b.consts) for n, b in zip(new, branches, strict=True)]
+    index = densify(index, "cond")
+    out = jex.cond_p.bind(index, *leaves, branches=tuple(fixed), **rest)
+    return new[0].rebuild(out)
+
+
+def _with_consts(new: Retraced, consts: list[Any]) -> ClosedJaxpr:
+    """The retraced branch as a function of the operands alone, its own constants closed over."""
+    if not consts:
+        return new.jaxpr
+    args = new.jaxpr.in_avals[len(consts) :]
+    return jax.make_jaxpr(lambda *xs: new.fun(*consts, *xs))(*args)
+
+
+@_handles(jex.custom_jvp_call_p, jex.custom_vjp_call_p)
+def custom_derivative(operands: Operands, params: Params) -> list[Any]:
+    """A function with a derivative rule of its own (`jax.custom_jvp`, `jax.custom_vjp`).
+
+    Its body is interpreted. Under differentiation its own rule must act, and that rule knows only
+    dense arrays: the derivative of f(W + AB) by A is not that of f by A. So the operands are taken
+    through `materialize` and its derivative, and the rule sees dense values and tangents.
+    """
+    closed = params["call_jaxpr"]
+    primitive = jex.custom_jvp_call_p if "jvp_jaxpr_fun" in params else jex.custom_vjp_call_p
+    if not any(_differentiable(x) for x in operands):
+        return interpret(closed.jaxpr, closed.consts, operands)
+    dense = _structure.Coerce([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals])
+    new = _retrace(closed, operands, dense)
+    events.replay(new.events)
+
+    @jax.custom_jvp
+    def fun(operands: Operands) -> list[Any]:
+        return new.fun(*_leaves(closed.consts, operands))
+
+    def jvp(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[list[Any], list[Any]]:
+        def original(operands: Operands) -> list[Any]:
+            dense = [materialize_array(x) if is_implicit(x) else x for x in operands]
+            return _compat.bind(primitive, dense, params)
+
+        return _jvp_of_perturbed(original, primals[0], tangents[0])
+
+    fun.defjvp(jvp, symbolic_zeros=True)
+    return list(fun(operands))
+
+
+def _differentiable(x: Any) -> bool:
+    return any(jax.dtypes.issubdtype(y.dtype, np.inexact) for y in jax.tree_util.tree_leaves(x))
+
+
+def _jvp_of_perturbed(fun: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """`jax.jvp` with respect to the leaves that are perturbed at all: no zeros of weights' size."""
+    leaves, treedef = jax.tree_util.tree_flatten(primals)
+    dots = treedef.flatten_up_to(tangents)
+    still = jax.custom_derivatives.SymbolicZero
+    moving = [i for i, t in enumerate(dots) if not isinstance(t, still) and t.dtype != jax.dtypes.float0]
+
+    def of_moving(*values: Any) -> Any:
+        mixed = list(leaves)
+        for i, value in zip(moving, values, strict=True):
+            mixed[i] = value
+        return fun(treedef.unflatten(mixed))
+
+    return jax.jvp(of_moving, tuple(leaves[i] for i in moving), tuple(dots[i] for i in moving))
+
+
+@_handles(jex.linear_solve_p)
+def linear_solve(operands: Operands, params: Params) -> list[Any]:
+    """`jax.lax.custom_linear_solve`: the functions' constants may be implicit, the vector is dense."""
+    lengths, jaxprs = params["const_lengths"], params["jaxprs"]
+    rest = iter(operands)
+    functions = []
+    for n, closed in zip(lengths, jaxprs, strict=True):
+        consts = [next(rest) for _ in range(n)]
+        functions.append(None if closed is None else _linear(closed, consts))
+    matvec, vecmat, solve, transpose_solve = functions
+    b = [densify(x, "custom_linear_solve") for x in rest]
+    # `transpose_solve` is for the transposed system; a symmetric one says so by reusing `solve`.
+    return jax.lax.custom_linear_solve(
+        lambda x: matvec(*x),
+        b,
+        lambda _, x: solve(*x),
+        None if transpose_solve is None else (lambda _, x: transpose_solve(*x)),
+        symmetric=vecmat is not None and jaxprs[0] is jaxprs[1],
+    )
+
+
+def _linear(closed: ClosedJaxpr, consts: Operands) -> Callable[..., list[Any]]:
+    def fun(*xs: Any) -> list[Any]:
+        target = _structure.Coerce([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals])
+        new = _retrace(closed, [*consts, *xs], target)
+        events.replay(new.events)
+        return new.fun(*_leaves(closed.consts, [*consts, *xs]))
+
+    return fun
+
+
+@_handles(_compat.shard_map_p)
+def shard_map(operands: Operands, params: Params) -> list[Any]:
+    """`jax.shard_map`: an implicit operand is split as its type says (`partition_spec`)."""
+    mesh, jaxpr = params["mesh"], params["jaxpr"]
+    pairs = [_split(x, s, mesh) for x, s in zip(operands, params["in_specs"], strict=True)]
+    values = [x for x, _ in pairs]
+
+    def body(*local: Any) -> list[Any]:
+        out = interpret(jaxpr, (), local)
+        return [densify(y, "shard_map") for y in out]
+
+    fun = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=tuple(s for _, s in pairs),
+        out_specs=list(params["out_specs"]),
+        axis_names=_compat.manual_axes(params),
+        check_vma=params["check_vma"],
+    )
+    return fun(*values)
+
+
+def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
+    if not is_implicit(x):
+        return x, spec
+    specs = x.partition_spec(spec, mesh)
+    if specs is NotImplemented:
+        return densify(x, "shard_map"), spec
+    return x, specs
+
+

@@ -1,0 +1,283 @@
+"""What happens, visibly, when an implicit array has to become a dense one: policy, warning, report.
+
+An interpreter *emits* a `Materialization` where it has to materialize an operand. While a sub-jaxpr
+is being retraced the events are only *recorded*: its trace is kept and used again, and each use
+delivers the recorded events anew, so that counts, warnings and errors do not depend on caches.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Literal
+
+import haiku as hk
+import jax
+import numpy as np
+from jax.extend import source_info_util
+
+Policy = Literal["allow", "warn", "error"]
+_POLICIES = ("allow", "warn", "error")
+
+
+class MaterializationWarning(UserWarning):
+    """An implicit array was materialized, because no rule handles it in a primitive."""
+
+
+class MaterializationError(RuntimeError):
+    """The same as `MaterializationWarning`, under the policy `'error'`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Materialization:
+    """One implicit array that became dense.
+
+    Attributes:
+      primitive: the name of the primitive that no rule handles.
+      type_name: the name of the implicit type.
+      shape: its dense shape.
+      dtype: the name of its dense dtype.
+      file: the file of the user's own line that led to the primitive.
+      line: that line's number.
+      module: the path of the Haiku module (JAX's name stack), `''` outside any.
+      quiet: whether the type says that it is not worth a warning.
+    """
+
+    primitive: str
+    type_name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    line: int
+    module: str
+    quiet: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the dense array."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @property
+    def place(self) -> tuple[str, str, str, int]:
+        """What makes two events the same: primitive, type, file and line."""
+        return (self.primitive, self.type_name, self.file, self.line)
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}" + (f", in module {self.module}" if self.module else "")
+        shape = ",".join(map(str, self.shape))
+        return (
+            f"{self.type_name} {self.dtype}[{shape}] was materialized ({self.nbytes:,} bytes), because "
+            f"no rule handles it in {self.primitive!r} ({where}). Add one with "
+            "haiku_implicit.primitive_handler, or accept it with "
+            "haiku_implicit.materialization('allow')."
+        )
+
+
+class MaterializationReport:
+    """What was materialized where, while `materialization_report()` was active.
+
+    Iterating gives `(event, count)` for each place; `str()` is a table, largest first.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[object, ...], tuple[Materialization, int]] = {}
+
+    def add(self, event: Materialization) -> None:
+        """Counts one event."""
+        key = (*event.place, event.module, event.shape, event.dtype)
+        _, count = self._counts.get(key, (event, 0))
+        self._counts[key] = (event, count + 1)
+
+    def __iter__(self) -> Iterator[tuple[Materialization, int]]:
+        return iter(self._counts.values())
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    @property
+    def count(self) -> int:
+        """How many arrays were materialized, all places together."""
+        return sum(n for _, n in self)
+
+    @property
+    def nbytes(self) -> int:
+        """The dense bytes of all of them together."""
+        return sum(event.nbytes * n for event, n in self)
+
+    def __str__(self) -> str:
+        if not self._counts:
+            return "nothing was materialized"
+        header = ("count", "bytes", "type", "dense", "primitive", "module", "line")
+        rows = [
+            (
+                str(n),
+                f"{e.nbytes * n:,}",
+                e.type_name,
+                f"{e.dtype}[{','.join(map(str, e.shape))}]",
+                e.primitive,
+                e.module or "-",
+                f"{os.path.basename(e.file)}:{e.line}",
+            )
+            for e, n in sorted(self, key=lambda en: -en[0].nbytes * en[1])
+        ]
+        rows.append((str(self.count), f"{self.nbytes:,}", "all", "", "", "", ""))
+        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+        return "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in [header, *rows]
+        )
+
+
+_policy: contextvars.ContextVar[Policy] = contextvars.ContextVar("policy", default="warn")
+
+
+class _Sinks(threading.local):
+    """Per thread: the log of the retrace under way, and the reports that are open."""
+
+    def __init__(self) -> None:
+        self.log: list[Materialization] | None = None
+        self.reports: list[MaterializationReport] = []
+
+
+_sinks = _Sinks()
+
+
+@contextlib.contextmanager
+def materialization(policy: Policy) -> Iterator[None]:
+    """Sets what happens when an implicit array is materialized, for the time of a `with` block.
+
+    It acts where functions are *traced*: a `jax.jit` that was traced before keeps what it did then.
+
+    Args:
+      policy: `'allow'` says nothing; `'warn'` (the default outside any block) gives a
+        `MaterializationWarning`, once for each primitive, type and source line; `'error'` raises
+        `MaterializationError`.
+
+    Raises:
+      ValueError: for any other policy.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+      >>> with hki.materialization('error'):
+      ...   hki.use_implicit_args(jnp.sin)(w)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ...
+      haiku_implicit._materialization.MaterializationError: LoRA float32[2,3] was materialized ...
+    """
+    if policy not in _POLICIES:
+        raise ValueError(f"policy: expected one of {', '.join(_POLICIES)}, got {policy!r}")
+    token = _policy.set(policy)
+    try:
+        yield
+    finally:
+        _policy.reset(token)
+
+
+@contextlib.contextmanager
+def materialization_report() -> Iterator[MaterializationReport]:
+    """Collects what is materialized within a `with` block, whatever the policy.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+      >>> with hki.materialization('allow'), hki.materialization_report() as report:
+      ...   _ = hki.use_implicit_args(jnp.sin)(w)
+      >>> report.count, report.nbytes
+      (1, 24)
+    """
+    report = MaterializationReport()
+    _sinks.reports.append(report)
+    try:
+        yield report
+    finally:
+        _sinks.reports.remove(report)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Materialization]]:
+    """Collects events instead of delivering them, while a sub-jaxpr is retraced."""
+    outer, _sinks.log = _sinks.log, []
+    try:
+        yield _sinks.log
+    finally:
+        _sinks.log = outer
+
+
+def emit(event: Materialization) -> None:
+    """Records an event, or, outside any retrace, delivers it: report, then warning or error."""
+    if _sinks.log is not None:
+        _sinks.log.append(event)
+        return
+    for report in _sinks.reports:
+        report.add(event)
+    policy = _policy.get()
+    if policy == "allow" or (event.quiet and policy == "warn"):
+        return
+    if policy == "error":
+        raise MaterializationError(str(event))
+    _warn_once(event)
+
+
+def replay(events: list[Materialization]) -> None:
+    """Emits what was recorded when the sub-jaxpr of the present equation was retraced."""
+    if not events:
+        return
+    file, line, module, of_library = _here()
+    for e in events:
+        path = "/".join(p for p in (module, e.module) if p)
+        place = dict(file=file, line=line) if of_library or not e.file else {}
+        emit(dataclasses.replace(e, module=path, **place))
+
+
+def describe(primitive_name: str, x: object) -> Materialization:
+    """The event for operand `x` (an implicit array) of a primitive, at the present equation."""
+    file, line, module, _ = _here()
+    return Materialization(
+        primitive=primitive_name,
+        type_name=type(x).__name__,
+        shape=tuple(x.shape),  # type: ignore[attr-defined]
+        dtype=np.dtype(x.dtype).name,  # type: ignore[attr-defined]
+        file=file,
+        line=line,
+        module=module,
+        quiet=not type(x).warn_on_materialize,  # type: ignore[attr-defined]
+    )
+
+
+_texts: dict[tuple[object, ...], str] = {}
+_registry: dict[object, object] = {}
+
+
+def _warn_once(event: Materialization) -> None:
+    # Python's own registry counts a text and a line as one place. The text names the module as well,
+    # which differs from call to call, so the first text of a place stands for all of them.
+    text = _texts.setdefault((*event.place, event.shape), str(event))
+    warnings.warn_explicit(
+        text, MaterializationWarning, event.file, event.line, registry=_registry
+    )
+
+
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (jax.__file__, hk.__file__, __file__)
+)
+
+
+def _here() -> tuple[str, int, str, bool]:
+    """The user's file and line, the module path, and whether JAX's own code wrote the equation.
+
+    The last matters within a jitted function of JAX (`jnp.clip`): its jaxpr is traced once, and what
+    its traceback says of the caller is true of the first caller only.
+    """
+    info = source_info_util.current()
+    frames = list(info.traceback.frames) if info.traceback is not None else []
+    own = [f for f in frames if not f.file_name.startswith(_LIBRARIES)]
+    frame = (own or frames or [None])[0]
+    of_library = bool(frames) and frames[0].file_name.startswith(_LIBRARIES[0])
+    if frame is None:
+        return "<unknown>", 0, str(info.name_stack), of_library
+    return frame.file_name, frame.line_num, str(info.name_stack), of_library

@@ -1,0 +1,79 @@
+"""Structures of values: which implicit types two values have in common, and bringing one to the other.
+
+The structure of a value is the value with `jax.ShapeDtypeStruct` for its leaves. Loops and branches
+need one structure where several values meet: they meet at the largest one that all can be brought to,
+which in the worst case is the dense array.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit import _interpreter
+from haiku_implicit._array import flatten_one_level, is_implicit
+
+
+def structure(x: Any) -> Any:
+    """The structure of a value."""
+    return jax.tree.map(lambda y: jax.ShapeDtypeStruct(np.shape(y), jnp.result_type(y)), x)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values (or structures) agree in type, static metadata, and shapes and dtypes."""
+    (leaves_a, def_a), (leaves_b, def_b) = map(jax.tree_util.tree_flatten, (a, b))
+    return def_a == def_b and all(
+        np.shape(x) == np.shape(y) and jnp.result_type(x) == jnp.result_type(y)
+        for x, y in zip(leaves_a, leaves_b, strict=True)
+    )
+
+
+def join(a: Any, b: Any) -> Any:
+    """The largest structure that both structures can be brought to by materializing parts."""
+    if same(a, b):
+        return a
+    if is_implicit(a) and type(a) is type(b):
+        (parts_a, def_a), (parts_b, def_b) = flatten_one_level(a), flatten_one_level(b)
+        if def_a == def_b and all(map(_same_dense, parts_a, parts_b)):
+            return def_a.unflatten(map(join, parts_a, parts_b))
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+
+def coerce(x: Any, target: Any) -> Any:
+    """`x` brought to the structure `target`, which some `join` of its own structure gave."""
+    if not is_implicit(x):
+        # A dense value may only differ in being weakly typed, which loop carries must agree in.
+        return jnp.asarray(x, target.dtype)
+    if not is_implicit(target):
+        return _interpreter.densify(x, "control flow")
+    if same(x, target):
+        return x
+    parts, treedef = flatten_one_level(x)
+    targets, _ = flatten_one_level(target)
+    return treedef.unflatten(map(coerce, parts, targets))
+
+
+class Coerce:
+    """A hashable function that brings a list of values to given structures (for `retrace`)."""
+
+    def __init__(self, targets: Sequence[Any]):
+        self.targets = list(targets)
+        leaves, treedef = jax.tree_util.tree_flatten(self.targets)
+        self.key = (treedef, tuple((x.shape, np.dtype(x.dtype).name) for x in leaves))
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        # Values beyond the targets (the stacked results of a scan) stay as they are.
+        head, tail = values[: len(self.targets)], values[len(self.targets) :]
+        return [*map(coerce, head, self.targets), *tail]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Coerce) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def _same_dense(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype

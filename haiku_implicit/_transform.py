@@ -1,0 +1,107 @@
+"""`use_implicit_args`: flatten, trace, interpret, unflatten."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from haiku_implicit._array import is_implicit
+from haiku_implicit._interpreter import call_interpreted, materialize_array
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
+    """Lets a function of arrays take implicit arrays in their place, and return them.
+
+    The function is traced with dense abstract values, so that it notices nothing, and what it does is
+    then run on the arguments as they are. The result is an ordinary function of pytrees: `jax.jit`,
+    `grad`, `vmap`, `checkpoint` and `eval_shape` apply to it (from outside, they act on the leaves of
+    the implicit arrays), and it may use them itself.
+
+    Args:
+      fun: any function that JAX can trace. Any of its arguments, or of the leaves in them, may be
+        implicit. What is no array (a Python number, flag, string, function) it receives as it is.
+
+    Returns:
+      The wrapped function, with the same signature.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2)))
+      >>> f = hki.use_implicit_args(lambda w, x: x @ w)
+      >>> print(f(w, jnp.arange(2.0)))
+      [1. 2.]
+      >>> jax.tree.map(jnp.shape, jax.grad(lambda w, x: f(w, x).sum())(w, jnp.arange(2.0))).a
+      (2, 1)
+    """
+
+    @functools.wraps(fun)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        leaves, treedef = jax.tree_util.tree_flatten((args, kwargs), is_leaf=is_implicit)
+        dynamic = [i for i, x in enumerate(leaves) if is_value(x)]
+        static_out: list[Any] = []
+
+        def on_values(*values: Any) -> Any:
+            mixed = list(leaves)
+            for i, value in zip(dynamic, values, strict=True):
+                mixed[i] = value
+            args, kwargs = treedef.unflatten(mixed)
+            out, out_def = jax.tree_util.tree_flatten(fun(*args, **kwargs))
+            static_out[:] = [out_def, [None if is_value(x) else (x,) for x in out]]
+            return [x for x in out if is_value(x)]
+
+        values = iter(call_interpreted(on_values, [leaves[i] for i in dynamic]))
+        out_def, fixed = static_out
+        return out_def.unflatten([next(values) if x is None else x[0] for x in fixed])
+
+    return wrapped
+
+
+def is_value(x: Any) -> bool:
+    """Whether a leaf is traced (an array, or an implicit one) rather than handed on as it is."""
+    return is_implicit(x) or isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def materialize(tree: Any) -> Any:
+    """A tree with every implicit array in it replaced by its dense array.
+
+    Asked for by name, this is never warned of or counted.
+
+    Args:
+      tree: a tree of arrays and implicit arrays.
+
+    Returns:
+      The same tree with dense arrays.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> print(hki.materialize({'b': hki.Zeros(shape=(3,), dtype=jnp.float32)}))
+      {'b': Array([0., 0., 0.], dtype=float32)}
+    """
+    return jax.tree.map(
+        lambda x: materialize_array(x) if is_implicit(x) else x, tree, is_leaf=is_implicit
+    )
+
+
+def tree_map_with_implicit(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` to which an implicit array is one leaf."""
+    return jax.tree.map(fun, tree, *rest, is_leaf=is_implicit)
+
+
+def tree_leaves_with_implicit(tree: Any) -> list[Any]:
+    """`jax.tree.leaves` to which an implicit array is one leaf."""
+    return jax.tree_util.tree_leaves(tree, is_leaf=is_implicit)
+
+
+def tree_flatten_with_implicit(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten` to which an implicit array is one leaf."""
+    return jax.tree_util.tree_flatten(tree, is_leaf=is_implicit)
+
+
+def tree_structure_with_implicit(tree: Any) -> Any:
+    """`jax.tree.structure` to which an implicit array is one leaf."""
+    return jax.tree_util.tree_structure(tree, is_leaf=is_implicit)

@@ -1,0 +1,22 @@
+"""Rules that hold for every implicit type: what leaves a tensor's value alone acts on the leaves."""
+
+from typing import Any
+
+import jax
+
+from haiku_implicit import _compat
+from haiku_implicit._array import ImplicitArray
+from haiku_implicit._dispatch import primitive_handler
+
+
+@primitive_handler(_compat.IDENTITIES)
+def identity(primitive: Any, x: ImplicitArray, **params: Any) -> ImplicitArray:
+    """`copy`, `stop_gradient`, `checkpoint_name`, ...: leaf by leaf."""
+    return jax.tree.map(lambda leaf: primitive.bind(leaf, **params), x)
+
+
+@primitive_handler("optimization_barrier")
+def optimization_barrier(primitive: Any, *operands: Any) -> list[Any]:
+    """One barrier over the leaves of all operands."""
+    leaves, treedef = jax.tree_util.tree_flatten(list(operands))
+    return treedef.unflatten(primitive.bind(*leaves))
