@@ -85,8 +85,10 @@ class ImplicitArray(abc.ABC):
       commute_ops: whether a commutative primitive may hand its operands to a rule of this type in
         swapped order, the implicit one first. True by default.
       warn_on_materialize: whether materializing this type is worth a warning. True by default.
-      leading_axes: whether `materialize` and all rules accept arrays that have any number of extra
-        leading axes, so that `jax.lax.scan` may slice and stack the type. False by default.
+      core_ndim: how many of the last axes make one tensor of this type (2 for a matrix), where any
+        number of axes before them may be batch axes, which all leaves then have. `jax.lax.scan` and
+        `vmap` can slice and stack such a type, and rules for slicing, stacking and reordering batch
+        axes come for free. None (the default): this type has no batch axes.
 
     Attributes:
       shape: `tuple[int, ...]`, the shape of the dense tensor.
@@ -114,7 +116,7 @@ class ImplicitArray(abc.ABC):
     default_dtype: ClassVar[Any] = None
     commute_ops: ClassVar[bool] = True
     warn_on_materialize: ClassVar[bool] = True
-    leading_axes: ClassVar[bool] = False
+    core_ndim: ClassVar[int | None] = None
 
     shape: tuple[int, ...] = aux_field(default=_Inferred("shape", _as_shape), kw_only=True)
     dtype: Any = aux_field(default=_Inferred("dtype", np.dtype), kw_only=True)
@@ -124,14 +126,14 @@ class ImplicitArray(abc.ABC):
         *,
         commute_ops: bool | None = None,
         warn_on_materialize: bool | None = None,
-        leading_axes: bool | None = None,
+        core_ndim: int | None = None,
         **kwargs: Any,
     ):
         super().__init_subclass__(**kwargs)
         given = dict(
             commute_ops=commute_ops,
             warn_on_materialize=warn_on_materialize,
-            leading_axes=leading_axes,
+            core_ndim=core_ndim,
         )
         for name, value in given.items():
             if value is not None:
@@ -177,9 +179,9 @@ class ImplicitArray(abc.ABC):
             their first axis.
 
         Returns:
-          The array, or `NotImplemented` where its type cannot be stacked (`leading_axes=False`).
+          The array, or `NotImplemented` where its type has no batch axes (`core_ndim=None`).
         """
-        if not type(self).leading_axes:
+        if type(self).core_ndim is None:
             return NotImplemented
         leaves, treedef = flatten_one_level(self)
         leaves = [x.with_leading_axis(size) if is_implicit(x) else x for x in leaves]
@@ -339,6 +341,14 @@ def _unflatten(cls: type, aux: tuple[Any, ...], children: tuple[Any, ...]) -> Im
 def flatten_one_level(x: Any) -> tuple[list[Any], Any]:
     """The leaves of a tree and its structure, implicit arrays *within* `x` being leaves."""
     return jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x and is_implicit(y))
+
+
+def num_batch_axes(x: ImplicitArray) -> int:
+    """How many leading axes of `x` every leaf of it has too: 0 where its type has no batch axes."""
+    if type(x).core_ndim is None:
+        return 0
+    children = [num_batch_axes(y) for y in flatten_one_level(x)[0] if is_implicit(y)]
+    return max(0, min([x.ndim - type(x).core_ndim, *children]))
 
 
 def is_nested(x: ImplicitArray) -> bool:

@@ -17,7 +17,7 @@ from jax.extend.core import primitives as jex
 
 from haiku_implicit import _compat, _structure
 from haiku_implicit import _materialization as events
-from haiku_implicit._array import is_implicit
+from haiku_implicit._array import is_implicit, num_batch_axes
 from haiku_implicit._interpreter import (
     HIGHER_ORDER,
     Retraced,
@@ -107,7 +107,7 @@ def scan(operands: Operands, params: Params) -> list[Any]:
     closed, length = params["jaxpr"], params["length"]
     num_consts, num_carry = _compat.scan_arity(params, operands)
     consts, init = operands[:num_consts], operands[num_consts:][:num_carry]
-    xs = [_sliceable(x, length) for x in operands[num_consts + num_carry :]]
+    xs = [_sliceable(x) for x in operands[num_consts + num_carry :]]
     slices = [jax.tree.map(_first, x) for x in xs]
     slices = [x.with_leading_axis(None) if is_implicit(x) else x for x in slices]
 
@@ -139,14 +139,9 @@ def scan(operands: Operands, params: Params) -> list[Any]:
     return [*out[:num_carry], *ys]
 
 
-def _sliceable(x: Any, length: int) -> Any:
+def _sliceable(x: Any) -> Any:
     """`x` if it can be sliced along its first axis by slicing its leaves, else its dense array."""
-    leaves = jax.tree_util.tree_leaves(x)
-    if (
-        not is_implicit(x)
-        or x.with_leading_axis(None) is not NotImplemented
-        and all(np.ndim(y) and np.shape(y)[0] == length for y in leaves)
-    ):
+    if not is_implicit(x) or num_batch_axes(x) > 0:
         return x
     return densify(x, "scan")
 

@@ -104,7 +104,8 @@ def materialize_array(x: Any) -> jax.Array:
     if is_nested(x):
         leaves, treedef = flatten_one_level(x)
         rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
-        out = call_interpreted(lambda *leaves: rebuild(leaves).materialize(), leaves)
+        with events.recording():  # what happens inside is part of the one event for `x`
+            out = call_interpreted(lambda *leaves: rebuild(leaves).materialize(), leaves)
     else:
         out = x.materialize()
     if is_implicit(out):  # an implicit child, returned as it is

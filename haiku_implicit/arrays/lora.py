@@ -12,7 +12,7 @@ from haiku_implicit._dispatch import primitive_handler
 
 
 @dataclasses.dataclass
-class LoRA(ImplicitArray, leading_axes=True):
+class LoRA(ImplicitArray, core_ndim=2):
     """The weight `w + (alpha / rank) * a @ b`, of which `a` and `b` are trained and `w` is frozen.
 
     Attributes:
