@@ -37,8 +37,13 @@ def _primitive_of(fun: Any, *args: Any) -> Primitive:
     return jax.make_jaxpr(fun)(*args).eqns[-1].primitive
 
 
+def _mesh() -> jax.sharding.AbstractMesh:
+    axis_types = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.AbstractMesh((1,), ("i",), axis_types=axis_types)
+
+
 def _find_shard_map() -> Primitive:
-    mesh = jax.sharding.AbstractMesh((1,), ("i",))
+    mesh = _mesh()
     spec = jax.sharding.PartitionSpec()
     wrapped = jax.shard_map(lambda x: x, mesh=mesh, in_specs=(spec,), out_specs=spec)
     return _primitive_of(wrapped, jax.ShapeDtypeStruct((), jnp.float32))
@@ -46,7 +51,7 @@ def _find_shard_map() -> Primitive:
 
 def _find_pvary() -> list[Primitive]:
     """The primitive that marks a value as varying over a mesh axis, where this JAX has one."""
-    mesh = jax.sharding.AbstractMesh((1,), ("i",))
+    mesh = _mesh()
     spec = jax.sharding.PartitionSpec
     wrapped = jax.shard_map(
         lambda x, y: x * y, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec("i")

