@@ -310,29 +310,30 @@ def shard_map(operands: Operands, params: Params) -> list[Any]:
     """`jax.shard_map`: an implicit operand is split as its type says (`partition_spec`)."""
     mesh, jaxpr = params["mesh"], params["jaxpr"]
     pairs = [_split(x, s, mesh) for x, s in zip(operands, params["in_specs"], strict=True)]
-    values = [x for x, _ in pairs]
+    leaves, treedef = jax.tree_util.tree_flatten([x for x, _ in pairs])
 
     def body(*local: Any) -> list[Any]:
-        out = interpret(jaxpr, (), local)
+        out = interpret(jaxpr, (), treedef.unflatten(local))
         return [densify(y, "shard_map") for y in out]
 
     fun = jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=tuple(s for _, s in pairs),
+        in_specs=tuple(s for _, specs in pairs for s in specs),
         out_specs=list(params["out_specs"]),
         axis_names=_compat.manual_axes(params),
         check_vma=params["check_vma"],
     )
-    return fun(*values)
+    return fun(*leaves)
 
 
 def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
     if not is_implicit(x):
-        return x, spec
+        return x, [spec]
     specs = x.partition_spec(spec, mesh)
     if specs is NotImplemented:
-        return densify(x, "shard_map"), spec
-    return x, specs
+        return densify(x, "shard_map"), [spec]
+    is_spec = lambda s: isinstance(s, jax.sharding.PartitionSpec)  # noqa: E731
+    return x, jax.tree_util.tree_leaves(specs, is_leaf=is_spec)
 
 

@@ -8,9 +8,11 @@ delivers the recorded events anew, so that counts, warnings and errors do not de
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import math
 import os
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Literal
@@ -274,10 +276,11 @@ def _here() -> tuple[str, int, str, bool]:
     its traceback says of the caller is true of the first caller only.
     """
     info = source_info_util.current()
-    frames = list(info.traceback.frames) if info.traceback is not None else []
-    own = [f for f in frames if not f.file_name.startswith(_LIBRARIES)]
-    frame = (own or frames or [None])[0]
-    of_library = bool(frames) and frames[0].file_name.startswith(_LIBRARIES[0])
-    if frame is None:
-        return "<unknown>", 0, str(info.name_stack), of_library
-    return frame.file_name, frame.line_num, str(info.name_stack), of_library
+    frames = [] if info.traceback is None else info.traceback.frames
+    written = [(f.file_name, f.line_num) for f in frames]
+    of_library = bool(written) and written[0][0].startswith(_LIBRARIES[0])
+    calling = ((f.f_code.co_filename, f.f_lineno) for f, _ in traceback.walk_stack(None))
+    # Where the wrapped function is itself a library's, the user's line is the one that called it.
+    own = (at for at in itertools.chain(written, calling) if not at[0].startswith(_LIBRARIES))
+    file, line = next(own, ("<unknown>", 0))
+    return file, line, str(info.name_stack), of_library

@@ -10,9 +10,10 @@ from haiku_implicit._dispatch import primitive_handler
 
 
 @primitive_handler(_compat.IDENTITIES)
-def identity(primitive: Any, x: ImplicitArray, **params: Any) -> ImplicitArray:
+def identity(primitive: Any, x: ImplicitArray, **params: Any) -> Any:
     """`copy`, `stop_gradient`, `checkpoint_name`, ...: leaf by leaf."""
-    return jax.tree.map(lambda leaf: primitive.bind(leaf, **params), x)
+    out = jax.tree.map(lambda leaf: _compat.bind(primitive, [leaf], params)[0], x)
+    return [out] if primitive.multiple_results else out
 
 
 @primitive_handler("optimization_barrier")
