@@ -114,7 +114,9 @@ def run() -> None:
     for title, (_, sample) in (("before", before), ("after", after)):
         print(f"\n--- sample {title} ---\n{sample}")
     print(f"\nheld-out loss  {before[0]:.4f} -> {after[0]:.4f}   (nats per token)")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "linux" else 2**30)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        2**20 if sys.platform == "linux" else 2**30
+    )
     print(f"peak memory    {peak:.2f} GiB")
     print(f"adapter        {_ADAPTER.value} (step {state.step})")
     print(f"time           {time.time() - started:.0f} s")
@@ -140,9 +142,7 @@ def load_params(checkpoint: smollm.Checkpoint) -> dict[str, dict[str, Any]]:
     params = smollm.params_from_tensors(checkpoint.tensors, quantized)
     params = jax.tree.map(jnp.asarray, params)
     key = jax.random.key(_SEED.value)
-    return hki.add_lora(
-        params, key, rank=_RANK.value, alpha=_ALPHA.value, targets=_TARGETS.value
-    )
+    return hki.add_lora(params, key, rank=_RANK.value, alpha=_ALPHA.value, targets=_TARGETS.value)
 
 
 def tokenize(tokenizer: Any, text: str) -> Data:
@@ -207,7 +207,9 @@ def train(apply: Any, optimizer: Any, state: State, base: Any, data: Data) -> St
             loss, adapter, moments = update(state.adapter, state.optimizer, base, batch)
             state = State(state.step + 1, adapter, moments)
             loss = float(loss)
-            bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{tokens / (time.time() - started):.0f}")
+            bar.set_postfix(
+                loss=f"{loss:.3f}", tokens_per_s=f"{tokens / (time.time() - started):.0f}"
+            )
             bar.update()
             if state.step % _SAVE_EVERY.value == 0 or state.step == _STEPS.value:
                 save_state(state)

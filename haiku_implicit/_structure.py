@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit import _interpreter
-from haiku_implicit._array import flatten_one_level, is_implicit
+from haiku_implicit._array import flatten, flatten_one_level, is_implicit
 
 
 def structure(x: Any) -> Any:
@@ -23,7 +23,7 @@ def structure(x: Any) -> Any:
 
 def same(a: Any, b: Any) -> bool:
     """Whether two values (or structures) agree in type, static metadata, and shapes and dtypes."""
-    (leaves_a, def_a), (leaves_b, def_b) = map(jax.tree_util.tree_flatten, (a, b))
+    (leaves_a, def_a), (leaves_b, def_b) = flatten(a), flatten(b)
     return def_a == def_b and all(
         np.shape(x) == np.shape(y) and jnp.result_type(x) == jnp.result_type(y)
         for x, y in zip(leaves_a, leaves_b, strict=True)

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from haiku_implicit._array import is_implicit
+from haiku_implicit._array import flatten, is_implicit
 from haiku_implicit._interpreter import call_interpreted, materialize_array
 
 P = ParamSpec("P")
@@ -41,16 +41,16 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        leaves, treedef = jax.tree_util.tree_flatten((args, kwargs), is_leaf=is_implicit)
+        leaves, treedef = tree_flatten_with_implicit((args, kwargs))
         dynamic = [i for i, x in enumerate(leaves) if is_value(x)]
-        static_out: list[Any] = []
+        static_out: Any = []
 
         def on_values(*values: Any) -> Any:
             mixed = list(leaves)
             for i, value in zip(dynamic, values, strict=True):
                 mixed[i] = value
             args, kwargs = treedef.unflatten(mixed)
-            out, out_def = jax.tree_util.tree_flatten(fun(*args, **kwargs))
+            out, out_def = flatten(fun(*args, **kwargs))
             static_out[:] = [out_def, [None if is_value(x) else (x,) for x in out]]
             return [x for x in out if is_value(x)]
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from haiku_implicit import _compat
-from haiku_implicit._array import ImplicitArray
+from haiku_implicit._array import ImplicitArray, flatten
 from haiku_implicit._dispatch import primitive_handler
 
 
@@ -19,5 +19,5 @@ def identity(primitive: Any, x: ImplicitArray, **params: Any) -> Any:
 @primitive_handler("optimization_barrier")
 def optimization_barrier(primitive: Any, *operands: Any) -> list[Any]:
     """One barrier over the leaves of all operands."""
-    leaves, treedef = jax.tree_util.tree_flatten(list(operands))
+    leaves, treedef = flatten(list(operands))
     return treedef.unflatten(primitive.bind(*leaves))

@@ -1,0 +1,180 @@
+"""Repeated eager calls: a function is traced and interpreted once for each structure of its arguments.
+
+What is kept is the interpreted program, which has no implicit arrays in it any more; running it eagerly
+is one loop over ordinary primitives. The traces are `jax.jit`'s own, so that JAX tells what they depend
+on: structure (with the static metadata of implicit types), shapes, dtypes and weak types, and its
+settings (x64, matmul precision, mesh, ...). Here are only the parts that JAX does not know of.
+"""
+
+import collections
+import contextlib
+import enum
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from haiku_implicit import _dispatch
+from haiku_implicit import _materialization as events
+from haiku_implicit._array import is_implicit
+
+# Facts that a trace depended on: each a function, and what it returned then.
+Facts = list[tuple[Callable[[], Any], Any]]
+Watch = Callable[[], contextlib.AbstractContextManager[Facts]]
+
+# The most combinations of structure and static arguments that one function keeps programs for.
+_MAX_ENTRIES = 128
+
+
+@contextlib.contextmanager
+def watch_nothing() -> Iterator[Facts]:
+    """For functions that depend on nothing but what JAX knows of."""
+    yield []
+
+
+class _Static:
+    """A pytree without leaves that carries a Python value out of a trace."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+# Compared by identity: any Python value may be in there.
+jax.tree_util.register_pytree_node(_Static, lambda s: ((), s), lambda s, _: s)
+
+
+class _Program(NamedTuple):
+    """An interpreted function: a program of leaves, and how its results are put together.
+
+    Attributes:
+      run: from the leaves of the arguments to the leaves of the results.
+      takes: how many leaves of arguments it expects.
+      out: the structure of the results, a place for each static one included.
+      fixed: for each place of `out`, a static result as a tuple of one, None for an array.
+      events: what was materialized in it.
+      facts: what else it depended on.
+    """
+
+    run: Callable[..., list[Any]]
+    takes: int
+    out: Any
+    fixed: list[tuple[Any] | None]
+    events: list[events.Materialization]
+    facts: Facts
+
+    def holds(self) -> bool:
+        """Whether all facts are as they were when this was traced."""
+        return all(probe() == seen for probe, seen in self.facts)
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        events.replay(self.events)
+        results = iter(self.run(*map(_as_array, leaves)))
+        values = [_as_array(next(results)) if x is None else x[0] for x in self.fixed]
+        return jax.tree_util.tree_unflatten(self.out, values)
+
+
+class ProgramCache:
+    """The programs of one function.
+
+    Attributes:
+      call: runs the function on a list of arguments, interpreted, as `call(static, values)`, where
+        `static` is what `key_of` made a key of.
+    """
+
+    def __init__(self, call: Callable[[Any, list[Any]], Any], watch: Watch):
+        self.call, self.watch = call, watch
+        self._jitted: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self._programs: weakref.WeakKeyDictionary[Any, _Program] = weakref.WeakKeyDictionary()
+
+    def __call__(self, key: Any, static: Any, values: list[Any]) -> Any:
+        """Runs the function, by a program that is kept wherever there is one.
+
+        Args:
+          key: a hashable value that is equal only for equal `static`.
+          static: what of the arguments is not traced.
+          values: the arrays, dense or implicit, of which none may be a tracer.
+        """
+        key = (key, _dispatch.generation())
+        program = self._find(key, static, values)
+        if not program.holds():
+            del self._jitted[key]
+            program = self._find(key, static, values)
+        leaves = jax.tree_util.tree_leaves(values)
+        if program.takes != len(leaves):
+            # The function closes over tracers of a transformation around it, which JAX makes operands.
+            return self.call(static, values)
+        return program(leaves)
+
+    def _find(self, key: Any, static: Any, values: list[Any]) -> _Program:
+        jitted = self._jitted.pop(key, None) or self._jit(static)
+        self._jitted[key] = jitted
+        if len(self._jitted) > _MAX_ENTRIES:
+            self._jitted.popitem(last=False)
+        traced = jitted.trace(values)
+        program = self._programs.get(traced.jaxpr)
+        if program is None:
+            program = self._programs[traced.jaxpr] = _program_of(traced)
+        return program
+
+    def _jit(self, static: Any) -> Any:
+        def run(values: list[Any]) -> Any:
+            with events.recording() as log, self.watch() as facts:
+                out = self.call(static, values)
+            out = jax.tree.map(lambda x: x if is_value(x) else _Static(x), out, is_leaf=is_implicit)
+            return out, _Static((log, facts))
+
+        return jax.jit(run)
+
+
+def _program_of(traced: Any) -> _Program:
+    out, about = traced.out_info
+    log, facts = about.value
+    places, treedef = jax.tree_util.tree_flatten(out, is_leaf=lambda x: isinstance(x, _Static))
+    fixed = [(x.value,) if isinstance(x, _Static) else None for x in places]
+    takes = len(traced.jaxpr.jaxpr.invars)
+    return _Program(jaxpr_as_fun(traced.jaxpr), takes, treedef, fixed, log, facts)
+
+
+def is_value(x: Any) -> bool:
+    """Whether a leaf is traced (an array, or an implicit one) rather than handed on as it is."""
+    if isinstance(x, np.ndarray | np.generic):
+        return bool(jax.dtypes.issubdtype(x.dtype, np.number)) or x.dtype == np.bool_
+    return is_implicit(x) or isinstance(x, jax.Array)
+
+
+def _as_array(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+_BY_VALUE = (bool, int, str, bytes, type(None), enum.Enum, np.dtype, range)
+_BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodType)
+
+
+def key_of(static: Sequence[Any], values: Sequence[Any]) -> Any:
+    """A key for static arguments, or None where a call can't be told from another one.
+
+    That is so where an array is being traced, and where a static argument is not hashable or is an
+    object whose hash says nothing of its contents.
+    """
+    if jax.config.jax_disable_jit or any(
+        isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(list(values))
+    ):
+        return None
+    key = []
+    for x in static:
+        if isinstance(x, float | complex):
+            key.append((type(x), repr(x)))  # tells 0. from -0., and nan is equal to itself
+        elif isinstance(x, _BY_VALUE + _BY_IDENTITY) or type(x).__hash__ not in (None, object.__hash__):
+            key.append((type(x), x))
+        else:
+            return None
+    try:
+        hash(tuple(key))
+    except TypeError:
+        return None
+    return tuple(key)
