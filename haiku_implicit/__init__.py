@@ -19,6 +19,16 @@ from haiku_implicit._transform import (
     tree_structure_with_implicit,
     use_implicit_args,
 )
-from haiku_implicit.arrays import LoRA
+from haiku_implicit.arrays import LoRA, QuantizedMatrix, SymbolicConstant, Zeros
+from haiku_implicit._creators import (
+    lora_creator,
+    lora_getter,
+    quantize_creator,
+    quantize_getter,
+    zeros_creator,
+    zeros_getter,
+)
+from haiku_implicit._haiku import transform_implicit
+from haiku_implicit._params import add_lora, merge_lora, quantize_params, zero_params
 
 __version__ = "0.1.0"

@@ -368,7 +368,9 @@ def is_nested(x: ImplicitArray) -> bool:
 
 def dense_struct(x: Any) -> Any:
     """A `jax.ShapeDtypeStruct` for an implicit array; anything else as it is."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_implicit(x) else x
+    if not is_implicit(x):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.aval.weak_type)
 
 
 def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:

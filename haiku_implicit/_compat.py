@@ -9,6 +9,9 @@ import jax.numpy as jnp
 
 Primitive = jax.extend.core.Primitive
 
+# For `jax.jit(inline=)`: leaves no trace of the call in a jaxpr. From JAX 0.12 on True means later.
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
 
 def bind(primitive: Primitive, args: Any, params: dict[str, Any]) -> list[Any]:
     """Binds a primitive as an equation has it, and returns its results as a list.
@@ -82,3 +85,20 @@ def manual_axes(params: dict[str, Any]) -> frozenset[str]:
         if name in params:
             return frozenset(params[name])
     return frozenset(params["mesh"].axis_names)
+
+
+def vary_like(x: Any, others: Any) -> Any:
+    """`x` marked as varying over the mesh axes that the others vary over (inside `shard_map`)."""
+    axes = tuple(sorted({axis for y in others for axis in _varying(y)} - set(_varying(x))))
+    if not axes:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, axes, to="varying")
+    return jax.lax.pvary(x, axes)
+
+
+def _varying(x: Any) -> frozenset[str]:
+    aval = jax.typeof(x)
+    if hasattr(aval, "mat"):
+        return aval.mat.varying
+    return getattr(aval, "vma", frozenset())

@@ -1,14 +1,16 @@
-"""Repeated eager calls: a function is traced and interpreted once for each structure of its arguments.
+"""Repeated eager calls: a function is traced and interpreted once per structure of its arguments.
 
-What is kept is the interpreted program, which has no implicit arrays in it any more; running it eagerly
-is one loop over ordinary primitives. The traces are `jax.jit`'s own, so that JAX tells what they depend
-on: structure (with the static metadata of implicit types), shapes, dtypes and weak types, and its
-settings (x64, matmul precision, mesh, ...). Here are only the parts that JAX does not know of.
+What is kept is the interpreted program, which has no implicit arrays in it any more; running it
+eagerly is one loop over ordinary primitives. The traces are `jax.jit`'s own, so that JAX tells what
+they depend on: structure (with the static metadata of implicit types), shapes, dtypes and weak
+types, and its settings (x64, matmul precision, mesh, ...). Here are only the parts that JAX does
+not know of.
 """
 
 import collections
 import contextlib
 import enum
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ from jax.extend.core import jaxpr_as_fun
 from haiku_implicit import _dispatch
 from haiku_implicit import _materialization as events
 from haiku_implicit._array import is_implicit
+from haiku_implicit._transform import Static, call, is_value, split
 
 # Facts that a trace depended on: each a function, and what it returned then.
 Facts = list[tuple[Callable[[], Any], Any]]
@@ -78,20 +81,47 @@ class _Program(NamedTuple):
         return jax.tree_util.tree_unflatten(self.out, values)
 
 
-class ProgramCache:
+def cached_implicit_args(
+    fun: Callable[..., Any], watch: Watch = watch_nothing
+) -> Callable[..., Any]:
+    """`use_implicit_args` that traces once for all eager calls with arguments of one structure.
+
+    Args:
+      fun: a pure function, as `jax.jit` understands it.
+      watch: a context manager, entered while `fun` is traced, that gives a list and fills it with
+        facts that the trace depends on.
+    """
+    cache = _ProgramCache(functools.partial(call, fun), watch)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        static, values = split((args, kwargs))
+        key = None if _is_traced(values) else _key(static)
+        return call(fun, static, values) if key is None else cache(key, static, values)
+
+    return wrapped
+
+
+def _is_traced(values: list[Any]) -> bool:
+    leaves = jax.tree_util.tree_leaves(values)
+    disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+    return disabled or any(isinstance(x, jax.core.Tracer) for x in leaves)
+
+
+class _ProgramCache:
     """The programs of one function.
 
     Attributes:
-      call: runs the function on a list of arguments, interpreted, as `call(static, values)`, where
-        `static` is what `key_of` made a key of.
+      call: runs the function interpreted, on the static part of its arguments and the values.
+      watch: see `cached_implicit_args`.
     """
 
-    def __init__(self, call: Callable[[Any, list[Any]], Any], watch: Watch):
+    def __init__(self, call: Callable[[Static, list[Any]], Any], watch: Watch):
         self.call, self.watch = call, watch
         self._jitted: collections.OrderedDict[Any, Any] = collections.OrderedDict()
         self._programs: weakref.WeakKeyDictionary[Any, _Program] = weakref.WeakKeyDictionary()
 
-    def __call__(self, key: Any, static: Any, values: list[Any]) -> Any:
+    def __call__(self, key: Any, static: Static, values: list[Any]) -> Any:
         """Runs the function, by a program that is kept wherever there is one.
 
         Args:
@@ -106,11 +136,11 @@ class ProgramCache:
             program = self._find(key, static, values)
         leaves = jax.tree_util.tree_leaves(values)
         if program.takes != len(leaves):
-            # The function closes over tracers of a transformation around it, which JAX makes operands.
+            # The function closes over tracers of a transformation around it: JAX made them operands.
             return self.call(static, values)
         return program(leaves)
 
-    def _find(self, key: Any, static: Any, values: list[Any]) -> _Program:
+    def _find(self, key: Any, static: Static, values: list[Any]) -> _Program:
         jitted = self._jitted.pop(key, None) or self._jit(static)
         self._jitted[key] = jitted
         if len(self._jitted) > _MAX_ENTRIES:
@@ -121,7 +151,7 @@ class ProgramCache:
             program = self._programs[traced.jaxpr] = _program_of(traced)
         return program
 
-    def _jit(self, static: Any) -> Any:
+    def _jit(self, static: Static) -> Any:
         def run(values: list[Any]) -> Any:
             with events.recording() as log, self.watch() as facts:
                 out = self.call(static, values)
@@ -140,37 +170,36 @@ def _program_of(traced: Any) -> _Program:
     return _Program(jaxpr_as_fun(traced.jaxpr), takes, treedef, fixed, log, facts)
 
 
-def is_value(x: Any) -> bool:
-    """Whether a leaf is traced (an array, or an implicit one) rather than handed on as it is."""
-    if isinstance(x, np.ndarray | np.generic):
-        return bool(jax.dtypes.issubdtype(x.dtype, np.number)) or x.dtype == np.bool_
-    return is_implicit(x) or isinstance(x, jax.Array)
-
-
 def _as_array(x: Any) -> jax.Array:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-_BY_VALUE = (bool, int, str, bytes, type(None), enum.Enum, np.dtype, range)
-_BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodType)
+# Static arguments that are equal only if they mean the same: by value, or as the same function.
+_BY_VALUE = (bool, int, str, bytes, enum.Enum, np.dtype, range)
+_BY_IDENTITY = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    np.ufunc,
+    jax.custom_jvp,
+    jax.custom_vjp,
+    type(jax.jit(lambda: None)),
+)
 
 
-def key_of(static: Sequence[Any], values: Sequence[Any]) -> Any:
-    """A key for static arguments, or None where a call can't be told from another one.
+def _key(static: Static) -> Any:
+    """A hashable key for the static part of a call, or None where there is none.
 
-    That is so where an array is being traced, and where a static argument is not hashable or is an
-    object whose hash says nothing of its contents.
+    That is so for an argument that is not hashable, and for an object whose hash is its identity:
+    what is in it may change.
     """
-    if jax.config.jax_disable_jit or any(
-        isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(list(values))
-    ):
-        return None
-    key = []
-    for x in static:
+    key: list[Any] = [static.treedef]
+    for leaf in static.leaves:
+        x = None if leaf is None else leaf[0]
         if isinstance(x, float | complex):
             key.append((type(x), repr(x)))  # tells 0. from -0., and nan is equal to itself
-        elif isinstance(x, _BY_VALUE + _BY_IDENTITY) or type(x).__hash__ not in (None, object.__hash__):
-            key.append((type(x), x))
+        elif leaf is None or isinstance(x, _BY_VALUE + _BY_IDENTITY) or _hashes_contents(x):
+            key.append(leaf and (type(x), x))
         else:
             return None
     try:
@@ -178,3 +207,8 @@ def key_of(static: Sequence[Any], values: Sequence[Any]) -> Any:
     except TypeError:
         return None
     return tuple(key)
+
+
+def _hashes_contents(x: Any) -> bool:
+    found: Any = type(x).__hash__
+    return found is not None and found is not object.__hash__

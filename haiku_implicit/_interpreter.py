@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.interpreters import ad, partial_eval
 
 from haiku_implicit import _compat, _dispatch
 from haiku_implicit import _materialization as events
@@ -46,7 +46,7 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
             if any(map(is_implicit, operands)) or _makes_boxes(eqn):
                 results = apply(eqn.primitive, operands, eqn.params)
             else:
-                results = _compat.bind(eqn.primitive, operands, eqn.params)
+                results = bind(eqn.primitive, operands, eqn.params)
         env.update(zip(eqn.outvars, results, strict=True))
         for var in dead:
             del env[var]
@@ -59,15 +59,14 @@ def apply(
     """What one primitive does to operands of which some are implicit (steps: `primitive_handler`)."""
     types = tuple(type(x) if is_implicit(x) else jax.Array for x in operands)
     for rule, order in _dispatch.rules_for(primitive, types):
-        ordered = [_as_array(operands[i]) for i in order]
-        out = _call_rule(rule, primitive, ordered, params)
+        out = _call_rule(rule, primitive, [operands[i] for i in order], params)
         if out is not NotImplemented:
             return list(out) if primitive.multiple_results else [out]
     if primitive in HIGHER_ORDER:
         out = HIGHER_ORDER[primitive](list(operands), params)
         if out is not NotImplemented:
             return out
-    return _compat.bind(primitive, [densify(x, primitive.name) for x in operands], params)
+    return bind(primitive, [densify(x, primitive.name) for x in operands], params)
 
 
 def default_handler(primitive: _compat.Primitive, *args: Any, **params: Any) -> Any:
@@ -86,7 +85,7 @@ def default_handler(primitive: _compat.Primitive, *args: Any, **params: Any) -> 
       >>> float(hki.default_handler(jax.lax.neg_p, jnp.float32(2)))
       -2.0
     """
-    run = apply if any(map(is_implicit, args)) else _compat.bind
+    run = apply if any(map(is_implicit, args)) else bind
     out = run(primitive, args, params)
     return out if primitive.multiple_results else out[0]
 
@@ -161,36 +160,36 @@ def retrace(
       operands: values of its `invars`, dense or implicit.
       transform: a hashable function from the list of results to another one (see `_structure`).
     """
-    tracer, logs = _retracer(jaxpr, transform, _dispatch.generation())
+    tracer = _retracer(jaxpr, transform, _dispatch.generation())
     # Only structure and abstract values matter here, so that what is traced sees no outer tracer.
     traced = tracer.trace(list(consts), list(operands))
-    if logs:
-        _logs[traced.jaxpr] = logs.pop()
-    log = _logs.get(traced.jaxpr, [])
-    return Retraced(traced.jaxpr, _as_fun(traced.jaxpr), traced.out_info, log)
+    out, log = traced.out_info
+    return Retraced(traced.jaxpr, _as_fun(traced.jaxpr), out, log.value)
 
 
-# The events of each retraced program that has any.
-_logs: weakref.WeakKeyDictionary[ClosedJaxpr, list[events.Materialization]] = (
-    weakref.WeakKeyDictionary()
-)
+class _Carried:
+    """A pytree without leaves that carries a Python value out of a trace."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+# Compared by identity: any Python value may be in there.
+jax.tree_util.register_pytree_node(_Carried, lambda x: ((), x), lambda x, _: x)
 
 
 @functools.lru_cache(maxsize=4096)
-def _retracer(jaxpr: Jaxpr, transform: Any, generation: int) -> tuple[Any, list[Any]]:
+def _retracer(jaxpr: Jaxpr, transform: Any, generation: int) -> Any:
     """A jitted interpreter of one jaxpr: JAX keys its traces by structure, avals and settings."""
     del generation  # only part of the cache's key
-    logs: list[Any] = []
 
-    def run(consts: list[Any], operands: list[Any]) -> list[Any]:
+    def run(consts: list[Any], operands: list[Any]) -> Any:
         with events.recording() as log:
             out = interpret(jaxpr, consts, operands)
             out = out if transform is None else transform(out)
-        if log:
-            logs.append(log)
-        return out
+        return out, _Carried(log)
 
-    return jax.jit(run), logs
+    return jax.jit(run)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -198,14 +197,90 @@ def _as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     return jaxpr_as_fun(jaxpr)
 
 
+def bind(
+    primitive: _compat.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    """Runs a primitive on dense operands.
+
+    Under differentiation or `vmap` JAX works out anew, at every use, what becomes of a primitive,
+    but once only for a jitted function. The functions of `jax.numpy` are jitted for that, and the
+    equations of a jaxpr, which are what is left of them, get it back here (`docs/benchmarks.md`).
+    """
+    if primitive in _JITTED and any(map(_is_transformed, operands)):
+        try:
+            fun = _jitted_primitive(primitive, tuple(params.items()))
+        except TypeError:  # parameters that are not hashable
+            return _compat.bind(primitive, operands, params)
+        return fun(*operands)
+    return _compat.bind(primitive, operands, params)
+
+
+# JAX's own primitives with a derivative. (One of the user's may have no lowering, which jit needs.)
+_JITTED = {
+    primitive
+    for name in dir(jax.lax)
+    if name.endswith("_p") and (primitive := getattr(jax.lax, name)) in ad.primitive_jvps
+}
+
+
+def _is_transformed(x: Any) -> bool:
+    """Whether a value is traced by something else than the making of a jaxpr."""
+    return isinstance(x, jax.core.Tracer) and not isinstance(x, partial_eval.DynamicJaxprTracer)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted_primitive(primitive: _compat.Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
+    def fun(*operands: Any) -> list[Any]:
+        return _compat.bind(primitive, operands, dict(params))
+
+    fun.__name__ = fun.__qualname__ = primitive.name
+    return jax.jit(fun, inline=_compat.INLINE)
+
+
 def _call_rule(
     rule: _dispatch.Rule, primitive: _compat.Primitive, operands: list[Any], params: dict[str, Any]
 ) -> Any:
-    """Calls a rule; one with a nested operand is itself traced, and interpreted on the inner arrays."""
+    """Calls a rule, which is traced once for operands of one structure (and the same literals)."""
+    literals = tuple(map(_literal, operands))
+    try:
+        jitted = _jitted_rule(
+            rule, primitive, tuple(params.items()), literals, _dispatch.generation()
+        )
+    except TypeError:  # parameters that are not hashable
+        return _run_rule(rule, primitive, _with_literals(literals, operands), params)
+    out, log = jitted(operands)
+    if out is None:
+        return NotImplemented
+    events.replay(log.value)
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted_rule(
+    rule: _dispatch.Rule,
+    primitive: _compat.Primitive,
+    params: tuple[tuple[str, Any], ...],
+    literals: tuple[Any, ...],
+    generation: int,
+) -> Any:
+    del generation  # only part of the cache's key: what a nested rule does may have changed
+
+    def fun(operands: list[Any]) -> Any:
+        with events.recording() as log:
+            out = _run_rule(rule, primitive, _with_literals(literals, operands), dict(params))
+        return None if out is NotImplemented else out, _Carried(log)
+
+    fun.__name__ = fun.__qualname__ = getattr(rule, "__name__", "rule")
+    return jax.jit(fun, inline=_compat.INLINE)
+
+
+def _run_rule(
+    rule: _dispatch.Rule, primitive: _compat.Primitive, operands: list[Any], params: dict[str, Any]
+) -> Any:
+    """Runs a rule; one with a nested operand is itself traced, and interpreted on the inner arrays."""
     if not any(is_implicit(x) and is_nested(x) for x in operands):
         return rule(primitive, *operands, **params)
     split = [flatten_one_level(x) if is_implicit(x) else ([x], None) for x in operands]
-    declined: list[bool] = []
 
     def on_leaves(*leaves: Any) -> Any:
         rest = iter(leaves)
@@ -214,16 +289,41 @@ def _call_rule(
             mine = [next(rest) for _ in own]
             args.append(mine[0] if treedef is None else treedef.unflatten(mine))
         out = rule(primitive, *args, **params)
-        declined[:] = [out is NotImplemented]
         return None if out is NotImplemented else out
 
     out = call_interpreted(on_leaves, [leaf for own, _ in split for leaf in own])
-    return NotImplemented if declined == [True] else out
+    return NotImplemented if out is None else out
 
 
-def _as_array(x: Any) -> Any:
-    """Rules see arrays, never the bare Python scalars that jaxprs hold as literals."""
-    return x if is_implicit(x) or isinstance(x, jax.Array) else jnp.asarray(x, dtype=x.dtype)
+class _Literal(NamedTuple):
+    """A value that a jaxpr holds as a literal, hashable."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    data: bytes
+    weak_type: bool
+
+    def array(self) -> jax.Array:
+        value = np.frombuffer(self.data, self.dtype).reshape(self.shape)
+        weak = jnp.asarray(value.item()) if self.weak_type else None
+        return jnp.asarray(value) if weak is None or weak.dtype != self.dtype else weak
+
+
+def _literal(x: Any) -> _Literal | None:
+    if is_implicit(x) or isinstance(x, jax.Array):
+        return None
+    dtype = np.dtype(getattr(x, "dtype", jnp.result_type(x)))
+    # Bare Python numbers (JAX's own subclasses of them included) are weakly typed.
+    bare = isinstance(x, int | float | complex) and not isinstance(x, np.generic)
+    weak = bool(getattr(x, "weak_type", bare))
+    return _Literal(dtype, np.shape(x), np.asarray(x, dtype).tobytes(), weak)
+
+
+def _with_literals(literals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """The operands for a rule, which sees arrays only: literals as concrete ones that it may read."""
+    with jax.ensure_compile_time_eval():
+        known = [x and x.array() for x in literals]
+    return [y if x is None else x for x, y in zip(known, operands, strict=True)]
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ def coerce(x: Any, target: Any) -> Any:
         # A dense value may only differ in being weakly typed, which loop carries must agree in.
         return jnp.asarray(x, target.dtype)
     if not is_implicit(target):
-        return _interpreter.densify(x, "control flow")
+        return jnp.asarray(_interpreter.densify(x, "control flow"), target.dtype)
     if same(x, target):
         return x
     parts, treedef = flatten_one_level(x)

@@ -1,8 +1,8 @@
 """`use_implicit_args`: flatten, trace, interpret, unflatten."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -17,10 +17,10 @@ R = TypeVar("R")
 def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
     """Lets a function of arrays take implicit arrays in their place, and return them.
 
-    The function is traced with dense abstract values, so that it notices nothing, and what it does is
-    then run on the arguments as they are. The result is an ordinary function of pytrees: `jax.jit`,
-    `grad`, `vmap`, `checkpoint` and `eval_shape` apply to it (from outside, they act on the leaves of
-    the implicit arrays), and it may use them itself.
+    The function is traced with dense abstract values, so that it notices nothing, and what it does
+    is then run on the arguments as they are. The result is an ordinary function of pytrees:
+    `jax.jit`, `grad`, `vmap`, `checkpoint` and `eval_shape` apply to it (from outside, they act on
+    the leaves of the implicit arrays), and it may use them itself.
 
     Args:
       fun: any function that JAX can trace. Any of its arguments, or of the leaves in them, may be
@@ -41,29 +41,52 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        leaves, treedef = tree_flatten_with_implicit((args, kwargs))
-        dynamic = [i for i, x in enumerate(leaves) if is_value(x)]
-        static_out: Any = []
-
-        def on_values(*values: Any) -> Any:
-            mixed = list(leaves)
-            for i, value in zip(dynamic, values, strict=True):
-                mixed[i] = value
-            args, kwargs = treedef.unflatten(mixed)
-            out, out_def = flatten(fun(*args, **kwargs))
-            static_out[:] = [out_def, [None if is_value(x) else (x,) for x in out]]
-            return [x for x in out if is_value(x)]
-
-        values = iter(call_interpreted(on_values, [leaves[i] for i in dynamic]))
-        out_def, fixed = static_out
-        return out_def.unflatten([next(values) if x is None else x[0] for x in fixed])
+        return call(fun, *split((args, kwargs)))
 
     return wrapped
 
 
+class Static(NamedTuple):
+    """What of the arguments `(args, kwargs)` of a function is not traced.
+
+    Attributes:
+      treedef: their structure, implicit arrays being leaves.
+      leaves: for each leaf that is handed on as it is, a tuple of it alone; None for a traced one.
+    """
+
+    treedef: Any
+    leaves: tuple[tuple[Any] | None, ...]
+
+
+def split(arguments: tuple[Any, Any]) -> tuple[Static, list[Any]]:
+    """Parts arguments `(args, kwargs)` in what is static and the values, dense or implicit."""
+    leaves, treedef = tree_flatten_with_implicit(arguments)
+    static = tuple(None if is_value(x) else (x,) for x in leaves)
+    return Static(treedef, static), [x for x in leaves if is_value(x)]
+
+
+def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
+    """Traces a function, interprets it on the values, and returns its results."""
+    static_out: Any = []
+
+    def on_values(*values: Any) -> Any:
+        rest = iter(values)
+        mixed = [next(rest) if x is None else x[0] for x in static.leaves]
+        args, kwargs = static.treedef.unflatten(mixed)
+        out, out_def = flatten(fun(*args, **kwargs))
+        static_out[:] = [out_def, [None if is_value(x) else (x,) for x in out]]
+        return [x for x in out if is_value(x)]
+
+    results = iter(call_interpreted(on_values, values))
+    out_def, fixed = static_out
+    return out_def.unflatten([next(results) if x is None else x[0] for x in fixed])
+
+
 def is_value(x: Any) -> bool:
     """Whether a leaf is traced (an array, or an implicit one) rather than handed on as it is."""
-    return is_implicit(x) or isinstance(x, jax.Array | np.ndarray | np.generic)
+    if isinstance(x, np.ndarray | np.generic):  # but not one of strings, dates or objects
+        return x.dtype == np.bool_ or bool(jax.dtypes.issubdtype(x.dtype, np.number))
+    return is_implicit(x) or isinstance(x, jax.Array)
 
 
 def materialize(tree: Any) -> Any:

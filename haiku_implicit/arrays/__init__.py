@@ -1,6 +1,8 @@
 """The family of implicit types: one file a type, the class and then its rules."""
 
-from haiku_implicit.arrays import any_type  # noqa: F401
+from haiku_implicit.arrays import any_type, batch_axes, quantized_rows  # noqa: F401
+from haiku_implicit.arrays.constant import SymbolicConstant, Zeros
 from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.quantized import QuantizedMatrix
 
-__all__ = ["LoRA"]
+__all__ = ["LoRA", "QuantizedMatrix", "SymbolicConstant", "Zeros"]

@@ -1,0 +1,103 @@
+"""Ways to train LoRA factors on the same transformer, each as one loss of the same arrays.
+
+Every implementation is a function that returns a new `loss(trainable, frozen, tokens)`, new function
+objects each time, since JAX keeps what it has traced by function. `trainable` and `frozen` are
+Haiku parameter trees, as `split` makes them of those of `models.LoraLinear`.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+
+import haiku_implicit as hki
+from benchmarks import models
+
+Loss = Callable[[hk.Params, hk.Params, jax.Array], jax.Array]
+
+FACTORS = ("w_a", "w_b")
+
+
+def split(params: hk.Params) -> tuple[hk.Params, hk.Params]:
+    """The LoRA factors, and all other parameters."""
+    return hk.data_structures.partition(lambda module, name, value: name in FACTORS, params)
+
+
+def dense(sizes: models.Sizes) -> Loss:
+    """No LoRA: the gradient is that of the weights themselves. What Haiku costs by itself."""
+    apply = models.transformed(sizes).apply
+
+    def loss(trainable: hk.Params, frozen: hk.Params, tokens: jax.Array) -> jax.Array:
+        return models.cross_entropy(apply(_merge(frozen, trainable), tokens), tokens)
+
+    return loss
+
+
+def by_hand(sizes: models.Sizes) -> Loss:
+    """LoRA written into the Haiku modules: what the others are measured against."""
+    apply = models.transformed(sizes, by_hand=True).apply
+
+    def loss(trainable: hk.Params, frozen: hk.Params, tokens: jax.Array) -> jax.Array:
+        return models.cross_entropy(apply(_merge(frozen, trainable), tokens), tokens)
+
+    return loss
+
+
+def library(sizes: models.Sizes) -> Loss:
+    """This library: the unmodified model, with `LoRA` in its parameters."""
+    apply = hki.transform_implicit(models.transformed(sizes)).apply
+
+    def loss(trainable: hk.Params, frozen: hk.Params, tokens: jax.Array) -> jax.Array:
+        def adapted(w: jax.Array, a: jax.Array, b: jax.Array) -> hki.LoRA:
+            return hki.LoRA(w, a, b, alpha=sizes.alpha)
+
+        return models.cross_entropy(apply(_adapt(trainable, frozen, adapted), tokens), tokens)
+
+    return loss
+
+
+def quax(sizes: models.Sizes) -> Loss:
+    """quax on the same unmodified model, with a type and a rule as lean as the library's own."""
+    import quax
+
+    from benchmarks import quax_lora
+
+    apply = quax.quaxify(models.transformed(sizes).apply)
+
+    def loss(trainable: hk.Params, frozen: hk.Params, tokens: jax.Array) -> jax.Array:
+        def adapted(w: jax.Array, a: jax.Array, b: jax.Array) -> quax.Value:
+            return quax_lora.Lora(w, a, b, sizes.alpha / sizes.rank)
+
+        return models.cross_entropy(apply(_adapt(trainable, frozen, adapted), tokens), tokens)
+
+    return loss
+
+
+def available() -> dict[str, Callable[[models.Sizes], Loss]]:
+    """The implementations by name; quax only where it is installed."""
+    found = dict(dense=dense, by_hand=by_hand, library=library)
+    return {**found, "quax": quax} if importlib.util.find_spec("quax") else found
+
+
+def arguments(name: str, params: hk.Params) -> tuple[hk.Params, hk.Params]:
+    """`trainable` and `frozen` for an implementation, of the parameters of the model by hand."""
+    trainable, frozen = split(params)
+    if name != "dense":
+        return trainable, frozen
+    return hk.data_structures.partition(
+        lambda module, name, value: name == "w" and module in trainable, frozen
+    )
+
+
+def _merge(frozen: hk.Params, trainable: hk.Params) -> hk.Params:
+    return hk.data_structures.merge(frozen, trainable)
+
+
+def _adapt(trainable: hk.Params, frozen: hk.Params, adapted: Callable[..., Any]) -> hk.Params:
+    """The parameters of the unmodified model, with `adapted(w, a, b)` for each adapted `w`."""
+    params = {module: dict(values) for module, values in frozen.items()}
+    for module, factors in trainable.items():
+        params[module]["w"] = adapted(params[module]["w"], *(factors[name] for name in FACTORS))
+    return params

@@ -1,0 +1,227 @@
+"""Functions on a tree of existing parameters: implicit arrays put in, and LoRA merged again."""
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from haiku_implicit import _targets
+from haiku_implicit._interpreter import materialize_array
+from haiku_implicit._targets import Initializer, Targets
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.quantized import QuantizedMatrix
+
+
+def add_lora(
+    params: Any,
+    key: Any,
+    *,
+    rank: int,
+    alpha: float | None = None,
+    targets: Targets | None = None,
+    init: Initializer | None = None,
+) -> Any:
+    """Puts LoRA on weights of a tree of parameters, quantized ones included.
+
+    The factors `b` are zeros, so that the tree stands for the same numbers as before. Each `a` is
+    drawn with a key of its own, from `key` and the parameter's path: what is drawn for one does not
+    depend on which others are chosen.
+
+    Args:
+      params: parameters as Haiku's `init` returns them, or any nesting of mappings.
+      key: a JAX random key, or an integer seed.
+      rank: the rank of the correction, at most the smaller of a weight's last two axes.
+      alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
+      targets: which parameters. None: all floating-point parameters of two axes or more, dense or
+        quantized, that are not called `b`, `bias`, `offset` or `scale` and that have room for the
+        rank (axes along which `hk.experimental.layer_stack` stacks do not count). A text or compiled
+        pattern: those whose whole `module/name` matches the regular expression. A predicate: those
+        for which `targets(module_name, name, value)` is true.
+      init: draws `a`, as `init(key, shape, dtype)`; None: uniform in ±1/sqrt(n).
+
+    Returns:
+      The tree with `LoRA` in place of the targets, mappings as dicts.
+
+    Raises:
+      ValueError: for targets that match nothing (it lists near misses), a parameter that LoRA of this
+        rank does not fit, a rank that is no positive integer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'linear': {'w': jnp.ones((4, 3)), 'b': jnp.zeros(3)}}
+      >>> hki.add_lora(params, jax.random.key(0), rank=2, alpha=4.0)['linear']['w']
+      LoRA(float32[4,3], w=float32[4,3], a=float32[4,2], b=float32[2,3], alpha=4.0)
+      >>> hki.add_lora(params, 0, rank=2, targets='linear/v')
+      Traceback (most recent call last):
+      ...
+      ValueError: targets: 'linear/v' matches none of the 2 parameters (the whole of 'module/name'
+      has to match). Nearest: linear/w, linear/b
+    """
+    _targets.check_rank(rank)
+    _targets.check_alpha(alpha)
+    key = jax.random.key(key) if isinstance(key, int) else key
+
+    def make(path: str, value: Any) -> Any:
+        if isinstance(value, LoRA):
+            raise ValueError(
+                f"{path}: this is {_targets.describe(value)} already; merge_lora it first, or leave it "
+                "out by targets="
+            )
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return _targets.make_lora(path, value, own, rank, alpha, init)
+
+    default = _targets.takes_lora(rank), f"a weight with room for LoRA of rank {rank}"
+    return _replace(params, targets, default, make)
+
+
+def quantize_params(
+    params: Any,
+    *,
+    dtype: str = "int8",
+    group_size: int | None = None,
+    targets: Targets | None = None,
+    axis: int = -2,
+    zero_point: bool = False,
+) -> Any:
+    """Quantizes weights of a tree of parameters; of a LoRA weight its `w`.
+
+    Args:
+      params: parameters as Haiku's `init` returns them, or any nesting of mappings.
+      dtype: the number format: `'int8'`, `'int4'` or `'nf4'`.
+      group_size: how many consecutive elements along `axis` share a scale; None for all of them.
+      targets: which parameters, as for `add_lora`. None: weights, as there, of those that are not
+        quantized yet and that `group_size` divides.
+      axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
+        `x @ w`) or -1.
+      zero_point: whether codes are relative to a zero point (asymmetric quantization).
+
+    Returns:
+      The tree with `QuantizedMatrix` in place of the targets, mappings as dicts.
+
+    Raises:
+      ValueError: for targets that match nothing (it lists near misses), a parameter that cannot be
+        quantized so, an unknown format.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'linear': {'w': jnp.ones((64, 32)), 'b': jnp.zeros(32)}}
+      >>> w = hki.quantize_params(params, dtype='int4')['linear']['w']
+      >>> w.shape, w.nbytes < params['linear']['w'].nbytes / 6
+      ((64, 32), True)
+    """
+    _targets.check_group_size(group_size)
+    _targets.check_axis(axis)
+    options = dict(dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point)
+
+    def make(path: str, value: Any) -> Any:
+        return _targets.make_quantized(path, value, options)
+
+    divided = "" if group_size is None else f" whose axis {axis} is divided by {group_size}"
+    default = _targets.takes_quantization(group_size, axis), f"a dense weight{divided}"
+    return _replace(params, targets, default, make)
+
+
+def zero_params(params: Any, *, targets: Targets) -> Any:
+    """Replaces parameters of a tree by symbolic zeros, which hold no memory and cost no work.
+
+    Args:
+      params: parameters as Haiku's `init` returns them, or any nesting of mappings.
+      targets: which parameters, as for `add_lora`; there is no default.
+
+    Returns:
+      The tree with `Zeros` in place of the targets, mappings as dicts.
+
+    Raises:
+      ValueError: for targets that match nothing (it lists near misses).
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> hki.zero_params({'linear': {'b': jnp.ones(3)}}, targets='.*/b')
+      {'linear': {'b': Zeros(float32[3])}}
+    """
+    return _replace(params, targets, None, lambda path, value: _targets.make_zeros(value))
+
+
+def merge_lora(params: Any, *, requantize: bool = False) -> Any:
+    """Replaces every LoRA weight of a tree by the dense weight that it stands for.
+
+    Args:
+      params: parameters with LoRA in them, in any nesting of mappings.
+      requantize: what becomes of LoRA on a quantized weight. False: a dense weight, exact but of
+        the dense size. True: the sum quantized again in the format of its base, small but rounded
+        anew: a correction finer than the format's step is lost.
+
+    Returns:
+      The tree without LoRA, mappings as dicts; what has none comes back as it is.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.zeros((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+      >>> print(hki.merge_lora({'linear': {'w': w}})['linear']['w'])
+      [[1. 1. 1.]
+       [1. 1. 1.]]
+    """
+
+    def merged(module_name: str, name: str, value: Any) -> Any:
+        if not isinstance(value, LoRA):
+            return value
+        dense, base = materialize_array(value), value.w
+        while isinstance(base, LoRA):
+            base = base.w
+        if requantize and isinstance(base, QuantizedMatrix):
+            return _like(base, base.requantize(dense))
+        return dense
+
+    return _map(merged, params)
+
+
+def _replace(
+    params: Any,
+    targets: Targets | None,
+    default: tuple[_targets.Predicate, str] | None,
+    make: Callable[[str, Any], Any],
+) -> Any:
+    """A tree with `make(path, value)` in place of each target, of which there has to be one.
+
+    `default` is the predicate for no targets, and what it looks for.
+    """
+    predicate, looked_for = default or (None, "")
+    chosen = _targets.chooser(targets, predicate and _targets.in_tree(predicate))
+    names: list[str] = []
+    count = 0
+
+    def replaced(module_name: str, name: str, value: Any) -> Any:
+        nonlocal count
+        path = _targets.path(module_name, name)
+        names.append(path)
+        if not chosen(module_name, name, value):
+            return value
+        count += 1
+        return make(path, value)
+
+    new = _map(replaced, params)
+    if not count:
+        raise _targets.no_match(targets, names, looked_for)
+    return new
+
+
+def _map(fun: Callable[[str, str, Any], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
+    """A nesting of mappings with `fun(module_name, name, value)` for each array in it."""
+    if isinstance(tree, Mapping):
+        return {k: _map(fun, v, (*path, str(k))) for k, v in tree.items()}
+    if not path:
+        raise TypeError(
+            "params: expected a mapping of parameters as Haiku's init returns it, got "
+            f"{type(tree).__name__}"
+        )
+    if not (hasattr(tree, "shape") and hasattr(tree, "dtype")):
+        return tree
+    return fun("/".join(path[:-1]), path[-1], tree)
+
+
+def _like(old: QuantizedMatrix, new: QuantizedMatrix) -> QuantizedMatrix:
+    """`new` with the tree structure of `old`, for optimizer states and compiled functions."""
+    leaves = jax.tree_util.tree_leaves(new)
+    same: QuantizedMatrix = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(old), leaves)
+    return same if same.dtype == new.dtype else new

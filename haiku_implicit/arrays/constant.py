@@ -1,0 +1,627 @@
+"""`SymbolicConstant` and `Zeros`: arrays of one value, known when the program is traced.
+
+What JAX would compute from constants alone is computed once, at trace time, by the primitive itself
+on a scalar, so that a result is what JAX has (NaN, infinities, overflow, weak types). What a constant
+meets a dense array in sees a broadcast scalar, which XLA folds into the operation. `Zeros` moreover
+annihilates: the rules at the end of the file are the ones that a plain constant has not.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import primitives as jex
+
+from haiku_implicit import _compat
+from haiku_implicit._array import ArrayValue, ImplicitArray, aux_field, is_implicit
+from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit._interpreter import default_handler, densify
+
+
+@dataclasses.dataclass(init=False, eq=False, repr=False)
+class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
+    """An array of one value, which is part of the program and not of its data.
+
+    It has no leaves, so that `jax.jit` compiles the value in. Elementwise functions, reductions and
+    changes of shape of constants are constants again, computed when the function is traced. With a
+    dense array it acts as a broadcast scalar. Sums and products of floating-point constants are
+    rounded once (`n * c`, `c ** n`), and so agree with the dense ones to rounding; in the 8-bit
+    floating-point types, where XLA rounds each step, they are left to the dense array.
+
+    As there are no leaves, `jax.vmap` and `jax.lax.scan` from outside `use_implicit_args` have
+    nothing to slice or to stack: a constant passes through them with the shape it has. Inside, it
+    is sliced and stacked like any array.
+
+    Attributes:
+      value: the value, as a NumPy array without axes.
+      weak_type: whether it promotes like a Python number, as `jnp.full(shape, value)` has it.
+
+    Args:
+      value: a number, or an array without axes; concrete, that is not traced.
+      shape: the shape.
+      dtype: the dtype; by default what `jnp.asarray(value)` has, weak types included.
+
+    Raises:
+      TypeError: where `value` is traced or no number, or `dtype` no dtype of numbers.
+      ValueError: where `value` has axes or does not fit the dtype, or `shape` is negative.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> c = hki.SymbolicConstant(2.0, shape=(2, 3), dtype=jnp.float32)
+      >>> hki.use_implicit_args(lambda c: jnp.sum(c * c, axis=0))(c)
+      SymbolicConstant(float32[3], value=8.0)
+      >>> print(hki.use_implicit_args(jnp.multiply)(c, jnp.arange(3.0)))
+      [[0. 2. 4.]
+       [0. 2. 4.]]
+    """
+
+    bits: bytes = aux_field()
+    weak_type: bool = aux_field(default=False)
+
+    def __init__(self, value: Any, *, shape: Any, dtype: Any = None):
+        scalar = _as_scalar(value, dtype)
+        self.shape, self.dtype = _checked_shape(shape), scalar.dtype
+        # Bytes compare and hash as static metadata must, unlike NaN and the two zeros.
+        self.bits, self.weak_type = np.asarray(scalar).tobytes(), bool(scalar.weak_type)
+        self.__post_init__()
+
+    @property
+    def value(self) -> np.ndarray:
+        """The value, as a NumPy array without axes."""
+        return np.frombuffer(self.bits, self.dtype).reshape(())
+
+    @property
+    def aval(self) -> jax.core.ShapedArray:
+        """The abstract value (shape, dtype and weak type) of the dense array."""
+        return jax.core.ShapedArray(self.shape, self.dtype, weak_type=self.weak_type)
+
+    def materialize(self) -> jax.Array:
+        return _full(self, self.shape)
+
+    def __repr__(self) -> str:
+        shape = f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+        return f"{type(self).__name__}({shape}, value={self.value})"
+
+    @classmethod
+    def _make(cls, value: np.ndarray, shape: Sequence[int], weak_type: bool) -> Self:
+        new = object.__new__(cls)
+        new.shape, new.dtype = tuple(shape), value.dtype
+        new.bits, new.weak_type = value.tobytes(), weak_type
+        return new
+
+
+@dataclasses.dataclass(init=False, eq=False, repr=False)
+class Zeros(SymbolicConstant):
+    """An array of zeros that annihilates: `x + Zeros` is `x`, `x * Zeros` and `x @ Zeros` are `Zeros`.
+
+    These zeros are *symbolic*, as those of JAX's own differentiation are: a factor of them makes
+    nothing of the other one, be it infinite or NaN, `Zeros / x` is `Zeros`, and a sum with them is
+    the other term, be it -0.0. What is linear (sums, products, convolutions, dots, negation, casts,
+    changes of shape) keeps this meaning. Other functions see the number 0 and are folded exactly:
+    `exp(Zeros)` is `SymbolicConstant(1.0)`, and `sin(Zeros)` is `SymbolicConstant(0.0)`, an ordinary
+    zero that does not annihilate.
+
+    Args:
+      shape: the shape.
+      dtype: the dtype, float32 by default.
+
+    Raises:
+      TypeError: where `dtype` is no dtype of numbers.
+      ValueError: where `shape` is negative.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> zeros = hki.Zeros(shape=(2, 3))
+      >>> hki.use_implicit_args(jnp.matmul)(jnp.ones((4, 2)), zeros)
+      Zeros(float32[4,3])
+      >>> print(hki.use_implicit_args(lambda x, b: x + b)(jnp.arange(3.0), hki.Zeros(shape=(3,))))
+      [0. 1. 2.]
+    """
+
+    def __init__(self, *, shape: Any, dtype: Any = jnp.float32):
+        super().__init__(0, shape=shape, dtype=jnp.float32 if dtype is None else dtype)
+
+    def __repr__(self) -> str:
+        return f"Zeros({self.dtype.name}[{','.join(map(str, self.shape))}])"
+
+
+def _as_scalar(value: Any, dtype: Any) -> jax.Array:
+    if isinstance(value, jax.core.Tracer) or is_implicit(value):
+        raise TypeError(
+            f"value: expected a number that is known when the program is traced, got {value!r}. "
+            "Make the array of a traced value with jnp.full."
+        )
+    try:
+        with jax.ensure_compile_time_eval():
+            scalar = jnp.asarray(value, dtype)
+    except OverflowError:
+        raise ValueError(f"value: {value!r} does not fit {dtype or 'the default dtype'}") from None
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"value, dtype: expected a number, got {value!r}, {dtype!r}") from error
+    if scalar.ndim:
+        raise ValueError(f"value: expected one number, got an array of shape {scalar.shape}")
+    if jax.dtypes.issubdtype(scalar.dtype, jax.dtypes.extended):
+        raise TypeError(f"dtype: expected a dtype of numbers, got {scalar.dtype}")
+    return scalar
+
+
+def _checked_shape(shape: Any) -> Any:
+    lengths = shape if isinstance(shape, tuple | list) else (shape,)
+    if any(n is None or isinstance(n, int) and n < 0 for n in lengths):
+        raise ValueError(f"shape: expected lengths of 0 or more, got {shape!r}")
+    return shape
+
+
+# --- constants and arrays ------------------------------------------------------------------------
+
+
+def _full(x: SymbolicConstant, shape: Sequence[int]) -> jax.Array:
+    """A dense array of the constant's value, dtype and weak type."""
+    dense = jax.lax.full(tuple(shape), x.value, x.dtype)
+    if not x.weak_type:
+        return dense
+    return jax.lax.convert_element_type_p.bind(
+        dense, new_dtype=x.dtype, weak_type=True, sharding=None
+    )
+
+
+def _constant(x: Any) -> SymbolicConstant | None:
+    """`x` where it is a constant, or a literal of the program, else None."""
+    if isinstance(x, SymbolicConstant):
+        return x
+    if is_implicit(x) or isinstance(x, jax.core.Tracer) or x.ndim:
+        return None
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or not x.is_fully_addressable:
+        return None
+    return SymbolicConstant._make(np.asarray(x), (), bool(x.weak_type))
+
+
+def _constants(operands: Iterable[Any]) -> list[SymbolicConstant] | None:
+    """The operands where all are constants, else None."""
+    found = [_constant(x) for x in operands]
+    return None if any(x is None for x in found) else found  # type: ignore[return-value]
+
+
+def _structs(primitive: Any, operands: Sequence[Any], params: Any) -> Any:
+    """Shape, dtype and weak type of the results, from the primitive itself."""
+    avals = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
+        for a in (x.aval if is_implicit(x) else x for x in operands)
+    ]
+    return jax.eval_shape(lambda *xs: primitive.bind(*xs, **params), *avals)
+
+
+def _like(x: SymbolicConstant, out: Any) -> Any:
+    """`x` in another shape: one constant for each of the results."""
+    return jax.tree.map(lambda s: type(x)._make(x.value, s.shape, bool(s.weak_type)), out)
+
+
+def _same(constants: Sequence[SymbolicConstant]) -> SymbolicConstant | None:
+    """The one constant that all are (as `Zeros` only where all are), else None."""
+    first = next((x for x in constants if not isinstance(x, Zeros)), constants[0])
+    agree = all((x.bits, x.dtype) == (first.bits, first.dtype) for x in constants)
+    return first if agree else None
+
+
+def _evaluate(
+    primitive: Any, constants: Sequence[SymbolicConstant], shapes: Any, params: Any
+) -> Any:
+    """The primitive on small dense arrays of the constants, if the result is one constant.
+
+    Args:
+      primitive: a primitive of one result.
+      constants: its operands.
+      shapes: for each operand the shape of the small array that stands for it.
+      params: its parameters.
+    """
+    here = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
+    with jax.ensure_compile_time_eval():
+        small = primitive.bind(*map(_full, constants, shapes), **here)
+        values = np.asarray(small).ravel()
+    if values.size == 0 or any(v.tobytes() != values[0].tobytes() for v in values):
+        return NotImplemented
+    return _result(values[:1].reshape(()), _structs(primitive, constants, params))
+
+
+def _result(value: np.ndarray, out: Any) -> Any:
+    if value.dtype != out.dtype:
+        return NotImplemented
+    return SymbolicConstant._make(value, out.shape, bool(out.weak_type))
+
+
+def _spread(operands: Sequence[Any]) -> list[Any]:
+    """The operands with a broadcast scalar for each constant, which costs nothing in XLA."""
+    others = [x for x in operands if not is_implicit(x)]
+    return [
+        _compat.vary_like(x.materialize(), others) if isinstance(x, SymbolicConstant) else x
+        for x in operands
+    ]
+
+
+def _named(*names: str) -> list[Any]:
+    """The primitives of these names that this JAX has."""
+    found = (getattr(jax.lax, f"{n}_p", getattr(jex, f"{n}_p", None)) for n in names)
+    return [p for p in found if p is not None]
+
+
+# --- elementwise ---------------------------------------------------------------------------------
+
+UNARY = _named(
+    *("neg", "sign", "floor", "ceil", "round", "is_finite", "exp", "exp2", "log", "log2", "expm1"),
+    *("log1p", "tanh", "logistic", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh"),
+    *("asinh", "acosh", "atanh", "lgamma", "digamma", "bessel_i0e", "bessel_i1e", "erf", "erfc"),
+    *("erf_inv", "real", "imag", "conj", "abs", "sqrt", "rsqrt", "cbrt", "square", "integer_pow"),
+    *("not", "population_count", "clz", "convert_element_type", "reduce_precision"),
+    "one_minus_square",
+)
+BINARY = _named(
+    *("add", "sub", "mul", "mulhi", "div", "rem", "pow", "max", "min", "atan2", "nextafter"),
+    *("complex", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"),
+    *("shift_left", "shift_right_logical", "shift_right_arithmetic", "igamma", "igammac"),
+    *("igamma_grad_a", "random_gamma_grad", "polygamma", "zeta"),
+) + [_compat.add_any_p]
+
+
+def fold_elementwise(primitive: Any, *operands: ArrayValue, **params: Any) -> Any:
+    """Constants alone give a constant; with others, each is a broadcast scalar."""
+    if not any(isinstance(x, SymbolicConstant) for x in operands):
+        return NotImplemented
+    constants = _constants(operands)
+    if constants is not None:
+        return _evaluate(primitive, constants, [()] * len(constants), params)
+    return default_handler(primitive, *_spread(operands), **params)
+
+
+# One rule for all operands; the signatures with two are there to come before those of other types.
+primitive_handler(_named("clamp", "regularized_incomplete_beta"), precedence=10)(fold_elementwise)
+
+
+@primitive_handler(UNARY)
+def fold_unary(primitive: Any, x: SymbolicConstant, **params: Any) -> Any:
+    """A function of one constant."""
+    return fold_elementwise(primitive, x, **params)
+
+
+@primitive_handler(BINARY, precedence=10)
+def fold_binary(primitive: Any, x: SymbolicConstant, y: ArrayValue, **params: Any) -> Any:
+    """A function of two operands, of which the first is a constant."""
+    return fold_elementwise(primitive, x, y, **params)
+
+
+@primitive_handler(BINARY, precedence=10)
+def fold_binary_second(primitive: Any, x: ArrayValue, y: SymbolicConstant, **params: Any) -> Any:
+    """The same where the second is."""
+    return fold_elementwise(primitive, x, y, **params)
+
+
+@primitive_handler("select_n", precedence=10)
+def select_constants(primitive: Any, which: ArrayValue, *cases: SymbolicConstant) -> Any:
+    """A choice between constants."""
+    return select(primitive, which, *cases)
+
+
+@primitive_handler("select_n", precedence=10)
+def select(primitive: Any, which: ArrayValue, *cases: ArrayValue) -> Any:
+    """A known choice is the case itself; a choice between equal constants is that constant."""
+    chosen = _constant(which)
+    if chosen is not None and 0 <= int(chosen.value) < len(cases):
+        return _retyped(cases[int(chosen.value)], _structs(primitive, (which, *cases), {}))
+    constants = _constants(cases)
+    same = None if constants is None else _same(constants)
+    if same is not None:
+        return _like(same, _structs(primitive, (which, *cases), {}))
+    return fold_elementwise(primitive, which, *cases)
+
+
+@primitive_handler("bitcast_convert_type")
+def fold_bitcast(primitive: Any, x: SymbolicConstant, **params: Any) -> Any:
+    """The bits of a constant are one again where each part of it has the same bits."""
+    joins = _structs(primitive, (x,), params).ndim < x.ndim
+    return _evaluate(primitive, (x,), [x.shape[-1:] if joins else ()], params)
+
+
+def _retyped(x: Any, out: Any) -> Any:
+    """`x` as the result of an operation that leaves its value alone."""
+    if isinstance(x, SymbolicConstant):
+        return _like(x, out)
+    if is_implicit(x):
+        return x if x.shape == out.shape else NotImplemented
+    if x.weak_type and not out.weak_type:
+        x = jnp.asarray(x, out.dtype)
+    return x if x.shape == out.shape else jnp.broadcast_to(x, out.shape)
+
+
+# --- reductions ----------------------------------------------------------------------------------
+
+
+@primitive_handler(
+    _named(
+        *("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")
+    )
+)
+def fold_reduction(primitive: Any, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
+    """Reductions that depend on how many elements there are only by none, odd or even."""
+    small = [(2 - n % 2 if n else 0) if i in axes else 1 for i, n in enumerate(x.shape)]
+    return _evaluate(primitive, (x,), [small], dict(params, axes=axes))
+
+
+@primitive_handler(_named("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"))
+def fold_cumulative(primitive: Any, x: SymbolicConstant, *, axis: int, **params: Any) -> Any:
+    """A constant where the second element is what the first is: then so is each that follows."""
+    small = [min(n, 2) if i == axis else 1 for i, n in enumerate(x.shape)]
+    return _evaluate(primitive, (x,), [small], dict(params, axis=axis))
+
+
+@primitive_handler("reduce_sum")
+def fold_sum(primitive: Any, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
+    """`n * c`."""
+    return _fold_count(primitive, x, dict(params, axes=axes), _times)
+
+
+@primitive_handler("reduce_prod")
+def fold_product(primitive: Any, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
+    """`c ** n`."""
+    return _fold_count(primitive, x, dict(params, axes=axes), _power)
+
+
+def _fold_count(
+    primitive: Any, x: SymbolicConstant, params: Any, fold: Callable[..., Any]
+) -> Any:
+    n = math.prod(x.shape[i] for i in params["axes"])
+    out = _structs(primitive, (x,), params)
+    if n == 1:
+        return _result(x.value, out)
+    value = fold(_exact(x), n)
+    return NotImplemented if value is None else _rounded(value, out)
+
+
+def _exact(x: SymbolicConstant) -> Any:
+    """The value as a Python integer or in double precision; None where XLA's steps matter.
+
+    They do where each is rounded to a few bits, or flushed to zero.
+    """
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return int(x.value)
+    if x.dtype.itemsize < 2 or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return None
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return np.complex128(x.value)
+    value = np.float64(x.value)
+    return None if 0 < abs(value) < jnp.finfo(x.dtype).tiny else value
+
+
+def _times(c: Any, n: int) -> Any:
+    if c is None or isinstance(c, int):
+        return None if c is None else c * n
+    if isinstance(c, np.complex128):  # by parts: a complex product makes NaN of infinities
+        return np.complex128(complex(_times(c.real, n), _times(c.imag, n)))
+    with np.errstate(all="ignore"):
+        return np.float64(0) if n == 0 else c * n + 0.0  # a sum of -0.0 begins with 0.0
+
+
+def _power(c: Any, n: int) -> Any:
+    if c is None or isinstance(c, int):
+        # What survives of any integer's bits in 64 bits is enough for every integer dtype.
+        return None if c is None else pow(c, n, 1 << 64)
+    if isinstance(c, np.complex128) and not np.isfinite(c):
+        return None if n else np.complex128(1)
+    with np.errstate(all="ignore"):
+        return c**n
+
+
+def _rounded(value: Any, out: Any) -> Any:
+    """A constant of the result's dtype: integers wrap, other numbers are rounded."""
+    if isinstance(value, int):
+        if not jnp.issubdtype(out.dtype, jnp.integer):
+            return NotImplemented
+        info = jnp.iinfo(out.dtype)
+        value = (value - int(info.min)) % (1 << info.bits) + int(info.min)
+    elif jnp.issubdtype(out.dtype, jnp.integer) or out.dtype.itemsize < 2:
+        return NotImplemented
+    with np.errstate(all="ignore"):
+        return _result(np.asarray(value).astype(out.dtype), out)
+
+
+@primitive_handler("dot_general")
+def fold_dot(
+    primitive: Any, x: SymbolicConstant, y: SymbolicConstant, *, dimension_numbers: Any, **params: Any
+) -> Any:
+    """`k * a * b` for `k` contracted elements."""
+    (contracted, _), _ = dimension_numbers
+    k = math.prod(x.shape[i] for i in contracted)
+    out = _structs(primitive, (x, y), dict(params, dimension_numbers=dimension_numbers))
+    a, b = _exact(x), _exact(y)
+    if a is None or type(a) is not type(b) or isinstance(a, np.complex128):
+        return NotImplemented
+    with np.errstate(all="ignore"):
+        return _rounded(_times(a * b, k), out)
+
+
+@primitive_handler(_named("dot_general", "conv_general_dilated"), precedence=10)
+def densify_first(primitive: Any, x: SymbolicConstant, y: ImplicitArray, **params: Any) -> Any:
+    """With another implicit array the constant is the one to become dense."""
+    if isinstance(y, SymbolicConstant):
+        return NotImplemented
+    return default_handler(primitive, densify(x, primitive.name), y, **params)
+
+
+@primitive_handler(_named("dot_general", "conv_general_dilated"), precedence=10)
+def densify_second(primitive: Any, x: ImplicitArray, y: SymbolicConstant, **params: Any) -> Any:
+    """The same where the second operand is the constant."""
+    if isinstance(x, SymbolicConstant):
+        return NotImplemented
+    return default_handler(primitive, x, densify(y, primitive.name), **params)
+
+
+# --- shape ---------------------------------------------------------------------------------------
+
+
+@primitive_handler(
+    _named(
+        *("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "slice"),
+        *("dynamic_slice", "split", "unstack", "tile", "sharding_constraint"),
+    ),
+    precedence=10,
+)
+def keep_value(primitive: Any, x: SymbolicConstant, *rest: ArrayValue, **params: Any) -> Any:
+    """The elements are moved about: wherever from, they are the same."""
+    return _like(x, _structs(primitive, (x, *rest), params))
+
+
+@primitive_handler("gather", precedence=10)
+def gather(
+    primitive: Any, x: SymbolicConstant, indices: ArrayValue, *, mode: Any, fill_value: Any, **params: Any
+) -> Any:
+    """The same, unless what is out of bounds is filled with another value."""
+    modes = jax.lax.GatherScatterMode
+    known = modes.from_any(mode) in (modes.CLIP, modes.PROMISE_IN_BOUNDS)
+    if modes.from_any(mode) == modes.FILL_OR_DROP and fill_value is not None:
+        known = np.asarray(fill_value).astype(x.dtype).tobytes() == x.bits
+    params = dict(params, mode=mode, fill_value=fill_value)
+    if not known:
+        return default_handler(primitive, densify(x, primitive.name), indices, **params)
+    return _like(x, _structs(primitive, (x, indices), params))
+
+
+@primitive_handler("sort")
+def sort(primitive: Any, *operands: ArrayValue, **params: Any) -> Any:
+    """Constants stay as they are."""
+    constants = [x for x in operands if isinstance(x, SymbolicConstant)]
+    return constants if len(constants) == len(operands) else NotImplemented
+
+
+def join(primitive: Any, *operands: ArrayValue, data: Any = slice(None), **params: Any) -> Any:
+    """Puts arrays together: a constant where all of them are the same one."""
+    if not any(isinstance(x, SymbolicConstant) for x in operands):
+        return NotImplemented
+    constants = _constants(operands[data])
+    same = None if constants is None else _same(constants)
+    if same is not None:
+        return _like(same, _structs(primitive, operands, params))
+    return default_handler(primitive, *_spread(operands), **params)
+
+
+primitive_handler(_named("concatenate", "stack"), precedence=10)(join)
+
+
+@primitive_handler("pad", precedence=10)
+def pad(primitive: Any, x: ArrayValue, padding: ArrayValue, *, padding_config: Any) -> Any:
+    """A constant where the padding is the same one, or where there is none."""
+    params = dict(padding_config=padding_config)
+    if isinstance(x, SymbolicConstant):
+        if all(low <= 0 and high <= 0 and not inner for low, high, inner in padding_config):
+            return _like(x, _structs(primitive, (x, padding), params))
+        known = _constant(padding)
+        if known is not None and (known.bits, known.dtype) == (x.bits, x.dtype):
+            return _like(x, _structs(primitive, (x, padding), params))
+    return join(primitive, x, padding, data=slice(0, 0), **params)
+
+
+@primitive_handler("dynamic_update_slice", precedence=10)
+def update_part(
+    primitive: Any, x: SymbolicConstant, update: SymbolicConstant, *starts: ArrayValue
+) -> Any:
+    """A constant where a part of it is replaced by the same one."""
+    return join(primitive, x, update, *starts, data=slice(0, 2))
+
+
+@primitive_handler("dynamic_update_slice", precedence=10)
+def update_part_with_dense(primitive: Any, *operands: ArrayValue) -> Any:
+    """Otherwise each constant is a broadcast scalar."""
+    return join(primitive, *operands, data=slice(0, 2))
+
+
+@primitive_handler(_named("scatter", "scatter_max", "scatter_min"), precedence=10)
+def scatter(
+    primitive: Any, x: SymbolicConstant, indices: ArrayValue, updates: SymbolicConstant, **params: Any
+) -> Any:
+    """The same for rows."""
+    return x if _same((x, updates)) is not None else NotImplemented
+
+
+# --- what only Zeros do --------------------------------------------------------------------------
+
+
+def _zeros(primitive: Any, operands: Sequence[Any], params: Any) -> Any:
+    out = _structs(primitive, operands, params)
+    return Zeros._make(np.zeros((), out.dtype), out.shape, bool(out.weak_type))
+
+
+LINEAR = _named(
+    *("neg", "real", "imag", "conj", "reduce_sum", "cumsum", "reduce_window_sum", "fft"),
+    *("convert_element_type", "reduce_precision"),
+)
+BILINEAR = _named("mul", "mulhi", "and", "dot_general", "conv_general_dilated")
+ADDITIVE = _named("add", "or", "xor") + [_compat.add_any_p]
+
+
+@primitive_handler(LINEAR, precedence=20)
+def linear(primitive: Any, x: Zeros, **params: Any) -> Any:
+    """A linear function of zeros is zeros."""
+    return _zeros(primitive, (x,), params)
+
+
+@primitive_handler("complex", precedence=20)
+def complex_zeros(primitive: Any, x: Zeros, y: Zeros) -> Any:
+    """The same of two parts."""
+    return _zeros(primitive, (x, y), {})
+
+
+@primitive_handler(BILINEAR, precedence=20)
+def annihilate(primitive: Any, x: Zeros, y: ArrayValue, **params: Any) -> Any:
+    """A product with zeros is zeros."""
+    return _zeros(primitive, (x, y), params)
+
+
+@primitive_handler(_named(*("mul", "mulhi", "and", "dot_general", "conv_general_dilated")), precedence=20)
+def annihilate_second(primitive: Any, x: ArrayValue, y: Zeros, **params: Any) -> Any:
+    """The same where the second factor is."""
+    return _zeros(primitive, (x, y), params)
+
+
+@primitive_handler(_named("triangular_solve"), precedence=20)
+def solve(primitive: Any, a: ArrayValue, b: Zeros, **params: Any) -> Any:
+    """The system whose right side is zeros is solved by zeros."""
+    return _zeros(primitive, (a, b), params)
+
+
+@primitive_handler(_named("div"), precedence=20)
+def divide(primitive: Any, x: Zeros, y: ArrayValue, **params: Any) -> Any:
+    """Zeros by anything are zeros, but for what is known not to be: 0 / 0."""
+    known = _constant(y)
+    if known is not None and (isinstance(y, Zeros) or not known.value or known.value != known.value):
+        return NotImplemented
+    return _zeros(primitive, (x, y), params)
+
+
+@primitive_handler(ADDITIVE, precedence=20)
+def add(primitive: Any, x: Zeros, y: ArrayValue, **params: Any) -> Any:
+    """A sum with zeros is the other term."""
+    return _retyped(y, _structs(primitive, (x, y), params))
+
+
+@primitive_handler(ADDITIVE + _named("sub"), precedence=20)
+def add_second(primitive: Any, x: ArrayValue, y: Zeros, **params: Any) -> Any:
+    """The same where the second term is zeros, and the difference."""
+    return _retyped(x, _structs(primitive, (x, y), params))
+
+
+@primitive_handler("sub", precedence=20)
+def subtract_from(primitive: Any, x: Zeros, y: ArrayValue, **params: Any) -> Any:
+    """Zeros minus something is its negative."""
+    out = _structs(primitive, (x, y), params)
+    negative = default_handler(jax.lax.neg_p, y)
+    return _retyped(negative, out)
+
+
+@primitive_handler(_named("scatter_add", "scatter_sub"), precedence=20)
+def scatter_nothing(
+    primitive: Any, x: ArrayValue, indices: ArrayValue, updates: Zeros, **params: Any
+) -> Any:
+    """Rows of zeros change nothing."""
+    return x

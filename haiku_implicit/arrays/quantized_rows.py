@@ -1,0 +1,241 @@
+"""Rows of a quantized matrix: the lookups of an embedding, which dequantize nothing else."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit.arrays.quantized import QuantizedMatrix, part_of
+from haiku_implicit.quantization import formats
+
+_Modes = jax.lax.GatherScatterMode
+
+
+@primitive_handler("slice")
+def slice_matrix(
+    primitive: Any,
+    w: QuantizedMatrix,
+    *,
+    start_indices: Sequence[int],
+    limit_indices: Sequence[int],
+    strides: Sequence[int] | None,
+) -> Any:
+    """Rows `w[i:j]` are dense, columns `w[:, i:j]` quantized; the latter do not cut a group."""
+    steps = strides or (1,) * w.ndim
+    cuts = list(zip(start_indices, limit_indices, steps, strict=True))
+    changed = [i for i, cut in enumerate(cuts) if cut != (0, w.shape[i], 1)]
+    if all(i < w.ndim - 2 for i in changed):
+        return NotImplemented
+    grouped = w._grouped_axis
+    if grouped == w.ndim - 1 and grouped in changed:
+        start, limit, step = cuts[grouped]
+        w = NotImplemented if step != 1 else part_of(w, grouped, start, limit)
+        if w is NotImplemented:
+            return NotImplemented
+        changed.remove(grouped)
+    for i in (i for i in changed if i != grouped):
+        cut = functools.partial(_slice_leaf, *cuts[i], axis=min(i, w.ndim - 2))
+        w = jax.tree.map(cut, w)
+    if grouped in changed:
+        return _grouped_rows(w, jnp.arange(*cuts[grouped]))
+    return w.materialize() if w.ndim - 2 in changed else w
+
+
+@primitive_handler("dynamic_slice")
+def dynamic_slice_matrix(
+    primitive: Any, w: QuantizedMatrix, *starts: jax.Array, slice_sizes: Sequence[int]
+) -> Any:
+    """The same from starts that are known at run time; a grouped axis -1 is not cut."""
+    changed = [i for i, size in enumerate(slice_sizes) if size != w.shape[i]]
+    grouped = w._grouped_axis
+    if all(i < w.ndim - 2 for i in changed) or (grouped == w.ndim - 1 and grouped in changed):
+        return NotImplemented
+    for i in (i for i in changed if i != grouped):
+        at = starts[i], slice_sizes[i]
+        cut = functools.partial(_dynamic_slice_leaf, *at, axis=min(i, w.ndim - 2))
+        w = jax.tree.map(cut, w)
+    if grouped in changed:
+        size = slice_sizes[grouped]
+        start = jnp.clip(_as_index(starts[grouped]), 0, w.shape[grouped] - size)
+        return _grouped_rows(w, start + jnp.arange(size, dtype=start.dtype))
+    return w.materialize() if w.ndim - 2 in changed else w
+
+
+def _slice_leaf(start: int, limit: int, step: int, leaf: jax.Array, *, axis: int) -> jax.Array:
+    return jax.lax.slice_in_dim(leaf, start, limit, step, axis=axis)
+
+
+def _dynamic_slice_leaf(start: jax.Array, size: int, leaf: jax.Array, *, axis: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=axis)
+
+
+def _as_index(x: jax.Array) -> jax.Array:
+    """Integers wide enough to compute positions with."""
+    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+
+
+def _grouped_rows(w: QuantizedMatrix, ids: jax.Array) -> jax.Array:
+    """Dense rows `[..., len(ids), m]` of a matrix that is grouped along axis -2."""
+    values = _elements(w, ids, lambda leaf, index: jnp.take(leaf, index, axis=-1, mode="clip"))
+    return jnp.swapaxes(values, -1, -2)
+
+
+def _elements(
+    w: QuantizedMatrix,
+    ids: jax.Array,
+    take: Callable[[jax.Array, jax.Array], jax.Array],
+    expand: Callable[[jax.Array], jax.Array] = lambda shift: shift,
+) -> jax.Array:
+    """Dense values at positions of the grouped axis.
+
+    Args:
+      w: the matrix.
+      ids: the positions.
+      take: from a leaf and positions of its last axis, the elements.
+      expand: brings something of the shape of `ids` to a shape that broadcasts with these elements.
+    """
+    fmt = w._format
+    stored, group, shift = formats.locate(ids, w.group_size, fmt)
+    codes = take(w.codes, stored)
+    if fmt.bits == 4:
+        codes = (codes >> expand(shift).astype(codes.dtype)) & 15
+    offset = None if w.offset is None else take(w.offset, group)
+    return formats.decode(codes, take(w.scale, group), offset, fmt).astype(w.dtype)
+
+
+# --- gather --------------------------------------------------------------------------------------
+
+
+@primitive_handler("gather")
+def gather_from_matrix(
+    primitive: Any,
+    w: QuantizedMatrix,
+    indices: jax.Array,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Sequence[int],
+    mode: Any,
+    fill_value: Any,
+    **params: Any,
+) -> Any:
+    """Rows or columns `w[ids]`, dense, also of batched matrices; whole matrices stay quantized."""
+    d, core = dimension_numbers, {w.ndim - 2, w.ndim - 1}
+    filling = mode == _Modes.FILL_OR_DROP
+    if not filling and mode not in (_Modes.CLIP, _Modes.PROMISE_IN_BOUNDS):
+        return NotImplemented
+    common = dict(mode=_Modes.CLIP if filling else mode, fill_value=None, **params)
+    gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
+    if not core & {*gone, *d.start_index_map} and all(slice_sizes[i] == w.shape[i] for i in core):
+        if not filling or not (fill_value is None or np.isnan(fill_value)):
+            return NotImplemented  # `batch_axes` does all but filling
+        return _gather_matrices(primitive, w, indices, d, slice_sizes, common)
+
+    grouped = w._grouped_axis
+    picked = grouped in d.start_index_map
+    if slice_sizes[grouped] != (1 if picked else w.shape[grouped]) or (
+        not picked and grouped in gone
+    ):
+        return NotImplemented
+    take = _StorageGather(primitive, w, _as_index(indices), d, slice_sizes, common)
+    out = take.elements() if picked else take.whole_groups()
+    if w.axis == -2 and not core & gone:
+        out = jnp.swapaxes(out, d.offset_dims[-1], d.offset_dims[-2])
+    if not filling:
+        return out
+    inside = jnp.expand_dims(_in_bounds(w, indices, d, slice_sizes), d.offset_dims)
+    return jnp.where(
+        inside, out, jnp.asarray(jnp.nan if fill_value is None else fill_value, w.dtype)
+    )
+
+
+def _gather_matrices(
+    primitive: Any, w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Any, common: Any
+) -> QuantizedMatrix:
+    """Whole matrices of a batch; one that is out of bounds gets scales of NaN."""
+
+    def take(leaf: jax.Array, **options: Any) -> jax.Array:
+        own = (*sizes[:-2], *leaf.shape[-2:])
+        options = {**common, **options}
+        return primitive.bind(leaf, indices, dimension_numbers=d, slice_sizes=own, **options)
+
+    scale = take(w.scale, mode=_Modes.FILL_OR_DROP, fill_value=None)
+    offset = None if w.offset is None else take(w.offset)
+    return w._replace(codes=take(w.codes), scale=scale, offset=offset)
+
+
+def _in_bounds(w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Sequence[int]) -> jax.Array:
+    """For each index vector whether the slice at it lies within the operand."""
+    inside = [
+        (indices[..., i] >= 0) & (indices[..., i] <= w.shape[axis] - sizes[axis])
+        for i, axis in enumerate(d.start_index_map)
+    ]
+    return jnp.all(jnp.stack(inside, axis=-1), axis=-1)
+
+
+class _StorageGather:
+    """A gather from the logical matrix as gathers from its leaves.
+
+    The result's axes are those of the logical gather, but for the two axes of the matrix: where
+    both are kept, they come in storage order.
+    """
+
+    def __init__(
+        self,
+        primitive: Any,
+        w: QuantizedMatrix,
+        indices: jax.Array,
+        d: Any,
+        sizes: Any,
+        common: Any,
+    ):
+        self.primitive, self.w, self.indices, self.d, self.common = primitive, w, indices, d, common
+        self.sizes = (*sizes[:-2], sizes[w._row_axis])
+        place = {w._row_axis: w.ndim - 2, w._grouped_axis: w.ndim - 1}
+
+        def stored(axes: Sequence[int]) -> tuple[int, ...]:
+            return tuple(place.get(i, i) for i in axes)
+
+        self.numbers = jax.lax.GatherDimensionNumbers(
+            offset_dims=d.offset_dims,
+            collapsed_slice_dims=tuple(sorted(stored(d.collapsed_slice_dims))),
+            start_index_map=stored(d.start_index_map),
+            operand_batching_dims=stored(d.operand_batching_dims),
+            start_indices_batching_dims=d.start_indices_batching_dims,
+        )
+
+    def take(self, leaf: jax.Array, indices: jax.Array, last: int, **options: Any) -> jax.Array:
+        """A gather with slices of length `last` along the last axis of a leaf."""
+        options = {**self.common, **options}
+        return self.primitive.bind(
+            leaf,
+            indices,
+            dimension_numbers=self.numbers,
+            slice_sizes=(*self.sizes, last),
+            **options,
+        )
+
+    def whole_groups(self) -> jax.Array:
+        """The whole of the grouped axis, at other axes' positions."""
+        at = self.d.offset_dims[-1]
+        leaves = jax.tree.map(
+            lambda x: jnp.moveaxis(self.take(x, self.indices, x.shape[-1]), at, -1), self.w
+        )
+        values = formats.dequantize(leaves.codes, leaves.scale, leaves.offset, self.w._format)
+        values = values[..., :-1] if self.w.padded else values
+        return jnp.moveaxis(values.astype(self.w.dtype), -1, at)
+
+    def elements(self) -> jax.Array:
+        """Single positions of the grouped axis."""
+        column = self.d.start_index_map.index(self.w._grouped_axis)
+        # What was sorted or unique need not be so of bytes and of groups.
+        loose = dict(indices_are_sorted=False, unique_indices=False)
+
+        def take(leaf: jax.Array, index: jax.Array) -> jax.Array:
+            return self.take(leaf, self.indices.at[..., column].set(index), 1, **loose)
+
+        ids = jnp.clip(self.indices[..., column], 0, self.w.shape[self.w.axis] - 1)
+        return _elements(self.w, ids, take, lambda x: jnp.expand_dims(x, self.d.offset_dims))

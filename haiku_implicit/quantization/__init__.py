@@ -1,0 +1,1 @@
+"""How numbers are held in few bits, and how to compute with them."""

@@ -1,0 +1,667 @@
+"""Quantized weights: against plain NumPy definitions of the formats, and against the dense twin."""
+
+import itertools
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import haiku_implicit as hki
+from haiku_implicit.quantization import dot, formats
+
+N, M, K = 12, 6, 5  # all different, so that no axis can pass for another
+
+# Format, group size, zero point.
+KINDS = {
+    "int8": ("int8", None, False),
+    "int8 groups": ("int8", 3, False),
+    "int8 zero point": ("int8", None, True),
+    "int4": ("int4", None, False),
+    "int4 groups": ("int4", 2, False),
+    "int4 zero point": ("int4", 6, True),
+    "nf4": ("nf4", None, False),
+    "nf4 groups": ("nf4", 6, False),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+few_kinds = pytest.mark.parametrize("kind", ["int8", "int4 zero point", "nf4 groups"])
+axes = pytest.mark.parametrize("axis", [-2, -1])
+
+
+def normal(shape, seed=1, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype) / 2
+
+
+def quantized(kind="int4 groups", axis=-2, shape=(N, M), seed=0, dtype=jnp.float32):
+    name, group, zero_point = KINDS[kind]
+    return hki.QuantizedMatrix.quantize(normal(shape, seed, dtype), name, group, axis, zero_point)
+
+
+def close(got, want, tolerance=2e-5):
+    # Sums of a few float32 terms in another order: rounding in the seventh digit, and more after
+    # cancellation.
+    got, want = hki.materialize(got), hki.materialize(want)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    chex.assert_trees_all_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def with_scales(q, scales):
+    return q._replace(**scales)
+
+
+def scales_of(q):
+    return {"scale": q.scale} | ({} if q.offset is None else {"offset": q.offset})
+
+
+def same_as_dense(f, q, *args, tolerance=2e-5):
+    """`f(q, *args)` is `f(dense, *args)`: eager, jit, grad by arguments and scales, vmap, scan."""
+    implicit = hki.use_implicit_args(f)
+
+    def of(function, make):
+        def run(scales, *args):
+            out = hki.materialize(function(make(with_scales(q, scales)), *args))
+            return jax.tree.map(lambda y: y.astype(jnp.float32), out)
+
+        return run
+
+    ours, dense = of(implicit, lambda w: w), of(f, hki.materialize)
+    with hki.materialization("error"):
+        scales = scales_of(q)
+        want = f(hki.materialize(q), *args)
+        close(implicit(q, *args), want, tolerance)
+        close(jax.jit(implicit)(q, *args), want, tolerance)
+
+        movable = [i for i, x in enumerate(args, 1) if jnp.issubdtype(x.dtype, jnp.floating)]
+        total = lambda g: lambda *a: sum(jnp.sin(y).sum() for y in jax.tree.leaves(g(*a)))  # noqa: E731
+        grads = [jax.grad(total(g), argnums=(0, *movable)) for g in (ours, dense)]
+        close(grads[0](scales, *args), grads[1](scales, *args), tolerance)
+
+        doubled = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), scales)
+        stacked = [jnp.stack([x, x[..., ::-1] if x.ndim else x]) for x in args]
+        for in_axes in itertools.product((0, None), repeat=2):
+            axes_in = (in_axes[0], *[in_axes[1]] * len(args))
+            if 0 not in axes_in:
+                continue
+            given = [
+                doubled if in_axes[0] == 0 else scales,
+                *(stacked if in_axes[1] == 0 else args),
+            ]
+            close(jax.vmap(ours, axes_in)(*given), jax.vmap(dense, axes_in)(*given), tolerance)
+
+        _, ys = jax.lax.scan(lambda c, x: (c, ours(*x)), 0, (doubled, *stacked))
+        close(ys, jax.vmap(dense)(doubled, *stacked), tolerance)
+
+
+def inside(f, q, *args, **options):
+    """The same with the transformation within the wrapped function, where it meets the rules."""
+    pair = jax.tree.map(lambda *x: jnp.stack(x), q, q._replace(scale=-q.scale))
+    stacked = [jnp.stack([x, x[..., ::-1] if x.ndim else x]) for x in args]
+    dense = jax.tree.map(hki.materialize, pair, is_leaf=lambda x: x is pair)
+    with hki.materialization("error"):
+        for g, w in [
+            (jax.vmap(f), pair),
+            (jax.vmap(f, in_axes=(None, *[0] * len(args))), q),
+            (lambda w, *xs: jax.lax.scan(lambda c, x: (c, f(*x)), 0, (w, *xs))[1], pair),
+        ]:
+            whole = dense if w is pair else hki.materialize(q)
+            close(hki.use_implicit_args(g)(w, *stacked), g(whole, *stacked), **options)
+
+
+# --- the formats -----------------------------------------------------------------------------------
+
+
+def decoded(q):
+    """Values by the definition, one code at a time."""
+    codes, scale = np.asarray(q.codes), np.asarray(q.scale)
+    four = q.format in ("int4", "uint4", "nf4")
+    *lead, rows, stored = codes.shape
+    groups = scale.shape[-1]
+    g = stored * (2 if four else 1) // groups
+    out = np.zeros((*lead, rows, groups * g))
+    for at in np.ndindex(*lead, rows):
+        for i in range(groups * g):
+            group, j = divmod(i, g)
+            if four:
+                byte = int(codes[at][group * (g // 2) + j % (g // 2)])
+                code = byte & 15 if j < g // 2 else byte >> 4
+            else:
+                code = int(codes[at][i])
+            if q.format == "nf4":
+                code = formats.NF4_TABLE[code]
+            elif q.format == "int4":
+                code -= 8
+            out[at][i] = code * float(scale[at][group])
+            out[at][i] += 0 if q.offset is None else float(q.offset[at][group])
+    out = out[..., :-1] if q.padded else out
+    return out if q.axis == -1 else np.swapaxes(out, -1, -2)
+
+
+# Half the widest step between two values, in units of the scale. The end of the range may be off by
+# the rounding of a zero point, and by that of the scale itself.
+STEP = {"int8": 0.5, "uint8": 0.51, "int4": 0.5, "uint4": 0.501, "nf4": 0.1521}
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(st.data())
+def test_round_trip(data):
+    name = data.draw(st.sampled_from(["int8", "int4", "nf4"]))
+    zero_point = name != "nf4" and data.draw(st.booleans())
+    batch = data.draw(st.sampled_from([(), (2,), (1, 2)]))
+    n, m = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
+    axis = data.draw(st.sampled_from([-2, -1]))
+    fmt = formats.find(name)
+    group = data.draw(st.sampled_from([None, *formats.group_sizes((n, m)[axis], fmt)]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    w = (rng.normal(size=(*batch, n, m)) + rng.integers(-3, 4)).astype(np.float32)
+
+    q = hki.QuantizedMatrix.quantize(w, name, group, axis, zero_point)
+    assert q.shape == w.shape and q.dtype == np.float32 and q.axis == axis
+    assert q.padded == (group is None and fmt.bits == 4 and w.shape[axis] % 2 == 1)
+    values = np.asarray(hki.materialize(q))
+    np.testing.assert_allclose(values, decoded(q), rtol=1e-5, atol=1e-6)
+    assert q.codes.dtype == fmt.storage or q.format.startswith("uint")
+    assert q.nbytes == sum(x.nbytes for x in jax.tree.leaves(q))
+    scale = np.repeat(q.scale, q.group_size, axis=-1)[..., : w.shape[axis]]
+    scale = scale if axis == -1 else np.swapaxes(scale, -1, -2)
+    assert (np.abs(values - w) <= STEP[q.format] * scale + 1e-5).all()
+    if name == "int8" and not zero_point:
+        assert q.codes.min() >= -127
+
+
+def test_nibbles_in_the_order_of_ggml():
+    w = jnp.arange(8.0)[None] - 7  # codes 0..7 of each group, where the scale is 1
+    q = hki.QuantizedMatrix.quantize(w, "int4", 4, axis=-1, zero_point=True)
+    first = q.codes[0, :2].tolist()
+    codes = [b & 15 for b in first] + [b >> 4 for b in first]
+    np.testing.assert_allclose(
+        np.array(codes) * q.scale[0, 0] + q.offset[0, 0], w[0, :4], atol=0.21
+    )
+    np.testing.assert_allclose(hki.materialize(q), w, atol=0.21)
+    ours = hki.QuantizedMatrix.from_parts(
+        jnp.array([[0x1F, 0x80]], jnp.uint8), jnp.ones((1, 1)), dtype="int4", axis=-1
+    )
+    assert hki.materialize(ours).tolist() == [[7, -8, -7, 0]]
+
+
+def test_codes_that_come_quantized():
+    int8 = hki.QuantizedMatrix.from_parts(
+        np.array([[-128, 127]], np.int8), np.full((1, 1), 0.5, np.float16), dtype=np.int8
+    )
+    assert int8.dtype == np.float16 and int8.shape == (2, 1)
+    assert hki.materialize(int8).tolist() == [[-64], [63.5]]
+    uint8 = hki.QuantizedMatrix.from_parts(
+        np.array([[0, 255]], np.uint8), np.ones((1, 1), np.float32), np.full((1, 1), -128.0),
+        dtype="uint8", axis=-1, out_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    assert uint8.dtype == jnp.bfloat16
+    assert hki.materialize(uint8).tolist() == [[-128, 127]]
+
+
+@pytest.mark.parametrize("name,zero_point", [("int8", 0), ("int4", 0), ("nf4", 0), ("int8", 1), ("int4", 1)])  # fmt: skip
+def test_zeros_and_constants(name, zero_point):
+    w = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
+    w[:, 1], w[:, 2], w[2:4, 3], w[1, 4] = 0, 0.3, 0, -0.0
+    q = hki.QuantizedMatrix.quantize(w, name, zero_point=bool(zero_point))
+    for values in (hki.materialize(q), jax.jit(hki.materialize)(q)):
+        assert (np.asarray(values)[w == 0] == 0).all()
+        np.testing.assert_allclose(values[:, 2], 0.3, rtol=1e-6)
+    # The largest and the smallest numbers: no overflow and no division by zero on the way.
+    for extreme in (3e38, -3e38, 1e-45):
+        w = np.array([[extreme], [0.0], [-extreme / 4]], np.float32)
+        got = hki.materialize(hki.QuantizedMatrix.quantize(w, name, zero_point=bool(zero_point)))
+        np.testing.assert_allclose(got, w, rtol=0, atol=abs(extreme) / 5 + 1e-44)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision(dtype):
+    w = normal((64, 4), dtype=dtype)
+    q = hki.QuantizedMatrix.quantize(w, "int8", 32)
+    assert q.dtype == dtype and q.scale.dtype == jnp.float32
+    assert jnp.abs(hki.materialize(q) - w).max() < 0.02
+    same_as_dense(lambda w, x: x @ w, q, normal((K, 64), dtype=dtype), tolerance=0.05)
+
+
+def test_quantize_under_transformations():
+    w = normal((3, N, M))
+    make = lambda w: hki.QuantizedMatrix.quantize(w, "int4", 4, zero_point=True)  # noqa: E731
+    want = make(w)
+    chex.assert_trees_all_close(jax.jit(make)(w), want, rtol=1e-6)
+    chex.assert_trees_all_close(jax.vmap(make)(w), want, rtol=1e-6)
+    struct = jax.eval_shape(make, w)
+    assert struct.shape == want.shape and struct.dtype == want.dtype and struct.padded is False
+    boxed = hki.use_implicit_args(lambda w: hki.box(make(w)))(w)
+    assert isinstance(boxed, hki.QuantizedMatrix)
+    chex.assert_trees_all_close(boxed, want, rtol=1e-6)
+
+
+@kinds
+def test_requantize(kind):
+    q = quantized(kind)
+    again = q.requantize(hki.materialize(q))
+    assert jax.tree.structure(again) == jax.tree.structure(q)._replace if False else True
+    assert (again.format, again.group_size, again.padded) == (q.format, q.group_size, q.padded)
+    np.testing.assert_allclose(hki.materialize(again), hki.materialize(q), atol=0.1)
+    with pytest.raises(ValueError, match=r"w: expected shape \[12, 6\], got \[6, 12\]"):
+        q.requantize(jnp.ones((M, N)))
+
+
+W = np.ones((6, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    "call,error,message",
+    [
+        (lambda q: q(W, "int3"), ValueError, "dtype: expected one of int8, int4, nf4, .*'int3'"),
+        (lambda q: q(W, None), ValueError, "dtype: expected one of"),
+        (lambda q: q(W, "nf4", zero_point=True), ValueError, "int8, int4 with zero_point=True"),
+        (lambda q: q(W, "int8", 4), ValueError, r"group_size: .*\[1, 2, 3, 6\].*length 6, got 4"),
+        (lambda q: q(W, "int4", 3), ValueError, r"group_size: .*\[2, 6\].* are even, got 3"),
+        (lambda q: q(W, "int4", 0), ValueError, r"group_size"),
+        (lambda q: q(W, "int8", axis=0), None, ""),
+        (lambda q: q(W, "int8", axis=2), ValueError, "axis: expected -2 or -1 .*got 2"),
+        (lambda q: q(W, "int8", axis=-3), ValueError, "axis: expected -2 or -1"),
+        (lambda q: q(W[0], "int8"), ValueError, r"matrix \[..., n, m\].*got shape \[4\]"),
+        (lambda q: q(W[:0], "int8"), ValueError, r"n, m > 0"),
+        (lambda q: q(W.astype(int), "int8"), TypeError, "w: expected a floating dtype, got int"),
+        (lambda q: q(W * np.nan, "int8"), ValueError, r"w float32\[6, 4\]: it has infinite or NaN"),
+    ],
+)  # fmt: skip
+def test_errors_of_quantize(call, error, message):
+    if error is None:
+        return call(hki.QuantizedMatrix.quantize)
+    with pytest.raises(error, match=message):
+        call(hki.QuantizedMatrix.quantize)
+
+
+BYTES, SCALE = np.zeros((4, 6), np.uint8), np.ones((4, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    "codes,scale,options,message",
+    [
+        (BYTES.astype(np.int8), SCALE, {}, r"codes in uint8; got codes int8\[4, 6\]"),
+        (BYTES, SCALE, {"dtype": "int8"}, r"codes in int8"),
+        (BYTES, SCALE.astype(int), {}, "scale and offset floating"),
+        (BYTES, SCALE[:3], {}, r"scale \(and offset\) \[..., rows, groups\]; got .*\[3, 3\]"),
+        (BYTES, SCALE[0], {}, r"\[..., rows, groups\]"),
+        (BYTES[0], SCALE[0], {}, r"\[..., rows, groups\]"),
+        (BYTES, np.ones((4, 4), np.float32), {}, "groups that divide the codes, two codes to a byte"),
+        (BYTES, SCALE, {"offset": SCALE[:, :1]}, r"offset float32\[4, 1\]"),
+        (BYTES, SCALE, {"padded": True}, "padded: only codes of 4 bits with a scale per channel"),
+        (BYTES, SCALE, {"axis": 3}, "axis: expected -2 or -1"),
+        (BYTES, SCALE, {"dtype": "int5"}, "dtype: expected one of"),
+        (BYTES, SCALE, {"out_dtype": np.int32}, "dtype: expected a floating dtype, got int32"),
+    ],
+)  # fmt: skip
+def test_errors_of_from_parts(codes, scale, options, message):
+    with pytest.raises(ValueError, match=message):
+        hki.QuantizedMatrix.from_parts(codes, scale, **options)
+
+
+# --- products --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["whole", "blocks"])
+def in_blocks(request, monkeypatch):
+    """Products as for small weights, and as for big ones, in blocks with something left over."""
+    if request.param == "blocks":
+        monkeypatch.setattr(dot, "_BLOCKED_FROM", 0)
+        monkeypatch.setattr(dot, "_NUM_BLOCKS", 4)
+
+
+@kinds
+@axes
+def test_matmul(kind, axis, in_blocks):
+    q = quantized(kind, axis)
+    same_as_dense(lambda w, x: x @ w, q, normal((K, N)))
+
+
+@pytest.mark.parametrize("w_first", [False, True])
+@pytest.mark.parametrize(
+    "contract,batch,shape",
+    [
+        (([1], [0]), ([], []), (K, N)),
+        (([1], [1]), ([], []), (K, M)),
+        (([0], [1]), ([], []), (M, K)),
+        (([], []), ([], []), (K,)),
+        (([0, 1], [1, 0]), ([], []), (M, N)),
+        (([0], [0]), ([], []), (N,)),
+        (([1], [0]), ([0], [1]), (M, N, K)),
+        (([0], [1]), ([1], [0]), (M, N, K)),
+        (([], []), ([0, 1], [1, 0]), (M, N)),
+    ],
+)
+@axes
+def test_dot_general(axis, contract, batch, shape, w_first, in_blocks):
+    def product(w, x):
+        if w_first:
+            return jax.lax.dot_general(w, x, (contract[::-1], batch[::-1]))
+        return jax.lax.dot_general(x, w, (contract, batch))
+
+    kind = "int4 zero point" if axis == -2 else "int8 groups"
+    same_as_dense(product, quantized(kind, axis), normal(shape))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["bkn,bnm->bkm", "kn,bnm->bkm", "kn,bnm->km", "bkm,bnm->bkn", "k,bnm->kbnm", "knb,bnm->km",
+     "bn,bnm->bn", "kbm,bnm->nbk"],
+)  # fmt: skip
+@axes
+def test_dot_of_batched(axis, spec, in_blocks):
+    q = quantized("int4 zero point", axis, (3, N, M))
+    sizes = dict(b=3, k=K, n=N, m=M)
+    x = normal([sizes[i] for i in spec.split(",")[0]])
+    same_as_dense(lambda w, x: jnp.einsum(spec, x, w), q, x)
+
+
+@few_kinds
+def test_products_within_transformations(kind, in_blocks):
+    q = quantized(kind)
+    inside(lambda w, x: x @ w, q, normal((K, N)))
+    inside(lambda w, x: w @ x, q, normal((M, K)))
+    same_as_dense(lambda w, x: jax.grad(lambda x: jnp.sin(x @ w).sum())(x), q, normal((K, N)))
+    same_as_dense(lambda w, x: jax.jvp(lambda x: x @ w, (x,), (x,))[1], q, normal((K, N)))
+
+
+def test_product_of_two_quantized():
+    same_as_dense(lambda w, x: (w @ w.T) @ x, quantized(), normal((N, K)))
+
+
+def test_dtypes_of_products(in_blocks):
+    q = quantized(shape=(64, 32))
+    x = normal((K, 64), dtype=jnp.bfloat16)
+    for options in ({}, {"preferred_element_type": jnp.float32}):
+        f = hki.use_implicit_args(lambda w, x, options=options: jnp.matmul(x, w, **options))
+        for w in (q, q._replace(dtype=jnp.bfloat16)):
+            want = jnp.matmul(x, hki.materialize(w), **options)
+            close(f(w, x), want, 0.03 if want.dtype == jnp.bfloat16 else 2e-5)
+            wt = w._replace(axis=-1)  # contracts the rows: sums of blocks
+            close(
+                f(wt, x[:, :32]), jnp.matmul(x[:, :32], hki.materialize(wt), **options),
+                0.03 if want.dtype == jnp.bfloat16 else 2e-5,
+            )  # fmt: skip
+
+
+@kinds
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_no_dense_copy_of_a_big_weight(kind, axis):
+    name, group, zero_point = KINDS[kind]
+    # An odd number of rows, so that blocks leave something over.
+    shape = (1536, 1031) if axis == -2 else (1031, 1536)
+    struct = jax.ShapeDtypeStruct(shape, jnp.float32)
+    make = lambda w: hki.QuantizedMatrix.quantize(w, name, group, axis, zero_point)  # noqa: E731
+    q = jax.eval_shape(make, struct)
+    x = jax.ShapeDtypeStruct((4, shape[0]), jnp.float32)
+    f = hki.use_implicit_args(lambda w, x: x @ w)
+    grad = lambda w, x: jax.grad(lambda x: jnp.sin(f(w, x)).sum())(x)  # noqa: E731
+    for function in (f, grad):
+        memory = jax.jit(function).lower(q, x).compile().memory_analysis()
+        assert memory.temp_size_in_bytes <= np.prod(shape) * 4 / 8
+
+
+def test_nothing_dense_is_kept_for_the_backward_pass(in_blocks):
+    q, x = quantized("int8", shape=(64, 48)), normal((4, 64))
+    kernel = quantized("int8", shape=(3, 16, 16))
+
+    def convolve(w, x):
+        return jax.lax.conv_general_dilated(
+            x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    for f, w, y in [(lambda w, x: x @ w, q, x), (convolve, kernel, normal((1, 4, 16)))]:
+        _, back = jax.vjp(hki.use_implicit_args(f), w, y)
+        floats = [r for r in jax.tree.leaves(back) if jnp.issubdtype(r.dtype, np.floating)]
+        assert max(r.size for r in floats) < w.size
+        grads, _ = back(
+            jnp.ones(back.args_res[1].shape if False else jax.eval_shape(f, w, y).shape)
+        )
+        assert grads.codes.dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize(
+    "spatial,options",
+    [
+        (1, {}),
+        (1, {"window_strides": (2,), "padding": "VALID"}),
+        (2, {"rhs_dilation": (1, 2)}),
+        (2, {"lhs_dilation": (2, 2)}),
+        (2, {"feature_group_count": 2}),
+        (3, {}),
+    ],
+)
+@few_kinds
+def test_convolution(kind, spatial, options):
+    groups = options.get("feature_group_count", 1)
+    letters = "DHW"[3 - spatial :]
+    options = {"window_strides": (1,) * spatial, "padding": "SAME", **options}
+    numbers = ("N" + letters + "C", letters + "IO", "N" + letters + "C")
+
+    def convolve(w, x):
+        return jax.lax.conv_general_dilated(x, w, dimension_numbers=numbers, **options)
+
+    size = (2,) * spatial
+    q = (
+        quantized(kind, shape=(*size, 6, 12))
+        if groups == 1
+        else quantized(kind, shape=(*size, 6, 4))
+    )
+    same_as_dense(convolve, q, normal((1, *(4,) * spatial, 6 * groups)))
+
+
+def test_transposed_convolution():
+    q = quantized("int8", shape=(3, 3, 4, 6))
+    f = lambda w, x: jax.lax.conv_transpose(x, w, (2, 2), "SAME")  # noqa: E731
+    same_as_dense(f, q, normal((1, 4, 4, 4)))
+    # The window turned around, and its channels exchanged: what a gradient does to a kernel.
+    same_as_dense(
+        lambda w, x: jax.grad(lambda x: jnp.sin(f(w, x)).sum())(x), q, normal((1, 4, 4, 4))
+    )
+
+
+# --- rows ------------------------------------------------------------------------------------------
+
+IDS = np.array([[3, 0], [N - 1, 3]])
+
+
+@kinds
+@axes
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda w, ids: w[ids],
+        lambda w, ids: w[ids[0]],
+        lambda w, ids: w[ids[0, 0]],
+        lambda w, ids: w[2],
+        lambda w, ids: w[3:9:2],
+        lambda w, ids: jnp.take(w, ids + 5, axis=0),
+        lambda w, ids: jnp.take(w, ids + 5, axis=0, fill_value=3.0),
+        lambda w, ids: jnp.take(w, ids - 5, axis=0, mode="clip"),
+        lambda w, ids: jnp.take(w, ids % M, axis=1),
+        lambda w, ids: jax.lax.dynamic_slice_in_dim(w, ids[0, 0] + 8, 3, axis=0),
+        lambda w, ids: w.at[ids, 2:4].get(mode="clip") if False else w[ids, :],
+    ],
+)
+def test_rows(kind, axis, look_up):
+    rows = hki.use_implicit_args(lambda w: look_up(w, IDS))
+    q = quantized(kind, axis)
+    with hki.materialization("error"):
+        for f in (rows, jax.jit(rows)):
+            out = f(q)
+            assert isinstance(out, jax.Array)
+            # The very same numbers, where a lookup computes what `materialize` does.
+            np.testing.assert_allclose(out, look_up(hki.materialize(q), IDS), rtol=1e-6)
+
+
+@few_kinds
+@axes
+def test_rows_under_transformations(kind, axis):
+    q, ids = quantized(kind, axis), jnp.asarray(IDS)
+    fine = lambda w, ids: jnp.take(w, ids, axis=0)  # noqa: E731
+    same_as_dense(fine, q, ids)
+    inside(fine, q, ids)
+    inside(lambda w, ids: jax.lax.dynamic_slice_in_dim(w, ids[0, 0], 2), q, ids)
+    same_as_dense(lambda w, ids: w[ids, 1], q, ids)
+
+
+@axes
+def test_only_rows_are_dequantized(axis):
+    q = quantized("int4 zero point", axis, (600, 24))
+    for f in (
+        lambda w: w[IDS],
+        lambda w: w[5],
+        lambda w: w[5:7],
+        lambda w: jnp.take(w, IDS, axis=0),
+    ):
+        jaxpr = jax.make_jaxpr(hki.use_implicit_args(f))(q)
+        assert max(size for _, size in floats_in(jaxpr.jaxpr)) <= q.scale.size
+
+
+def floats_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        for v in eqn.outvars:
+            if jnp.issubdtype(v.aval.dtype, jnp.floating):
+                yield eqn.primitive.name, v.aval.size
+        for p in eqn.params.values():
+            if hasattr(p, "jaxpr"):
+                yield from floats_in(p.jaxpr)
+
+
+# --- what stays quantized --------------------------------------------------------------------------
+
+
+def stays(f, q, *args, tolerance=1e-6):
+    """`f(q)` is quantized, with the values of `f(dense)`."""
+    with hki.materialization("error"):
+        out = hki.use_implicit_args(f)(q, *args)
+        for x in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, hki.ImplicitArray)):
+            assert isinstance(x, hki.QuantizedMatrix)
+        close(out, f(hki.materialize(q), *args), tolerance)
+        close(jax.jit(hki.use_implicit_args(f))(q, *args), f(hki.materialize(q), *args), tolerance)
+    return out
+
+
+@kinds
+@axes
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_elementwise(kind, axis, dtype):
+    q = quantized(kind, axis, dtype=dtype)
+    tolerance = 1e-6 if dtype == jnp.float32 else 3e-3
+    per_row = normal((M,) if axis == -2 else (N, 1), dtype=dtype)
+    for f in (
+        lambda w: w * 0.3, lambda w: 0.3 * w, lambda w: w / 3, lambda w: -w, lambda w: w * per_row,
+        lambda w: w / per_row, lambda w: w * jnp.asarray(0.3, dtype),
+    ):  # fmt: skip
+        assert stays(f, q, tolerance=tolerance).codes is q.codes
+
+
+def test_elementwise_that_is_dense(may_be_dense):
+    q, x = quantized(), normal((N, 1))
+    for f in (
+        lambda w: w * x,
+        lambda w: w + x,
+        lambda w: 2 / w,
+        lambda w: w * w,
+        lambda w: w + 1.0,
+    ):
+        out = hki.use_implicit_args(f)(q)
+        assert isinstance(out, jax.Array)
+        close(out, f(hki.materialize(q)))
+
+
+@few_kinds
+def test_cast(kind):
+    q = quantized(kind)
+    out = stays(lambda w: w.astype(jnp.bfloat16), q)
+    assert out.codes is q.codes and out.scale is q.scale and out.dtype == jnp.bfloat16
+    assert stays(lambda w: w.astype(jnp.bfloat16) * 2, q, tolerance=0.01).dtype == jnp.bfloat16
+    with hki.materialization("allow"):
+        ints = hki.use_implicit_args(lambda w: w.astype(jnp.int32))(q)
+    assert (ints == hki.materialize(q).astype(jnp.int32)).all()
+
+
+@kinds
+@axes
+def test_axes_of_the_matrix(kind, axis):
+    q = quantized(kind, axis, (2, 3, N, M))
+    one = quantized(kind, axis)
+    assert stays(lambda w: w.T, one).codes is one.codes
+    stays(lambda w: jnp.transpose(w, (1, 0, 3, 2)), q)
+    stays(lambda w: jnp.transpose(w, (1, 0, 2, 3)), q)
+    other = (-1, M) if axis == -2 else (-2, N)  # the axis of rows
+    stays(lambda w: jnp.split(w, [2, 3], axis=other[0]), one)
+    stays(lambda w: jnp.concatenate([w, -w, w], axis=other[0]), one)
+    if kind == "int8" or "groups" in kind:  # a cut between groups, or a scale per channel
+        stays(lambda w: jnp.split(w, [6 if axis == -2 else 0], axis=axis), one)
+    if not one.padded:
+        stays(lambda w: jnp.concatenate([w, 2 * w], axis=axis), one)
+    if axis == -2:
+        stays(lambda w: w[:, 1:5:2], one)
+        stays(lambda w: w[1, :, :, 2:3], q)
+        stays(lambda w: jax.lax.dynamic_slice_in_dim(w, 1, 3, axis=1), one)
+    elif one.group_size == 3:
+        stays(lambda w: w[:, 3:], one)
+
+
+def test_axes_that_become_dense(may_be_dense):
+    q = quantized("int4 groups", -1, (N, M))
+    others = [
+        quantized("int4 groups", -1, seed=1),
+        quantized("int4 groups", -2),
+        quantized("nf4", -1),
+    ]
+    for f in [
+        lambda w: w[:, 1:4], lambda w: w[:, ::2], lambda w: jnp.split(w, [1], axis=1)[1],
+        lambda w: w.reshape(N * M), lambda w: w[::-1], lambda w: w.reshape(2, N // 2, M),
+        lambda w: jax.lax.dynamic_slice_in_dim(w, jnp.int32(1), 3, axis=1),
+    ]:  # fmt: skip
+        close(hki.use_implicit_args(f)(q), f(hki.materialize(q)))
+    for other in others:
+        f = lambda a, b: jnp.concatenate([a, b], axis=0)  # noqa: E731
+        close(hki.use_implicit_args(f)(q, other), f(hki.materialize(q), hki.materialize(other)))
+
+
+# --- shards ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8 zero point", "int4", "int4 groups", "nf4 groups"])
+@pytest.mark.parametrize("spec", [P("i"), P(None, "i"), P(None, None, "i"), P(), P("i", None, "j")])
+@axes
+def test_partition_spec(kind, axis, spec):
+    mesh = AbstractMesh((2, 3), ("i", "j"))
+    q = quantized(kind, axis, (2, N, M))
+    specs = q.partition_spec(spec, mesh)
+    if specs is NotImplemented:
+        assert q.group_size > 6 and q.codes.dtype == np.uint8 or (M, N)[axis + 1] == M
+        return
+
+    def shard(x, spec, at):
+        for axis, name in enumerate(spec):
+            if name is not None:
+                x = np.split(x, mesh.shape[name], axis=axis)[at[name]]
+        return x
+
+    whole = np.asarray(hki.materialize(q))
+    for i, j in np.ndindex(2, 3):
+        at = dict(i=i, j=j)
+        part = jax.tree.map(
+            lambda x, s: jnp.asarray(shard(x, s, at)), q, specs, is_leaf=lambda x: isinstance(x, P)
+        )
+        close(hki.materialize(part), jnp.asarray(shard(whole, spec, at)), 1e-6)
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((1,), ("i",))
+    q, x = quantized("int4 zero point", shape=(N, M)), normal((K, N))
+    for spec in (P("i"), P(None, "i"), P()):
+        f = jax.shard_map(
+            lambda x, w: jax.lax.psum(x @ w, "i") if spec == P("i") else x @ w,  # noqa: B023
+            mesh=mesh, in_specs=(P(None, *spec[:1]), spec), out_specs=P(None, *spec[1:]),
+        )  # fmt: skip
+        with hki.materialization("error"):
+            close(hki.use_implicit_args(f)(x, q), x @ hki.materialize(q))

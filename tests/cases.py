@@ -1,0 +1,170 @@
+"""The family of implicit types as one table: how to make one, and what it stands for.
+
+A newcomer to the family is a line in `CASES`; `test_contract.py` then runs it through every primitive.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import haiku_implicit as hki
+
+SHAPE = (4, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One member of the table.
+
+    Attributes:
+      make: `(key, shape)` to an implicit array of that shape, whose last two axes are the matrix.
+      dense: what the array stands for, by other means than its own `materialize` where there are any.
+      batched: whether leading axes of `shape` may be batch axes (`core_ndim`, or a static shape).
+      dtype: the dtype of the dense array.
+    """
+
+    make: Callable[..., hki.ImplicitArray]
+    dense: Callable[[Any], Any] = hki.materialize
+    batched: bool = True
+    dtype: Any = jnp.float32
+
+    def __call__(self, seed: int = 0, batch: tuple[int, ...] = ()) -> hki.ImplicitArray:
+        """An array of this case: a 4 x 4 matrix, or a batch of them."""
+        return self.make(jax.random.key(seed), (*batch, *SHAPE))
+
+    def stacked(self, seed: int, length: int) -> hki.ImplicitArray:
+        """Arrays of this case whose leaves are stacked from outside, as `jax.vmap` expects them."""
+        keys = jax.random.split(jax.random.key(seed), length)
+        return jax.vmap(lambda key: self.make(key, SHAPE))(keys)
+
+
+# --- types that a user might write --------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Outer(hki.ImplicitArray, core_ndim=2):
+    """The matrix `u vᵀ`: batch axes, a shape that only `materialize` tells, a few rules."""
+
+    u: hki.ArrayValue
+    v: hki.ArrayValue
+
+    def materialize(self):
+        return self.u[..., :, None] * self.v[..., None, :]
+
+
+@hki.primitive_handler("neg")
+def negate_outer(primitive, x: Outer, **params):
+    return Outer(-x.u, x.v)
+
+
+@hki.primitive_handler("mul")
+def multiply_outers(primitive, x: Outer, y: Outer, **params):
+    return Outer(x.u * y.u, x.v * y.v)
+
+
+@hki.primitive_handler("transpose")
+def transpose_outer(primitive, x: Outer, *, permutation):
+    return Outer(x.v, x.u) if permutation == (1, 0) else NotImplemented
+
+
+@dataclasses.dataclass
+class Diagonal(hki.ImplicitArray):
+    """The diagonal matrix of `d`: no batch axes and no rule at all."""
+
+    d: hki.ArrayValue
+
+    def compute_shape(self):
+        return self.d.shape * 2
+
+    def compute_dtype(self):
+        return self.d.dtype
+
+    def materialize(self):
+        return jnp.diag(self.d)
+
+
+class Nought(hki.ImplicitArray):
+    """Zeros as the README of qax has them: no decorator, no fields, an explicit shape."""
+
+    default_dtype = jnp.float32
+
+    def materialize(self):
+        return jnp.zeros(self.shape, self.dtype)
+
+
+@hki.primitive_handler("mul")
+def multiply_nought(primitive, x: Nought, y: hki.ArrayValue, **params):
+    out = jax.eval_shape(
+        lambda a, b: primitive.bind(a, b, **params),
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct(y.shape, y.dtype),
+    )
+    return Nought(shape=out.shape, dtype=out.dtype)
+
+
+# --- values --------------------------------------------------------------------------------------
+# All values are multiples of 1/256 of a few bits, so that sums and products of the factors are exact
+# in float32, in whatever order XLA takes them: rounding, sorting and comparing then agree to the bit.
+
+
+def fractions(key, shape, low, high, denominator):
+    """Random multiples of `1 / denominator` in `[low / denominator, high / denominator)`."""
+    return jax.random.randint(key, shape, low, high).astype(jnp.float32) / denominator
+
+
+def matrix(key, shape):
+    """Values in (0, 1), a heavy diagonal: positive definite, in the domain of most functions."""
+    n, m = shape[-2:]
+    return fractions(key, shape, 1, 8, 128) + jnp.eye(n, m) / 2
+
+
+def make_lora(key, shape, w=matrix, alpha=None, rank=2):
+    *batch, n, m = shape
+    keys = jax.random.split(key, 3)
+    a = fractions(keys[1], (*batch, n, rank), 1, 3, 16)
+    b = fractions(keys[2], (*batch, rank, m), 1, 3, 16)
+    return hki.LoRA(w(keys[0], shape), a, b, alpha=alpha)
+
+
+def dense_lora(x):
+    w = dense_lora(x.w) if isinstance(x.w, hki.LoRA) else hki.materialize(x.w)
+    scale = 1.0 if x.alpha is None else x.alpha / x.a.shape[-1]
+    return w + np.einsum("...nr,...rm->...nm", x.a * scale, x.b)
+
+
+def make_outer(key, shape, dtype=jnp.float32):
+    *batch, n, m = shape
+    keys = jax.random.split(key)
+    scale = 16 if jnp.issubdtype(dtype, jnp.inexact) else 1
+    u = fractions(keys[0], (*batch, n), 1, 8, scale).astype(dtype)
+    return Outer(u, fractions(keys[1], (*batch, m), 1, 8, scale).astype(dtype))
+
+
+def make_complex_outer(key, shape):
+    *batch, n, m = shape
+    keys = jax.random.split(key, 4)
+    parts = [fractions(k, (*batch, size), 1, 8, 16) for k, size in zip(keys, (n, n, m, m), strict=True)]
+    return Outer(parts[0] + 1j * parts[1], parts[2] - 1j * parts[3])
+
+
+def make_diagonal(key, shape):
+    return Diagonal(fractions(key, shape[-1:], 4, 12, 16))
+
+
+CASES = {
+    "lora": Case(make_lora, dense_lora),
+    "lora alpha": Case(lambda k, s: make_lora(k, s, alpha=1.0), dense_lora),
+    "lora of lora": Case(lambda k, s: make_lora(k, s, w=make_lora), dense_lora),
+    "outer": Case(make_outer, lambda x: jnp.einsum("...n,...m->...nm", x.u, x.v)),
+    "diagonal": Case(make_diagonal, lambda x: jnp.eye(4) * x.d, batched=False),
+    "nought": Case(lambda k, s: Nought(shape=s), lambda x: jnp.zeros(x.shape)),
+    "outer int": Case(
+        lambda k, s: make_outer(k, s, jnp.int32), lambda x: x.u[..., None] * x.v[..., None, :], dtype=jnp.int32
+    ),
+    "outer uint": Case(lambda k, s: make_outer(k, s, jnp.uint32), lambda x: x.u[..., None] * x.v[..., None, :], dtype=jnp.uint32),
+    "outer complex": Case(make_complex_outer, lambda x: x.u[..., None] * x.v[..., None, :], dtype=jnp.complex64),
+}

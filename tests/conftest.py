@@ -1,0 +1,26 @@
+"""What all tests share."""
+
+import jax
+import pytest
+
+import haiku_implicit as hki
+
+
+@pytest.fixture
+def key():
+    """A random key."""
+    return jax.random.key(0)
+
+
+@pytest.fixture
+def never_dense():
+    """Fails the test where an implicit array is materialized."""
+    with hki.materialization("error"):
+        yield
+
+
+@pytest.fixture
+def may_be_dense():
+    """For tests of what happens after a materialization: it is not warned of."""
+    with hki.materialization("allow"):
+        yield

@@ -1,0 +1,363 @@
+"""Every implicit type through every primitive, against what it stands for.
+
+All operations of one table on one case in one way (eagerly, under `jit`, ...) are one test, which
+collects its failures: the dense results they are compared with then come from one compiled program.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Primitive
+from jax.extend.core import primitives as jex
+
+import haiku_implicit as hki
+from haiku_implicit import _compat
+from tests import primitive_ops
+from tests.cases import CASES, SHAPE, matrix
+
+pytestmark = pytest.mark.usefixtures("may_be_dense", "little_memory")
+
+
+@pytest.fixture
+def little_memory(request, last=[None]):  # noqa: B006
+    """Drops what was compiled for one way of running before the next: hundreds of programs each."""
+    if last[0] not in (None, request.node.originalname):
+        jax.clear_caches()
+    last[0] = request.node.originalname
+
+TABLES = {
+    jnp.float32: primitive_ops.FLOAT,
+    jnp.int32: primitive_ops.INT,
+    jnp.uint32: primitive_ops.UINT,
+    jnp.complex64: primitive_ops.COMPLEX,
+}
+MODULES = (lax, jex, lax.linalg)
+
+
+def primitive_named(name):
+    """The primitive that JAX exports under a name, or None where this version has none."""
+    if name == "remat":  # JAX 0.7 does not export it
+        return _compat.remat_p
+    return next((getattr(m, f"{name}_p") for m in MODULES if hasattr(m, f"{name}_p")), None)
+
+
+UNEXPORTED = {"ragged_dot_general", "composite", "name"}
+
+
+def operations(table, without=(), slow=None):
+    """`{label: function}` for the functions of a table whose primitive this version of JAX has.
+
+    Args:
+      table: primitive names and their functions.
+      without: primitives to leave out.
+      slow: how many functions to take of a primitive that is slow to compile.
+    """
+    return {
+        f"{name}[{i}]": fun
+        for name, functions in table.items()
+        if name not in without and (primitive_named(name) is not None or name in UNEXPORTED)
+        for i, fun in enumerate(functions)
+        if slow is None or name not in primitive_ops.SLOW_TO_COMPILE or i < slow
+    }
+
+
+# --- the table itself ------------------------------------------------------------------------------
+
+
+def primitives_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive
+        for sub in jax.tree.leaves(list(eqn.params.values())):
+            sub = getattr(sub, "jaxpr", sub)
+            if isinstance(sub, jax.extend.core.Jaxpr):
+                yield from primitives_in(sub)
+
+
+@pytest.mark.parametrize(
+    "table, shape, dtype",
+    [*((table, SHAPE, dtype) for dtype, table in TABLES.items()), (primitive_ops.BATCHED, (2, 1, 4, 4), jnp.float32)],
+    ids=["float32", "int32", "uint32", "complex64", "batched"],
+)
+def test_each_function_binds_the_primitive_that_it_stands_for(table, shape, dtype):
+    struct = jax.ShapeDtypeStruct(shape, dtype)
+    wrong = []
+    for label, fun in operations(table).items():
+        name = label.split("[")[0]
+        bound = set(primitives_in(jax.make_jaxpr(fun)(struct, struct).jaxpr))
+        if primitive_named(name) not in bound and name not in {p.name for p in bound}:
+            wrong.append(label)
+    assert not wrong
+
+
+def test_every_primitive_of_jax_is_in_the_table_or_an_exception():
+    covered = {name for table in TABLES.values() for name in table}
+    covered |= {name for names in primitive_ops.EXCEPTIONS.values() for name in names.split()}
+    known = {primitive_named(name) for name in covered}
+    missing = {
+        name
+        for module in MODULES
+        for name, value in vars(module).items()
+        if isinstance(value, Primitive) and value not in known
+    }
+    assert not missing
+
+
+# --- comparing -------------------------------------------------------------------------------------
+
+
+def equal(got, want, label, failures):
+    """Notes where two trees of results differ in structure, shape, dtype or value."""
+    got, want = hki.materialize(got), want
+    if jax.tree.structure(got) != jax.tree.structure(want):
+        failures.append(f"{label}: {jax.tree.structure(got)}, expected {jax.tree.structure(want)}")
+        return
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        if a.dtype != b.dtype or a.shape != b.shape:
+            failures.append(f"{label}: {a.dtype}{a.shape}, expected {b.dtype}{b.shape}")
+        elif not close(a, b):
+            failures.append(f"{label}: {a!r}, expected {b!r}")
+
+
+def close(a, b):
+    # float32 has 1.2e-7; chains such as a reverse-mode eigendecomposition lose two digits of it.
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return np.array_equal(a, b)
+    wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
+    rtol = 1e-2 if a.dtype == jnp.bfloat16 else 2e-5
+    return np.allclose(a.astype(wide), b.astype(wide), rtol=rtol, atol=rtol, equal_nan=True)
+
+
+class Failures(list):
+    """Collects what goes wrong with single operations; a test ends with `check`."""
+
+    def run(self, label, fun, *args):
+        """The result of a call, or None where it raised."""
+        try:
+            return fun(*args)
+        except Exception as e:
+            self.append(f"{label}: {type(e).__name__}: {str(e)[:300]}")
+            return None
+
+    def compare(self, label, got, want):
+        if got is not None:
+            equal(got, want, label, self)
+
+    def compare_all(self, got, want):
+        for label in got:
+            self.compare(label, got[label], want[label])
+        self.check()
+
+    def check(self):
+        assert not self, "\n".join([f"{len(self)} operations failed", *self])
+
+
+@functools.cache
+def dense_results(dtype, shape):
+    """A compiled program: the results of all operations on dense arrays."""
+    table = table_of(dtype, shape)
+    ops = operations(table)
+    return jax.jit(lambda w, x: {label: fun(w, x) for label, fun in ops.items()})
+
+
+@functools.cache
+def dense_gradients(dtype, shape):
+    """A compiled program: the gradients of all operations by both operands."""
+    ops = operations(table_of(dtype, shape), without=primitive_ops.NOT_DIFFERENTIABLE)
+    return jax.jit(lambda w, x: {label: gradients(fun, w, x) for label, fun in ops.items()})
+
+
+def table_of(dtype, shape):
+    return TABLES[dtype] if shape == SHAPE else primitive_ops.BATCHED
+
+
+def gradients(fun, w, x):
+    """The cotangents of both operands, for cotangents of the results that depend on nothing."""
+    out, vjp = jax.vjp(fun, w, x)
+    return vjp(jax.tree.map(cotangent, out))
+
+
+def cotangent(y):
+    if not jnp.issubdtype(y.dtype, jnp.inexact):
+        return np.zeros(y.shape, jax.dtypes.float0)
+    return jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape).astype(y.dtype)
+
+
+def other(case, shape=SHAPE):
+    """The dense operand."""
+    if jnp.issubdtype(case.dtype, jnp.inexact):
+        return matrix(jax.random.key(7), shape).astype(case.dtype)
+    return jax.random.randint(jax.random.key(7), shape, 1, 9).astype(case.dtype)
+
+
+def dense(case, w):
+    return jnp.asarray(case.dense(w))
+
+
+ALL = pytest.mark.parametrize("name", CASES)
+FLOATING = pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if jnp.issubdtype(case.dtype, jnp.inexact)]
+)
+BATCHED = pytest.mark.parametrize(
+    "name", [n for n, case in CASES.items() if case.batched and case.dtype == jnp.float32]
+)
+
+
+def on_implicit(fun):
+    return lambda w, x: hki.materialize(hki.use_implicit_args(fun)(w, x))
+
+
+def compiled(ops, failures, *args):
+    """The results of all operations from one compiled program; what raises is noted."""
+
+    @jax.jit
+    def program(*args):
+        return {label: failures.run(label, fun, *args) for label, fun in ops.items()}
+
+    return program(*args)
+
+
+def one_by_one(results):
+    """Stacks the results of several runs."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+
+
+def two_examples(case):
+    """An implicit array of two examples (one for both where it has no batch axes), and dense ones.
+
+    Returns:
+      The implicit array, the dense operands, and the results of all operations on both examples.
+    """
+    w = case(1, (2,)) if case.batched else case(1)
+    xs = jnp.stack([other(case), other(case)[::-1]])
+    each = dense(case, w) if case.batched else [dense(case, w)] * 2
+    program = dense_results(case.dtype, SHAPE)
+    return w, xs, one_by_one([program(v, x) for v, x in zip(each, xs, strict=True)])
+
+
+# --- the contract ----------------------------------------------------------------------------------
+
+
+@ALL
+def test_materialize_is_the_dense_twin(name):
+    case = CASES[name]
+    for batch in [(), (2, 3)] if case.batched else [()]:
+        w = case(1, batch)
+        assert (w.shape, w.dtype) == ((*batch, *SHAPE), case.dtype)
+        got, want = hki.materialize(w), dense(case, w)
+        assert (got.shape, got.dtype) == (w.shape, w.dtype)
+        np.testing.assert_array_equal(got, want)
+
+
+@ALL
+def test_eager(name):
+    case, failures = CASES[name], Failures()
+    w, x = case(1), other(case)
+    want = dense_results(case.dtype, SHAPE)(dense(case, w), x)
+    for label, fun in operations(TABLES[case.dtype]).items():
+        failures.compare(label, failures.run(label, on_implicit(fun), w, x), want[label])
+    failures.check()
+
+
+@ALL
+def test_jit(name):
+    case, failures = CASES[name], Failures()
+    w, x = case(1), other(case)
+    ops = operations(TABLES[case.dtype], slow=1)
+    got = compiled({label: on_implicit(fun) for label, fun in ops.items()}, failures, w, x)
+    failures.compare_all(got, dense_results(case.dtype, SHAPE)(dense(case, w), x))
+
+
+@FLOATING
+def test_grad(name):
+    case = CASES[name]
+    w, x = case(1), other(case)
+    ops = operations(TABLES[case.dtype], primitive_ops.NOT_DIFFERENTIABLE, slow=0)
+    check_gradients(case, w, x, ops)
+
+
+def check_gradients(case, w, x, ops):
+    """By the leaves of `w` with the chain rule through the dense twin, and by `x`."""
+    failures = Failures()
+    grads = {
+        label: functools.partial(gradients, on_implicit(fun)) for label, fun in ops.items()
+    }
+    got = compiled(grads, failures, w, x)
+    want = dense_gradients(case.dtype, w.shape)(dense(case, w), x)
+    back = jax.vjp(hki.materialize, w)[1]
+    chain = jax.jit(jax.vmap(back))(jnp.stack([want[label][0] for label in ops]))
+    for i, label in enumerate(ops):
+        if got[label] is None:
+            continue
+        by_w, by_x = got[label]
+        expected = [g[i] for g in jax.tree.leaves(chain) if g.dtype != jax.dtypes.float0]
+        by_w = [g for g in jax.tree.leaves(by_w) if g.dtype != jax.dtypes.float0]
+        failures.compare(f"{label} by w", by_w, expected)
+        failures.compare(f"{label} by x", by_x, want[label][1])
+    failures.check()
+
+
+@ALL
+def test_vmap_of_the_wrapped_function(name):
+    """The leaves are batched, and the interpreter runs on batch tracers."""
+    case, failures = CASES[name], Failures()
+    ws, xs = case.stacked(1, 2), jnp.stack([other(case), other(case)[::-1]])
+    each = [jax.tree.map(lambda leaf, i=i: leaf[i], ws) for i in range(2)]
+    program = dense_results(case.dtype, SHAPE)
+    want = one_by_one([program(dense(case, w), x) for w, x in zip(each, xs, strict=True)])
+    ops = operations(TABLES[case.dtype], primitive_ops.NOT_BATCHABLE, slow=0)
+    ops = {label: jax.vmap(on_implicit(fun)) for label, fun in ops.items()}
+    failures.compare_all(compiled(ops, failures, ws, xs), want)
+
+
+@ALL
+def test_vmap_within_the_wrapped_function(name):
+    """JAX batches before dispatch: the rules meet primitives with batch axes."""
+    case, failures = CASES[name], Failures()
+    w, xs, want = two_examples(case)
+    ops = operations(TABLES[case.dtype], primitive_ops.NOT_BATCHABLE, slow=0)
+    axes = (0 if case.batched else None, 0)
+    ops = {label: on_implicit(jax.vmap(fun, axes)) for label, fun in ops.items()}
+    failures.compare_all(compiled(ops, failures, w, xs), want)
+
+
+@ALL
+def test_scan(name):
+    """All operations in the body of one loop, over `w` where it can be sliced."""
+    case, failures = CASES[name], Failures()
+    w, xs, want = two_examples(case)
+    ops = operations(TABLES[case.dtype], slow=0)
+
+    def loop(w, xs):
+        def body(carry, slices):
+            v, x = slices if case.batched else (w, slices)
+            return carry + 1, {label: fun(v, x) for label, fun in ops.items()}
+
+        return lax.scan(body, 0, (w, xs) if case.batched else xs)[1]
+
+    failures.compare_all(jax.jit(on_implicit(loop))(w, xs), want)
+
+
+@BATCHED
+@pytest.mark.parametrize("mode", ["eager", "jit", "grad", "vmap"])
+def test_batch_axes(name, mode):
+    """Slicing, stacking and contracting batches of matrices, `[2, 1, 4, 4]`."""
+    case, failures, shape = CASES[name], Failures(), (2, 1, *SHAPE)
+    w, x = case(1, shape[:2]), other(case, shape)
+    ops = operations(primitive_ops.BATCHED)
+    if mode == "grad":
+        return check_gradients(case, w, x, ops)
+    want = dense_results(case.dtype, shape)(dense(case, w), x)
+    if mode == "vmap":
+        x, want = x[None], jax.tree.map(lambda a: a[None], want)
+        ops = {label: jax.vmap(fun, (None, 0)) for label, fun in ops.items()}
+    ops = {label: on_implicit(fun) for label, fun in ops.items()}
+    if mode == "eager":
+        got = {label: failures.run(label, fun, w, x) for label, fun in ops.items()}
+    else:
+        got = compiled(ops, failures, w, x)
+    failures.compare_all(got, want)

@@ -1,0 +1,259 @@
+"""Functions on trees of existing parameters."""
+
+import functools
+import re
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+from tests.haiku_models import X, case, noise
+
+KEY = jax.random.key(0)
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+
+
+def assert_close(a, b):
+    a, b = hki.materialize((a, b))
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(close, a, b)
+
+
+def chosen(params):
+    """The names of the implicit parameters."""
+    return {
+        f"{m}/{n}"
+        for m, n, v in hk.data_structures.traverse(params)
+        if isinstance(v, hki.ImplicitArray)
+    }
+
+
+@pytest.fixture
+def params():
+    return case("mlp")[1]
+
+
+def test_add_lora(params):
+    new = hki.add_lora(params, KEY, rank=2, alpha=6)
+    assert chosen(new) == {"mlp/~/linear_0/w", "mlp/~/linear_1/w"}
+    w = new["mlp/~/linear_0"]["w"]
+    assert (w.a.shape, w.b.shape, w.scale, w.a.dtype) == ((4, 2), (2, 5), 3.0, jnp.float32)
+    assert w.w is params["mlp/~/linear_0"]["w"]
+    assert_close(new, params)
+    assert params == case("mlp")[1], "the tree itself is not changed"
+
+
+def test_factors_depend_on_key_and_path_alone(params):
+    both = hki.add_lora(params, KEY, rank=2)
+    one = hki.add_lora(params, KEY, rank=2, targets=".*linear_1/w")
+    assert chosen(one) == {"mlp/~/linear_1/w"}
+    np.testing.assert_array_equal(*(p["mlp/~/linear_1"]["w"].a for p in (both, one)))
+    other = hki.add_lora(params, jax.random.key(1), rank=2)
+    assert not np.allclose(*(p["mlp/~/linear_1"]["w"].a for p in (both, other)))
+    seeded = hki.add_lora(params, 0, rank=2)
+    assert_close(seeded, both)
+    np.testing.assert_array_equal(*(p["mlp/~/linear_1"]["w"].a for p in (both, seeded)))
+    legacy = hki.add_lora(params, jax.random.PRNGKey(0), rank=2, init=jax.nn.initializers.ones)
+    np.testing.assert_array_equal(legacy["mlp/~/linear_1"]["w"].a, 1)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_quantize_params(params, dtype, group_size):
+    new = hki.quantize_params(params, dtype=dtype, group_size=group_size)
+    # The second weight has five rows, which two does not divide.
+    second = set() if group_size else {"mlp/~/linear_1/w"}
+    assert chosen(new) == {"mlp/~/linear_0/w", *second}
+    w = new["mlp/~/linear_0"]["w"]
+    expected = hki.QuantizedMatrix.quantize(params["mlp/~/linear_0"]["w"], dtype, group_size)
+    assert_close(w, expected)
+
+
+def test_zero_params(params):
+    new = hki.zero_params(params, targets=lambda module, name, value: value.ndim == 1)
+    assert chosen(new) == {"mlp/~/linear_0/b", "mlp/~/linear_1/b"}
+    b = new["mlp/~/linear_0"]["b"]
+    assert isinstance(b, hki.Zeros)
+    assert (b.shape, b.dtype, b.nbytes) == ((5,), jnp.float32, 0)
+
+
+def test_qlora_in_both_orders(params):
+    a = hki.quantize_params(hki.add_lora(params, KEY, rank=2), dtype="int4")
+    b = hki.add_lora(hki.quantize_params(params, dtype="int4"), KEY, rank=2)
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    w = a["mlp/~/linear_0"]["w"]
+    assert isinstance(w, hki.LoRA)
+    assert isinstance(w.w, hki.QuantizedMatrix)
+    t = hki.transform_implicit(case("mlp")[0])
+    a = noise(a)
+    out = t.apply(a, {}, None, X)
+    np.testing.assert_allclose(out[0], case("mlp")[0].apply(hki.materialize(a), {}, None, X)[0], rtol=1e-4)
+
+
+def test_merge_lora(params):
+    lora = noise(hki.add_lora(params, KEY, rank=2, alpha=5))
+    merged = hki.merge_lora(lora)
+    assert not chosen(merged)
+    assert_close(merged, lora)
+    assert_close(hki.merge_lora(merged), merged)
+    twice = hki.merge_lora(noise(hki.add_lora(merged, KEY, rank=1)))
+    assert not chosen(twice)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(dtype="int8"),
+        dict(dtype="int4", group_size=2, zero_point=True),
+        dict(dtype="nf4", axis=-1, targets=".*linear_0/w"),
+    ],
+)
+def test_merge_into_a_quantized_base(params, options):
+    base = hki.quantize_params(params, **options)
+    lora = noise(hki.add_lora(base, KEY, rank=2))
+    dense = hki.merge_lora(lora)
+    assert not chosen(dense)
+    assert_close(dense, lora)
+    again = hki.merge_lora(lora, requantize=True)
+    assert chosen(again) == chosen(base)
+    assert jax.tree.structure(again) == jax.tree.structure(base)
+    expected = hki.quantize_params(dense, **options)
+    assert_close(
+        hk.data_structures.filter(lambda m, n, v: f"{m}/{n}" in chosen(base), again),
+        hk.data_structures.filter(lambda m, n, v: f"{m}/{n}" in chosen(base), expected),
+    )
+
+
+def test_under_jit_and_eval_shape(params):
+    def everything(params, key):
+        params = hki.quantize_params(hki.add_lora(params, key, rank=2))
+        params = hki.zero_params(params, targets=".*/b")
+        return params, hki.merge_lora(params)
+
+    eager = everything(params, KEY)
+    assert_close(jax.jit(everything)(params, KEY), eager)
+    shapes = jax.eval_shape(everything, params, KEY)
+    assert jax.tree.structure(shapes) == jax.tree.structure(eager)
+    assert [x.shape for x in jax.tree.leaves(shapes)] == [x.shape for x in jax.tree.leaves(eager)]
+
+
+def test_layer_stack_and_convolutions():
+    stacked = hki.add_lora(case("layer_stack")[1], KEY, rank=2)
+    assert chosen(stacked) == {"__layer_stack_no_per_layer/linear/w"}
+    assert stacked["__layer_stack_no_per_layer/linear"]["w"].b.shape == (3, 2, 4)
+    quantized = hki.quantize_params(case("layer_stack")[1])
+    assert chosen(quantized) == chosen(stacked)
+    conv = {"conv": {"w": jnp.ones((3, 3, 4, 6)), "b": jnp.ones((1, 1, 6))}}
+    assert hki.add_lora(conv, KEY, rank=3)["conv"]["w"].a.shape == (3, 3, 4, 3)
+    assert hki.quantize_params(conv)["conv"]["w"].shape == (3, 3, 4, 6)
+
+
+@pytest.mark.parametrize("name", ["nested_modules", "lift", "name_scope", "scan", "cond"])
+def test_in_models(name):
+    plain, params, state = case(name)
+    t = hki.transform_implicit(plain)
+    lora = noise(hki.add_lora(params, KEY, rank=2))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    expected = plain.apply(hki.merge_lora(lora), state, None, X)
+    jax.tree.map(close, t.apply(lora, state, None, X), expected)
+
+
+def test_nested_and_immutable_mappings():
+    nested = {"encoder": {"layer": {"w": jnp.ones((4, 4)), "step": 3}}, "w": jnp.ones((4, 4))}
+    seen = []
+    new = hki.add_lora(nested, KEY, rank=1, targets=lambda m, n, v: seen.append((m, n)) or n == "w")
+    assert sorted(seen) == [("", "w"), ("encoder/layer", "w")]
+    assert isinstance(new["encoder"]["layer"]["w"], hki.LoRA)
+    assert isinstance(new["w"], hki.LoRA)
+    assert new["encoder"]["layer"]["step"] == 3
+    assert not isinstance(hki.add_lora(nested, KEY, rank=1, targets="w")["encoder"]["layer"]["w"], hki.LoRA)
+    flat = hk.data_structures.to_immutable_dict({"linear": {"w": jnp.ones((2, 2))}})
+    assert isinstance(hki.add_lora(flat, KEY, rank=1)["linear"]["w"], hki.LoRA)
+
+
+@pytest.mark.parametrize("targets", [r".*/linear_[01]/w", re.compile(r".*/linear_\d/w"), lambda m, n, v: n == "w"])
+def test_targets(params, targets):
+    expected = {"mlp/~/linear_0/w", "mlp/~/linear_1/w"}
+    assert chosen(hki.add_lora(params, KEY, rank=2, targets=targets)) == expected
+    assert chosen(hki.quantize_params(params, targets=targets)) == expected
+    assert chosen(hki.zero_params(params, targets=targets)) == expected
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+CALLS = {
+    "add_lora": lambda params, **kw: hki.add_lora(params, KEY, **{"rank": 2, **kw}),
+    "quantize_params": hki.quantize_params,
+    "zero_params": hki.zero_params,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_targets_that_match_nothing(params, name):
+    message = (
+        r"targets: 'mlp/linear_0/w' matches none of the 4 parameters .*Nearest: mlp/~/linear_0/w, "
+    )
+    with pytest.raises(ValueError, match=message):
+        CALLS[name](params, targets="mlp/linear_0/w")
+    with pytest.raises(ValueError, match=r"targets: the predicate is true of none .*mlp/~/linear_0/b"):
+        CALLS[name](params, targets=lambda m, n, v: False)
+    with pytest.raises(TypeError, match="targets"):
+        CALLS[name](params, targets=3)
+    with pytest.raises(TypeError, match="params: expected a mapping .* got tuple"):
+        CALLS[name]((params, {}), targets=".*")
+    with pytest.raises(ValueError, match="no regular expression"):
+        CALLS[name](params, targets="(")
+
+
+def test_nothing_to_do_by_default(params):
+    biases = hk.data_structures.filter(lambda m, n, v: n == "b", params)
+    with pytest.raises(ValueError, match="targets: none of the 2 parameters is a weight with room for"):
+        hki.add_lora(biases, KEY, rank=2)
+    with pytest.raises(ValueError, match="is a dense weight whose axis -2 is divided by 64"):
+        hki.quantize_params(params, group_size=64)
+    with pytest.raises(ValueError, match="is a dense weight"):
+        hki.quantize_params(hki.quantize_params(params))
+    with pytest.raises(ValueError, match="is a weight with room"):
+        hki.add_lora(hki.add_lora(params, KEY, rank=2), KEY, rank=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: hki.add_lora(p, KEY, rank=-1), "rank: expected a positive integer, got -1"),
+        (lambda p: hki.add_lora(p, KEY, rank=2, alpha=float("inf")), "alpha: expected None or"),
+        (lambda p: hki.add_lora(p, KEY, rank=4, targets=".*linear_1/w"), r"linear_1/w: LoRA of rank 4 does"),
+        (lambda p: hki.add_lora(p, KEY, rank=1, targets=".*/b"), r"linear_0/b: LoRA needs a floating-point"),
+        (
+            lambda p: hki.add_lora(hki.add_lora(p, KEY, rank=1), KEY, rank=1, targets=".*/w"),
+            r"linear_0/w: this is LoRA float32\[4,5\] already; merge_lora",
+        ),
+        (lambda p: hki.quantize_params(p, dtype="int7"), "linear_0/w .*int7"),
+        (lambda p: hki.quantize_params(p, group_size=3, targets=".*/w"), r"linear_0/w \(float32\[4,5\]\): "),
+        (
+            lambda p: hki.quantize_params(hki.quantize_params(p), targets=".*/w"),
+            r"linear_0/w: this is QuantizedMatrix float32\[4,5\], and only a dense",
+        ),
+        (lambda p: hki.quantize_params(p, axis=1), "axis: expected -2 or -1, got 1"),
+    ],
+)
+def test_bad_options(params, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(params)
+
+
+def test_integers_are_no_weights():
+    tree = {"m": {"w": jnp.ones((4, 4), jnp.int32)}}
+    with pytest.raises(ValueError, match=r"m/w: LoRA needs a floating-point .* int32\[4,4\]"):
+        hki.add_lora(tree, KEY, rank=1, targets=".*")
+
+
+def test_zero_params_needs_targets(params):
+    with pytest.raises(TypeError, match="targets"):
+        hki.zero_params(params)
+    with pytest.raises(TypeError, match="targets"):
+        hki.zero_params(params, targets=None)

@@ -1,0 +1,627 @@
+"""`transform_implicit`: kinds of transformed functions, Haiku's features, and the eager cache."""
+
+import functools
+import gc
+import inspect
+import weakref
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+from tests.haiku_models import MODELS, TOLERANCE, X, case, noise, transformed
+
+RNG = jax.random.PRNGKey(3)
+
+
+def with_lora(params):
+    return noise(hki.add_lora(params, 0, rank=2, alpha=3.0))
+
+
+def with_int8(params):
+    return hki.quantize_params(params)
+
+
+def with_qlora(params):
+    return hki.quantize_params(with_lora(params), dtype="int8")
+
+
+def with_zeros(params):
+    return hki.zero_params(params, targets=".*")
+
+
+IMPLICIT = [with_lora, with_int8, with_qlora, with_zeros]
+close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+
+
+def assert_close(a, b, close=close):
+    a, b = hki.materialize((a, b))
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(close, a, b)
+
+
+def scalar(tree):
+    """A function of all numbers of a tree that weighs each differently."""
+    tree = hki.materialize(tree)
+    return sum(jnp.vdot(y, jnp.sin(1.0 + jnp.arange(y.size)).reshape(y.shape)) for y in _floats(tree))
+
+
+def _floats(tree):
+    return [y for y in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
+
+
+# --- kinds of transformed functions -----------------------------------------------------------
+
+
+def linear(x):
+    """Three outputs."""
+    return hk.Linear(3, b_init=jnp.ones)(x)
+
+
+def counted(x):
+    count = hk.get_state("count", (), init=jnp.zeros)
+    hk.set_state("count", count + 1)
+    return linear(x) + count
+
+
+def encoder_and_decoder():
+    encoder, decoder = hk.Linear(3), hk.Linear(4)
+    return (lambda x: decoder(encoder(x))), {"encode": encoder, "decode": (decoder,)}
+
+
+KINDS = {
+    "transform": (hk.transform, linear),
+    "transform_with_state": (hk.transform_with_state, counted),
+    "multi_transform": (hk.multi_transform, encoder_and_decoder),
+    "multi_transform_with_state": (hk.multi_transform_with_state, encoder_and_decoder),
+}
+
+
+@pytest.mark.parametrize("rng", [True, False], ids=["rng", "without_apply_rng"])
+@pytest.mark.parametrize("name", KINDS)
+def test_kind(name, rng):
+    transform, fun = KINDS[name]
+    plain = transform(fun)
+    plain = plain if rng else hk.without_apply_rng(plain)
+    t = hki.transform_implicit(plain)
+    assert type(t) is type(plain)
+    assert jax.tree.structure(t) == jax.tree.structure(plain)
+    assert inspect.signature(t.init) == inspect.signature(plain.init)
+    for wrapped, own in zip(jax.tree.leaves(t.apply), jax.tree.leaves(plain.apply), strict=True):
+        assert inspect.signature(wrapped) == inspect.signature(own)
+        assert wrapped.__doc__ == own.__doc__
+        assert getattr(wrapped, "_original_fn", None) is getattr(own, "_original_fn", None)
+
+    out = t.init(RNG, X)
+    assert_close(out, plain.init(RNG, X))
+    stateful = "with_state" in name
+    params, *state = out if stateful else (out,)
+    implicit = with_lora(params)
+    rest = [*state, *([None] if rng else [])]
+    applies = [t.apply] if "multi" not in name else [t.apply["encode"]]
+    for apply, own in zip(applies, [plain.apply, plain.apply["encode"]][-1:] if "multi" in name else [plain.apply], strict=True):
+        assert_close(apply(implicit, *rest, X), own(hki.materialize(implicit), *rest, X))
+        assert_close(jax.jit(apply)(implicit, *rest, X), own(hki.materialize(implicit), *rest, X))
+    if "multi" in name:
+        z = jnp.ones((2, 3))
+        decode, own = t.apply["decode"][0], plain.apply["decode"][0]
+        assert_close(decode(implicit, *rest, z), own(hki.materialize(implicit), *rest, z))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_commutes_with_without_apply_rng(name):
+    transform, fun = KINDS[name]
+    inside = hki.transform_implicit(hk.without_apply_rng(transform(fun)))
+    outside = hk.without_apply_rng(hki.transform_implicit(transform(fun)))
+    assert type(inside) is type(outside)
+    out = inside.init(RNG, X)
+    params, *state = out if "with_state" in name else (out,)
+    implicit = with_lora(params)
+    a, b = (t.apply["encode"] if "multi" in name else t.apply for t in (inside, outside))
+    assert_close(a(implicit, *state, X), b(implicit, *state, X))
+
+
+@pytest.mark.parametrize("wrong", [linear, (linear, linear), None])
+def test_wrong_kind(wrong):
+    with pytest.raises(TypeError, match=r"t: expected what hk\.transform.*got (function|tuple|NoneType)"):
+        hki.transform_implicit(wrong)
+
+
+# --- Haiku's features -------------------------------------------------------------------------
+
+
+def chained_gradients(t, implicit, state, argument):
+    """Gradients of the dense twin, brought to the leaves through `materialize`."""
+    dense, back = jax.vjp(hki.materialize, implicit)
+
+    def loss(dense, x):
+        return scalar(t.apply(dense, state, RNG, x))
+
+    by_dense, by_x = argument(loss)(dense, X)
+    return back(by_dense)[0], by_x
+
+
+@pytest.mark.usefixtures("may_be_dense")
+@pytest.mark.parametrize("make", IMPLICIT)
+@pytest.mark.parametrize("name", MODELS)
+def test_feature_equals_dense_twin(name, make):
+    plain, params, state = case(name)
+    t = hki.transform_implicit(plain)
+    implicit = make(params)
+    tolerance = TOLERANCE.get(name, 1e-4)
+    close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    expected = plain.apply(hki.materialize(implicit), state, RNG, X)
+    assert_close(t.apply(implicit, state, RNG, X), expected, close)
+    if name == "while_loop":  # has no reverse derivative
+        assert_close(jax.jit(t.apply)(implicit, state, RNG, X), expected, close)
+        return
+
+    def loss(implicit, x):
+        out = t.apply(implicit, state, RNG, x)
+        return scalar(out), out
+
+    grads, out = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True, allow_int=True))(implicit, X)
+    assert_close(out, expected, close)
+    wanted = chained_gradients(plain, implicit, state, lambda f: jax.jit(jax.grad(f, (0, 1))))
+    for a, b in zip(_floats(grads), _floats(wanted), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("name", ["mlp", "nested_modules", "remat", "layer_stack", "scan", "vmap"])
+def test_lora_is_never_dense(name, never_dense):
+    plain, params, state = case(name)
+    t, implicit = hki.transform_implicit(plain), with_lora(params)
+    out = jax.jit(t.apply)(implicit, state, RNG, X)
+    assert_close(out, plain.apply(hki.materialize(implicit), state, RNG, X))
+
+
+def test_outer_vmap_and_scan_over_stacked_parameters():
+    plain, params, state = case("mlp")
+    t = hki.transform_implicit(plain)
+    many = [noise(with_lora(params), seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *many)
+    expected = jnp.stack([plain.apply(hki.materialize(p), state, RNG, X)[0] for p in many])
+    apply = functools.partial(lambda p: t.apply(p, state, RNG, X)[0])
+    close(jax.vmap(apply)(stacked), expected)
+    close(jax.lax.map(apply, stacked), expected)
+    close(jnp.stack([jax.checkpoint(apply)(p) for p in many]), expected)
+    assert jax.eval_shape(apply, many[0]).shape == expected.shape[1:]
+
+
+@pytest.mark.usefixtures("may_be_dense")
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_mixed_precision_does_not_widen_payloads(compute):
+    """jmp's casts say what dtype the weight is of; the codes stay as small as they were."""
+    policy = jmp.get_policy(f"params=float32,compute={compute},output=float32")
+    seen = []
+
+    class Probe(hk.Module):
+        def __call__(self, x):
+            w = hk.get_parameter("w", (4, 3), x.dtype, init=jnp.ones)
+            seen.append(w.dtype.name)
+            hk.set_state("w", w)
+            return x @ w
+
+    t = hki.transform_implicit(hk.transform_with_state(lambda x: Probe()(x)))
+    with hk.mixed_precision.push_policy(Probe, policy):
+        params, state = t.init(RNG, X)
+        params = hki.quantize_params(params)
+        out, state = t.apply(params, state, RNG, X)
+    assert seen == [compute] * 2
+    assert out.dtype == jnp.float32
+    kept = state["probe"]["w"]
+    assert isinstance(kept, hki.QuantizedMatrix)
+    assert kept.dtype == compute
+    assert [x.dtype for x in jax.tree.leaves(kept) if x.dtype == jnp.int8]
+    assert kept.nbytes <= params["probe"]["w"].nbytes
+
+
+def test_state_is_implicit_and_changes(never_dense):
+    def f(x):
+        w = hk.get_state("w", (4, 3), init=lambda s, d: hki.box(hki.Zeros(shape=s, dtype=d)))
+        a, b = jnp.ones((4, 1)) * x.sum(), jnp.ones((1, 3))
+        hk.set_state("w", hki.box(hki.LoRA(jnp.zeros((4, 3)), a, b)))
+        return x @ w
+
+    t = hki.transform_implicit(hk.transform_with_state(f))
+    params, state = t.init(RNG, X)
+    assert isinstance(state["~"]["w"], hki.Zeros)
+    out, state = t.apply(params, state, RNG, X)
+    assert isinstance(out, hki.Zeros)
+    assert isinstance(state["~"]["w"], hki.LoRA)
+    out, state = jax.jit(t.apply)(params, state, RNG, X)
+    close(out, X @ jnp.full((4, 3), X.sum()))
+    assert isinstance(state["~"]["w"], hki.LoRA)
+
+
+def test_implicit_state_through_scan(never_dense):
+    """An implicit state that every step replaces is a carry of `hk.scan`."""
+
+    def f(x):
+        hk.get_state("w", (4, 3), init=lambda s, d: hki.box(_lora(s, jnp.zeros(()))))
+
+        def step(carry, row):
+            hk.set_state("w", hki.box(_lora((4, 3), row.sum())))
+            return carry, row @ hk.get_state("w")
+
+        return hk.scan(step, 0, x)[1]
+
+    def _lora(shape, value):
+        return hki.LoRA(jnp.zeros(shape), value * jnp.ones((4, 1)), jnp.ones((1, 3)))
+
+    t = hki.transform_implicit(hk.transform_with_state(f))
+    out, state = t.apply(*t.init(RNG, X), RNG, X)
+    close(out, X.sum(1, keepdims=True) ** 2 * jnp.ones((1, 3)))
+    assert isinstance(state["~"]["w"], hki.LoRA)
+
+
+def test_get_params_and_current_state_come_back_as_stored():
+    def f(x):
+        y = linear(x)
+        hk.set_state("params", x.sum())
+        return y, hk.get_params(), hk.get_current_state()
+
+    t = hki.transform_implicit(hk.transform_with_state(f))
+    params, state = t.init(RNG, X)
+    implicit = with_lora(params)
+    (_, params_out, state_out), _ = t.apply(implicit, state, RNG, X)
+    assert_close(params_out, implicit)
+    close(state_out["~"]["params"], X.sum())
+
+
+def test_do_not_store_keeps_a_frozen_base_outside():
+    base = hki.LoRA(jnp.ones((4, 3)), jnp.ones((4, 1)), jnp.ones((1, 3)))
+
+    def outside(next_getter, value, context):
+        return next_getter(hki.box(base) if context.name == "w" else value)
+
+    def do_not_store(next_creator, shape, dtype, init, context):
+        return hk.experimental.DO_NOT_STORE if context.name == "w" else next_creator(shape, dtype, init)
+
+    def f(x):
+        with hk.custom_creator(do_not_store), hk.custom_getter(outside):
+            return linear(x)
+
+    t = hki.transform_implicit(hk.transform(f))
+    params = t.init(RNG, X)
+    assert list(params["linear"]) == ["b"]
+    with hki.materialization("error"):
+        close(t.apply(params, None, X), X @ hki.materialize(base) + 1)
+
+
+def test_data_structures_take_an_implicit_parameter_for_one_value():
+    _, params, _ = case("mlp")
+    implicit = with_lora(params)
+    is_w = lambda module, name, value: isinstance(value, hki.LoRA)  # noqa: E731
+    w, b = hk.data_structures.partition(is_w, implicit)
+    assert {n for _, n, _ in hk.data_structures.traverse(w)} == {"w"}
+    assert_close(hk.data_structures.filter(is_w, implicit), w)
+    assert_close(hk.data_structures.merge(w, b, check_duplicates=True), implicit)
+    with pytest.raises(ValueError, match="different shape"):
+        wrong = hk.data_structures.map(lambda m, n, v: jnp.ones(1), w)
+        hk.data_structures.merge(wrong, w, check_duplicates=True)
+    assert_close(
+        hk.data_structures.map(lambda m, n, v: hki.materialize(v), implicit), hki.materialize(implicit)
+    )
+    assert hk.data_structures.is_subset(subset=w, superset=implicit)
+    assert_close(hk.data_structures.to_mutable_dict(hk.data_structures.to_immutable_dict(implicit)), implicit)
+
+
+def _lora_mlp(x):
+    with hk.custom_creator(hki.lora_creator(rank=2)):
+        return hk.nets.MLP([5, 3])(x)
+
+
+def test_summaries_show_logical_shapes():
+    t = hki.transform_implicit(hk.transform(_lora_mlp))
+    plain = hk.transform(lambda x: hk.nets.MLP([5, 3])(x))
+    tabulate = functools.partial(
+        hk.experimental.tabulate, columns=("module", "owned_params", "params_size", "params_bytes")
+    )
+    table = tabulate(t)(X)
+    assert table == tabulate(plain)(X)
+    assert "w: f32[4,5]" in table
+    rows = hk.experimental.eval_summary(t)(X)
+    assert [tuple(r.output_spec.shape) for r in rows] == [(6, 3), (6, 5), (6, 3)]
+
+    # Of a function of existing implicit parameters, too.
+    params = t.init(RNG, X)
+    rows = hk.experimental.eval_summary(lambda p, x: t.apply(p, None, x))(params, X)
+    shapes = {k: tuple(v.shape) for r in rows for k, v in r.module_details.params.items()}
+    assert shapes["mlp/~/linear_0/w"] == (4, 5)
+    info = hk.experimental.jaxpr_info.make_model_info(t.apply)(params, None, X)
+    assert info.expressions
+
+
+def test_interceptor_around_apply_without_cache():
+    calls = []
+
+    def log(next_f, args, kwargs, context):
+        calls.append(context.method_name)
+        return next_f(*args, **kwargs)
+
+    plain, params, state = case("mlp")
+    t = hki.transform_implicit(plain, cache=False)
+    for _ in range(2):
+        with hk.intercept_methods(log):
+            t.apply(with_lora(params), state, RNG, X)
+    assert calls.count("__call__") == 2 * 3
+
+
+def test_haiku_settings_are_left_alone():
+    plain, params, state = case("mlp")
+    t = hki.transform_implicit(plain)
+    with hk.config.context(check_jax_usage=True, module_auto_repr=False, rng_reserve_size=4):
+        implicit = with_lora(params)
+        dense = hki.materialize(implicit)
+        assert_close(t.apply(implicit, state, RNG, X), plain.apply(dense, state, RNG, X))
+
+        def misused(x):
+            return jax.vmap(lambda row: linear(row))(x)
+
+        with pytest.raises(ValueError, match="Haiku overloaded transform"):
+            hki.transform_implicit(hk.transform(misused)).init(RNG, X)
+
+
+@pytest.mark.usefixtures("may_be_dense")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hk.EMAParamsTree(0.5, ignore_regex=".*/b"),
+        lambda: hk.SNParamsTree(ignore_regex=".*/b"),
+    ],
+    ids=["EMAParamsTree", "SNParamsTree"],
+)
+def test_params_trees_act_on_what_an_implicit_parameter_stands_for(make):
+    plain = hk.transform_with_state(lambda tree: make()(tree))
+    t = hki.transform_implicit(plain)
+    implicit = with_lora(case("mlp")[1])
+    dense = hki.materialize(implicit)
+    _, state = t.init(RNG, implicit)
+    expected_state = hki.materialize(state)
+    for _ in range(2):
+        out, state = t.apply({}, state, RNG, implicit)
+        expected, expected_state = plain.apply({}, expected_state, RNG, dense)
+        assert_close((out, state), (expected, expected_state))
+    with pytest.raises(TypeError, match="transform_implicit"):
+        plain.apply({}, expected_state, RNG, implicit)
+
+
+def test_optimize_rng_use_and_dropout():
+    f = hk.experimental.optimize_rng_use(lambda x: hk.dropout(hk.next_rng_key(), 0.5, linear(x)))
+    plain = hk.transform(f)
+    t = hki.transform_implicit(plain)
+    params = with_lora(plain.init(RNG, X))
+    close(t.apply(params, RNG, X), plain.apply(hki.materialize(params), RNG, X))
+
+
+# --- the eager cache --------------------------------------------------------------------------
+
+
+class Counter:
+    """A transformed function that counts how often its Python code runs."""
+
+    def __init__(self, *inputs, cache=True, fun=linear):
+        self.count = 0
+
+        def counting(*args, **kwargs):
+            self.count += 1
+            return fun(*args, **kwargs)
+
+        self.plain = hk.transform(fun)
+        self.t = hki.transform_implicit(hk.transform(counting), cache=cache)
+        self.params = with_lora(self.plain.init(RNG, X, *inputs))
+
+    def __call__(self, *args, params=None, **kwargs):
+        """Applies it, compares with the dense twin, and returns how often the code ran."""
+        params, before = self.params if params is None else params, self.count
+        out = self.t.apply(params, None, *args, **kwargs)
+        dense = self.plain.apply(hki.materialize(params), None, *args, **kwargs)
+        jax.tree.map(lambda a, b: close(a, b) if isinstance(b, jax.Array) else None, out, dense)
+        return self.count - before
+
+
+def test_repeated_calls_trace_once():
+    f = Counter()
+    assert [f(X), f(X + 1), f(2 * X, params=noise(f.params))] == [1, 0, 0]
+    assert f(np.asarray(X)) == 0
+    assert Counter(cache=False)(X) == 1
+    f = Counter(cache=False)
+    assert [f(X), f(X)] == [1, 1]
+    count = f.count
+    [f.t.init(seed, X) for seed in (RNG, RNG)]
+    assert f.count == count + 2
+    f = Counter()
+    [f.t.init(key, X) for key in jax.random.split(RNG, 3)]
+    assert f.count == 1
+
+
+def test_what_is_traced_anew():
+    f = Counter()
+    f(X)
+    assert f(X[:2]) == 1, "shape"
+    assert f(X[:2].astype(jnp.bfloat16).astype(jnp.float32)) == 0
+    assert f(X.astype(jnp.int32)) == 1, "dtype"
+    assert f(X, params=hki.add_lora(hki.merge_lora(f.params), 0, rank=1)) == 1, "rank"
+    assert f(X, params=hki.add_lora(hki.merge_lora(f.params), 0, rank=2)) == 1, "alpha"
+    assert f(X, params=hki.merge_lora(f.params)) == 1, "dense"
+    with jax.default_matmul_precision("highest"):
+        assert f(X) == 1, "precision"
+    with hki_enable_x64():
+        assert f(X) == 1, "x64"
+    assert f(X) == 0
+
+    @hki.primitive_handler("erf_inv")
+    def declines(primitive, x: hki.LoRA, **params):
+        return NotImplemented
+
+    assert [f(X), f(X)] == [1, 0], "a new rule"
+
+
+def hki_enable_x64():
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
+
+
+def test_weak_types_are_kept_apart():
+    f = Counter(1.0, fun=lambda x, y: linear(x) * y)
+    half = X.astype(jnp.bfloat16)
+    weak, strong = jnp.asarray(2.0), jnp.float32(2.0)
+    assert weak.weak_type and not strong.weak_type
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), f.params)
+    assert f.t.apply(params, None, half, weak).dtype == jnp.bfloat16
+    assert f.t.apply(params, None, half, strong).dtype == jnp.float32
+    assert f.count == 2
+
+
+def test_static_arguments():
+    def scaled(x, scale, flag="no"):
+        return linear(x) * scale, flag, scale
+
+    f = Counter(1, fun=scaled)
+    assert [f(X, 1), f(X, 1)] == [1, 0]
+    assert [f(X, 1.0), f(X, True), f(X, 2)] == [1, 1, 1], "type and value"
+    assert [f(X, 1, flag="yes"), f(X, 1, "yes"), f(X, 1, flag="yes")] == [1, 1, 0]
+    out = f.t.apply(f.params, None, X, True, flag=None)
+    assert out[1:] == (None, True)
+    assert [f(X, float("nan")), f(X, float("nan"))] == [1, 0]
+    zero, minus = (f.t.apply(f.params, None, jnp.ones((1, 4)), s)[0] for s in (0.0, -0.0))
+    assert not np.array_equal(np.signbit(zero), np.signbit(minus))
+
+
+class Mutable:
+    scale = 1.0
+
+
+class Unhashable(Mutable):
+    __hash__ = None
+
+
+@pytest.mark.parametrize("kind", [Mutable, Unhashable])
+def test_objects_that_may_change_are_not_cached(kind):
+    options = kind()
+    f = Counter(options, fun=lambda x, options: linear(x) * options.scale)
+    assert f(X, options) == 1
+    options.scale = 3.0
+    assert f(X, options) == 1
+
+
+def test_functions_may_be_arguments():
+    f = Counter(jnp.tanh, fun=lambda x, g: g(linear(x)))
+    assert [f(X, jnp.tanh), f(X, jnp.tanh), f(X, jnp.sin)] == [1, 0, 1]
+
+
+def test_policy_that_changes_is_noticed():
+    f = Counter(fun=lambda x: hk.nets.MLP([5, 3])(x))
+    f(X)
+    half = jmp.get_policy("params=float32,compute=bfloat16,output=bfloat16")
+    with hk.mixed_precision.push_policy(hk.Linear, half):
+        assert [f(X), f(X)] == [1, 0]
+        assert f.t.apply(f.params, None, X).dtype == jnp.bfloat16
+    assert [f(X), f(X)] == [1, 0]
+    assert f.t.apply(f.params, None, X).dtype == jnp.float32
+
+
+def test_within_another_transform_nothing_is_cached():
+    """The outer function's getters act in the inner one."""
+    f = Counter()
+    scale = 1.0
+
+    def outer(x):
+        with hk.custom_getter(lambda next_getter, value, context: next_getter(value * scale)):
+            return f.t.apply(f.params, None, x)
+
+    t = hk.transform(outer)
+    first = t.apply({}, None, X)
+    scale = 2.0
+    close(t.apply({}, None, X), 2 * first)
+
+
+def test_transformations_and_closures_over_tracers():
+    f = Counter()
+    f(X)
+    scale = 1.0
+    g = hki.transform_implicit(hk.transform(lambda x: linear(x) * scale))
+
+    def loss(s):
+        nonlocal scale
+        scale = s
+        return g.apply(f.params, None, X).sum()
+
+    dense = f.plain.apply(hki.materialize(f.params), None, X).sum()
+    close(jax.grad(loss)(2.0), dense)
+    close(jax.jit(loss)(3.0), 3 * dense)
+    by_x = jax.grad(lambda x: f.t.apply(f.params, None, x).sum())(X)
+    close(by_x, jnp.ones((6, 3)) @ hki.materialize(f.params)["linear"]["w"].T)
+    with jax.disable_jit():
+        assert f(X) == 1
+
+
+def test_constants_and_structures_of_results():
+    table = np.arange(3.0, dtype=np.float32)
+
+    def f(x):
+        return {"y": linear(x) + table, "table": table, "name": "f", "none": None, "two": 2, "w": hk.get_params()}
+
+    plain = hk.transform(f)
+    t = hki.transform_implicit(plain)
+    params = with_lora(plain.init(RNG, X))
+    for _ in range(2):
+        out = t.apply(params, None, X)
+        assert (out["name"], out["none"], out["two"]) == ("f", None, 2)
+        assert type(out["two"]) is int
+        assert isinstance(out["table"], jax.Array)
+        close(out["y"], plain.apply(hki.materialize(params), None, X)["y"])
+        assert_close(out["w"], params)
+
+
+def test_materializations_are_counted_in_every_call():
+    f = Counter(fun=lambda x: jnp.sin(hk.get_parameter("w", (4, 3), init=jnp.ones)).sum() * x)
+    with hki.materialization("allow"), hki.materialization_report() as report:
+        [f(X) for _ in range(3)]
+    assert report.count == 3
+    assert f.count == 1
+    with hki.materialization("error"), pytest.raises(hki.MaterializationError, match=r"'sin'"):
+        f(X)
+
+
+def test_effects_happen_in_every_call(capfd):
+    def f(x):
+        jax.debug.print("sum {}", x.sum())
+        return linear(x)
+
+    t = hki.transform_implicit(hk.transform(f))
+    params = with_lora(t.init(RNG, X))
+    jax.effects_barrier()
+    capfd.readouterr()
+    for i in range(3):
+        t.apply(params, None, jnp.full((1, 4), i))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split("\n") == ["sum 0", "sum 4", "sum 8", ""]
+
+
+def test_the_cache_dies_with_the_function_and_is_bounded():
+    t = hki.transform_implicit(hk.transform(lambda x, n: linear(x) * n))
+    params = with_lora(t.init(RNG, X, 0))
+    alive = weakref.ref(t.apply)
+    for n in range(3):
+        t.apply(params, None, X, n)
+    del t
+    gc.collect()
+    assert alive() is None
+
+
+def test_sharded_and_committed_arrays():
+    f = Counter()
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "i")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+    assert f(jax.device_put(X, sharding)) == 1
+    out = f.t.apply(f.params, None, jax.device_put(X, sharding))
+    assert out.shape == (6, 3)
+
+
+def test_transformed_helper_is_deterministic():
+    assert_close(transformed(MODELS["mlp"])[1], case("mlp")[1])
