@@ -5,6 +5,7 @@ objects each time, since JAX keeps what it has traced by function. `trainable` a
 Haiku parameter trees, as `split` makes them of those of `models.LoraLinear`.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -50,26 +51,34 @@ def library(sizes: models.Sizes) -> Loss:
     apply = hki.transform_implicit(models.transformed(sizes)).apply
 
     def loss(trainable: hk.Params, frozen: hk.Params, tokens: jax.Array) -> jax.Array:
-        def adapted(w: jax.Array, a: jax.Array, b: jax.Array) -> hki.LoRA:
-            return hki.LoRA(w, a, b, alpha=sizes.alpha)
-
-        return models.cross_entropy(apply(_adapt(trainable, frozen, adapted), tokens), tokens)
+        return models.cross_entropy(apply(with_lora(trainable, frozen, sizes), tokens), tokens)
 
     return loss
 
 
 def quax(sizes: models.Sizes) -> Loss:
     """quax on the same unmodified model, with a type and a rule as lean as the library's own."""
-    import quax
-
     from benchmarks import quax_lora
+
+    return _with_quax(sizes, functools.partial(quax_lora.Lora, scale=sizes.alpha / sizes.rank))
+
+
+def quax_example(sizes: models.Sizes) -> Loss:
+    """quax with the LoRA type that it ships as an example, which has no scale."""
+    from benchmarks import quax_lora
+
+    def adapted(w: jax.Array, a: jax.Array, b: jax.Array) -> Any:
+        return quax_lora.shipped(w, a * (sizes.alpha / sizes.rank), b)
+
+    return _with_quax(sizes, adapted)
+
+
+def _with_quax(sizes: models.Sizes, adapted: Callable[..., Any]) -> Loss:
+    import quax
 
     apply = quax.quaxify(models.transformed(sizes).apply)
 
     def loss(trainable: hk.Params, frozen: hk.Params, tokens: jax.Array) -> jax.Array:
-        def adapted(w: jax.Array, a: jax.Array, b: jax.Array) -> quax.Value:
-            return quax_lora.Lora(w, a, b, sizes.alpha / sizes.rank)
-
         return models.cross_entropy(apply(_adapt(trainable, frozen, adapted), tokens), tokens)
 
     return loss
@@ -78,7 +87,9 @@ def quax(sizes: models.Sizes) -> Loss:
 def available() -> dict[str, Callable[[models.Sizes], Loss]]:
     """The implementations by name; quax only where it is installed."""
     found = dict(dense=dense, by_hand=by_hand, library=library)
-    return {**found, "quax": quax} if importlib.util.find_spec("quax") else found
+    if importlib.util.find_spec("quax") is None:
+        return found
+    return {**found, "quax": quax, "quax_example": quax_example}
 
 
 def arguments(name: str, params: hk.Params) -> tuple[hk.Params, hk.Params]:
@@ -89,6 +100,11 @@ def arguments(name: str, params: hk.Params) -> tuple[hk.Params, hk.Params]:
     return hk.data_structures.partition(
         lambda module, name, value: name == "w" and module in trainable, frozen
     )
+
+
+def with_lora(trainable: hk.Params, frozen: hk.Params, sizes: models.Sizes) -> hk.Params:
+    """The parameters of the unmodified model, with `LoRA` for each weight that has factors."""
+    return _adapt(trainable, frozen, functools.partial(hki.LoRA, alpha=sizes.alpha))
 
 
 def _merge(frozen: hk.Params, trainable: hk.Params) -> hk.Params:

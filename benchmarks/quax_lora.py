@@ -1,8 +1,8 @@
-"""A LoRA type for quax 0.4.6.
+"""LoRA types for quax 0.4.6.
 
 quax ships one as an example (`quax.examples.lora`), which moves axes around each product and stops
-the gradient of `w` at each use. This one does no more than the library's own rule does, so that what
-is compared is the machinery.
+the gradient of `w` at each use. `Lora` does no more than LoRA by hand does, so that what is compared
+is the machinery.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import quax
+from quax.examples import lora
 
 
 class Lora(quax.ArrayValue):
@@ -37,3 +38,9 @@ def dot_general(x: jax.Array, w: Lora, *, dimension_numbers: Any, **params: Any)
     base = jax.lax.dot_general(x, w.w, dimension_numbers, **params)
     low = jax.lax.dot_general(x, w.a, ((contract, (0,)), free), **params) * w.scale
     return base + jax.lax.dot_general(low, w.b, (((low.ndim - 1,), (0,)), free), **params)
+
+
+def shipped(w: jax.Array, a: jax.Array, b: jax.Array) -> lora.LoraArray:
+    """quax's own type for given factors; its constructor makes some of its own."""
+    array = lora.LoraArray(jax.numpy.zeros((1, 1)), rank=1, key=jax.random.key(0))
+    return eqx.tree_at(lambda x: (x._w, x.a, x.b), array, (w, a, b))

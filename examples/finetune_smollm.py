@@ -147,7 +147,11 @@ def load_params(checkpoint: smollm.Checkpoint) -> dict[str, dict[str, Any]]:
     params = smollm.params_from_tensors(checkpoint.tensors, quantized)
     params = jax.tree.map(jnp.asarray, params)
     key = jax.random.key(_SEED.value)
-    return hki.add_lora(params, key, rank=_RANK.value, alpha=_ALPHA.value, targets=_TARGETS.value)
+    lora = dict(rank=_RANK.value, alpha=_ALPHA.value, targets=_TARGETS.value)
+    try:
+        return hki.add_lora(params, key, **lora)
+    except ValueError as error:
+        raise smollm.InputError(f"--rank, --alpha, --targets: {error}") from error
 
 
 def tokenize(tokenizer: Any, text: str) -> Data:

@@ -30,5 +30,12 @@ from haiku_implicit._creators import (
 )
 from haiku_implicit._haiku import transform_implicit
 from haiku_implicit._params import add_lora, merge_lora, quantize_params, zero_params
+from haiku_implicit._training import combine, grad, partition, value_and_grad
+from haiku_implicit._optimizers import (
+    apply_updates,
+    freeze_declared,
+    freeze_keys,
+    freeze_subtrees,
+)
 
 __version__ = "0.1.0"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core import primitives as jex
@@ -178,21 +179,37 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
     cond_consts, body_consts = operands[:num_cond], operands[num_cond:][:num_body]
     init = operands[num_cond + num_body :]
 
+    # `vmap` gives the condition batch axes: what is done then keeps its carry, which has to be dense.
+    batch = cond.out_avals[0].shape
     start = [_structure.structure(x) for x in init]
+    start = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in start] if batch else start
     new_body = _fixed_point(lambda c, t: _retrace(body, [*body_consts, *c], t), start)
     carry = new_body.out
-    dense_bool = _structure.Coerce([jax.ShapeDtypeStruct((), np.bool_)])
+    dense_bool = _structure.Coerce([jax.ShapeDtypeStruct(batch, np.bool_)])
     new_cond = _retrace(cond, [*cond_consts, *carry], dense_bool)
     events.replay(new_cond.events + new_body.events)
 
     cond_leaves = _leaves(cond.consts, cond_consts)
     body_leaves = _leaves(body.consts, body_consts)
+
+    def goes_on(c: list[Any]) -> jax.Array:
+        return new_cond.fun(*cond_leaves, *c)[0]
+
+    def step(c: list[Any]) -> list[Any]:
+        new = new_body.fun(*body_leaves, *c)
+        return [_where(goes_on(c), x, y) for x, y in zip(new, c, strict=True)] if batch else new
+
     out = jax.lax.while_loop(
-        lambda c: new_cond.fun(*cond_leaves, *c)[0],
-        lambda c: new_body.fun(*body_leaves, *c),
+        lambda c: goes_on(c).any() if batch else goes_on(c),
+        step,
         jax.tree_util.tree_leaves(list(map(_structure.coerce, init, carry))),
     )
     return new_body.rebuild(out)
+
+
+def _where(mask: jax.Array, x: Any, y: Any) -> jax.Array:
+    """`x` where the mask, over the first axes, is true, else `y`."""
+    return jnp.where(jnp.expand_dims(mask, tuple(range(mask.ndim, np.ndim(x)))), x, y)
 
 
 @_handles(jex.cond_p)

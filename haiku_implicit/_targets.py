@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit._array import ImplicitArray, is_implicit
-from haiku_implicit.arrays.constant import Zeros
+from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.quantized import QuantizedMatrix
 

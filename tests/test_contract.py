@@ -159,16 +159,19 @@ class Failures(list):
 @functools.cache
 def dense_results(dtype, shape):
     """A compiled program: the results of all operations on dense arrays."""
-    table = table_of(dtype, shape)
-    ops = operations(table)
-    return jax.jit(lambda w, x: {label: fun(w, x) for label, fun in ops.items()})
+    ops = operations(table_of(dtype, shape))
+    struct = jax.ShapeDtypeStruct(shape, dtype)
+    program = jax.jit(lambda w, x: {label: fun(w, x) for label, fun in ops.items()})
+    return program.lower(struct, struct).compile()  # which `jax.clear_caches` leaves alone
 
 
 @functools.cache
 def dense_gradients(dtype, shape):
     """A compiled program: the gradients of all operations by both operands."""
-    ops = operations(table_of(dtype, shape), without=primitive_ops.NOT_DIFFERENTIABLE)
-    return jax.jit(lambda w, x: {label: gradients(fun, w, x) for label, fun in ops.items()})
+    ops = operations(table_of(dtype, shape), primitive_ops.NOT_DIFFERENTIABLE, slow=0)
+    struct = jax.ShapeDtypeStruct(shape, dtype)
+    program = jax.jit(lambda w, x: {label: gradients(fun, w, x) for label, fun in ops.items()})
+    return program.lower(struct, struct).compile()
 
 
 def table_of(dtype, shape):

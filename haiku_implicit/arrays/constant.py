@@ -1,13 +1,11 @@
-"""`SymbolicConstant` and `Zeros`: arrays of one value, known when the program is traced.
+"""`SymbolicConstant`: an array of one value, known when the program is traced.
 
 What JAX would compute from constants alone is computed once, at trace time, by the primitive itself
-on a scalar, so that a result is what JAX has (NaN, infinities, overflow, weak types). What a constant
-meets a dense array in sees a broadcast scalar, which XLA folds into the operation. `Zeros` moreover
-annihilates: the rules at the end of the file are the ones that a plain constant has not.
+on a scalar, so that a result is what JAX has (NaN, infinities, overflow, weak types). Where a
+constant meets a dense array, it is a broadcast scalar, which XLA folds into the operation.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
@@ -95,41 +93,6 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
         return new
 
 
-@dataclasses.dataclass(init=False, eq=False, repr=False)
-class Zeros(SymbolicConstant):
-    """An array of zeros that annihilates: `x + Zeros` is `x`, `x * Zeros` and `x @ Zeros` are `Zeros`.
-
-    These zeros are *symbolic*, as those of JAX's own differentiation are: a factor of them makes
-    nothing of the other one, be it infinite or NaN, `Zeros / x` is `Zeros`, and a sum with them is
-    the other term, be it -0.0. What is linear (sums, products, convolutions, dots, negation, casts,
-    changes of shape) keeps this meaning. Other functions see the number 0 and are folded exactly:
-    `exp(Zeros)` is `SymbolicConstant(1.0)`, and `sin(Zeros)` is `SymbolicConstant(0.0)`, an ordinary
-    zero that does not annihilate.
-
-    Args:
-      shape: the shape.
-      dtype: the dtype, float32 by default.
-
-    Raises:
-      TypeError: where `dtype` is no dtype of numbers.
-      ValueError: where `shape` is negative.
-
-    Example:
-      >>> import jax.numpy as jnp, haiku_implicit as hki
-      >>> zeros = hki.Zeros(shape=(2, 3))
-      >>> hki.use_implicit_args(jnp.matmul)(jnp.ones((4, 2)), zeros)
-      Zeros(float32[4,3])
-      >>> print(hki.use_implicit_args(lambda x, b: x + b)(jnp.arange(3.0), hki.Zeros(shape=(3,))))
-      [0. 1. 2.]
-    """
-
-    def __init__(self, *, shape: Any, dtype: Any = jnp.float32):
-        super().__init__(0, shape=shape, dtype=jnp.float32 if dtype is None else dtype)
-
-    def __repr__(self) -> str:
-        return f"Zeros({self.dtype.name}[{','.join(map(str, self.shape))}])"
-
-
 def _as_scalar(value: Any, dtype: Any) -> jax.Array:
     if isinstance(value, jax.core.Tracer) or is_implicit(value):
         raise TypeError(
@@ -163,14 +126,11 @@ def _checked_shape(shape: Any) -> Any:
 def _full(x: SymbolicConstant, shape: Sequence[int]) -> jax.Array:
     """A dense array of the constant's value, dtype and weak type."""
     dense = jax.lax.full(tuple(shape), x.value, x.dtype)
-    if not x.weak_type:
-        return dense
-    return jax.lax.convert_element_type_p.bind(
-        dense, new_dtype=x.dtype, weak_type=True, sharding=None
-    )
+    weakly = dict(new_dtype=x.dtype, weak_type=True, sharding=None)
+    return jax.lax.convert_element_type_p.bind(dense, **weakly) if x.weak_type else dense
 
 
-def _constant(x: Any) -> SymbolicConstant | None:
+def constant_of(x: Any) -> SymbolicConstant | None:
     """`x` where it is a constant, or a literal of the program, else None."""
     if isinstance(x, SymbolicConstant):
         return x
@@ -183,11 +143,11 @@ def _constant(x: Any) -> SymbolicConstant | None:
 
 def _constants(operands: Iterable[Any]) -> list[SymbolicConstant] | None:
     """The operands where all are constants, else None."""
-    found = [_constant(x) for x in operands]
+    found = [constant_of(x) for x in operands]
     return None if any(x is None for x in found) else found  # type: ignore[return-value]
 
 
-def _structs(primitive: Any, operands: Sequence[Any], params: Any) -> Any:
+def result_struct(primitive: Any, operands: Sequence[Any], params: Any) -> Any:
     """Shape, dtype and weak type of the results, from the primitive itself."""
     avals = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
@@ -201,9 +161,12 @@ def _like(x: SymbolicConstant, out: Any) -> Any:
     return jax.tree.map(lambda s: type(x)._make(x.value, s.shape, bool(s.weak_type)), out)
 
 
-def _same(constants: Sequence[SymbolicConstant]) -> SymbolicConstant | None:
-    """The one constant that all are (as `Zeros` only where all are), else None."""
-    first = next((x for x in constants if not isinstance(x, Zeros)), constants[0])
+def _same(operands: Sequence[Any]) -> SymbolicConstant | None:
+    """The one constant that all are (of a subclass only where all are), else None."""
+    constants = _constants(operands)
+    if not constants:
+        return None
+    first = next((x for x in constants if type(x) is SymbolicConstant), constants[0])
     agree = all((x.bits, x.dtype) == (first.bits, first.dtype) for x in constants)
     return first if agree else None
 
@@ -211,21 +174,14 @@ def _same(constants: Sequence[SymbolicConstant]) -> SymbolicConstant | None:
 def _evaluate(
     primitive: Any, constants: Sequence[SymbolicConstant], shapes: Any, params: Any
 ) -> Any:
-    """The primitive on small dense arrays of the constants, if the result is one constant.
-
-    Args:
-      primitive: a primitive of one result.
-      constants: its operands.
-      shapes: for each operand the shape of the small array that stands for it.
-      params: its parameters.
-    """
+    """The primitive on dense arrays of the constants, of small shapes, if that has one value."""
     here = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
     with jax.ensure_compile_time_eval():
-        small = primitive.bind(*map(_full, constants, shapes), **here)
-        values = np.asarray(small).ravel()
+        small = [jnp.asarray(np.full(s, x.value)) for x, s in zip(constants, shapes, strict=True)]
+        values = np.asarray(primitive.bind(*small, **here)).ravel()
     if values.size == 0 or any(v.tobytes() != values[0].tobytes() for v in values):
         return NotImplemented
-    return _result(values[:1].reshape(()), _structs(primitive, constants, params))
+    return _result(values[:1].reshape(()), result_struct(primitive, constants, params))
 
 
 def _result(value: np.ndarray, out: Any) -> Any:
@@ -243,27 +199,24 @@ def _spread(operands: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _named(*names: str) -> list[Any]:
-    """The primitives of these names that this JAX has."""
-    found = (getattr(jax.lax, f"{n}_p", getattr(jex, f"{n}_p", None)) for n in names)
+def named(names: str) -> list[Any]:
+    """The primitives of these names, separated by spaces, that this JAX has."""
+    found = (getattr(jax.lax, f"{n}_p", getattr(jex, f"{n}_p", None)) for n in names.split())
     return [p for p in found if p is not None]
 
 
 # --- elementwise ---------------------------------------------------------------------------------
 
-UNARY = _named(
-    *("neg", "sign", "floor", "ceil", "round", "is_finite", "exp", "exp2", "log", "log2", "expm1"),
-    *("log1p", "tanh", "logistic", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh"),
-    *("asinh", "acosh", "atanh", "lgamma", "digamma", "bessel_i0e", "bessel_i1e", "erf", "erfc"),
-    *("erf_inv", "real", "imag", "conj", "abs", "sqrt", "rsqrt", "cbrt", "square", "integer_pow"),
-    *("not", "population_count", "clz", "convert_element_type", "reduce_precision"),
-    "one_minus_square",
+UNARY = named(
+    "neg sign floor ceil round is_finite exp exp2 log log2 expm1 log1p tanh logistic sin cos tan "
+    "asin acos atan sinh cosh asinh acosh atanh lgamma digamma bessel_i0e bessel_i1e erf erfc "
+    "erf_inv real imag conj abs sqrt rsqrt cbrt square one_minus_square integer_pow not "
+    "population_count clz convert_element_type reduce_precision"
 )
-BINARY = _named(
-    *("add", "sub", "mul", "mulhi", "div", "rem", "pow", "max", "min", "atan2", "nextafter"),
-    *("complex", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"),
-    *("shift_left", "shift_right_logical", "shift_right_arithmetic", "igamma", "igammac"),
-    *("igamma_grad_a", "random_gamma_grad", "polygamma", "zeta"),
+BINARY = named(
+    "add sub mul mulhi div rem pow max min atan2 nextafter complex and or xor eq ne lt le gt ge "
+    "eq_to lt_to le_to shift_left shift_right_logical shift_right_arithmetic igamma igammac "
+    "igamma_grad_a random_gamma_grad polygamma zeta"
 ) + [_compat.add_any_p]
 
 
@@ -277,8 +230,7 @@ def fold_elementwise(primitive: Any, *operands: ArrayValue, **params: Any) -> An
     return default_handler(primitive, *_spread(operands), **params)
 
 
-# One rule for all operands; the signatures with two are there to come before those of other types.
-primitive_handler(_named("clamp", "regularized_incomplete_beta"), precedence=10)(fold_elementwise)
+primitive_handler(named("clamp regularized_incomplete_beta"), precedence=10)(fold_elementwise)
 
 
 @primitive_handler(UNARY)
@@ -308,24 +260,23 @@ def select_constants(primitive: Any, which: ArrayValue, *cases: SymbolicConstant
 @primitive_handler("select_n", precedence=10)
 def select(primitive: Any, which: ArrayValue, *cases: ArrayValue) -> Any:
     """A known choice is the case itself; a choice between equal constants is that constant."""
-    chosen = _constant(which)
+    chosen = constant_of(which)
     if chosen is not None and 0 <= int(chosen.value) < len(cases):
-        return _retyped(cases[int(chosen.value)], _structs(primitive, (which, *cases), {}))
-    constants = _constants(cases)
-    same = None if constants is None else _same(constants)
+        return as_result(cases[int(chosen.value)], result_struct(primitive, (which, *cases), {}))
+    same = _same(cases)
     if same is not None:
-        return _like(same, _structs(primitive, (which, *cases), {}))
+        return _like(same, result_struct(primitive, (which, *cases), {}))
     return fold_elementwise(primitive, which, *cases)
 
 
 @primitive_handler("bitcast_convert_type")
 def fold_bitcast(primitive: Any, x: SymbolicConstant, **params: Any) -> Any:
     """The bits of a constant are one again where each part of it has the same bits."""
-    joins = _structs(primitive, (x,), params).ndim < x.ndim
+    joins = result_struct(primitive, (x,), params).ndim < x.ndim
     return _evaluate(primitive, (x,), [x.shape[-1:] if joins else ()], params)
 
 
-def _retyped(x: Any, out: Any) -> Any:
+def as_result(x: Any, out: Any) -> Any:
     """`x` as the result of an operation that leaves its value alone."""
     if isinstance(x, SymbolicConstant):
         return _like(x, out)
@@ -339,21 +290,17 @@ def _retyped(x: Any, out: Any) -> Any:
 # --- reductions ----------------------------------------------------------------------------------
 
 
-@primitive_handler(
-    _named(
-        *("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")
-    )
-)
+@primitive_handler(named("reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"))
 def fold_reduction(primitive: Any, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
     """Reductions that depend on how many elements there are only by none, odd or even."""
     small = [(2 - n % 2 if n else 0) if i in axes else 1 for i, n in enumerate(x.shape)]
     return _evaluate(primitive, (x,), [small], dict(params, axes=axes))
 
 
-@primitive_handler(_named("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"))
+@primitive_handler(named("cumsum cumprod cummax cummin cumlogsumexp"))
 def fold_cumulative(primitive: Any, x: SymbolicConstant, *, axis: int, **params: Any) -> Any:
     """A constant where the second element is what the first is: then so is each that follows."""
-    small = [min(n, 2) if i == axis else 1 for i, n in enumerate(x.shape)]
+    small = [2 if i == axis and n > 1 else 1 for i, n in enumerate(x.shape)]
     return _evaluate(primitive, (x,), [small], dict(params, axis=axis))
 
 
@@ -369,11 +316,9 @@ def fold_product(primitive: Any, x: SymbolicConstant, *, axes: Any, **params: An
     return _fold_count(primitive, x, dict(params, axes=axes), _power)
 
 
-def _fold_count(
-    primitive: Any, x: SymbolicConstant, params: Any, fold: Callable[..., Any]
-) -> Any:
+def _fold_count(primitive: Any, x: SymbolicConstant, params: Any, fold: Callable[..., Any]) -> Any:
     n = math.prod(x.shape[i] for i in params["axes"])
-    out = _structs(primitive, (x,), params)
+    out = result_struct(primitive, (x,), params)
     if n == 1:
         return _result(x.value, out)
     value = fold(_exact(x), n)
@@ -429,12 +374,17 @@ def _rounded(value: Any, out: Any) -> Any:
 
 @primitive_handler("dot_general")
 def fold_dot(
-    primitive: Any, x: SymbolicConstant, y: SymbolicConstant, *, dimension_numbers: Any, **params: Any
+    primitive: Any,
+    x: SymbolicConstant,
+    y: SymbolicConstant,
+    *,
+    dimension_numbers: Any,
+    **params: Any,
 ) -> Any:
     """`k * a * b` for `k` contracted elements."""
     (contracted, _), _ = dimension_numbers
     k = math.prod(x.shape[i] for i in contracted)
-    out = _structs(primitive, (x, y), dict(params, dimension_numbers=dimension_numbers))
+    out = result_struct(primitive, (x, y), dict(params, dimension_numbers=dimension_numbers))
     a, b = _exact(x), _exact(y)
     if a is None or type(a) is not type(b) or isinstance(a, np.complex128):
         return NotImplemented
@@ -442,7 +392,7 @@ def fold_dot(
         return _rounded(_times(a * b, k), out)
 
 
-@primitive_handler(_named("dot_general", "conv_general_dilated"), precedence=10)
+@primitive_handler(named("dot_general conv_general_dilated"), precedence=10)
 def densify_first(primitive: Any, x: SymbolicConstant, y: ImplicitArray, **params: Any) -> Any:
     """With another implicit array the constant is the one to become dense."""
     if isinstance(y, SymbolicConstant):
@@ -450,7 +400,7 @@ def densify_first(primitive: Any, x: SymbolicConstant, y: ImplicitArray, **param
     return default_handler(primitive, densify(x, primitive.name), y, **params)
 
 
-@primitive_handler(_named("dot_general", "conv_general_dilated"), precedence=10)
+@primitive_handler(named("dot_general conv_general_dilated"), precedence=10)
 def densify_second(primitive: Any, x: ImplicitArray, y: SymbolicConstant, **params: Any) -> Any:
     """The same where the second operand is the constant."""
     if isinstance(x, SymbolicConstant):
@@ -462,20 +412,26 @@ def densify_second(primitive: Any, x: ImplicitArray, y: SymbolicConstant, **para
 
 
 @primitive_handler(
-    _named(
-        *("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "slice"),
-        *("dynamic_slice", "split", "unstack", "tile", "sharding_constraint"),
+    named(
+        "broadcast_in_dim reshape transpose squeeze expand_dims rev slice dynamic_slice split "
+        "unstack tile sharding_constraint"
     ),
     precedence=10,
 )
 def keep_value(primitive: Any, x: SymbolicConstant, *rest: ArrayValue, **params: Any) -> Any:
     """The elements are moved about: wherever from, they are the same."""
-    return _like(x, _structs(primitive, (x, *rest), params))
+    return _like(x, result_struct(primitive, (x, *rest), params))
 
 
 @primitive_handler("gather", precedence=10)
 def gather(
-    primitive: Any, x: SymbolicConstant, indices: ArrayValue, *, mode: Any, fill_value: Any, **params: Any
+    primitive: Any,
+    x: SymbolicConstant,
+    indices: ArrayValue,
+    *,
+    mode: Any,
+    fill_value: Any,
+    **params: Any,
 ) -> Any:
     """The same, unless what is out of bounds is filled with another value."""
     modes = jax.lax.GatherScatterMode
@@ -485,40 +441,36 @@ def gather(
     params = dict(params, mode=mode, fill_value=fill_value)
     if not known:
         return default_handler(primitive, densify(x, primitive.name), indices, **params)
-    return _like(x, _structs(primitive, (x, indices), params))
+    return _like(x, result_struct(primitive, (x, indices), params))
 
 
 @primitive_handler("sort")
 def sort(primitive: Any, *operands: ArrayValue, **params: Any) -> Any:
     """Constants stay as they are."""
-    constants = [x for x in operands if isinstance(x, SymbolicConstant)]
-    return constants if len(constants) == len(operands) else NotImplemented
+    constant = all(isinstance(x, SymbolicConstant) for x in operands)
+    return list(operands) if constant else NotImplemented
 
 
 def join(primitive: Any, *operands: ArrayValue, data: Any = slice(None), **params: Any) -> Any:
     """Puts arrays together: a constant where all of them are the same one."""
     if not any(isinstance(x, SymbolicConstant) for x in operands):
         return NotImplemented
-    constants = _constants(operands[data])
-    same = None if constants is None else _same(constants)
+    same = _same(operands[data])
     if same is not None:
-        return _like(same, _structs(primitive, operands, params))
+        return _like(same, result_struct(primitive, operands, params))
     return default_handler(primitive, *_spread(operands), **params)
 
 
-primitive_handler(_named("concatenate", "stack"), precedence=10)(join)
+primitive_handler(named("concatenate stack"), precedence=10)(join)
 
 
 @primitive_handler("pad", precedence=10)
 def pad(primitive: Any, x: ArrayValue, padding: ArrayValue, *, padding_config: Any) -> Any:
     """A constant where the padding is the same one, or where there is none."""
     params = dict(padding_config=padding_config)
-    if isinstance(x, SymbolicConstant):
-        if all(low <= 0 and high <= 0 and not inner for low, high, inner in padding_config):
-            return _like(x, _structs(primitive, (x, padding), params))
-        known = _constant(padding)
-        if known is not None and (known.bits, known.dtype) == (x.bits, x.dtype):
-            return _like(x, _structs(primitive, (x, padding), params))
+    grows = any(low > 0 or high > 0 or inner for low, high, inner in padding_config)
+    if isinstance(x, SymbolicConstant) and not (grows and _same((x, padding)) is None):
+        return _like(x, result_struct(primitive, (x, padding), params))
     return join(primitive, x, padding, data=slice(0, 0), **params)
 
 
@@ -536,92 +488,13 @@ def update_part_with_dense(primitive: Any, *operands: ArrayValue) -> Any:
     return join(primitive, *operands, data=slice(0, 2))
 
 
-@primitive_handler(_named("scatter", "scatter_max", "scatter_min"), precedence=10)
+@primitive_handler(named("scatter scatter_max scatter_min"), precedence=10)
 def scatter(
-    primitive: Any, x: SymbolicConstant, indices: ArrayValue, updates: SymbolicConstant, **params: Any
+    primitive: Any,
+    x: SymbolicConstant,
+    indices: ArrayValue,
+    updates: SymbolicConstant,
+    **params: Any,
 ) -> Any:
     """The same for rows."""
     return x if _same((x, updates)) is not None else NotImplemented
-
-
-# --- what only Zeros do --------------------------------------------------------------------------
-
-
-def _zeros(primitive: Any, operands: Sequence[Any], params: Any) -> Any:
-    out = _structs(primitive, operands, params)
-    return Zeros._make(np.zeros((), out.dtype), out.shape, bool(out.weak_type))
-
-
-LINEAR = _named(
-    *("neg", "real", "imag", "conj", "reduce_sum", "cumsum", "reduce_window_sum", "fft"),
-    *("convert_element_type", "reduce_precision"),
-)
-BILINEAR = _named("mul", "mulhi", "and", "dot_general", "conv_general_dilated")
-ADDITIVE = _named("add", "or", "xor") + [_compat.add_any_p]
-
-
-@primitive_handler(LINEAR, precedence=20)
-def linear(primitive: Any, x: Zeros, **params: Any) -> Any:
-    """A linear function of zeros is zeros."""
-    return _zeros(primitive, (x,), params)
-
-
-@primitive_handler("complex", precedence=20)
-def complex_zeros(primitive: Any, x: Zeros, y: Zeros) -> Any:
-    """The same of two parts."""
-    return _zeros(primitive, (x, y), {})
-
-
-@primitive_handler(BILINEAR, precedence=20)
-def annihilate(primitive: Any, x: Zeros, y: ArrayValue, **params: Any) -> Any:
-    """A product with zeros is zeros."""
-    return _zeros(primitive, (x, y), params)
-
-
-@primitive_handler(_named(*("mul", "mulhi", "and", "dot_general", "conv_general_dilated")), precedence=20)
-def annihilate_second(primitive: Any, x: ArrayValue, y: Zeros, **params: Any) -> Any:
-    """The same where the second factor is."""
-    return _zeros(primitive, (x, y), params)
-
-
-@primitive_handler(_named("triangular_solve"), precedence=20)
-def solve(primitive: Any, a: ArrayValue, b: Zeros, **params: Any) -> Any:
-    """The system whose right side is zeros is solved by zeros."""
-    return _zeros(primitive, (a, b), params)
-
-
-@primitive_handler(_named("div"), precedence=20)
-def divide(primitive: Any, x: Zeros, y: ArrayValue, **params: Any) -> Any:
-    """Zeros by anything are zeros, but for what is known not to be: 0 / 0."""
-    known = _constant(y)
-    if known is not None and (isinstance(y, Zeros) or not known.value or known.value != known.value):
-        return NotImplemented
-    return _zeros(primitive, (x, y), params)
-
-
-@primitive_handler(ADDITIVE, precedence=20)
-def add(primitive: Any, x: Zeros, y: ArrayValue, **params: Any) -> Any:
-    """A sum with zeros is the other term."""
-    return _retyped(y, _structs(primitive, (x, y), params))
-
-
-@primitive_handler(ADDITIVE + _named("sub"), precedence=20)
-def add_second(primitive: Any, x: ArrayValue, y: Zeros, **params: Any) -> Any:
-    """The same where the second term is zeros, and the difference."""
-    return _retyped(x, _structs(primitive, (x, y), params))
-
-
-@primitive_handler("sub", precedence=20)
-def subtract_from(primitive: Any, x: Zeros, y: ArrayValue, **params: Any) -> Any:
-    """Zeros minus something is its negative."""
-    out = _structs(primitive, (x, y), params)
-    negative = default_handler(jax.lax.neg_p, y)
-    return _retyped(negative, out)
-
-
-@primitive_handler(_named("scatter_add", "scatter_sub"), precedence=20)
-def scatter_nothing(
-    primitive: Any, x: ArrayValue, indices: ArrayValue, updates: Zeros, **params: Any
-) -> Any:
-    """Rows of zeros change nothing."""
-    return x

@@ -1,0 +1,139 @@
+"""Times a LoRA training step: this library, LoRA written by hand, quax, and Haiku without LoRA.
+
+    python -m benchmarks.run                    # everything: results, plots and tables
+    python -m benchmarks.run --depths=12        # less
+    python -m benchmarks.run --report_only      # plots and tables from the recorded results
+
+Run it from the root of the repository, with nothing else running on the machine. What is measured,
+and how, is told in `docs/benchmarks.md`.
+"""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from absl import app, flags
+
+from benchmarks import implementations, models, report, stages
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "lora_transformer.json"
+
+DEPTHS = flags.DEFINE_list("depths", ["6", "12", "24", "48", "96"], "Numbers of layers, unrolled.")
+STACKED = flags.DEFINE_list("stacked", ["96"], "Numbers of layers in one `layer_stack`.")
+NAMES = flags.DEFINE_list("implementations", None, "What is compared; all there is by default.")
+REPEATS = flags.DEFINE_integer("repeats", 7, "How often tracing and lowering are timed.", 1)
+RUNS = flags.DEFINE_integer("runs", 40, "How often a compiled step is timed.", 1)
+WIDTH = flags.DEFINE_integer("width", models.Sizes.width, "The model's width.", 4)
+LENGTH = flags.DEFINE_integer("length", models.Sizes.length, "Tokens in a sequence.", 2)
+OUTPUT = flags.DEFINE_string("output", str(RESULTS), "The file that the results are written to.")
+REPORT = flags.DEFINE_bool("report", True, "Whether to renew the plots and tables in docs/.")
+REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the plots and tables, from --output.")
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+    path = pathlib.Path(OUTPUT.value)
+    if not REPORT_ONLY.value:
+        write(measured(chosen()), path)
+    if REPORT.value or REPORT_ONLY.value:
+        results = report.load(path)
+        report.write_tables(results)
+        for image in report.draw(results):
+            print(f"wrote {image}")
+
+
+def chosen() -> list[str]:
+    """The implementations to compare; LoRA by hand, which the others are related to, is always one."""
+    found = list(implementations.available())
+    names = found if NAMES.value is None else NAMES.value
+    if unknown := set(names) - set(found):
+        raise app.UsageError(
+            f"--implementations: {', '.join(sorted(unknown))} not found, there is {', '.join(found)}"
+        )
+    return [n for n in found if n in names or n == "by_hand"]
+
+
+def measured(names: list[str]) -> report.Results:
+    """Runs all cases, and returns what goes into the file."""
+    base = models.Sizes(depth=0, width=WIDTH.value, length=LENGTH.value)
+    fixed = {k: v for k, v in dataclasses.asdict(base).items() if k not in ("depth", "stacked")}
+    kinds = [(int(d), False) for d in DEPTHS.value] + [(int(d), True) for d in STACKED.value]
+    cases = []
+    for depth, stacked in kinds:
+        sizes = dataclasses.replace(base, depth=depth, stacked=stacked)
+        records = stages.measure(sizes, names, REPEATS.value, RUNS.value)
+        cases.append(dict(depth=depth, stacked=stacked, implementations=records))
+        _print(cases[-1])
+    eager = stages.eager_calls(dataclasses.replace(base, depth=2), calls=5)
+    print(f"eager: {eager['traces']} traces in {eager['calls']} repeated calls")
+    return dict(
+        environment=environment(),
+        sizes=fixed,
+        repeats=REPEATS.value,
+        runs=RUNS.value,
+        implementations=names,
+        cases=cases,
+        eager=eager,
+    )
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what the results were measured."""
+    versions = {}
+    for name in ("jax", "jaxlib", "dm-haiku", "haiku-implicit", "quax", "numpy"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return dict(
+        date=datetime.date.today().isoformat(),
+        cpu=_cpu_model(),
+        cores=os.cpu_count(),
+        python=platform.python_version(),
+        system=platform.system(),
+        versions=versions,
+    )
+
+
+def write(results: report.Results, path: pathlib.Path) -> None:
+    """Writes the results, to a temporary file first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    text = json.dumps(results, indent=1)
+    # Lists of numbers on one line each, rounded to a tenth of a microsecond.
+    text = re.sub(r"\[\s+([-\d.e,\s]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+    temporary.write_text(re.sub(r"(\d\.\d{7})\d+", r"\1", text) + "\n")
+    os.replace(temporary, path)
+    print(f"wrote {path}")
+
+
+def _cpu_model() -> str:
+    info = pathlib.Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _print(case: report.Results) -> None:
+    kind = "layer_stack of " if case["stacked"] else ""
+    print(f"{kind}{case['depth']} layers")
+    for name, record in case["implementations"].items():
+        times = ", ".join(f"{s} {report.seconds(case, name, s) * 1e3:.1f}" for s in stages.STAGES)
+        print(
+            f"  {name:13}{times} ms; to by hand: trace + lower "
+            f"{report.ratio(case, name, ('trace', 'lower')):.3f}, run "
+            f"{report.ratio(case, name, ('run',)):.3f}, flops "
+            f"{record['flops'] / case['implementations']['by_hand']['flops']:.5f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,160 @@
+"""Timing the stages of one training step, of several implementations side by side.
+
+What is compared is measured in turns (A, B, C, A, B, C, ...) and as ratios within a turn, so that a
+machine that is busy for a while slows both sides of a ratio.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import implementations, models
+
+STAGES = ("trace", "lower", "compile", "run")
+LEARNING_RATE = 1e-3
+
+Record = dict[str, Any]
+
+
+def measure(sizes: models.Sizes, names: list[str], repeats: int, runs: int) -> dict[str, Record]:
+    """Times the stages of each implementation, and counts what it compiles to.
+
+    Args:
+      sizes: the model.
+      names: keys of `implementations.available()`.
+      repeats: how often tracing and lowering are timed.
+      runs: how often the compiled step is timed.
+
+    Returns:
+      For each name a record: seconds by stage (`trace`, `lower`, `run`: a list with one value for
+      each turn; `compile`: a list of one), numbers of equations, HLO lines and flops, temporary
+      bytes, and the loss.
+    """
+    tokens, params = example(sizes)
+    records: dict[str, Record] = {name: dict(trace=[], lower=[]) for name in names}
+    for turn in range(-1, repeats):  # the first turn, which imports and warms up, is not counted
+        for name in _in_turn(names, turn):
+            lowered = _trace_and_lower(name, sizes, params, tokens, records[name])
+            if turn == repeats - 1:
+                _compile(name, lowered, params, tokens, records[name])
+        if turn < 0:
+            records = {name: dict(trace=[], lower=[]) for name in names}
+    steps = {name: records[name].pop("step") for name in names}
+    _check_equal(records)
+    for turn in range(runs):
+        for name in _in_turn(names, turn):
+            records[name].setdefault("run", []).append(_seconds(steps[name]))
+    return records
+
+
+def example(sizes: models.Sizes) -> tuple[jax.Array, hk.Params]:
+    """Tokens, and parameters of the model by hand; its `b` factors are not at their initial zero."""
+    key = jax.random.key(0)
+    tokens = jax.random.randint(key, (sizes.batch, sizes.length), 0, sizes.vocabulary)
+    params = jax.jit(models.transformed(sizes, by_hand=True).init)(key, tokens)
+    return tokens, jax.tree.map(lambda x: x + 0.01 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
+
+
+def training_step(loss: implementations.Loss) -> Callable[..., Any]:
+    """A step of gradient descent on the trainable parameters."""
+
+    def step(trainable: hk.Params, frozen: hk.Params, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(trainable, frozen, tokens)
+        return value, jax.tree.map(lambda p, g: p - LEARNING_RATE * g, trainable, grads)
+
+    return step
+
+
+def _trace_and_lower(
+    name: str, sizes: models.Sizes, params: hk.Params, tokens: jax.Array, record: Record
+) -> Any:
+    """Traces and lowers as a new process would: with new functions, and with empty caches."""
+    step = jax.jit(training_step(implementations.available()[name](sizes)))
+    arguments = implementations.arguments(name, params)
+    jax.clear_caches()
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        traced = step.trace(*arguments, tokens)
+        between = time.perf_counter()
+        lowered = traced.lower()
+        end = time.perf_counter()
+    finally:
+        gc.enable()
+    record["trace"].append(between - start)
+    record["lower"].append(end - between)
+    record["equations"] = len(traced.jaxpr.eqns)
+    return lowered
+
+
+def _compile(
+    name: str, lowered: Any, params: hk.Params, tokens: jax.Array, record: Record
+) -> None:
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    record["compile"] = [time.perf_counter() - start]
+    record["hlo_lines"] = lowered.as_text().count("\n")
+    record["flops"] = compiled.cost_analysis()["flops"]
+    record["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
+    arguments = (*implementations.arguments(name, params), tokens)
+    record["step"] = lambda: jax.block_until_ready(compiled(*arguments))
+    record["loss"] = float(record["step"]()[0])
+
+
+def _check_equal(records: dict[str, Record]) -> None:
+    """A benchmark of something else would be worth nothing."""
+    for name, record in records.items():
+        expected = records.get("by_hand", record)["loss"]
+        if name != "dense" and not np.isclose(record["loss"], expected, rtol=1e-5):
+            raise AssertionError(f"{name} has loss {record['loss']}, by hand it is {expected}")
+
+
+def eager_calls(sizes: models.Sizes, calls: int) -> Record:
+    """How often repeated eager calls of the wrapped model run its Python code, and what they cost.
+
+    Returns:
+      `traces`: how often the function of the model ran in `calls` calls after the first; `library`
+      and `by_hand`: the seconds of each of these calls.
+    """
+    traces = 0
+
+    def counted(tokens: jax.Array) -> jax.Array:
+        nonlocal traces
+        traces += 1
+        return models.Transformer(sizes)(tokens)
+
+    tokens, params = example(sizes)
+    trainable, frozen = implementations.split(params)
+    adapted = implementations.with_lora(trainable, frozen, sizes)
+    library = implementations.hki.transform_implicit(
+        hk.without_apply_rng(hk.transform(counted))
+    ).apply
+    by_hand = models.transformed(sizes, by_hand=True).apply
+    functions = dict(library=lambda: library(adapted, tokens), by_hand=lambda: by_hand(params, tokens))
+    for fun in functions.values():
+        jax.block_until_ready(fun())
+    traces = 0
+    seconds: Record = {name: [] for name in functions}
+    for turn in range(calls):
+        for name in _in_turn(list(functions), turn):
+            seconds[name].append(_seconds(lambda name=name: jax.block_until_ready(functions[name]())))
+    return dict(calls=calls, traces=traces, **seconds)
+
+
+def _in_turn(names: list[str], turn: int) -> list[str]:
+    """The names, each turn beginning with another one."""
+    shift = turn % len(names)
+    return names[shift:] + names[:shift]
+
+
+def _seconds(fun: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    fun()
+    return time.perf_counter() - start
