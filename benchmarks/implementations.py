@@ -1,8 +1,8 @@
 """Ways to train LoRA factors on the same transformer, each as one loss of the same arrays.
 
-Every implementation is a function that returns a new `loss(trainable, frozen, tokens)`, new function
-objects each time, since JAX keeps what it has traced by function. `trainable` and `frozen` are
-Haiku parameter trees, as `split` makes them of those of `models.LoraLinear`.
+Every implementation is a function that returns a new `loss(trainable, frozen, tokens)`: a new
+function object each time, since JAX keeps what it has traced by function. `trainable` and `frozen`
+are Haiku parameter trees, as `split` makes them of those of `models.LoraLinear`.
 """
 
 import functools

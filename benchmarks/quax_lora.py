@@ -1,8 +1,8 @@
 """LoRA types for quax 0.4.6.
 
 quax ships one as an example (`quax.examples.lora`), which moves axes around each product and stops
-the gradient of `w` at each use. `Lora` does no more than LoRA by hand does, so that what is compared
-is the machinery.
+the gradient of `w` at each use. `Lora` does no more than LoRA by hand does, so that what is
+compared is the machinery.
 """
 
 from typing import Any

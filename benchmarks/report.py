@@ -21,13 +21,18 @@ COLORS = dict(
     dense="#9a9a9a", by_hand="#333333", library="#1f6fb2", quax="#d07c1f", quax_example="#b8433f"
 )
 
+STAGES = ("trace", "lower", "compile", "run")
+
 Results = dict[str, Any]
 
 
 def ratio(case: Results, name: str, stages: tuple[str, ...]) -> float:
     """The median over all turns of the time of some stages, relative to LoRA by hand."""
     ours, theirs = (
-        [sum(values) for values in zip(*(case["implementations"][n][s] for s in stages), strict=True)]
+        [
+            sum(values)
+            for values in zip(*(case["implementations"][n][s] for s in stages), strict=True)
+        ]
         for n in (name, "by_hand")
     )
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
@@ -65,7 +70,7 @@ def tables(results: Results) -> dict[str, str]:
                 [
                     _title(c),
                     LABELS[n],
-                    *(f"{seconds(c, n, s) * 1e3:.1f}" for s in ("trace", "lower", "compile", "run")),
+                    *(f"{seconds(c, n, s) * 1e3:.1f}" for s in STAGES),
                 ]
                 for c in cases
                 for n in names
@@ -125,7 +130,9 @@ def draw(results: Results, folder: pathlib.Path = IMAGES) -> list[pathlib.Path]:
     depths = [c["depth"] for c in cases]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
     for name in names:
-        style = dict(color=COLORS[name], marker="o", markersize=4, linewidth=1.8, label=LABELS[name])
+        style = dict(
+            color=COLORS[name], marker="o", markersize=4, linewidth=1.8, label=LABELS[name]
+        )
         left.plot(depths, [seconds(c, name, "trace", "lower") for c in cases], **style)
         if name not in ("dense", "by_hand"):
             right.plot(depths, [ratio(c, name, ("trace", "lower")) for c in cases], **style)
@@ -185,8 +192,8 @@ def _environment(results: Results) -> str:
     model = ", ".join(f"{name} {value}" for name, value in sizes.items())
     return (
         f"Measured on {about['date']}: {about['cpu']}, {about['cores']} cores, Python "
-        f"{about['python']}; {versions}. The model: {model}; {results['repeats']} turns of tracing, "
-        f"{results['runs']} of running."
+        f"{about['python']}; {versions}. The model: {model}. {results['repeats']} turns of tracing "
+        f"and lowering, {results['runs']} of running."
     )
 
 

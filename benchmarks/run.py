@@ -51,12 +51,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def chosen() -> list[str]:
-    """The implementations to compare; LoRA by hand, which the others are related to, is always one."""
+    """The implementations to compare, LoRA by hand always among them."""
     found = list(implementations.available())
     names = found if NAMES.value is None else NAMES.value
     if unknown := set(names) - set(found):
         raise app.UsageError(
-            f"--implementations: {', '.join(sorted(unknown))} not found, there is {', '.join(found)}"
+            f"--implementations: {', '.join(sorted(unknown))} not found, "
+            f"there is {', '.join(found)}"
         )
     return [n for n in found if n in names or n == "by_hand"]
 
@@ -125,7 +126,7 @@ def _print(case: report.Results) -> None:
     kind = "layer_stack of " if case["stacked"] else ""
     print(f"{kind}{case['depth']} layers")
     for name, record in case["implementations"].items():
-        times = ", ".join(f"{s} {report.seconds(case, name, s) * 1e3:.1f}" for s in stages.STAGES)
+        times = ", ".join(f"{s} {report.seconds(case, name, s) * 1e3:.1f}" for s in report.STAGES)
         print(
             f"  {name:13}{times} ms; to by hand: trace + lower "
             f"{report.ratio(case, name, ('trace', 'lower')):.3f}, run "

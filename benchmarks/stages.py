@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import haiku_implicit as hki
 from benchmarks import implementations, models
 
-STAGES = ("trace", "lower", "compile", "run")
 LEARNING_RATE = 1e-3
 
 Record = dict[str, Any]
@@ -54,11 +54,13 @@ def measure(sizes: models.Sizes, names: list[str], repeats: int, runs: int) -> d
 
 
 def example(sizes: models.Sizes) -> tuple[jax.Array, hk.Params]:
-    """Tokens, and parameters of the model by hand; its `b` factors are not at their initial zero."""
+    """Tokens, and parameters of the model by hand, none of them at an initial zero."""
     key = jax.random.key(0)
     tokens = jax.random.randint(key, (sizes.batch, sizes.length), 0, sizes.vocabulary)
     params = jax.jit(models.transformed(sizes, by_hand=True).init)(key, tokens)
-    return tokens, jax.tree.map(lambda x: x + 0.01 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
+    return tokens, jax.tree.map(
+        lambda x: x + 0.01 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params
+    )
 
 
 def training_step(loss: implementations.Loss) -> Callable[..., Any]:
@@ -94,9 +96,7 @@ def _trace_and_lower(
     return lowered
 
 
-def _compile(
-    name: str, lowered: Any, params: hk.Params, tokens: jax.Array, record: Record
-) -> None:
+def _compile(name: str, lowered: Any, params: hk.Params, tokens: jax.Array, record: Record) -> None:
     start = time.perf_counter()
     compiled = lowered.compile()
     record["compile"] = [time.perf_counter() - start]
@@ -133,18 +133,20 @@ def eager_calls(sizes: models.Sizes, calls: int) -> Record:
     tokens, params = example(sizes)
     trainable, frozen = implementations.split(params)
     adapted = implementations.with_lora(trainable, frozen, sizes)
-    library = implementations.hki.transform_implicit(
-        hk.without_apply_rng(hk.transform(counted))
-    ).apply
+    library = hki.transform_implicit(hk.without_apply_rng(hk.transform(counted))).apply
     by_hand = models.transformed(sizes, by_hand=True).apply
-    functions = dict(library=lambda: library(adapted, tokens), by_hand=lambda: by_hand(params, tokens))
+    functions = dict(
+        library=lambda: library(adapted, tokens), by_hand=lambda: by_hand(params, tokens)
+    )
     for fun in functions.values():
         jax.block_until_ready(fun())
     traces = 0
     seconds: Record = {name: [] for name in functions}
     for turn in range(calls):
         for name in _in_turn(list(functions), turn):
-            seconds[name].append(_seconds(lambda name=name: jax.block_until_ready(functions[name]())))
+            seconds[name].append(
+                _seconds(lambda name=name: jax.block_until_ready(functions[name]()))
+            )
     return dict(calls=calls, traces=traces, **seconds)
 
 

@@ -94,7 +94,8 @@ def vary_like(x: Any, others: Any) -> Any:
         return x
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, axes, to="varying")
-    return jax.lax.pvary(x, axes)
+    pvary: Any = getattr(jax.lax, "pvary", None)
+    return pvary(x, axes)
 
 
 def _varying(x: Any) -> frozenset[str]:

@@ -320,7 +320,7 @@ def _literal(x: Any) -> _Literal | None:
 
 
 def _with_literals(literals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """The operands for a rule, which sees arrays only: literals as concrete ones that it may read."""
+    """The operands for a rule, which sees arrays only: a literal as a concrete one, to be read."""
     with jax.ensure_compile_time_eval():
         known = [x and x.array() for x in literals]
     return [y if x is None else x for x, y in zip(known, operands, strict=True)]

@@ -25,12 +25,16 @@ class Case:
       dense: what the array stands for, by other means than its own `materialize` where there are any.
       batched: whether leading axes of `shape` may be batch axes (`core_ndim`, or a static shape).
       dtype: the dtype of the dense array.
+      singular: whether the dense array is a singular matrix.
+      static: whether the shape is static metadata, which stacking leaves from outside cannot change.
     """
 
     make: Callable[..., hki.ImplicitArray]
     dense: Callable[[Any], Any] = hki.materialize
     batched: bool = True
     dtype: Any = jnp.float32
+    singular: bool = False
+    static: bool = False
 
     def __call__(self, seed: int = 0, batch: tuple[int, ...] = ()) -> hki.ImplicitArray:
         """An array of this case: a 4 x 4 matrix, or a batch of them."""
@@ -155,16 +159,68 @@ def make_diagonal(key, shape):
     return Diagonal(fractions(key, shape[-1:], 4, 12, 16))
 
 
+def make_quantized(key, shape, dtype, **options):
+    """Scales that are powers of two (and offsets of a few bits) make the dense values exact."""
+    q = hki.QuantizedMatrix.quantize(matrix(key, shape), dtype, **options)
+    offset = None if q.offset is None else jnp.round(q.offset * 256) / 256
+    return q._replace(scale=2.0 ** jnp.round(jnp.log2(q.scale)), offset=offset)
+
+
+def quantized(dtype, **options):
+    return Case(lambda k, s: make_quantized(k, s, dtype, **options))
+
+
+def int4(key, shape):
+    return make_quantized(key, shape, "int4", group_size=2, zero_point=True)
+
+
+def dense_outer(x):
+    return np.asarray(x.u)[..., :, None] * np.asarray(x.v)[..., None, :]
+
+
+def full(x):
+    return jnp.full(x.shape, x.value)
+
+
+def outer(dtype):
+    return Case(lambda k, s: make_outer(k, s, dtype), dense_outer, dtype=dtype, singular=True)
+
+
+def zeros(dtype):
+    return Case(
+        lambda k, s: hki.Zeros(shape=s, dtype=dtype), full, dtype=dtype, singular=True, static=True
+    )
+
+
+def constant(value, dtype):
+    return Case(
+        lambda k, s: hki.SymbolicConstant(value, shape=s, dtype=dtype),
+        full,
+        dtype=dtype,
+        singular=True,
+        static=True,
+    )
+
+
 CASES = {
     "lora": Case(make_lora, dense_lora),
-    "lora alpha": Case(lambda k, s: make_lora(k, s, alpha=1.0), dense_lora),
-    "lora of lora": Case(lambda k, s: make_lora(k, s, w=make_lora), dense_lora),
-    "outer": Case(make_outer, lambda x: jnp.einsum("...n,...m->...nm", x.u, x.v)),
+    "lora of lora": Case(lambda k, s: make_lora(k, s, w=make_lora, alpha=1.0), dense_lora),
+    "lora of int4": Case(lambda k, s: make_lora(k, s, w=int4), dense_lora),
+    "int8": quantized("int8"),
+    "int4 groups offset": Case(int4),
+    "nf4 groups last axis": quantized("nf4", group_size=2, axis=-1),
+    "zeros": zeros(jnp.float32),
+    "constant": constant(0.5, jnp.float32),
+    "outer": outer(jnp.float32),
     "diagonal": Case(make_diagonal, lambda x: jnp.eye(4) * x.d, batched=False),
-    "nought": Case(lambda k, s: Nought(shape=s), lambda x: jnp.zeros(x.shape)),
-    "outer int": Case(
-        lambda k, s: make_outer(k, s, jnp.int32), lambda x: x.u[..., None] * x.v[..., None, :], dtype=jnp.int32
+    "nought": Case(
+        lambda k, s: Nought(shape=s), lambda x: jnp.zeros(x.shape), singular=True, static=True
     ),
-    "outer uint": Case(lambda k, s: make_outer(k, s, jnp.uint32), lambda x: x.u[..., None] * x.v[..., None, :], dtype=jnp.uint32),
-    "outer complex": Case(make_complex_outer, lambda x: x.u[..., None] * x.v[..., None, :], dtype=jnp.complex64),
+    "zeros int": zeros(jnp.int32),
+    "constant int": constant(3, jnp.int32),
+    "constant uint": constant(5, jnp.uint32),
+    "constant complex": constant(0.5 - 0.25j, jnp.complex64),
+    "outer int": outer(jnp.int32),
+    "outer uint": outer(jnp.uint32),
+    "outer complex": Case(make_complex_outer, dense_outer, dtype=jnp.complex64, singular=True),
 }

@@ -38,9 +38,19 @@ def unary(name, *args, **kwargs):
     return lambda w, x: getattr(lax, name)(w, *args, **kwargs)
 
 
+class Both:
+    """A function of two arrays that `w` is both of (run alone; not in programs of all operations)."""
+
+    def __init__(self, fun):
+        self.fun = fun
+
+    def __call__(self, w, x):
+        return self.fun(w, w)
+
+
 def binary(fun):
     """A function of two arrays with `w` on either side and on both."""
-    return [lambda w, x: fun(w, x), lambda w, x: fun(x, w), lambda w, x: fun(w, w)]
+    return [lambda w, x: fun(w, x), lambda w, x: fun(x, w), Both(fun)]
 
 
 def bound(name, **params):
@@ -471,6 +481,9 @@ NOT_DIFFERENTIABLE = set(
     select_and_scatter eig hessenberg householder_product schur tridiagonal cholesky_update
     symmetric_product composite pmax pmin while swap""".split()
 )
+
+# Their derivatives at a singular matrix, or at equal eigenvalues, divide by differences that are zero.
+SINGULAR_DERIVATIVE = set("cholesky eigh linear_solve lu qr svd triangular_solve".split())
 
 # JAX has no batching rule for these, or one that fails.
 NOT_BATCHABLE = set("select_and_scatter cholesky_update ragged_dot_general composite dce_sink".split())

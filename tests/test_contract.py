@@ -48,20 +48,23 @@ def primitive_named(name):
 UNEXPORTED = {"ragged_dot_general", "composite", "name"}
 
 
-def operations(table, without=(), slow=None):
+def operations(table, without=(), alone=True):
     """`{label: function}` for the functions of a table whose primitive this version of JAX has.
 
     Args:
       table: primitive names and their functions.
       without: primitives to leave out.
-      slow: how many functions to take of a primitive that is slow to compile.
+      alone: whether each is compiled alone, and once for all types. A program of all operations
+        leaves out what is slow to compile, and `w` as both operands.
     """
     return {
         f"{name}[{i}]": fun
         for name, functions in table.items()
         if name not in without and (primitive_named(name) is not None or name in UNEXPORTED)
         for i, fun in enumerate(functions)
-        if slow is None or name not in primitive_ops.SLOW_TO_COMPILE or i < slow
+        if alone or not (
+            name in primitive_ops.SLOW_TO_COMPILE or isinstance(fun, primitive_ops.Both)
+        )
     }
 
 
@@ -162,16 +165,16 @@ def dense_results(dtype, shape):
     ops = operations(table_of(dtype, shape))
     struct = jax.ShapeDtypeStruct(shape, dtype)
     program = jax.jit(lambda w, x: {label: fun(w, x) for label, fun in ops.items()})
-    return program.lower(struct, struct).compile()  # which `jax.clear_caches` leaves alone
+    return program.lower(struct, struct).compile(QUICK)  # which `jax.clear_caches` leaves alone
 
 
 @functools.cache
 def dense_gradients(dtype, shape):
     """A compiled program: the gradients of all operations by both operands."""
-    ops = operations(table_of(dtype, shape), primitive_ops.NOT_DIFFERENTIABLE, slow=0)
+    ops = operations(table_of(dtype, shape), primitive_ops.NOT_DIFFERENTIABLE, alone=False)
     struct = jax.ShapeDtypeStruct(shape, dtype)
     program = jax.jit(lambda w, x: {label: gradients(fun, w, x) for label, fun in ops.items()})
-    return program.lower(struct, struct).compile()
+    return program.lower(struct, struct).compile(QUICK)
 
 
 def table_of(dtype, shape):
@@ -217,11 +220,14 @@ def on_implicit(fun):
 def compiled(ops, failures, *args):
     """The results of all operations from one compiled program; what raises is noted."""
 
-    @jax.jit
     def program(*args):
         return {label: failures.run(label, fun, *args) for label, fun in ops.items()}
 
-    return program(*args)
+    return jax.jit(program).lower(*args).compile(QUICK)(*args)
+
+
+# What XLA's optimizations take to compile is half as much again, and they are not under test.
+QUICK = {"xla_backend_optimization_level": 0}
 
 
 def one_by_one(results):
@@ -270,7 +276,7 @@ def test_eager(name):
 def test_jit(name):
     case, failures = CASES[name], Failures()
     w, x = case(1), other(case)
-    ops = operations(TABLES[case.dtype], slow=1)
+    ops = operations(TABLES[case.dtype], alone=False)
     got = compiled({label: on_implicit(fun) for label, fun in ops.items()}, failures, w, x)
     failures.compare_all(got, dense_results(case.dtype, SHAPE)(dense(case, w), x))
 
@@ -279,7 +285,9 @@ def test_jit(name):
 def test_grad(name):
     case = CASES[name]
     w, x = case(1), other(case)
-    ops = operations(TABLES[case.dtype], primitive_ops.NOT_DIFFERENTIABLE, slow=0)
+    without = primitive_ops.NOT_DIFFERENTIABLE
+    without = without | primitive_ops.SINGULAR_DERIVATIVE if case.singular else without
+    ops = operations(TABLES[case.dtype], without, alone=False)
     check_gradients(case, w, x, ops)
 
 
@@ -312,7 +320,7 @@ def test_vmap_of_the_wrapped_function(name):
     each = [jax.tree.map(lambda leaf, i=i: leaf[i], ws) for i in range(2)]
     program = dense_results(case.dtype, SHAPE)
     want = one_by_one([program(dense(case, w), x) for w, x in zip(each, xs, strict=True)])
-    ops = operations(TABLES[case.dtype], primitive_ops.NOT_BATCHABLE, slow=0)
+    ops = operations(TABLES[case.dtype], primitive_ops.NOT_BATCHABLE, alone=False)
     ops = {label: jax.vmap(on_implicit(fun)) for label, fun in ops.items()}
     failures.compare_all(compiled(ops, failures, ws, xs), want)
 
@@ -322,7 +330,7 @@ def test_vmap_within_the_wrapped_function(name):
     """JAX batches before dispatch: the rules meet primitives with batch axes."""
     case, failures = CASES[name], Failures()
     w, xs, want = two_examples(case)
-    ops = operations(TABLES[case.dtype], primitive_ops.NOT_BATCHABLE, slow=0)
+    ops = operations(TABLES[case.dtype], primitive_ops.NOT_BATCHABLE, alone=False)
     axes = (0 if case.batched else None, 0)
     ops = {label: on_implicit(jax.vmap(fun, axes)) for label, fun in ops.items()}
     failures.compare_all(compiled(ops, failures, w, xs), want)
@@ -333,7 +341,7 @@ def test_scan(name):
     """All operations in the body of one loop, over `w` where it can be sliced."""
     case, failures = CASES[name], Failures()
     w, xs, want = two_examples(case)
-    ops = operations(TABLES[case.dtype], slow=0)
+    ops = operations(TABLES[case.dtype], alone=False)
 
     def loop(w, xs):
         def body(carry, slices):
@@ -342,7 +350,7 @@ def test_scan(name):
 
         return lax.scan(body, 0, (w, xs) if case.batched else xs)[1]
 
-    failures.compare_all(jax.jit(on_implicit(loop))(w, xs), want)
+    failures.compare_all(jax.jit(on_implicit(loop)).lower(w, xs).compile(QUICK)(w, xs), want)
 
 
 @BATCHED

@@ -30,7 +30,7 @@ def quantized(seed=0):
 
 
 def make_params():
-    """Every kind of slot: dense, of integers, absent, symbolic, implicit, and implicit in implicit."""
+    """Every kind of slot: dense, of integers, absent, symbolic, implicit, implicit in implicit."""
     return {
         "linear": {"w": lora(0), "b": normal((M,), 7)},
         "qlora": {"w": lora(3, w=quantized()), "b": hki.Zeros(shape=(M,), dtype=jnp.float32)},
@@ -217,7 +217,7 @@ FREEZERS = {
     [("keys", "adamw"), ("subtrees", "adamw")] + [("declared", o) for o in OPTIMIZERS],
 )
 def test_as_on_the_trainable_part(freezer, name):
-    """The same steps as an optimizer of the trainable part alone, which knows of no implicit array."""
+    """The same steps as an optimizer of the trainable part alone."""
     optimizer, plain = FREEZERS[freezer](OPTIMIZERS[name]()), OPTIMIZERS[name]()
     params = make_params()
     trainable, frozen = hki.partition(params)

@@ -127,6 +127,21 @@ def split_batch(
     return [_map(lambda leaf: leaf, shape, y) for shape, y in zip(shapes, whole, strict=True)]
 
 
+def without_whole_axes(
+    indices: jax.Array, numbers: Any, shape: Sequence[int], sizes: Sequence[int]
+) -> tuple[jax.Array, Any]:
+    """A gather (other than a filling one) without the indices of axes that it takes as a whole.
+
+    Such an index is clamped to 0. A batched `dynamic_slice` is a gather that has one for every axis.
+    """
+    axes = numbers.start_index_map
+    needed = [i for i, axis in enumerate(axes) if sizes[axis] != shape[axis]]
+    if len(needed) == len(axes) or not needed:
+        return indices, numbers
+    kept = tuple(axes[i] for i in needed)
+    return indices[..., jnp.array(needed)], numbers._replace(start_index_map=kept)
+
+
 @primitive_handler("gather")
 def gather_batch(
     primitive: Any,
@@ -144,11 +159,14 @@ def gather_batch(
     Matrices that are out of bounds are to be NaN throughout, or what `fill_value` says. That is
     left to the types, but for those all of whose leaves are floating: leaves of NaN mean that.
     """
+    filling = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
     d, n, core = dimension_numbers, num_batch_axes(x), set(_core(x))
+    if not filling:
+        indices, d = without_whole_axes(indices, d, x.shape, slice_sizes)
     touched = {*d.collapsed_slice_dims, *d.operand_batching_dims, *d.start_index_map}
     if not n or touched & core or any(slice_sizes[i] != x.shape[i] for i in core):
         return NotImplemented
-    if mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
+    if filling:
         floating = all(jnp.issubdtype(y.dtype, np.floating) for y in flatten_one_level(x)[0])
         if not floating or not (fill_value is None or np.isnan(fill_value)):
             return NotImplemented

@@ -157,13 +157,13 @@ def _dot_delta(x: Any, w: LoRA, contract: Any, batch: Any, w_first: bool, params
     """
     precision, preferred = params.get("precision"), params.get("preferred_element_type")
     algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
-    if algorithm and not x.dtype == w.a.dtype == w.b.dtype:
+    common = _working_dtype(x, w)
+    if algorithm and not x.dtype == w.dtype == common:
         return NotImplemented  # an algorithm is for the dtypes it was chosen for
     if any(not jnp.issubdtype(d, np.inexact) for d in (w.dtype, preferred or w.dtype)):
         return NotImplemented
-    common = jnp.result_type(x.dtype, w.a.dtype, w.b.dtype)
     operands = tuple(y.astype(common) for y in (x, w.a, w.b))
-    if preferred is not None:  # it may be narrower than factors that are wider than `w`
+    if preferred is not None:  # which must not be narrower than the operands
         preferred = jnp.promote_types(preferred, common)
     options = dict(precision=precision, preferred_element_type=preferred)
     sharding = params.get("out_sharding")
@@ -172,6 +172,14 @@ def _dot_delta(x: Any, w: LoRA, contract: Any, batch: Any, w_first: bool, params
     if sharding is not None:
         return NotImplemented
     return _einsum_delta(operands, w, contract, batch, w_first, options)
+
+
+def _working_dtype(x: Any, w: LoRA) -> Any:
+    """The dtype of the dense product; that of the factors, where 8 bits are too few for them."""
+    floats = [d for d in (x.dtype, w.dtype) if jnp.issubdtype(d, np.floating)]
+    if any(d.itemsize == 1 for d in floats):
+        return jnp.result_type(w.a.dtype, w.b.dtype)
+    return jnp.result_type(x.dtype, w.dtype)
 
 
 def _dot_through_rank(
@@ -426,11 +434,20 @@ def _fits(x: jax.Array, w: LoRA) -> bool:
 
 @primitive_handler("convert_element_type")
 def cast_fields(primitive: Any, w: LoRA, *, new_dtype: Any, **params: Any) -> Any:
-    """From one floating dtype to another, field by field."""
+    """From one floating dtype to another; factors of a wider one keep it, for their gradients' sake.
+
+    A product runs in the dtype of the dense one all the same (`_working_dtype`).
+    """
     if not jnp.issubdtype(new_dtype, np.floating) or not jnp.issubdtype(w.dtype, np.floating):
         return NotImplemented
     cast = primitive.bind(w.w, new_dtype=new_dtype, **params)
-    return _like(w, cast, w.a.astype(new_dtype), w.b.astype(new_dtype))
+    a, b = (x.astype(_wider(x.dtype, new_dtype)) for x in (w.a, w.b))
+    return _like(w, cast, a, b)
+
+
+def _wider(old: Any, new: Any) -> Any:
+    """The wider of two dtypes, the new one of two that are equally wide."""
+    return old if np.dtype(old).itemsize > np.dtype(new).itemsize else new
 
 
 @primitive_handler("sharding_constraint")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit.arrays.batch_axes import without_whole_axes
 from haiku_implicit.arrays.quantized import QuantizedMatrix, part_of
 from haiku_implicit.quantization import formats
 
@@ -127,6 +128,8 @@ def gather_from_matrix(
     filling = mode == _Modes.FILL_OR_DROP
     if not filling and mode not in (_Modes.CLIP, _Modes.PROMISE_IN_BOUNDS):
         return NotImplemented
+    if not filling:
+        indices, d = without_whole_axes(indices, d, w.shape, slice_sizes)
     common = dict(mode=_Modes.CLIP if filling else mode, fill_value=None, **params)
     gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
     if not core & {*gone, *d.start_index_map} and all(slice_sizes[i] == w.shape[i] for i in core):

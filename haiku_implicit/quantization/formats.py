@@ -5,6 +5,7 @@ Everything here works along the last axis, in *groups*: `g` consecutive elements
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -84,9 +85,13 @@ def find(name: Any) -> Format:
     Raises:
       ValueError: for an unknown format.
     """
+    return _find(name, FORMATS)
+
+
+def _find(name: Any, allowed: Iterable[str], when: str = "") -> Format:
     key = name if isinstance(name, str) else _dtype_name(name)
-    if key not in FORMATS:
-        raise ValueError(f"dtype: expected one of {', '.join(FORMATS)}, got {name!r}")
+    if key not in allowed:
+        raise ValueError(f"dtype: expected one of {', '.join(allowed)}{when}, got {name!r}")
     return FORMATS[key]
 
 
@@ -103,12 +108,9 @@ def for_quantizing(name: Any, zero_point: bool) -> Format:
     Raises:
       ValueError: for a format that weights are not quantized to.
     """
-    names = ["int8", "int4"] if zero_point else ["int8", "int4", "nf4"]
-    fmt = find(name)
-    if fmt.name not in names:
-        why = " with zero_point=True" if zero_point else ""
-        raise ValueError(f"dtype: expected one of {', '.join(names)}{why}, got {name!r}")
-    return _WITH_OFFSET[fmt.name] if zero_point else fmt
+    if zero_point:
+        return _WITH_OFFSET[_find(name, _WITH_OFFSET, " with zero_point=True").name]
+    return _find(name, ["int8", "int4", "nf4"])
 
 
 def group_sizes(length: int, fmt: Format) -> list[int]:

@@ -30,9 +30,8 @@ NUMBERS = {
 }
 FLOAT = ("float32", "bfloat16", "float16")
 REAL = (*FLOAT, "float8_e4m3fn")
-INT = ("int32", "int8", "uint16")
+INT = ("int8", "uint16")
 BITS = (*INT, "bool")
-ALL = tuple(NUMBERS)
 
 
 def constants(dtypes, shape=SHAPE):
@@ -93,13 +92,13 @@ def check_fold(fun, rows, ulps=0):
 # --- elementwise ---------------------------------------------------------------------------------
 
 UNARY = {
-    lax.neg: (*FLOAT, "complex64", *INT),
-    lax.sign: (*FLOAT, "complex64", *INT),
-    lax.abs: (*FLOAT, "complex64", "int32", "int8"),
-    lax.square: (*FLOAT, "complex64", *INT),
-    **dict.fromkeys((lax.floor, lax.ceil, lax.round), FLOAT),
+    lax.neg: ("float32", "bfloat16", "complex64", *INT),
+    lax.sign: ("float32", "bfloat16", "complex64", *INT),
+    lax.abs: ("float32", "complex64", "int8"),
+    lax.square: ("float32", "bfloat16", "complex64", *INT),
+    **dict.fromkeys((lax.floor, lax.ceil, lax.round), ("float32", "float16")),
     lax.is_finite: REAL,
-    **dict.fromkeys((lax.exp, lax.log, lax.tanh, lax.sqrt, lax.rsqrt), (*FLOAT, "complex64")),
+    **dict.fromkeys((lax.exp, lax.log, lax.tanh, lax.sqrt, lax.rsqrt), ("float32", "complex64")),
     **dict.fromkeys((lax.exp2, lax.expm1, lax.log1p, lax.logistic, lax.cbrt), ("float32",)),
     **dict.fromkeys((lax.sin, lax.cos, lax.tan, lax.asin, lax.acos, lax.atan), ("float32",)),
     **dict.fromkeys((lax.sinh, lax.cosh, lax.asinh, lax.acosh, lax.atanh), ("float32",)),
@@ -123,13 +122,13 @@ BINARY = {
     **dict.fromkeys(
         (lax.add, lax.sub, lax.mul, lax.div), ("float32", "bfloat16", "complex64", *INT)
     ),
-    **dict.fromkeys((lax.rem, lax.max, lax.min), ("float32", "float16", "int32", "uint16")),
+    **dict.fromkeys((lax.rem, lax.max, lax.min), ("float32", "int8")),
     **dict.fromkeys((lax.pow, lax.atan2, lax.nextafter), ("float32",)),
     **dict.fromkeys((lax.igamma, lax.igammac, lax.zeta, lax.polygamma), ("float32",)),
     lax.complex: ("float32",),
     **dict.fromkeys((lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor), BITS),
     **dict.fromkeys((lax.eq, lax.ne), ("float32", "complex64", "bool")),
-    **dict.fromkeys((lax.lt, lax.le, lax.gt, lax.ge), ("float32", "bfloat16", "int8", "uint16")),
+    **dict.fromkeys((lax.lt, lax.le, lax.gt, lax.ge), ("float32", "uint16")),
     **dict.fromkeys(
         (lax.shift_left, lax.shift_right_logical, lax.shift_right_arithmetic), ("int32", "uint16")
     ),
@@ -188,7 +187,7 @@ OTHERS = {
     "to fp8": (lambda x: x.astype(jnp.float8_e4m3fn), ("float32", "bfloat16")),
     "bitcast": (lambda x: lax.bitcast_convert_type(x, jnp.int32), ("float32",)),
     "literals": (lambda x: (2 - x * 3) / 4 + 1, ("float32", "int32", "bfloat16")),
-    "copy": (jnp.copy, ALL),
+    "copy": (jnp.copy, ("float8_e4m3fn", "bool")),
     "stop_gradient": (lax.stop_gradient, ("float32",)),
     "relu": (jax.nn.relu, ("float32",)),
     "gelu": (jax.nn.gelu, ("float32",)),
@@ -215,7 +214,7 @@ OTHERS = {
     "batched dot": (lambda x: jnp.einsum("ij,ij->i", x, x), ("float32", "int8")),
     "mean": (lambda x: x.mean(), ("float32",)),
     # shape
-    "broadcast": (lambda x: jnp.broadcast_to(x, (4, *SHAPE)), ALL),
+    "broadcast": (lambda x: jnp.broadcast_to(x, (4, *SHAPE)), ("complex64", *REAL, "bool")),
     "reshape": (lambda x: x.reshape(6, 1), ("float32",)),
     "transpose": (lambda x: x.T, ("float32",)),
     "expand and squeeze": (lambda x: jnp.squeeze(x[None, :, None], 0), ("float32",)),
@@ -294,7 +293,7 @@ def test_parts_of_a_constant(never_dense):
 shapes = st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.data(), shapes, st.sampled_from([-3, 0, 1, 1.5, -0.0, np.nan, np.inf]))
 def test_any_shape(data, shape, value):
     """Reductions and changes of shape, of no elements too."""

@@ -51,18 +51,17 @@ def transpose_halves(primitive, w: Halves, **params):
 
 def lora(shape=(N, M), *, rank=2, alpha=3.0, seed=0, dtype=jnp.float32, factors=None):
     *batch, n, m = shape
-    keys = jax.random.split(jax.random.key(seed), 3)
     factors = dtype if factors is None else factors
-    return hki.LoRA(
-        jax.random.normal(keys[0], shape, dtype) / 2,
-        jax.random.normal(keys[1], (*batch, n, rank), factors) / 2,
-        jax.random.normal(keys[2], (*batch, rank, m), factors) / 2,
-        alpha,
+    a, b = (
+        normal((*batch, n, rank), seed + 2, factors),
+        normal((*batch, rank, m), seed + 3, factors),
     )
+    return hki.LoRA(normal(shape, seed, dtype), a, b, alpha)
 
 
 def normal(shape, seed=1, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype) / 2
+    # By NumPy: there is nothing to compile for each shape.
+    return jnp.asarray(np.random.default_rng(seed).normal(scale=0.5, size=shape), dtype)
 
 
 def dense(w, a=None, b=None):
@@ -148,10 +147,14 @@ DOTS = {
     "w @ vector": (lambda w, x: w @ x, (N, M), (M,)),
     "w.T @ x": (lambda w, x: w.T @ x, (N, M), (N, K)),
     "middle axis of x": (lambda w, x: jnp.einsum("bnk,nm->bkm", x, w), (N, M), (2, N, K)),
-    "w first, free axes": (lambda w, x: jax.lax.dot_general(w, x, (((0,), (1,)), ((), ()))), (N, M), (2, N, K)),
+    "w first, free axes": (lambda w, x: jnp.einsum("nm,bnk->mbk", w, x), (N, M), (2, N, K)),
     "batched": (lambda w, x: x @ w, (2, N, M), (2, K, N)),
     "batched, w first": (lambda w, x: w @ x, (2, N, M), (2, M, K)),
-    "two batch axes, swapped": (lambda w, x: jnp.einsum("bckn,cbnm->cbkm", x, w), (2, 3, N, M), (3, 2, K, N)),
+    "batch axes, swapped": (
+        lambda w, x: jnp.einsum("bckn,cbnm->cbkm", x, w),
+        (2, 3, N, M),
+        (3, 2, K, N),
+    ),
     "batched, by columns": (lambda w, x: jnp.einsum("kbm,bnm->bnk", x, w), (2, N, M), (K, 2, M)),
 }  # fmt: skip
 EINSUMS = {
@@ -255,6 +258,20 @@ def test_dtypes(x_dtype, w_dtype, factors, out, equation):
 
 
 @pytest.mark.usefixtures("never_dense")
+def test_weight_of_eight_bits():
+    w = lora(dtype=jnp.float8_e4m3fn, factors=jnp.bfloat16)
+    x = normal((K, N), dtype=jnp.bfloat16)
+
+    def fun(w, x):
+        numbers = (((1,), (0,)), ((), ()))
+        return jax.lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32)
+
+    got = hki.use_implicit_args(fun)(w, x)
+    want = fun(jnp.float32(w.w) + w.scale * jnp.float32(w.a) @ jnp.float32(w.b), jnp.float32(x))
+    close(got, want, 0.02)  # bfloat16 has 8 bits; float8 has 4, which would be off by 0.1
+
+
+@pytest.mark.usefixtures("never_dense")
 def test_factors_are_more_precise_than_the_weight():
     # A correction too small for the weight's own dtype still counts in a product.
     w = lora(dtype=jnp.bfloat16, factors=jnp.float32)
@@ -285,14 +302,18 @@ def test_dot_of_two():
 
 
 @pytest.mark.usefixtures("never_dense")
-def test_dot_with_out_sharding():
+@pytest.mark.parametrize("w_first", [False, True])
+def test_dot_with_out_sharding(w_first):
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    equation, x = ("nm,nk->mk", normal((N, K))) if w_first else ("kn,nm->km", normal((K, N)))
+
+    def fun(w, x):
+        pair = (w, x) if w_first else (x, w)
+        return jnp.einsum(equation, *pair, out_sharding=P("i", None))
+
     with jax.set_mesh(mesh):
-        for equation, x in (("kn,nm->km", (K, N)), ("nm,nk->mk", (N, K))):
-            pair = slice(None, None, 1 if equation[0] == "k" else -1)
-            fun = lambda w, x: jnp.einsum(equation, *(x, w)[pair], out_sharding=P("i", None))  # noqa: B023
-            got = jax.jit(hki.use_implicit_args(fun))(lora(), normal(x))
-            close(got, fun(dense(lora()), normal(x)))
+        got = jax.jit(hki.use_implicit_args(fun))(lora(), x)
+        close(got, fun(dense(lora()), x))
 
 
 @pytest.mark.usefixtures("never_dense")
@@ -314,15 +335,16 @@ def test_as_cheap_as_by_hand(alpha):
     assert max(sizes) < 64 * 48
 
 
+K3 = dict(output_channels=4, kernel_shape=3)
 CONVS = {
-    "1-d": (dict(output_channels=4, kernel_shape=3), hk.Conv1D, (2, 8, 3)),
-    "2-d, strides": (dict(output_channels=4, kernel_shape=3, stride=2), hk.Conv2D, (2, 8, 8, 3)),
+    "1-d": (K3, hk.Conv1D, (2, 8, 3)),
+    "2-d, strides": (dict(K3, stride=2), hk.Conv2D, (2, 8, 8, 3)),
     "3-d": (dict(output_channels=2, kernel_shape=2), hk.Conv3D, (1, 4, 4, 4, 3)),
-    "grouped": (dict(output_channels=4, kernel_shape=3, feature_group_count=2), hk.Conv2D, (1, 6, 6, 4)),
-    "channels first": (dict(output_channels=4, kernel_shape=3, data_format="NCHW"), hk.Conv2D, (1, 3, 6, 6)),
-    "transposed": (dict(output_channels=4, kernel_shape=3, stride=2), hk.Conv2DTranspose, (1, 5, 5, 3)),
-    "transposed 1-d": (dict(output_channels=4, kernel_shape=3, stride=2), hk.Conv1DTranspose, (1, 5, 3)),
-}  # fmt: skip
+    "grouped": (dict(K3, feature_group_count=2), hk.Conv2D, (1, 6, 6, 4)),
+    "channels first": (dict(K3, data_format="NCHW"), hk.Conv2D, (1, 3, 6, 6)),
+    "transposed": (dict(K3, stride=2), hk.Conv2DTranspose, (1, 5, 5, 3)),
+    "transposed 1-d": (dict(K3, stride=2), hk.Conv1DTranspose, (1, 5, 3)),
+}
 
 
 @pytest.mark.usefixtures("never_dense")
@@ -455,13 +477,12 @@ def test_stays_lora(name):
 
 
 @pytest.mark.usefixtures("never_dense")
-def test_leading_axes_in_any_order():
+@pytest.mark.parametrize("permutation", [(1, 0, 2, 3), (1, 0, 3, 2), (0, 1, 3, 2)])
+def test_leading_axes_in_any_order(permutation):
     w = lora((2, 4, N, M))
-    for permutation in ((1, 0, 2, 3), (1, 0, 3, 2), (0, 1, 3, 2)):
-        fun = lambda w: w.transpose(permutation)  # noqa: B023
-        got = hki.use_implicit_args(fun)(w)
-        assert isinstance(got, hki.LoRA)
-        close(got, fun(dense(w)))
+    got = hki.use_implicit_args(lambda w: w.transpose(permutation))(w)
+    assert isinstance(got, hki.LoRA)
+    close(got, dense(w).transpose(permutation))
 
 
 DENSE = {
@@ -495,8 +516,13 @@ def nested():
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize(
     "fun",
-    [lambda w, x: x @ w, lambda w, x: x[:, :M] @ w.T, lambda w, x: w[IDS], lambda w, x: jax.jit(jnp.dot)(x, w)],
-)  # fmt: skip
+    [
+        lambda w, x: x @ w,
+        lambda w, x: x[:, :M] @ w.T,
+        lambda w, x: w[IDS],
+        lambda w, x: jax.jit(jnp.dot)(x, w),
+    ],
+)
 def test_implicit_weight(fun):
     w, x = nested(), normal((K, N))
     close(hki.use_implicit_args(fun)(w, x), fun(dense(w), x))

@@ -1,0 +1,128 @@
+"""The benchmark's runner, on small sizes: its records, its report, and the aims that are counts."""
+
+import copy
+import json
+
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from benchmarks import implementations, models, report, run, stages
+
+SIZES = models.Sizes(depth=2, width=16, heads=2, vocabulary=32, batch=2, length=8, rank=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_flags():
+    """What `app.run` would do."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["run"])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What the runner writes."""
+    path = tmp_path_factory.mktemp("results") / "results.json"
+    small = dict(depths=["1", "2"], stacked=["2"], repeats=2, runs=2, width=16, length=8)
+    with flagsaver.flagsaver(**small, output=str(path), report=False):
+        run.main(["run"])
+    return report.load(path)
+
+
+def test_records_are_complete(results):
+    assert [(c["depth"], c["stacked"]) for c in results["cases"]] == [
+        (1, False),
+        (2, False),
+        (2, True),
+    ]
+    assert {"jax", "dm-haiku"} <= set(results["environment"]["versions"])
+    for case in results["cases"]:
+        for record in case["implementations"].values():
+            assert [len(record[s]) for s in report.STAGES] == [2, 2, 1, 2]
+
+
+def test_the_program_is_that_of_lora_by_hand(results):
+    for case in results["cases"]:
+        by_hand, library = (case["implementations"][n] for n in ("by_hand", "library"))
+        assert library["flops"] == pytest.approx(by_hand["flops"], rel=1e-3)
+        assert library["equations"] == by_hand["equations"]
+        assert library["temporary_bytes"] <= 1.01 * by_hand["temporary_bytes"]
+
+
+def test_eager_calls_do_not_trace_again(results):
+    assert results["eager"]["traces"] == 0
+
+
+def test_gradients_of_all_implementations_agree():
+    tokens, params = stages.example(SIZES)
+    arguments = *implementations.arguments("by_hand", params), tokens
+    found = implementations.available()
+    gradients = {
+        name: jax.jit(jax.grad(found[name](SIZES)))(*arguments) for name in found if name != "dense"
+    }
+    for gradient in gradients.values():
+        assert jax.tree.all(
+            jax.tree.map(lambda a, b: jnp.allclose(a, b, atol=1e-6), gradient, gradients["by_hand"])
+        )
+
+
+def test_a_wrong_loss_is_not_timed(monkeypatch):
+    def wrong(sizes):
+        loss = implementations.by_hand(sizes)
+        return lambda *args: 1.01 * loss(*args)
+
+    monkeypatch.setattr(implementations, "library", wrong)
+    with pytest.raises(AssertionError, match="library has loss"):
+        stages.measure(SIZES, ["by_hand", "library"], repeats=1, runs=1)
+
+
+def test_ratios_are_medians_within_a_turn():
+    by_hand = dict(trace=[1.0, 10.0, 1.0], lower=[1.0, 10.0, 1.0])
+    library = dict(trace=[2.0, 20.0, 9.0], lower=[2.0, 20.0, 9.0])
+    case = dict(implementations=dict(by_hand=by_hand, library=library))
+    assert report.ratio(case, "library", ("trace", "lower")) == 2.0
+    assert report.seconds(case, "library", "trace", "lower") == 18.0
+
+
+def test_report(results, tmp_path, monkeypatch):
+    document = tmp_path / "benchmarks.md"
+    document.write_text(report.DOCUMENT.read_text())
+    monkeypatch.setattr(report, "DOCUMENT", document)
+    report.write_tables(results)
+    once = document.read_text()
+    report.write_tables(results)
+    assert document.read_text() == once
+    assert "| 2, `layer_stack` | haiku_implicit |" in once
+    assert results["environment"]["date"] in once
+    for image in report.draw(results, tmp_path):
+        assert matplotlib.image.imread(image).std() > 0
+
+
+def test_a_missing_place_for_a_table_is_an_error(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "benchmarks.md")
+    report.DOCUMENT.write_text("nothing")
+    with pytest.raises(ValueError, match="expected one '<!-- environment -->', found 0"):
+        report.write_tables(results)
+
+
+def test_the_recorded_results_are_those_of_the_document(tmp_path, monkeypatch):
+    recorded = report.load(run.RESULTS)
+    for name, table in report.tables(copy.deepcopy(recorded)).items():
+        assert table in report.DOCUMENT.read_text(), name
+
+
+def test_what_is_written_is_json(tmp_path):
+    path = tmp_path / "results.json"
+    run.write(dict(seconds=[1.23456789012, 2.0], name="a, b", flops=1234567.0), path)
+    assert json.loads(path.read_text()) == dict(
+        seconds=[1.2345678, 2.0], name="a, b", flops=1234567.0
+    )
+
+
+def test_unknown_implementation():
+    with flagsaver.flagsaver(implementations=["nothing"]):
+        with pytest.raises(Exception, match="--implementations: nothing not found, there is dense"):
+            run.chosen()

@@ -1,0 +1,386 @@
+"""Primitives that carry a jaxpr, run with implicit operands, against the dense twin.
+
+One table holds functions of `(w, x)`: a 4 x 4 LoRA weight (or its dense twin) and three rows. Each
+runs in every way in which JAX lets the dense function run.
+"""
+
+import collections
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+
+import chex
+import haiku as hk
+import jax
+import jax.extend.core.primitives as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import haiku_implicit as hki
+from haiku_implicit import _compat
+
+N, ROWS, BATCH = 4, 3, 2
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(scale=0.5, size=shape), jnp.float32)
+
+
+def weight(*batch, seed=0):
+    factors = normal(seed + 1, *batch, N, 2), normal(seed + 2, *batch, 2, N)
+    return hki.LoRA(normal(seed, *batch, N, N), *factors, alpha=3.0)
+
+
+def nested(seed=5):
+    return hki.LoRA(weight(seed=seed), normal(seed + 3, N, 1), normal(seed + 4, 1, N))
+
+
+def dense(w):
+    """The dense twin, by other means than LoRA's own `materialize`."""
+    inner = dense(w.w) if isinstance(w.w, hki.LoRA) else w.w
+    return inner + w.scale * jnp.einsum("...nr,...rm->...nm", w.a, w.b)
+
+
+def close(got, want):
+    # Sums of a few float32 terms, taken in another order.
+    chex.assert_trees_all_close(got, want, rtol=3e-5, atol=3e-5)
+
+
+def mesh():
+    return jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+# --- calls -----------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="power")
+def power_of_product(w, x, *, power):
+    return (x @ w) ** power
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def donating(w, x):
+    return x @ w
+
+
+def sharded_jit(w, x):
+    one = NamedSharding(mesh(), P())
+    return jax.jit(lambda w, x: x @ w, in_shardings=(one, one), out_shardings=one)(w, x)
+
+
+def called(name):
+    def run(w, x):
+        shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (w, x)]
+        jaxpr = jax.make_jaxpr(lambda w, x: jnp.sin(x @ w))(*shapes)
+        # JAX has public names for these primitives, but no public function that binds them.
+        params = dict(call_jaxpr=jaxpr if name == "closed_call_p" else jaxpr.jaxpr)
+        return _compat.bind(getattr(jex, name), [w, x], params)[0]
+
+    return run
+
+
+def checkpointed(**options):
+    layers = lambda w, x: jnp.sin(jnp.sin(x @ w) @ w)  # noqa: E731
+    return jax.checkpoint(layers, **options)
+
+
+POLICIES = jax.checkpoint_policies
+
+
+# --- loops and branches ----------------------------------------------------------------------------
+
+
+def scan_consts_and_ys(w, x):
+    return lax.scan(lambda c, row: (jnp.tanh(c @ w + row), row @ w), x[0], x)
+
+
+def scan_over_stack(w, x):
+    return lax.scan(lambda c, v: (jnp.tanh(c @ v), v), x, jnp.stack([w, 2 * w]))
+
+
+def scan_lora_carry(w, x):
+    return lax.scan(lambda c, row: (0.5 * c, row @ c), w, x)
+
+
+def scan_dense_carry(w, x):
+    return lax.scan(lambda c, row: (jnp.sin(c), row @ c), w, x)
+
+
+def scan_of_length(length):
+    return lambda w, x: lax.scan(lambda c, row: (0.5 * c, row @ c), w, x[:length])
+
+
+def scan_swapped_carry(w, x):
+    # The second carry is dense at first, so the first one becomes dense in the second round.
+    return lax.scan(lambda c, row: ((c[1], c[0]), row @ c[0]), (w, jnp.eye(N)), x)[1]
+
+
+def while_with_consts(w, x):
+    # Bounded by the weight in the condition; the body multiplies by it.
+    def goes_on(c):
+        return (c[0] < 3) & (jnp.abs(c[1] @ w).sum() < 1e3)
+
+    return lax.while_loop(goes_on, lambda c: (c[0] + 1, c[1] @ w), (0, x))[1]
+
+
+def while_lora_carry(w, x):
+    step = lambda c: (c[0] + 1, 0.5 * c[1])  # noqa: E731
+    return x @ lax.while_loop(lambda c: c[0] < 3, step, (0, w))[1]
+
+
+def while_to_dense(w, x):
+    step = lambda c: (c[0] + 1, jnp.sin(c[1]))  # noqa: E731
+    return x @ lax.while_loop(lambda c: c[0] < 3, step, (0, w))[1]
+
+
+def while_of_values(w, x):
+    """As many rounds as the values say: `vmap` gives the condition a batch axis."""
+    halve = lambda c: (c[0] / 2 @ w, c[1] + 1)  # noqa: E731
+    return lax.while_loop(lambda c: (jnp.abs(c[0]).max() > 0.05) & (c[1] < 9), halve, (x, 0))[0]
+
+
+def fori(w, x):
+    return lax.fori_loop(0, 3, lambda i, c: jnp.sin(c @ w) + x[i], x)
+
+
+def cond_both_lora(w, x):
+    return x @ lax.cond(x[0, 0] > 0, lambda v: 2 * v, lambda v: v - 1, w)
+
+
+def cond_to_dense(w, x):
+    return x @ lax.cond(x[0, 0] > 0, jnp.sin, lambda v: v, w)
+
+
+def switched(w, x):
+    index = jnp.where(x[0, 0] > 0, 1, 2)
+    branches = [lambda v: x, lambda v: x @ v, lambda v: jnp.cos(v.T @ x.T).T]
+    return lax.switch(index, branches, w)
+
+
+def by_platform(w, x):
+    return lax.platform_dependent(w, x, cpu=lambda w, x: x @ w, default=lambda w, x: 0 * x)
+
+
+# --- derivatives of their own, solves, meshes ------------------------------------------------------
+
+
+@jax.custom_jvp
+def jvp_ruled(w, x):
+    return x @ w
+
+
+@jvp_ruled.defjvp
+def jvp_ruled_jvp(primals, tangents):
+    (w, x), (w_dot, x_dot) = primals, tangents
+    return jvp_ruled(w, x), x @ w_dot + 3 * (x_dot @ w)  # wrong on purpose: it must be used
+
+
+@jax.custom_vjp
+def vjp_ruled(w, x):
+    return x @ w
+
+
+def vjp_ruled_bwd(residuals, g):
+    w, x = residuals
+    return 2.5 * x.T @ g, g @ w.T - 1  # wrong on purpose, too
+
+
+vjp_ruled.defvjp(lambda w, x: (vjp_ruled(w, x), (w, x)), vjp_ruled_bwd)
+
+
+def linear_solve(w, x):
+    """Of the matrix `eye + w / 4`, whose inverse is two terms of its series, on purpose."""
+    times = lambda v: v + v @ w.T / 4  # noqa: E731
+    back = lambda v: v + v @ w / 4  # noqa: E731
+    return lax.custom_linear_solve(
+        times, x, lambda _, v: v - v @ w.T / 4, lambda _, v: v - v @ w / 4
+    ) + back(x)
+
+
+def symmetric_solve(w, x):
+    times = lambda v: 4 * v + v @ w @ w.T  # noqa: E731
+    return lax.custom_linear_solve(
+        times, x, lambda f, v: v / 4 - f(v) / 64, symmetric=True
+    )
+
+
+def sharded(spec, **options):
+    def run(w, x):
+        specs = dict(in_specs=(spec, P()), out_specs=P())
+        fun = lambda w, x: lax.psum(jnp.sin(x @ w), "i")  # noqa: E731
+        return jax.shard_map(fun, mesh=mesh(), **specs, **options)(w, x)
+
+    return run
+
+
+def parallel(w, x):
+    return jax.pmap(lambda row: row @ w, axis_name="i")(x[None])
+
+
+# --- nestings --------------------------------------------------------------------------------------
+
+
+def scan_of_remat_of_jit(w, x):
+    layer = jax.checkpoint(jax.jit(lambda c, w: jnp.sin(c @ w)))
+    return lax.scan(lambda c, row: (layer(c, w), layer(row, w)), x, x)
+
+
+def cond_in_scan(w, x):
+    def body(c, row):
+        return lax.cond(row[0] > 0, lambda c: c @ w, lambda c: c + row @ w, c), row @ w
+
+    return lax.scan(body, x, x)
+
+
+def vjp_ruled_in_scan_in_jit(w, x):
+    return jax.jit(lambda w, x: lax.scan(lambda c, _: (vjp_ruled(w, c), None), x, length=2)[0])(w, x)
+
+
+def scan_in_while(w, x):
+    inner = lambda c: lax.scan(lambda d, row: (jnp.sin(d @ w) + row, None), c, x)[0]  # noqa: E731
+    return lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, inner(c[1])), (0, x))[1]
+
+
+def vmap_in_scan(w, x):
+    return lax.scan(lambda c, _: (jax.vmap(lambda row: jnp.sin(row @ w))(c), None), x, length=2)[0]
+
+
+def grad_in_scan(w, x):
+    step = jax.grad(lambda c: jnp.square(jnp.sin(c @ w)).sum())
+    return lax.scan(lambda c, _: (c - 0.1 * step(c), None), x, length=2)[0]
+
+
+# --- the table -------------------------------------------------------------------------------------
+
+WAYS = ("eager", "jit", "grad", "jvp", "vmap", "inner_vmap", "inner_grad")
+NO_REVERSE = {"grad", "inner_grad"}  # while loops have no reverse mode
+NO_FORWARD = {"jvp"}  # custom_vjp has no forward mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A function of `(w, x)`.
+
+    Attributes:
+      fun: the function.
+      free: whether nothing in it needs the dense weight; True, or the ways in which that is so.
+      without: the ways in which JAX cannot run even the dense function.
+    """
+
+    fun: object
+    free: object = True
+    without: frozenset = frozenset()
+
+    def needs_none(self, way):
+        return self.free if isinstance(self.free, bool) else way in self.free
+
+
+def op(fun, free=True, without=()):
+    return Op(fun, free, frozenset(without))
+
+
+OUTSIDE = {"eager", "jit", "grad", "jvp", "vmap"}
+
+OPS = {
+    "jit": op(lambda w, x: jax.jit(lambda w, x: jnp.sin(x @ w))(w, x)),
+    "jit static name": op(lambda w, x: power_of_product(w, x, power=3)),
+    "jit donated": op(lambda w, x: donating(w, x + 1)),
+    "jit in_shardings": op(sharded_jit),
+    "jit closes over": op(lambda w, x: jax.jit(lambda x: jnp.sin(x @ w))(x)),
+    "jit returns lora": op(lambda w, x: (jax.jit(lambda w: 2 * w)(w), x)),
+    "closed_call": op(called("closed_call_p")),
+    "core_call": op(called("call_p")),
+    "remat": op(checkpointed()),
+    "remat policy": op(checkpointed(policy=POLICIES.dots_saveable)),
+    "remat policy nothing": op(checkpointed(policy=POLICIES.nothing_saveable, prevent_cse=False)),
+    "scan": op(scan_consts_and_ys),
+    "scan over stack": op(scan_over_stack),
+    "scan lora carry": op(scan_lora_carry),
+    "scan dense carry": op(scan_dense_carry, free=False),
+    "scan swapped carry": op(scan_swapped_carry, free=False),
+    "scan reverse": op(lambda w, x: lax.scan(lambda c, r: (c @ w + r, c), x[0], x, reverse=True)),
+    "scan unroll": op(lambda w, x: lax.scan(lambda c, r: (c @ w + r, c), x[0], x, unroll=2)),
+    "scan of nothing": op(scan_of_length(0)),
+    "while": op(while_with_consts, without=NO_REVERSE),
+    "while lora carry": op(while_lora_carry, without=NO_REVERSE),
+    "while to dense": op(while_to_dense, free=False, without=NO_REVERSE),
+    "while of values": op(while_of_values, without=NO_REVERSE),
+    "fori_loop": op(fori),
+    "cond": op(cond_both_lora),
+    "cond to dense": op(cond_to_dense, free=False),
+    "switch": op(switched),
+    "platform_dependent": op(by_platform),
+    "custom_jvp": op(jvp_ruled),
+    "custom_vjp": op(vjp_ruled, without=NO_FORWARD),
+    "relu": op(lambda w, x: x @ jax.nn.relu(w), free=False),
+    "silu": op(lambda w, x: x @ jax.nn.silu(w), free=False),
+    "logsumexp": op(lambda w, x: jax.nn.logsumexp(w, axis=0) + x, free=False),
+    "custom_linear_solve": op(linear_solve),
+    "custom_linear_solve symmetric": op(symmetric_solve),
+    "shard_map": op(sharded(P())),
+    "shard_map rows": op(sharded(P("i", None), check_vma=False)),
+    "shard_map columns": op(sharded(P(None, "i"), check_vma=False)),
+    "pmap": op(parallel),
+    "scan of remat of jit": op(scan_of_remat_of_jit),
+    "cond in scan": op(cond_in_scan),
+    "custom_vjp in scan in jit": op(vjp_ruled_in_scan_in_jit, without=NO_FORWARD),
+    "scan in while": op(scan_in_while, without=NO_REVERSE),
+    "vmap in scan": op(vmap_in_scan),
+    "grad in scan": op(grad_in_scan),
+}
+
+
+def loss(out):
+    return sum(jnp.sin(y + 0.5).sum() for y in jax.tree.leaves(hki.materialize(out)))
+
+
+def jit(fun):
+    # What the compiled program computes is looked at, not how fast.
+    return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def in_way(way, fun, wrap):
+    """`fun` run in one way, as `wrap(fun)` of a LoRA weight and rows: a function of no arguments."""
+    w, x = weight(), normal(10, ROWS, N)
+    ws, xs = weight(BATCH), normal(11, BATCH, ROWS, N)
+    of = lambda w, x: loss(fun(w, x))  # noqa: E731
+    out = lambda w, x: hki.materialize(wrap(fun)(w, x))  # noqa: E731
+    return {
+        "eager": lambda: out(w, x),
+        "jit": lambda: jit(out)(w, x),
+        "grad": lambda: jit(jax.grad(lambda w, x: loss(wrap(fun)(w, x)), (0, 1)))(w, x),
+        "jvp": lambda: jit(lambda *dots: jax.jvp(out, (w, x), dots))(weight(seed=20), normal(24, ROWS, N)),
+        "vmap": lambda: hki.materialize(jit(jax.vmap(wrap(fun)))(ws, xs)),
+        "inner_vmap": lambda: hki.materialize(jit(wrap(jax.vmap(fun)))(ws, xs)),
+        "inner_grad": lambda: jit(wrap(jax.grad(of, (0, 1))))(w, x),
+    }[way]()
+
+
+def on_dense(fun):
+    return lambda w, x: fun(dense(w), x)
+
+
+@functools.cache
+def wanted(name):
+    """What the dense twin gives in every way, by one program."""
+    case = OPS[name]
+    ways = [way for way in WAYS if way not in case.without]
+    return jit(lambda: {way: in_way(way, case.fun, on_dense) for way in ways})()
+
+
+@pytest.mark.parametrize(
+    "name, way", [(n, w) for n, o in OPS.items() for w in WAYS if w not in o.without]
+)
+def test_against_dense_twin(name, way):
+    case = OPS[name]
+    with hki.materialization("error" if case.needs_none(way) else "allow"):
+        got = in_way(way, case.fun, hki.use_implicit_args)
+    close(got, wanted(name)[way])

@@ -1,0 +1,179 @@
+"""What keeps tracing cheap, counted: rules run once, and primitives are linearized once.
+
+Times are in `docs/benchmarks.md`; counts do not depend on the machine.
+"""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad
+
+import haiku_implicit as hki
+
+
+@dataclasses.dataclass
+class Doubled(hki.ImplicitArray, warn_on_materialize=False):
+    """Twice an array; its rules note that they ran."""
+
+    x: hki.ArrayValue
+
+    def compute_shape(self):
+        return self.x.shape
+
+    def compute_dtype(self):
+        return self.x.dtype
+
+    def materialize(self):
+        return self.x * 2
+
+
+ran = []
+
+
+@hki.primitive_handler("cos")
+def cos_of_doubled(primitive, x: Doubled, **params):
+    ran.append("cos")
+    return primitive.bind(2 * x.x, **params)
+
+
+@hki.primitive_handler("sin")
+def sin_of_doubled(primitive, x: Doubled, **params):
+    ran.append("sin")
+    hki.default_handler(jax.lax.exp_p, x, accuracy=None)  # has no rule: materializes
+    return NotImplemented if x.ndim == 0 else jnp.sin(x.x) * jnp.cos(x.x) * 2
+
+
+@pytest.fixture(autouse=True)
+def nothing_traced_before():
+    jax.clear_caches()
+    ran.clear()
+
+
+def many(fun, times=12):
+    """Sums what a function gives at every use."""
+    return hki.use_implicit_args(lambda *args: sum(fun(*args) for _ in range(times)).sum())
+
+
+@contextlib.contextmanager
+def count_jvps(primitive):
+    """Counts how often JAX asks for the derivative of a primitive."""
+    rule, calls = ad.primitive_jvps[primitive], []
+
+    def counting(*args, **params):
+        calls.append(1)
+        return rule(*args, **params)
+
+    ad.primitive_jvps[primitive] = counting
+    try:
+        yield calls
+    finally:
+        ad.primitive_jvps[primitive] = rule
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"]
+)
+def test_a_rule_runs_once_for_one_structure(transform):
+    x = jnp.arange(1.0, 4.0)
+    out = transform(many(jnp.cos))(Doubled(x))
+    assert ran == ["cos"]
+    expected = transform(lambda x: 12 * jnp.cos(2 * x).sum())(x)
+    assert jnp.allclose(jax.tree.leaves(out)[0], expected, rtol=1e-5)
+
+
+def test_a_rule_for_nested_arrays_runs_once():
+    x = jnp.arange(1.0, 4.0)
+    nested = Doubled(Doubled(x))
+    out, grad = jax.value_and_grad(many(jnp.cos))(nested)
+    assert ran == ["cos"]
+    assert jnp.allclose(out, 12 * jnp.cos(4 * x).sum(), rtol=1e-5)
+    assert jnp.allclose(grad.x.x, -48 * jnp.sin(4 * x), rtol=1e-5)
+
+
+def test_a_rule_runs_anew_for_another_shape_dtype_or_structure():
+    for x in (jnp.ones(2), jnp.ones(3), jnp.ones(3, jnp.bfloat16)):
+        many(jnp.cos)(Doubled(x))
+    many(jnp.cos)(Doubled(Doubled(jnp.ones(3))))
+    assert len(ran) == 4
+
+
+def test_what_a_rule_materializes_is_reported_at_every_use():
+    with hki.materialization("allow"), hki.materialization_report() as report:
+        many(jnp.sin, times=5)(Doubled(jnp.ones(3)))
+    assert ran == ["sin"]
+    assert report.count == 5
+
+
+def test_what_a_rule_that_declines_materializes_is_not_reported():
+    with hki.materialization("allow"), hki.materialization_report() as report:
+        many(jnp.sin, times=5)(Doubled(jnp.float32(1)))
+    assert {event.primitive for event, _ in report} == {"sin"}
+    assert report.count == 5
+
+
+def test_a_new_rule_is_seen():
+    def tanh(x):
+        return many(jnp.tanh)(Doubled(x))
+
+    with hki.materialization("allow"):
+        before = tanh(jnp.ones(3))
+
+    @hki.primitive_handler("tanh")
+    def tanh_of_doubled(primitive, x: Doubled, **params):
+        return jnp.zeros_like(x.x)
+
+    assert before > 0
+    assert tanh(jnp.ones(3)) == 0
+
+
+@pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.jit(jax.grad(f))])
+def test_a_primitive_is_linearized_once(transform):
+    def fun(w, x):
+        for _ in range(12):
+            x = jax.lax.erf(x)
+        return (x @ w).sum()
+
+    w = hki.LoRA(jnp.ones((3, 2)), jnp.ones((3, 1)), jnp.ones((1, 2)))
+    x = jnp.ones((4, 3))
+    wrapped = hki.use_implicit_args(fun)
+    with count_jvps(jax.lax.erf_p) as calls:
+        transform(lambda x: wrapped(w, x))(x)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.vmap, lambda f: f])
+def test_equations_keep_their_names_and_lines(transform):
+    def fun(w, x):
+        with jax.named_scope("first"):
+            y = jax.lax.erf(x)
+        with jax.named_scope("second"):
+            return (jax.lax.erf(y) * w).sum()
+
+    def erf_names(f):
+        jaxpr = jax.make_jaxpr(transform(lambda x: f(jnp.ones(3), x)))(jnp.ones((3,)))
+        return [
+            (str(e.source_info.name_stack), e.source_info.traceback.frames[0].line_num)
+            for e in jaxpr.eqns
+            if e.primitive is jax.lax.erf_p
+        ]
+
+    if transform is jax.vmap:
+        fun_of = fun
+        fun = lambda w, x: fun_of(w, jnp.stack([x]))  # noqa: E731
+    plain, wrapped = erf_names(fun), erf_names(hki.use_implicit_args(fun))
+    assert len(plain) == 2
+    assert [name for name, _ in wrapped] == [name for name, _ in plain]
+    assert wrapped[0][1] != wrapped[1][1] or plain[0][1] == plain[1][1]
+
+
+def test_a_primitive_without_a_lowering_is_not_jitted():
+    own_p = Primitive("own")
+    own_p.def_impl(lambda x: x * 3)
+    own_p.def_abstract_eval(lambda x: x)
+    ad.deflinear2(own_p, lambda t, _: [t * 3])
+    f = hki.use_implicit_args(lambda w, x: own_p.bind(x).sum() + jnp.cos(w).sum())
+    assert jnp.array_equal(jax.grad(f, 1)(Doubled(jnp.ones(2)), jnp.ones(2)), jnp.full(2, 3.0))
