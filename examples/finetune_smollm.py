@@ -37,9 +37,9 @@ _ADAPTER = flags.DEFINE_string(
     "adapter", "smollm_adapter.safetensors", "Where the adapter is saved, and resumed from."
 )
 _RESUME = flags.DEFINE_bool("resume", False, "Go on from the saved adapter.")
-_STEPS = flags.DEFINE_integer("steps", 40, "Training steps in all.", lower_bound=0)
+_STEPS = flags.DEFINE_integer("steps", 30, "Training steps in all.", lower_bound=0)
 _SAVE_EVERY = flags.DEFINE_integer("save_every", 10, "Steps between saves.", lower_bound=1)
-_BATCH = flags.DEFINE_integer("batch_size", 4, "Sequences in a batch.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch_size", 2, "Sequences in a batch.", lower_bound=1)
 _CONTEXT = flags.DEFINE_integer("context", 128, "Tokens in a sequence.", lower_bound=2)
 _RANK = flags.DEFINE_integer("rank", 8, "Rank of the LoRA factors.", lower_bound=1)
 _ALPHA = flags.DEFINE_float("alpha", 16.0, "LoRA's alpha: the correction is alpha / rank * a @ b.")
@@ -49,7 +49,7 @@ _TARGETS = flags.DEFINE_string(
 _RATE = flags.DEFINE_float("learning_rate", 1e-3, "Adam's learning rate.", lower_bound=0.0)
 _EVAL = flags.DEFINE_integer("eval_batches", 4, "Held-out batches to score.", lower_bound=1)
 _PROMPT = flags.DEFINE_string("prompt", "ROMEO:\n", "What the samples continue.")
-_SAMPLE = flags.DEFINE_integer("sample_tokens", 48, "Tokens to sample.", lower_bound=0)
+_SAMPLE = flags.DEFINE_integer("sample_tokens", 32, "Tokens to sample.", lower_bound=0)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Of the samples.", lower_bound=0.01)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the LoRA factors, the batches and the samples.")
 
@@ -107,9 +107,10 @@ def run() -> None:
         os.replace(_ADAPTER.value, _ADAPTER.value + ".bak")
         print(f"kept the adapter that was there as {_ADAPTER.value}.bak")
 
-    before = evaluate(apply, state.adapter, base, data, prompt, checkpoint.tokenizer)
+    evaluate = make_evaluation(apply, data, prompt, checkpoint.tokenizer)
+    before = evaluate(state.adapter, base)
     state = train(apply, optimizer, state, base, data)
-    after = evaluate(apply, state.adapter, base, data, prompt, checkpoint.tokenizer)
+    after = evaluate(state.adapter, base)
     for title, (_, sample) in (("before", before), ("after", after)):
         print(f"\n--- sample {title} ---\n{sample}")
     print(f"\nheld-out loss  {before[0]:.4f} -> {after[0]:.4f}   (nats per token)")
@@ -225,32 +226,32 @@ def train(apply: Any, optimizer: Any, state: State, base: Any, data: Data) -> St
     return state
 
 
-def evaluate(
-    apply: Any, adapter: Any, base: Any, data: Data, prompt: list[int], tokenizer: Any
-) -> tuple[float, str]:
-    """The held-out loss, and a sample that continues the prompt."""
+def make_evaluation(apply: Any, data: Data, prompt: list[int], tokenizer: Any) -> Any:
+    """A function of (adapter, base): the held-out loss, and a sample that continues the prompt."""
     loss = jax.jit(make_loss(apply))
-    batches = [windows(data.heldout, [_SEED.value, i, 1]) for i in range(_EVAL.value)]
-    losses = [float(loss(adapter, base, b)) for b in tqdm(batches, desc="held out", leave=False)]
-    return float(np.mean(losses)), sample(apply, adapter, base, prompt, tokenizer)
-
-
-def sample(apply: Any, adapter: Any, base: Any, prompt: list[int], tokenizer: Any) -> str:
-    """Text that continues the prompt, a token at a time, each from the whole context before it."""
 
     @jax.jit
     def next_token(adapter: Any, base: Any, window: jax.Array, last: Any, key: Any) -> jax.Array:
         logits = apply(hki.combine(adapter, base), window)[0, last]
         return jax.random.categorical(key, logits / _TEMPERATURE.value)
 
-    ids = list(prompt)
-    keys = jax.random.split(jax.random.key(_SEED.value), max(_SAMPLE.value, 1))
-    for key in tqdm(keys[: _SAMPLE.value], desc="sampling", leave=False):
-        recent = ids[-_CONTEXT.value :]
-        window = np.zeros((1, _CONTEXT.value), np.int32)
-        window[0, : len(recent)] = recent
-        ids.append(int(next_token(adapter, base, window, len(recent) - 1, key)))
-    return tokenizer.decode(ids, skip_special_tokens=False)
+    def sample(adapter: Any, base: Any) -> str:
+        """Token by token, each from the whole context before it."""
+        ids = list(prompt)
+        for i in tqdm(range(_SAMPLE.value), desc="sampling", leave=False):
+            recent = ids[-_CONTEXT.value :]
+            window = np.zeros((1, _CONTEXT.value), np.int32)
+            window[0, : len(recent)] = recent
+            key = jax.random.fold_in(jax.random.key(_SEED.value), i)
+            ids.append(int(next_token(adapter, base, window, len(recent) - 1, key)))
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    def evaluate(adapter: Any, base: Any) -> tuple[float, str]:
+        batches = [windows(data.heldout, [_SEED.value, i, 1]) for i in range(_EVAL.value)]
+        losses = [float(loss(adapter, base, b)) for b in tqdm(batches, "held out", leave=False)]
+        return float(np.mean(losses)), sample(adapter, base)
+
+    return evaluate
 
 
 # --- the adapter file ----------------------------------------------------------------------------

@@ -1,9 +1,22 @@
-"""Haiku models with implicit arrays: LoRA, quantized weights, symbolic zeros, and your own types."""
+"""Haiku models on implicit arrays: LoRA, quantized weights, symbolic zeros, and types of your own.
 
-from haiku_implicit import _higher_order  # noqa: F401
+The names, in the order of the data's way: wrap a model; put implicit arrays in its parameters, or have
+it make them; train; see what was materialized; and for new types, the base class and the rules.
+"""
+
+from haiku_implicit import _higher_order  # noqa: F401  (registers itself)
 from haiku_implicit._array import ArrayValue, ImplicitArray, aux_field, frozen_field
 from haiku_implicit._box import box
+from haiku_implicit._creators import (
+    lora_creator,
+    lora_getter,
+    quantize_creator,
+    quantize_getter,
+    zeros_creator,
+    zeros_getter,
+)
 from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit._haiku import transform_implicit
 from haiku_implicit._interpreter import default_handler
 from haiku_implicit._materialization import (
     MaterializationError,
@@ -11,6 +24,9 @@ from haiku_implicit._materialization import (
     materialization,
     materialization_report,
 )
+from haiku_implicit._optimizers import apply_updates, freeze_declared, freeze_keys, freeze_subtrees
+from haiku_implicit._params import add_lora, merge_lora, quantize_params, zero_params
+from haiku_implicit._training import combine, grad, partition, value_and_grad
 from haiku_implicit._transform import (
     materialize,
     tree_flatten_with_implicit,
@@ -20,22 +36,55 @@ from haiku_implicit._transform import (
     use_implicit_args,
 )
 from haiku_implicit.arrays import LoRA, QuantizedMatrix, SymbolicConstant, Zeros
-from haiku_implicit._creators import (
-    lora_creator,
-    lora_getter,
-    quantize_creator,
-    quantize_getter,
-    zeros_creator,
-    zeros_getter,
-)
-from haiku_implicit._haiku import transform_implicit
-from haiku_implicit._params import add_lora, merge_lora, quantize_params, zero_params
-from haiku_implicit._training import combine, grad, partition, value_and_grad
-from haiku_implicit._optimizers import (
-    apply_updates,
-    freeze_declared,
-    freeze_keys,
-    freeze_subtrees,
-)
 
 __version__ = "0.1.0"
+
+__all__ = [
+    # wrap a model or a function
+    "transform_implicit",
+    "use_implicit_args",
+    # implicit parameters: of a tree, where Haiku makes them, where Haiku reads them
+    "add_lora",
+    "quantize_params",
+    "zero_params",
+    "merge_lora",
+    "lora_creator",
+    "quantize_creator",
+    "zeros_creator",
+    "lora_getter",
+    "quantize_getter",
+    "zeros_getter",
+    # the types
+    "LoRA",
+    "QuantizedMatrix",
+    "SymbolicConstant",
+    "Zeros",
+    # training
+    "partition",
+    "combine",
+    "value_and_grad",
+    "grad",
+    "freeze_declared",
+    "freeze_keys",
+    "freeze_subtrees",
+    "apply_updates",
+    # dense arrays, and what became dense
+    "materialize",
+    "materialization",
+    "materialization_report",
+    "MaterializationError",
+    "MaterializationWarning",
+    # types and rules of your own
+    "ImplicitArray",
+    "ArrayValue",
+    "aux_field",
+    "frozen_field",
+    "box",
+    "primitive_handler",
+    "default_handler",
+    # trees in which an implicit array is one leaf
+    "tree_flatten_with_implicit",
+    "tree_leaves_with_implicit",
+    "tree_map_with_implicit",
+    "tree_structure_with_implicit",
+]

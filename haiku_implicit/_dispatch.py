@@ -122,7 +122,7 @@ def _as_primitive(primitive: Primitive | str) -> Primitive:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def rules_for(
     primitive: Primitive, types: tuple[type, ...]
 ) -> tuple[tuple[Rule, tuple[int, ...]], ...]:

@@ -218,7 +218,8 @@ def cond(operands: Operands, params: Params) -> list[Any]:
     index, *args = operands
     branches = params["branches"]
     new = [_retrace(b, args) for b in branches]
-    joined = [functools.reduce(_structure.join, outs) for outs in zip(*(n.out for n in new), strict=True)]  # fmt: skip
+    outs = zip(*(n.out for n in new), strict=True)
+    joined = [functools.reduce(_structure.join, alternatives) for alternatives in outs]
     target = _structure.Coerce(joined)
     new = [_retrace(b, args, target) for b in branches]
     for n in new:

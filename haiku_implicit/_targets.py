@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit._array import ImplicitArray, is_implicit
-from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.quantized import QuantizedMatrix
+from haiku_implicit.arrays.zeros import Zeros
 
 Predicate = Callable[[str, str, Any], bool]
 Targets = Union[Predicate, str, re.Pattern[str]]  # noqa: UP007 (a callable can't be or-ed)

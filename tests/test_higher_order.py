@@ -260,8 +260,8 @@ def grad_in_scan(w, x):
 
 # --- the table -------------------------------------------------------------------------------------
 
-WAYS = ("eager", "jit", "grad", "jvp", "vmap", "inner_vmap", "inner_grad")
-NO_REVERSE = {"grad", "inner_grad"}  # while loops have no reverse mode
+WAYS = ("eager", "jit", "grad", "jvp", "vmap", "inner vmap", "inner grad")
+NO_REVERSE = {"grad", "inner grad"}  # while loops have no reverse mode
 NO_FORWARD = {"jvp"}  # custom_vjp has no forward mode
 
 
@@ -287,7 +287,12 @@ def op(fun, free=True, without=()):
     return Op(fun, free, frozenset(without))
 
 
-OUTSIDE = {"eager", "jit", "grad", "jvp", "vmap"}
+# A gradient inside takes the loss of a result that is implicit itself, or, of a weight that one of
+# several branches keeps for its transpose, the other branches' zeros.
+NOT_INNER_GRAD = set(WAYS) - {"inner grad"}
+# JAX turns branches on batched predicates into element-wise selects.
+NOT_INNER_VMAP = set(WAYS) - {"inner vmap"}
+OUTSIDE = NOT_INNER_GRAD & NOT_INNER_VMAP
 
 OPS = {
     "jit": op(lambda w, x: jax.jit(lambda w, x: jnp.sin(x @ w))(w, x)),
@@ -295,29 +300,29 @@ OPS = {
     "jit donated": op(lambda w, x: donating(w, x + 1)),
     "jit in_shardings": op(sharded_jit),
     "jit closes over": op(lambda w, x: jax.jit(lambda x: jnp.sin(x @ w))(x)),
-    "jit returns lora": op(lambda w, x: (jax.jit(lambda w: 2 * w)(w), x)),
+    "jit returns lora": op(lambda w, x: (jax.jit(lambda w: 2 * w)(w), x), free=NOT_INNER_GRAD),
     "closed_call": op(called("closed_call_p")),
     "core_call": op(called("call_p")),
     "remat": op(checkpointed()),
     "remat policy": op(checkpointed(policy=POLICIES.dots_saveable)),
     "remat policy nothing": op(checkpointed(policy=POLICIES.nothing_saveable, prevent_cse=False)),
     "scan": op(scan_consts_and_ys),
-    "scan over stack": op(scan_over_stack),
-    "scan lora carry": op(scan_lora_carry),
+    "scan over stack": op(scan_over_stack, free=NOT_INNER_GRAD),
+    "scan lora carry": op(scan_lora_carry, free=NOT_INNER_GRAD),
     "scan dense carry": op(scan_dense_carry, free=False),
     "scan swapped carry": op(scan_swapped_carry, free=False),
     "scan reverse": op(lambda w, x: lax.scan(lambda c, r: (c @ w + r, c), x[0], x, reverse=True)),
     "scan unroll": op(lambda w, x: lax.scan(lambda c, r: (c @ w + r, c), x[0], x, unroll=2)),
-    "scan of nothing": op(scan_of_length(0)),
+    "scan of nothing": op(scan_of_length(0), free=NOT_INNER_GRAD),
     "while": op(while_with_consts, without=NO_REVERSE),
     "while lora carry": op(while_lora_carry, without=NO_REVERSE),
     "while to dense": op(while_to_dense, free=False, without=NO_REVERSE),
     "while of values": op(while_of_values, without=NO_REVERSE),
     "fori_loop": op(fori),
-    "cond": op(cond_both_lora),
+    "cond": op(cond_both_lora, free=NOT_INNER_VMAP),
     "cond to dense": op(cond_to_dense, free=False),
-    "switch": op(switched),
-    "platform_dependent": op(by_platform),
+    "switch": op(switched, free=OUTSIDE),
+    "platform_dependent": op(by_platform, free=NOT_INNER_GRAD),
     "custom_jvp": op(jvp_ruled),
     "custom_vjp": op(vjp_ruled, without=NO_FORWARD),
     "relu": op(lambda w, x: x @ jax.nn.relu(w), free=False),
@@ -330,7 +335,7 @@ OPS = {
     "shard_map columns": op(sharded(P(None, "i"), check_vma=False)),
     "pmap": op(parallel),
     "scan of remat of jit": op(scan_of_remat_of_jit),
-    "cond in scan": op(cond_in_scan),
+    "cond in scan": op(cond_in_scan, free=NOT_INNER_VMAP),
     "custom_vjp in scan in jit": op(vjp_ruled_in_scan_in_jit, without=NO_FORWARD),
     "scan in while": op(scan_in_while, without=NO_REVERSE),
     "vmap in scan": op(vmap_in_scan),
@@ -348,20 +353,23 @@ def jit(fun):
 
 
 def in_way(way, fun, wrap):
-    """`fun` run in one way, as `wrap(fun)` of a LoRA weight and rows: a function of no arguments."""
+    """`wrap(fun)` run in one way on a LoRA weight and rows."""
     w, x = weight(), normal(10, ROWS, N)
     ws, xs = weight(BATCH), normal(11, BATCH, ROWS, N)
-    of = lambda w, x: loss(fun(w, x))  # noqa: E731
     out = lambda w, x: hki.materialize(wrap(fun)(w, x))  # noqa: E731
-    return {
-        "eager": lambda: out(w, x),
-        "jit": lambda: jit(out)(w, x),
-        "grad": lambda: jit(jax.grad(lambda w, x: loss(wrap(fun)(w, x)), (0, 1)))(w, x),
-        "jvp": lambda: jit(lambda *dots: jax.jvp(out, (w, x), dots))(weight(seed=20), normal(24, ROWS, N)),
-        "vmap": lambda: hki.materialize(jit(jax.vmap(wrap(fun)))(ws, xs)),
-        "inner_vmap": lambda: hki.materialize(jit(wrap(jax.vmap(fun)))(ws, xs)),
-        "inner_grad": lambda: jit(wrap(jax.grad(of, (0, 1))))(w, x),
-    }[way]()
+    match way:
+        case "eager" | "jit":
+            return out(w, x)
+        case "grad":
+            return jax.grad(lambda w, x: loss(wrap(fun)(w, x)), (0, 1))(w, x)
+        case "jvp":
+            return jax.jvp(out, (w, x), (weight(seed=20), normal(24, ROWS, N)))
+        case "vmap":
+            return hki.materialize(jax.vmap(wrap(fun))(ws, xs))
+        case "inner vmap":
+            return hki.materialize(wrap(jax.vmap(fun))(ws, xs))
+        case "inner grad":
+            return wrap(jax.grad(lambda w, x: loss(fun(w, x)), (0, 1)))(w, x)
 
 
 def on_dense(fun):
@@ -382,5 +390,136 @@ def wanted(name):
 def test_against_dense_twin(name, way):
     case = OPS[name]
     with hki.materialization("error" if case.needs_none(way) else "allow"):
-        got = in_way(way, case.fun, hki.use_implicit_args)
+        on_lora = functools.partial(in_way, way, case.fun, hki.use_implicit_args)
+        got = on_lora() if way == "eager" else jit(on_lora)()
     close(got, wanted(name)[way])
+
+
+# --- the types of results --------------------------------------------------------------------------
+
+ZEROS = hki.Zeros(shape=(N, N))
+
+
+def branches(*values):
+    return lambda index, *values: lax.switch(index, [lambda v=v: v for v in values]), values
+
+
+TYPES = {
+    "scan lora carry": (lambda w, x: scan_lora_carry(w, x)[0], hki.LoRA, jax.Array),
+    "scan lora ys": (lambda w, x: scan_over_stack(w, x)[1], hki.LoRA, jax.Array),
+    "scan of nothing": (lambda w, x: scan_of_length(0)(w, x)[0], hki.LoRA, jax.Array),
+    "scan dense carry": (lambda w, x: scan_dense_carry(w, x)[0], jax.Array, None),
+    "while lora carry": (
+        lambda w, x: lax.while_loop(lambda c: c.sum() > 9, lambda c: c / 2, w), hki.LoRA, jax.Array
+    ),
+    "jit": (lambda w, x: jax.jit(jnp.negative)(w), hki.LoRA, jax.Array),
+    "remat": (lambda w, x: jax.checkpoint(jnp.negative)(w), hki.LoRA, jax.Array),
+    "custom_jvp": (lambda w, x: jvp_ruled(w, jnp.eye(N)), jax.Array, None),
+    # Partly implicit: the carry is a LoRA of a LoRA at first, of a dense weight then.
+    "scan to dense inside": (
+        lambda w, x: lax.scan(lambda c, _: (w, None), nested_of(w), length=2)[0], hki.LoRA, jax.Array
+    ),
+}  # fmt: skip
+
+
+def nested_of(w):
+    return hki.box(hki.LoRA(w, normal(7, N, 1), normal(8, 1, N)))
+
+
+def test_a_carry_keeps_what_it_can():
+    """Structures of carries and results: implicit as far as all rounds, or branches, allow."""
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_types_of_results(name, may_be_dense):
+    fun, kind, field = TYPES[name]
+    w, x = weight(), normal(10, ROWS, N)
+    out = hki.use_implicit_args(fun)(w, x)
+    assert isinstance(out, kind)
+    assert field is None or isinstance(out.w, field)
+
+
+MEETINGS = {
+    "lora and lora": ((weight(), weight(seed=3)), "LoRA"),
+    "nested and plain": ((nested(), weight()), "LoRA"),
+    "nested and nested": ((nested(), nested(seed=9)), "LoRA of LoRA"),
+    "three of them": ((nested(), weight(), nested()), "LoRA"),
+    "zeros and zeros": ((ZEROS, ZEROS), "Zeros"),
+    "zeros and dense": ((ZEROS, normal(1, N, N)), "dense"),
+    "zeros and lora": ((ZEROS, weight()), "dense"),
+    "ranks differ": ((weight(), hki.LoRA(normal(0, N, N), normal(1, N, 1), normal(2, 1, N))), "dense"),
+    "scales differ": ((weight(), weight()._replace(alpha=1.0)), "dense"),
+}
+
+
+def kind_of(x):
+    if not isinstance(x, hki.ImplicitArray):
+        return "dense"
+    inner = getattr(x, "w", None)
+    return type(x).__name__ + (f" of {kind_of(inner)}" if isinstance(inner, hki.LoRA) else "")
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_branches_meet_at_the_largest_common_structure(name, may_be_dense):
+    values, kind = MEETINGS[name]
+
+    def choose(index, *values):
+        return lax.switch(index, [lambda *vs, i=i: vs[i] for i in range(len(values))], *values)
+
+    with hki.materialization_report() as report:
+        outs = [hki.use_implicit_args(choose)(jnp.int32(i), *values) for i in range(len(values))]
+    for value, out in zip(values, outs, strict=True):
+        assert kind_of(out) == kind
+        close(hki.materialize(out), hki.materialize(value))
+    assert report.count == 0 or kind not in (kind_of(values[0]), "Zeros")
+    f = hki.use_implicit_args(lambda index, *values: jnp.sin(choose(index, *values)).sum())
+    for i in range(len(values)):
+        g = jax.jit(jax.grad(lambda v, f=f, i=i: f(jnp.int32(i), *v), allow_int=True))(values)
+        want = jax.grad(lambda v, i=i: jnp.sin(hki.materialize(v)[i]).sum(), allow_int=True)(values)
+        close(g, want)
+
+
+def test_a_nested_lora_loses_its_inner_one_in_a_carry(may_be_dense):
+    """LoRA(w=LoRA) at first and LoRA(w=dense) from the first round on: the outer LoRA stays."""
+    fun = lambda v, w: lax.scan(lambda c, _: (w, c), v, length=3)  # noqa: E731
+    v, w = nested()._replace(a=normal(3, N, 2), b=normal(4, 2, N), alpha=3.0), weight()
+    last, seen = hki.use_implicit_args(fun)(v, w)
+    assert kind_of(last) == kind_of(seen) == "LoRA" and seen.shape == (3, N, N)
+    close(hki.materialize((last, seen)), (dense(w), jnp.stack([dense(v), dense(w), dense(w)])))
+
+
+# --- primitives that need dense operands -----------------------------------------------------------
+
+
+def pallas_product(w, x):
+    def kernel(w_ref, x_ref, out_ref):
+        out_ref[...] = x_ref[...] @ w_ref[...]
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(w, x)
+
+
+def on_host(callback, **options):
+    shape = jax.ShapeDtypeStruct((ROWS, N), jnp.float32)
+    fun = lambda w, x: np.asarray(x) @ np.asarray(w)  # noqa: E731
+    return lambda w, x: callback(fun, shape, w, x, **options)
+
+
+MATERIALIZING = {
+    "pallas_call": pallas_product,
+    "pure_callback": on_host(jax.pure_callback, vmap_method="sequential"),
+    "io_callback": on_host(io_callback),
+    "io_callback ordered": on_host(io_callback, ordered=True),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", MATERIALIZING)
+def test_dense_operands_are_made_visibly(name, compiled, may_be_dense):
+    fun = hki.use_implicit_args(MATERIALIZING[name])
+    w, x = weight(), normal(10, ROWS, N)
+    with hki.materialization_report() as report:
+        out = (jit(fun) if compiled else fun)(w, x)
+    close(out, x @ dense(w))
+    assert report.count == 1
+    ((event, _),) = report
+    assert event.type_name == "LoRA" and event.primitive in name.replace("pure", "pure") + " pallas_call"

@@ -258,12 +258,10 @@ def gather_rows(
     Leading axes may be batch axes of the gather, or taken whole.
     """
     n, m = w.ndim - 2, w.ndim - 1
-    collapsed, batched = (
-        tuple(dimension_numbers.collapsed_slice_dims),
-        tuple(dimension_numbers.operand_batching_dims),
-    )
+    batched = tuple(dimension_numbers.operand_batching_dims)
+    sliced = {*range(w.ndim)} - {*dimension_numbers.collapsed_slice_dims, *batched}
     # An axis that is taken whole has no index but 0, by every `mode`'s rule of what is in bounds.
-    whole = [i for i in range(w.ndim) if slice_sizes[i] == w.shape[i] and i not in collapsed]
+    whole = [i for i in sliced if slice_sizes[i] == w.shape[i]]
     axis = m if m in whole else n
     if axis not in whole or not set(range(n)) <= {*batched, *whole}:
         return NotImplemented
@@ -278,9 +276,7 @@ def gather_rows(
 
     # Where the axes of the operand are in `t`: what is sliced at the offsets, the batch elsewhere.
     offsets = [int(i) for i in dimension_numbers.offset_dims]
-    place = dict(
-        zip((i for i in range(w.ndim) if i not in collapsed + batched), offsets, strict=True)
-    )
+    place = dict(zip(sorted(sliced), offsets, strict=True))
     index_axes = [i for i in range(t.ndim) if i not in offsets]
     for i, j in zip(batched, dimension_numbers.start_indices_batching_dims, strict=True):
         place[int(i)] = index_axes[j]
@@ -434,7 +430,7 @@ def _fits(x: jax.Array, w: LoRA) -> bool:
 
 @primitive_handler("convert_element_type")
 def cast_fields(primitive: Any, w: LoRA, *, new_dtype: Any, **params: Any) -> Any:
-    """From one floating dtype to another; factors of a wider one keep it, for their gradients' sake.
+    """From one floating dtype to another; wider factors stay so, for the sake of their gradients.
 
     A product runs in the dtype of the dense one all the same (`_working_dtype`).
     """
