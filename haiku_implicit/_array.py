@@ -14,6 +14,11 @@ import numpy as np
 _AUX = "haiku_implicit_aux"
 _FROZEN = "haiku_implicit_frozen"
 
+_STATIC = {_AUX: True}
+
+# `frozen_field(**kwargs)` is this metadata; said by `dataclasses.field` itself, mypy understands it.
+FROZEN = {_FROZEN: True}
+
 
 def aux_field(**kwargs: Any) -> Any:
     """A dataclass field that is static metadata of the type rather than a child array.
@@ -23,7 +28,7 @@ def aux_field(**kwargs: Any) -> Any:
     Args:
       **kwargs: what `dataclasses.field` takes.
     """
-    metadata = {**kwargs.pop("metadata", {}), _AUX: True}
+    metadata = {**kwargs.pop("metadata", {}), **_STATIC}
     return dataclasses.field(metadata=metadata, **kwargs)
 
 
@@ -33,7 +38,7 @@ def frozen_field(**kwargs: Any) -> Any:
     Args:
       **kwargs: what `dataclasses.field` takes.
     """
-    metadata = {**kwargs.pop("metadata", {}), _FROZEN: True}
+    metadata = {**kwargs.pop("metadata", {}), **FROZEN}
     return dataclasses.field(metadata=metadata, **kwargs)
 
 
@@ -51,7 +56,9 @@ class _Inferred:
         if instance is None:
             return self
         explicit = instance.__dict__.get(self.slot)
-        return getattr(instance.aval, self.name) if explicit is None else explicit
+        if explicit is None:
+            return getattr(instance.aval, self.name)
+        return jax.dtypes.canonicalize_dtype(explicit) if self.name == "dtype" else explicit
 
     def __set__(self, instance: Any, value: Any) -> None:
         given = None if value is None or value is self else self.normalize(value)
@@ -118,8 +125,15 @@ class ImplicitArray(abc.ABC):
     warn_on_materialize: ClassVar[bool] = True
     core_ndim: ClassVar[int | None] = None
 
-    shape: tuple[int, ...] = aux_field(default=_Inferred("shape", _as_shape), kw_only=True)
-    dtype: Any = aux_field(default=_Inferred("dtype", np.dtype), kw_only=True)
+    # What `aux_field` makes, in the form that type checkers understand.
+    shape: tuple[int, ...] = dataclasses.field(
+        default=_Inferred("shape", _as_shape),  # type: ignore[arg-type]
+        kw_only=True,
+        metadata=_STATIC,
+    )
+    dtype: Any = dataclasses.field(
+        default=_Inferred("dtype", np.dtype), kw_only=True, metadata=_STATIC
+    )
 
     def __init_subclass__(
         cls,

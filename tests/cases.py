@@ -26,7 +26,6 @@ class Case:
       batched: whether leading axes of `shape` may be batch axes (`core_ndim`, or a static shape).
       dtype: the dtype of the dense array.
       singular: whether the dense array is a singular matrix.
-      static: whether the shape is static metadata, which stacking leaves from outside cannot change.
     """
 
     make: Callable[..., hki.ImplicitArray]
@@ -34,7 +33,6 @@ class Case:
     batched: bool = True
     dtype: Any = jnp.float32
     singular: bool = False
-    static: bool = False
 
     def __call__(self, seed: int = 0, batch: tuple[int, ...] = ()) -> hki.ImplicitArray:
         """An array of this case: a 4 x 4 matrix, or a batch of them."""
@@ -188,7 +186,7 @@ def outer(dtype):
 
 def zeros(dtype):
     return Case(
-        lambda k, s: hki.Zeros(shape=s, dtype=dtype), full, dtype=dtype, singular=True, static=True
+        lambda k, s: hki.Zeros(shape=s, dtype=dtype), full, dtype=dtype, singular=True
     )
 
 
@@ -198,7 +196,6 @@ def constant(value, dtype):
         full,
         dtype=dtype,
         singular=True,
-        static=True,
     )
 
 
@@ -214,7 +211,7 @@ CASES = {
     "outer": outer(jnp.float32),
     "diagonal": Case(make_diagonal, lambda x: jnp.eye(4) * x.d, batched=False),
     "nought": Case(
-        lambda k, s: Nought(shape=s), lambda x: jnp.zeros(x.shape), singular=True, static=True
+        lambda k, s: Nought(shape=s), lambda x: jnp.zeros(x.shape), singular=True
     ),
     "zeros int": zeros(jnp.int32),
     "constant int": constant(3, jnp.int32),

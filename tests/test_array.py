@@ -134,7 +134,10 @@ def test_shape_follows_the_leaves():
 
 def test_a_double_is_what_jax_makes_of_it():
     assert Nought(shape=(2,), dtype=np.float64).aval.dtype == jnp.float32
+    assert Nought(shape=(2,), dtype=np.float64).dtype == jnp.float32
     assert hki.materialize(Nought(shape=(2,), dtype=np.float64)).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert Nought(shape=(2,), dtype=np.float64).dtype == jnp.float64
 
 
 @ALL
@@ -381,18 +384,11 @@ MISUSES = {
     "w @ x": lambda w, x: w @ x,
     "x + w": lambda w, x: x + w,
     "w + x": lambda w, x: w + x,
-    "w * 2": lambda w, x: w * 2,
     "jnp.dot(x, w)": lambda w, x: jnp.dot(x, w),
+    "jnp.stack": lambda w, x: jnp.stack([w, w]),
     "jnp.asarray(w)": lambda w, x: jnp.asarray(w),
     "np.asarray(w)": lambda w, x: np.asarray(w),
     "np.sin(w)": lambda w, x: np.sin(w),
-    "w[0]": lambda w, x: w[0],
-    "-w": lambda w, x: -w,
-    "w.T": lambda w, x: w.T,
-    "w.reshape(4)": lambda w, x: w.reshape(4),
-    "w.astype(int)": lambda w, x: w.astype(int),
-    "float(w)": lambda w, x: float(w),
-    "jax.lax.add(w, x)": lambda w, x: jax.lax.add(w, x),
 }
 
 
@@ -401,7 +397,7 @@ MISUSES = {
 def test_use_outside_a_wrapper_says_what_to_do(text, jit):
     w, x = Outer(jnp.ones(2), jnp.ones(2)), jnp.ones((2, 2))
     fun = jax.jit(MISUSES[text]) if jit else MISUSES[text]
-    with pytest.raises((TypeError, AttributeError), match="use_implicit_args") as error:
+    with pytest.raises(TypeError, match="use_implicit_args") as error:
         fun(w, x)
     assert "materialize" in str(error.value)
 
@@ -432,18 +428,18 @@ def test_identity_under_transformations(name):
     chex.assert_trees_all_equal(jax.device_put(w), w)
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.batched])
+@pytest.mark.parametrize("name", [n for n in CASES if type(CASES[n](0)).core_ndim is not None])
 def test_with_leading_axis_undoes_itself(name):
     w = CASES[name](0, (3,))
     first = jax.tree.map(lambda x: x[0], w).with_leading_axis(None)
-    if not CASES[name].static or CASES[name].make.__name__ != "nought":
-        assert first is not NotImplemented
-        assert first.shape == w.shape[1:]
-        stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), first).with_leading_axis(3)
-        assert stacked.shape == w.shape
+    assert first.shape == w.shape[1:]
+    assert first.dtype == w.dtype
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), first).with_leading_axis(3)
+    assert stacked.shape == w.shape
 
 
 def test_a_type_without_batch_axes_says_so():
     assert Diagonal(jnp.ones(3)).with_leading_axis(2) is NotImplemented
+    assert Nought(shape=(2,)).with_leading_axis(2) is NotImplemented
     nested = hki.LoRA(Diagonal(jnp.ones(3)), jnp.ones((3, 1)), jnp.ones((1, 3)))
     assert nested.with_leading_axis(2) is NotImplemented

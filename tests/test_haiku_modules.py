@@ -102,7 +102,7 @@ class Case:
         return scalar(out), out
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # the kinds of one module are tested in a row
 def case(name):
     """One for each module: its compiled dense function serves all kinds of parameters."""
     return Case(name)

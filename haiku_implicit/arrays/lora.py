@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit._array import (
+    FROZEN,
     ImplicitArray,
     aux_field,
-    frozen_field,
     is_implicit,
 )
 from haiku_implicit._dense import dense
@@ -46,9 +46,9 @@ class LoRA(ImplicitArray, core_ndim=2):
        [2. 2. 2.]]
     """
 
-    w: Any = frozen_field()
-    a: Any  # type: ignore[misc]  # mypy takes `frozen_field()` for a default
-    b: Any  # type: ignore[misc]
+    w: Any = dataclasses.field(metadata=FROZEN)
+    a: Any
+    b: Any
     alpha: float | None = aux_field(default=None)
 
     def __post_init__(self) -> None:
