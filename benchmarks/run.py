@@ -73,7 +73,7 @@ def measured(names: list[str]) -> report.Results:
         records = stages.measure(sizes, names, REPEATS.value, RUNS.value)
         cases.append(dict(depth=depth, stacked=stacked, implementations=records))
         _print(cases[-1])
-    eager = stages.eager_calls(dataclasses.replace(base, depth=2), calls=5)
+    eager = stages.eager_calls(dataclasses.replace(base, depth=1), calls=10)
     print(f"eager: {eager['traces']} traces in {eager['calls']} repeated calls")
     return dict(
         environment=environment(),

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit import _compat
+
 _AUX = "haiku_implicit_aux"
 _FROZEN = "haiku_implicit_frozen"
 
@@ -384,7 +386,8 @@ def dense_struct(x: Any) -> Any:
     """A `jax.ShapeDtypeStruct` for an implicit array; anything else as it is."""
     if not is_implicit(x):
         return x
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.aval.weak_type)
+    leaves = jax.tree_util.tree_leaves(x)
+    return _compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves)
 
 
 def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:

@@ -89,7 +89,7 @@ def manual_axes(params: dict[str, Any]) -> frozenset[str]:
 
 def vary_like(x: Any, others: Any) -> Any:
     """`x` marked as varying over the mesh axes that the others vary over (inside `shard_map`)."""
-    axes = tuple(sorted({axis for y in others for axis in _varying(y)} - set(_varying(x))))
+    axes = tuple(sorted({axis for y in others for axis in varying(y)} - varying(x)))
     if not axes:
         return x
     if hasattr(jax.lax, "pcast"):
@@ -98,8 +98,24 @@ def vary_like(x: Any, others: Any) -> Any:
     return pvary(x, axes)
 
 
-def _varying(x: Any) -> frozenset[str]:
-    aval = jax.typeof(x)
-    if hasattr(aval, "mat"):
-        return aval.mat.varying
-    return getattr(aval, "vma", frozenset())
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes that an array or a `jax.ShapeDtypeStruct` varies over (inside `shard_map`)."""
+    if not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return frozenset()
+    about: Any = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+    mat = getattr(about, "mat", None) or getattr(about, "manual_axis_type", None)
+    return frozenset(mat.varying if mat else getattr(about, "vma", None) or ())
+
+
+def struct(shape: Any, dtype: Any, weak_type: bool = False, like: Any = ()) -> jax.ShapeDtypeStruct:
+    """A `jax.ShapeDtypeStruct` that varies over the mesh axes that any of `like` varies over."""
+    axes = frozenset().union(*map(varying, like))
+    if not axes:
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    options: dict[str, Any] = {"vma": axes}
+    if hasattr(jax.sharding, "ManualAxisType"):
+        options = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
+    mesh = jax.sharding.get_abstract_mesh()  # which the axes are looked up in
+    whole = jax.sharding.PartitionSpec(*[None] * len(shape))
+    sharding = jax.sharding.NamedSharding(mesh, whole)
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=sharding, **options)

@@ -63,6 +63,7 @@ def primitive_handler(
 
     Raises:
       ValueError: for a name that is no primitive.
+      TypeError: for anything but primitives and names.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -81,6 +82,7 @@ def primitive_handler(
     """
     if isinstance(primitives, str | Primitive):
         primitives = [primitives]
+    primitives = list(primitives) if isinstance(primitives, Iterable) else [primitives]
     resolved = [_as_primitive(p) for p in primitives]
 
     def register(rule: Rule) -> Rule:
@@ -107,7 +109,9 @@ def generation() -> int:
 def _as_primitive(primitive: Primitive | str) -> Primitive:
     if isinstance(primitive, Primitive):
         return primitive
-    name = str(primitive).removesuffix("_p")
+    if not isinstance(primitive, str):
+        raise TypeError(f"primitives: expected primitives or their names, got {primitive!r}")
+    name = primitive.removesuffix("_p")
     for found in (
         getattr(jax.lax, f"{name}_p", None),
         getattr(jex_primitives, f"{name}_p", None),

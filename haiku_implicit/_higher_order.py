@@ -18,7 +18,7 @@ from jax.extend.core import primitives as jex
 
 from haiku_implicit import _compat, _structure
 from haiku_implicit import _materialization as events
-from haiku_implicit._array import flatten, is_implicit, num_batch_axes
+from haiku_implicit._array import dense_struct, flatten, is_implicit, num_batch_axes
 from haiku_implicit._interpreter import (
     HIGHER_ORDER,
     Retraced,
@@ -63,7 +63,7 @@ def jit(operands: Operands, params: Params) -> list[Any]:
     closed = params["jaxpr"]
     operands = list(map(_constrain, operands, params["in_shardings"]))
     new = _retrace(closed, operands)
-    events.replay(new.events)
+    events.replay(new.events, of_library=events.is_of_jax(closed.jaxpr))
     fun = _jitted(new.fun, params["name"], params["inline"], params["keep_unused"],
                   params["compiler_options_kvs"])  # fmt: skip
     out = new.rebuild(fun(*_leaves(closed.consts, operands)))
@@ -154,7 +154,7 @@ def _stackable(y: Any) -> Any:
 
 
 def _first(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x)[1:], x.dtype)
+    return _compat.struct(np.shape(x)[1:], x.dtype, like=[x])
 
 
 def _fixed_point(step: Callable[[list[Any], Any], Retraced], carry: list[Any]) -> Retraced:
@@ -182,7 +182,7 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
     # `vmap` gives the condition batch axes: what is done then keeps its carry, which has to be dense.
     batch = cond.out_avals[0].shape
     start = [_structure.structure(x) for x in init]
-    start = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in start] if batch else start
+    start = [dense_struct(x) for x in start] if batch else start
     new_body = _fixed_point(lambda c, t: _retrace(body, [*body_consts, *c], t), start)
     carry = new_body.out
     dense_bool = _structure.Coerce([jax.ShapeDtypeStruct(batch, np.bool_)])

@@ -251,7 +251,7 @@ def _call_rule(
     out, log = jitted(operands)
     if out is None:
         return NotImplemented
-    events.replay(log.value)
+    events.replay(log.value, of_library=True)
     return out
 
 

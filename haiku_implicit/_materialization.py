@@ -225,20 +225,33 @@ def emit(event: Materialization) -> None:
     _warn_once(event)
 
 
-def replay(events: list[Materialization]) -> None:
-    """Emits what was recorded when the sub-jaxpr of the present equation was retraced."""
+def replay(events: list[Materialization], of_library: bool = False) -> None:
+    """Emits what was recorded when the sub-jaxpr of the present equation was retraced.
+
+    Args:
+      events: what was recorded.
+      of_library: whether a library wrote the sub-jaxpr and keeps it (`jnp.clip`, a rule). What its
+        tracebacks say of the caller is then true of the first caller only, and the place is that of
+        the present equation.
+    """
     if not events:
         return
-    file, line, module, of_library = _here()
+    file, line, module = _here()
     for e in events:
         path = "/".join(p for p in (module, e.module) if p)
         at = (file, line) if of_library else (e.file, e.line)
         emit(dataclasses.replace(e, module=path, file=at[0], line=at[1]))
 
 
+def is_of_jax(jaxpr: Any) -> bool:
+    """Whether the function that a jaxpr was traced from is JAX's own."""
+    _, _, place = (jaxpr.debug_info.func_src_info or "").partition(" at ")
+    return place.startswith(_LIBRARIES[0])
+
+
 def describe(primitive_name: str, x: object) -> Materialization:
     """The event for operand `x` (an implicit array) of a primitive, at the present equation."""
-    file, line, module, _ = _here()
+    file, line, module = _here()
     return Materialization(
         primitive=primitive_name,
         type_name=type(x).__name__,
@@ -268,18 +281,13 @@ _LIBRARIES = tuple(
 )
 
 
-def _here() -> tuple[str, int, str, bool]:
-    """The user's file and line, the module path, and whether JAX's own code wrote the equation.
-
-    The last matters within a jitted function of JAX (`jnp.clip`): its jaxpr is traced once, and what
-    its traceback says of the caller is true of the first caller only.
-    """
+def _here() -> tuple[str, int, str]:
+    """The user's file and line, and the module path."""
     info = source_info_util.current()
     frames: list[Any] = [] if info.traceback is None else info.traceback.frames
     written = [(f.file_name, f.line_num) for f in frames]
-    of_library = bool(written) and written[0][0].startswith(_LIBRARIES[0])
     calling = ((f.f_code.co_filename, f.f_lineno) for f, _ in traceback.walk_stack(None))
     # Where the wrapped function is itself a library's, the user's line is the one that called it.
     own = (at for at in itertools.chain(written, calling) if not at[0].startswith(_LIBRARIES))
     file, line = next(own, ("<unknown>", 0))
-    return file, line, str(info.name_stack), of_library
+    return file, line, str(info.name_stack)

@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit import _interpreter
+from haiku_implicit import _compat, _interpreter
 from haiku_implicit._array import flatten, flatten_one_level, is_implicit
 
 
 def structure(x: Any) -> Any:
     """The structure of a value."""
-    return jax.tree.map(lambda y: jax.ShapeDtypeStruct(np.shape(y), jnp.result_type(y)), x)
+    return jax.tree.map(lambda y: _compat.struct(np.shape(y), jnp.result_type(y), like=[y]), x)
 
 
 def same(a: Any, b: Any) -> bool:
     """Whether two values (or structures) agree in type, static metadata, and shapes and dtypes."""
     (leaves_a, def_a), (leaves_b, def_b) = flatten(a), flatten(b)
     return def_a == def_b and all(
-        np.shape(x) == np.shape(y) and jnp.result_type(x) == jnp.result_type(y)
+        _same_dense(x, y) and _compat.varying(x) == _compat.varying(y)
         for x, y in zip(leaves_a, leaves_b, strict=True)
     )
 
@@ -38,16 +38,17 @@ def join(a: Any, b: Any) -> Any:
         (parts_a, def_a), (parts_b, def_b) = flatten_one_level(a), flatten_one_level(b)
         if def_a == def_b and all(map(_same_dense, parts_a, parts_b)):
             return def_a.unflatten(map(join, parts_a, parts_b))
-    return jax.ShapeDtypeStruct(a.shape, a.dtype)
+    return _compat.struct(a.shape, a.dtype, like=jax.tree_util.tree_leaves((a, b)))
 
 
 def coerce(x: Any, target: Any) -> Any:
     """`x` brought to the structure `target`, which some `join` of its own structure gave."""
     if not is_implicit(x):
         # A dense value may only differ in being weakly typed, which loop carries must agree in.
-        return jnp.asarray(x, target.dtype)
+        return _compat.vary_like(jnp.asarray(x, target.dtype), [target])
     if not is_implicit(target):
-        return jnp.asarray(_interpreter.densify(x, "control flow"), target.dtype)
+        x = jnp.asarray(_interpreter.densify(x, "control flow"), target.dtype)
+        return _compat.vary_like(x, [target])
     if same(x, target):
         return x
     parts, treedef = flatten_one_level(x)
@@ -61,7 +62,8 @@ class Coerce:
     def __init__(self, targets: Sequence[Any]):
         self.targets = list(targets)
         leaves, treedef = jax.tree_util.tree_flatten(self.targets)
-        self.key = (treedef, tuple((x.shape, np.dtype(x.dtype).name) for x in leaves))
+        avals = ((x.shape, np.dtype(x.dtype).name, _compat.varying(x)) for x in leaves)
+        self.key = (treedef, tuple(avals))
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         # Values beyond the targets (the stacked results of a scan) stay as they are.
@@ -76,4 +78,4 @@ class Coerce:
 
 
 def _same_dense(a: Any, b: Any) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype
+    return bool(np.shape(a) == np.shape(b) and jnp.result_type(a) == jnp.result_type(b))

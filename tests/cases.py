@@ -149,7 +149,9 @@ def make_outer(key, shape, dtype=jnp.float32):
 def make_complex_outer(key, shape):
     *batch, n, m = shape
     keys = jax.random.split(key, 4)
-    parts = [fractions(k, (*batch, size), 1, 8, 16) for k, size in zip(keys, (n, n, m, m), strict=True)]
+    parts = [
+        fractions(k, (*batch, size), 1, 8, 16) for k, size in zip(keys, (n, n, m, m), strict=True)
+    ]
     return Outer(parts[0] + 1j * parts[1], parts[2] - 1j * parts[3])
 
 
@@ -185,9 +187,7 @@ def outer(dtype):
 
 
 def zeros(dtype):
-    return Case(
-        lambda k, s: hki.Zeros(shape=s, dtype=dtype), full, dtype=dtype, singular=True
-    )
+    return Case(lambda k, s: hki.Zeros(shape=s, dtype=dtype), full, dtype=dtype, singular=True)
 
 
 def constant(value, dtype):
@@ -210,9 +210,7 @@ CASES = {
     "constant": constant(0.5, jnp.float32),
     "outer": outer(jnp.float32),
     "diagonal": Case(make_diagonal, lambda x: jnp.eye(4) * x.d, batched=False),
-    "nought": Case(
-        lambda k, s: Nought(shape=s), lambda x: jnp.zeros(x.shape), singular=True
-    ),
+    "nought": Case(lambda k, s: Nought(shape=s), lambda x: jnp.zeros(x.shape), singular=True),
     "zeros int": zeros(jnp.int32),
     "constant int": constant(3, jnp.int32),
     "constant uint": constant(5, jnp.uint32),

@@ -24,3 +24,12 @@ def may_be_dense():
     """For tests of what happens after a materialization: it is not warned of."""
     with hki.materialization("allow"):
         yield
+
+
+@pytest.fixture
+def x64():
+    """Doubles, for one test."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)

@@ -1,12 +1,20 @@
-"""Haiku functions that use each of its features around parameters; none of them knows this library."""
+"""Haiku functions that use each of its features around parameters, and how they are compared.
+
+None of the functions knows this library.
+"""
 
 import functools
+import math
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import jmp
+import numpy as np
 
+import haiku_implicit as hki
+
+RNG = jax.random.PRNGKey(42)
 X = jnp.linspace(-1.0, 1.0, 24).reshape(6, 4)
 MODELS = {}
 
@@ -142,7 +150,9 @@ def while_loop(x):
     if hk.running_init():
         return layer(x)
     end = jax.lax.stop_gradient(x.shape[0] // 2)
-    return hk.while_loop(lambda c: c[0] < end, lambda c: (c[0] + 1, jnp.tanh(layer(c[1]))), (0, x))[1]
+    return hk.while_loop(lambda c: c[0] < end, lambda c: (c[0] + 1, jnp.tanh(layer(c[1]))), (0, x))[
+        1
+    ]
 
 
 @model
@@ -198,7 +208,7 @@ def custom_setter(x):
 @model
 def running_statistics(x):
     x = hk.Linear(3)(x)
-    return hk.BatchNorm(True, True, 0.9)(x, is_training=True)
+    return hk.BatchNorm(True, True, 0.9, eps=0.1)(x, is_training=True)
 
 
 @model
@@ -221,21 +231,109 @@ def mixed_precision(x):
         return Policied()(x)
 
 
-def transformed(fun):
-    """The function with state, and its dense parameters with values that are no ties or zeros."""
-    t = hk.transform_with_state(fun)
-    params, state = t.init(jax.random.PRNGKey(1), X)
-    return t, jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size)).reshape(p.shape), params), state
-
-
 # These compute in bfloat16, of 8 bits: x @ w + x @ a @ b is rounded elsewhere than x @ (w + a @ b).
 TOLERANCE = {"mixed_precision": 0.05, "custom_getter_casts": 0.05}
+
+# XLA is told not to spend time on optimizing.
+quick_jit = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
+
+
+class Case:
+    """A Haiku function with parameters and state, and its compiled derivative.
+
+    Attributes:
+      plain: what `hk.transform_with_state` returns.
+      params: dense parameters.
+      state: the state.
+      x: the input.
+    """
+
+    def __init__(self, plain, params, state, x):
+        self.plain, self.params, self.state, self.x = plain, params, state, x
+
+    @functools.cached_property
+    def dense(self):
+        """`(params, x) -> (gradients by both, results)`."""
+        return quick_jit(_differentiated(functools.partial(self.loss, self.plain.apply)))
+
+    def loss(self, apply, params, x):
+        """A number that every result enters, and the results."""
+        out = hki.materialize(apply(params, self.state, RNG, x))
+        return _scalar(out), out
+
+    def check(self, make, tolerance):
+        """Compares results and gradients under `jit` with those of the dense twin.
+
+        Args:
+          make: from dense parameters to implicit ones, under `jit`.
+          tolerance: relative; a hundredth of it absolute.
+        """
+        apply = hki.transform_implicit(self.plain).apply
+
+        @quick_jit
+        def implicit(params, x):
+            trained, frozen = hki.partition(make(params))
+
+            def loss(trained, x):
+                return self.loss(apply, hki.combine(trained, frozen), x)
+
+            return _differentiated(loss)(trained, x), hki.materialize(hki.combine(trained, frozen))
+
+        @quick_jit
+        def chained(params, by_dense):
+            """Gradients of the dense parameters, brought to the leaves through `materialize`."""
+            trained, frozen = hki.partition(make(params))
+            dense = lambda trained: hki.materialize(hki.combine(trained, frozen))  # noqa: E731
+            return jax.vjp(dense, trained)[1](by_dense)[0]
+
+        ((by_params, by_x), out), dense = implicit(self.params, self.x)
+        (by_dense, dense_by_x), expected = self.dense(dense, self.x)
+        close = functools.partial(
+            np.testing.assert_allclose, rtol=tolerance, atol=tolerance / 100 + 1e-7
+        )
+        jax.tree.map(close, out, expected)
+        wanted = chained(self.params, by_dense), dense_by_x
+        for a, b in zip(_floats((by_params, by_x)), _floats(wanted), strict=True):
+            close(a, b)
+
+
+def _differentiated(loss):
+    return jax.grad(loss, (0, 1), has_aux=True, allow_int=True)
+
+
+def _floats(tree):
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+
+
+def _scalar(tree):
+    """A function of all numbers of a tree that weighs each differently."""
+    parts = [jnp.vdot(y, jnp.sin(1.0 + jnp.arange(y.size)).reshape(y.shape)) for y in _floats(tree)]
+    return sum(parts, jnp.zeros(()))
 
 
 @functools.cache
 def case(name):
-    """`transformed` of a model of the table."""
-    return transformed(MODELS[name])
+    """The case of a model of the table; parameters have values that are no ties or zeros."""
+    plain = hk.transform_with_state(MODELS[name])
+    params, state = jax.jit(plain.init)(jax.random.PRNGKey(1), X)
+    return Case(plain, noise(params), state, X)
+
+
+def waves(key, shape, dtype):
+    """An initializer without random numbers, which would take longer to compile than most models."""
+    return jnp.cos(jnp.arange(math.prod(shape), dtype=dtype)).reshape(shape) / shape[-2]
+
+
+def with_lora(params, rank=2, **options):
+    """LoRA, none of whose factors is zero."""
+    lora = hki.add_lora(params, 0, rank=rank, alpha=0.5, init=waves, **options)
+    return jax.tree.map(lambda x: x + 0.1, lora)
 
 
 def noise(params, seed=0):

@@ -72,6 +72,7 @@ def scattering(fun):
 
 def tangent_of_pool(w, x):
     """The tangent of a maximum over windows binds `select_and_gather_add`."""
+
     def pool(w):
         return lax.reduce_window(w, -jnp.inf, lax.max, **WINDOW)
 
@@ -80,6 +81,7 @@ def tangent_of_pool(w, x):
 
 def gradient_of_pool(w, x):
     """The gradient of a maximum over windows binds `select_and_scatter_add`."""
+
     def pool(w):
         return lax.reduce_window(w, -jnp.inf, lax.max, **WINDOW).sum()
 
@@ -95,7 +97,10 @@ def select_and_scatter(a, b):
 
 def jaxprs_of_select_and_scatter(dtype):
     scalar = jax.ShapeDtypeStruct((), dtype)
-    select, scatter = jax.make_jaxpr(lax.ge)(scalar, scalar), jax.make_jaxpr(lax.add)(scalar, scalar)
+    select, scatter = (
+        jax.make_jaxpr(lax.ge)(scalar, scalar),
+        jax.make_jaxpr(lax.add)(scalar, scalar),
+    )
     return dict(select_jaxpr=select.jaxpr, select_consts=(), scatter_jaxpr=scatter.jaxpr,
                 scatter_consts=())  # fmt: skip
 
@@ -194,7 +199,9 @@ FLOAT = {
         lambda w, x: w @ x[0],
     ],
     "conv_general_dilated": binary(
-        lambda a, b: lax.conv_general_dilated(a[None], b[:, :, None], (1,), "SAME", dimension_numbers=CONV)
+        lambda a, b: lax.conv_general_dilated(
+            a[None], b[:, :, None], (1,), "SAME", dimension_numbers=CONV
+        )
     ),
     # -- shapes
     "broadcast_in_dim": [
@@ -202,7 +209,11 @@ FLOAT = {
         lambda w, x: lax.broadcast_in_dim(w, (4, 2, 4), (0, 2)),
         lambda w, x: lax.broadcast_in_dim(w, (4, 4, 1), (0, 1)),
     ],
-    "reshape": [lambda w, x: w.reshape(16), lambda w, x: w.reshape(2, 2, 4), lambda w, x: w.reshape(4, 2, 2)],
+    "reshape": [
+        lambda w, x: w.reshape(16),
+        lambda w, x: w.reshape(2, 2, 4),
+        lambda w, x: w.reshape(4, 2, 2),
+    ],
     "squeeze": on(bound("squeeze", dimensions=())),
     "transpose": [lambda w, x: w.T, lambda w, x: lax.transpose_p.bind(w, permutation=(0, 1))],
     "rev": [lambda w, x: lax.rev(w, (0,)), lambda w, x: lax.rev(w, (0, 1))],
@@ -243,7 +254,9 @@ FLOAT = {
         lambda w, x: lax.reduce_window(w, np.float32(1), lambda a, b: a * b + 0 * a, **WINDOW)
     ],
     "reduce_window_sum": [lambda w, x: lax.reduce_window(w, np.float32(0), lax.add, **WINDOW)],
-    "reduce_window_max": [lambda w, x: lax.reduce_window(w, -np.float32(np.inf), lax.max, **WINDOW)],
+    "reduce_window_max": [
+        lambda w, x: lax.reduce_window(w, -np.float32(np.inf), lax.max, **WINDOW)
+    ],
     "reduce_window_min": [lambda w, x: lax.reduce_window(w, np.float32(np.inf), lax.min, **WINDOW)],
     "select_and_gather_add": binary(tangent_of_pool),
     "select_and_scatter_add": [gradient_of_pool],
@@ -283,12 +296,12 @@ FLOAT = {
     "qr": [lambda w, x: lax.linalg.qr(w)],
     "schur": [lambda w, x: lax.linalg.schur(w)],
     "svd": [lambda w, x: lax.linalg.svd(w)],
-    "triangular_solve": binary(lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True)),
+    "triangular_solve": binary(
+        lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True)
+    ),
     "tridiagonal": [lambda w, x: lax.linalg.tridiagonal(w)],
     "tridiagonal_solve": [
-        lambda w, x: lax.linalg.tridiagonal_solve(
-            jnp.zeros(4), jnp.ones(4), jnp.zeros(4), w
-        ),
+        lambda w, x: lax.linalg.tridiagonal_solve(jnp.zeros(4), jnp.ones(4), jnp.zeros(4), w),
     ],
     "fft": [lambda w, x: lax.fft(w, "RFFT", (4,))],
     # -- random numbers
@@ -388,8 +401,12 @@ BATCHED = {
     ],
     "rev": [lambda w, x: lax.rev(w, (0,)), lambda w, x: lax.rev(w, (1, 3))],
     "pad": [
-        lambda w, x: lax.pad(w, jnp.zeros((), w.dtype), ((1, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0))),
-        lambda w, x: lax.pad(w, jnp.ones((), w.dtype), ((0, 0, 1), (0, 0, 0), (0, 1, 0), (0, 0, 0))),
+        lambda w, x: lax.pad(
+            w, jnp.zeros((), w.dtype), ((1, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0))
+        ),
+        lambda w, x: lax.pad(
+            w, jnp.ones((), w.dtype), ((0, 0, 1), (0, 0, 0), (0, 1, 0), (0, 0, 0))
+        ),
     ],
     "reduce_sum": [lambda w, x: w.sum(0), lambda w, x: w.sum((0, 2)), lambda w, x: w.sum()],
     "select_n": binary(lambda a, b: lax.select_n(np.arange(32).reshape(2, 1, 4, 4) % 3 == 0, a, b)),
@@ -417,7 +434,9 @@ BATCHED = {
 
 INT = {
     **{name: [unary(name)] for name in ("abs", "clz", "neg", "population_count", "sign")},
-    **{name: binary(getattr(lax, name)) for name in ("add", "sub", "mul", "max", "min", "eq", "lt")},
+    **{
+        name: binary(getattr(lax, name)) for name in ("add", "sub", "mul", "max", "min", "eq", "lt")
+    },
     "not": [unary("bitwise_not")],
     "and": binary(lax.bitwise_and),
     "or": binary(lax.bitwise_or),
@@ -454,7 +473,10 @@ UINT = {
 }
 
 COMPLEX = {
-    **{name: [unary(name)] for name in ("abs", "conj", "exp", "imag", "neg", "real", "sign", "square")},
+    **{
+        name: [unary(name)]
+        for name in ("abs", "conj", "exp", "imag", "neg", "real", "sign", "square")
+    },
     **{name: binary(getattr(lax, name)) for name in ("add", "sub", "mul", "div", "eq")},
     "dot_general": binary(lambda a, b: a @ b),
     "fft": [lambda w, x: lax.fft(w, "FFT", (4,))],
@@ -486,7 +508,9 @@ NOT_DIFFERENTIABLE = set(
 SINGULAR_DERIVATIVE = set("cholesky eigh linear_solve lu qr svd triangular_solve".split())
 
 # JAX has no batching rule for these, or one that fails.
-NOT_BATCHABLE = set("select_and_scatter cholesky_update ragged_dot_general composite dce_sink".split())
+NOT_BATCHABLE = set(
+    "select_and_scatter cholesky_update ragged_dot_general composite dce_sink".split()
+)
 
 # Each of these compiles for half a second, to as many instructions as all the others together. In
 # programs of all operations there is one function of each, in loops none; alone they are all run.

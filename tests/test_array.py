@@ -5,12 +5,14 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import chex
 import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import haiku_implicit as hki
@@ -58,6 +60,12 @@ class Cast(hki.ImplicitArray):
         return self.x.astype(self.dtype)
 
 
+def plain(**attributes):
+    """A new type of one field `x`, with more methods or attributes."""
+    namespace = {"__annotations__": {"x": Any}, "materialize": lambda self: self.x, **attributes}
+    return dataclasses.dataclass(type("Plain", (hki.ImplicitArray,), namespace))
+
+
 # --- shape and dtype -------------------------------------------------------------------------------
 
 
@@ -94,6 +102,40 @@ def test_what_the_constructor_is_given_comes_first():
     assert hki.materialize(Cast(jnp.ones(3), dtype=jnp.float16)).dtype == jnp.float16
 
 
+SHAPE, DTYPE = (6,), np.dtype(np.float16)
+
+
+@pytest.mark.parametrize("dtype_first", [False, True])
+@pytest.mark.parametrize("known", ["explicit", "compute", "default", "inferred"])
+@pytest.mark.parametrize("also", [False, True], ids=["alone", "with all that come after"])
+def test_where_shape_and_dtype_come_from(known, also, dtype_first):
+    """Explicit, then computed, then the default, then what `materialize` gives."""
+    order = ["explicit", "compute", "default", "inferred"]
+    there = order[order.index(known) :] if also else [known]
+    wrong = {"shape": (9, 9, 9), "dtype": jnp.int8}
+    right = {"shape": SHAPE, "dtype": DTYPE}
+    value = lambda name, source: (right if source == known else wrong)[name]  # noqa: E731
+    attributes = {}
+    for name in ("shape", "dtype"):
+        if "compute" in there:
+            attributes[f"compute_{name}"] = lambda self, name=name: value(name, "compute")
+        if "default" in there:
+            attributes[f"default_{name}"] = value(name, "default")
+    shape, dtype = (right if known == "inferred" else wrong).values()
+    attributes["materialize"] = lambda self: jnp.zeros(shape, dtype)
+    explicit = right if "explicit" in there else {}
+    x = plain(**attributes)(jnp.ones((2, 3)), **explicit)
+    for name in ("dtype", "shape") if dtype_first else ("shape", "dtype"):
+        assert getattr(x, name) == right[name]
+    assert isinstance(x.shape, tuple) and isinstance(x.dtype, np.dtype)
+    assert (x.aval.shape, x.aval.dtype) == (SHAPE, DTYPE)
+    assert (x.ndim, x.size, len(x), x.nbytes) == (1, 6, 6, 24)
+    assert repr(x).startswith("Plain(float16[6]")
+    # What is explicit survives flattening, and the rest is found anew.
+    again = jax.tree.map(lambda y: y, x)
+    assert (again.shape, again.dtype) == (SHAPE, DTYPE)
+
+
 def test_half_explicit_half_class_default():
     w = Nought(shape=[2, np.int64(5)])
     assert (w.shape, w.dtype) == ((2, 5), jnp.float32)
@@ -121,7 +163,9 @@ def test_materialize_that_breaks_its_promise_is_caught():
         def materialize(self):
             return jnp.zeros((3, 2))
 
-    with pytest.raises(TypeError, match=r"Liar.materialize\(\) returned float32\[3, 2\].*int32\[2\]"):
+    with pytest.raises(
+        TypeError, match=r"Liar.materialize\(\) returned float32\[3, 2\].*int32\[2\]"
+    ):
         hki.materialize(Liar(shape=(2,), dtype=jnp.int32))
 
 
@@ -132,12 +176,30 @@ def test_shape_follows_the_leaves():
     assert jax.tree.map(lambda x: x[:1], w).shape == (1, 1)
 
 
+def test_setting_an_attribute_forgets_the_abstract_value():
+    x = plain()(jnp.ones((2, 3)))
+    assert x.aval.shape == (2, 3)
+    x.x = jnp.zeros(5, jnp.int32)
+    assert (x.shape, x.dtype, x.aval.shape) == ((5,), np.int32, (5,))
+    z = Nought(shape=(2,))
+    assert z.aval.shape == (2,)
+    z.shape = (4, 4)
+    z.dtype = jnp.int8
+    assert (z.aval.shape, z.aval.dtype, z.shape, z.dtype) == ((4, 4), np.int8, (4, 4), np.int8)
+    z.shape = None
+    with pytest.raises(TypeError, match="shape is not known"):
+        z.shape  # noqa: B018
+
+
 def test_a_double_is_what_jax_makes_of_it():
     assert Nought(shape=(2,), dtype=np.float64).aval.dtype == jnp.float32
     assert Nought(shape=(2,), dtype=np.float64).dtype == jnp.float32
     assert hki.materialize(Nought(shape=(2,), dtype=np.float64)).dtype == jnp.float32
-    with jax.enable_x64(True):
-        assert Nought(shape=(2,), dtype=np.float64).dtype == jnp.float64
+
+
+def test_a_double_is_a_double_in_x64_mode(x64):
+    assert Nought(shape=(2,), dtype=np.float64).dtype == jnp.float64
+    assert hki.materialize(Nought(shape=(2,), dtype=np.float64)).dtype == jnp.float64
 
 
 @ALL
@@ -178,6 +240,25 @@ def test_class_keywords_are_inherited_and_can_be_changed():
     assert (Outer.commute_ops, Outer.warn_on_materialize, Diagonal.core_ndim) == (True, True, None)
 
 
+@pytest.mark.parametrize("keywords", [{}, {"eq": False}, {"repr": False}, {"frozen": False}])
+def test_the_decorator_leaves_repr_equality_and_hash_alone(keywords):
+    @dataclasses.dataclass(**keywords)
+    class Own(hki.ImplicitArray):
+        x: Any
+
+        def materialize(self):
+            return self.x
+
+    a, b = Own(jnp.ones((2, 3))), Own(jnp.ones((2, 3)))
+    assert repr(a) == "Own(float32[2,3], x=float32[2,3])"
+    assert a == a and a != b and len({a, b}) == 2
+
+
+def test_a_type_may_have_its_own_repr_equality_and_hash():
+    own = plain(__repr__=lambda self: "mine", __eq__=lambda self, y: True, __hash__=lambda self: 7)
+    assert repr(own(1)) == "mine" and own(1) == own(2) and hash(own(1)) == 7
+
+
 def test_aux_fields_are_part_of_the_structure():
     a, b, c = Scaled(jnp.ones(3)), Scaled(jnp.zeros(3)), Scaled(jnp.ones(3), factor=3.0)
     assert jax.tree.structure(a) == jax.tree.structure(b)
@@ -212,7 +293,9 @@ def test_validation_in_post_init():
 
 
 def test_validation_does_not_run_when_jax_unflattens():
-    leaves, treedef = jax.tree.flatten(hki.LoRA(jnp.ones((3, 4)), jnp.ones((3, 2)), jnp.ones((2, 4))))
+    leaves, treedef = jax.tree.flatten(
+        hki.LoRA(jnp.ones((3, 4)), jnp.ones((3, 2)), jnp.ones((2, 4)))
+    )
     for placeholders in ([None] * 3, [object()] * 3, ["a", "b", "c"], leaves[::-1]):
         w = treedef.unflatten(placeholders)
         assert isinstance(w, hki.LoRA)
@@ -220,6 +303,19 @@ def test_validation_does_not_run_when_jax_unflattens():
     assert jax.tree.map(lambda _: None, hki.LoRA(*leaves)).w is None
     shapes = jax.tree.map(jnp.shape, hki.LoRA(*leaves))
     assert (shapes.w, shapes.a, shapes.b) == ((3, 4), (3, 2), (2, 4))
+
+
+def test_chex_dataclass_mixes_with_implicit_arrays(may_be_dense):
+    @chex.dataclass
+    class State:
+        w: Any
+        n: Any
+
+    state = State(w=Outer(jnp.arange(3.0), jnp.ones(3)), n=jnp.ones(()))
+    out = jax.jit(hki.use_implicit_args(lambda s: State(w=s.w * 2, n=s.n + s.w.sum())))(state)
+    dense = hki.materialize(state.w)
+    chex.assert_trees_all_close(hki.materialize(out.w), dense * 2)
+    chex.assert_trees_all_close(out.n, 1 + dense.sum())
 
 
 def test_an_optional_field():
@@ -281,7 +377,9 @@ def test_tree_helpers_take_an_implicit_array_as_one_leaf():
     leaves, treedef = hki.tree_flatten_with_implicit(tree)
     assert treedef == hki.tree_structure_with_implicit(tree)
     assert treedef.unflatten(leaves)["w"] is tree["w"]
-    shapes = hki.tree_map_with_implicit(lambda x, y: (x.shape, y), tree, {"w": 1, "b": 2, "n": None})
+    shapes = hki.tree_map_with_implicit(
+        lambda x, y: (x.shape, y), tree, {"w": 1, "b": 2, "n": None}
+    )
     assert shapes == {"w": ((2, 3), 1), "b": ((3,), 2), "n": None}
 
 
@@ -315,7 +413,7 @@ def test_repr_in_a_trace_and_of_an_abstract_array():
 
 def test_equality_and_hash_are_by_identity():
     w = Outer(jnp.ones(2), jnp.ones(3))
-    assert w == w  # noqa: PLR0124
+    assert w == w
     assert w != Outer(jnp.ones(2), jnp.ones(3))
     assert {w: 1}[w] == 1
 
@@ -402,6 +500,23 @@ def test_use_outside_a_wrapper_says_what_to_do(text, jit):
     assert "materialize" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [lambda w: w + 1, lambda w: -w, lambda w: w[0], lambda w: [*w], lambda w: w.T, jax.lax.neg],
+    ids=["w + 1", "-w", "w[0]", "*w", "w.T", "lax.neg"],
+)
+def test_nothing_else_works_by_accident(operation):
+    with pytest.raises((TypeError, AttributeError, ValueError)):
+        operation(Outer(jnp.ones(2), jnp.ones(2)))
+
+
+def test_a_missing_attribute_stays_an_attribute_error():
+    w = Outer(jnp.ones(2), jnp.ones(2))
+    assert not hasattr(w, "no_such_attribute") and not hasattr(w, "T")
+    with pytest.raises(AttributeError, match="no_such_attribute"):
+        w.no_such_attribute  # noqa: B018
+
+
 # --- from outside --------------------------------------------------------------------------------------
 
 
@@ -443,3 +558,124 @@ def test_a_type_without_batch_axes_says_so():
     assert Nought(shape=(2,)).with_leading_axis(2) is NotImplemented
     nested = hki.LoRA(Diagonal(jnp.ones(3)), jnp.ones((3, 1)), jnp.ones((1, 3)))
     assert nested.with_leading_axis(2) is NotImplemented
+
+
+# --- qax's README, under our names -------------------------------------------------------------------
+
+
+class Zeros(hki.ImplicitArray):
+    """The first example in qax's README, under our names: no decorator and no field."""
+
+    default_dtype = jnp.float32
+
+    def materialize(self):
+        return jnp.zeros(self.shape, self.dtype)
+
+    def __str__(self):
+        return f"Zeros({self.shape}, {self.dtype})"
+
+
+@hki.primitive_handler("add")
+def my_add_handler(primitive, a: Zeros, b, **params):
+    shape, dtype = jnp.broadcast_shapes(a.shape, b.shape), jnp.result_type(a.dtype, b.dtype)
+    if isinstance(b, Zeros):
+        return Zeros(shape=shape, dtype=dtype)
+    return jnp.broadcast_to(b, shape).astype(dtype)
+
+
+@hki.primitive_handler("mul")
+def handle_mul(primitive, a: Zeros, b, **params):
+    shape, dtype = jnp.broadcast_shapes(a.shape, b.shape), jnp.result_type(a.dtype, b.dtype)
+    return Zeros(shape=shape, dtype=dtype)
+
+
+@dataclasses.dataclass
+class LoraMatrix(hki.ImplicitArray):
+    """`w + a bᵀ`."""
+
+    w: hki.ArrayValue
+    a: hki.ArrayValue
+    b: hki.ArrayValue
+    is_array_happy: bool = hki.aux_field(default=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.w.ndim == self.a.ndim == self.b.ndim == 2
+        assert self.a.shape[1] == self.b.shape[1]
+        assert self.a.shape[0] == self.w.shape[0] and self.b.shape[0] == self.w.shape[1]
+        assert self.a.dtype == self.b.dtype == self.w.dtype
+
+    def materialize(self):
+        return self.w + self.a @ self.b.T
+
+
+@hki.primitive_handler("dot_general")
+def lora_dot(primitive, x: jax.Array, w: LoraMatrix, *, dimension_numbers, **kwargs):
+    contract, batch = dimension_numbers
+    if len(w.shape) != 2 or contract != ((x.ndim - 1,), (0,)) or batch != ((), ()):
+        return NotImplemented
+    kwargs = {**kwargs, "dimension_numbers": dimension_numbers}
+    result = hki.default_handler(primitive, x, w.w, **kwargs)
+    xa = hki.default_handler(primitive, x, w.a, **kwargs)
+    return result + hki.default_handler(primitive, xa, w.b.T, **kwargs)
+
+
+def test_zeros_of_the_readme(never_dense):
+    z = Zeros(shape=(2, 3))
+    f = hki.use_implicit_args(lambda x, y: (x + y)[0, 0])
+    with hki.materialization("allow"):  # of the broadcast that `ones(3)` needs nothing is implicit
+        assert f(z, jnp.ones(3)) == 1
+    g = jax.jit(hki.use_implicit_args(lambda x, y: (1 + x) * y))
+    assert str(g(z, z)) == "Zeros((2, 3), float32)"
+
+
+def test_lora_of_the_readme(never_dense):
+    keys = jax.random.split(jax.random.key(0), 4)
+    w, a, b, x = (
+        jax.random.normal(k, s) for k, s in zip(keys, [(3, 5), (3, 2), (5, 2), (4, 3)], strict=True)
+    )
+    lora = LoraMatrix(w, a, b)
+    dense = w + a @ b.T
+    f = hki.use_implicit_args(lambda w, x: x @ w)
+    np.testing.assert_allclose(f(lora, x), x @ dense, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(f)(lora, x), x @ dense, rtol=1e-5)
+    with hki.materialization("allow"):
+        transposed = hki.use_implicit_args(lambda w, x: w.T @ x)(lora, x.T)
+    np.testing.assert_allclose(transposed, dense.T @ x.T, rtol=1e-5)
+
+
+def test_nested_arrays_of_the_readme(may_be_dense):
+    w, x = jnp.ones((3, 5)), jnp.arange(3.0)
+    lora = LoraMatrix(w, Zeros(shape=(3, 6)), Zeros(shape=(5, 6)))
+    g = hki.use_implicit_args(lambda w, x: jnp.sum(x @ w))
+    with hki.materialization_report() as report:
+        assert g(lora, x) == g(w, x) == 15
+    assert {e.primitive for e, _ in report} == {"dot_general", "transpose"}
+    assert {e.type_name for e, _ in report} == {"Zeros"}
+
+
+def test_training_of_the_readme(never_dense):
+    keys = jax.random.split(jax.random.key(0), 3)
+    w, a, x = (jax.random.normal(k, s) for k, s in zip(keys, [(3, 4), (3, 2), (8, 3)], strict=True))
+    params = {"lin": {"w": LoraMatrix(w, a, jnp.zeros((4, 2))), "b": jnp.zeros(4)}}
+    target = jnp.tanh(x @ w[:, ::-1])
+    optimizer = hki.freeze_keys(optax.adam(3e-2), LoraMatrix, ["w"])
+
+    @hki.use_implicit_args
+    def loss_fn(params):
+        return jnp.mean((x @ params["lin"]["w"] + params["lin"]["b"] - target) ** 2)
+
+    @jax.jit
+    def update(params, state):
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return loss, hki.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    losses = []
+    for _ in range(20):
+        loss, params, state = update(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0]
+    np.testing.assert_array_equal(params["lin"]["w"].w, w)
+    assert (params["lin"]["w"].b != 0).all() and (params["lin"]["b"] != 0).all()

@@ -59,7 +59,11 @@ CREATORS = {
     "zeros": (lambda **kw: hki.zeros_creator(**{"targets": r".*/b", **kw}), "Zeros", B),
     "lora": (lambda **kw: hki.lora_creator(rank=2, alpha=1.0, **kw), "LoRA", W),
     "int8": (lambda **kw: hki.quantize_creator("int8", **kw), "QuantizedMatrix", W),
-    "int4": (lambda **kw: hki.quantize_creator("int4", zero_point=True, **kw), "QuantizedMatrix", W),
+    "int4": (
+        lambda **kw: hki.quantize_creator("int4", zero_point=True, **kw),
+        "QuantizedMatrix",
+        W,
+    ),
     "nf4": (lambda **kw: hki.quantize_creator("nf4", axis=-1, **kw), "QuantizedMatrix", W),
 }
 GETTERS = {
@@ -81,7 +85,9 @@ def test_creator(name):
     assert_close(plain.init(RNG, X), params)
     shapes = jax.eval_shape(t.init, RNG, X)
     assert types_of(shapes) == types_of(params)
-    assert hki.tree_map_with_implicit(jnp.shape, shapes) == hki.tree_map_with_implicit(jnp.shape, params)
+    assert hki.tree_map_with_implicit(jnp.shape, shapes) == hki.tree_map_with_implicit(
+        jnp.shape, params
+    )
     params = noise(params)
     for apply in (t.apply, jax.jit(t.apply)):
         assert_close(apply(params, None, X), plain.apply(hki.materialize(params), None, X))
@@ -98,7 +104,9 @@ def test_getter(name):
 
     def looked_at(x):
         mlp(x)
-        return {m: {n: hki.box(v) for n, v in p.items()} for m, p in hk.get_params().items()}, mlp(x)
+        return {m: {n: hki.box(v) for n, v in p.items()} for m, p in hk.get_params().items()}, mlp(
+            x
+        )
 
     plain = hk.transform(getting(make(), mlp))
     t = hki.transform_implicit(plain)
@@ -185,7 +193,9 @@ def test_qlora_by_two_creators():
     assert types_of(params) == dict.fromkeys(W, "LoRA")
     assert isinstance(params["mlp/~/linear_0"]["w"].w, hki.QuantizedMatrix)
     params = noise(params)
-    assert_close(t.apply(params, None, X), hk.transform(mlp).apply(hki.materialize(params), None, X))
+    assert_close(
+        t.apply(params, None, X), hk.transform(mlp).apply(hki.materialize(params), None, X)
+    )
 
 
 def test_zeros_creator_around_lora_creator():
@@ -235,7 +245,11 @@ def test_state(kind, name):
 def test_feature(name, where):
     """LoRA in each model of the table, by a creator and by a getter."""
     fun = MODELS[name]
-    wrapped = creating(hki.lora_creator(2), fun) if where == "creator" else getting(hki.lora_getter(2), fun)
+    wrapped = (
+        creating(hki.lora_creator(2), fun)
+        if where == "creator"
+        else getting(hki.lora_getter(2), fun)
+    )
     t = hki.transform_implicit(hk.transform_with_state(wrapped))
     params, state = t.init(RNG, X)
     if where == "creator":
@@ -337,7 +351,10 @@ def test_bad_lora_options(make, options, error, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(rank=4, targets=".*"), r"linear/w: LoRA of rank 4 does not fit float32\[4,3\]; .* 3 at most"),
+        (
+            dict(rank=4, targets=".*"),
+            r"linear/w: LoRA of rank 4 does not fit float32\[4,3\]; .* 3 at most",
+        ),
         (dict(rank=2, targets=".*/b"), r"linear/b: LoRA needs a floating-point .* float32\[3\]"),
     ],
 )

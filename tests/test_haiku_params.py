@@ -33,7 +33,7 @@ def chosen(params):
 
 @pytest.fixture
 def params():
-    return case("mlp")[1]
+    return case("mlp").params
 
 
 def test_add_lora(params):
@@ -43,7 +43,7 @@ def test_add_lora(params):
     assert (w.a.shape, w.b.shape, w.scale, w.a.dtype) == ((4, 2), (2, 5), 3.0, jnp.float32)
     assert w.w is params["mlp/~/linear_0"]["w"]
     assert_close(new, params)
-    assert params == case("mlp")[1], "the tree itself is not changed"
+    assert params == case("mlp").params, "the tree itself is not changed"
 
 
 def test_factors_depend_on_key_and_path_alone(params):
@@ -88,10 +88,12 @@ def test_qlora_in_both_orders(params):
     w = a["mlp/~/linear_0"]["w"]
     assert isinstance(w, hki.LoRA)
     assert isinstance(w.w, hki.QuantizedMatrix)
-    t = hki.transform_implicit(case("mlp")[0])
+    t = hki.transform_implicit(case("mlp").plain)
     a = noise(a)
     out = t.apply(a, {}, None, X)
-    np.testing.assert_allclose(out[0], case("mlp")[0].apply(hki.materialize(a), {}, None, X)[0], rtol=1e-4)
+    np.testing.assert_allclose(
+        out[0], case("mlp").plain.apply(hki.materialize(a), {}, None, X)[0], rtol=1e-4
+    )
 
 
 def test_merge_lora(params):
@@ -142,10 +144,10 @@ def test_under_jit_and_eval_shape(params):
 
 
 def test_layer_stack_and_convolutions():
-    stacked = hki.add_lora(case("layer_stack")[1], KEY, rank=2)
+    stacked = hki.add_lora(case("layer_stack").params, KEY, rank=2)
     assert chosen(stacked) == {"__layer_stack_no_per_layer/linear/w"}
     assert stacked["__layer_stack_no_per_layer/linear"]["w"].b.shape == (3, 2, 4)
-    quantized = hki.quantize_params(case("layer_stack")[1])
+    quantized = hki.quantize_params(case("layer_stack").params)
     assert chosen(quantized) == chosen(stacked)
     conv = {"conv": {"w": jnp.ones((3, 3, 4, 6)), "b": jnp.ones((1, 1, 6))}}
     assert hki.add_lora(conv, KEY, rank=3)["conv"]["w"].a.shape == (3, 3, 4, 3)
@@ -154,7 +156,8 @@ def test_layer_stack_and_convolutions():
 
 @pytest.mark.parametrize("name", ["nested_modules", "lift", "name_scope", "scan", "cond"])
 def test_in_models(name):
-    plain, params, state = case(name)
+    c = case(name)
+    plain, params, state = c.plain, c.params, c.state
     t = hki.transform_implicit(plain)
     lora = noise(hki.add_lora(params, KEY, rank=2))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
@@ -170,12 +173,16 @@ def test_nested_and_immutable_mappings():
     assert isinstance(new["encoder"]["layer"]["w"], hki.LoRA)
     assert isinstance(new["w"], hki.LoRA)
     assert new["encoder"]["layer"]["step"] == 3
-    assert not isinstance(hki.add_lora(nested, KEY, rank=1, targets="w")["encoder"]["layer"]["w"], hki.LoRA)
+    assert not isinstance(
+        hki.add_lora(nested, KEY, rank=1, targets="w")["encoder"]["layer"]["w"], hki.LoRA
+    )
     flat = hk.data_structures.to_immutable_dict({"linear": {"w": jnp.ones((2, 2))}})
     assert isinstance(hki.add_lora(flat, KEY, rank=1)["linear"]["w"], hki.LoRA)
 
 
-@pytest.mark.parametrize("targets", [r".*/linear_[01]/w", re.compile(r".*/linear_\d/w"), lambda m, n, v: n == "w"])
+@pytest.mark.parametrize(
+    "targets", [r".*/linear_[01]/w", re.compile(r".*/linear_\d/w"), lambda m, n, v: n == "w"]
+)
 def test_targets(params, targets):
     expected = {"mlp/~/linear_0/w", "mlp/~/linear_1/w"}
     assert chosen(hki.add_lora(params, KEY, rank=2, targets=targets)) == expected
@@ -199,7 +206,9 @@ def test_targets_that_match_nothing(params, name):
     )
     with pytest.raises(ValueError, match=message):
         CALLS[name](params, targets="mlp/linear_0/w")
-    with pytest.raises(ValueError, match=r"targets: the predicate is true of none .*mlp/~/linear_0/b"):
+    with pytest.raises(
+        ValueError, match=r"targets: the predicate is true of none .*mlp/~/linear_0/b"
+    ):
         CALLS[name](params, targets=lambda m, n, v: False)
     with pytest.raises(TypeError, match="targets"):
         CALLS[name](params, targets=3)
@@ -211,7 +220,9 @@ def test_targets_that_match_nothing(params, name):
 
 def test_nothing_to_do_by_default(params):
     biases = hk.data_structures.filter(lambda m, n, v: n == "b", params)
-    with pytest.raises(ValueError, match="targets: none of the 2 parameters is a weight with room for"):
+    with pytest.raises(
+        ValueError, match="targets: none of the 2 parameters is a weight with room for"
+    ):
         hki.add_lora(biases, KEY, rank=2)
     with pytest.raises(ValueError, match="is a dense weight whose axis -2 is divided by 64"):
         hki.quantize_params(params, group_size=64)
@@ -226,14 +237,23 @@ def test_nothing_to_do_by_default(params):
     [
         (lambda p: hki.add_lora(p, KEY, rank=-1), "rank: expected a positive integer, got -1"),
         (lambda p: hki.add_lora(p, KEY, rank=2, alpha=float("inf")), "alpha: expected None or"),
-        (lambda p: hki.add_lora(p, KEY, rank=4, targets=".*linear_1/w"), r"linear_1/w: LoRA of rank 4 does"),
-        (lambda p: hki.add_lora(p, KEY, rank=1, targets=".*/b"), r"linear_0/b: LoRA needs a floating-point"),
+        (
+            lambda p: hki.add_lora(p, KEY, rank=4, targets=".*linear_1/w"),
+            r"linear_1/w: LoRA of rank 4 does",
+        ),
+        (
+            lambda p: hki.add_lora(p, KEY, rank=1, targets=".*/b"),
+            r"linear_0/b: LoRA needs a floating-point",
+        ),
         (
             lambda p: hki.add_lora(hki.add_lora(p, KEY, rank=1), KEY, rank=1, targets=".*/w"),
             r"linear_0/w: this is LoRA float32\[4,5\] already; merge_lora",
         ),
         (lambda p: hki.quantize_params(p, dtype="int7"), "linear_0/w .*int7"),
-        (lambda p: hki.quantize_params(p, group_size=3, targets=".*/w"), r"linear_0/w \(float32\[4,5\]\): "),
+        (
+            lambda p: hki.quantize_params(p, group_size=3, targets=".*/w"),
+            r"linear_0/w \(float32\[4,5\]\): ",
+        ),
         (
             lambda p: hki.quantize_params(hki.quantize_params(p), targets=".*/w"),
             r"linear_0/w: this is QuantizedMatrix float32\[4,5\], and only a dense",

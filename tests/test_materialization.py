@@ -34,15 +34,14 @@ class Quiet(Held, warn_on_materialize=False):
 
 
 def held(x=X):
-    """An array of a new type: each warns anew of the same place."""
+    """An array of a new type, which no cache knows."""
     return type("Held", (Held,), {})(x)
 
 
 def line_of(text, function):
-    """The number of the line of this file, within a function, that has a text."""
+    """The number of the first line of this file, within a function, that has a text."""
     lines, start = inspect.getsourcelines(function)
-    (found,) = [start + i for i, line in enumerate(lines) if text in line]
-    return found
+    return next(start + i for i, line in enumerate(lines) if text in line)
 
 
 def caught(fun, *args):
@@ -181,12 +180,19 @@ def test_once_for_each_place():
     def fun(w):
         return jnp.sin(w) + jnp.sin(w), jnp.cos(w)
 
+    class Other(Held):
+        pass
+
     f = hki.use_implicit_args(fun)
-    assert len(caught(f, w)) == 2  # sin (twice on one line) and cos
-    assert not caught(f, w) and not caught(jax.jit(f), w) and not caught(jax.grad(lambda w: f(w)[1].sum()), w)
+
+    def often(w):
+        for g in (f, f, jax.jit(f), jax.grad(lambda w: f(w)[1].sum())):
+            g(w)
+
+    assert len(caught(often, w)) == 2  # sin (twice on one line) and cos
     # Another type is another place, and so is another shape, of which there may be more to say.
-    assert len(caught(f, held())) == 2
-    assert len(caught(f, type(w)(X[0]))) == 2
+    assert len(caught(lambda: (often(w), often(Other(X))))) == 4
+    assert len(caught(lambda: (often(w), often(type(w)(X[0]))))) == 4
 
 
 def test_a_loop_over_layers_of_one_kind_warns_once():
@@ -258,7 +264,12 @@ def test_a_report_counts_and_adds_up():
     assert counts.pop(("sin", "float32")) == 2
     assert sum(counts.values()) == 3 and len(report) == len(counts) + 1
     (event,) = [e for e, _ in report if e.primitive == "sin"]
-    assert (event.type_name, event.shape, event.nbytes, event.file) == ("Held", (2, 3), 24, __file__)
+    assert (event.type_name, event.shape, event.nbytes, event.file) == (
+        "Held",
+        (2, 3),
+        24,
+        __file__,
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         event.line = 3
 
@@ -363,7 +374,9 @@ def test_what_was_traced_under_error_is_no_error_later():
     with hki.materialization("error"), pytest.raises(hki.MaterializationError):
         f(w)
     assert report_of(f, w).count == 1
-    np.testing.assert_allclose(f(w), jnp.sin(X) * 2, rtol=1e-6)
+    with hki.materialization("allow"):
+        out = f(w)
+    np.testing.assert_allclose(out, jnp.sin(X) * 2, rtol=1e-6)
 
 
 def test_a_rule_that_materializes_counts_at_each_use():

@@ -165,8 +165,11 @@ def _gather_matrices(
         options = {**common, **options}
         return primitive.bind(leaf, indices, dimension_numbers=d, slice_sizes=own, **options)
 
-    scale = take(w.scale, mode=_Modes.FILL_OR_DROP, fill_value=None)
-    offset = None if w.offset is None else take(w.offset)
+    # The offset is filled as well, though NaN scales would do: clamped, its gradient would go to the
+    # last matrix.
+    filled = dict(mode=_Modes.FILL_OR_DROP, fill_value=np.nan)
+    scale = take(w.scale, **filled)
+    offset = None if w.offset is None else take(w.offset, **filled)
     return w._replace(codes=take(w.codes), scale=scale, offset=offset)
 
 

@@ -95,7 +95,9 @@ def annihilate_second(primitive: Any, x: ArrayValue, y: Zeros, **params: Any) ->
 
 @primitive_handler(named("triangular_solve"), precedence=20)
 def solve(primitive: Any, a: ArrayValue, b: Zeros, **params: Any) -> Any:
-    """The system whose right side is zeros is solved by zeros."""
+    """The system whose right side is zeros is solved by zeros, but for one known to be singular."""
+    if constant_of(a) is not None:
+        return NotImplemented
     return _zeros(primitive, (a, b), params)
 
 

@@ -470,6 +470,9 @@ def test_zeros_as_a_number(never_dense):
         got = hki.use_implicit_args(fun)(Z)
         assert type(got) is hki.SymbolicConstant and got.value == want
     assert np.isnan(hki.use_implicit_args(lambda z: z / z)(Z).value)
+    with hki.materialization("allow"):
+        solve = hki.use_implicit_args(lambda z: lax.linalg.triangular_solve(z, z, left_side=True))
+        assert np.isnan(solve(hki.Zeros(shape=(2, 2)))).all()
     mixed = hki.use_implicit_args(lambda z: jnp.concatenate([z, jnp.sin(z)]))(Z)
     assert type(mixed) is hki.SymbolicConstant
     assert_same(hki.use_implicit_args(jnp.maximum)(X, Z), jnp.maximum(X, 0.0))

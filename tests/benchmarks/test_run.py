@@ -1,6 +1,5 @@
 """The benchmark's runner, on small sizes: its records, its report, and the aims that are counts."""
 
-import copy
 import json
 
 import jax
@@ -26,18 +25,15 @@ def parsed_flags():
 def results(tmp_path_factory):
     """What the runner writes."""
     path = tmp_path_factory.mktemp("results") / "results.json"
-    small = dict(depths=["1", "2"], stacked=["2"], repeats=2, runs=2, width=16, length=8)
+    small = dict(depths=["1"], stacked=["2"], repeats=2, runs=2, width=16, length=8)
+    small["implementations"] = ["library"]  # LoRA by hand is always there
     with flagsaver.flagsaver(**small, output=str(path), report=False):
         run.main(["run"])
     return report.load(path)
 
 
 def test_records_are_complete(results):
-    assert [(c["depth"], c["stacked"]) for c in results["cases"]] == [
-        (1, False),
-        (2, False),
-        (2, True),
-    ]
+    assert [(c["depth"], c["stacked"]) for c in results["cases"]] == [(1, False), (2, True)]
     assert {"jax", "dm-haiku"} <= set(results["environment"]["versions"])
     for case in results["cases"]:
         for record in case["implementations"].values():
@@ -108,9 +104,9 @@ def test_a_missing_place_for_a_table_is_an_error(results, tmp_path, monkeypatch)
         report.write_tables(results)
 
 
-def test_the_recorded_results_are_those_of_the_document(tmp_path, monkeypatch):
+def test_the_recorded_results_are_those_of_the_document():
     recorded = report.load(run.RESULTS)
-    for name, table in report.tables(copy.deepcopy(recorded)).items():
+    for name, table in report.tables(recorded).items():
         assert table in report.DOCUMENT.read_text(), name
 
 
