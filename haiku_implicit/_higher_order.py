@@ -252,7 +252,10 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
     closed = params["call_jaxpr"]
     primitive = jex.custom_jvp_call_p if "jvp_jaxpr_fun" in params else jex.custom_vjp_call_p
     if not any(_differentiable(x) for x in operands):
-        return interpret(closed.jaxpr, closed.consts, operands)
+        with events.recording() as log:
+            out = interpret(closed.jaxpr, closed.consts, operands)
+        events.replay(log)
+        return out
     dense = _structure.Coerce([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals])
     new = _retrace(closed, operands, dense)
     events.replay(new.events)

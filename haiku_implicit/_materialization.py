@@ -8,13 +8,12 @@ delivers the recorded events anew, so that counts, warnings and errors do not de
 import contextlib
 import contextvars
 import dataclasses
-import itertools
 import math
 import os
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import haiku as hk
@@ -215,6 +214,9 @@ def emit(event: Materialization) -> None:
     if _sinks.log is not None:
         _sinks.log.append(event)
         return
+    if not event.file:  # a library's function was wrapped as it is: the line that calls it
+        file, line = _caller()
+        event = dataclasses.replace(event, file=file or "<unknown>", line=line)
     for report in _sinks.reports:
         report.add(event)
     policy = _policy.get()
@@ -239,7 +241,7 @@ def replay(events: list[Materialization], of_library: bool = False) -> None:
     file, line, module = _here()
     for e in events:
         path = "/".join(p for p in (module, e.module) if p)
-        at = (file, line) if of_library else (e.file, e.line)
+        at = (file, line) if of_library or not e.file else (e.file, e.line)
         emit(dataclasses.replace(e, module=path, file=at[0], line=at[1]))
 
 
@@ -282,12 +284,17 @@ _LIBRARIES = tuple(
 
 
 def _here() -> tuple[str, int, str]:
-    """The user's file and line, and the module path."""
+    """The user's file and line (`''` and 0 where the traceback has none), and the module path."""
     info = source_info_util.current()
     frames: list[Any] = [] if info.traceback is None else info.traceback.frames
-    written = [(f.file_name, f.line_num) for f in frames]
-    calling = ((f.f_code.co_filename, f.f_lineno) for f, _ in traceback.walk_stack(None))
-    # Where the wrapped function is itself a library's, the user's line is the one that called it.
-    own = (at for at in itertools.chain(written, calling) if not at[0].startswith(_LIBRARIES))
-    file, line = next(own, ("<unknown>", 0))
+    file, line = _first_own((f.file_name, f.line_num) for f in frames)
     return file, line, str(info.name_stack)
+
+
+def _caller() -> tuple[str, int]:
+    """The user's file and line in the present stack of calls."""
+    return _first_own((f.f_code.co_filename, n) for f, n in traceback.walk_stack(None))
+
+
+def _first_own(places: Iterable[tuple[str, int]]) -> tuple[str, int]:
+    return next((at for at in places if not at[0].startswith(_LIBRARIES)), ("", 0))

@@ -272,7 +272,7 @@ class Case:
 
         Args:
           make: from dense parameters to implicit ones, under `jit`.
-          tolerance: relative; a hundredth of it absolute.
+          tolerance: relative; a tenth of it absolute.
         """
         apply = hki.transform_implicit(self.plain).apply
 
@@ -294,9 +294,7 @@ class Case:
 
         ((by_params, by_x), out), dense = implicit(self.params, self.x)
         (by_dense, dense_by_x), expected = self.dense(dense, self.x)
-        close = functools.partial(
-            np.testing.assert_allclose, rtol=tolerance, atol=tolerance / 100 + 1e-7
-        )
+        close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance / 10)
         jax.tree.map(close, out, expected)
         wanted = chained(self.params, by_dense), dense_by_x
         for a, b in zip(_floats((by_params, by_x)), _floats(wanted), strict=True):

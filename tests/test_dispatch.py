@@ -652,3 +652,55 @@ def test_rules_run_under_transformations():
             np.testing.assert_allclose(g(A(x[:, None])).x, jnp.sin(x)[:, None], rtol=1e-6)
         grads = jax.grad(lambda w: hki.materialize(f(w)).sum())(A(x))
     np.testing.assert_allclose(grads.x, jnp.cos(x), rtol=1e-6)
+
+
+# --- rules are traced, and their traces kept --------------------------------------------------------------------------------
+
+
+def test_a_rule_is_traced_once_for_operands_of_one_structure():
+    T, seen = new_type(), []
+
+    @hki.primitive_handler("neg")
+    def rule(primitive, x: T, **params):
+        seen.append(x.shape)
+        return T(-x.x)
+
+    f = use(lambda x: lax.neg(lax.neg(x)))
+    for g in (f, f, jax.jit(f)):
+        assert hki.materialize(g(T(ONES))).tolist() == [1, 1]
+    assert seen == [(2,)]
+    f(T(jnp.ones(3)))
+    assert seen == [(2,), (3,)]
+
+
+def test_a_new_rule_is_seen_by_rules_that_were_traced_before():
+    outer, inner = new_type(), new_type()
+    child = new_type(inner)
+
+    @hki.primitive_handler("cos")
+    def through(primitive, x: outer, **params):
+        return lax.neg(x.x)
+
+    @hki.primitive_handler("neg")
+    def of_inner(primitive, x: inner, **params):
+        return tagged(1)
+
+    assert run(lax.cos, outer(child(ONES))) == run(lax.neg, child(ONES)) == 1
+
+    @hki.primitive_handler("neg")
+    def of_child(primitive, x: child, **params):
+        return tagged(2)
+
+    assert run(lax.cos, outer(child(ONES))) == run(lax.neg, child(ONES)) == 2
+
+
+def test_a_rule_may_read_a_literal():
+    T = new_type()
+
+    @hki.primitive_handler("mul")
+    def rule(primitive, x: T, y: jax.Array, **params):
+        return tagged(1 if float(y) == 2 else 2)
+
+    f = use(lambda x, n: lax.mul_p.bind(x, jnp.float32(n)))
+    for g in (f, jax.jit(f, static_argnums=1)):
+        assert [g(T(ONES), n)[0] for n in (2.0, 3.0, 2.0)] == [1, 2, 1]

@@ -144,14 +144,20 @@ def test_under_jit_and_eval_shape(params):
 
 
 def test_layer_stack_and_convolutions():
-    stacked = hki.add_lora(case("layer_stack").params, KEY, rank=2)
-    assert chosen(stacked) == {"__layer_stack_no_per_layer/linear/w"}
-    assert stacked["__layer_stack_no_per_layer/linear"]["w"].b.shape == (3, 2, 4)
-    quantized = hki.quantize_params(case("layer_stack").params)
-    assert chosen(quantized) == chosen(stacked)
+    layers = "__layer_stack_no_per_layer/linear"
+    params = case("layer_stack").params
+    params = {layers: {**params[layers], "gain": jnp.ones((3, 4))}}  # a vector for each layer
+    stacked = jax.eval_shape(lambda p: hki.add_lora(p, KEY, rank=2), params)
+    assert chosen(stacked) == {f"{layers}/w"}
+    assert stacked[layers]["w"].b.shape == (3, 2, 4)
+    assert chosen(jax.eval_shape(hki.quantize_params, params)) == chosen(stacked)
+
     conv = {"conv": {"w": jnp.ones((3, 3, 4, 6)), "b": jnp.ones((1, 1, 6))}}
-    assert hki.add_lora(conv, KEY, rank=3)["conv"]["w"].a.shape == (3, 3, 4, 3)
-    assert hki.quantize_params(conv)["conv"]["w"].shape == (3, 3, 4, 6)
+    lora = jax.eval_shape(lambda p: hki.add_lora(p, KEY, rank=3), conv)
+    assert lora["conv"]["w"].a.shape == (3, 3, 4, 3)
+    quantized = jax.eval_shape(hki.quantize_params, conv)
+    assert chosen(quantized) == {"conv/w"}
+    assert quantized["conv"]["w"].shape == (3, 3, 4, 6)
 
 
 @pytest.mark.parametrize("name", ["nested_modules", "lift", "name_scope", "scan", "cond"])

@@ -1,6 +1,7 @@
 """`use_implicit_args`: what it accepts and returns, and how it composes with JAX."""
 
 import functools
+import inspect
 
 import chex
 import jax
@@ -44,6 +45,7 @@ def test_keywords_and_defaults(w, x):
     close(f(x, weight=w), x @ hki.materialize(w) * 3)
     close(f(weight=w, x=x, scale=jnp.float32(2)), x @ hki.materialize(w) * 2)
     assert (f.__name__, f.__doc__) == ("f", "Doc.")
+    assert str(inspect.signature(f)) == "(x, *, weight, scale=3.0)"
 
 
 def test_implicit_arrays_at_any_depth(w, x):
