@@ -88,8 +88,11 @@ def primitive_handler(
     def register(rule: Rule) -> Rule:
         global _registrations
         full = plum.Signature.from_callable(rule, precedence=precedence)
-        # The first parameter is the primitive itself, which the table is keyed by.
-        signature = plum.Signature(*full.types[1:], varargs=full.varargs, precedence=precedence)
+        # The first parameter is the primitive itself, which the table is keyed by. To Plum one without
+        # annotation is `Any`, and its older versions do not take that for the least specific type.
+        types = [object if t is Any else t for t in full.types[1:]]
+        varargs = object if full.varargs is Any else full.varargs
+        signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
         method = plum.Method(rule, signature, function_name=getattr(rule, "__name__", "rule"))
         for primitive in resolved:
             methods = _rules.setdefault(primitive, [])

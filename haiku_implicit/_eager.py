@@ -12,7 +12,6 @@ import contextlib
 import enum
 import functools
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from haiku_implicit._transform import Static, call, is_value, split
 Facts = list[tuple[Callable[[], Any], Any]]
 Watch = Callable[[], contextlib.AbstractContextManager[Facts]]
 
-# The most combinations of structure and static arguments that one function keeps programs for.
+# The most combinations of static arguments, and of structures for each, that programs are kept for.
 _MAX_ENTRIES = 128
 
 
@@ -109,6 +108,13 @@ def _is_traced(values: list[Any]) -> bool:
     return disabled or any(isinstance(x, jax.core.Tracer) for x in leaves)
 
 
+class _Entry(NamedTuple):
+    """What is kept for one combination of static arguments: `jax.jit` keeps the traces themselves."""
+
+    jitted: Any
+    programs: dict[Any, _Program]
+
+
 class _ProgramCache:
     """The programs of one function.
 
@@ -119,8 +125,8 @@ class _ProgramCache:
 
     def __init__(self, call: Callable[[Static, list[Any]], Any], watch: Watch):
         self.call, self.watch = call, watch
-        self._jitted: collections.OrderedDict[Any, Any] = collections.OrderedDict()
-        self._programs: weakref.WeakKeyDictionary[Any, _Program] = weakref.WeakKeyDictionary()
+        # For each key the tracing function, and the programs made of its traces.
+        self._entries: collections.OrderedDict[Any, _Entry] = collections.OrderedDict()
 
     def __call__(self, key: Any, static: Static, values: list[Any]) -> Any:
         """Runs the function, by a program that is kept wherever there is one.
@@ -133,7 +139,7 @@ class _ProgramCache:
         key = (key, _dispatch.generation())
         program = self._find(key, static, values)
         if not program.holds():
-            del self._jitted[key]
+            self._entries.pop(key, None)
             program = self._find(key, static, values)
         leaves = jax.tree_util.tree_leaves(values)
         if program.takes != len(leaves):
@@ -142,15 +148,16 @@ class _ProgramCache:
         return program(leaves)
 
     def _find(self, key: Any, static: Static, values: list[Any]) -> _Program:
-        jitted = self._jitted.pop(key, None) or self._jit(static)
-        self._jitted[key] = jitted
-        if len(self._jitted) > _MAX_ENTRIES:
-            self._jitted.popitem(last=False)
-        traced = jitted.trace(values)
-        program = self._programs.get(traced.jaxpr)
-        if program is None:
-            program = self._programs[traced.jaxpr] = _program_of(traced)
-        return program
+        entry = self._entries.pop(key, None) or _Entry(self._jit(static), {})
+        self._entries[key] = entry
+        if len(self._entries) > _MAX_ENTRIES:
+            self._entries.popitem(last=False)
+        traced = entry.jitted.trace(values)
+        if len(entry.programs) > _MAX_ENTRIES:
+            entry.programs.clear()
+        if traced.jaxpr not in entry.programs:
+            entry.programs[traced.jaxpr] = _program_of(traced)
+        return entry.programs[traced.jaxpr]
 
     def _jit(self, static: Static) -> Any:
         def run(values: list[Any]) -> Any:

@@ -39,6 +39,9 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
     structure (shapes, dtypes, implicit types, and values of what is no array) and run the trace again
     when called again.
 
+    Haiku's summaries (`hk.experimental.tabulate`, `eval_summary`) of what this returns count an
+    implicit array as the dense one; what it really holds is its `nbytes`.
+
     Sharp edges, all of them as with `jax.jit`:
       - The Haiku function has to be pure. What it does besides computing (a Python `print`, reading
         a global variable) happens while it is traced. `cache=False` traces in every call.

@@ -60,6 +60,25 @@ def name_scope(x):
         return x @ hk.get_parameter("w", (4, 3), init=hk.initializers.RandomNormal())
 
 
+class Renamed(hk.Module):
+    """Parameters that are stored under names of another scope."""
+
+    @hk.transparent
+    def __call__(self, x):
+        x = jnp.tanh(hk.Linear(4, name=hk.force_name("elsewhere"))(x))
+        return x + self.named_like_call(x)
+
+    @hk.name_like("__call__")
+    def named_like_call(self, x):
+        return hk.Linear(4)(x)
+
+
+@model
+def renamed(x):
+    with hk.with_rng(jax.random.PRNGKey(3)):
+        return Renamed()(x)
+
+
 @model
 def transposed_weight(x):
     """A tied embedding: rows are looked up, and the output is a product with the transpose."""

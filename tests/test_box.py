@@ -1,9 +1,7 @@
-"""`box`: its dense value in JAX alone, the implicit array itself to an interpreter around it."""
-
-import dataclasses
-import functools
+"""`box`: an implicit array that is made inside traced code."""
 
 import chex
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,228 +9,233 @@ import pytest
 from jax import lax
 
 import haiku_implicit as hki
+from tests.cases import CASES, Diagonal, Outer
 
-N, M, BATCH = 3, 2, 4
+use = hki.use_implicit_args
+ARGS = (jnp.arange(6.0).reshape(3, 2), jnp.ones((3, 1)), jnp.array([[2.0, 3.0]]))
 
 
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(scale=0.5, size=shape), jnp.float32)
+def make(w, a, b):
+    """The function under test: a weight that exists inside only."""
+    return hki.box(hki.LoRA(w, a, b, alpha=2.0))
 
 
-@dataclasses.dataclass
-class Codes(hki.ImplicitArray, core_ndim=2):
-    """A type with integer leaves, as quantized weights have them."""
+def dense(w, a, b):
+    return w + 2.0 * a @ b
 
-    codes: hki.ArrayValue
-    scale: hki.ArrayValue
 
-    def materialize(self):
-        return self.codes * self.scale
+def close(got, want, rtol=1e-6):
+    chex.assert_trees_all_close(hki.materialize(got), want, rtol=rtol, atol=rtol)
 
 
-@dataclasses.dataclass
-class Diagonal(hki.ImplicitArray):
-    """A type without batch axes."""
+# --- without an interpreter it is its dense value -----------------------------------------------------------
 
-    d: hki.ArrayValue
 
-    def materialize(self):
-        return jnp.diag(self.d)
+@pytest.fixture
+def silent():
+    """Without an interpreter nothing is materialized that could have been avoided."""
+    with hki.materialization("error"):
+        yield
 
 
-CODES = jnp.arange(N * M, dtype=jnp.int8).reshape(N, M)
+@pytest.mark.parametrize("name", CASES)
+def test_every_type_eager_and_jit(name, silent):
+    w = CASES[name](0)
+    for run in (hki.box, jax.jit(hki.box), jax.jit(lambda w: hki.box(w) * 1)):
+        np.testing.assert_array_equal(run(w), CASES[name].dense(w))
+        assert isinstance(run(w), jax.Array)
 
 
-def codes(scale):
-    return Codes(
-        jnp.broadcast_to(CODES, (*scale.shape[:-1], M)) if scale.ndim > 1 else CODES, scale
-    )
+def test_jit_of_what_is_made_inside(silent):
+    close(jax.jit(make)(*ARGS), dense(*ARGS))
 
 
-# What is boxed, from the leaves; its dense twin; the shapes of the leaves.
-KINDS = {
-    "lora": (
-        lambda w, a, b: hki.LoRA(w, a, b, 3.0),
-        lambda w, a, b: w + 3 * a @ b,
-        [(N, M), (N, 1), (1, M)],
-    ),
-    "nested types": (
-        lambda w, a, b: hki.LoRA(hki.LoRA(w, a, b), a, b),
-        lambda w, a, b: w + 2 * a @ b,
-        [(N, M), (N, 1), (1, M)],
-    ),
-    # A box holds tracers of whatever is around it, so of a box as well.
-    "nested boxes": (
-        lambda w, a, b: hki.LoRA(hki.box(hki.LoRA(w, a, b)), a, b),
-        lambda w, a, b: w + 2 * a @ b,
-        [(N, M), (N, 1), (1, M)],
-    ),
-    "integer leaves": (codes, lambda s: CODES * s, [(N, 1)]),
-    "no batch axes": (Diagonal, jnp.diag, [(N,)]),
-}
-
-
-def leaves_of(kind, *batch, seed=0):
-    return [normal(seed + i, *batch, *shape) for i, shape in enumerate(KINDS[kind][2])]
-
-
-def eager(fun):
-    return fun
-
-
-def gradient(fun):
-    return lambda *leaves: jax.grad(lambda xs: jnp.sin(fun(*xs)).sum())(leaves)
-
-
-def vjp(fun):
-    def run(*leaves):
-        out, pullback = jax.vjp(fun, *leaves)
-        return out, pullback(jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype))
-
-    return run
-
-
-def jvp(fun):
-    return lambda *leaves: jax.jvp(fun, leaves, tuple(jnp.cos(x) for x in leaves))
-
-
-def jvp_of_last(fun):
-    """The other leaves are not perturbed: their tangents are symbolic zeros."""
-    return lambda *xs: jax.jvp(lambda x: fun(*xs[:-1], x), xs[-1:], (jnp.cos(xs[-1]),))
-
-
-def stacked(transform):
-    """A transformation that maps over a leading axis of all leaves, made in here."""
-    return lambda fun: lambda *xs: transform(fun)(*(jnp.stack([x, 2 * x, jnp.sin(x)]) for x in xs))
-
-
-def partly(fun):
-    """A batch axis of the last leaf alone, and not in front."""
-    in_axes = lambda xs: [None] * (len(xs) - 1) + [xs[-1].ndim]  # noqa: E731
-    return lambda *xs: jax.vmap(fun, in_axes(xs))(*xs[:-1], jnp.stack([xs[-1], xs[-1] ** 2], -1))
-
-
-def in_scan(fun):
-    def run(*leaves):
-        body = lambda c, x: (c + 1, (fun(*(c * y for y in leaves)), fun(*leaves) * x))  # noqa: E731
-        return lax.scan(body, 1.0, jnp.arange(2.0))
-
-    return run
-
-
-WAYS = {
-    "eager": eager,
-    "jit": jax.jit,
-    "grad": gradient,
-    "vjp": vjp,
-    "jvp": jvp,
-    "jvp of the last": jvp_of_last,
-    "vmap": stacked(jax.vmap),
-    "vmap of the last": partly,
-    "vmap of vmap": stacked(lambda fun: jax.vmap(stacked(jax.vmap)(fun))),
-    "vmap of grad": stacked(lambda fun: jax.vmap(gradient(fun))),
-    "grad of vmap": lambda fun: gradient(stacked(jax.vmap)(fun)),
-    "second derivative": lambda fun: gradient(lambda *xs: gradient(fun)(*xs)[-1]),
-    "scan": in_scan,
-    "checkpoint": jax.checkpoint,
-    "grad of checkpoint": lambda fun: gradient(jax.checkpoint(fun)),
-    "cond": lambda fun: lambda *xs: lax.cond(xs[0].sum() < 9, fun, lambda *ys: 0 * fun(*ys), *xs),
-}
-
-
-def close(got, want):
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
-    chex.assert_trees_all_close(got, want, rtol=2e-5, atol=2e-5)
-
-
-def quick(fun):
-    # What the compiled program computes is looked at, not how fast.
-    return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@functools.cache
-def wanted(kind, way):
-    return quick(WAYS[way](KINDS[kind][1]))(*leaves_of(kind))
-
-
-@pytest.mark.parametrize("run", ["alone", "alone, compiled", "interpreted"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_its_value_is_the_dense_array(kind, way, run, may_be_dense):
-    fun = WAYS[way](lambda *leaves: hki.box(KINDS[kind][0](*leaves)))
-    if run == "alone":
-        got = fun(*leaves_of(kind))
-    else:
-        wrapped = hki.use_implicit_args(fun) if run == "interpreted" else fun
-        got = quick(lambda *leaves: hki.materialize(wrapped(*leaves)))(*leaves_of(kind))
-    close(got, wanted(kind, way))
-
-
-@pytest.mark.parametrize("kind", ["lora", "nested types", "nested boxes", "integer leaves"])
-@pytest.mark.parametrize(
-    "way", ["eager", "jit", "vmap", "vmap of the last", "vmap of vmap", "checkpoint"]
-)
-def test_an_interpreter_reads_the_implicit_array(kind, way, never_dense):
-    make, _, _ = KINDS[kind]
-    out = hki.use_implicit_args(WAYS[way](lambda *leaves: hki.box(make(*leaves))))(*leaves_of(kind))
-    assert isinstance(out, Codes if kind == "integer leaves" else hki.LoRA)
-    assert isinstance(getattr(out, "w", None), hki.LoRA) == kind.startswith("nested")
-
-
-def test_results_of_loops_stay_implicit(never_dense):
-    def fun(w, a, b):
-        return lax.scan(lambda c, x: (c, hki.box(hki.LoRA(x * w, a, b))), w, jnp.arange(2.0))[1]
-
-    out = hki.use_implicit_args(fun)(*leaves_of("lora"))
-    assert isinstance(out, hki.LoRA) and out.shape == (2, N, M)
-
-
-def test_the_primal_stays_implicit_under_differentiation_inside(never_dense):
-    """What is differentiated inside the interpreted function reaches the rules of the type."""
-
-    def fun(w, a, b, x):
-        return jax.value_and_grad(lambda a: (x @ hki.box(hki.LoRA(w, a, b))).sum())(a)
-
-    w, a, b = leaves_of("lora")
-    x = normal(9, 5, N)
-    want = jax.value_and_grad(lambda a: (x @ (w + a @ b)).sum())(a)
-    close(hki.use_implicit_args(fun)(w, a, b, x), want)
-    close(fun(w, a, b, x), want)
-
-
-def test_without_batch_axes_it_becomes_dense_under_vmap(may_be_dense):
-    out = hki.use_implicit_args(jax.vmap(lambda d: hki.box(Diagonal(d))))(normal(0, BATCH, N))
-    assert isinstance(out, jax.Array)
-    close(out, jax.vmap(jnp.diag)(normal(0, BATCH, N)))
-
-
-def test_boxed_arguments_of_the_interpreted_function(never_dense):
-    """Implicit leaves of a box: the box is of an argument that is itself implicit."""
-    w, a, b = leaves_of("lora")
-    inner = hki.LoRA(w, 2 * a, b)
-    fun = hki.use_implicit_args(lambda w: hki.box(hki.LoRA(w, a, b)))
-    out = fun(inner)
-    assert isinstance(out.w, hki.LoRA)
-    close(hki.materialize(out), w + 3 * a @ b)
-
-
-def test_integers_have_no_gradient():
-    grads = jax.grad(lambda c: hki.box(c).sum(), allow_int=True)(Codes(CODES, jnp.ones((N, 1))))
-    assert grads.codes.dtype == jax.dtypes.float0
-    close(grads.scale, CODES.sum(1, keepdims=True).astype(jnp.float32))
-
-
-@pytest.mark.parametrize(
-    "x", [jnp.arange(3.0), np.arange(3.0), 2.5], ids=["jax", "numpy", "number"]
-)
-def test_dense_values_are_returned_as_they_are(x):
+def test_of_a_dense_array(silent):
+    x = jnp.ones(3)
     assert hki.box(x) is x
 
 
-def test_what_has_no_leaves():
-    zeros = hki.Zeros(shape=(N,))
-    fun = lambda x: x + hki.box(zeros)  # noqa: E731
-    x = normal(0, N)
-    for run in (fun, jax.jit(fun), hki.use_implicit_args(fun), lambda x: jax.vmap(fun)(x[None])[0]):
-        close(run(x), x)
-    assert isinstance(hki.use_implicit_args(lambda: hki.box(zeros))(), hki.Zeros)
+def test_grad(silent):
+    def loss(make):
+        return lambda *args: jnp.sum(jnp.sin(make(*args)))
+
+    want = jax.grad(loss(dense), argnums=(0, 1, 2))(*ARGS)
+    close(jax.grad(loss(make), argnums=(0, 1, 2))(*ARGS), want)
+    close(jax.jit(jax.grad(loss(make), argnums=(0, 1, 2)))(*ARGS), want)
+    close(jax.grad(loss(make), argnums=1)(*ARGS), want[1])
+
+
+def test_jvp_vjp_and_second_derivatives(silent):
+    tangents = tuple(map(jnp.cos, ARGS))
+    close(jax.jvp(make, ARGS, tangents), jax.jvp(dense, ARGS, tangents))
+    y, vjp = jax.vjp(make, *ARGS)
+    close(vjp(jnp.sin(y)), jax.vjp(dense, *ARGS)[1](jnp.sin(y)))
+    w, a, b = ARGS
+
+    def of_factors(make):
+        return lambda a, b: jnp.sum(jnp.sin(make(w, a, b)))
+
+    close(jax.hessian(of_factors(make), (0, 1))(a, b), jax.hessian(of_factors(dense), (0, 1))(a, b))
+
+
+def test_jvp_with_respect_to_something_else(silent):
+    close(jax.jvp(lambda x: x * make(*ARGS), (2.0,), (1.0,)), (2 * dense(*ARGS), dense(*ARGS)))
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (None, 0, 0), (None, 0, None), (2, 1, 0)])
+def test_vmap(axes, silent):
+    def batch(x, axis):
+        return x if axis is None else jnp.stack([x, 2 * x, -x], axis)
+
+    args = tuple(map(batch, ARGS, axes))
+    want = jax.vmap(dense, axes)(*args)
+    close(jax.vmap(make, axes)(*args), want)
+    close(jax.jit(jax.vmap(make, axes))(*args), want)
+    close(jax.vmap(make, axes, out_axes=-1)(*args), jnp.moveaxis(want, 0, -1))
+
+
+def test_vmap_of_vmap_and_of_grad(silent):
+    args = jax.tree.map(lambda x: jnp.stack([jnp.stack([x, -x])] * 3), ARGS)
+    close(jax.vmap(jax.vmap(make))(*args), jax.vmap(jax.vmap(dense))(*args))
+
+    def gradient(make):
+        return jax.vmap(jax.vmap(jax.grad(lambda *a: jnp.sum(make(*a) ** 2), argnums=2)))
+
+    close(gradient(make)(*args), gradient(dense)(*args))
+
+
+def test_vmap_of_a_type_without_batch_axes(silent):
+    d = jnp.arange(6.0).reshape(2, 3)
+    close(jax.vmap(lambda d: hki.box(Diagonal(d)))(d), jax.vmap(jnp.diag)(d))
+
+
+def test_vmap_of_a_nested_one(silent):
+    f = lambda u, a: hki.box(hki.LoRA(Outer(u, jnp.ones(2)), a, jnp.ones((1, 2))))  # noqa: E731
+    u, a = jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3, 1))
+    close(jax.vmap(f)(u, a), u[:, :, None] + jnp.ones((2, 3, 2)))
+
+
+def test_integers_among_the_leaves(silent):
+    q = hki.QuantizedMatrix.quantize(ARGS[0], "int8")
+
+    def f(scale):
+        return jnp.sum(hki.box(q._replace(scale=scale)) ** 2)
+
+    want = jax.grad(lambda s: jnp.sum(q._replace(scale=s).materialize() ** 2))(q.scale)
+    close(jax.grad(f)(q.scale), want)
+    scales = jnp.stack([q.scale, 2 * q.scale])
+    close(jax.vmap(f)(scales), jnp.stack([f(s) for s in scales]))
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "remat"])
+def test_in_loops_and_branches(around, silent):
+    def f(make, *args):
+        y = lax.scan(lambda c, i: (c + make(*args) * i, make(*args)), jnp.zeros((3, 2)), jnp.arange(2.0))
+        z = lax.fori_loop(0, 2, lambda i, c: c + make(*args), jnp.zeros((3, 2)))
+        return y, z, lax.cond(True, lambda: make(*args), lambda: jnp.zeros((3, 2)))
+
+    close(around(lambda *a: f(make, *a))(*ARGS), f(dense, *ARGS))
+    total = lambda make: lambda *a: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(make, *a)))  # noqa: E731
+    close(jax.grad(around(total(make)))(*ARGS), jax.grad(total(dense))(*ARGS), rtol=1e-5)
+
+
+def test_abstract_evaluation(silent):
+    out = jax.eval_shape(make, *ARGS)
+    assert (out.shape, out.dtype) == ((3, 2), jnp.float32)
+    assert jax.make_jaxpr(make)(*ARGS).eqns[-1].primitive.name == "box"
+
+
+def test_nothing_of_the_box_is_left_in_a_compiled_program():
+    assert "box" not in jax.jit(make).lower(*ARGS).as_text().replace("make", "")
+
+
+# --- with an interpreter it is the implicit array ---------------------------------------------------------------
+
+
+WAYS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "jit of jit": lambda f: jax.jit(jax.jit(f)),
+    "scan": lambda f: lambda *a: lax.scan(lambda c, _: (c, f(*a)), 0, None, length=1)[1][0],
+    "cond": lambda f: lambda *a: lax.cond(a[0][0, 0] >= 0, f, f, *a),
+    "vmap": lambda f: lambda *a: jax.vmap(f)(*jax.tree.map(lambda x: x[None], a))[0],
+    "vmap of some": lambda f: lambda *a: jax.vmap(f, (None, 0, None))(a[0], a[1][None], a[2])[0],
+}
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", WAYS)
+def test_it_comes_out_implicit(name, outer, silent):
+    out = outer(use(WAYS[name](make)))(*ARGS)
+    assert isinstance(out, hki.LoRA)
+    assert out.alpha == 2.0
+    close(out, dense(*ARGS))
+
+
+def test_what_follows_sees_the_implicit_array(silent):
+    x = jnp.ones((4, 3))
+    f = use(lambda x, *args: x @ make(*args))
+    close(f(x, *ARGS), x @ dense(*ARGS))
+    shapes = [v.aval.shape for eqn in jax.make_jaxpr(f)(x, *ARGS).eqns for v in eqn.outvars]
+    assert (3, 2) not in shapes
+
+
+def test_gradients_through_an_interpreted_box(silent):
+    x = jnp.ones((4, 3))
+
+    def loss(make):
+        return lambda *args: jnp.sum(jnp.sin(x @ make(*args)))
+
+    want = jax.grad(loss(dense), argnums=(0, 1, 2))(*ARGS)
+    close(jax.grad(use(loss(make)), argnums=(0, 1, 2))(*ARGS), want, rtol=1e-5)
+    close(use(jax.grad(loss(make), argnums=(0, 1, 2)))(*ARGS), want, rtol=1e-5)
+
+
+def test_a_differentiated_box_is_still_implicit(silent):
+    """The primal of `jax.vjp` inside an interpreter stays what it was."""
+    y, grads = use(lambda *args: (jax.vjp(make, *args)[0], jax.vjp(make, *args)[1](jnp.ones((3, 2)))))(*ARGS)
+    assert isinstance(y, hki.LoRA)
+    close(grads, jax.vjp(dense, *ARGS)[1](jnp.ones((3, 2))))
+
+
+def test_box_of_an_implicit_argument_with_other_leaves(silent):
+    """An argument taken apart and put together anew."""
+    inner = Outer(jnp.arange(3.0), jnp.ones(2))
+    out = use(lambda w, a, b: hki.box(hki.LoRA(w, a, b)))(inner, *ARGS[1:])
+    assert isinstance(out, hki.LoRA) and isinstance(out.w, Outer)
+    close(out, hki.materialize(inner) + ARGS[1] @ ARGS[2])
+
+
+def test_box_of_a_box(silent):
+    out = use(lambda w, a, b: hki.box(hki.LoRA(make(w, a, b), a, b)))(*ARGS)
+    assert isinstance(out, hki.LoRA) and isinstance(out.w, hki.LoRA)
+    close(out, dense(*ARGS) + ARGS[1] @ ARGS[2])
+
+
+def test_without_any_argument(silent):
+    out = use(lambda: hki.box(hki.Zeros(shape=(2,), dtype=jnp.float32)))()
+    assert isinstance(out, hki.Zeros)
+    assert hki.box(hki.Zeros(shape=(2,), dtype=jnp.float32)).tolist() == [0, 0]
+
+
+def test_a_creator_in_a_haiku_model(silent):
+    """How it plugs in: the same model is right with and without `transform_implicit`."""
+
+    def creator(next_creator, shape, dtype, init, context):
+        value = next_creator(shape, dtype, init)
+        if context.name != "w":
+            return value
+        return hki.box(hki.LoRA(value, jnp.ones((shape[0], 1)), jnp.ones((1, shape[1]))))
+
+    def model(x):
+        with hk.custom_creator(creator):
+            return hk.nets.MLP([5, 2])(x)
+
+    x = jnp.ones((1, 3))
+    plain = hk.without_apply_rng(hk.transform(model))
+    implicit = hki.transform_implicit(plain)
+    params, dense_params = implicit.init(jax.random.key(0), x), plain.init(jax.random.key(0), x)
+    assert isinstance(params["mlp/~/linear_0"]["w"], hki.LoRA)
+    close(params, dense_params)
+    close(implicit.apply(params, x), plain.apply(dense_params, x), rtol=1e-5)

@@ -318,6 +318,15 @@ def test_summaries_show_logical_shapes():
     assert info.expressions
 
 
+def test_fast_eval_shape():
+    t = hki.transform_implicit(hk.transform(_lora_mlp))
+    shapes = hk.experimental.fast_eval_shape(t.init, RNG, X)
+    assert str(shapes) == str(jax.eval_shape(t.init, RNG, X))
+    assert isinstance(shapes["mlp/~/linear_0"]["w"], hki.LoRA)
+    params = t.init(RNG, X)
+    assert hk.experimental.fast_eval_shape(t.apply, params, RNG, X).shape == (6, 3)
+
+
 def test_interceptor_around_apply_without_cache():
     calls = []
 
@@ -540,6 +549,8 @@ def test_transformations_and_closures_over_tracers():
     close(by_x, jnp.ones((6, 3)) @ hki.materialize(f.params)["linear"]["w"].T)
     with jax.disable_jit():
         assert f(X) == 1
+    # Of concrete arrays within a trace.
+    close(jax.jit(lambda s: s * f.t.apply(f.params, None, X).sum())(2.0), 2 * dense)
 
 
 def test_constants_and_structures_of_results():

@@ -14,7 +14,7 @@ if hasattr(jax, "memory"):  # from JAX 0.8 on: the host's memory and the device'
     _PLACES += (jax.memory.Space,)
 
 
-def _leaf_places(x: ImplicitArray, place: Any) -> Any:
+def _leaf_places(x: Any, place: Any) -> Any:
     """Where each leaf of `x` goes when the dense array is to go to `place`."""
     leaves = jax.tree.leaves(x)
     if isinstance(place, _PLACES):
@@ -42,8 +42,9 @@ def constrain(
     places = _leaf_places(x, sharding)
     if places is NotImplemented or layout is not None or unconstrained_dims:
         return NotImplemented
-    leaves, treedef = jax.tree.flatten(x)
-    return treedef.unflatten(map(jax.lax.with_sharding_constraint, leaves, places))
+    leaves, treedef = jax.tree_util.tree_flatten(x)
+    constrained = map(jax.lax.with_sharding_constraint, leaves, places)
+    return jax.tree_util.tree_unflatten(treedef, constrained)
 
 
 @primitive_handler("device_put")
@@ -61,4 +62,4 @@ def put(primitive: Any, *operands: ArrayValue, devices: Any, **params: Any) -> A
         for name, values in params.items():  # one value for each operand
             expanded[name] += [values[i]] * len(own)
     out = primitive.bind(*leaves, **{name: tuple(v) for name, v in expanded.items()})
-    return jax.tree.structure(list(operands)).unflatten(out)
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(list(operands)), out)
