@@ -23,7 +23,10 @@ def mesh():
     return jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def over_axis(fun, out=PartitionSpec()):
+REPLICATED = PartitionSpec()
+
+
+def over_axis(fun, out=REPLICATED):
     """`fun` inside a `jax.shard_map`, where collectives have an axis to act on."""
 
     def run(*args):

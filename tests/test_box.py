@@ -127,10 +127,14 @@ def test_integers_among_the_leaves(silent):
     close(jax.vmap(f)(scales), jnp.stack([f(s) for s in scales]))
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "remat"])
+@pytest.mark.parametrize(
+    "around", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "remat"]
+)
 def test_in_loops_and_branches(around, silent):
     def f(make, *args):
-        y = lax.scan(lambda c, i: (c + make(*args) * i, make(*args)), jnp.zeros((3, 2)), jnp.arange(2.0))
+        y = lax.scan(
+            lambda c, i: (c + make(*args) * i, make(*args)), jnp.zeros((3, 2)), jnp.arange(2.0)
+        )
         z = lax.fori_loop(0, 2, lambda i, c: c + make(*args), jnp.zeros((3, 2)))
         return y, z, lax.cond(True, lambda: make(*args), lambda: jnp.zeros((3, 2)))
 
@@ -194,7 +198,9 @@ def test_gradients_through_an_interpreted_box(silent):
 
 def test_a_differentiated_box_is_still_implicit(silent):
     """The primal of `jax.vjp` inside an interpreter stays what it was."""
-    y, grads = use(lambda *args: (jax.vjp(make, *args)[0], jax.vjp(make, *args)[1](jnp.ones((3, 2)))))(*ARGS)
+    y, grads = use(
+        lambda *args: (jax.vjp(make, *args)[0], jax.vjp(make, *args)[1](jnp.ones((3, 2))))
+    )(*ARGS)
     assert isinstance(y, hki.LoRA)
     close(grads, jax.vjp(dense, *ARGS)[1](jnp.ones((3, 2))))
 

@@ -237,7 +237,9 @@ def test_gradient(name, x, never_dense):
     want = jax.grad(lambda w, x: loss(hki.materialize(w), x), argnums=(0, 1))(w, x)
     got = jax.jit(jax.grad(use(loss), argnums=(0, 1)))(w, x)
     close(jax.tree.leaves(got), jax.tree.leaves(want), rtol=2e-4)  # gradients of sums: they cancel
-    inside = use(jax.grad(loss, argnums=(0, 1)))(w, x)
+    # What a shard_map keeps of the weight for its transpose is a result of it, which is dense.
+    with hki.materialization("allow" if "shard_map" in name else "error"):
+        inside = use(jax.grad(loss, argnums=(0, 1)))(w, x)
     with hki.materialization("allow"):
         close(inside, jax.grad(loss, argnums=(0, 1))(hki.materialize(w), x), rtol=2e-4)
 
@@ -263,7 +265,9 @@ def test_vmap(name, x, never_dense):
     close(jax.jit(jax.vmap(use(f), (None, 0)))(w, xs), want)
     close(jax.jit(jax.vmap(use(f)))(ws, xs), want_each)
     close(jax.jit(use(jax.vmap(f, (None, 0))))(w, xs), want)
-    with hki.materialization("allow"):  # a predicate with batch axes: while_loop and cond have to select
+    with hki.materialization(
+        "allow"
+    ):  # a predicate with batch axes: while_loop and cond have to select
         close(jax.jit(use(jax.vmap(f)))(ws, xs), want_each)
 
 
@@ -284,24 +288,37 @@ def kinds(f, *args):
 
 def test_results_stay_implicit_through_every_call(never_dense):
     w = Outer(jnp.arange(4.0), jnp.ones(4))
-    for f in (jax.jit(lambda w: -w), jax.checkpoint(lambda w: -w), lambda w: lax.cond(True, lambda w: -w, lambda w: w, w)):
+    for f in (
+        jax.jit(lambda w: -w),
+        jax.checkpoint(lambda w: -w),
+        lambda w: lax.cond(True, lambda w: -w, lambda w: w, w),
+    ):
         assert kinds(f, w) == ["Outer"]
 
 
 def test_scanned_inputs_are_sliced_leaf_by_leaf(x, never_dense):
     ws = lora(1, (3, 4, 4))
-    assert kinds(lambda ws, x: lax.scan(lambda c, w: (dot(w, c), w), x, ws), ws, x) == ["dense", "LoRA"]
+    assert kinds(lambda ws, x: lax.scan(lambda c, w: (dot(w, c), w), x, ws), ws, x) == [
+        "dense",
+        "LoRA",
+    ]
     shapes = {v.aval.shape for eqn in jaxpr_of(use(lambda ws, x: lax.scan(lambda c, w: (dot(w, c), None), x, ws)), ws, x)
               for v in eqn.outvars}  # fmt: skip
-    assert (3, 4, 4) not in shapes and (4, 4) not in shapes  # neither the stack nor one is made whole
+    assert (3, 4, 4) not in shapes and (
+        4,
+        4,
+    ) not in shapes  # neither the stack nor one is made whole
 
 
 def jaxpr_of(f, *args):
     """All equations of a function, those of sub-jaxprs too, but not slices of what it is given."""
+
     def walk(jaxpr):
         for eqn in jaxpr.eqns:
             yield eqn
-            for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda y: hasattr(y, "eqns")):
+            for sub in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda y: hasattr(y, "eqns")
+            ):
                 if hasattr(getattr(sub, "jaxpr", sub), "eqns"):
                     yield from walk(getattr(sub, "jaxpr", sub))
 
@@ -336,7 +353,9 @@ def test_a_carry_keeps_what_of_it_stays(x, may_be_dense):
 
     def g(inner, a, b, x):
         start = hki.LoRA(inner, a, b)
-        return lax.scan(lambda c, r: (hki.box(hki.LoRA(jnp.sin(inner), a, b)), r), hki.box(start), x)[0]
+        return lax.scan(
+            lambda c, r: (hki.box(hki.LoRA(jnp.sin(inner), a, b)), r), hki.box(start), x
+        )[0]
 
     inner, w = lora(1), lora(2)
     out = use(g)(inner, w.a, w.b, x)
@@ -372,7 +391,9 @@ def test_a_carry_of_another_static_part_becomes_dense(may_be_dense):
 
 def test_weak_types_of_a_carry(may_be_dense):
     def f(w):
-        return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0.0, jnp.ones(4)))
+        return lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0.0, jnp.ones(4))
+        )
 
     close(use(f)(lora()), f(hki.materialize(lora())))
 
@@ -427,7 +448,9 @@ def test_branches_meet_at_their_largest_common_structure(name, jit, parameters, 
 
 def test_three_branches(parameters, may_be_dense):
     def f(i, p):
-        return lax.switch(i, [lambda p: p["nested"], lambda p: p["lora"], lambda p: p["quantized"]], p)
+        return lax.switch(
+            i, [lambda p: p["nested"], lambda p: p["lora"], lambda p: p["quantized"]], p
+        )
 
     for i in range(3):
         out = use(f)(jnp.asarray(i), parameters)
@@ -442,7 +465,7 @@ def test_gradients_through_branches_that_meet(parameters, may_be_dense):
     p = {k: parameters[k] for k in ("nested", "lora")}
     for flag in (True, False):
         got = jax.grad(use(f))(p, jnp.asarray(flag))
-        want = jax.grad(lambda p: f(hki.materialize(p), flag))(p)
+        want = jax.grad(lambda p, flag=flag: f(hki.materialize(p), flag))(p)
         close(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
@@ -486,12 +509,16 @@ def test_custom_derivatives_are_used_and_right_for_lora(name, x, may_be_dense):
     want = jax.grad(lambda w, x: loss(hki.materialize(w), x), argnums=(0, 1))(w, x)
     for transform in (lambda g: g, jax.jit):
         got = transform(jax.grad(use(loss), argnums=(0, 1)))(w, x)
-        close(jax.tree.leaves(got), jax.tree.leaves(want), rtol=2e-4)  # sums of squares: they cancel
+        close(
+            jax.tree.leaves(got), jax.tree.leaves(want), rtol=2e-4
+        )  # sums of squares: they cancel
     inside = use(jax.grad(loss, argnums=(0, 1)))(w, x)
     close(inside, jax.grad(loss, argnums=(0, 1))(hki.materialize(w), x), rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", [n for n in DERIVATIVES if "custom_vjp" not in n and n != "of w and x"])
+@pytest.mark.parametrize(
+    "name", [n for n in DERIVATIVES if "custom_vjp" not in n and n != "of w and x"]
+)
 def test_forward_and_second_derivatives_of_custom_ones(name, x, may_be_dense):
     w, f = lora(), DERIVATIVES[name]
 
@@ -528,7 +555,10 @@ def test_custom_vjp_with_an_integer_operand(x, may_be_dense):
     def f(w, i):
         return w[i]
 
-    f.defvjp(lambda w, i: (f(w, i), (w.shape, i)), lambda r, g: (jnp.zeros(r[0]).at[r[1]].add(3 * g), None))
+    f.defvjp(
+        lambda w, i: (f(w, i), (w.shape, i)),
+        lambda r, g: (jnp.zeros(r[0]).at[r[1]].add(3 * g), None),
+    )
 
     w, i = lora(), jnp.asarray(2)
     want = jax.grad(lambda w: jnp.sum(f(hki.materialize(w), i) * x[0]))(w)
@@ -537,10 +567,6 @@ def test_custom_vjp_with_an_integer_operand(x, may_be_dense):
 
 
 def test_custom_vjp_with_static_arguments(x, may_be_dense):
-    @jax.custom_vjp
-    def scaled(factor, w):
-        return w * factor
-
     scaled = jax.custom_vjp(lambda factor, w: w * factor, nondiff_argnums=(0,))
     scaled.defvjp(lambda factor, w: (w * factor, None), lambda factor, _, g: (g * 100 * factor,))
     w = lora()
@@ -611,7 +637,7 @@ def test_collectives_in_shard_map(x, may_be_dense):
         def local(w, x):
             return lax.psum(x @ w, "i") + lax.psum(w, "i")[:3] + lax.axis_index("i")
 
-        return jax.shard_map(local, mesh=mesh(), in_specs=(P(), P("i")), out_specs=P())(w, x)
+        return jax.shard_map(local, mesh=mesh(), in_specs=(P(), P("i")), out_specs=P("i"))(w, x)
 
     close(use(f)(lora(), x), f(hki.materialize(lora()), x))
 
@@ -684,7 +710,9 @@ def test_pallas_call_materializes(may_be_dense):
         out_ref[...] = w_ref[...] * 2
 
     def f(w):
-        return pallas.pallas_call(kernel, jax.ShapeDtypeStruct((4, 4), jnp.float32), interpret=True)(w)
+        return pallas.pallas_call(
+            kernel, jax.ShapeDtypeStruct((4, 4), jnp.float32), interpret=True
+        )(w)
 
     with hki.materialization_report() as report:
         close(use(f)(lora()), 2 * hki.materialize(lora()))
@@ -697,7 +725,9 @@ def test_callbacks_materialize(may_be_dense):
     def f(w):
         y = jax.pure_callback(lambda a: np.sin(a), jax.ShapeDtypeStruct((4, 4), jnp.float32), w)
         for ordered in (False, True):
-            jax.experimental.io_callback(lambda a: seen.append(np.shape(a)), None, w, ordered=ordered)
+            jax.experimental.io_callback(
+                lambda a: seen.append(np.shape(a)), None, w, ordered=ordered
+            )
         return y
 
     with hki.materialization_report() as report:
@@ -808,7 +838,9 @@ def test_names_of_jitted_functions_survive(x, never_dense):
 
 
 def precisions(f, *args):
-    return [eqn.params["precision"] for eqn in jaxpr_of(f, *args) if eqn.primitive is lax.dot_general_p]
+    return [
+        eqn.params["precision"] for eqn in jaxpr_of(f, *args) if eqn.primitive is lax.dot_general_p
+    ]
 
 
 def test_matmul_precision_contexts_survive(x, never_dense):
@@ -899,7 +931,10 @@ def test_constants_of_a_jaxpr_are_not_mixed_up(x, never_dense):
     w = lora()
     for i, block in enumerate(blocks):
         close(use(block)(w, x), x @ hki.materialize(w) + i)
-    scans = [lambda w, x, c=c: lax.scan(lambda s, r: (s, r @ w + c), 0, x)[1] for c in np.arange(3.0, dtype=np.float32)]
+    scans = [
+        lambda w, x, c=c: lax.scan(lambda s, r: (s, r @ w + c), 0, x)[1]
+        for c in np.arange(3.0, dtype=np.float32)
+    ]
     for i, f in enumerate(scans):
         close(use(f)(w, x), x @ hki.materialize(w) + i)
 

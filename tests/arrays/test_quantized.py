@@ -584,7 +584,11 @@ def test_axes_of_the_matrix(kind, axis):
             at = one.group_size if one.num_groups > 1 else 1
             out += jnp.split(w, [at], axis=axis)
         if axis == -2:
-            out += [w[:, 1:5:2], jax.lax.dynamic_slice_in_dim(w, 1, 3, axis=1)]
+            # Indexing is a gather here in older versions of JAX.
+            out += [
+                jax.lax.slice(w, (0, 1), (N, 5), (1, 2)),
+                jax.lax.dynamic_slice_in_dim(w, 1, 3, axis=1),
+            ]
         elif one.num_groups > 1:
             out += [w[:, one.group_size :]]
         return out
@@ -593,7 +597,7 @@ def test_axes_of_the_matrix(kind, axis):
     assert (out[0].codes == one.codes).all()
     stays(lambda w: (jnp.transpose(w, (1, 0, 3, 2)), jnp.transpose(w, (1, 0, 2, 3))), q)
     if axis == -2:
-        stays(lambda w: w[1, :, :, 2:3], q)
+        stays(lambda w: jax.lax.slice(w, (1, 0, 0, 2), (2, 3, N, 3)), q)
 
 
 @axes
