@@ -308,14 +308,21 @@ def linear_solve(operands: Operands, params: Params) -> list[Any]:
         functions.append(None if closed is None else _linear(closed, consts))
     matvec, vecmat, solve, transpose_solve = functions
     b = [densify(x, "custom_linear_solve") for x in rest]
+    n, has_aux = len(b), len(jaxprs[2].out_avals) > len(b)
+
+    def split(out: list[Any]) -> Any:
+        return (out[:n], out[n:]) if has_aux else out
+
     # `transpose_solve` is for the transposed system; a symmetric one says so by reusing `solve`.
-    return jax.lax.custom_linear_solve(
+    out = jax.lax.custom_linear_solve(
         lambda x: matvec(*x),
         b,
-        lambda _, x: solve(*x),
-        None if transpose_solve is None else (lambda _, x: transpose_solve(*x)),
+        lambda _, x: split(solve(*x)),
+        None if transpose_solve is None else (lambda _, x: split(transpose_solve(*x))),
         symmetric=vecmat is not None and jaxprs[0] is jaxprs[1],
+        has_aux=has_aux,
     )
+    return [*out[0], *out[1]] if has_aux else out
 
 
 def _linear(closed: ClosedJaxpr, consts: Operands) -> Callable[..., list[Any]]:

@@ -126,6 +126,10 @@ def _blocks(operands: Any, dimension_numbers: Any, params: Any) -> _Blocks | Non
     if count < 2:
         return None
     size = length // count
+    bind = functools.partial(
+        jax.lax.dot_general_p.bind, dimension_numbers=dimension_numbers, **params
+    )
+    out = jax.eval_shape(bind, *map(dense_struct, operands))
     contract, batch = dimension_numbers
     q_batch = list(batch[q_at])
     x_axis_of = dict(
@@ -136,15 +140,13 @@ def _blocks(operands: Any, dimension_numbers: Any, params: Any) -> _Blocks | Non
     elif axis in x_axis_of:
         out_axis = None
         count -= count * size == length  # one block starts the sum
+    elif out.size > q.size:
+        return None  # putting the results together would take more than the dense weight does
     else:
         free = [i for i in range(q.ndim) if i not in x_axis_of]
         of_x = x.ndim - len(x_axis_of) if q_at else 0
         out_axis = len(q_batch) + of_x + free.index(axis)
-    bind = functools.partial(
-        jax.lax.dot_general_p.bind, dimension_numbers=dimension_numbers, **params
-    )
-    dtype = jax.eval_shape(bind, *map(dense_struct, operands)).dtype
-    return _Blocks(axis, count, size, x_axis_of.get(axis), out_axis, dtype)
+    return _Blocks(axis, count, size, x_axis_of.get(axis), out_axis, out.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
