@@ -28,7 +28,10 @@ def lora(seed=0, shape=(4, 4), w=None, alpha=3.0):
     *batch, n, m = shape
     keys = jax.random.split(jax.random.key(seed), 3)
     w = jax.random.normal(keys[0], shape) / 3 if w is None else w
-    a, b = jax.random.normal(keys[1], (*batch, n, 2)), jax.random.normal(keys[2], (*batch, 2, m)) / 3
+    a, b = (
+        jax.random.normal(keys[1], (*batch, n, 2)),
+        jax.random.normal(keys[2], (*batch, 2, m)) / 3,
+    )
     return hki.LoRA(w, a, b, alpha=alpha)
 
 
@@ -307,9 +310,11 @@ def gradients(way):
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("way", ["outside", "inside"])
 def test_gradient(way, name):
-    want = gradients(f"{way}, dense")[name]
-    # Gradients are sums of products that cancel.
-    close(jax.tree.leaves(gradients(way)[name]), jax.tree.leaves(want), rtol=2e-4)
+    want = jax.tree.leaves(gradients(f"{way}, dense")[name])
+    # Gradients are sums of products that cancel: rounding is relative to the largest of them.
+    largest = max(float(jnp.max(jnp.abs(x))) for x in want)
+    got = [x / largest for x in jax.tree.leaves(gradients(way)[name])]
+    close(got, [x / largest for x in want], rtol=5e-5)
 
 
 HAVE_JVP = {n: f for n, f in BOTH.items() if "custom_vjp" not in n and n != "custom_gradient"}
@@ -349,7 +354,9 @@ def batched(way, dense):
     if dense:
         return Together(each(lambda f: jax.vmap(f, axes)), *args)
     if "outside" in way:
-        return Together(each(lambda f: jax.vmap(use(f), axes)), *args, may_be_dense={"vmap of everything"})
+        return Together(
+            each(lambda f: jax.vmap(use(f), axes)), *args, may_be_dense={"vmap of everything"}
+        )
     return Together(each(lambda f: use(jax.vmap(f, axes))), *args, may_be_dense=SELECTS)
 
 

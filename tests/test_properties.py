@@ -177,7 +177,9 @@ def reverses(draw, shape):
 
 @st.composite
 def pads(draw, shape):
-    config = [(draw(st.integers(0, 2)), draw(st.integers(0, 1)), draw(st.integers(0, 1))) for _ in shape]
+    config = [
+        (draw(st.integers(0, 2)), draw(st.integers(0, 1)), draw(st.integers(0, 1))) for _ in shape
+    ]
     config = [c if draw(st.booleans()) else (0, 0, 0) for c in config]
     value = draw(st.sampled_from([0.0, 1.0]))
     return lambda w: lax.pad(w, jnp.asarray(value, w.dtype), config)
