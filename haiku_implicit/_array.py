@@ -267,7 +267,7 @@ class ImplicitArray(abc.ABC):
 
     def __jax_array__(self) -> jax.Array:
         raise TypeError(
-            f"{self!r} was handed to JAX as if it were a dense array. Wrap the function that uses it "
+            f"{self!r} was used as if it were a dense array. Wrap the function that uses it "
             "in haiku_implicit.use_implicit_args (a Haiku model in transform_implicit), make the "
             "dense array with haiku_implicit.materialize(x), or, inside a function that is already "
             "wrapped, use haiku_implicit.box(x)."
@@ -275,6 +275,16 @@ class ImplicitArray(abc.ABC):
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         return self.__jax_array__()  # type: ignore[return-value]
+
+    def _operator(self, *args: Any) -> Any:
+        """Operators act on what a wrapped function sees, which is no implicit array."""
+        return self.__jax_array__()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
+    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = _operator
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _operator
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __getitem__ = __float__ = __int__ = _operator
+    __lt__ = __le__ = __gt__ = __ge__ = _operator
 
     def __repr__(self) -> str:
         parts = [f"{_short(self)}"]

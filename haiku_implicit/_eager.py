@@ -23,6 +23,7 @@ from jax.extend.core import jaxpr_as_fun
 from haiku_implicit import _dispatch
 from haiku_implicit import _materialization as events
 from haiku_implicit._array import is_implicit
+from haiku_implicit._interpreter import Carried
 from haiku_implicit._transform import Static, call, is_value, split
 
 # Facts that a trace depended on: each a function, and what it returned then.
@@ -37,17 +38,6 @@ _MAX_ENTRIES = 128
 def watch_nothing() -> Iterator[Facts]:
     """For functions that depend on nothing but what JAX knows of."""
     yield []
-
-
-class _Static:
-    """A pytree without leaves that carries a Python value out of a trace."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
-# Compared by identity: any Python value may be in there.
-jax.tree_util.register_pytree_node(_Static, lambda s: ((), s), lambda s, _: s)
 
 
 class _Program(NamedTuple):
@@ -163,8 +153,8 @@ class _ProgramCache:
         def run(values: list[Any]) -> Any:
             with events.recording() as log, self.watch() as facts:
                 out = self.call(static, values)
-            out = jax.tree.map(lambda x: x if is_value(x) else _Static(x), out, is_leaf=is_implicit)
-            return out, _Static((log, facts))
+            out = jax.tree.map(lambda x: x if is_value(x) else Carried(x), out, is_leaf=is_implicit)
+            return out, Carried((log, facts))
 
         return jax.jit(run)
 
@@ -172,8 +162,8 @@ class _ProgramCache:
 def _program_of(traced: Any) -> _Program:
     out, about = traced.out_info
     log, facts = about.value
-    places, treedef = jax.tree_util.tree_flatten(out, is_leaf=lambda x: isinstance(x, _Static))
-    fixed = [(x.value,) if isinstance(x, _Static) else None for x in places]
+    places, treedef = jax.tree_util.tree_flatten(out, is_leaf=lambda x: isinstance(x, Carried))
+    fixed = [(x.value,) if isinstance(x, Carried) else None for x in places]
     takes = len(traced.jaxpr.jaxpr.invars)
     return _Program(jaxpr_as_fun(traced.jaxpr), takes, treedef, fixed, log, facts)
 

@@ -276,7 +276,8 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
 
 
 def _differentiable(x: Any) -> bool:
-    return any(jax.dtypes.issubdtype(y.dtype, np.inexact) for y in jax.tree_util.tree_leaves(x))
+    leaves = [y for y in jax.tree_util.tree_leaves(x) if isinstance(y, jax.Array)]  # no literals
+    return any(jax.dtypes.issubdtype(y.dtype, np.inexact) for y in leaves)
 
 
 def _jvp_of_perturbed(fun: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:

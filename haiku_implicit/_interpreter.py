@@ -1,6 +1,7 @@
 """The interpreter: a loop over a jaxpr's equations, and what one equation does to implicit operands."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
         with _context_of(eqn):
             if any(map(is_implicit, operands)) or _makes_boxes(eqn):
                 results = apply(eqn.primitive, operands, eqn.params)
+            elif _is_of_literals(eqn, operands):
+                results = _fold(eqn, operands)
             else:
                 results = bind(eqn.primitive, operands, eqn.params)
         env.update(zip(eqn.outvars, results, strict=True))
@@ -157,17 +160,19 @@ def retrace(
     Args:
       jaxpr: the sub-jaxpr.
       consts: values of its `constvars`.
-      operands: values of its `invars`, dense or implicit.
+      operands: values of its `invars`, dense or implicit. What is a literal of the program around
+        is one in the sub-jaxpr, too, so that constants fold with it.
       transform: a hashable function from the list of results to another one (see `_structure`).
     """
-    tracer = _retracer(jaxpr, transform, _dispatch.generation())
+    literals = tuple(map(_literal, operands))
+    tracer = _retracer(jaxpr, literals, transform, _dispatch.generation())
     # Only structure and abstract values matter here, so that what is traced sees no outer tracer.
     traced = tracer.trace(list(consts), list(operands))
     out, log = traced.out_info
     return Retraced(traced.jaxpr, _as_fun(traced.jaxpr), out, log.value)
 
 
-class _Carried:
+class Carried:
     """A pytree without leaves that carries a Python value out of a trace."""
 
     def __init__(self, value: Any):
@@ -175,19 +180,20 @@ class _Carried:
 
 
 # Compared by identity: any Python value may be in there.
-jax.tree_util.register_pytree_node(_Carried, lambda x: ((), x), lambda x, _: x)
+jax.tree_util.register_pytree_node(Carried, lambda x: ((), x), lambda x, _: x)
 
 
 @functools.lru_cache(maxsize=4096)
-def _retracer(jaxpr: Jaxpr, transform: Any, generation: int) -> Any:
+def _retracer(jaxpr: Jaxpr, literals: tuple[Any, ...], transform: Any, generation: int) -> Any:
     """A jitted interpreter of one jaxpr: JAX keys its traces by structure, avals and settings."""
     del generation  # only part of the cache's key
 
     def run(consts: list[Any], operands: list[Any]) -> Any:
+        known = [y if x is None else x.value for x, y in zip(literals, operands, strict=True)]
         with events.recording() as log:
-            out = interpret(jaxpr, consts, operands)
+            out = interpret(jaxpr, consts, known)
             out = out if transform is None else transform(out)
-        return out, _Carried(log)
+        return out, Carried(log)
 
     return jax.jit(run)
 
@@ -268,7 +274,7 @@ def _jitted_rule(
     def fun(operands: list[Any]) -> Any:
         with events.recording() as log:
             out = _run_rule(rule, primitive, _with_literals(literals, operands), dict(params))
-        return None if out is NotImplemented else out, _Carried(log)
+        return None if out is NotImplemented else out, Carried(log)
 
     fun.__name__ = fun.__qualname__ = getattr(rule, "__name__", "rule")
     return jax.jit(fun, inline=_compat.INLINE)
@@ -295,13 +301,19 @@ def _run_rule(
     return NotImplemented if out is None else out
 
 
-class _Literal(NamedTuple):
-    """A value that a jaxpr holds as a literal, hashable."""
+@dataclasses.dataclass(frozen=True)
+class _Literal:
+    """A value that a jaxpr holds as a literal, hashable by what it is.
+
+    Attributes:
+      value: the value, as the jaxpr holds it.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     data: bytes
     weak_type: bool
+    value: Any = dataclasses.field(compare=False)
 
     def array(self) -> jax.Array:
         value = np.frombuffer(self.data, self.dtype).reshape(self.shape)
@@ -310,13 +322,30 @@ class _Literal(NamedTuple):
 
 
 def _literal(x: Any) -> _Literal | None:
-    if is_implicit(x) or isinstance(x, jax.Array):
+    if is_implicit(x) or isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return None
     dtype = np.dtype(getattr(x, "dtype", jnp.result_type(x)))
     # Bare Python numbers (JAX's own subclasses of them included) are weakly typed.
     bare = isinstance(x, int | float | complex) and not isinstance(x, np.generic)
     weak = bool(getattr(x, "weak_type", bare))
-    return _Literal(dtype, np.shape(x), np.asarray(x, dtype).tobytes(), weak)
+    return _Literal(dtype, np.shape(x), np.asarray(x, dtype).tobytes(), weak, x)
+
+
+def _is_of_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
+    """Whether an equation computes numbers from literals alone (`jnp.clip` casts its limits so)."""
+    return (
+        0 < len(operands) < 4
+        and not any(isinstance(x, jax.Array) or np.ndim(x) for x in operands)
+        and all(isinstance(v.aval, jax.core.ShapedArray) and not v.aval.ndim for v in eqn.outvars)
+        and eqn.primitive in _JITTED
+    )
+
+
+def _fold(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """The results as literals again, for constants to fold with."""
+    with jax.ensure_compile_time_eval():
+        results = map(jnp.asarray, _compat.bind(eqn.primitive, operands, eqn.params))
+        return [x.item() if x.weak_type else np.asarray(x) for x in results]
 
 
 def _with_literals(literals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:

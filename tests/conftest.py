@@ -1,9 +1,23 @@
 """What all tests share."""
 
+import gc
+import os
+
+# LLVM's optimizations take longer than what they speed up here (XLA's own stay on). Before JAX.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
 import jax
 import pytest
 
 import haiku_implicit as hki
+
+
+@pytest.fixture(autouse=True, scope="module")
+def empty_caches():
+    """Gives the memory of one module's programs back before the next."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

@@ -510,9 +510,9 @@ NOT_DIFFERENTIABLE = set(
 # Their derivatives at a singular matrix, or at equal eigenvalues, divide by differences that are zero.
 SINGULAR_DERIVATIVE = set("cholesky eigh linear_solve lu qr svd triangular_solve".split())
 
-# JAX has no batching rule for these, or one that fails.
+# JAX has no batching rule for these, or one that fails (threefry2x32: on some of its operands alone).
 NOT_BATCHABLE = set(
-    "select_and_scatter cholesky_update ragged_dot_general composite dce_sink".split()
+    "select_and_scatter cholesky_update ragged_dot_general composite dce_sink threefry2x32".split()
 )
 
 # Each of these compiles for half a second, to as many instructions as all the others together. In

@@ -278,8 +278,9 @@ def fold_bitcast(primitive: Any, x: SymbolicConstant, **params: Any) -> Any:
 
 def as_result(x: Any, out: Any) -> Any:
     """`x` as the result of an operation that leaves its value alone."""
-    if isinstance(x, SymbolicConstant):
-        return _like(x, out)
+    known = constant_of(x)
+    if known is not None:
+        return _like(known, out)
     if is_implicit(x):
         return x if x.shape == out.shape else NotImplemented
     if x.weak_type and not out.weak_type:

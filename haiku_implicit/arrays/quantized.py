@@ -36,6 +36,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
       axis: the grouped axis of the matrix, -2 or -1.
       padded: whether the last code of each row is padding (4 bits, odd length, scale per channel).
       dtype: what the values are rounded to; the dtype of `scale` unless given.
+      rounded_to: a narrower dtype that the values were rounded to before, by a cast there and back;
+        None unless there was one.
 
     Raises:
       ValueError: where codes, scales and offsets do not fit together or to the format.
@@ -58,6 +60,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     format: str = aux_field(default="int8")
     axis: int = aux_field(default=-2)
     padded: bool = aux_field(default=False)
+    rounded_to: Any = aux_field(default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,7 +206,20 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         values = formats.dequantize(self.codes, self.scale, self.offset, self._format)
         values = values[..., :-1] if self.padded else values
         values = values if self.axis == -1 else jnp.swapaxes(values, -1, -2)
-        return values.astype(self.dtype)
+        return self.rounded(values)
+
+    def rounded(self, values: jax.Array) -> jax.Array:
+        """Decoded values as this weight has them: in its dtype, after an earlier rounding if any.
+
+        Args:
+          values: of any shape, in the arithmetic dtype of the scales.
+        """
+        if self.rounded_to is None:
+            return values.astype(self.dtype)
+        values = values.astype(self.rounded_to).astype(self.dtype)
+        # XLA may leave out a cast there and back (`xla_allow_excess_precision`), but not this.
+        digits, exponents = jnp.finfo(self.rounded_to).nmant, jnp.finfo(self.dtype).nexp
+        return jax.lax.reduce_precision(values, exponent_bits=exponents, mantissa_bits=digits)
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
         """Batch axes and rows split as they are, the grouped axis between groups."""
@@ -358,6 +374,8 @@ def convolve_quantized(
 @primitive_handler(["mul", "div"])
 def rescale(primitive: Any, w: QuantizedMatrix, x: jax.Array, **params: Any) -> Any:
     """Times, or by, what is one number along the grouped axis: the scales take it."""
+    if w.rounded_to is not None:
+        return NotImplemented  # it was rounded before, not after
     if x.ndim:
         if x.ndim != w.ndim or x.shape[w.axis] != 1:
             return NotImplemented
@@ -383,7 +401,19 @@ def cast(
     """To another floating dtype: that of the values alone, codes and scales stay as they are."""
     if not jnp.issubdtype(new_dtype, np.floating) or sharding is not None:
         return NotImplemented
-    return w._replace(dtype=new_dtype)
+    new = np.dtype(new_dtype)
+    exact = w.dtype if w.rounded_to is None else w.rounded_to
+    if _holds(new, exact):  # this cast loses nothing; one before it may have
+        return w._replace(dtype=new, rounded_to=None if exact == new else exact)
+    if w.rounded_to is None and _holds(w.dtype, new):
+        return w._replace(dtype=new)
+    return NotImplemented
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Whether every finite number of one floating dtype is one of the other."""
+    a, b = jnp.finfo(wide), jnp.finfo(narrow)
+    return bool(a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp)
 
 
 def _map_scales(w: QuantizedMatrix, fun: Callable[[jax.Array], jax.Array]) -> QuantizedMatrix:

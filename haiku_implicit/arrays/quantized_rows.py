@@ -105,7 +105,7 @@ def _elements(
     if fmt.bits == 4:
         codes = (codes >> expand(shift).astype(codes.dtype)) & 15
     offset = None if w.offset is None else take(w.offset, group)
-    return formats.decode(codes, take(w.scale, group), offset, fmt).astype(w.dtype)
+    return w.rounded(formats.decode(codes, take(w.scale, group), offset, fmt))
 
 
 # --- gather --------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class _StorageGather:
         )
         values = formats.dequantize(leaves.codes, leaves.scale, leaves.offset, self.w._format)
         values = values[..., :-1] if self.w.padded else values
-        return jnp.moveaxis(values.astype(self.w.dtype), -1, at)
+        return jnp.moveaxis(self.w.rounded(values), -1, at)
 
     def elements(self) -> jax.Array:
         """Single positions of the grouped axis."""

@@ -124,7 +124,9 @@ def add_second(primitive: Any, x: ArrayValue, y: Zeros, **params: Any) -> Any:
 
 @primitive_handler("sub", precedence=20)
 def subtract_from(primitive: Any, x: Zeros, y: ArrayValue, **params: Any) -> Any:
-    """Zeros minus something is its negative."""
+    """Zeros minus something is its negative; what is known is folded, as 0 - 0 is not -0."""
+    if constant_of(y) is not None:
+        return NotImplemented
     out = result_struct(primitive, (x, y), params)
     negative = default_handler(jax.lax.neg_p, y)
     return as_result(negative, out)

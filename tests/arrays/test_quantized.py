@@ -571,6 +571,50 @@ def test_cast(kind):
     assert out.dtype == twice.dtype == jnp.bfloat16
 
 
+@few_kinds
+@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("through", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
+def test_cast_there_and_back_rounds(kind, axis, through, may_be_dense):
+    """Also under jit, where XLA may leave out such a pair of casts; hence the eager dense twin."""
+    q, x = quantized(kind, axis), normal((K, N))
+    rounded = hki.materialize(q).astype(through).astype(jnp.float32)
+    assert (rounded != hki.materialize(q)).any()
+
+    def after(w):
+        return w, w.T, -w, w[jnp.array([3, 1])], w[:, jnp.array([3, 1])], w[2], x @ w
+
+    def f(w):
+        return after(w.astype(through).astype(jnp.float32))
+
+    for run in (hki.use_implicit_args(f), jax.jit(hki.use_implicit_args(f))):
+        out = run(q)
+        assert all(isinstance(w, hki.QuantizedMatrix) for w in out[:3])
+        close(out, after(rounded))
+
+    def product(w):
+        return (x @ w.astype(through).astype(jnp.float32)).sum()
+
+    got = jax.grad(lambda s: hki.use_implicit_args(product)(with_scales(q, s)))(scales_of(q))
+    want = jax.grad(lambda s: product(hki.materialize(with_scales(q, s))))(scales_of(q))
+    # Cotangents are rounded where the values were, once, and summed over a row.
+    close(got, want, 0.15 if through == jnp.float8_e4m3fn else 0.02)
+
+
+@pytest.mark.parametrize("again", [jnp.float16, jnp.bfloat16])
+def test_rounded_twice(again, may_be_dense):
+    """What comes after a cast there and back: exact, or dense."""
+    q = quantized()
+
+    def f(w):
+        w = w.astype(jnp.bfloat16).astype(jnp.float32)
+        return 0.3 * w, w / 3, w.astype(again), jnp.concatenate([w, w], axis=1)
+
+    out = hki.use_implicit_args(f)(q)
+    kept = [isinstance(w, hki.QuantizedMatrix) for w in out]
+    assert kept == [False, False, again == jnp.bfloat16, True]
+    close(out, f(hki.materialize(q)), 1e-7)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int8 groups", "int4 groups", "int4 zero point"])
 @axes
 def test_axes_of_the_matrix(kind, axis):
