@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     path = pathlib.Path(OUTPUT.value)
     if not REPORT_ONLY.value:
-        write(measured(chosen()), path)
+        measure(chosen(), path)
+        print(f"wrote {path}")
     if REPORT.value or REPORT_ONLY.value:
         results = report.load(path)
         report.write_tables(results)
@@ -62,28 +63,27 @@ def chosen() -> list[str]:
     return [n for n in found if n in names or n == "by_hand"]
 
 
-def measured(names: list[str]) -> report.Results:
-    """Runs all cases, and returns what goes into the file."""
+def measure(names: list[str], path: pathlib.Path) -> None:
+    """Runs all cases, and writes the results after each."""
     base = models.Sizes(depth=0, width=WIDTH.value, length=LENGTH.value)
     fixed = {k: v for k, v in dataclasses.asdict(base).items() if k not in ("depth", "stacked")}
     kinds = [(int(d), False) for d in DEPTHS.value] + [(int(d), True) for d in STACKED.value]
-    cases = []
-    for depth, stacked in kinds:
-        sizes = dataclasses.replace(base, depth=depth, stacked=stacked)
-        records = stages.measure(sizes, names, REPEATS.value, RUNS.value)
-        cases.append(dict(depth=depth, stacked=stacked, implementations=records))
-        _print(cases[-1])
-    eager = stages.eager_calls(dataclasses.replace(base, depth=1), calls=10)
-    print(f"eager: {eager['traces']} traces in {eager['calls']} repeated calls")
-    return dict(
+    results: report.Results = dict(
         environment=environment(),
         sizes=fixed,
         repeats=REPEATS.value,
         runs=RUNS.value,
         implementations=names,
-        cases=cases,
-        eager=eager,
+        cases=[],
+        eager=stages.eager_calls(dataclasses.replace(base, depth=1), calls=10),
     )
+    print("eager: {traces} traces in {calls} repeated calls".format(**results["eager"]))
+    for depth, stacked in kinds:
+        sizes = dataclasses.replace(base, depth=depth, stacked=stacked)
+        records = stages.measure(sizes, names, REPEATS.value, RUNS.value)
+        results["cases"].append(dict(depth=depth, stacked=stacked, implementations=records))
+        _print(results["cases"][-1])
+        write(results, path)  # an interrupted run keeps the cases it has finished
 
 
 def environment() -> dict[str, Any]:
@@ -113,7 +113,6 @@ def write(results: report.Results, path: pathlib.Path) -> None:
     text = re.sub(r"\[\s+([-\d.e,\s]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     temporary.write_text(re.sub(r"(\d\.\d{7})\d+", r"\1", text) + "\n")
     os.replace(temporary, path)
-    print(f"wrote {path}")
 
 
 def _cpu_model() -> str:

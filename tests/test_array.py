@@ -487,6 +487,12 @@ MISUSES = {
     "jnp.asarray(w)": lambda w, x: jnp.asarray(w),
     "np.asarray(w)": lambda w, x: np.asarray(w),
     "np.sin(w)": lambda w, x: np.sin(w),
+    "w + 1": lambda w, x: w + 1,
+    "1 - w": lambda w, x: 1 - w,
+    "-w": lambda w, x: -w,
+    "w > 0": lambda w, x: w > 0,
+    "w[0]": lambda w, x: w[0],
+    "*w": lambda w, x: [*w],
 }
 
 
@@ -501,9 +507,7 @@ def test_use_outside_a_wrapper_says_what_to_do(text, jit):
 
 
 @pytest.mark.parametrize(
-    "operation",
-    [lambda w: w + 1, lambda w: -w, lambda w: w[0], lambda w: [*w], lambda w: w.T, jax.lax.neg],
-    ids=["w + 1", "-w", "w[0]", "*w", "w.T", "lax.neg"],
+    "operation", [lambda w: w.T, lambda w: w.sum(), jax.lax.neg], ids=["w.T", "w.sum()", "lax.neg"]
 )
 def test_nothing_else_works_by_accident(operation):
     with pytest.raises((TypeError, AttributeError, ValueError)):
