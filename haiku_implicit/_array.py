@@ -118,7 +118,7 @@ class ImplicitArray(abc.ABC):
       >>> w.size, w.nbytes
       (6, 20)
       >>> print(hki.use_implicit_args(lambda x: x + 1)(hki.Zeros(shape=(2,), dtype=jnp.float32)))
-      [1. 1.]
+      SymbolicConstant(float32[2], value=1.0)
     """
 
     default_shape: ClassVar[tuple[int, ...] | None] = None

@@ -1,10 +1,6 @@
 """What all tests share."""
 
 import gc
-import os
-
-# LLVM's optimizations take longer than what they speed up here (XLA's own stay on). Before JAX.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax
 import pytest
