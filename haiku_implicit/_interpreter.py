@@ -303,38 +303,37 @@ def _run_rule(
 
 @dataclasses.dataclass(frozen=True)
 class _Literal:
-    """A value that a jaxpr holds as a literal, hashable by what it is.
+    """A number that a jaxpr holds as a literal, hashable by what it is.
 
     Attributes:
       value: the value, as the jaxpr holds it.
     """
 
     dtype: np.dtype
-    shape: tuple[int, ...]
     data: bytes
     weak_type: bool
     value: Any = dataclasses.field(compare=False)
 
     def array(self) -> jax.Array:
-        value = np.frombuffer(self.data, self.dtype).reshape(self.shape)
+        value = np.frombuffer(self.data, self.dtype).reshape(())
         weak = jnp.asarray(value.item()) if self.weak_type else None
         return jnp.asarray(value) if weak is None or weak.dtype != self.dtype else weak
 
 
 def _literal(x: Any) -> _Literal | None:
-    if is_implicit(x) or isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        return None
+    if is_implicit(x) or isinstance(x, jax.Array | jax.ShapeDtypeStruct) or np.ndim(x):
+        return None  # NumPy arrays with axes are data: they may be large, and are not compared
     dtype = np.dtype(getattr(x, "dtype", jnp.result_type(x)))
     # Bare Python numbers (JAX's own subclasses of them included) are weakly typed.
     bare = isinstance(x, int | float | complex) and not isinstance(x, np.generic)
     weak = bool(getattr(x, "weak_type", bare))
-    return _Literal(dtype, np.shape(x), np.asarray(x, dtype).tobytes(), weak, x)
+    return _Literal(dtype, np.asarray(x, dtype).tobytes(), weak, x)
 
 
 def _is_of_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
     """Whether an equation computes numbers from literals alone (`jnp.clip` casts its limits so)."""
     return (
-        0 < len(operands) < 4
+        len(operands) > 0
         and not any(isinstance(x, jax.Array) or np.ndim(x) for x in operands)
         and all(isinstance(v.aval, jax.core.ShapedArray) and not v.aval.ndim for v in eqn.outvars)
         and eqn.primitive in _JITTED
@@ -352,7 +351,8 @@ def _with_literals(literals: Sequence[Any], operands: Sequence[Any]) -> list[Any
     """The operands for a rule, which sees arrays only: a literal as a concrete one, to be read."""
     with jax.ensure_compile_time_eval():
         known = [x and x.array() for x in literals]
-    return [y if x is None else x for x, y in zip(known, operands, strict=True)]
+    mixed = [y if x is None else x for x, y in zip(known, operands, strict=True)]
+    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in mixed]
 
 
 @contextlib.contextmanager
