@@ -285,7 +285,7 @@ def _run_rule(
 ) -> Any:
     """Runs a rule; one with a nested operand is itself traced, and interpreted on the inner arrays."""
     if not any(is_implicit(x) and is_nested(x) for x in operands):
-        return rule(primitive, *operands, **params)
+        return _checked(rule(primitive, *operands, **params), rule, primitive)
     split = [flatten_one_level(x) if is_implicit(x) else ([x], None) for x in operands]
 
     def on_leaves(*leaves: Any) -> Any:
@@ -294,11 +294,22 @@ def _run_rule(
         for own, treedef in split:
             mine = [next(rest) for _ in own]
             args.append(mine[0] if treedef is None else treedef.unflatten(mine))
-        out = rule(primitive, *args, **params)
+        out = _checked(rule(primitive, *args, **params), rule, primitive)
         return None if out is NotImplemented else out
 
     out = call_interpreted(on_leaves, [leaf for own, _ in split for leaf in own])
     return NotImplemented if out is None else out
+
+
+def _checked(out: Any, rule: _dispatch.Rule, primitive: _compat.Primitive) -> Any:
+    """What a rule returned, unless it forgot to."""
+    if out is None:
+        name = getattr(rule, "__qualname__", repr(rule))
+        raise TypeError(
+            f"rule {name!r} for {primitive.name} returned None; expected the result, or "
+            "NotImplemented for a case that it does not handle"
+        )
+    return out
 
 
 @dataclasses.dataclass(frozen=True)

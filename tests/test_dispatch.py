@@ -339,6 +339,19 @@ def test_step_2_if_all_decline_the_operand_is_materialized():
     assert report.count == 1
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_step_2_a_rule_that_forgets_to_return_is_named(nested):
+    A = new_type()
+
+    @hki.primitive_handler("sin")
+    def forgetful(primitive, x: A, **params):
+        pass
+
+    x = A(hki.Zeros(shape=ONES.shape, dtype=ONES.dtype) if nested else ONES)
+    with pytest.raises(TypeError, match="forgetful.* for sin returned None; expected .* NotImpl"):
+        use(lax.sin)(x)
+
+
 def test_step_2_a_rule_may_decline_by_parameters():
     A = new_type()
 

@@ -167,8 +167,9 @@ def gather_batch(
     if not n or touched & core or any(slice_sizes[i] != x.shape[i] for i in core):
         return NotImplemented
     if filling:
-        floating = all(jnp.issubdtype(y.dtype, np.floating) for y in flatten_one_level(x)[0])
-        if not floating or not (fill_value is None or np.isnan(fill_value)):
+        leaves = flatten_one_level(x)[0]
+        floating = all(jnp.issubdtype(y.dtype, np.floating) for y in leaves)
+        if not leaves or not floating or not (fill_value is None or np.isnan(fill_value)):
             return NotImplemented
     lead = indices.ndim - 1 + len(d.offset_dims) - len(core)
     if tuple(d.offset_dims[-len(core) :]) != tuple(range(lead, lead + len(core))):

@@ -244,3 +244,18 @@ def test_layer_stack_of_haiku(key):
     with hki.materialization("error"):
         out = jax.jit(hki.use_implicit_args(model.apply))(implicit, x)
     np.testing.assert_allclose(out, model.apply(hki.materialize(implicit), x), rtol=1e-4, atol=1e-5)
+
+
+@dataclasses.dataclass
+class Seven(hki.ImplicitArray, core_ndim=0):
+    """An array of sevens without leaves: there is nothing that could be NaN where a gather fills."""
+
+    def materialize(self):
+        return jnp.full(self.shape, 7.0, self.dtype)
+
+
+def test_filling_gather_of_a_type_without_leaves():
+    ids = jnp.array([0, 9])
+    with hki.materialization("allow"):
+        got = hki.use_implicit_args(jnp.take)(Seven(shape=(3,), dtype=np.float32), ids)
+    np.testing.assert_array_equal(hki.materialize(got), [7.0, np.nan])
