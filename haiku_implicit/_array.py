@@ -166,11 +166,15 @@ class ImplicitArray(abc.ABC):
             flatten_func=_flatten,
         )
 
-    def __post_init__(self) -> None:  # noqa: B027  (a hook, not something to implement)
+    def __post_init__(self) -> None:
         """Runs after the constructor; override it to validate, and call `super().__post_init__()`.
 
         Unflattening does not pass through here, as JAX unflattens with placeholders too.
         """
+        # A shape that the children tell as well is left to them, and so stays right when JAX slices or
+        # stacks them: `dataclasses.replace` hands on as explicit what was inferred.
+        if self.__dict__.get("_shape") is not None and self.compute_shape() == self.shape:
+            self.shape = None
 
     @abc.abstractmethod
     def materialize(self) -> jax.Array:

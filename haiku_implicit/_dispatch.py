@@ -4,6 +4,7 @@ Matching of types to annotations is Plum's; here are only the table and the orde
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,11 +36,12 @@ def primitive_handler(
 
     The rule is called as `rule(primitive, *operands, **params)`, with the parameters of the primitive
     by keyword, and returns an array, an implicit array, a list of them where the primitive has
-    several results, or `NotImplemented` to leave the case to the next rule. An operand that is not
-    annotated, or annotated with `ArrayValue`, may be dense or implicit; `jax.Array` means dense;
-    an implicit type means that type and its subclasses. A field of an implicit operand always
-    reads as a dense array in a rule, even where it holds another implicit array: what the rule does
-    to it is dispatched in turn.
+    several results, or `NotImplemented` to leave the case to the next rule. A parameter that is
+    None, as those are that JAX adds from version to version, may be missing in the rule's own
+    signature. An operand that is not annotated, or annotated with `ArrayValue`, may be dense or
+    implicit; `jax.Array` means dense; an implicit type means that type and its subclasses. A field
+    of an implicit operand always reads as a dense array in a rule, even where it holds another
+    implicit array: what the rule does to it is dispatched in turn.
 
     The order in which rules are tried:
 
@@ -102,6 +104,15 @@ def primitive_handler(
         return rule
 
     return register
+
+
+@functools.lru_cache(maxsize=4096)
+def keywords_of(rule: Rule) -> frozenset[str] | None:
+    """The names of the parameters that a rule takes by keyword; None where it takes any."""
+    parameters = inspect.signature(rule).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
 def generation() -> int:

@@ -285,7 +285,7 @@ def _run_rule(
 ) -> Any:
     """Runs a rule; one with a nested operand is itself traced, and interpreted on the inner arrays."""
     if not any(is_implicit(x) and is_nested(x) for x in operands):
-        return _checked(rule(primitive, *operands, **params), rule, primitive)
+        return _run_own(rule, primitive, operands, params)
     split = [flatten_one_level(x) if is_implicit(x) else ([x], None) for x in operands]
 
     def on_leaves(*leaves: Any) -> Any:
@@ -294,15 +294,23 @@ def _run_rule(
         for own, treedef in split:
             mine = [next(rest) for _ in own]
             args.append(mine[0] if treedef is None else treedef.unflatten(mine))
-        out = _checked(rule(primitive, *args, **params), rule, primitive)
+        out = _run_own(rule, primitive, args, params)
         return None if out is NotImplemented else out
 
     out = call_interpreted(on_leaves, [leaf for own, _ in split for leaf in own])
     return NotImplemented if out is None else out
 
 
-def _checked(out: Any, rule: _dispatch.Rule, primitive: _compat.Primitive) -> Any:
-    """What a rule returned, unless it forgot to."""
+def _run_own(
+    rule: _dispatch.Rule, primitive: _compat.Primitive, operands: list[Any], params: dict[str, Any]
+) -> Any:
+    """Runs a rule on operands as it sees them."""
+    taken = _dispatch.keywords_of(rule)
+    if taken is not None:
+        # JAX gives primitives new parameters, None where they are not used: no reason for a rule to
+        # fail that was written before.
+        params = {k: v for k, v in params.items() if k in taken or v is not None}
+    out = rule(primitive, *operands, **params)
     if out is None:
         name = getattr(rule, "__qualname__", repr(rule))
         raise TypeError(

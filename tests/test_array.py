@@ -458,6 +458,14 @@ def test_replace_keeps_what_is_not_named():
     assert (new.shape, new.factor, new.names, w.shape) == ((5,), 3.0, ("a",), (2,))
 
 
+def test_what_dataclasses_replace_gives_back_can_be_sliced():
+    """`dataclasses.replace` passes the inferred shape to the constructor, which must not pin it."""
+    w = hki.LoRA(jnp.ones((3, 4, 5)), jnp.ones((3, 4, 2)), jnp.ones((3, 2, 5)))
+    new = dataclasses.replace(w, alpha=4.0)
+    out = jax.vmap(hki.use_implicit_args(lambda w, x: x @ w), (0, None))(new, jnp.ones((2, 4)))
+    np.testing.assert_allclose(out, np.full((3, 2, 5), 4 + 2 * 4 * 2.0))
+
+
 # --- nesting -------------------------------------------------------------------------------------------
 
 

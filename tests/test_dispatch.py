@@ -101,6 +101,24 @@ def test_a_rule_gets_the_primitive_the_operands_and_the_parameters():
     assert seen == [(lax.reduce_sum_p, T, (0,))]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_rule_need_not_take_parameters_that_are_none(nested):
+    A = new_type()
+
+    @hki.primitive_handler("reduce_min")
+    def least(primitive, x: A):
+        return tagged(1)
+
+    @hki.primitive_handler("broadcast_in_dim")
+    def broadcast(primitive, x: A, *, shape, broadcast_dimensions):
+        return tagged(2)
+
+    x = A(hki.Zeros(shape=(1,), dtype=ONES.dtype) if nested else jnp.ones(1))
+    assert run(lambda x: lax.broadcast_in_dim(x, (2,), (0,)), x) == 2  # `sharding` is None
+    with pytest.raises(TypeError, match="least.* unexpected keyword argument 'axes'"):
+        use(lambda x: lax.reduce_min(x, [0]))(x)
+
+
 def test_a_later_rule_of_the_same_signature_replaces_the_earlier():
     T = new_type()
     for tag in (1, 2):
