@@ -25,7 +25,9 @@ from haiku_implicit._dispatch import primitive_handler
 class LoRA(ImplicitArray, core_ndim=2):
     """The weight `w + (alpha / rank) * a @ b`, of which `a` and `b` are trained and `w` is frozen.
 
-    A product `x @ w` runs as `x @ w + (x @ a) @ b`, so that nothing of the size of `w` is made.
+    A product `x @ w` runs as `x @ w + (x @ a) @ b`, so that nothing of the size of `w` is made. (It
+    is in a convolution, and in a product that contracts neither or both of the two last axes: there
+    the sum is made for the time of the operation, which costs less.)
 
     Attributes:
       w: `[..., n, m]`, the frozen weight; itself implicit where it is quantized, say.
@@ -126,6 +128,8 @@ def dot_with_lora(
 ) -> Any:
     """`x · (w + ab)` as `x · w + (x · a) · b`."""
     contract, batch = dimension_numbers
+    if not _goes_through_rank(w, contract[1]):
+        return _with_sum(primitive, [x, w], dimension_numbers=dimension_numbers, **params)
     low = _dot_delta(x, w, contract, batch, False, params)
     if low is NotImplemented:
         return NotImplemented
@@ -139,11 +143,37 @@ def dot_of_lora(
 ) -> Any:
     """`(w + ab) · x` as `w · x + a · (b · x)`."""
     contract, batch = [(right, left) for left, right in dimension_numbers]
+    if not _goes_through_rank(w, contract[1]):
+        return _with_sum(primitive, [w, x], dimension_numbers=dimension_numbers, **params)
     low = _dot_delta(x, w, contract, batch, True, params)
     if low is NotImplemented:
         return NotImplemented
     high = primitive.bind(w.w, x, dimension_numbers=dimension_numbers, **params)
     return high + low.astype(high.dtype)
+
+
+def _goes_through_rank(w: LoRA, contracted: Sequence[int]) -> bool:
+    """Whether a product can contract one of the two factors, and so is cheaper by way of the rank.
+
+    It can't where the matrix is `[h, c]` in a weight `[a, h, c]` of attention heads, of which `a` is
+    contracted: `x · a` and then `· b` would be products as large as those with `w`.
+    """
+    return len({w.ndim - 2, w.ndim - 1} & set(contracted)) == 1
+
+
+def _with_sum(primitive: Any, operands: Sequence[Any], **params: Any) -> jax.Array:
+    """A primitive on `w + ab`, for which a `w` that is itself implicit is made dense.
+
+    Both are made again for a gradient, rather than kept.
+    """
+
+    def run(operands: Sequence[Any]) -> jax.Array:
+        summed = [
+            dense(x.w) + x.delta().astype(x.dtype) if isinstance(x, LoRA) else x for x in operands
+        ]
+        return primitive.bind(*summed, **params)
+
+    return jax.checkpoint(run)(operands)
 
 
 def _dot_delta(x: Any, w: LoRA, contract: Any, batch: Any, w_first: bool, params: Any) -> Any:
@@ -232,10 +262,9 @@ def _einsum_delta(
 def conv_with_kernel(primitive: Any, x: jax.Array, w: LoRA, **params: Any) -> jax.Array:
     """A convolution with the kernel summed up.
 
-    A kernel is small beside the images, and one convolution with `w + ab` costs half of two: a `w`
-    that is itself implicit is made dense for it.
+    A kernel is small beside the images, and one convolution with `w + ab` costs half of two.
     """
-    return primitive.bind(x, dense(w.w) + w.delta().astype(w.dtype), **params)
+    return _with_sum(primitive, [x, w], **params)
 
 
 # --- parts ---------------------------------------------------------------------------------------

@@ -191,6 +191,20 @@ def test_dot_of_other_axes(name):
 
 
 @pytest.mark.usefixtures("never_dense")
+@pytest.mark.parametrize("equation", ["ka,ahc->khc", "ahc,ka->hck"])
+def test_weights_of_attention_heads_cost_one_product(equation):
+    """The matrices of `[a, h, c]` are `[h, c]`: `x · a · b` would be two more products with `w`."""
+    w, x = lora((16, 4, 8)), normal((32, 16))
+    pair = (lambda w: (x, w)) if equation.startswith("k") else (lambda w: (w, x))
+    flops = [
+        quick_jit(hki.use_implicit_args(lambda w: jnp.einsum(equation, *pair(w))))
+        .lower(v).compile().cost_analysis()["flops"]
+        for v in (w, w.w)
+    ]  # fmt: skip
+    assert flops[0] <= flops[1] + w.size * (2 * w.rank + 4)
+
+
+@pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name", ["x @ w", "w.T @ x", "batched"])
 def test_dot_under_inner_vmap(name):
     fun, w, x = DOTS[name]
