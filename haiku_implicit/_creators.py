@@ -8,7 +8,8 @@ Which parameters they act on is `targets`, for all of them:
 
 - None: weights, that is floating-point parameters of at least two axes (the axes along which
   `hk.experimental.layer_stack` stacks do not count) that are not called `b`, `bias`, `offset` or
-  `scale`, and that fit (a rank that is not too large, a group size that divides);
+  `scale` (or `gating_b`, `query_bias` and so on), and that fit (a rank that is not too large, a group
+  size that divides and an axis to quantize along that is longer than one);
 - a regular expression that the whole of `module/name` has to match, like `r'.*/linear_\\d+/w'`;
 - a predicate `(module_name, name, value) -> bool`, where `value` has a `shape` and a `dtype`. What is
   chosen by an expression or a predicate and does not fit is an error.
@@ -91,9 +92,10 @@ def lora_creator(
       rank: the rank of the correction, at most the smaller of `n` and `m`.
       alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
       targets: which parameters. None: all floating-point parameters of two axes or more that are
-        not called `b`, `bias`, `offset` or `scale` and that have room for the rank. A text or
-        compiled pattern: those whose whole `module/name` matches the regular expression. A predicate:
-        those for which `targets(module_name, name, value)` is true.
+        not called `b`, `bias`, `offset` or `scale` (or `gating_b`, `query_bias` and so on) and that
+        have room for the rank. A text or compiled pattern: those whose whole `module/name` matches
+        the regular expression. A predicate: those for which `targets(module_name, name, value)` is
+        true.
       init: draws `a`, as `init(key, shape, dtype)` (as those of `jax.nn.initializers`). None: uniform
         in ±1/sqrt(n), which is what PEFT and the authors' own code do.
 
@@ -143,7 +145,8 @@ def quantize_creator(
     Args:
       dtype: the number format: `'int8'`, `'int4'` or `'nf4'`.
       group_size: how many consecutive elements along `axis` share a scale; None for all of them.
-      targets: which parameters; see `lora_creator`. None: as there, of those that `group_size` divides.
+      targets: which parameters; see `lora_creator`. None: as there, of those that `group_size` divides
+        and whose `axis` is longer than one.
       axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
         `x @ w`) or -1.
       zero_point: whether codes are relative to a zero point (asymmetric quantization).

@@ -34,10 +34,10 @@ def add_lora(
       rank: the rank of the correction, at most the smaller of a weight's last two axes.
       alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
       targets: which parameters. None: all floating-point parameters of two axes or more, dense or
-        quantized, that are not called `b`, `bias`, `offset` or `scale` and that have room for the
-        rank (axes along which `hk.experimental.layer_stack` stacks do not count). A text or compiled
-        pattern: those whose whole `module/name` matches the regular expression. A predicate: those
-        for which `targets(module_name, name, value)` is true.
+        quantized, that are not called `b`, `bias`, `offset` or `scale` (or `gating_b`, `query_bias`
+        and so on) and that have room for the rank (axes along which `hk.experimental.layer_stack`
+        stacks do not count). A text or compiled pattern: those whose whole `module/name` matches the
+        regular expression. A predicate: those for which `targets(module_name, name, value)` is true.
       init: draws `a`, as `init(key, shape, dtype)`; None: uniform in ±1/sqrt(n).
 
     Returns:
@@ -91,7 +91,7 @@ def quantize_params(
       dtype: the number format: `'int8'`, `'int4'` or `'nf4'`.
       group_size: how many consecutive elements along `axis` share a scale; None for all of them.
       targets: which parameters, as for `add_lora`. None: weights, as there, of those that are not
-        quantized yet and that `group_size` divides.
+        quantized yet, that `group_size` divides and whose `axis` is longer than one.
       axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
         `x @ w`) or -1.
       zero_point: whether codes are relative to a zero point (asymmetric quantization).
@@ -207,7 +207,10 @@ def _replace(
 
 
 def _map(fun: Callable[[str, str, Any], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
-    """A nesting of mappings with `fun(module_name, name, value)` for each array in it."""
+    """A nesting of mappings with `fun(module_name, name, value)` for each array in it.
+
+    Haiku makes nothing but mappings; what other libraries put into them are lists and tuples.
+    """
     if isinstance(tree, Mapping):
         return {k: _map(fun, v, (*path, str(k))) for k, v in tree.items()}
     if not path:
@@ -215,6 +218,9 @@ def _map(fun: Callable[[str, str, Any], Any], tree: Any, path: tuple[str, ...] =
             "params: expected a mapping of parameters as Haiku's init returns it, got "
             f"{type(tree).__name__}"
         )
+    if isinstance(tree, list | tuple):
+        items = [_map(fun, v, (*path, str(i))) for i, v in enumerate(tree)]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if not (hasattr(tree, "shape") and hasattr(tree, "dtype")):
         return tree
     return fun("/".join(path[:-1]), path[-1], tree)

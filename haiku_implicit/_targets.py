@@ -20,8 +20,9 @@ Predicate = Callable[[str, str, Any], bool]
 Targets = Union[Predicate, str, re.Pattern[str]]  # noqa: UP007 (a callable can't be or-ed)
 Initializer = Callable[[Any, tuple[int, ...], Any], jax.Array]
 
-# What Haiku's modules call the parameters that are added or multiplied element by element.
-_ELEMENTWISE = frozenset({"b", "bias", "offset", "scale"})
+# What Haiku's modules call the parameters that are added or multiplied element by element, alone or
+# behind the name of a part (`gating_b`, `query_bias`); a `w_b` is a weight beside a `w_a`.
+_ELEMENTWISE = re.compile(r"(?!w_b$)(?:.*_)?(?:b|bias|biases|offset|scale)")
 # What `lora_getter` calls the factors beside the parameter `w`.
 LORA_SUFFIXES = ("_lora_a", "_lora_b")
 
@@ -67,7 +68,7 @@ def is_weight(module_name: str, name: str, value: Any) -> bool:
     return (
         _is_float(value)
         and len(value.shape) >= 2
-        and name not in _ELEMENTWISE
+        and not _ELEMENTWISE.fullmatch(name)
         and not name.endswith(LORA_SUFFIXES)
     )
 
@@ -96,13 +97,17 @@ def takes_lora(rank: int) -> Predicate:
 
 
 def takes_quantization(group_size: int | None, axis: int) -> Predicate:
-    """The default of quantization: dense weights, also within LoRA, that the groups divide."""
+    """The default of quantization: dense weights, also within LoRA, that the groups divide.
+
+    An axis of length one (a depthwise kernel `[h, w, 1, m]`) would give a scale to each number.
+    """
 
     def predicate(module_name: str, name: str, value: Any) -> bool:
         inner = value.w if isinstance(value, LoRA) else value
         return (
             is_weight(module_name, name, value)
             and not is_implicit(inner)
+            and value.shape[axis] > 1
             and (group_size is None or value.shape[axis] % group_size == 0)
         )
 
@@ -198,6 +203,8 @@ def no_match(targets: Targets | None, names: Iterable[str], default: str) -> Val
             f"targets: {pattern!r} matches none of the {len(names)} parameters (the whole of "
             "'module/name' has to match)"
         )
+        if pattern in names:
+            return ValueError(f"{what}. It is a parameter's name: give re.escape of it")
         names = difflib.get_close_matches(pattern, names, n=5, cutoff=0.0) or names
         return ValueError(f"{what}. Nearest: {', '.join(names)}")
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -72,6 +73,26 @@ def test_quantize_params(params, dtype, group_size):
     assert_close(w, expected)
 
 
+@pytest.mark.parametrize("name", ["gating_b", "query_bias", "spatial_biases", "b", "offset"])
+def test_biases_of_two_axes_are_no_default_targets(name):
+    tree = {"attention": {"gating_w": jnp.ones((4, 4)), "w_b": jnp.ones((4, 4))}}
+    expected = {"attention/gating_w", "attention/w_b"}
+    tree["attention"][name] = jnp.ones((4, 4))
+    assert chosen(hki.add_lora(tree, KEY, rank=2)) == expected
+    assert chosen(hki.quantize_params(tree)) == expected
+    assert chosen(hki.quantize_params(tree, targets=f".*/{name}")) == {f"attention/{name}"}
+
+
+@pytest.mark.parametrize(("axis", "left_out"), [(-2, "depthwise"), (-1, "column")])
+def test_by_default_no_number_gets_a_scale_of_its_own(axis, left_out):
+    shapes = dict(dense=(8, 8), column=(9, 1), depthwise=(3, 3, 1, 8))
+    tree = {"m": {k: jnp.ones(s) for k, s in shapes.items()}}
+    new = hki.quantize_params(tree, axis=axis)
+    assert chosen(new) == {f"m/{name}" for name in shapes if name != left_out}
+    assert all(new["m"][k].nbytes < tree["m"][k].nbytes for k in shapes if k != left_out)
+    assert chosen(hki.quantize_params(tree, axis=axis, targets=f"m/{left_out}"))
+
+
 def test_zero_params(params):
     new = hki.zero_params(params, targets=lambda module, name, value: value.ndim == 1)
     assert chosen(new) == {"mlp/~/linear_0/b", "mlp/~/linear_1/b"}
@@ -104,6 +125,20 @@ def test_merge_lora(params):
     assert_close(hki.merge_lora(merged), merged)
     twice = hki.merge_lora(noise(hki.add_lora(merged, KEY, rank=1)))
     assert not chosen(twice)
+
+
+def test_lists_and_tuples_within_a_mapping():
+    class Layer(NamedTuple):
+        w: Any
+        b: Any
+
+    layers = [Layer(jnp.ones((4, 4)), jnp.ones(4)), (jnp.ones((4, 4)), None)]
+    new = hki.add_lora({"layers": layers}, KEY, rank=2, targets="layers/(0/0|1/0)")
+    (w, b), (v, none) = new["layers"]
+    assert isinstance(new["layers"][0], Layer) and none is None and b is layers[0].b
+    assert isinstance(w, hki.LoRA) and isinstance(v, hki.LoRA) and (w.a != v.a).any()
+    merged = hki.merge_lora(noise(new))
+    assert jax.tree.structure(merged) == jax.tree.structure({"layers": layers})
 
 
 @pytest.mark.parametrize(
@@ -222,6 +257,13 @@ def test_targets_that_match_nothing(params, name):
         CALLS[name]((params, {}), targets=".*")
     with pytest.raises(ValueError, match="no regular expression"):
         CALLS[name](params, targets="(")
+
+
+def test_a_name_that_is_another_expression():
+    tree = {"m": {"w[0,0]": jnp.ones((4, 4))}}
+    with pytest.raises(ValueError, match="It is a parameter's name: give re.escape of it"):
+        hki.add_lora(tree, KEY, rank=2, targets="m/w[0,0]")
+    assert chosen(hki.add_lora(tree, KEY, rank=2, targets=re.escape("m/w[0,0]"))) == {"m/w[0,0]"}
 
 
 def test_nothing_to_do_by_default(params):
