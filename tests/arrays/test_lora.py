@@ -93,7 +93,7 @@ def check(fun, w, *xs):
     """`fun(w, *xs)` against the dense twin: eager, jit, grad, vmap and scan."""
     inexact = [i for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-    def everything(run, weight):
+    def everything(run, weight, w):
         """Of either kind, all in one program: compiling is what takes time here."""
 
         def loss(factors, *floats):
@@ -117,11 +117,13 @@ def check(fun, w, *xs):
         scan = lambda ws: jax.lax.scan(lambda c, w: (c, fun(w, *xs)), 0, ws)[1]  # noqa: E731
         return hki.materialize(hki.use_implicit_args(scan)(stacked(w)))
 
-    def all_of_it():
-        got = everything(implicit, lambda w, a, b: w._replace(a=a, b=b))
-        return got, everything(fun, dense), scan_inside(w)
+    # The weight is an argument: XLA of jaxlib 0.7 folds some gathers of constants to wrong numbers,
+    # `jit(lambda: vmap(lambda a: a[ids] * 1.5)(a))()` for one.
+    def all_of_it(w):
+        got = everything(implicit, lambda w, a, b: w._replace(a=a, b=b), w)
+        return got, everything(fun, dense, w), scan_inside(w)
 
-    got, want, scanned = quick_jit(all_of_it)()
+    got, want, scanned = quick_jit(all_of_it)(w)
     close(got, want)
     close(scanned, want[3])
     close(implicit(w, *xs), want[0])
@@ -325,7 +327,8 @@ def test_dot_with_out_sharding(w_first):
         pair = (w, x) if w_first else (x, w)
         return jnp.einsum(equation, *pair, out_sharding=P("i", None))
 
-    with jax.set_mesh(mesh):
+    in_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
+    with in_mesh(mesh):
         got = jax.jit(hki.use_implicit_args(fun))(lora(), x)
         close(got, fun(dense(lora()), x))
 
@@ -401,7 +404,7 @@ PARTS = {
     "one column": lambda w, ids: w[:, 2],
     "one element": lambda w, ids: w[1, 2],
     "row of an index": lambda w, ids: w[ids[0, 1]],
-    "block": lambda w, ids: w[1:4, ::2],
+    "block": lambda w, ids: jax.lax.slice(w, (1, 0), (4, M), (1, 2)),
     "block of an index": lambda w, ids: jax.lax.dynamic_slice(w, (ids[0, 1], ids[0, 0]), (2, 2)),
     "split rows": lambda w, ids: jnp.split(w, [2], axis=0),
     "split columns": lambda w, ids: jnp.split(w, [1, 2], axis=1),
