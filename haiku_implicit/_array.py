@@ -94,10 +94,11 @@ class ImplicitArray(abc.ABC):
       commute_ops: whether a commutative primitive may hand its operands to a rule of this type in
         swapped order, the implicit one first. True by default.
       warn_on_materialize: whether materializing this type is worth a warning. True by default.
-      core_ndim: how many of the last axes make one tensor of this type (2 for a matrix), where any
-        number of axes before them may be batch axes, which all leaves then have. `jax.lax.scan` and
-        `vmap` can slice and stack such a type, and rules for slicing, stacking and reordering batch
-        axes come for free. None (the default): this type has no batch axes.
+      core_ndim: how many of the last axes make one tensor of this type (2 for a matrix, 0 for a
+        wrapper of any array), where any number of axes before them may be batch axes, which all
+        leaves then have. `jax.lax.scan` and `vmap` can slice and stack such a type, and rules for
+        slicing, stacking and reordering batch axes come for free. None (the default): this type has
+        no batch axes.
 
     Attributes:
       shape: `tuple[int, ...]`, the shape of the dense tensor.
@@ -174,7 +175,7 @@ class ImplicitArray(abc.ABC):
         # A shape that the children tell as well is left to them, and so stays right when JAX slices or
         # stacks them: `dataclasses.replace` hands on as explicit what was inferred.
         if self.__dict__.get("_shape") is not None and self.compute_shape() == self.shape:
-            self.shape = None
+            self.__dict__["_shape"] = None
 
     @abc.abstractmethod
     def materialize(self) -> jax.Array:
@@ -233,7 +234,17 @@ class ImplicitArray(abc.ABC):
         """The abstract value (shape and dtype) of the dense array."""
         aval = self.__dict__.get("_aval")
         if aval is None:
-            aval = self.__dict__["_aval"] = _abstract_value(self)
+            try:
+                aval = self.__dict__["_aval"] = _abstract_value(self)
+            except (AttributeError, TypeError) as e:
+                if not (empty := _empty_names(self)):
+                    raise
+                # `AttributeError`: to `hasattr(x, "shape")` it is a no.
+                raise AttributeError(
+                    f"{type(self).__name__}: {' and '.join(empty)} is None, so that there is no shape "
+                    "and dtype. If this is one of the two parts that haiku_implicit.partition gives, "
+                    "put them together again: haiku_implicit.combine"
+                ) from e
         return aval
 
     @property
@@ -250,7 +261,7 @@ class ImplicitArray(abc.ABC):
     def nbytes(self) -> int:
         """The bytes really held, by all leaves together (the dense array has `size * itemsize`)."""
         return sum(
-            math.prod(np.shape(x)) * np.dtype(jnp.result_type(x)).itemsize
+            math.prod(np.shape(x)) * jnp.result_type(x).itemsize
             for x in jax.tree_util.tree_leaves(self)
         )
 
@@ -274,7 +285,8 @@ class ImplicitArray(abc.ABC):
             f"{self!r} was used as if it were a dense array. Wrap the function that uses it "
             "in haiku_implicit.use_implicit_args (a Haiku model in transform_implicit), make the "
             "dense array with haiku_implicit.materialize(x), or, inside a function that is already "
-            "wrapped, use haiku_implicit.box(x)."
+            "wrapped, use haiku_implicit.box(x). What an optimizer gives is added with "
+            "haiku_implicit.apply_updates."
         )
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
@@ -289,6 +301,18 @@ class ImplicitArray(abc.ABC):
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _operator
     __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __getitem__ = __float__ = __int__ = _operator
     __lt__ = __le__ = __gt__ = __ge__ = _operator
+
+    def __getattr__(self, name: str) -> Any:
+        """Runs where there is no such attribute: `w.T`, `w.astype` and their like say what to do."""
+        if hasattr(type(self), name):  # a property that raised an AttributeError: it does again
+            return object.__getattribute__(self, name)
+        if hasattr(jax.Array, name) and not name.startswith("_"):
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r}: only what a wrapped function sees has. Call "
+                "it in a function wrapped in haiku_implicit.use_implicit_args, or on "
+                "haiku_implicit.materialize(x)."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         parts = [f"{_short(self)}"]
@@ -430,10 +454,17 @@ def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
     return jax.core.ShapedArray(_as_shape(shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
+def _empty_names(x: ImplicitArray) -> list[str]:
+    """The fields that hold None in place of an array, but for those that may."""
+    may = {f.name for f in dataclasses.fields(x) if f.default is None}
+    return [name for name in data_names(type(x)) if name not in may and getattr(x, name) is None]
+
+
 def _short(x: Any) -> str:
     """`float32[2,3]` for anything with a shape and a dtype."""
     try:
-        return f"{np.dtype(x.dtype).name}[{','.join(map(str, x.shape))}]"
+        name = getattr(x.dtype, "name", None) or np.dtype(x.dtype).name  # random keys: the first
+        return f"{name}[{','.join(map(str, x.shape))}]"
     except Exception:  # a repr must not fail: pytrees are unflattened with placeholders for leaves
         return "?"
 

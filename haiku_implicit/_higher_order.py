@@ -113,11 +113,11 @@ def scan(operands: Operands, params: Params) -> list[Any]:
     slices = [x.with_leading_axis(None) if is_implicit(x) else x for x in slices]
 
     carry = [_structure.structure(x) for x in init]
-    new = _fixed_point(lambda c, t: _retrace(closed, [*consts, *c, *slices], t), carry)
+    new = _fixed_point(lambda c, t: _retrace(closed, [*consts, *c, *slices], t), carry, "scan")
     carry = new.out[:num_carry]
     stackable = [_stackable(y) for y in new.out[num_carry:]]
     if not all(map(_structure.same, stackable, new.out[num_carry:])):
-        target = _structure.Coerce([*carry, *stackable])
+        target = _structure.Coerce([*carry, *stackable], "scan", _NO_BATCH_AXES)
         new = _retrace(closed, [*consts, *carry, *slices], target)
     events.replay(new.events)
 
@@ -128,7 +128,7 @@ def scan(operands: Operands, params: Params) -> list[Any]:
         out = new.fun(*leaves_in, *c, *x)
         return out[:num_carry_leaves], out[num_carry_leaves:]
 
-    init_leaves = jax.tree_util.tree_leaves(list(map(_structure.coerce, init, carry)))
+    init_leaves = _coerced_leaves(init, carry, "scan")
     options: dict[str, Any] = {k: params[k] for k in ("reverse", "unroll") if k in params}
     if params.get("_split_transpose"):
         options["_split_transpose"] = True
@@ -140,11 +140,19 @@ def scan(operands: Operands, params: Params) -> list[Any]:
     return [*out[:num_carry], *ys]
 
 
+_NO_BATCH_AXES = "its type has no batch axes (core_ndim), along which 'scan' slices and stacks"
+
+
+def _coerced_leaves(init: list[Any], carry: list[Any], name: str) -> list[Any]:
+    pairs = zip(init, carry, strict=True)
+    return jax.tree_util.tree_leaves([_structure.coerce(x, to, name) for x, to in pairs])
+
+
 def _sliceable(x: Any) -> Any:
     """`x` if it can be sliced along its first axis by slicing its leaves, else its dense array."""
     if not is_implicit(x) or num_batch_axes(x) > 0:
         return x
-    return densify(x, "scan")
+    return densify(x, "scan", _NO_BATCH_AXES)
 
 
 def _stackable(y: Any) -> Any:
@@ -157,7 +165,9 @@ def _first(x: Any) -> jax.ShapeDtypeStruct:
     return _compat.struct(np.shape(x)[1:], x.dtype, like=[x])
 
 
-def _fixed_point(step: Callable[[list[Any], Any], Retraced], carry: list[Any]) -> Retraced:
+def _fixed_point(
+    step: Callable[[list[Any], Any], Retraced], carry: list[Any], name: str
+) -> Retraced:
     """Retraces a loop body until what it returns as the carry has the structure it was given.
 
     The structures only ever lose implicit parts, so that this ends.
@@ -168,7 +178,7 @@ def _fixed_point(step: Callable[[list[Any], Any], Retraced], carry: list[Any]) -
         joined = list(map(_structure.join, carry, new.out))
         if all(map(_structure.same, joined, carry)) and transform is not None:
             return new
-        carry, transform = joined, _structure.Coerce(joined)
+        carry, transform = joined, _structure.Coerce(joined, name)
 
 
 @_handles(jex.while_p)
@@ -179,13 +189,15 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
     cond_consts, body_consts = operands[:num_cond], operands[num_cond:][:num_body]
     init = operands[num_cond + num_body :]
 
-    # `vmap` gives the condition batch axes: what is done then keeps its carry, which has to be dense.
+    # `vmap` gives the condition batch axes: what is done then keeps its carry, leaf by leaf.
     batch = cond.out_avals[0].shape
     start = [_structure.structure(x) for x in init]
-    start = [dense_struct(x) for x in start] if batch else start
-    new_body = _fixed_point(lambda c, t: _retrace(body, [*body_consts, *c], t), start)
+    start = [
+        dense_struct(x) if is_implicit(x) and num_batch_axes(x) < len(batch) else x for x in start
+    ]
+    new_body = _fixed_point(lambda c, t: _retrace(body, [*body_consts, *c], t), start, "while")
     carry = new_body.out
-    dense_bool = _structure.Coerce([jax.ShapeDtypeStruct(batch, np.bool_)])
+    dense_bool = _structure.Coerce([jax.ShapeDtypeStruct(batch, np.bool_)], "while", _CONDITION)
     new_cond = _retrace(cond, [*cond_consts, *carry], dense_bool)
     events.replay(new_cond.events + new_body.events)
 
@@ -202,9 +214,12 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
     out = jax.lax.while_loop(
         lambda c: goes_on(c).any() if batch else goes_on(c),
         step,
-        jax.tree_util.tree_leaves(list(map(_structure.coerce, init, carry))),
+        _coerced_leaves(init, carry, "while"),
     )
     return new_body.rebuild(out)
+
+
+_CONDITION = "the condition of 'while' is a dense boolean"
 
 
 def _where(mask: jax.Array, x: Any, y: Any) -> jax.Array:
@@ -220,7 +235,7 @@ def cond(operands: Operands, params: Params) -> list[Any]:
     new = [_retrace(b, args) for b in branches]
     outs = zip(*(n.out for n in new), strict=True)
     joined = [functools.reduce(_structure.join, alternatives) for alternatives in outs]
-    target = _structure.Coerce(joined)
+    target = _structure.Coerce(joined, "cond")
     new = [_retrace(b, args, target) for b in branches]
     for n in new:
         events.replay(n.events)
@@ -256,7 +271,9 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
             out = interpret(closed.jaxpr, closed.consts, operands)
         events.replay(log)
         return out
-    dense = _structure.Coerce([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals])
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals]
+    reason = f"the derivative rule of {primitive.name!r} knows dense arrays alone"
+    dense = _structure.Coerce(structs, primitive.name, reason)
     new = _retrace(closed, operands, dense)
     events.replay(new.events)
 
@@ -328,9 +345,9 @@ def linear_solve(operands: Operands, params: Params) -> list[Any]:
 
 def _linear(closed: ClosedJaxpr, consts: Operands) -> Callable[..., list[Any]]:
     def fun(*xs: Any) -> list[Any]:
-        target = _structure.Coerce(
-            [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals]
-        )
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals]
+        reason = "what 'custom_linear_solve' iterates on is dense"
+        target = _structure.Coerce(structs, "custom_linear_solve", reason)
         new = _retrace(closed, [*consts, *xs], target)
         events.replay(new.events)
         return new.fun(*_leaves(closed.consts, [*consts, *xs]))

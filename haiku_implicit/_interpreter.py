@@ -93,16 +93,17 @@ def default_handler(primitive: _compat.Primitive, *args: Any, **params: Any) -> 
     return out if primitive.multiple_results else out[0]
 
 
-def densify(x: Any, primitive_name: str) -> Any:
-    """A dense array for `x`, visibly."""
+def densify(x: Any, primitive_name: str, reason: str = "") -> Any:
+    """A dense array for `x`, visibly (the reason if not that there is no rule for the primitive)."""
     if not is_implicit(x):
         return x
-    events.emit(events.describe(primitive_name, x))
+    events.emit(events.describe(primitive_name, x, reason))
     return materialize_array(x)
 
 
 def materialize_array(x: Any) -> jax.Array:
     """The dense array of one implicit array, without an event."""
+    shape, dtype = x.shape, x.dtype
     if is_nested(x):
         leaves, treedef = flatten_one_level(x)
         rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
@@ -112,10 +113,10 @@ def materialize_array(x: Any) -> jax.Array:
         out = x.materialize()
     if is_implicit(out):  # an implicit child, returned as it is
         out = materialize_array(out)
-    if np.shape(out) != x.shape or out.dtype != x.dtype:
+    if np.shape(out) != shape or out.dtype != dtype:
         raise TypeError(
             f"{type(x).__name__}.materialize() returned {out.dtype}{list(np.shape(out))}, but the "
-            f"array says that it is {x.dtype}{list(x.shape)}"
+            f"array says that it is {dtype}{list(shape)}"
         )
     return out
 

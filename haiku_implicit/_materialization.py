@@ -46,6 +46,7 @@ class Materialization:
       line: that line's number.
       module: the path of the Haiku module (JAX's name stack), `''` outside any.
       quiet: whether the type says that it is not worth a warning.
+      reason: why it had to be dense, where that is not for want of a rule.
     """
 
     primitive: str
@@ -56,6 +57,7 @@ class Materialization:
     line: int
     module: str
     quiet: bool = False
+    reason: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -70,11 +72,12 @@ class Materialization:
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}" + (f", in module {self.module}" if self.module else "")
         shape = ",".join(map(str, self.shape))
+        reason = self.reason or f"no rule handles it in {self.primitive!r}"
+        accept = "ccept it with haiku_implicit.materialization('allow')."
+        way = "A" if self.reason else "Add one with haiku_implicit.primitive_handler, or a"
         return (
             f"{self.type_name} {self.dtype}[{shape}] was materialized ({self.nbytes:,} bytes), because "
-            f"no rule handles it in {self.primitive!r} ({where}). Add one with "
-            "haiku_implicit.primitive_handler, or accept it with "
-            "haiku_implicit.materialization('allow')."
+            f"{reason} ({where}). {way}{accept}"
         )
 
 
@@ -251,7 +254,7 @@ def is_of_jax(jaxpr: Any) -> bool:
     return place.startswith(_LIBRARIES[0])
 
 
-def describe(primitive_name: str, x: object) -> Materialization:
+def describe(primitive_name: str, x: object, reason: str = "") -> Materialization:
     """The event for operand `x` (an implicit array) of a primitive, at the present equation."""
     file, line, module = _here()
     return Materialization(
@@ -263,6 +266,7 @@ def describe(primitive_name: str, x: object) -> Materialization:
         line=line,
         module=module,
         quiet=not type(x).warn_on_materialize,  # type: ignore[attr-defined]
+        reason=reason,
     )
 
 

@@ -41,34 +41,50 @@ def join(a: Any, b: Any) -> Any:
     return _compat.struct(a.shape, a.dtype, like=jax.tree_util.tree_leaves((a, b)))
 
 
-def coerce(x: Any, target: Any) -> Any:
-    """`x` brought to the structure `target`, which some `join` of its own structure gave."""
+def coerce(x: Any, target: Any, name: str, reason: str = "") -> Any:
+    """`x` brought to the structure `target`, which some `join` of its own structure gave.
+
+    Args:
+      x: a value.
+      target: the structure.
+      name: the primitive that this is for, and
+      reason: why it has to be so; that values of different types meet there, if not given.
+    """
     if not is_implicit(x):
         # A dense value may only differ in being weakly typed, which loop carries must agree in.
         return _compat.vary_like(jnp.asarray(x, target.dtype), [target])
     if not is_implicit(target):
-        x = jnp.asarray(_interpreter.densify(x, "control flow"), target.dtype)
+        reason = reason or f"it meets values of other types in {name!r}"
+        x = jnp.asarray(_interpreter.densify(x, name, reason), target.dtype)
         return _compat.vary_like(x, [target])
     if same(x, target):
         return x
     parts, treedef = flatten_one_level(x)
     targets, _ = flatten_one_level(target)
-    return treedef.unflatten(map(coerce, parts, targets))
+    return treedef.unflatten(
+        [coerce(part, to, name, reason) for part, to in zip(parts, targets, strict=True)]
+    )
 
 
 class Coerce:
-    """A hashable function that brings a list of values to given structures (for `retrace`)."""
+    """A hashable function that brings a list of values to given structures (for `retrace`).
 
-    def __init__(self, targets: Sequence[Any]):
-        self.targets = list(targets)
+    Args:
+      targets, name, reason: as for `coerce`.
+    """
+
+    def __init__(self, targets: Sequence[Any], name: str, reason: str = ""):
+        self.targets, self.name, self.reason = list(targets), name, reason
         leaves, treedef = jax.tree_util.tree_flatten(self.targets)
         avals = ((x.shape, np.dtype(x.dtype).name, _compat.varying(x)) for x in leaves)
-        self.key = (treedef, tuple(avals))
+        self.key = (treedef, tuple(avals), name, reason)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         # Values beyond the targets (the stacked results of a scan) stay as they are.
         head, tail = values[: len(self.targets)], values[len(self.targets) :]
-        return [*map(coerce, head, self.targets), *tail]
+        why = self.name, self.reason
+        own = [coerce(x, to, *why) for x, to in zip(head, self.targets, strict=True)]
+        return [*own, *tail]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Coerce) and self.key == other.key

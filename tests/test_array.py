@@ -403,6 +403,21 @@ def test_repr():
     assert repr(Scaled(jnp.ones(2))) == "Scaled(float32[2], x=float32[2], factor=2.0, names=())"
 
 
+def test_random_keys_are_arrays_too():
+    @dataclasses.dataclass
+    class Noise(hki.ImplicitArray):
+        key: jax.Array = hki.frozen_field()
+
+        def materialize(self):
+            return jax.random.normal(self.key, (4,))
+
+    w = Noise(jax.random.key(0))
+    assert repr(w) == "Noise(float32[4], key=key<fry>[])" and w.nbytes == 8
+    with hki.materialization("allow"):
+        out = jax.jit(hki.use_implicit_args(lambda w: w + 0))(w)
+    np.testing.assert_array_equal(out, w.materialize())
+
+
 def test_repr_in_a_trace_and_of_an_abstract_array():
     texts = []
     w = Outer(jnp.ones(2), jnp.ones(3))
@@ -514,12 +529,16 @@ def test_use_outside_a_wrapper_says_what_to_do(text, jit):
     assert "materialize" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "operation", [lambda w: w.T, lambda w: w.sum(), jax.lax.neg], ids=["w.T", "w.sum()", "lax.neg"]
-)
-def test_nothing_else_works_by_accident(operation):
-    with pytest.raises((TypeError, AttributeError, ValueError)):
-        operation(Outer(jnp.ones(2), jnp.ones(2)))
+@pytest.mark.parametrize("name", ["T", "sum", "astype", "at"])
+def test_attributes_of_arrays_say_what_to_do(name):
+    with pytest.raises(AttributeError, match=rf"Outer has no '{name}'.*use_implicit_args"):
+        getattr(Outer(jnp.ones(2), jnp.ones(2)), name)
+    assert not hasattr(Outer(jnp.ones(2), jnp.ones(2)), "no_such_thing")
+
+
+def test_lax_outside_a_wrapper_is_an_error():
+    with pytest.raises((TypeError, ValueError)):
+        jax.lax.neg(Outer(jnp.ones(2), jnp.ones(2)))
 
 
 def test_a_missing_attribute_stays_an_attribute_error():

@@ -433,6 +433,53 @@ def test_stacked_results_of_a_type_without_batch_axes_are_dense(may_be_dense):
     assert kinds(lambda d: lax.scan(lambda c, _: (c, d), 0, None, length=2)[1], d) == ["dense"]
 
 
+@pytest.mark.parametrize("shape", [(5, 4, 4), (5, 2, 4, 4)], ids=str)
+def test_a_loop_of_which_each_example_ends_by_itself_keeps_its_carry(shape, never_dense):
+    def f(w, n):
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * 2.0), (0, w))
+
+    w, n = lora(shape=shape), jnp.array([3, 0, 1, 4, 2])
+    for loop in (f, jax.jit(f)):
+        close(use(jax.vmap(loop))(w, n), jax.vmap(f)(hki.materialize(w), n))
+        assert kinds(jax.vmap(loop), w, n) == ["dense", "LoRA"]
+
+
+@jax.custom_jvp
+def doubled(w):
+    return w * 2.0
+
+
+doubled.defjvp(lambda primals, tangents: (primals[0] * 2.0, tangents[0] * 2.0))
+
+
+@pytest.mark.parametrize(
+    "f, primitive, reason",
+    [
+        (
+            lambda w: lax.cond(jnp.sum(w @ jnp.ones(4)) > 0, lambda: w, lambda: jnp.ones((4, 4))),
+            "cond",
+            "it meets values of other types in 'cond'",
+        ),
+        (
+            lambda w: lax.fori_loop(0, 2, lambda i, c: c.at[0].set(0.0), w),
+            "scan",
+            "it meets values of other types in 'scan'",
+        ),
+        (
+            doubled,
+            "custom_jvp_call",
+            "the derivative rule of 'custom_jvp_call' knows dense arrays alone",
+        ),
+    ],
+    ids=["cond", "scan", "custom_jvp"],
+)
+def test_where_it_is_not_for_want_of_a_rule_the_reason_is_given(f, primitive, reason):
+    with hki.materialization("allow"), hki.materialization_report() as report:
+        close(use(f)(lora()), f(hki.materialize(lora())))
+    text = next(str(e) for e, _ in report if e.primitive == primitive)
+    assert reason in text and "primitive_handler" not in text and "Accept it" in text
+
+
 def test_a_carry_that_changes_its_type_becomes_dense(x, may_be_dense):
     def f(w, x):
         return lax.scan(lambda c, r: (jnp.sin(c), r @ c), w, x)

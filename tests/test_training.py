@@ -87,6 +87,14 @@ def test_partition(dense, names):
     assert all(a is b for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True))
 
 
+def test_the_trained_part_alone_says_what_to_do():
+    w = hki.partition(lora())[0]
+    assert not hasattr(w, "shape") and "?" in repr(w)
+    for fun in (lambda w: w.dtype, hki.materialize, hki.use_implicit_args(jnp.sin)):
+        with pytest.raises(AttributeError, match="LoRA: w is None.*haiku_implicit.combine"):
+            fun(w)
+
+
 def test_partition_of_single_arrays():
     assert hki.partition(jnp.ones(2), dense=False)[0] is None
     assert hki.partition({"w": jnp.ones(2)}, dense="w")[0]["w"] is not None

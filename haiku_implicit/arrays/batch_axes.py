@@ -171,13 +171,14 @@ def gather_batch(
         floating = all(jnp.issubdtype(y.dtype, np.floating) for y in leaves)
         if not leaves or not floating or not (fill_value is None or np.isnan(fill_value)):
             return NotImplemented
-    lead = indices.ndim - 1 + len(d.offset_dims) - len(core)
-    if tuple(d.offset_dims[-len(core) :]) != tuple(range(lead, lead + len(core))):
+    of_batch = len(d.offset_dims) - len(core)
+    lead = indices.ndim - 1 + of_batch
+    if tuple(d.offset_dims[of_batch:]) != tuple(range(lead, lead + len(core))):
         return NotImplemented
 
     def take(leaf: Any) -> jax.Array:
         own = _own_shape(leaf, n)
-        offsets = (*d.offset_dims[: -len(core)], *range(lead, lead + len(own)))
+        offsets = (*d.offset_dims[:of_batch], *range(lead, lead + len(own)))
         return primitive.bind(
             leaf,
             indices,

@@ -259,3 +259,32 @@ def test_filling_gather_of_a_type_without_leaves():
     with hki.materialization("allow"):
         got = hki.use_implicit_args(jnp.take)(Seven(shape=(3,), dtype=np.float32), ids)
     np.testing.assert_array_equal(hki.materialize(got), [7.0, np.nan])
+
+
+@dataclasses.dataclass
+class Tagged(hki.ImplicitArray, core_ndim=0):
+    """An array with a label: all of its axes are batch axes."""
+
+    x: hki.ArrayValue
+    label: str = hki.aux_field(default="m")
+
+    def materialize(self):
+        return self.x
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda w, i: w[i],
+        lambda w, i: w[:, i],
+        lambda w, i: w[i, i],
+        lambda w, i: jnp.take(w, i, axis=0, mode="clip"),
+        lambda w, i: jnp.take(w, i, axis=1),
+        lambda w, i: jnp.take(w, i + 2, axis=0),  # partly out of bounds
+        lambda w, i: jax.vmap(lambda row, j: row[j])(w, jnp.arange(L)),
+    ],
+)
+@pytest.mark.parametrize("shape", [(L, N), (L, N, 2)], ids=str)
+def test_gather_where_all_axes_are_batch_axes(f, shape):
+    out = stays(f, Tagged(normal(shape), label="s"), jnp.array([2, 0]))
+    assert out.label == "s"
