@@ -46,6 +46,11 @@ def seconds(case: Results, name: str, *stages: str) -> float:
     )
 
 
+def is_compiled(record: Results) -> bool:
+    """Whether a step was compiled and run, or lowered alone."""
+    return "run" in record
+
+
 def tables(results: Results) -> dict[str, str]:
     """Markdown tables by the name that `docs/benchmarks.md` has them under."""
     names = results["implementations"]
@@ -70,7 +75,7 @@ def tables(results: Results) -> dict[str, str]:
                 [
                     _title(c),
                     LABELS[n],
-                    *(f"{seconds(c, n, s) * 1e3:.1f}" for s in STAGES),
+                    *(f"{seconds(c, n, s) * 1e3:.1f}" if s in _record(c, n) else "–" for s in STAGES),
                 ]
                 for c in cases
                 for n in names
@@ -83,9 +88,9 @@ def tables(results: Results) -> dict[str, str]:
                 [
                     _title(c),
                     LABELS[n],
-                    *_program(c["implementations"][n]),
-                    f"{_flops_ratio(c, n):.5f}",
-                    f"{ratio(c, n, ('run',)):.3f}",
+                    *_program(_record(c, n)),
+                    f"{_record(c, n)['flops'] / _record(c, 'by_hand')['flops']:.5f}",
+                    f"{ratio(c, n, ('run',)):.3f}" if is_compiled(_record(c, n)) else "–",
                 ]
                 for c in cases
                 for n in names
@@ -173,16 +178,16 @@ def _per_layer(a: Results, b: Results, name: str) -> float:
     return more / (b["depth"] - a["depth"])
 
 
-def _flops_ratio(case: Results, name: str) -> float:
-    return case["implementations"][name]["flops"] / case["implementations"]["by_hand"]["flops"]
+def _record(case: Results, name: str) -> Results:
+    return case["implementations"][name]
 
 
 def _program(record: Results) -> list[str]:
     return [
         f"{record['equations']:,}",
         f"{record['hlo_lines']:,}",
-        f"{record['flops']:,.0f}",
-        f"{record['temporary_bytes'] / 1e6:.1f}",
+        f"{record['flops']:,.0f}" + ("" if is_compiled(record) else " (lowered)"),
+        f"{record['temporary_bytes'] / 1e6:.1f}" if is_compiled(record) else "–",
     ]
 
 

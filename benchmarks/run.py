@@ -30,6 +30,10 @@ STACKED = flags.DEFINE_list("stacked", ["96"], "Numbers of layers in one `layer_
 NAMES = flags.DEFINE_list("implementations", None, "What is compared; all there is by default.")
 REPEATS = flags.DEFINE_integer("repeats", 7, "How often tracing and lowering are timed.", 1)
 RUNS = flags.DEFINE_integer("runs", 40, "How often a compiled step is timed.", 1)
+COMPILE_UP_TO = flags.DEFINE_integer(
+    "compile_up_to", 48, "Unrolled layers up to which steps are compiled, and run.", 0
+)
+APPEND = flags.DEFINE_bool("append", False, "Whether to add cases to those in --output.")
 WIDTH = flags.DEFINE_integer("width", models.Sizes.width, "The model's width.", 4)
 LENGTH = flags.DEFINE_integer("length", models.Sizes.length, "Tokens in a sequence.", 2)
 OUTPUT = flags.DEFINE_string("output", str(RESULTS), "The file that the results are written to.")
@@ -75,15 +79,30 @@ def measure(names: list[str], path: pathlib.Path) -> None:
         runs=RUNS.value,
         implementations=names,
         cases=[],
-        eager=stages.eager_calls(dataclasses.replace(base, depth=1), calls=10),
     )
-    print("eager: {traces} traces in {calls} repeated calls".format(**results["eager"]))
+    if APPEND.value:
+        results = with_recorded(results, report.load(path))
+    else:
+        results["eager"] = stages.eager_calls(dataclasses.replace(base, depth=1), calls=10)
+        print("eager: {traces} traces in {calls} repeated calls".format(**results["eager"]))
     for depth, stacked in kinds:
         sizes = dataclasses.replace(base, depth=depth, stacked=stacked)
-        records = stages.measure(sizes, names, REPEATS.value, RUNS.value)
+        # XLA takes minutes and most of 24 GB to compile 96 unrolled layers, for each implementation.
+        runs = RUNS.value if stacked or depth <= COMPILE_UP_TO.value else 0
+        records = stages.measure(sizes, names, REPEATS.value, runs)
         results["cases"].append(dict(depth=depth, stacked=stacked, implementations=records))
         _print(results["cases"][-1])
         write(results, path)  # an interrupted run keeps the cases it has finished
+
+
+def with_recorded(results: report.Results, recorded: report.Results) -> report.Results:
+    """The recorded results to add to, if they were measured as these are going to be."""
+    for name in ("environment", "sizes", "repeats", "runs", "implementations"):
+        if recorded[name] != results[name]:
+            raise app.UsageError(
+                f"--append: expected the recorded {name} {recorded[name]}, got {results[name]}"
+            )
+    return recorded
 
 
 def environment() -> dict[str, Any]:
@@ -125,14 +144,14 @@ def _print(case: report.Results) -> None:
     kind = "layer_stack of " if case["stacked"] else ""
     print(f"{kind}{case['depth']} layers")
     for name, record in case["implementations"].items():
-        times = ", ".join(f"{s} {report.seconds(case, name, s) * 1e3:.1f}" for s in report.STAGES)
-        print(
-            f"  {name:13}{times} ms; to by hand: trace + lower "
-            f"{report.ratio(case, name, ('trace', 'lower')):.3f}, run "
-            f"{report.ratio(case, name, ('run',)):.3f}, flops "
-            f"{record['flops'] / case['implementations']['by_hand']['flops']:.5f}",
-            flush=True,
+        compared = [("trace", "lower"), *([("run",)] if report.is_compiled(record) else [])]
+        done = [stage for stage in report.STAGES if stage in record]
+        times = ", ".join(f"{s} {report.seconds(case, name, s) * 1e3:.1f}" for s in done)
+        ratios = ", ".join(
+            f"{' + '.join(stages)} {report.ratio(case, name, stages):.3f}" for stages in compared
         )
+        flops = record["flops"] / case["implementations"]["by_hand"]["flops"]
+        print(f"  {name:13}{times} ms; to by hand: {ratios}, flops {flops:.5f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ def measure(sizes: models.Sizes, names: list[str], repeats: int, runs: int) -> d
       sizes: the model.
       names: keys of `implementations.available()`.
       repeats: how often tracing and lowering are timed.
-      runs: how often the compiled step is timed.
+      runs: how often the compiled step is timed; 0: it is not compiled.
 
     Returns:
       For each name a record: seconds by stage (`trace`, `lower`, `run`: a list with one value for
-      each turn; `compile`: a list of one), numbers of equations, HLO lines and flops, temporary
-      bytes, and the loss.
+      each turn; `compile`: a list of one), numbers of equations, HLO lines and flops, and of what is
+      compiled temporary bytes and the loss. (Flops are of the compiled program, if there is one.)
     """
     tokens, params = example(sizes)
     records: dict[str, Record] = {name: dict(trace=[], lower=[]) for name in names}
@@ -42,15 +42,24 @@ def measure(sizes: models.Sizes, names: list[str], repeats: int, runs: int) -> d
         for name in _in_turn(names, turn):
             lowered = _trace_and_lower(name, sizes, params, tokens, records[name])
             if turn == repeats - 1:
-                _compile(name, lowered, params, tokens, records[name])
+                records[name]["hlo_lines"] = lowered.as_text().count("\n")
+                records[name]["flops"] = lowered.cost_analysis()["flops"]
+                if runs:
+                    _compile(name, lowered, params, tokens, records[name])
         if turn < 0:
             records = {name: dict(trace=[], lower=[]) for name in names}
+    if runs:
+        _run(records, names, runs)
+    return records
+
+
+def _run(records: dict[str, Record], names: list[str], runs: int) -> None:
+    """Times the compiled steps, and compares what they compute."""
     steps = {name: records[name].pop("step") for name in names}
     _check_equal(records)
     for turn in range(runs):
         for name in _in_turn(names, turn):
             records[name].setdefault("run", []).append(_seconds(steps[name]))
-    return records
 
 
 def example(sizes: models.Sizes) -> tuple[jax.Array, hk.Params]:
@@ -100,7 +109,6 @@ def _compile(name: str, lowered: Any, params: hk.Params, tokens: jax.Array, reco
     start = time.perf_counter()
     compiled = lowered.compile()
     record["compile"] = [time.perf_counter() - start]
-    record["hlo_lines"] = lowered.as_text().count("\n")
     record["flops"] = compiled.cost_analysis()["flops"]
     record["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
     arguments = (*implementations.arguments(name, params), tokens)
