@@ -33,7 +33,9 @@ RUNS = flags.DEFINE_integer("runs", 40, "How often a compiled step is timed.", 1
 COMPILE_UP_TO = flags.DEFINE_integer(
     "compile_up_to", 48, "Unrolled layers up to which steps are compiled, and run.", 0
 )
-APPEND = flags.DEFINE_bool("append", False, "Whether to add cases to those in --output.")
+APPEND = flags.DEFINE_bool(
+    "append", False, "Whether to add cases to those in --output, or to replace some."
+)
 WIDTH = flags.DEFINE_integer("width", models.Sizes.width, "The model's width.", 4)
 LENGTH = flags.DEFINE_integer("length", models.Sizes.length, "Tokens in a sequence.", 2)
 OUTPUT = flags.DEFINE_string("output", str(RESULTS), "The file that the results are written to.")
@@ -90,8 +92,10 @@ def measure(names: list[str], path: pathlib.Path) -> None:
         # XLA takes minutes and most of 24 GB to compile 96 unrolled layers, for each implementation.
         runs = RUNS.value if stacked or depth <= COMPILE_UP_TO.value else 0
         records = stages.measure(sizes, names, REPEATS.value, runs)
-        results["cases"].append(dict(depth=depth, stacked=stacked, implementations=records))
-        _print(results["cases"][-1])
+        case = dict(depth=depth, stacked=stacked, implementations=records)
+        others = [c for c in results["cases"] if (c["depth"], c["stacked"]) != (depth, stacked)]
+        results["cases"] = sorted([*others, case], key=lambda c: (c["stacked"], c["depth"]))
+        _print(case)
         write(results, path)  # an interrupted run keeps the cases it has finished
 
 
