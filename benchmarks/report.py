@@ -46,6 +46,11 @@ def seconds(case: Results, name: str, *stages: str) -> float:
     )
 
 
+def flops_ratio(case: Results, name: str) -> float:
+    """The number of flops, relative to LoRA by hand."""
+    return _record(case, name)["flops"] / _record(case, "by_hand")["flops"]
+
+
 def is_compiled(record: Results) -> bool:
     """Whether a step was compiled and run, or lowered alone."""
     return "run" in record
@@ -89,7 +94,7 @@ def tables(results: Results) -> dict[str, str]:
                     _title(c),
                     LABELS[n],
                     *_program(_record(c, n)),
-                    f"{_record(c, n)['flops'] / _record(c, 'by_hand')['flops']:.5f}",
+                    f"{flops_ratio(c, n):.5f}",
                     f"{ratio(c, n, ('run',)):.3f}" if is_compiled(_record(c, n)) else "–",
                 ]
                 for c in cases

@@ -152,10 +152,10 @@ def _print(case: report.Results) -> None:
         done = [stage for stage in report.STAGES if stage in record]
         times = ", ".join(f"{s} {report.seconds(case, name, s) * 1e3:.1f}" for s in done)
         ratios = ", ".join(
-            f"{' + '.join(stages)} {report.ratio(case, name, stages):.3f}" for stages in compared
+            f"{' + '.join(which)} {report.ratio(case, name, which):.3f}" for which in compared
         )
-        flops = record["flops"] / case["implementations"]["by_hand"]["flops"]
-        print(f"  {name:13}{times} ms; to by hand: {ratios}, flops {flops:.5f}", flush=True)
+        flops = f"flops {report.flops_ratio(case, name):.5f}"
+        print(f"  {name:13}{times} ms; to by hand: {ratios}, {flops}", flush=True)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,10 @@ def measure(sizes: models.Sizes, names: list[str], repeats: int, runs: int) -> d
             lowered = _trace_and_lower(name, sizes, params, tokens, records[name])
             if turn == repeats - 1:
                 records[name]["hlo_lines"] = lowered.as_text().count("\n")
-                records[name]["flops"] = lowered.cost_analysis()["flops"]
                 if runs:
                     _compile(name, lowered, params, tokens, records[name])
+                else:
+                    records[name]["flops"] = lowered.cost_analysis()["flops"]
         if turn < 0:
             records = {name: dict(trace=[], lower=[]) for name in names}
     if runs:

@@ -322,7 +322,8 @@ def _fold_count(primitive: Any, x: SymbolicConstant, params: Any, fold: Callable
     out = result_struct(primitive, (x,), params)
     if n == 1:
         return _result(x.value, out)
-    value = fold(_exact(x), n)
+    exact = _exact(x)
+    value = None if exact is None else fold(exact, n)
     return NotImplemented if value is None else _rounded(value, out)
 
 
@@ -342,8 +343,8 @@ def _exact(x: SymbolicConstant) -> Any:
 
 
 def _times(c: Any, n: int) -> Any:
-    if c is None or isinstance(c, int):
-        return None if c is None else c * n
+    if isinstance(c, int):
+        return c * n
     if isinstance(c, np.complex128):  # by parts: a complex product makes NaN of infinities
         return np.complex128(complex(_times(c.real, n), _times(c.imag, n)))
     with np.errstate(all="ignore"):
@@ -351,9 +352,8 @@ def _times(c: Any, n: int) -> Any:
 
 
 def _power(c: Any, n: int) -> Any:
-    if c is None or isinstance(c, int):
-        # What survives of any integer's bits in 64 bits is enough for every integer dtype.
-        return None if c is None else pow(c, n, 1 << 64)
+    if isinstance(c, int):  # what survives of its bits in 64 bits is enough for every dtype
+        return pow(c, n, 1 << 64)
     if isinstance(c, np.complex128) and not np.isfinite(c):
         return None if n else np.complex128(1)
     with np.errstate(all="ignore"):

@@ -63,10 +63,10 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     rounded_to: Any = aux_field(default=None)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         fmt = formats.find(self.format)
         self.format, self.axis = fmt.name, _normalized(self.axis, np.ndim(self.codes))
         _check_parts(self, fmt)
+        super().__post_init__()  # last, as the shape is computed by a format that exists
 
     @classmethod
     def quantize(
@@ -310,8 +310,6 @@ def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
         raise ValueError(f"shape: the codes are those of shape {list(q.compute_shape())}")
     if not jnp.issubdtype(q.dtype, np.floating):
         raise ValueError(f"dtype: expected a floating dtype, got {q.dtype.name}")
-    # The codes tell it, also after slicing and stacking.
-    q.__dict__["_shape"] = None
 
 
 def _padded_spec(spec: Any, ndim: int) -> tuple[list[Any], list[Any]]:

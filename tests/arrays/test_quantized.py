@@ -1,5 +1,6 @@
 """Quantized weights: against plain NumPy definitions of the formats, and against the dense twin."""
 
+import dataclasses
 import functools
 
 import chex
@@ -749,3 +750,10 @@ def test_placement(spec):
 
     for out in stays(f, quantized("int4 zero point")):
         assert out.format == "uint4"
+
+
+def test_replacing_the_format_by_an_unknown_one():
+    """`dataclasses.replace` hands on the inferred shape, which is computed by the format."""
+    q = hki.QuantizedMatrix.quantize(jnp.ones((4, 2)), "int8")
+    with pytest.raises(ValueError, match="dtype: expected one of int8, .*got 'int9'"):
+        dataclasses.replace(q, format="int9")
