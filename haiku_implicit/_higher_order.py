@@ -262,7 +262,9 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
 
     Its body is interpreted. Under differentiation its own rule must act, and that rule knows only
     dense arrays: the derivative of f(W + AB) by A is not that of f by A. So the operands are taken
-    through `materialize` and its derivative, and the rule sees dense values and tangents.
+    through `materialize` and its derivative, and the rule sees dense values and tangents. A result
+    stays implicit if it can have any dense tangent (`_structure.free_summand`), since nobody knows
+    here whether it will be differentiated.
     """
     closed = params["call_jaxpr"]
     primitive = jex.custom_jvp_call_p if "jvp_jaxpr_fun" in params else jex.custom_vjp_call_p
@@ -271,10 +273,13 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
             out = interpret(closed.jaxpr, closed.consts, operands)
         events.replay(log)
         return out
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals]
-    reason = f"the derivative rule of {primitive.name!r} knows dense arrays alone"
-    dense = _structure.Coerce(structs, primitive.name, reason)
-    new = _retrace(closed, operands, dense)
+    new = _retrace(closed, operands)
+    places: list[Any] = [_structure.free_summand(y) if is_implicit(y) else 0 for y in new.out]
+    if None in places:
+        target = [dense_struct(y) if i is None else y for y, i in zip(new.out, places, strict=True)]
+        reason = f"the derivative rule of {primitive.name!r} knows dense arrays alone"
+        new = _retrace(closed, operands, _structure.Coerce(target, primitive.name, reason))
+        places = [i or 0 for i in places]
     events.replay(new.events)
 
     @jax.custom_jvp
@@ -286,10 +291,15 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
             dense = [materialize_array(x) if is_implicit(x) else x for x in operands]
             return _compat.bind(primitive, dense, params)
 
-        return _jvp_of_perturbed(original, primals[0], tangents[0])
+        dense, dots = _jvp_of_perturbed(original, primals[0], tangents[0])
+        if not any(map(is_implicit, new.out)):
+            return dense, dots
+        out = new.rebuild(fun(primals[0]))
+        dots = map(_structure.tangent_leaves, out, dots, places)
+        return jax.tree_util.tree_leaves(out), [dot for leaves in dots for dot in leaves]
 
     fun.defjvp(jvp, symbolic_zeros=True)
-    return list(fun(operands))
+    return new.rebuild(fun(operands))
 
 
 def _differentiable(x: Any) -> bool:

@@ -5,12 +5,14 @@ need one structure where several values meet: they meet at the largest one that 
 which in the worst case is the dense array.
 """
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from haiku_implicit import _compat, _interpreter
 from haiku_implicit._array import flatten, flatten_one_level, is_implicit
@@ -91,6 +93,52 @@ class Coerce:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+def free_summand(x: Any) -> int | None:
+    """Which leaf of an implicit array its dense value is a sum of, with any other terms.
+
+    The dense value moves as that leaf does, if nothing else moves: so every dense tangent is the
+    tangent of some leaves. `LoRA` has such a leaf (`w`, if that is dense), and every type that wraps
+    a dense array; integer codes are none.
+
+    Args:
+      x: an implicit array, or its structure.
+
+    Returns:
+      The index of the leaf among all leaves, or None.
+    """
+    leaves, treedef = flatten(x)
+    dense = jax.make_jaxpr(lambda xs: _interpreter.materialize_array(treedef.unflatten(xs)))
+    jaxpr = dense(leaves).jaxpr
+    read = [v for eqn in jaxpr.eqns for v in eqn.invars] + jaxpr.outvars
+    uses = collections.Counter(v for v in read if not isinstance(v, Literal))
+    once = {v for v, count in uses.items() if count == 1}
+    summands = once.intersection(v for v in jaxpr.outvars if not isinstance(v, Literal))
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive is jax.lax.add_p and eqn.outvars[0] in summands:
+            summands |= once.intersection(v for v in eqn.invars if not isinstance(v, Literal))
+    return next((i for i, v in enumerate(jaxpr.invars) if v in summands), None)
+
+
+def tangent_leaves(x: Any, tangent: jax.Array, place: int) -> list[Any]:
+    """Tangents of the leaves of a value, of which the dense value has a given tangent.
+
+    Args:
+      x: the value.
+      tangent: what its dense value moves by.
+      place: what `free_summand` says.
+    """
+    leaves = jax.tree_util.tree_leaves(x)
+    dots = [_no_tangent(leaf) for leaf in leaves]
+    dots[place] = tangent
+    return dots
+
+
+def _no_tangent(leaf: jax.Array) -> Any:
+    if jnp.issubdtype(leaf.dtype, np.inexact):
+        return jnp.zeros_like(leaf)
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def _same_dense(a: Any, b: Any) -> bool:

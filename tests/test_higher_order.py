@@ -1,5 +1,6 @@
 """Primitives that carry a jaxpr: implicit operands go through them, without becoming dense."""
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -33,6 +34,10 @@ def lora(seed=0, shape=(4, 4), w=None, alpha=3.0):
         jax.random.normal(keys[2], (*batch, 2, m)) / 3,
     )
     return hki.LoRA(w, a, b, alpha=alpha)
+
+
+def int8():
+    return hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (4, 4)), "int8")
 
 
 def mesh(n=1):
@@ -452,30 +457,41 @@ def doubled(w):
 doubled.defjvp(lambda primals, tangents: (primals[0] * 2.0, tangents[0] * 2.0))
 
 
+@jax.custom_vjp
+def reversed_gradient(w):
+    return w * 1.5
+
+
+reversed_gradient.defvjp(lambda w: (w * 1.5, None), lambda _, g: (-3 * g,))
+
+
 @pytest.mark.parametrize(
-    "f, primitive, reason",
+    "f, w, primitive, reason",
     [
         (
             lambda w: lax.cond(jnp.sum(w @ jnp.ones(4)) > 0, lambda: w, lambda: jnp.ones((4, 4))),
+            lora(),
             "cond",
             "it meets values of other types in 'cond'",
         ),
         (
             lambda w: lax.fori_loop(0, 2, lambda i, c: c.at[0].set(0.0), w),
+            lora(),
             "scan",
             "it meets values of other types in 'scan'",
         ),
         (
             doubled,
+            int8(),
             "custom_jvp_call",
             "the derivative rule of 'custom_jvp_call' knows dense arrays alone",
         ),
     ],
     ids=["cond", "scan", "custom_jvp"],
 )
-def test_where_it_is_not_for_want_of_a_rule_the_reason_is_given(f, primitive, reason):
+def test_where_it_is_not_for_want_of_a_rule_the_reason_is_given(f, w, primitive, reason):
     with hki.materialization("allow"), hki.materialization_report() as report:
-        close(use(f)(lora()), f(hki.materialize(lora())))
+        close(use(f)(w), f(hki.materialize(w)))
     text = next(str(e) for e, _ in report if e.primitive == primitive)
     assert reason in text and "primitive_handler" not in text and "Accept it" in text
 
@@ -628,6 +644,11 @@ DERIVATIVES = {
     "silu(w)": lambda w, x: jax.nn.silu(w) * x[0],
     "relu6(w)": lambda w, x: jax.nn.relu6(w) * x[0],
     "a custom_jvp": lambda w, x: cube(w) @ x.T,
+    "a custom_jvp that keeps the type": lambda w, x: doubled(w) @ x.T,
+    "a custom_vjp that keeps the type": lambda w, x: reversed_gradient(w) @ x.T,
+    "in a scan, keeping the type": lambda w, x: lax.scan(
+        lambda c, r: (doubled(c) * 0.5, reversed_gradient(c) @ r), w, x
+    )[1],
     "a custom_vjp with a wrong gradient": lambda w, x: dot_with_wrong_gradient(w, x),
     "of an argument inside": lambda w, x: jax.jit(lambda w: jax.nn.relu(w))(w) @ x.T,
     "in a scan": lambda w, x: lax.scan(lambda c, r: (c, jax.nn.relu(c) @ r), w, x)[1],
@@ -638,6 +659,12 @@ DERIVATIVES = {
     "logaddexp": lambda w, x: jnp.logaddexp(w, x[0]),
     "clip": lambda w, x: jnp.clip(w, -0.5, 0.5) @ x.T,
 }  # fmt: skip
+REVERSE_ONLY = {
+    "a custom_vjp that keeps the type",
+    "in a scan, keeping the type",
+    "a custom_vjp with a wrong gradient",
+    "of w and x",
+}
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
@@ -658,9 +685,7 @@ def test_custom_derivatives_are_used_and_right_for_lora(name, x, may_be_dense):
     close(inside, jax.grad(loss, argnums=(0, 1))(hki.materialize(w), x), rtol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in DERIVATIVES if "custom_vjp" not in n and n != "of w and x"]
-)
+@pytest.mark.parametrize("name", [n for n in DERIVATIVES if n not in REVERSE_ONLY])
 def test_forward_and_second_derivatives_of_custom_ones(name, x, may_be_dense):
     w, f = lora(), DERIVATIVES[name]
 
@@ -676,6 +701,44 @@ def test_forward_and_second_derivatives_of_custom_ones(name, x, may_be_dense):
 
     got, want = hessian_product(implicit), hessian_product(dense)
     close(got, want, rtol=1e-3)  # two derivatives of a sum of squares of products cancel twice
+
+
+@pytest.mark.parametrize("f", [doubled, reversed_gradient])
+def test_a_result_that_any_tangent_fits_keeps_its_type(f, x, never_dense):
+    w = lora()
+    assert [kinds(transform(f), w) for transform in (lambda f: f, jax.jit)] == [["LoRA"]] * 2
+    factor = 2.0 if f is doubled else -3.0
+    grads = jax.grad(use(lambda w: jnp.sum(f(w) @ x.T)))(w)
+    dense = jax.grad(lambda w: jnp.sum(hki.materialize(w) @ x.T))(w)
+    close(jax.tree.leaves(grads), [factor * g for g in jax.tree.leaves(dense)])
+
+
+@dataclasses.dataclass
+class Wrapped(hki.ImplicitArray):
+    value: jax.Array
+
+    def materialize(self):
+        return self.value
+
+
+@hki.primitive_handler("max")
+def max_of_wrapped(primitive, w: Wrapped, y: jax.Array):
+    return Wrapped(primitive.bind(w.value, y))
+
+
+@hki.primitive_handler("dot_general")
+def dot_with_wrapped(primitive, w: Wrapped, y: jax.Array, **params):
+    return primitive.bind(w.value, y, **params)
+
+
+def test_a_users_type_stays_in_relu(x, never_dense):
+    w = Wrapped(jnp.linspace(-1, 1, 16).reshape(4, 4))
+
+    def loss(w):
+        return jnp.sum(jax.nn.relu(w) @ x.T)
+
+    assert kinds(jax.nn.relu, w) == ["Wrapped"]
+    close(jax.grad(use(loss))(w).value, jax.grad(loss)(w.value))
 
 
 def test_a_custom_derivative_is_not_asked_without_differentiation(may_be_dense):
