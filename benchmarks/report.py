@@ -51,11 +51,6 @@ def flops_ratio(case: Results, name: str) -> float:
     return _record(case, name)["flops"] / _record(case, "by_hand")["flops"]
 
 
-def is_compiled(record: Results) -> bool:
-    """Whether a step was compiled and run, or lowered alone."""
-    return "run" in record
-
-
 def tables(results: Results) -> dict[str, str]:
     """Markdown tables by the name that `docs/benchmarks.md` has them under."""
     names = results["implementations"]
@@ -80,7 +75,7 @@ def tables(results: Results) -> dict[str, str]:
                 [
                     _title(c),
                     LABELS[n],
-                    *(f"{seconds(c, n, s) * 1e3:.1f}" if s in _record(c, n) else "–" for s in STAGES),
+                    *(f"{seconds(c, n, s) * 1e3:.1f}" for s in STAGES),
                 ]
                 for c in cases
                 for n in names
@@ -95,7 +90,7 @@ def tables(results: Results) -> dict[str, str]:
                     LABELS[n],
                     *_program(_record(c, n)),
                     f"{flops_ratio(c, n):.5f}",
-                    f"{ratio(c, n, ('run',)):.3f}" if is_compiled(_record(c, n)) else "–",
+                    f"{ratio(c, n, ('run',)):.3f}",
                 ]
                 for c in cases
                 for n in names
@@ -175,7 +170,8 @@ def _unrolled(results: Results) -> list[Results]:
 
 
 def _title(case: Results) -> str:
-    return f"{case['depth']}, `layer_stack`" if case["stacked"] else str(case["depth"])
+    kind = ", `layer_stack`" if case["stacked"] else "" if case["fused"] else ", not fused"
+    return f"{case['depth']}{kind}"
 
 
 def _per_layer(a: Results, b: Results, name: str) -> float:
@@ -191,8 +187,8 @@ def _program(record: Results) -> list[str]:
     return [
         f"{record['equations']:,}",
         f"{record['hlo_lines']:,}",
-        f"{record['flops']:,.0f}" + ("" if is_compiled(record) else " (lowered)"),
-        f"{record['temporary_bytes'] / 1e6:.1f}" if is_compiled(record) else "–",
+        f"{record['flops']:,.0f}",
+        f"{record['temporary_bytes'] / 1e6:.1f}",
     ]
 
 

@@ -19,22 +19,30 @@ from benchmarks import implementations, models
 
 LEARNING_RATE = 1e-3
 
+# Without the pass that fuses elementwise operations. On the CPU it gives each layer normalization, and
+# each gradient of one, the sum of all layers' outputs before it to compute anew: time and memory to
+# compile grow with the square of the depth, and the step is slower for it (docs/benchmarks.md).
+UNFUSED = {"xla_disable_hlo_passes": "fusion"}
+
 Record = dict[str, Any]
 
 
-def measure(sizes: models.Sizes, names: list[str], repeats: int, runs: int) -> dict[str, Record]:
+def measure(
+    sizes: models.Sizes, names: list[str], repeats: int, runs: int, fuse: bool = True
+) -> dict[str, Record]:
     """Times the stages of each implementation, and counts what it compiles to.
 
     Args:
       sizes: the model.
       names: keys of `implementations.available()`.
       repeats: how often tracing and lowering are timed.
-      runs: how often the compiled step is timed; 0: it is not compiled.
+      runs: how often the compiled step is timed.
+      fuse: whether XLA's fusion pass is used, as it is by default.
 
     Returns:
       For each name a record: seconds by stage (`trace`, `lower`, `run`: a list with one value for
-      each turn; `compile`: a list of one), numbers of equations, HLO lines and flops, and of what is
-      compiled temporary bytes and the loss. (Flops are of the compiled program, if there is one.)
+      each turn; `compile`: a list of one), numbers of equations, HLO lines, flops and temporary bytes,
+      and the loss.
     """
     tokens, params = example(sizes)
     records: dict[str, Record] = {name: dict(trace=[], lower=[]) for name in names}
@@ -43,14 +51,11 @@ def measure(sizes: models.Sizes, names: list[str], repeats: int, runs: int) -> d
             lowered = _trace_and_lower(name, sizes, params, tokens, records[name])
             if turn == repeats - 1:
                 records[name]["hlo_lines"] = lowered.as_text().count("\n")
-                if runs:
-                    _compile(name, lowered, params, tokens, records[name])
-                else:
-                    records[name]["flops"] = lowered.cost_analysis()["flops"]
+                options = {} if fuse else UNFUSED
+                _compile(name, lowered, options, params, tokens, records[name])
         if turn < 0:
             records = {name: dict(trace=[], lower=[]) for name in names}
-    if runs:
-        _run(records, names, runs)
+    _run(records, names, runs)
     return records
 
 
@@ -106,9 +111,12 @@ def _trace_and_lower(
     return lowered
 
 
-def _compile(name: str, lowered: Any, params: hk.Params, tokens: jax.Array, record: Record) -> None:
+def _compile(
+    name: str, lowered: Any, options: dict[str, str], params: hk.Params, tokens: jax.Array,
+    record: Record,
+) -> None:  # fmt: skip
     start = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=options)
     record["compile"] = [time.perf_counter() - start]
     record["flops"] = compiled.cost_analysis()["flops"]
     record["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
