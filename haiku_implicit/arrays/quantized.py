@@ -1,19 +1,20 @@
 """`QuantizedMatrix`: a weight held as integer codes with scales."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from haiku_implicit._array import ImplicitArray, aux_field, frozen_field
+from haiku_implicit._array import ImplicitArray, aux_field, frozen_field, is_implicit
+from haiku_implicit._dense import dense
 from haiku_implicit._dispatch import primitive_handler
-from haiku_implicit.quantization import formats
+from haiku_implicit.quantization import formats, scales
 from haiku_implicit.quantization.dot import quantized_dot, with_dense
+from haiku_implicit.quantization.encoding import encode_rows
 
 
 @dataclasses.dataclass
@@ -26,15 +27,18 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     matrix that is grouped along axis -2 is that of its transpose, and `w.T` changes no data.
 
     Attributes:
-      codes: `[..., rows, k]` int8 or uint8, or `[..., rows, k / 2]` uint8 for formats of 4 bits:
-        within each group of g elements byte j holds element j in its low nibble and element
-        j + g/2 in its high one. This is the order of GGML (Q4_0, Q4_1), whose blocks fit.
-      scale: `[..., rows, k / g]`, floating; a single one per row is a scale per channel.
+      codes: `[..., rows, k * bits / 8]`: int8, uint8, or a float8 dtype, as the format says. Codes of
+        less than 8 bits are packed within each group (`quantization.formats.pack`); with 4 bits byte
+        j of a group of g elements holds element j in its low nibble and element j + g/2 in its high
+        one. This is the order of GGML (Q4_0, Q4_1), whose blocks fit.
+      scale: `[..., tiles, k / g]`, floating. The number of tiles divides that of rows: it is the same
+        for groups, and for scales per channel (a single one per row); one for a scale per tensor.
+        May be quantized itself (a `QuantizedMatrix` of this shape): nvfp4, QLoRA's double
+        quantization, GGUF's K-quants.
       offset: as `scale`, or None.
-      format: 'int8', 'int4' (a nibble holds code + 8), 'uint8', 'uint4' (codes that count up from
-        the offset), or 'nf4', the 4-bit format of QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
+      format: the format of the codes, a name of `quantization.formats.FORMATS`.
       axis: the grouped axis of the matrix, -2 or -1.
-      padded: whether the last code of each row is padding (4 bits, odd length, scale per channel).
+      padding: how many codes at the end of each row are padding (only with one group in a row).
       dtype: what the values are rounded to; the dtype of `scale` unless given.
       rounded_to: a narrower dtype that the values were rounded to before, by a cast there and back;
         None unless there was one.
@@ -59,7 +63,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     offset: Any = frozen_field(default=None)
     format: str = aux_field(default="int8")
     axis: int = aux_field(default=-2)
-    padded: bool = aux_field(default=False)
+    padding: int = aux_field(default=0)
     rounded_to: Any = aux_field(default=None)
 
     def __post_init__(self) -> None:
@@ -73,30 +77,43 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         cls,
         w: Any,
         dtype: Any,
-        group_size: int | None = None,
+        group_size: int | tuple[int, int] | str | None = None,
         axis: int = -2,
         zero_point: bool = False,
+        calibration: str | None = None,
+        scale_dtype: Any = None,
     ) -> Self:
         """Rounds a weight to the nearest codes; also under `jit`, `vmap` and `eval_shape`.
 
-        The scales are float32 (float64 for float64 weights), so that they cost no accuracy. A group
-        of zeros alone stays exactly zero; with a zero point every zero does.
+        A group of zeros alone stays exactly zero; with a zero point (and float32 scales) every zero
+        does.
 
         Args:
           w: `[..., n, m]`, floating, finite.
-          dtype: 'int8', 'int4' or 'nf4'.
+          dtype: a format: 'int8', 'int6', 'int4', 'int3', 'int2', the same with a 'u' (codes from an
+            offset on), 'ternary' and 'binary' (2 and 1 bits), 'nf4' (QLoRA, arXiv:2305.14314), 'fp4'
+            (e2m1), 'fp8_e4m3', 'fp8_e5m2'; or one with its own groups and scales: 'mxfp8', 'mxfp4'
+            (OCP Microscaling 1.0: groups of 32, scales e8m0), 'nvfp4' (16, e4m3, and a scale of the
+            tensor).
           group_size: how many consecutive elements along `axis` share a scale; it divides the axis,
-            and is even for 4 bits. None: all of them (a scale per channel).
+            and fills whole bytes. None: all of them (a scale per channel). A pair: a tile of so many
+            rows (along the other axis) and elements. 'tensor': all elements.
           axis: the axis that scales are shared along: -2, which is contracted in `x @ w`, or -1.
-          zero_point: False: the codes span ± the largest magnitude of a group. True: they span its
-            smallest to its largest value, with an offset to each scale; not for 'nf4'.
+          zero_point: True is short for the format with an offset ('uint4' for 'int4').
+          calibration: how scales are found: 'absmax', 'minmax', 'absmean', 'mse' (the least squared
+            error), 'hqq', 'rms,3', 'percentile,99.5', 'fixed,LOW,HIGH'. None: absmean for binary and
+            ternary, minmax with an offset, else absmax.
+          scale_dtype: how scales and offsets are stored: 'float32', 'bfloat16', 'float16'; 'e8m0'
+            (powers of two); 'e4m3' (with a float32 scale of the tensor); 'double' (8 bits in blocks
+            of 256 with a float32 scale each: QLoRA's double quantization). None: float32 (float64
+            for float64 weights), or what the format says.
 
         Returns:
           The quantized weight, of the dtype of `w`.
 
         Raises:
           ValueError: for a weight that is not finite or has less than two axes, an unknown format,
-            a group size that does not fit.
+            calibration or scale_dtype, a group size that does not fit.
           TypeError: for a weight that is not floating.
 
         Example:
@@ -107,18 +124,12 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
            [ 0.503937]]
         """
         w = w if isinstance(w, jax.Array) else jnp.asarray(w)
-        fmt = formats.for_quantizing(dtype, zero_point)
         _check_weight(w)
         axis = _normalized(axis, w.ndim)
         stored = w if axis == -1 else jnp.swapaxes(w, -1, -2)
-        length = stored.shape[-1]
-        g, padding = _fitting_group(group_size, length, fmt)
-        if padding:  # by a value that changes no scale
-            stored = jnp.concatenate([stored, stored[..., -1:]], axis=-1)
-        codes, scale, offset = formats.encode(stored, g, fmt)
-        explicit = None if w.dtype == scale.dtype else w.dtype
-        parts: dict[str, Any] = dict(codes=codes, scale=scale, offset=offset)
-        return cls(**parts, format=fmt.name, axis=axis, padded=padding, dtype=explicit)
+        parts = encode_rows(cls, stored, dtype, group_size, zero_point, calibration, scale_dtype)
+        new = cls(**parts, axis=axis)
+        return new if new.dtype == w.dtype else new._replace(dtype=w.dtype)
 
     @classmethod
     def from_parts(
@@ -129,19 +140,19 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         *,
         dtype: Any = "int4",
         axis: int = -2,
-        padded: bool = False,
+        padding: int = 0,
         out_dtype: Any = None,
     ) -> Self:
         """A weight that comes quantized, in the storage order that the class describes.
 
         Args:
-          codes: `[..., rows, k]` int8 or uint8, `[..., rows, k / 2]` uint8 for 4 bits.
-          scale: `[..., rows, groups]`, floating.
+          codes: `[..., rows, k * bits / 8]`, packed.
+          scale: `[..., rows, groups]`, or `[..., tiles, groups]`, floating; may be quantized.
           offset: the same shape, floating, or None.
-          dtype: the format of the codes: 'int8', 'uint8', 'int4', 'uint4' or 'nf4'.
+          dtype: the format of the codes, see `quantize`.
           axis: the axis of the matrix that `k` is: -2 for the matrix `[..., k, rows]` (a weight
             `[in, out]` of Haiku from rows `[out, in]`), -1 for `[..., rows, k]`.
-          padded: whether the last code of each row is padding.
+          padding: how many codes at the end of each row are padding.
           out_dtype: the dtype of the weight; that of `scale` if None.
 
         Returns:
@@ -162,9 +173,11 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
           ((64, 3), [0.0, 0.5, 0.0, 0.5])
         """
         parts = dict(codes=codes, scale=scale, offset=offset)
-        parts = {name: None if x is None else jnp.asarray(x) for name, x in parts.items()}
+        parts = {
+            name: x if x is None or is_implicit(x) else jnp.asarray(x) for name, x in parts.items()
+        }
         fmt = formats.find(dtype)
-        return cls(**parts, format=fmt.name, axis=axis, padded=padded, dtype=out_dtype)
+        return cls(**parts, format=fmt.name, axis=axis, padding=padding, dtype=out_dtype)
 
     def requantize(self, w: Any) -> Self:
         """Another weight of the same shape, quantized as this one is.
@@ -174,10 +187,9 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         """
         if np.shape(w) != self.shape:
             raise ValueError(f"w: expected shape {list(self.shape)}, got {list(np.shape(w))}")
-        asymmetric = self._format.name.startswith("uint")
-        name = self.format.removeprefix("u") if asymmetric else self.format
-        group = None if self.num_groups == 1 else self.group_size
-        new = type(self).quantize(w, name, group, self.axis, zero_point=asymmetric)
+        new = self.quantize(
+            w, self.format, self._tile, self.axis, scale_dtype=scales.stored_as(self.scale)
+        )
         return new._replace(dtype=self.dtype)
 
     @property
@@ -187,24 +199,38 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
 
     @property
     def group_size(self) -> int:
-        """How many elements share a scale (the padding counted in)."""
-        return np.shape(self.codes)[-1] * self._format.per_byte // self.num_groups
+        """How many elements along the grouped axis share a scale (padding counted in)."""
+        return np.shape(self.codes)[-1] * 8 // self._format.bits // self.num_groups
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        rows, tiles = np.shape(self.codes)[-2], np.shape(self.scale)[-2]
+        return rows // tiles, self.group_size - self.padding
 
     @property
     def _format(self) -> formats.Format:
         return formats.FORMATS[self.format]
 
+    def with_row_scales(self) -> Self:
+        """The same weight with dense scales for each row, for a rule that reads them."""
+        rows = np.shape(self.codes)[-2]
+        if np.shape(self.scale)[-2] == rows:
+            offset = None if self.offset is None else dense(self.offset)
+            return self._replace(scale=dense(self.scale), offset=offset)
+        return map_scales(self, lambda leaf: formats.by_rows(dense(leaf), rows))
+
     def compute_shape(self) -> tuple[int, ...]:
         *lead, rows, stored = np.shape(self.codes)
-        core = rows, stored * self._format.per_byte - self.padded
+        core = rows, stored * 8 // self._format.bits - self.padding
         return (*lead, *(core if self.axis == -1 else core[::-1]))
 
     def compute_dtype(self) -> Any:
-        return self.scale.dtype
+        dtype = self.scale.dtype
+        return dtype if dtype.itemsize > 1 else formats.arithmetic_dtype(dtype)
 
     def materialize(self) -> jax.Array:
         values = formats.dequantize(self.codes, self.scale, self.offset, self._format)
-        values = values[..., :-1] if self.padded else values
+        values = values[..., : values.shape[-1] - self.padding]
         values = values if self.axis == -1 else jnp.swapaxes(values, -1, -2)
         return self.rounded(values)
 
@@ -225,17 +251,29 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         """Batch axes and rows split as they are, the grouped axis between groups."""
         lead, core = _padded_spec(spec, self.ndim)
         rows, along = core if self.axis == -1 else core[::-1]
-        scale_along = along
+        scale_rows, scale_along = rows, along
         parts = _num_parts(along, mesh)
-        if parts > 1 and (self.padded or self.num_groups % parts):
+        if parts > 1 and (self.padding or self.num_groups % parts):
             if self.num_groups > 1 or self._format.bits < 8:
                 return NotImplemented
             scale_along = None  # a scale per channel belongs to all parts of the channel
+        tiles = np.shape(self.scale)[-2]
+        if tiles == 1:
+            scale_rows = None  # as does a scale per tensor to all rows
+        elif tiles % _num_parts(rows, mesh):
+            return NotImplemented
         if self.shape[self._row_axis] % _num_parts(rows, mesh) or self.shape[self.axis] % parts:
             return NotImplemented
-        scale = PartitionSpec(*lead, rows, scale_along)
-        offset = None if self.offset is None else scale
-        return self._replace(codes=PartitionSpec(*lead, rows, along), scale=scale, offset=offset)
+        spec = PartitionSpec(*lead, scale_rows, scale_along)
+        specs = [
+            x.partition_spec(spec, mesh) if is_implicit(x) else spec
+            for x in (self.scale, self.offset)
+        ]
+        if NotImplemented in specs:
+            return NotImplemented
+        codes, offset = PartitionSpec(*lead, rows, along), specs[1]
+        offset = None if self.offset is None else offset
+        return self._replace(codes=codes, scale=specs[0], offset=offset)
 
     @property
     def _grouped_axis(self) -> int:
@@ -267,45 +305,39 @@ def _check_weight(w: jax.Array) -> None:
         raise ValueError(f"w {w.dtype.name}{list(w.shape)}: it has infinite or NaN elements")
 
 
-def _fitting_group(group_size: int | None, length: int, fmt: formats.Format) -> tuple[int, bool]:
-    """The group size to use, and whether an element of padding makes it even."""
-    if group_size is None:
-        padding = length % fmt.per_byte
-        return length + padding, bool(padding)
-    sizes = formats.group_sizes(length, fmt)
-    if group_size not in sizes:
-        even = " and are even" if fmt.bits == 4 else ""
-        raise ValueError(
-            f"group_size: expected None or one of {sizes}, which divide the axis of length "
-            f"{length}{even}, got {group_size!r}"
-        )
-    return int(group_size), False
-
-
 def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
     """Whether codes, scale and offset are what the class says."""
-    scales = [q.scale] if q.offset is None else [q.scale, q.offset]
+    parts = dict(codes=q.codes, scale=q.scale, offset=q.offset)
     found = ", ".join(
-        f"{name} {x.dtype.name}{list(np.shape(x))}"
-        for name, x in zip(("codes", "scale", "offset"), [q.codes, *scales], strict=False)
+        f"{name} {x.dtype.name}{list(np.shape(x))}" for name, x in parts.items() if x is not None
     )
 
-    def unless(expected: str) -> dict[str, Any]:
-        message = f"QuantizedMatrix of {fmt.name!r}: expected {expected}; got {found}"
-        return dict(custom_message=message, exception_type=ValueError)
+    def unless(condition: bool, expected: str) -> None:
+        if not condition:
+            raise ValueError(f"QuantizedMatrix of {fmt.name!r}: expected {expected}; got {found}")
 
-    chex.assert_type(q.codes, fmt.storage, **unless(f"codes in {fmt.storage.name}"))
-    chex.assert_type(scales, [float] * len(scales), **unless("scale and offset floating"))
-    aligned = unless("codes [..., rows, k] and scale (and offset) [..., rows, groups]")
-    chex.assert_equal_rank([q.codes, *scales], **aligned)
-    chex.assert_scalar_in(min(np.ndim(q.codes), 2), 2, 2, **aligned)
-    chex.assert_equal_shape_prefix([q.codes, *scales], np.ndim(q.codes) - 1, **aligned)
-    chex.assert_equal_shape(scales, **aligned)
-    stored, groups = np.shape(q.codes)[-1], max(q.num_groups, 1)
-    packed = ", two codes to a byte" if fmt.bits == 4 else ""
-    chex.assert_equal(stored % groups, 0, **unless(f"groups that divide the codes{packed}"))
-    if q.padded and (groups > 1 or fmt.bits == 8):
-        raise ValueError("padded: only codes of 4 bits with a scale per channel are padded")
+    scales = [x for x in (q.scale, q.offset) if x is not None]
+    unless(q.codes.dtype == fmt.dtype, f"codes in {fmt.dtype.name}")
+    floating = all(jnp.issubdtype(x.dtype, np.floating) for x in scales)
+    unless(floating, "scale and offset floating")
+    shape, of_scale = np.shape(q.codes), np.shape(q.scale)
+    unless(
+        len(shape) >= 2
+        and len(of_scale) == len(shape)
+        and shape[:-2] == of_scale[:-2]
+        and of_scale[-2] > 0
+        and shape[-2] % of_scale[-2] == 0
+        and all(np.shape(x) == of_scale for x in scales),
+        "codes [..., rows, k] and scale (and offset) [..., rows, groups]",
+    )
+    groups, packed = max(of_scale[-1], 1), ", packed" if fmt.bits < 8 else ""
+    whole = shape[-1] % groups == 0 and shape[-1] // groups * 8 % (fmt.bits * fmt.multiple) == 0
+    unless(whole, f"groups that divide the codes{packed}")
+    if not 0 <= q.padding < fmt.multiple or (q.padding and groups > 1):
+        raise ValueError(
+            f"padding: expected less than {fmt.multiple} codes, and that only with one group in a "
+            f"row, got {q.padding!r}"
+        )
     if q.__dict__.get("_shape") not in (None, q.compute_shape()):
         raise ValueError(f"shape: the codes are those of shape {list(q.compute_shape())}")
     if not jnp.issubdtype(q.dtype, np.floating):
@@ -380,16 +412,17 @@ def rescale(primitive: Any, w: QuantizedMatrix, x: jax.Array, **params: Any) -> 
         if any(i not in (1, j) for i, j in zip(x.shape, w.shape, strict=True)):
             return NotImplemented
         x = x if w.axis == -1 else jnp.swapaxes(x, -1, -2)  # [..., rows, 1]
+    w = w.with_row_scales() if x.ndim else w
     # In the wider dtype, because a product of two numbers may not fit into float16 scales.
     wide = formats.arithmetic_dtype(w.scale.dtype)
     apply = jnp.multiply if primitive is jax.lax.mul_p else jnp.divide
-    return _map_scales(w, lambda leaf: apply(leaf.astype(wide), x.astype(wide)))
+    return map_scales(w, lambda leaf: apply(leaf.astype(wide), x.astype(wide)))
 
 
 @primitive_handler("neg")
 def negate(primitive: Any, w: QuantizedMatrix, **params: Any) -> QuantizedMatrix:
     """The negative of scales and offsets."""
-    return _map_scales(w, lambda leaf: -leaf)
+    return map_scales(w, lambda leaf: -leaf)
 
 
 @primitive_handler("convert_element_type")
@@ -414,75 +447,6 @@ def _holds(wide: Any, narrow: Any) -> bool:
     return bool(a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp)
 
 
-def _map_scales(w: QuantizedMatrix, fun: Callable[[jax.Array], jax.Array]) -> QuantizedMatrix:
+def map_scales(w: QuantizedMatrix, fun: Callable[[jax.Array], jax.Array]) -> Any:
     offset = None if w.offset is None else fun(w.offset)
     return w._replace(scale=fun(w.scale), offset=offset, dtype=w.dtype)
-
-
-# --- axes ----------------------------------------------------------------------------------------
-# Of the axes of the leaves, batch axes are the same as those of the matrix, the last but one is the
-# rows, and the last one the grouped axis. `batch_axes` has the rules for batch axes alone.
-
-
-@primitive_handler("transpose")
-def transpose_matrix(primitive: Any, w: QuantizedMatrix, *, permutation: Any, **params: Any) -> Any:
-    """The two axes of the matrix change places by name alone; batch axes in any order."""
-    core = (w.ndim - 2, w.ndim - 1)
-    if tuple(sorted(permutation[-2:])) != core:
-        return NotImplemented
-    order = (*permutation[:-2], *core)
-    out = w
-    if order != tuple(range(w.ndim)):
-        out = jax.tree.map(lambda leaf: primitive.bind(leaf, permutation=order, **params), w)
-    return out if permutation[-1] == core[1] else out._replace(axis=-3 - w.axis)
-
-
-@primitive_handler("split")
-def split_matrix(
-    primitive: Any, w: QuantizedMatrix, *, sizes: Sequence[int], axis: int, **params: Any
-) -> Any:
-    """Parts of the rows, or of the grouped axis between groups."""
-    if axis < w.ndim - 2:
-        return NotImplemented
-    limits = np.cumsum(sizes).tolist()
-    parts = [part_of(w, axis, b - n, b) for b, n in zip(limits, sizes, strict=True)]
-    return NotImplemented if any(part is NotImplemented for part in parts) else parts
-
-
-@primitive_handler("concatenate")
-def concatenate_matrices(primitive: Any, *operands: QuantizedMatrix, dimension: int) -> Any:
-    """Along the rows, or group after group, where the operands are of one kind."""
-    operands = tuple(w._replace(dtype=w.dtype) for w in operands)
-    first = operands[0]
-    if dimension < first.ndim - 2 or len({_kind(w) for w in operands}) > 1:
-        return NotImplemented
-    if dimension == first._row_axis:
-        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *operands)
-    if len({w.group_size for w in operands}) > 1 or any(w.padded for w in operands):
-        return NotImplemented
-    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *operands)
-
-
-def _kind(w: QuantizedMatrix) -> Any:
-    """What two matrices have to have in common for their leaves to be put together."""
-    return jax.tree_util.tree_structure(w), *(leaf.dtype for leaf in jax.tree.leaves(w))
-
-
-def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Any:
-    """A quantized part of one axis; `NotImplemented` where it would cut a group."""
-
-    def cut(leaf: jax.Array, start: int, limit: int, axis: int) -> jax.Array:
-        return jax.lax.slice_in_dim(leaf, start, limit, axis=axis)
-
-    if (start, limit) == (0, w.shape[axis]):
-        return w
-    if axis != w._grouped_axis:
-        return jax.tree.map(lambda leaf: cut(leaf, start, limit, min(axis, w.ndim - 2)), w)
-    g, fmt = w.group_size, w._format
-    codes = cut(w.codes, start // fmt.per_byte, limit // fmt.per_byte, axis=w.ndim - 1)
-    if w.num_groups == 1 and fmt.bits == 8:  # a scale per channel is that of each part
-        return w._replace(codes=codes)
-    if w.padded or start % g or limit % g:
-        return NotImplemented
-    out = _map_scales(w, lambda leaf: cut(leaf, start // g, limit // g, axis=w.ndim - 1))
-    return out._replace(codes=codes)

@@ -1,4 +1,8 @@
-"""Rows of a quantized matrix: the lookups of an embedding, which dequantize nothing else."""
+"""Axes and parts of a quantized matrix.
+
+Columns and groups stay quantized; rows, as an embedding looks them up, become dense, and nothing
+else does.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,10 +14,86 @@ import numpy as np
 
 from haiku_implicit._dispatch import primitive_handler
 from haiku_implicit.arrays.batch_axes import without_whole_axes
-from haiku_implicit.arrays.quantized import QuantizedMatrix, part_of
+from haiku_implicit.arrays.quantized import QuantizedMatrix, map_scales
 from haiku_implicit.quantization import formats
 
 _Modes = jax.lax.GatherScatterMode
+
+
+# --- axes ----------------------------------------------------------------------------------------
+# Of the axes of the leaves, batch axes are the same as those of the matrix, the last but one is the
+# rows, and the last one the grouped axis. `batch_axes` has the rules for batch axes alone.
+
+
+@primitive_handler("transpose")
+def transpose_matrix(primitive: Any, w: QuantizedMatrix, *, permutation: Any, **params: Any) -> Any:
+    """The two axes of the matrix change places by name alone; batch axes in any order."""
+    core = (w.ndim - 2, w.ndim - 1)
+    if tuple(sorted(permutation[-2:])) != core:
+        return NotImplemented
+    order = (*permutation[:-2], *core)
+    out = w
+    if order != tuple(range(w.ndim)):
+        out = jax.tree.map(lambda leaf: primitive.bind(leaf, permutation=order, **params), w)
+    return out if permutation[-1] == core[1] else out._replace(axis=-3 - w.axis)
+
+
+@primitive_handler("split")
+def split_matrix(
+    primitive: Any, w: QuantizedMatrix, *, sizes: Sequence[int], axis: int, **params: Any
+) -> Any:
+    """Parts of the rows, or of the grouped axis between groups."""
+    if axis < w.ndim - 2:
+        return NotImplemented
+    limits = np.cumsum(sizes).tolist()
+    w = w.with_row_scales()
+    parts = [part_of(w, axis, b - n, b) for b, n in zip(limits, sizes, strict=True)]
+    return NotImplemented if any(part is NotImplemented for part in parts) else parts
+
+
+@primitive_handler("concatenate")
+def concatenate_matrices(primitive: Any, *operands: QuantizedMatrix, dimension: int) -> Any:
+    """Along the rows, or group after group, where the operands are of one kind."""
+    operands = tuple(w.with_row_scales()._replace(dtype=w.dtype) for w in operands)
+    first = operands[0]
+    if dimension < first.ndim - 2 or len({_kind(w) for w in operands}) > 1:
+        return NotImplemented
+    if dimension == first._row_axis:
+        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *operands)
+    if len({w.group_size for w in operands}) > 1 or any(w.padding for w in operands):
+        return NotImplemented
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *operands)
+
+
+def _kind(w: QuantizedMatrix) -> Any:
+    """What two matrices have to have in common for their leaves to be put together."""
+    return jax.tree_util.tree_structure(w), *(leaf.dtype for leaf in jax.tree.leaves(w))
+
+
+def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Any:
+    """A quantized part of one axis, of a matrix with scales for each row.
+
+    `NotImplemented` where it would cut a group.
+    """
+
+    def cut(leaf: jax.Array, start: int, limit: int, axis: int) -> jax.Array:
+        return jax.lax.slice_in_dim(leaf, start, limit, axis=axis)
+
+    if (start, limit) == (0, w.shape[axis]):
+        return w
+    if axis != w._grouped_axis:
+        return jax.tree.map(lambda leaf: cut(leaf, start, limit, min(axis, w.ndim - 2)), w)
+    g, fmt = w.group_size, w._format
+    codes = cut(w.codes, fmt.stored(start), fmt.stored(limit), axis=w.ndim - 1)
+    if w.num_groups == 1 and fmt.bits == 8:  # a scale per channel is that of each part
+        return w._replace(codes=codes)
+    if w.padding or start % g or limit % g:
+        return NotImplemented
+    out = map_scales(w, lambda leaf: cut(leaf, start // g, limit // g, axis=w.ndim - 1))
+    return out._replace(codes=codes)
+
+
+# --- slices ---------------------------------------------------------------------------------------
 
 
 @primitive_handler("slice")
@@ -31,7 +111,7 @@ def slice_matrix(
     changed = [i for i, cut in enumerate(cuts) if cut != (0, w.shape[i], 1)]
     if all(i < w.ndim - 2 for i in changed):
         return NotImplemented
-    grouped = w._grouped_axis
+    w, grouped = w.with_row_scales(), w._grouped_axis
     if grouped == w.ndim - 1 and grouped in changed:
         start, limit, step = cuts[grouped]
         w = NotImplemented if step != 1 else part_of(w, grouped, start, limit)
@@ -55,6 +135,7 @@ def dynamic_slice_matrix(
     grouped = w._grouped_axis
     if all(i < w.ndim - 2 for i in changed) or (grouped == w.ndim - 1 and grouped in changed):
         return NotImplemented
+    w = w.with_row_scales()
     for i in (i for i in changed if i != grouped):
         at = starts[i], slice_sizes[i]
         cut = functools.partial(_dynamic_slice_leaf, *at, axis=min(i, w.ndim - 2))
@@ -100,12 +181,17 @@ def _elements(
       expand: brings something of the shape of `ids` to a shape that broadcasts with these elements.
     """
     fmt = w._format
-    stored, group, shift = formats.locate(ids, w.group_size, fmt)
-    codes = take(w.codes, stored)
-    if fmt.bits == 4:
-        codes = (codes >> expand(shift).astype(codes.dtype)) & 15
+    group, places = formats.locate(ids, w.group_size, fmt)
+    planes = []
+    for place in places:
+        plane = take(w.codes, place.position)
+        if fmt.bits < 8:
+            plane = (plane >> expand(place.shift).astype(plane.dtype)) & (2**place.bits - 1)
+            plane = plane << place.below
+        planes.append(plane)
+    codes = functools.reduce(jnp.bitwise_or, planes)
     offset = None if w.offset is None else take(w.offset, group)
-    return w.rounded(formats.decode(codes, take(w.scale, group), offset, fmt))
+    return w.rounded(formats.scaled(codes, take(w.scale, group), offset, fmt))
 
 
 # --- gather --------------------------------------------------------------------------------------
@@ -143,7 +229,9 @@ def gather_from_matrix(
         not picked and grouped in gone
     ):
         return NotImplemented
-    take = _StorageGather(primitive, w, _as_index(indices), d, slice_sizes, common)
+    take = _StorageGather(
+        primitive, w.with_row_scales(), _as_index(indices), d, slice_sizes, common
+    )
     out = take.elements() if picked else take.whole_groups()
     if w.axis == -2 and not core & gone:
         out = jnp.swapaxes(out, d.offset_dims[-1], d.offset_dims[-2])
@@ -231,7 +319,7 @@ class _StorageGather:
             lambda x: jnp.moveaxis(self.take(x, self.indices, x.shape[-1]), at, -1), self.w
         )
         values = formats.dequantize(leaves.codes, leaves.scale, leaves.offset, self.w._format)
-        values = values[..., :-1] if self.w.padded else values
+        values = values[..., : values.shape[-1] - self.w.padding]
         return jnp.moveaxis(self.w.rounded(values), -1, at)
 
     def elements(self) -> jax.Array:

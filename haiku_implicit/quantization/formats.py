@@ -1,12 +1,12 @@
-"""Number formats: how real values become integer codes with scales, and back.
+"""Number formats: what codes are, how they are packed, and what values they stand for.
 
 Everything here works along the last axis, in *groups*: `g` consecutive elements that share a scale
-(and an offset). A value is `scale * decode(code) + offset`.
+(and an offset). A value is `scale * decode(code) + offset`. How scales are found is in `calibration`.
 """
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +19,42 @@ class Format:
 
     Attributes:
       name: what users call it.
-      bits: the bits of one code; codes of 4 bits are stored two in a byte.
-      largest: the largest code that `encode` makes (the smallest is its negative, or 0).
+      planes: how the bits of a code are stored, lowest first. Codes of 3 bits are a plane of 2 bits,
+        four codes to a byte, and a plane of 1 bit, eight to a byte.
+      lowest, largest: the range of the codes' values.
       bias: what is subtracted from a stored code to get its value.
-      table: the value of each code, in ascending order, where that is not the code itself.
+      table: the value of each stored code, where that is not the code itself.
+      dtype: the dtype of the stored codes.
+      offset: whether the codes count up from an offset, the smallest value of a group.
     """
 
     name: str
-    bits: int
-    largest: int
-    bias: int = 0
+    planes: tuple[int, ...]
+    lowest: float
+    largest: float
+    bias: float = 0
     table: tuple[float, ...] | None = None
+    dtype: Any = np.dtype(np.uint8)
+    offset: bool = False
 
     @property
-    def storage(self) -> Any:
-        """The dtype of the stored codes."""
-        return np.dtype(np.int8 if self.name == "int8" else np.uint8)
+    def bits(self) -> int:
+        """The bits of one code."""
+        return sum(self.planes)
 
     @property
-    def per_byte(self) -> int:
-        """How many codes one stored element holds."""
-        return 8 // self.bits
+    def multiple(self) -> int:
+        """What the size of a group is a multiple of, for its codes to fill whole bytes."""
+        return 8 // min(self.planes)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the codes are floating numbers of 8 bits themselves."""
+        return self.dtype.kind not in "iu"
+
+    def stored(self, length: int) -> int:
+        """How many stored elements hold this many codes."""
+        return length * self.bits // 8
 
 
 # The quantiles of a normal distribution, with an exact zero: Dettmers et al. 2023 (QLoRA,
@@ -63,20 +78,66 @@ NF4_TABLE = (
     1.0,
 )
 
+# E2M1 of the OCP Microscaling Formats Specification 1.0: sign, two bits of exponent, one of mantissa.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_TABLE = (*_E2M1, *(-x for x in _E2M1))
+
+_INT8 = np.dtype(np.int8)
+_E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+
 FORMATS = {
     f.name: f
     for f in (
-        # Codes stay within ±127 and ±7, so that the negative of every value is a value as well.
-        Format("int8", bits=8, largest=127),
-        Format("int4", bits=4, largest=7, bias=8),  # a nibble holds code + 8, as in GGML's Q4_0
-        Format("uint8", bits=8, largest=255),
-        Format("uint4", bits=4, largest=15),
-        Format("nf4", bits=4, largest=15, table=NF4_TABLE),
+        Format("int8", (8,), -128, 127, dtype=_INT8),
+        Format("int6", (4, 2), -32, 31, bias=32),
+        Format("int4", (4,), -8, 7, bias=8),  # a nibble holds code + 8, as in GGML's Q4_0
+        Format("int3", (2, 1), -4, 3, bias=4),
+        Format("int2", (2,), -2, 1, bias=2),
+        Format("ternary", (2,), -1, 1, bias=1),
+        Format("binary", (1,), -0.5, 0.5, bias=0.5),
+        Format("uint8", (8,), 0, 255, offset=True),
+        Format("uint6", (4, 2), 0, 63, offset=True),
+        Format("uint4", (4,), 0, 15, offset=True),
+        Format("uint3", (2, 1), 0, 7, offset=True),
+        Format("uint2", (2,), 0, 3, offset=True),
+        Format("nf4", (4,), -1, 1, table=NF4_TABLE),
+        Format("fp4", (4,), -6, 6, table=FP4_TABLE),
+        Format("fp8_e4m3", (8,), -448, 448, dtype=_E4M3),
+        Format("fp8_e5m2", (8,), -57344, 57344, dtype=_E5M2),
     )
 }
 
-# The format of the codes that count up from the smallest value (the offset) of a group.
-_WITH_OFFSET = {"int8": FORMATS["uint8"], "int4": FORMATS["uint4"]}
+# Other names of the same codes: those of dtypes among them.
+_ALIASES = {
+    "fp8": "fp8_e4m3",
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "float4_e2m1fn": "fp4",
+    "fp4_e2m1": "fp4",
+    "int1": "binary",
+}
+
+
+class Recipe(NamedTuple):
+    """A format whose groups and scales are a part of its definition.
+
+    Attributes:
+      format: the format of the codes.
+      group_size: how many elements share a scale.
+      scale_dtype: the format of the scales, see `calibration.store_scale`.
+    """
+
+    format: str
+    group_size: int
+    scale_dtype: str
+
+
+# OCP Microscaling Formats (MX) Specification 1.0; NVIDIA's NVFP4 has a scale of the tensor besides.
+RECIPES = {
+    "mxfp8": Recipe("fp8_e4m3", 32, "e8m0"),
+    "mxfp4": Recipe("fp4", 32, "e8m0"),
+    "nvfp4": Recipe("fp4", 16, "e4m3"),
+}
 
 
 def find(name: Any) -> Format:
@@ -85,13 +146,10 @@ def find(name: Any) -> Format:
     Raises:
       ValueError: for an unknown format.
     """
-    return _find(name, FORMATS)
-
-
-def _find(name: Any, allowed: Iterable[str], when: str = "") -> Format:
     key = name if isinstance(name, str) else _dtype_name(name)
-    if key not in allowed:
-        raise ValueError(f"dtype: expected one of {', '.join(allowed)}{when}, got {name!r}")
+    key = _ALIASES.get(key, key)
+    if key not in FORMATS:
+        raise ValueError(f"dtype: expected one of {', '.join(FORMATS)}, got {name!r}")
     return FORMATS[key]
 
 
@@ -102,36 +160,58 @@ def _dtype_name(dtype: Any) -> str:
         return ""
 
 
-def for_quantizing(name: Any, zero_point: bool) -> Format:
-    """The format that weights are quantized to.
+def for_quantizing(name: Any, zero_point: bool) -> tuple[Format, Recipe | None]:
+    """The format that weights are quantized to, and what else its name says.
 
     Raises:
-      ValueError: for a format that weights are not quantized to.
+      ValueError: for an unknown format, or one that has no zero point where one is asked for.
     """
-    if zero_point:
-        return _WITH_OFFSET[_find(name, _WITH_OFFSET, " with zero_point=True").name]
-    return _find(name, ["int8", "int4", "nf4"])
+    if isinstance(name, str) and name in RECIPES:
+        fmt, recipe = FORMATS[RECIPES[name].format], RECIPES[name]
+    else:
+        try:
+            fmt, recipe = find(name), None
+        except ValueError:
+            known = ", ".join([*FORMATS, *RECIPES])
+            raise ValueError(f"dtype: expected one of {known}, got {name!r}") from None
+    if zero_point and not fmt.offset:
+        with_offset = FORMATS.get(f"u{fmt.name}")
+        if with_offset is None or recipe is not None:
+            names = ", ".join(f.name for f in FORMATS.values() if f"u{f.name}" in FORMATS)
+            raise ValueError(f"dtype: expected one of {names} with zero_point=True, got {name!r}")
+        return with_offset, None
+    return fmt, recipe
 
 
 def group_sizes(length: int, fmt: Format) -> list[int]:
-    """The group sizes that divide an axis of this length, even where two codes share a byte."""
-    return [g for g in range(fmt.per_byte, length + 1, fmt.per_byte) if length % g == 0]
+    """The group sizes that divide an axis of this length, where each fills whole bytes."""
+    return [g for g in range(fmt.multiple, length + 1, fmt.multiple) if length % g == 0]
 
 
 # --- packing -----------------------------------------------------------------------------------
 
 
 def pack(codes: jax.Array, fmt: Format) -> jax.Array:
-    """Stored codes: `[..., groups, g]` to `[..., groups * g]`, or half of that for 4 bits.
+    """Stored codes: `[..., groups, g]` to `[..., groups * fmt.stored(g)]`.
 
-    Within each group byte j holds element j in its low nibble and element j + g/2 in its high one
-    (the order of GGML's blocks), so that a group unpacks into two contiguous halves.
+    Within a group the planes come one after another. A plane of p bits has g·p/8 bytes; byte j holds
+    element j in its lowest p bits, element j + g·p/8 in the next, and so on, so that it unpacks into
+    contiguous parts. (With 4 bits this is the order of GGML's blocks.)
     """
     *lead, groups, g = codes.shape
-    if fmt.bits == 4:
-        low, high = codes[..., : g // 2], codes[..., g // 2 :]
-        codes = low | (high << 4)
-    return codes.reshape(*lead, groups * (g // fmt.per_byte))
+    if fmt.bits == 8:
+        return codes.reshape(*lead, groups * g)
+    parts, below = [], 0
+    for bits in fmt.planes:
+        plane = (codes >> below) & (2**bits - 1)
+        pieces = jnp.split(plane, 8 // bits, axis=-1)
+        packed = pieces[0]
+        for i, piece in enumerate(pieces[1:], 1):
+            packed = packed | (piece << (i * bits))
+        parts.append(packed)
+        below += bits
+    stored = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    return stored.reshape(*lead, groups * fmt.stored(g))
 
 
 def unpack(codes: jax.Array, groups: int, fmt: Format) -> jax.Array:
@@ -140,11 +220,35 @@ def unpack(codes: jax.Array, groups: int, fmt: Format) -> jax.Array:
     codes = codes.reshape(*lead, groups, stored // groups)
     if fmt.bits == 8:
         return codes
-    return jnp.concatenate([codes & 15, codes >> 4], axis=-1)
+    planes, below, start = [], 0, 0
+    for bits in fmt.planes:
+        stop = start + codes.shape[-1] * bits // fmt.bits
+        packed = codes[..., start:stop]
+        shifted = [packed >> i for i in range(0, 8, bits)]
+        plane = jnp.concatenate(shifted, axis=-1) & (2**bits - 1)
+        planes.append(plane << below)
+        below, start = below + bits, stop
+    return functools.reduce(jnp.bitwise_or, planes)
 
 
-def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where the element at a position of the axis is stored.
+class Place(NamedTuple):
+    """Where one plane of some elements is stored.
+
+    Attributes:
+      position: of the stored element, along the last axis.
+      shift: by how many bits it is shifted to the right.
+      bits: how many bits are taken then.
+      below: by how many bits they are shifted to the left in the code.
+    """
+
+    position: jax.Array
+    shift: jax.Array
+    bits: int
+    below: int
+
+
+def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, list[Place]]:
+    """Where the elements at positions of the axis are stored.
 
     Args:
       position: integers.
@@ -152,14 +256,16 @@ def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, jax.Arr
       fmt: the format.
 
     Returns:
-      Of each position the index of its stored code, of its group, and by how many bits the stored
-      code has to be shifted.
+      The index of each one's group, and the places of its planes.
     """
     group, within = position // g, position % g
-    if fmt.bits == 8:
-        return position, group, jnp.zeros_like(position)
-    half = g // 2
-    return group * half + within % half, group, jnp.where(within < half, 0, 4)
+    places, start, below = [], 0, 0
+    for bits in fmt.planes:
+        size = g * bits // 8
+        index = group * fmt.stored(g) + start + within % size
+        places.append(Place(index, within // size * bits, bits, below))
+        start, below = start + size, below + bits
+    return group, places
 
 
 # --- values ------------------------------------------------------------------------------------
@@ -167,18 +273,21 @@ def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, jax.Arr
 
 def arithmetic_dtype(dtype: Any) -> Any:
     """The dtype that values are computed in: float32, or float64 where the scales are that."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
-def decode(codes: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format) -> jax.Array:
+def decode(codes: jax.Array, dtype: Any, fmt: Format) -> jax.Array:
+    """The values of unpacked codes, before scale and offset."""
+    if fmt.table is not None:
+        return jnp.asarray(fmt.table, dtype).at[codes].get(mode="promise_in_bounds")
+    values = codes.astype(dtype)
+    return values - fmt.bias if fmt.bias else values
+
+
+def scaled(codes: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format) -> jax.Array:
     """`scale * decode(code) + offset` for unpacked codes and operands that broadcast with them."""
     dtype = arithmetic_dtype(scale.dtype)
-    if fmt.table is not None:
-        table = jnp.asarray(fmt.table, dtype)
-        values = table.at[codes].get(mode="promise_in_bounds")
-    else:
-        values = codes.astype(dtype) - fmt.bias if fmt.bias else codes.astype(dtype)
-    values = values * scale.astype(dtype)
+    values = decode(codes, dtype, fmt) * scale.astype(dtype)
     return values if offset is None else values + offset.astype(dtype)
 
 
@@ -188,67 +297,52 @@ def dequantize(
     """The values of stored codes.
 
     Args:
-      codes: `[..., k]`, or `[..., k / 2]` for 4 bits.
-      scale: `[..., groups]`, floating.
+      codes: `[..., rows, fmt.stored(k)]`.
+      scale: `[..., tiles, groups]`, floating; the number of tiles divides that of rows.
       offset: the same, or None.
       fmt: the format.
 
     Returns:
-      `[..., k]`, in the arithmetic dtype of `scale`.
+      `[..., rows, k]`, in the arithmetic dtype of `scale`.
     """
     unpacked = unpack(codes, scale.shape[-1], fmt)
-    offset = None if offset is None else offset[..., None]
-    values = decode(unpacked, scale[..., None], offset, fmt)
+    rows = codes.shape[-2]
+    offset = None if offset is None else by_rows(offset, rows)[..., None]
+    values = scaled(unpacked, by_rows(scale, rows)[..., None], offset, fmt)
     return values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1])
 
 
-def encode(w: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Rounds values to the nearest codes.
+def by_rows(scale: jax.Array, rows: int) -> jax.Array:
+    """A scale for each row, of one for each tile of rows."""
+    tiles = scale.shape[-2]
+    return scale if tiles == rows else jnp.repeat(scale, rows // tiles, axis=-2)
 
-    Args:
-      w: `[..., k]`, floating.
-      g: the group size, which divides k.
-      fmt: the format; codes of the unsigned ones come with an offset.
 
-    Returns:
-      The stored codes, the scales `[..., k / g]` and the offsets (None for symmetric formats), the
-      latter in the arithmetic dtype of `w`.
+def nearest(relative: jax.Array, fmt: Format) -> jax.Array:
+    """The stored code nearest to each value, which is in units of its scale.
+
+    Ties go to the even code where codes are numbers, and to the even mantissa in fp4, as in IEEE 754.
     """
-    *lead, k = w.shape
-    w = w.reshape(*lead, k // g, g).astype(arithmetic_dtype(w.dtype))
-    offset = None
-    if fmt.name.startswith("uint"):
-        scale, offset = _scale_and_offset(w, fmt.largest)
-        w = w - offset
-    else:
-        scale = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
-        scale = scale if fmt.table is not None else scale / fmt.largest
-    relative = w / jnp.where(scale > 0, scale, 1)  # a group of one value alone has no scale
-    codes = _nearest(relative, fmt).astype(fmt.storage)
-    offset = None if offset is None else offset[..., 0]
-    return pack(codes, fmt), scale[..., 0], offset
-
-
-def _nearest(relative: jax.Array, fmt: Format) -> jax.Array:
-    """The code nearest to each value, which is in units of its scale."""
+    if fmt.is_float:
+        # Out of the range is infinity or NaN in these dtypes: they do not saturate by themselves.
+        return jnp.clip(relative, fmt.lowest, fmt.largest).astype(fmt.dtype)
     if fmt.table is not None:
-        table = np.asarray(fmt.table)
-        middles = jnp.asarray((table[1:] + table[:-1]) / 2, relative.dtype)
-        return jnp.searchsorted(middles, relative)
-    lowest = 0 if fmt.name.startswith("uint") else -fmt.largest
-    return jnp.clip(jnp.round(relative), lowest, fmt.largest) + fmt.bias
+        order, middles = _thresholds(fmt)
+        at = (relative[..., None] > jnp.asarray(middles, relative.dtype)).sum(-1)
+        return jnp.asarray(order, fmt.dtype)[at]
+    # Halves of the bias are those of codes that stand for ±1/2 (binary).
+    codes = jnp.floor(relative) + 1 if fmt.bias == 0.5 else jnp.round(relative) + fmt.bias
+    return jnp.clip(codes, fmt.lowest + fmt.bias, fmt.largest + fmt.bias).astype(fmt.dtype)
 
 
-def _scale_and_offset(w: jax.Array, largest: int) -> tuple[jax.Array, jax.Array]:
-    """Scale and offset, `[..., 1]`, such that the codes 0 to `largest` span the values.
-
-    Where zero lies among the values, it is one of the codes' values exactly: the offset is a
-    multiple of the scale, whose last bits are cleared so that the multiple is exact (also where a
-    compiler fuses `scale * code + offset` into one rounding).
-    """
-    low, high = w.min(axis=-1, keepdims=True), w.max(axis=-1, keepdims=True)
-    scale = (high / 2 - low / 2) / (largest / 2)  # halves, because the difference may overflow
-    info = jnp.finfo(w.dtype)
-    scale = jax.lax.reduce_precision(scale, exponent_bits=info.nexp, mantissa_bits=info.nmant - 8)
-    zero = jnp.round(-low / jnp.where(scale > 0, scale, 1))
-    return scale, jnp.where((low <= 0) & (high >= 0), 0 - zero * scale, low)
+def _thresholds(fmt: Format) -> tuple[list[int], list[float]]:
+    """The codes in the order of their values, and the values between which they change."""
+    # Of the two zeros the positive one, whose code comes first.
+    values = {v: code for code, v in reversed(list(enumerate(fmt.table or ())))}
+    order = [values[v] for v in sorted(values)]
+    table = np.asarray(sorted(values), np.float32)
+    middles = (table[1:] + table[:-1]) / 2
+    if fmt.name == "fp4":  # a tie goes up where the upper code is the even one
+        up = np.asarray([code % 2 == 0 for code in order[1:]])
+        middles = np.where(up, np.nextafter(middles, np.float32(-np.inf)), middles)
+    return order, middles.tolist()

@@ -1,0 +1,113 @@
+"""How scales and offsets are stored: as floating numbers, or quantized themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit._array import is_implicit
+from haiku_implicit.quantization.calibration import Scales
+from haiku_implicit.quantization.formats import Format
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+_NAMES = (*_FLOATS, "e8m0", "e4m3", "double")
+
+_BLOCK = 256  # how many scales share a scale of theirs, in 'double'
+
+
+def store(
+    matrix: Any, found: Scales, fmt: Format, dtype: Any, calibration: str | None
+) -> tuple[Any, Any]:
+    """Scales and offsets as they are stored.
+
+    Args:
+      matrix: the class of quantized matrices.
+      found: scales and offsets `[..., tiles, groups]`.
+      fmt: the format of their codes.
+      dtype: a name of `_NAMES`, a floating dtype, or None: as they are.
+      calibration: what found them.
+
+    Raises:
+      ValueError: for another dtype, or one that does not hold them.
+    """
+    if dtype is None:
+        return found.scale, found.offset
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if name not in _NAMES:
+        raise ValueError(f"scale_dtype: expected one of {', '.join(_NAMES)}, got {dtype!r}")
+    if name in _FLOATS:
+        stored = jax.tree.map(lambda x: x.astype(name), found)
+        _check_finite(stored, name)
+        return stored.scale, stored.offset
+    if found.offset is not None:
+        raise ValueError(
+            f"scale_dtype: expected one of {', '.join(_FLOATS)} for a format with an offset, got "
+            f"{dtype!r}"
+        )
+    if name == "e8m0":
+        by_largest = calibration in (None, "absmax", "minmax")
+        return _powers_of_two(found.scale, fmt if by_largest else None), None
+    return _quantized(matrix, found.scale, name, -fmt.lowest > fmt.largest), None
+
+
+def rounding(dtype: Any) -> Callable[[Scales], Scales]:
+    """From scales to the nearest ones that `store` can hold; quantized ones are not looked ahead to."""
+    name = dtype if isinstance(dtype, str) or dtype is None else np.dtype(dtype).name
+    if name == "e8m0":
+        return lambda found: Scales(_powers_of_two(found.scale, None).astype(found.scale.dtype))
+    if name in _FLOATS:
+        return lambda found: jax.tree.map(lambda x: x.astype(name).astype(x.dtype), found)
+    return lambda found: found
+
+
+def stored_as(scale: Any) -> str:
+    """The name that `store` has for how a scale is stored."""
+    if is_implicit(scale):
+        return "e4m3" if scale.format == "fp8_e4m3" else "double"
+    return "e8m0" if scale.dtype.name == "float8_e8m0fnu" else scale.dtype.name
+
+
+def _check_finite(stored: Scales, name: str) -> None:
+    for x in jax.tree.leaves(stored):
+        if not isinstance(x, jax.core.Tracer) and not jnp.isfinite(x).all():
+            raise ValueError(
+                f"scale_dtype: the weight's scales are too large for {name!r}; use 'bfloat16' or "
+                "'float32'"
+            )
+
+
+def _powers_of_two(scale: jax.Array, fmt: Format | None) -> jax.Array:
+    """Scales in e8m0, a byte each.
+
+    Those of the largest magnitudes are rounded as section 6.3 of the OCP Microscaling specification
+    says: the exponent of the largest magnitude less that of the largest code. (So the magnitudes
+    just below a power of two saturate.) Others are rounded to the nearest exponent.
+    """
+    if fmt is None:
+        exponent = jnp.round(jnp.log2(jnp.where(scale == 0, 1, jnp.abs(scale)))).astype(jnp.int32)
+    else:
+        exponent = jnp.frexp(scale * fmt.largest)[1] - int(np.frexp(fmt.largest)[1])
+    exponent = jnp.where(scale == 0, -126, jnp.clip(exponent, -126, 127))  # 2^-127 is subnormal
+    return jnp.ldexp(jnp.ones_like(scale), exponent).astype(jnp.float8_e8m0fnu)
+
+
+def _quantized(matrix: Any, scale: jax.Array, name: str, signed: bool) -> Any:
+    """Scales in 8 bits with scales of their own."""
+    if name == "e4m3":  # NVFP4: one scale for the tensor
+        return matrix.quantize(scale, "fp8_e4m3", "tensor", axis=-1)
+    tiles, groups = scale.shape[-2:]
+    along = _largest_divisor(groups, _BLOCK)
+    rows = _largest_divisor(tiles, _BLOCK // along) if along == groups else 1
+    blocks = scale.reshape(*scale.shape[:-2], tiles // rows, rows, groups // along, along)
+    # Codes 0 to 255 without an offset, unless some scales are negative.
+    largest, dtype = (127, "int8") if signed else (255, "uint8")
+    of_scale = jnp.abs(blocks).max(axis=(-1, -3)) / largest
+    whole = jnp.repeat(jnp.repeat(of_scale, rows, -2), along, -1)
+    codes = jnp.round(scale / jnp.where(whole > 0, whole, 1)).astype(dtype)
+    return matrix(codes=codes, scale=of_scale, format=dtype, axis=-1)
+
+
+def _largest_divisor(n: int, most: int) -> int:
+    return max(d for d in range(1, max(min(n, most), 1) + 1) if n % d == 0)
