@@ -28,6 +28,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import haiku_implicit as hki
+import quantized_blocks
 import smollm
 from models import llama
 
@@ -133,19 +134,7 @@ def make_model(config: llama.LlamaConfig) -> Any:
 
 def load_params(checkpoint: smollm.Checkpoint) -> dict[str, dict[str, Any]]:
     """The parameters: 4-bit blocks as they are in the file, LoRA factors on top of the targets."""
-
-    def quantized(block: smollm.Block4 | smollm.Block8, axis: int) -> hki.QuantizedMatrix:
-        offset = getattr(block, "offset", None)
-        return hki.QuantizedMatrix.from_parts(
-            block.codes,
-            block.scale,
-            offset,
-            dtype="int8" if offset is None else "uint4",
-            axis=axis,
-            out_dtype=jnp.float32,
-        )
-
-    params = smollm.params_from_tensors(checkpoint.tensors, quantized)
+    params = smollm.params_from_tensors(checkpoint.tensors, quantized_blocks.matrix)
     params = jax.tree.map(jnp.asarray, params)
     key = jax.random.key(_SEED.value)
     lora = dict(rank=_RANK.value, alpha=_ALPHA.value, targets=_TARGETS.value)

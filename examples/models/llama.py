@@ -86,8 +86,13 @@ class Attention(hk.Module):
         super().__init__(name=name)
         self.config = config
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``."""
+    def __call__(self, x: jax.Array, cache_length: int | None = None) -> jax.Array:
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``.
+
+        Args:
+            x: The sequence, or with a cache its next part.
+            cache_length: How many positions to remember in Haiku's state, None for none.
+        """
         config = self.config
         batch, time, dim = x.shape
         groups = config.num_heads // config.num_kv_heads
@@ -100,17 +105,43 @@ class Attention(hk.Module):
         key = heads("k_proj", config.num_kv_heads)
         value = heads("v_proj", config.num_kv_heads)
 
-        positions = jnp.arange(time)
+        start = 0 if cache_length is None else hk.get_state("position", [], jnp.int32, jnp.zeros)
+        positions = start + jnp.arange(time)
         query = rotate(query, positions, config.rope_base, config.rope_interleaved)
         key = rotate(key, positions, config.rope_base, config.rope_interleaved)
+        if cache_length is not None:
+            key, value = (
+                remember(name, x, start, cache_length)
+                for name, x in (("key_cache", key), ("value_cache", value))
+            )
+            hk.set_state("position", start + time)
 
         query = query.reshape(batch, time, config.num_kv_heads, groups, config.head_dim)
         scores = jnp.einsum("btkgd,bskd->bkgts", query, key) * config.head_dim**-0.5
         scores = scores.astype(jnp.float32)
-        causal = positions[:, None] >= positions[None, :]
+        causal = positions[:, None] >= jnp.arange(key.shape[1])[None, :]
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e30)).astype(x.dtype)
         mixed = jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(batch, time, dim)
         return hk.Linear(dim, with_bias=False, name="o_proj")(mixed)
+
+
+def remember(name: str, x: jax.Array, start: jax.Array, length: int) -> jax.Array:
+    """Writes keys or values of the positions from ``start`` on into a state of Haiku.
+
+    Args:
+        name: The name of the state.
+        x: ``[batch, time, heads, head_dim]``.
+        start: The position of the first of them.
+        length: How many positions the state holds.
+
+    Returns:
+        All that it holds now, ``[batch, length, heads, head_dim]``.
+    """
+    shape = [x.shape[0], length, *x.shape[2:]]
+    cache = hk.get_state(name, shape, x.dtype, init=jnp.zeros)
+    cache = jax.lax.dynamic_update_slice(cache, x, (0, start, 0, 0))
+    hk.set_state(name, cache)
+    return cache
 
 
 class SwiGLU(hk.Module):
@@ -138,9 +169,10 @@ class Layer(hk.Module):
         super().__init__(name=name)
         self.config = config
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``."""
-        x = x + Attention(self.config)(rms_norm(self.config, "attention_norm")(x))
+    def __call__(self, x: jax.Array, cache_length: int | None = None) -> jax.Array:
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``; see ``Attention``."""
+        normed = rms_norm(self.config, "attention_norm")(x)
+        x = x + Attention(self.config)(normed, cache_length)
         return x + SwiGLU(self.config.hidden_dim)(rms_norm(self.config, "mlp_norm")(x))
 
 
@@ -151,11 +183,14 @@ class Llama(hk.Module):
         super().__init__(name=name)
         self.config = config
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, cache_length: int | None = None) -> jax.Array:
         """Predicts the token after each of ``tokens``.
 
         Args:
-            tokens: Token ids, ``[batch, time]`` int32.
+            tokens: Token ids, ``[batch, time]`` int32; with a cache those that follow the ones
+                before.
+            cache_length: How many positions each attention remembers in Haiku's state, so that a
+                call takes the new tokens alone. (Then use ``hk.transform_with_state``.)
 
         Returns:
             Logits, ``[batch, time, vocab_size]`` float32.
@@ -163,6 +198,6 @@ class Llama(hk.Module):
         embed = hk.Embed(self.config.vocab_size, self.config.dim, name="embed")
         x = embed(tokens)
         for i in range(self.config.num_layers):
-            x = Layer(self.config, name=f"layer_{i}")(x)
+            x = Layer(self.config, name=f"layer_{i}")(x, cache_length)
         x = rms_norm(self.config, "final_norm")(x)
         return jnp.einsum("btd,vd->btv", x, embed.embeddings).astype(jnp.float32)

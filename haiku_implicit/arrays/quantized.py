@@ -187,8 +187,17 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         """
         if np.shape(w) != self.shape:
             raise ValueError(f"w: expected shape {list(self.shape)}, got {list(np.shape(w))}")
+        return self.like(jnp.asarray(w))
+
+    def like(self, w: jax.Array) -> Self:
+        """Any weight, quantized as this one is: with its format, groups, and storage of scales.
+
+        Args:
+          w: `[..., n, m]`, floating; the size of the groups fits.
+        """
+        group = None if self.num_groups == 1 and self._tile[0] == 1 else self._tile
         new = self.quantize(
-            w, self.format, self._tile, self.axis, scale_dtype=scales.stored_as(self.scale)
+            w, self.format, group, self.axis, scale_dtype=scales.stored_as(self.scale)
         )
         return new._replace(dtype=self.dtype)
 

@@ -1,0 +1,196 @@
+"""A quantized key-value cache: what is written is quantized, what was there stays bit by bit."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import haiku_implicit as hki
+
+B, T, H, D = 2, 6, 3, 8
+use = hki.use_implicit_args
+quantize = hki.QuantizedMatrix.quantize
+
+
+def normal(shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def cache(name="int8", group=None, shape=(B, T, H, D)):
+    return quantize(normal(shape, 9), name, group, axis=-1)
+
+
+def same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+NEW, ONE = normal((B, 2, H, D)), normal((B, 1, H, D), 1)
+IDS = jnp.array([4, 1])
+
+# name: (write, of the new vectors), where the same write of codes and of scales is what is expected.
+WRITES = {
+    "slice": (lambda c, x: lax.dynamic_update_slice(c, x, (0, jnp.asarray(3), 0, 0)), NEW),
+    "slice, clamped": (lambda c, x: lax.dynamic_update_slice(c, x, (0, 9, 0, 0)), NEW),
+    "slice of a batch": (lambda c, x: lax.dynamic_update_slice(c, x, (1, 2, 0, 0)), NEW[:1]),
+    "slice of heads": (lambda c, x: lax.dynamic_update_slice(c, x, (0, 2, 1, 0)), NEW[:, :, :2]),
+    "in dim": (lambda c, x: lax.dynamic_update_slice_in_dim(c, x, 2, axis=1), NEW),
+    "at positions": (lambda c, x: c.at[:, IDS].set(x), NEW),
+    "at positions of each": (lambda c, x: c.at[jnp.arange(B), IDS].set(x[:, 0]), NEW),
+    "at one position": (lambda c, x: c.at[:, 2].set(x[:, 0]), NEW),
+    "at one vector": (lambda c, x: c.at[0, 3, 1].set(x[0, 0, 0]), NEW),
+    "dropped": (lambda c, x: c.at[:, jnp.array([2, 99])].set(x, mode="drop"), NEW),
+    "twice": (lambda c, x: c.at[:, jnp.array([2, 2])].set(x), NEW),
+    "vmapped": (lambda c, x: jax.vmap(lambda c, x, i: c.at[i].set(x))(c, x, IDS[:, None]), ONE),
+    "vmapped slices": (
+        lambda c, x: jax.vmap(lambda c, x, i: lax.dynamic_update_slice(c, x, (i, 0, 0)))(c, x, IDS),
+        ONE,
+    ),
+    "ring": (
+        lambda c, x: lax.fori_loop(
+            4, 9, lambda i, c: lax.dynamic_update_slice(c, x * (i + 1.0), (0, i % T, 0, 0)), c
+        ),
+        ONE,
+    ),
+    "in a cond": (lambda c, x: lax.cond(x[0, 0, 0, 0] < 9, lambda: c.at[:, 1].set(x[:, 0]), lambda: c), ONE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("kind", [("int8", None), ("int4", 4), ("uint4", None)])
+def test_writes(name, kind, never_dense):
+    write, new = WRITES[name]
+    old = cache(*kind)
+    got = jax.jit(use(write))(old, new)
+    assert isinstance(got, hki.QuantizedMatrix) and got.format == old.format
+    # Which positions are written, the dense twin knows; these are the new vectors quantized.
+    dense = write(hki.materialize(old), new)
+    written = np.asarray(write(jnp.zeros(old.shape), jnp.ones_like(new)) != 0).any(-1)
+    want = quantize(dense, kind[0], kind[1], axis=-1)
+    for a, b, c in zip(*map(jax.tree.leaves, (got, want, old)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[~written], np.asarray(c)[~written])
+        # (Quotients by a scale may round differently in differently fused programs.)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32)[written], np.asarray(b, np.float32)[written], rtol=1e-5
+        )
+
+
+def test_writes_that_are_not_of_whole_vectors_are_dense(may_be_dense):
+    old = cache()
+    for write in (
+        lambda c: c.at[:, 0, 0, :4].set(0.0),
+        lambda c: c.at[..., jnp.array([1])].set(0.0),
+        lambda c: lax.dynamic_update_slice(c, jnp.ones((1, 1, 1, 4)), (0, 0, 0, 2)),
+        lambda c: c.at[0].add(1.0),
+    ):
+        got = use(write)(old)
+        assert isinstance(got, jax.Array)
+        np.testing.assert_allclose(got, write(hki.materialize(old)), rtol=1e-6)
+
+
+def test_codes_are_copied_from_a_cache_of_the_same_kind(never_dense):
+    old, new = cache(), quantize(NEW, "int8", axis=-1)
+    got = use(lambda c, x: lax.dynamic_update_slice(c, x, (0, 1, 0, 0)))(old, new)
+    same(jax.tree.map(lambda x: x[:, 1:3], got), new)
+
+
+def attention(query, key, value):
+    scores = jnp.einsum("btkgd,bskd->bkgts", query, key)
+    return jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores), value)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_attention_reads_it(name, never_dense):
+    key, value, query = cache(name), cache(name), normal((B, 1, H, 2, D), 2)
+    dense = attention(query, hki.materialize(key), hki.materialize(value))
+    got = jax.jit(use(attention))(query, key, value)
+    np.testing.assert_allclose(got, dense, rtol=1e-5, atol=1e-5)
+    by_query = jax.grad(lambda q: use(attention)(q, key, value).sum())(query)
+    want = jax.grad(
+        lambda q: attention(q, hki.materialize(key), hki.materialize(value)).sum()
+    )(query)  # fmt: skip
+    np.testing.assert_allclose(by_query, want, rtol=1e-4, atol=1e-5)
+
+
+def test_no_dense_cache_is_built(never_dense):
+    length = 8192
+
+    def step(cache, new, query, i):
+        cache = lax.dynamic_update_slice(cache, new, (0, i, 0, 0))
+        return attention(query, cache, cache), cache
+
+    args = jnp.zeros((1, length, 4, 64)), jnp.ones((1, 1, 4, 64)), jnp.ones((1, 1, 4, 1, 64))
+    q = quantize(args[0], "int8", axis=-1)
+    compiled = jax.jit(use(step), donate_argnums=0).lower(q, *args[1:], 5).compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < args[0].nbytes / 3
+    # Donated buffers are reused: codes and scales are updated in place.
+    assert memory.alias_size_in_bytes >= q.nbytes
+    codes = q.codes
+    compiled(q, *args[1:], 5)
+    assert codes.is_deleted()
+
+
+class Memory(hk.Module):
+    """An attention that keeps keys in Haiku's state, and knows of no quantization."""
+
+    def __call__(self, x):
+        at = hk.get_state("at", [], jnp.int32, jnp.zeros)
+        keys = hk.get_state("keys", [B, T, H, D], init=jnp.zeros)
+        keys = lax.dynamic_update_slice(keys, x, (0, at, 0, 0))
+        hk.set_state("keys", keys)
+        hk.set_state("at", at + x.shape[1])
+        return attention(x[:, :, :, None], keys, keys)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_cache_in_haiku_state(name, never_dense):
+    def model(x):
+        with hk.custom_creator(
+            hki.quantize_creator(name, targets=r".*/keys", axis=-1), params=False, state=True
+        ):
+            return Memory()(x)
+
+    quantized = hki.transform_implicit(hk.transform_with_state(model))
+    dense = hk.transform_with_state(lambda x: Memory()(x))
+    _, state = quantized.init(None, ONE)
+    _, twin = dense.init(None, ONE)
+    assert isinstance(state["memory"]["keys"], hki.QuantizedMatrix)
+    bits = {"int8": 8, "int4": 4}[name]
+    assert state["memory"]["keys"].nbytes == B * T * H * (D * bits // 8 + 4)  # a scale to a vector
+    steps = [normal((B, n, H, D), n) for n in (3, 1, 1)]  # a prefill, and two positions
+    for x in steps:
+        out, state = jax.jit(quantized.apply)({}, state, None, x)
+        _, twin = dense.apply({}, twin, None, x)
+        # The twin computes on the rounded keys.
+        rounded = quantize(twin["memory"]["keys"], name, axis=-1)
+        keys = hki.materialize(rounded)
+        np.testing.assert_allclose(
+            out, attention(x[:, :, :, None], keys, keys), rtol=1e-4, atol=1e-4
+        )
+    assert int(state["memory"]["at"]) == 5
+    same(state["memory"]["keys"].codes, rounded.codes)
+
+
+def test_decoding_in_a_scan_keeps_the_cache_quantized(never_dense):
+    def model(x):
+        with hk.custom_creator(
+            hki.quantize_creator("int8", targets=r".*/keys", axis=-1), params=False, state=True
+        ):
+            return Memory()(x)
+
+    apply = hki.transform_implicit(hk.transform_with_state(model)).apply
+    _, state = hki.transform_implicit(hk.transform_with_state(model)).init(None, ONE)
+    xs = normal((3, B, 1, H, D), 4)
+
+    def step(state, x):
+        out, state = apply({}, state, None, x)
+        return state, out
+
+    final, outs = jax.jit(lambda s, xs: lax.scan(step, s, xs))(state, xs)
+    for x, out in zip(xs, outs, strict=True):
+        state, want = step(state, x)
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    same(final, state)
