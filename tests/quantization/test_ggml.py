@@ -1,0 +1,52 @@
+"""GGUF's blocks, against the definitions that the `gguf` package has of them."""
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+
+KINDS = {"Q4_0": 18 / 32, "Q4_1": 20 / 32, "Q8_0": 34 / 32, "Q4_K": 144 / 256, "Q6_K": 210 / 256}
+
+
+def blocks(name, rows=3):
+    """Random bytes, but for the scales, which are ordinary numbers of either sign."""
+    kind = gguf.GGMLQuantizationType[name]
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 256, (rows, 512 // elements, size)).astype(np.uint8)
+    halves = np.random.default_rng(1).normal(size=(rows, 512 // elements, 2)).astype(np.float16)
+    at = slice(-2, None) if name == "Q6_K" else slice(0, 4 if name in ("Q4_1", "Q4_K") else 2)
+    data[..., at] = halves.view(np.uint8)[..., : len(range(size)[at])]
+    return kind, data.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_values_and_bytes(name):
+    kind, data = blocks(name)
+    want = gguf.quants.dequantize(data, kind)
+    for axis in (-1, -2):
+        q = hki.from_ggml(data, kind if axis == -1 else name, axis=axis)
+        assert q.nbytes == data.nbytes == KINDS[name] * want.size and q.dtype == np.float32
+        np.testing.assert_allclose(hki.materialize(q), want if axis == -1 else want.T, rtol=1e-6)
+    x = np.random.default_rng(2).normal(size=(2, 512)).astype(np.float32)
+    with hki.materialization("error"):
+        got = jax.jit(hki.use_implicit_args(jnp.dot))(x, q)
+        rows = jax.jit(hki.use_implicit_args(lambda w: w[:, jnp.array([2, 0])]))(q)
+    np.testing.assert_allclose(got, x @ want.T, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(hki.materialize(rows), want.T[:, [2, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "data, kind, message",
+    [
+        (np.zeros((1, 18), np.uint8), "Q5_1", "kind: expected one of Q4_0, .*, got 'Q5_1'"),
+        (np.zeros((1, 20), np.uint8), "Q4_0", "whole blocks of 18 bytes for 'Q4_0', got uint8"),
+        (np.zeros((1, 18)), "Q4_0", r"expected uint8.*got float64\[1, 18\]"),
+        (np.zeros(18, np.uint8), "Q4_0", r"rows, bytes\].*got uint8\[18\]"),
+    ],
+)
+def test_errors(data, kind, message):
+    with pytest.raises(ValueError, match=message):
+        hki.from_ggml(data, kind)
