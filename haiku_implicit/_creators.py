@@ -134,22 +134,26 @@ def lora_creator(
 
 def quantize_creator(
     dtype: str = "int8",
-    group_size: int | None = None,
+    group_size: int | tuple[int, int] | str | None = None,
     targets: Targets | None = None,
     *,
     axis: int = -2,
     zero_point: bool = False,
+    calibration: str | None = None,
+    scale_dtype: Any = None,
 ) -> Creator:
     """A creator of quantized parameters, for `hk.custom_creator`.
 
     Args:
-      dtype: the number format: `'int8'`, `'int4'` or `'nf4'`.
+      dtype: the number format, see `QuantizedMatrix.quantize`, and for the others but `targets`.
       group_size: how many consecutive elements along `axis` share a scale; None for all of them.
       targets: which parameters; see `lora_creator`. None: as there, of those that `group_size` divides
         and whose `axis` is longer than one.
       axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
         `x @ w`) or -1.
       zero_point: whether codes are relative to a zero point (asymmetric quantization).
+      calibration: how scales are found.
+      scale_dtype: how they are stored.
 
     Returns:
       A creator: what `init` stores is `QuantizedMatrix`.
@@ -168,7 +172,10 @@ def quantize_creator(
       >>> type(t.init(0, jnp.ones((1, 8)))['linear']['w']).__name__
       'QuantizedMatrix'
     """
-    make, default = _quantizer(dtype, group_size, axis, zero_point)
+    make, default = _quantizer(
+        dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
+        calibration=calibration, scale_dtype=scale_dtype,
+    )  # fmt: skip
     chosen = _targets.chooser(targets, default)
 
     def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
@@ -260,11 +267,13 @@ def lora_getter(
 
 def quantize_getter(
     dtype: str = "int8",
-    group_size: int | None = None,
+    group_size: int | tuple[int, int] | str | None = None,
     targets: Targets | None = None,
     *,
     axis: int = -2,
     zero_point: bool = False,
+    calibration: str | None = None,
+    scale_dtype: Any = None,
 ) -> Getter:
     """A getter of quantized weights, for `hk.custom_getter`: what is stored stays dense.
 
@@ -277,6 +286,8 @@ def quantize_getter(
       targets: which parameters.
       axis: the axis that scales are shared along.
       zero_point: whether codes are relative to a zero point.
+      calibration: how scales are found.
+      scale_dtype: how they are stored.
 
     Returns:
       A getter: the model sees `QuantizedMatrix`.
@@ -295,7 +306,10 @@ def quantize_getter(
       >>> params['linear']['w'].dtype.name, float(t.apply(params, None, jnp.ones((1, 2)))[0, 0])
       ('float32', 2.0)
     """
-    make, default = _quantizer(dtype, group_size, axis, zero_point)
+    make, default = _quantizer(
+        dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
+        calibration=calibration, scale_dtype=scale_dtype,
+    )  # fmt: skip
     chosen = _targets.chooser(targets, default)
 
     def getter(next_getter: Any, value: Any, context: Any) -> jax.Array:
@@ -310,16 +324,15 @@ def _check_lora(rank: Any, alpha: Any) -> None:
     _targets.check_alpha(alpha)
 
 
-def _quantizer(dtype: str, group_size: int | None, axis: int, zero_point: bool) -> tuple[Any, Any]:
+def _quantizer(**options: Any) -> tuple[Any, Any]:
     """What makes a boxed quantized array of a parameter, and the default targets."""
-    _targets.check_group_size(group_size)
-    _targets.check_axis(axis)
-    options = dict(dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point)
+    _targets.check_group_size(options["group_size"])
+    _targets.check_axis(options["axis"])
 
     def make(path: str, value: Any) -> jax.Array:
         return box(_targets.make_quantized(path, value, options))
 
-    return make, _targets.takes_quantization(group_size, axis)
+    return make, _targets.takes_quantization(options)
 
 
 def _with_factors(

@@ -79,22 +79,26 @@ def quantize_params(
     params: Any,
     *,
     dtype: str = "int8",
-    group_size: int | None = None,
+    group_size: int | tuple[int, int] | str | None = None,
     targets: Targets | None = None,
     axis: int = -2,
     zero_point: bool = False,
+    calibration: str | None = None,
+    scale_dtype: Any = None,
 ) -> Any:
     """Quantizes weights of a tree of parameters; of a LoRA weight its `w`.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
-      dtype: the number format: `'int8'`, `'int4'` or `'nf4'`.
+      dtype: the number format, see `QuantizedMatrix.quantize`, and for the others but `targets`.
       group_size: how many consecutive elements along `axis` share a scale; None for all of them.
       targets: which parameters, as for `add_lora`. None: weights, as there, of those that are not
         quantized yet, that `group_size` divides and whose `axis` is longer than one.
       axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
         `x @ w`) or -1.
       zero_point: whether codes are relative to a zero point (asymmetric quantization).
+      calibration: how scales are found.
+      scale_dtype: how they are stored.
 
     Returns:
       The tree with `QuantizedMatrix` in place of the targets, mappings as dicts.
@@ -112,13 +116,14 @@ def quantize_params(
     """
     _targets.check_group_size(group_size)
     _targets.check_axis(axis)
-    options = dict(dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point)
+    options = dict(dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
+                   calibration=calibration, scale_dtype=scale_dtype)  # fmt: skip
 
     def make(path: str, value: Any) -> Any:
         return _targets.make_quantized(path, value, options)
 
     divided = "" if group_size is None else f" whose axis {axis} is divided by {group_size}"
-    default = _targets.takes_quantization(group_size, axis), f"a dense weight{divided}"
+    default = _targets.takes_quantization(options), f"a dense weight{divided}"
     return _replace(params, targets, default, make)
 
 

@@ -15,6 +15,7 @@ from haiku_implicit._array import ImplicitArray, is_implicit
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.quantized import QuantizedMatrix
 from haiku_implicit.arrays.zeros import Zeros
+from haiku_implicit.quantization.formats import RECIPES
 
 Predicate = Callable[[str, str, Any], bool]
 Targets = Union[Predicate, str, re.Pattern[str]]  # noqa: UP007 (a callable can't be or-ed)
@@ -96,11 +97,12 @@ def takes_lora(rank: int) -> Predicate:
     return predicate
 
 
-def takes_quantization(group_size: int | None, axis: int) -> Predicate:
+def takes_quantization(options: dict[str, Any]) -> Predicate:
     """The default of quantization: dense weights, also within LoRA, that the groups divide.
 
     An axis of length one (a depthwise kernel `[h, w, 1, m]`) would give a scale to each number.
     """
+    axis = options["axis"]
 
     def predicate(module_name: str, name: str, value: Any) -> bool:
         inner = value.w if isinstance(value, LoRA) else value
@@ -108,10 +110,25 @@ def takes_quantization(group_size: int | None, axis: int) -> Predicate:
             is_weight(module_name, name, value)
             and not is_implicit(inner)
             and value.shape[axis] > 1
-            and (group_size is None or value.shape[axis] % group_size == 0)
+            and _divides(options, value.shape[axis], value.shape[-3 - axis])
         )
 
     return predicate
+
+
+def _prescribed_group_size(dtype: Any) -> int | None:
+    """The group size that a format has by its definition, if any."""
+    return RECIPES[dtype].group_size if isinstance(dtype, str) and dtype in RECIPES else None
+
+
+def _divides(options: dict[str, Any], length: int, rows: int) -> bool:
+    """Whether the groups, and tiles of rows, divide the axes of a matrix."""
+    size = options["group_size"]
+    size = size if size is not None else _prescribed_group_size(options["dtype"])
+    if size is None or size == "tensor":
+        return True
+    tile, group = size if isinstance(size, tuple | list) else (1, size)
+    return bool(length % group == 0 and rows % tile == 0)
 
 
 # --- validation --------------------------------------------------------------------------------
@@ -123,9 +140,15 @@ def check_rank(rank: Any) -> None:
 
 
 def check_group_size(group_size: Any) -> None:
-    """Raises unless `group_size` is None or a positive integer."""
-    if group_size is not None:
-        _check("group_size", group_size, "None or a positive integer", _assert_positive_int)
+    """Raises unless `group_size` is what `QuantizedMatrix.quantize` takes, whatever the weight."""
+
+    def size_or_tile(x: Any) -> None:
+        for part in x if isinstance(x, tuple | list) and len(x) == 2 else [x]:
+            _assert_positive_int(part)
+
+    if group_size is not None and group_size != "tensor":
+        expected = "None, 'tensor', a positive integer or a pair of them"
+        _check("group_size", group_size, expected, size_or_tile)
 
 
 def check_alpha(alpha: Any) -> None:

@@ -276,7 +276,7 @@ def test_default_targets():
         hk.Embed(5, 4)(jnp.zeros(2, int))
         hk.Bias(bias_dims=[1])(x)
         hk.Conv2D(3, 2)(jnp.ones((1, 4, 4, 4)))
-        hk.get_parameter("table", (4, 4), jnp.int32, init=jnp.zeros)
+        hk.get_parameter("table", (4, 4), jnp.int52, init=jnp.zeros)
         hk.LayerNorm(-1, True, True)(x)
         return hk.BatchNorm(True, True, 0.9)(x, is_training=True)
 
@@ -352,7 +352,7 @@ def test_chosen_parameters_that_do_not_fit(wrap, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(group_size=0), "group_size: expected None or a positive integer, got 0"),
+        (dict(group_size=0), "group_size: expected None, .tensor., a positive integer or a pair of them, got 0"),
         (dict(group_size=2.0), r"group_size: .*2\.0"),
         (dict(axis=0), "axis: expected -2 or -1, got 0"),
     ],
@@ -366,7 +366,7 @@ def test_bad_quantization_options(make, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(dtype="int3"), "linear/w .*int3"),
+        (dict(dtype="int5"), "linear/w .*int5"),
         (dict(group_size=3, targets=".*/w"), r"linear/w \(float32\[4,3\]\): .*3"),
         (dict(targets=".*/b"), r"linear/b: quantization needs .* float32\[3\]"),
     ],

