@@ -36,6 +36,7 @@ def encode_rows(
     if recipe is not None:
         group_size = _prescribed("group_size", group_size, recipe.group_size, dtype)
         scale_dtype = _prescribed("scale_dtype", scale_dtype, recipe.scale_dtype, dtype)
+    moments = None if moments is None else _checked_moments(moments, stored)
     tile = _fitting_tile(group_size, stored.shape[-2:], fmt)
     rounding = scales.rounding(scale_dtype)
     weight = 1.0 if moments is None else _importance(stored, moments, tile)
@@ -45,6 +46,9 @@ def encode_rows(
     padding = -tile[1] % fmt.multiple
     if padding:
         stored = jnp.concatenate([stored, jnp.repeat(stored[..., -1:], padding, -1)], axis=-1)
+        if moments is not None:
+            widths = [(0, 0)] * (moments.ndim - 2) + [(0, padding)] * 2
+            moments = jnp.pad(moments, widths)
     codes = _codes(stored, scale, offset, fmt, moments)
     codes = formats.pack(codes, fmt)
     return dict(codes=codes, scale=scale, offset=offset, format=fmt.name, padding=padding)
@@ -66,6 +70,16 @@ def _codes(
         grouped = stored.reshape(*lead, rows, groups, -1)
         return calibration.encode(grouped, scale, offset, fmt)
     return gptq.codes(stored, moments, scale, offset, fmt)
+
+
+def _checked_moments(moments: Any, stored: jax.Array) -> jax.Array:
+    moments, (*lead, _, k) = jnp.asarray(moments), stored.shape
+    if moments.shape != (*lead, k, k):
+        raise ValueError(
+            f"moments: expected shape {[*lead, k, k]} for groups along an axis of length {k}, got "
+            f"{list(moments.shape)}"
+        )
+    return moments
 
 
 def _importance(stored: jax.Array, moments: jax.Array, tile: tuple[int, int]) -> jax.Array:

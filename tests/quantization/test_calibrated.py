@@ -1,0 +1,152 @@
+"""Quantization from a calibration batch: what is seen of the inputs, and GPTQ by its definition."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+from haiku_implicit.quantization import gptq
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def close(a, b, rtol=1e-4):
+    np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(np.abs(b).max()))
+
+
+# --- what is seen ----------------------------------------------------------------------------------
+
+
+def model(x):
+    """Two layers, the first one used twice, the second one within a checkpoint."""
+    first = hk.Linear(4, name="first")
+    h = jax.nn.relu(first(x)) + first(2 * x)
+    h = hk.remat(hk.Linear(5, name="second"))(jnp.tanh(h))
+    return h, hk.Linear(2, with_bias=False, name="third")(h[:, None] * jnp.ones((3, 1))).argmax(-1)
+
+
+def test_moments_are_those_of_all_inputs():
+    t = hk.without_apply_rng(hk.transform(model))
+    batches = [normal((6, 3)), normal((2, 3), 1)]
+    params = t.init(jax.random.key(0), batches[0])
+    got = hki.input_moments(t.apply, params, batches)
+    # The third feeds nothing but a choice, of which there is no gradient: it is not seen.
+    assert set(got) == {"first/w", "second/w"}
+    x = np.concatenate(batches)
+    close(got["first/w"], 5 * x.T @ x)
+    first = params["first"]
+    h = np.tanh(np.maximum(x @ first["w"] + first["b"], 0) + 2 * x @ first["w"] + first["b"])
+    close(got["second/w"], h.T @ h)
+
+
+def test_moments_of_stacked_layers():
+    def stacked(x):
+        return hk.experimental.layer_stack(3)(lambda x: jnp.sin(hk.Linear(4, name="l")(x)))(x)
+
+    t = hk.without_apply_rng(hk.transform(stacked))
+    x = normal((5, 4))
+    params = t.init(jax.random.key(0), x)
+    ((path, got),) = hki.input_moments(t.apply, params, [x]).items()
+    (own,) = params.values()
+    for w, b, moments in zip(own["w"], own["b"], got, strict=True):
+        close(moments, x.T @ x)
+        x = np.sin(x @ w + b)
+    new = hki.quantize_with_inputs(params, {path: got}, dtype="int8")
+    out = hki.transform_implicit(t).apply(new, normal((5, 4)))
+    close(out, t.apply(params, normal((5, 4))), rtol=0.05)
+
+
+def test_errors():
+    t = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2)(x)))
+    params = t.init(jax.random.key(0), normal((1, 3)))
+    with pytest.raises(ValueError, match="batches: expected at least one, got none"):
+        hki.input_moments(t.apply, params, [])
+    with pytest.raises(ValueError, match="apply: expected floating outputs, got none"):
+        hki.input_moments(lambda p, x: t.apply(p, x) > 0, params, [normal((1, 3))])
+    with pytest.raises(ValueError, match="targets: 'linear/v' matches none"):
+        hki.input_moments(t.apply, params, [normal((1, 3))], targets="linear/v")
+    with pytest.raises(ValueError, match="moments: the parameters have no other/w"):
+        hki.quantize_with_inputs(params, {"other/w": jnp.eye(3)})
+    with pytest.raises(ValueError, match=r"linear/w: expected a dense weight \[..., 4, m\]"):
+        hki.quantize_with_inputs(params, {"linear/w": jnp.eye(4)})
+    with pytest.raises(ValueError, match=r"linear/w .*group_size"):
+        hki.quantize_with_inputs(params, {"linear/w": jnp.eye(3)}, group_size=2)
+
+
+# --- GPTQ ------------------------------------------------------------------------------------------
+
+
+def correlated(n, k, seed=0):
+    """Inputs as activations are: correlated, a few of them much larger."""
+    mix = normal((k, k), seed) * np.exp(normal((k,), seed + 1))
+    return normal((n, k), seed + 2) @ mix
+
+
+def by_definition(w, moments, scale):
+    """Algorithm 1 of the paper with the inverse recomputed in each step, in double precision."""
+    w, h = w.astype(np.float64).copy(), moments.astype(np.float64)
+    h = h / (np.trace(h) / len(h)) + gptq.DAMPING * np.eye(len(h))
+    left = list(np.argsort(-np.diag(moments), kind="stable"))
+    codes = np.zeros_like(w)
+    while left:
+        inverse = np.linalg.inv(h[np.ix_(left, left)])
+        i = left[0]
+        codes[:, i] = np.clip(np.round(w[:, i] / scale[:, i]), -8, 7)
+        error = (w[:, i] - codes[:, i] * scale[:, i]) / inverse[0, 0]
+        w[:, left] -= error[:, None] * inverse[0]
+        left = left[1:]
+    return codes
+
+
+def test_codes_are_those_of_the_paper():
+    w, x = normal((5, 12)), correlated(40, 12)
+    q = hki.QuantizedMatrix.quantize(w, "int4", 4, axis=-1, moments=x.T @ x)
+    scale = np.repeat(np.asarray(q.scale), 4, axis=-1)
+    want = by_definition(w, x.T @ x, scale) * scale
+    got = np.asarray(hki.materialize(q))
+    # A value halfway between two codes, in single precision, may fall to the other side.
+    assert np.isclose(got, want, rtol=1e-4).mean() > 0.95
+
+
+FORMATS = {
+    "int4": dict(dtype="int4", group_size=16),
+    "uint4": dict(dtype="int4", group_size=16, zero_point=True),
+    "nf4": dict(dtype="nf4", group_size=16, scale_dtype="bfloat16"),
+    "int3": dict(dtype="int3", group_size=32),
+    "int8": dict(dtype="int8"),
+    "mxfp4": dict(dtype="mxfp4"),
+    "nvfp4": dict(dtype="nvfp4"),
+    "padded": dict(dtype="int2"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_outputs_have_less_error_than_by_rounding(name):
+    w = normal((62 if name == "padded" else 64, 24))
+    x = correlated(256, len(w))
+    options = FORMATS[name]
+
+    def error(**more):
+        q = jax.jit(lambda w: hki.QuantizedMatrix.quantize(w, **options, **more))(w)
+        return float(np.linalg.norm(x @ (hki.materialize(q) - w)))
+
+    rounded, found = error(calibration="mse"), error(calibration="mse", moments=x.T @ x)
+    assert found < 0.7 * rounded
+
+
+def test_moments_of_another_shape():
+    with pytest.raises(ValueError, match=r"moments: expected shape \[16, 16\] .*got \[4, 4\]"):
+        hki.QuantizedMatrix.quantize(normal((16, 4)), "int8", moments=np.eye(4))
+
+
+def test_inputs_that_are_never_seen():
+    """Moments of zero, of one input or of all of them, leave finite codes."""
+    w, x = normal((16, 4)), correlated(8, 16)
+    x[:, 3] = 0
+    for moments in (x.T @ x, np.zeros((16, 16), np.float32)):
+        q = hki.QuantizedMatrix.quantize(w, "int8", moments=moments)
+        assert np.abs(hki.materialize(q) - w).max() < 1
