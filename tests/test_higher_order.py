@@ -892,7 +892,7 @@ TWO_DEVICES = """
 
 
 def test_two_devices():
-    flags = "--xla_force_host_platform_device_count=2"
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(TWO_DEVICES)],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
