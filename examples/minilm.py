@@ -49,6 +49,14 @@ SIMILARITIES = smollm.Source(
     file_sha256="23762bc6b728897144dda3d324a2c032dc1e059e1009806226d64b6dd123ed79",
 )
 
+# Three hundred more news texts of the same time, to calibrate on.
+BACKGROUND = smollm.Source(
+    **_LEE,
+    members="gensim/test/test_data/lee_background.cor",
+    file_name="lee_background.cor",
+    file_sha256="5d78d6dafd953bbf65797bef09a9ffb9ec430583381be705f8fd460000f370fb",
+)
+
 # Hugging Face's names within a layer -> module within a layer, and whether it is a layer norm.
 _LAYER = {
     "attention.self.query": "attention/query",
@@ -86,7 +94,7 @@ def _norm(tensors: Any, name: str) -> dict[str, np.ndarray]:
 
 
 def read_documents(path: pathlib.Path) -> list[str]:
-    """The fifty texts."""
+    """The texts of a file, one in each line."""
     return path.read_text(encoding="latin-1").strip().splitlines()
 
 

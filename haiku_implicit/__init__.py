@@ -7,6 +7,7 @@ it make them; train; see what was materialized; and for new types, the base clas
 from haiku_implicit import _higher_order  # noqa: F401  (registers itself)
 from haiku_implicit._array import ArrayValue, ImplicitArray, aux_field, frozen_field
 from haiku_implicit._box import box
+from haiku_implicit._calibrated import input_moments, quantize_with_inputs
 from haiku_implicit._creators import (
     lora_creator,
     lora_getter,
@@ -16,6 +17,7 @@ from haiku_implicit._creators import (
     zeros_getter,
 )
 from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit._ggml import from_ggml
 from haiku_implicit._haiku import transform_implicit
 from haiku_implicit._interpreter import default_handler
 from haiku_implicit._materialization import (
@@ -24,6 +26,7 @@ from haiku_implicit._materialization import (
     materialization,
     materialization_report,
 )
+from haiku_implicit._optimizer_state import quantized_state
 from haiku_implicit._optimizers import apply_updates, freeze_declared, freeze_keys, freeze_subtrees
 from haiku_implicit._params import add_lora, merge_lora, quantize_params, zero_params
 from haiku_implicit._training import combine, grad, partition, value_and_grad
@@ -35,7 +38,24 @@ from haiku_implicit._transform import (
     tree_structure_with_implicit,
     use_implicit_args,
 )
-from haiku_implicit.arrays import LoRA, QuantizedMatrix, SymbolicConstant, Zeros
+from haiku_implicit.arrays import (
+    FakeQuantized,
+    LoRA,
+    QuantizedBlocks,
+    QuantizedMatrix,
+    SymbolicConstant,
+    TrainedQuantized,
+    Zeros,
+    fake_quantize,
+)
+from haiku_implicit.quantization.training import (
+    convert_trained,
+    dot_general_by_bits,
+    quantization_aware,
+    quantized_training,
+    quantized_training_getter,
+    with_rounding_key,
+)
 
 __version__ = "0.1.0"
 
@@ -48,6 +68,9 @@ __all__ = [
     "quantize_params",
     "zero_params",
     "merge_lora",
+    "from_ggml",
+    "input_moments",
+    "quantize_with_inputs",
     "lora_creator",
     "quantize_creator",
     "zeros_creator",
@@ -57,8 +80,19 @@ __all__ = [
     # the types
     "LoRA",
     "QuantizedMatrix",
+    "QuantizedBlocks",
+    "TrainedQuantized",
+    "FakeQuantized",
     "SymbolicConstant",
     "Zeros",
+    # quantized training, and quantization-aware training (the rules are in `quantization`)
+    "quantized_training",
+    "quantized_training_getter",
+    "with_rounding_key",
+    "quantization_aware",
+    "fake_quantize",
+    "convert_trained",
+    "dot_general_by_bits",
     # training
     "partition",
     "combine",
@@ -68,6 +102,7 @@ __all__ = [
     "freeze_keys",
     "freeze_subtrees",
     "apply_updates",
+    "quantized_state",
     # dense arrays, and what became dense
     "materialize",
     "materialization",

@@ -1,16 +1,20 @@
 """Functions on a tree of existing parameters: implicit arrays put in, and LoRA merged again."""
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from haiku_implicit import _targets
+from haiku_implicit._array import is_implicit
 from haiku_implicit._interpreter import materialize_array
 from haiku_implicit._targets import Initializer, Targets
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.quantized import QuantizedMatrix
+from haiku_implicit.quantization import rules as rule_lists
 
 
 def add_lora(
@@ -85,6 +89,7 @@ def quantize_params(
     zero_point: bool = False,
     calibration: str | None = None,
     scale_dtype: Any = None,
+    rules: Sequence[rule_lists.QuantRule] | None = None,
 ) -> Any:
     """Quantizes weights of a tree of parameters; of a LoRA weight its `w`.
 
@@ -99,6 +104,10 @@ def quantize_params(
       zero_point: whether codes are relative to a zero point (asymmetric quantization).
       calibration: how scales are found.
       scale_dtype: how they are stored.
+      rules: a list of `quantization.QuantRule` in place of the other options (but `targets`, `axis` and
+        `scale_dtype`): the first one that matches a module decides how its dense weights are
+        quantized, one without `weight_qtype` leaves them alone. Rules that decide for no module are
+        warned of.
 
     Returns:
       The tree with `QuantizedMatrix` in place of the targets, mappings as dicts.
@@ -113,9 +122,15 @@ def quantize_params(
       >>> w = hki.quantize_params(params, dtype='int4')['linear']['w']
       >>> w.shape, w.nbytes < params['linear']['w'].nbytes / 6
       ((64, 32), True)
+      >>> from haiku_implicit.quantization import QuantRule
+      >>> rules = [QuantRule(module_path='head'), QuantRule(weight_qtype='nf4', tile_size=32)]
+      >>> hki.quantize_params(params, rules=rules)['linear']['w'].format
+      'nf4'
     """
-    _targets.check_group_size(group_size)
     _targets.check_axis(axis)
+    if rules is not None:
+        return _quantize_by_rules(params, rules, targets, axis, scale_dtype)
+    _targets.check_group_size(group_size)
     options = dict(dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
                    calibration=calibration, scale_dtype=scale_dtype)  # fmt: skip
 
@@ -125,6 +140,25 @@ def quantize_params(
     divided = "" if group_size is None else f" whose axis {axis} is divided by {group_size}"
     default = _targets.takes_quantization(options), f"a dense weight{divided}"
     return _replace(params, targets, default, make)
+
+
+def _quantize_by_rules(
+    params: Any, rules: Any, targets: Targets | None, axis: int, scale_dtype: Any
+) -> Any:
+    rules = checked_rules(rules)
+    for i, rule in enumerate(rules):
+        if rule.act_qtype is not None:
+            raise ValueError(
+                f"rules[{i}]: act_qtype={rule.act_qtype!r} is for quantized_training; what "
+                "quantize_params stores is multiplied with activations as they are"
+            )
+
+    def make(path: str, value: Any, own: Any) -> Any:
+        rule = next(rule for rule in own if rule.weight_qtype is not None)
+        options = rule.weight_options(value.shape[axis])
+        return QuantizedMatrix.quantize(value, axis=axis, scale_dtype=scale_dtype, **options)
+
+    return replace_by_rules(params, rules, targets, make)
 
 
 def zero_params(params: Any, *, targets: Targets) -> Any:
@@ -208,6 +242,66 @@ def _replace(
     new = _map(replaced, params)
     if not count:
         raise _targets.no_match(targets, names, looked_for)
+    return new
+
+
+def checked_rules(rules: Any) -> list[rule_lists.QuantRule]:
+    """A list of rules; one alone is such a list."""
+    rules = [rules] if isinstance(rules, rule_lists.QuantRule) else list(rules)
+    for i, rule in enumerate(rules):
+        if not isinstance(rule, rule_lists.QuantRule):
+            raise TypeError(
+                f"rules[{i}]: expected a QtRule or a rule_lists.QuantRule, got {rule!r}"
+            )
+    return rules
+
+
+def rules_of(rules: Sequence[Any], module_name: str) -> tuple[Any, ...]:
+    """The rules that decide for a module; none if they all leave it alone."""
+    own = rule_lists.rules_for_module(rules, module_name)
+    return own if any(rule.weight_qtype is not None for rule in own) else ()
+
+
+def is_dense_weight(value: Any) -> bool:
+    """Whether a parameter is a dense floating array of at least two axes."""
+    return (
+        not is_implicit(value)
+        and jnp.issubdtype(value.dtype, np.floating)
+        and len(value.shape) >= 2
+    )
+
+
+def replace_by_rules(
+    params: Any, rules: Sequence[Any], targets: Any, make: Callable[[str, Any, Any], Any]
+) -> Any:
+    """A tree with `make(path, value, rules)` for the weights that rules quantize."""
+    chosen = _targets.chooser(targets, _targets.in_tree(_targets.is_weight))
+    modules: list[str] = []
+    count = 0
+
+    def wrapped(module_name: str, name: str, value: Any) -> Any:
+        nonlocal count
+        if not is_dense_weight(value) or not chosen(module_name, name, value):
+            return value
+        modules.append(module_name)
+        own = rules_of(rules, module_name)
+        if not own:
+            return value
+        count += 1
+        path = _targets.path(module_name, name)
+        try:
+            return make(path, value, own)
+        except (TypeError, ValueError) as e:
+            raise type(e)(f"{path} ({_targets.describe(value)}): {e}") from e
+
+    new = _map(wrapped, params)
+    if not count:
+        patterns = ", ".join(repr(rule.module_path) for rule in rules)
+        raise ValueError(
+            f"rules: those for {patterns or 'nothing'} quantize none of the {len(modules)} dense "
+            f"weights; their modules are: {', '.join(sorted(set(modules)))}"
+        )
+    rule_lists.warn_of_unused(rules, modules, stacklevel=3)
     return new
 
 

@@ -325,3 +325,27 @@ def test_zero_params_needs_targets(params):
         hki.zero_params(params)
     with pytest.raises(TypeError, match="targets"):
         hki.zero_params(params, targets=None)
+
+
+def test_quantize_by_rules():
+    from haiku_implicit.quantization import QuantRule
+
+    weight = jax.random.normal(KEY, (32, 16))
+    params = {name: {"w": weight, "b": jnp.ones(16)} for name in ("head", "a/b", "a/c")}
+    rules = [
+        QuantRule(module_path="head"),
+        QuantRule(module_path="a/b", weight_qtype="nf4", tile_size=0.5),
+        QuantRule(module_path=".*", weight_qtype="int8", weight_calibration_method="minmax"),
+    ]
+    new = hki.quantize_params(params, rules=rules, scale_dtype="bfloat16")
+    assert new["head"]["w"] is weight and new["a/b"]["b"].shape == (16,)
+    assert (new["a/b"]["w"].format, new["a/b"]["w"].group_size) == ("nf4", 16)
+    assert new["a/c"]["w"].format == "uint8" and new["a/c"]["w"].scale.dtype == jnp.bfloat16
+    for name in ("a/b", "a/c"):
+        assert jnp.abs(hki.materialize(new[name]["w"]) - weight).max() < 0.5
+    with pytest.warns(UserWarning, match=r"no module is left for 'z' \(rules\[1\]\)"):
+        hki.quantize_params(params, rules=[rules[2], QuantRule(module_path="z")])
+    with pytest.raises(ValueError, match=r"rules\[0\]: act_qtype='int8' is for quantized_training"):
+        hki.quantize_params(params, rules=[QuantRule(weight_qtype="int8", act_qtype="int8")])
+    with pytest.raises(ValueError, match="quantize none of the 3 dense weights"):
+        hki.quantize_params(params, rules=[QuantRule(module_path="z", weight_qtype="int8")])

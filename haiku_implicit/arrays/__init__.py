@@ -1,9 +1,27 @@
 """The family of implicit types: one file a type, the class and then its rules."""
 
-from haiku_implicit.arrays import any_type, batch_axes, quantized_rows, sharding  # noqa: F401
+from haiku_implicit.arrays import (  # noqa: F401
+    any_type,
+    batch_axes,
+    quantized_rows,
+    quantized_updates,
+    sharding,
+)
 from haiku_implicit.arrays.constant import SymbolicConstant
+from haiku_implicit.arrays.fake_quantized import FakeQuantized, fake_quantize
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.quantized import QuantizedMatrix
+from haiku_implicit.arrays.quantized_blocks import QuantizedBlocks
+from haiku_implicit.arrays.trained import TrainedQuantized
 from haiku_implicit.arrays.zeros import Zeros
 
-__all__ = ["LoRA", "QuantizedMatrix", "SymbolicConstant", "Zeros"]
+__all__ = [
+    "FakeQuantized",
+    "LoRA",
+    "QuantizedBlocks",
+    "QuantizedMatrix",
+    "SymbolicConstant",
+    "TrainedQuantized",
+    "Zeros",
+    "fake_quantize",
+]

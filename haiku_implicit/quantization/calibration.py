@@ -172,6 +172,8 @@ _FACTORS = (1.42, *np.linspace(1.0, 0.4, 31))
 _REFITS = 4  # of what was found, to the codes that it leads to
 
 
+# Jitted, as are other loops here, so that one program serves all weights of a shape.
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _mse(
     w: jax.Array,
     fmt: Format,
@@ -244,6 +246,7 @@ def _squared_error(
     return jnp.sum(weight * error * error, axis=-1, keepdims=True)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _hqq(w: jax.Array, fmt: Format, steps: float) -> Scales:
     """Half-quadratic quantization: offsets for few large errors (Badri & Shaji 2023).
 

@@ -15,6 +15,7 @@ from haiku_implicit.quantization import calibration, formats
 DAMPING = 0.01  # of the mean square of the inputs, added to all of them
 
 
+@functools.partial(jax.jit, static_argnums=4)
 def codes(
     stored: jax.Array, moments: jax.Array, scale: jax.Array, offset: Any, fmt: formats.Format
 ) -> jax.Array:

@@ -1,5 +1,6 @@
 """How scales and offsets are stored: as floating numbers, or quantized themselves."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,11 @@ def store(
 
 def rounding(dtype: Any) -> Callable[[Scales], Scales]:
     """From scales to the nearest ones that `store` can hold; quantized ones are not looked ahead to."""
-    name = dtype if isinstance(dtype, str) or dtype is None else np.dtype(dtype).name
+    return _rounding(dtype if isinstance(dtype, str) or dtype is None else np.dtype(dtype).name)
+
+
+@functools.lru_cache  # one function for one dtype: what is compiled for it is found again
+def _rounding(name: str | None) -> Callable[[Scales], Scales]:
     if name == "e8m0":
         return lambda found: Scales(_powers_of_two(found.scale, None).astype(found.scale.dtype))
     if name in _FLOATS:

@@ -1,0 +1,183 @@
+"""`TrainedQuantized`: a weight in quantized training, dense, and quantized in each product."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit import _compat
+from haiku_implicit._array import ImplicitArray, aux_field, frozen_field
+from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit.quantization import functions
+from haiku_implicit.quantization.rules import QuantRule
+
+
+@dataclasses.dataclass
+class TrainedQuantized(ImplicitArray, core_ndim=2):
+    """A dense weight that is quantized anew in each product, as are the other operand and gradients.
+
+    It stands for the dense weight: what is no product sees that. `quantized_training` puts it into
+    a tree of parameters. What rearranges the weight (transposed, sliced, reshaped, cast) keeps the
+    type, for the product that follows.
+
+    Attributes:
+      value: `[..., n, m]`, the weight. It is what is trained.
+      key: random keys `[...]` for stochastic rounding, or None; see `with_rounding_key`.
+      rules: the rules that decide for the weight's module, in order: the first one that is for the
+        operation is taken.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> from haiku_implicit.quantization import QtRule
+      >>> rule = QtRule(weight_qtype='int2', act_qtype='int8', bwd_qtype='int8')
+      >>> w = hki.TrainedQuantized(jnp.array([[1.0], [0.1]]), rules=(rule,))
+      >>> print(hki.use_implicit_args(jnp.dot)(jnp.ones((1, 2)), w))  # 0.1 is rounded to 0
+      [[0.66405237]]
+    """
+
+    value: Any
+    key: Any = frozen_field(default=None)
+    rules: tuple[QuantRule, ...] = aux_field(default=())
+
+    def compute_shape(self) -> tuple[int, ...]:
+        return tuple(np.shape(self.value))
+
+    def compute_dtype(self) -> Any:
+        return self.value.dtype
+
+    def materialize(self) -> jax.Array:
+        return self.value
+
+    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+        """As the dense weight; keys are along its batch axes."""
+        batch = jax.sharding.PartitionSpec(*tuple(spec)[: max(self.ndim - 2, 0)])
+        return self._replace(value=spec, key=None if self.key is None else batch)
+
+    def rule_for(self, op_name: str) -> QuantRule | None:
+        """The rule for products of a kind; None where they are dense."""
+        rule = next((rule for rule in self.rules if rule.is_for(op_name)), None)
+        return None if rule is None or rule.weight_qtype is None else rule
+
+    def with_value(self, value: jax.Array) -> "TrainedQuantized":
+        """Another arrangement of the same weight, of any shape: keys are drawn from the first one."""
+        key = self.key
+        if key is not None and np.shape(key) != value.shape[:-2]:
+            key = jax.random.split(self.first_key, value.shape[:-2])
+        return self._replace(value=value, key=key)
+
+    @property
+    def first_key(self) -> Any:
+        """One random key for a product of the weight; None without."""
+        return None if self.key is None else self.key.reshape(-1)[0]
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+@primitive_handler("dot_general")
+def dot_with_trained(primitive: Any, x: jax.Array, w: TrainedQuantized, **params: Any) -> jax.Array:
+    """See `quantization.dot_general`."""
+    return _product("dot_general", primitive, (x, w), params)
+
+
+@primitive_handler("dot_general")
+def dot_of_trained(primitive: Any, w: TrainedQuantized, x: jax.Array, **params: Any) -> jax.Array:
+    """The same with the weight first."""
+    return _product("dot_general", primitive, (w, x), params)
+
+
+@primitive_handler("dot_general")
+def dot_of_two_trained(
+    primitive: Any, v: TrainedQuantized, w: TrainedQuantized, **params: Any
+) -> jax.Array:
+    """Both are weights; the rule is that of the second one."""
+    return _product("dot_general", primitive, (v, w), params)
+
+
+@primitive_handler("conv_general_dilated")
+def convolve_with_trained(
+    primitive: Any, x: jax.Array, w: TrainedQuantized, **params: Any
+) -> jax.Array:
+    """See `quantization.conv_general_dilated`."""
+    return _product("conv_general_dilated", primitive, (x, w), params)
+
+
+# The one with a rule is that of JAX's `ragged_dot`; the primitive is more general.
+_RAGGED_DOT = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+_ragged_dot_general_p = _compat._primitive_of(
+    jax.lax.ragged_dot, *map(jnp.ones, [(1, 1), (1, 1, 1)]), jnp.ones(1, jnp.int32)
+)
+
+
+@primitive_handler(_ragged_dot_general_p)
+def ragged_dot_with_trained(
+    primitive: Any,
+    x: jax.Array,
+    w: TrainedQuantized,
+    group_sizes: jax.Array,
+    *,
+    ragged_dot_dimension_numbers: Any,
+    out_sharding: Any = None,
+    **params: Any,
+) -> Any:
+    """See `quantization.ragged_dot`."""
+    if ragged_dot_dimension_numbers != _RAGGED_DOT or out_sharding is not None:
+        return NotImplemented
+    rule = w.rule_for("ragged_dot")
+    if rule is None:
+        return jax.lax.ragged_dot(x, w.value, group_sizes, **params)
+    key = w.first_key
+    return functions.ragged_dot(x, w.value, group_sizes, **params, rule=rule, key=key)
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "dot_general": functions.dot_general,
+    "conv_general_dilated": functions.conv_general_dilated,
+}
+
+
+def _product(op_name: str, primitive: Any, operands: Any, params: dict[str, Any]) -> jax.Array:
+    """A product by the rule of the weight, the second one of two."""
+    are_weights = [isinstance(x, TrainedQuantized) for x in operands]
+    dense = [
+        x.value if is_weight else x for x, is_weight in zip(operands, are_weights, strict=True)
+    ]
+    weight = operands[1] if are_weights[1] else operands[0]
+    rule = weight.rule_for(op_name)
+    if rule is None:
+        return primitive.bind(*dense, **params)
+    return _FUNCTIONS[op_name](
+        *dense,
+        **params,
+        rule=rule,
+        lhs_is_weight=are_weights[0],
+        rhs_is_weight=are_weights[1],
+        key=weight.first_key,
+    )
+
+
+# --- rearrangements ------------------------------------------------------------------------------
+
+
+@primitive_handler(
+    ["transpose", "reshape", "broadcast_in_dim", "squeeze", "rev", "slice", "dynamic_slice"]
+)
+def rearrange(primitive: Any, w: TrainedQuantized, *others: jax.Array, **params: Any) -> Any:
+    """The same of the dense weight: it is still a weight for the product that follows."""
+    value = primitive.bind(w.value, *others, **params)
+    return w.with_value(value) if value.ndim >= 2 else value
+
+
+@primitive_handler("convert_element_type")
+def cast(primitive: Any, w: TrainedQuantized, *, new_dtype: Any, **params: Any) -> Any:
+    """To another floating dtype."""
+    value = primitive.bind(w.value, new_dtype=new_dtype, **params)
+    return w.with_value(value) if jnp.issubdtype(new_dtype, np.floating) else value
+
+
+@primitive_handler("gather")
+def look_up(primitive: Any, w: TrainedQuantized, indices: jax.Array, **params: Any) -> jax.Array:
+    """Rows of a table are no product, and come as they are."""
+    return primitive.bind(w.value, indices, **params)
