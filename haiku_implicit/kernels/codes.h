@@ -1,0 +1,312 @@
+// Codes of few bits, and the values that they stand for, in vectors as wide as the CPU's.
+
+#ifndef HAIKU_IMPLICIT_KERNELS_CODES_H_
+#define HAIKU_IMPLICIT_KERNELS_CODES_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HKI_AVX512
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define HKI_AVX2
+#endif
+#if defined(HKI_AVX512) || defined(HKI_AVX2)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// --- vectors -------------------------------------------------------------------------------------
+
+#if defined(HKI_AVX512)
+constexpr int kLanes = 16, kTileRows = 12, kRegisters = 32;
+#elif defined(HKI_AVX2)
+constexpr int kLanes = 8, kTileRows = 6, kRegisters = 16;
+#else
+constexpr int kLanes = 4, kTileRows = 6, kRegisters = 16;
+#endif
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef int16_t Shorts __attribute__((vector_size(kLanes * 2)));
+typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+
+template <typename T>
+inline T load(const void* p) {
+  T value;
+  std::memcpy(&value, p, sizeof(T));
+  return value;
+}
+
+inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+inline void store(float* p, Floats value) { std::memcpy(p, &value, sizeof(value)); }
+
+// The first `count` of a vector's elements; the others are zero.
+template <typename T, typename Element>
+inline T load_part(const Element* p, int64_t count) {
+  T value{};
+  std::memcpy(&value, p, std::min<int64_t>(count, kLanes) * sizeof(Element));
+  return value;
+}
+
+inline void store_part(float* p, Floats value, int64_t count) {
+  std::memcpy(p, &value, std::min<int64_t>(count, kLanes) * sizeof(float));
+}
+
+inline float sum(Floats value) {
+  float parts[kLanes];
+  std::memcpy(parts, &value, sizeof(value));
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+  return parts[0];
+}
+
+// What compilers do not find for vectors of any width: integers from bytes, values of a table of 16,
+// and those of 8-bit floats. These are float16 with less digits: e5m2 as they are, e4m3 with another
+// bias of the exponent, and with a NaN in place of the largest number.
+#if defined(HKI_AVX512) || defined(HKI_AVX2)
+constexpr float kE4M3Unit = 256;  // what its values, as float16, are multiples of
+
+inline Shorts as_half(Shorts codes, bool e4m3) {
+  if (!e4m3) return codes << 8;
+  const Shorts half = (codes << 7) & (int16_t)0xbf80;
+  return half | (((half & 0x3f80) == 0x3f80) & 0x7fff);
+}
+#endif
+
+#if defined(HKI_AVX512)
+
+inline Ints widened(Bytes codes) { return (Ints)_mm512_cvtepu8_epi32((__m128i)codes); }
+inline Ints widened(SignedBytes codes) { return (Ints)_mm512_cvtepi8_epi32((__m128i)codes); }
+
+inline Floats lookup16(const Floats* table, Ints codes) {
+  return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)table[0]);
+}
+
+template <bool e4m3>
+inline Floats from_float8(Bytes codes, const float*) {
+  const Shorts half = as_half((Shorts)_mm256_cvtepi8_epi16((__m128i)codes), e4m3);
+  return (Floats)_mm512_cvtph_ps((__m256i)half);
+}
+
+#elif defined(HKI_AVX2)
+
+inline __m128i low_half(Bytes codes) { return _mm_cvtsi64_si128(load<int64_t>(&codes)); }
+inline Ints widened(Bytes codes) { return (Ints)_mm256_cvtepu8_epi32(low_half(codes)); }
+inline Ints widened(SignedBytes codes) { return (Ints)_mm256_cvtepi8_epi32(low_half((Bytes)codes)); }
+
+inline Floats lookup16(const Floats* table, Ints codes) {
+  const __m256 low = _mm256_permutevar8x32_ps((__m256)table[0], (__m256i)codes);
+  const __m256 high = _mm256_permutevar8x32_ps((__m256)table[1], (__m256i)codes);
+  return (Floats)_mm256_blendv_ps(low, high, (__m256)(codes << 28));
+}
+
+template <bool e4m3>
+inline Floats from_float8(Bytes codes, const float*) {
+  const Shorts half = as_half((Shorts)_mm_cvtepi8_epi16(low_half(codes)), e4m3);
+  return (Floats)_mm256_cvtph_ps((__m128i)half);
+}
+
+#else
+
+constexpr float kE4M3Unit = 1;
+
+inline Ints widened(Bytes codes) { return __builtin_convertvector(codes, Ints); }
+inline Ints widened(SignedBytes codes) { return __builtin_convertvector(codes, Ints); }
+
+inline Floats gathered(const float* table, Ints index) {
+  Floats out;
+  for (int i = 0; i < kLanes; ++i) out[i] = table[index[i]];
+  return out;
+}
+
+inline Floats lookup16(const Floats* table, Ints codes) {
+  return gathered((const float*)table, codes & 15);
+}
+
+template <bool e4m3>
+inline Floats from_float8(Bytes codes, const float* table) {
+  return gathered(table, widened(codes));
+}
+
+#endif
+
+// --- codes ---------------------------------------------------------------------------------------
+
+enum Kind { kTable16, kSigned, kUnsigned, kE4M3, kE5M2 };
+enum Rounding { kNone, kBFloat16, kFloat16 };
+
+// The nearest numbers of a narrower dtype, ties to even.
+inline Floats rounded(Floats value, Rounding to) {
+  if (to == kNone) return value;
+  const int digits = to == kBFloat16 ? 16 : 13;  // that are dropped
+  Ints bits = (Ints)value;
+  bits += (1 << (digits - 1)) - 1 + ((bits >> digits) & 1);
+  const Floats normal = (Floats)((bits >> digits) << digits);
+  if (to == kBFloat16) return normal;
+  const Floats size = (Floats)((Ints)value & 0x7fffffff), infinity = value * HUGE_VALF;
+  // Next to 0.75 the step of float32 is that of float16's smallest numbers.
+  const Floats small = value + 0.75f - 0.75f;
+  return size < 0x1p-14f ? small : size >= 65520 ? infinity : size == size ? normal : value;
+}
+
+// One matrix.
+struct Weights {
+  const uint8_t* codes;  // [rows, stored]
+  const float* scale;    // [rows, groups]
+  const float* offset;   // the same, or null
+  int64_t rows, length, stored, groups, group;
+  const float* table;  // the value of each code
+  int32_t bias;        // what is subtracted from unsigned codes
+  Rounding rounding;   // of the values
+  int64_t planes[2];   // how many bits of a code each has, lowest first; 0 if there is no second one
+
+  int64_t bits() const { return planes[0] + planes[1]; }
+  float scale_at(int64_t row, int64_t group) const { return scale[row * groups + group]; }
+  float offset_at(int64_t row, int64_t group) const {
+    return offset ? offset[row * groups + group] : 0;
+  }
+  bool nibbles() const { return planes[0] == 4 && planes[1] == 0; }
+  // Whether the values are those of whole vectors of codes in a group, just scaled.
+  bool simple() const {
+    if (length != groups * group) return false;
+    return nibbles() ? group % (2 * kLanes) == 0
+                     : bits() == 8 && group % kLanes == 0 && rounding == kNone;
+  }
+};
+
+// Values of codes of one group.
+template <Kind kind>
+class Decoder {
+ public:
+  Decoder() = default;
+  explicit Decoder(const Weights& w) : table_(w.table), bias_(w.bias), rounding_(w.rounding) {}
+
+  // Goes on to a group with this scale and offset.
+  void start(float scale, float offset) {
+    scale_ = scale;
+    offset_ = offset;
+    if constexpr (kind == kE4M3) {
+      large_ = !(std::abs(scale) < 0x1p119f);
+      if (!large_) scale_ *= kE4M3Unit;
+    }
+    if constexpr (kind == kTable16)
+      for (int i = 0; i < 16 / kLanes; ++i)
+        scaled_[i] = rounded(load<Floats>(table_ + i * kLanes) * scale + offset, rounding_);
+  }
+
+  // Of one code in each byte, or of the four bits from `shift` on.
+  Floats operator()(Bytes codes, int shift = 0) const {
+    if constexpr (kind == kTable16)
+      return lookup16(scaled_, widened(codes) >> shift);
+    if (kind == kE4M3 && large_) return value(codes) * kE4M3Unit * scale_ + offset_;
+    return value(codes) * scale_ + offset_;
+  }
+
+  void operator()(const uint8_t* codes, int shift, int64_t count, float* out) const {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+      store(out + i, (*this)(load<Bytes>(codes + i), shift));
+    if (i < count)
+      store_part(out + i, (*this)(load_part<Bytes>(codes + i, count - i), shift), count - i);
+  }
+
+ private:
+  Floats value(Bytes codes) const {
+    if constexpr (kind == kSigned)
+      return __builtin_convertvector(widened((SignedBytes)codes), Floats);
+    else if constexpr (kind == kUnsigned)
+      return __builtin_convertvector(widened(codes) - bias_, Floats);
+    else
+      return from_float8<kind == kE4M3>(codes, table_);
+  }
+
+  const float* table_;
+  int32_t bias_;
+  Rounding rounding_;
+  bool large_;  // whether the scale times the unit may be infinite
+  float scale_, offset_;
+  Floats scaled_[16 / kLanes];
+};
+
+// Codes [first, last) of the group that is stored at `stored`, one in each byte of `out`.
+void unpack(const Weights& w, const uint8_t* stored, int64_t first, int64_t last,
+            uint8_t* __restrict out) {
+  std::memset(out, 0, last - first);
+  int below = 0;
+  for (int64_t bits : w.planes) {
+    if (bits == 0) break;
+    int64_t size = w.group * bits / 8;
+    for (int64_t shift = 0, begin = 0; shift < 8; shift += bits, begin += size) {
+      int64_t start = std::max(first, begin), stop = std::min(last, begin + size);
+      const uint8_t* in = stored + start - begin;
+      for (int64_t j = 0; j < stop - start; ++j)
+        out[start - first + j] |= ((in[j] >> shift) & ((1 << bits) - 1)) << below;
+    }
+    stored += size;
+    below += bits;
+  }
+}
+
+// Memory that is read soon. Rows are far apart, where only parts of them are read.
+inline void prefetch(const uint8_t* p, int64_t size) {
+  for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(p + i);
+}
+
+// Values [first, last) of a row.
+template <Kind kind>
+void decode_row(const Weights& w, int64_t row, int64_t first, int64_t last, float* out) {
+  Decoder<kind> decode(w);
+  const bool nibbles = w.nibbles(), bytes = w.bits() == 8, simple = w.simple();
+  const int64_t group_bytes = w.stored / w.groups, ahead = 4 * w.stored;
+  int64_t group = first / w.group, start = first - group * w.group;
+  const uint8_t* stored = w.codes + row * w.stored + group * group_bytes;
+  for (; first < last; ++group, start = 0, stored += group_bytes) {
+    const int64_t stop = std::min(w.group, start + last - first);
+    decode.start(w.scale_at(row, group), w.offset_at(row, group));
+    if (simple && stop - start == w.group) {
+      prefetch(stored + ahead, group_bytes);
+      for (int64_t i = 0; i < group_bytes; i += kLanes) {
+        const Bytes codes = load<Bytes>(stored + i);
+        store(out + i, decode(codes));
+        if (kind == kTable16) store(out + i + group_bytes, decode(codes, 4));
+      }
+    } else if (bytes) {
+      prefetch(stored + start + ahead, stop - start);
+      decode(stored + start, 0, stop - start, out);
+    } else if (nibbles) {
+      const int64_t half = w.group / 2, low = std::min(stop, half), high = std::max(start, half);
+      if (start < low) prefetch(stored + start + ahead, low - start);
+      if (high < stop) prefetch(stored + high - half + ahead, stop - high);
+      if (start < low) decode(stored + start, 0, low - start, out);
+      if (high < stop) decode(stored + high - half, 4, stop - high, out + high - start);
+    } else {
+      uint8_t codes[512];
+      for (int64_t at = start; at < stop; at += sizeof(codes)) {
+        const int64_t count = std::min<int64_t>(stop - at, sizeof(codes));
+        unpack(w, stored, at, at + count, codes);
+        decode(codes, 0, count, out + at - start);
+      }
+    }
+    if (kind != kTable16 && w.rounding)
+      for (int64_t i = 0; i < stop - start; i += kLanes) {
+        const int64_t count = stop - start - i;
+        store_part(out + i, rounded(load_part<Floats>(out + i, count), w.rounding), count);
+      }
+    out += stop - start;
+    first += stop - start;
+  }
+}
+
+using DecodeRow = void (*)(const Weights&, int64_t, int64_t, int64_t, float*);
+constexpr DecodeRow kDecodeRow[] = {decode_row<kTable16>, decode_row<kSigned>,
+                                    decode_row<kUnsigned>, decode_row<kE4M3>, decode_row<kE5M2>};
+
+}  // namespace
+
+#endif  // HAIKU_IMPLICIT_KERNELS_CODES_H_

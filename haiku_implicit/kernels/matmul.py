@@ -1,0 +1,319 @@
+"""`quantized_matmul`: activations times a quantized matrix, as a JAX primitive.
+
+The primitive is linear in the activations and in the scales, and has its rules for differentiation,
+batching and lowering here. On a CPU it becomes the native kernel, elsewhere (and where the kernel
+does not apply) `reference`, which dequantizes blocks of the matrix.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from haiku_implicit import _compat
+from haiku_implicit._array import is_implicit
+from haiku_implicit.kernels import native
+from haiku_implicit.quantization import formats
+
+if TYPE_CHECKING:
+    from haiku_implicit.arrays.quantized import QuantizedMatrix
+
+quantized_matmul_p = Primitive("quantized_matmul")
+
+# The matrix is dequantized in so many blocks of rows, of at least so many elements.
+_NUM_BLOCKS = 16
+_BLOCK = 1 << 16
+
+
+def quantized_matmul(
+    x: jax.Array, q: "QuantizedMatrix", *, precision: Any = None, dtype: Any = None
+) -> jax.Array:
+    """`x @ q` for a batch of matrices, of which no dense copy is made.
+
+    Args:
+      x: `[batch, m, i]`, floating.
+      q: a quantized `[batch, i, o]`.
+      precision: as for `jax.lax.dot_general`.
+      dtype: of the result; that of `x` and `q` together if None.
+
+    Returns:
+      `[batch, m, o]`.
+    """
+    q = _with_dense_scales(q.with_row_scales())
+    dtype = np.dtype(jnp.promote_types(x.dtype, q.dtype) if dtype is None else dtype)
+    leaves, treedef = jax.tree.flatten(q)
+    # In `shard_map`: the transpose of this sums what the devices' parts of the matrix give to `x`.
+    operands = [_compat.vary_like(y, (x, *leaves)) for y in (x, *leaves)]
+    return quantized_matmul_p.bind(*operands, treedef=treedef, precision=precision, dtype=dtype)
+
+
+def _with_dense_scales(q: "QuantizedMatrix") -> "QuantizedMatrix":
+    """The same with scales that are not quantized themselves."""
+    dense = [s.materialize() if is_implicit(s) else s for s in (q.scale, q.offset)]
+    return q._replace(scale=dense[0], offset=dense[1], dtype=q.dtype)
+
+
+# --- by blocks of the dequantized matrix ---------------------------------------------------------
+
+
+def reference(x: jax.Array, *leaves: jax.Array, treedef: Any, precision: Any, dtype: Any) -> Any:
+    """The product as XLA computes it, a block of rows after another."""
+    run = functools.partial(_reference_2d, precision=precision, dtype=dtype)
+    if x.shape[0] > 1:
+        return jax.vmap(run)(x, treedef.unflatten(leaves))
+    return run(x[0], treedef.unflatten([leaf[0] for leaf in leaves]))[None]
+
+
+def _reference_2d(x: jax.Array, q: "QuantizedMatrix", precision: Any, dtype: Any) -> Any:
+    along_rows = q.axis == -1
+    # Sums of blocks are not rounded in between.
+    wide = jnp.promote_types(dtype, jnp.float32) if along_rows else dtype
+
+    def dot(x: jax.Array, part: "QuantizedMatrix") -> jax.Array:
+        w = part._replace(axis=-1).materialize()  # as it is stored, so that nothing is transposed
+        numbers = (((1,), (0 if along_rows else 1,)), ((), ()))
+        return jax.lax.dot_general(x, w, numbers, precision=precision, preferred_element_type=wide)
+
+    def block(out: jax.Array, start: Any, done: Any, part: "QuantizedMatrix") -> jax.Array:
+        if not along_rows:
+            return jax.lax.dynamic_update_slice_in_dim(out, dot(x, part), start, 1)
+        rows = part.codes.shape[-2]
+        columns = jax.lax.dynamic_slice_in_dim(x, start, rows, axis=1)
+        fresh = start + jnp.arange(rows) >= done
+        return out + dot(jnp.where(fresh, columns, 0), part)
+
+    out = jnp.zeros((x.shape[0], q.shape[-1]), wide)
+    return _over_blocks(block, _compat.vary_like(out, [x, *jax.tree.leaves(q)]), q).astype(dtype)
+
+
+def _over_blocks(
+    block: Callable[..., jax.Array], out: jax.Array, q: "QuantizedMatrix"
+) -> jax.Array:
+    """Folds `block(out, start, done, part)` over parts of the rows.
+
+    All are of the same size; the last one may start before `done`, where the one before it stopped.
+    """
+    rows = q.codes.shape[-2]
+    count = max(min(q.size // _BLOCK, _NUM_BLOCKS, rows), 1)
+    if count == 1:
+        return block(out, 0, 0, q)
+    size = -(-rows // count)
+
+    def body(out: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        start = jnp.minimum(i * size, rows - size)
+        part = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=-2), q
+        )
+        return block(out, start, i * size, part), None
+
+    return jax.lax.scan(body, out, jnp.arange(-(-rows // size)))[0]
+
+
+# --- on a CPU ------------------------------------------------------------------------------------
+
+# The dtypes that the kernel serves, with what it calls rounding to them.
+_FLOATS = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
+_KINDS = {"int8": 1, "fp8_e4m3": 3, "fp8_e5m2": 4}
+
+
+def _size_packed(m: int, length: int) -> int:
+    """The elements of memory that the kernel packs activations `[m, length]` in."""
+    if m <= 8:
+        return m * (length + 16)
+    return -(-min(m, 512) // 32) * 32 * length
+
+
+def native_matmul(x: jax.Array, *leaves: jax.Array, treedef: Any, dtype: Any, **_: Any) -> Any:
+    """The product through the native kernel, with float32 sums."""
+    q: QuantizedMatrix = treedef.unflatten(leaves)
+    fmt = formats.find(q.format)
+    along_rows = q.axis == -1
+    batch, m, length = x.shape
+    packed = 0 if along_rows else _size_packed(m, length)
+    like = (x, *leaves)
+    results = [
+        _compat.struct(shape, jnp.float32, like=like)
+        for shape in ((batch, m, q.shape[-1]), (packed,))
+    ]
+    scale, offset = (
+        jnp.zeros(0, jnp.float32) if s is None else s.astype(jnp.float32)
+        for s in (q.scale, q.offset)
+    )
+    numbers = dict(
+        kind=0 if fmt.bits <= 4 else _KINDS.get(fmt.name, 2),
+        rounding=_FLOATS[q.dtype],
+        bias=fmt.bias if fmt.bits > 4 else 0,
+    )
+    y, _packed = jax.ffi.ffi_call(native.TARGET, results)(
+        x.astype(jnp.float32),
+        q.codes,
+        scale,
+        offset,
+        along_rows=along_rows,
+        planes=np.asarray((*fmt.planes, 0)[:2], np.int64),
+        table=_table(fmt),
+        **{name: np.int64(value) for name, value in numbers.items()},
+    )
+    return y.astype(dtype)
+
+
+def _table(fmt: formats.Format) -> np.ndarray:
+    """The value of each stored code, of at least 16."""
+    if fmt.table is not None:
+        return np.asarray(fmt.table, np.float32)
+    codes = np.arange(max(16, 2**fmt.bits), dtype=np.uint8).view(fmt.dtype)
+    return codes.astype(np.float32) - np.float32(fmt.bias)
+
+
+def _native_applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any) -> bool:
+    q = treedef.unflatten(leaves)
+    algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
+    return (
+        x.dtype in _FLOATS
+        and dtype in _FLOATS
+        and q.dtype in _FLOATS
+        and q.scale.dtype != np.float64
+        and q.rounded_to is None
+        and len(formats.find(q.format).planes) <= 2
+        and not isinstance(precision, algorithm)
+        and 0 not in x.shape
+        and 0 not in q.shape
+        and native.available()
+    )
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+
+def _abstract(x: Any, *leaves: Any, treedef: Any, precision: Any, dtype: Any) -> Any:
+    columns = treedef.unflatten(leaves).shape[-1]
+    return x.update(shape=(*x.shape[:-1], columns), dtype=dtype, weak_type=False)
+
+
+@functools.partial(jax.jit, static_argnames=("treedef", "precision", "dtype"))
+def _run(*operands: jax.Array, **params: Any) -> jax.Array:
+    return quantized_matmul_p.bind(*operands, **params)
+
+
+def _jvp(primals: Any, tangents: Any, *, treedef: Any, **params: Any) -> Any:
+    """The product is linear in the activations, and in scale and offset together."""
+    bind = functools.partial(quantized_matmul_p.bind, treedef=treedef, **params)
+    x, codes, *scales = primals
+    of_x, of_codes, *of_scales = tangents
+    out = bind(*primals)
+    terms = []
+    if not isinstance(of_x, ad.Zero):
+        terms.append(bind(of_x, codes, *scales))
+    if not all(isinstance(t, ad.Zero) for t in of_scales):
+        terms.append(bind(x, codes, *map(ad.instantiate_zeros, of_scales)))
+    if not isinstance(of_codes, ad.Zero):  # floating codes, differentiated like any number
+
+        def by_codes(codes: jax.Array) -> jax.Array:
+            return reference(x, codes, *scales, treedef=treedef, **params)
+
+        terms.append(jax.jvp(by_codes, (codes,), (of_codes,))[1])
+    if not terms:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, functools.reduce(jnp.add, terms)
+
+
+def _transpose(ct: Any, x: Any, *leaves: Any, treedef: Any, precision: Any, dtype: Any) -> Any:
+    nothing = [None] * (1 + len(leaves))
+    if isinstance(ct, ad.Zero):
+        return nothing
+    if not ad.is_undefined_primal(x):
+        scales = _transpose_scales(ct, x, leaves, treedef, precision)
+        return [None, None, *scales]
+    q = treedef.unflatten(leaves)
+    q = q._replace(axis=-3 - q.axis)
+    of_x = quantized_matmul(ct, q, precision=precision, dtype=x.aval.dtype)
+    return [of_x, *nothing[1:]]
+
+
+def _transpose_scales(ct: Any, x: Any, leaves: Any, treedef: Any, precision: Any) -> Any:
+    """What scales and offsets get, a block of rows of the matrix after another."""
+    codes, *undefined = leaves
+    zeros = [jnp.zeros(s.aval.shape, s.aval.dtype) for s in undefined]
+
+    def one(ct: jax.Array, x: jax.Array, codes: jax.Array, *zeros: jax.Array) -> Any:
+        q = treedef.unflatten((codes, *zeros))
+        rows_first = (ct, x) if q.axis == -2 else (x, ct)
+
+        def block(out: Any, start: Any, done: Any, part: "QuantizedMatrix") -> Any:
+            codes, *scales = jax.tree.leaves(part)
+            by_row, other = rows_first
+            by_row = jax.lax.dynamic_slice_in_dim(by_row, start, codes.shape[-2], axis=1)
+            of_w = jax.lax.dot(by_row.T, other, precision=precision, preferred_element_type=wide)
+
+            def values(*scales: jax.Array) -> jax.Array:
+                dense = treedef.unflatten((codes, *scales))._replace(axis=-1).materialize()
+                return dense.astype(wide)
+
+            found = jax.linear_transpose(values, *scales)(of_w)
+            return tuple(
+                jax.lax.dynamic_update_slice_in_dim(whole, new, start, axis=-2)
+                for whole, new in zip(out, found, strict=True)
+            )
+
+        return _over_blocks(block, _varying(tuple(zeros), ct, x, codes), q)
+
+    wide = jnp.promote_types(jnp.promote_types(ct.dtype, x.dtype), jnp.float32)
+    return jax.vmap(one)(ct, x, codes, *zeros)
+
+
+def _varying(values: Any, *like: Any) -> Any:
+    return tuple(_compat.vary_like(v, like) for v in values)
+
+
+def _batch(operands: Any, axes: Any, **params: Any) -> Any:
+    """Batched activations alone are more rows; batched matrices are more of them."""
+    x, *leaves = operands
+    size = next(y.shape[d] for y, d in zip(operands, axes, strict=True) if d is not None)
+    bind = functools.partial(quantized_matmul_p.bind, **params)
+    if all(d is None for d in axes[1:]):
+        x = jnp.moveaxis(x, axes[0], 1)  # [batch, size, m, i]
+        out = bind(x.reshape(x.shape[0], -1, x.shape[-1]), *leaves)
+        return out.reshape(*x.shape[:-1], out.shape[-1]), 1
+    stacked = [
+        jnp.broadcast_to(y, (size, *y.shape)) if d is None else jnp.moveaxis(y, d, 0)
+        for y, d in zip(operands, axes, strict=True)
+    ]
+    out = bind(*(y.reshape(-1, *y.shape[2:]) for y in stacked))
+    return out.reshape(size, -1, *out.shape[1:]), 0
+
+
+def _lower(ctx: Any, *operands: Any, treedef: Any, precision: Any, dtype: Any) -> Any:
+    params = dict(treedef=treedef, precision=precision, dtype=dtype)
+    x, *leaves = ctx.avals_in
+    alone = _on_one_device(ctx.module_context)
+    fun = native_matmul if alone and _native_applies(x, leaves, **params) else reference
+    return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands, **params)
+
+
+def _on_one_device(context: Any) -> bool:
+    """Whether a program, or a part of it within `shard_map`, runs on whole arrays in this process.
+
+    The partitioner would bring all of the operands of a foreign call to each device.
+    """
+    if getattr(context.lowering_parameters, "for_export", False):
+        return False  # to run elsewhere
+    axes = context.axis_context
+    if hasattr(axes, "num_devices"):
+        return axes.num_devices == 1
+    if hasattr(axes, "manual_axes"):
+        return set(axes.mesh.axis_names) == set(axes.manual_axes)
+    return hasattr(axes, "axis_env")
+
+
+quantized_matmul_p.def_impl(_run)
+quantized_matmul_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[quantized_matmul_p] = _jvp
+ad.primitive_transposes[quantized_matmul_p] = _transpose
+batching.primitive_batchers[quantized_matmul_p] = _batch
+mlir.register_lowering(quantized_matmul_p, mlir.lower_fun(reference, multiple_results=False))
+mlir.register_lowering(quantized_matmul_p, _lower, platform="cpu")

@@ -1,0 +1,395 @@
+// Products of dense activations with a matrix that is stored as codes and scales, for XLA's CPU backend.
+//
+// A matrix W[rows, length] has, in each row, groups of `group` codes that share a scale (and an offset):
+// W = scale * table[code] + offset. Two products, with float32 activations and sums:
+//   along the groups:   y[m, row] = sum over k of x[m, k] * W[row, k]
+//   along the rows:     y[m, k]   = sum over rows of x[m, row] * W[row, k]
+//
+// For up to eight rows of x along the groups, codes are decoded in registers (`few_rows`). Otherwise
+// blocks of W that fit the L2 cache are decoded there, for many rows of x at a time, and one
+// register-blocked loop (`multiply`) does the products of both kinds.
+//
+// Compiled for the very CPU that it runs on: the width of vectors is a constant.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <iterator>
+#include <memory>
+#include <thread>
+#include <type_traits>
+
+#include "codes.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+// --- threads -------------------------------------------------------------------------------------
+
+// Memory of this thread, which later calls use again.
+float* scratch(size_t size) {
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  static thread_local std::unique_ptr<float, Free> memory;
+  static thread_local size_t available = 0;
+  if (size > available) {
+    available = (size + 15) / 16 * 16;
+    memory.reset(static_cast<float*>(std::aligned_alloc(64, available * sizeof(float))));
+  }
+  return memory.get();
+}
+
+// Runs `task(i)` for all i < count on the threads of XLA's pool and this one. It waits for tasks that
+// run alone, never for one in the pool's queue: others of the pool's threads may wait, too.
+template <typename Task>
+void parallel_for(ffi::ThreadPool& pool, int64_t threads, int64_t count, const Task& task) {
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto shared = std::make_shared<Shared>();
+  auto work = [shared, count, &task] {
+    for (int64_t i; (i = shared->next.fetch_add(1)) < count;) {
+      task(i);
+      shared->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  threads = std::min({threads, count, pool.num_threads()});
+  for (int64_t i = 1; i < threads; ++i) pool.Schedule(std::decay_t<decltype(work)>(work));
+  work();
+  while (shared->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
+}
+
+// --- few rows of activations, along the groups ---------------------------------------------------
+
+struct Activations {
+  const float* data;  // [rows, length], rows `stride` apart
+  int64_t rows, length, stride;
+};
+
+// Sums of products of M rows of x with R rows of the matrix, from `first` on. Those that there are not
+// are computed with others in their place, and not written.
+template <int M, int R>
+class Sums {
+ public:
+  Sums(const Weights& w, const Activations& x, int64_t first) : w_(w), x_(x), first_(first) {
+    for (int m = 0; m < M; ++m) rows_[m] = x.data + std::min<int64_t>(m, x.rows - 1) * x.stride;
+  }
+
+  // Adds those of P vectors of each row, of the elements from k, k + step, ... on.
+  template <int P>
+  void add(const Floats (&values)[P][R], int64_t k, int64_t step) {
+    for (int m = 0; m < M; ++m)
+      for (int p = 0; p < P; ++p) {
+        const Floats of_x = load<Floats>(rows_[m] + k + p * step);
+        for (int r = 0; r < R; ++r) total_[m][r] += values[p][r] * of_x;
+      }
+  }
+
+  // The same of the last elements, less than a vector.
+  void add_part(const Floats (&values)[R], int64_t k) {
+    for (int m = 0; m < M; ++m) {
+      const Floats of_x = load_part<Floats>(rows_[m] + k, x_.length - k);
+      for (int r = 0; r < R; ++r) total_[m][r] += values[r] * of_x;
+    }
+  }
+
+  void write(float* y) const {
+    for (int m = 0; m < M; ++m)
+      for (int r = 0; r < R; ++r)
+        if (m < x_.rows && first_ + r < w_.rows) y[m * w_.rows + first_ + r] = sum(total_[m][r]);
+  }
+
+ private:
+  const Weights& w_;
+  const Activations& x_;
+  int64_t first_;
+  const float* rows_[M];
+  Floats total_[M][R] = {};
+};
+
+// y[:, first:first + R], decoded in registers.
+template <Kind kind, int M, int R>
+void few_rows(const Weights& w, const Activations& x, int64_t first, float* y) {
+  constexpr int P = kind == kTable16 ? 2 : 1;  // codes in a byte
+  const int64_t group_bytes = w.stored / w.groups;
+  Sums<M, R> sums(w, x, first);
+  int64_t row[R];
+  Decoder<kind> decode[R];
+  for (int r = 0; r < R; ++r) {
+    row[r] = std::min(first + r, w.rows - 1);
+    decode[r] = Decoder<kind>(w);
+  }
+  for (int64_t group = 0, at = 0, k = 0; group < w.groups; ++group, k = group * w.group) {
+    for (int r = 0; r < R; ++r)
+      decode[r].start(w.scale_at(row[r], group), w.offset_at(row[r], group));
+    for (const int64_t stop = at + group_bytes; at < stop; at += kLanes, k += kLanes) {
+      Floats values[P][R];
+      for (int r = 0; r < R; ++r) {
+        const Bytes codes = load<Bytes>(w.codes + row[r] * w.stored + at);
+        for (int p = 0; p < P; ++p) values[p][r] = decode[r](codes, 4 * p);
+      }
+      sums.add(values, k, group_bytes);
+    }
+  }
+  sums.write(y);
+}
+
+// The same for any format and group, decoded in memory.
+template <int M, int R>
+void few_decoded_rows(const Weights& w, const Activations& x, DecodeRow decode, int64_t first,
+                      float* y) {
+  const int64_t stride = round_up(w.length, kLanes);
+  float* decoded = scratch(R * stride);
+  for (int r = 0; r < R; ++r)
+    decode(w, std::min(first + r, w.rows - 1), 0, w.length, decoded + r * stride);
+  Sums<M, R> sums(w, x, first);
+  int64_t k = 0;
+  for (; k + kLanes <= w.length; k += kLanes) {
+    Floats values[1][R];
+    for (int r = 0; r < R; ++r) values[0][r] = load<Floats>(decoded + r * stride + k);
+    sums.add(values, k, 0);
+  }
+  if (k < w.length) {
+    Floats values[R];
+    for (int r = 0; r < R; ++r)
+      values[r] = load_part<Floats>(decoded + r * stride + k, w.length - k);
+    sums.add_part(values, k);
+  }
+  sums.write(y);
+}
+
+// y[:, first:last], for up to M rows of x.
+template <int M>
+void few_along_groups(const Weights& w, Kind kind, const Activations& x, int64_t first,
+                      int64_t last, float* y) {
+  constexpr int R = std::clamp(kRegisters / 2 / M, 1, 4);  // all sums are in registers
+  constexpr void (*simple[])(const Weights&, const Activations&, int64_t, float*) = {
+      few_rows<kTable16, M, R>, few_rows<kSigned, M, R>, few_rows<kUnsigned, M, R>,
+      few_rows<kE4M3, M, R>, few_rows<kE5M2, M, R>};
+  for (; first < last; first += R)
+    if (w.simple())
+      simple[kind](w, x, first, y);
+    else
+      few_decoded_rows<M, R>(w, x, kDecodeRow[kind], first, y);
+}
+
+constexpr int64_t kFew = 8;     // up to this many rows
+constexpr int64_t kApart = 16;  // by how much more than their length rows are apart then
+
+// --- many rows of activations --------------------------------------------------------------------
+
+// out[r, v] (+)= sum over i < count of rows[r, i] * columns[i, v], for R rows and V vectors.
+template <int R, int V>
+void multiply(int64_t count, const float* rows, int64_t row_stride, const float* columns,
+              int64_t column_stride, float* out, int64_t out_stride, bool add) {
+  Floats total[R][V] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    Floats column[V];
+    for (int v = 0; v < V; ++v) column[v] = load<Floats>(columns + i * column_stride + v * kLanes);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) total[r][v] += rows[r * row_stride + i] * column[v];
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) {
+      float* at = out + r * out_stride + v * kLanes;
+      store(at, add ? load<Floats>(at) + total[r][v] : total[r][v]);
+    }
+}
+
+struct Tile {
+  int rows, vectors;
+  void (*multiply)(int64_t, const float*, int64_t, const float*, int64_t, float*, int64_t, bool);
+};
+
+template <int R, int V>
+constexpr Tile kTile{R, V, multiply<R, V>};
+
+// Tiles that fill the registers, of the fewest rows first.
+template <int R>
+constexpr Tile kFull = kTile<R, std::min(8, kRegisters * 3 / 4 / R)>;
+constexpr Tile kTiles[] = {kFull<1>, kFull<2>, kFull<4>, kFull<kTileRows>};
+
+constexpr int64_t kPanel = 2 * kLanes;  // columns that are packed together
+constexpr int64_t kWidest = 8 * kLanes;  // the most columns of a tile
+constexpr int64_t kDepth = 640;         // terms of a sum that are taken at a time
+constexpr int64_t kBlock = 96;          // rows of the matrix that are decoded at a time
+constexpr int64_t kMany = 512;          // rows of activations that they are decoded for
+
+// out[j, i] = in[i, j] for i < rows, j < columns, of which `block` are taken at a time. Their rows of
+// `out`, and four of `in`, should not share few sets of the nearest cache, as powers of two apart do.
+void transpose(const float* in, int64_t in_stride, int64_t rows, int64_t columns, float* out,
+               int64_t out_stride, int64_t block) {
+  for (int64_t j0 = 0; j0 < columns; j0 += block) {
+    const int64_t j1 = std::min(j0 + block, columns);
+    int64_t i = 0;
+#if defined(HKI_AVX512) || defined(HKI_AVX2)
+    for (; i + 4 <= rows && j1 == j0 + block; i += 4)
+      for (int64_t j = j0; j < j1; j += 4) {
+        __m128 part[4];
+        for (int n = 0; n < 4; ++n) part[n] = _mm_loadu_ps(in + (i + n) * in_stride + j);
+        _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
+        for (int n = 0; n < 4; ++n) _mm_storeu_ps(out + (j + n) * out_stride + i, part[n]);
+      }
+#endif
+    for (; i < rows; ++i)
+      for (int64_t j = j0; j < j1; ++j) out[j * out_stride + i] = in[i * in_stride + j];
+  }
+}
+
+// The transpose of some rows of x as panels [panel][k][kPanel], padded with zeros.
+void pack_panel(const Activations& x, int64_t panel, float* packed) {
+  const int64_t first = panel * kPanel, count = std::min(kPanel, x.rows - first);
+  float* out = packed + first * x.length;
+  if (count < kPanel) std::fill_n(out, kPanel * x.length, 0.0f);
+  transpose(x.data + first * x.stride, x.stride, count, x.length, out, kPanel, 16);
+}
+
+// y[:, first:last] of the product along the groups: rows [first, last) of the matrix.
+void many_along_groups(const Weights& w, DecodeRow decode, const Activations& x,
+                       const float* packed, int64_t first, int64_t last, float* y) {
+  const int64_t parts = (w.length + kDepth - 1) / kDepth;
+  const int64_t depth = round_up((w.length + parts - 1) / parts, kLanes), stride = depth + kLanes;
+  const int64_t rows = round_up(last - first, kTileRows);  // those behind the last one do not matter
+  const int64_t out_stride = round_up(x.rows, kPanel) + kLanes;
+  float* values = scratch(rows * (stride + out_stride));
+  float* out = values + rows * stride;  // [rows, x.rows]
+  for (int64_t k = 0; k < w.length; k += depth) {
+    const int64_t count = std::min(depth, w.length - k);
+    for (int64_t row = first; row < last; ++row)
+      decode(w, row, k, k + count, values + (row - first) * stride);
+    for (int64_t m = 0; m < x.rows; m += kPanel) {
+      const Tile& tile = x.rows - m <= kLanes ? kTile<kTileRows, 1> : kTile<kTileRows, 2>;
+      for (int64_t r = 0; r < rows; r += kTileRows)
+        tile.multiply(count, values + r * stride, stride, packed + m * w.length + k * kPanel,
+                      kPanel, out + r * out_stride + m, out_stride, k > 0);
+    }
+  }
+  transpose(out, out_stride, last - first, x.rows, y + first, w.rows, 4);
+}
+
+// y[:, first:last] of the product along the rows: elements [first, last) of each row of the matrix.
+void along_rows(const Weights& w, DecodeRow decode, const Activations& x, int64_t first,
+                int64_t last, float* y) {
+  const int64_t width = last - first, stride = round_up(width, kWidest) + kLanes;
+  const int64_t depth = std::min(kBlock, w.rows), x_stride = depth + kLanes;
+  float* values = scratch(depth * stride + kTileRows * (x_stride + kWidest));
+  float* of_x = values + depth * stride;         // [kTileRows, depth]
+  float* part = of_x + kTileRows * x_stride;  // [kTileRows, kWidest]
+  for (int64_t i = 0; i < w.rows; i += depth) {
+    const int64_t count = std::min(depth, w.rows - i);
+    for (int64_t row = 0; row < count; ++row)
+      decode(w, i + row, first, last, values + row * stride);
+    for (int64_t m = 0; m < x.rows; m += kTileRows) {
+      const int64_t rows = std::min<int64_t>(kTileRows, x.rows - m);
+      const Tile& tile = *std::find_if(std::begin(kTiles), std::end(kTiles),
+                                       [&](const Tile& t) { return t.rows >= rows; });
+      for (int64_t r = 0; r < rows; ++r)
+        std::copy_n(x.data + (m + r) * x.stride + i, count, of_x + r * x_stride);
+      for (int64_t k = 0; k < width; k += tile.vectors * kLanes) {
+        const int64_t columns = std::min<int64_t>(tile.vectors * kLanes, width - k);
+        float* out = y + m * w.length + first + k;
+        if (rows == tile.rows && columns == tile.vectors * kLanes) {
+          tile.multiply(count, of_x, x_stride, values + k, stride, out, w.length, i > 0);
+          continue;
+        }
+        tile.multiply(count, of_x, x_stride, values + k, stride, part, kWidest, false);
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t j = 0; j < columns; ++j)
+            out[r * w.length + j] = part[r * kWidest + j] + (i ? out[r * w.length + j] : 0);
+      }
+    }
+  }
+}
+
+// --- the whole -----------------------------------------------------------------------------------
+
+// About so many products a thread has to have, for it to be worth waking.
+constexpr int64_t kWorth = 1 << 17;
+
+void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float* packed, float* y,
+            ffi::ThreadPool& pool) {
+  const int64_t most = 1 + w.rows * w.length * std::min<int64_t>(x.rows, 8) / kWorth;
+  const int64_t threads = std::min(most, pool.num_threads());
+  const DecodeRow decode = kDecodeRow[kind];
+  // Parts of `size` (a multiple of `unit`) of `n`, and at least two for each thread.
+  const auto split = [&](int64_t n, int64_t unit, int64_t size, auto task) {
+    while (size > unit && n < 2 * threads * size) size -= unit;
+    parallel_for(pool, threads, (n + size - 1) / size,
+                 [&](int64_t i) { task(i * size, std::min(n, (i + 1) * size)); });
+  };
+  if (along) {
+    split(w.length, kWidest, 512,
+          [&](int64_t first, int64_t last) { along_rows(w, decode, x, first, last, y); });
+  } else if (x.rows <= kFew) {
+    Activations apart = x;
+    if (x.rows > 1) {  // rows that are powers of two apart would share the nearest cache's few sets
+      apart.data = packed, apart.stride = x.length + kApart;
+      for (int64_t m = 0; m < x.rows; ++m)
+        std::copy_n(x.data + m * x.stride, x.length, packed + m * apart.stride);
+    }
+    const auto few = x.rows == 1   ? few_along_groups<1>
+                     : x.rows == 2 ? few_along_groups<2>
+                     : x.rows <= 4 ? few_along_groups<4>
+                                   : few_along_groups<8>;
+    split(w.rows, 4, 64,
+          [&](int64_t first, int64_t last) { few(w, kind, apart, first, last, y); });
+  } else {
+    for (int64_t m = 0; m < x.rows; m += kMany) {
+      Activations block{x.data + m * x.stride, std::min(kMany, x.rows - m), x.length, x.stride};
+      parallel_for(pool, threads, (block.rows + kPanel - 1) / kPanel,
+                   [&](int64_t panel) { pack_panel(block, panel, packed); });
+      split(w.rows, kTileRows, kBlock, [&](int64_t first, int64_t last) {
+        many_along_groups(w, decode, block, packed, first, last, y + m * w.rows);
+      });
+    }
+  }
+}
+
+// Operands: x [batch, m, rows or length], codes [batch, rows, stored], scale and offset (empty where
+// there is none) [batch, rows, groups]. Results: y [batch, m, length or rows], and memory to pack x in,
+// for products along the groups: the transpose of `kMany` rows, up to `kFew` rows `kApart` more apart.
+ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
+                  ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> offset,
+                  ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Result<ffi::Buffer<ffi::F32>> packed,
+                  int64_t kind, int64_t rounding, int64_t bias, bool along_rows,
+                  ffi::Span<const int64_t> planes, ffi::Span<const float> table) {
+  const auto of_x = x.dimensions(), of_codes = codes.dimensions(), of_scale = scale.dimensions();
+  const int64_t batch = of_x[0], m = of_x[1], out = y->dimensions()[2];
+  Weights w{static_cast<const uint8_t*>(codes.untyped_data()), scale.typed_data(), nullptr};
+  w.rows = of_codes[1], w.stored = of_codes[2], w.groups = of_scale[2];
+  w.length = along_rows ? out : of_x[2];
+  std::copy_n(planes.begin(), 2, w.planes);
+  w.table = table.begin(), w.bias = bias;
+  w.rounding = static_cast<Rounding>(rounding);
+  w.group = w.stored * 8 / w.bits() / w.groups;
+  for (int64_t b = 0; b < batch; ++b) {
+    w.offset = offset.element_count() ? offset.typed_data() + b * w.rows * w.groups : nullptr;
+    Activations rows{x.typed_data() + b * m * of_x[2], m, of_x[2], of_x[2]};
+    matmul(w, static_cast<Kind>(kind), along_rows, rows, packed->typed_data(),
+           y->typed_data() + b * m * out, pool);
+    w.codes += w.rows * w.stored, w.scale += w.rows * w.groups;
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizedMatmul, handle,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("kind")
+                                  .Attr<int64_t>("rounding")
+                                  .Attr<int64_t>("bias")
+                                  .Attr<bool>("along_rows")
+                                  .Attr<ffi::Span<const int64_t>>("planes")
+                                  .Attr<ffi::Span<const float>>("table"));

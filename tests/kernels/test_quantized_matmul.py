@@ -1,0 +1,433 @@
+"""The native kernel and XLA's formulation, both against NumPy in float64."""
+
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+from haiku_implicit.kernels import matmul, native
+from haiku_implicit.quantization import formats
+
+FORMATS = sorted(formats.FORMATS)
+
+# Flags that choose other vectors than those of this CPU, which has the widest of them.
+PORTABLE = (*(flag for flag in native.FLAGS if not flag.startswith("-march")), "-O1")
+TARGETS = {"portable": PORTABLE}
+if platform.machine() in ("x86_64", "AMD64"):
+    TARGETS["avx2"] = (*PORTABLE, "-march=x86-64-v3")
+
+# Rows of activations: those that are decoded for in registers, one more, and some left over.
+ROWS = (1, 2, 3, 7, 8, 9, 40)
+
+# Length and group size: groups that fill vectors, that do not, a scale per channel, one with padding.
+LENGTHS = ((96, 32), (48, 8), (1312, None), (37, None))
+
+
+def normal(shape, seed=1, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def quantized(name, length=96, group=32, axis=-2, rows=37, seed=0):
+    shape = (length, rows) if axis == -2 else (rows, length)
+    return hki.QuantizedMatrix.quantize(normal(shape, seed), name, group, axis)
+
+
+@pytest.fixture
+def without_kernel(monkeypatch):
+    """XLA's formulation, in blocks."""
+    monkeypatch.setenv("HAIKU_IMPLICIT_NATIVE", "0")
+    monkeypatch.setattr(matmul, "_BLOCK", 512)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture(params=["kernel", "no kernel"])
+def path(request):
+    if request.param == "no kernel":
+        request.getfixturevalue("without_kernel")
+    return request.param
+
+
+product = hki.use_implicit_args(lambda w, x: x @ w)
+
+
+def check(weights, rows=ROWS, dtype=jnp.float32):
+    """Products of each weight with so many rows, in one program."""
+    xs = [normal((max(rows), w.shape[0]), dtype=dtype) for w in weights]
+
+    @jax.jit
+    def run(weights, xs):
+        out = [[product(w, x[:m]) for m in rows] for w, x in zip(weights, xs, strict=True)]
+        return out, [hki.materialize(w) for w in weights]
+
+    got, dense = run(weights, xs)
+    for products, w, x in zip(got, dense, xs, strict=True):
+        w, x = (np.asarray(y, np.float64) for y in (w, x))
+        for m, y in zip(rows, products, strict=True):
+            # Sums of n products in float32, in any order.
+            scale = np.abs(x[:m]).max() * np.abs(w).max() * np.sqrt(w.shape[0])
+            np.testing.assert_allclose(y, x[:m] @ w, rtol=1e-6, atol=1e-6 * scale)
+
+
+def of_all_shapes(name, axis):
+    step = formats.find(name).multiple
+    return [quantized(name, n - n % step if g else n, g, axis) for n, g in LENGTHS]
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name, axis):
+    assert native.available()
+    check(of_all_shapes(name, axis))
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_formats_without_kernel(axis, without_kernel):
+    assert not native.available()
+    check([quantized(name, axis=axis) for name in FORMATS], rows=(1, 9))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_other_targets(target, monkeypatch):
+    native.register(f"{native.TARGET}_{target}", TARGETS[target])
+    monkeypatch.setattr(native, "TARGET", f"{native.TARGET}_{target}")
+    jax.clear_caches()
+    for axis in (-2, -1):
+        kinds = ("binary", "int3", "int6", "int8", "uint4", "uint8", "fp8_e4m3", "fp8_e5m2")
+        check([w for name in kinds for w in of_all_shapes(name, axis)[::2]], rows=(1, 4, 9))
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20, 2.0**127])
+def test_all_codes_of_8_bit_floats(name, scale):
+    dtype = formats.find(name).dtype
+    codes = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), dtype)
+    q = hki.QuantizedMatrix.from_parts(codes[:, None], jnp.full((256, 1), scale), dtype=name)
+    q = q._replace(codes=jnp.repeat(q.codes, 16, axis=1))
+    want = np.asarray(hki.materialize(q))[:1]
+    for rows in (1, 9):
+        x = jnp.zeros((rows, 16)).at[:, 0].set(1)
+        got = np.asarray(product(q, x))
+        # The other terms are 0, or 0 * inf and 0 * NaN.
+        expected = np.where(np.isinf(want), np.nan, want)
+        np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_weights(dtype):
+    """The values are rounded to the weight's dtype, as those of the dense weight are."""
+    weights = [
+        hki.QuantizedMatrix.quantize(normal((96, 96), 0, dtype) * size, name, 32, axis)
+        for name in ("int8", "int6", "nf4", "uint4", "fp8_e5m2")
+        for axis in (-2, -1)
+        for size in jnp.asarray([1.0, 1e-5], dtype)  # the smaller ones are subnormal in float16
+    ]
+    check(weights, rows=(1, 9))
+
+
+# --- transformations -----------------------------------------------------------------------------
+
+
+def dense_twin(f):
+    return lambda w, *args: f(hki.materialize(w), *args)
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("name", ["uint4", "int8", "nf4"])
+def test_transformations(name, axis, path):
+    q = quantized(name, 32, 16, axis, rows=48)
+    stack = jax.tree.map(
+        lambda *y: jnp.stack(y), *(quantized(name, 32, 16, axis, 48, s) for s in range(3))
+    )
+    x, xs = normal((5, q.shape[0])), normal((3, 5, q.shape[0]))
+
+    def loss(w, x):
+        return jnp.sin((x @ w) / 8).sum()
+
+    def of_scales(f, scales, q, x):
+        return f(q._replace(scale=scales[0], offset=scales[1]), x)
+
+    def everything(of):
+        f, g = of(lambda w, x: x @ w), of(loss)
+        scales = (q.scale, q.offset)
+        by_scales = lambda scales: of_scales(g, scales, q, x)  # noqa: E731
+        by_x = jax.grad(g, argnums=1)
+        moved = jax.tree.map(jnp.cos, scales)
+        return dict(
+            vmap=(
+                jax.vmap(f, (None, 0))(q, xs),
+                jax.vmap(f, (0, None))(stack, x),
+                jax.vmap(f)(stack, xs),
+            ),
+            vmap_last=jax.vmap(f, (None, -1), -1)(q, jnp.moveaxis(xs, 0, -1)),
+            scan=jax.lax.scan(lambda c, wx: (c, f(*wx)), 0, (stack, xs))[1],
+            grad=(by_x(q, x), jax.grad(by_scales)(scales)),
+            grad_vmap=jax.vmap(by_x)(stack, xs),
+            vmap_grad_scales=jax.vmap(
+                lambda w, x: jax.grad(lambda s: of_scales(g, s, w, x))((w.scale, w.offset))
+            )(stack, xs),
+            jvp=(
+                jax.jvp(lambda x: f(q, x), (x,), (x[::-1],)),
+                jax.jvp(by_scales, (scales,), (moved,)),
+            ),
+            hessian=jax.jvp(lambda x: by_x(q, x), (x,), (jnp.cos(x),)),
+            of_scales_by_x=jax.grad(
+                lambda x: sum(
+                    jnp.sin(y / 64).sum()
+                    for y in jax.tree.leaves(jax.grad(lambda s: of_scales(g, s, q, x))(scales))
+                )
+            )(x),
+            remat=jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(f(q, x)).sum())(x))(x),
+        )
+
+    got = jax.jit(lambda: everything(hki.use_implicit_args))()
+    want = jax.jit(lambda: everything(dense_twin))()
+    # Sums of 32 to 48 products of numbers up to about 30 (codes times activations), in another order.
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=2e-4)
+
+
+def test_activations_alone_are_more_rows():
+    """A batch of activations makes one product, not one for each."""
+    q = quantized("int4")
+    batched = jax.make_jaxpr(jax.vmap(product, (None, 0)))(q, normal((6, 2, 96)))
+    text = str(batched)
+    assert text.count("quantized_matmul[") == 1 and "f32[1,12,37]" in text
+
+
+def test_floating_codes_can_be_differentiated():
+    q = quantized("fp8_e5m2")._replace(scale=jnp.ones((37, 3)))
+    x = normal((2, 96))
+
+    def loss(of, codes):
+        return of(q._replace(codes=codes.astype(q.codes.dtype)), x).sum()
+
+    codes = q.codes.astype(jnp.float32)
+    got = jax.grad(lambda c: loss(product, c))(codes)
+    want = jax.grad(lambda c: loss(dense_twin(lambda w, x: x @ w), c))(codes)
+    np.testing.assert_allclose(got, want, rtol=0.3, atol=0.3)  # gradients of 2 bits of mantissa
+
+
+def test_donation_and_stacked_axes():
+    q = quantized("int4")
+    x = normal((96, 96))
+    want = x @ hki.materialize(q)
+    step = jax.jit(lambda x, w: (product(w, x), x * 2), donate_argnums=0)
+    np.testing.assert_allclose(step(x + 0, q)[0], want, rtol=1e-5, atol=1e-4)
+
+    stack = jax.tree.map(lambda *y: jnp.stack(y), q, q._replace(scale=-q.scale))
+    w = hki.materialize(stack)
+    for spec in (
+        "bmk,bkn->bmn",
+        "mk,bkn->bmn",
+        "mk,bkn->mbn",
+        "bkm,bkn->nmb",
+        "mbn,bkn->kmb",
+        "kc,bkn->bnc",
+    ):
+        shapes = dict(b=2, m=3, k=96, n=37, c=4)
+        x = normal([shapes[i] for i in spec.split(",")[0]])
+        got = hki.use_implicit_args(lambda w, x, spec=spec: jnp.einsum(spec, x, w))(stack, x)
+        np.testing.assert_allclose(got, jnp.einsum(spec, x, w), rtol=1e-5, atol=1e-4)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_memory(rows, axis, path):
+    """What a product and its derivatives take is at most an eighth of the dense weight."""
+    make = lambda: quantized("uint4", 1024, 32, axis, rows=1027)  # noqa: E731
+    q = jax.eval_shape(make)
+    x = jax.ShapeDtypeStruct((rows, q.shape[0]), jnp.float32)
+    by_x = jax.grad(lambda x, q: jnp.sin(product(q, x)).sum())
+    for f in (lambda x, q: product(q, x), by_x):
+        memory = jax.jit(f).lower(x, q).compile().memory_analysis()
+        assert memory.temp_size_in_bytes <= q.size * 4 / 8
+
+
+# --- which path ----------------------------------------------------------------------------------
+
+
+def lowered(f, *args):
+    return jax.jit(f).lower(*args).as_text()
+
+
+def test_one_program_for_all_platforms():
+    q, x = quantized("int4"), normal((2, 96))
+    assert native.TARGET in lowered(product, q, x)
+    exported = jax.export.export(jax.jit(product), platforms=("cpu", "cuda"))(q, x)
+    assert native.TARGET not in exported.mlir_module()  # where it runs, there may be none
+    np.testing.assert_allclose(exported.call(q, x), product(q, x), rtol=1e-5, atol=1e-4)
+
+
+def test_what_the_kernel_does_not_serve(x64):
+    q = quantized("int4")
+    highest = jax.lax.DotAlgorithmPreset.F32_F32_F32
+    cases = [
+        (q, normal((2, 96)).astype(jnp.float64), {}),
+        (
+            hki.QuantizedMatrix.quantize(normal((96, 8), dtype=jnp.float64), "int4", 32),
+            normal((2, 96)),
+            {},
+        ),
+        (q, normal((2, 96)), dict(preferred_element_type=jnp.float64)),
+        (q, normal((2, 96)), dict(precision=highest)),
+        (q, normal((0, 96)), {}),
+    ]
+    for w, x, options in cases:
+        f = lambda w, x, options=options: jnp.matmul(x, w, **options)  # noqa: E731
+        implicit = hki.use_implicit_args(f)
+        assert native.TARGET not in lowered(implicit, w, x)
+        want = f(hki.materialize(w), x)
+        got = implicit(w, x)
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+# --- building ------------------------------------------------------------------------------------
+
+USE = """
+import jax, numpy as np, haiku_implicit as hki
+from haiku_implicit.kernels import native
+native.FLAGS = ("-std=c++17", "-O0", "-fPIC", "-shared", "-w")  # the fastest to compile
+q = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (64, 8)), "int4", 32)
+x = jax.random.normal(jax.random.key(1), (3, 64))
+for _ in range(2):
+    got = hki.use_implicit_args(lambda w, x: x @ w)(q, x)
+    np.testing.assert_allclose(got, x @ hki.materialize(q), rtol=1e-5, atol=1e-5)
+print("native" if native.available() else "xla")
+"""
+
+
+def start(**environment):
+    """Another process, that multiplies with a quantized matrix."""
+    return subprocess.Popen(
+        [sys.executable, "-c", USE],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_that_start_at_once(tmp_path):
+    """They build into an empty cache, which a failing compiler leaves as it is."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    failing = start(CXX="/bin/false", **cache)
+    both = [start(**cache) for _ in range(2)]
+    for process in both:
+        out, err = process.communicate()
+        assert out == "native\n", err
+    folder = tmp_path / "haiku_implicit" / "kernels"
+    assert [p.suffix for p in folder.iterdir()] == [".so"]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    out, err = failing.communicate()
+    assert out == "xla\n"
+    logged = [line for line in err.splitlines() if "haiku_implicit" in line]
+    assert len(logged) == 1 and "/bin/false" in logged[0]
+
+
+def test_cache(tmp_path, monkeypatch):
+    """Built once; a folder that others can write to, or that cannot be written to, is not used."""
+    built = []
+
+    def compiled(compiler, flags, output):
+        built.append(output)
+        pathlib.Path(output).write_text("a library")
+
+    monkeypatch.setattr(native, "_compile", compiled)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    first = native.library(native.FLAGS, temporary)
+    assert first.parent == tmp_path / "haiku_implicit" / "kernels"
+    assert native.library(native.FLAGS, temporary) == first and len(built) == 1
+    other = native.library((*native.FLAGS, "-g"), temporary)
+    assert other.parent == first.parent and other != first and len(built) == 2
+
+    first.parent.chmod(0o777)
+    assert native.library(native.FLAGS, temporary).parent == temporary
+    monkeypatch.setenv("XDG_CACHE_HOME", str(first))  # a file
+    assert native.library(native.FLAGS, temporary).parent == temporary
+    assert len(built) == 4 and not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "variable,value,message",
+    [
+        ("CXX", "/bin/false", "/bin/false: it failed"),
+        ("CXX", "no-such-compiler", "no C\\+\\+ compiler \\(no-such-compiler\\); set CXX to one"),
+        ("PATH", "", "no C\\+\\+ compiler \\(c\\+\\+, g\\+\\+, clang\\+\\+\\)"),
+    ],
+)
+def test_no_compiler(variable, value, message, tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(native.BuildError, match=message):
+        native.register("never", native.FLAGS)
+
+
+# --- several devices -----------------------------------------------------------------------------
+
+TWO_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
+from jax.sharding import NamedSharding, PartitionSpec as P
+from haiku_implicit.kernels import native
+
+mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+product = hki.use_implicit_args(lambda w, x: x @ w)
+grad = hki.use_implicit_args(lambda w, x: jax.grad(lambda x: jnp.sin(x @ w).sum())(x))
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+for axis in (-2, -1):
+    q = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (128, 64)), "uint4", 32, axis)
+    x = jax.random.normal(jax.random.key(1), (4, 128))
+    w = hki.materialize(q)
+    dense_grad = jax.grad(lambda x: jnp.sin(x @ w).sum())(x)
+    for spec, x_spec in ((P(), P("i", None)), (P("i", None), P(None, "i")), (P(None, "i"), P())):
+        placed = jax.tree.map(jax.device_put, q, jax.tree.map(
+            lambda s: NamedSharding(mesh, s), q.partition_spec(spec, mesh)))
+        at = jax.device_put(x, NamedSharding(mesh, x_spec))
+        close(jax.jit(product)(placed, at), x @ w)
+        close(jax.jit(grad)(placed, at), dense_grad)
+
+    # In shard_map each device has the kernel.
+    for spec, x_spec, out in ((P("i", None), P(None, "i"), P()), (P(None, "i"), P(), P(None, "i"))):
+        def body(x, w):
+            y = x @ w
+            return jax.lax.psum(y, "i") if out == P() else y
+        f = hki.use_implicit_args(jax.shard_map(body, mesh=mesh, in_specs=(x_spec, spec), out_specs=out))
+        assert native.TARGET in jax.jit(f).lower(x, q).as_text()
+        close(jax.jit(f)(x, q), x @ w)
+        close(jax.jit(jax.grad(lambda x: jnp.sin(f(x, q)).sum()))(x), dense_grad)
+    stack = jax.tree.map(lambda y: jnp.stack([y, y]), q)
+    close(jax.pmap(product)(stack, jnp.stack([x, -x])), jnp.stack([x @ w, -x @ w]))
+print("done")
+"""
+
+
+def test_two_devices():
+    flags = "--xla_force_host_platform_device_count=2"
+    run = subprocess.run(
+        [sys.executable, "-c", TWO_DEVICES],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.strip() == "done", run.stderr[-3000:]
