@@ -352,7 +352,10 @@ def test_chosen_parameters_that_do_not_fit(wrap, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(group_size=0), "group_size: expected None, .tensor., a positive integer or a pair of them, got 0"),
+        (
+            dict(group_size=0),
+            "group_size: expected None, .tensor., a positive integer or a pair of them, got 0",
+        ),
         (dict(group_size=2.0), r"group_size: .*2\.0"),
         (dict(axis=0), "axis: expected -2 or -1, got 0"),
     ],
