@@ -132,8 +132,11 @@ def _dense(w: jax.Array, x: jax.Array) -> Callable[[], Any]:
 
 
 def _library(q: hki.QuantizedMatrix, x: jax.Array) -> Callable[[], Any]:
-    compiled = jax.jit(hki.use_implicit_args(jnp.matmul)).lower(x, q).compile()
-    return lambda: compiled(x, q)
+    leaves, treedef = jax.tree.flatten(q)  # once: within a model, it is not a part of a product
+    matmul = hki.use_implicit_args(jnp.matmul)
+    run = jax.jit(lambda x, *leaves: matmul(x, treedef.unflatten(leaves)))
+    compiled = run.lower(x, *leaves).compile()
+    return lambda: compiled(x, *leaves)
 
 
 def _without_kernel(q: hki.QuantizedMatrix, x: jax.Array) -> Callable[[], Any]:
@@ -155,9 +158,11 @@ def _qwix(w: jax.Array, x: jax.Array, name: str, group: int | None) -> Callable[
     dtype = {"fp8_e4m3": "float8_e4m3fn"}.get(name, name)
     tiles = None if group is None else {0: group}
     q = jax.jit(lambda w: qwix.quantize(w, dtype, channelwise_axes=(1,), tiled_axes=tiles))(w)
-    run = jax.jit(lambda x, q: qwix.dot_general(x, q, (((1,), (0,)), ((), ()))))
-    compiled = run.lower(x, q).compile()
-    return lambda: compiled(x, q)
+    leaves, treedef = jax.tree.flatten(q)
+    numbers = (((1,), (0,)), ((), ()))
+    run = jax.jit(lambda x, *leaves: qwix.dot_general(x, treedef.unflatten(leaves), numbers))
+    compiled = run.lower(x, *leaves).compile()
+    return lambda: compiled(x, *leaves)
 
 
 def _in_turns(functions: Sequence[Callable[[], Any]]) -> list[list[float]]:

@@ -141,6 +141,7 @@ def quantize_creator(
     zero_point: bool = False,
     calibration: str | None = None,
     scale_dtype: Any = None,
+    activation: str | None = None,
 ) -> Creator:
     """A creator of quantized parameters, for `hk.custom_creator`.
 
@@ -154,6 +155,7 @@ def quantize_creator(
       zero_point: whether codes are relative to a zero point (asymmetric quantization).
       calibration: how scales are found.
       scale_dtype: how they are stored.
+      activation: the format that activations are quantized to in products; None: they are not.
 
     Returns:
       A creator: what `init` stores is `QuantizedMatrix`.
@@ -174,7 +176,7 @@ def quantize_creator(
     """
     make, default = _quantizer(
         dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
-        calibration=calibration, scale_dtype=scale_dtype,
+        calibration=calibration, scale_dtype=scale_dtype, activation=activation,
     )  # fmt: skip
     chosen = _targets.chooser(targets, default)
 
@@ -274,6 +276,7 @@ def quantize_getter(
     zero_point: bool = False,
     calibration: str | None = None,
     scale_dtype: Any = None,
+    activation: str | None = None,
 ) -> Getter:
     """A getter of quantized weights, for `hk.custom_getter`: what is stored stays dense.
 
@@ -288,6 +291,7 @@ def quantize_getter(
       zero_point: whether codes are relative to a zero point.
       calibration: how scales are found.
       scale_dtype: how they are stored.
+      activation: the format that activations are quantized to in products; None: they are not.
 
     Returns:
       A getter: the model sees `QuantizedMatrix`.
@@ -308,7 +312,7 @@ def quantize_getter(
     """
     make, default = _quantizer(
         dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
-        calibration=calibration, scale_dtype=scale_dtype,
+        calibration=calibration, scale_dtype=scale_dtype, activation=activation,
     )  # fmt: skip
     chosen = _targets.chooser(targets, default)
 

@@ -89,6 +89,7 @@ def quantize_params(
     zero_point: bool = False,
     calibration: str | None = None,
     scale_dtype: Any = None,
+    activation: str | None = None,
     rules: Sequence[rule_lists.QuantRule] | None = None,
 ) -> Any:
     """Quantizes weights of a tree of parameters; of a LoRA weight its `w`.
@@ -104,6 +105,7 @@ def quantize_params(
       zero_point: whether codes are relative to a zero point (asymmetric quantization).
       calibration: how scales are found.
       scale_dtype: how they are stored.
+      activation: the format that activations are quantized to in products; None: they are not.
       rules: a list of `quantization.QuantRule` in place of the other options (but `targets`, `axis` and
         `scale_dtype`): the first one that matches a module decides how its dense weights are
         quantized, one without `weight_qtype` leaves them alone. Rules that decide for no module are
@@ -132,7 +134,7 @@ def quantize_params(
         return _quantize_by_rules(params, rules, targets, axis, scale_dtype)
     _targets.check_group_size(group_size)
     options = dict(dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
-                   calibration=calibration, scale_dtype=scale_dtype)  # fmt: skip
+                   calibration=calibration, scale_dtype=scale_dtype, activation=activation)  # fmt: skip
 
     def make(path: str, value: Any) -> Any:
         return _targets.make_quantized(path, value, options)
@@ -147,16 +149,18 @@ def _quantize_by_rules(
 ) -> Any:
     rules = checked_rules(rules)
     for i, rule in enumerate(rules):
-        if rule.act_qtype is not None:
+        if rule.act_static_scale or rule.act_calibration_method != "absmax":
             raise ValueError(
-                f"rules[{i}]: act_qtype={rule.act_qtype!r} is for quantized_training; what "
-                "quantize_params stores is multiplied with activations as they are"
+                f"rules[{i}]: expected activations that are quantized by their largest magnitudes, got "
+                f"act_static_scale={rule.act_static_scale}, act_calibration_method="
+                f"{rule.act_calibration_method!r}; others are for quantized_training"
             )
 
     def make(path: str, value: Any, own: Any) -> Any:
         rule = next(rule for rule in own if rule.weight_qtype is not None)
         options = rule.weight_options(value.shape[axis])
-        return QuantizedMatrix.quantize(value, axis=axis, scale_dtype=scale_dtype, **options)
+        options |= dict(axis=axis, scale_dtype=scale_dtype, activation=rule.act_qtype)
+        return QuantizedMatrix.quantize(value, **options)
 
     return replace_by_rules(params, rules, targets, make)
 

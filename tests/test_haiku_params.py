@@ -1,5 +1,6 @@
 """Functions on trees of existing parameters."""
 
+import dataclasses
 import functools
 import re
 from typing import Any, NamedTuple
@@ -345,7 +346,10 @@ def test_quantize_by_rules():
         assert jnp.abs(hki.materialize(new[name]["w"]) - weight).max() < 0.5
     with pytest.warns(UserWarning, match=r"no module is left for 'z' \(rules\[1\]\)"):
         hki.quantize_params(params, rules=[rules[2], QuantRule(module_path="z")])
-    with pytest.raises(ValueError, match=r"rules\[0\]: act_qtype='int8' is for quantized_training"):
-        hki.quantize_params(params, rules=[QuantRule(weight_qtype="int8", act_qtype="int8")])
+    both = QuantRule(weight_qtype="int8", act_qtype="int8")
+    assert hki.quantize_params(params, rules=[both])["head"]["w"].activation == "int8"
+    with pytest.raises(ValueError, match=r"rules\[0\]: expected activations .*'rms,3'"):
+        by_rms = dataclasses.replace(both, act_calibration_method="rms,3")
+        hki.quantize_params(params, rules=[by_rms])
     with pytest.raises(ValueError, match="quantize none of the 3 dense weights"):
         hki.quantize_params(params, rules=[QuantRule(module_path="z", weight_qtype="int8")])

@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec
 from haiku_implicit._array import ImplicitArray, aux_field, frozen_field, is_implicit
 from haiku_implicit._dense import dense
 from haiku_implicit._dispatch import primitive_handler
-from haiku_implicit.quantization import formats, scales
+from haiku_implicit.quantization import formats, functions, scales
 from haiku_implicit.quantization.dot import quantized_dot, with_dense
 from haiku_implicit.quantization.encoding import encode_rows
+from haiku_implicit.quantization.rules import QtRule
 
 
 @dataclasses.dataclass
@@ -42,6 +43,9 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
       dtype: what the values are rounded to; the dtype of `scale` unless given.
       rounded_to: a narrower dtype that the values were rounded to before, by a cast there and back;
         None unless there was one.
+      activation: the format that activations are quantized to in products (in matrix products; a
+        convolution takes them as they are), each row by its largest magnitude; None: they are not.
+        The gradient by activations passes the rounding straight through; scales have none then.
 
     Raises:
       ValueError: where codes, scales and offsets do not fit together or to the format.
@@ -65,6 +69,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     axis: int = aux_field(default=-2)
     padding: int = aux_field(default=0)
     rounded_to: Any = aux_field(default=None)
+    activation: str | None = aux_field(default=None)
 
     def __post_init__(self) -> None:
         fmt = formats.find(self.format)
@@ -83,6 +88,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         calibration: str | None = None,
         scale_dtype: Any = None,
         moments: Any = None,
+        activation: str | None = None,
     ) -> Self:
         """Rounds a weight to the nearest codes; also under `jit`, `vmap` and `eval_shape`.
 
@@ -110,6 +116,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
             for float64 weights), or what the format says.
           moments: `[..., k, k]` for `axis` of length k: of the inputs x `[n, k]` of the product xᵀx,
             to round for the least error of the product (GPTQ); see `input_moments`.
+          activation: 'int8', 'int4', 'fp8_e4m3', ...: activations are quantized in each product
+            (dynamic quantization), so that integers multiply integers. None: weight-only.
 
         Returns:
           The quantized weight, of the dtype of `w`.
@@ -133,7 +141,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         parts = encode_rows(
             cls, stored, dtype, group_size, zero_point, calibration, scale_dtype, moments
         )
-        new = cls(**parts, axis=axis)
+        new = cls(**parts, axis=axis, activation=_checked_activation(activation))
         return new if new.dtype == w.dtype else new._replace(dtype=w.dtype)
 
     @classmethod
@@ -202,8 +210,9 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         """
         group = None if self.num_groups == 1 and self._tile[0] == 1 else self._tile
         new = self.quantize(
-            w, self.format, group, self.axis, scale_dtype=scales.stored_as(self.scale)
-        )
+            w, self.format, group, self.axis, scale_dtype=scales.stored_as(self.scale),
+            activation=self.activation,
+        )  # fmt: skip
         return new._replace(dtype=self.dtype)
 
     @property
@@ -358,6 +367,13 @@ def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
         raise ValueError(f"dtype: expected a floating dtype, got {q.dtype.name}")
 
 
+def _checked_activation(activation: Any) -> str | None:
+    try:
+        return QtRule(act_qtype=activation).act_qtype
+    except ValueError as e:
+        raise ValueError(f"activation: {str(e).removeprefix('act_qtype: ')}") from None
+
+
 def _padded_spec(spec: Any, ndim: int) -> tuple[list[Any], list[Any]]:
     """The entries of a partition spec for the batch axes, and for the two axes of the matrix."""
     entries = [*spec, *[None] * (ndim - len(spec))]
@@ -377,6 +393,8 @@ def dot_with_quantized(
     primitive: Any, x: jax.Array, w: QuantizedMatrix, *, dimension_numbers: Any, **params: Any
 ) -> jax.Array:
     """A product with the codes, see `quantized_dot`."""
+    if w.activation is not None:
+        return _dot_in_codes(x, w.with_row_scales(), dimension_numbers, 1, params)
     return quantized_dot(x, w, dimension_numbers, **params)
 
 
@@ -385,7 +403,17 @@ def dot_of_quantized(
     primitive: Any, w: QuantizedMatrix, x: jax.Array, *, dimension_numbers: Any, **params: Any
 ) -> jax.Array:
     """A product with the codes, see `quantized_dot`."""
+    if w.activation is not None:
+        return _dot_in_codes(w.with_row_scales(), x, dimension_numbers, 0, params)
     return quantized_dot(x, w, dimension_numbers, q_first=True, **params)
+
+
+def _dot_in_codes(lhs: Any, rhs: Any, numbers: Any, weight: int, params: Any) -> jax.Array:
+    """A product of codes with those of activations, see `quantization.dot_general`."""
+    # (The rule's format of weights is not used: this one is stored in its own.)
+    rule = QtRule(weight_qtype="int8", act_qtype=(lhs, rhs)[weight].activation)
+    which = dict(lhs_is_weight=weight == 0, rhs_is_weight=weight == 1)
+    return functions.dot_general(lhs, rhs, numbers, **params, rule=rule, **which)
 
 
 @primitive_handler("dot_general")

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "xla/ffi/api/ffi.h"
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define HKI_AVX512
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -18,6 +20,8 @@
 #endif
 
 namespace {
+
+namespace ffi = xla::ffi;
 
 // --- vectors -------------------------------------------------------------------------------------
 
@@ -155,11 +159,39 @@ inline Floats rounded(Floats value, Rounding to) {
   return size < 0x1p-14f ? small : size >= 65520 ? infinity : size == size ? normal : value;
 }
 
+// Numbers as they are stored, read as float32. Of float16 there are as many as of groups: reading them
+// one by one costs little next to a pass over all of them.
+struct Numbers {
+  const void* data;
+  ffi::DataType dtype;
+
+  float operator[](int64_t i) const {
+    if (dtype == ffi::DataType::F32) return static_cast<const float*>(data)[i];
+    const uint32_t bits = static_cast<const uint16_t*>(data)[i];
+    if (dtype == ffi::DataType::BF16) return as_float(bits << 16);
+#if defined(HKI_AVX512) || defined(HKI_AVX2)
+    return _cvtsh_ss(static_cast<uint16_t>(bits));
+#else
+    const uint32_t sign = (bits & 0x8000) << 16, size = (bits & 0x7fff) << 13;
+    const bool finite = (bits & 0x7c00) != 0x7c00;  // the exponent has another bias
+    const float value = finite ? as_float(size) * 0x1p112f : as_float(size | 0x7f800000);
+    return sign ? -value : value;
+#endif
+  }
+
+  static float as_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+  }
+  static int64_t size(ffi::DataType dtype) { return dtype == ffi::DataType::F32 ? 4 : 2; }
+};
+
 // One matrix.
 struct Weights {
   const uint8_t* codes;  // [rows, stored]
-  const float* scale;    // [rows, groups]
-  const float* offset;   // the same, or null
+  Numbers scale;         // [rows, groups]
+  Numbers offset;        // the same, or null
   int64_t rows, length, stored, groups, group;
   const float* table;  // the value of each code
   int32_t bias;        // what is subtracted from unsigned codes
@@ -169,7 +201,7 @@ struct Weights {
   int64_t bits() const { return planes[0] + planes[1]; }
   float scale_at(int64_t row, int64_t group) const { return scale[row * groups + group]; }
   float offset_at(int64_t row, int64_t group) const {
-    return offset ? offset[row * groups + group] : 0;
+    return offset.data ? offset[row * groups + group] : 0;
   }
   bool nibbles() const { return planes[0] == 4 && planes[1] == 0; }
   // Whether the values are those of whole vectors of codes in a group, just scaled.

@@ -140,10 +140,7 @@ def native_matmul(x: jax.Array, *leaves: jax.Array, treedef: Any, dtype: Any, **
         _compat.struct(shape, jnp.float32, like=like)
         for shape in ((batch, m, q.shape[-1]), (packed,))
     ]
-    scale, offset = (
-        jnp.zeros(0, jnp.float32) if s is None else s.astype(jnp.float32)
-        for s in (q.scale, q.offset)
-    )
+    scale, offset = map(_readable, (q.scale, q.offset))
     numbers = dict(
         kind=0 if fmt.bits <= 4 else _KINDS.get(fmt.name, 2),
         rounding=_FLOATS[q.dtype],
@@ -160,6 +157,13 @@ def native_matmul(x: jax.Array, *leaves: jax.Array, treedef: Any, dtype: Any, **
         **{name: np.int64(value) for name, value in numbers.items()},
     )
     return y.astype(dtype)
+
+
+def _readable(scale: jax.Array | None) -> jax.Array:
+    """Scales as the kernel reads them, and nothing where there are none."""
+    if scale is None:
+        return jnp.zeros(0, jnp.float32)
+    return scale if scale.dtype in _FLOATS else scale.astype(jnp.float32)
 
 
 def _table(fmt: formats.Format) -> np.ndarray:

@@ -21,11 +21,8 @@
 #include <type_traits>
 
 #include "codes.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace {
-
-namespace ffi = xla::ffi;
 
 // --- threads -------------------------------------------------------------------------------------
 
@@ -349,17 +346,24 @@ void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float
   }
 }
 
+// A buffer of numbers from an element on; null if it is empty.
+Numbers numbers(const ffi::AnyBuffer& buffer, int64_t first) {
+  const char* data = static_cast<const char*>(buffer.untyped_data());
+  const ffi::DataType dtype = buffer.element_type();
+  return {buffer.element_count() ? data + first * Numbers::size(dtype) : nullptr, dtype};
+}
+
 // Operands: x [batch, m, rows or length], codes [batch, rows, stored], scale and offset (empty where
 // there is none) [batch, rows, groups]. Results: y [batch, m, length or rows], and memory to pack x in,
 // for products along the groups: the transpose of `kMany` rows, up to `kFew` rows `kApart` more apart.
 ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
-                  ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> offset,
+                  ffi::AnyBuffer scale, ffi::AnyBuffer offset,
                   ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Result<ffi::Buffer<ffi::F32>> packed,
                   int64_t kind, int64_t rounding, int64_t bias, bool along_rows,
                   ffi::Span<const int64_t> planes, ffi::Span<const float> table) {
   const auto of_x = x.dimensions(), of_codes = codes.dimensions(), of_scale = scale.dimensions();
   const int64_t batch = of_x[0], m = of_x[1], out = y->dimensions()[2];
-  Weights w{static_cast<const uint8_t*>(codes.untyped_data()), scale.typed_data(), nullptr};
+  Weights w{static_cast<const uint8_t*>(codes.untyped_data())};
   w.rows = of_codes[1], w.stored = of_codes[2], w.groups = of_scale[2];
   w.length = along_rows ? out : of_x[2];
   std::copy_n(planes.begin(), 2, w.planes);
@@ -367,11 +371,12 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
   w.rounding = static_cast<Rounding>(rounding);
   w.group = w.stored * 8 / w.bits() / w.groups;
   for (int64_t b = 0; b < batch; ++b) {
-    w.offset = offset.element_count() ? offset.typed_data() + b * w.rows * w.groups : nullptr;
+    w.scale = numbers(scale, b * w.rows * w.groups);
+    w.offset = numbers(offset, b * w.rows * w.groups);
     Activations rows{x.typed_data() + b * m * of_x[2], m, of_x[2], of_x[2]};
     matmul(w, static_cast<Kind>(kind), along_rows, rows, packed->typed_data(),
            y->typed_data() + b * m * out, pool);
-    w.codes += w.rows * w.stored, w.scale += w.rows * w.groups;
+    w.codes += w.rows * w.stored;
   }
   return ffi::Error::Success();
 }
@@ -383,8 +388,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizedMatmul, handle,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("kind")

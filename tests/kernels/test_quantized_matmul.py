@@ -26,7 +26,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     TARGETS["avx2"] = (*PORTABLE, "-march=x86-64-v3")
 
 # Rows of activations: those that are decoded for in registers, one more, and some left over.
-ROWS = (1, 2, 3, 7, 8, 9, 40)
+ROWS = (1, 2, 3, 8, 9, 40)
 
 # Length and group size: groups that fill vectors, that do not, a scale per channel, one with padding.
 LENGTHS = ((96, 32), (48, 8), (1312, None), (37, None))
@@ -104,7 +104,7 @@ def test_other_targets(target, monkeypatch):
     jax.clear_caches()
     for axis in (-2, -1):
         kinds = ("binary", "int3", "int6", "int8", "uint4", "uint8", "fp8_e4m3", "fp8_e5m2")
-        check([w for name in kinds for w in of_all_shapes(name, axis)[::2]], rows=(1, 4, 9))
+        check([w for name in kinds for w in of_all_shapes(name, axis)[::2]], rows=(4, 9))
     jax.clear_caches()
 
 
