@@ -1,6 +1,6 @@
-// Products of dense activations with a matrix that is stored as codes and scales, for XLA's CPU backend.
+// Products of dense activations with a matrix that is stored as codes and scales, for XLA on CPUs.
 //
-// A matrix W[rows, length] has, in each row, groups of `group` codes that share a scale (and an offset):
+// A matrix W[rows, length] has, in each row, groups of codes that share a scale (and an offset):
 // W = scale * table[code] + offset. Two products, with float32 activations and sums:
 //   along the groups:   y[m, row] = sum over k of x[m, k] * W[row, k]
 //   along the rows:     y[m, k]   = sum over rows of x[m, row] * W[row, k]
