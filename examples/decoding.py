@@ -18,7 +18,7 @@ def make_model(config: llama.LlamaConfig, length: int, cache: str) -> Any:
         return llama.Llama(config)(tokens, cache_length=length)
 
     def quantized(tokens: jax.Array) -> jax.Array:
-        creator = hki.quantize_creator(cache, targets=r".*_cache", axis=-1)
+        creator = hki.cache_creator(cache, targets=r".*_cache")
         with hk.custom_creator(creator, params=False, state=True):
             return plain(tokens)
 

@@ -9,6 +9,7 @@ from haiku_implicit._array import ArrayValue, ImplicitArray, aux_field, frozen_f
 from haiku_implicit._box import box
 from haiku_implicit._calibrated import input_moments, quantize_with_inputs
 from haiku_implicit._creators import (
+    cache_creator,
     lora_creator,
     lora_getter,
     quantize_creator,
@@ -42,6 +43,7 @@ from haiku_implicit.arrays import (
     FakeQuantized,
     LoRA,
     QuantizedBlocks,
+    QuantizedCache,
     QuantizedMatrix,
     SymbolicConstant,
     TrainedQuantized,
@@ -73,6 +75,7 @@ __all__ = [
     "quantize_with_inputs",
     "lora_creator",
     "quantize_creator",
+    "cache_creator",
     "zeros_creator",
     "lora_getter",
     "quantize_getter",
@@ -81,6 +84,7 @@ __all__ = [
     "LoRA",
     "QuantizedMatrix",
     "QuantizedBlocks",
+    "QuantizedCache",
     "TrainedQuantized",
     "FakeQuantized",
     "SymbolicConstant",

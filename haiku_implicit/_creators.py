@@ -32,6 +32,7 @@ from haiku_implicit import _targets
 from haiku_implicit._box import box
 from haiku_implicit._targets import Initializer, Targets
 from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.quantized_cache import QuantizedCache
 
 Creator = Callable[..., jax.Array]
 Getter = Callable[..., jax.Array]
@@ -186,6 +187,65 @@ def quantize_creator(
         return make("/".join(name), value) if _applies(chosen, name, value) else value
 
     return creator
+
+
+def cache_creator(
+    dtype: str = "int8", group_size: int | None = None, targets: Targets | None = None
+) -> Creator:
+    """A creator of quantized caches, for `hk.custom_creator(..., params=False, state=True)`.
+
+    A module that keeps keys and values in Haiku's state, and writes the new positions into it, keeps
+    them quantized from then on: see `QuantizedCache`.
+
+    Args:
+      dtype: the format, see `QuantizedMatrix.quantize`.
+      group_size: how many elements along the last axis share a scale; None: all of them, which is a
+        scale for each position and head.
+      targets: which states, by a regular expression over `module/name` or a predicate
+        `(module_name, name, value)`. None: all floating ones of three axes or more.
+
+    Returns:
+      A creator: what `init` stores is `QuantizedCache`.
+
+    Raises:
+      ValueError: for a group size out of range; from the creator, for a state that `targets` chose and
+        that cannot be quantized so.
+      TypeError: for `targets` of another type.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> def model(x):
+      ...   keys = hk.get_state('keys', [1, 8, 2, 4], init=jnp.zeros)
+      ...   hk.set_state('keys', jax.lax.dynamic_update_slice(keys, x, (0, 0, 0, 0)))
+      >>> def quantized(x):
+      ...   with hk.custom_creator(hki.cache_creator('int8'), params=False, state=True):
+      ...     return model(x)
+      >>> t = hki.transform_implicit(hk.transform_with_state(quantized))
+      >>> x = jnp.ones((1, 1, 2, 4))
+      >>> _, state = t.init(None, x)
+      >>> _, state = t.apply({}, state, None, x)
+      >>> type(state['~']['keys']).__name__
+      'QuantizedCache'
+    """
+    _targets.check_group_size(group_size)
+    chosen = _targets.chooser(targets, _is_cache)
+
+    def creator(next_creator: Any, shape: Any, dtype_: Any, init: Any, context: Any) -> jax.Array:
+        value = next_creator(shape, dtype_, init)
+        name = _final_name(context)
+        if not _applies(chosen, name, value):
+            return value
+        try:
+            return box(QuantizedCache.quantize(value, dtype, group_size, axis=-1))
+        except (TypeError, ValueError) as e:
+            path = "/".join(name)
+            raise type(e)(f"{path} ({_targets.describe(value)}): {e}") from e
+
+    return creator
+
+
+def _is_cache(module_name: str, name: str, value: Any) -> bool:
+    return len(value.shape) >= 3 and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def zeros_getter(targets: Targets) -> Getter:

@@ -4,7 +4,6 @@ from haiku_implicit.arrays import (  # noqa: F401
     any_type,
     batch_axes,
     quantized_rows,
-    quantized_updates,
     sharding,
 )
 from haiku_implicit.arrays.constant import SymbolicConstant
@@ -12,6 +11,7 @@ from haiku_implicit.arrays.fake_quantized import FakeQuantized, fake_quantize
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.quantized import QuantizedMatrix
 from haiku_implicit.arrays.quantized_blocks import QuantizedBlocks
+from haiku_implicit.arrays.quantized_cache import QuantizedCache
 from haiku_implicit.arrays.trained import TrainedQuantized
 from haiku_implicit.arrays.zeros import Zeros
 
@@ -19,6 +19,7 @@ __all__ = [
     "FakeQuantized",
     "LoRA",
     "QuantizedBlocks",
+    "QuantizedCache",
     "QuantizedMatrix",
     "SymbolicConstant",
     "TrainedQuantized",

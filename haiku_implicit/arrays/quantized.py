@@ -139,7 +139,14 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         axis = _normalized(axis, w.ndim)
         stored = w if axis == -1 else jnp.swapaxes(w, -1, -2)
         parts = encode_rows(
-            cls, stored, dtype, group_size, zero_point, calibration, scale_dtype, moments
+            QuantizedMatrix,
+            stored,
+            dtype,
+            group_size,
+            zero_point,
+            calibration,
+            scale_dtype,
+            moments,
         )
         new = cls(**parts, axis=axis, activation=_checked_activation(activation))
         return new if new.dtype == w.dtype else new._replace(dtype=w.dtype)

@@ -39,7 +39,7 @@ def test_logits_are_those_of_the_whole_sequence(cache, tolerance, whole, never_d
     kinds = {
         type(x) for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, hki.ImplicitArray))
     }
-    assert (hki.QuantizedMatrix in kinds) == (cache != "f32")
+    assert (hki.QuantizedCache in kinds) == (cache != "f32")
     held = sum(x.nbytes for x in jax.tree.leaves(state)) - 2 * 4  # without the two positions
     vectors, depth = 2 * 2 * 12 * 2, 8  # layers, keys and values, positions, heads
     assert held == vectors * {"f32": 4 * depth, "int8": depth + 4, "int4": depth // 2 + 4}[cache]

@@ -1,25 +1,45 @@
-"""Writing into a quantized array: the updates of a key-value cache, which requantize nothing else.
+"""`QuantizedCache`: a quantized array that is written to, the keys and values of attention.
 
-A cache is a `QuantizedMatrix` whose groups lie along the last axis (`axis=-1`): `[batch, time, heads,
-depth]` has a scale for each position and head (or for each group of the depth). A write of whole
-vectors along that axis quantizes these vectors, and stores their codes and scales at the place.
+What is written is quantized, and nothing else is quantized again.
 """
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit._array import flatten
 from haiku_implicit._dispatch import primitive_handler
 from haiku_implicit.arrays.quantized import QuantizedMatrix
+
+
+@dataclasses.dataclass
+class QuantizedCache(QuantizedMatrix, core_ndim=2):
+    """A `QuantizedMatrix` that stays one when vectors are written into it: they are rounded.
+
+    A cache `[batch, time, heads, depth]` is quantized along its last axis, with a scale for each
+    position and head (or for each group of the depth). `jax.lax.dynamic_update_slice` and
+    `.at[...].set` of whole vectors along that axis quantize these vectors alone. (Of a plain
+    `QuantizedMatrix` such a write makes a dense array: a weight is not rounded where nobody said so.)
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> cache = hki.QuantizedCache.quantize(jnp.zeros((1, 16, 2, 64)), 'int8', axis=-1)
+      >>> write = lambda cache, x, at: jax.lax.dynamic_update_slice(cache, x, (0, at, 0, 0))
+      >>> cache = jax.jit(hki.use_implicit_args(write))(cache, jnp.ones((1, 1, 2, 64)), 3)
+      >>> cache.nbytes / (16 * 2 * 64 * 4), float(hki.materialize(cache)[0, 3, 1, 0])
+      (0.265625, 1.0)
+    """
+
 
 # To let the last of several writes to one place win, all pairs of them are compared.
 _MOST_SCATTERED = 1024
 
 
 @primitive_handler("dynamic_update_slice")
-def write_slice(primitive: Any, w: QuantizedMatrix, new: jax.Array, *starts: jax.Array) -> Any:
+def write_slice(primitive: Any, w: QuantizedCache, new: jax.Array, *starts: jax.Array) -> Any:
     """Whole vectors at a position: they alone are quantized."""
     if not _takes_vectors(w) or new.shape[-1] != w.shape[-1] or new.ndim < 2 or not new.size:
         return NotImplemented
@@ -29,19 +49,26 @@ def write_slice(primitive: Any, w: QuantizedMatrix, new: jax.Array, *starts: jax
 
 @primitive_handler("dynamic_update_slice")
 def write_quantized_slice(
-    primitive: Any, w: QuantizedMatrix, new: QuantizedMatrix, *starts: jax.Array
+    primitive: Any, w: QuantizedCache, new: QuantizedMatrix, *starts: jax.Array
 ) -> Any:
     """The same of vectors that are quantized in the same way: their codes are copied."""
     if not _takes_vectors(w) or new.shape[-1] != w.shape[-1] or not _alike(w, new):
         return NotImplemented
     starts = (*starts[:-1], jnp.zeros_like(starts[-1]))
-    return jax.tree.map(lambda leaf, update: primitive.bind(leaf, update, *starts), w, new)
+    leaves, treedef = flatten(w)
+    updates = jax.tree.leaves(new)
+    return treedef.unflatten(
+        [
+            primitive.bind(leaf, update, *starts)
+            for leaf, update in zip(leaves, updates, strict=True)
+        ]
+    )
 
 
 @primitive_handler("scatter")
 def scatter_vectors(
     primitive: Any,
-    w: QuantizedMatrix,
+    w: QuantizedCache,
     indices: jax.Array,
     new: jax.Array,
     *,
@@ -83,7 +110,7 @@ def _takes_vectors(w: QuantizedMatrix) -> bool:
     return w.axis == -1 and w.scale.shape[-2] == w.codes.shape[-2] and w.rounded_to is None
 
 
-def _write(w: QuantizedMatrix, new: jax.Array, write: Any) -> Any:
+def _write(w: QuantizedCache, new: jax.Array, write: Any) -> Any:
     """Quantizes vectors `[..., k]` as the matrix is, and writes each of their leaves."""
     vectors = new.astype(w.dtype)
     vectors = vectors[None] if vectors.ndim < 2 else vectors
@@ -100,7 +127,7 @@ def _write(w: QuantizedMatrix, new: jax.Array, write: Any) -> Any:
     )
 
 
-def _alike(w: QuantizedMatrix, new: QuantizedMatrix) -> bool:
+def _alike(w: QuantizedCache, new: QuantizedMatrix) -> bool:
     same = (w.format, w.axis, w.padding, w.num_groups, w.dtype, new.rounded_to) == (
         new.format, new.axis, new.padding, new.num_groups, new.dtype, None
     )  # fmt: skip
@@ -114,7 +141,7 @@ def _num_windows(indices: jax.Array, d: Any) -> int:
     return math.prod(n for i, n in enumerate(indices.shape[:-1]) if i not in batching)
 
 
-def _writes_single_places(w: QuantizedMatrix, new: jax.Array, d: Any, clipped: bool) -> bool:
+def _writes_single_places(w: QuantizedCache, new: jax.Array, d: Any, clipped: bool) -> bool:
     """Whether two windows are the same place, or have none in common."""
     gone = {*d.inserted_window_dims, *d.operand_batching_dims}
     kept = [i for i in range(w.ndim) if i not in gone]

@@ -11,7 +11,7 @@ import haiku_implicit as hki
 
 B, T, H, D = 2, 6, 3, 8
 use = hki.use_implicit_args
-quantize = hki.QuantizedMatrix.quantize
+quantize = hki.QuantizedCache.quantize
 
 
 def normal(shape, seed=0):
@@ -64,7 +64,7 @@ def test_writes(name, kind, never_dense):
     write, new = WRITES[name]
     old = cache(*kind)
     got = jax.jit(use(write))(old, new)
-    assert isinstance(got, hki.QuantizedMatrix) and got.format == old.format
+    assert isinstance(got, hki.QuantizedCache) and got.format == old.format
     # Which positions are written, the dense twin knows; these are the new vectors quantized.
     dense = write(hki.materialize(old), new)
     written = np.asarray(write(jnp.zeros(old.shape), jnp.ones_like(new)) != 0).any(-1)
@@ -88,6 +88,12 @@ def test_writes_that_are_not_of_whole_vectors_are_dense(may_be_dense):
         got = use(write)(old)
         assert isinstance(got, jax.Array)
         np.testing.assert_allclose(got, write(hki.materialize(old)), rtol=1e-6)
+
+
+def test_a_weight_is_not_rounded_by_a_write(may_be_dense):
+    w = hki.QuantizedMatrix.quantize(normal((B, T, H, D)), "int8", axis=-1)
+    got = use(WRITES["slice"][0])(w, NEW)
+    np.testing.assert_array_equal(got, WRITES["slice"][0](hki.materialize(w), NEW))
 
 
 def test_codes_are_copied_from_a_cache_of_the_same_kind(never_dense):
@@ -149,7 +155,7 @@ class Memory(hk.Module):
 def test_a_cache_in_haiku_state(name, never_dense):
     def model(x):
         with hk.custom_creator(
-            hki.quantize_creator(name, targets=r".*/keys", axis=-1), params=False, state=True
+            hki.cache_creator(name, targets=r".*/keys"), params=False, state=True
         ):
             return Memory()(x)
 
@@ -157,7 +163,7 @@ def test_a_cache_in_haiku_state(name, never_dense):
     dense = hk.transform_with_state(lambda x: Memory()(x))
     _, state = quantized.init(None, ONE)
     _, twin = dense.init(None, ONE)
-    assert isinstance(state["memory"]["keys"], hki.QuantizedMatrix)
+    assert isinstance(state["memory"]["keys"], hki.QuantizedCache)
     bits = {"int8": 8, "int4": 4}[name]
     assert state["memory"]["keys"].nbytes == B * T * H * (D * bits // 8 + 4)  # a scale to a vector
     steps = [normal((B, n, H, D), n) for n in (3, 1, 1)]  # a prefill, and two positions
@@ -177,7 +183,7 @@ def test_a_cache_in_haiku_state(name, never_dense):
 def test_decoding_in_a_scan_keeps_the_cache_quantized(never_dense):
     def model(x):
         with hk.custom_creator(
-            hki.quantize_creator("int8", targets=r".*/keys", axis=-1), params=False, state=True
+            hki.cache_creator("int8", targets=r".*/keys"), params=False, state=True
         ):
             return Memory()(x)
 
