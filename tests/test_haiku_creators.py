@@ -276,7 +276,7 @@ def test_default_targets():
         hk.Embed(5, 4)(jnp.zeros(2, int))
         hk.Bias(bias_dims=[1])(x)
         hk.Conv2D(3, 2)(jnp.ones((1, 4, 4, 4)))
-        hk.get_parameter("table", (4, 4), jnp.int52, init=jnp.zeros)
+        hk.get_parameter("table", (4, 4), jnp.int32, init=jnp.zeros)
         hk.LayerNorm(-1, True, True)(x)
         return hk.BatchNorm(True, True, 0.9)(x, is_training=True)
 
