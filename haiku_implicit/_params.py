@@ -125,9 +125,11 @@ def quantize_params(
       >>> w.shape, w.nbytes < params['linear']['w'].nbytes / 6
       ((64, 32), True)
       >>> from haiku_implicit.quantization import QuantRule
+      >>> params['head'] = params['linear']
       >>> rules = [QuantRule(module_path='head'), QuantRule(weight_qtype='nf4', tile_size=32)]
-      >>> hki.quantize_params(params, rules=rules)['linear']['w'].format
-      'nf4'
+      >>> new = hki.quantize_params(params, rules=rules)
+      >>> new['linear']['w'].format, type(new['head']['w']) is type(params['head']['w'])
+      ('nf4', True)
     """
     _targets.check_axis(axis)
     if rules is not None:
@@ -255,7 +257,7 @@ def checked_rules(rules: Any) -> list[rule_lists.QuantRule]:
     for i, rule in enumerate(rules):
         if not isinstance(rule, rule_lists.QuantRule):
             raise TypeError(
-                f"rules[{i}]: expected a QtRule or a rule_lists.QuantRule, got {rule!r}"
+                f"rules[{i}]: expected a QtRule or a QuantRule, got {rule!r}"
             )
     return rules
 
