@@ -256,9 +256,7 @@ def checked_rules(rules: Any) -> list[rule_lists.QuantRule]:
     rules = [rules] if isinstance(rules, rule_lists.QuantRule) else list(rules)
     for i, rule in enumerate(rules):
         if not isinstance(rule, rule_lists.QuantRule):
-            raise TypeError(
-                f"rules[{i}]: expected a QtRule or a QuantRule, got {rule!r}"
-            )
+            raise TypeError(f"rules[{i}]: expected a QtRule or a QuantRule, got {rule!r}")
     return rules
 
 

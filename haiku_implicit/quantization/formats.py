@@ -325,7 +325,7 @@ def nearest(relative: jax.Array, fmt: Format) -> jax.Array:
     """
     if fmt.is_float:
         # Out of the range is infinity or NaN in these dtypes: they do not saturate by themselves.
-        return jnp.clip(relative, fmt.lowest, fmt.largest).astype(fmt.dtype)
+        return _rounded_to_float8(jnp.clip(relative, fmt.lowest, fmt.largest), fmt.dtype)
     if fmt.table is not None:
         order, middles = _thresholds(fmt)
         at = (relative[..., None] > jnp.asarray(middles, relative.dtype)).sum(-1)
@@ -333,6 +333,14 @@ def nearest(relative: jax.Array, fmt: Format) -> jax.Array:
     # Halves of the bias are those of codes that stand for ±1/2 (binary).
     codes = jnp.floor(relative) + 1 if fmt.bias == 0.5 else jnp.round(relative) + fmt.bias
     return jnp.clip(codes, fmt.lowest + fmt.bias, fmt.largest + fmt.bias).astype(fmt.dtype)
+
+
+def _rounded_to_float8(x: jax.Array, dtype: Any) -> jax.Array:
+    """The nearest 8-bit floats: some versions of XLA round twice in a cast, by way of float16."""
+    info = jnp.finfo(dtype)
+    exponent = jnp.maximum(jnp.frexp(x)[1] - 1, int(info.minexp))
+    step = jnp.ldexp(jnp.ones_like(x), exponent - info.nmant)
+    return (jnp.round(x / step) * step).astype(dtype)
 
 
 def _thresholds(fmt: Format) -> tuple[list[int], list[float]]:
