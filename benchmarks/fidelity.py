@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import haiku_implicit as hki
+from benchmarks import tables as markdown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
@@ -223,25 +223,20 @@ class Language:
 def write_table(results: dict[str, Any]) -> None:
     """Replaces the table of `docs/fidelity.md`."""
     dense = results["dense"]
+    header = ["format", "bits per weight", "relative RMS", "cosine", "Pearson", "perplexity"]
     rows = [
-        "| format | bits per weight | relative RMS | cosine | Pearson | perplexity |",
-        "| --- | --- | --- | --- | --- | --- |",
-        f"| dense | 32 | 0 | 1 | {dense['pearson']:.3f} | {_number(dense, 'perplexity')} |",
-    ]
-    for name, r in results["cases"].items():
-        rows.append(
-            f"| {name} | {r['bits']:.3f} | {r['rms']:.4f} | {r['cosine']:.5f} | {r['pearson']:.3f} "
-            f"| {_number(r, 'perplexity')} |"
-        )
-    for name, (bits, rms, cosine) in QWIX.items():
-        rows.append(f"| Qwix 0.1.8: {name} | {bits:.2f} | {rms:.4f} | {cosine:.5f} | – | – |")
-    text = DOCUMENT.read_text()
-    table = "\n".join(rows)
-    pattern = r"(<!-- fidelity -->\n).*?(<!-- end -->)"
-    text, count = re.subn(pattern, lambda m: m[1] + table + "\n" + m[2], text, flags=re.DOTALL)
-    if count != 1:
-        raise ValueError(f"{DOCUMENT}: expected one '<!-- fidelity -->', found {count}")
-    DOCUMENT.write_text(text)
+        ["dense", "32", "0", "1", f"{dense['pearson']:.3f}", _number(dense, "perplexity")],
+        *(
+            [name, f"{r['bits']:.3f}", f"{r['rms']:.4f}", f"{r['cosine']:.5f}",
+             f"{r['pearson']:.3f}", _number(r, "perplexity")]
+            for name, r in results["cases"].items()
+        ),
+        *(
+            [f"Qwix 0.1.8: {name}", f"{bits:.2f}", f"{rms:.4f}", f"{cosine:.5f}", "–", "–"]
+            for name, (bits, rms, cosine) in QWIX.items()
+        ),
+    ]  # fmt: skip
+    markdown.replace(DOCUMENT, dict(fidelity=markdown.table(header, rows)))
 
 
 def _number(record: dict[str, float], name: str) -> str:

@@ -1,7 +1,7 @@
 """Times products with quantized weights: this library, dense float32, and qwix where it is installed.
 
     python -m benchmarks.quantized_matmul                # everything: results, tables and plot
-    python -m benchmarks.quantized_matmul --sizes=576x1536 --rows=1,8 --output=/tmp/results.json
+    python -m benchmarks.quantized_matmul --sizes=576x1536 --rows=1,8 --output=results.json
     python -m benchmarks.quantized_matmul --report_only  # tables and plot from the recorded results
 
 Run it from the root of the repository, with nothing else running on the machine. Each time is taken
@@ -27,6 +27,7 @@ import numpy as np
 from absl import app, flags
 
 import haiku_implicit as hki
+from benchmarks import tables as markdown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "quantized_matmul.json"
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"wrote {path}")
     if REPORT.value:
         results = json.loads(path.read_text())
-        write_tables(tables(results))
+        markdown.replace(DOCUMENT, tables(results))
         draw(results)
 
 
@@ -239,11 +240,11 @@ def tables(results: Results) -> dict[str, str]:
             f"Measured on {about['date']}: {about['cpu']}, {about['cores']} cores; {versions}. "
             f"{results['turns']} turns. Memory is read at {results['bandwidth'] / 1e9:.1f} GB/s."
         ),
-        summary=_table(
+        summary=markdown.table(
             ["rows", "fastest", "median", "slowest", "the slowest one"],
             [_summary(m, [c for c in cases if c["rows"] == m]) for m in rows],
         ),
-        others=_table(
+        others=markdown.table(
             ["weight", "rows", "dense, ms", "kernel", "XLA alone", "qwix"],
             [_other(case) for case in results["others"]],
         ),
@@ -257,7 +258,7 @@ def tables(results: Results) -> dict[str, str]:
             reading = _to_reading(by_rows[1], results["bandwidth"]) if 1 in by_rows else 0
             lines.append([kind, *ratios, f"{reading:.2f}"])
         header = ["weight", *map(str, rows), "1, to reading"]
-        found["x".join(map(str, size))] = _table(header, lines)
+        found["x".join(map(str, size))] = markdown.table(header, lines)
     return found
 
 
@@ -278,24 +279,6 @@ def _other(case: Results) -> list[str]:
     ]
     dense = statistics.median(times["dense"]) * 1e3
     return [_kind(case), str(case["rows"]), f"{dense:.2f}", *ratios]
-
-
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def write_tables(found: dict[str, str]) -> None:
-    """Replaces each `<!-- NAME -->` table of the document."""
-    text = DOCUMENT.read_text()
-    for name, table in found.items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(
-            pattern, lambda m, table=table: m[1] + table + "\n" + m[2], text, flags=re.DOTALL
-        )
-        if count != 1:
-            raise ValueError(f"{DOCUMENT}: expected one '<!-- {name} -->', found {count}")
-    DOCUMENT.write_text(text)
 
 
 def draw(results: Results) -> None:

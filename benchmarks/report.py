@@ -2,9 +2,10 @@
 
 import json
 import pathlib
-import re
 import statistics
 from typing import Any
+
+from benchmarks import tables as markdown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -58,7 +59,7 @@ def tables(results: Results) -> dict[str, str]:
     cases = results["cases"]
     return dict(
         environment=_environment(results),
-        tracing=_table(
+        tracing=markdown.table(
             ["layers", *(f"{LABELS[n]}, ms" for n in names), *(f"ratio {n}" for n in compared)],
             [
                 [
@@ -69,7 +70,7 @@ def tables(results: Results) -> dict[str, str]:
                 for c in cases
             ],
         ),
-        stages=_table(
+        stages=markdown.table(
             ["layers", "implementation", "trace, ms", "lower, ms", "compile, ms", "run, ms"],
             [
                 [
@@ -81,7 +82,7 @@ def tables(results: Results) -> dict[str, str]:
                 for n in names
             ],
         ),
-        programs=_table(
+        programs=markdown.table(
             ["layers", "implementation", "equations", "HLO lines", "flops", "temporary MB",
              "flops to by hand", "step time to by hand"],
             [
@@ -96,7 +97,7 @@ def tables(results: Results) -> dict[str, str]:
                 for n in names
             ],
         ),
-        growth=_table(
+        growth=markdown.table(
             ["layers", *(f"{LABELS[n]}, ms a layer" for n in names)],
             [
                 [
@@ -111,16 +112,8 @@ def tables(results: Results) -> dict[str, str]:
 
 
 def write_tables(results: Results) -> None:
-    """Replaces each `<!-- NAME -->` table of `docs/benchmarks.md`."""
-    text = DOCUMENT.read_text()
-    for name, table in tables(results).items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(
-            pattern, lambda m, table=table: m[1] + table + "\n" + m[2], text, flags=re.DOTALL
-        )
-        if count != 1:
-            raise ValueError(f"{DOCUMENT}: expected one '<!-- {name} -->', found {count}")
-    DOCUMENT.write_text(text)
+    """Renews the tables of `docs/benchmarks.md`."""
+    markdown.replace(DOCUMENT, tables(results))
 
 
 def draw(results: Results, folder: pathlib.Path = IMAGES) -> list[pathlib.Path]:
@@ -208,10 +201,4 @@ def _eager(eager: Results) -> str:
     return (
         f"{eager['calls']} further eager calls of `apply` ran the model's Python code "
         f"{eager['traces']} times; a call took {library:.1f} ms, LoRA by hand {by_hand:.1f} ms."
-    )
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(
-        "| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]
     )

@@ -35,11 +35,13 @@ class Method(NamedTuple):
       find: `(blocks, format, *arguments) -> Scales`.
       arguments: the defaults of its numbers.
       about: what users read of it.
+      is_search: whether it looks among scales: `find` takes `rounding` and `weight` last then.
     """
 
     find: Callable[..., Scales]
     arguments: tuple[float | None, ...]
     about: str
+    is_search: bool = False
 
 
 Rounding = Callable[[Scales], Scales]
@@ -83,9 +85,8 @@ def calibrate(
         raise ValueError(
             f"calibration: expected {len(defaults)} numbers after {name!r}, got {method!r}"
         )
-    if name == "mse":
-        return _mse(w, fmt, rounding, weight)
-    return known.find(w, fmt, *arguments)
+    of_search = (rounding, weight) if known.is_search else ()
+    return known.find(w, fmt, *arguments, *of_search)
 
 
 def _default(fmt: Format) -> str:
@@ -283,7 +284,7 @@ METHODS: dict[str, Method] = {
     "rms": Method(_rms, (3.0,), "'rms,F': F times the root mean square"),
     "percentile": Method(_percentile, (99.5,), "'percentile,P': the P-th percentile"),
     "fixed": Method(_fixed, (None, None), "'fixed,LOW,HIGH': a range known beforehand"),
-    "mse": Method(_mse, (), "a search for the least squared error"),
+    "mse": Method(_mse, (), "a search for the least squared error", is_search=True),
     "hqq": Method(_hqq, (20.0,), "half-quadratic quantization; formats with an offset"),
 }
 

@@ -28,8 +28,7 @@ def quantized_dot(
 
     What contracts one axis of the matrix is a `quantized_matmul`. The rest (nothing or everything is
     contracted, or the matrix axes are batch axes, as those of a cache are) dequantizes the operand in
-    blocks. For the backward pass
-    the codes and the scales are kept, and dequantized anew.
+    blocks. For the backward pass the codes and the scales are kept, and dequantized anew.
 
     Args:
       x: any array.
