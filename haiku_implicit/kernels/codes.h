@@ -63,11 +63,15 @@ inline void store_part(float* p, Floats value, int64_t count) {
 }
 
 inline float sum(Floats value) {
+#if defined(HKI_AVX512)
+  return _mm512_reduce_add_ps((__m512)value);
+#else
   float parts[kLanes];
   std::memcpy(parts, &value, sizeof(value));
   for (int half = kLanes / 2; half; half /= 2)
     for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
   return parts[0];
+#endif
 }
 
 // What compilers do not find for vectors of any width: integers from bytes, values of a table of 16,
@@ -159,8 +163,7 @@ inline Floats rounded(Floats value, Rounding to) {
   return size < 0x1p-14f ? small : size >= 65520 ? infinity : size == size ? normal : value;
 }
 
-// Numbers as they are stored, read as float32. Of float16 there are as many as of groups: reading them
-// one by one costs little next to a pass over all of them.
+// Numbers as they are stored, read as float32.
 struct Numbers {
   const void* data;
   ffi::DataType dtype;
@@ -177,6 +180,18 @@ struct Numbers {
     const float value = finite ? as_float(size) * 0x1p112f : as_float(size | 0x7f800000);
     return sign ? -value : value;
 #endif
+  }
+
+  // `count` of them from `first` on, with zeros up to whole vectors.
+  void read(int64_t first, int64_t count, float* out) const {
+    int64_t i = 0;
+#if defined(HKI_AVX512) || defined(HKI_AVX2)
+    const uint16_t* bits = static_cast<const uint16_t*>(data) + first;
+    for (; dtype == ffi::DataType::F16 && i + 8 <= count; i += 8)
+      _mm256_storeu_ps(out + i, _mm256_cvtph_ps(load<__m128i>(bits + i)));
+#endif
+    for (; i < count; ++i) out[i] = (*this)[first + i];
+    for (; i < round_up(count, kLanes); ++i) out[i] = 0;
   }
 
   static float as_float(uint32_t bits) {
@@ -204,11 +219,10 @@ struct Weights {
     return offset.data ? offset[row * groups + group] : 0;
   }
   bool nibbles() const { return planes[0] == 4 && planes[1] == 0; }
-  // Whether the values are those of whole vectors of codes in a group, just scaled.
-  bool simple() const {
+  // Whether the codes of each group are whole vectors, of bytes or of pairs in bytes.
+  bool whole() const {
     if (length != groups * group) return false;
-    return nibbles() ? group % (2 * kLanes) == 0
-                     : bits() == 8 && group % kLanes == 0 && rounding == kNone;
+    return nibbles() ? group % (2 * kLanes) == 0 : bits() == 8 && group % kLanes == 0;
   }
 };
 
@@ -217,7 +231,9 @@ template <Kind kind>
 class Decoder {
  public:
   Decoder() = default;
-  explicit Decoder(const Weights& w) : table_(w.table), bias_(w.bias), rounding_(w.rounding) {}
+  explicit Decoder(const Weights& w) : table_(w.table), bias_(w.bias), rounding_(w.rounding) {
+    if constexpr (kind == kTable16) std::memcpy(values_, table_, sizeof(values_));
+  }
 
   // Goes on to a group with this scale and offset.
   void start(float scale, float offset) {
@@ -229,15 +245,27 @@ class Decoder {
     }
     if constexpr (kind == kTable16)
       for (int i = 0; i < 16 / kLanes; ++i)
-        scaled_[i] = rounded(load<Floats>(table_ + i * kLanes) * scale + offset, rounding_);
+        scaled_[i] = rounded(values_[i] * scale + offset, rounding_);
   }
 
   // Of one code in each byte, or of the four bits from `shift` on.
   Floats operator()(Bytes codes, int shift = 0) const {
-    if constexpr (kind == kTable16)
-      return lookup16(scaled_, widened(codes) >> shift);
+    if constexpr (kind == kTable16) return lookup16(scaled_, widened(codes) >> shift);
     if (kind == kE4M3 && large_) return value(codes) * kE4M3Unit * scale_ + offset_;
     return value(codes) * scale_ + offset_;
+  }
+
+  // The same before it is scaled, as a multiple of `kUnit`.
+  static constexpr float kUnit = kind == kE4M3 ? kE4M3Unit : 1;
+  Floats value(Bytes codes, int shift = 0) const {
+    if constexpr (kind == kTable16)
+      return lookup16(values_, widened(codes) >> shift);
+    else if constexpr (kind == kSigned)
+      return __builtin_convertvector(widened((SignedBytes)codes), Floats);
+    else if constexpr (kind == kUnsigned)
+      return __builtin_convertvector(widened(codes) - bias_, Floats);
+    else
+      return from_float8<kind == kE4M3>(codes, table_);
   }
 
   void operator()(const uint8_t* codes, int shift, int64_t count, float* out) const {
@@ -249,21 +277,12 @@ class Decoder {
   }
 
  private:
-  Floats value(Bytes codes) const {
-    if constexpr (kind == kSigned)
-      return __builtin_convertvector(widened((SignedBytes)codes), Floats);
-    else if constexpr (kind == kUnsigned)
-      return __builtin_convertvector(widened(codes) - bias_, Floats);
-    else
-      return from_float8<kind == kE4M3>(codes, table_);
-  }
-
   const float* table_;
   int32_t bias_;
   Rounding rounding_;
   bool large_;  // whether the scale times the unit may be infinite
   float scale_, offset_;
-  Floats scaled_[16 / kLanes];
+  Floats values_[16 / kLanes], scaled_[16 / kLanes];  // of all codes of four bits
 };
 
 // Codes [first, last) of the group that is stored at `stored`, one in each byte of `out`.
@@ -294,14 +313,14 @@ inline void prefetch(const uint8_t* p, int64_t size) {
 template <Kind kind>
 void decode_row(const Weights& w, int64_t row, int64_t first, int64_t last, float* out) {
   Decoder<kind> decode(w);
-  const bool nibbles = w.nibbles(), bytes = w.bits() == 8, simple = w.simple();
+  const bool nibbles = w.nibbles(), bytes = w.bits() == 8, whole = w.whole();
   const int64_t group_bytes = w.stored / w.groups, ahead = 4 * w.stored;
   int64_t group = first / w.group, start = first - group * w.group;
   const uint8_t* stored = w.codes + row * w.stored + group * group_bytes;
   for (; first < last; ++group, start = 0, stored += group_bytes) {
     const int64_t stop = std::min(w.group, start + last - first);
     decode.start(w.scale_at(row, group), w.offset_at(row, group));
-    if (simple && stop - start == w.group) {
+    if (whole && stop - start == w.group) {
       prefetch(stored + ahead, group_bytes);
       for (int64_t i = 0; i < group_bytes; i += kLanes) {
         const Bytes codes = load<Bytes>(stored + i);

@@ -5,26 +5,26 @@
 //   along the groups:   y[m, row] = sum over k of x[m, k] * W[row, k]
 //   along the rows:     y[m, k]   = sum over rows of x[m, row] * W[row, k]
 //
-// For up to eight rows of x along the groups, codes are decoded in registers (`few_rows`). Otherwise
+// For up to eight rows of x along the groups, codes are decoded in registers (`few_rows`), and memory is
+// asked for ahead: rows of a few hundred bytes are too short for the CPU to foresee the next. Otherwise
 // blocks of W that fit the L2 cache are decoded there, for many rows of x at a time, and one
 // register-blocked loop (`multiply`) does the products of both kinds.
 //
 // Compiled for the very CPU that it runs on: the width of vectors is a constant.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
 #include <memory>
-#include <thread>
 #include <type_traits>
 
 #include "codes.h"
+#include "threads.h"
 
 namespace {
 
-// --- threads -------------------------------------------------------------------------------------
+// --- memory -------------------------------------------------------------------------------------
 
 // Memory of this thread, which later calls use again.
 float* scratch(size_t size) {
@@ -40,139 +40,163 @@ float* scratch(size_t size) {
   return memory.get();
 }
 
-// Runs `task(i)` for all i < count on the threads of XLA's pool and this one. It waits for tasks that
-// run alone, never for one in the pool's queue: others of the pool's threads may wait, too.
-template <typename Task>
-void parallel_for(ffi::ThreadPool& pool, int64_t threads, int64_t count, const Task& task) {
-  struct Shared {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  auto shared = std::make_shared<Shared>();
-  auto work = [shared, count, &task] {
-    for (int64_t i; (i = shared->next.fetch_add(1)) < count;) {
-      task(i);
-      shared->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  threads = std::min({threads, count, pool.num_threads()});
-  for (int64_t i = 1; i < threads; ++i) pool.Schedule(std::decay_t<decltype(work)>(work));
-  work();
-  while (shared->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
-}
-
 // --- few rows of activations, along the groups ---------------------------------------------------
 
 struct Activations {
   const float* data;  // [rows, length], rows `stride` apart
   int64_t rows, length, stride;
+
+  // Whether sums of their products with any codes are finite before they are scaled.
+  bool moderate() const {
+    bool all = true;
+    for (int64_t m = 0; m < rows; ++m)
+      for (int64_t k = 0; k < length; ++k) all &= std::abs(data[m * stride + k]) < 1e25f;
+    return all;
+  }
 };
 
-// Sums of products of M rows of x with R rows of the matrix, from `first` on. Those that there are not
-// are computed with others in their place, and not written.
+// M rows of x and R rows of the matrix, from `first` on. In place of rows that there are not are others,
+// whose products are computed and not written.
 template <int M, int R>
-class Sums {
+class Few {
  public:
-  Sums(const Weights& w, const Activations& x, int64_t first) : w_(w), x_(x), first_(first) {
-    for (int m = 0; m < M; ++m) rows_[m] = x.data + std::min<int64_t>(m, x.rows - 1) * x.stride;
+  using Sums = Floats[M][R];
+
+  Few(const Weights& w, const Activations& x, int64_t first) : w_(w), x_(x), first_(first) {
+    for (int m = 0; m < M; ++m) x_rows_[m] = x.data + std::min<int64_t>(m, x.rows - 1) * x.stride;
   }
 
-  // Adds those of P vectors of each row, of the elements from k, k + step, ... on.
-  template <int P>
-  void add(const Floats (&values)[P][R], int64_t k, int64_t step) {
-    for (int m = 0; m < M; ++m)
-      for (int p = 0; p < P; ++p) {
-        const Floats of_x = load<Floats>(rows_[m] + k + p * step);
-        for (int r = 0; r < R; ++r) total_[m][r] += values[p][r] * of_x;
-      }
-  }
+  int64_t row(int r) const { return std::min(first_ + r, w_.rows - 1); }
 
-  // The same of the last elements, less than a vector.
-  void add_part(const Floats (&values)[R], int64_t k) {
+  // Adds the products of a vector of each row, of the elements from k on.
+  void add(Sums& sums, const Floats (&values)[R], int64_t k) const {
     for (int m = 0; m < M; ++m) {
-      const Floats of_x = load_part<Floats>(rows_[m] + k, x_.length - k);
-      for (int r = 0; r < R; ++r) total_[m][r] += values[r] * of_x;
+      const Floats of_x = load<Floats>(x_rows_[m] + k);
+      for (int r = 0; r < R; ++r) sums[m][r] += values[r] * of_x;
     }
   }
 
-  void write(float* y) const {
+  // The same of the last elements, less than a vector.
+  void add_part(Sums& sums, const Floats (&values)[R], int64_t k) const {
+    for (int m = 0; m < M; ++m) {
+      const Floats of_x = load_part<Floats>(x_rows_[m] + k, x_.length - k);
+      for (int r = 0; r < R; ++r) sums[m][r] += values[r] * of_x;
+    }
+  }
+
+  // Adds the products of offsets `[R, groups]` with the sums of x in each group, `[M, groups]`.
+  void add_offsets(Sums& sums, const float* offsets, const float* sums_of_x, int64_t groups) const {
     for (int m = 0; m < M; ++m)
       for (int r = 0; r < R; ++r)
-        if (m < x_.rows && first_ + r < w_.rows) y[m * w_.rows + first_ + r] = sum(total_[m][r]);
+        for (int64_t i = 0; i < groups; i += kLanes)
+          sums[m][r] += load<Floats>(offsets + r * groups + i) *
+                        load<Floats>(sums_of_x + std::min<int64_t>(m, x_.rows - 1) * groups + i);
+  }
+
+  void write(const Sums& sums, float* y) const {
+    for (int m = 0; m < M; ++m)
+      for (int r = 0; r < R; ++r)
+        if (m < x_.rows && first_ + r < w_.rows) y[m * w_.rows + first_ + r] = sum(sums[m][r]);
   }
 
  private:
   const Weights& w_;
   const Activations& x_;
   int64_t first_;
-  const float* rows_[M];
-  Floats total_[M][R] = {};
+  const float* x_rows_[M];
 };
 
-// y[:, first:first + R], decoded in registers.
-template <Kind kind, int M, int R>
-void few_rows(const Weights& w, const Activations& x, int64_t first, float* y) {
-  constexpr int P = kind == kTable16 ? 2 : 1;  // codes in a byte
-  const int64_t group_bytes = w.stored / w.groups;
-  Sums<M, R> sums(w, x, first);
-  int64_t row[R];
-  Decoder<kind> decode[R];
-  for (int r = 0; r < R; ++r) {
-    row[r] = std::min(first + r, w.rows - 1);
-    decode[r] = Decoder<kind>(w);
-  }
-  for (int64_t group = 0, at = 0, k = 0; group < w.groups; ++group, k = group * w.group) {
-    for (int r = 0; r < R; ++r)
-      decode[r].start(w.scale_at(row[r], group), w.offset_at(row[r], group));
-    for (const int64_t stop = at + group_bytes; at < stop; at += kLanes, k += kLanes) {
-      Floats values[P][R];
-      for (int r = 0; r < R; ++r) {
-        const Bytes codes = load<Bytes>(w.codes + row[r] * w.stored + at);
-        for (int p = 0; p < P; ++p) values[p][r] = decode[r](codes, 4 * p);
-      }
-      sums.add(values, k, group_bytes);
+// The sums of each row of x over each group, with zeros up to whole vectors.
+void sum_groups(const Activations& x, const Weights& w, float* out) {
+  for (int64_t m = 0; m < x.rows; ++m, out += round_up(w.groups, kLanes)) {
+    std::fill_n(out, round_up(w.groups, kLanes), 0.0f);
+    const float* row = x.data + m * x.stride;
+    for (int64_t group = 0; group < w.groups; ++group, row += w.group) {
+      Floats total = {};
+      for (int64_t i = 0; i < w.group; i += kLanes) total += load<Floats>(row + i);
+      out[group] = sum(total);
     }
   }
-  sums.write(y);
 }
 
-// The same for any format and group, decoded in memory.
-template <int M, int R>
-void few_decoded_rows(const Weights& w, const Activations& x, DecodeRow decode, int64_t first,
+constexpr int64_t kAhead = 4096;  // by so many bytes at least memory is asked for before it is read
+
+// y[:, first:last], decoded in registers: sums of products with codes, scaled once for each group.
+template <Kind kind, int M, int R>
+void few_rows(const Weights& w, const Activations& x, int64_t first, int64_t last, float* y) {
+  const int64_t group_bytes = w.stored / w.groups, groups = round_up(w.groups, kLanes);
+  const int64_t ahead = std::max(kAhead, R * w.stored);
+  float* scales = scratch(groups * (2 * R + M));  // [R, groups]
+  float* offsets = scales + R * groups;           // [R, groups]
+  float* sums_of_x = offsets + R * groups;        // [M, groups]
+  if (w.offset.data) sum_groups(x, w, sums_of_x);
+  const Decoder<kind> decode(w);
+  for (; first < last; first += R) {
+    const Few<M, R> few(w, x, first);
+    typename Few<M, R>::Sums total = {};
+    const uint8_t* codes[R];
+    for (int r = 0; r < R; ++r) {
+      codes[r] = w.codes + few.row(r) * w.stored;
+      w.scale.read(few.row(r) * w.groups, w.groups, scales + r * groups);
+      if (w.offset.data)
+        w.offset.read(few.row(r) * w.groups, w.groups, offsets + r * groups);
+    }
+    for (int64_t group = 0, at = 0, k = 0; group < w.groups; ++group, k = group * w.group) {
+      typename Few<M, R>::Sums part = {};
+      for (const int64_t stop = at + group_bytes; at < stop; at += kLanes, k += kLanes) {
+        __builtin_prefetch(codes[0] + R * at + ahead);  // R rows follow R rows
+        Bytes of_row[R];
+        for (int r = 0; r < R; ++r) of_row[r] = load<Bytes>(codes[r] + at);
+        for (int p = 0; p < (kind == kTable16 ? 2 : 1); ++p) {
+          Floats values[R];
+          for (int r = 0; r < R; ++r) values[r] = decode.value(of_row[r], 4 * p);
+          few.add(part, values, k + p * group_bytes);
+        }
+      }
+      for (int m = 0; m < M; ++m)
+        for (int r = 0; r < R; ++r) total[m][r] += part[m][r] * decode.kUnit * scales[r * groups + group];
+    }
+    if (w.offset.data) few.add_offsets(total, offsets, sums_of_x, groups);
+    few.write(total, y);
+  }
+}
+
+// The same for any format, group and number, decoded in memory.
+template <Kind kind, int M, int R>
+void few_decoded_rows(const Weights& w, const Activations& x, int64_t first, int64_t last,
                       float* y) {
   const int64_t stride = round_up(w.length, kLanes);
   float* decoded = scratch(R * stride);
-  for (int r = 0; r < R; ++r)
-    decode(w, std::min(first + r, w.rows - 1), 0, w.length, decoded + r * stride);
-  Sums<M, R> sums(w, x, first);
-  int64_t k = 0;
-  for (; k + kLanes <= w.length; k += kLanes) {
-    Floats values[1][R];
-    for (int r = 0; r < R; ++r) values[0][r] = load<Floats>(decoded + r * stride + k);
-    sums.add(values, k, 0);
-  }
-  if (k < w.length) {
-    Floats values[R];
+  for (; first < last; first += R) {
+    const Few<M, R> few(w, x, first);
+    typename Few<M, R>::Sums total = {};
     for (int r = 0; r < R; ++r)
-      values[r] = load_part<Floats>(decoded + r * stride + k, w.length - k);
-    sums.add_part(values, k);
+      decode_row<kind>(w, few.row(r), 0, w.length, decoded + r * stride);
+    Floats values[R];
+    int64_t k = 0;
+    for (; k + kLanes <= w.length; k += kLanes) {
+      for (int r = 0; r < R; ++r) values[r] = load<Floats>(decoded + r * stride + k);
+      few.add(total, values, k);
+    }
+    if (k < w.length) {
+      for (int r = 0; r < R; ++r)
+        values[r] = load_part<Floats>(decoded + r * stride + k, w.length - k);
+      few.add_part(total, values, k);
+    }
+    few.write(total, y);
   }
-  sums.write(y);
 }
 
-// y[:, first:last], for up to M rows of x.
-template <int M>
-void few_along_groups(const Weights& w, Kind kind, const Activations& x, int64_t first,
-                      int64_t last, float* y) {
-  constexpr int R = std::clamp(kRegisters / 2 / M, 1, 4);  // all sums are in registers
-  constexpr void (*simple[])(const Weights&, const Activations&, int64_t, float*) = {
-      few_rows<kTable16, M, R>, few_rows<kSigned, M, R>, few_rows<kUnsigned, M, R>,
-      few_rows<kE4M3, M, R>, few_rows<kE5M2, M, R>};
-  for (; first < last; first += R)
-    if (w.simple())
-      simple[kind](w, x, first, y);
-    else
-      few_decoded_rows<M, R>(w, x, kDecodeRow[kind], first, y);
-}
+using FewRows = void (*)(const Weights&, const Activations&, int64_t, int64_t, float*);
+
+// For up to M rows of x, by kind: where they are decoded in registers, and where they are not.
+template <int M, int R = std::clamp(kRegisters / 2 / M, 1, M <= 2 ? 4 : 2)>
+constexpr FewRows kFewRows[2][5] = {
+    {few_decoded_rows<kTable16, M, R>, few_decoded_rows<kSigned, M, R>,
+     few_decoded_rows<kUnsigned, M, R>, few_decoded_rows<kE4M3, M, R>,
+     few_decoded_rows<kE5M2, M, R>},
+    {few_rows<kTable16, M, R>, few_rows<kSigned, M, R>, few_rows<kUnsigned, M, R>,
+     few_rows<kE4M3, M, R>, few_rows<kE5M2, M, R>}};
 
 constexpr int64_t kFew = 8;     // up to this many rows
 constexpr int64_t kApart = 16;  // by how much more than their length rows are apart then
@@ -308,14 +332,17 @@ void along_rows(const Weights& w, DecodeRow decode, const Activations& x, int64_
 constexpr int64_t kWorth = 1 << 17;
 
 void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float* packed, float* y,
-            ffi::ThreadPool& pool) {
-  const int64_t most = 1 + w.rows * w.length * std::min<int64_t>(x.rows, 8) / kWorth;
-  const int64_t threads = std::min(most, pool.num_threads());
+            int64_t threads) {
+  threads = std::min(threads, 1 + w.rows * w.length * std::min<int64_t>(x.rows, 8) / kWorth);
+  const auto parallel_for = [&](int64_t count, const auto& task) {
+    if (threads > 1) return Threads::get().run(count, task);
+    for (int64_t i = 0; i < count; ++i) task(i);
+  };
   const DecodeRow decode = kDecodeRow[kind];
   // Parts of `size` (a multiple of `unit`) of `n`, and at least two for each thread.
   const auto split = [&](int64_t n, int64_t unit, int64_t size, auto task) {
     while (size > unit && n < 2 * threads * size) size -= unit;
-    parallel_for(pool, threads, (n + size - 1) / size,
+    parallel_for((n + size - 1) / size,
                  [&](int64_t i) { task(i * size, std::min(n, (i + 1) * size)); });
   };
   if (along) {
@@ -328,16 +355,16 @@ void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float
       for (int64_t m = 0; m < x.rows; ++m)
         std::copy_n(x.data + m * x.stride, x.length, packed + m * apart.stride);
     }
-    const auto few = x.rows == 1   ? few_along_groups<1>
-                     : x.rows == 2 ? few_along_groups<2>
-                     : x.rows <= 4 ? few_along_groups<4>
-                                   : few_along_groups<8>;
-    split(w.rows, 4, 64,
-          [&](int64_t first, int64_t last) { few(w, kind, apart, first, last, y); });
+    const bool simple = w.whole() && w.rounding == kNone && x.moderate();
+    const FewRows few = (x.rows == 1   ? kFewRows<1>
+                         : x.rows == 2 ? kFewRows<2>
+                         : x.rows <= 4 ? kFewRows<4>
+                                       : kFewRows<8>)[simple][kind];
+    split(w.rows, 4, 384, [&](int64_t first, int64_t last) { few(w, apart, first, last, y); });
   } else {
     for (int64_t m = 0; m < x.rows; m += kMany) {
       Activations block{x.data + m * x.stride, std::min(kMany, x.rows - m), x.length, x.stride};
-      parallel_for(pool, threads, (block.rows + kPanel - 1) / kPanel,
+      parallel_for((block.rows + kPanel - 1) / kPanel,
                    [&](int64_t panel) { pack_panel(block, panel, packed); });
       split(w.rows, kTileRows, kBlock, [&](int64_t first, int64_t last) {
         many_along_groups(w, decode, block, packed, first, last, y + m * w.rows);
@@ -375,7 +402,7 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
     w.offset = numbers(offset, b * w.rows * w.groups);
     Activations rows{x.typed_data() + b * m * of_x[2], m, of_x[2], of_x[2]};
     matmul(w, static_cast<Kind>(kind), along_rows, rows, packed->typed_data(),
-           y->typed_data() + b * m * out, pool);
+           y->typed_data() + b * m * out, std::min(pool.num_threads(), Threads::count()));
     w.codes += w.rows * w.stored;
   }
   return ffi::Error::Success();

@@ -1,0 +1,125 @@
+// Threads that stay awake between products that follow each other closely.
+//
+// Waking a thread takes longer than a small product, and XLA's own threads sleep as soon as they have
+// nothing to do. These look out for the next task for a moment before they sleep.
+
+#ifndef HAIKU_IMPLICIT_KERNELS_THREADS_H_
+#define HAIKU_IMPLICIT_KERNELS_THREADS_H_
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+
+namespace {
+
+class Threads {
+ public:
+  // Those of this process. They end with it, so that this is never destroyed.
+  static Threads& get() {
+    static Threads* threads = new Threads;
+    return *threads;
+  }
+
+  // How many run at the same time, this one among them.
+  static int64_t count() { return std::max(1u, std::thread::hardware_concurrency()); }
+
+  // Runs `task(i)` for all i < count, here and on others. If they serve another call, here alone.
+  template <typename Task>
+  void run(int64_t count, const Task& task) {
+    const std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
+    if (!mine || count < 2) {
+      for (int64_t i = 0; i < count; ++i) task(i);
+      return;
+    }
+    const uint64_t before = next_ >> 32;
+    next_ = before << 32 | kIndex;  // nothing is taken while the call is written down
+    call_ = [](const void* of, int64_t i) { (*static_cast<const Task*>(of))(i); };
+    task_ = &task, count_ = static_cast<uint32_t>(count), done_ = 0;
+    next_ = before + 1 << 32;
+    if (asleep_) {
+      const std::lock_guard<std::mutex> hold(sleep_);
+      wake_.notify_all();
+    }
+    take();
+    wait(kAwake, [&] { return done_ == count; });
+    while (done_ < count) std::this_thread::yield();
+  }
+
+ private:
+  Threads() {
+    for (int64_t i = 1; i < count(); ++i)
+      std::thread([this] { serve(); }).detach();
+  }
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    std::this_thread::yield();
+#endif
+  }
+
+  // Takes tasks of the present call until there are no more. A call does not end before the tasks
+  // that were taken, and none is taken if another call came after what was read of this one.
+  void take() {
+    for (uint64_t next = next_; (next & kIndex) < count_;) {
+      const auto call = call_.load();
+      const void* const task = task_;
+      if (!next_.compare_exchange_weak(next, next + 1)) continue;
+      call(task, next & kIndex);
+      ++done_;
+      next = next_;
+    }
+  }
+
+  // Serves calls for ever.
+  void serve() {
+    for (uint64_t seen = 0;;) {
+      await(seen);
+      seen = next_ >> 32;
+      take();
+    }
+  }
+
+  // Returns when there is another call than `seen`.
+  void await(uint64_t seen) {
+    const auto another = [&] { return next_ >> 32 != seen; };
+    if (wait(kAwake, another)) return;
+    std::unique_lock<std::mutex> hold(sleep_);
+    ++asleep_;
+    wake_.wait(hold, another);
+    --asleep_;
+  }
+
+  // Whether a condition became true in some time, in which others may run.
+  template <typename Condition>
+  static bool wait(std::chrono::microseconds time, const Condition& condition) {
+    const auto start = std::chrono::steady_clock::now();
+    do {
+      for (int i = 0; i < 64; ++i, pause())
+        if (condition()) return true;
+      std::this_thread::yield();
+    } while (std::chrono::steady_clock::now() - start < time);
+    return false;
+  }
+
+  static constexpr uint64_t kIndex = UINT32_MAX;
+  static constexpr std::chrono::microseconds kAwake{200};
+
+  std::mutex busy_, sleep_;
+  std::condition_variable wake_;
+  std::atomic<int> asleep_{0};
+  std::atomic<uint64_t> next_{0};  // the number of the call, and in the low half that of its next task
+  std::atomic<int64_t> done_{0};
+  std::atomic<uint32_t> count_{0};
+  std::atomic<void (*)(const void*, int64_t)> call_{nullptr};
+  std::atomic<const void*> task_{nullptr};
+};
+
+}  // namespace
+
+#endif  // HAIKU_IMPLICIT_KERNELS_THREADS_H_
