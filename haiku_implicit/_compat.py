@@ -119,3 +119,31 @@ def struct(shape: Any, dtype: Any, weak_type: bool = False, like: Any = ()) -> j
     whole = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(mesh, whole)
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=sharding, **options)
+
+
+def pallas_load(ref: Any, index: Any, mask: Any) -> jax.Array:
+    """What a Pallas kernel has at this index of a reference, and zero where `mask` is False.
+
+    Before JAX 0.8 these are functions of `pallas` itself.
+    """
+    # Here, as importing Pallas takes longer than importing this library.
+    from jax.experimental import pallas
+    from jax.experimental.pallas import triton
+
+    options: dict[str, Any] = {} if mask is None else {"mask": mask, "other": 0}
+    if hasattr(triton, "load"):
+        return triton.load(ref.at[index], **options)
+    load: Any = getattr(pallas, "load")  # noqa: B009
+    return load(ref, index, **options)
+
+
+def pallas_store(ref: Any, index: Any, value: jax.Array, mask: Any) -> None:
+    """Writes what a Pallas kernel has at this index of a reference, where `mask` is not False."""
+    from jax.experimental import pallas
+    from jax.experimental.pallas import triton
+
+    if hasattr(triton, "store"):
+        triton.store(ref.at[index], value, mask=mask)
+    else:
+        store: Any = getattr(pallas, "store")  # noqa: B009
+        store(ref, index, value, mask=mask)

@@ -1,8 +1,9 @@
 """`quantized_matmul`: activations times a quantized matrix, as a JAX primitive.
 
 The primitive is linear in the activations and in the scales, and has its rules for differentiation,
-batching and lowering here. On a CPU it becomes the native kernel, elsewhere (and where the kernel
-does not apply) `reference`, which dequantizes blocks of the matrix.
+batching and lowering here. On a CPU it becomes the native kernel, on NVIDIA GPUs the one of
+`pallas_matmul`, elsewhere (and where these do not apply) `reference`, which dequantizes blocks of the
+matrix.
 """
 
 import functools
@@ -17,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit import _compat
 from haiku_implicit._array import is_implicit
-from haiku_implicit.kernels import native
+from haiku_implicit.kernels import native, pallas_matmul
 from haiku_implicit.quantization import formats
 
 if TYPE_CHECKING:
@@ -121,10 +122,10 @@ _FLOATS = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float
 _KINDS = {"int8": 1, "fp8_e4m3": 3, "fp8_e5m2": 4}
 
 
-def _size_packed(m: int, length: int) -> int:
-    """The elements of memory that the kernel packs activations `[m, length]` in."""
+def _size_packed(batch: int, m: int, length: int) -> int:
+    """The elements of memory that the kernel packs activations `[batch, m, length]` in."""
     if m <= 8:
-        return m * (length + 16)
+        return batch * m * (length + 16)
     return -(-min(m, 512) // 32) * 32 * length
 
 
@@ -134,7 +135,7 @@ def native_matmul(x: jax.Array, *leaves: jax.Array, treedef: Any, dtype: Any, **
     fmt = formats.find(q.format)
     along_rows = q.axis == -1
     batch, m, length = x.shape
-    packed = 0 if along_rows else _size_packed(m, length)
+    packed = 0 if along_rows else _size_packed(batch, m, length)
     like = (x, *leaves)
     results = [
         _compat.struct(shape, jnp.float32, like=like)
@@ -291,11 +292,18 @@ def _batch(operands: Any, axes: Any, **params: Any) -> Any:
     return out.reshape(size, -1, *out.shape[1:]), 0
 
 
-def _lower(ctx: Any, *operands: Any, treedef: Any, precision: Any, dtype: Any) -> Any:
-    params = dict(treedef=treedef, precision=precision, dtype=dtype)
+def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+    return _lower(ctx, operands, params, native_matmul, _native_applies)
+
+
+def _lower_on_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+    return _lower(ctx, operands, params, pallas_matmul.pallas_matmul, pallas_matmul.applies)
+
+
+def _lower(ctx: Any, operands: Any, params: Any, kernel: Any, applies: Any) -> Any:
     x, *leaves = ctx.avals_in
     alone = _on_one_device(ctx.module_context)
-    fun = native_matmul if alone and _native_applies(x, leaves, **params) else reference
+    fun = kernel if alone and applies(x, leaves, **params) else reference
     return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands, **params)
 
 
@@ -320,4 +328,5 @@ ad.primitive_jvps[quantized_matmul_p] = _jvp
 ad.primitive_transposes[quantized_matmul_p] = _transpose
 batching.primitive_batchers[quantized_matmul_p] = _batch
 mlir.register_lowering(quantized_matmul_p, mlir.lower_fun(reference, multiple_results=False))
-mlir.register_lowering(quantized_matmul_p, _lower, platform="cpu")
+mlir.register_lowering(quantized_matmul_p, _lower_on_cpu, platform="cpu")
+mlir.register_lowering(quantized_matmul_p, _lower_on_gpu, platform="cuda")

@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <iterator>
 #include <memory>
 #include <type_traits>
 
@@ -229,10 +228,20 @@ struct Tile {
 template <int R, int V>
 constexpr Tile kTile{R, V, multiply<R, V>};
 
-// Tiles that fill the registers, of the fewest rows first.
+// Tiles that fill the registers, of the fewest rows first, and before each a narrow one.
 template <int R>
 constexpr Tile kFull = kTile<R, std::min(8, kRegisters * 3 / 4 / R)>;
-constexpr Tile kTiles[] = {kFull<1>, kFull<2>, kFull<4>, kFull<kTileRows>};
+template <int R>
+constexpr Tile kHalf = kTile<R, std::max(1, kFull<R>.vectors / 2)>;
+constexpr Tile kTiles[] = {kHalf<1>, kFull<1>, kHalf<2>,        kFull<2>,
+                           kHalf<4>, kFull<4>, kHalf<kTileRows>, kFull<kTileRows>};
+
+// The smallest tile for so many rows and elements of them; what it lacks of the latter, others do.
+const Tile& tile_for(int64_t rows, int64_t width) {
+  const Tile* tile = kTiles;
+  while (tile->rows < rows) ++tile;
+  return tile->vectors * kLanes < width ? tile[1] : *tile;
+}
 
 constexpr int64_t kPanel = 2 * kLanes;  // columns that are packed together
 constexpr int64_t kWidest = 8 * kLanes;  // the most columns of a tile
@@ -306,8 +315,7 @@ void along_rows(const Weights& w, DecodeRow decode, const Activations& x, int64_
       decode(w, i + row, first, last, values + row * stride);
     for (int64_t m = 0; m < x.rows; m += kTileRows) {
       const int64_t rows = std::min<int64_t>(kTileRows, x.rows - m);
-      const Tile& tile = *std::find_if(std::begin(kTiles), std::end(kTiles),
-                                       [&](const Tile& t) { return t.rows >= rows; });
+      const Tile& tile = tile_for(rows, width);
       for (int64_t r = 0; r < rows; ++r)
         std::copy_n(x.data + (m + r) * x.stride + i, count, of_x + r * x_stride);
       for (int64_t k = 0; k < width; k += tile.vectors * kLanes) {
@@ -382,7 +390,8 @@ Numbers numbers(const ffi::AnyBuffer& buffer, int64_t first) {
 
 // Operands: x [batch, m, rows or length], codes [batch, rows, stored], scale and offset (empty where
 // there is none) [batch, rows, groups]. Results: y [batch, m, length or rows], and memory to pack x in,
-// for products along the groups: the transpose of `kMany` rows, up to `kFew` rows `kApart` more apart.
+// for products along the groups: the transpose of `kMany` rows, or all up to `kFew` rows, `kApart` more
+// apart.
 ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
                   ffi::AnyBuffer scale, ffi::AnyBuffer offset,
                   ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Result<ffi::Buffer<ffi::F32>> packed,
@@ -397,14 +406,23 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
   w.table = table.begin(), w.bias = bias;
   w.rounding = static_cast<Rounding>(rounding);
   w.group = w.stored * 8 / w.bits() / w.groups;
-  for (int64_t b = 0; b < batch; ++b) {
-    w.scale = numbers(scale, b * w.rows * w.groups);
-    w.offset = numbers(offset, b * w.rows * w.groups);
-    Activations rows{x.typed_data() + b * m * of_x[2], m, of_x[2], of_x[2]};
-    matmul(w, static_cast<Kind>(kind), along_rows, rows, packed->typed_data(),
-           y->typed_data() + b * m * out, std::min(pool.num_threads(), Threads::count()));
-    w.codes += w.rows * w.stored;
-  }
+  const auto one = [&](int64_t b, int64_t threads) {
+    Weights matrix = w;
+    matrix.codes += b * w.rows * w.stored;
+    matrix.scale = numbers(scale, b * w.rows * w.groups);
+    matrix.offset = numbers(offset, b * w.rows * w.groups);
+    const Activations rows{x.typed_data() + b * m * of_x[2], m, of_x[2], of_x[2]};
+    float* memory = packed->typed_data() + (m <= kFew ? b * m * (of_x[2] + kApart) : 0);
+    matmul(matrix, static_cast<Kind>(kind), along_rows, rows, memory, y->typed_data() + b * m * out,
+           threads);
+  };
+  // Threads share a matrix or, if there are many small ones, these.
+  const int64_t threads = std::min(pool.num_threads(), Threads::count());
+  const int64_t products = w.rows * w.length * std::min(m, kFew);
+  if (threads > 1 && m <= kFew && products < kWorth && batch * products > kWorth)
+    Threads::get().run(batch, [&](int64_t b) { one(b, 1); });
+  else
+    for (int64_t b = 0; b < batch; ++b) one(b, threads);
   return ffi::Error::Success();
 }
 

@@ -26,9 +26,10 @@ def quantized_dot(
 ) -> jax.Array:
     """`jax.lax.dot_general(x, q)`, of which no dense copy of `q` is left over.
 
-    What contracts one axis of the matrix is a `quantized_matmul`. The rest (nothing or everything is
-    contracted, or the matrix axes are batch axes, as those of a cache are) dequantizes the operand in
-    blocks. For the backward pass the codes and the scales are kept, and dequantized anew.
+    What contracts one axis is a `quantized_matmul`, wherever the axes are: of a cache `[batch, time,
+    heads, depth]` attention contracts the depth or the time, for each head. The rest (nothing or
+    everything is contracted, or the axis that is stored in groups is a batch axis) dequantizes the
+    operand in blocks. For the backward pass the codes and the scales are kept, and dequantized anew.
 
     Args:
       x: any array.
@@ -42,13 +43,15 @@ def quantized_dot(
     """
     operands = (q, x) if q_first else (x, q)
     contract, batch = (axes[::-1] if q_first else axes for axes in dimension_numbers)
-    if _is_matmul(x, q, contract[1], batch[1], params):
+    row = _row_axis(x, q, contract[1], batch[1], params)
+    if row is not None:
         dot = functools.partial(
             jax.lax.dot_general_p.bind, dimension_numbers=dimension_numbers, **params
         )
         out = jax.eval_shape(dot, *map(dense_struct, operands))
         axes = tuple(tuple(map(tuple, pair)) for pair in (contract, batch))
-        return _as_matmul(x, q, *axes, q_first, params.get("precision"), np.dtype(out.dtype))
+        dtype = np.dtype(out.dtype)
+        return _as_matmul(x, q, row, *axes, q_first, params.get("precision"), dtype)
     blocks = blocks_of(operands, dimension_numbers, params)
     if blocks is not None:
         named = tuple(params.items())
@@ -58,23 +61,32 @@ def quantized_dot(
     )
 
 
-def _is_matmul(x: Any, q: Any, contracted: Any, batch: Any, params: Any) -> bool:
-    core = (q.ndim - 2, q.ndim - 1)
+def _row_axis(x: Any, q: Any, contracted: Any, batch: Any, params: Any) -> int | None:
+    """The axis of `q` that makes matrices with the one that is stored in groups.
+
+    One of the two is contracted. None: the product is none with matrices.
+    """
+    grouped = q.ndim + q.axis
     dtypes = (x.dtype, params.get("preferred_element_type") or x.dtype)
-    return (
-        len(contracted) == 1
-        and contracted[0] in core
-        and not set(core) & set(batch)
-        and all(jnp.issubdtype(d, np.floating) for d in dtypes)
-        and params.get("out_sharding") is None
-        and 0 not in (*x.shape, *q.shape)
-    )
+    if (
+        len(contracted) != 1
+        or grouped in batch
+        or not all(jnp.issubdtype(d, np.floating) for d in dtypes)
+        or params.get("out_sharding") is not None
+        or 0 in (*x.shape, *q.shape)
+    ):
+        return None
+    free = [i for i in range(q.ndim) if i not in (grouped, *batch)]
+    if contracted[0] != grouped:
+        return int(contracted[0])
+    return free[-1] if free else None
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6, 7))
 def _as_matmul(
     x: jax.Array,
     q: "QuantizedMatrix",
+    row: int,
     contract: Any,
     batch: Any,
     q_first: bool,
@@ -83,28 +95,49 @@ def _as_matmul(
 ) -> jax.Array:
     """The product as one of `[batch, m, i]` and `[batch, i, o]`."""
     (x_contracted,), (contracted,) = contract
-    if contracted == q.ndim - 1:
-        q = q._replace(axis=-3 - q.axis)  # its transpose
     # Axes of stacks of matrices that are not axes of `x`, too, come after those that are.
-    free = tuple(i for i in range(q.ndim - 2) if i not in batch[1])
+    matrix = (row, q.ndim + q.axis)
+    free = tuple(i for i in range(q.ndim) if i not in (*batch[1], *matrix))
     of_x = tuple(i for i in range(x.ndim) if i not in (*batch[0], x_contracted))
-    q = jax.tree.map(lambda y: jnp.transpose(y, (*batch[1], *free, y.ndim - 2, y.ndim - 1)), q)
+    out_axis = next(i for i in matrix if i != contracted)
+    free_of_q = (*free, out_axis)
+    in_both = [x.shape[i] for i in batch[0]]
+    stacked = [q.shape[i] for i in free]
+    rows = [x.shape[i] for i in of_x]
+    q = _stacked(q, (*batch[1], *free, row), contracted == row)
     x = jnp.transpose(x, (*batch[0], *of_x, x_contracted))
-    in_both, stacked, rows = (
-        x.shape[: len(batch[0])],
-        q.shape[len(batch[0]) : -2],
-        x.shape[len(batch[0]) : -1],
-    )
     x = x.reshape(math.prod(in_both), 1, math.prod(rows), x.shape[-1])
     x = jnp.broadcast_to(x, (x.shape[0], math.prod(stacked), *x.shape[2:]))
-    flat = jax.tree.map(lambda y: y.reshape(-1, *y.shape[-2:]), q)
-    out = quantized_matmul(x.reshape(-1, *x.shape[-2:]), flat, precision=precision, dtype=dtype)
+    out = quantized_matmul(x.reshape(-1, *x.shape[-2:]), q, precision=precision, dtype=dtype)
     out = out.reshape(*in_both, *stacked, *rows, out.shape[-1])
     # `dot_general` has batch axes, then the free ones of the first operand, then of the second.
     b, s, r = len(in_both), len(stacked), len(rows)
-    of_rows, of_q = range(b + s, b + s + r), (*range(b, b + s), b + s + r)
+    at = dict(zip(free_of_q, (*range(b, b + s), b + s + r), strict=True))
+    of_q = [at[i] for i in sorted(free_of_q)]
+    of_rows = range(b + s, b + s + r)
     order = (*range(b), *of_q, *of_rows) if q_first else (*range(b), *of_rows, *of_q)
     return jnp.transpose(out, order)
+
+
+def _stacked(q: "QuantizedMatrix", axes: tuple[int, ...], rows_first: bool) -> "QuantizedMatrix":
+    """`[batch, i, o]` of the axes in another order; the one that is stored in groups stays behind.
+
+    Args:
+      q: any stack of quantized matrices.
+      axes: the other axes of `q`, the rows last.
+      rows_first: whether `i` are the rows, and not what is in groups.
+    """
+    # Leaves have the grouped axis last, whichever of the array's it is.
+    others = [i for i in range(q.ndim) if i != q.ndim + q.axis]
+    order = (*(others.index(i) for i in axes), q.ndim - 1)
+    if order[-2] != q.ndim - 2:
+        q = (
+            q.with_row_scales()
+        )  # the scales may be those of several rows that were next to each other
+    flat = jax.tree.map(
+        lambda y: jnp.transpose(y, order).reshape(-1, *np.take(y.shape, order[-2:])), q
+    )
+    return flat._replace(axis=-1 if rows_first else -2)
 
 
 def with_dense(primitive: Any, *operands: Any, **params: Any) -> jax.Array:
