@@ -1,6 +1,7 @@
 """What each format and calibration costs in accuracy, on real weights.
 
     python -m benchmarks.fidelity                 # everything: results, table and plot
+    python -m benchmarks.fidelity --cases=AWQ     # only those whose name the expression is found in
     python -m benchmarks.fidelity --report_only   # table and plot from the recorded results
 
 Run it from the root of the repository. What is measured is told in `docs/fidelity.md`.
@@ -10,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -37,47 +39,61 @@ DOCUMENT = ROOT / "docs" / "fidelity.md"
 IMAGE = ROOT / "docs" / "images" / "fidelity.png"
 
 REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the table and the plot.")
+ONLY = flags.DEFINE_string(
+    "cases", "", "A regular expression: only cases whose name it is found in."
+)
 PERPLEXITY = flags.DEFINE_bool("perplexity", True, "Whether to score SmolLM2 as well.")
 
-# Name: (options of `QuantizedMatrix.quantize`, whether the calibration batch is used).
+# Name: (options of `QuantizedMatrix.quantize`, the method that uses the calibration batch, if any).
 BF16 = dict(scale_dtype="bfloat16")
-CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "int8 per channel": (dict(dtype="int8", **BF16), False),
-    "int8 per channel, mse": (dict(dtype="int8", calibration="mse", **BF16), False),
-    "fp8 e4m3 per channel": (dict(dtype="fp8_e4m3", **BF16), False),
-    "fp8 e4m3 per channel, mse": (dict(dtype="fp8_e4m3", calibration="mse", **BF16), False),
-    "mxfp8": (dict(dtype="mxfp8"), False),
-    "mxfp8, mse": (dict(dtype="mxfp8", calibration="mse"), False),
-    "int6, 64": (dict(dtype="int6", group_size=64, calibration="mse", **BF16), False),
-    "nf4, 64": (dict(dtype="nf4", group_size=64), False),
-    "nf4, 64, mse": (dict(dtype="nf4", group_size=64, calibration="mse", **BF16), False),
-    "nf4, 64, double": (dict(dtype="nf4", group_size=64, scale_dtype="double"), False),
+W8A8 = dict(dtype="int8", calibration="mse", activation="int8", **BF16)
+CASES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "int8 per channel": (dict(dtype="int8", **BF16), None),
+    "int8 per channel, mse": (dict(dtype="int8", calibration="mse", **BF16), None),
+    "fp8 e4m3 per channel": (dict(dtype="fp8_e4m3", **BF16), None),
+    "fp8 e4m3 per channel, mse": (dict(dtype="fp8_e4m3", calibration="mse", **BF16), None),
+    "mxfp8": (dict(dtype="mxfp8"), None),
+    "mxfp8, mse": (dict(dtype="mxfp8", calibration="mse"), None),
+    "int6, 64": (dict(dtype="int6", group_size=64, calibration="mse", **BF16), None),
+    "nf4, 64": (dict(dtype="nf4", group_size=64), None),
+    "nf4, 64, mse": (dict(dtype="nf4", group_size=64, calibration="mse", **BF16), None),
+    "nf4, 64, double": (dict(dtype="nf4", group_size=64, scale_dtype="double"), None),
     "nf4, 64, double, mse": (
-        dict(dtype="nf4", group_size=64, scale_dtype="double", calibration="mse"), False,
+        dict(dtype="nf4", group_size=64, scale_dtype="double", calibration="mse"), None,
     ),
-    "nf4, 128, mse": (dict(dtype="nf4", group_size=128, calibration="mse", **BF16), False),
-    "int4, 32, minmax": (dict(dtype="uint4", group_size=32, **BF16), False),
+    "nf4, 128, mse": (dict(dtype="nf4", group_size=128, calibration="mse", **BF16), None),
+    "int4, 32, minmax": (dict(dtype="uint4", group_size=32, **BF16), None),
     "int4, 32, zero point, mse": (
-        dict(dtype="uint4", group_size=32, calibration="mse", **BF16), False,
+        dict(dtype="uint4", group_size=32, calibration="mse", **BF16), None,
     ),
     "int4, 64, zero point, hqq": (
-        dict(dtype="uint4", group_size=64, calibration="hqq", **BF16), False,
+        dict(dtype="uint4", group_size=64, calibration="hqq", **BF16), None,
     ),
-    "int4, 128": (dict(dtype="int4", group_size=128, **BF16), False),
-    "int4, 128, mse": (dict(dtype="int4", group_size=128, calibration="mse", **BF16), False),
-    "int4 per channel": (dict(dtype="int4", **BF16), False),
-    "int4 per channel, mse": (dict(dtype="int4", calibration="mse", **BF16), False),
-    "mxfp4": (dict(dtype="mxfp4"), False),
-    "mxfp4, mse": (dict(dtype="mxfp4", calibration="mse"), False),
-    "nvfp4": (dict(dtype="nvfp4"), False),
-    "nvfp4, mse": (dict(dtype="nvfp4", calibration="mse"), False),
-    "int3, 64, mse": (dict(dtype="int3", group_size=64, calibration="mse", **BF16), False),
-    "int2, 32, mse": (dict(dtype="int2", group_size=32, calibration="mse", **BF16), False),
-    "ternary, 64, mse": (dict(dtype="ternary", group_size=64, calibration="mse", **BF16), False),
-    "binary, 64": (dict(dtype="binary", group_size=64, **BF16), False),
-    "int4, 64, GPTQ": (dict(dtype="int4", group_size=64, calibration="mse", **BF16), True),
-    "nf4, 64, GPTQ": (dict(dtype="nf4", group_size=64, calibration="mse", **BF16), True),
-    "int3, 64, GPTQ": (dict(dtype="int3", group_size=64, calibration="mse", **BF16), True),
+    "int4, 64, mse": (dict(dtype="int4", group_size=64, calibration="mse", **BF16), None),
+    "int4, 128": (dict(dtype="int4", group_size=128, **BF16), None),
+    "int4, 128, mse": (dict(dtype="int4", group_size=128, calibration="mse", **BF16), None),
+    "int4 per channel": (dict(dtype="int4", **BF16), None),
+    "int4 per channel, mse": (dict(dtype="int4", calibration="mse", **BF16), None),
+    "mxfp4": (dict(dtype="mxfp4"), None),
+    "mxfp4, mse": (dict(dtype="mxfp4", calibration="mse"), None),
+    "nvfp4": (dict(dtype="nvfp4"), None),
+    "nvfp4, mse": (dict(dtype="nvfp4", calibration="mse"), None),
+    "int3, 64, mse": (dict(dtype="int3", group_size=64, calibration="mse", **BF16), None),
+    "int2, 32, mse": (dict(dtype="int2", group_size=32, calibration="mse", **BF16), None),
+    "ternary, 64, mse": (dict(dtype="ternary", group_size=64, calibration="mse", **BF16), None),
+    "binary, 64": (dict(dtype="binary", group_size=64, **BF16), None),
+    "int4, 64, GPTQ": (dict(dtype="int4", group_size=64, calibration="mse", **BF16), "gptq"),
+    "nf4, 64, GPTQ": (dict(dtype="nf4", group_size=64, calibration="mse", **BF16), "gptq"),
+    "int3, 64, GPTQ": (dict(dtype="int3", group_size=64, calibration="mse", **BF16), "gptq"),
+    "int4, 64, AWQ": (dict(dtype="int4", group_size=64, calibration="mse", **BF16), "awq"),
+    "int4, 64, AWQ and GPTQ": (
+        dict(dtype="int4", group_size=64, calibration="mse", **BF16), "awq+gptq",
+    ),
+    "nf4, 64, AWQ and GPTQ": (
+        dict(dtype="nf4", group_size=64, calibration="mse", **BF16), "awq+gptq",
+    ),
+    "int8 × int8": (W8A8, None),
+    "int8 × int8, SmoothQuant": (W8A8, "smoothquant"),
 }  # fmt: skip
 
 # Qwix 0.1.8 on the same weights, measured apart: bits per weight, relative RMS, cosine.
@@ -109,15 +125,14 @@ def measure() -> None:
     """Scores all cases, and writes the results after each."""
     encoder = Encoder()
     language = Language() if PERPLEXITY.value else None
-    results: dict[str, Any] = dict(
-        dense=dict(encoder.score(encoder.params), **(language.score(None) if language else {})),
-        cases={},
-    )
-    for name, (options, with_inputs) in (progress := tqdm(CASES.items())):
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if ONLY.value else dict(cases={})
+    results["dense"] = encoder.score(encoder.params) | (language.score(None) if language else {})
+    chosen = {name: case for name, case in CASES.items() if re.search(ONLY.value, name)}
+    for name, (options, method) in (progress := tqdm(chosen.items())):
         progress.set_description(name)
-        record = encoder.case(options, with_inputs)
+        record = encoder.case(options, method)
         if language is not None:
-            record |= language.case(options, with_inputs)
+            record |= language.case(options, method)
         results["cases"][name] = record
         temporary = RESULTS.with_suffix(".tmp")
         temporary.write_text(json.dumps(results, indent=1) + "\n")
@@ -131,7 +146,26 @@ def held(params: Params, chosen: Any) -> dict[str, float]:
 
 
 def is_quantized(x: Any) -> bool:
-    return isinstance(x, hki.QuantizedMatrix)
+    return isinstance(x, hki.QuantizedMatrix | hki.ScaledMatrix)
+
+
+class Inputs:
+    """What the weights of a model are multiplied by, in all that methods ask for."""
+
+    def __init__(self, apply: Any, params: Params, batches: list[Any], targets: str) -> None:
+        self.params, self.targets = params, targets
+        self.moments = hki.input_moments(apply, params, batches, targets=targets)
+        self.maxima = hki.input_maxima(apply, params, batches, targets=targets)
+
+    def quantized(self, options: dict[str, Any], method: str | None) -> tuple[Params, Params]:
+        """The parameters with these weights quantized, and those to score."""
+        if method is None:
+            new = hki.quantize_params(self.params, targets=self.targets, **options)
+        else:
+            inputs = self.maxima if method == "smoothquant" else self.moments
+            new = hki.quantize_with_inputs(self.params, inputs, method=method, **options)
+        # Where activations are quantized, the dense weights are not what the model is.
+        return new, new if "activation" in options else hki.materialize(new)
 
 
 class Encoder:
@@ -145,22 +179,19 @@ class Encoder:
         ]
         self.params = jax.tree.map(jnp.asarray, minilm.load_params(files[0], config))
         model = hk.transform(lambda *x: bert.embed_sentences(config, *x))
-        self.apply = jax.jit(hk.without_apply_rng(model).apply)
+        self.apply = jax.jit(hki.use_implicit_args(hk.without_apply_rng(model).apply))
         self.batch = minilm.tokenize(files[1], minilm.read_documents(files[2]), 256)
         self.similarities = minilm.read_similarities(files[3])
         self.dense = np.asarray(self.apply(self.params, *self.batch))
         background = minilm.read_documents(smollm.fetch(minilm.BACKGROUND))
         calibration = minilm.tokenize(files[1], background[:128], 128)
-        self.moments = hki.input_moments(
-            lambda p, batch: self.apply(p, *batch), self.params, [calibration], targets=LINEAR
+        self.inputs = Inputs(
+            lambda p, batch: self.apply(p, *batch), self.params, [calibration], LINEAR
         )
 
-    def case(self, options: dict[str, Any], with_inputs: bool) -> dict[str, float]:
+    def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
         """The bits, the error of the weights, and the scores."""
-        if with_inputs:
-            new = hki.quantize_with_inputs(self.params, self.moments, **options)
-        else:
-            new = hki.quantize_params(self.params, targets=LINEAR, **options)
+        new, scored = self.inputs.quantized(options, method)
         dense = hki.materialize(new)
         pairs = [
             (dense[m][n], self.params[m][n])
@@ -168,7 +199,7 @@ class Encoder:
         ]  # fmt: skip
         error = sum(float(jnp.sum((a - b) ** 2)) for a, b in pairs)
         total = sum(float(jnp.sum(b**2)) for _, b in pairs)
-        return dict(**held(new, is_quantized), rms=math.sqrt(error / total), **self.score(dense))
+        return dict(**held(new, is_quantized), rms=math.sqrt(error / total), **self.score(scored))
 
     def score(self, params: Params) -> dict[str, float]:
         """The mean cosine to the dense embeddings, and Pearson's correlation with people."""
@@ -189,13 +220,13 @@ class Language:
         params = smollm.params_from_tensors(checkpoint.tensors, quantized_blocks.matrix)
         self.params = hki.materialize(jax.tree.map(jnp.asarray, params))
         model = hk.without_apply_rng(hk.transform(lambda t: llama.Llama(checkpoint.config)(t)))
-        self.apply = model.apply
+        self.apply = hki.use_implicit_args(model.apply)
         text = smollm.read_text(smollm.fetch(smollm.SHAKESPEARE))
         ids = checkpoint.tokenizer.encode(text[-200_000:]).ids
         self.heldout = jnp.asarray(ids[-4 * 512 :]).reshape(4, 512)
         calibration = jnp.asarray(ids[: 8 * 256]).reshape(8, 256)
-        self.moments = hki.input_moments(
-            self.apply, self.params, [calibration[:4], calibration[4:]], targets=r".*_proj/w"
+        self.inputs = Inputs(
+            self.apply, self.params, [calibration[:4], calibration[4:]], r".*_proj/w"
         )
         self.loss = jax.jit(self._loss)
 
@@ -203,13 +234,9 @@ class Language:
         logprobs = jax.nn.log_softmax(self.apply(params, tokens)[:, :-1])
         return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
 
-    def case(self, options: dict[str, Any], with_inputs: bool) -> dict[str, float]:
+    def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
         """The perplexity with quantized weights."""
-        if with_inputs:
-            new = hki.quantize_with_inputs(self.params, self.moments, **options)
-        else:
-            new = hki.quantize_params(self.params, targets=r".*_proj/w", **options)
-        return self.score(hki.materialize(new))
+        return self.score(self.inputs.quantized(options, method)[1])
 
     def score(self, params: Params | None) -> dict[str, float]:
         """The perplexity of the held-out text."""
@@ -229,7 +256,7 @@ def write_table(results: dict[str, Any]) -> None:
         *(
             [name, f"{r['bits']:.3f}", f"{r['rms']:.4f}", f"{r['cosine']:.5f}",
              f"{r['pearson']:.3f}", _number(r, "perplexity")]
-            for name, r in results["cases"].items()
+            for name, r in in_order(results).items()
         ),
         *(
             [f"Qwix 0.1.8: {name}", f"{bits:.2f}", f"{rms:.4f}", f"{cosine:.5f}", "–", "–"]
@@ -237,6 +264,11 @@ def write_table(results: dict[str, Any]) -> None:
         ),
     ]  # fmt: skip
     markdown.replace(DOCUMENT, dict(fidelity=markdown.table(header, rows)))
+
+
+def in_order(results: dict[str, Any]) -> dict[str, Any]:
+    """The records of cases, in the order of the table above."""
+    return {name: results["cases"][name] for name in CASES if name in results["cases"]}
 
 
 def _number(record: dict[str, float], name: str) -> str:
@@ -253,9 +285,9 @@ def draw(results: dict[str, Any]) -> None:
     figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
     bits = np.linspace(1, 8.6, 50)
     axes.plot(bits, 2.0**-bits, color="#9a9a9a", label="rate–distortion bound, Gaussian source")
-    ours = [(r["bits"], r["rms"], n) for n, r in results["cases"].items() if "GPTQ" not in n]
-    axes.scatter(*zip(*[(b, e) for b, e, _ in ours], strict=True), s=18, color="#1f6fb2",
-                 label="haiku_implicit")  # fmt: skip
+    # (Methods that use a calibration batch have their least error elsewhere than in the weights.)
+    ours = [(r["bits"], r["rms"]) for n, r in in_order(results).items() if CASES[n][1] is None]
+    axes.scatter(*zip(*ours, strict=True), s=18, color="#1f6fb2", label="haiku_implicit")
     theirs = [(b, e) for b, e, _ in QWIX.values()]
     axes.scatter(*zip(*theirs, strict=True), s=22, marker="x", color="#d07c1f", label="Qwix 0.1.8")
     axes.set_yscale("log")

@@ -9,13 +9,9 @@ in turns with the dense product; ratios are medians of the ratios of all turns.
 """
 
 import concurrent.futures
-import datetime
-import importlib.metadata
 import json
 import os
 import pathlib
-import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +24,7 @@ from absl import app, flags
 
 import haiku_implicit as hki
 from benchmarks import tables as markdown
+from benchmarks.machine import about_this_machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "quantized_matmul.json"
@@ -84,7 +81,7 @@ def measure() -> Results:
     cases = [case for size in sizes for case in _cases(size, rows)]
     others = list(_others(OTHERS_SIZE, OTHERS_ROWS)) if OTHERS_SIZE in sizes else []
     return dict(
-        environment=_environment(),
+        environment=about_this_machine("jax", "jaxlib", "haiku-implicit", "qwix", "numpy"),
         turns=TURNS.value,
         bandwidth=bandwidth,
         cases=cases,
@@ -194,23 +191,6 @@ def memory_bandwidth(size: int = 1 << 29) -> float:
             list(pool.map(np.maximum.reduce, parts))
             best = max(best, size / (time.perf_counter() - start))
     return best
-
-
-def _environment() -> Results:
-    versions = {}
-    for name in ("jax", "jaxlib", "haiku-implicit", "qwix", "numpy"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    info = pathlib.Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return dict(
-        date=datetime.date.today().isoformat(),
-        cpu=model[1].strip() if model else platform.processor() or platform.machine(),
-        cores=os.cpu_count(),
-        versions=versions,
-    )
 
 
 # --- reporting -----------------------------------------------------------------------------------

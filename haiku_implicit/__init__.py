@@ -7,7 +7,7 @@ it make them; train; see what was materialized; and for new types, the base clas
 from haiku_implicit import _higher_order  # noqa: F401  (registers itself)
 from haiku_implicit._array import ArrayValue, ImplicitArray, aux_field, frozen_field
 from haiku_implicit._box import box
-from haiku_implicit._calibrated import input_moments, quantize_with_inputs
+from haiku_implicit._calibrated import input_maxima, input_moments, quantize_with_inputs
 from haiku_implicit._creators import (
     cache_creator,
     lora_creator,
@@ -30,6 +30,7 @@ from haiku_implicit._materialization import (
 from haiku_implicit._optimizer_state import quantized_state
 from haiku_implicit._optimizers import apply_updates, freeze_declared, freeze_keys, freeze_subtrees
 from haiku_implicit._params import add_lora, merge_lora, quantize_params, zero_params
+from haiku_implicit._quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit._training import combine, grad, partition, value_and_grad
 from haiku_implicit._transform import (
     materialize,
@@ -45,6 +46,8 @@ from haiku_implicit.arrays import (
     QuantizedBlocks,
     QuantizedCache,
     QuantizedMatrix,
+    ScaledMatrix,
+    StaticQuantized,
     SymbolicConstant,
     TrainedQuantized,
     Zeros,
@@ -72,6 +75,7 @@ __all__ = [
     "merge_lora",
     "from_ggml",
     "input_moments",
+    "input_maxima",
     "quantize_with_inputs",
     "lora_creator",
     "quantize_creator",
@@ -83,9 +87,11 @@ __all__ = [
     # the types
     "LoRA",
     "QuantizedMatrix",
+    "ScaledMatrix",
     "QuantizedBlocks",
     "QuantizedCache",
     "TrainedQuantized",
+    "StaticQuantized",
     "FakeQuantized",
     "SymbolicConstant",
     "Zeros",
@@ -93,6 +99,8 @@ __all__ = [
     "quantized_training",
     "quantized_training_getter",
     "with_rounding_key",
+    "with_quant_stats",
+    "init_quant_stats",
     "quantization_aware",
     "fake_quantize",
     "convert_trained",

@@ -14,7 +14,9 @@ from haiku_implicit._interpreter import materialize_array
 from haiku_implicit._targets import Initializer, Targets
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.quantized import QuantizedMatrix
+from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.quantization import rules as rule_lists
+from haiku_implicit.quantization.statistics import QuantStats
 
 
 def add_lora(
@@ -109,7 +111,8 @@ def quantize_params(
       rules: a list of `quantization.QuantRule` in place of the other options (but `targets`, `axis` and
         `scale_dtype`): the first one that matches a module decides how its dense weights are
         quantized, one without `weight_qtype` leaves them alone. Rules that decide for no module are
-        warned of.
+        warned of. One with `act_static_scale` gives `StaticQuantized` weights, of which a calibration
+        run (`with_quant_stats`) and `convert_trained` find the ranges.
 
     Returns:
       The tree with `QuantizedMatrix` in place of the targets, mappings as dicts.
@@ -146,23 +149,32 @@ def quantize_params(
     return _replace(params, targets, default, make)
 
 
+_OF_ACTIVATIONS = ("act_qtype", "act_calibration_method", "act_static_scale", "act_batch_axes")
+
+
 def _quantize_by_rules(
     params: Any, rules: Any, targets: Targets | None, axis: int, scale_dtype: Any
 ) -> Any:
     rules = checked_rules(rules)
     for i, rule in enumerate(rules):
-        if rule.act_static_scale or rule.act_calibration_method != "absmax":
+        if not rule.act_static_scale and rule.act_calibration_method != "absmax":
             raise ValueError(
                 f"rules[{i}]: expected activations that are quantized by their largest magnitudes, got "
-                f"act_static_scale={rule.act_static_scale}, act_calibration_method="
-                f"{rule.act_calibration_method!r}; others are for quantized_training"
+                f"act_calibration_method={rule.act_calibration_method!r}; others are for static scales "
+                "(act_static_scale=True), and for quantized_training"
             )
 
     def make(path: str, value: Any, own: Any) -> Any:
         rule = next(rule for rule in own if rule.weight_qtype is not None)
         options = rule.weight_options(value.shape[axis])
-        options |= dict(axis=axis, scale_dtype=scale_dtype, activation=rule.act_qtype)
-        return QuantizedMatrix.quantize(value, **options)
+        options |= dict(axis=axis, scale_dtype=scale_dtype)
+        if not rule.act_static_scale:
+            return QuantizedMatrix.quantize(value, **options, activation=rule.act_qtype)
+        # Of the rule, products take what it says of activations: a range for the whole of the axis.
+        act = {name: getattr(rule, name) for name in _OF_ACTIVATIONS}
+        own_rule = rule_lists.QtRule(weight_qtype="int8", **act)
+        stored = QuantizedMatrix.quantize(value, **options)
+        return StaticQuantized.of(stored, QuantStats(name=path), (own_rule,))
 
     return replace_by_rules(params, rules, targets, make)
 
@@ -214,7 +226,7 @@ def merge_lora(params: Any, *, requantize: bool = False) -> Any:
         dense, base = materialize_array(value), value.w
         while isinstance(base, LoRA):
             base = base.w
-        if requantize and isinstance(base, QuantizedMatrix):
+        if requantize and isinstance(getattr(base, "matrix", base), QuantizedMatrix):
             return _like(base, base.requantize(dense))
         return dense
 
@@ -329,8 +341,8 @@ def _map(fun: Callable[[str, str, Any], Any], tree: Any, path: tuple[str, ...] =
     return fun("/".join(path[:-1]), path[-1], tree)
 
 
-def _like(old: QuantizedMatrix, new: QuantizedMatrix) -> QuantizedMatrix:
+def _like(old: Any, new: Any) -> Any:
     """`new` with the tree structure of `old`, for optimizer states and compiled functions."""
     leaves = jax.tree_util.tree_leaves(new)
-    same: QuantizedMatrix = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(old), leaves)
+    same = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(old), leaves)
     return same if same.dtype == new.dtype else new

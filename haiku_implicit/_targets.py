@@ -14,6 +14,7 @@ import numpy as np
 from haiku_implicit._array import ImplicitArray, is_implicit
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.quantized import QuantizedMatrix
+from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.quantization.formats import RECIPES
 
@@ -90,7 +91,7 @@ def takes_lora(rank: int) -> Predicate:
     def predicate(module_name: str, name: str, value: Any) -> bool:
         return (
             is_weight(module_name, name, value)
-            and (not is_implicit(value) or isinstance(value, QuantizedMatrix))
+            and (not is_implicit(value) or isinstance(value, QuantizedMatrix | ScaledMatrix))
             and rank <= min(value.shape[-2:])
         )
 

@@ -174,6 +174,16 @@ def int4(key, shape):
     return make_quantized(key, shape, "int4", group_size=2, zero_point=True)
 
 
+def make_scaled(key, shape):
+    keys = jax.random.split(key)
+    matrix = make_quantized(keys[0], shape, "int8")
+    return hki.ScaledMatrix(matrix, 2.0 ** jax.random.randint(keys[1], shape[:-1], -1, 2))
+
+
+def dense_scaled(x):
+    return np.asarray(hki.materialize(x.matrix)) * np.asarray(x.scale)[..., None]
+
+
 def dense_outer(x):
     return np.asarray(x.u)[..., :, None] * np.asarray(x.v)[..., None, :]
 
@@ -206,6 +216,7 @@ CASES = {
     "int8": quantized("int8"),
     "int4 groups offset": Case(int4),
     "nf4 groups last axis": quantized("nf4", group_size=2, axis=-1),
+    "scaled int8": Case(make_scaled, dense_scaled),
     "zeros": zeros(jnp.float32),
     "constant": constant(0.5, jnp.float32),
     "outer": outer(jnp.float32),

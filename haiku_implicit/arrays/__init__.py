@@ -12,6 +12,8 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.quantized import QuantizedMatrix
 from haiku_implicit.arrays.quantized_blocks import QuantizedBlocks
 from haiku_implicit.arrays.quantized_cache import QuantizedCache
+from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
 from haiku_implicit.arrays.zeros import Zeros
 
@@ -21,6 +23,8 @@ __all__ = [
     "QuantizedBlocks",
     "QuantizedCache",
     "QuantizedMatrix",
+    "ScaledMatrix",
+    "StaticQuantized",
     "SymbolicConstant",
     "TrainedQuantized",
     "Zeros",

@@ -307,6 +307,27 @@ def reverse_batch(primitive: Any, x: ImplicitArray, *, dimensions: Sequence[int]
     return _map(lambda leaf: primitive.bind(leaf, dimensions=dimensions), x.shape, x)
 
 
+_ALONE: dict[Any, Any] = {
+    jax.lax.slice_p: slice_batch,
+    jax.lax.dynamic_slice_p: dynamic_slice_batch,
+    jax.lax.gather_p: gather_batch,
+    jax.lax.squeeze_p: squeeze_batch,
+    jax.lax.reshape_p: reshape_batch,
+    jax.lax.broadcast_in_dim_p: broadcast_batch,
+    jax.lax.transpose_p: transpose_batch,
+    jax.lax.rev_p: reverse_batch,
+}
+
+
+def on_batch_axes(primitive: Any, x: ImplicitArray, *others: Any, **params: Any) -> Any:
+    """What the rules here do to one array, for a type's own rule to try first.
+
+    `NotImplemented` where other axes are touched as well.
+    """
+    rule = _ALONE.get(primitive)
+    return NotImplemented if rule is None else rule(primitive, x, *others, **params)
+
+
 # --- primitives of newer versions of JAX ---------------------------------------------------------
 
 

@@ -1,29 +1,47 @@
 """`Observed`: a weight that sees what it is multiplied by."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit._array import ImplicitArray, frozen_field
+from haiku_implicit._array import ImplicitArray, aux_field, frozen_field
 from haiku_implicit._dispatch import primitive_handler
+
+
+class Statistic(NamedTuple):
+    """What is summed up over the uses of a weight.
+
+    Attributes:
+      shape: from the number of inputs `n` to the shape of the sum.
+      of: from the inputs `[b, n]` of one use, float32, to what is added.
+      read: from the sum `[..., *shape]` to the statistic.
+    """
+
+    shape: Callable[[int], tuple[int, ...]]
+    of: Callable[[jax.Array], jax.Array]
+    read: Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass
 class Observed(ImplicitArray, core_ndim=2):
-    """A dense weight, of whose inputs the gradient by `moments` is the sum of products.
+    """A dense weight, of whose inputs the gradient by `sums` is a statistic.
 
     That makes statistics of a pure function: differentiation collects them, through loops, branches,
     checkpoints and stacks of layers. The gradient that arrives does not matter, only that one does.
 
     Attributes:
       w: `[..., n, m]`.
-      moments: `[..., n, n]`, zeros: for inputs x `[b, n]` of `x @ w` their gradient is xᵀx.
+      sums: `[..., *statistic.shape(n)]`, zeros, whose gradient is the sum of `statistic.of` of the
+        inputs of all products `x @ w`.
+      statistic: which one.
     """
 
     w: Any = frozen_field()
-    moments: Any = frozen_field()
+    sums: Any = frozen_field()
+    statistic: Statistic = aux_field()
 
     def compute_shape(self) -> tuple[int, ...]:
         return tuple(self.w.shape)
@@ -57,28 +75,27 @@ def _observed_dot(
     contract, batch = (pair[::-1] if first else pair for pair in numbers)
     if w.ndim != 2 or tuple(contract[1]) != (0,) or batch[1]:
         return NotImplemented
-    x = _seen(x, w.moments, contract[0][0])
+    x = _seen(x, w.sums, contract[0][0], w.statistic)
     operands = (w.w, x) if first else (x, w.w)
     return primitive.bind(*operands, dimension_numbers=numbers, **params)
 
 
-def _seen(x: jax.Array, moments: jax.Array, axis: int) -> jax.Array:
-    """`x`, with a gradient by `moments`."""
+def _seen(x: jax.Array, sums: jax.Array, axis: int, statistic: Statistic) -> jax.Array:
+    """`x`, with a gradient by `sums`."""
 
     @jax.custom_vjp
-    def identity(x: jax.Array, moments: jax.Array) -> jax.Array:
+    def identity(x: jax.Array, sums: jax.Array) -> jax.Array:
         return x
 
-    def forward(x: jax.Array, moments: jax.Array) -> Any:
-        return x, (x, moments)
+    def forward(x: jax.Array, sums: jax.Array) -> Any:
+        return x, x
 
-    def backward(kept: Any, cotangent: jax.Array) -> Any:
-        x, moments = kept
-        rows = jnp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]).astype(moments.dtype)
-        return cotangent, rows.T @ rows
+    def backward(x: jax.Array, cotangent: jax.Array) -> Any:
+        rows = jnp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]).astype(jnp.float32)
+        return cotangent, statistic.of(rows)
 
     identity.defvjp(forward, backward)
-    return identity(x, moments)
+    return identity(x, sums)
 
 
 @primitive_handler("convert_element_type")
@@ -91,3 +108,34 @@ def cast_observed(primitive: Any, w: Observed, **params: Any) -> Observed:
 def transposed_observed(primitive: Any, w: Observed, **params: Any) -> Any:
     """What contracts the other axis sees nothing; the values are dense."""
     return primitive.bind(w.w, **params)
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+MOMENTS = Statistic(lambda n: (n, n), lambda x: x.T @ x, lambda sums: sums)
+
+# Gradients add up, and a maximum is no sum. So the largest magnitudes of the uses are sorted into
+# classes, for each of which their number and their sum are counted. The mean of the highest class
+# that has any is the maximum, exactly so where a single use is in it.
+_PER_OCTAVE = 8
+_CLASSES = 2 * 32 * _PER_OCTAVE  # of 2⁻³² to 2³²; the first and the last take what is beyond
+
+
+def _sorted_maxima(x: jax.Array) -> jax.Array:
+    """`[2, classes, n]`: for each input 1 in the class of its largest magnitude, and the magnitude."""
+    largest = jnp.abs(x).max(axis=0, initial=0.0)  # (NaN and infinity are in the last class)
+    octave = jnp.log2(jnp.where(largest > 0, jnp.nan_to_num(largest, nan=jnp.inf), 1.0))
+    where = jnp.clip(jnp.floor(octave * _PER_OCTAVE) + _CLASSES // 2, 0, _CLASSES - 1)
+    hit = (where == jnp.arange(_CLASSES)[:, None]) & (largest != 0)
+    return jnp.stack([hit.astype(x.dtype), jnp.where(hit, largest, 0.0)])
+
+
+def _largest(sums: jax.Array) -> jax.Array:
+    """`[..., n]`, zero for what was never used."""
+    count, total = sums[..., 0, :, :], sums[..., 1, :, :]
+    top = _CLASSES - 1 - jnp.argmax(count[..., ::-1, :] > 0, axis=-2)[..., None, :]
+    count, total = (jnp.take_along_axis(y, top, axis=-2)[..., 0, :] for y in (count, total))
+    return total / jnp.maximum(count, 1)
+
+
+MAXIMA = Statistic(lambda n: (2, _CLASSES, n), _sorted_maxima, _largest)

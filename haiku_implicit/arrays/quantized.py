@@ -115,7 +115,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
             of 256 with a float32 scale each: QLoRA's double quantization). None: float32 (float64
             for float64 weights), or what the format says.
           moments: `[..., k, k]` for `axis` of length k: of the inputs x `[n, k]` of the product xᵀx,
-            to round for the least error of the product (GPTQ); see `input_moments`.
+            to round for its least error (GPTQ), see `input_moments`; or the diagonal `[..., k]`, to
+            weigh errors in a search for scales alone.
           activation: 'int8', 'int4', 'fp8_e4m3', ...: activations are quantized in each product
             (dynamic quantization), so that integers multiply integers. None: weight-only.
 
@@ -331,7 +332,7 @@ def _check_weight(w: jax.Array) -> None:
             f"w: expected a matrix [..., n, m] with n, m > 0, got shape {list(w.shape)}; leave a "
             "parameter without two axes dense"
         )
-    if not isinstance(w, jax.core.Tracer) and not jnp.isfinite(w).all():
+    if scales.known_nonfinite(w):
         raise ValueError(f"w {w.dtype.name}{list(w.shape)}: it has infinite or NaN elements")
 
 
@@ -419,7 +420,7 @@ def _dot_in_codes(lhs: Any, rhs: Any, numbers: Any, weight: int, params: Any) ->
     """A product of codes with those of activations, see `quantization.dot_general`."""
     # (The rule's format of weights is not used: this one is stored in its own.)
     rule = QtRule(weight_qtype="int8", act_qtype=(lhs, rhs)[weight].activation)
-    which = dict(lhs_is_weight=weight == 0, rhs_is_weight=weight == 1)
+    which: Any = dict(lhs_is_weight=weight == 0, rhs_is_weight=weight == 1)
     return functions.dot_general(lhs, rhs, numbers, **params, rule=rule, **which)
 
 

@@ -1,6 +1,7 @@
 """`TrainedQuantized`: a weight in quantized training, dense, and quantized in each product."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from haiku_implicit import _compat
 from haiku_implicit._array import ImplicitArray, aux_field, frozen_field
 from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit.arrays.batch_axes import on_batch_axes
 from haiku_implicit.quantization import functions
 from haiku_implicit.quantization.rules import QuantRule
 
@@ -25,6 +27,8 @@ class TrainedQuantized(ImplicitArray, core_ndim=2):
     Attributes:
       value: `[..., n, m]`, the weight. It is what is trained.
       key: random keys `[...]` for stochastic rounding, or None; see `with_rounding_key`.
+      stats: statistics of the activation, a `QuantStats` (without arrays outside of a call, see
+        `with_quant_stats`); None where no rule has static scales.
       rules: the rules that decide for the weight's module, in order: the first one that is for the
         operation is taken.
 
@@ -39,6 +43,7 @@ class TrainedQuantized(ImplicitArray, core_ndim=2):
 
     value: Any
     key: Any = frozen_field(default=None)
+    stats: Any = frozen_field(default=None)
     rules: tuple[QuantRule, ...] = aux_field(default=())
 
     def compute_shape(self) -> tuple[int, ...]:
@@ -51,26 +56,36 @@ class TrainedQuantized(ImplicitArray, core_ndim=2):
         return self.value
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """As the dense weight; keys are along its batch axes."""
+        """As the dense weight; keys and statistics are along its batch axes."""
         batch = jax.sharding.PartitionSpec(*tuple(spec)[: max(self.ndim - 2, 0)])
-        return self._replace(value=spec, key=None if self.key is None else batch)
+        key, stats = jax.tree.map(lambda _: batch, (self.key, self.stats))
+        return self._replace(value=spec, key=key, stats=stats)
 
     def rule_for(self, op_name: str) -> QuantRule | None:
         """The rule for products of a kind; None where they are dense."""
-        rule = next((rule for rule in self.rules if rule.is_for(op_name)), None)
-        return None if rule is None or rule.weight_qtype is None else rule
+        return deciding_rule(self.rules, op_name)
 
     def with_value(self, value: jax.Array) -> "TrainedQuantized":
-        """Another arrangement of the same weight, of any shape: keys are drawn from the first one."""
-        key = self.key
-        if key is not None and np.shape(key) != value.shape[:-2]:
-            key = jax.random.split(self.first_key, value.shape[:-2])
-        return self._replace(value=value, key=key)
+        """Another arrangement of the same weight, of any shape.
+
+        Keys are drawn from the first one; the first statistics are those of all.
+        """
+        key, stats, batch = self.key, self.stats, value.shape[:-2]
+        if key is not None and np.shape(key) != batch:
+            key = jax.random.split(self.first_key, batch)
+        stats = None if stats is None else stats.spread(batch)
+        return self._replace(value=value, key=key, stats=stats)
 
     @property
     def first_key(self) -> Any:
         """One random key for a product of the weight; None without."""
         return None if self.key is None else self.key.reshape(-1)[0]
+
+
+def deciding_rule(rules: Sequence[QuantRule], op_name: str) -> QuantRule | None:
+    """The rule for products of a kind; None where they are dense."""
+    rule = next((rule for rule in rules if rule.is_for(op_name)), None)
+    return None if rule is None or rule.weight_qtype is None else rule
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -105,13 +120,13 @@ def convolve_with_trained(
 
 
 # The one with a rule is that of JAX's `ragged_dot`; the primitive is more general.
-_RAGGED_DOT = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
-_ragged_dot_general_p = _compat._primitive_of(
+RAGGED_DOT = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+ragged_dot_general_p = _compat._primitive_of(
     jax.lax.ragged_dot, *map(jnp.ones, [(1, 1), (1, 1, 1)]), jnp.ones(1, jnp.int32)
 )
 
 
-@primitive_handler(_ragged_dot_general_p)
+@primitive_handler(ragged_dot_general_p)
 def ragged_dot_with_trained(
     primitive: Any,
     x: jax.Array,
@@ -123,16 +138,16 @@ def ragged_dot_with_trained(
     **params: Any,
 ) -> Any:
     """See `quantization.ragged_dot`."""
-    if ragged_dot_dimension_numbers != _RAGGED_DOT or out_sharding is not None:
+    if ragged_dot_dimension_numbers != RAGGED_DOT or out_sharding is not None:
         return NotImplemented
     rule = w.rule_for("ragged_dot")
     if rule is None:
         return jax.lax.ragged_dot(x, w.value, group_sizes, **params)
-    key = w.first_key
-    return functions.ragged_dot(x, w.value, group_sizes, **params, rule=rule, key=key)
+    own = dict(rule=rule, key=w.first_key, stats=w.stats)
+    return functions.ragged_dot(x, w.value, group_sizes, **params, **own)
 
 
-_FUNCTIONS: dict[str, Any] = {
+FUNCTIONS: dict[str, Any] = {
     "dot_general": functions.dot_general,
     "conv_general_dilated": functions.conv_general_dilated,
 }
@@ -148,13 +163,14 @@ def _product(op_name: str, primitive: Any, operands: Any, params: dict[str, Any]
     rule = weight.rule_for(op_name)
     if rule is None:
         return primitive.bind(*dense, **params)
-    return _FUNCTIONS[op_name](
+    return FUNCTIONS[op_name](
         *dense,
         **params,
         rule=rule,
         lhs_is_weight=are_weights[0],
         rhs_is_weight=are_weights[1],
         key=weight.first_key,
+        stats=weight.stats,
     )
 
 
@@ -166,6 +182,9 @@ def _product(op_name: str, primitive: Any, operands: Any, params: dict[str, Any]
 )
 def rearrange(primitive: Any, w: TrainedQuantized, *others: jax.Array, **params: Any) -> Any:
     """The same of the dense weight: it is still a weight for the product that follows."""
+    out = on_batch_axes(primitive, w, *others, **params)
+    if out is not NotImplemented:  # each matrix has keys and statistics of its own
+        return out
     value = primitive.bind(w.value, *others, **params)
     return w.with_value(value) if value.ndim >= 2 else value
 
@@ -178,6 +197,7 @@ def cast(primitive: Any, w: TrainedQuantized, *, new_dtype: Any, **params: Any) 
 
 
 @primitive_handler("gather")
-def look_up(primitive: Any, w: TrainedQuantized, indices: jax.Array, **params: Any) -> jax.Array:
-    """Rows of a table are no product, and come as they are."""
-    return primitive.bind(w.value, indices, **params)
+def look_up(primitive: Any, w: TrainedQuantized, indices: jax.Array, **params: Any) -> Any:
+    """Rows of a table are no product, and come as they are; whole matrices of a batch are weights."""
+    out = on_batch_axes(primitive, w, indices, **params)
+    return primitive.bind(w.value, indices, **params) if out is NotImplemented else out

@@ -185,7 +185,14 @@ struct Numbers {
   // `count` of them from `first` on, with zeros up to whole vectors.
   void read(int64_t first, int64_t count, float* out) const {
     int64_t i = 0;
-#if defined(HKI_AVX512) || defined(HKI_AVX2)
+#if defined(HKI_AVX512)
+    const uint16_t* bits = static_cast<const uint16_t*>(data) + first;
+    for (; dtype == ffi::DataType::F16 && i < count; i += 16) {
+      const __mmask16 present = count - i < 16 ? (1 << (count - i)) - 1 : 0xffff;
+      const __m256i part = _mm256_maskz_loadu_epi16(present, bits + i);
+      _mm512_storeu_ps(out + i, _mm512_cvtph_ps(part));
+    }
+#elif defined(HKI_AVX2)
     const uint16_t* bits = static_cast<const uint16_t*>(data) + first;
     for (; dtype == ffi::DataType::F16 && i + 8 <= count; i += 8)
       _mm256_storeu_ps(out + i, _mm256_cvtph_ps(load<__m128i>(bits + i)));

@@ -17,11 +17,13 @@ from haiku_implicit.quantization.rules import (
     matching_rule,
     unused_rules,
 )
+from haiku_implicit.quantization.statistics import QuantStats
 
 __all__ = [
     "QuantRule",
     "QtRule",
     "ProductConfig",
+    "QuantStats",
     "matching_rule",
     "unused_rules",
     "dot_general",

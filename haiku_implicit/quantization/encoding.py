@@ -27,7 +27,8 @@ def encode_rows(
       stored: `[..., rows, k]`, floating.
       dtype, group_size, zero_point, method (`calibration`), scale_dtype: as for its `quantize`.
       moments: `[..., k, k]`, of what the weight is multiplied by the sums of products of elements, to
-        round for the least error of the product (`gptq`).
+        round for the least error of the product (`gptq`). Or their diagonal, `[..., k]`: this weighs
+        errors in a search for scales, and elements are rounded to the nearest codes.
 
     Returns:
       The fields of the matrix: `codes`, `scale`, `offset`, `format`, `padding`.
@@ -39,6 +40,7 @@ def encode_rows(
     moments = None if moments is None else _checked_moments(moments, stored)
     tile = _fitting_tile(group_size, stored.shape[-2:], fmt)
     rounding = scales.rounding(scale_dtype)
+    products = moments if moments is not None and moments.ndim == stored.ndim else None
     weight = 1.0 if moments is None else _importance(stored, moments, tile)
     found = calibration.calibrate(_blocks(stored, tile), fmt, method, rounding, weight)
     found = jax.tree.map(lambda x: x[..., 0], found)
@@ -46,10 +48,10 @@ def encode_rows(
     padding = -tile[1] % fmt.multiple
     if padding:
         stored = jnp.concatenate([stored, jnp.repeat(stored[..., -1:], padding, -1)], axis=-1)
-        if moments is not None:
-            widths = [(0, 0)] * (moments.ndim - 2) + [(0, padding)] * 2
-            moments = jnp.pad(moments, widths)
-    codes = _codes(stored, scale, offset, fmt, moments)
+        if products is not None:
+            widths = [(0, 0)] * (products.ndim - 2) + [(0, padding)] * 2
+            products = jnp.pad(products, widths)
+    codes = _codes(stored, scale, offset, fmt, products)
     codes = formats.pack(codes, fmt)
     return dict(codes=codes, scale=scale, offset=offset, format=fmt.name, padding=padding)
 
@@ -74,18 +76,19 @@ def _codes(
 
 def _checked_moments(moments: Any, stored: jax.Array) -> jax.Array:
     moments, (*lead, _, k) = jnp.asarray(moments), stored.shape
-    if moments.shape != (*lead, k, k):
+    if moments.shape not in ((*lead, k, k), (*lead, k)):
         raise ValueError(
-            f"moments: expected shape {[*lead, k, k]} for groups along an axis of length {k}, got "
-            f"{list(moments.shape)}"
+            f"moments: expected shape {[*lead, k, k]} for groups along an axis of length {k} (or "
+            f"{[*lead, k]}, the diagonal), got {list(moments.shape)}"
         )
     return moments
 
 
 def _importance(stored: jax.Array, moments: jax.Array, tile: tuple[int, int]) -> jax.Array:
     """What the squared error of each element counts: the mean square of what it is multiplied by."""
-    diagonal = jnp.diagonal(moments, axis1=-2, axis2=-1)
-    return _blocks(jnp.broadcast_to(diagonal[..., None, :], stored.shape), tile)
+    if moments.ndim == stored.ndim:
+        moments = jnp.diagonal(moments, axis1=-2, axis2=-1)
+    return _blocks(jnp.broadcast_to(moments[..., None, :], stored.shape), tile)
 
 
 def _prescribed(name: str, given: Any, needed: Any, dtype: Any) -> Any:

@@ -7,7 +7,7 @@ pass has quantized. The rounding itself has the gradient one ("straight through"
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from haiku_implicit import _compat
 from haiku_implicit._array import is_implicit
 from haiku_implicit._interpreter import materialize_array
 from haiku_implicit.quantization import rules
-from haiku_implicit.quantization.operands import Operand, stored_operand
-from haiku_implicit.quantization.products import Product, quantized_product
+from haiku_implicit.quantization.operands import How, Limits, Operand, stored_operand
+from haiku_implicit.quantization.products import Product, how_of_side, quantized_product
+from haiku_implicit.quantization.statistics import QuantStats, static_limits
 
 
 def dot_general(
@@ -33,6 +34,7 @@ def dot_general(
     lhs_is_weight: bool = False,
     rhs_is_weight: bool = True,
     key: Any = None,
+    stats: QuantStats | None = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` of quantized operands, with a quantized backward pass.
 
@@ -47,13 +49,14 @@ def dot_general(
       out_sharding: of the result.
       lhs_is_weight, rhs_is_weight: which operands are weights; the others are activations.
       key: a random key, for a rule with stochastic rounding that is differentiated.
+      stats: statistics of the activation, for a rule with `act_static_scale`.
 
     Returns:
       What `jax.lax.dot_general` returns, of the same shape and dtype, up to rounding.
 
     Raises:
       ValueError: for a tile size that does not divide the axis, a calibration that the format does not
-        have, stochastic rounding without a key.
+        have, stochastic rounding without a key, a static scale without statistics of one activation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -79,7 +82,7 @@ def dot_general(
         separable=out_sharding is None,
     )
     weights = (lhs_is_weight, rhs_is_weight)
-    return _apply(product, rule, weights, (lhs, rhs), (), preferred_element_type, key)
+    return _apply(product, rule, weights, (lhs, rhs), (), preferred_element_type, key, stats)
 
 
 def conv_general_dilated(
@@ -100,6 +103,7 @@ def conv_general_dilated(
     lhs_is_weight: bool = False,
     rhs_is_weight: bool = True,
     key: Any = None,
+    stats: QuantStats | None = None,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` of quantized operands, with a quantized backward pass.
 
@@ -117,6 +121,7 @@ def conv_general_dilated(
       out_sharding: of the result; from the JAX version on that has it.
       lhs_is_weight, rhs_is_weight: which operands are weights.
       key: a random key.
+      stats: statistics of the activation.
 
     Returns:
       What `jax.lax.conv_general_dilated` returns, up to rounding.
@@ -157,7 +162,7 @@ def conv_general_dilated(
         separable=feature_group_count == batch_group_count == 1 and out_sharding is None,
     )
     weights = (lhs_is_weight, rhs_is_weight)
-    return _apply(product, rule, weights, (lhs, rhs), (), preferred_element_type, key)
+    return _apply(product, rule, weights, (lhs, rhs), (), preferred_element_type, key, stats)
 
 
 def ragged_dot(
@@ -172,6 +177,7 @@ def ragged_dot(
     lhs_is_weight: bool = False,
     rhs_is_weight: bool = True,
     key: Any = None,
+    stats: QuantStats | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` of quantized operands, with a quantized backward pass.
 
@@ -185,6 +191,7 @@ def ragged_dot(
       rule: as for `dot_general`, like those that follow.
       lhs_is_weight, rhs_is_weight: which operands are weights.
       key: a random key.
+      stats: statistics of the activation.
 
     Returns:
       `[m, n]`, what `jax.lax.ragged_dot` returns, up to rounding.
@@ -210,7 +217,7 @@ def ragged_dot(
         separable=False,
     )
     weights, others = (lhs_is_weight, rhs_is_weight), (jnp.asarray(group_sizes),)
-    return _apply(product, rule, weights, (lhs, rhs), others, preferred_element_type, key)
+    return _apply(product, rule, weights, (lhs, rhs), others, preferred_element_type, key, stats)
 
 
 def einsum(
@@ -313,6 +320,7 @@ def _apply(
     others: tuple[Any, ...],
     preferred_element_type: Any,
     key: Any,
+    stats: QuantStats | None,
 ) -> jax.Array:
     """A product by a rule; the plain one where the rule leaves weights alone."""
 
@@ -326,7 +334,33 @@ def _apply(
         return plain(*pair, *others)
     config = rules.config_of(rule, *weights)
     dtypes = [None if isinstance(x, Operand) else x.dtype for x in pair]
-    return quantized_product(product, config, (*dtypes, out.dtype), tuple(pair), others, key)
+    limits, remember = _ranges(product, config, rule, weights, pair, stats)
+    out = quantized_product(product, config, (*dtypes, out.dtype), tuple(pair), others, key, limits)
+    return remember(out)
+
+
+def _ranges(
+    product: Product,
+    config: rules.ProductConfig,
+    rule: rules.QuantRule,
+    weights: tuple[bool, bool],
+    pair: Sequence[Any],
+    stats: QuantStats | None,
+) -> tuple[Any, Callable[[jax.Array], jax.Array]]:
+    """The static ranges of both operands, None for dynamic ones; see `static_limits`."""
+    own = [how_of_side(product, config, i, pair[i]) for i in (0, 1)]
+    static = [i for i in (0, 1) if rule.act_static_scale and not weights[i] and own[i] is not None]
+    if len(static) > 1:
+        raise ValueError(
+            "act_static_scale: expected a product of an activation and a weight, got one of two "
+            "activations; say which operand is a weight, or leave it out"
+        )
+    limits: list[Limits | None] = [None, None]
+    if not static:
+        return tuple(limits), lambda out: out
+    how = cast(How, own[static[0]])
+    limits[static[0]], remember = static_limits(pair[static[0]], how, rule.act_batch_axes, stats)
+    return tuple(limits), remember
 
 
 def _as_operand(x: Any) -> Any:

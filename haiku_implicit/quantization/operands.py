@@ -6,6 +6,7 @@ half a step more than the largest code (127.5 for int8), so that the last step i
 others; with a zero point the codes span the whole type.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -38,6 +39,10 @@ class How(NamedTuple):
     rounding: tuple[str, tuple[int, ...]] | None = None
 
 
+# The lower and the upper end of a range; the lower one None where it is that of the upper one.
+Limits = tuple[jax.Array | None, jax.Array]
+
+
 class Operand(NamedTuple):
     """A quantized array: `(codes - zero_point) * scale`.
 
@@ -61,13 +66,15 @@ class Operand(NamedTuple):
         return self.zero_point is None and self.codes.dtype.itemsize == 1
 
 
-def quantize(x: jax.Array, how: How, key: Any = None) -> Operand:
+def quantize(x: jax.Array, how: How, key: Any = None, limits: Limits | None = None) -> Operand:
     """The nearest codes of an array, or random ones of the two that are next.
 
     Args:
       x: floating.
       how: how.
       key: a random key, for stochastic rounding.
+      limits: the range of each scale, where that is known; None: it is that of the array. What lies
+        beyond gets the last code.
 
     Raises:
       ValueError: for a tile that does not divide its axis, and a calibration that the format does not
@@ -75,7 +82,7 @@ def quantize(x: jax.Array, how: How, key: Any = None) -> Operand:
     """
     fmt = formats.find(how.qtype)
     x = x.astype(formats.arithmetic_dtype(x.dtype))
-    low, high = _range(x, how)
+    low, high = calibrate(x, how) if limits is None else _given(limits, x)
     if low is None:
         scale, zero_point = _nonzero(high * np.asarray(1 / bound(fmt), high.dtype)), None
     else:
@@ -147,8 +154,14 @@ def clips(method: str) -> bool:
 # --- ranges --------------------------------------------------------------------------------------
 
 
-def _range(x: jax.Array, how: How) -> tuple[jax.Array | None, jax.Array]:
-    """The ends of the range of each scale; the lower one None where it is that of the upper one."""
+def calibrate(x: jax.Array, how: How) -> Limits:
+    """The ends of the range of each scale, of an array.
+
+    Args:
+      x: floating.
+      how: how it is quantized.
+    """
+    x = x.astype(formats.arithmetic_dtype(x.dtype))
     name, arguments = _parse(how.method)
     tiled, axes, shape = _blocks(x, how)
 
@@ -172,7 +185,7 @@ def _range(x: jax.Array, how: How) -> tuple[jax.Array | None, jax.Array]:
     return None, over_blocks(jnp.max, jnp.abs(tiled)) * (arguments[0] if arguments else 1.0)
 
 
-def _fixed(x: jax.Array, method: str, arguments: list[float]) -> tuple[jax.Array | None, jax.Array]:
+def _fixed(x: jax.Array, method: str, arguments: list[float]) -> Limits:
     """A range that is known; one for the whole array."""
     if len(arguments) == 1:
         arguments = [-arguments[0], arguments[0]]
@@ -180,10 +193,18 @@ def _fixed(x: jax.Array, method: str, arguments: list[float]) -> tuple[jax.Array
         raise ValueError(
             f"calibration method: expected 'fixed,LOW,HIGH' with LOW <= 0 <= HIGH, got {method!r}"
         )
-    # NaN has no code: in the range it becomes one of the results, as with the other methods.
-    broken = jnp.where(jnp.isnan(x).any(), jnp.nan, jnp.zeros((1,) * x.ndim, x.dtype))
-    low, high = (broken + end for end in arguments)
+    low, high = _given([jnp.full((1,) * x.ndim, end, x.dtype) for end in arguments], x)
+    assert high is not None
     return (None if arguments[0] == -arguments[1] else low), high
+
+
+def _given(limits: Sequence[jax.Array | None], x: jax.Array) -> Any:
+    """A range that does not depend on the array, but for this: NaN has no code.
+
+    In the range it becomes one of the results, as with ranges of the array.
+    """
+    broken = jnp.where(jnp.isnan(x).any(), jnp.nan, jnp.zeros((), x.dtype))
+    return [None if end is None else broken + end.astype(x.dtype) for end in limits]
 
 
 def _blocks(x: jax.Array, how: How) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:

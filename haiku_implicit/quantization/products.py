@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from haiku_implicit import _compat
-from haiku_implicit.quantization.operands import How, Operand, dequantize, quantize
+from haiku_implicit.quantization.operands import How, Limits, Operand, dequantize, quantize
 from haiku_implicit.quantization.rules import ProductConfig
 
 Axes = tuple[int | None, ...]
@@ -237,7 +237,13 @@ def _in_tiles(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def quantized_product(
-    product: Product, config: ProductConfig, dtypes: Any, operands: Any, others: Any, key: Any
+    product: Product,
+    config: ProductConfig,
+    dtypes: Any,
+    operands: Any,
+    others: Any,
+    key: Any,
+    limits: tuple[Limits | None, Limits | None] = (None, None),
 ) -> jax.Array:
     """A product that quantizes its operands, and its gradients in the backward pass.
 
@@ -249,14 +255,21 @@ def quantized_product(
         gradient.
       others: what else the product takes, a tuple of arrays: no gradients by them.
       key: a random key for stochastic rounding, or None.
+      limits: of `lhs` and of `rhs` the range, where it is not that of the operand itself.
     """
-    return _forward(product, config, dtypes, operands, others, key)[0]
+    return _forward(product, config, dtypes, operands, others, key, limits)[0]
 
 
 def _forward(
-    product: Product, config: ProductConfig, dtypes: Any, operands: Any, others: Any, key: Any
+    product: Product,
+    config: ProductConfig,
+    dtypes: Any,
+    operands: Any,
+    others: Any,
+    key: Any,
+    limits: Any,
 ) -> tuple[jax.Array, Any]:
-    lhs, rhs = (_quantized_side(product, config, i, operands[i]) for i in (0, 1))
+    lhs, rhs = (_quantized_side(product, config, i, operands[i], limits[i]) for i in (0, 1))
     dense = [dtype for dtype in dtypes[:2] if dtype is not None] or dtypes[2:]
     out = multiply(product, lhs, rhs, others, jnp.result_type(*dense), dtypes[2])
     kept, inside = [], []
@@ -276,13 +289,19 @@ def _is_tiled(q: Operand) -> bool:
     return any(n not in (1, m) for n, m in shapes)
 
 
-def _quantized_side(product: Product, config: ProductConfig, i: int, x: Any) -> Any:
+def _quantized_side(product: Product, config: ProductConfig, i: int, x: Any, limits: Any) -> Any:
+    how = how_of_side(product, config, i, x)
+    return x if how is None else quantize(x, how, limits=limits)
+
+
+def how_of_side(product: Product, config: ProductConfig, i: int, x: Any) -> How | None:
+    """How the forward pass quantizes an operand; None where it does not."""
     qtype = getattr(config, f"{SIDES[i]}_qtype")
     if qtype is None or isinstance(x, Operand) or not jnp.issubdtype(x.dtype, np.floating):
-        return x
+        return None
     method = getattr(config, f"{SIDES[i]}_calibration_method")
     shared = getattr(config, f"{SIDES[i]}_disable_channelwise_axes")
-    return quantize(x, _how(product, i, qtype, method, shared, config.tile_size))
+    return _how(product, i, qtype, method, shared, config.tile_size)
 
 
 def _how(
@@ -312,7 +331,7 @@ def _backward(
         transposed = Transposed(product, i, _struct(own))
         out = _gradient(transposed, config, gradient, kept[1 - i], others, key, dtypes[i])
         found.append(out if inside[i] is None else jnp.where(inside[i], out, 0))
-    return tuple(found), None, None
+    return tuple(found), None, None, None
 
 
 def _gradient(

@@ -46,8 +46,11 @@ class QuantRule:
       act_calibration_method: the same for activations.
       tile_size: how many elements along the (last) contracted axis share a scale; a float is the part
         of the axis; None for all of them.
-      act_static_scale: whether the scales of activations are those of collected statistics.
-      act_batch_axes: the axes of activations that those statistics are averaged over.
+      act_static_scale: whether the scales of activations are those of collected statistics, see
+        `with_quant_stats`.
+      act_batch_axes: the axes of activations that those statistics are averaged over, as the product
+        has them (`jax.vmap` within a model adds one). Along the other axes that have scales each index
+        keeps one of its own, so that their lengths have to stay the same.
 
     Raises:
       ValueError: for an option out of its range, by its name.
@@ -69,7 +72,7 @@ class QuantRule:
     act_calibration_method: str = "absmax"
     tile_size: int | float | None = None
     act_static_scale: bool = False
-    act_batch_axes: Collection[int] = ()
+    act_batch_axes: Collection[int] = (0,)
 
     def __post_init__(self) -> None:
         _check_pattern(self.module_path)
@@ -183,11 +186,6 @@ class QtRule(QuantRule):
         )
         for side in (True, False):  # raises for overrides that do not exist, and for bad ones
             config_of(self, lhs_is_weight=side, rhs_is_weight=not side)
-        if self.act_static_scale:
-            raise ValueError(
-                "act_static_scale: quantized training finds the scales of activations in each step, "
-                "and has no static ones; leave it out"
-            )
 
     def _qtype_names(self) -> tuple[str, ...]:
         return *super()._qtype_names(), "bwd_qtype"

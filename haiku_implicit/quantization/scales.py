@@ -74,9 +74,21 @@ def stored_as(scale: Any) -> str:
     return "e8m0" if scale.dtype.name == "float8_e8m0fnu" else scale.dtype.name
 
 
+def known_nonfinite(x: jax.Array) -> bool:
+    """Whether an array has infinite or NaN elements, where its elements are known: not of a tracer.
+
+    A function that is traced may use arrays that are none, and what is computed of them is traced, too,
+    unless asked for at once.
+    """
+    if isinstance(x, jax.core.Tracer):
+        return False
+    with jax.ensure_compile_time_eval():
+        return not jnp.isfinite(x).all()
+
+
 def _check_finite(stored: Scales, name: str) -> None:
     for x in jax.tree.leaves(stored):
-        if not isinstance(x, jax.core.Tracer) and not jnp.isfinite(x).all():
+        if known_nonfinite(x):
             raise ValueError(
                 f"scale_dtype: the weight's scales are too large for {name!r}; use 'bfloat16' or "
                 "'float32'"

@@ -11,13 +11,16 @@ import jax.numpy as jnp
 
 from haiku_implicit import _params, _targets
 from haiku_implicit._box import box
+from haiku_implicit._quant_stats import fixed_stats, takes_stats
 from haiku_implicit.arrays.fake_quantized import FakeQuantized
 from haiku_implicit.arrays.quantized import QuantizedMatrix
+from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
 from haiku_implicit.quantization import formats, functions
 from haiku_implicit.quantization import rules as _rules
 from haiku_implicit.quantization.operands import How, Operand, quantize
 from haiku_implicit.quantization.rules import QtRule, QuantRule
+from haiku_implicit.quantization.statistics import QuantStats
 
 
 def quantized_training(params: Any, rules: Sequence[Any], *, targets: Any = None) -> Any:
@@ -30,7 +33,8 @@ def quantized_training(params: Any, rules: Sequence[Any], *, targets: Any = None
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
       rules: `QtRule`s (or `QuantRule`s: these leave the backward pass dense), in the order of
-        precedence. A warning names those that decide for no module.
+        precedence. A warning names those that decide for no module. Static activation scales
+        (`act_static_scale`) need the model wrapped in `with_quant_stats`.
       targets: which parameters, as for `add_lora`. None: floating-point parameters of two axes or more
         that are not called `b`, `bias`, `offset` or `scale`.
 
@@ -56,7 +60,8 @@ def quantized_training(params: Any, rules: Sequence[Any], *, targets: Any = None
     found = _training_rules(rules)
 
     def make(path: str, value: Any, own: Any) -> Any:
-        return TrainedQuantized(value, rules=own)
+        stats = QuantStats(name=path) if any(map(_is_static, own)) else None
+        return TrainedQuantized(value, stats=stats, rules=own)
 
     return _params.replace_by_rules(params, found, targets, make)
 
@@ -68,14 +73,15 @@ def quantized_training_getter(rules: Sequence[Any], *, targets: Any = None) -> C
     each time that a weight is read.
 
     Args:
-      rules: as for `quantized_training`, but that nobody is warned of unused ones.
+      rules: as for `quantized_training`, but that nobody is warned of unused ones, and that there are
+        no static activation scales.
       targets: as for `quantized_training`.
 
     Returns:
       A getter: the model sees `TrainedQuantized`.
 
     Raises:
-      ValueError: as for `quantized_training`.
+      ValueError: as for `quantized_training`, and for static activation scales.
       TypeError: as for `quantized_training`.
 
     Example:
@@ -92,6 +98,12 @@ def quantized_training_getter(rules: Sequence[Any], *, targets: Any = None) -> C
       (2, 3)
     """
     found = _training_rules(rules)
+    for i, rule in enumerate(found):
+        if rule.act_static_scale:
+            raise ValueError(
+                f"rules[{i}]: act_static_scale needs weights that carry statistics, which a getter "
+                "does not see; use quantized_training on the parameters, and with_quant_stats"
+            )
     chosen = _targets.chooser(targets, _targets.is_weight)
 
     def getter(next_getter: Any, value: Any, context: Any) -> Any:
@@ -190,21 +202,28 @@ def quantization_aware(params: Any, rules: Sequence[Any], *, targets: Any = None
     return _params.replace_by_rules(params, list(rules), targets, make)
 
 
-def convert_trained(params: Any) -> Any:
+def convert_trained(params: Any, state: Any = None) -> Any:
     """The stored matrices that trained weights stand for, for inference.
 
     Of a `FakeQuantized` weight it is the matrix of its rounded values. Of a `TrainedQuantized` one it
     is that of the codes that its rule quantizes it to, where it is used as `x @ w` (axis -2 is
-    contracted; convolution kernels share scales over all axes but the last).
+    contracted; convolution kernels share scales over all axes but the last). With static activation
+    scales, products are those of `with_quant_stats(t, update=False)`, and need no state any more; that
+    holds for a `StaticQuantized` weight without ranges, too, which gets them.
 
     Args:
       params: a tree with such weights.
+      state: Haiku's state with the statistics that static activation scales come from, as
+        `with_quant_stats` returns it; None where there are none.
 
     Returns:
-      The tree with `QuantizedMatrix` in their place.
+      The tree with `QuantizedMatrix` in their place, or `StaticQuantized` where activations have
+      static scales.
 
     Raises:
-      ValueError: for a weight whose rules leave products dense.
+      ValueError: for a weight whose rules leave products dense; for one with static activation scales
+        and no statistics (under `jax.jit` for one without an entry: where nothing is counted, the
+        range is NaN, and so are products).
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -218,8 +237,15 @@ def convert_trained(params: Any) -> Any:
     def converted(module_name: str, name: str, value: Any) -> Any:
         if isinstance(value, FakeQuantized):
             return value.quantized()
+        stacked, path = module_name.count("__layer_stack_"), _targets.path(module_name, name)
+        if isinstance(value, StaticQuantized) and takes_stats(value):
+            return value._replace(stats=fixed_stats(path, value, stacked, state))
         if isinstance(value, TrainedQuantized):
-            return _stored(value, module_name.count("__layer_stack_"))
+            rule = _deciding_rule(value, stacked)
+            stored = _stored(value, stacked, rule)
+            if not rule.act_static_scale:
+                return stored
+            return StaticQuantized.of(stored, fixed_stats(path, value, stacked, state), value.rules)
         return value
 
     return _params._map(converted, params)
@@ -261,7 +287,7 @@ def dot_general_by_bits(
     qtypes = [_integer_of("fwd_bits", fwd_bits), bwd_bits and _integer_of("bwd_bits", bwd_bits)]
     rule = QtRule(weight_qtype=qtypes[0], act_qtype=qtypes[0], bwd_qtype=qtypes[1])
     if mode == "convert":
-        return lambda w: _stored(TrainedQuantized(jnp.asarray(w), rules=(rule,)), w.ndim - 2)
+        return lambda w: _stored(TrainedQuantized(jnp.asarray(w)), w.ndim - 2, rule)
     train = functools.partial(functions.dot_general, rule=rule)
 
     def serve(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
@@ -287,6 +313,10 @@ def _training_rules(rules: Any) -> list[QtRule]:
     return [_rules.as_training_rule(rule) for rule in _params.checked_rules(rules)]
 
 
+def _is_static(rule: QuantRule) -> bool:
+    return rule.act_static_scale and rule.weight_qtype is not None
+
+
 def _needs_key(rules: Sequence[QuantRule]) -> bool:
     return any(
         isinstance(rule, QtRule) and rule.weight_qtype and rule.bwd_stochastic_rounding
@@ -309,19 +339,25 @@ def _keyed(value: TrainedQuantized, key: Any) -> TrainedQuantized:
 # --- stored weights ------------------------------------------------------------------------------
 
 
-def _stored(w: TrainedQuantized, stacked: int) -> QuantizedMatrix:
-    """The matrix of the codes that a weight is quantized to.
-
-    Args:
-      w: the weight.
-      stacked: how many leading axes stack weights of their own.
-    """
+def _deciding_rule(w: TrainedQuantized, stacked: int) -> QuantRule:
+    """The rule for the products that a weight is stored for; `stacked` as for `_stored`."""
     kernel = w.ndim - stacked > 2
     rule = w.rule_for("conv_general_dilated" if kernel else "dot_general")
     if rule is None:
         raise ValueError(
             "rules: they leave the products of this weight dense; it has no stored form"
         )
+    return rule
+
+
+def _stored(w: TrainedQuantized, stacked: int, rule: QuantRule) -> QuantizedMatrix:
+    """The matrix of the codes that a weight is quantized to.
+
+    Args:
+      w: the weight.
+      stacked: how many leading axes stack weights of their own.
+      rule: the rule for its products.
+    """
     qt = _rules.as_training_rule(rule)
     channels = (*range(stacked), *(() if qt.disable_channelwise_axes else (w.ndim - 1,)))
     tile = None if qt.tile_size is None else (w.ndim - 2, qt.tile_size)

@@ -241,6 +241,20 @@ def test_quantize_under_transformations():
     chex.assert_trees_all_close(boxed, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"moments": jnp.eye(N)}, {"scale_dtype": "double"}], ids=str)
+def test_quantize_what_a_traced_function_closes_over(options):
+    """It is no tracer, and still checked; what is computed of it is traced."""
+    w, x = normal((N, M)), normal((5, N))
+    broken = w.at[0, 0].set(jnp.inf)
+    make = lambda w: hki.QuantizedMatrix.quantize(w, "int4", 4, **options)  # noqa: E731
+    want = x @ hki.materialize(make(w))
+    for transform in (jax.jit, jax.vmap, jax.checkpoint, lambda f: jax.jit(jax.vmap(f))):
+        got = transform(lambda x: x @ hki.materialize(make(w)))(x)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        with pytest.raises(ValueError, match="it has infinite or NaN elements"):
+            transform(lambda x: x @ hki.materialize(make(broken)))(x)
+
+
 @kinds
 def test_requantize(kind):
     q = quantized(kind)

@@ -69,10 +69,15 @@ def test_errors():
         hki.input_moments(lambda p, x: t.apply(p, x) > 0, params, [normal((1, 3))])
     with pytest.raises(ValueError, match="targets: 'linear/v' matches none"):
         hki.input_moments(t.apply, params, [normal((1, 3))], targets="linear/v")
-    with pytest.raises(ValueError, match="moments: the parameters have no other/w"):
+    with pytest.raises(ValueError, match="inputs: the parameters have no other/w"):
         hki.quantize_with_inputs(params, {"other/w": jnp.eye(3)})
-    with pytest.raises(ValueError, match=r"linear/w: expected a dense weight \[..., 4, m\]"):
-        hki.quantize_with_inputs(params, {"linear/w": jnp.eye(4)})
+    for moments in (jnp.eye(4), jnp.ones(3)):
+        with pytest.raises(
+            ValueError, match=r"linear/w: .* input_moments says, \[..., k, k\], got "
+        ):
+            hki.quantize_with_inputs(params, {"linear/w": moments})
+    with pytest.raises(ValueError, match="linear/w: moments of its inputs are infinite or NaN"):
+        hki.quantize_with_inputs(params, {"linear/w": jnp.full((3, 3), jnp.nan)})
     with pytest.raises(ValueError, match=r"linear/w .*group_size"):
         hki.quantize_with_inputs(params, {"linear/w": jnp.eye(3)}, group_size=2)
 

@@ -97,7 +97,6 @@ def test_options_out_of_range_are_named(options, message):
         (dict(bwd_qtype="uint8"), "bwd_qtype: expected one of int8, .*got 'uint8'"),
         (dict(weight_calibration_method="hqq"), "weight_calibration_method: .*got 'hqq'"),
         (dict(bwd_weight_grad_tile_size=-1), "bwd_weight_grad_tile_size: expected a positive"),
-        (dict(act_qtype="int8", act_static_scale=True), "act_static_scale: quantized training"),
         (
             dict(bwd_qtype="int8", bwd_stochastic_rounding="normal"),
             "bwd_stochastic_rounding: expected None or one of 'uniform', 'low_bit_uniform'",

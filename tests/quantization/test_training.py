@@ -165,9 +165,6 @@ def test_errors_say_what_there_is():
         TypeError, match=r"rules\[1\]: expected a QtRule or a QuantRule, got 'int8'"
     ):
         hki.quantized_training(params, [INT8, "int8"])
-    with pytest.raises(ValueError, match="act_static_scale: quantized training"):
-        rule = QuantRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
-        hki.quantized_training(params, [rule])
     with pytest.raises(ValueError, match=r"net/linear/w .*group_size: expected .*got 3"):
         hki.quantization_aware(params, [QuantRule(weight_qtype="int8", tile_size=3)])
     with pytest.raises(ValueError, match="act_qtype=None.*quantized_training has activations"):

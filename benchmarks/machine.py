@@ -1,0 +1,27 @@
+"""What a measurement was made on."""
+
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+from typing import Any
+
+
+def about_this_machine(*distributions: str) -> dict[str, Any]:
+    """The CPU, and the versions of these distributions that are installed."""
+    versions = {}
+    for name in distributions:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    info = pathlib.Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return dict(
+        date=datetime.date.today().isoformat(),
+        cpu=model[1].strip() if model else platform.processor() or platform.machine(),
+        cores=os.cpu_count(),
+        versions=versions,
+    )

@@ -1,0 +1,182 @@
+"""`ScaledMatrix`: a matrix whose rows or columns are multiplied by a factor each."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from haiku_implicit._array import ImplicitArray, aux_field, frozen_field, is_implicit
+from haiku_implicit._dispatch import primitive_handler
+
+
+@dataclasses.dataclass
+class ScaledMatrix(ImplicitArray, core_ndim=2):
+    """The weight `diag(scale) @ matrix`, or `matrix @ diag(scale)`, around a matrix of any type.
+
+    A product multiplies the other operand by the scale where the scaled axis is contracted, and its
+    own result otherwise; the matrix stays what it is. So a quantized one may hold a weight whose
+    input channels were brought to sizes that are easier to quantize (AWQ, SmoothQuant), and where it
+    quantizes activations as well, it does so behind the division by these sizes.
+
+    Attributes:
+      matrix: `[..., n, m]`, floating; usually itself implicit.
+      scale: `[..., n]` for axis -2, `[..., m]` for axis -1; of any floating dtype: the weight has
+        that of the matrix.
+      axis: the axis of the matrix that has a factor for each of its indices, -2 or -1.
+
+    Raises:
+      ValueError: where the shapes do not fit together, or for another axis.
+      TypeError: where a part is not of a floating dtype.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.ScaledMatrix(jnp.ones((2, 3)), jnp.array([1.0, 0.5]))
+      >>> print(hki.materialize(w))
+      [[1.  1.  1. ]
+       [0.5 0.5 0.5]]
+      >>> print(hki.use_implicit_args(jnp.dot)(jnp.ones((1, 2)), w))
+      [[1.5 1.5 1.5]]
+    """
+
+    matrix: Any
+    scale: Any = frozen_field()
+    axis: int = aux_field(default=-2)
+
+    def __post_init__(self) -> None:
+        if self.axis not in (-2, -1):
+            raise ValueError(f"ScaledMatrix: axis must be -2 or -1, got {self.axis!r}")
+        for name in ("matrix", "scale"):
+            dtype = np.dtype(getattr(getattr(self, name), "dtype", object))
+            if not jnp.issubdtype(dtype, np.floating):
+                raise TypeError(
+                    f"ScaledMatrix: {name} must be of a floating dtype, got {dtype.name}"
+                )
+        matrix, scale = np.shape(self.matrix), np.shape(self.scale)
+        if len(matrix) < 2 or scale != (*matrix[:-2], matrix[self.axis]):
+            raise ValueError(
+                "ScaledMatrix: expected matrix [..., n, m] and scale "
+                f"[..., {'n' if self.axis == -2 else 'm'}] for axis {self.axis}, got matrix "
+                f"{list(matrix)}, scale {list(scale)}"
+            )
+        super().__post_init__()
+
+    def compute_shape(self) -> tuple[int, ...]:
+        return tuple(np.shape(self.matrix))
+
+    def compute_dtype(self) -> Any:
+        return self.matrix.dtype
+
+    def materialize(self) -> jax.Array:
+        lead = range(self.ndim - 2)
+        return _times(self.matrix, self.scale, (*lead, self._scaled_axis)).astype(self.dtype)
+
+    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+        """The matrix as the dense array, the scale by the axis that it is along."""
+        parts = [*spec, *[None] * (self.ndim - len(spec))]
+        matrix = self.matrix.partition_spec(spec, mesh) if is_implicit(self.matrix) else spec
+        if matrix is NotImplemented:
+            return NotImplemented
+        return self._replace(matrix=matrix, scale=PartitionSpec(*parts[:-2], parts[self.axis]))
+
+    def requantize(self, w: Any) -> Self:
+        """Another weight of the same shape, held as this one is: quantized if the matrix is.
+
+        Args:
+          w: a dense weight of the shape of this one.
+        """
+        inverse = 1 / self.scale.astype(jnp.promote_types(self.scale.dtype, np.float32))
+        lead = range(self.ndim - 2)
+        matrix = _times(jnp.asarray(w), inverse, (*lead, self._scaled_axis))
+        matrix = self.matrix.requantize(matrix) if is_implicit(self.matrix) else matrix
+        return self._replace(matrix=matrix)
+
+    @property
+    def _scaled_axis(self) -> int:
+        return self.ndim + self.axis
+
+
+def _times(x: jax.Array, scale: jax.Array, places: Sequence[int]) -> jax.Array:
+    """`x`, multiplied by a scale whose axes are those at `places` of `x`; in the dtype of `x`."""
+    shape = [1] * x.ndim
+    for i, size in zip(places, scale.shape, strict=True):
+        shape[i] = size
+    factor = jnp.transpose(scale, np.argsort(places).tolist()).reshape(shape)
+    wide = jnp.result_type(x.dtype, scale.dtype)
+    return (x.astype(wide) * factor.astype(wide)).astype(x.dtype)
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+@primitive_handler("dot_general")
+def dot_with_scaled(
+    primitive: Any, x: jax.Array, w: ScaledMatrix, *, dimension_numbers: Any, **params: Any
+) -> Any:
+    """`x · diag(s) · m` as `(x · diag(s)) · m`, and `x · m · diag(s)` as `(x · m) · diag(s)`."""
+    return _dot(primitive, x, w, dimension_numbers, False, params)
+
+
+@primitive_handler("dot_general")
+def dot_of_scaled(
+    primitive: Any, w: ScaledMatrix, x: jax.Array, *, dimension_numbers: Any, **params: Any
+) -> Any:
+    """The same with the weight first."""
+    return _dot(primitive, x, w, dimension_numbers, True, params)
+
+
+def _dot(
+    primitive: Any, x: jax.Array, w: ScaledMatrix, numbers: Any, first: bool, params: Any
+) -> Any:
+    contract, batch = (pair[::-1] if first else pair for pair in numbers)
+    if any(
+        not jnp.issubdtype(d, np.inexact) or np.dtype(d).itemsize == 1  # too coarse to be scaled
+        for d in (x.dtype, params.get("preferred_element_type") or x.dtype)
+    ):
+        return NotImplemented
+
+    def product(x: jax.Array) -> jax.Array:
+        operands = (w.matrix, x) if first else (x, w.matrix)
+        out: jax.Array = primitive.bind(*operands, dimension_numbers=numbers, **params)
+        return out
+
+    of_scale = (*range(w.ndim - 2), w._scaled_axis)
+    in_x = dict(zip((*contract[1], *batch[1]), (*contract[0], *batch[0]), strict=True))
+    if set(of_scale) <= in_x.keys():
+        return product(_times(x, w.scale, [in_x[i] for i in of_scale]))
+    if set(of_scale) & set(contract[1]) or params.get("out_sharding") is not None:
+        return NotImplemented  # a stack of scales for one `x`, or a result that is split
+    out = product(x)
+    # `dot_general` has batch axes, then the free ones of the first operand, then of the second.
+    free = [i for i in range(w.ndim) if i not in in_x]
+    start = len(batch[1]) if first else out.ndim - len(free)
+    in_out = {axis: i for i, axis in enumerate(batch[1])}
+    in_out |= {axis: start + i for i, axis in enumerate(free)}
+    return _times(out, w.scale, [in_out[i] for i in of_scale])
+
+
+# --- the rest ------------------------------------------------------------------------------------
+
+
+@primitive_handler("transpose")
+def transpose_scaled(primitive: Any, w: ScaledMatrix, *, permutation: Any, **params: Any) -> Any:
+    """The two axes of the matrix change places, and so does that of the scale."""
+    core = (w.ndim - 2, w.ndim - 1)
+    if tuple(sorted(permutation[-2:])) != core:
+        return NotImplemented
+    matrix = primitive.bind(w.matrix, permutation=permutation, **params)
+    scale = jnp.transpose(w.scale, (*permutation[:-2], w.ndim - 2))
+    axis = w.axis if permutation[-1] == core[1] else -3 - w.axis
+    return w._replace(matrix=matrix, scale=scale, axis=axis, shape=None, dtype=None)
+
+
+@primitive_handler("convert_element_type")
+def cast_scaled(primitive: Any, w: ScaledMatrix, *, new_dtype: Any, **params: Any) -> Any:
+    """To another floating dtype: the matrix is cast, the scale keeps its digits."""
+    if not jnp.issubdtype(new_dtype, np.floating):
+        return NotImplemented
+    matrix = primitive.bind(w.matrix, new_dtype=new_dtype, **params)
+    return w._replace(matrix=matrix, shape=None, dtype=None)

@@ -1,0 +1,77 @@
+"""Scales of input channels, found from what a weight is multiplied by: AWQ and SmoothQuant.
+
+In `x @ w` channel j of the inputs may be divided by a number s_j, and row j of the weight multiplied by
+it: the product stays the same, while what is quantized gets other sizes. The functions here return
+1/s, the scale that `ScaledMatrix` has. It is held in bfloat16: the weight is divided by what is held,
+so that the scale's own rounding costs nothing.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+STEPS = 20  # of the search for AWQ's exponent, from 0 to 1
+_SMALLEST = 1e-4  # of AWQ's s relative to the largest one, for channels that hardly are used
+
+
+def awq(moments: jax.Array, error: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The scales of activation-aware weight quantization (Lin et al. 2023, arXiv:2306.00978, eq. 5).
+
+    s = rms(x)^α with the α of a grid that has the least error of the product. (The authors take the
+    mean magnitude in place of the root of the mean square, which moments hold.) α = 0 is in the grid,
+    so that no weight becomes worse on the inputs that the moments are of. A channel that is never used
+    keeps s = 1.
+
+    Args:
+      moments: `[..., k, k]`: for inputs x `[n, k]` of the product, xᵀx.
+      error: from scales `[..., k]` to the error `[...]` with them.
+
+    Returns:
+      `[..., k]`, bfloat16.
+    """
+    size = jnp.sqrt(jnp.diagonal(moments, axis1=-2, axis2=-1))
+    alphas = jnp.linspace(0.0, 1.0, STEPS + 1)
+    errors = jax.lax.map(lambda alpha: error(_inverse_power(size, alpha)), alphas)
+    best = jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors), axis=0)
+    return _inverse_power(size, alphas[best][..., None])
+
+
+def _inverse_power(size: jax.Array, alpha: jax.Array) -> jax.Array:
+    """1/s for s = size^α, such that the largest and the smallest of them are as far from 1."""
+    largest, used = size.max(axis=-1, keepdims=True), size > 0
+    s = jnp.maximum((size / jnp.where(largest > 0, largest, 1)) ** alpha, _SMALLEST)
+    low = jnp.min(s, axis=-1, keepdims=True, where=used, initial=1.0)
+    return jnp.where(used, jnp.sqrt(low) / s, 1.0).astype(jnp.bfloat16)  # (the largest s is 1)
+
+
+def smoothquant(w: jax.Array, maxima: jax.Array, alpha: float) -> jax.Array:
+    """The scales of SmoothQuant (Xiao et al. 2022, arXiv:2211.10438, eq. 4).
+
+    s_j = max|x_j|^α / max|w_j|^(1−α) moves what is difficult about outlier channels from the
+    activations to the weight. A channel that is never used, or has no weight, keeps s = 1.
+
+    Args:
+      w: `[..., k, m]`.
+      maxima: `[..., k]`, the largest magnitudes of the inputs.
+      alpha: how much of it is moved, 0 to 1; the authors take 0.5, and 0.75 for models with more
+        outliers.
+
+    Returns:
+      `[..., k]`, bfloat16.
+    """
+    of_w = jnp.abs(w).max(axis=-1).astype(maxima.dtype)
+    used = (maxima > 0) & (of_w > 0)
+    x, y = (jnp.where(used, size, 1) for size in (maxima, of_w))
+    return (y ** (1 - alpha) / x**alpha).astype(jnp.bfloat16)
+
+
+def product_error(difference: jax.Array, moments: jax.Array) -> jax.Array:
+    """The squared error `[...]` of `x @ w` for all inputs, tr(Eᵀ xᵀx E).
+
+    Args:
+      difference: `[..., k, m]`, E: of the weight that is held to the weight that is meant.
+      moments: `[..., k, k]`, xᵀx.
+    """
+    moved = jnp.matmul(moments, difference, precision=jax.lax.Precision.HIGHEST)
+    return jnp.sum(difference * moved, axis=(-2, -1))
