@@ -262,6 +262,12 @@ class Decoder {
     return value(codes) * scale_ + offset_;
   }
 
+  // The same as the dense matrix has it.
+  Floats exact(Bytes codes, int shift) const {
+    const Floats value = (*this)(codes, shift);  // (that of a table is rounded already)
+    return kind == kTable16 ? value : rounded(value, rounding_);
+  }
+
   // The same before it is scaled, as a multiple of `kUnit`.
   static constexpr float kUnit = kind == kE4M3 ? kE4M3Unit : 1;
   Floats value(Bytes codes, int shift = 0) const {
@@ -351,11 +357,13 @@ void decode_row(const Weights& w, int64_t row, int64_t first, int64_t last, floa
         decode(codes, 0, count, out + at - start);
       }
     }
-    if (kind != kTable16 && w.rounding)
-      for (int64_t i = 0; i < stop - start; i += kLanes) {
-        const int64_t count = stop - start - i;
-        store_part(out + i, rounded(load_part<Floats>(out + i, count), w.rounding), count);
-      }
+    if (kind != kTable16 && w.rounding) {
+      int64_t i = 0, count = stop - start;
+      for (; i + kLanes <= count; i += kLanes)
+        store(out + i, rounded(load<Floats>(out + i), w.rounding));
+      if (i < count)
+        store_part(out + i, rounded(load_part<Floats>(out + i, count - i), w.rounding), count - i);
+    }
     out += stop - start;
     first += stop - start;
   }

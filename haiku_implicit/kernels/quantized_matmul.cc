@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <type_traits>
 
@@ -120,16 +121,19 @@ void sum_groups(const Activations& x, const Weights& w, float* out) {
 
 constexpr int64_t kAhead = 4096;  // by so many bytes at least memory is asked for before it is read
 
-// y[:, first:last], decoded in registers: sums of products with codes, scaled once for each group.
-template <Kind kind, int M, int R>
+// y[:, first:last], decoded in registers: sums of products with codes, scaled once for each group, or
+// (`exact`) sums of products with the values that the dense matrix has.
+template <Kind kind, int M, int R, bool exact>
 void few_rows(const Weights& w, const Activations& x, int64_t first, int64_t last, float* y) {
   const int64_t group_bytes = w.stored / w.groups, groups = round_up(w.groups, kLanes);
   const int64_t ahead = std::max(kAhead, R * w.stored);
   float* scales = scratch(groups * (2 * R + M));  // [R, groups]
   float* offsets = scales + R * groups;           // [R, groups]
   float* sums_of_x = offsets + R * groups;        // [M, groups]
-  if (w.offset.data) sum_groups(x, w, sums_of_x);
-  const Decoder<kind> decode(w);
+  if (w.offset.data && !exact) sum_groups(x, w, sums_of_x);
+  if (!w.offset.data) std::fill_n(offsets, R * groups, 0.0f);
+  Decoder<kind> decode[exact ? R : 1];
+  std::fill_n(decode, std::size(decode), Decoder<kind>(w));
   for (; first < last; first += R) {
     const Few<M, R> few(w, x, first);
     typename Few<M, R>::Sums total = {};
@@ -137,30 +141,34 @@ void few_rows(const Weights& w, const Activations& x, int64_t first, int64_t las
     for (int r = 0; r < R; ++r) {
       codes[r] = w.codes + few.row(r) * w.stored;
       w.scale.read(few.row(r) * w.groups, w.groups, scales + r * groups);
-      if (w.offset.data)
-        w.offset.read(few.row(r) * w.groups, w.groups, offsets + r * groups);
+      if (w.offset.data) w.offset.read(few.row(r) * w.groups, w.groups, offsets + r * groups);
     }
     for (int64_t group = 0, at = 0, k = 0; group < w.groups; ++group, k = group * w.group) {
       typename Few<M, R>::Sums part = {};
+      for (int r = 0; exact && r < R; ++r)
+        decode[r].start(scales[r * groups + group], offsets[r * groups + group]);
       for (const int64_t stop = at + group_bytes; at < stop; at += kLanes, k += kLanes) {
         __builtin_prefetch(codes[0] + R * at + ahead);  // R rows follow R rows
         Bytes of_row[R];
         for (int r = 0; r < R; ++r) of_row[r] = load<Bytes>(codes[r] + at);
         for (int p = 0; p < (kind == kTable16 ? 2 : 1); ++p) {
           Floats values[R];
-          for (int r = 0; r < R; ++r) values[r] = decode.value(of_row[r], 4 * p);
-          few.add(part, values, k + p * group_bytes);
+          for (int r = 0; r < R; ++r)
+            values[r] = exact ? decode[r].exact(of_row[r], 4 * p) : decode->value(of_row[r], 4 * p);
+          few.add(exact ? total : part, values, k + p * group_bytes);
         }
       }
+      if (exact) continue;
       for (int m = 0; m < M; ++m)
-        for (int r = 0; r < R; ++r) total[m][r] += part[m][r] * decode.kUnit * scales[r * groups + group];
+        for (int r = 0; r < R; ++r)
+          total[m][r] += part[m][r] * decode->kUnit * scales[r * groups + group];
     }
-    if (w.offset.data) few.add_offsets(total, offsets, sums_of_x, groups);
+    if (w.offset.data && !exact) few.add_offsets(total, offsets, sums_of_x, groups);
     few.write(total, y);
   }
 }
 
-// The same for any format, group and number, decoded in memory.
+// The same for any format and group, decoded in memory.
 template <Kind kind, int M, int R>
 void few_decoded_rows(const Weights& w, const Activations& x, int64_t first, int64_t last,
                       float* y) {
@@ -188,14 +196,18 @@ void few_decoded_rows(const Weights& w, const Activations& x, int64_t first, int
 
 using FewRows = void (*)(const Weights&, const Activations&, int64_t, int64_t, float*);
 
-// For up to M rows of x, by kind: where they are decoded in registers, and where they are not.
+// For up to M rows of x, by kind: where groups are no whole vectors, where they are, and where sums may
+// be scaled, too.
 template <int M, int R = std::clamp(kRegisters / 2 / M, 1, M <= 2 ? 4 : 2)>
-constexpr FewRows kFewRows[2][5] = {
+constexpr FewRows kFewRows[3][5] = {
     {few_decoded_rows<kTable16, M, R>, few_decoded_rows<kSigned, M, R>,
      few_decoded_rows<kUnsigned, M, R>, few_decoded_rows<kE4M3, M, R>,
      few_decoded_rows<kE5M2, M, R>},
-    {few_rows<kTable16, M, R>, few_rows<kSigned, M, R>, few_rows<kUnsigned, M, R>,
-     few_rows<kE4M3, M, R>, few_rows<kE5M2, M, R>}};
+    {few_rows<kTable16, M, R, true>, few_rows<kSigned, M, R, true>,
+     few_rows<kUnsigned, M, R, true>, few_rows<kE4M3, M, R, true>, few_rows<kE5M2, M, R, true>},
+    {few_rows<kTable16, M, R, false>, few_rows<kSigned, M, R, false>,
+     few_rows<kUnsigned, M, R, false>, few_rows<kE4M3, M, R, false>,
+     few_rows<kE5M2, M, R, false>}};
 
 constexpr int64_t kFew = 8;     // up to this many rows
 constexpr int64_t kApart = 16;  // by how much more than their length rows are apart then
@@ -363,11 +375,11 @@ void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float
       for (int64_t m = 0; m < x.rows; ++m)
         std::copy_n(x.data + m * x.stride, x.length, packed + m * apart.stride);
     }
-    const bool simple = w.whole() && w.rounding == kNone && x.moderate();
+    const int way = !w.whole() ? 0 : w.rounding != kNone || !x.moderate() ? 1 : 2;
     const FewRows few = (x.rows == 1   ? kFewRows<1>
                          : x.rows == 2 ? kFewRows<2>
                          : x.rows <= 4 ? kFewRows<4>
-                                       : kFewRows<8>)[simple][kind];
+                                       : kFewRows<8>)[way][kind];
     split(w.rows, 4, 384, [&](int64_t first, int64_t last) { few(w, apart, first, last, y); });
   } else {
     for (int64_t m = 0; m < x.rows; m += kMany) {
