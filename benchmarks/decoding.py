@@ -31,7 +31,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
 
 import decoding  # noqa: E402
-import generate_smollm  # noqa: E402
 import smollm  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "decoding.json"
@@ -102,9 +101,10 @@ def measure() -> dict[str, Any]:
 
 def all_weights(checkpoint: Any) -> dict[str, Any]:
     """The parameters by the name of their format."""
-    of_file = generate_smollm.load_params(checkpoint)
+    of_file = checkpoint.params
     dense = hki.materialize(of_file)
-    int8 = hki.quantize_params(dense, dtype="int8", group_size=None)
+    int8 = hki.quantize_params(dense, dtype="int8", targets=r".*_proj/w")
+    int8 = hki.quantize_params(int8, dtype="int8", axis=-1, targets="embed/.*")  # a scale per token
     return {"f32": dense, "int8, per channel": int8, "4 bits, as in the file": of_file}
 
 

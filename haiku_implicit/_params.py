@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit import _targets
+from haiku_implicit import _progress, _targets
 from haiku_implicit._array import is_implicit
 from haiku_implicit._interpreter import materialize_array
 from haiku_implicit._targets import Initializer, Targets
@@ -257,7 +257,7 @@ def _replace(
         count += 1
         return make(path, value)
 
-    new = _map(replaced, params)
+    new = map_in_steps(replaced, params)
     if not count:
         raise _targets.no_match(targets, names, looked_for)
     return new
@@ -310,7 +310,7 @@ def replace_by_rules(
         except (TypeError, ValueError) as e:
             raise type(e)(f"{path} ({_targets.describe(value)}): {e}") from e
 
-    new = _map(wrapped, params)
+    new = map_in_steps(wrapped, params)
     if not count:
         patterns = ", ".join(repr(rule.module_path) for rule in rules)
         raise ValueError(
@@ -319,6 +319,18 @@ def replace_by_rules(
         )
     rule_lists.warn_of_unused(rules, modules, stacklevel=3)
     return new
+
+
+def map_in_steps(fun: Callable[[str, str, Any], Any], tree: Any) -> Any:
+    """As `_map`, under a progress bar."""
+    names: list[str] = []
+    _map(lambda module_name, name, value: names.append(name), tree)
+    with _progress.bar("parameters", len(names)) as run:
+
+        def step(module_name: str, name: str, value: Any) -> Any:
+            return run(_targets.path(module_name, name), fun, module_name, name, value)
+
+        return _map(step, tree)
 
 
 def _map(fun: Callable[[str, str, Any], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:

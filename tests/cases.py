@@ -180,6 +180,18 @@ def make_scaled(key, shape):
     return hki.ScaledMatrix(matrix, 2.0 ** jax.random.randint(keys[1], shape[:-1], -1, 2))
 
 
+def make_fake(key, shape):
+    """Values that are codes times 1/128, the largest code in each column: rounding changes none."""
+    diagonal = jnp.eye(*shape[-2:], dtype=bool)
+    value = jnp.where(diagonal, 127 / 128, fractions(key, shape, 1, 8, 128))
+    return hki.FakeQuantized(value, (("dtype", "int8"),))
+
+
+def make_cache(key, shape):
+    q = make_quantized(key, shape, "int8")  # along axis -2: what is written to it is not rounded
+    return hki.QuantizedCache(codes=q.codes, scale=q.scale, format=q.format)
+
+
 def dense_scaled(x):
     return np.asarray(hki.materialize(x.matrix)) * np.asarray(x.scale)[..., None]
 
@@ -217,6 +229,9 @@ CASES = {
     "int4 groups offset": Case(int4),
     "nf4 groups last axis": quantized("nf4", group_size=2, axis=-1),
     "scaled int8": Case(make_scaled, dense_scaled),
+    "fake int8": Case(make_fake, lambda x: x.value),
+    "cache int8": Case(make_cache),
+    "trained": Case(lambda k, s: hki.TrainedQuantized(matrix(k, s)), lambda x: x.value),
     "zeros": zeros(jnp.float32),
     "constant": constant(0.5, jnp.float32),
     "outer": outer(jnp.float32),

@@ -16,6 +16,7 @@ from haiku_implicit.quantization import formats, functions, scales
 from haiku_implicit.quantization.dot import quantized_dot, with_dense
 from haiku_implicit.quantization.encoding import encode_rows
 from haiku_implicit.quantization.rules import QtRule
+from haiku_implicit.quantization.sharded import sharded_as_codes
 
 
 @dataclasses.dataclass
@@ -139,16 +140,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         _check_weight(w)
         axis = _normalized(axis, w.ndim)
         stored = w if axis == -1 else jnp.swapaxes(w, -1, -2)
-        parts = encode_rows(
-            QuantizedMatrix,
-            stored,
-            dtype,
-            group_size,
-            zero_point,
-            calibration,
-            scale_dtype,
-            moments,
-        )
+        how = group_size, zero_point, calibration, scale_dtype, moments
+        parts = encode_rows(QuantizedMatrix, stored, dtype, *how)
         new = cls(**parts, axis=axis, activation=_checked_activation(activation))
         return new if new.dtype == w.dtype else new._replace(dtype=w.dtype)
 
@@ -259,6 +252,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         dtype = self.scale.dtype
         return dtype if dtype.itemsize > 1 else formats.arithmetic_dtype(dtype)
 
+    @sharded_as_codes
     def materialize(self) -> jax.Array:
         values = formats.dequantize(self.codes, self.scale, self.offset, self._format)
         values = values[..., : values.shape[-1] - self.padding]

@@ -158,7 +158,7 @@ def test_four_bit_run_equals_dense_run():
         flags.FLAGS(["finetune_smollm"])
     checkpoint = smollm.read_gguf(smollm.fetch(smollm.MODEL))
     params = finetune_smollm.load_params(checkpoint)
-    dense = smollm.params_from_tensors(checkpoint.tensors)
+    dense = hki.materialize(checkpoint.params)
     apply = jax.jit(finetune_smollm.make_model(checkpoint.config))
     tokens = jnp.asarray(np.load(GOLDEN)["smollm_tokens"])
     with hki.materialization("error"):

@@ -78,6 +78,9 @@ def test_errors():
             hki.quantize_with_inputs(params, {"linear/w": moments})
     with pytest.raises(ValueError, match="linear/w: moments of its inputs are infinite or NaN"):
         hki.quantize_with_inputs(params, {"linear/w": jnp.full((3, 3), jnp.nan)})
+    with pytest.raises(ValueError, match="linear/w: moments of its inputs are infinite or NaN"):
+        broken = jnp.full((3, 3), jnp.nan)
+        jax.jit(lambda params: hki.quantize_with_inputs(params, {"linear/w": broken}))(params)
     with pytest.raises(ValueError, match=r"linear/w .*group_size"):
         hki.quantize_with_inputs(params, {"linear/w": jnp.eye(3)}, group_size=2)
 

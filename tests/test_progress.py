@@ -1,0 +1,101 @@
+"""Progress bars: on a terminal, with tqdm or without, and nothing where nobody looks on."""
+
+import io
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import haiku_implicit as hki
+from haiku_implicit import _progress
+from haiku_implicit.quantization import QuantRule
+
+PARAMS = {f"linear_{i}": {"w": jnp.eye(4) + i, "b": jnp.zeros(4)} for i in range(2)}
+BATCHES = [jnp.ones((3, 4)), jnp.eye(4)]
+MOMENTS = {f"linear_{i}/w": jnp.eye(4) for i in range(2)}
+NAMES = ("linear_0/w", "linear_1/w")
+
+
+def model(params, x):
+    for layer in params.values():
+        x = x @ layer["w"] + layer["b"]
+    return x
+
+
+# Name: (what takes long, and what its bar says).
+WORK = {
+    "quantize_params": (lambda: hki.quantize_params(PARAMS), ("parameters: ", "3/4 ", *NAMES)),
+    "rules": (
+        lambda: hki.quantize_params(PARAMS, rules=[QuantRule(weight_qtype="int4")]),
+        ("parameters: ", "3/4 ", *NAMES),
+    ),
+    "quantize_with_inputs": (
+        lambda: hki.quantize_with_inputs(PARAMS, MOMENTS),
+        ("parameters: ", "3/4 ", *NAMES),
+    ),
+    "input_moments": (
+        lambda: hki.input_moments(model, PARAMS, BATCHES),
+        ("calibration batches: ", "1/2 "),
+    ),
+    "a generator": (
+        lambda: hki.input_maxima(model, PARAMS, (x for x in BATCHES)),
+        ("calibration batches: 1it ",),
+    ),
+    "under jit": (
+        lambda: jax.jit(lambda p: hki.quantize_params(p))(PARAMS),
+        ("parameters: ", *NAMES),
+    ),
+}
+work = pytest.mark.parametrize("name", WORK)
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """From the work, the delay and whether stderr is a terminal: what is written there."""
+
+    def run(name, delay, terminal=True):
+        stream = io.StringIO()
+        stream.isatty = lambda: terminal
+        with monkeypatch.context() as patch:
+            patch.setattr(_progress, "_DELAY", delay)
+            patch.setattr(sys, "stderr", stream)
+            WORK[name][0]()
+        return stream.getvalue()
+
+    return run
+
+
+@work
+def test_a_bar_with_names(name, written):
+    text = written(name, 0)
+    for word in WORK[name][1]:
+        assert word in text
+    assert text.endswith("\r")  # the bar is gone, the line is free
+
+
+@work
+def test_without_tqdm(name, written, monkeypatch):
+    want = WORK[name][0]()
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # importing it raises ImportError
+    assert written(name, 0) == ""
+    chex.assert_trees_all_close(WORK[name][0](), want, rtol=0)
+
+
+@work
+@pytest.mark.parametrize("terminal, delay", [(False, 0), (True, 1e9)])
+def test_silent_where_nobody_waits(name, terminal, delay, written):
+    assert written(name, delay, terminal) == ""
+
+
+def test_an_error_ends_the_bar(written, monkeypatch):
+    monkeypatch.setitem(PARAMS["linear_1"], "w", jnp.full((4, 4), jnp.nan))
+
+    def quantize():
+        with pytest.raises(ValueError, match=r"linear_1/w .*infinite or NaN"):
+            hki.quantize_params(PARAMS)
+
+    monkeypatch.setitem(WORK, "broken", (quantize, ()))
+    text = written("broken", 0)
+    assert "linear_1/w" in text and text.endswith("\r")
