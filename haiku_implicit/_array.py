@@ -425,7 +425,19 @@ def dense_struct(x: Any) -> Any:
     if not is_implicit(x):
         return x
     leaves = jax.tree_util.tree_leaves(x)
-    return _compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves)
+    split = any(_compat.explicit_sharding(y) is not None for y in leaves)
+    sharding = _compat.explicit_sharding(_materialized_struct(x)) if split else None
+    return _compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves, sharding=sharding)
+
+
+def _materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
+    """What `materialize` returns."""
+    leaves, treedef = flatten_one_level(x)
+
+    def dense(leaves: list[Any]) -> jax.Array:
+        return jax.tree_util.tree_unflatten(treedef, leaves).materialize()
+
+    return jax.eval_shape(dense, [dense_struct(y) for y in leaves])
 
 
 def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
@@ -436,13 +448,8 @@ def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
     shape = cls.default_shape if shape is None else shape
     dtype = cls.default_dtype if dtype is None else dtype
     if shape is None or dtype is None:
-        leaves, treedef = flatten_one_level(x)
-
-        def dense(leaves: list[Any]) -> jax.Array:
-            return jax.tree_util.tree_unflatten(treedef, leaves).materialize()
-
         try:
-            out = jax.eval_shape(dense, [dense_struct(y) for y in leaves])
+            out = _materialized_struct(x)
         except RecursionError:
             missing = "shape" if shape is None else "dtype"
             raise TypeError(

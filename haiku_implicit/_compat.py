@@ -107,11 +107,31 @@ def varying(x: Any) -> frozenset[str]:
     return frozenset(mat.varying if mat else getattr(about, "vma", None) or ())
 
 
-def struct(shape: Any, dtype: Any, weak_type: bool = False, like: Any = ()) -> jax.ShapeDtypeStruct:
+def explicit_sharding(x: Any) -> jax.sharding.NamedSharding | None:
+    """How the type of an array or a `jax.ShapeDtypeStruct` says that it is split.
+
+    None where it is not, or only over axes that XLA sees to (no axis of the mesh is `Explicit`).
+    """
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    return if_explicit((x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)).sharding)
+
+
+def if_explicit(sharding: Any) -> jax.sharding.NamedSharding | None:
+    """A sharding if it splits over explicit axes of a mesh."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    return sharding if explicit and any(entry is not None for entry in sharding.spec) else None
+
+
+def struct(
+    shape: Any, dtype: Any, weak_type: bool = False, like: Any = (), sharding: Any = None
+) -> jax.ShapeDtypeStruct:
     """A `jax.ShapeDtypeStruct` that varies over the mesh axes that any of `like` varies over."""
     axes = frozenset().union(*map(varying, like))
     if not axes:
-        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=sharding)
     options: dict[str, Any] = {"vma": axes}
     if hasattr(jax.sharding, "ManualAxisType"):
         options = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core import primitives as jex
+from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit import _compat, _structure
 from haiku_implicit import _materialization as events
@@ -162,7 +163,9 @@ def _stackable(y: Any) -> Any:
 
 
 def _first(x: Any) -> jax.ShapeDtypeStruct:
-    return _compat.struct(np.shape(x)[1:], x.dtype, like=[x])
+    split = _compat.explicit_sharding(x)
+    of_slice = split and NamedSharding(split.mesh, PartitionSpec(*split.spec[1:]))
+    return _compat.struct(np.shape(x)[1:], x.dtype, like=[x], sharding=of_slice)
 
 
 def _fixed_point(

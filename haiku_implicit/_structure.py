@@ -20,7 +20,12 @@ from haiku_implicit._array import flatten, flatten_one_level, is_implicit
 
 def structure(x: Any) -> Any:
     """The structure of a value."""
-    return jax.tree.map(lambda y: _compat.struct(np.shape(y), jnp.result_type(y), like=[y]), x)
+
+    def of_leaf(y: Any) -> jax.ShapeDtypeStruct:
+        sharding = _compat.explicit_sharding(y)
+        return _compat.struct(np.shape(y), jnp.result_type(y), like=[y], sharding=sharding)
+
+    return jax.tree.map(of_leaf, x)
 
 
 def same(a: Any, b: Any) -> bool:

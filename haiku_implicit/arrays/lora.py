@@ -102,11 +102,13 @@ class LoRA(ImplicitArray, core_ndim=2):
         """`w` as the dense array, `a` by its rows and `b` by its columns; the rank is not split."""
         parts = list(spec) + [None] * (self.ndim - len(spec))
         *lead, n, m = parts
-        w = self.w.partition_spec(spec, mesh) if is_implicit(self.w) else spec
-        if w is NotImplemented:
-            return NotImplemented
-        a, b = PartitionSpec(*lead, n, None), PartitionSpec(*lead, None, m)
-        return self._replace(w=w, a=a, b=b)
+        specs = dict(w=spec, a=PartitionSpec(*lead, n, None), b=PartitionSpec(*lead, None, m))
+        for name in specs:
+            part = getattr(self, name)
+            specs[name] = (
+                part.partition_spec(specs[name], mesh) if is_implicit(part) else specs[name]
+            )
+        return NotImplemented if NotImplemented in specs.values() else self._replace(**specs)
 
 
 def _like(lora: LoRA, w: Any, a: Any, b: Any) -> LoRA:

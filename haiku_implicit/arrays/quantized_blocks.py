@@ -45,7 +45,8 @@ class QuantizedBlocks(ImplicitArray):
           dtype: a symmetric format of `QuantizedMatrix.quantize`.
           block: how many elements share a scale.
           squared: whether the roots of the elements are quantized. Those of positive elements are
-            rounded up: a second moment of zero would make an optimizer's step infinite.
+            at least the smallest code: a second moment of zero would make an optimizer's step
+            infinite.
 
         Returns:
           The quantized array, of the dtype of `x`.
@@ -60,7 +61,7 @@ class QuantizedBlocks(ImplicitArray):
         wide = x.astype(formats.arithmetic_dtype(x.dtype)).reshape(-1)
         padded = jnp.pad(jnp.sqrt(wide) if squared else wide, (0, -x.size % block))
         rows = padded.reshape(-1, block)
-        make = _rounded_up if squared else _nearest
+        make = _not_zero if squared else _nearest
         blocks = make(rows, fmt)
         return cls(blocks=blocks, logical_shape=x.shape, squared=squared, dtype=x.dtype)
 
@@ -78,15 +79,16 @@ def _nearest(rows: jax.Array, fmt: formats.Format) -> QuantizedMatrix:
     return QuantizedMatrix.quantize(rows, fmt.name, axis=-1)
 
 
-def _rounded_up(rows: jax.Array, fmt: formats.Format) -> QuantizedMatrix:
-    """Rows of numbers that are not negative; codes that have no sign where there are such codes."""
+def _not_zero(rows: jax.Array, fmt: formats.Format) -> QuantizedMatrix:
+    """Rows of numbers that are not negative; codes that have no sign where there are such codes.
+
+    What is positive keeps a positive code, and is otherwise rounded to the nearest: rounded up, a
+    moving average would climb a code at each step, up to the largest of its block.
+    """
     unsigned = formats.FORMATS.get(f"u{fmt.name}", fmt)
     scale = rows.max(-1, keepdims=True) / unsigned.largest
     relative = rows / jnp.where(scale > 0, scale, 1)
-    if unsigned.offset:
-        relative = jnp.ceil(relative)
-    else:
-        relative = jnp.where(rows > 0, jnp.maximum(relative, _least_positive(fmt)), 0)
+    relative = jnp.where(rows > 0, jnp.maximum(relative, _least_positive(unsigned)), 0)
     codes = formats.pack(formats.nearest(relative, unsigned)[..., None, :], unsigned)
     return QuantizedMatrix(codes=codes, scale=scale, format=unsigned.name, axis=-1)
 

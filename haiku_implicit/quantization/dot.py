@@ -11,6 +11,7 @@ import numpy as np
 from haiku_implicit._array import dense_struct, is_implicit
 from haiku_implicit.kernels.matmul import quantized_matmul
 from haiku_implicit.quantization.blocked import blocked_dot, blocks_of
+from haiku_implicit.quantization.sharded import left_to_partitioner, result_sharding
 
 if TYPE_CHECKING:
     from haiku_implicit.arrays.quantized import QuantizedMatrix
@@ -42,6 +43,24 @@ def quantized_dot(
       What `dot_general` of `x` and the dense `q` is, up to the order of its sums.
     """
     operands = (q, x) if q_first else (x, q)
+    params = dict(params, dimension_numbers=dimension_numbers)
+    sharding = result_sharding(jax.lax.dot_general_p, operands, params)
+    if sharding is not None:
+        params["out_sharding"] = None
+        return _in_mesh(operands, sharding, q_first, tuple(params.items()))
+    return _dot(operands, q_first, **params)
+
+
+# Jitted, as eager code would lay out each intermediate value anew.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _in_mesh(operands: Any, sharding: Any, q_first: bool, params: Any) -> jax.Array:
+    """The same where axes of a mesh are explicit."""
+    run = functools.partial(_dot, q_first=q_first, **dict(params))
+    return left_to_partitioner(run, sharding)(operands)
+
+
+def _dot(operands: Any, q_first: bool, *, dimension_numbers: Any, **params: Any) -> jax.Array:
+    q, x = operands if q_first else operands[::-1]
     contract, batch = (axes[::-1] if q_first else axes for axes in dimension_numbers)
     row = _row_axis(x, q, contract[1], batch[1], params)
     if row is not None:

@@ -62,6 +62,25 @@ def test_a_quarter_of_the_bytes_and_nothing_else_changes(make):
     assert error < (0.2 if make is optax.lion else 0.03)
 
 
+@pytest.mark.parametrize("dtype, most", [("int8", 0.02), ("fp8_e4m3", 0.08), ("int4", 0.2)])
+def test_moving_averages_stay_where_they_belong(dtype, most, may_be_dense):
+    """Rounding a second moment up at each step would make all of a block as large as its largest."""
+    size, optimizer = jnp.exp(normal((64, 64))), optax.scale_by_adam()
+
+    def second_moments(optimizer):
+        def step(state, key):
+            return optimizer.update(size * jax.random.normal(key, size.shape), state)[1], None
+
+        keys = jax.random.split(jax.random.key(0), 400)
+        return jax.lax.scan(step, optimizer.init(size), keys)[0]
+
+    quantized = hki.quantized_state(optimizer, dtype, BLOCK)
+    run = jax.jit(lambda: (second_moments(quantized).inner.nu, second_moments(optimizer).nu))
+    got, want = (np.sqrt(hki.materialize(x)).reshape(-1, BLOCK) for x in run())
+    difference = (got - want) / want.max(-1, keepdims=True)
+    assert np.sqrt(np.mean(difference**2)) < most
+
+
 def test_it_trains_as_without():
     model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([64, 64, 1])(x)))
     x = normal((256, 64))
