@@ -104,7 +104,8 @@ def all_weights(checkpoint: Any) -> dict[str, Any]:
     of_file = checkpoint.params
     dense = hki.materialize(of_file)
     int8 = hki.quantize_params(dense, dtype="int8", targets=r".*_proj/w")
-    int8 = hki.quantize_params(int8, dtype="int8", axis=-1, targets=r".*/embed/.*")  # a scale per token
+    # (With a scale for each token, of which the head is the transpose.)
+    int8 = hki.quantize_params(int8, dtype="int8", axis=-1, targets=r".*/embed/.*")
     return {"f32": dense, "int8, per channel": int8, "4 bits, as in the file": of_file}
 
 
