@@ -234,7 +234,9 @@ class Language:
         return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
 
     def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
-        """The perplexity with quantized weights."""
+        """The perplexity with quantized weights; nothing where groups do not divide its width, 576."""
+        if 576 % (options.get("group_size") or 1):
+            return {}
         return self.score(self.inputs.quantized(options, method)[1])
 
     def score(self, params: Params | None) -> dict[str, float]:

@@ -124,7 +124,8 @@ constexpr int64_t kAhead = 4096;  // by so many bytes at least memory is asked f
 // y[:, first:last], decoded in registers: sums of products with codes, scaled once for each group, or
 // (`exact`) sums of products with the values that the dense matrix has.
 template <Kind kind, int M, int R, bool exact>
-void few_rows(const Weights& w, const Activations& x, int64_t first, int64_t last, float* y) {
+void few_rows(const Weights& w, const Activations& x, DecodeRow, int64_t first, int64_t last,
+              float* y) {
   const int64_t group_bytes = w.stored / w.groups, groups = round_up(w.groups, kLanes);
   const int64_t ahead = std::max(kAhead, R * w.stored);
   float* scales = scratch(groups * (2 * R + M));  // [R, groups]
@@ -169,16 +170,16 @@ void few_rows(const Weights& w, const Activations& x, int64_t first, int64_t las
 }
 
 // The same for any format and group, decoded in memory.
-template <Kind kind, int M, int R>
-void few_decoded_rows(const Weights& w, const Activations& x, int64_t first, int64_t last,
-                      float* y) {
+template <int M, int R>
+void few_decoded_rows(const Weights& w, const Activations& x, DecodeRow decode, int64_t first,
+                      int64_t last, float* y) {
   const int64_t stride = round_up(w.length, kLanes);
   float* decoded = scratch(R * stride);
   for (; first < last; first += R) {
     const Few<M, R> few(w, x, first);
     typename Few<M, R>::Sums total = {};
     for (int r = 0; r < R; ++r)
-      decode_row<kind>(w, few.row(r), 0, w.length, decoded + r * stride);
+      decode(w, few.row(r), 0, w.length, decoded + r * stride);
     Floats values[R];
     int64_t k = 0;
     for (; k + kLanes <= w.length; k += kLanes) {
@@ -194,20 +195,24 @@ void few_decoded_rows(const Weights& w, const Activations& x, int64_t first, int
   }
 }
 
-using FewRows = void (*)(const Weights&, const Activations&, int64_t, int64_t, float*);
+using FewRows = void (*)(const Weights&, const Activations&, DecodeRow, int64_t, int64_t, float*);
 
-// For up to M rows of x, by kind: where groups are no whole vectors, where they are, and where sums may
-// be scaled, too.
-template <int M, int R = std::clamp(kRegisters / 2 / M, 1, M <= 2 ? 4 : 2)>
-constexpr FewRows kFewRows[3][5] = {
-    {few_decoded_rows<kTable16, M, R>, few_decoded_rows<kSigned, M, R>,
-     few_decoded_rows<kUnsigned, M, R>, few_decoded_rows<kE4M3, M, R>,
-     few_decoded_rows<kE5M2, M, R>},
-    {few_rows<kTable16, M, R, true>, few_rows<kSigned, M, R, true>,
-     few_rows<kUnsigned, M, R, true>, few_rows<kE4M3, M, R, true>, few_rows<kE5M2, M, R, true>},
-    {few_rows<kTable16, M, R, false>, few_rows<kSigned, M, R, false>,
-     few_rows<kUnsigned, M, R, false>, few_rows<kE4M3, M, R, false>,
-     few_rows<kE5M2, M, R, false>}};
+// For up to M rows of x. By kind: where groups are whole vectors, and where sums may be scaled, too.
+template <int M>
+struct OfFewRows {
+  static constexpr int R = std::clamp(kRegisters / 2 / M, 1, M <= 2 ? 4 : 2);
+  static constexpr FewRows any = few_decoded_rows<M, R>;
+  static constexpr FewRows whole[][5] = {
+      {few_rows<kTable16, M, R, true>, few_rows<kSigned, M, R, true>,
+       few_rows<kUnsigned, M, R, true>, few_rows<kE4M3, M, R, true>, few_rows<kE5M2, M, R, true>},
+      {few_rows<kTable16, M, R, false>, few_rows<kSigned, M, R, false>,
+       few_rows<kUnsigned, M, R, false>, few_rows<kE4M3, M, R, false>,
+       few_rows<kE5M2, M, R, false>}};
+
+  static FewRows find(const Weights& w, Kind kind, const Activations& x) {
+    return w.whole() ? whole[w.rounding == kNone && x.moderate()][kind] : any;
+  }
+};
 
 constexpr int64_t kFew = 8;     // up to this many rows
 constexpr int64_t kApart = 16;  // by how much more than their length rows are apart then
@@ -375,12 +380,12 @@ void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float
       for (int64_t m = 0; m < x.rows; ++m)
         std::copy_n(x.data + m * x.stride, x.length, packed + m * apart.stride);
     }
-    const int way = !w.whole() ? 0 : w.rounding != kNone || !x.moderate() ? 1 : 2;
-    const FewRows few = (x.rows == 1   ? kFewRows<1>
-                         : x.rows == 2 ? kFewRows<2>
-                         : x.rows <= 4 ? kFewRows<4>
-                                       : kFewRows<8>)[way][kind];
-    split(w.rows, 4, 384, [&](int64_t first, int64_t last) { few(w, apart, first, last, y); });
+    const FewRows few = x.rows == 1   ? OfFewRows<1>::find(w, kind, x)
+                        : x.rows == 2 ? OfFewRows<2>::find(w, kind, x)
+                        : x.rows <= 4 ? OfFewRows<4>::find(w, kind, x)
+                                      : OfFewRows<8>::find(w, kind, x);
+    split(w.rows, 4, 384,
+          [&](int64_t first, int64_t last) { few(w, apart, decode, first, last, y); });
   } else {
     for (int64_t m = 0; m < x.rows; m += kMany) {
       Activations block{x.data + m * x.stride, std::min(kMany, x.rows - m), x.length, x.stride};

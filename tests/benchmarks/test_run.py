@@ -21,10 +21,8 @@ def parsed_flags():
         flags.FLAGS(["run"])
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def run_small(path):
     """What the runner writes."""
-    path = tmp_path_factory.mktemp("results") / "results.json"
     small = dict(depths=["1"], stacked=["2"], repeats=2, runs=2, width=16, length=8)
     small["implementations"] = ["library"]  # LoRA by hand is always there
     with flagsaver.flagsaver(**small, output=str(path), report=False):
@@ -40,7 +38,16 @@ def results(tmp_path_factory):
     return report.load(path)
 
 
-def test_records_are_complete(results):
+def test_a_run(tmp_path, monkeypatch):
+    """All that is to be said of one run, which takes long."""
+    results = run_small(tmp_path / "results.json")
+    check_that_records_are_complete(results)
+    check_that_the_program_is_that_of_lora_by_hand(results)
+    assert results["eager"]["traces"] == 0
+    check_report(results, tmp_path, monkeypatch)
+
+
+def check_that_records_are_complete(results):
     kinds = [(c["depth"], c["stacked"], c["fused"]) for c in results["cases"]]
     assert kinds == [(1, False, True), (2, False, False), (2, True, True)]
     assert {"jax", "dm-haiku"} <= set(results["environment"]["versions"])
@@ -49,16 +56,12 @@ def test_records_are_complete(results):
             assert [len(record[s]) for s in report.STAGES] == [2, 2, 1, 2]
 
 
-def test_the_program_is_that_of_lora_by_hand(results):
+def check_that_the_program_is_that_of_lora_by_hand(results):
     for case in results["cases"]:
         by_hand, library = (case["implementations"][n] for n in ("by_hand", "library"))
         assert library["flops"] == pytest.approx(by_hand["flops"], rel=1e-3)
         assert library["equations"] == by_hand["equations"]
         assert library["temporary_bytes"] <= 1.01 * by_hand["temporary_bytes"]
-
-
-def test_eager_calls_do_not_trace_again(results):
-    assert results["eager"]["traces"] == 0
 
 
 def test_gradients_of_all_implementations_agree():
@@ -92,7 +95,7 @@ def test_ratios_are_medians_within_a_turn():
     assert report.seconds(case, "library", "trace", "lower") == 18.0
 
 
-def test_report(results, tmp_path, monkeypatch):
+def check_report(results, tmp_path, monkeypatch):
     document = tmp_path / "benchmarks.md"
     document.write_text(report.DOCUMENT.read_text())
     monkeypatch.setattr(report, "DOCUMENT", document)
@@ -104,11 +107,7 @@ def test_report(results, tmp_path, monkeypatch):
     assert results["environment"]["date"] in once
     for image in report.draw(results, tmp_path):
         assert matplotlib.image.imread(image).std() > 0
-
-
-def test_a_missing_place_for_a_table_is_an_error(results, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "benchmarks.md")
-    report.DOCUMENT.write_text("nothing")
+    document.write_text("nothing")
     with pytest.raises(ValueError, match="expected one '<!-- environment -->', found 0"):
         report.write_tables(results)
 
