@@ -9,8 +9,6 @@ and how, is told in `docs/benchmarks.md`.
 """
 
 import dataclasses
-import datetime
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -22,6 +20,7 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import implementations, models, report, stages
+from benchmarks.machine import about_this_machine
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "lora_transformer.json"
 
@@ -111,20 +110,8 @@ def with_recorded(results: report.Results, recorded: report.Results) -> report.R
 
 def environment() -> dict[str, Any]:
     """Where and with what the results were measured."""
-    versions = {}
-    for name in ("jax", "jaxlib", "dm-haiku", "haiku-implicit", "quax", "numpy"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return dict(
-        date=datetime.date.today().isoformat(),
-        cpu=_cpu_model(),
-        cores=os.cpu_count(),
-        python=platform.python_version(),
-        system=platform.system(),
-        versions=versions,
-    )
+    about = about_this_machine("jax", "jaxlib", "dm-haiku", "haiku-implicit", "quax", "numpy")
+    return dict(about, python=platform.python_version(), system=platform.system())
 
 
 def write(results: report.Results, path: pathlib.Path) -> None:
@@ -136,12 +123,6 @@ def write(results: report.Results, path: pathlib.Path) -> None:
     text = re.sub(r"\[\s+([-\d.e,\s]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     temporary.write_text(re.sub(r"(\d\.\d{7})\d+", r"\1", text) + "\n")
     os.replace(temporary, path)
-
-
-def _cpu_model() -> str:
-    info = pathlib.Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _print(case: report.Results) -> None:
