@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from haiku_implicit._array import ImplicitArray, aux_field, frozen_field, is_implicit
 from haiku_implicit._dense import dense
 from haiku_implicit._dispatch import primitive_handler
-from haiku_implicit.quantization import formats, functions, scales
+from haiku_implicit.quantization import formats, scales
 from haiku_implicit.quantization.dot import quantized_dot, with_dense
 from haiku_implicit.quantization.encoding import encode_rows
 from haiku_implicit.quantization.rules import QtRule
@@ -395,8 +395,6 @@ def dot_with_quantized(
     primitive: Any, x: jax.Array, w: QuantizedMatrix, *, dimension_numbers: Any, **params: Any
 ) -> jax.Array:
     """A product with the codes, see `quantized_dot`."""
-    if w.activation is not None:
-        return _dot_in_codes(x, w.with_row_scales(), dimension_numbers, 1, params)
     return quantized_dot(x, w, dimension_numbers, **params)
 
 
@@ -405,17 +403,7 @@ def dot_of_quantized(
     primitive: Any, w: QuantizedMatrix, x: jax.Array, *, dimension_numbers: Any, **params: Any
 ) -> jax.Array:
     """A product with the codes, see `quantized_dot`."""
-    if w.activation is not None:
-        return _dot_in_codes(w.with_row_scales(), x, dimension_numbers, 0, params)
     return quantized_dot(x, w, dimension_numbers, q_first=True, **params)
-
-
-def _dot_in_codes(lhs: Any, rhs: Any, numbers: Any, weight: int, params: Any) -> jax.Array:
-    """A product of codes with those of activations, see `quantization.dot_general`."""
-    # (The rule's format of weights is not used: this one is stored in its own.)
-    rule = QtRule(weight_qtype="int8", act_qtype=(lhs, rhs)[weight].activation)
-    which: Any = dict(lhs_is_weight=weight == 0, rhs_is_weight=weight == 1)
-    return functions.dot_general(lhs, rhs, numbers, **params, rule=rule, **which)
 
 
 @primitive_handler("dot_general")

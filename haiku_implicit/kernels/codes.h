@@ -201,12 +201,26 @@ struct Numbers {
     for (; i < round_up(count, kLanes); ++i) out[i] = 0;
   }
 
+  // Asks for the memory of `count` of them, of which the first is so many on.
+  void prefetch(int64_t first, int64_t count) const {
+    const int64_t size = dtype == ffi::DataType::F32 ? 4 : 2;
+    const char* at = static_cast<const char*>(data) + first * size;
+    for (int64_t i = 0; i < count * size; i += 64) __builtin_prefetch(at + i);
+  }
+
   static float as_float(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof(value));
     return value;
   }
-  static int64_t size(ffi::DataType dtype) { return dtype == ffi::DataType::F32 ? 4 : 2; }
+
+  // Those of a buffer from an element on; none if it is empty.
+  static Numbers of(const ffi::AnyBuffer& buffer, int64_t first) {
+    const ffi::DataType dtype = buffer.element_type();
+    const int64_t size = dtype == ffi::DataType::F32 ? 4 : 2;
+    const char* data = static_cast<const char*>(buffer.untyped_data());
+    return {buffer.element_count() ? data + first * size : nullptr, dtype};
+  }
 };
 
 // One matrix.
@@ -219,6 +233,25 @@ struct Weights {
   int32_t bias;        // what is subtracted from unsigned codes
   Rounding rounding;   // of the values
   int64_t planes[2];   // how many bits of a code each has, lowest first; 0 if there is no second one
+
+  // Of codes [batch, rows, stored] and scales [batch, rows, groups]. What else there is, is set later.
+  Weights(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, ffi::Span<const int64_t> of_planes)
+      : codes(static_cast<const uint8_t*>(codes.untyped_data())),
+        rows(codes.dimensions()[1]),
+        stored(codes.dimensions()[2]),
+        groups(scale.dimensions()[2]) {
+    std::copy_n(of_planes.begin(), 2, planes);
+    group = stored * 8 / bits() / groups;
+  }
+
+  // One matrix of the batch.
+  Weights of_batch(int64_t b, const ffi::AnyBuffer& scales, const ffi::AnyBuffer& offsets) const {
+    Weights one = *this;
+    one.codes += b * rows * stored;
+    one.scale = Numbers::of(scales, b * rows * groups);
+    one.offset = Numbers::of(offsets, b * rows * groups);
+    return one;
+  }
 
   int64_t bits() const { return planes[0] + planes[1]; }
   float scale_at(int64_t row, int64_t group) const { return scale[row * groups + group]; }

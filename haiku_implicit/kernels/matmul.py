@@ -1,9 +1,12 @@
 """`quantized_matmul`: activations times a quantized matrix, as a JAX primitive.
 
 The primitive is linear in the activations and in the scales, and has its rules for differentiation,
-batching and lowering here. On a CPU it becomes the native kernel, on NVIDIA GPUs the one of
+batching and lowering here. On a CPU it becomes the kernel of `native_matmul`, on NVIDIA GPUs that of
 `pallas_matmul`, elsewhere (and where these do not apply) `reference`, which dequantizes blocks of the
 matrix.
+
+Where the matrix says so (`activation`), rows of activations are rounded first. The derivative by them
+passes that straight through, and is the product of the tangent as it is.
 """
 
 import functools
@@ -18,8 +21,9 @@ from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit import _compat
 from haiku_implicit._array import is_implicit
-from haiku_implicit.kernels import native, pallas_matmul
-from haiku_implicit.quantization import formats
+from haiku_implicit.kernels import native_matmul, pallas_matmul
+from haiku_implicit.quantization.operands import How, quantize, rounded_rows, stored_operand
+from haiku_implicit.quantization.products import Product, multiply
 
 if TYPE_CHECKING:
     from haiku_implicit.arrays.quantized import QuantizedMatrix
@@ -38,7 +42,7 @@ def quantized_matmul(
 
     Args:
       x: `[batch, m, i]`, floating.
-      q: a quantized `[batch, i, o]`.
+      q: a quantized `[batch, i, o]`. Where it has an `activation`, each row of `x` is rounded to that.
       precision: as for `jax.lax.dot_general`.
       dtype: of the result; that of `x` and `q` together if None.
 
@@ -74,10 +78,15 @@ def _reference_2d(x: jax.Array, q: "QuantizedMatrix", precision: Any, dtype: Any
     along_rows = q.axis == -1
     # Sums of blocks are not rounded in between.
     wide = jnp.promote_types(dtype, jnp.float32) if along_rows else dtype
+    numbers = (((1,), (0 if along_rows else 1,)), ((), ()))
+    if q.activation is not None and along_rows:
+        x = rounded_rows(x, q.activation)
 
     def dot(x: jax.Array, part: "QuantizedMatrix") -> jax.Array:
-        w = part._replace(axis=-1).materialize()  # as it is stored, so that nothing is transposed
-        numbers = (((1,), (0 if along_rows else 1,)), ((), ()))
+        part = part._replace(axis=-1)  # as it is stored, so that nothing is transposed
+        if q.activation is not None and not along_rows:
+            return _dot_of_rounded(x, part, numbers, precision, dtype)
+        w = part.materialize()
         return jax.lax.dot_general(x, w, numbers, precision=precision, preferred_element_type=wide)
 
     def block(out: jax.Array, start: Any, done: Any, part: "QuantizedMatrix") -> jax.Array:
@@ -90,6 +99,19 @@ def _reference_2d(x: jax.Array, q: "QuantizedMatrix", precision: Any, dtype: Any
 
     out = jnp.zeros((x.shape[0], q.shape[-1]), wide)
     return _over_blocks(block, _compat.vary_like(out, [x, *jax.tree.leaves(q)]), q).astype(dtype)
+
+
+def _dot_of_rounded(
+    x: jax.Array, w: "QuantizedMatrix", numbers: Any, precision: Any, dtype: Any
+) -> jax.Array:
+    """The product of rounded rows, of integers or 8-bit floats where both are such."""
+    options = dict(dimension_numbers=numbers, precision=precision)
+    axes, summed = ((0, None), (None, 0)), ((1, 1),)
+    product = Product(jax.lax.dot_general, tuple(options.items()), axes, summed)
+    stored = stored_operand(w)
+    other = w.materialize() if stored is None else stored
+    wide = functools.reduce(jnp.promote_types, (x.dtype, w.dtype, jnp.float32))
+    return multiply(product, quantize(x, How(str(w.activation), channels=(0,))), other, (), wide, dtype)
 
 
 def _over_blocks(
@@ -115,83 +137,6 @@ def _over_blocks(
     return jax.lax.scan(body, out, jnp.arange(-(-rows // size)))[0]
 
 
-# --- on a CPU ------------------------------------------------------------------------------------
-
-# The dtypes that the kernel serves, with what it calls rounding to them.
-_FLOATS = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
-_KINDS = {"int8": 1, "fp8_e4m3": 3, "fp8_e5m2": 4}
-
-
-def _size_packed(batch: int, m: int, length: int) -> int:
-    """The elements of memory that the kernel packs activations `[batch, m, length]` in."""
-    if m <= 8:
-        return batch * m * (length + 16)
-    return -(-min(m, 512) // 32) * 32 * length
-
-
-def native_matmul(x: jax.Array, *leaves: jax.Array, treedef: Any, dtype: Any, **_: Any) -> Any:
-    """The product through the native kernel, with float32 sums."""
-    q: QuantizedMatrix = treedef.unflatten(leaves)
-    fmt = formats.find(q.format)
-    along_rows = q.axis == -1
-    batch, m, length = x.shape
-    packed = 0 if along_rows else _size_packed(batch, m, length)
-    like = (x, *leaves)
-    results = [
-        _compat.struct(shape, jnp.float32, like=like)
-        for shape in ((batch, m, q.shape[-1]), (packed,))
-    ]
-    scale, offset = map(_readable, (q.scale, q.offset))
-    numbers = dict(
-        kind=0 if fmt.bits <= 4 else _KINDS.get(fmt.name, 2),
-        rounding=_FLOATS[q.dtype],
-        bias=fmt.bias if fmt.bits > 4 else 0,
-    )
-    y, _packed = jax.ffi.ffi_call(native.TARGET, results)(
-        x.astype(jnp.float32),
-        q.codes,
-        scale,
-        offset,
-        along_rows=along_rows,
-        planes=np.asarray((*fmt.planes, 0)[:2], np.int64),
-        table=_table(fmt),
-        **{name: np.int64(value) for name, value in numbers.items()},
-    )
-    return y.astype(dtype)
-
-
-def _readable(scale: jax.Array | None) -> jax.Array:
-    """Scales as the kernel reads them, and nothing where there are none."""
-    if scale is None:
-        return jnp.zeros(0, jnp.float32)
-    return scale if scale.dtype in _FLOATS else scale.astype(jnp.float32)
-
-
-def _table(fmt: formats.Format) -> np.ndarray:
-    """The value of each stored code, of at least 16."""
-    if fmt.table is not None:
-        return np.asarray(fmt.table, np.float32)
-    codes = np.arange(max(16, 2**fmt.bits), dtype=np.uint8).view(fmt.dtype)
-    return codes.astype(np.float32) - np.float32(fmt.bias)
-
-
-def _native_applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any) -> bool:
-    q = treedef.unflatten(leaves)
-    algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
-    return (
-        x.dtype in _FLOATS
-        and dtype in _FLOATS
-        and q.dtype in _FLOATS
-        and q.scale.dtype != np.float64
-        and q.rounded_to is None
-        and len(formats.find(q.format).planes) <= 2
-        and not isinstance(precision, algorithm)
-        and 0 not in x.shape
-        and 0 not in q.shape
-        and native.available()
-    )
-
-
 # --- rules ---------------------------------------------------------------------------------------
 
 
@@ -213,7 +158,8 @@ def _jvp(primals: Any, tangents: Any, *, treedef: Any, **params: Any) -> Any:
     out = bind(*primals)
     terms = []
     if not isinstance(of_x, ad.Zero):
-        terms.append(bind(of_x, codes, *scales))
+        straight = jax.tree.structure(treedef.unflatten(primals[1:])._replace(activation=None))
+        terms.append(bind(of_x, codes, *scales, treedef=straight))
     if not all(isinstance(t, ad.Zero) for t in of_scales):
         terms.append(bind(x, codes, *map(ad.instantiate_zeros, of_scales)))
     if not isinstance(of_codes, ad.Zero):  # floating codes, differentiated like any number
@@ -232,6 +178,8 @@ def _transpose(ct: Any, x: Any, *leaves: Any, treedef: Any, precision: Any, dtyp
     if isinstance(ct, ad.Zero):
         return nothing
     if not ad.is_undefined_primal(x):
+        activation = treedef.unflatten(leaves).activation
+        x = x if activation is None else rounded_rows(x, activation)
         scales = _transpose_scales(ct, x, leaves, treedef, precision)
         return [None, None, *scales]
     q = treedef.unflatten(leaves)
@@ -293,7 +241,7 @@ def _batch(operands: Any, axes: Any, **params: Any) -> Any:
 
 
 def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-    return _lower(ctx, operands, params, native_matmul, _native_applies)
+    return _lower(ctx, operands, params, native_matmul.native_matmul, native_matmul.applies)
 
 
 def _lower_on_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:

@@ -15,13 +15,19 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from multiprocessing.pool import ThreadPool
 
 import jax
 import jaxlib.version
 from absl import logging
 
-SOURCE = pathlib.Path(__file__).with_name("quantized_matmul.cc")
-TARGET = "haiku_implicit_quantized_matmul"
+SOURCES = [
+    pathlib.Path(__file__).with_name(f"{name}.cc") for name in ("quantized_matmul", "integer_matmul")
+]
+
+# What the library defines; each is a target of `jax.ffi.ffi_call`, after this prefix.
+HANDLERS = ("QuantizedMatmul", "IntegerMatmul")
+PREFIX = "haiku_implicit_"
 
 # The CPU is the one that compiles: the library is not shared with others, see `_key`.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
@@ -41,7 +47,7 @@ def available() -> bool:
 @functools.cache
 def _registered() -> bool:
     try:
-        register(TARGET, FLAGS)
+        register(PREFIX, FLAGS)
     except (BuildError, OSError) as error:
         logging.warning(
             "haiku_implicit: products with quantized weights go without the native kernel, which "
@@ -51,11 +57,11 @@ def _registered() -> bool:
     return True
 
 
-def register(target: str, flags: tuple[str, ...]) -> None:
-    """Makes the kernel a target of `jax.ffi.ffi_call` on the CPU.
+def register(prefix: str, flags: tuple[str, ...]) -> None:
+    """Makes the kernel's handlers targets of `jax.ffi.ffi_call` on the CPU.
 
     Args:
-      target: the target's name.
+      prefix: what the targets' names begin with.
       flags: of the compiler.
 
     Raises:
@@ -63,8 +69,10 @@ def register(target: str, flags: tuple[str, ...]) -> None:
       OSError: where the library cannot be written or loaded.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        handler = ctypes.CDLL(str(library(flags, pathlib.Path(temporary)))).QuantizedMatmul
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
+        loaded = ctypes.CDLL(str(library(flags, pathlib.Path(temporary))))
+    for name in HANDLERS:
+        capsule = jax.ffi.pycapsule(getattr(loaded, name))
+        jax.ffi.register_ffi_target(prefix + name, capsule, platform="cpu")
 
 
 def library(flags: tuple[str, ...], temporary: pathlib.Path) -> pathlib.Path:
@@ -102,19 +110,30 @@ def _compiler() -> list[str]:
 
 
 def _compile(compiler: list[str], flags: tuple[str, ...], output: str) -> None:
-    command = [*compiler, *flags, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", output]
+    """The library of all sources, which are compiled at the same time."""
+    include = f"-I{jax.ffi.include_dir()}"
+    with tempfile.TemporaryDirectory() as folder, ThreadPool(len(SOURCES)) as pool:
+        objects = [os.path.join(folder, f"{source.stem}.o") for source in SOURCES]
+        pool.starmap(
+            lambda source, name: _run([*compiler, *flags, include, "-c", str(source), "-o", name]),
+            zip(SOURCES, objects, strict=True),
+        )
+        _run([*compiler, *flags, *objects, "-o", output])
+
+
+def _run(command: list[str]) -> None:
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler[0]}: {error}") from error
+        raise BuildError(f"{command[0]}: {error}") from error
     if run.returncode:
         lines = [line for line in run.stderr.splitlines() if "error" in line] or ["it failed"]
-        raise BuildError(f"{' '.join(compiler)}: {lines[0]}")
+        raise BuildError(f"{command[0]}: {lines[0]}")
 
 
 def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
     """What the compiled library depends on, as a name."""
-    sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.[ch]*"))]
+    sources = [path.read_text() for path in sorted(SOURCES[0].parent.glob("*.[ch]*"))]
     parts = [*sources, jaxlib.version.__version__, *compiler, *flags, _cpu()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 

@@ -62,6 +62,7 @@ def applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any) -> bo
         {np.dtype(x.dtype), np.dtype(dtype), np.dtype(q.dtype)} <= set(_FLOATS)
         and q.scale.dtype != np.float64
         and q.rounded_to is None
+        and q.activation is None
         and len(formats.find(q.format).planes) == 1
         and not isinstance(precision, algorithm)
         and 0 not in (*x.shape, *q.shape)

@@ -14,31 +14,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <iterator>
-#include <memory>
 #include <type_traits>
 
 #include "codes.h"
 #include "threads.h"
 
 namespace {
-
-// --- memory -------------------------------------------------------------------------------------
-
-// Memory of this thread, which later calls use again.
-float* scratch(size_t size) {
-  struct Free {
-    void operator()(float* p) const { std::free(p); }
-  };
-  static thread_local std::unique_ptr<float, Free> memory;
-  static thread_local size_t available = 0;
-  if (size > available) {
-    available = (size + 15) / 16 * 16;
-    memory.reset(static_cast<float*>(std::aligned_alloc(64, available * sizeof(float))));
-  }
-  return memory.get();
-}
 
 // --- few rows of activations, along the groups ---------------------------------------------------
 
@@ -353,26 +335,12 @@ void along_rows(const Weights& w, DecodeRow decode, const Activations& x, int64_
 
 // --- the whole -----------------------------------------------------------------------------------
 
-// About so many products a thread has to have, for it to be worth waking.
-constexpr int64_t kWorth = 1 << 17;
-
 void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float* packed, float* y,
-            int64_t threads) {
-  threads = std::min(threads, 1 + w.rows * w.length * std::min<int64_t>(x.rows, 8) / kWorth);
-  const auto parallel_for = [&](int64_t count, const auto& task) {
-    if (threads > 1) return Threads::get().run(count, task);
-    for (int64_t i = 0; i < count; ++i) task(i);
-  };
+            Team team) {
   const DecodeRow decode = kDecodeRow[kind];
-  // Parts of `size` (a multiple of `unit`) of `n`, and at least two for each thread.
-  const auto split = [&](int64_t n, int64_t unit, int64_t size, auto task) {
-    while (size > unit && n < 2 * threads * size) size -= unit;
-    parallel_for((n + size - 1) / size,
-                 [&](int64_t i) { task(i * size, std::min(n, (i + 1) * size)); });
-  };
   if (along) {
-    split(w.length, kWidest, 512,
-          [&](int64_t first, int64_t last) { along_rows(w, decode, x, first, last, y); });
+    team.parts(w.length, kWidest, 512,
+               [&](int64_t first, int64_t last) { along_rows(w, decode, x, first, last, y); });
   } else if (x.rows <= kFew) {
     Activations apart = x;
     if (x.rows > 1) {  // rows that are powers of two apart would share the nearest cache's few sets
@@ -384,25 +352,18 @@ void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float
                         : x.rows == 2 ? OfFewRows<2>::find(w, kind, x)
                         : x.rows <= 4 ? OfFewRows<4>::find(w, kind, x)
                                       : OfFewRows<8>::find(w, kind, x);
-    split(w.rows, 4, 384,
-          [&](int64_t first, int64_t last) { few(w, apart, decode, first, last, y); });
+    team.parts(w.rows, 4, 384,
+               [&](int64_t first, int64_t last) { few(w, apart, decode, first, last, y); });
   } else {
     for (int64_t m = 0; m < x.rows; m += kMany) {
       Activations block{x.data + m * x.stride, std::min(kMany, x.rows - m), x.length, x.stride};
-      parallel_for((block.rows + kPanel - 1) / kPanel,
-                   [&](int64_t panel) { pack_panel(block, panel, packed); });
-      split(w.rows, kTileRows, kBlock, [&](int64_t first, int64_t last) {
+      team.each((block.rows + kPanel - 1) / kPanel,
+                [&](int64_t panel) { pack_panel(block, panel, packed); });
+      team.parts(w.rows, kTileRows, kBlock, [&](int64_t first, int64_t last) {
         many_along_groups(w, decode, block, packed, first, last, y + m * w.rows);
       });
     }
   }
-}
-
-// A buffer of numbers from an element on; null if it is empty.
-Numbers numbers(const ffi::AnyBuffer& buffer, int64_t first) {
-  const char* data = static_cast<const char*>(buffer.untyped_data());
-  const ffi::DataType dtype = buffer.element_type();
-  return {buffer.element_count() ? data + first * Numbers::size(dtype) : nullptr, dtype};
 }
 
 // Operands: x [batch, m, rows or length], codes [batch, rows, stored], scale and offset (empty where
@@ -414,32 +375,19 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
                   ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Result<ffi::Buffer<ffi::F32>> packed,
                   int64_t kind, int64_t rounding, int64_t bias, bool along_rows,
                   ffi::Span<const int64_t> planes, ffi::Span<const float> table) {
-  const auto of_x = x.dimensions(), of_codes = codes.dimensions(), of_scale = scale.dimensions();
-  const int64_t batch = of_x[0], m = of_x[1], out = y->dimensions()[2];
-  Weights w{static_cast<const uint8_t*>(codes.untyped_data())};
-  w.rows = of_codes[1], w.stored = of_codes[2], w.groups = of_scale[2];
-  w.length = along_rows ? out : of_x[2];
-  std::copy_n(planes.begin(), 2, w.planes);
+  const int64_t batch = x.dimensions()[0], m = x.dimensions()[1], in = x.dimensions()[2];
+  const int64_t out = y->dimensions()[2];
+  Weights w(codes, scale, planes);
+  w.length = along_rows ? out : in;
   w.table = table.begin(), w.bias = bias;
   w.rounding = static_cast<Rounding>(rounding);
-  w.group = w.stored * 8 / w.bits() / w.groups;
-  const auto one = [&](int64_t b, int64_t threads) {
-    Weights matrix = w;
-    matrix.codes += b * w.rows * w.stored;
-    matrix.scale = numbers(scale, b * w.rows * w.groups);
-    matrix.offset = numbers(offset, b * w.rows * w.groups);
-    const Activations rows{x.typed_data() + b * m * of_x[2], m, of_x[2], of_x[2]};
-    float* memory = packed->typed_data() + (m <= kFew ? b * m * (of_x[2] + kApart) : 0);
-    matmul(matrix, static_cast<Kind>(kind), along_rows, rows, memory, y->typed_data() + b * m * out,
-           threads);
-  };
-  // Threads share a matrix or, if there are many small ones, these.
-  const int64_t threads = std::min(pool.num_threads(), Threads::count());
   const int64_t products = w.rows * w.length * std::min(m, kFew);
-  if (threads > 1 && m <= kFew && products < kWorth && batch * products > kWorth)
-    Threads::get().run(batch, [&](int64_t b) { one(b, 1); });
-  else
-    for (int64_t b = 0; b < batch; ++b) one(b, threads);
+  over_batch(batch, products, pool.num_threads(), m <= kFew, [&](int64_t b, Team team) {
+    const Activations rows{x.typed_data() + b * m * in, m, in, in};
+    float* memory = packed->typed_data() + (m <= kFew ? b * m * (in + kApart) : 0);
+    matmul(w.of_batch(b, scale, offset), static_cast<Kind>(kind), along_rows, rows, memory,
+           y->typed_data() + b * m * out, team);
+  });
   return ffi::Error::Success();
 }
 

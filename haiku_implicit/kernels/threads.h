@@ -11,12 +11,15 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <thread>
 
-namespace {
+namespace haiku_implicit {
 
-class Threads {
+// (Hidden: libraries of other versions in this process have their own.)
+class __attribute__((visibility("hidden"))) Threads {
  public:
   // Those of this process. They end with it, so that this is never destroyed.
   static Threads& get() {
@@ -24,8 +27,11 @@ class Threads {
     return *threads;
   }
 
-  // How many run at the same time, this one among them.
-  static int64_t count() { return std::max(1u, std::thread::hardware_concurrency()); }
+  // How many run at the same time, this one among them. (Asked for once: the answer is in a file.)
+  static int64_t count() {
+    static const int64_t found = std::max(1u, std::thread::hardware_concurrency());
+    return found;
+  }
 
   // Runs `task(i)` for all i < count, here and on others. If they serve another call, here alone.
   template <typename Task>
@@ -119,6 +125,62 @@ class Threads {
   std::atomic<void (*)(const void*, int64_t)> call_{nullptr};
   std::atomic<const void*> task_{nullptr};
 };
+
+}  // namespace haiku_implicit
+
+namespace {
+
+// Memory of this thread, which later calls use again; another one for each `of`.
+template <int of = 0>
+float* scratch(size_t size) {
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  static thread_local std::unique_ptr<float, Free> memory;
+  static thread_local size_t available = 0;
+  if (size > available) {
+    available = (size + 15) / 16 * 16;
+    memory.reset(static_cast<float*>(std::aligned_alloc(64, available * sizeof(float))));
+  }
+  return memory.get();
+}
+
+// So many threads, this one among them.
+struct Team {
+  int64_t threads;
+
+  // Runs `task(i)` for all i < count.
+  template <typename Task>
+  void each(int64_t count, const Task& task) const {
+    if (threads > 1) return haiku_implicit::Threads::get().run(count, task);
+    for (int64_t i = 0; i < count; ++i) task(i);
+  }
+
+  // Runs `task(first, last)` for parts of `size` (a multiple of `unit`) of `n`, at least two for each.
+  template <typename Task>
+  void parts(int64_t n, int64_t unit, int64_t size, const Task& task) const {
+    while (size > unit && n < 2 * threads * size) size -= unit;
+    each((n + size - 1) / size,
+         [&](int64_t i) { task(i * size, std::min(n, (i + 1) * size)); });
+  }
+};
+
+// How many threads XLA's pool allows for so many products. Each has to have some, to be worth waking.
+inline int64_t worthwhile(int64_t threads, int64_t products) {
+  constexpr int64_t kWorth = 1 << 17;
+  return std::min({threads, haiku_implicit::Threads::count(), 1 + products / kWorth});
+}
+
+// Runs `task(b, team)` for a batch of matrices, of so many products each. Threads share a matrix or, if
+// there are many small ones, and these may be `apart`, the batch.
+template <typename Task>
+void over_batch(int64_t batch, int64_t products, int64_t threads, bool apart, const Task& task) {
+  const int64_t of_one = worthwhile(threads, products);
+  const int64_t of_all = worthwhile(threads, batch * products);
+  if (apart && of_one == 1 && of_all > 1)
+    return Team{of_all}.each(batch, [&](int64_t b) { task(b, Team{1}); });
+  for (int64_t b = 0; b < batch; ++b) task(b, Team{of_one});
+}
 
 }  // namespace
 

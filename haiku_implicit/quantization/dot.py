@@ -10,7 +10,9 @@ import numpy as np
 
 from haiku_implicit._array import dense_struct, is_implicit
 from haiku_implicit.kernels.matmul import quantized_matmul
+from haiku_implicit.quantization import functions
 from haiku_implicit.quantization.blocked import blocked_dot, blocks_of
+from haiku_implicit.quantization.rules import QtRule
 from haiku_implicit.quantization.sharded import left_to_partitioner, result_sharding
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ def _dot(operands: Any, q_first: bool, *, dimension_numbers: Any, **params: Any)
         axes = tuple(tuple(map(tuple, pair)) for pair in (contract, batch))
         dtype = np.dtype(out.dtype)
         return _as_matmul(x, q, row, *axes, q_first, params.get("precision"), dtype)
+    if q.activation is not None:
+        return _dot_in_codes(operands, dimension_numbers, q_first, params)
     blocks = blocks_of(operands, dimension_numbers, params)
     if blocks is not None:
         named = tuple(params.items())
@@ -78,6 +82,16 @@ def _dot(operands: Any, q_first: bool, *, dimension_numbers: Any, **params: Any)
     return with_dense(
         jax.lax.dot_general_p, *operands, dimension_numbers=dimension_numbers, **params
     )
+
+
+def _dot_in_codes(operands: Any, numbers: Any, q_first: bool, params: Any) -> jax.Array:
+    """A product of codes with those of activations, see `quantization.dot_general`."""
+    operands = [x.with_row_scales() if is_implicit(x) else x for x in operands]
+    q = operands[0 if q_first else 1]
+    # (The rule's format of weights is not used: this one is stored in its own.)
+    rule = QtRule(weight_qtype="int8", act_qtype=q.activation)
+    which: Any = dict(lhs_is_weight=q_first, rhs_is_weight=not q_first)
+    return functions.dot_general(*operands, numbers, **params, rule=rule, **which)
 
 
 def _row_axis(x: Any, q: Any, contracted: Any, batch: Any, params: Any) -> int | None:

@@ -132,6 +132,17 @@ def dequantize(x: Operand, dtype: Any) -> jax.Array:
     return values.astype(dtype)
 
 
+def rounded_rows(x: jax.Array, qtype: str) -> jax.Array:
+    """Activations at their nearest codes, in float32 (or float64); each row has a scale of its own.
+
+    Args:
+      x: `[..., i]`, floating.
+      qtype: the format.
+    """
+    operand = quantize(x, How(qtype, channels=tuple(range(x.ndim - 1))))
+    return dequantize(operand, formats.arithmetic_dtype(x.dtype))
+
+
 def expand(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A scale, repeated for the elements of each tile; axes of length one stay so."""
     for axis, (have, want) in enumerate(zip(scale.shape, shape, strict=True)):

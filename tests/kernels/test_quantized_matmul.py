@@ -110,8 +110,8 @@ def test_formats_without_kernel(axis, without_kernel):
 @with_compiler
 @pytest.mark.parametrize("target", TARGETS)
 def test_other_targets(target, monkeypatch):
-    native.register(f"{native.TARGET}_{target}", TARGETS[target])
-    monkeypatch.setattr(native, "TARGET", f"{native.TARGET}_{target}")
+    native.register(f"{native.PREFIX}{target}_", TARGETS[target])
+    monkeypatch.setattr(native, "PREFIX", f"{native.PREFIX}{target}_")
     jax.clear_caches()
     for axis in (-2, -1):
         kinds = ("binary", "int3", "int6", "int8", "uint4", "uint8", "fp8_e4m3", "fp8_e5m2")
@@ -281,9 +281,9 @@ def lowered(f, *args):
 
 def test_one_program_for_all_platforms():
     q, x = quantized("int4"), normal((2, 96))
-    assert (native.TARGET in lowered(product, q, x)) == native.available()
+    assert (native.PREFIX in lowered(product, q, x)) == native.available()
     exported = jax.export.export(jax.jit(product), platforms=("cpu", "cuda"))(q, x)
-    assert native.TARGET not in exported.mlir_module()  # where it runs, there may be none
+    assert native.PREFIX not in exported.mlir_module()  # where it runs, there may be none
     np.testing.assert_allclose(exported.call(q, x), product(q, x), rtol=1e-5, atol=1e-4)
 
 
@@ -304,7 +304,7 @@ def test_what_the_kernel_does_not_serve(x64):
     for w, x, options in cases:
         f = lambda w, x, options=options: jnp.matmul(x, w, **options)  # noqa: E731
         implicit = hki.use_implicit_args(f)
-        assert native.TARGET not in lowered(implicit, w, x)
+        assert native.PREFIX not in lowered(implicit, w, x)
         want = f(hki.materialize(w), x)
         got = implicit(w, x)
         assert got.dtype == want.dtype
@@ -429,7 +429,7 @@ for axis in (-2, -1):
             y = x @ w
             return jax.lax.psum(y, "i") if out == P() else y
         f = hki.use_implicit_args(jax.shard_map(body, mesh=mesh, in_specs=(x_spec, spec), out_specs=out))
-        assert (native.TARGET in jax.jit(f).lower(x, q).as_text()) == native.available()
+        assert (native.PREFIX in jax.jit(f).lower(x, q).as_text()) == native.available()
         close(jax.jit(f)(x, q), x @ w)
         close(jax.jit(jax.grad(lambda x: jnp.sin(f(x, q)).sum()))(x), dense_grad)
     stack = jax.tree.map(lambda y: jnp.stack([y, y]), q)

@@ -1,0 +1,323 @@
+// Products of activations that are rounded to 8 bits with a matrix that is stored as codes and scales.
+//
+//   y[m, row] = scale of x[m] * sum over k of code of x[m, k] * W[row, k]
+//
+// where each row of x has a scale of its own, and W is as in quantized_matmul.cc. Codes of W are bytes
+// without a sign, or become such: what they have too much (`bias`) is where integer sums start. These
+// are exact; a group's sum is scaled once.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "codes.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t kWide = 4 * kLanes;  // the bytes of a vector
+
+typedef uint8_t Wide __attribute__((vector_size(kWide)));
+typedef int16_t Words __attribute__((vector_size(kWide)));
+typedef uint16_t UnsignedWords __attribute__((vector_size(kWide)));
+
+// Adds four products of bytes to each element. The first factors have no sign.
+inline Ints add_products(Ints to, Wide a, Wide b) {
+#if defined(HKI_AVX512) && defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)to, (__m512i)a, (__m512i)b);
+#elif defined(HKI_AVX512) || defined(HKI_AVX2)
+  const Words even = (Words)a & 0xff, odd = (Words)((UnsignedWords)a >> 8);
+  const Words of_even = (Words)b << 8 >> 8, of_odd = (Words)b >> 8;
+#if defined(HKI_AVX512)
+  return to + (Ints)_mm512_madd_epi16((__m512i)even, (__m512i)of_even) +
+         (Ints)_mm512_madd_epi16((__m512i)odd, (__m512i)of_odd);
+#else
+  return to + (Ints)_mm256_madd_epi16((__m256i)even, (__m256i)of_even) +
+         (Ints)_mm256_madd_epi16((__m256i)odd, (__m256i)of_odd);
+#endif
+#else
+  for (int shift = 0; shift < 32; shift += 8)
+    to += ((Ints)a >> shift & 0xff) * ((Ints)b << (24 - shift) >> 24);
+  return to;
+#endif
+}
+
+// The bytes of a table of 16 (repeated) at indices below 16.
+inline Wide lookup(Wide table, Wide index) {
+#if defined(HKI_AVX512)
+  return (Wide)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
+#elif defined(HKI_AVX2)
+  return (Wide)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
+#else
+  Wide out;
+  for (int i = 0; i < kWide; ++i) out[i] = table[index[i]];
+  return out;
+#endif
+}
+
+// --- the matrix ----------------------------------------------------------------------------------
+
+// Its codes in vectors. Groups begin new ones, or vectors hold several whole groups.
+struct Integers {
+  Weights w;
+  Wide table;    // the values of codes of four bits; what is added to codes of eight
+  int32_t bias;  // what values have too much
+  float unit;    // of the values
+
+  int64_t parts() const { return w.nibbles() ? 2 : 1; }  // vectors of values for one of codes
+  int64_t group_bytes() const { return w.stored / w.groups; }
+  bool several() const {
+    return group_bytes() < kWide && group_bytes() % 4 == 0 && kWide % group_bytes() == 0;
+  }
+  // Bytes that are cut into vectors, in one of `pieces()`.
+  int64_t piece() const { return several() ? w.stored : group_bytes(); }
+  int64_t pieces() const { return several() ? 1 : w.groups; }
+  int64_t vectors() const { return (piece() + kWide - 1) / kWide; }  // of a piece
+  int64_t starts() const { return several() ? vectors() : pieces(); }
+
+  // The codes at `p`, as values.
+  template <bool nibbles>
+  void values(const uint8_t* p, Wide* out) const {
+    Wide codes = {};
+    const int64_t left = w.codes + w.rows * w.stored - p;
+    if (left >= kWide) codes = load<Wide>(p);
+    else std::memcpy(&codes, p, std::max<int64_t>(left, 0));
+    if constexpr (nibbles) {
+      out[0] = lookup(table, codes & 15);
+      out[1] = lookup(table, (Wide)((UnsignedWords)codes >> 4) & 15);
+    } else {
+      out[0] = codes + table;
+    }
+  }
+};
+
+// --- activations ---------------------------------------------------------------------------------
+
+// Rows of activations, rounded. Where they have no codes of the matrix beside them, they are zero.
+struct Rounded {
+  int64_t rows, row_codes, row_starts, row_sums;
+  int8_t* codes;   // [rows, pieces, vectors, parts, kWide]
+  int32_t* start;  // [rows, starts, kLanes]: the sums of codes times what values have too much, negative
+  float* sums;     // [rows, groups up to whole vectors]: of the codes
+  float* scale;    // [rows]
+
+  Rounded(const Integers& w, int64_t rows)
+      : rows(rows),
+        row_codes(w.pieces() * w.vectors() * w.parts() * kWide),
+        row_starts(w.starts() * kLanes),
+        row_sums(round_up(w.w.groups, kLanes)) {}
+
+  // How much memory it takes, in numbers of four bytes.
+  int64_t size() const { return rows * (row_codes / 4 + row_starts + row_sums + 1); }
+  void place(float* memory) {
+    codes = reinterpret_cast<int8_t*>(memory);
+    start = reinterpret_cast<int32_t*>(codes + rows * row_codes);
+    sums = reinterpret_cast<float*>(start + rows * row_starts);
+    scale = sums + rows * row_sums;
+  }
+};
+
+// The nearest of the codes -128 to 127 for each element, ties to even, and their scale: the largest
+// magnitude is 127.5 steps. NaN where an element is not finite.
+float round_row(const float* x, int64_t length, int8_t* codes) {
+  int32_t largest = 0;
+  for (int64_t k = 0; k < length; ++k) {
+    int32_t bits;
+    std::memcpy(&bits, x + k, 4);
+    largest = std::max(largest, bits & 0x7fffffff);
+  }
+  if (largest >= 0x7f800000) {
+    std::fill_n(codes, length, 0);
+    return NAN;
+  }
+  float scale = Numbers::as_float(largest) * (float)(1 / 127.5);
+  if (scale < 0x1.0p-63f) scale = 1;
+  const float inverse = 1 / scale;
+  for (int64_t k = 0; k < length; ++k) {
+    codes[k] = static_cast<int32_t>(std::min(std::rint(x[k] * inverse), 127.0f));
+  }
+  return scale;
+}
+
+void round_row(const Integers& w, const float* x, int64_t row, const Rounded& out) {
+  const int64_t length = w.w.length, size = w.group_bytes(), padded = w.w.groups * w.w.group;
+  int8_t* flat = reinterpret_cast<int8_t*>(scratch(padded / 4 + 1));
+  std::fill(flat + length, flat + padded, 0);
+  out.scale[row] = round_row(x, length, flat) * w.unit;
+  int8_t* codes = out.codes + row * out.row_codes;
+  std::fill_n(codes, out.row_codes, 0);
+  for (int64_t group = 0; group < w.w.groups; ++group)
+    for (int64_t part = 0; part < w.parts(); ++part)
+      for (int64_t at = 0; at < size; at += kWide) {
+        const int64_t byte = w.several() ? group * size : group * w.vectors() * kWide + at;
+        std::copy_n(flat + group * w.w.group + part * size + at, std::min(kWide, size - at),
+                    codes + (byte / kWide * w.parts() + part) * kWide + byte % kWide);
+      }
+  const int64_t each = out.row_codes / w.starts();
+  for (int64_t i = 0; i < w.starts(); ++i) {
+    Ints start = {};
+    for (int64_t at = 0; at < each; at += kWide)
+      start = add_products(start, Wide{} + 1, load<Wide>(codes + i * each + at));
+    start *= -w.bias;
+    std::memcpy(out.start + row * out.row_starts + i * kLanes, &start, sizeof(start));
+  }
+  float* sums = out.sums + row * out.row_sums;
+  std::fill_n(sums, out.row_sums, 0.0f);
+  for (int64_t group = 0; w.w.offset.data && group < w.w.groups; ++group, flat += w.w.group) {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < w.w.group; ++k) sum += flat[k];
+    sums[group] = sum / w.unit;
+  }
+}
+
+// --- products ------------------------------------------------------------------------------------
+
+constexpr int64_t kAhead = 4096;  // by so many bytes at least memory is asked for before it is read
+
+// y[m0:m0+M, first:last]; rows that there are not are others, and not written.
+template <bool nibbles, int M, int R>
+void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_t first,
+                  int64_t last, float* y) {
+  const Weights& w = integers.w;
+  const bool several = integers.several();
+  const int64_t groups = round_up(w.groups, kLanes) + kLanes, vectors = integers.vectors();
+  const int64_t size = integers.group_bytes(), in_vector = several ? kWide / size : 1;
+  constexpr int P = nibbles ? 2 : 1;
+  const int64_t ahead = std::max(kAhead, R * w.stored);
+  float* scales = scratch(2 * R * groups);
+  float* offsets = scales + R * groups;
+  Ints of_lane;
+  for (int i = 0; i < kLanes; ++i) of_lane[i] = several ? 4 * i / size : 0;
+  const int8_t* codes_of_x[M];
+  const int32_t* start[M];
+  for (int m = 0; m < M; ++m) {
+    const int64_t row = std::min(m0 + m, x.rows - 1);
+    codes_of_x[m] = x.codes + row * x.row_codes;
+    start[m] = x.start + row * x.row_starts;
+  }
+  for (; first < last; first += R) {
+    Floats total[M][R] = {};
+    const uint8_t* codes[R];
+    w.scale.prefetch((first + 8 * R) * w.groups, R * w.groups);
+    if (w.offset.data) w.offset.prefetch((first + 8 * R) * w.groups, R * w.groups);
+    for (int r = 0; r < R; ++r) {
+      const int64_t row = std::min(first + r, w.rows - 1);
+      codes[r] = w.codes + row * w.stored;
+      w.scale.read(row * w.groups, w.groups, scales + r * groups);
+      if (w.offset.data) w.offset.read(row * w.groups, w.groups, offsets + r * groups);
+    }
+    const auto add = [&](Ints (&sums)[M][R], int64_t byte, int64_t v) {
+      Wide values[R][P];
+      for (int r = 0; r < R; ++r) {
+        integers.values<nibbles>(codes[r] + byte, values[r]);
+        __builtin_prefetch(codes[0] + R * byte + r * kWide + ahead);  // R rows follow R rows
+      }
+      for (int m = 0; m < M; ++m)
+        for (int p = 0; p < P; ++p) {
+          const Wide of_x = load<Wide>(codes_of_x[m] + (v * P + p) * kWide);
+          for (int r = 0; r < R; ++r) sums[m][r] = add_products(sums[m][r], values[r][p], of_x);
+        }
+    };
+    const auto begin = [&](Ints (&sums)[M][R], int64_t i) {
+      for (int m = 0; m < M; ++m)
+        for (int r = 0; r < R; ++r) sums[m][r] = load<Ints>(start[m] + i * kLanes);
+    };
+    if (several) {
+      for (int64_t v = 0; v < vectors; ++v) {
+        Ints sums[M][R];
+        begin(sums, v);
+        add(sums, v * kWide, v);
+        for (int r = 0; r < R; ++r) {
+          Floats table[16 / kLanes];
+          for (int i = 0; i < 16 / kLanes; ++i)
+            table[i] = load<Floats>(scales + r * groups + v * in_vector + i * kLanes);
+          const Floats scale = lookup16(table, of_lane);
+          for (int m = 0; m < M; ++m)
+            total[m][r] += __builtin_convertvector(sums[m][r], Floats) * scale;
+        }
+      }
+    } else {
+      for (int64_t group = 0; group < w.groups; ++group) {
+        Ints sums[M][R];
+        begin(sums, group);
+        for (int64_t i = 0; i < vectors; ++i)
+          add(sums, group * size + i * kWide, group * vectors + i);
+        for (int r = 0; r < R; ++r)
+          for (int m = 0; m < M; ++m)
+            total[m][r] += __builtin_convertvector(sums[m][r], Floats) * scales[r * groups + group];
+      }
+    }
+    for (int m = 0; m < M && m0 + m < x.rows; ++m)
+      for (int r = 0; r < R && first + r < last; ++r) {
+        for (int64_t i = 0; w.offset.data && i < w.groups; i += kLanes)
+          total[m][r] += load<Floats>(offsets + r * groups + i) *
+                         load<Floats>(x.sums + (m0 + m) * x.row_sums + i);
+        y[(m0 + m) * w.rows + first + r] = sum(total[m][r]) * x.scale[m0 + m];
+      }
+  }
+}
+
+// --- the whole -----------------------------------------------------------------------------------
+
+constexpr int64_t kInCache = 1 << 17;  // so many bytes of codes stay near while rows of x pass by
+
+using IntegerRows = void (*)(const Integers&, const Rounded&, int64_t, int64_t, int64_t, float*);
+
+// y[:, first:last].
+template <bool nibbles>
+void integer_part(const Integers& w, const Rounded& x, int64_t first, int64_t last, float* y) {
+  for (int64_t m = 0, left = x.rows; left > 0; m += 8, left -= 8) {
+    const IntegerRows some = left == 1   ? integer_rows<nibbles, 1, 4>
+                             : left == 2 ? integer_rows<nibbles, 2, 4>
+                             : left <= 4 ? integer_rows<nibbles, 4, 4>
+                                         : integer_rows<nibbles, 8, 2>;
+    some(w, x, m, first, last, y);
+  }
+}
+
+// Operands: x [batch, m, length], codes [batch, rows, stored], scale and offset (empty where there is
+// none) [batch, rows, groups]. Result: [batch, m, rows]. `table` has the values of codes of four bits, or
+// of eight what is added to them to have no sign; values are these, less `bias`, times `unit`.
+ffi::Error handle_integers(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
+                           ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+                           ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Span<const int64_t> planes,
+                           ffi::Span<const int64_t> table, int64_t bias, float unit) {
+  const int64_t batch = x.dimensions()[0], m = x.dimensions()[1], length = x.dimensions()[2];
+  Weights weights(codes, scale, planes);
+  weights.length = length;
+  Integers w{weights};
+  for (int i = 0; i < kWide; ++i) w.table[i] = table[i % table.size()];
+  w.bias = bias, w.unit = unit;
+  const int64_t products = weights.rows * length * m / 4;  // (fast ones)
+  over_batch(batch, products, pool.num_threads(), true, [&](int64_t b, Team team) {
+    Integers one = w;
+    one.w = weights.of_batch(b, scale, offset);
+    Rounded rounded(one, m);
+    rounded.place(scratch<1>(rounded.size()));
+    team.each(m, [&](int64_t row) {
+      round_row(one, x.typed_data() + (b * m + row) * length, row, rounded);
+    });
+    float* out = y->typed_data() + b * m * weights.rows;
+    const int64_t size = std::clamp<int64_t>(kInCache / weights.stored / 4 * 4, 4, 384);
+    team.parts(weights.rows, 4, size, [&](int64_t first, int64_t last) {
+      (weights.nibbles() ? integer_part<true> : integer_part<false>)(one, rounded, first, last, out);
+    });
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(IntegerMatmul, handle_integers,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<ffi::Span<const int64_t>>("planes")
+                                  .Attr<ffi::Span<const int64_t>>("table")
+                                  .Attr<int64_t>("bias")
+                                  .Attr<float>("unit"));
