@@ -41,16 +41,18 @@ TOKENS = flags.DEFINE_integer("decoded_tokens", 64, "How many tokens are decoded
 PROMPT = flags.DEFINE_integer("prompt_tokens", 128, "How many tokens come before them.", 1)
 REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the tables.")
 
-# Weights, and the format of the cache.
+# Weights, what activations are rounded to, and the format of the cache.
 CASES = [
-    ("f32", "f32"),
-    ("f32", "int8"),
-    ("int8, per channel", "int8"),
-    ("4 bits, as in the file", "f32"),
-    ("4 bits, as in the file", "int8"),
-    ("4 bits, as in the file", "int4"),
+    ("f32", "f32", "f32"),
+    ("f32", "f32", "int8"),
+    ("int8, per channel", "f32", "int8"),
+    ("int8, per channel", "int8", "int8"),
+    ("4 bits, as in the file", "f32", "f32"),
+    ("4 bits, as in the file", "f32", "int8"),
+    ("4 bits, as in the file", "f32", "int4"),
+    ("4 bits, as in the file", "int8", "int8"),
 ]
-LLAMA = ("4 bits, llama.cpp", "f16")
+LLAMA = ("4 bits, llama.cpp", "int8", "f16")
 # Seconds of one turn, for the prompt and for the tokens after it, and these tokens.
 Turn = tuple[float, float, list[int]]
 
@@ -75,12 +77,17 @@ def measure() -> dict[str, Any]:
     text = smollm.fetch(smollm.SHAKESPEARE).read_text()
     prompt = checkpoint.tokenizer.encode(text[: 20 * PROMPT.value]).ids[: PROMPT.value]
     cases, functions = [], []
-    for name, cache in tqdm(CASES, desc="compiling"):
-        run, held = ours(checkpoint.config, weights[name], cache, prompt)
-        cases.append(dict(weights=name, cache=cache, bytes=_bytes(weights[name]), cache_bytes=held))
+    for name, activations, cache in tqdm(CASES, desc="compiling"):
+        params = weights[name]
+        if activations != "f32":
+            params = hki.quantize_activations(params, activations)
+        run, held = ours(checkpoint.config, params, cache, prompt)
+        case = dict(weights=name, activations=activations, cache=cache)
+        cases.append(dict(case, bytes=_bytes(params), cache_bytes=held))
         functions.append(run)
     if (theirs := llama_cpp(path, prompt)) is not None:
-        cases.append(dict(weights=LLAMA[0], cache=LLAMA[1], bytes=path.stat().st_size))
+        case = dict(zip(("weights", "activations", "cache"), LLAMA, strict=True))
+        cases.append(dict(case, bytes=path.stat().st_size))
         functions.append(theirs)
     for run in functions:
         run()
@@ -176,6 +183,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         rows.append(
             [
                 case["weights"],
+                case["activations"],
                 case["cache"],
                 f"{case['bytes'] / 1e6:.0f}",
                 f"{case['cache_bytes'] / 1e6:.2f}" if "cache_bytes" in case else "",
@@ -187,8 +195,8 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
                 str(same),
             ]
         )
-    header = ["weights", "cache", "weights, MB", "cache, MB", "prompt, tokens/s", "to dense",
-              "decoding, tokens/s", "best", "to dense", "same tokens"]  # fmt: skip
+    header = ["weights", "activations", "cache", "weights, MB", "cache, MB", "prompt, tokens/s",
+              "to dense", "decoding, tokens/s", "best", "to dense", "same tokens"]  # fmt: skip
     return {
         "decoding environment": (
             f"Measured on {about['date']}: {about['cpu']}, {about['cores']} cores; {versions}. "

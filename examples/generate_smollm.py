@@ -21,6 +21,12 @@ _PROMPT = flags.DEFINE_string("prompt", "The capital of France is", "What the te
 _TOKENS = flags.DEFINE_integer("tokens", 64, "How many tokens to generate.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("cache_length", 256, "Positions in the cache.", lower_bound=2)
 _CACHE = flags.DEFINE_enum("cache", "int8", ["int8", "int4", "f32"], "The format of the cache.")
+_ACTIVATIONS = flags.DEFINE_enum(
+    "activations",
+    "f32",
+    ["f32", "int8"],
+    "What activations are rounded to in products with weights.",
+)
 _DENSE = flags.DEFINE_bool("dense", False, "Whether the weights are dequantized at the start.")
 
 
@@ -37,6 +43,8 @@ def run() -> None:
     """Loads the model, reads the prompt, and writes on."""
     checkpoint = smollm.read_gguf(_GGUF.value or smollm.fetch(smollm.MODEL))
     params = hki.materialize(checkpoint.params) if _DENSE.value else checkpoint.params
+    if _ACTIVATIONS.value != "f32" and not _DENSE.value:
+        params = hki.quantize_activations(params, _ACTIVATIONS.value)
     prompt = checkpoint.tokenizer.encode(_PROMPT.value).ids
     if not prompt or len(prompt) + _TOKENS.value > _LENGTH.value:
         raise smollm.InputError(

@@ -29,7 +29,13 @@ from haiku_implicit._materialization import (
 )
 from haiku_implicit._optimizer_state import quantized_state
 from haiku_implicit._optimizers import apply_updates, freeze_declared, freeze_keys, freeze_subtrees
-from haiku_implicit._params import add_lora, merge_lora, quantize_params, zero_params
+from haiku_implicit._params import (
+    add_lora,
+    merge_lora,
+    quantize_activations,
+    quantize_params,
+    zero_params,
+)
 from haiku_implicit._quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit._training import combine, grad, partition, value_and_grad
 from haiku_implicit._transform import (
@@ -70,6 +76,7 @@ __all__ = [
     "use_implicit_args",
     # implicit parameters: of a tree, where Haiku makes them, where Haiku reads them
     "add_lora",
+    "quantize_activations",
     "quantize_params",
     "zero_params",
     "merge_lora",

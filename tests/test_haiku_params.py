@@ -328,6 +328,24 @@ def test_zero_params_needs_targets(params):
         hki.zero_params(params, targets=None)
 
 
+def test_quantize_activations(params):
+    stored = hki.quantize_params(params, dtype="int4", axis=-1)
+    stored["other"] = dict(w=hki.add_lora(stored, KEY, rank=1)["mlp/~/linear_0"]["w"])
+    new = hki.quantize_activations(stored)
+    for module in ("mlp/~/linear_0", "mlp/~/linear_1"):
+        assert new[module]["w"].activation == "int8"
+    assert new["other"]["w"].w.activation == "int8"
+    assert_close(new, stored)
+    some = hki.quantize_activations(new, None, targets=".*_1/w")
+    assert [some[f"mlp/~/linear_{i}"]["w"].activation for i in (0, 1)] == ["int8", None]
+    with pytest.raises(ValueError, match=r"mlp/~/linear_0/b: expected a QuantizedMatrix, got "):
+        hki.quantize_activations(stored, targets=".*/b")
+    with pytest.raises(ValueError, match="activation: expected one of"):
+        hki.quantize_activations(stored, "uint8")
+    with pytest.raises(ValueError, match="a quantized weight"):
+        hki.quantize_activations(params)
+
+
 def test_quantize_by_rules():
     from haiku_implicit.quantization import QuantRule
 

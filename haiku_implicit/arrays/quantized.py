@@ -46,7 +46,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         None unless there was one.
       activation: the format that activations are quantized to in products (in matrix products; a
         convolution takes them as they are), each row by its largest magnitude; None: they are not.
-        The gradient by activations passes the rounding straight through; scales have none then.
+        The gradient by activations passes the rounding straight through.
 
     Raises:
       ValueError: where codes, scales and offsets do not fit together or to the format.
@@ -192,6 +192,17 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         }
         fmt = formats.find(dtype)
         return cls(**parts, format=fmt.name, axis=axis, padding=padding, dtype=out_dtype)
+
+    def with_activation(self, activation: str | None) -> "QuantizedMatrix":
+        """The same matrix; products with it quantize activations to a format, or to none.
+
+        Args:
+          activation: as for `quantize`.
+
+        Raises:
+          ValueError: for a format that activations can't have.
+        """
+        return self._replace(activation=_checked_activation(activation))
 
     def requantize(self, w: Any) -> Self:
         """Another weight of the same shape, quantized as this one is.

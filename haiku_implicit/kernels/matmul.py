@@ -111,7 +111,9 @@ def _dot_of_rounded(
     stored = stored_operand(w)
     other = w.materialize() if stored is None else stored
     wide = functools.reduce(jnp.promote_types, (x.dtype, w.dtype, jnp.float32))
-    return multiply(product, quantize(x, How(str(w.activation), channels=(0,))), other, (), wide, dtype)
+    return multiply(
+        product, quantize(x, How(str(w.activation), channels=(0,))), other, (), wide, dtype
+    )
 
 
 def _over_blocks(

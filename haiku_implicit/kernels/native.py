@@ -22,7 +22,8 @@ import jaxlib.version
 from absl import logging
 
 SOURCES = [
-    pathlib.Path(__file__).with_name(f"{name}.cc") for name in ("quantized_matmul", "integer_matmul")
+    pathlib.Path(__file__).with_name(f"{name}.cc")
+    for name in ("quantized_matmul", "integer_matmul")
 ]
 
 # What the library defines; each is a target of `jax.ffi.ffi_call`, after this prefix.

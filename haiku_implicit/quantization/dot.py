@@ -86,12 +86,12 @@ def _dot(operands: Any, q_first: bool, *, dimension_numbers: Any, **params: Any)
 
 def _dot_in_codes(operands: Any, numbers: Any, q_first: bool, params: Any) -> jax.Array:
     """A product of codes with those of activations, see `quantization.dot_general`."""
-    operands = [x.with_row_scales() if is_implicit(x) else x for x in operands]
-    q = operands[0 if q_first else 1]
+    lhs, rhs = (x.with_row_scales() if is_implicit(x) else x for x in operands)
+    q = lhs if q_first else rhs
     # (The rule's format of weights is not used: this one is stored in its own.)
     rule = QtRule(weight_qtype="int8", act_qtype=q.activation)
     which: Any = dict(lhs_is_weight=q_first, rhs_is_weight=not q_first)
-    return functions.dot_general(*operands, numbers, **params, rule=rule, **which)
+    return functions.dot_general(lhs, rhs, numbers, **params, rule=rule, **which)
 
 
 def _row_axis(x: Any, q: Any, contracted: Any, batch: Any, params: Any) -> int | None:

@@ -118,7 +118,10 @@ def test_transformations(name, path):
 
     slope = np.cos(rounded(x) @ w / 8) / 8
     close(jax.grad(loss, 1)(q, x), slope @ w.T)
-    close(jax.jit(jax.vmap(jax.grad(loss, 1), (None, 0)))(q, xs), np.cos(rounded(xs) @ w / 8) / 8 @ w.T)
+    close(
+        jax.jit(jax.vmap(jax.grad(loss, 1), (None, 0)))(q, xs),
+        np.cos(rounded(xs) @ w / 8) / 8 @ w.T,
+    )
     close(jax.jvp(lambda x: product(q, x), (x,), (moved,)), (rounded(x) @ w, moved @ w))
 
     def of_scales(scales):
@@ -126,7 +129,9 @@ def test_transformations(name, path):
 
     scales = (q.scale, q.offset)
     by_w = rounded(x).T @ slope
-    want = jax.vjp(lambda s: hki.materialize(of_scales(s)), scales)[1](jnp.asarray(by_w, jnp.float32))
+    want = jax.vjp(lambda s: hki.materialize(of_scales(s)), scales)[1](
+        jnp.asarray(by_w, jnp.float32)
+    )
     close(jax.grad(lambda s: loss(of_scales(s), x))(scales), want[0])
     remat = jax.grad(lambda x: jax.checkpoint(lambda x: loss(q, x))(x))(x)
     close(remat, slope @ w.T)
