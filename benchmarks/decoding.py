@@ -50,9 +50,10 @@ CASES = [
     ("4 bits, as in the file", "f32", "f32"),
     ("4 bits, as in the file", "f32", "int8"),
     ("4 bits, as in the file", "f32", "int4"),
+    ("4 bits, as in the file", "int8,groups", "int8"),
     ("4 bits, as in the file", "int8", "int8"),
 ]
-LLAMA = ("4 bits, llama.cpp", "int8", "f16")
+LLAMA = ("4 bits, llama.cpp", "int8,groups", "f16")
 # Seconds of one turn, for the prompt and for the tokens after it, and these tokens.
 Turn = tuple[float, float, list[int]]
 

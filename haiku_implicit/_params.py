@@ -155,13 +155,14 @@ def quantize_activations(
 ) -> Any:
     """Makes products with quantized weights round the activations that they meet, too.
 
-    Weights stay as they are: those that were read from a file of codes, say. Each row of activations
-    gets the scale that its largest magnitude fits; a product of integers takes a fraction of the time
+    Weights stay as they are: those that were read from a file of codes, say. Activations
+    get scales that their largest magnitudes fit; a product of integers takes a fraction of the time
     of one with floating-point activations, and rounds more.
 
     Args:
       params: parameters with `QuantizedMatrix` in them, in any nesting of mappings.
-      dtype: the format of activations, such as 'int8'; None: they are not rounded.
+      dtype: the format of activations, such as 'int8' (a scale for each row) or 'int8,groups' (a scale
+        for each part of a row that meets a group of the weight); None: they are not rounded.
       targets: which weights, as for `add_lora`. None: all that are quantized, under LoRA as well.
 
     Returns:

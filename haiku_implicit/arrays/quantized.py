@@ -45,7 +45,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
       rounded_to: a narrower dtype that the values were rounded to before, by a cast there and back;
         None unless there was one.
       activation: the format that activations are quantized to in products (in matrix products; a
-        convolution takes them as they are), each row by its largest magnitude; None: they are not.
+        convolution takes them as they are), each row by its largest magnitude, or, as in
+        'int8,groups', each part of a row that meets one of the matrix's groups; None: they are not.
         The gradient by activations passes the rounding straight through.
 
     Raises:
@@ -119,7 +120,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
             to round for its least error (GPTQ), see `input_moments`; or the diagonal `[..., k]`, to
             weigh errors in a search for scales alone.
           activation: 'int8', 'int4', 'fp8_e4m3', ...: activations are quantized in each product
-            (dynamic quantization), so that integers multiply integers. None: weight-only.
+            (dynamic quantization), so that integers multiply integers. 'int8,groups' gives them a
+            scale for each group of the weight, as llama.cpp does. None: weight-only.
 
         Returns:
           The quantized weight, of the dtype of `w`.
@@ -381,10 +383,18 @@ def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
 
 
 def _checked_activation(activation: Any) -> str | None:
+    qtype, scales = activation, ""
+    if isinstance(activation, str):
+        qtype, _, scales = activation.replace(" ", "").partition(",")
+    if scales not in ("", "groups"):
+        raise ValueError(
+            f"activation: expected a format, or a format and ',groups', got {activation!r}"
+        )
     try:
-        return QtRule(act_qtype=activation).act_qtype
+        name = QtRule(act_qtype=qtype).act_qtype
     except ValueError as e:
         raise ValueError(f"activation: {str(e).removeprefix('act_qtype: ')}") from None
+    return f"{name},{scales}" if scales else name
 
 
 def _padded_spec(spec: Any, ndim: int) -> tuple[list[Any], list[Any]]:

@@ -1,10 +1,10 @@
 // Products of activations that are rounded to 8 bits with a matrix that is stored as codes and scales.
 //
-//   y[m, row] = scale of x[m] * sum over k of code of x[m, k] * W[row, k]
+//   y[m, row] = sum over k of x[m, k] * W[row, k]
 //
-// where each row of x has a scale of its own, and W is as in quantized_matmul.cc. Codes of W are bytes
-// without a sign, or become such: what they have too much (`bias`) is where integer sums start. These
-// are exact; a group's sum is scaled once.
+// where W is as in quantized_matmul.cc, and each row of x (or each part of it that meets a group) has a
+// scale of its own. Codes of W are bytes without a sign, or become such: what they have too much
+// (`bias`) is where integer sums start. These are exact; a group's sum is scaled once.
 
 #include <algorithm>
 #include <cmath>
@@ -99,8 +99,8 @@ struct Rounded {
   int64_t rows, row_codes, row_starts, row_sums;
   int8_t* codes;   // [rows, pieces, vectors, parts, kWide]
   int32_t* start;  // [rows, starts, kLanes]: the sums of codes times what values have too much, negative
-  float* sums;     // [rows, groups up to whole vectors]: of the codes
-  float* scale;    // [rows]
+  float* scale;    // [rows, starts, kLanes]
+  float* sums;     // [rows, groups up to whole vectors]: of the values
 
   Rounded(const Integers& w, int64_t rows)
       : rows(rows),
@@ -109,12 +109,12 @@ struct Rounded {
         row_sums(round_up(w.w.groups, kLanes)) {}
 
   // How much memory it takes, in numbers of four bytes.
-  int64_t size() const { return rows * (row_codes / 4 + row_starts + row_sums + 1); }
+  int64_t size() const { return rows * (row_codes / 4 + 2 * row_starts + row_sums); }
   void place(float* memory) {
     codes = reinterpret_cast<int8_t*>(memory);
     start = reinterpret_cast<int32_t*>(codes + rows * row_codes);
-    sums = reinterpret_cast<float*>(start + rows * row_starts);
-    scale = sums + rows * row_sums;
+    scale = reinterpret_cast<float*>(start + rows * row_starts);
+    sums = scale + rows * row_starts;
   }
 };
 
@@ -140,34 +140,45 @@ float round_row(const float* x, int64_t length, int8_t* codes) {
   return scale;
 }
 
-void round_row(const Integers& w, const float* x, int64_t row, const Rounded& out) {
-  const int64_t length = w.w.length, size = w.group_bytes(), padded = w.w.groups * w.w.group;
-  int8_t* flat = reinterpret_cast<int8_t*>(scratch(padded / 4 + 1));
-  std::fill(flat + length, flat + padded, 0);
-  out.scale[row] = round_row(x, length, flat) * w.unit;
+void round_row(const Integers& w, const float* x, int64_t row, bool in_groups, const Rounded& out) {
+  const int64_t length = w.w.length, size = w.group_bytes(), groups = w.w.groups, group = w.w.group;
+  float* scales = scratch(groups + groups * group / 4 + 1);
+  int8_t* flat = reinterpret_cast<int8_t*>(scales + groups);
+  if (in_groups)
+    for (int64_t i = 0; i < groups; ++i)
+      scales[i] = round_row(x + i * group, std::min(group, length - i * group), flat + i * group);
+  else
+    std::fill_n(scales, groups, round_row(x, length, flat));
+  std::fill(flat + length, flat + groups * group, 0);
   int8_t* codes = out.codes + row * out.row_codes;
   std::fill_n(codes, out.row_codes, 0);
-  for (int64_t group = 0; group < w.w.groups; ++group)
+  for (int64_t i = 0; i < groups; ++i)
     for (int64_t part = 0; part < w.parts(); ++part)
       for (int64_t at = 0; at < size; at += kWide) {
-        const int64_t byte = w.several() ? group * size : group * w.vectors() * kWide + at;
-        std::copy_n(flat + group * w.w.group + part * size + at, std::min(kWide, size - at),
+        const int64_t byte = w.several() ? i * size : i * w.vectors() * kWide + at;
+        std::copy_n(flat + i * group + part * size + at, std::min(kWide, size - at),
                     codes + (byte / kWide * w.parts() + part) * kWide + byte % kWide);
       }
   const int64_t each = out.row_codes / w.starts();
   for (int64_t i = 0; i < w.starts(); ++i) {
     Ints start = {};
+    Floats scale = {};
     for (int64_t at = 0; at < each; at += kWide)
       start = add_products(start, Wide{} + 1, load<Wide>(codes + i * each + at));
     start *= -w.bias;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const int64_t of = w.several() ? (i * kWide + 4 * lane) / size : i;
+      scale[lane] = of < groups ? scales[of] * w.unit : 0;
+    }
     std::memcpy(out.start + row * out.row_starts + i * kLanes, &start, sizeof(start));
+    store(out.scale + row * out.row_starts + i * kLanes, scale);
   }
   float* sums = out.sums + row * out.row_sums;
   std::fill_n(sums, out.row_sums, 0.0f);
-  for (int64_t group = 0; w.w.offset.data && group < w.w.groups; ++group, flat += w.w.group) {
+  for (int64_t i = 0; w.w.offset.data && i < groups; ++i) {
     int32_t sum = 0;
-    for (int64_t k = 0; k < w.w.group; ++k) sum += flat[k];
-    sums[group] = sum / w.unit;
+    for (int64_t k = 0; k < group; ++k) sum += flat[i * group + k];
+    sums[i] = sum * scales[i];
   }
 }
 
@@ -191,10 +202,12 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
   for (int i = 0; i < kLanes; ++i) of_lane[i] = several ? 4 * i / size : 0;
   const int8_t* codes_of_x[M];
   const int32_t* start[M];
+  const float* scale_of_x[M];
   for (int m = 0; m < M; ++m) {
     const int64_t row = std::min(m0 + m, x.rows - 1);
     codes_of_x[m] = x.codes + row * x.row_codes;
     start[m] = x.start + row * x.row_starts;
+    scale_of_x[m] = x.scale + row * x.row_starts;
   }
   for (; first < last; first += R) {
     Floats total[M][R] = {};
@@ -223,29 +236,36 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
       for (int m = 0; m < M; ++m)
         for (int r = 0; r < R; ++r) sums[m][r] = load<Ints>(start[m] + i * kLanes);
     };
+    const auto end = [&](const Ints (&sums)[M][R], const Floats (&scale)[R], int64_t i) {
+      for (int m = 0; m < M; ++m) {
+        const Floats of_x = load<Floats>(scale_of_x[m] + i * kLanes);
+        for (int r = 0; r < R; ++r)
+          total[m][r] += __builtin_convertvector(sums[m][r], Floats) * (scale[r] * of_x);
+      }
+    };
     if (several) {
       for (int64_t v = 0; v < vectors; ++v) {
         Ints sums[M][R];
+        Floats scale[R];
         begin(sums, v);
         add(sums, v * kWide, v);
         for (int r = 0; r < R; ++r) {
           Floats table[16 / kLanes];
           for (int i = 0; i < 16 / kLanes; ++i)
             table[i] = load<Floats>(scales + r * groups + v * in_vector + i * kLanes);
-          const Floats scale = lookup16(table, of_lane);
-          for (int m = 0; m < M; ++m)
-            total[m][r] += __builtin_convertvector(sums[m][r], Floats) * scale;
+          scale[r] = lookup16(table, of_lane);
         }
+        end(sums, scale, v);
       }
     } else {
       for (int64_t group = 0; group < w.groups; ++group) {
         Ints sums[M][R];
+        Floats scale[R];
         begin(sums, group);
         for (int64_t i = 0; i < vectors; ++i)
           add(sums, group * size + i * kWide, group * vectors + i);
-        for (int r = 0; r < R; ++r)
-          for (int m = 0; m < M; ++m)
-            total[m][r] += __builtin_convertvector(sums[m][r], Floats) * scales[r * groups + group];
+        for (int r = 0; r < R; ++r) scale[r] = Floats{} + scales[r * groups + group];
+        end(sums, scale, group);
       }
     }
     for (int m = 0; m < M && m0 + m < x.rows; ++m)
@@ -253,7 +273,7 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
         for (int64_t i = 0; w.offset.data && i < w.groups; i += kLanes)
           total[m][r] += load<Floats>(offsets + r * groups + i) *
                          load<Floats>(x.sums + (m0 + m) * x.row_sums + i);
-        y[(m0 + m) * w.rows + first + r] = sum(total[m][r]) * x.scale[m0 + m];
+        y[(m0 + m) * w.rows + first + r] = sum(total[m][r]);
       }
   }
 }
@@ -282,7 +302,8 @@ void integer_part(const Integers& w, const Rounded& x, int64_t first, int64_t la
 ffi::Error handle_integers(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
                            ffi::AnyBuffer scale, ffi::AnyBuffer offset,
                            ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Span<const int64_t> planes,
-                           ffi::Span<const int64_t> table, int64_t bias, float unit) {
+                           ffi::Span<const int64_t> table, int64_t bias, float unit,
+                           bool in_groups) {
   const int64_t batch = x.dimensions()[0], m = x.dimensions()[1], length = x.dimensions()[2];
   Weights weights(codes, scale, planes);
   weights.length = length;
@@ -296,7 +317,8 @@ ffi::Error handle_integers(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::A
     Rounded rounded(one, m);
     rounded.place(scratch<1>(rounded.size()));
     team.each(m, [&](int64_t row) {
-      round_row(one, x.typed_data() + (b * m + row) * length, row, rounded);
+      round_row(one, x.typed_data() + (b * m + row) * length, row, in_groups,
+                rounded);
     });
     float* out = y->typed_data() + b * m * weights.rows;
     const int64_t size = std::clamp<int64_t>(kInCache / weights.stored / 4 * 4, 4, 384);
@@ -320,4 +342,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(IntegerMatmul, handle_integers,
                                   .Attr<ffi::Span<const int64_t>>("planes")
                                   .Attr<ffi::Span<const int64_t>>("table")
                                   .Attr<int64_t>("bias")
-                                  .Attr<float>("unit"));
+                                  .Attr<float>("unit")
+                                  .Attr<bool>("in_groups"));

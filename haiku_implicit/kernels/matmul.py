@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from haiku_implicit import _compat
 from haiku_implicit._array import is_implicit
 from haiku_implicit.kernels import native_matmul, pallas_matmul
-from haiku_implicit.quantization.operands import How, quantize, rounded_rows, stored_operand
+from haiku_implicit.quantization.operands import quantize_rows, rounded_rows, stored_operand
 from haiku_implicit.quantization.products import Product, multiply
 
 if TYPE_CHECKING:
@@ -111,9 +111,8 @@ def _dot_of_rounded(
     stored = stored_operand(w)
     other = w.materialize() if stored is None else stored
     wide = functools.reduce(jnp.promote_types, (x.dtype, w.dtype, jnp.float32))
-    return multiply(
-        product, quantize(x, How(str(w.activation), channels=(0,))), other, (), wide, dtype
-    )
+    quantized = quantize_rows(x, str(w.activation), w.scale.shape[-1])
+    return multiply(product, quantized, other, (), wide, dtype)
 
 
 def _over_blocks(
@@ -180,8 +179,6 @@ def _transpose(ct: Any, x: Any, *leaves: Any, treedef: Any, precision: Any, dtyp
     if isinstance(ct, ad.Zero):
         return nothing
     if not ad.is_undefined_primal(x):
-        activation = treedef.unflatten(leaves).activation
-        x = x if activation is None else rounded_rows(x, activation)
         scales = _transpose_scales(ct, x, leaves, treedef, precision)
         return [None, None, *scales]
     q = treedef.unflatten(leaves)
@@ -194,6 +191,9 @@ def _transpose_scales(ct: Any, x: Any, leaves: Any, treedef: Any, precision: Any
     """What scales and offsets get, a block of rows of the matrix after another."""
     codes, *undefined = leaves
     zeros = [jnp.zeros(s.aval.shape, s.aval.dtype) for s in undefined]
+    q = treedef.unflatten((codes, *zeros))
+    if q.activation is not None:
+        x = rounded_rows(x, q.activation, 1 if q.axis == -1 else q.scale.shape[-1])
 
     def one(ct: jax.Array, x: jax.Array, codes: jax.Array, *zeros: jax.Array) -> Any:
         q = treedef.unflatten((codes, *zeros))

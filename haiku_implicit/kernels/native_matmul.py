@@ -19,6 +19,8 @@ _KINDS = {"int8": 1, "fp8_e4m3": 3, "fp8_e5m2": 4}
 
 # Sums of more products of 8 bits might not fit into 32.
 _LARGEST_GROUP = 1 << 16
+# For more rows than this, decoded groups smaller than this are multiplied as floats.
+_FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
 
 
 def applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any) -> bool:
@@ -57,11 +59,11 @@ def native_matmul(x: jax.Array, *leaves: jax.Array, treedef: Any, dtype: Any, **
     """
     q: QuantizedMatrix = treedef.unflatten(leaves)
     x = x.astype(jnp.float32)
-    integers = _integers(q)
+    integers = _integers(q, x.shape[-2])
     if integers is not None:
         return _integer_matmul(x, q, integers).astype(dtype)
     if q.activation is not None:
-        x = operands.rounded_rows(x, q.activation)
+        x = operands.rounded_rows(x, q.activation, 1 if q.axis == -1 else q.scale.shape[-1])
     return _quantized_matmul(x, q).astype(dtype)
 
 
@@ -108,11 +110,16 @@ class _Integers(NamedTuple):
     unit: float
 
 
-def _integers(q: "QuantizedMatrix") -> _Integers | None:
-    """None where the kernel of products of integers does not serve a matrix and its activations."""
+def _integers(q: "QuantizedMatrix", m: int) -> _Integers | None:
+    """None where the kernel of products of integers does not serve a matrix and `m` rows, or is slower.
+
+    Sums of small groups are scaled too often for many rows to pay.
+    """
     fmt = formats.find(q.format)
     group = -(-q.shape[-2] // q.scale.shape[-1])
-    if q.activation != "int8" or q.axis != -2 or group > _LARGEST_GROUP:
+    if q.activation not in ("int8", "int8,groups") or q.axis != -2 or group > _LARGEST_GROUP:
+        return None
+    if m > _FEW and group < _SMALLEST_GROUP_OF_MANY:
         return None
     if fmt.name in ("int8", "uint8"):
         bias = 128 if fmt.name == "int8" else 0
@@ -136,6 +143,7 @@ def _integer_matmul(x: jax.Array, q: "QuantizedMatrix", integers: _Integers) -> 
         table=integers.table.astype(np.int64),
         bias=np.int64(integers.bias),
         unit=np.float32(integers.unit),
+        in_groups=q.activation == "int8,groups",
     )
     return y
 

@@ -89,7 +89,7 @@ def _dot_in_codes(operands: Any, numbers: Any, q_first: bool, params: Any) -> ja
     lhs, rhs = (x.with_row_scales() if is_implicit(x) else x for x in operands)
     q = lhs if q_first else rhs
     # (The rule's format of weights is not used: this one is stored in its own.)
-    rule = QtRule(weight_qtype="int8", act_qtype=q.activation)
+    rule = QtRule(weight_qtype="int8", act_qtype=q.activation.split(",")[0])
     which: Any = dict(lhs_is_weight=q_first, rhs_is_weight=not q_first)
     return functions.dot_general(lhs, rhs, numbers, **params, rule=rule, **which)
 

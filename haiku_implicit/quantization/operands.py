@@ -132,15 +132,28 @@ def dequantize(x: Operand, dtype: Any) -> jax.Array:
     return values.astype(dtype)
 
 
-def rounded_rows(x: jax.Array, qtype: str) -> jax.Array:
-    """Activations at their nearest codes, in float32 (or float64); each row has a scale of its own.
+def quantize_rows(x: jax.Array, activation: str, groups: int = 1) -> Operand:
+    """Activations in the products of a stored matrix.
 
     Args:
       x: `[..., i]`, floating.
-      qtype: the format.
+      activation: the format: each row has a scale. Or the format and `,groups`: each group of it.
+      groups: how many there are in a row, in equal parts.
     """
-    operand = quantize(x, How(qtype, channels=tuple(range(x.ndim - 1))))
-    return dequantize(operand, formats.arithmetic_dtype(x.dtype))
+    qtype, *in_groups = activation.split(",")
+    last = x.ndim - 1
+    tile = (last, x.shape[-1] // groups) if in_groups and groups > 1 else None
+    return quantize(x, How(qtype, channels=tuple(range(last)), tile=tile))
+
+
+def rounded_rows(x: jax.Array, activation: str, groups: int = 1) -> jax.Array:
+    """The values of `quantize_rows`, in float32 (or float64).
+
+    Args:
+      x: `[..., i]`, floating.
+      activation, groups: see there.
+    """
+    return dequantize(quantize_rows(x, activation, groups), formats.arithmetic_dtype(x.dtype))
 
 
 def expand(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:

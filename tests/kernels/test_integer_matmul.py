@@ -28,7 +28,8 @@ def normal(shape, seed=1):
 
 def quantized(name, length=288, group=32, rows=37, dtype=jnp.float32, **options):
     w = jnp.asarray(normal((length, rows), 0), dtype)
-    return hki.QuantizedMatrix.quantize(w, name, group, activation="int8", **options)
+    options = dict(activation="int8") | options
+    return hki.QuantizedMatrix.quantize(w, name, group, **options)
 
 
 def exact(w):
@@ -43,6 +44,16 @@ def rounded(x):
     return np.clip(np.round(x * (1 / scale)), -128, 127).astype(np.float64) * scale
 
 
+def rounded_parts(x, parts):
+    """The same for each of so many equal parts of a row."""
+    return rounded(x.reshape(*x.shape[:-1], parts, -1)).reshape(x.shape)
+
+
+def rounded_for(w, x):
+    """The activations in products with a weight."""
+    return rounded_parts(x, 1 if w.activation == "int8" or w.axis == -1 else w.scale.shape[-1])
+
+
 def check(weights, rows=ROWS):
     """Products of each weight with so many rows of activations, in one program."""
     xs = [normal((max(rows), w.shape[0])) for w in weights]
@@ -53,8 +64,8 @@ def check(weights, rows=ROWS):
         return out, [exact(w) for w in weights]
 
     got, dense = run(weights, xs)
-    for products, w, x in zip(got, dense, xs, strict=True):
-        want = rounded(x) @ np.asarray(w, np.float64)
+    for q, products, w, x in zip(weights, got, dense, xs, strict=True):
+        want = rounded_for(q, x) @ np.asarray(w, np.float64)
         for m, y in zip(rows, products, strict=True):
             # Few sums are not exact: those of groups.
             np.testing.assert_allclose(y, want[:m], rtol=2e-6, atol=2e-6 * np.abs(want).max())
@@ -70,13 +81,13 @@ def path(request, monkeypatch):
         jax.clear_caches()
 
 
-@pytest.mark.parametrize("scales", ["float32", "float16"])
-def test_formats(scales, path):
-    check([
-        quantized(name, length, group, scale_dtype=scales)
-        for name in FORMATS
-        for length, group in SHAPES
-    ])  # fmt: skip
+@pytest.mark.parametrize("activation", ["int8", "int8,groups"])
+def test_formats(activation, path):
+    scales = "float32" if activation == "int8" else "float16"
+    served = path == "kernel"
+    cases = [(name, *shape) for name in FORMATS for shape in SHAPES][:: 1 if served else 4]
+    options = dict(scale_dtype=scales, activation=activation)
+    check([quantized(*case, **options) for case in cases], ROWS if served else (1, 11))
 
 
 def test_the_kernel_of_integers_serves_them():
@@ -84,7 +95,12 @@ def test_the_kernel_of_integers_serves_them():
     for name in FORMATS:
         text = jax.jit(product).lower(quantized(name), x).as_text()
         assert (native.PREFIX + "IntegerMatmul" in text) == native.available()
-    others = [quantized("nf4"), quantized("int4", axis=-1, group=37), quantized("int6")]
+    others = [
+        quantized("nf4"),
+        quantized("nf4", activation="int8,groups"),
+        quantized("int4", axis=-1, group=37),
+        quantized("int6"),
+    ]
     for q in others:
         assert native.PREFIX + "IntegerMatmul" not in jax.jit(product).lower(q, x).as_text()
     check(others, rows=(1, 9))
@@ -101,7 +117,9 @@ def test_half_precision():
 
 @pytest.mark.parametrize("name", ["int8", "uint4"])
 def test_transformations(name, path):
-    q = quantized(name, 64, 16, 24)
+    of_groups = name == "int8"
+    q = quantized(name, 64, 16, 24, activation="int8,groups" if of_groups else "int8")
+    rounded = functools.partial(rounded_parts, parts=4 if of_groups else 1)
     stack = jax.tree.map(lambda y: jnp.stack([y, y[::-1]]), q)
     w, ws = hki.materialize(q), hki.materialize(stack)
     x, xs, moved = normal((5, 64)), normal((2, 5, 64), 2), normal((5, 64), 3)
