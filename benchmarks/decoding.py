@@ -120,19 +120,17 @@ def all_weights(checkpoint: Any) -> dict[str, Any]:
 def ours(config: Any, params: Any, cache: str, prompt: list[int]) -> tuple[Callable[[], Turn], int]:
     """A turn of this library, and the bytes of the cache."""
     model = decoding.make_model(config, len(prompt) + TOKENS.value, cache)
-    step, empty = decoding.make_step(model), decoding.empty_cache(model)
+    decoder, empty = decoding.make_decoder(model), decoding.empty_cache(model)
 
     def run() -> Turn:
         state = jax.block_until_ready(jax.tree.map(jnp.copy, empty))
         start = time.perf_counter()
-        token, state = step(params, state, np.asarray([prompt], np.int32))
-        tokens = [token.block_until_ready()]
-        middle = time.perf_counter()
-        for _ in range(TOKENS.value - 1):
-            token, state = step(params, state, token[None])
-            tokens.append(token)
+        token, state = decoder.read(params, state, np.asarray([prompt], np.int32))
         token.block_until_ready()
-        return middle - start, time.perf_counter() - middle, [int(t[0]) for t in tokens]
+        middle = time.perf_counter()
+        tokens, state = decoder.write(params, state, token, TOKENS.value - 1)
+        tokens.block_until_ready()
+        return middle - start, time.perf_counter() - middle, [int(token[0]), *map(int, tokens)]
 
     return run, _bytes(empty)
 

@@ -52,10 +52,10 @@ def run() -> None:
             f"--cache_length={_LENGTH.value} together"
         )
     model = decoding.make_model(checkpoint.config, _LENGTH.value, _CACHE.value)
-    step, state = decoding.make_step(model), decoding.empty_cache(model)
-    decoding.generate(step, params, state, prompt, 2)  # compiles
+    decoder, state = decoding.make_decoder(model), decoding.empty_cache(model)
+    decoder.generate(params, state, prompt, _TOKENS.value)  # compiles
     start = time.perf_counter()
-    tokens = decoding.generate(step, params, state, prompt, _TOKENS.value)
+    tokens = decoder.generate(params, state, prompt, _TOKENS.value)
     seconds = time.perf_counter() - start
     print(_PROMPT.value + checkpoint.tokenizer.decode(tokens))
     held = sum(x.nbytes for x in jax.tree.leaves(state))

@@ -4,6 +4,7 @@ A newcomer to the family is a line in `CASES`; `test_contract.py` then runs it t
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,12 +37,18 @@ class Case:
 
     def __call__(self, seed: int = 0, batch: tuple[int, ...] = ()) -> hki.ImplicitArray:
         """An array of this case: a 4 x 4 matrix, or a batch of them."""
-        return self.make(jax.random.key(seed), (*batch, *SHAPE))
+        return made(self, seed, (*batch, *SHAPE))
 
     def stacked(self, seed: int, length: int) -> hki.ImplicitArray:
         """Arrays of this case whose leaves are stacked from outside, as `jax.vmap` expects them."""
-        keys = jax.random.split(jax.random.key(seed), length)
-        return jax.vmap(lambda key: self.make(key, SHAPE))(keys)
+        arrays = [self(seed + i) for i in range(length)]
+        return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *arrays)
+
+
+@functools.cache
+def made(case: Case, seed: int, shape: tuple[int, ...]) -> hki.ImplicitArray:
+    """An array of a case, by one program and not one for each operation, once for all tests."""
+    return jax.jit(lambda key: case.make(key, shape))(jax.random.key(seed))
 
 
 # --- types that a user might write --------------------------------------------------------------

@@ -26,14 +26,21 @@ def mesh():
 REPLICATED = PartitionSpec()
 
 
-def over_axis(fun, out=REPLICATED):
-    """`fun` inside a `jax.shard_map`, where collectives have an axis to act on."""
+def over_axis(fun):
+    """`fun` inside a `jax.shard_map`, where collectives have an axis to act on.
+
+    Eagerly it compiles two programs for each operation within, each time: one collective does.
+    """
 
     def run(*args):
-        return jax.shard_map(fun, mesh=mesh(), in_specs=PartitionSpec(), out_specs=out,
+        return jax.shard_map(fun, mesh=mesh(), in_specs=PartitionSpec(), out_specs=REPLICATED,
                              check_vma=False)(*args)  # fmt: skip
 
     return run
+
+
+def over_axis_compiled(fun):
+    return jax.jit(over_axis(fun))
 
 
 def unary(name, *args, **kwargs):
@@ -321,11 +328,11 @@ FLOAT = {
     "dce_sink": [lambda w, x: (lax.dce_sink(w), x)[1]],
     # -- collectives
     "psum": [over_axis(lambda w, x: lax.psum(w, "i"))],
-    "pmax": [over_axis(lambda w, x: lax.pmax(w, "i"))],
-    "pmin": [over_axis(lambda w, x: lax.pmin(w, "i"))],
-    "ppermute": [over_axis(lambda w, x: lax.ppermute(w, "i", [(0, 0)]))],
-    "all_gather": [over_axis(lambda w, x: lax.all_gather(w, "i"))],
-    "all_to_all": [over_axis(lambda w, x: lax.all_to_all(w, "i", 0, 0, tiled=True))],
+    "pmax": [over_axis_compiled(lambda w, x: lax.pmax(w, "i"))],
+    "pmin": [over_axis_compiled(lambda w, x: lax.pmin(w, "i"))],
+    "ppermute": [over_axis_compiled(lambda w, x: lax.ppermute(w, "i", [(0, 0)]))],
+    "all_gather": [over_axis_compiled(lambda w, x: lax.all_gather(w, "i"))],
+    "all_to_all": [over_axis_compiled(lambda w, x: lax.all_to_all(w, "i", 0, 0, tiled=True))],
     # -- primitives that carry a jaxpr (`test_higher_order.py` has more of them)
     "jit": binary(jax.jit(lambda a, b: jnp.sin(a) @ b)),
     "call": called("call"),

@@ -48,10 +48,11 @@ def test_logits_are_those_of_the_whole_sequence(cache, tolerance, whole, never_d
 def test_generation_is_greedy_and_leaves_the_state(whole):
     params, _ = whole
     model = decoding.make_model(CONFIG, 12, "int8")
-    step, state = decoding.make_step(model), decoding.empty_cache(model)
+    decoder, state = decoding.make_decoder(model), decoding.empty_cache(model)
     prompt = TOKENS[0, :4].tolist()
-    tokens = decoding.generate(step, params, state, prompt, 5)
-    assert tokens == decoding.generate(step, params, state, prompt, 5) and len(tokens) == 5
+    tokens = decoder.generate(params, state, prompt, 5)
+    assert tokens == decoder.generate(params, state, prompt, 5) and len(tokens) == 5
+    assert decoder.generate(params, state, prompt, 1) == tokens[:1]
     dense = hk.without_apply_rng(hk.transform(lambda t: llama.Llama(CONFIG)(t))).apply
     logits = dense(params, jnp.asarray([prompt + tokens[:-1]]))[0, 3:]
     # Each is the most likely one, or as likely as the rounding of the cache leaves it.
