@@ -63,14 +63,31 @@ inline void store_part(float* p, Floats value, int64_t count) {
 }
 
 inline float sum(Floats value) {
-#if defined(HKI_AVX512)
-  return _mm512_reduce_add_ps((__m512)value);
-#else
   float parts[kLanes];
   std::memcpy(parts, &value, sizeof(value));
   for (int half = kLanes / 2; half; half /= 2)
     for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
   return parts[0];
+}
+
+// The sums of four vectors.
+inline void sum_four(const Floats* values, float* out) {
+#if defined(HKI_AVX512)
+  const __m512 a = (__m512)values[0], b = (__m512)values[1];
+  const __m512 c = (__m512)values[2], d = (__m512)values[3];
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m512 halves = _mm512_add_ps(all, _mm512_shuffle_f32x4(all, all, 0x4e));
+  const __m512 whole = _mm512_add_ps(halves, _mm512_shuffle_f32x4(halves, halves, 0xb1));
+  _mm_storeu_ps(out, _mm512_castps512_ps128(whole));
+#elif defined(HKI_AVX2)
+  const __m256 ab = _mm256_hadd_ps((__m256)values[0], (__m256)values[1]);
+  const __m256 cd = _mm256_hadd_ps((__m256)values[2], (__m256)values[3]);
+  const __m256 all = _mm256_hadd_ps(ab, cd);
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#else
+  for (int i = 0; i < 4; ++i) out[i] = sum(values[i]);
 #endif
 }
 
@@ -182,23 +199,32 @@ struct Numbers {
 #endif
   }
 
-  // `count` of them from `first` on, with zeros up to whole vectors.
-  void read(int64_t first, int64_t count, float* out) const {
-    int64_t i = 0;
-#if defined(HKI_AVX512)
+  // `count` of them from `first` on; in `memory`, if they have to be converted.
+  const float* floats(int64_t first, int64_t count, float* memory) const {
+    if (dtype == ffi::DataType::F32) return static_cast<const float*>(data) + first;
     const uint16_t* bits = static_cast<const uint16_t*>(data) + first;
-    for (; dtype == ffi::DataType::F16 && i < count; i += 16) {
+    int64_t i = 0;
+    if (dtype == ffi::DataType::BF16)
+      for (; i < count; ++i) memory[i] = as_float(static_cast<uint32_t>(bits[i]) << 16);
+#if defined(HKI_AVX512)
+    for (; i < count; i += 16) {
       const __mmask16 present = count - i < 16 ? (1 << (count - i)) - 1 : 0xffff;
       const __m256i part = _mm256_maskz_loadu_epi16(present, bits + i);
-      _mm512_storeu_ps(out + i, _mm512_cvtph_ps(part));
+      _mm512_mask_storeu_ps(memory + i, present, _mm512_cvtph_ps(part));
     }
 #elif defined(HKI_AVX2)
-    const uint16_t* bits = static_cast<const uint16_t*>(data) + first;
-    for (; dtype == ffi::DataType::F16 && i + 8 <= count; i += 8)
-      _mm256_storeu_ps(out + i, _mm256_cvtph_ps(load<__m128i>(bits + i)));
+    for (; i + 8 <= count; i += 8)
+      _mm256_storeu_ps(memory + i, _mm256_cvtph_ps(load<__m128i>(bits + i)));
 #endif
-    for (; i < count; ++i) out[i] = (*this)[first + i];
-    for (; i < round_up(count, kLanes); ++i) out[i] = 0;
+    for (; i < count; ++i) memory[i] = (*this)[first + i];
+    return memory;
+  }
+
+  // The same with zeros up to whole vectors.
+  void read(int64_t first, int64_t count, float* out) const {
+    const float* found = floats(first, count, out);
+    if (found != out) std::copy_n(found, count, out);
+    std::fill(out + count, out + round_up(count, kLanes), 0.0f);
   }
 
   // Asks for the memory of `count` of them, of which the first is so many on.

@@ -202,12 +202,13 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
   for (int i = 0; i < kLanes; ++i) of_lane[i] = several ? 4 * i / size : 0;
   const int8_t* codes_of_x[M];
   const int32_t* start[M];
-  const float* scale_of_x[M];
+  const float *scale_of_x[M], *sums_of_x[M];
   for (int m = 0; m < M; ++m) {
     const int64_t row = std::min(m0 + m, x.rows - 1);
     codes_of_x[m] = x.codes + row * x.row_codes;
     start[m] = x.start + row * x.row_starts;
     scale_of_x[m] = x.scale + row * x.row_starts;
+    sums_of_x[m] = x.sums + row * x.row_sums;
   }
   for (; first < last; first += R) {
     Floats total[M][R] = {};
@@ -268,13 +269,15 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
         end(sums, scale, group);
       }
     }
+    for (int m = 0; m < M && w.offset.data; ++m)
+      for (int r = 0; r < R; ++r)
+        for (int64_t i = 0; i < w.groups; i += kLanes)
+          total[m][r] += load<Floats>(offsets + r * groups + i) * load<Floats>(sums_of_x[m] + i);
+    float all[M * R];
+    for (int i = 0; i < M * R; i += 4) sum_four(&total[0][0] + i, all + i);
     for (int m = 0; m < M && m0 + m < x.rows; ++m)
-      for (int r = 0; r < R && first + r < last; ++r) {
-        for (int64_t i = 0; w.offset.data && i < w.groups; i += kLanes)
-          total[m][r] += load<Floats>(offsets + r * groups + i) *
-                         load<Floats>(x.sums + (m0 + m) * x.row_sums + i);
-        y[(m0 + m) * w.rows + first + r] = sum(total[m][r]);
-      }
+      for (int r = 0; r < R && first + r < last; ++r)
+        y[(m0 + m) * w.rows + first + r] = all[m * R + r];
   }
 }
 

@@ -76,9 +76,12 @@ class Few {
   }
 
   void write(const Sums& sums, float* y) const {
+    static_assert(M * R % 4 == 0);
+    float all[M * R];
+    for (int i = 0; i < M * R; i += 4) sum_four(&sums[0][0] + i, all + i);
     for (int m = 0; m < M; ++m)
       for (int r = 0; r < R; ++r)
-        if (m < x_.rows && first_ + r < w_.rows) y[m * w_.rows + first_ + r] = sum(sums[m][r]);
+        if (m < x_.rows && first_ + r < w_.rows) y[m * w_.rows + first_ + r] = all[m * R + r];
   }
 
  private:
@@ -103,6 +106,8 @@ void sum_groups(const Activations& x, const Weights& w, float* out) {
 
 constexpr int64_t kAhead = 4096;  // by so many bytes at least memory is asked for before it is read
 
+constexpr int64_t kSpan = 32;    // of so many rows scales are read together: a multiple of each R
+
 // y[:, first:last], decoded in registers: sums of products with codes, scaled once for each group, or
 // (`exact`) sums of products with the values that the dense matrix has.
 template <Kind kind, int M, int R, bool exact>
@@ -110,26 +115,32 @@ void few_rows(const Weights& w, const Activations& x, DecodeRow, int64_t first, 
               float* y) {
   const int64_t group_bytes = w.stored / w.groups, groups = round_up(w.groups, kLanes);
   const int64_t ahead = std::max(kAhead, R * w.stored);
-  float* scales = scratch(groups * (2 * R + M));  // [R, groups]
-  float* offsets = scales + R * groups;           // [R, groups]
-  float* sums_of_x = offsets + R * groups;        // [M, groups]
+  float* offsets = scratch(groups * (R + M) + kSpan * w.groups);  // [R, groups]
+  float* sums_of_x = offsets + R * groups;                        // [M, groups]
+  float* converted = sums_of_x + M * groups;                      // [kSpan, w.groups]
+  const float* scales = nullptr;                                  // the same
   if (w.offset.data && !exact) sum_groups(x, w, sums_of_x);
   if (!w.offset.data) std::fill_n(offsets, R * groups, 0.0f);
   Decoder<kind> decode[exact ? R : 1];
   std::fill_n(decode, std::size(decode), Decoder<kind>(w));
-  for (; first < last; first += R) {
+  for (int64_t begin = first; first < last; first += R) {
+    if ((first - begin) % kSpan == 0) {
+      begin = first;
+      scales = w.scale.floats(begin * w.groups, std::min(kSpan, last - begin) * w.groups, converted);
+    }
     const Few<M, R> few(w, x, first);
     typename Few<M, R>::Sums total = {};
     const uint8_t* codes[R];
+    const float* scale[R];
     for (int r = 0; r < R; ++r) {
       codes[r] = w.codes + few.row(r) * w.stored;
-      w.scale.read(few.row(r) * w.groups, w.groups, scales + r * groups);
+      scale[r] = scales + (few.row(r) - begin) * w.groups;
       if (w.offset.data) w.offset.read(few.row(r) * w.groups, w.groups, offsets + r * groups);
     }
     for (int64_t group = 0, at = 0, k = 0; group < w.groups; ++group, k = group * w.group) {
       typename Few<M, R>::Sums part = {};
       for (int r = 0; exact && r < R; ++r)
-        decode[r].start(scales[r * groups + group], offsets[r * groups + group]);
+        decode[r].start(scale[r][group], offsets[r * groups + group]);
       for (const int64_t stop = at + group_bytes; at < stop; at += kLanes, k += kLanes) {
         __builtin_prefetch(codes[0] + R * at + ahead);  // R rows follow R rows
         Bytes of_row[R];
@@ -144,7 +155,7 @@ void few_rows(const Weights& w, const Activations& x, DecodeRow, int64_t first, 
       if (exact) continue;
       for (int m = 0; m < M; ++m)
         for (int r = 0; r < R; ++r)
-          total[m][r] += part[m][r] * decode->kUnit * scales[r * groups + group];
+          total[m][r] += part[m][r] * decode->kUnit * scale[r][group];
     }
     if (w.offset.data && !exact) few.add_offsets(total, offsets, sums_of_x, groups);
     few.write(total, y);
@@ -333,12 +344,77 @@ void along_rows(const Weights& w, DecodeRow decode, const Activations& x, int64_
   }
 }
 
+// --- few rows of activations, along short rows of the matrix ----------------------------------------
+
+constexpr int64_t kShort = 256;  // bytes of codes; attention multiplies caches so, each row a position
+constexpr int kSome = 4;         // rows of activations that are multiplied together
+
+// out[:, :] of the product with rows [first, last) of the matrix.
+template <Kind kind>
+void short_rows(const Weights& w, const Activations& x, int64_t first, int64_t last, float* out) {
+  constexpr int P = kind == kTable16 ? 2 : 1, V = 4 / P;  // values in a vector of codes; such vectors
+  const int64_t group_bytes = w.stored / w.groups;
+  const Decoder<kind> decode(w);
+  for (int64_t m0 = 0; m0 < x.rows; m0 += kSome)
+    for (int64_t at = 0; at < w.stored; at += V * kLanes) {
+      const float* of_x[kSome];
+      for (int m = 0; m < kSome; ++m) of_x[m] = x.data + std::min(m0 + m, x.rows - 1) * x.stride;
+      int64_t byte[V], group[V];
+      for (int v = 0; v < V; ++v) {
+        byte[v] = std::min(at + v * kLanes, w.stored - kLanes);
+        group[v] = byte[v] / group_bytes;
+      }
+      Floats total[kSome][V][P] = {};
+      for (int64_t row = first; row < last; ++row) {
+        const uint8_t* codes = w.codes + row * w.stored;
+        float scale = 0, offset = 0;
+        for (int v = 0; v < V; ++v) {
+          if (v == 0 || group[v] != group[v - 1]) {
+            scale = w.scale_at(row, group[v]);
+            offset = w.offset_at(row, group[v]);
+          }
+          const Bytes some = load<Bytes>(codes + byte[v]);
+          for (int p = 0; p < P; ++p) {
+            const Floats value = decode.value(some, 4 * p) * decode.kUnit * scale + offset;
+            for (int m = 0; m < kSome; ++m) total[m][v][p] += value * of_x[m][row];
+          }
+        }
+      }
+      for (int m = 0; m < kSome && m0 + m < x.rows; ++m)
+        for (int v = 0; v < V; ++v)
+          for (int p = 0; p < P; ++p) {
+            const int64_t in_group = byte[v] - group[v] * group_bytes;
+            const int64_t k = group[v] * w.group + p * group_bytes + in_group;
+            store(out + (m0 + m) * w.length + k, total[m][v][p]);
+          }
+    }
+}
+
+using ShortRows = void (*)(const Weights&, const Activations&, int64_t, int64_t, float*);
+constexpr ShortRows kShortRows[] = {short_rows<kTable16>, short_rows<kSigned>, short_rows<kUnsigned>,
+                                    short_rows<kE4M3>, short_rows<kE5M2>};
+
+// y, the sum of what some of the rows give at a time.
+void along_short_rows(const Weights& w, Kind kind, const Activations& x, float* y, Team team) {
+  const int64_t parts = team.threads, size = x.rows * w.length;
+  float* sums = scratch<1>(parts * size);
+  team.each(parts, [&](int64_t i) {
+    kShortRows[kind](w, x, i * w.rows / parts, (i + 1) * w.rows / parts, sums + i * size);
+  });
+  for (int64_t i = 0; i < size; ++i) {
+    y[i] = 0;
+    for (int64_t part = 0; part < parts; ++part) y[i] += sums[part * size + i];
+  }
+}
+
 // --- the whole -----------------------------------------------------------------------------------
 
 void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float* packed, float* y,
             Team team) {
   const DecodeRow decode = kDecodeRow[kind];
-  if (along) {
+  if (along && x.rows <= kFew && w.stored <= kShort && w.whole() && w.rounding == kNone) {
+    along_short_rows(w, kind, x, y, team);
+  } else if (along) {
     team.parts(w.length, kWidest, 512,
                [&](int64_t first, int64_t last) { along_rows(w, decode, x, first, last, y); });
   } else if (x.rows <= kFew) {
