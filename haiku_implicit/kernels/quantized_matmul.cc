@@ -5,8 +5,9 @@
 //   along the groups:   y[m, row] = sum over k of x[m, k] * W[row, k]
 //   along the rows:     y[m, k]   = sum over rows of x[m, row] * W[row, k]
 //
-// For up to eight rows of x along the groups, codes are decoded in registers (`few_rows`), and memory is
-// asked for ahead: rows of a few hundred bytes are too short for the CPU to foresee the next. Otherwise
+// For up to eight rows of x codes are decoded in registers: along the groups (`few_rows`), where memory is
+// asked for ahead, as rows of a few hundred bytes are too short for the CPU to foresee the next, and along
+// short rows (`short_rows`). Otherwise
 // blocks of W that fit the L2 cache are decoded there, for many rows of x at a time, and one
 // register-blocked loop (`multiply`) does the products of both kinds.
 //
@@ -190,20 +191,23 @@ void few_decoded_rows(const Weights& w, const Activations& x, DecodeRow decode, 
 
 using FewRows = void (*)(const Weights&, const Activations&, DecodeRow, int64_t, int64_t, float*);
 
-// For up to M rows of x. By kind: where groups are whole vectors, and where sums may be scaled, too.
+// For up to M rows of x, by kind, where groups are whole vectors. Sums are scaled in place of values
+// where there are fewer of them, and where they may be.
 template <int M>
 struct OfFewRows {
   static constexpr int R = std::clamp(kRegisters / 2 / M, 1, M <= 2 ? 4 : 2);
   static constexpr FewRows any = few_decoded_rows<M, R>;
-  static constexpr FewRows whole[][5] = {
-      {few_rows<kTable16, M, R, true>, few_rows<kSigned, M, R, true>,
-       few_rows<kUnsigned, M, R, true>, few_rows<kE4M3, M, R, true>, few_rows<kE5M2, M, R, true>},
-      {few_rows<kTable16, M, R, false>, few_rows<kSigned, M, R, false>,
-       few_rows<kUnsigned, M, R, false>, few_rows<kE4M3, M, R, false>,
-       few_rows<kE5M2, M, R, false>}};
+  template <bool exact>
+  static constexpr FewRows whole[] = {
+      few_rows<kTable16, M, R, exact>, few_rows<kSigned, M, R, exact>,
+      few_rows<kUnsigned, M, R, exact>, few_rows<kE4M3, M, R, exact>,
+      few_rows<kE5M2, M, R, exact>};
 
   static FewRows find(const Weights& w, Kind kind, const Activations& x) {
-    return w.whole() ? whole[w.rounding == kNone && x.moderate()][kind] : any;
+    if (!w.whole()) return any;
+    if constexpr (M <= 2)
+      if (w.rounding == kNone && x.moderate()) return whole<false>[kind];
+    return whole<true>[kind];
   }
 };
 
