@@ -207,6 +207,14 @@ def dense(case, w):
     return jnp.asarray(case.dense(w))
 
 
+@functools.cache
+def operands(name, batch=()):
+    """An implicit array, what it stands for, and the dense operand: once for all ways of running."""
+    case = CASES[name]
+    w = case(1, batch)
+    return w, dense(case, w), other(case, (*batch, *SHAPE))
+
+
 ALL = pytest.mark.parametrize("name", CASES)
 FLOATING = pytest.mark.parametrize(
     "name", [name for name, case in CASES.items() if jnp.issubdtype(case.dtype, jnp.inexact)]
@@ -234,21 +242,28 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 def one_by_one(results):
-    """Stacks the results of several runs."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+    """Stacks the results of several runs, with NumPy: JAX would compile for each shape."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
 
 
-def two_examples(case):
+def on_both(case, each):
+    """Two dense operands, and the results of all operations on the dense `each` of two with them."""
+    x = other(case)
+    xs = jnp.stack([x, x[::-1]])
+    program = dense_results(case.dtype, SHAPE)
+    return xs, one_by_one([program(v, x) for v, x in zip(each, xs, strict=True)])
+
+
+@functools.cache
+def two_examples(name):
     """An implicit array of two examples (one for both where it has no batch axes), and dense ones.
 
     Returns:
       The implicit array, the dense operands, and the results of all operations on both examples.
     """
-    w = case(1, (2,)) if case.batched else case(1)
-    xs = jnp.stack([other(case), other(case)[::-1]])
-    each = dense(case, w) if case.batched else [dense(case, w)] * 2
-    program = dense_results(case.dtype, SHAPE)
-    return w, xs, one_by_one([program(v, x) for v, x in zip(each, xs, strict=True)])
+    batched = CASES[name].batched
+    w, twin, _ = operands(name, (2,) if batched else ())
+    return w, *on_both(CASES[name], twin if batched else [twin] * 2)
 
 
 # --- the contract ----------------------------------------------------------------------------------
@@ -258,9 +273,9 @@ def two_examples(case):
 def test_materialize_is_the_dense_twin(name):
     case = CASES[name]
     for batch in [(), (2, 3)] if case.batched else [()]:
-        w = case(1, batch)
+        w, want, _ = operands(name, batch)
         assert (w.shape, w.dtype) == ((*batch, *SHAPE), case.dtype)
-        got, want = hki.materialize(w), dense(case, w)
+        got = hki.materialize(w)
         assert (got.shape, got.dtype) == (w.shape, w.dtype)
         np.testing.assert_array_equal(got, want)
 
@@ -268,8 +283,8 @@ def test_materialize_is_the_dense_twin(name):
 @ALL
 def test_eager(name):
     case, failures = CASES[name], Failures()
-    w, x = case(1), other(case)
-    want = dense_results(case.dtype, SHAPE)(dense(case, w), x)
+    w, twin, x = operands(name)
+    want = dense_results(case.dtype, SHAPE)(twin, x)
     for label, fun in operations(TABLES[case.dtype]).items():
         failures.compare(label, failures.run(label, on_implicit(fun), w, x), want[label])
     failures.check()
@@ -278,30 +293,29 @@ def test_eager(name):
 @ALL
 def test_jit(name):
     case, failures = CASES[name], Failures()
-    w, x = case(1), other(case)
+    w, twin, x = operands(name)
     ops = operations(TABLES[case.dtype], alone=False)
     got = compiled({label: on_implicit(fun) for label, fun in ops.items()}, failures, w, x)
-    failures.compare_all(got, dense_results(case.dtype, SHAPE)(dense(case, w), x))
+    failures.compare_all(got, dense_results(case.dtype, SHAPE)(twin, x))
 
 
 @FLOATING
 def test_grad(name):
     case = CASES[name]
-    w, x = case(1), other(case)
     without = primitive_ops.NOT_DIFFERENTIABLE
     without = without | primitive_ops.SINGULAR_DERIVATIVE if case.singular else without
     ops = operations(TABLES[case.dtype], without, alone=False)
-    check_gradients(case, w, x, ops)
+    check_gradients(ops, *operands(name))
 
 
-def check_gradients(case, w, x, ops):
+def check_gradients(ops, w, twin, x):
     """By the leaves of `w` with the chain rule through the dense twin, and by `x`."""
     failures = Failures()
     grads = {label: functools.partial(gradients, on_implicit(fun)) for label, fun in ops.items()}
     got = compiled(grads, failures, w, x)
-    want = dense_gradients(case.dtype, w.shape)(dense(case, w), x)
-    back = jax.vjp(hki.materialize, w)[1]
-    chain = jax.jit(jax.vmap(back))(jnp.stack([want[label][0] for label in ops]))
+    want = dense_gradients(twin.dtype.type, twin.shape)(twin, x)
+    back = jax.vmap(lambda w, g: jax.vjp(hki.materialize, w)[1](g), (None, 0))
+    chain = jax.jit(back)(w, np.stack([want[label][0] for label in ops]))
     for i, label in enumerate(ops):
         if got[label] is None:
             continue
@@ -317,10 +331,8 @@ def check_gradients(case, w, x, ops):
 def test_vmap_of_the_wrapped_function(name):
     """The leaves are batched, and the interpreter runs on batch tracers."""
     case, failures = CASES[name], Failures()
-    ws, xs = case.stacked(1, 2), jnp.stack([other(case), other(case)[::-1]])
-    each = [jax.tree.map(lambda leaf, i=i: leaf[i], ws) for i in range(2)]
-    program = dense_results(case.dtype, SHAPE)
-    want = one_by_one([program(dense(case, w), x) for w, x in zip(each, xs, strict=True)])
+    ws = case.stacked(1, 2)
+    xs, want = on_both(case, [dense(case, case(seed)) for seed in (1, 2)])
     ops = operations(TABLES[case.dtype], primitive_ops.NOT_BATCHABLE, alone=False)
     ops = {label: jax.vmap(on_implicit(fun)) for label, fun in ops.items()}
     failures.compare_all(compiled(ops, failures, ws, xs), want)
@@ -330,7 +342,7 @@ def test_vmap_of_the_wrapped_function(name):
 def test_vmap_within_the_wrapped_function(name):
     """JAX batches before dispatch: the rules meet primitives with batch axes."""
     case, failures = CASES[name], Failures()
-    w, xs, want = two_examples(case)
+    w, xs, want = two_examples(name)
     ops = operations(TABLES[case.dtype], primitive_ops.NOT_BATCHABLE, alone=False)
     axes = (0 if case.batched else None, 0)
     ops = {label: on_implicit(jax.vmap(fun, axes)) for label, fun in ops.items()}
@@ -341,7 +353,7 @@ def test_vmap_within_the_wrapped_function(name):
 def test_scan(name):
     """All operations in the body of one loop, over `w` where it can be sliced."""
     case, failures = CASES[name], Failures()
-    w, xs, want = two_examples(case)
+    w, xs, want = two_examples(name)
     ops = operations(TABLES[case.dtype], alone=False)
 
     def loop(w, xs):
@@ -354,17 +366,27 @@ def test_scan(name):
     failures.compare_all(jax.jit(on_implicit(loop)).lower(w, xs).compile(QUICK)(w, xs), want)
 
 
+EAGERLY = {"dynamic_slice", "dynamic_update_slice", "gather", "scan"}
+
+
 @BATCHED
 @pytest.mark.parametrize("mode", ["eager", "jit", "grad", "vmap"])
 def test_batch_axes(name, mode):
-    """Slicing, stacking and contracting batches of matrices, `[2, 1, 4, 4]`."""
+    """Slicing, stacking and contracting batches of matrices, `[2, 1, 4, 4]`.
+
+    A rule is traced and compiled in the eager mode too (`test_eager` runs all of them), so that it
+    is the same code in both: eagerly, only loops and operations with arrays of indices are run.
+    """
     case, failures, shape = CASES[name], Failures(), (2, 1, *SHAPE)
-    w, x = case(1, shape[:2]), other(case, shape)
+    w, twin, x = operands(name, shape[:2])
     ops = operations(primitive_ops.BATCHED)
+    if mode == "eager":
+        ops = {label: fun for label, fun in ops.items() if label.split("[")[0] in EAGERLY}
     if mode == "grad":
         without = primitive_ops.NOT_DIFFERENTIABLE  # what `dense_gradients` has
-        return check_gradients(case, w, x, operations(primitive_ops.BATCHED, without, alone=False))
-    want = dense_results(case.dtype, shape)(dense(case, w), x)
+        ops = operations(primitive_ops.BATCHED, without, alone=False)
+        return check_gradients(ops, w, twin, x)
+    want = dense_results(case.dtype, shape)(twin, x)
     if mode == "vmap":
         x, want = x[None], jax.tree.map(lambda a: a[None], want)
         ops = {label: jax.vmap(fun, (None, 0)) for label, fun in ops.items()}

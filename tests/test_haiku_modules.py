@@ -21,6 +21,14 @@ pytestmark = pytest.mark.usefixtures("may_be_dense")
 MODULES = {d.name: d for d in descriptors.ALL_MODULES}
 
 
+def small_resnet():
+    """One block of each kind (with a projection or without, strided or not), where Haiku has 16."""
+    return descriptors.Training(hk.nets.ResNet((2, 1, 1, 2), 1000))
+
+
+MODULES["nets.ResNet"] = MODULES["nets.ResNet"]._replace(create=small_resnet)
+
+
 @pytest.fixture(autouse=True)
 def float64():
     """64-bit numbers for the time of a test."""

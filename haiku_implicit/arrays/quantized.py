@@ -326,7 +326,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
 
 
 def _normalized(axis: int, ndim: int) -> int:
-    if axis not in (-2, -1, ndim - 2, ndim - 1) or axis < -2:
+    known = (-2, -1, ndim - 2, ndim - 1)
+    if not isinstance(axis, int | np.integer) or axis not in known or axis < -2:
         raise ValueError(f"axis: expected -2 or -1 (one of the matrix's two axes), got {axis!r}")
     return axis if axis < 0 else axis - ndim
 

@@ -41,7 +41,9 @@ _MOST_SCATTERED = 1024
 @primitive_handler("dynamic_update_slice")
 def write_slice(primitive: Any, w: QuantizedCache, new: jax.Array, *starts: jax.Array) -> Any:
     """Whole vectors at a position: they alone are quantized."""
-    if not _takes_vectors(w) or new.shape[-1] != w.shape[-1] or new.ndim < 2 or not new.size:
+    if not new.size:  # a prompt of no tokens, say
+        return w
+    if not _takes_vectors(w) or new.shape[-1] != w.shape[-1] or new.ndim < 2:
         return NotImplemented
     starts = (*starts[:-1], jnp.zeros_like(starts[-1]))
     return _write(w, new, lambda leaf, update: primitive.bind(leaf, update, *starts))
@@ -78,12 +80,13 @@ def scatter_vectors(
 ) -> Any:
     """`w.at[..., ids, :].set(new)` of whole vectors: they alone are quantized."""
     d, last = dimension_numbers, w.ndim - 1
+    if not new.size:
+        return w
     if (
         not _takes_vectors(w)
         or last in {*d.inserted_window_dims, *d.operand_batching_dims}
         or new.ndim - 1 not in d.update_window_dims
         or new.shape[-1] != w.shape[-1]
-        or not new.size
     ):
         return NotImplemented
     clipped = params.get("mode") == jax.lax.GatherScatterMode.CLIP

@@ -83,6 +83,8 @@ def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Any:
         return w
     if axis != w._grouped_axis:
         return jax.tree.map(lambda leaf: cut(leaf, start, limit, min(axis, w.ndim - 2)), w)
+    if start == limit:
+        return NotImplemented  # there is no matrix of no groups
     g, fmt = w.group_size, w._format
     codes = cut(w.codes, fmt.stored(start), fmt.stored(limit), axis=w.ndim - 1)
     if w.num_groups == 1 and fmt.bits == 8:  # a scale per channel is that of each part

@@ -7,9 +7,8 @@
 //
 // For up to eight rows of x codes are decoded in registers: along the groups (`few_rows`), where memory is
 // asked for ahead, as rows of a few hundred bytes are too short for the CPU to foresee the next, and along
-// short rows (`short_rows`). Otherwise
-// blocks of W that fit the L2 cache are decoded there, for many rows of x at a time, and one
-// register-blocked loop (`multiply`) does the products of both kinds.
+// short rows (`short_rows`). Otherwise blocks of W that fit the L2 cache are decoded there, for many rows
+// of x at a time, and one register-blocked loop (`multiply`) does the products of both kinds.
 //
 // Compiled for the very CPU that it runs on: the width of vectors is a constant.
 

@@ -85,6 +85,8 @@ def calibrate(
         raise ValueError(
             f"calibration: expected {len(defaults)} numbers after {name!r}, got {method!r}"
         )
+    if not np.isfinite(arguments).all():
+        raise ValueError(f"calibration: expected finite numbers after {name!r}, got {method!r}")
     of_search = (rounding, weight) if known.is_search else ()
     return known.find(w, fmt, *arguments, *of_search)
 
@@ -111,6 +113,8 @@ def _absmean(w: jax.Array, fmt: Format) -> Scales:
 
 def _rms(w: jax.Array, fmt: Format, factor: float) -> Scales:
     """A multiple of the root of the mean square."""
+    if factor <= 0:
+        raise ValueError(f"calibration: expected a positive factor after 'rms', got {factor:g}")
     unit = _unit(w)
     rms = jnp.sqrt(jnp.mean((w / unit) ** 2, axis=-1, keepdims=True))
     return _symmetric(factor * rms * unit, w, fmt)
@@ -127,15 +131,19 @@ def _percentile(w: jax.Array, fmt: Format, percent: float) -> Scales:
 
 
 def _fixed(w: jax.Array, fmt: Format, low: float, high: float) -> Scales:
-    """A range that is known beforehand."""
+    """A range that is known beforehand. (NaN, which has no code, makes the block's scale NaN.)"""
     if not low < high:
         raise ValueError(
             f"calibration: expected 'fixed,LOW,HIGH', low first, got {low:g}, {high:g}"
         )
-    shape = (*w.shape[:-1], 1)
+    broken = jnp.isnan(w).any(axis=-1, keepdims=True)
+
+    def end(value: float) -> jax.Array:
+        return jnp.where(broken, jnp.nan, jnp.asarray(value, w.dtype))
+
     if fmt.offset:
-        return _range(jnp.full(shape, low, w.dtype), jnp.full(shape, high, w.dtype), fmt)
-    return _symmetric(jnp.full(shape, max(abs(low), abs(high)), w.dtype), w, fmt)
+        return _range(end(low), end(high), fmt)
+    return _symmetric(end(max(abs(low), abs(high))), w, fmt)
 
 
 def _symmetric(largest: jax.Array, w: jax.Array, fmt: Format) -> Scales:

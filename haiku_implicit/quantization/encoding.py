@@ -69,7 +69,7 @@ def _codes(
 
     scale, offset = by_element(scale), None if offset is None else by_element(offset)
     if moments is None:
-        grouped = stored.reshape(*lead, rows, groups, -1)
+        grouped = stored.reshape(*lead, rows, groups, k // groups)
         return calibration.encode(grouped, scale, offset, fmt)
     return gptq.codes(stored, moments, scale, offset, fmt)
 
@@ -108,7 +108,13 @@ def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -
                 f"group_size: expected a number, a pair, 'tensor' or None, got {group_size!r}"
             )
         return rows, length
-    tile, g = group_size if isinstance(group_size, tuple | list) else (1, group_size)
+    pair = group_size if isinstance(group_size, tuple | list) else (1, group_size)
+    if len(pair) != 2:
+        raise ValueError(
+            "group_size: expected a pair (rows, elements), a number, 'tensor' or None, got "
+            f"{group_size!r}"
+        )
+    tile, g = pair
     sizes = formats.group_sizes(length, fmt)
     if g != length and g not in sizes:
         whole = f" and are multiples of {fmt.multiple}" if fmt.multiple > 1 else ""

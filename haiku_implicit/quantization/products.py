@@ -8,6 +8,7 @@ with the other operand, and JAX's own transposition of the dense product says wh
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,6 +137,10 @@ def _is_integer(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, np.integer))
 
 
+# The longest sum of products of 8-bit integers that int32 holds, all of them at the largest magnitude.
+_LONGEST_SUM = (2**31 - 1) // 128**2
+
+
 # --- products of quantized operands --------------------------------------------------------------
 
 
@@ -152,9 +157,11 @@ def multiply(product: Any, a: Any, b: Any, others: Any, dtype: Any, out_dtype: A
     operands = (a, b)
     if all(isinstance(x, Operand) and x.multiplies for x in operands):
         tiled = [_tiled_axis(x, axes) for x, axes in zip(operands, product.axes, strict=True)]
-        if tiled == [None, None]:
+        longest = _longest_sum(product, operands)
+        if tiled == [None, None] and longest <= _LONGEST_SUM:
             return _product_of_codes(product, a, b, others).astype(out_dtype)
-        if cut := _cut(product, operands, tiled):
+        cut = None if tiled == [None, None] else _cut(product, operands, tiled)
+        if cut is not None and longest <= _LONGEST_SUM * cut[2]:
             return _in_tiles(product, a, b, others, *cut).astype(out_dtype)
     dense = [dequantize(x, dtype) if isinstance(x, Operand) else x.astype(dtype) for x in operands]
     return product(*dense, others, out_dtype).astype(out_dtype)
@@ -170,6 +177,20 @@ def _product_of_codes(product: Any, a: Operand, b: Operand, others: Any) -> jax.
     for x, axes in zip((a, b), product.axes, strict=True):
         out = _scaled(out, x.scale, axes)
     return out
+
+
+def _longest_sum(product: Any, operands: Any) -> int:
+    """How many products an element of the result is the sum of, at most; zero where none overflow.
+
+    An element of either operand is a factor of one of them, so that those that the result has no
+    axes for are a bound.
+    """
+    if not all(_is_integer(x.codes) for x in operands):
+        return 0
+    return min(
+        math.prod(n for i, n in enumerate(x.codes.shape) if i not in axes)
+        for x, axes in zip(operands, product.axes, strict=True)
+    )
 
 
 def _scaled(x: jax.Array, scale: jax.Array | None, axes: Axes) -> jax.Array:

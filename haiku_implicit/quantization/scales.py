@@ -35,7 +35,7 @@ def store(
     """
     if dtype is None:
         return found.scale, found.offset
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    name = _name(dtype)
     if name not in _NAMES:
         raise ValueError(f"scale_dtype: expected one of {', '.join(_NAMES)}, got {dtype!r}")
     if name in _FLOATS:
@@ -48,14 +48,22 @@ def store(
             f"{dtype!r}"
         )
     if name == "e8m0":
-        by_largest = calibration in (None, "absmax", "minmax")
+        # (Of codes up to a power of two, as in nf4, this would clip up to half of a value.)
+        by_largest = calibration in (None, "absmax", "minmax") and np.frexp(fmt.largest)[0] > 0.5
         return _powers_of_two(found.scale, fmt if by_largest else None), None
     return _quantized(matrix, found.scale, name, -fmt.lowest > fmt.largest), None
 
 
 def rounding(dtype: Any) -> Callable[[Scales], Scales]:
     """From scales to the nearest ones that `store` can hold; quantized ones are not looked ahead to."""
-    return _rounding(dtype if isinstance(dtype, str) or dtype is None else np.dtype(dtype).name)
+    return _rounding(None if dtype is None else _name(dtype))
+
+
+def _name(dtype: Any) -> str:
+    try:
+        return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        return ""
 
 
 @functools.lru_cache  # one function for one dtype: what is compiled for it is found again
@@ -100,14 +108,16 @@ def _powers_of_two(scale: jax.Array, fmt: Format | None) -> jax.Array:
 
     Those of the largest magnitudes are rounded as section 6.3 of the OCP Microscaling specification
     says: the exponent of the largest magnitude less that of the largest code. (So the magnitudes
-    just below a power of two saturate.) Others are rounded to the nearest exponent.
+    just below a power of two saturate.) Others are rounded to the nearest exponent. That of a block
+    with NaN or infinities is NaN.
     """
     if fmt is None:
         exponent = jnp.round(jnp.log2(jnp.where(scale == 0, 1, jnp.abs(scale)))).astype(jnp.int32)
     else:
         exponent = jnp.frexp(scale * fmt.largest)[1] - int(np.frexp(fmt.largest)[1])
     exponent = jnp.where(scale == 0, -126, jnp.clip(exponent, -126, 127))  # 2^-127 is subnormal
-    return jnp.ldexp(jnp.ones_like(scale), exponent).astype(jnp.float8_e8m0fnu)
+    power = jnp.ldexp(jnp.ones_like(scale), exponent)
+    return jnp.where(jnp.isfinite(scale), power, jnp.nan).astype(jnp.float8_e8m0fnu)
 
 
 def _quantized(matrix: Any, scale: jax.Array, name: str, signed: bool) -> Any:

@@ -278,6 +278,7 @@ W = np.ones((6, 4), np.float32)
         (lambda q: q(W, "int4", 3), ValueError, r"group_size: .*\[2, 6\].* multiples of 2, got 3"),
         (lambda q: q(W, "int4", 0), ValueError, r"group_size"),
         (lambda q: q(W, "int8", axis=2), ValueError, "axis: expected -2 or -1 .*got 2"),
+        (lambda q: q(W, "int8", axis=1.0), ValueError, "axis: expected -2 or -1 .*got 1.0"),
         (lambda q: q(W, "int8", axis=-3), ValueError, "axis: expected -2 or -1"),
         (lambda q: q(W[0], "int8"), ValueError, r"matrix \[..., n, m\].*got shape \[4\]"),
         (lambda q: q(W[:0], "int8"), ValueError, r"n, m > 0"),
@@ -288,6 +289,18 @@ W = np.ones((6, 4), np.float32)
 def test_errors_of_quantize(call, error, message):
     with pytest.raises(error, match=message):
         call(hki.QuantizedMatrix.quantize)
+
+
+def test_a_stack_of_no_matrices():
+    q = hki.QuantizedMatrix.quantize(np.ones((0, 6, 4), np.float32), "int4", 2)
+    assert hki.materialize(q).shape == (0, 6, 4)
+    assert hki.use_implicit_args(jnp.matmul)(jnp.ones((0, 3, 6)), q).shape == (0, 3, 4)
+
+
+def test_an_empty_part_of_the_groups(may_be_dense):
+    q = hki.QuantizedMatrix.quantize(np.ones((4, 8), np.float32), "int8", 2, axis=-1)
+    parts = hki.use_implicit_args(lambda w: (w[:, :0], *jnp.split(w, [0, 4], axis=1)))(q)
+    assert [part.shape for part in parts] == [(4, 0), (4, 0), (4, 4), (4, 4)]
 
 
 BYTES, SCALE = np.zeros((4, 6), np.uint8), np.ones((4, 3), np.float32)

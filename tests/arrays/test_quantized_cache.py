@@ -90,6 +90,15 @@ def test_writes_that_are_not_of_whole_vectors_are_dense(may_be_dense):
         np.testing.assert_allclose(got, write(hki.materialize(old)), rtol=1e-6)
 
 
+def test_a_write_of_no_positions(never_dense):
+    old, new = cache(), jnp.zeros((B, 0, H, D))
+    for write in (
+        lambda c, x: lax.dynamic_update_slice(c, x, (0, 2, 0, 0)),
+        lambda c, x: c.at[:, IDS[:0]].set(x),
+    ):
+        same(jax.jit(use(write))(old, new), old)
+
+
 def test_a_weight_is_not_rounded_by_a_write(may_be_dense):
     w = hki.QuantizedMatrix.quantize(normal((B, T, H, D)), "int8", axis=-1)
     got = use(WRITES["slice"][0])(w, NEW)

@@ -254,12 +254,17 @@ def test_one_element_to_a_group_is_exact():
     [
         (dict(calibration="best"), "calibration: expected one of absmax, .* got 'best'"),
         (dict(calibration="rms,a"), "calibration: expected numbers after 'rms', got 'rms,a'"),
+        (dict(calibration="rms,inf"), "calibration: expected finite numbers after 'rms', got 'rms,inf'"),
+        (dict(calibration="fixed,-inf,inf"), "calibration: expected finite numbers after 'fixed'"),
+        (dict(calibration="rms,0"), "calibration: expected a positive factor after 'rms', got 0"),
         (dict(calibration="fixed,1"), "calibration: expected 2 numbers after 'fixed'"),
         (dict(calibration="fixed,2,1"), "expected 'fixed,LOW,HIGH', low first, got 2, 1"),
         (dict(calibration="percentile,5"), "percentile above 50 to 100, got 5"),
         (dict(calibration="hqq"), "'hqq' needs a format with an offset, got 'int4'"),
         (dict(scale_dtype="int8"), "scale_dtype: expected one of float32, .* got 'int8'"),
         (dict(scale_dtype="double", zero_point=True), "scale_dtype: .* for a format with an offset"),
+        (dict(scale_dtype=3), "scale_dtype: expected one of float32, .* got 3"),
+        (dict(group_size=(8,)), r"group_size: expected a pair \(rows, elements\), .* got \(8,\)"),
         (dict(group_size="row"), "group_size: expected a number, a pair, 'tensor' or None, got 'row'"),
         (dict(group_size=(4, 8)), r"group_size: expected a tile whose rows divide the 6 .* \(4, 8\)"),
         (dict(dtype="mxfp4", group_size=16), "group_size: 'mxfp4' has 32, got 16; leave it out"),
@@ -270,6 +275,29 @@ def test_one_element_to_a_group_is_exact():
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         quantize(normal((32, 6)), **{"dtype": "int4", **options})
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [dict(dtype="mxfp4"), dict(dtype="int8", scale_dtype="e8m0")])
+def test_what_is_not_finite_shows_in_powers_of_two(options, bad):
+    w = normal((32, 3))
+    w[4, 1] = bad  # an error where it is known (`test_quantized.py`), so it is traced here
+    got = jax.jit(lambda w: hki.materialize(quantize(w, **options)))(w)
+    np.testing.assert_array_equal(np.isnan(got).all(0), [False, True, False])
+
+
+def test_nan_shows_in_a_fixed_range():
+    w = normal((32, 3))
+    w[4, 1] = np.nan
+    for name in ("int8", "uint4"):
+        run = jax.jit(lambda w, n=name: hki.materialize(quantize(w, n, calibration="fixed,-4,4")))
+        np.testing.assert_array_equal(np.isnan(run(w)).all(0), [False, True, False])
+
+
+def test_powers_of_two_do_not_clip_codes_up_to_one():
+    """As the rule of the OCP specification, made for codes up to 1.75 times a power, would by half."""
+    q = quantize(np.full((16, 2), 3.7, np.float32), "nf4", scale_dtype="e8m0")
+    np.testing.assert_allclose(dense(q), 3.7, rtol=0.1)
 
 
 def test_scales_that_do_not_fit_their_dtype():

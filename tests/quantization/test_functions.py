@@ -421,6 +421,16 @@ def test_nan_in_a_fixed_range_shows():
     assert np.isnan(dot_general(x, normal((4, 4), 1), MATRICES, rule=rule)[1]).all()
 
 
+def test_sums_that_int32_does_not_hold():
+    k = 2**17 + 2**13
+    x, rule = -jnp.ones((1, k)), QtRule(weight_qtype="int8", act_qtype="int8")
+    np.testing.assert_allclose(dot_general(x, x.T, MATRICES, rule=rule), k, rtol=1e-2)
+    q = hki.QuantizedMatrix.from_parts(
+        np.full((2, k), -128, np.int8), np.ones((2, 1)), dtype="int8"
+    )
+    np.testing.assert_allclose(dot_general(x, q, MATRICES, rule=rule), k * 128, rtol=1e-2)
+
+
 def test_empty_operands():
     for m, k, n in ((0, 3, 2), (2, 3, 0)):
         out, dx, dw = with_gradients(
