@@ -15,7 +15,7 @@ from haiku_implicit._dispatch import primitive_handler
 from haiku_implicit.quantization import formats, scales
 from haiku_implicit.quantization.dot import quantized_dot, with_dense
 from haiku_implicit.quantization.encoding import encode_rows
-from haiku_implicit.quantization.rules import QtRule
+from haiku_implicit.quantization.rules import checked_activation
 from haiku_implicit.quantization.sharded import sharded_as_codes
 
 
@@ -144,7 +144,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         stored = w if axis == -1 else jnp.swapaxes(w, -1, -2)
         how = group_size, zero_point, calibration, scale_dtype, moments
         parts = encode_rows(QuantizedMatrix, stored, dtype, *how)
-        new = cls(**parts, axis=axis, activation=_checked_activation(activation))
+        new = cls(**parts, axis=axis, activation=checked_activation(activation))
         return new if new.dtype == w.dtype else new._replace(dtype=w.dtype)
 
     @classmethod
@@ -204,7 +204,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         Raises:
           ValueError: for a format that activations can't have.
         """
-        return self._replace(activation=_checked_activation(activation))
+        return self._replace(activation=checked_activation(activation))
 
     def requantize(self, w: Any) -> Self:
         """Another weight of the same shape, quantized as this one is.
@@ -381,21 +381,6 @@ def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
         raise ValueError(f"shape: the codes are those of shape {list(q.compute_shape())}")
     if not jnp.issubdtype(q.dtype, np.floating):
         raise ValueError(f"dtype: expected a floating dtype, got {q.dtype.name}")
-
-
-def _checked_activation(activation: Any) -> str | None:
-    qtype, scales = activation, ""
-    if isinstance(activation, str):
-        qtype, _, scales = activation.replace(" ", "").partition(",")
-    if scales not in ("", "groups"):
-        raise ValueError(
-            f"activation: expected a format, or a format and ',groups', got {activation!r}"
-        )
-    try:
-        name = QtRule(act_qtype=qtype).act_qtype
-    except ValueError as e:
-        raise ValueError(f"activation: {str(e).removeprefix('act_qtype: ')}") from None
-    return f"{name},{scales}" if scales else name
 
 
 def _padded_spec(spec: Any, ndim: int) -> tuple[list[Any], list[Any]]:

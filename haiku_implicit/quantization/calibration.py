@@ -85,7 +85,7 @@ def calibrate(
         raise ValueError(
             f"calibration: expected {len(defaults)} numbers after {name!r}, got {method!r}"
         )
-    if not np.isfinite(arguments).all():
+    if not np.isfinite(np.asarray(arguments, float)).all():
         raise ValueError(f"calibration: expected finite numbers after {name!r}, got {method!r}")
     of_search = (rounding, weight) if known.is_search else ()
     return known.find(w, fmt, *arguments, *of_search)

@@ -2,8 +2,9 @@
 
 In the forward pass both operands are quantized, with a scale for each index of the axes that are not
 summed (or for each tile of the summed one); integers are multiplied as integers and summed in int32,
-exactly (sums of more than 131071 products, which it may not hold, in the operands' dtype). In the backward pass the incoming gradient is quantized, and multiplied with what the forward
-pass has quantized. The rounding itself has the gradient one ("straight through").
+exactly (sums of more than 131071 products, which it may not hold, in the operands' dtype). In the
+backward pass the incoming gradient is quantized, and multiplied with what the forward pass has
+quantized. The rounding itself has the gradient one ("straight through").
 """
 
 from collections.abc import Callable, Sequence

@@ -450,3 +450,26 @@ def _check_rounding(name: str, method: Any, qtype: str | None) -> None:
         raise ValueError(
             f"{name}: expected gradients in integers with it, got the format {qtype!r}"
         )
+
+
+def checked_activation(activation: Any) -> str | None:
+    """What products of a stored matrix quantize activations to, under the name of its format.
+
+    Args:
+      activation: a format, or a format and ',groups' (`QuantizedMatrix.quantize`), or None.
+
+    Raises:
+      ValueError: for a format that activations can't have.
+    """
+    qtype, scales = activation, ""
+    if isinstance(activation, str):
+        qtype, _, scales = activation.replace(" ", "").partition(",")
+    if scales not in ("", "groups"):
+        raise ValueError(
+            f"activation: expected a format, or a format and ',groups', got {activation!r}"
+        )
+    try:
+        name = QtRule(act_qtype=qtype).act_qtype
+    except ValueError as e:
+        raise ValueError(f"activation: {str(e).removeprefix('act_qtype: ')}") from None
+    return f"{name},{scales}" if scales else name
