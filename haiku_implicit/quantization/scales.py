@@ -40,7 +40,7 @@ def store(
         raise ValueError(f"scale_dtype: expected one of {', '.join(_NAMES)}, got {dtype!r}")
     if name in _FLOATS:
         stored = jax.tree.map(lambda x: x.astype(name), found)
-        _check_finite(stored, name)
+        _check_held(found, stored, name)
         return stored.scale, stored.offset
     if found.offset is not None:
         raise ValueError(
@@ -88,17 +88,29 @@ def known_nonfinite(x: jax.Array) -> bool:
     A function that is traced may use arrays that are none, and what is computed of them is traced, too,
     unless asked for at once.
     """
-    if isinstance(x, jax.core.Tracer):
+    return _known(lambda x: ~jnp.isfinite(x), x)
+
+
+def _known(condition: Callable[..., jax.Array], *arrays: jax.Array) -> bool:
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return False
     with jax.ensure_compile_time_eval():
-        return not jnp.isfinite(x).all()
+        return bool(condition(*arrays).any())
 
 
-def _check_finite(stored: Scales, name: str) -> None:
-    for x in jax.tree.leaves(stored):
-        if known_nonfinite(x):
+def _check_held(found: Scales, stored: Scales, name: str) -> None:
+    """Whether a narrower dtype holds scales and offsets. (Subnormal ones have few digits, or none.)"""
+
+    def lost(found: jax.Array, stored: jax.Array) -> jax.Array:
+        return jnp.abs(stored.astype(found.dtype) - found) > jnp.abs(found) / 8
+
+    for problem, wrong in (
+        ("large", any(map(known_nonfinite, jax.tree.leaves(stored)))),
+        ("small", _known(lost, found.scale, stored.scale)),
+    ):
+        if wrong:
             raise ValueError(
-                f"scale_dtype: the weight's scales are too large for {name!r}; use 'bfloat16' or "
+                f"scale_dtype: the weight's scales are too {problem} for {name!r}; use 'bfloat16' or "
                 "'float32'"
             )
 

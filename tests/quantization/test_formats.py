@@ -302,8 +302,16 @@ def test_powers_of_two_do_not_clip_codes_up_to_one():
 
 def test_scales_that_do_not_fit_their_dtype():
     w = np.full((4, 4), 1e30, np.float32)
-    with pytest.raises(ValueError, match="scales are too large for 'float16'; use 'bfloat16'"):
-        quantize(w, "int8", scale_dtype="float16")
+    for size, problem in ((1, "large"), (1e-36, "small"), (1e-40, "small")):
+        with pytest.raises(
+            ValueError, match=f"scales are too {problem} for 'float16'; use 'bfloat1"
+        ):
+            quantize(w * np.float32(size), "int8", scale_dtype="float16")
+    small = w * np.float32(1e-33)  # of which the scale, 8e-6, is subnormal
+    np.testing.assert_allclose(
+        dense(quantize(small, "int8", scale_dtype="float16")), small, rtol=0.01
+    )
+    quantize(w * 0, "int8", scale_dtype="float16")
 
 
 # --- the rules, on formats that are stored in other ways -------------------------------------------
