@@ -92,6 +92,9 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "nf4, 64, AWQ and GPTQ": (
         dict(dtype="nf4", group_size=64, calibration="mse", **BF16), "awq+gptq",
     ),
+    "int4, 64, GPTQ × int8": (
+        dict(dtype="int4", group_size=64, calibration="mse", activation="int8,groups", **BF16), "gptq",
+    ),
     "int8 × int8": (W8A8, None),
     "int8 × int8, SmoothQuant": (W8A8, "smoothquant"),
 }  # fmt: skip

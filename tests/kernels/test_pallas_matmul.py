@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.kernels import matmul, pallas_matmul, pallas_tiles
+from haiku_implicit.kernels import native_matmul, pallas_matmul, pallas_tiles
 from haiku_implicit.quantization import formats
 
 FORMATS = sorted(name for name, fmt in formats.FORMATS.items() if len(fmt.planes) == 1)
@@ -43,8 +43,8 @@ def interpreted(monkeypatch):
     """Products on the CPU have the GPU kernel, interpreted."""
     kernel = functools.partial(pallas_matmul.pallas_matmul, interpret=True)
     monkeypatch.setattr(pallas_matmul, "available", lambda: True)
-    monkeypatch.setattr(matmul, "native_matmul", kernel)
-    monkeypatch.setattr(matmul, "_native_applies", pallas_matmul.applies)
+    monkeypatch.setattr(native_matmul, "native_matmul", kernel)
+    monkeypatch.setattr(native_matmul, "applies", pallas_matmul.applies)
 
 
 def check(cases, dtype=jnp.float32, **tolerance):
