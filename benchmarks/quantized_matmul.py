@@ -99,6 +99,7 @@ def measure() -> Results:
 def _cases(size: tuple[int, ...], rows: Sequence[int]) -> Iterator[Results]:
     w = jax.random.normal(jax.random.key(0), size)
     count = max(1, round(IN_MEMORY / w.nbytes))
+    dense_weights = _copies(w, count)
     xs = {m: jax.random.normal(jax.random.key(1), (m, size[0])) for m in rows}
     kinds = [(name, group) for name in FORMATS for group in GROUPS]
     for name, group in kinds:
@@ -108,7 +109,7 @@ def _cases(size: tuple[int, ...], rows: Sequence[int]) -> Iterator[Results]:
         for activation in (None, "int8,groups") if name in ROUNDED else (None,):
             weights = _copies(q.with_activation(activation), count)
             for m, x in xs.items():
-                ours, dense = _in_turns([_program(weights, x), _program(_copies(w, count), x)])
+                ours, dense = _in_turns([_program(weights, x), _program(dense_weights, x)])
                 case = dict(size=size, format=name, group=group, activation=activation, rows=m)
                 print(f"{case}: {_ratio(dense, ours):.2f}", flush=True)
                 yield dict(case, bytes=count * q.nbytes, count=count, ours=ours, dense=dense)

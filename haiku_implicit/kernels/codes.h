@@ -376,6 +376,9 @@ void unpack(const Weights& w, const uint8_t* stored, int64_t first, int64_t last
   }
 }
 
+// By so many bytes at least codes are asked for before they are read.
+constexpr int64_t kAhead = 4096;
+
 // Memory that is read soon. Rows are far apart, where only parts of them are read.
 inline void prefetch(const uint8_t* p, int64_t size) {
   for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(p + i);
@@ -431,6 +434,17 @@ void decode_row(const Weights& w, int64_t row, int64_t first, int64_t last, floa
 using DecodeRow = void (*)(const Weights&, int64_t, int64_t, int64_t, float*);
 constexpr DecodeRow kDecodeRow[] = {decode_row<kTable16>, decode_row<kSigned>,
                                     decode_row<kUnsigned>, decode_row<kE4M3>, decode_row<kE5M2>};
+
+// What all products have: activations, codes, scales and offsets, and a result.
+inline auto bind_product() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::Buffer<ffi::F32>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::Buffer<ffi::F32>>();
+}
 
 }  // namespace
 

@@ -184,8 +184,6 @@ void round_row(const Integers& w, const float* x, int64_t row, bool in_groups, c
 
 // --- products ------------------------------------------------------------------------------------
 
-constexpr int64_t kAhead = 4096;  // by so many bytes at least memory is asked for before it is read
-
 // y[m0:m0+M, first:last]; rows that there are not are others, and not written.
 template <bool nibbles, int M, int R>
 void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_t first,
@@ -335,13 +333,7 @@ ffi::Error handle_integers(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::A
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(IntegerMatmul, handle_integers,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                              bind_product()
                                   .Attr<ffi::Span<const int64_t>>("planes")
                                   .Attr<ffi::Span<const int64_t>>("table")
                                   .Attr<int64_t>("bias")

@@ -22,7 +22,13 @@ from jax.interpreters import ad, batching, mlir
 from haiku_implicit import _compat
 from haiku_implicit._array import is_implicit
 from haiku_implicit.kernels import native_matmul, pallas_matmul
-from haiku_implicit.quantization.operands import quantize_rows, rounded_rows, stored_operand
+from haiku_implicit.quantization import formats
+from haiku_implicit.quantization.operands import (
+    Operand,
+    quantize_rows,
+    rounded_rows,
+    stored_operand,
+)
 from haiku_implicit.quantization.products import Product, multiply
 
 if TYPE_CHECKING:
@@ -79,13 +85,17 @@ def _reference_2d(x: jax.Array, q: "QuantizedMatrix", precision: Any, dtype: Any
     # Sums of blocks are not rounded in between.
     wide = jnp.promote_types(dtype, jnp.float32) if along_rows else dtype
     numbers = (((1,), (0 if along_rows else 1,)), ((), ()))
+    out = _compat.vary_like(jnp.zeros((x.shape[0], q.shape[-1]), wide), [x, *jax.tree.leaves(q)])
+    operand = None  # the rounded activations, once for all blocks
     if q.activation is not None and along_rows:
-        x = rounded_rows(x, q.activation)
+        x = rounded_rows(x, q)
+    elif q.activation is not None:
+        operand = quantize_rows(x, q)
 
     def dot(x: jax.Array, part: "QuantizedMatrix") -> jax.Array:
         part = part._replace(axis=-1)  # as it is stored, so that nothing is transposed
-        if q.activation is not None and not along_rows:
-            return _dot_of_rounded(x, part, numbers, precision, dtype)
+        if operand is not None:
+            return _dot_of_rounded(operand, part, numbers, precision, dtype)
         w = part.materialize()
         return jax.lax.dot_general(x, w, numbers, precision=precision, preferred_element_type=wide)
 
@@ -97,12 +107,11 @@ def _reference_2d(x: jax.Array, q: "QuantizedMatrix", precision: Any, dtype: Any
         fresh = start + jnp.arange(rows) >= done
         return out + dot(jnp.where(fresh, columns, 0), part)
 
-    out = jnp.zeros((x.shape[0], q.shape[-1]), wide)
-    return _over_blocks(block, _compat.vary_like(out, [x, *jax.tree.leaves(q)]), q).astype(dtype)
+    return _over_blocks(block, out, q).astype(dtype)
 
 
 def _dot_of_rounded(
-    x: jax.Array, w: "QuantizedMatrix", numbers: Any, precision: Any, dtype: Any
+    x: Operand, w: "QuantizedMatrix", numbers: Any, precision: Any, dtype: Any
 ) -> jax.Array:
     """The product of rounded rows, of integers or 8-bit floats where both are such."""
     options = dict(dimension_numbers=numbers, precision=precision)
@@ -110,9 +119,8 @@ def _dot_of_rounded(
     product = Product(jax.lax.dot_general, tuple(options.items()), axes, summed)
     stored = stored_operand(w)
     other = w.materialize() if stored is None else stored
-    wide = functools.reduce(jnp.promote_types, (x.dtype, w.dtype, jnp.float32))
-    quantized = quantize_rows(x, str(w.activation), w.scale.shape[-1])
-    return multiply(product, quantized, other, (), wide, dtype)
+    wide = jnp.promote_types(formats.arithmetic_dtype(w.dtype), x.scale.dtype)
+    return multiply(product, x, other, (), wide, dtype)
 
 
 def _over_blocks(
@@ -193,7 +201,7 @@ def _transpose_scales(ct: Any, x: Any, leaves: Any, treedef: Any, precision: Any
     zeros = [jnp.zeros(s.aval.shape, s.aval.dtype) for s in undefined]
     q = treedef.unflatten((codes, *zeros))
     if q.activation is not None:
-        x = rounded_rows(x, q.activation, 1 if q.axis == -1 else q.scale.shape[-1])
+        x = rounded_rows(x, q)
 
     def one(ct: jax.Array, x: jax.Array, codes: jax.Array, *zeros: jax.Array) -> Any:
         q = treedef.unflatten((codes, *zeros))

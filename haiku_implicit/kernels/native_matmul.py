@@ -63,7 +63,7 @@ def native_matmul(x: jax.Array, *leaves: jax.Array, treedef: Any, dtype: Any, **
     if integers is not None:
         return _integer_matmul(x, q, integers).astype(dtype)
     if q.activation is not None:
-        x = operands.rounded_rows(x, q.activation, 1 if q.axis == -1 else q.scale.shape[-1])
+        x = operands.rounded_rows(x, q)
     return _quantized_matmul(x, q).astype(dtype)
 
 

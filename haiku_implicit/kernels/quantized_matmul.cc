@@ -104,8 +104,6 @@ void sum_groups(const Activations& x, const Weights& w, float* out) {
   }
 }
 
-constexpr int64_t kAhead = 4096;  // by so many bytes at least memory is asked for before it is read
-
 constexpr int64_t kSpan = 32;    // of so many rows scales are read together: a multiple of each R
 
 // y[:, first:last], decoded in registers: sums of products with codes, scaled once for each group, or
@@ -473,13 +471,7 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizedMatmul, handle,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                              bind_product()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("kind")
                                   .Attr<int64_t>("rounding")

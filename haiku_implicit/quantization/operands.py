@@ -132,28 +132,27 @@ def dequantize(x: Operand, dtype: Any) -> jax.Array:
     return values.astype(dtype)
 
 
-def quantize_rows(x: jax.Array, activation: str, groups: int = 1) -> Operand:
-    """Activations in the products of a stored matrix.
+def quantize_rows(x: jax.Array, q: "QuantizedMatrix") -> Operand:
+    """Activations as the product with a matrix rounds them, by its `activation`.
 
     Args:
       x: `[..., i]`, floating.
-      activation: the format: each row has a scale. Or the format and `,groups`: each group of it.
-      groups: how many there are in a row, in equal parts.
+      q: `[..., i, o]`. Rows of `x` have parts of their own scales where they meet groups of it.
     """
-    qtype, *in_groups = activation.split(",")
-    last = x.ndim - 1
-    tile = (last, x.shape[-1] // groups) if in_groups and groups > 1 else None
+    qtype, *in_groups = str(q.activation).split(",")
+    last, groups = x.ndim - 1, q.scale.shape[-1]
+    tiled = bool(in_groups) and q.axis == -2 and groups > 1
+    tile = (last, x.shape[-1] // groups) if tiled else None
     return quantize(x, How(qtype, channels=tuple(range(last)), tile=tile))
 
 
-def rounded_rows(x: jax.Array, activation: str, groups: int = 1) -> jax.Array:
+def rounded_rows(x: jax.Array, q: "QuantizedMatrix") -> jax.Array:
     """The values of `quantize_rows`, in float32 (or float64).
 
     Args:
-      x: `[..., i]`, floating.
-      activation, groups: see there.
+      x, q: see there.
     """
-    return dequantize(quantize_rows(x, activation, groups), formats.arithmetic_dtype(x.dtype))
+    return dequantize(quantize_rows(x, q), formats.arithmetic_dtype(x.dtype))
 
 
 def expand(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -15,6 +15,7 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.kernels import matmul, native
 from haiku_implicit.quantization import formats
+from haiku_implicit.quantization.operands import rounded_rows
 
 FORMATS = sorted(formats.FORMATS)
 
@@ -116,6 +117,10 @@ def test_other_targets(target, monkeypatch):
     for axis in (-2, -1):
         kinds = ("binary", "int3", "int6", "int8", "uint4", "uint8", "fp8_e4m3", "fp8_e5m2")
         check([w for name in kinds for w in of_all_shapes(name, axis)[::2]], rows=(4, 9))
+    x = normal((9, 96))
+    for q in (quantized(name).with_activation("int8,groups") for name in ("int8", "uint4", "fp4")):
+        want = rounded_rows(x, q) @ hki.materialize(q)
+        np.testing.assert_allclose(product(q, x), want, rtol=1e-5, atol=1e-4)
     jax.clear_caches()
 
 
