@@ -22,7 +22,6 @@ from jax.interpreters import ad, batching, mlir
 from haiku_implicit import _compat
 from haiku_implicit._array import is_implicit
 from haiku_implicit.kernels import native_matmul, pallas_matmul
-from haiku_implicit.quantization import formats
 from haiku_implicit.quantization.operands import (
     Operand,
     quantize_rows,
@@ -119,7 +118,7 @@ def _dot_of_rounded(
     product = Product(jax.lax.dot_general, tuple(options.items()), axes, summed)
     stored = stored_operand(w)
     other = w.materialize() if stored is None else stored
-    wide = jnp.promote_types(formats.arithmetic_dtype(w.dtype), x.scale.dtype)
+    wide = jnp.promote_types(w.dtype, x.wide)
     return multiply(product, x, other, (), wide, dtype)
 
 

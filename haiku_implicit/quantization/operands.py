@@ -65,6 +65,12 @@ class Operand(NamedTuple):
         """Whether a product of the codes is one of the values, up to the scale."""
         return self.zero_point is None and self.codes.dtype.itemsize == 1
 
+    @property
+    def wide(self) -> Any:
+        """The dtype that its values are computed in."""
+        like = self.codes.dtype if self.scale is None else self.scale.dtype
+        return formats.arithmetic_dtype(like)
+
 
 def quantize(x: jax.Array, how: How, key: Any = None, limits: Limits | None = None) -> Operand:
     """The nearest codes of an array, or random ones of the two that are next.
@@ -123,8 +129,7 @@ def stored_operand(q: "QuantizedMatrix") -> Operand | None:
 
 def dequantize(x: Operand, dtype: Any) -> jax.Array:
     """The values of an operand, in a dtype."""
-    wide = x.codes.dtype if x.scale is None else x.scale.dtype
-    values = x.codes.astype(formats.arithmetic_dtype(wide))
+    values = x.codes.astype(x.wide)
     if x.zero_point is not None:
         values = values - expand(x.zero_point, values.shape)
     if x.scale is not None:
