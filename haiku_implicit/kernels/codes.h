@@ -249,40 +249,75 @@ struct Numbers {
   }
 };
 
-// One matrix.
+// The axes of codes, scales and offsets [..., last] that a batch of matrices has, and then that of the
+// rows. Vectors along the last one are counted in the order of memory.
+struct Layout {
+  ffi::Span<const int64_t> dimensions, order;
+
+  int64_t axis(size_t i) const { return dimensions[order[i]]; }
+  int64_t rows() const { return axis(order.size() - 1); }
+  // How many vectors on the next index of an axis is.
+  int64_t step(size_t i) const {
+    int64_t vectors = 1;
+    for (size_t inner = order[i] + 1; inner + 1 < dimensions.size(); ++inner)
+      vectors *= dimensions[inner];
+    return vectors;
+  }
+  int64_t step() const { return step(order.size() - 1); }
+  // The vector that a matrix of the batch starts with.
+  int64_t first(int64_t b) const {
+    int64_t vector = 0;
+    for (size_t i = order.size() - 1; i-- > 0; b /= axis(i)) vector += b % axis(i) * step(i);
+    return vector;
+  }
+};
+
+// One matrix. Rows are so many (`step`) vectors apart.
 struct Weights {
   const uint8_t* codes;  // [rows, stored]
   Numbers scale;         // [rows, groups]
   Numbers offset;        // the same, or null
-  int64_t rows, length, stored, groups, group;
+  int64_t rows, step, length, stored, groups, group;
   const float* table;  // the value of each code
   int32_t bias;        // what is subtracted from unsigned codes
   Rounding rounding;   // of the values
   int64_t planes[2];   // how many bits of a code each has, lowest first; 0 if there is no second one
 
-  // Of codes [batch, rows, stored] and scales [batch, rows, groups]. What else there is, is set later.
-  Weights(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, ffi::Span<const int64_t> of_planes)
+  // Of codes [..., stored] and scales [..., groups]. What else there is, is set later.
+  Weights(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const Layout& layout,
+          ffi::Span<const int64_t> of_planes)
       : codes(static_cast<const uint8_t*>(codes.untyped_data())),
-        rows(codes.dimensions()[1]),
-        stored(codes.dimensions()[2]),
-        groups(scale.dimensions()[2]) {
+        rows(layout.rows()),
+        step(layout.step()),
+        stored(codes.dimensions().back()),
+        groups(scale.dimensions().back()) {
     std::copy_n(of_planes.begin(), 2, planes);
     group = stored * 8 / bits() / groups;
   }
 
-  // One matrix of the batch.
-  Weights of_batch(int64_t b, const ffi::AnyBuffer& scales, const ffi::AnyBuffer& offsets) const {
+  // The matrix that starts with a vector.
+  Weights from(int64_t first, const ffi::AnyBuffer& scales, const ffi::AnyBuffer& offsets) const {
     Weights one = *this;
-    one.codes += b * rows * stored;
-    one.scale = Numbers::of(scales, b * rows * groups);
-    one.offset = Numbers::of(offsets, b * rows * groups);
+    one.codes += first * stored;
+    one.scale = Numbers::of(scales, first * groups);
+    one.offset = Numbers::of(offsets, first * groups);
     return one;
   }
 
   int64_t bits() const { return planes[0] + planes[1]; }
-  float scale_at(int64_t row, int64_t group) const { return scale[row * groups + group]; }
+  int64_t row_bytes() const { return step * stored; }  // from one row to the next
+  const uint8_t* end() const { return codes + (rows - 1) * row_bytes() + stored; }
+  float scale_at(int64_t row, int64_t group) const { return scale[row * step * groups + group]; }
   float offset_at(int64_t row, int64_t group) const {
-    return offset.data ? offset[row * groups + group] : 0;
+    return offset.data ? offset[row * step * groups + group] : 0;
+  }
+  // The scales of `count` rows, one after another; in `memory`, if they are not stored so.
+  const float* scales(int64_t row, int64_t count, float* memory) const {
+    if (step == 1) return scale.floats(row * groups, count * groups, memory);
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t group = 0; group < groups; ++group)
+        memory[i * groups + group] = scale_at(row + i, group);
+    return memory;
   }
   bool nibbles() const { return planes[0] == 4 && planes[1] == 0; }
   // Whether the codes of each group are whole vectors, of bytes or of pairs in bytes.
@@ -389,9 +424,9 @@ template <Kind kind>
 void decode_row(const Weights& w, int64_t row, int64_t first, int64_t last, float* out) {
   Decoder<kind> decode(w);
   const bool nibbles = w.nibbles(), bytes = w.bits() == 8, whole = w.whole();
-  const int64_t group_bytes = w.stored / w.groups, ahead = 4 * w.stored;
+  const int64_t group_bytes = w.stored / w.groups, ahead = 4 * w.row_bytes();
   int64_t group = first / w.group, start = first - group * w.group;
-  const uint8_t* stored = w.codes + row * w.stored + group * group_bytes;
+  const uint8_t* stored = w.codes + row * w.row_bytes() + group * group_bytes;
   for (; first < last; ++group, start = 0, stored += group_bytes) {
     const int64_t stop = std::min(w.group, start + last - first);
     decode.start(w.scale_at(row, group), w.offset_at(row, group));

@@ -80,7 +80,7 @@ struct Integers {
   template <bool nibbles>
   void values(const uint8_t* p, Wide* out) const {
     Wide codes = {};
-    const int64_t left = w.codes + w.rows * w.stored - p;
+    const int64_t left = w.end() - p;
     if (left >= kWide) codes = load<Wide>(p);
     else std::memcpy(&codes, p, std::max<int64_t>(left, 0));
     if constexpr (nibbles) {
@@ -211,19 +211,19 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
   for (; first < last; first += R) {
     Floats total[M][R] = {};
     const uint8_t* codes[R];
-    w.scale.prefetch((first + 8 * R) * w.groups, R * w.groups);
-    if (w.offset.data) w.offset.prefetch((first + 8 * R) * w.groups, R * w.groups);
+    w.scale.prefetch((first + 8 * R) * w.step * w.groups, R * w.groups);
+    if (w.offset.data) w.offset.prefetch((first + 8 * R) * w.step * w.groups, R * w.groups);
     for (int r = 0; r < R; ++r) {
       const int64_t row = std::min(first + r, w.rows - 1);
-      codes[r] = w.codes + row * w.stored;
-      w.scale.read(row * w.groups, w.groups, scales + r * groups);
-      if (w.offset.data) w.offset.read(row * w.groups, w.groups, offsets + r * groups);
+      codes[r] = w.codes + row * w.row_bytes();
+      w.scale.read(row * w.step * w.groups, w.groups, scales + r * groups);
+      if (w.offset.data) w.offset.read(row * w.step * w.groups, w.groups, offsets + r * groups);
     }
     const auto add = [&](Ints (&sums)[M][R], int64_t byte, int64_t v) {
       Wide values[R][P];
       for (int r = 0; r < R; ++r) {
         integers.values<nibbles>(codes[r] + byte, values[r]);
-        __builtin_prefetch(codes[0] + R * byte + r * kWide + ahead);  // R rows follow R rows
+        __builtin_prefetch(codes[0] + (R * byte + r * kWide + ahead) * w.step);  // R rows follow R
       }
       for (int m = 0; m < M; ++m)
         for (int p = 0; p < P; ++p) {
@@ -297,16 +297,17 @@ void integer_part(const Integers& w, const Rounded& x, int64_t first, int64_t la
   }
 }
 
-// Operands: x [batch, m, length], codes [batch, rows, stored], scale and offset (empty where there is
-// none) [batch, rows, groups]. Result: [batch, m, rows]. `table` has the values of codes of four bits, or
+// Operands: x [batch, m, length], codes [..., stored], scale and offset (empty where there is none)
+// [..., groups], of which `order` says what the axes are. Result: [batch, m, rows]. `table` has the values of codes of four bits, or
 // of eight what is added to them to have no sign; values are these, less `bias`, times `unit`.
 ffi::Error handle_integers(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
                            ffi::AnyBuffer scale, ffi::AnyBuffer offset,
                            ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Span<const int64_t> planes,
-                           ffi::Span<const int64_t> table, int64_t bias, float unit,
+                           ffi::Span<const int64_t> order, ffi::Span<const int64_t> table, int64_t bias, float unit,
                            bool in_groups) {
   const int64_t batch = x.dimensions()[0], m = x.dimensions()[1], length = x.dimensions()[2];
-  Weights weights(codes, scale, planes);
+  const Layout layout{codes.dimensions(), order};
+  Weights weights(codes, scale, layout, planes);
   weights.length = length;
   Integers w{weights};
   for (int i = 0; i < kWide; ++i) w.table[i] = table[i % table.size()];
@@ -314,7 +315,7 @@ ffi::Error handle_integers(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::A
   const int64_t products = weights.rows * length * m / 4;  // (fast ones)
   over_batch(batch, products, pool.num_threads(), true, [&](int64_t b, Team team) {
     Integers one = w;
-    one.w = weights.of_batch(b, scale, offset);
+    one.w = weights.from(layout.first(b), scale, offset);
     Rounded rounded(one, m);
     rounded.place(scratch<1>(rounded.size()));
     team.each(m, [&](int64_t row) {
@@ -335,6 +336,7 @@ ffi::Error handle_integers(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::A
 XLA_FFI_DEFINE_HANDLER_SYMBOL(IntegerMatmul, handle_integers,
                               bind_product()
                                   .Attr<ffi::Span<const int64_t>>("planes")
+                                  .Attr<ffi::Span<const int64_t>>("order")
                                   .Attr<ffi::Span<const int64_t>>("table")
                                   .Attr<int64_t>("bias")
                                   .Attr<float>("unit")

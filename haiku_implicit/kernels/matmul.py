@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from haiku_implicit import _compat
 from haiku_implicit._array import is_implicit
 from haiku_implicit.kernels import native_matmul, pallas_matmul
+from haiku_implicit.kernels.layout import Order, matrices, sizes
 from haiku_implicit.quantization.operands import (
     Operand,
     quantize_rows,
@@ -41,13 +42,21 @@ _BLOCK = 1 << 16
 
 
 def quantized_matmul(
-    x: jax.Array, q: "QuantizedMatrix", *, precision: Any = None, dtype: Any = None
+    x: jax.Array,
+    q: "QuantizedMatrix",
+    *,
+    order: Order | None = None,
+    precision: Any = None,
+    dtype: Any = None,
 ) -> jax.Array:
     """`x @ q` for a batch of matrices, of which no dense copy is made.
 
     Args:
       x: `[batch, m, i]`, floating.
       q: a quantized `[batch, i, o]`. Where it has an `activation`, each row of `x` is rounded to that.
+      order: where leaves of `q` have several axes for the batch, or their axes in another order: which
+        of their axes are those of the batch, and then the rows and the one that is stored in groups
+        (the last of them). The native kernel reads them where they are.
       precision: as for `jax.lax.dot_general`.
       dtype: of the result; that of `x` and `q` together if None.
 
@@ -59,7 +68,9 @@ def quantized_matmul(
     leaves, treedef = jax.tree.flatten(q)
     # In `shard_map`: the transpose of this sums what the devices' parts of the matrix give to `x`.
     operands = [_compat.vary_like(y, (x, *leaves)) for y in (x, *leaves)]
-    return quantized_matmul_p.bind(*operands, treedef=treedef, precision=precision, dtype=dtype)
+    order = tuple(range(leaves[0].ndim)) if order is None else order
+    params = dict(treedef=treedef, order=order, precision=precision, dtype=dtype)
+    return quantized_matmul_p.bind(*operands, **params)
 
 
 def _with_dense_scales(q: "QuantizedMatrix") -> "QuantizedMatrix":
@@ -71,12 +82,15 @@ def _with_dense_scales(q: "QuantizedMatrix") -> "QuantizedMatrix":
 # --- by blocks of the dequantized matrix ---------------------------------------------------------
 
 
-def reference(x: jax.Array, *leaves: jax.Array, treedef: Any, precision: Any, dtype: Any) -> Any:
+def reference(
+    x: jax.Array, *leaves: jax.Array, treedef: Any, order: Order, precision: Any, dtype: Any
+) -> jax.Array:
     """The product as XLA computes it, a block of rows after another."""
     run = functools.partial(_reference_2d, precision=precision, dtype=dtype)
+    flat = [matrices(leaf, order) for leaf in leaves]
     if x.shape[0] > 1:
-        return jax.vmap(run)(x, treedef.unflatten(leaves))
-    return run(x[0], treedef.unflatten([leaf[0] for leaf in leaves]))[None]
+        return jax.vmap(run)(x, treedef.unflatten(flat))
+    return run(x[0], treedef.unflatten([leaf[0] for leaf in flat]))[None]
 
 
 def _reference_2d(x: jax.Array, q: "QuantizedMatrix", precision: Any, dtype: Any) -> Any:
@@ -148,12 +162,12 @@ def _over_blocks(
 # --- rules ---------------------------------------------------------------------------------------
 
 
-def _abstract(x: Any, *leaves: Any, treedef: Any, precision: Any, dtype: Any) -> Any:
-    columns = treedef.unflatten(leaves).shape[-1]
+def _abstract(x: Any, *leaves: Any, treedef: Any, order: Any, dtype: Any, **_: Any) -> Any:
+    columns = sizes(treedef.unflatten(leaves), order)[-1]
     return x.update(shape=(*x.shape[:-1], columns), dtype=dtype, weak_type=False)
 
 
-@functools.partial(jax.jit, static_argnames=("treedef", "precision", "dtype"))
+@functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype"))
 def _run(*operands: jax.Array, **params: Any) -> jax.Array:
     return quantized_matmul_p.bind(*operands, **params)
 
@@ -181,23 +195,29 @@ def _jvp(primals: Any, tangents: Any, *, treedef: Any, **params: Any) -> Any:
     return out, functools.reduce(jnp.add, terms)
 
 
-def _transpose(ct: Any, x: Any, *leaves: Any, treedef: Any, precision: Any, dtype: Any) -> Any:
+def _transpose(
+    ct: Any, x: Any, *leaves: Any, treedef: Any, order: Any, precision: Any, dtype: Any
+) -> Any:
     nothing = [None] * (1 + len(leaves))
     if isinstance(ct, ad.Zero):
         return nothing
     if not ad.is_undefined_primal(x):
-        scales = _transpose_scales(ct, x, leaves, treedef, precision)
+        scales = _transpose_scales(ct, x, leaves, treedef, order, precision)
         return [None, None, *scales]
     q = treedef.unflatten(leaves)
     q = q._replace(axis=-3 - q.axis)
-    of_x = quantized_matmul(ct, q, precision=precision, dtype=x.aval.dtype)
+    of_x = quantized_matmul(ct, q, order=order, precision=precision, dtype=x.aval.dtype)
     return [of_x, *nothing[1:]]
 
 
-def _transpose_scales(ct: Any, x: Any, leaves: Any, treedef: Any, precision: Any) -> Any:
+def _transpose_scales(
+    ct: Any, x: Any, leaves: Any, treedef: Any, order: Any, precision: Any
+) -> Any:
     """What scales and offsets get, a block of rows of the matrix after another."""
     codes, *undefined = leaves
-    zeros = [jnp.zeros(s.aval.shape, s.aval.dtype) for s in undefined]
+    lead = np.take(codes.shape, order[:-1])
+    codes = matrices(codes, order)
+    zeros = [matrices(jnp.zeros(s.aval.shape, s.aval.dtype), order) for s in undefined]
     q = treedef.unflatten((codes, *zeros))
     if q.activation is not None:
         x = rounded_rows(x, q)
@@ -225,27 +245,31 @@ def _transpose_scales(ct: Any, x: Any, leaves: Any, treedef: Any, precision: Any
         return _over_blocks(block, _varying(tuple(zeros), ct, x, codes), q)
 
     wide = jnp.promote_types(jnp.promote_types(ct.dtype, x.dtype), jnp.float32)
-    return jax.vmap(one)(ct, x, codes, *zeros)
+    found = jax.vmap(one)(ct, x, codes, *zeros)
+    back = tuple(map(int, np.argsort(order)))
+    return [jnp.transpose(s.reshape(*lead, s.shape[-1]), back) for s in found]
 
 
 def _varying(values: Any, *like: Any) -> Any:
     return tuple(_compat.vary_like(v, like) for v in values)
 
 
-def _batch(operands: Any, axes: Any, **params: Any) -> Any:
+def _batch(operands: Any, axes: Any, *, order: Any, **params: Any) -> Any:
     """Batched activations alone are more rows; batched matrices are more of them."""
     x, *leaves = operands
     size = next(y.shape[d] for y, d in zip(operands, axes, strict=True) if d is not None)
     bind = functools.partial(quantized_matmul_p.bind, **params)
     if all(d is None for d in axes[1:]):
         x = jnp.moveaxis(x, axes[0], 1)  # [batch, size, m, i]
-        out = bind(x.reshape(x.shape[0], -1, x.shape[-1]), *leaves)
+        out = bind(x.reshape(x.shape[0], -1, x.shape[-1]), *leaves, order=order)
         return out.reshape(*x.shape[:-1], out.shape[-1]), 1
     stacked = [
         jnp.broadcast_to(y, (size, *y.shape)) if d is None else jnp.moveaxis(y, d, 0)
         for y, d in zip(operands, axes, strict=True)
     ]
-    out = bind(*(y.reshape(-1, *y.shape[2:]) for y in stacked))
+    x, *leaves = stacked
+    order = (0, *(i + 1 for i in order))
+    out = bind(x.reshape(-1, *x.shape[2:]), *leaves, order=order)
     return out.reshape(size, -1, *out.shape[1:]), 0
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from haiku_implicit import _compat
 from haiku_implicit.kernels import native
+from haiku_implicit.kernels.layout import Order, sizes
 from haiku_implicit.quantization import formats, operands
 
 if TYPE_CHECKING:
@@ -23,14 +24,14 @@ _LARGEST_GROUP = 1 << 16
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
 
 
-def applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any) -> bool:
+def applies(x: Any, leaves: Any, treedef: Any, order: Any, precision: Any, dtype: Any) -> bool:
     """Whether there is a kernel for a product.
 
     Args:
       x: `[batch, m, i]`, like those that follow an array or what describes one.
       leaves: of the quantized matrices.
       treedef: of these.
-      precision, dtype: as for `quantized_matmul`.
+      order, precision, dtype: as for `quantized_matmul`.
     """
     q = treedef.unflatten(leaves)
     algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
@@ -48,26 +49,29 @@ def applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any) -> bo
     )
 
 
-def native_matmul(x: jax.Array, *leaves: jax.Array, treedef: Any, dtype: Any, **_: Any) -> Any:
+def native_matmul(
+    x: jax.Array, *leaves: jax.Array, treedef: Any, order: Any, dtype: Any, **_: Any
+) -> Any:
     """The product through a native kernel, with float32 sums, or those of integers.
 
     Args:
       x: `[batch, m, i]`.
       *leaves: of the quantized `[batch, i, o]`.
       treedef: of these.
+      order: as for `quantized_matmul`.
       dtype: of the result.
     """
     q: QuantizedMatrix = treedef.unflatten(leaves)
     x = x.astype(jnp.float32)
     integers = _integers(q, x.shape[-2])
     if integers is not None:
-        return _integer_matmul(x, q, integers).astype(dtype)
+        return _integer_matmul(x, q, order, integers).astype(dtype)
     if q.activation is not None:
         x = operands.rounded_rows(x, q)
-    return _quantized_matmul(x, q).astype(dtype)
+    return _quantized_matmul(x, q, order).astype(dtype)
 
 
-def _quantized_matmul(x: jax.Array, q: "QuantizedMatrix") -> jax.Array:
+def _quantized_matmul(x: jax.Array, q: "QuantizedMatrix", order: Order) -> jax.Array:
     fmt = formats.find(q.format)
     along_rows = q.axis == -1
     batch, m, length = x.shape
@@ -81,6 +85,7 @@ def _quantized_matmul(x: jax.Array, q: "QuantizedMatrix") -> jax.Array:
         "QuantizedMatmul",
         x,
         q,
+        order,
         packed,
         along_rows=along_rows,
         table=_table(fmt),
@@ -116,7 +121,7 @@ def _integers(q: "QuantizedMatrix", m: int) -> _Integers | None:
     Sums of small groups are scaled too often for many rows to pay.
     """
     fmt = formats.find(q.format)
-    group = -(-q.shape[-2] // q.scale.shape[-1])
+    group = -(-q.shape[q.axis] // q.scale.shape[-1])
     if q.activation not in ("int8", "int8,groups") or q.axis != -2 or group > _LARGEST_GROUP:
         return None
     if m > _FEW and group < _SMALLEST_GROUP_OF_MANY:
@@ -135,11 +140,12 @@ def _integers(q: "QuantizedMatrix", m: int) -> _Integers | None:
     return None
 
 
-def _integer_matmul(x: jax.Array, q: "QuantizedMatrix", integers: _Integers) -> jax.Array:
+def _integer_matmul(x: jax.Array, q: "QuantizedMatrix", order: Order, integers: _Integers) -> Any:
     (y,) = _call(
         "IntegerMatmul",
         x,
         q,
+        order,
         table=integers.table.astype(np.int64),
         bias=np.int64(integers.bias),
         unit=np.float32(integers.unit),
@@ -148,14 +154,17 @@ def _integer_matmul(x: jax.Array, q: "QuantizedMatrix", integers: _Integers) -> 
     return y
 
 
-def _call(handler: str, x: jax.Array, q: "QuantizedMatrix", *sizes: int, **attributes: Any) -> Any:
+def _call(
+    handler: str, x: jax.Array, q: "QuantizedMatrix", order: Order, *memory: int, **attributes: Any
+) -> Any:
     """The product, and memory of some sizes that a handler works in."""
-    shapes = [(*x.shape[:2], q.shape[-1]), *((size,) for size in sizes)]
+    shapes = [(*x.shape[:2], sizes(q, order)[-1]), *((size,) for size in memory)]
     like = (x, *jax.tree.leaves(q))
     results = [_compat.struct(shape, jnp.float32, like=like) for shape in shapes]
-    planes = np.asarray((*formats.find(q.format).planes, 0)[:2], np.int64)
+    arrays = dict(planes=(*formats.find(q.format).planes, 0)[:2], order=order[:-1])
+    attributes |= {name: np.asarray(array, np.int64) for name, array in arrays.items()}
     call = jax.ffi.ffi_call(native.PREFIX + handler, results)
-    return call(x, q.codes, _readable(q.scale), _readable(q.offset), planes=planes, **attributes)
+    return call(x, q.codes, _readable(q.scale), _readable(q.offset), **attributes)
 
 
 def _readable(scale: jax.Array | None) -> jax.Array:

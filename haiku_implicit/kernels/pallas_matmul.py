@@ -21,6 +21,7 @@ import numpy as np
 
 from haiku_implicit import _compat
 from haiku_implicit.kernels import pallas_kernels as kernels
+from haiku_implicit.kernels.layout import Order, matrices
 from haiku_implicit.kernels.pallas_tiles import WITH_TABLE, Plan, columns, parts, plan_of
 from haiku_implicit.quantization import formats
 
@@ -54,7 +55,7 @@ def _supported() -> bool:
     return float(getattr(device, "compute_capability", 0)) >= _CAPABILITY
 
 
-def applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any) -> bool:
+def applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any, **_: Any) -> bool:
     """Whether the kernel serves these operands: codes of 8, 4, 2 or 1 bits, floats up to float32."""
     q = treedef.unflatten(leaves)
     algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
@@ -78,6 +79,7 @@ def pallas_matmul(
     x: jax.Array,
     *leaves: jax.Array,
     treedef: Any,
+    order: Order,
     precision: Any,
     dtype: Any,
     interpret: bool = False,
@@ -88,6 +90,7 @@ def pallas_matmul(
       x: `[batch, m, i]`, of one of the dtypes that the kernel serves.
       *leaves: of a quantized `[batch, i, o]` with dense scales for each row.
       treedef: of the matrix.
+      order: as for `quantized_matmul`.
       precision: as for `jax.lax.dot_general`; float32 operands are rounded to TensorFloat-32 where
         this is None or DEFAULT, as XLA does with those of dense products.
       dtype: of the result; sums are float32.
@@ -96,7 +99,7 @@ def pallas_matmul(
     Returns:
       `[batch, m, o]`.
     """
-    q: QuantizedMatrix = treedef.unflatten(leaves)
+    q: QuantizedMatrix = treedef.unflatten([matrices(leaf, order) for leaf in leaves])
     batch, m, _ = x.shape
     plan = plan_of(m, batch, q, x.dtype, precision)
     operands = [x, _bytes(q.codes), _readable(q.scale)]

@@ -124,23 +124,23 @@ void few_rows(const Weights& w, const Activations& x, DecodeRow, int64_t first, 
   for (int64_t begin = first; first < last; first += R) {
     if ((first - begin) % kSpan == 0) {
       begin = first;
-      scales = w.scale.floats(begin * w.groups, std::min(kSpan, last - begin) * w.groups, converted);
+      scales = w.scales(begin, std::min(kSpan, last - begin), converted);
     }
     const Few<M, R> few(w, x, first);
     typename Few<M, R>::Sums total = {};
     const uint8_t* codes[R];
     const float* scale[R];
     for (int r = 0; r < R; ++r) {
-      codes[r] = w.codes + few.row(r) * w.stored;
+      codes[r] = w.codes + few.row(r) * w.row_bytes();
       scale[r] = scales + (few.row(r) - begin) * w.groups;
-      if (w.offset.data) w.offset.read(few.row(r) * w.groups, w.groups, offsets + r * groups);
+      if (w.offset.data) w.offset.read(few.row(r) * w.step * w.groups, w.groups, offsets + r * groups);
     }
     for (int64_t group = 0, at = 0, k = 0; group < w.groups; ++group, k = group * w.group) {
       typename Few<M, R>::Sums part = {};
       for (int r = 0; exact && r < R; ++r)
         decode[r].start(scale[r][group], offsets[r * groups + group]);
       for (const int64_t stop = at + group_bytes; at < stop; at += kLanes, k += kLanes) {
-        __builtin_prefetch(codes[0] + R * at + ahead);  // R rows follow R rows
+        __builtin_prefetch(codes[0] + (R * at + ahead) * w.step);  // R rows follow R rows
         Bytes of_row[R];
         for (int r = 0; r < R; ++r) of_row[r] = load<Bytes>(codes[r] + at);
         for (int p = 0; p < (kind == kTable16 ? 2 : 1); ++p) {
@@ -349,6 +349,7 @@ void along_rows(const Weights& w, DecodeRow decode, const Activations& x, int64_
 
 constexpr int64_t kShort = 256;  // bytes of codes; attention multiplies caches so, each row a position
 constexpr int kSome = 4;         // rows of activations that are multiplied together
+constexpr int kRowsAhead = 24;   // so many rows before they are read, codes are asked for
 
 // out[:, :] of the product with rows [first, last) of the matrix.
 template <Kind kind>
@@ -367,7 +368,8 @@ void short_rows(const Weights& w, const Activations& x, int64_t first, int64_t l
       }
       Floats total[kSome][V][P] = {};
       for (int64_t row = first; row < last; ++row) {
-        const uint8_t* codes = w.codes + row * w.stored;
+        const uint8_t* codes = w.codes + row * w.row_bytes();
+        __builtin_prefetch(codes + at + kRowsAhead * w.row_bytes());
         float scale = 0, offset = 0;
         for (int v = 0; v < V; ++v) {
           if (v == 0 || group[v] != group[v - 1]) {
@@ -443,18 +445,20 @@ void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float
   }
 }
 
-// Operands: x [batch, m, rows or length], codes [batch, rows, stored], scale and offset (empty where
-// there is none) [batch, rows, groups]. Results: y [batch, m, length or rows], and memory to pack x in,
-// for products along the groups: the transpose of `kMany` rows, or all up to `kFew` rows, `kApart` more
-// apart.
+// Operands: x [batch, m, rows or length], codes [..., stored], scale and offset (empty where there is
+// none) [..., groups], of which `order` says what the axes are. Results: y [batch, m, length or rows], and
+// memory to pack x in, for products along the groups: the transpose of `kMany` rows, or all up to `kFew`
+// rows, `kApart` more apart.
 ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
                   ffi::AnyBuffer scale, ffi::AnyBuffer offset,
                   ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Result<ffi::Buffer<ffi::F32>> packed,
                   int64_t kind, int64_t rounding, int64_t bias, bool along_rows,
-                  ffi::Span<const int64_t> planes, ffi::Span<const float> table) {
+                  ffi::Span<const int64_t> planes, ffi::Span<const int64_t> order,
+                  ffi::Span<const float> table) {
   const int64_t batch = x.dimensions()[0], m = x.dimensions()[1], in = x.dimensions()[2];
   const int64_t out = y->dimensions()[2];
-  Weights w(codes, scale, planes);
+  const Layout layout{codes.dimensions(), order};
+  Weights w(codes, scale, layout, planes);
   w.length = along_rows ? out : in;
   w.table = table.begin(), w.bias = bias;
   w.rounding = static_cast<Rounding>(rounding);
@@ -462,7 +466,7 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
   over_batch(batch, products, pool.num_threads(), m <= kFew, [&](int64_t b, Team team) {
     const Activations rows{x.typed_data() + b * m * in, m, in, in};
     float* memory = packed->typed_data() + (m <= kFew ? b * m * (in + kApart) : 0);
-    matmul(w.of_batch(b, scale, offset), static_cast<Kind>(kind), along_rows, rows, memory,
+    matmul(w.from(layout.first(b), scale, offset), static_cast<Kind>(kind), along_rows, rows, memory,
            y->typed_data() + b * m * out, team);
   });
   return ffi::Error::Success();
@@ -478,4 +482,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizedMatmul, handle,
                                   .Attr<int64_t>("bias")
                                   .Attr<bool>("along_rows")
                                   .Attr<ffi::Span<const int64_t>>("planes")
+                                  .Attr<ffi::Span<const int64_t>>("order")
                                   .Attr<ffi::Span<const float>>("table"));

@@ -137,11 +137,15 @@ def _as_matmul(
     in_both = [x.shape[i] for i in batch[0]]
     stacked = [q.shape[i] for i in free]
     rows = [x.shape[i] for i in of_x]
-    q = _stacked(q, (*batch[1], *free, row), contracted == row)
+    # Leaves have the grouped axis last, whichever of the array's it is.
+    others = [i for i in range(q.ndim) if i != q.ndim + q.axis]
+    order = (*(others.index(i) for i in (*batch[1], *free, row)), q.ndim - 1)
     x = jnp.transpose(x, (*batch[0], *of_x, x_contracted))
     x = x.reshape(math.prod(in_both), 1, math.prod(rows), x.shape[-1])
     x = jnp.broadcast_to(x, (x.shape[0], math.prod(stacked), *x.shape[2:]))
-    out = quantized_matmul(x.reshape(-1, *x.shape[-2:]), q, precision=precision, dtype=dtype)
+    x = x.reshape(-1, *x.shape[-2:])
+    q = q._replace(axis=-1 if contracted == row else -2)
+    out = quantized_matmul(x, q, order=order, precision=precision, dtype=dtype)
     out = out.reshape(*in_both, *stacked, *rows, out.shape[-1])
     # `dot_general` has batch axes, then the free ones of the first operand, then of the second.
     b, s, r = len(in_both), len(stacked), len(rows)
@@ -150,27 +154,6 @@ def _as_matmul(
     of_rows = range(b + s, b + s + r)
     order = (*range(b), *of_q, *of_rows) if q_first else (*range(b), *of_rows, *of_q)
     return jnp.transpose(out, order)
-
-
-def _stacked(q: "QuantizedMatrix", axes: tuple[int, ...], rows_first: bool) -> "QuantizedMatrix":
-    """`[batch, i, o]` of the axes in another order; the one that is stored in groups stays behind.
-
-    Args:
-      q: any stack of quantized matrices.
-      axes: the other axes of `q`, the rows last.
-      rows_first: whether `i` are the rows, and not what is in groups.
-    """
-    # Leaves have the grouped axis last, whichever of the array's it is.
-    others = [i for i in range(q.ndim) if i != q.ndim + q.axis]
-    order = (*(others.index(i) for i in axes), q.ndim - 1)
-    if order[-2] != q.ndim - 2:
-        q = (
-            q.with_row_scales()
-        )  # the scales may be those of several rows that were next to each other
-    flat = jax.tree.map(
-        lambda y: jnp.transpose(y, order).reshape(-1, *np.take(y.shape, order[-2:])), q
-    )
-    return flat._replace(axis=-1 if rows_first else -2)
 
 
 def with_dense(primitive: Any, *operands: Any, **params: Any) -> jax.Array:

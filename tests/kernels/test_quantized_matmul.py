@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -259,6 +260,69 @@ def test_donation_and_stacked_axes():
         x = normal([shapes[i] for i in spec.split(",")[0]])
         got = hki.use_implicit_args(lambda w, x, spec=spec: jnp.einsum(spec, x, w))(stack, x)
         np.testing.assert_allclose(got, jnp.einsum(spec, x, w), rtol=1e-5, atol=1e-4)
+
+
+CACHES = dict(
+    int8=("int8", None, False),
+    int4=("int4", None, False),
+    uint4=("uint4", 32, False),
+    int8_groups=("int8", 16, False),
+    fp8=("fp8_e4m3", None, False),
+    int3=("int3", None, False),
+    rounded_int8=("int8", None, True),
+)
+
+
+def attention(cache, q):
+    """The two products of attention with keys or values `[batch, time, heads, depth]`."""
+    scores = jnp.einsum("bqhd,bthd->bhqt", q, cache)
+    return scores, jnp.einsum("bhqt,bthd->bqhd", scores, cache)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_matrices_are_read_where_they_are(name, path):
+    """Positions of one head are apart in a cache; its codes are not copied to be next to each other."""
+    kind, group, rounds = CACHES[name]
+    cache = hki.QuantizedCache.quantize(normal((2, 70, 3, 96)), kind, group, axis=-1)
+    cache = cache.with_activation("int8" if rounds else None)
+    dense = hki.materialize(cache)
+    for rows in (1, 3, 9, 40):
+        q = normal((2, rows, 3, 96))
+        f = jax.jit(hki.use_implicit_args(attention))
+        scores, out = f(cache, q)
+        of_q = q if not rounds else rounded_rows(q, cache)
+        want = jnp.einsum("bqhd,bthd->bhqt", of_q, dense)
+        np.testing.assert_allclose(scores, want, rtol=1e-5, atol=1e-4)
+        of_scores = scores if not rounds else rounded_rows(scores, cache)
+        want = jnp.einsum("bhqt,bthd->bqhd", of_scores, dense)
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-3)
+        if path == "kernel":
+            program = f.lower(cache, q).compile().as_text()
+            assert not re.findall(r"= [su]8\[[^=]* (?:copy|transpose|fusion)\(", program)
+    run = hki.use_implicit_args(attention)
+    caches = cache, jax.tree.map(lambda leaf: leaf[::-1], cache)
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+    got = jax.vmap(run, (0, None))(stack, q)
+    want = jax.tree.map(lambda *y: jnp.stack(y), *(run(one, q) for one in caches))
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_derivatives_of_matrices_that_are_apart(which, path):
+    cache = hki.QuantizedCache.quantize(normal((2, 24, 3, 32)), "uint4", 16, axis=-1)
+    q, scales = normal((2, 5, 3, 32)), (cache.scale, cache.offset)
+
+    def everything(of):
+        def loss(q, scales):
+            w = cache._replace(scale=scales[0], offset=scales[1])
+            return jnp.sin(of(attention)(w, q)[which] / 8).sum()
+
+        return jax.grad(loss, (0, 1))(q, scales), jax.jvp(loss, (q, scales), (q, scales))
+
+    got, want = (
+        jax.jit(lambda of=of: everything(of))() for of in (hki.use_implicit_args, dense_twin)
+    )
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 # --- memory --------------------------------------------------------------------------------------
