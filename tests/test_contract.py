@@ -280,17 +280,24 @@ def test_materialize_is_the_dense_twin(name):
         np.testing.assert_array_equal(got, want)
 
 
+# With these, all functions of a primitive are run eagerly. With the others the first of each is, which is
+# enough to meet concrete arrays: rules are the same code in the body of a loop, where all of them run.
+WHOLLY_EAGER = {"lora", "int8", "int4 groups offset", "cache int8", "zeros", "constant", "outer"}
+
+
 @ALL
 def test_eager(name):
     case, failures = CASES[name], Failures()
     w, twin, x = operands(name)
     want = dense_results(case.dtype, SHAPE)(twin, x)
     for label, fun in operations(TABLES[case.dtype]).items():
+        if not (name in WHOLLY_EAGER or label.endswith("[0]")):
+            continue
         failures.compare(label, failures.run(label, on_implicit(fun), w, x), want[label])
     failures.check()
 
 
-@ALL
+@pytest.mark.parametrize("name", sorted(WHOLLY_EAGER))
 def test_jit(name):
     case, failures = CASES[name], Failures()
     w, twin, x = operands(name)

@@ -23,7 +23,8 @@ MODULES = {d.name: d for d in descriptors.ALL_MODULES}
 
 def small_resnet():
     """One block of each kind (with a projection or without, strided or not), where Haiku has 16."""
-    return descriptors.Training(hk.nets.ResNet((2, 1, 1, 2), 1000))
+    channels = dict(channels_per_group=(8, 16, 24, 32), initial_conv_config=dict(output_channels=8))
+    return descriptors.Training(hk.nets.ResNet((2, 1, 1, 2), 10, **channels))
 
 
 MODULES["nets.ResNet"] = MODULES["nets.ResNet"]._replace(create=small_resnet)
