@@ -223,7 +223,7 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
       Wide values[R][P];
       for (int r = 0; r < R; ++r) {
         integers.values<nibbles>(codes[r] + byte, values[r]);
-        __builtin_prefetch(codes[0] + (R * byte + r * kWide + ahead) * w.step);  // R rows follow R
+        ask_for(codes[0] + (R * byte + r * kWide + ahead) * w.step);  // R rows follow R
       }
       for (int m = 0; m < M; ++m)
         for (int p = 0; p < P; ++p) {

@@ -140,7 +140,7 @@ void few_rows(const Weights& w, const Activations& x, DecodeRow, int64_t first, 
       for (int r = 0; exact && r < R; ++r)
         decode[r].start(scale[r][group], offsets[r * groups + group]);
       for (const int64_t stop = at + group_bytes; at < stop; at += kLanes, k += kLanes) {
-        __builtin_prefetch(codes[0] + (R * at + ahead) * w.step);  // R rows follow R rows
+        ask_for(codes[0] + (R * at + ahead) * w.step);  // R rows follow R rows
         Bytes of_row[R];
         for (int r = 0; r < R; ++r) of_row[r] = load<Bytes>(codes[r] + at);
         for (int p = 0; p < (kind == kTable16 ? 2 : 1); ++p) {
