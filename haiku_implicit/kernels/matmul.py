@@ -79,9 +79,21 @@ def _with_dense_scales(q: "QuantizedMatrix") -> "QuantizedMatrix":
     return q._replace(scale=dense[0], offset=dense[1], dtype=q.dtype)
 
 
+def _with_standard_promotion(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs when a program is transformed or lowered; the model's promotion may be strict."""
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return fun(*args, **kwargs)
+
+    return run
+
+
 # --- by blocks of the dequantized matrix ---------------------------------------------------------
 
 
+@_with_standard_promotion
 def reference(
     x: jax.Array, *leaves: jax.Array, treedef: Any, order: Order, precision: Any, dtype: Any
 ) -> jax.Array:
@@ -210,6 +222,7 @@ def _transpose(
     return [of_x, *nothing[1:]]
 
 
+@_with_standard_promotion
 def _transpose_scales(
     ct: Any, x: Any, leaves: Any, treedef: Any, order: Any, precision: Any
 ) -> Any:
@@ -284,7 +297,8 @@ def _lower_on_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
 def _lower(ctx: Any, operands: Any, params: Any, kernel: Any, applies: Any) -> Any:
     x, *leaves = ctx.avals_in
     alone = _on_one_device(ctx.module_context)
-    fun = kernel if alone and applies(x, leaves, **params) else reference
+    served = alone and applies(x, leaves, **params)
+    fun = _with_standard_promotion(kernel) if served else reference
     return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands, **params)
 
 

@@ -325,6 +325,25 @@ def test_derivatives_of_matrices_that_are_apart(which, path):
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_strict_promotion_of_a_model(axis, path):
+    """A product and its derivatives mix dtypes of their own: that is no matter of the model."""
+    q = hki.QuantizedMatrix.quantize(normal((32, 48), 0, jnp.bfloat16), "uint4", 16, axis)
+    x = normal((3, 32), dtype=jnp.bfloat16)
+
+    def everything(x, q):
+        def loss(x, scale):
+            return jnp.sin(product(q._replace(scale=scale), x)).sum()
+
+        return product(q, x), jax.grad(loss, (0, 1))(x, q.scale)
+
+    want = jax.jit(everything)(x, q)
+    jax.clear_caches()
+    with jax.numpy_dtype_promotion("strict"):
+        got = jax.jit(everything)(x, q)
+    chex.assert_trees_all_equal(got, want)
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 
