@@ -402,6 +402,7 @@ def dot_with_quantized(
     primitive: Any, x: jax.Array, w: QuantizedMatrix, *, dimension_numbers: Any, **params: Any
 ) -> jax.Array:
     """A product with the codes, see `quantized_dot`."""
+    w = w._replace(codes=formats.in_own_dtype(w.codes, w._format))
     return quantized_dot(x, w, dimension_numbers, **params)
 
 
@@ -410,6 +411,7 @@ def dot_of_quantized(
     primitive: Any, w: QuantizedMatrix, x: jax.Array, *, dimension_numbers: Any, **params: Any
 ) -> jax.Array:
     """A product with the codes, see `quantized_dot`."""
+    w = w._replace(codes=formats.in_own_dtype(w.codes, w._format))
     return quantized_dot(x, w, dimension_numbers, q_first=True, **params)
 
 
@@ -461,7 +463,12 @@ def rescale(primitive: Any, w: QuantizedMatrix, x: jax.Array, **params: Any) -> 
 @primitive_handler("neg")
 def negate(primitive: Any, w: QuantizedMatrix, **params: Any) -> QuantizedMatrix:
     """The negative of scales and offsets."""
-    return map_scales(w, lambda leaf: -leaf)
+
+    def negative(leaf: jax.Array) -> jax.Array:
+        signed = jnp.finfo(leaf.dtype).min < 0  # powers of two (e8m0) have no sign
+        return -(leaf if signed else leaf.astype(formats.arithmetic_dtype(leaf.dtype)))
+
+    return map_scales(w, negative)
 
 
 @primitive_handler("convert_element_type")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from haiku_implicit._array import flatten
 from haiku_implicit._dispatch import primitive_handler
 from haiku_implicit.arrays.quantized import QuantizedMatrix
+from haiku_implicit.arrays.quantized_rows import as_index
 
 
 @dataclasses.dataclass
@@ -54,7 +55,9 @@ def write_quantized_slice(
     primitive: Any, w: QuantizedCache, new: QuantizedMatrix, *starts: jax.Array
 ) -> Any:
     """The same of vectors that are quantized in the same way: their codes are copied."""
-    if not _takes_vectors(w) or new.shape[-1] != w.shape[-1] or not _alike(w, new):
+    if not (_takes_vectors(w) and _takes_vectors(new) and _alike(w, new)):
+        return NotImplemented
+    if new.shape[-1] != w.shape[-1]:
         return NotImplemented
     starts = (*starts[:-1], jnp.zeros_like(starts[-1]))
     leaves, treedef = flatten(w)
@@ -96,8 +99,10 @@ def scatter_vectors(
     if not unique_indices and _num_windows(indices, d) > 1:
         # Codes and scales are written apart, and the order of writes to one place is not defined:
         # all of them write what the last one does.
-        winner = _last_of_equal(indices, d)
-        if winner is None or not _writes_single_places(w, new, d, clipped):
+        sizes = _window_sizes(w, new, d)
+        places = _moved_into_bounds(indices, w, sizes, d) if clipped else indices
+        winner = _last_of_equal(places, d)
+        if winner is None or not _writes_single_places(w, sizes, d, clipped):
             return NotImplemented
         new = _take_updates(new, winner, d)
 
@@ -110,6 +115,7 @@ def scatter_vectors(
 
 
 def _takes_vectors(w: QuantizedMatrix) -> bool:
+    """Whether vectors along the last axis have scales of their own."""
     return w.axis == -1 and w.scale.shape[-2] == w.codes.shape[-2] and w.rounded_to is None
 
 
@@ -144,19 +150,31 @@ def _num_windows(indices: jax.Array, d: Any) -> int:
     return math.prod(n for i, n in enumerate(indices.shape[:-1]) if i not in batching)
 
 
-def _writes_single_places(w: QuantizedCache, new: jax.Array, d: Any, clipped: bool) -> bool:
-    """Whether two windows are the same place, or have none in common."""
+def _window_sizes(w: QuantizedCache, new: jax.Array, d: Any) -> list[int]:
+    """The length of a window along each axis of the cache."""
     gone = {*d.inserted_window_dims, *d.operand_batching_dims}
-    kept = [i for i in range(w.ndim) if i not in gone]
-    sizes = dict(zip(kept, (new.shape[i] for i in d.update_window_dims), strict=True))
+    lengths = iter([new.shape[i] for i in d.update_window_dims])
+    return [1 if i in gone else next(lengths) for i in range(w.ndim)]
+
+
+def _writes_single_places(w: QuantizedCache, sizes: list[int], d: Any, clipped: bool) -> bool:
+    """Whether two windows are the same place, or have none in common."""
     return all(
-        sizes.get(i, 1) == 1 or (clipped and sizes[i] == w.shape[i])
+        sizes[i] == 1 or (clipped and sizes[i] == w.shape[i])
         for i in d.scatter_dims_to_operand_dims
     )
 
 
+def _moved_into_bounds(indices: jax.Array, w: QuantizedCache, sizes: list[int], d: Any) -> Any:
+    """The index vectors of windows that are clipped: different ones may be the same place."""
+    indices = as_index(indices)
+    most = [w.shape[i] - sizes[i] for i in d.scatter_dims_to_operand_dims]
+    return jnp.clip(indices, 0, jnp.array(most, indices.dtype))
+
+
 def _last_of_equal(indices: jax.Array, d: Any) -> jax.Array | None:
     """For each index vector the last one that is equal to it, in its batch; None for very many."""
+    indices = as_index(indices)
     shape = (*indices.shape[:-1], 1)
     places = [
         jax.lax.broadcasted_iota(indices.dtype, shape, i) for i in d.scatter_indices_batching_dims

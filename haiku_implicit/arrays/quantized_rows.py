@@ -137,15 +137,15 @@ def dynamic_slice_matrix(
     grouped = w._grouped_axis
     if all(i < w.ndim - 2 for i in changed) or (grouped == w.ndim - 1 and grouped in changed):
         return NotImplemented
+    # Within bounds, as the primitive has them: to JAX's functions a negative start counts from the end.
+    at = {i: jnp.clip(as_index(starts[i]), 0, w.shape[i] - slice_sizes[i]) for i in changed}
     w = w.with_row_scales()
     for i in (i for i in changed if i != grouped):
-        at = starts[i], slice_sizes[i]
-        cut = functools.partial(_dynamic_slice_leaf, *at, axis=min(i, w.ndim - 2))
+        cut = functools.partial(_dynamic_slice_leaf, at[i], slice_sizes[i], axis=min(i, w.ndim - 2))
         w = jax.tree.map(cut, w)
     if grouped in changed:
-        size = slice_sizes[grouped]
-        start = jnp.clip(_as_index(starts[grouped]), 0, w.shape[grouped] - size)
-        return _grouped_rows(w, start + jnp.arange(size, dtype=start.dtype))
+        steps = jnp.arange(slice_sizes[grouped], dtype=at[grouped].dtype)
+        return _grouped_rows(w, at[grouped] + steps)
     return w.materialize() if w.ndim - 2 in changed else w
 
 
@@ -157,7 +157,7 @@ def _dynamic_slice_leaf(start: jax.Array, size: int, leaf: jax.Array, *, axis: i
     return jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=axis)
 
 
-def _as_index(x: jax.Array) -> jax.Array:
+def as_index(x: jax.Array) -> jax.Array:
     """Integers wide enough to compute positions with."""
     return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
 
@@ -221,6 +221,9 @@ def gather_from_matrix(
     common = dict(mode=_Modes.CLIP if filling else mode, fill_value=None, **params)
     gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
     if not core & {*gone, *d.start_index_map} and all(slice_sizes[i] == w.shape[i] for i in core):
+        last = indices.ndim - 1 + len(d.offset_dims)  # where the axes of the matrices should be
+        if d.offset_dims[-2:] != (last - 2, last - 1):
+            return NotImplemented
         if not filling or not (fill_value is None or np.isnan(fill_value)):
             return NotImplemented  # `batch_axes` does all but filling
         return _gather_matrices(primitive, w, indices, d, slice_sizes, common)
@@ -231,9 +234,7 @@ def gather_from_matrix(
         not picked and grouped in gone
     ):
         return NotImplemented
-    take = _StorageGather(
-        primitive, w.with_row_scales(), _as_index(indices), d, slice_sizes, common
-    )
+    take = _StorageGather(primitive, w.with_row_scales(), as_index(indices), d, slice_sizes, common)
     out = take.elements() if picked else take.whole_groups()
     if w.axis == -2 and not core & gone:
         out = jnp.swapaxes(out, d.offset_dims[-1], d.offset_dims[-2])
@@ -265,6 +266,7 @@ def _gather_matrices(
 
 def _in_bounds(w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Sequence[int]) -> jax.Array:
     """For each index vector whether the slice at it lies within the operand."""
+    indices = as_index(indices)  # a length need not fit into 8 bits
     inside = [
         (indices[..., i] >= 0) & (indices[..., i] <= w.shape[axis] - sizes[axis])
         for i, axis in enumerate(d.start_index_map)
@@ -317,10 +319,13 @@ class _StorageGather:
     def whole_groups(self) -> jax.Array:
         """The whole of the grouped axis, at other axes' positions."""
         at = self.d.offset_dims[-1]
-        leaves = jax.tree.map(
-            lambda x: jnp.moveaxis(self.take(x, self.indices, x.shape[-1]), at, -1), self.w
-        )
-        values = formats.dequantize(leaves.codes, leaves.scale, leaves.offset, self.w._format)
+
+        def rows(leaf: jax.Array) -> jax.Array:
+            found = self.take(leaf, self.indices, leaf.shape[-1])
+            return jnp.moveaxis(found, at, -1)[None]  # (a single row is a matrix of one)
+
+        leaves = jax.tree.map(rows, self.w)
+        values = formats.dequantize(leaves.codes, leaves.scale, leaves.offset, self.w._format)[0]
         values = values[..., : values.shape[-1] - self.w.padding]
         return jnp.moveaxis(self.w.rounded(values), -1, at)
 

@@ -100,7 +100,7 @@ def quantize(x: jax.Array, how: How, key: Any = None, limits: Limits | None = No
     if zero_point is not None:
         relative = relative + expand(zero_point, x.shape)
     if how.rounding is not None:
-        relative = relative + noise(key, *how.rounding, x.shape)
+        relative = relative + noise(key, *how.rounding, x.shape).astype(x.dtype)
     inside = None
     if clips(how.method):
         inside = (x <= expand(high, x.shape)) & (
@@ -112,7 +112,7 @@ def quantize(x: jax.Array, how: How, key: Any = None, limits: Limits | None = No
 def stored_operand(q: "QuantizedMatrix") -> Operand | None:
     """A stored matrix as an operand; None where its codes are no numbers with a scale alone."""
     fmt = formats.find(q.format)
-    whole = _is_integer(fmt) and fmt.bias == int(fmt.bias)
+    whole = _is_integer(fmt) and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
     plain = q.offset is None and q.rounded_to is None and not is_implicit(q.scale)
     if not plain or not (whole or fmt.is_float):
         return None
@@ -267,8 +267,12 @@ def _asymmetric(
 
 
 def _nonzero(scale: jax.Array) -> jax.Array:
-    """One in place of scales that are too small to divide by: of zeros, the codes are zeros then."""
-    return jnp.where(scale < np.sqrt(jnp.finfo(scale.dtype).tiny), 1, scale)
+    """The smallest scale that can be divided by, in place of smaller ones: those of zeros.
+
+    (One would do for the codes. But gradients are multiplied by scales before they are quantized, and
+    those of a channel of zeros would be by far the largest.)
+    """
+    return jnp.maximum(scale, np.sqrt(jnp.finfo(scale.dtype).tiny))
 
 
 def _parse(method: str) -> tuple[str, list[float]]:

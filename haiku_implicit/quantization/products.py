@@ -202,7 +202,8 @@ def _scaled(x: jax.Array, scale: jax.Array | None, axes: Axes) -> jax.Array:
         entries = zip(scale.shape, sharding.spec, strict=True)
         spec = jax.sharding.PartitionSpec(*(None if n == 1 else name for n, name in entries))
         scale = jax.sharding.reshard(scale, jax.sharding.NamedSharding(sharding.mesh, spec))
-    return x * scale
+    wide = np.float64 if np.float64 in (x.dtype, scale.dtype) else np.float32
+    return x.astype(wide) * scale.astype(wide)
 
 
 def lay_out(scale: jax.Array, axes: Axes) -> jax.Array:
@@ -291,8 +292,10 @@ def _forward(
     limits: Any,
 ) -> tuple[jax.Array, Any]:
     lhs, rhs = (_quantized_side(product, config, i, operands[i], limits[i]) for i in (0, 1))
-    dense = [dtype for dtype in dtypes[:2] if dtype is not None] or dtypes[2:]
-    out = multiply(product, lhs, rhs, others, jnp.result_type(*dense), dtypes[2])
+    # (In integers, a stored matrix that is multiplied by some would lose its fractions.)
+    known = [d for d in dtypes[:2] if d is not None and jnp.issubdtype(d, np.inexact)]
+    dtype = jnp.result_type(*(known or dtypes[2:]))
+    out = multiply(product, lhs, rhs, others, dtype, dtypes[2])
     kept, inside = [], []
     for x, q in zip(operands, (lhs, rhs), strict=True):
         changed = isinstance(q, Operand) and not isinstance(x, Operand)

@@ -409,6 +409,20 @@ def test_products_within_transformations(kind, in_blocks):
     same_as_dense(derivatives, q, x, how=("grad",), tolerance=1e-4)
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp8", "nvfp4", "int4"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_tree_whose_floating_leaves_were_cast(name, dtype, never_dense):
+    """As mixed precision does: 8-bit floats among the codes and scales are floating, too."""
+    q = hki.QuantizedMatrix.quantize(normal((64, 6)), name)
+    cast = jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, q
+    )
+    x = jnp.asarray(normal((3, 64)), dtype)
+    got = jax.jit(hki.use_implicit_args(jnp.dot))(x, cast)
+    want = np.float32(x) @ np.float32(hki.materialize(q))
+    np.testing.assert_allclose(np.float32(got), want, atol=0.03 * np.abs(want).max())
+
+
 def test_product_of_two_quantized():
     same_as_dense(lambda w, x: (w @ w.T) @ x, quantized(), normal((N, K)))
 
@@ -511,8 +525,11 @@ def rows_of(w, ids):
         jnp.take(w, ids + 5, axis=0),
         jnp.take(w, ids + 5, axis=0, fill_value=3.0),
         jnp.take(w, ids - 5, axis=0, mode="clip"),
+        jnp.take(w, ids[0, 0], axis=0),
+        jnp.take(w, ids[1, 0] + 5, axis=0),
         jnp.take(w, ids % M, axis=1),
         jax.lax.dynamic_slice_in_dim(w, ids[0, 0] + 8, 3, axis=0),
+        jax.lax.dynamic_slice_in_dim(w, ids[0, 0] - 2 * N, 3, axis=0),  # clamped to the first ones
     ]
 
 
@@ -527,6 +544,17 @@ def test_rows(kind, axis):
     assert all(isinstance(x, jax.Array) for x in out)
     # The very same numbers, as a lookup computes what `materialize` does.
     chex.assert_trees_all_close(out, want, rtol=1e-6)
+
+
+@axes
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8])
+def test_more_rows_than_indices_count_to(axis, dtype):
+    """A table of 300 rows that bytes are looked up in."""
+    q, ids = quantized("int8", axis, (300, 6)), jnp.array([[3, 127], [44, 0]], dtype)
+    f = lambda w, ids: (jnp.take(w, ids, axis=0), jnp.take(w, ids[1, 0], axis=0))  # noqa: E731
+    with hki.materialization("error"):
+        out = jax.jit(hki.use_implicit_args(f))(q, ids)
+    close(out, f(hki.materialize(q), ids), 1e-6)
 
 
 @few_kinds
@@ -728,6 +756,19 @@ def test_axes_that_become_dense(may_be_dense):
     for other in others:
         g = lambda a, b: jnp.concatenate([a, b], axis=0)  # noqa: E731
         close(hki.use_implicit_args(g)(q, other), g(hki.materialize(q), hki.materialize(other)))
+
+
+@few_kinds
+@axes
+@pytest.mark.parametrize("offset_dims", [(0, 1), (0, 2), (1, 2)])
+def test_matrices_gathered_into_any_axes(kind, axis, offset_dims, may_be_dense):
+    """Of a stack; one is out of bounds. They stay quantized where their axes come last."""
+    q, ids = quantized(kind, axis, (3, N, M)), jnp.array([[2], [0], [7]])
+    numbers = jax.lax.GatherDimensionNumbers(offset_dims, (0,), (0,))
+    f = lambda w, ids: jax.lax.gather(w, ids, numbers, (1, N, M), mode="fill")  # noqa: E731
+    out = jax.jit(hki.use_implicit_args(f))(q, ids)
+    assert isinstance(out, hki.QuantizedMatrix) == (offset_dims == (1, 2))
+    close(out, f(hki.materialize(q), ids), 1e-6)
 
 
 # --- shards --------------------------------------------------------------------------------------

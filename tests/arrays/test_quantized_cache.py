@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 import haiku_implicit as hki
+from haiku_implicit.arrays import quantized_cache
 
 B, T, H, D = 2, 6, 3, 8
 use = hki.use_implicit_args
@@ -109,6 +110,27 @@ def test_codes_are_copied_from_a_cache_of_the_same_kind(never_dense):
     old, new = cache(), quantize(NEW, "int8", axis=-1)
     got = use(lambda c, x: lax.dynamic_update_slice(c, x, (0, 1, 0, 0)))(old, new)
     same(jax.tree.map(lambda x: x[:, 1:3], got), new)
+
+
+def test_codes_are_not_copied_where_vectors_share_a_scale(may_be_dense):
+    old, new = cache(), hki.QuantizedMatrix.quantize(NEW, "int8", "tensor", axis=-1)
+    write = lambda c, x: lax.dynamic_update_slice(c, x, (0, 1, 0, 0))  # noqa: E731
+    got = hki.materialize(jax.jit(use(write))(old, new))
+    want = write(hki.materialize(old), hki.materialize(new))
+    # Values may be rounded anew, to codes of their own vectors' scales.
+    np.testing.assert_allclose(got, want, atol=np.abs(NEW).max() / 127)
+
+
+def test_the_last_of_several_writes_to_one_place():
+    """Also where indices differ and the places do not; the order of writes is up to the device."""
+    old, numbers = cache(shape=(T, D)), lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    indices = jnp.array([[T + 3], [1], [T - 1], [-2], [0]], jnp.int8)
+    places = quantized_cache._moved_into_bounds(indices, old, [1, D], numbers)
+    assert quantized_cache._last_of_equal(places, numbers).tolist() == [2, 1, 2, 4, 4]
+    # Of a batch, which is longer than the indices' own type counts to.
+    numbers = lax.ScatterDimensionNumbers((1,), (1,), (1,), (0,), (0,))
+    same_place = jnp.zeros((300, 1), jnp.int8)
+    assert quantized_cache._last_of_equal(same_place, numbers).tolist() == list(range(300))
 
 
 def attention(query, key, value):

@@ -58,6 +58,35 @@ def test_products(name, never_dense):
     )
 
 
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_codes_that_int8_does_not_hold(axis, never_dense):
+    """Codes up to 255 without an offset, in products of matrices and in others."""
+    codes = jnp.asarray(np.random.default_rng(0).integers(0, 256, (6, 8)), jnp.uint8)
+    q = hki.QuantizedMatrix.from_parts(codes, jnp.ones((6, 1)) / 256, dtype="uint8", axis=axis)
+    w = np.asarray(hki.materialize(q))
+    q, x = q.with_activation("int8"), np.abs(normal(w.shape))
+    for equation in ("ij,ij->", "kj,ij->ki", "ik,ij->kj", "ij,ij->ij"):
+        product = hki.use_implicit_args(lambda x, w, equation=equation: jnp.einsum(equation, x, w))
+        want = np.einsum(equation, x, w)
+        np.testing.assert_allclose(product(x, q), want, atol=0.01 * want.max())  # rounded to int8
+
+
+@pytest.mark.parametrize("weight", ["int8", "nf4"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_not_floating_is_not_rounded(weight, dtype, never_dense):
+    """A mask, or integers, times a stored matrix: its values are no integers."""
+    q = hki.QuantizedMatrix.quantize(jnp.asarray(normal((6, 4)), dtype), weight, activation="int8")
+    ids = jnp.arange(30).reshape(5, 6)
+    product = hki.use_implicit_args(jax.jit(lambda x, w: x @ w))
+    for x in (ids, ids % 3 == 0):
+        want = x @ hki.materialize(q)
+        got = product(x, q)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        rounding = 1e-6 if dtype == jnp.float32 else 0.02  # bfloat16 has 8 bits
+        np.testing.assert_allclose(got, want, atol=rounding * np.abs(want).max())
+
+
 def test_what_is_kept(never_dense):
     q = hki.QuantizedMatrix.quantize(normal((3, K, N)), "int8", activation="int8")
     one = hki.use_implicit_args(lambda w: w[1].T)(q)

@@ -336,6 +336,7 @@ def uses(w, x):
         dot=x @ w,
         transposed=x[:, :16] @ w.T,
         halved=x @ (w * 0.5),
+        negative=x @ -w,
         rows=w[rows],
         columns=jnp.take(w, rows % 16, axis=1),
         slices=(w[8:16], w[:, 8:16] @ jnp.ones(8)),

@@ -421,6 +421,17 @@ def test_nan_in_a_fixed_range_shows():
     assert np.isnan(dot_general(x, normal((4, 4), 1), MATRICES, rule=rule)[1]).all()
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_zeros_do_not_coarsen_the_gradients_of_others(axis):
+    """Scales multiply the gradient before it is quantized, and some rows or columns are all zero."""
+    x, w, c = normal((6, 5), 0), normal((5, 4), 1), normal((6, 4), 2)
+    (x if axis == 0 else w.T)[1] = 0
+    fun = lambda x, w: (c * dot_general(x, w, MATRICES, rule=INT8)).sum()  # noqa: E731
+    dx, dw = jax.grad(fun, argnums=(0, 1))(x, w)
+    for got, want in ((dx, c @ w.T), (dw, x.T @ c)):
+        np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())  # some 8-bit terms
+
+
 def test_sums_that_int32_does_not_hold():
     k = 2**17 + 2**13
     x, rule = -jnp.ones((1, k)), QtRule(weight_qtype="int8", act_qtype="int8")
