@@ -127,7 +127,7 @@ def _collect(
         ]  # fmt: skip
         if not floating:
             raise ValueError("apply: expected floating outputs, got none")
-        return sum((jnp.sum(y).astype(jnp.float32) for y in floating), jnp.zeros(()))
+        return sum((jnp.sum(y).astype(jnp.float32) for y in floating), jnp.float32(0))
 
     zeros = {
         path: jnp.zeros((*shape[:-2], *statistic.shape(shape[-2])), jnp.float32)
@@ -212,7 +212,8 @@ def quantize_with_inputs(
         found.add(path)
         _check_inputs(path, value, inputs[path], of_inputs)
         try:
-            return fun(value, inputs[path], options)
+            with jax.numpy_dtype_promotion("standard"):
+                return fun(value, inputs[path], options)
         except (TypeError, ValueError) as e:
             raise type(e)(f"{path} ({_targets.describe(value)}): {e}") from e
 

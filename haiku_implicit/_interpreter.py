@@ -104,13 +104,14 @@ def densify(x: Any, primitive_name: str, reason: str = "") -> Any:
 def materialize_array(x: Any) -> jax.Array:
     """The dense array of one implicit array, without an event."""
     shape, dtype = x.shape, x.dtype
-    if is_nested(x):
-        leaves, treedef = flatten_one_level(x)
-        rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
-        with events.recording():  # what happens inside is part of the one event for `x`
-            out = call_interpreted(lambda *leaves: rebuild(leaves).materialize(), leaves)
-    else:
-        out = x.materialize()
+    with jax.numpy_dtype_promotion("standard"):
+        if is_nested(x):
+            leaves, treedef = flatten_one_level(x)
+            rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
+            with events.recording():  # what happens inside is part of the one event for `x`
+                out = call_interpreted(lambda *leaves: rebuild(leaves).materialize(), leaves)
+        else:
+            out = x.materialize()
     if is_implicit(out):  # an implicit child, returned as it is
         out = materialize_array(out)
     if np.shape(out) != shape or out.dtype != dtype:
@@ -311,7 +312,9 @@ def _run_own(
         # JAX gives primitives new parameters, None where they are not used: no reason for a rule to
         # fail that was written before.
         params = {k: v for k, v in params.items() if k in taken or v is not None}
-    out = rule(primitive, *operands, **params)
+    # The model's may be strict, of which rules are no part.
+    with jax.numpy_dtype_promotion("standard"):
+        out = rule(primitive, *operands, **params)
     if out is None:
         name = getattr(rule, "__qualname__", repr(rule))
         raise TypeError(

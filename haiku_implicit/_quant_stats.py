@@ -145,8 +145,7 @@ def init_quant_stats(t: Any, params: Any, state: Any, *args: Any, **kwargs: Any)
     has_state = isinstance(t, hk.TransformedWithState | hk.MultiTransformedWithState)
     inner, stored = _parted(state)
     call = _Call(_with_state(t.apply, has_state))
-    stored = call.completed(params, inner, stored, args, kwargs)
-    return {**inner, COLLECTION: stored}
+    return _joined(inner, call.completed(params, inner, stored, args, kwargs))
 
 
 def _with_state(apply: Callable[..., Any], has_state: bool) -> Callable[..., Any]:

@@ -316,6 +316,7 @@ _ALONE: dict[Any, Any] = {
     jax.lax.broadcast_in_dim_p: broadcast_batch,
     jax.lax.transpose_p: transpose_batch,
     jax.lax.rev_p: reverse_batch,
+    jax.lax.split_p: split_batch,
 }
 
 

@@ -104,6 +104,24 @@ def cast_observed(primitive: Any, w: Observed, **params: Any) -> Observed:
     return w._replace(w=primitive.bind(w.w, **params))
 
 
+@primitive_handler(["split", "slice"])
+def columns_observed(primitive: Any, w: Observed, **params: Any) -> Any:
+    """Columns of a weight have the same inputs: a gate's, of a recurrent one."""
+    parts = primitive.bind(w.w, **params)
+    split = primitive.multiple_results
+    if any(part.shape[:-1] != w.shape[:-1] for part in (parts if split else [parts])):
+        return NotImplemented
+    return [w._replace(w=part) for part in parts] if split else w._replace(w=parts)
+
+
+@primitive_handler(["mul", "div"])
+def rescale_observed(primitive: Any, w: Observed, x: jax.Array, **params: Any) -> Any:
+    """Times, or by, a number or one for each column: the inputs are the same."""
+    if x.ndim and x.shape[-2] == w.shape[-2]:
+        return NotImplemented
+    return w._replace(w=primitive.bind(w.w, x, **params))
+
+
 @primitive_handler("transpose")
 def transposed_observed(primitive: Any, w: Observed, **params: Any) -> Any:
     """What contracts the other axis sees nothing; the values are dense."""
@@ -126,7 +144,7 @@ def _sorted_maxima(x: jax.Array) -> jax.Array:
     largest = jnp.abs(x).max(axis=0, initial=0.0)  # (NaN and infinity are in the last class)
     octave = jnp.log2(jnp.where(largest > 0, jnp.nan_to_num(largest, nan=jnp.inf), 1.0))
     where = jnp.clip(jnp.floor(octave * _PER_OCTAVE) + _CLASSES // 2, 0, _CLASSES - 1)
-    hit = (where == jnp.arange(_CLASSES)[:, None]) & (largest != 0)
+    hit = (where == jnp.arange(_CLASSES, dtype=where.dtype)[:, None]) & (largest != 0)
     return jnp.stack([hit.astype(x.dtype), jnp.where(hit, largest, 0.0)])
 
 

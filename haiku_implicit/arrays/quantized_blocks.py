@@ -8,89 +8,102 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit._array import ImplicitArray, aux_field, frozen_field
-from haiku_implicit.arrays.quantized import QuantizedMatrix
-from haiku_implicit.quantization import formats
+from haiku_implicit.quantization import calibration, formats
 
 
 @dataclasses.dataclass
 class QuantizedBlocks(ImplicitArray):
     """An array whose elements, in memory order, are quantized in blocks: the state of an optimizer.
 
+    A block with a number below zero is quantized as it is. Of any other block (second moments, and
+    all else that an optimizer divides by) it is the roots that are quantized: second moments have
+    twice the dynamic range of first ones, and 8 bits that hold a gradient would lose its square. No
+    bit is needed for the sign then, and what is positive keeps a positive code: a second moment of
+    zero would make a step infinite. It is otherwise rounded to the nearest: rounded up, a moving
+    average would climb a code at each step, up to the largest of its block.
+
     It has no rules of its own: what computes with it makes it dense.
 
     Attributes:
-      blocks: the elements (and zeros at the end) as a quantized matrix `[blocks, block]`.
+      codes: `[blocks, block * bits / 8]`, packed as those of `QuantizedMatrix`.
+      scale: `[blocks, 1]`, float32 (float64 for float64 arrays); below zero where the codes are those
+        of roots.
       logical_shape: the shape of the array.
-      squared: whether the elements are the squares of what is quantized. Second moments have twice
-        the dynamic range of first ones: 8 bits that hold a gradient would lose its square.
+      format: the format of the codes.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
-      >>> x = jnp.linspace(0.0, 1.0, 1000)
+      >>> x = jnp.linspace(-1.0, 1.0, 1000)
       >>> q = hki.QuantizedBlocks.quantize(x, 'int8', block=250)
       >>> q.shape, q.nbytes, bool(jnp.abs(hki.materialize(q) - x).max() < 0.004)
       ((1000,), 1016, True)
     """
 
-    blocks: Any = frozen_field()
+    codes: Any = frozen_field()
+    scale: Any = frozen_field()
     logical_shape: tuple[int, ...] = aux_field()
-    squared: bool = aux_field(default=False)
+    format: str = aux_field(default="int8")
 
     @classmethod
-    def quantize(cls, x: Any, dtype: Any, block: int = 256, squared: bool = False) -> Self:
+    def quantize(cls, x: Any, dtype: Any, block: int = 256) -> Self:
         """Rounds an array.
 
         Args:
-          x: an array of any shape, floating; not negative where `squared`.
+          x: an array of any shape, floating.
           dtype: a symmetric format of `QuantizedMatrix.quantize`.
-          block: how many elements share a scale.
-          squared: whether the roots of the elements are quantized. Those of positive elements are
-            at least the smallest code: a second moment of zero would make an optimizer's step
-            infinite.
+          block: how many elements share a scale; they fill whole bytes.
 
         Returns:
-          The quantized array, of the dtype of `x`.
+          The quantized array, of the dtype of `x`. A block with NaN or infinity is NaN.
 
         Raises:
-          ValueError: for a format with an offset, or an unknown one.
+          ValueError: for a format with an offset, or an unknown one; for a block that does not fit it.
         """
         fmt = formats.find(dtype)
         if fmt.offset:
             raise ValueError(f"dtype: expected a symmetric format, got {dtype!r}")
+        if block % fmt.multiple:
+            raise ValueError(
+                f"block: expected a multiple of {fmt.multiple} for codes of {fmt.name!r}, got {block}"
+            )
         x = jnp.asarray(x)
         wide = x.astype(formats.arithmetic_dtype(x.dtype)).reshape(-1)
-        padded = jnp.pad(jnp.sqrt(wide) if squared else wide, (0, -x.size % block))
-        rows = padded.reshape(-1, block)
-        make = _not_zero if squared else _nearest
-        blocks = make(rows, fmt)
-        return cls(blocks=blocks, logical_shape=x.shape, squared=squared, dtype=x.dtype)
+        rows = jnp.pad(wide, (0, -x.size % block)).reshape(-1, block)
+        codes, scale = _encoded(rows, fmt)
+        return cls(codes=codes, scale=scale, logical_shape=x.shape, format=fmt.name, dtype=x.dtype)
 
     def compute_shape(self) -> tuple[int, ...]:
         return tuple(self.logical_shape)
 
     def materialize(self) -> jax.Array:
-        values = self.blocks.reshape(-1)[: math.prod(self.logical_shape)].reshape(
-            self.logical_shape
-        )
-        return (jnp.square(values) if self.squared else values).astype(self.dtype)
+        fmt, scale = formats.FORMATS[self.format], self.scale
+        values = formats.decode(formats.unpack(self.codes, 1, fmt)[:, 0], scale.dtype, fmt)
+        roots = (values - _lowest(fmt)) * scale
+        values = jnp.where(scale < 0, roots * roots, values * scale)
+        flat = values.reshape(-1)[: math.prod(self.logical_shape)]
+        return flat.reshape(self.logical_shape).astype(self.dtype)
 
 
-def _nearest(rows: jax.Array, fmt: formats.Format) -> QuantizedMatrix:
-    return QuantizedMatrix.quantize(rows, fmt.name, axis=-1)
+def _encoded(rows: jax.Array, fmt: formats.Format) -> tuple[jax.Array, jax.Array]:
+    """The codes and scales of blocks `[blocks, block]`."""
+    largest = rows.max(-1, keepdims=True)
+    rooted = (rows.min(-1, keepdims=True) >= 0) & (largest > 0)
+    roots, lowest = jnp.sqrt(jnp.abs(rows)), _lowest(fmt)
+    scale = jnp.where(
+        rooted,
+        jnp.sqrt(jnp.abs(largest)) / (fmt.largest - lowest),
+        calibration.calibrate(rows, fmt).scale,
+    )
+    relative = jnp.where(rooted, roots, rows) / jnp.where(scale == 0, 1, scale)
+    positive = jnp.maximum(relative, _least_positive(fmt))
+    from_lowest = jnp.where(rows > 0, positive, 0) + lowest
+    codes = formats.nearest(jnp.where(rooted, from_lowest, relative), fmt)
+    return formats.pack(codes[:, None], fmt), jnp.where(rooted, -scale, scale)
 
 
-def _not_zero(rows: jax.Array, fmt: formats.Format) -> QuantizedMatrix:
-    """Rows of numbers that are not negative; codes that have no sign where there are such codes.
-
-    What is positive keeps a positive code, and is otherwise rounded to the nearest: rounded up, a
-    moving average would climb a code at each step, up to the largest of its block.
-    """
-    unsigned = formats.FORMATS.get(f"u{fmt.name}", fmt)
-    scale = rows.max(-1, keepdims=True) / unsigned.largest
-    relative = rows / jnp.where(scale > 0, scale, 1)
-    relative = jnp.where(rows > 0, jnp.maximum(relative, _least_positive(unsigned)), 0)
-    codes = formats.pack(formats.nearest(relative, unsigned)[..., None, :], unsigned)
-    return QuantizedMatrix(codes=codes, scale=scale, format=unsigned.name, axis=-1)
+def _lowest(fmt: formats.Format) -> float:
+    """The value of the code that zero has among roots: integers count from their lowest one."""
+    return fmt.lowest if not fmt.is_float and fmt.table is None else 0.0
 
 
 def _least_positive(fmt: formats.Format) -> float:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from haiku_implicit._array import ImplicitArray, aux_field, frozen_field, is_implicit
 from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit.quantization import formats
 
 
 @dataclasses.dataclass
@@ -88,7 +89,7 @@ class ScaledMatrix(ImplicitArray, core_ndim=2):
         Args:
           w: a dense weight of the shape of this one.
         """
-        inverse = 1 / self.scale.astype(jnp.promote_types(self.scale.dtype, np.float32))
+        inverse = 1 / self.scale.astype(formats.arithmetic_dtype(self.scale.dtype))
         lead = range(self.ndim - 2)
         matrix = _times(jnp.asarray(w), inverse, (*lead, self._scaled_axis))
         matrix = self.matrix.requantize(matrix) if is_implicit(self.matrix) else matrix
@@ -105,7 +106,8 @@ def _times(x: jax.Array, scale: jax.Array, places: Sequence[int]) -> jax.Array:
     for i, size in zip(places, scale.shape, strict=True):
         shape[i] = size
     factor = jnp.transpose(scale, np.argsort(places).tolist()).reshape(shape)
-    wide = jnp.result_type(x.dtype, scale.dtype)
+    with jax.numpy_dtype_promotion("standard"):  # whatever the model's is
+        wide = jnp.result_type(x.dtype, scale.dtype)
     return (x.astype(wide) * factor.astype(wide)).astype(x.dtype)
 
 

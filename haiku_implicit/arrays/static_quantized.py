@@ -16,7 +16,9 @@ from haiku_implicit.arrays.quantized import QuantizedMatrix
 from haiku_implicit.arrays.trained import (
     FUNCTIONS,
     RAGGED_DOT,
+    REARRANGEMENTS,
     deciding_rule,
+    is_factor,
     ragged_dot_general_p,
 )
 from haiku_implicit.quantization import functions
@@ -165,22 +167,17 @@ def _product(op_name: str, primitive: Any, operands: Any, params: dict[str, Any]
 # --- rearrangements ------------------------------------------------------------------------------
 
 
-@primitive_handler(
-    [
-        "transpose",
-        "reshape",
-        "broadcast_in_dim",
-        "squeeze",
-        "rev",
-        "slice",
-        "dynamic_slice",
-        "gather",
-    ]
-)
+@primitive_handler([*REARRANGEMENTS, "gather"])
 def rearrange(primitive: Any, w: StaticQuantized, *others: jax.Array, **params: Any) -> Any:
     """What stays a stored matrix keeps the range; the first of them is that of all."""
     out = on_batch_axes(primitive, w, *others, **params)
     return _of_weight(primitive, w, *others, **params) if out is NotImplemented else out
+
+
+@primitive_handler(["mul", "div"])
+def rescale(primitive: Any, w: StaticQuantized, x: jax.Array, **params: Any) -> Any:
+    """As of a `TrainedQuantized` weight."""
+    return _of_weight(primitive, w, x, **params) if is_factor(x, w) else NotImplemented
 
 
 @primitive_handler("convert_element_type")
@@ -190,9 +187,12 @@ def cast(primitive: Any, w: StaticQuantized, **params: Any) -> Any:
 
 
 def _of_weight(primitive: Any, w: StaticQuantized, *others: jax.Array, **params: Any) -> Any:
+    def kept(out: Any) -> Any:
+        if not isinstance(out, QuantizedMatrix):
+            return out
+        parts, kind = jax.tree.flatten(out)
+        stats = w.stats.spread(out.shape[:-2])
+        return w._replace(parts=tuple(parts), kind=kind, stats=stats, dtype=None)
+
     out = use_implicit_args(functools.partial(primitive.bind, **params))(w.weight, *others)
-    if not isinstance(out, QuantizedMatrix):
-        return out
-    parts, kind = jax.tree.flatten(out)
-    stats = w.stats.spread(out.shape[:-2])
-    return w._replace(parts=tuple(parts), kind=kind, stats=stats, dtype=None)
+    return list(map(kept, out)) if primitive.multiple_results else kept(out)

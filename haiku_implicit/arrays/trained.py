@@ -21,8 +21,8 @@ class TrainedQuantized(ImplicitArray, core_ndim=2):
     """A dense weight that is quantized anew in each product, as are the other operand and gradients.
 
     It stands for the dense weight: what is no product sees that. `quantized_training` puts it into
-    a tree of parameters. What rearranges the weight (transposed, sliced, reshaped, cast) keeps the
-    type, for the product that follows.
+    a tree of parameters. What rearranges the weight (transposed, sliced, split, reshaped, cast)
+    keeps the type, for the product that follows.
 
     Attributes:
       value: `[..., n, m]`, the weight. It is what is trained.
@@ -177,16 +177,50 @@ def _product(op_name: str, primitive: Any, operands: Any, params: dict[str, Any]
 # --- rearrangements ------------------------------------------------------------------------------
 
 
-@primitive_handler(
-    ["transpose", "reshape", "broadcast_in_dim", "squeeze", "rev", "slice", "dynamic_slice"]
-)
+REARRANGEMENTS = [
+    "transpose", "reshape", "broadcast_in_dim", "squeeze", "rev", "slice", "dynamic_slice", "split",
+    "neg",
+]  # fmt: skip
+
+
+@primitive_handler(REARRANGEMENTS)
 def rearrange(primitive: Any, w: TrainedQuantized, *others: jax.Array, **params: Any) -> Any:
     """The same of the dense weight: it is still a weight for the product that follows."""
     out = on_batch_axes(primitive, w, *others, **params)
     if out is not NotImplemented:  # each matrix has keys and statistics of its own
         return out
-    value = primitive.bind(w.value, *others, **params)
-    return w.with_value(value) if value.ndim >= 2 else value
+    values = primitive.bind(w.value, *others, **params)
+    parts = values if primitive.multiple_results else [values]
+    kept = [w.with_value(part) if part.ndim >= 2 else part for part in parts]
+    return kept if primitive.multiple_results else kept[0]
+
+
+@primitive_handler(["mul", "div"])
+def rescale(primitive: Any, w: TrainedQuantized, x: jax.Array, **params: Any) -> Any:
+    """Times, or by, a number or factors along some axes, as where a weight is normalized.
+
+    What has a number for each element may be an activation, and their product one.
+    """
+    return rearrange(primitive, w, x, **params) if is_factor(x, w) else NotImplemented
+
+
+def is_factor(x: jax.Array, w: Any) -> bool:
+    """Whether what multiplies a weight is the same along some axis of it."""
+    return x.ndim == 0 or any(i < j for i, j in zip(x.shape, w.shape, strict=True))
+
+
+@primitive_handler("concatenate")
+def join(primitive: Any, *operands: TrainedQuantized, dimension: int) -> Any:
+    """Weights side by side, as for one product with several, are one weight if one rule is for all.
+
+    (What activations it meets is counted for no other than a single weight.)
+    """
+    first = operands[0]
+    if dimension < first.ndim - 2:
+        return NotImplemented  # each matrix has its own key
+    if any(w.rules != first.rules or w.stats is not None for w in operands):
+        return NotImplemented
+    return first.with_value(primitive.bind(*(w.value for w in operands), dimension=dimension))
 
 
 @primitive_handler("convert_element_type")

@@ -341,8 +341,10 @@ def _keyed(value: TrainedQuantized, key: Any) -> TrainedQuantized:
 
 def _deciding_rule(w: TrainedQuantized, stacked: int) -> QuantRule:
     """The rule for the products that a weight is stored for; `stacked` as for `_stored`."""
+    # Of more axes, it is a kernel, or the weight of an einsum, or one for each group of rows.
     kernel = w.ndim - stacked > 2
-    rule = w.rule_for("conv_general_dilated" if kernel else "dot_general")
+    ops = ("conv_general_dilated", "dot_general", "ragged_dot") if kernel else ("dot_general",)
+    rule = next(filter(None, map(w.rule_for, ops)), None)
     if rule is None:
         raise ValueError(
             "rules: they leave the products of this weight dense; it has no stored form"

@@ -60,6 +60,40 @@ def test_moments_of_stacked_layers():
     close(out, t.apply(params, normal((5, 4))), rtol=0.05)
 
 
+def test_moments_of_columns():
+    """The gates of a recurrent weight, and a weight whose columns are scaled."""
+
+    def gates(x):
+        w = hk.get_parameter("w", (3, 4), init=hk.initializers.RandomNormal())
+        first, second = jnp.split(w, [1], axis=1)
+        return x @ first, (2 * x) @ (second / 3), (3 * x) @ w[:, 1:3], x @ (w / jnp.arange(1.0, 5))
+
+    t = hk.without_apply_rng(hk.transform(gates))
+    x = normal((6, 3))
+    params = t.init(jax.random.key(0), x)
+    with hki.materialization("error"):
+        close(hki.input_moments(t.apply, params, [x])["~/w"], (1 + 4 + 9 + 1) * x.T @ x)
+        close(hki.input_maxima(t.apply, params, [x])["~/w"], 3 * np.abs(x).max(0))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
+def test_a_model_with_strict_promotion(method):
+    """Dtypes are mixed by the library's rules, where a model may not."""
+    t = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(4)(x)))
+    x = normal((6, 8))
+    params = t.init(jax.random.key(0), x)
+    observe = hki.input_maxima if method == "smoothquant" else hki.input_moments
+    with jax.numpy_dtype_promotion("strict"):
+        inputs = observe(t.apply, params, [x])
+        new = hki.quantize_with_inputs(
+            params, inputs, method=method, dtype="int8", activation="int8"
+        )
+        out = jax.jit(hki.transform_implicit(t).apply)(new, x)
+        merged = hki.merge_lora(hki.add_lora(new, 0, rank=1), requantize=True)
+    close(out, t.apply(params, x), rtol=0.03)
+    close(hki.materialize(merged["linear"]["w"]), params["linear"]["w"], rtol=0.03)
+
+
 def test_errors():
     t = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2)(x)))
     params = t.init(jax.random.key(0), normal((1, 3)))

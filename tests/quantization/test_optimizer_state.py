@@ -1,5 +1,7 @@
 """Optimizers whose moments are held in few bits: what they hold, and that they still train."""
 
+from typing import NamedTuple
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import optax
 import pytest
 
 import haiku_implicit as hki
+from haiku_implicit.quantization import QtRule
 
 BLOCK = 64
 
@@ -21,8 +24,8 @@ def normal(shape, seed=0):
 def test_blocks(dtype, squared, may_be_dense):
     x = normal((7, 33)) * np.exp(normal((7, 33), 1))
     x[2] = 0
-    x = x**2 if squared else x
-    make = lambda x: hki.QuantizedBlocks.quantize(x, dtype, BLOCK, squared)  # noqa: E731
+    x = x**2 if squared else x  # without a negative number it is roots that are quantized
+    make = lambda x: hki.QuantizedBlocks.quantize(x, dtype, BLOCK)  # noqa: E731
     q = jax.jit(make)(x)
     got = np.asarray(hki.materialize(q))
     assert q.shape == x.shape and q.nbytes == 4 * (BLOCK * (4 if "4" in dtype[2:4] else 8) // 8 + 4)
@@ -37,6 +40,16 @@ def test_blocks(dtype, squared, may_be_dense):
         assert (got[x > 0] > 0).all()
     else:
         np.testing.assert_allclose(hki.use_implicit_args(jnp.sum)(q), got.sum(), rtol=1e-4)
+
+
+def test_each_block_by_itself(may_be_dense):
+    """One of zeros, one of roots, one with signs; and what is not finite is so in its block alone."""
+    x = np.stack([np.zeros(BLOCK), np.exp(-np.arange(BLOCK) / 4), normal(BLOCK), normal(BLOCK)])
+    x[3, 0] = np.nan
+    got = np.asarray(hki.materialize(hki.QuantizedBlocks.quantize(np.float32(x), "int8", BLOCK)))
+    assert (got[0] == 0).all() and (got[1] > 0).all() and np.isnan(got[3]).all()
+    np.testing.assert_allclose(np.sqrt(got[1]), np.sqrt(x[1]), atol=1.01 / 255)
+    np.testing.assert_allclose(got[2], x[2], atol=0.51 / 127 * np.abs(x[2]).max())
 
 
 @pytest.mark.parametrize("make", [optax.adamw, optax.lion, optax.adafactor, optax.rmsprop])
@@ -105,6 +118,80 @@ def test_it_trains_as_without():
     assert dense < 0.1 * first and abs(quantized - dense) < 0.02 * first
 
 
+class Attention(NamedTuple):
+    """Parameters of which one is called as second moments are in some optimizers' states."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+
+# Optimizers whose states call signed averages `v` and `nu`, and sums of squares by other names.
+NAMES = {
+    "adan": optax.adan,
+    "sm3": optax.sm3,
+    "adadelta": optax.adadelta,
+    "dadapt": lambda _: optax.contrib.dadapt_adamw(1.0),
+    "adam": optax.adam,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_of_any_name(name):
+    params = Attention(*(normal((64, 64), seed) for seed in range(3)))
+    optimizer = NAMES[name](1e-2)
+    ours = hki.quantized_state(optimizer, "int8", BLOCK)
+    state, plain = jax.jit(ours.init)(params), optimizer.init(params)
+    for seed in range(3):
+        grads = jax.tree.map(lambda p, seed=seed: 0.1 * p + normal(p.shape, seed), params)
+        got, state = jax.jit(ours.update)(grads, state, params)
+        want, plain = jax.jit(optimizer.update)(grads, plain, params)
+    for a, b in zip(got, want, strict=True):
+        assert np.sqrt(np.mean((a - b) ** 2) / np.mean(np.square(b))) < 0.03
+
+
+def test_a_sequence_of_parameters_in_the_state_is_not_rounded():
+    """Schedule-free optimizers step from `z`, of which one step is less than a code of 8 bits."""
+    params = {"w": normal((64, 64))}
+    optimizer = hki.quantized_state(optax.contrib.schedule_free_adamw(1e-4), "int8", BLOCK)
+    state = optimizer.init(params)
+    assert (
+        sum(isinstance(x, hki.QuantizedBlocks) for x in hki.tree_leaves_with_implicit(state)) == 1
+    )  # `nu`
+    z = state.inner.z["w"]
+    np.testing.assert_array_equal(z, params["w"])
+    _, new = jax.jit(optimizer.update)(params, state, params)
+    np.testing.assert_allclose(new.inner.z["w"], z - 1e-4 * np.sign(z), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["trained", "aware", "qlora"])
+def test_moments_of_implicit_parameters(kind):
+    params, rule = {"w": normal((64, 64))}, QtRule(weight_qtype="int8")
+    make = {
+        "trained": lambda: hki.quantized_training(params, [rule]),
+        "aware": lambda: hki.quantization_aware(params, [rule]),
+        "qlora": lambda: hki.add_lora(hki.quantize_params(params), 0, rank=64),
+    }
+    params = make[kind]()
+    optimizer = hki.freeze_declared(hki.quantized_state(optax.adam(1e-2), "int8", BLOCK))
+    state = optimizer.init(params)
+    trained = sum(x.size for x in jax.tree.leaves(hki.partition(params)[0]))
+    held = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert held == 2 * (trained + 4 * trained // BLOCK) + 4
+    grads = hki.grad(lambda p: jnp.sum(jnp.ones((1, 64)) @ p["w"]))(params)
+    _, new = jax.jit(optimizer.update)(grads, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+def test_gradients_that_are_not_finite():
+    """Eagerly as compiled, they are no error: what skips such steps is around this."""
+    optimizer = hki.quantized_state(optax.adam(1e-2), "int8", BLOCK)
+    params = {"w": normal((64, 64))}
+    grads = {"w": jnp.asarray(params["w"]).at[0, 0].set(jnp.nan)}
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert np.isnan(updates["w"]).sum() == 1
+
+
 def test_with_what_is_frozen():
     params = {"w": hki.LoRA(normal((64, 64)), normal((64, 64), 1), normal((64, 64), 2))}
     optimizer = hki.freeze_declared(hki.quantized_state(optax.adam(1e-2), "int8"))
@@ -121,6 +208,10 @@ def test_with_what_is_frozen():
     [
         (dict(dtype="uint8"), "dtype: expected a symmetric format, got 'uint8'"),
         (dict(dtype="int5"), "dtype: expected one of"),
+        (
+            dict(dtype="int3", block=12),
+            "block: expected a multiple of 8 for codes of 'int3', got 12",
+        ),
         (dict(block=0), "block: expected a positive number, got 0"),
         (dict(min_size=True), "min_size: expected a positive number, got True"),
     ],

@@ -255,6 +255,14 @@ WAYS = {
               lambda x, w: dot_general(x, w, (((1,), (1,)), ((0,), (0,))), rule=INT8),
               (3, 4), (3, 4, 5)),
     "one of a batch": (lambda x, w: x @ w[1], lambda x, w: matmul(INT8)(x, w[1]), (3, 4), (2, 4, 5)),
+    "split": (lambda x, w: sum(x @ part for part in jnp.split(w, [2], axis=1)[1:]),
+              lambda x, w: matmul(INT8)(x, w[:, 2:]), (2, 4), (4, 5)),
+    "layers of a split": (lambda x, w: x @ jnp.split(w, 2)[1][0],
+                          lambda x, w: matmul(INT8)(x, w[1]), (3, 4), (2, 4, 5)),
+    "joined": (lambda x, w: x @ jnp.concatenate([w, 2 * w], axis=-1),
+               lambda x, w: matmul(INT8)(x, jnp.concatenate([w, 2 * w], axis=-1)), (3, 4), (4, 5)),
+    "normalized": (lambda x, w: x @ (-w / np.arange(1.0, 6)), lambda x, w: matmul(INT8)(
+        x, -w / np.arange(1.0, 6)), (3, 4), (4, 5)),
     "looked up": (lambda x, w: w[jnp.array([0, 2])], lambda x, w: w[jnp.array([0, 2])],
                   (1,), (4, 5)),
 }  # fmt: skip
@@ -275,12 +283,39 @@ def test_rearranged_weights_are_still_weights(way, with_key):
     np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=1e-5, atol=1e-5)
 
 
+WEIGHT_ONLY = QtRule(weight_qtype="int4")
+
+
 def test_what_is_no_product_sees_the_dense_weight():
     w = normal((4, 5), 0)
     wrapped = hki.TrainedQuantized(w, rules=(INT8,))
     with hki.materialization("allow"):
         close(hki.use_implicit_args(lambda w: (w * w).sum())(wrapped), (w * w).sum(), rtol=1e-6)
+        # An activation times a table of parameters is an activation, which is not to be rounded.
+        x, v = normal((4, 5), 1), hki.TrainedQuantized(normal((5, 3), 2), rules=(WEIGHT_ONLY,))
+        found = hki.use_implicit_args(lambda x, w, v: (x * w) @ v)(x, wrapped, v)
+        close(found, matmul(WEIGHT_ONLY)(x * w, v.value), rtol=1e-5)
     close(hki.materialize(wrapped), w)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_model_with_strict_promotion(dtype):
+    x, w = normal((3, 4), 0).astype(dtype), normal((4, 5), 1).astype(dtype)
+    wrapped = hki.TrainedQuantized(w, jax.random.key(0), rules=(NOISY,))
+    loss = lambda w: (hki.use_implicit_args(jnp.dot)(x, w) ** 2).sum()  # noqa: E731
+    expected = jax.grad(loss, allow_int=True)(wrapped).value
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax.grad(loss, allow_int=True)(wrapped).value
+    np.testing.assert_array_equal(np.float32(found), np.float32(expected))
+
+
+def test_the_stored_weight_of_an_einsum():
+    """It has three axes, as a kernel, but the rule is for products alone."""
+    rule = QtRule(op_names=("einsum",), weight_qtype="int8")
+    params = hki.quantized_training({"l": {"w": normal((4, 2, 3), 0)}}, [rule])
+    stored = hki.convert_trained(params)["l"]["w"]
+    assert isinstance(stored, hki.QuantizedMatrix)
+    close(hki.materialize(stored), params["l"]["w"].value, atol=0.03)
 
 
 # --- random rounding -----------------------------------------------------------------------------
