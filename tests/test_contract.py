@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.extend.core import primitives as jex
 
 import haiku_implicit as hki
-from haiku_implicit import _compat
+from haiku_implicit import _compat, _dispatch, _interpreter
 from tests import primitive_ops
 from tests.cases import CASES, SHAPE, matrix
 
@@ -66,6 +66,39 @@ def operations(table, without=(), alone=True):
         if alone
         or not (name in primitive_ops.SLOW_TO_COMPILE or isinstance(fun, primitive_ops.Both))
     }
+
+
+# Cases that meet all primitives. To the others a primitive without a rule is what it is to these: the
+# array is made dense (see `test_materialize_is_the_dense_twin`), and so they meet the rest alone.
+WHOLE = {"lora", "int8", "zeros", "constant", "outer"}
+
+
+def operations_of(name, table=None, **options):
+    """The operations for a case, of the table for its dtype if none is given."""
+    case = CASES[name]
+    ops = operations(TABLES[case.dtype] if table is None else table, **options)
+    if name in WHOLE or case.dtype != jnp.float32:
+        return ops
+    served = has_rules(type(case(1)))
+    return {label: fun for label, fun in ops.items() if named(label) in served}
+
+
+@functools.cache
+def has_rules(kind):
+    """The names of the primitives that a type has a rule for, or that have functions inside."""
+
+    def mentions(method):
+        types = (*method.signature.types, method.signature.varargs)
+        return any(isinstance(t, type) and t is not object and issubclass(kind, t) for t in types)
+
+    rules = {p.name for p, methods in _dispatch._rules.items() if any(map(mentions, methods))}
+    return rules | {primitive.name for primitive in _interpreter.HIGHER_ORDER}
+
+
+def named(label):
+    """The name that a primitive of the table has for itself."""
+    name = label.split("[")[0]
+    return getattr(primitive_named(name), "name", name)
 
 
 # --- the table itself ------------------------------------------------------------------------------
@@ -280,28 +313,24 @@ def test_materialize_is_the_dense_twin(name):
         np.testing.assert_array_equal(got, want)
 
 
-# With these, all functions of a primitive are run eagerly. With the others the first of each is, which is
-# enough to meet concrete arrays: rules are the same code in the body of a loop, where all of them run.
-WHOLLY_EAGER = {"lora", "int8", "int4 groups offset", "cache int8", "zeros", "constant", "outer"}
-
-
 @ALL
 def test_eager(name):
+    """Of each primitive all functions, or one: the others are the same code in a compiled program."""
     case, failures = CASES[name], Failures()
     w, twin, x = operands(name)
     want = dense_results(case.dtype, SHAPE)(twin, x)
-    for label, fun in operations(TABLES[case.dtype]).items():
-        if not (name in WHOLLY_EAGER or label.endswith("[0]")):
+    for label, fun in operations_of(name).items():
+        if not (name in WHOLE or label.endswith("[0]")):
             continue
         failures.compare(label, failures.run(label, on_implicit(fun), w, x), want[label])
     failures.check()
 
 
-@pytest.mark.parametrize("name", sorted(WHOLLY_EAGER))
+@ALL
 def test_jit(name):
     case, failures = CASES[name], Failures()
     w, twin, x = operands(name)
-    ops = operations(TABLES[case.dtype], alone=False)
+    ops = operations_of(name, alone=False)
     got = compiled({label: on_implicit(fun) for label, fun in ops.items()}, failures, w, x)
     failures.compare_all(got, dense_results(case.dtype, SHAPE)(twin, x))
 
@@ -311,7 +340,7 @@ def test_grad(name):
     case = CASES[name]
     without = primitive_ops.NOT_DIFFERENTIABLE
     without = without | primitive_ops.SINGULAR_DERIVATIVE if case.singular else without
-    ops = operations(TABLES[case.dtype], without, alone=False)
+    ops = operations_of(name, without=without, alone=False)
     check_gradients(ops, *operands(name))
 
 
@@ -340,7 +369,7 @@ def test_vmap_of_the_wrapped_function(name):
     case, failures = CASES[name], Failures()
     ws = case.stacked(1, 2)
     xs, want = on_both(case, [dense(case, case(seed)) for seed in (1, 2)])
-    ops = operations(TABLES[case.dtype], primitive_ops.NOT_BATCHABLE, alone=False)
+    ops = operations_of(name, without=primitive_ops.NOT_BATCHABLE, alone=False)
     ops = {label: jax.vmap(on_implicit(fun)) for label, fun in ops.items()}
     failures.compare_all(compiled(ops, failures, ws, xs), want)
 
@@ -350,7 +379,7 @@ def test_vmap_within_the_wrapped_function(name):
     """JAX batches before dispatch: the rules meet primitives with batch axes."""
     case, failures = CASES[name], Failures()
     w, xs, want = two_examples(name)
-    ops = operations(TABLES[case.dtype], primitive_ops.NOT_BATCHABLE, alone=False)
+    ops = operations_of(name, without=primitive_ops.NOT_BATCHABLE, alone=False)
     axes = (0 if case.batched else None, 0)
     ops = {label: on_implicit(jax.vmap(fun, axes)) for label, fun in ops.items()}
     failures.compare_all(compiled(ops, failures, w, xs), want)
@@ -361,7 +390,7 @@ def test_scan(name):
     """All operations in the body of one loop, over `w` where it can be sliced."""
     case, failures = CASES[name], Failures()
     w, xs, want = two_examples(name)
-    ops = operations(TABLES[case.dtype], alone=False)
+    ops = operations_of(name, alone=False)
 
     def loop(w, xs):
         def body(carry, slices):
@@ -386,12 +415,12 @@ def test_batch_axes(name, mode):
     """
     case, failures, shape = CASES[name], Failures(), (2, 1, *SHAPE)
     w, twin, x = operands(name, shape[:2])
-    ops = operations(primitive_ops.BATCHED)
+    ops = operations_of(name, primitive_ops.BATCHED)
     if mode == "eager":
         ops = {label: fun for label, fun in ops.items() if label.split("[")[0] in EAGERLY}
     if mode == "grad":
         without = primitive_ops.NOT_DIFFERENTIABLE  # what `dense_gradients` has
-        ops = operations(primitive_ops.BATCHED, without, alone=False)
+        ops = operations_of(name, primitive_ops.BATCHED, without=without, alone=False)
         return check_gradients(ops, w, twin, x)
     want = dense_results(case.dtype, shape)(twin, x)
     if mode == "vmap":
