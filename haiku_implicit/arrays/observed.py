@@ -107,11 +107,10 @@ def cast_observed(primitive: Any, w: Observed, **params: Any) -> Observed:
 @primitive_handler(["split", "slice"])
 def columns_observed(primitive: Any, w: Observed, **params: Any) -> Any:
     """Columns of a weight have the same inputs: a gate's, of a recurrent one."""
-    parts = primitive.bind(w.w, **params)
-    split = primitive.multiple_results
-    if any(part.shape[:-1] != w.shape[:-1] for part in (parts if split else [parts])):
+    out = primitive.bind(w.w, **params)
+    if any(part.shape[:-1] != w.shape[:-1] for part in jax.tree.leaves(out)):
         return NotImplemented
-    return [w._replace(w=part) for part in parts] if split else w._replace(w=parts)
+    return jax.tree.map(lambda part: w._replace(w=part), out)
 
 
 @primitive_handler(["mul", "div"])

@@ -402,7 +402,6 @@ def dot_with_quantized(
     primitive: Any, x: jax.Array, w: QuantizedMatrix, *, dimension_numbers: Any, **params: Any
 ) -> jax.Array:
     """A product with the codes, see `quantized_dot`."""
-    w = w._replace(codes=formats.in_own_dtype(w.codes, w._format))
     return quantized_dot(x, w, dimension_numbers, **params)
 
 
@@ -411,7 +410,6 @@ def dot_of_quantized(
     primitive: Any, w: QuantizedMatrix, x: jax.Array, *, dimension_numbers: Any, **params: Any
 ) -> jax.Array:
     """A product with the codes, see `quantized_dot`."""
-    w = w._replace(codes=formats.in_own_dtype(w.codes, w._format))
     return quantized_dot(x, w, dimension_numbers, q_first=True, **params)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from haiku_implicit._array import ImplicitArray, aux_field, frozen_field
+from haiku_implicit._array import ImplicitArray, aux_field, frozen_field, is_implicit
 from haiku_implicit._dispatch import primitive_handler
 from haiku_implicit._interpreter import materialize_array
 from haiku_implicit._transform import use_implicit_args
@@ -195,4 +195,4 @@ def _of_weight(primitive: Any, w: StaticQuantized, *others: jax.Array, **params:
         return w._replace(parts=tuple(parts), kind=kind, stats=stats, dtype=None)
 
     out = use_implicit_args(functools.partial(primitive.bind, **params))(w.weight, *others)
-    return list(map(kept, out)) if primitive.multiple_results else kept(out)
+    return jax.tree.map(kept, out, is_leaf=is_implicit)

@@ -189,10 +189,8 @@ def rearrange(primitive: Any, w: TrainedQuantized, *others: jax.Array, **params:
     out = on_batch_axes(primitive, w, *others, **params)
     if out is not NotImplemented:  # each matrix has keys and statistics of its own
         return out
-    values = primitive.bind(w.value, *others, **params)
-    parts = values if primitive.multiple_results else [values]
-    kept = [w.with_value(part) if part.ndim >= 2 else part for part in parts]
-    return kept if primitive.multiple_results else kept[0]
+    out = primitive.bind(w.value, *others, **params)
+    return jax.tree.map(lambda part: w.with_value(part) if part.ndim >= 2 else part, out)
 
 
 @primitive_handler(["mul", "div"])

@@ -298,13 +298,14 @@ void integer_part(const Integers& w, const Rounded& x, int64_t first, int64_t la
 }
 
 // Operands: x [batch, m, length], codes [..., stored], scale and offset (empty where there is none)
-// [..., groups], of which `order` says what the axes are. Result: [batch, m, rows]. `table` has the values of codes of four bits, or
-// of eight what is added to them to have no sign; values are these, less `bias`, times `unit`.
+// [..., groups], of which `order` says what the axes are. Result: [batch, m, rows]. `table` has the
+// values of codes of four bits, or of eight what is added to them to have no sign; values are these,
+// less `bias`, times `unit`.
 ffi::Error handle_integers(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
                            ffi::AnyBuffer scale, ffi::AnyBuffer offset,
                            ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Span<const int64_t> planes,
-                           ffi::Span<const int64_t> order, ffi::Span<const int64_t> table, int64_t bias, float unit,
-                           bool in_groups) {
+                           ffi::Span<const int64_t> order, ffi::Span<const int64_t> table,
+                           int64_t bias, float unit, bool in_groups) {
   const int64_t batch = x.dimensions()[0], m = x.dimensions()[1], length = x.dimensions()[2];
   const Layout layout{codes.dimensions(), order};
   Weights weights(codes, scale, layout, planes);

@@ -10,7 +10,7 @@ import numpy as np
 
 from haiku_implicit._array import dense_struct, is_implicit
 from haiku_implicit.kernels.matmul import quantized_matmul
-from haiku_implicit.quantization import functions
+from haiku_implicit.quantization import formats, functions
 from haiku_implicit.quantization.blocked import blocked_dot, blocks_of
 from haiku_implicit.quantization.rules import QtRule
 from haiku_implicit.quantization.sharded import left_to_partitioner, result_sharding
@@ -44,6 +44,10 @@ def quantized_dot(
     Returns:
       What `dot_general` of `x` and the dense `q` is, up to the order of its sums.
     """
+    if q.codes.dtype != formats.find(q.format).dtype:
+        # Who casts all floating leaves of a tree, as `jmp` does, casts codes of 8-bit floats as well;
+        # they lose nothing by it.
+        q = q._replace(codes=q.codes.astype(formats.find(q.format).dtype))
     operands = (q, x) if q_first else (x, q)
     params = dict(params, dimension_numbers=dimension_numbers)
     sharding = result_sharding(jax.lax.dot_general_p, operands, params)

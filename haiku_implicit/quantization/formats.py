@@ -268,15 +268,6 @@ def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, list[Pl
     return group, places
 
 
-def in_own_dtype(codes: jax.Array, fmt: Format) -> jax.Array:
-    """Stored codes in the dtype of their format, for what reads bytes.
-
-    Who casts all floating leaves of a tree, as `jmp` does, casts codes of 8-bit floats as well; they
-    lose nothing by it.
-    """
-    return codes if codes.dtype == fmt.dtype else codes.astype(fmt.dtype)
-
-
 # --- values ------------------------------------------------------------------------------------
 
 
