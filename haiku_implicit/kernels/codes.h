@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "xla/ffi/api/ffi.h"
+#include "call.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define HKI_AVX512
@@ -20,8 +20,6 @@
 #endif
 
 namespace {
-
-namespace ffi = xla::ffi;
 
 // --- vectors -------------------------------------------------------------------------------------
 
@@ -47,6 +45,9 @@ inline T load(const void* p) {
 }
 
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// What is called once for many products is not worth compiling wherever it is called.
+#define HKI_ONCE __attribute__((noinline))
 
 inline void store(float* p, Floats value) { std::memcpy(p, &value, sizeof(value)); }
 
@@ -183,12 +184,12 @@ inline Floats rounded(Floats value, Rounding to) {
 // Numbers as they are stored, read as float32.
 struct Numbers {
   const void* data;
-  ffi::DataType dtype;
+  XLA_FFI_DataType dtype;
 
   float operator[](int64_t i) const {
-    if (dtype == ffi::DataType::F32) return static_cast<const float*>(data)[i];
+    if (dtype == XLA_FFI_DataType_F32) return static_cast<const float*>(data)[i];
     const uint32_t bits = static_cast<const uint16_t*>(data)[i];
-    if (dtype == ffi::DataType::BF16) return as_float(bits << 16);
+    if (dtype == XLA_FFI_DataType_BF16) return as_float(bits << 16);
 #if defined(HKI_AVX512) || defined(HKI_AVX2)
     return _cvtsh_ss(static_cast<uint16_t>(bits));
 #else
@@ -200,11 +201,11 @@ struct Numbers {
   }
 
   // `count` of them from `first` on; in `memory`, if they have to be converted.
-  const float* floats(int64_t first, int64_t count, float* memory) const {
-    if (dtype == ffi::DataType::F32) return static_cast<const float*>(data) + first;
+  HKI_ONCE const float* floats(int64_t first, int64_t count, float* memory) const {
+    if (dtype == XLA_FFI_DataType_F32) return static_cast<const float*>(data) + first;
     const uint16_t* bits = static_cast<const uint16_t*>(data) + first;
     int64_t i = 0;
-    if (dtype == ffi::DataType::BF16)
+    if (dtype == XLA_FFI_DataType_BF16)
       for (; i < count; ++i) memory[i] = as_float(static_cast<uint32_t>(bits[i]) << 16);
 #if defined(HKI_AVX512)
     for (; i < count; i += 16) {
@@ -221,7 +222,7 @@ struct Numbers {
   }
 
   // The same with zeros up to whole vectors.
-  void read(int64_t first, int64_t count, float* out) const {
+  HKI_ONCE void read(int64_t first, int64_t count, float* out) const {
     const float* found = floats(first, count, out);
     if (found != out) std::copy_n(found, count, out);
     std::fill(out + count, out + round_up(count, kLanes), 0.0f);
@@ -229,7 +230,7 @@ struct Numbers {
 
   // Asks for the memory of `count` of them, of which the first is so many on.
   void prefetch(int64_t first, int64_t count) const {
-    const int64_t size = dtype == ffi::DataType::F32 ? 4 : 2;
+    const int64_t size = dtype == XLA_FFI_DataType_F32 ? 4 : 2;
     const char* at = static_cast<const char*>(data) + first * size;
     for (int64_t i = 0; i < count * size; i += 64) __builtin_prefetch(at + i);
   }
@@ -240,34 +241,33 @@ struct Numbers {
     return value;
   }
 
-  // Those of a buffer from an element on; none if it is empty.
-  static Numbers of(const ffi::AnyBuffer& buffer, int64_t first) {
-    const ffi::DataType dtype = buffer.element_type();
-    const int64_t size = dtype == ffi::DataType::F32 ? 4 : 2;
-    const char* data = static_cast<const char*>(buffer.untyped_data());
-    return {buffer.element_count() ? data + first * size : nullptr, dtype};
+  // Those of an array from an element on; none if it is empty.
+  static Numbers of(const Array& array, int64_t first) {
+    const int64_t size = array.dtype == XLA_FFI_DataType_F32 ? 4 : 2;
+    const char* data = static_cast<const char*>(array.data);
+    return {array.size() ? data + first * size : nullptr, array.dtype};
   }
 };
 
 // The axes of codes, scales and offsets [..., last] that a batch of matrices has, and then that of the
 // rows. Vectors along the last one are counted in the order of memory.
 struct Layout {
-  ffi::Span<const int64_t> dimensions, order;
+  List<int64_t> dimensions, order;
 
-  int64_t axis(size_t i) const { return dimensions[order[i]]; }
-  int64_t rows() const { return axis(order.size() - 1); }
+  int64_t axis(int64_t i) const { return dimensions[order[i]]; }
+  int64_t rows() const { return axis(order.size - 1); }
   // How many vectors on the next index of an axis is.
-  int64_t step(size_t i) const {
+  int64_t step(int64_t i) const {
     int64_t vectors = 1;
-    for (size_t inner = order[i] + 1; inner + 1 < dimensions.size(); ++inner)
+    for (int64_t inner = order[i] + 1; inner + 1 < dimensions.size; ++inner)
       vectors *= dimensions[inner];
     return vectors;
   }
-  int64_t step() const { return step(order.size() - 1); }
+  int64_t step() const { return step(order.size - 1); }
   // The vector that a matrix of the batch starts with.
   int64_t first(int64_t b) const {
     int64_t vector = 0;
-    for (size_t i = order.size() - 1; i-- > 0; b /= axis(i)) vector += b % axis(i) * step(i);
+    for (int64_t i = order.size - 1; i-- > 0; b /= axis(i)) vector += b % axis(i) * step(i);
     return vector;
   }
 };
@@ -284,19 +284,18 @@ struct Weights {
   int64_t planes[2];   // how many bits of a code each has, lowest first; 0 if there is no second one
 
   // Of codes [..., stored] and scales [..., groups]. What else there is, is set later.
-  Weights(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const Layout& layout,
-          ffi::Span<const int64_t> of_planes)
-      : codes(static_cast<const uint8_t*>(codes.untyped_data())),
+  Weights(const Array& codes, const Array& scale, const Layout& layout, List<int64_t> of_planes)
+      : codes(static_cast<const uint8_t*>(codes.data)),
         rows(layout.rows()),
         step(layout.step()),
-        stored(codes.dimensions().back()),
-        groups(scale.dimensions().back()) {
-    std::copy_n(of_planes.begin(), 2, planes);
+        stored(codes.shape.back()),
+        groups(scale.shape.back()) {
+    std::copy_n(of_planes.data, 2, planes);
     group = stored * 8 / bits() / groups;
   }
 
   // The matrix that starts with a vector.
-  Weights from(int64_t first, const ffi::AnyBuffer& scales, const ffi::AnyBuffer& offsets) const {
+  Weights from(int64_t first, const Array& scales, const Array& offsets) const {
     Weights one = *this;
     one.codes += first * stored;
     one.scale = Numbers::of(scales, first * groups);
@@ -312,7 +311,7 @@ struct Weights {
     return offset.data ? offset[row * step * groups + group] : 0;
   }
   // The scales of `count` rows, one after another; in `memory`, if they are not stored so.
-  const float* scales(int64_t row, int64_t count, float* memory) const {
+  HKI_ONCE const float* scales(int64_t row, int64_t count, float* memory) const {
     if (step == 1) return scale.floats(row * groups, count * groups, memory);
     for (int64_t i = 0; i < count; ++i)
       for (int64_t group = 0; group < groups; ++group)
@@ -471,17 +470,6 @@ void decode_row(const Weights& w, int64_t row, int64_t first, int64_t last, floa
 using DecodeRow = void (*)(const Weights&, int64_t, int64_t, int64_t, float*);
 constexpr DecodeRow kDecodeRow[] = {decode_row<kTable16>, decode_row<kSigned>,
                                     decode_row<kUnsigned>, decode_row<kE4M3>, decode_row<kE5M2>};
-
-// What all products have: activations, codes, scales and offsets, and a result.
-inline auto bind_product() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .Arg<ffi::Buffer<ffi::F32>>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Ret<ffi::Buffer<ffi::F32>>();
-}
 
 }  // namespace
 

@@ -301,44 +301,36 @@ void integer_part(const Integers& w, const Rounded& x, int64_t first, int64_t la
 // [..., groups], of which `order` says what the axes are. Result: [batch, m, rows]. `table` has the
 // values of codes of four bits, or of eight what is added to them to have no sign; values are these,
 // less `bias`, times `unit`.
-ffi::Error handle_integers(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
-                           ffi::AnyBuffer scale, ffi::AnyBuffer offset,
-                           ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Span<const int64_t> planes,
-                           ffi::Span<const int64_t> order, ffi::Span<const int64_t> table,
-                           int64_t bias, float unit, bool in_groups) {
-  const int64_t batch = x.dimensions()[0], m = x.dimensions()[1], length = x.dimensions()[2];
-  const Layout layout{codes.dimensions(), order};
-  Weights weights(codes, scale, layout, planes);
+void handle(const Call& call) {
+  const Array x = call.operand(0), codes = call.operand(1), scale = call.operand(2);
+  const Array offset = call.operand(3), y = call.result(0);
+  const int64_t batch = x.shape[0], m = x.shape[1], length = x.shape[2];
+  const Layout layout{codes.shape, call.list<int64_t>("order")};
+  Weights weights(codes, scale, layout, call.list<int64_t>("planes"));
   weights.length = length;
+  const List<int64_t> table = call.list<int64_t>("table");
   Integers w{weights};
-  for (int i = 0; i < kWide; ++i) w.table[i] = table[i % table.size()];
-  w.bias = bias, w.unit = unit;
+  for (int i = 0; i < kWide; ++i) w.table[i] = table[i % table.size];
+  w.bias = call.number<int64_t>("bias");
+  w.unit = call.number<float>("unit");
+  const bool in_groups = call.number<bool>("in_groups");
   const int64_t products = weights.rows * length * m / 4;  // (fast ones)
-  over_batch(batch, products, pool.num_threads(), true, [&](int64_t b, Team team) {
+  over_batch(batch, products, call.threads(), true, [&](int64_t b, Team team) {
     Integers one = w;
     one.w = weights.from(layout.first(b), scale, offset);
     Rounded rounded(one, m);
     rounded.place(scratch<1>(rounded.size()));
     team.each(m, [&](int64_t row) {
-      round_row(one, x.typed_data() + (b * m + row) * length, row, in_groups,
-                rounded);
+      round_row(one, x.floats() + (b * m + row) * length, row, in_groups, rounded);
     });
-    float* out = y->typed_data() + b * m * weights.rows;
+    float* out = y.floats() + b * m * weights.rows;
     const int64_t size = std::clamp<int64_t>(kInCache / weights.stored / 4 * 4, 4, 384);
     team.parts(weights.rows, 4, size, [&](int64_t first, int64_t last) {
       (weights.nibbles() ? integer_part<true> : integer_part<false>)(one, rounded, first, last, out);
     });
   });
-  return ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(IntegerMatmul, handle_integers,
-                              bind_product()
-                                  .Attr<ffi::Span<const int64_t>>("planes")
-                                  .Attr<ffi::Span<const int64_t>>("order")
-                                  .Attr<ffi::Span<const int64_t>>("table")
-                                  .Attr<int64_t>("bias")
-                                  .Attr<float>("unit")
-                                  .Attr<bool>("in_groups"));
+HKI_DEFINE_HANDLER(IntegerMatmul, handle)

@@ -79,12 +79,16 @@ class Few {
     static_assert(M * R % 4 == 0);
     float all[M * R];
     for (int i = 0; i < M * R; i += 4) sum_four(&sums[0][0] + i, all + i);
+    write(all, y);
+  }
+
+ private:
+  HKI_ONCE void write(const float* all, float* y) const {
     for (int m = 0; m < M; ++m)
       for (int r = 0; r < R; ++r)
         if (m < x_.rows && first_ + r < w_.rows) y[m * w_.rows + first_ + r] = all[m * R + r];
   }
 
- private:
   const Weights& w_;
   const Activations& x_;
   int64_t first_;
@@ -449,38 +453,27 @@ void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float
 // none) [..., groups], of which `order` says what the axes are. Results: y [batch, m, length or rows], and
 // memory to pack x in, for products along the groups: the transpose of `kMany` rows, or all up to `kFew`
 // rows, `kApart` more apart.
-ffi::Error handle(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
-                  ffi::AnyBuffer scale, ffi::AnyBuffer offset,
-                  ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Result<ffi::Buffer<ffi::F32>> packed,
-                  int64_t kind, int64_t rounding, int64_t bias, bool along_rows,
-                  ffi::Span<const int64_t> planes, ffi::Span<const int64_t> order,
-                  ffi::Span<const float> table) {
-  const int64_t batch = x.dimensions()[0], m = x.dimensions()[1], in = x.dimensions()[2];
-  const int64_t out = y->dimensions()[2];
-  const Layout layout{codes.dimensions(), order};
-  Weights w(codes, scale, layout, planes);
+void handle(const Call& call) {
+  const Array x = call.operand(0), codes = call.operand(1), scale = call.operand(2);
+  const Array offset = call.operand(3), y = call.result(0), packed = call.result(1);
+  const bool along_rows = call.number<bool>("along_rows");
+  const auto kind = static_cast<Kind>(call.number<int64_t>("kind"));
+  const int64_t batch = x.shape[0], m = x.shape[1], in = x.shape[2], out = y.shape[2];
+  const Layout layout{codes.shape, call.list<int64_t>("order")};
+  Weights w(codes, scale, layout, call.list<int64_t>("planes"));
   w.length = along_rows ? out : in;
-  w.table = table.begin(), w.bias = bias;
-  w.rounding = static_cast<Rounding>(rounding);
+  w.table = call.list<float>("table").data;
+  w.bias = call.number<int64_t>("bias");
+  w.rounding = static_cast<Rounding>(call.number<int64_t>("rounding"));
   const int64_t products = w.rows * w.length * std::min(m, kFew);
-  over_batch(batch, products, pool.num_threads(), m <= kFew, [&](int64_t b, Team team) {
-    const Activations rows{x.typed_data() + b * m * in, m, in, in};
-    float* memory = packed->typed_data() + (m <= kFew ? b * m * (in + kApart) : 0);
-    matmul(w.from(layout.first(b), scale, offset), static_cast<Kind>(kind), along_rows, rows, memory,
-           y->typed_data() + b * m * out, team);
+  over_batch(batch, products, call.threads(), m <= kFew, [&](int64_t b, Team team) {
+    const Activations rows{x.floats() + b * m * in, m, in, in};
+    float* memory = packed.floats() + (m <= kFew ? b * m * (in + kApart) : 0);
+    matmul(w.from(layout.first(b), scale, offset), kind, along_rows, rows, memory,
+           y.floats() + b * m * out, team);
   });
-  return ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizedMatmul, handle,
-                              bind_product()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("kind")
-                                  .Attr<int64_t>("rounding")
-                                  .Attr<int64_t>("bias")
-                                  .Attr<bool>("along_rows")
-                                  .Attr<ffi::Span<const int64_t>>("planes")
-                                  .Attr<ffi::Span<const int64_t>>("order")
-                                  .Attr<ffi::Span<const float>>("table"));
+HKI_DEFINE_HANDLER(QuantizedMatmul, handle)

@@ -18,6 +18,21 @@
 
 namespace haiku_implicit {
 
+// A function of an index, which is compiled once and called through a pointer.
+class Task {
+ public:
+  template <typename Function>
+  Task(const Function& function)
+      : call_([](const void* of, int64_t i) { (*static_cast<const Function*>(of))(i); }),
+        of_(&function) {}
+
+  void operator()(int64_t i) const { call_(of_, i); }
+
+ private:
+  void (*call_)(const void*, int64_t);
+  const void* of_;
+};
+
 // (Hidden: libraries of other versions in this process have their own.)
 class __attribute__((visibility("hidden"))) Threads {
  public:
@@ -34,7 +49,6 @@ class __attribute__((visibility("hidden"))) Threads {
   }
 
   // Runs `task(i)` for all i < count, here and on others. If they serve another call, here alone.
-  template <typename Task>
   void run(int64_t count, const Task& task) {
     const std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
     if (!mine || count < 2) {
@@ -43,7 +57,6 @@ class __attribute__((visibility("hidden"))) Threads {
     }
     const uint64_t before = next_ >> 32;
     next_ = before << 32 | kIndex;  // nothing is taken while the call is written down
-    call_ = [](const void* of, int64_t i) { (*static_cast<const Task*>(of))(i); };
     task_ = &task, count_ = static_cast<uint32_t>(count), done_ = 0;
     next_ = before + 1 << 32;
     if (asleep_) {
@@ -73,10 +86,9 @@ class __attribute__((visibility("hidden"))) Threads {
   // that were taken, and none is taken if another call came after what was read of this one.
   void take() {
     for (uint64_t next = next_; (next & kIndex) < count_;) {
-      const auto call = call_.load();
-      const void* const task = task_;
+      const Task* const task = task_;
       if (!next_.compare_exchange_weak(next, next + 1)) continue;
-      call(task, next & kIndex);
+      (*task)(next & kIndex);
       ++done_;
       next = next_;
     }
@@ -122,8 +134,7 @@ class __attribute__((visibility("hidden"))) Threads {
   std::atomic<uint64_t> next_{0};  // the number of the call, and in the low half that of its next task
   std::atomic<int64_t> done_{0};
   std::atomic<uint32_t> count_{0};
-  std::atomic<void (*)(const void*, int64_t)> call_{nullptr};
-  std::atomic<const void*> task_{nullptr};
+  std::atomic<const Task*> task_{nullptr};
 };
 
 }  // namespace haiku_implicit
@@ -132,7 +143,7 @@ namespace {
 
 // Memory of this thread, which later calls use again; another one for each `of`.
 template <int of = 0>
-float* scratch(size_t size) {
+__attribute__((noinline)) float* scratch(size_t size) {
   struct Free {
     void operator()(float* p) const { std::free(p); }
   };
@@ -150,18 +161,17 @@ struct Team {
   int64_t threads;
 
   // Runs `task(i)` for all i < count.
-  template <typename Task>
-  void each(int64_t count, const Task& task) const {
+  void each(int64_t count, const haiku_implicit::Task& task) const {
     if (threads > 1) return haiku_implicit::Threads::get().run(count, task);
     for (int64_t i = 0; i < count; ++i) task(i);
   }
 
   // Runs `task(first, last)` for parts of `size` (a multiple of `unit`) of `n`, at least two for each.
-  template <typename Task>
-  void parts(int64_t n, int64_t unit, int64_t size, const Task& task) const {
+  template <typename Function>
+  void parts(int64_t n, int64_t unit, int64_t size, const Function& function) const {
     while (size > unit && n < 2 * threads * size) size -= unit;
     each((n + size - 1) / size,
-         [&](int64_t i) { task(i * size, std::min(n, (i + 1) * size)); });
+         [&](int64_t i) { function(i * size, std::min(n, (i + 1) * size)); });
   }
 };
 
@@ -171,15 +181,13 @@ inline int64_t worthwhile(int64_t threads, int64_t products) {
   return std::min({threads, haiku_implicit::Threads::count(), 1 + products / kWorth});
 }
 
-// Runs `task(b, team)` for a batch of matrices, of so many products each. Threads share a matrix or, if
-// there are many small ones, and these may be `apart`, the batch.
-template <typename Task>
-void over_batch(int64_t batch, int64_t products, int64_t threads, bool apart, const Task& task) {
-  const int64_t of_one = worthwhile(threads, products);
-  const int64_t of_all = worthwhile(threads, batch * products);
-  if (apart && of_one == 1 && of_all > 1)
-    return Team{of_all}.each(batch, [&](int64_t b) { task(b, Team{1}); });
-  for (int64_t b = 0; b < batch; ++b) task(b, Team{of_one});
+// Runs `function(b, team)` for a batch of matrices, of so many products each. Threads share a matrix or,
+// if there are many small ones, and these may be `apart`, the batch.
+template <typename Function>
+void over_batch(int64_t batch, int64_t products, int64_t threads, bool apart, const Function& function) {
+  Team of_one{worthwhile(threads, products)}, of_all{1};
+  if (apart && of_one.threads == 1) of_all.threads = worthwhile(threads, batch * products);
+  of_all.each(batch, [&](int64_t b) { function(b, of_one); });
 }
 
 }  // namespace
