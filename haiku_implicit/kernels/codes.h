@@ -306,9 +306,10 @@ struct Weights {
   int64_t bits() const { return planes[0] + planes[1]; }
   int64_t row_bytes() const { return step * stored; }  // from one row to the next
   const uint8_t* end() const { return codes + (rows - 1) * row_bytes() + stored; }
-  float scale_at(int64_t row, int64_t group) const { return scale[row * step * groups + group]; }
+  int64_t scales_before(int64_t row) const { return row * step * groups; }
+  float scale_at(int64_t row, int64_t group) const { return scale[scales_before(row) + group]; }
   float offset_at(int64_t row, int64_t group) const {
-    return offset.data ? offset[row * step * groups + group] : 0;
+    return offset.data ? offset[scales_before(row) + group] : 0;
   }
   // The scales of `count` rows, one after another; in `memory`, if they are not stored so.
   HKI_ONCE const float* scales(int64_t row, int64_t count, float* memory) const {

@@ -211,13 +211,15 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
   for (; first < last; first += R) {
     Floats total[M][R] = {};
     const uint8_t* codes[R];
-    w.scale.prefetch((first + 8 * R) * w.step * w.groups, R * w.groups);
-    if (w.offset.data) w.offset.prefetch((first + 8 * R) * w.step * w.groups, R * w.groups);
+    const int64_t soon = w.scales_before(first + 8 * R);
+    w.scale.prefetch(soon, R * w.groups);
+    if (w.offset.data) w.offset.prefetch(soon, R * w.groups);
     for (int r = 0; r < R; ++r) {
       const int64_t row = std::min(first + r, w.rows - 1);
       codes[r] = w.codes + row * w.row_bytes();
-      w.scale.read(row * w.step * w.groups, w.groups, scales + r * groups);
-      if (w.offset.data) w.offset.read(row * w.step * w.groups, w.groups, offsets + r * groups);
+      const int64_t at = w.scales_before(row);
+      w.scale.read(at, w.groups, scales + r * groups);
+      if (w.offset.data) w.offset.read(at, w.groups, offsets + r * groups);
     }
     const auto add = [&](Ints (&sums)[M][R], int64_t byte, int64_t v) {
       Wide values[R][P];

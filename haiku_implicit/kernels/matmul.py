@@ -10,6 +10,7 @@ passes that straight through, and is the product of the tangent as it is.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from haiku_implicit import _compat
 from haiku_implicit._array import is_implicit
 from haiku_implicit.kernels import native_matmul, pallas_matmul
 from haiku_implicit.kernels.layout import Order, matrices, sizes
+from haiku_implicit.quantization.blocked import slices
 from haiku_implicit.quantization.operands import (
     Operand,
     quantize_rows,
@@ -36,9 +38,9 @@ if TYPE_CHECKING:
 
 quantized_matmul_p = Primitive("quantized_matmul")
 
-# The matrix is dequantized in so many blocks of rows, of at least so many elements.
-_NUM_BLOCKS = 16
-_BLOCK = 1 << 16
+# Of the matrix at most this part is dense at a time, scales included; and at least so many elements.
+_DENSE = 1 / 9
+_BLOCK = 1 << 15
 
 
 def quantized_matmul(
@@ -156,17 +158,15 @@ def _over_blocks(
     All are of the same size; the last one may start before `done`, where the one before it stopped.
     """
     rows = q.codes.shape[-2]
-    count = max(min(q.size // _BLOCK, _NUM_BLOCKS, rows), 1)
+    part = max(_DENSE - q.scale.size / q.size, _DENSE / 4)
+    count = max(min(q.size // _BLOCK, math.ceil(1 / part), rows), 1)
     if count == 1:
         return block(out, 0, 0, q)
     size = -(-rows // count)
 
     def body(out: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
         start = jnp.minimum(i * size, rows - size)
-        part = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=-2), q
-        )
-        return block(out, start, i * size, part), None
+        return block(out, start, i * size, slices(q, start, size, axis=-2)), None
 
     return jax.lax.scan(body, out, jnp.arange(-(-rows // size)))[0]
 

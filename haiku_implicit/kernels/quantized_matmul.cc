@@ -137,7 +137,8 @@ void few_rows(const Weights& w, const Activations& x, DecodeRow, int64_t first, 
     for (int r = 0; r < R; ++r) {
       codes[r] = w.codes + few.row(r) * w.row_bytes();
       scale[r] = scales + (few.row(r) - begin) * w.groups;
-      if (w.offset.data) w.offset.read(few.row(r) * w.step * w.groups, w.groups, offsets + r * groups);
+      if (w.offset.data)
+        w.offset.read(w.scales_before(few.row(r)), w.groups, offsets + r * groups);
     }
     for (int64_t group = 0, at = 0, k = 0; group < w.groups; ++group, k = group * w.group) {
       typename Few<M, R>::Sums part = {};

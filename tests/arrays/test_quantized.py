@@ -339,7 +339,7 @@ def in_blocks(request, monkeypatch):
         return
     monkeypatch.setenv("HAIKU_IMPLICIT_NATIVE", "0")
     monkeypatch.setattr(matmul, "_BLOCK", 1)
-    monkeypatch.setattr(matmul, "_NUM_BLOCKS", 4)
+    monkeypatch.setattr(matmul, "_DENSE", 1 / 4)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -348,16 +348,20 @@ def test_strict_promotion_of_a_model(axis, path):
 
 
 @pytest.mark.parametrize("axis", [-2, -1])
-@pytest.mark.parametrize("rows", [1, 8])
-def test_memory(rows, axis, path):
-    """What a product and its derivatives take is at most an eighth of the dense weight."""
-    make = lambda: quantized("uint4", 1024, 32, axis, rows=1027)  # noqa: E731
+@pytest.mark.parametrize("name,rows", [("uint4", 1), ("uint4", 8), ("fp8_e4m3", 1)])
+def test_memory(name, rows, axis, path):
+    """What a product and its derivatives take is at most an eighth of the dense weight.
+
+    Without the kernel XLA needs another quarter for codes that are floats: a copy of them, as bytes.
+    """
+    make = lambda: quantized(name, 1024, 32, axis, rows=1027)  # noqa: E731
     q = jax.eval_shape(make)
+    most = 1 / 8 + (1 / 4 if path == "no kernel" and name.startswith("fp8") else 0)
     x = jax.ShapeDtypeStruct((rows, q.shape[0]), jnp.float32)
     by_x = jax.grad(lambda x, q: jnp.sin(product(q, x)).sum())
     for f in (lambda x, q: product(q, x), by_x):
         memory = jax.jit(f).lower(x, q).compile().memory_analysis()
-        assert memory.temp_size_in_bytes <= q.size * 4 / 8
+        assert memory.temp_size_in_bytes <= q.size * 4 * most
 
 
 # --- which path ----------------------------------------------------------------------------------
