@@ -52,9 +52,8 @@ def codes_of(x, qtype, axes):
     scale = np.abs(x).max(axes, keepdims=True) * np.float32(1 / bound)
     relative = x * (np.float32(1) / scale)
     if qtype in FLOATS:
-        # The cast is that of JAX, which rounds twice in older versions.
-        codes = jnp.asarray(np.clip(relative, -bound, bound)).astype(FLOATS[qtype])
-        return np.asarray(codes).astype(np.float64), scale
+        codes = np.clip(relative, -bound, bound).astype(FLOATS[qtype])
+        return codes.astype(np.float64), scale
     codes = np.clip(np.round(relative), -np.ceil(bound), np.floor(bound))
     return codes.astype(np.float64), scale
 
