@@ -60,7 +60,7 @@ class _Inferred:
         explicit = instance.__dict__.get(self.slot)
         if explicit is None:
             return getattr(instance.aval, self.name)
-        return jax.dtypes.canonicalize_dtype(explicit) if self.name == "dtype" else explicit
+        return _canonical(explicit) if self.name == "dtype" else explicit
 
     def __set__(self, instance: Any, value: Any) -> None:
         given = None if value is None or value is self else self.normalize(value)
@@ -73,6 +73,16 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
         return tuple(int(n) for n in ((shape,) if np.ndim(shape) == 0 else shape))
     except (TypeError, ValueError):
         raise TypeError(f"shape: expected a sequence of integers, got {shape!r}") from None
+
+
+def _as_dtype(dtype: Any) -> Any:
+    """NumPy's dtype, or JAX's own where it is one of random keys."""
+    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+
+
+def _canonical(dtype: Any) -> Any:
+    """The dtype that JAX has in place of this one: 32 bits of 64, but in x64 mode."""
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -135,7 +145,7 @@ class ImplicitArray(abc.ABC):
         metadata=_STATIC,
     )
     dtype: Any = dataclasses.field(
-        default=_Inferred("dtype", np.dtype), kw_only=True, metadata=_STATIC
+        default=_Inferred("dtype", _as_dtype), kw_only=True, metadata=_STATIC
     )
 
     def __init_subclass__(
@@ -458,7 +468,7 @@ def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
             ) from None
         shape = out.shape if shape is None else shape
         dtype = out.dtype if dtype is None else dtype
-    return jax.core.ShapedArray(_as_shape(shape), jax.dtypes.canonicalize_dtype(dtype))
+    return jax.core.ShapedArray(_as_shape(shape), _canonical(dtype))
 
 
 def _empty_names(x: ImplicitArray) -> list[str]:

@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -43,7 +44,7 @@ def input_moments(
     Returns:
       For each target that is multiplied as `x @ w` its path (`module/name`) and, for all inputs x
       `[n, k]` of all batches, the sum of xᵀx: `[k, k]` float32, or `[layers, k, k]` where layers are
-      stacked.
+      stacked. A warning names the other targets.
 
     Raises:
       ValueError: for targets that match nothing, no batches, or outputs that are not floating.
@@ -141,7 +142,20 @@ def _collect(
             found = new if found is None else jax.tree.map(join, found, new)
     if found is None:
         raise ValueError("batches: expected at least one, got none")
-    return {path: x for path, x in found.items() if bool((x != 0).any())}
+    seen = {path: x for path, x in found.items() if bool((x != 0).any())}
+    _warn_of_unseen([path for path in shapes if path not in seen], len(shapes))
+    return seen
+
+
+def _warn_of_unseen(unseen: list[str], count: int) -> None:
+    if unseen:
+        warnings.warn(
+            f"inputs of {len(unseen)} of {count} weights were not seen: none of these is multiplied as "
+            "x @ w, w [n, m], where there is a gradient (tables that are looked up are not, nor are "
+            f"weights of more axes in an einsum), or only zeros were: {', '.join(unseen[:10])}"
+            f"{', ...' if len(unseen) > 10 else ''}. Leave them out by targets=",
+            stacklevel=4,
+        )
 
 
 def quantize_with_inputs(
@@ -179,8 +193,8 @@ def quantize_with_inputs(
       were multiplied by.
 
     Raises:
-      ValueError: for a path that `params` have no dense weight at, inputs that are not finite or are
-        those of another method, options that do not fit.
+      ValueError: for no inputs at all, a path that `params` have no dense weight at, inputs that are
+        not finite or are those of another method, options that do not fit.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -202,6 +216,12 @@ def quantize_with_inputs(
         raise ValueError(
             f"method: {method!r} is for activations that are quantized, too: expected "
             "activation='int8' or the like, got None"
+        )
+    if not inputs:
+        raise ValueError(
+            f"inputs: expected what input_{of_inputs} says of one weight or more, got nothing: no "
+            "weight [n, m] of the model is multiplied as x @ w where there is a gradient; "
+            "quantize_params quantizes others, without inputs"
         )
     found: set[str] = set()
 

@@ -277,7 +277,7 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
         events.replay(log)
         return out
     new = _retrace(closed, operands)
-    places: list[Any] = [_structure.free_summand(y) if is_implicit(y) else 0 for y in new.out]
+    places: list[Any] = list(map(_place_of_tangent, new.out))
     if None in places:
         target = [dense_struct(y) if i is None else y for y, i in zip(new.out, places, strict=True)]
         reason = f"the derivative rule of {primitive.name!r} knows dense arrays alone"
@@ -298,11 +298,31 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
         if not any(map(is_implicit, new.out)):
             return dense, dots
         out = new.rebuild(fun(primals[0]))
+        for y, i in zip(out, places, strict=True):
+            if i == _REFUSED:
+                materialize_array(y)  # says so again, now that it matters
         dots = map(_structure.tangent_leaves, out, dots, places)
         return jax.tree_util.tree_leaves(out), [dot for leaves in dots for dot in leaves]
 
     fun.defjvp(jvp, symbolic_zeros=True)
     return new.rebuild(fun(operands))
+
+
+_REFUSED = -1
+
+
+def _place_of_tangent(y: Any) -> int | None:
+    """Which leaf of a result takes its tangent, if any can; `_REFUSED` where there is none to take.
+
+    That is so for a type that refuses to be dense (quantities with units): undifferentiated, it has
+    no need to be.
+    """
+    if not is_implicit(y):
+        return 0
+    try:
+        return _structure.free_summand(y)
+    except Exception:  # whatever its `materialize` raises
+        return _REFUSED
 
 
 def _differentiable(x: Any) -> bool:

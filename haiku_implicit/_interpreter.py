@@ -97,8 +97,13 @@ def densify(x: Any, primitive_name: str, reason: str = "") -> Any:
     """A dense array for `x`, visibly (the reason if not that there is no rule for the primitive)."""
     if not is_implicit(x):
         return x
-    events.emit(events.describe(primitive_name, x, reason))
-    return materialize_array(x)
+    event = events.describe(primitive_name, x, reason)
+    events.emit(event)
+    try:
+        return materialize_array(x)
+    except Exception as error:  # a type may refuse to be dense: who asked for it?
+        error.add_note(f"{event.type_name} was to be materialized, because {event.cause}.")
+        raise
 
 
 def materialize_array(x: Any) -> jax.Array:

@@ -8,7 +8,6 @@ delivers the recorded events anew, so that counts, warnings and errors do not de
 import contextlib
 import contextvars
 import dataclasses
-import math
 import os
 import threading
 import traceback
@@ -18,7 +17,6 @@ from typing import Any, Literal
 
 import haiku as hk
 import jax
-import numpy as np
 from jax.extend import source_info_util
 
 Policy = Literal["allow", "warn", "error"]
@@ -42,6 +40,7 @@ class Materialization:
       type_name: the name of the implicit type.
       shape: its dense shape.
       dtype: the name of its dense dtype.
+      nbytes: the bytes of the dense array.
       file: the file of the user's own line that led to the primitive.
       line: that line's number.
       module: the path of the Haiku module (JAX's name stack), `''` outside any.
@@ -53,6 +52,7 @@ class Materialization:
     type_name: str
     shape: tuple[int, ...]
     dtype: str
+    nbytes: int
     file: str
     line: int
     module: str
@@ -60,24 +60,25 @@ class Materialization:
     reason: str = ""
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of the dense array."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-    @property
     def place(self) -> tuple[str, str, str, int]:
         """What makes two events the same: primitive, type, file and line."""
         return (self.primitive, self.type_name, self.file, self.line)
 
-    def __str__(self) -> str:
-        where = f"{self.file}:{self.line}" + (f", in module {self.module}" if self.module else "")
-        shape = ",".join(map(str, self.shape))
+    @property
+    def cause(self) -> str:
+        """Why it had to be dense, and where, if that is known."""
+        where = [f"{self.file}:{self.line}"] if self.file else []
+        where += [f"in module {self.module}"] if self.module else []
         reason = self.reason or f"no rule handles it in {self.primitive!r}"
+        return f"{reason} ({', '.join(where)})" if where else reason
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
         accept = "ccept it with haiku_implicit.materialization('allow')."
         way = "A" if self.reason else "Add one with haiku_implicit.primitive_handler, or a"
         return (
             f"{self.type_name} {self.dtype}[{shape}] was materialized ({self.nbytes:,} bytes), because "
-            f"{reason} ({where}). {way}{accept}"
+            f"{self.cause}. {way}{accept}"
         )
 
 
@@ -254,18 +255,19 @@ def is_of_jax(jaxpr: Any) -> bool:
     return place.startswith(_LIBRARIES[0])
 
 
-def describe(primitive_name: str, x: object, reason: str = "") -> Materialization:
+def describe(primitive_name: str, x: Any, reason: str = "") -> Materialization:
     """The event for operand `x` (an implicit array) of a primitive, at the present equation."""
     file, line, module = _here()
     return Materialization(
         primitive=primitive_name,
         type_name=type(x).__name__,
-        shape=tuple(x.shape),  # type: ignore[attr-defined]
-        dtype=np.dtype(x.dtype).name,  # type: ignore[attr-defined]
+        shape=tuple(x.shape),
+        dtype=x.dtype.name,
+        nbytes=x.size * x.dtype.itemsize,
         file=file,
         line=line,
         module=module,
-        quiet=not type(x).warn_on_materialize,  # type: ignore[attr-defined]
+        quiet=not type(x).warn_on_materialize,
         reason=reason,
     )
 

@@ -83,7 +83,7 @@ class Coerce:
     def __init__(self, targets: Sequence[Any], name: str, reason: str = ""):
         self.targets, self.name, self.reason = list(targets), name, reason
         leaves, treedef = jax.tree_util.tree_flatten(self.targets)
-        avals = ((x.shape, np.dtype(x.dtype).name, _compat.varying(x)) for x in leaves)
+        avals = ((x.shape, x.dtype, _compat.varying(x)) for x in leaves)
         self.key = (treedef, tuple(avals), name, reason)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:

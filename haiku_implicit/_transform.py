@@ -25,6 +25,8 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
     Args:
       fun: any function that JAX can trace. Any of its arguments, or of the leaves in them, may be
         implicit. What is no array (a Python number, flag, string, function) it receives as it is.
+        What a function that is itself a tree holds (a callable pytree, a `functools.partial`) may
+        be implicit, too.
 
     Returns:
       The wrapped function, with the same signature.
@@ -41,9 +43,25 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Of such a tree the implicit arrays are arguments. Any other one is left as it is: what is
+        # concrete in it the function may branch on.
+        tree = _partial_as_tree(fun)
+        if any(map(is_implicit, tree_leaves_with_implicit(tree))):
+            return call(_apply, *split(((tree, *args), kwargs)))
         return call(fun, *split((args, kwargs)))
 
     return wrapped
+
+
+def _partial_as_tree(fun: Any) -> Any:
+    """The pytree that JAX has for a `functools.partial`; any other function as it is."""
+    if isinstance(fun, functools.partial):
+        return jax.tree_util.Partial(fun.func, *fun.args, **fun.keywords)
+    return fun
+
+
+def _apply(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return fun(*args, **kwargs)
 
 
 class Static(NamedTuple):

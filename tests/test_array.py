@@ -418,6 +418,32 @@ def test_random_keys_are_arrays_too():
     np.testing.assert_array_equal(out, w.materialize())
 
 
+@dataclasses.dataclass
+class Key(hki.ImplicitArray):
+    """A random key that is made of its seed."""
+
+    seed: jax.Array
+
+    def materialize(self):
+        return jax.random.key(self.seed)
+
+
+@pytest.mark.parametrize("explicit", [{}, {"shape": (), "dtype": jax.random.key(0).dtype}])
+def test_an_implicit_array_may_stand_for_random_keys(explicit, may_be_dense):
+    key, dense = Key(jnp.uint32(3), **explicit), jax.random.key(3)
+    assert (key.aval, key.dtype) == (dense.aval, dense.dtype)
+    assert repr(key) == "Key(key<fry>[], seed=uint32[])"
+
+    def noise(key):
+        keys = jax.lax.scan(lambda c, _: tuple(jax.random.split(c)), key, None, length=3)[1]
+        return jax.vmap(jax.random.normal)(keys) + jax.random.normal(key)
+
+    with hki.materialization_report() as report:
+        np.testing.assert_array_equal(hki.use_implicit_args(noise)(key), noise(dense))
+    assert {e.nbytes for e, _ in report} == {8}
+    np.testing.assert_array_equal(jax.jit(hki.use_implicit_args(noise))(key), noise(dense))
+
+
 def test_repr_in_a_trace_and_of_an_abstract_array():
     texts = []
     w = Outer(jnp.ones(2), jnp.ones(3))

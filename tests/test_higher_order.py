@@ -22,6 +22,7 @@ from haiku_implicit import _compat
 from tests.cases import Diagonal, Outer
 
 use = hki.use_implicit_args
+KEY = jax.random.key(7)
 
 
 def lora(seed=0, shape=(4, 4), w=None, alpha=3.0):
@@ -141,6 +142,12 @@ TABLE = {
     "map": lambda w, x: lax.map(lambda r: r @ w, x),
     "map, batches": lambda w, x: lax.map(lambda r: r @ w, x, batch_size=2),
     "associative_scan": lambda w, x: lax.associative_scan(jnp.add, x @ w),
+    "scan, random keys": lambda w, x: lax.scan(
+        lambda c, k: (jax.random.fold_in(c, 1), x @ w * jax.random.uniform(k)), KEY, jax.random.split(KEY)
+    )[1],
+    "cond, random key": lambda w, x: lax.cond(
+        x[0, 0] > 0, lambda w, k: (x @ w, k), lambda w, k: (x, k), w, KEY
+    )[0],
     "fori_loop": lambda w, x: lax.fori_loop(0, 3, lambda i, c: dot(w, c), x),
     "fori_loop, implicit carry": lambda w, x: lax.fori_loop(
         0, 3, lambda i, c: (c[0], dot(c[0], c[1])), (w, x)
@@ -206,6 +213,9 @@ FORWARD_ONLY = {
     "while, implicit carry": lambda w, x: lax.while_loop(
         lambda c: c[2] < 3, lambda c: (c[0], dot(c[0], c[1]), c[2] + 1), (w, x, 0)
     )[1:],
+    "while, random key": lambda w, x: lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, jax.random.fold_in(c[1], c[0]), dot(w, c[2])), (0, KEY, x)
+    )[2],
     "while, nested": lambda w, x: lax.while_loop(
         lambda c: c[0] < 2,
         lambda c: (c[0] + 1, lax.while_loop(lambda d: d[0] < 2, lambda d: (d[0] + 1, dot(w, d[1])), (0, c[1]))[1]),
@@ -723,7 +733,7 @@ class Wrapped(hki.ImplicitArray):
 
 @hki.primitive_handler("max")
 def max_of_wrapped(primitive, w: Wrapped, y: jax.Array):
-    return Wrapped(primitive.bind(w.value, y))
+    return w._replace(value=primitive.bind(w.value, y))
 
 
 @hki.primitive_handler("dot_general")
@@ -739,6 +749,40 @@ def test_a_users_type_stays_in_relu(x, never_dense):
 
     assert kinds(jax.nn.relu, w) == ["Wrapped"]
     close(jax.grad(use(loss))(w).value, jax.grad(loss)(w.value))
+
+
+@dataclasses.dataclass
+class Refusing(Wrapped):
+    """A type that is never dense, as a quantity with units would be."""
+
+    def materialize(self):
+        raise ValueError("it has units")
+
+    def compute_shape(self):
+        return self.value.shape
+
+    def compute_dtype(self):
+        return self.value.dtype
+
+
+def test_a_type_that_refuses_to_be_dense_stays_in_relu_but_has_no_derivative(never_dense):
+    w = Refusing(jnp.linspace(-1, 1, 4))
+    for f in (use(jax.nn.relu), jax.jit(use(jax.nn.relu)), use(jax.jit(jax.nn.relu))):
+        close(f(w).value, jax.nn.relu(w.value))
+        with pytest.raises(ValueError, match="it has units"):
+            jax.grad(lambda w, f=f: jnp.sum(f(w).value))(w)
+
+
+def test_a_result_that_refuses_to_be_dense_has_no_derivative(never_dense):
+    @jax.custom_jvp
+    def with_units(x):
+        return hki.box(Refusing(x))
+
+    with_units.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+    x = jnp.ones(2)
+    close(use(with_units)(x).value, x)
+    with pytest.raises(ValueError, match="it has units"):
+        jax.grad(lambda x: jnp.sum(use(with_units)(x).value))(x)
 
 
 def test_a_custom_derivative_is_not_asked_without_differentiation(may_be_dense):

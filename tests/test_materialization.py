@@ -80,6 +80,25 @@ def test_the_same_text_as_warning_and_as_error():
     assert str(warning.message) == str(error.value)
 
 
+def test_a_type_that_refuses_is_told_who_asked(may_be_dense):
+    @dataclasses.dataclass
+    class Refusing(Quiet):
+        default_shape, default_dtype = (3,), jnp.float32
+
+        def materialize(self):
+            raise ValueError("it has units")
+
+    def f(w):
+        return jnp.cos(w), line()
+
+    for fun in (f, jax.jit(f)):
+        with pytest.raises(ValueError, match="it has units") as error:
+            use(fun)(Refusing(jnp.ones(3)))
+        where = f"{__file__}:{f.__code__.co_firstlineno + 1}"
+        note = f"Refusing was to be materialized, because no rule handles it in 'cos' ({where})."
+        assert note in error.value.__notes__
+
+
 def test_policies_nest_and_end():
     with hki.materialization("error"):
         with hki.materialization("allow"):

@@ -1,5 +1,6 @@
 """`use_implicit_args`: what it accepts and returns, and how it composes with JAX."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -171,6 +172,52 @@ def test_methods_and_partial_functions(w, x):
 
     close(Model()(w, x), x @ hki.materialize(w))
     close(use(functools.partial(jnp.dot, x))(w), x @ hki.materialize(w))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    """A module that is a pytree."""
+
+    w: jax.Array
+    scale: jax.Array
+
+    def __call__(self, x, *, power=1):
+        return x @ self.w * self.scale**power
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w: Layer(w, jnp.float32(2)),
+        lambda w: functools.partial(lambda w, x, *, power: 2**power * x @ w, w, power=1),
+        lambda w: functools.partial(functools.partial(lambda x, w: 2 * x @ w), w=w),
+        lambda w: jax.tree_util.Partial(lambda w, x: 2 * x @ w, w),
+    ],
+)
+def test_a_function_that_is_a_tree_may_hold_implicit_arrays(fun, w, x, never_dense):
+    want = 2 * x @ hki.materialize(w)
+    for transform in (lambda f: f, jax.jit):
+        close(transform(use(fun(w)))(x), want)
+        close(transform(lambda w: use(fun(w))(x))(w), want)
+    got = jax.grad(lambda w: jnp.sum(use(fun(w))(x)))(w).b
+    close(got, jax.grad(lambda w: jnp.sum(2 * x @ hki.materialize(w)))(w).b)
+
+
+def test_what_else_such_a_function_holds_is_an_argument_only_with_an_implicit_one(w, x):
+    def power(n, x):
+        return x**2 if n else x  # `n` is concrete
+
+    close(use(functools.partial(power, jnp.int32(2)))(x), x**2)
+    close(use(Layer(hki.materialize(w), jnp.float32(2)))(x, power=2), 4 * x @ hki.materialize(w))
+    close(use(Layer(w, jnp.float32(2)))(x, power=2), 4 * x @ hki.materialize(w))
+
+
+def test_a_pull_back_that_is_returned_may_be_wrapped_again(w, x, never_dense):
+    pull_back = use(lambda w, x: jax.vjp(lambda x: jnp.tanh(x @ w), x)[1])(w, x)
+    want = jax.vjp(lambda x: jnp.tanh(x @ hki.materialize(w)), x)[1]
+    ones = jnp.ones((2, 4))
+    close(use(pull_back)(ones), want(ones))
 
 
 def test_errors_of_the_function_arrive(w):

@@ -26,11 +26,12 @@ class Statistic(NamedTuple):
 
 
 @dataclasses.dataclass
-class Observed(ImplicitArray, core_ndim=2):
+class Observed(ImplicitArray, core_ndim=2, warn_on_materialize=False):
     """A dense weight, of whose inputs the gradient by `sums` is a statistic.
 
     That makes statistics of a pure function: differentiation collects them, through loops, branches,
     checkpoints and stacks of layers. The gradient that arrives does not matter, only that one does.
+    Becoming dense costs nothing here, so it is no warning: `input_moments` says what was not seen.
 
     Attributes:
       w: `[..., n, m]`.

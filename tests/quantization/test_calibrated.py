@@ -33,8 +33,9 @@ def test_moments_are_those_of_all_inputs():
     t = hk.without_apply_rng(hk.transform(model))
     batches = [normal((6, 3)), normal((2, 3), 1)]
     params = t.init(jax.random.key(0), batches[0])
-    got = hki.input_moments(t.apply, params, batches)
     # The third feeds nothing but a choice, of which there is no gradient: it is not seen.
+    with pytest.warns(UserWarning, match="inputs of 1 of 3 weights were not seen: .* third/w"):
+        got = hki.input_moments(t.apply, params, batches)
     assert set(got) == {"first/w", "second/w"}
     x = np.concatenate(batches)
     close(got["first/w"], 5 * x.T @ x)
@@ -94,6 +95,10 @@ def test_a_model_with_strict_promotion(method):
     close(hki.materialize(merged["linear"]["w"]), params["linear"]["w"], rtol=0.03)
 
 
+def _weight():
+    return hk.get_parameter("w", (3, 2, 4), init=hk.initializers.RandomNormal())
+
+
 def test_errors():
     t = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2)(x)))
     params = t.init(jax.random.key(0), normal((1, 3)))
@@ -103,6 +108,14 @@ def test_errors():
         hki.input_moments(lambda p, x: t.apply(p, x) > 0, params, [normal((1, 3))])
     with pytest.raises(ValueError, match="targets: 'linear/v' matches none"):
         hki.input_moments(t.apply, params, [normal((1, 3))], targets="linear/v")
+    # A weight of which another axis than the next to last is contracted is not seen.
+    einsum = hk.without_apply_rng(hk.transform(lambda x: jnp.einsum("nc,chd->nhd", x, _weight())))
+    own = einsum.init(jax.random.key(0), normal((1, 3)))
+    with pytest.warns(UserWarning, match=r"1 of 1 weights were not seen: .*: ~/w\. Leave") as told:
+        assert (inputs := hki.input_moments(einsum.apply, own, [normal((1, 3))])) == {}
+    assert len(told) == 1 and told[0].filename == __file__
+    with pytest.raises(ValueError, match="inputs: .* input_moments says .* got nothing: no weight"):
+        hki.quantize_with_inputs(own, inputs)
     with pytest.raises(ValueError, match="inputs: the parameters have no other/w"):
         hki.quantize_with_inputs(params, {"other/w": jnp.eye(3)})
     for moments in (jnp.eye(4), jnp.ones(3)):

@@ -560,6 +560,10 @@ def test_a_weight_without_products_has_no_entry(may_be_dense):
     first = hki.init_quant_stats(t, params, {}, x)
     _, later = jax.jit(hki.with_quant_stats(t).apply)(params, first, x)
     assert first == later == {}
+    with pytest.raises(
+        ValueError, match="no product has this parameter: .* leave it out by targets"
+    ):
+        hki.convert_trained(params, later)
 
 
 def test_errors_say_what_is_missing_and_what_to_do():
