@@ -15,7 +15,13 @@ from jax.interpreters import ad, partial_eval
 
 from haiku_implicit import _compat, _dispatch
 from haiku_implicit import _materialization as events
-from haiku_implicit._array import dense_struct, flatten_one_level, is_implicit, is_nested
+from haiku_implicit._array import (
+    _short,
+    dense_struct,
+    flatten_one_level,
+    is_implicit,
+    is_nested,
+)
 
 # Primitives that carry a jaxpr, each with the function that retraces it; see `_higher_order`.
 HIGHER_ORDER: dict[_compat.Primitive, Callable[[list[Any], dict[str, Any]], Any]] = {}
@@ -46,6 +52,7 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
         with _context_of(eqn):
             if any(map(is_implicit, operands)) or _makes_boxes(eqn):
                 results = apply(eqn.primitive, operands, eqn.params)
+                _check_results(eqn, operands, results)
             elif _is_of_literals(eqn, operands):
                 results = _fold(eqn, operands)
             else:
@@ -70,6 +77,30 @@ def apply(
         if out is not NotImplemented:
             return out
     return bind(primitive, [densify(x, primitive.name) for x in operands], params)
+
+
+def _check_results(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    """What follows was traced for results of these shapes and dtypes: a rule has to keep to them."""
+    avals = [v.aval for v in eqn.outvars]
+    if len(results) == len(avals) and all(map(_fits, results, avals)):
+        return
+    got = ", ".join(_short(y) if hasattr(y, "dtype") else repr(y) for y in results)
+    raise TypeError(
+        f"a rule for {eqn.primitive.name} of {', '.join(map(_kind, operands))} returned {got}; "
+        f"expected arrays, dense or implicit: {', '.join(map(_short, avals))}"
+    )
+
+
+def _fits(y: Any, aval: Any) -> bool:
+    if not isinstance(aval, jax.core.ShapedArray):
+        return True  # a token, or a reference
+    if isinstance(y, int | float | complex):  # a literal
+        return not aval.shape
+    return getattr(y, "shape", None) == aval.shape and y.dtype == aval.dtype
+
+
+def _kind(x: Any) -> str:
+    return f"{type(x).__name__} {_short(x)}" if is_implicit(x) else _short(x)
 
 
 def default_handler(primitive: _compat.Primitive, *args: Any, **params: Any) -> Any:

@@ -1,6 +1,7 @@
 """Rules: each step of the order that `primitive_handler` documents, and its errors."""
 
 import dataclasses
+import re
 from typing import Any, Union
 
 import jax
@@ -38,6 +39,31 @@ def run(fun, *args):
 
 
 ONES = jnp.ones(2)
+
+
+@pytest.mark.parametrize(
+    "result, got",
+    [
+        (jnp.ones(1), "float32[1]"),
+        (jnp.ones(2, jnp.int32), "int32[2]"),
+        (("no", "array"), "('no', 'array')"),
+    ],
+    ids=["shape", "dtype", "kind"],
+)
+def test_a_rule_keeps_to_shape_and_dtype(result, got):
+    A = new_type()
+
+    @hki.primitive_handler("sin")
+    def rule(primitive, x: A, **params):
+        return result
+
+    expected = (
+        f"a rule for sin of Plain float32[2] returned {got}; "
+        "expected arrays, dense or implicit: float32[2]"
+    )
+    for f in (use(jnp.sin), jax.jit(use(jnp.sin))):
+        with pytest.raises(TypeError, match=re.escape(expected)):
+            f(A(ONES))
 
 
 # --- how rules are registered ----------------------------------------------------------------------------
@@ -247,7 +273,7 @@ def test_step_1_variable_operands():
 
     @hki.primitive_handler("concatenate")
     def rule(primitive, *operands: A, **params):
-        return tagged(len(operands))
+        return jnp.full((2 * len(operands),), float(len(operands)))
 
     assert run(lambda *xs: lax.concatenate(xs, 0), *[A(ONES)] * 3) == 3
     with hki.materialization("allow"):
@@ -435,14 +461,16 @@ def test_step_3_other_primitives_do_not_commute(fun):
     A = new_type()
     name = fun.__name__
 
+    y = jnp.array([3.0, 3.0])
+    of_rule = ~fun(ONES, y) if fun is lax.lt else tagged(7)
+
     @hki.primitive_handler(name)
     def rule(primitive, x: A, y: jax.Array, **params):
-        return tagged(7)
+        return of_rule
 
-    y = jnp.array([3.0, 3.0])
     with hki.materialization("allow"):
         np.testing.assert_array_equal(use(fun)(y, A(ONES)), fun(y, ONES))
-        assert run(fun, A(ONES), y) == 7
+        np.testing.assert_array_equal(use(fun)(A(ONES), y), of_rule)
 
 
 def test_step_3_unless_the_class_says_not():
