@@ -50,7 +50,8 @@ class QuantRule:
         `with_quant_stats`.
       act_batch_axes: the axes of activations that those statistics are averaged over, as the product
         has them (`jax.vmap` within a model adds one). Along the other axes that have scales each index
-        keeps one of its own, so that their lengths have to stay the same.
+        keeps one of its own, so that their lengths have to stay the same. An average of the largest
+        magnitudes clips those that are larger, by much where the examples of a batch differ.
 
     Raises:
       ValueError: for an option out of its range, by its name.
