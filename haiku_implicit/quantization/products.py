@@ -18,7 +18,6 @@ import numpy as np
 from jax.extend.core import Literal
 
 from haiku_implicit import _compat
-from haiku_implicit.quantization import formats
 from haiku_implicit.quantization.operands import How, Limits, Operand, dequantize, quantize
 from haiku_implicit.quantization.rules import ProductConfig
 
@@ -203,7 +202,7 @@ def _scaled(x: jax.Array, scale: jax.Array | None, axes: Axes) -> jax.Array:
         entries = zip(scale.shape, sharding.spec, strict=True)
         spec = jax.sharding.PartitionSpec(*(None if n == 1 else name for n, name in entries))
         scale = jax.sharding.reshard(scale, jax.sharding.NamedSharding(sharding.mesh, spec))
-    wide = formats.arithmetic_dtype(jnp.promote_types(x.dtype, scale.dtype))
+    wide = np.float64 if np.float64 in (x.dtype, scale.dtype) else np.float32
     return x.astype(wide) * scale.astype(wide)
 
 
