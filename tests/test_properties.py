@@ -17,7 +17,7 @@ from tests.cases import Diagonal, Nought, Outer
 pytestmark = pytest.mark.usefixtures("may_be_dense")
 # Each example compiles programs of its own; the first failure is what counts, not the smallest one.
 SETTINGS = hypothesis.settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(hypothesis.HealthCheck),
