@@ -325,7 +325,7 @@ class ImplicitArray(abc.ABC):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
-        parts = [f"{_short(self)}"]
+        parts = [f"{short(self)}"]
         for name in data_names(type(self)):
             value = getattr(self, name, None)
             if value is not None:
@@ -477,7 +477,7 @@ def _empty_names(x: ImplicitArray) -> list[str]:
     return [name for name in data_names(type(x)) if name not in may and getattr(x, name) is None]
 
 
-def _short(x: Any) -> str:
+def short(x: Any) -> str:
     """`float32[2,3]` for anything with a shape and a dtype."""
     try:
         name = getattr(x.dtype, "name", None) or np.dtype(x.dtype).name  # random keys: the first
@@ -490,5 +490,5 @@ def _brief(value: Any) -> str:
     if is_implicit(value):
         return repr(value)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return _short(value)
+        return short(value)
     return repr(value)

@@ -15,13 +15,7 @@ from jax.interpreters import ad, partial_eval
 
 from haiku_implicit import _compat, _dispatch
 from haiku_implicit import _materialization as events
-from haiku_implicit._array import (
-    _short,
-    dense_struct,
-    flatten_one_level,
-    is_implicit,
-    is_nested,
-)
+from haiku_implicit._array import dense_struct, flatten_one_level, is_implicit, is_nested, short
 
 # Primitives that carry a jaxpr, each with the function that retraces it; see `_higher_order`.
 HIGHER_ORDER: dict[_compat.Primitive, Callable[[list[Any], dict[str, Any]], Any]] = {}
@@ -84,10 +78,10 @@ def _check_results(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any
     avals = [v.aval for v in eqn.outvars]
     if len(results) == len(avals) and all(map(_fits, results, avals)):
         return
-    got = ", ".join(_short(y) if hasattr(y, "dtype") else repr(y) for y in results)
+    got = ", ".join(short(y) if hasattr(y, "dtype") else repr(y) for y in results)
     raise TypeError(
         f"a rule for {eqn.primitive.name} of {', '.join(map(_kind, operands))} returned {got}; "
-        f"expected arrays, dense or implicit: {', '.join(map(_short, avals))}"
+        f"expected arrays, dense or implicit: {', '.join(map(short, avals))}"
     )
 
 
@@ -100,7 +94,7 @@ def _fits(y: Any, aval: Any) -> bool:
 
 
 def _kind(x: Any) -> str:
-    return f"{type(x).__name__} {_short(x)}" if is_implicit(x) else _short(x)
+    return f"{type(x).__name__} {short(x)}" if is_implicit(x) else short(x)
 
 
 def default_handler(primitive: _compat.Primitive, *args: Any, **params: Any) -> Any:

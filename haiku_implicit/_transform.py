@@ -41,11 +41,12 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
       (2, 1)
     """
 
+    tree = _partial_as_tree(fun)
+
     @functools.wraps(fun)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         # Of such a tree the implicit arrays are arguments. Any other one is left as it is: what is
         # concrete in it the function may branch on.
-        tree = _partial_as_tree(fun)
         if any(map(is_implicit, tree_leaves_with_implicit(tree))):
             return call(_apply, *split(((tree, *args), kwargs)))
         return call(fun, *split((args, kwargs)))

@@ -16,9 +16,10 @@ import numpy as np
 from jax.extend.core import primitives as jex
 
 from haiku_implicit import _compat
-from haiku_implicit._array import ArrayValue, ImplicitArray, aux_field, is_implicit
+from haiku_implicit._array import ArrayValue, ImplicitArray, aux_field, is_implicit, short
 from haiku_implicit._dispatch import primitive_handler
 from haiku_implicit._interpreter import default_handler, densify
+from haiku_implicit.arrays import exact
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
@@ -82,8 +83,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
         return _full(self, self.shape)
 
     def __repr__(self) -> str:
-        shape = f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
-        return f"{type(self).__name__}({shape}, value={self.value})"
+        return f"{type(self).__name__}({short(self)}, value={self.value})"
 
     @classmethod
     def _make(cls, value: np.ndarray, shape: Sequence[int], weak_type: bool) -> Self:
@@ -308,13 +308,13 @@ def fold_cumulative(primitive: Any, x: SymbolicConstant, *, axis: int, **params:
 @primitive_handler("reduce_sum")
 def fold_sum(primitive: Any, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
     """`n * c`."""
-    return _fold_count(primitive, x, dict(params, axes=axes), _times)
+    return _fold_count(primitive, x, dict(params, axes=axes), exact.times)
 
 
 @primitive_handler("reduce_prod")
 def fold_product(primitive: Any, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
     """`c ** n`."""
-    return _fold_count(primitive, x, dict(params, axes=axes), _power)
+    return _fold_count(primitive, x, dict(params, axes=axes), exact.power)
 
 
 def _fold_count(primitive: Any, x: SymbolicConstant, params: Any, fold: Callable[..., Any]) -> Any:
@@ -322,55 +322,15 @@ def _fold_count(primitive: Any, x: SymbolicConstant, params: Any, fold: Callable
     out = result_struct(primitive, (x,), params)
     if n == 1:
         return _result(x.value, out)
-    exact = _exact(x)
-    value = None if exact is None else fold(exact, n)
+    number = exact.number(x.value)
+    value = None if number is None else fold(number, n)
     return NotImplemented if value is None else _rounded(value, out)
 
 
-def _exact(x: SymbolicConstant) -> Any:
-    """The value as a Python integer or in double precision; None where XLA's steps matter.
-
-    They do where each is rounded to a few bits, or flushed to zero.
-    """
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        return int(x.value)
-    if x.dtype.itemsize < 2 or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return None
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return np.complex128(x.value)
-    value = np.float64(x.value)
-    return None if 0 < abs(value) < jnp.finfo(x.dtype).tiny else value
-
-
-def _times(c: Any, n: int) -> Any:
-    if isinstance(c, int):
-        return c * n
-    if isinstance(c, np.complex128):  # by parts: a complex product makes NaN of infinities
-        return np.complex128(complex(_times(c.real, n), _times(c.imag, n)))
-    with np.errstate(all="ignore"):
-        return np.float64(0) if n == 0 else c * n + 0.0  # a sum of -0.0 begins with 0.0
-
-
-def _power(c: Any, n: int) -> Any:
-    if isinstance(c, int):  # what survives of its bits in 64 bits is enough for every dtype
-        return pow(c, n, 1 << 64)
-    if isinstance(c, np.complex128) and not np.isfinite(c):
-        return None if n else np.complex128(1)
-    with np.errstate(all="ignore"):
-        return c**n
-
-
 def _rounded(value: Any, out: Any) -> Any:
-    """A constant of the result's dtype: integers wrap, other numbers are rounded."""
-    if isinstance(value, int):
-        if not jnp.issubdtype(out.dtype, jnp.integer):
-            return NotImplemented
-        info = jnp.iinfo(out.dtype)
-        value = (value - int(info.min)) % (1 << info.bits) + int(info.min)
-    elif jnp.issubdtype(out.dtype, jnp.integer) or out.dtype.itemsize < 2:
-        return NotImplemented
-    with np.errstate(all="ignore"):
-        return _result(np.asarray(value).astype(out.dtype), out)
+    """A constant of the result's dtype, if one is known."""
+    known = exact.rounded(value, out.dtype)
+    return NotImplemented if known is None else _result(known, out)
 
 
 @primitive_handler("dot_general")
@@ -386,11 +346,11 @@ def fold_dot(
     (contracted, _), _ = dimension_numbers
     k = math.prod(x.shape[i] for i in contracted)
     out = result_struct(primitive, (x, y), dict(params, dimension_numbers=dimension_numbers))
-    a, b = _exact(x), _exact(y)
+    a, b = exact.number(x.value), exact.number(y.value)
     if a is None or type(a) is not type(b) or isinstance(a, np.complex128):
         return NotImplemented
     with np.errstate(all="ignore"):
-        return _rounded(_times(a * b, k), out)
+        return _rounded(exact.times(a * b, k), out)
 
 
 @primitive_handler(named("dot_general conv_general_dilated"), precedence=10)

@@ -16,6 +16,7 @@ from haiku_implicit._dispatch import primitive_handler
 from haiku_implicit.arrays.batch_axes import without_whole_axes
 from haiku_implicit.arrays.quantized import QuantizedMatrix, map_scales
 from haiku_implicit.quantization import formats
+from haiku_implicit.quantization.blocked import slices
 
 _Modes = jax.lax.GatherScatterMode
 
@@ -141,8 +142,7 @@ def dynamic_slice_matrix(
     at = {i: jnp.clip(as_index(starts[i]), 0, w.shape[i] - slice_sizes[i]) for i in changed}
     w = w.with_row_scales()
     for i in (i for i in changed if i != grouped):
-        cut = functools.partial(_dynamic_slice_leaf, at[i], slice_sizes[i], axis=min(i, w.ndim - 2))
-        w = jax.tree.map(cut, w)
+        w = slices(w, at[i], slice_sizes[i], axis=min(i, w.ndim - 2))
     if grouped in changed:
         steps = jnp.arange(slice_sizes[grouped], dtype=at[grouped].dtype)
         return _grouped_rows(w, at[grouped] + steps)
@@ -151,10 +151,6 @@ def dynamic_slice_matrix(
 
 def _slice_leaf(start: int, limit: int, step: int, leaf: jax.Array, *, axis: int) -> jax.Array:
     return jax.lax.slice_in_dim(leaf, start, limit, step, axis=axis)
-
-
-def _dynamic_slice_leaf(start: jax.Array, size: int, leaf: jax.Array, *, axis: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=axis)
 
 
 def as_index(x: jax.Array) -> jax.Array:

@@ -44,10 +44,11 @@ def quantized_dot(
     Returns:
       What `dot_general` of `x` and the dense `q` is, up to the order of its sums.
     """
-    if q.codes.dtype != formats.find(q.format).dtype:
+    own = formats.find(q.format).dtype
+    if q.codes.dtype != own:
         # Who casts all floating leaves of a tree, as `jmp` does, casts codes of 8-bit floats as well;
         # they lose nothing by it.
-        q = q._replace(codes=q.codes.astype(formats.find(q.format).dtype))
+        q = q._replace(codes=q.codes.astype(own))
     operands = (q, x) if q_first else (x, q)
     params = dict(params, dimension_numbers=dimension_numbers)
     sharding = result_sharding(jax.lax.dot_general_p, operands, params)
