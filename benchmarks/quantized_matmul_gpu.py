@@ -28,7 +28,7 @@ from absl import app, flags
 
 import haiku_implicit as hki
 from benchmarks import tables as markdown
-from haiku_implicit.kernels import pallas_matmul
+from haiku_implicit.products.gpu import pallas
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "quantized_matmul_gpu.json"
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     path = pathlib.Path(OUTPUT.value)
     if not REPORT_ONLY.value:
-        if not pallas_matmul.available():
+        if not pallas.available():
             print("There is no GPU here that has the kernel: nothing was measured.")
             sys.exit(1)
         path.write_text(json.dumps(measure(), indent=1) + "\n")

@@ -31,6 +31,7 @@ from qwix._src.core import (
     stochastic_rounding,
 )
 
+from haiku_implicit.products.quant_rules import config_of
 from haiku_implicit.quantization import (
     QtRule,
     QuantStats,
@@ -39,7 +40,6 @@ from haiku_implicit.quantization import (
     einsum,
     ragged_dot,
 )
-from haiku_implicit.quantization.rules import config_of
 
 _OUTPUT = flags.DEFINE_string(
     "output", "benchmarks/results/qwix_agreement.json", "where the results are written"

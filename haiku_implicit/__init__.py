@@ -4,48 +4,7 @@ The names, in the order of the data's way: wrap a model; put implicit arrays in 
 it make them; train; see what was materialized; and for new types, the base class and the rules.
 """
 
-from haiku_implicit import _higher_order  # noqa: F401  (registers itself)
-from haiku_implicit._array import ArrayValue, ImplicitArray, aux_field, frozen_field
-from haiku_implicit._box import box
-from haiku_implicit._calibrated import input_maxima, input_moments, quantize_with_inputs
-from haiku_implicit._creators import (
-    cache_creator,
-    lora_creator,
-    lora_getter,
-    quantize_creator,
-    quantize_getter,
-    zeros_creator,
-    zeros_getter,
-)
-from haiku_implicit._dispatch import primitive_handler
-from haiku_implicit._ggml import from_ggml
-from haiku_implicit._haiku import transform_implicit
-from haiku_implicit._interpreter import default_handler
-from haiku_implicit._materialization import (
-    MaterializationError,
-    MaterializationWarning,
-    materialization,
-    materialization_report,
-)
-from haiku_implicit._optimizer_state import quantized_state
-from haiku_implicit._optimizers import apply_updates, freeze_declared, freeze_keys, freeze_subtrees
-from haiku_implicit._params import (
-    add_lora,
-    merge_lora,
-    quantize_activations,
-    quantize_params,
-    zero_params,
-)
-from haiku_implicit._quant_stats import init_quant_stats, with_quant_stats
-from haiku_implicit._training import combine, grad, partition, value_and_grad
-from haiku_implicit._transform import (
-    materialize,
-    tree_flatten_with_implicit,
-    tree_leaves_with_implicit,
-    tree_map_with_implicit,
-    tree_structure_with_implicit,
-    use_implicit_args,
-)
+from haiku_implicit import quantization
 from haiku_implicit.arrays import (
     FakeQuantized,
     LoRA,
@@ -59,7 +18,45 @@ from haiku_implicit.arrays import (
     Zeros,
     fake_quantize,
 )
-from haiku_implicit.quantization.training import (
+from haiku_implicit.core import higher_order  # noqa: F401  (registers itself)
+from haiku_implicit.core.array import ArrayValue, ImplicitArray, aux_field, frozen_field
+from haiku_implicit.core.box import box
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.core.materialization import (
+    MaterializationError,
+    MaterializationWarning,
+    materialization,
+    materialization_report,
+)
+from haiku_implicit.core.transform import (
+    materialize,
+    tree_flatten_with_implicit,
+    tree_leaves_with_implicit,
+    tree_map_with_implicit,
+    tree_structure_with_implicit,
+    use_implicit_args,
+)
+from haiku_implicit.params.calibrated import input_maxima, input_moments, quantize_with_inputs
+from haiku_implicit.params.creators import (
+    cache_creator,
+    lora_creator,
+    lora_getter,
+    quantize_creator,
+    quantize_getter,
+    zeros_creator,
+    zeros_getter,
+)
+from haiku_implicit.params.edits import (
+    add_lora,
+    merge_lora,
+    quantize_activations,
+    quantize_params,
+    zero_params,
+)
+from haiku_implicit.params.ggml import from_ggml
+from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
+from haiku_implicit.params.quantized_training import (
     convert_trained,
     dot_general_by_bits,
     quantization_aware,
@@ -67,6 +64,15 @@ from haiku_implicit.quantization.training import (
     quantized_training_getter,
     with_rounding_key,
 )
+from haiku_implicit.params.transformed import transform_implicit
+from haiku_implicit.training.gradients import combine, grad, partition, value_and_grad
+from haiku_implicit.training.optimizers import (
+    apply_updates,
+    freeze_declared,
+    freeze_keys,
+    freeze_subtrees,
+)
+from haiku_implicit.training.quantized_state import quantized_state
 
 __version__ = "0.1.0"
 
@@ -103,6 +109,7 @@ __all__ = [
     "SymbolicConstant",
     "Zeros",
     # quantized training, and quantization-aware training (the rules are in `quantization`)
+    "quantization",
     "quantized_training",
     "quantized_training_getter",
     "with_rounding_key",

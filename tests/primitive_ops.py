@@ -11,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from haiku_implicit import _compat
+from haiku_implicit.core import compat
 
 WINDOW = dict(window_dimensions=(2, 2), window_strides=(1, 1), padding="VALID")
 ROWS = np.array([2, 0, 2])
@@ -161,7 +161,7 @@ def called(name):
     def run(w, x):
         jaxpr = jax.make_jaxpr(lambda w, x: jnp.sin(w) @ x)(dense_like(w), dense_like(x))
         params = dict(call_jaxpr=jaxpr if name == "closed_call" else jaxpr.jaxpr)
-        return _compat.bind(getattr(jex, f"{name}_p"), [w, x], params)[0]
+        return compat.bind(getattr(jex, f"{name}_p"), [w, x], params)[0]
 
     return binary(run)
 

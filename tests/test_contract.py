@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.extend.core import primitives as jex
 
 import haiku_implicit as hki
-from haiku_implicit import _compat, _dispatch, _interpreter
+from haiku_implicit.core import compat, dispatch, interpreter
 from tests import primitive_ops
 from tests.cases import CASES, SHAPE, matrix
 
@@ -42,7 +42,7 @@ MODULES = (lax, jex, lax.linalg)
 def primitive_named(name):
     """The primitive that JAX exports under a name, or None where this version has none."""
     if name == "remat":  # JAX 0.7 does not export it
-        return _compat.remat_p
+        return compat.remat_p
     return next((getattr(m, f"{name}_p") for m in MODULES if hasattr(m, f"{name}_p")), None)
 
 
@@ -91,8 +91,8 @@ def has_rules(kind):
         types = (*method.signature.types, method.signature.varargs)
         return any(isinstance(t, type) and t is not object and issubclass(kind, t) for t in types)
 
-    rules = {p.name for p, methods in _dispatch._rules.items() if any(map(mentions, methods))}
-    return rules | {primitive.name for primitive in _interpreter.HIGHER_ORDER}
+    rules = {p.name for p, methods in dispatch._rules.items() if any(map(mentions, methods))}
+    return rules | {primitive.name for primitive in interpreter.HIGHER_ORDER}
 
 
 def named(label):

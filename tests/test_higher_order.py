@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
-from haiku_implicit import _compat
+from haiku_implicit.core import compat
 from tests.cases import Diagonal, Outer
 
 use = hki.use_implicit_args
@@ -61,7 +61,7 @@ def calls(name):
     def run(w, x):
         jaxpr = jax.make_jaxpr(dot)(w, x)
         params = dict(call_jaxpr=jaxpr if name == "closed_call" else jaxpr.jaxpr)
-        return _compat.bind(getattr(jex, f"{name}_p"), [w, x], params)[0]
+        return compat.bind(getattr(jex, f"{name}_p"), [w, x], params)[0]
 
     return run
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit import _progress
+from haiku_implicit.params import progress
 from haiku_implicit.quantization import QuantRule
 
 PARAMS = {f"linear_{i}": {"w": jnp.eye(4) + i, "b": jnp.zeros(4)} for i in range(2)}
@@ -59,7 +59,7 @@ def written(monkeypatch):
         stream = io.StringIO()
         stream.isatty = lambda: terminal
         with monkeypatch.context() as patch:
-            patch.setattr(_progress, "_DELAY", delay)
+            patch.setattr(progress, "_DELAY", delay)
             patch.setattr(sys, "stderr", stream)
             WORK[name][0]()
         return stream.getvalue()

@@ -4,15 +4,15 @@ from typing import Any
 
 import jax
 
-from haiku_implicit import _compat
-from haiku_implicit._array import ImplicitArray, flatten
-from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit.core import compat
+from haiku_implicit.core.array import ImplicitArray, flatten
+from haiku_implicit.core.dispatch import primitive_handler
 
 
-@primitive_handler(_compat.IDENTITIES)
+@primitive_handler(compat.IDENTITIES)
 def identity(primitive: Any, x: ImplicitArray, **params: Any) -> Any:
     """`copy`, `stop_gradient`, `checkpoint_name`, ...: leaf by leaf."""
-    out = jax.tree.map(lambda leaf: _compat.bind(primitive, [leaf], params)[0], x)
+    out = jax.tree.map(lambda leaf: compat.bind(primitive, [leaf], params)[0], x)
     return [out] if primitive.multiple_results else out
 
 

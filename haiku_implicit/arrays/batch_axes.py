@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit._array import ImplicitArray, flatten_one_level, num_batch_axes
-from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit.core.array import ImplicitArray, flatten_one_level, num_batch_axes
+from haiku_implicit.core.dispatch import primitive_handler
 
 
 def _map(fun: Callable[..., Any], shape: Sequence[int], *operands: ImplicitArray) -> Any:

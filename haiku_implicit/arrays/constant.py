@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as jex
 
-from haiku_implicit import _compat
-from haiku_implicit._array import ArrayValue, ImplicitArray, aux_field, is_implicit, short
-from haiku_implicit._dispatch import primitive_handler
-from haiku_implicit._interpreter import default_handler, densify
 from haiku_implicit.arrays import exact
+from haiku_implicit.core import compat
+from haiku_implicit.core.array import ArrayValue, ImplicitArray, aux_field, is_implicit, short
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.interpreter import default_handler, densify
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
@@ -194,7 +194,7 @@ def _spread(operands: Sequence[Any]) -> list[Any]:
     """The operands with a broadcast scalar for each constant, which costs nothing in XLA."""
     others = [x for x in operands if not is_implicit(x)]
     return [
-        _compat.vary_like(x.materialize(), others) if isinstance(x, SymbolicConstant) else x
+        compat.vary_like(x.materialize(), others) if isinstance(x, SymbolicConstant) else x
         for x in operands
     ]
 
@@ -217,7 +217,7 @@ BINARY = named(
     "add sub mul mulhi div rem pow max min atan2 nextafter complex and or xor eq ne lt le gt ge "
     "eq_to lt_to le_to shift_left shift_right_logical shift_right_arithmetic igamma igammac "
     "igamma_grad_a random_gamma_grad polygamma zeta"
-) + [_compat.add_any_p]
+) + [compat.add_any_p]
 
 
 def fold_elementwise(primitive: Any, *operands: ArrayValue, **params: Any) -> Any:

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit._array import ImplicitArray, aux_field
-from haiku_implicit._dispatch import primitive_handler
-from haiku_implicit._interpreter import materialize_array
-from haiku_implicit.arrays.quantized import QuantizedMatrix
+from haiku_implicit.core.array import ImplicitArray, aux_field
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 
 def fake_quantize(

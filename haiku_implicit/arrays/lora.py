@@ -11,14 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from haiku_implicit._array import (
-    FROZEN,
-    ImplicitArray,
-    aux_field,
-    is_implicit,
-)
-from haiku_implicit._dense import dense
-from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit.core.array import FROZEN, ImplicitArray, aux_field, is_implicit
+from haiku_implicit.core.dense import dense
+from haiku_implicit.core.dispatch import primitive_handler
 
 
 @dataclasses.dataclass

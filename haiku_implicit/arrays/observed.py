@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit._array import ImplicitArray, aux_field, frozen_field
-from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field
+from haiku_implicit.core.dispatch import primitive_handler
 
 
 class Statistic(NamedTuple):

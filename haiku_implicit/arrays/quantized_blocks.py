@@ -7,8 +7,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit._array import ImplicitArray, aux_field, frozen_field
-from haiku_implicit.quantization import calibration, formats
+from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field
+from haiku_implicit.numerics import calibration, formats
 
 
 @dataclasses.dataclass

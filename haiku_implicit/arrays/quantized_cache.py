@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit._array import flatten
-from haiku_implicit._dispatch import primitive_handler
-from haiku_implicit.arrays.quantized import QuantizedMatrix
 from haiku_implicit.arrays.quantized_rows import as_index
+from haiku_implicit.core.array import flatten
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 
 @dataclasses.dataclass

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit._dispatch import primitive_handler
 from haiku_implicit.arrays.batch_axes import without_whole_axes
-from haiku_implicit.arrays.quantized import QuantizedMatrix, map_scales
-from haiku_implicit.quantization import formats
-from haiku_implicit.quantization.blocked import slices
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.products.blocked import slices
 
 _Modes = jax.lax.GatherScatterMode
 
@@ -92,7 +92,7 @@ def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Any:
         return w._replace(codes=codes)
     if w.padding or start % g or limit % g:
         return NotImplemented
-    out = map_scales(w, lambda leaf: cut(leaf, start // g, limit // g, axis=w.ndim - 1))
+    out = w.map_scales(lambda leaf: cut(leaf, start // g, limit // g, axis=w.ndim - 1))
     return out._replace(codes=codes)
 
 

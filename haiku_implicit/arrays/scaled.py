@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from haiku_implicit._array import ImplicitArray, aux_field, frozen_field, is_implicit
-from haiku_implicit._dispatch import primitive_handler
-from haiku_implicit.quantization import formats
+from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field, is_implicit
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.numerics import formats
 
 
 @dataclasses.dataclass

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from haiku_implicit._array import ArrayValue, ImplicitArray, is_implicit
-from haiku_implicit._dispatch import primitive_handler
+from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit
+from haiku_implicit.core.dispatch import primitive_handler
 
 # Places that are the same for arrays of any rank.
 _PLACES: tuple[type, ...] = (type(None), jax.Device, SingleDeviceSharding)

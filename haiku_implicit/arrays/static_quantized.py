@@ -7,12 +7,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from haiku_implicit._array import ImplicitArray, aux_field, frozen_field, is_implicit
-from haiku_implicit._dispatch import primitive_handler
-from haiku_implicit._interpreter import materialize_array
-from haiku_implicit._transform import use_implicit_args
 from haiku_implicit.arrays.batch_axes import on_batch_axes
-from haiku_implicit.arrays.quantized import QuantizedMatrix
 from haiku_implicit.arrays.trained import (
     FUNCTIONS,
     RAGGED_DOT,
@@ -21,9 +16,14 @@ from haiku_implicit.arrays.trained import (
     is_factor,
     ragged_dot_general_p,
 )
-from haiku_implicit.quantization import functions
-from haiku_implicit.quantization.rules import QuantRule
-from haiku_implicit.quantization.statistics import QuantStats
+from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field, is_implicit
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.products import by_rule
+from haiku_implicit.products.activation_stats import QuantStats
+from haiku_implicit.products.quant_rules import QuantRule
 
 
 @dataclasses.dataclass
@@ -149,7 +149,7 @@ def ragged_dot_with_static(
     if rule is None or ragged_dot_dimension_numbers != RAGGED_DOT or out_sharding is not None:
         return NotImplemented
     own = dict(rule=rule, stats=w.stats)
-    return functions.ragged_dot(x, w.weight, group_sizes, **params, **own)
+    return by_rule.ragged_dot(x, w.weight, group_sizes, **params, **own)
 
 
 def _product(op_name: str, primitive: Any, operands: Any, params: dict[str, Any]) -> Any:

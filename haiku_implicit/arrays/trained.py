@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit import _compat
-from haiku_implicit._array import ImplicitArray, aux_field, frozen_field
-from haiku_implicit._dispatch import primitive_handler
 from haiku_implicit.arrays.batch_axes import on_batch_axes
-from haiku_implicit.quantization import functions
-from haiku_implicit.quantization.rules import QuantRule
+from haiku_implicit.core import compat
+from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.products import by_rule
+from haiku_implicit.products.quant_rules import QuantRule
 
 
 @dataclasses.dataclass
@@ -121,7 +121,7 @@ def convolve_with_trained(
 
 # The one with a rule is that of JAX's `ragged_dot`; the primitive is more general.
 RAGGED_DOT = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
-ragged_dot_general_p = _compat._primitive_of(
+ragged_dot_general_p = compat._primitive_of(
     jax.lax.ragged_dot, *map(jnp.ones, [(1, 1), (1, 1, 1)]), jnp.ones(1, jnp.int32)
 )
 
@@ -144,12 +144,12 @@ def ragged_dot_with_trained(
     if rule is None:
         return jax.lax.ragged_dot(x, w.value, group_sizes, **params)
     own = dict(rule=rule, key=w.first_key, stats=w.stats)
-    return functions.ragged_dot(x, w.value, group_sizes, **params, **own)
+    return by_rule.ragged_dot(x, w.value, group_sizes, **params, **own)
 
 
 FUNCTIONS: dict[str, Any] = {
-    "dot_general": functions.dot_general,
-    "conv_general_dilated": functions.conv_general_dilated,
+    "dot_general": by_rule.dot_general,
+    "conv_general_dilated": by_rule.conv_general_dilated,
 }
 
 

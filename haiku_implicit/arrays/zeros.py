@@ -8,10 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit import _compat
-from haiku_implicit._array import ArrayValue
-from haiku_implicit._dispatch import primitive_handler
-from haiku_implicit._interpreter import default_handler
 from haiku_implicit.arrays.constant import (
     SymbolicConstant,
     as_result,
@@ -19,6 +15,10 @@ from haiku_implicit.arrays.constant import (
     named,
     result_struct,
 )
+from haiku_implicit.core import compat
+from haiku_implicit.core.array import ArrayValue
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.interpreter import default_handler
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
@@ -66,7 +66,7 @@ LINEAR = named(
     "reduce_precision"
 )
 BILINEAR = named("mul mulhi and dot_general conv_general_dilated")
-ADDITIVE = named("add or xor") + [_compat.add_any_p]
+ADDITIVE = named("add or xor") + [compat.add_any_p]
 
 
 @primitive_handler(LINEAR, precedence=20)

@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
-from haiku_implicit.kernels import matmul
-from haiku_implicit.quantization import formats
+from haiku_implicit.numerics import formats
+from haiku_implicit.products import matmul
 
 N, M, K = 12, 6, 5  # all different, so that no axis can pass for another
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.kernels import native
+from haiku_implicit.products.cpu import build
 
 FORMATS = ("int8", "uint8", "int4", "uint4", "fp4")
 
@@ -94,7 +94,7 @@ def test_the_kernel_of_integers_serves_them():
     x = jax.ShapeDtypeStruct((2, 288), jnp.bfloat16)
     for name in FORMATS:
         text = jax.jit(product).lower(quantized(name), x).as_text()
-        assert (native.PREFIX + "IntegerMatmul" in text) == native.available()
+        assert (build.PREFIX + "IntegerMatmul" in text) == build.available()
     others = [
         quantized("nf4"),
         quantized("nf4", activation="int8,groups"),
@@ -102,7 +102,7 @@ def test_the_kernel_of_integers_serves_them():
         quantized("int6"),
     ]
     for q in others:
-        assert native.PREFIX + "IntegerMatmul" not in jax.jit(product).lower(q, x).as_text()
+        assert build.PREFIX + "IntegerMatmul" not in jax.jit(product).lower(q, x).as_text()
     check(others, rows=(1, 9))
 
 

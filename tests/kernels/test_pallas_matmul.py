@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.kernels import native_matmul, pallas_matmul, pallas_tiles
-from haiku_implicit.quantization import formats
+from haiku_implicit.numerics import formats
+from haiku_implicit.products.cpu import native
+from haiku_implicit.products.gpu import pallas, tiles
 
 FORMATS = sorted(name for name, fmt in formats.FORMATS.items() if len(fmt.planes) == 1)
 
@@ -41,10 +42,10 @@ def quantized(name, length=96, group=32, axis=-2, rows=37, seed=0, dtype=jnp.flo
 @pytest.fixture
 def interpreted(monkeypatch):
     """Products on the CPU have the GPU kernel, interpreted."""
-    kernel = functools.partial(pallas_matmul.pallas_matmul, interpret=True)
-    monkeypatch.setattr(pallas_matmul, "available", lambda: True)
-    monkeypatch.setattr(native_matmul, "native_matmul", kernel)
-    monkeypatch.setattr(native_matmul, "applies", pallas_matmul.applies)
+    kernel = functools.partial(pallas.pallas_matmul, interpret=True)
+    monkeypatch.setattr(pallas, "available", lambda: True)
+    monkeypatch.setattr(native, "native_matmul", kernel)
+    monkeypatch.setattr(native, "applies", pallas.applies)
 
 
 def check(cases, dtype=jnp.float32, **tolerance):
@@ -92,7 +93,7 @@ SHAPES = {
 def test_shapes(shape, axis, interpreted):
     m, length, group, rows = SHAPES[shape]
     w = quantized("uint4", length, group, axis, rows)
-    splits = pallas_tiles.plan_of(m, 1, w, np.dtype("f4"), None).tile.splits
+    splits = tiles.plan_of(m, 1, w, np.dtype("f4"), None).tile.splits
     assert splits > 1 or "split" not in shape
     check([(w, m)])
 
@@ -180,7 +181,7 @@ TARGET = "__gpu$xla.gpu.triton"
 @pytest.mark.parametrize("axis", [-2, -1])
 def test_lowered_for_gpus(axis, monkeypatch):
     """Triton's dialect takes every kernel; nothing of a dense weight's shape is in the program."""
-    monkeypatch.setattr(pallas_matmul, "available", lambda: True)
+    monkeypatch.setattr(pallas, "available", lambda: True)
     cases = [
         *((quantized(name, 96, 32, axis), m) for name in FORMATS for m in (1, 3)),
         *((quantized(name, 96, 32, axis, dtype=jnp.bfloat16), 3) for name in FORMATS[::2]),
@@ -199,7 +200,7 @@ def test_lowered_for_gpus(axis, monkeypatch):
 def test_one_program_for_all_platforms(monkeypatch):
     """The kernel is for this process's GPU: not for exported programs, and it can be turned off."""
     q, x = quantized("int4"), normal((2, 96))
-    monkeypatch.setattr(pallas_matmul, "_supported", lambda: True)
+    monkeypatch.setattr(pallas, "_supported", lambda: True)
     assert TARGET in lowered(product, q, x)
     exported = jax.export.export(jax.jit(product), platforms=("cpu", "cuda"))(q, x)
     assert TARGET not in exported.mlir_module()
@@ -208,7 +209,7 @@ def test_one_program_for_all_platforms(monkeypatch):
 
 
 def test_what_the_kernel_does_not_serve(x64, monkeypatch):
-    monkeypatch.setattr(pallas_matmul, "available", lambda: True)
+    monkeypatch.setattr(pallas, "available", lambda: True)
     q, x = quantized("int4"), normal((2, 96))
     cases = [
         (quantized("int3"), x, {}),
@@ -228,9 +229,9 @@ def test_precision():
     """As for XLA's products: float32 in full only where more than the default is asked for."""
     q, lax = quantized("int4"), jax.lax.Precision
     for given in (None, lax.DEFAULT, (lax.DEFAULT, lax.DEFAULT)):
-        assert pallas_tiles.plan_of(3, 1, q, np.dtype("f4"), given).precision == lax.DEFAULT
+        assert tiles.plan_of(3, 1, q, np.dtype("f4"), given).precision == lax.DEFAULT
     for given in (lax.HIGH, lax.HIGHEST, (lax.DEFAULT, lax.HIGHEST)):
-        assert pallas_tiles.plan_of(3, 1, q, np.dtype("f4"), given).precision == lax.HIGHEST
+        assert tiles.plan_of(3, 1, q, np.dtype("f4"), given).precision == lax.HIGHEST
 
 
 @pytest.mark.parametrize("axis", [-2, -1])
@@ -241,7 +242,7 @@ def test_tiles(axis):
             q = jax.eval_shape(functools.partial(quantized, name, length, group, axis, 100))
             for m in (1, 2, 3, 17, 64, 65, 1000):
                 for dtype in (jnp.float32, jnp.bfloat16):
-                    plan = pallas_tiles.plan_of(m, 1, q, np.dtype(dtype), None)
+                    plan = tiles.plan_of(m, 1, q, np.dtype(dtype), None)
                     *sizes, splits, _, _ = plan.tile
                     assert all(n & (n - 1) == 0 for n in (*sizes, splits))
                     if not plan.few:

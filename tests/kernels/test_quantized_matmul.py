@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.kernels import matmul, native
-from haiku_implicit.quantization import formats
-from haiku_implicit.quantization.operands import rounded_rows
+from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.operands import rounded_rows
+from haiku_implicit.products import matmul
+from haiku_implicit.products.cpu import build
 
 FORMATS = sorted(formats.FORMATS)
 
 # Flags that choose other vectors than those of this CPU, which has the widest of them.
-PORTABLE = (*(flag for flag in native.FLAGS if not flag.startswith("-march")), "-O1")
+PORTABLE = (*(flag for flag in build.FLAGS if not flag.startswith("-march")), "-O1")
 TARGETS = {"portable": PORTABLE}
 CPU_INFO = pathlib.Path("/proc/cpuinfo")
 if CPU_INFO.exists() and " avx2 " in CPU_INFO.read_text():
@@ -31,8 +32,8 @@ if CPU_INFO.exists() and " avx2 " in CPU_INFO.read_text():
 def with_compiler(test):
     """A test of what is compiled: there is none without a compiler (`test_no_compiler` is for that)."""
     try:
-        native._compiler()
-    except native.BuildError:
+        build._compiler()
+    except build.BuildError:
         return None
     return test
 
@@ -99,21 +100,21 @@ def of_all_shapes(name, axis):
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name, axis):
-    assert native.available()
+    assert build.available()
     check(of_all_shapes(name, axis))
 
 
 @pytest.mark.parametrize("axis", [-2, -1])
 def test_formats_without_kernel(axis, without_kernel):
-    assert not native.available()
+    assert not build.available()
     check([quantized(name, axis=axis) for name in FORMATS], rows=(1, 9))
 
 
 @with_compiler
 @pytest.mark.parametrize("target", TARGETS)
 def test_other_targets(target, monkeypatch):
-    native.register(f"{native.PREFIX}{target}_", TARGETS[target])
-    monkeypatch.setattr(native, "PREFIX", f"{native.PREFIX}{target}_")
+    build.register(f"{build.PREFIX}{target}_", TARGETS[target])
+    monkeypatch.setattr(build, "PREFIX", f"{build.PREFIX}{target}_")
     jax.clear_caches()
     for axis in (-2, -1):
         kinds = ("binary", "int3", "int6", "int8", "uint4", "uint8", "fp8_e4m3", "fp8_e5m2")
@@ -373,9 +374,9 @@ def lowered(f, *args):
 
 def test_one_program_for_all_platforms():
     q, x = quantized("int4"), normal((2, 96))
-    assert (native.PREFIX in lowered(product, q, x)) == native.available()
+    assert (build.PREFIX in lowered(product, q, x)) == build.available()
     exported = jax.export.export(jax.jit(product), platforms=("cpu", "cuda"))(q, x)
-    assert native.PREFIX not in exported.mlir_module()  # where it runs, there may be none
+    assert build.PREFIX not in exported.mlir_module()  # where it runs, there may be none
     np.testing.assert_allclose(exported.call(q, x), product(q, x), rtol=1e-5, atol=1e-4)
 
 
@@ -396,7 +397,7 @@ def test_what_the_kernel_does_not_serve(x64):
     for w, x, options in cases:
         f = lambda w, x, options=options: jnp.matmul(x, w, **options)  # noqa: E731
         implicit = hki.use_implicit_args(f)
-        assert native.PREFIX not in lowered(implicit, w, x)
+        assert build.PREFIX not in lowered(implicit, w, x)
         want = f(hki.materialize(w), x)
         got = implicit(w, x)
         assert got.dtype == want.dtype
@@ -407,14 +408,14 @@ def test_what_the_kernel_does_not_serve(x64):
 
 USE = """
 import jax, numpy as np, haiku_implicit as hki
-from haiku_implicit.kernels import native
-native.FLAGS = ("-std=c++17", "-O0", "-fPIC", "-shared", "-w")  # the fastest to compile
+from haiku_implicit.products.cpu import build
+build.FLAGS = ("-std=c++17", "-O0", "-fPIC", "-shared", "-w")  # the fastest to compile
 q = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (64, 8)), "int4", 32)
 x = jax.random.normal(jax.random.key(1), (3, 64))
 for _ in range(2):
     got = hki.use_implicit_args(lambda w, x: x @ w)(q, x)
     np.testing.assert_allclose(got, x @ hki.materialize(q), rtol=1e-5, atol=1e-5)
-print("native" if native.available() else "xla")
+print("native" if build.available() else "xla")
 """
 
 
@@ -456,20 +457,20 @@ def test_cache(tmp_path, monkeypatch):
         built.append(output)
         pathlib.Path(output).write_text("a library")
 
-    monkeypatch.setattr(native, "_compile", compiled)
+    monkeypatch.setattr(build, "_compile", compiled)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    first = native.library(native.FLAGS, temporary)
+    first = build.library(build.FLAGS, temporary)
     assert first.parent == tmp_path / "haiku_implicit" / "kernels"
-    assert native.library(native.FLAGS, temporary) == first and len(built) == 1
-    other = native.library((*native.FLAGS, "-g"), temporary)
+    assert build.library(build.FLAGS, temporary) == first and len(built) == 1
+    other = build.library((*build.FLAGS, "-g"), temporary)
     assert other.parent == first.parent and other != first and len(built) == 2
 
     first.parent.chmod(0o777)
-    assert native.library(native.FLAGS, temporary).parent == temporary
+    assert build.library(build.FLAGS, temporary).parent == temporary
     monkeypatch.setenv("XDG_CACHE_HOME", str(first))  # a file
-    assert native.library(native.FLAGS, temporary).parent == temporary
+    assert build.library(build.FLAGS, temporary).parent == temporary
     assert len(built) == 4 and not list(tmp_path.rglob("*.tmp"))
 
 
@@ -485,8 +486,8 @@ def test_no_compiler(variable, value, message, tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(variable, value)
-    with pytest.raises(native.BuildError, match=message):
-        native.register("never", native.FLAGS)
+    with pytest.raises(build.BuildError, match=message):
+        build.register("never", build.FLAGS)
 
 
 # --- several devices -----------------------------------------------------------------------------
@@ -494,7 +495,7 @@ def test_no_compiler(variable, value, message, tmp_path, monkeypatch):
 TWO_DEVICES = """
 import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from jax.sharding import NamedSharding, PartitionSpec as P
-from haiku_implicit.kernels import native
+from haiku_implicit.products.cpu import build
 
 mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 product = hki.use_implicit_args(lambda w, x: x @ w)
@@ -521,7 +522,7 @@ for axis in (-2, -1):
             y = x @ w
             return jax.lax.psum(y, "i") if out == P() else y
         f = hki.use_implicit_args(jax.shard_map(body, mesh=mesh, in_specs=(x_spec, spec), out_specs=out))
-        assert (native.PREFIX in jax.jit(f).lower(x, q).as_text()) == native.available()
+        assert (build.PREFIX in jax.jit(f).lower(x, q).as_text()) == build.available()
         close(jax.jit(f)(x, q), x @ w)
         close(jax.jit(jax.grad(lambda x: jnp.sin(f(x, q)).sum()))(x), dense_grad)
     stack = jax.tree.map(lambda y: jnp.stack([y, y]), q)

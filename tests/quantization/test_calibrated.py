@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.quantization import gptq
+from haiku_implicit.numerics import gptq
 
 
 def normal(shape, seed=0):

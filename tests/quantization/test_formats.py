@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 import haiku_implicit as hki
-from haiku_implicit.quantization import formats
+from haiku_implicit.numerics import formats
 
 quantize = hki.QuantizedMatrix.quantize
 

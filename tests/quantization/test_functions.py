@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
+from haiku_implicit.numerics.operands import noise
 from haiku_implicit.quantization import (
     QtRule,
     conv_general_dilated,
@@ -17,7 +18,6 @@ from haiku_implicit.quantization import (
     einsum,
     ragged_dot,
 )
-from haiku_implicit.quantization.operands import noise
 
 MATRICES = (((1,), (0,)), ((), ()))
 INT8 = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import haiku_implicit as hki
+from haiku_implicit.products.quant_rules import ProductConfig, as_training_rule, config_of
 from haiku_implicit.quantization import QtRule, QuantRule, matching_rule, unused_rules
-from haiku_implicit.quantization.rules import ProductConfig, as_training_rule, config_of
 
 HEAD = QuantRule(module_path=".*/head")
 CONVS = QuantRule(op_names=("conv_general_dilated",), weight_qtype="int8")

@@ -1,0 +1,505 @@
+"""`ImplicitArray`: a pytree that stands for a tensor without being one dense buffer."""
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, Union
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core import compat
+
+_AUX = "haiku_implicit_aux"
+_FROZEN = "haiku_implicit_frozen"
+
+_STATIC = {_AUX: True}
+
+# `frozen_field(**kwargs)` is this metadata; said by `dataclasses.field` itself, mypy understands it.
+FROZEN = {_FROZEN: True}
+
+
+def aux_field(**kwargs: Any) -> Any:
+    """A dataclass field that is static metadata of the type rather than a child array.
+
+    Its value must be hashable and comparable, since it becomes part of the pytree structure.
+
+    Args:
+      **kwargs: what `dataclasses.field` takes.
+    """
+    metadata = {**kwargs.pop("metadata", {}), **_STATIC}
+    return dataclasses.field(metadata=metadata, **kwargs)
+
+
+def frozen_field(**kwargs: Any) -> Any:
+    """A dataclass field whose arrays are never trained (`partition` puts them on the frozen side).
+
+    Args:
+      **kwargs: what `dataclasses.field` takes.
+    """
+    metadata = {**kwargs.pop("metadata", {}), **FROZEN}
+    return dataclasses.field(metadata=metadata, **kwargs)
+
+
+class _Inferred:
+    """`shape` or `dtype`: what the constructor was given, else what the array itself says.
+
+    A data descriptor, and at the same time the dataclass field's default: a constructor that is not
+    given the field stores the descriptor itself, which `__set__` reads as "not given".
+    """
+
+    def __init__(self, name: str, normalize: Callable[[Any], Any]):
+        self.name, self.slot, self.normalize = name, f"_{name}", normalize
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        explicit = instance.__dict__.get(self.slot)
+        if explicit is None:
+            return getattr(instance.aval, self.name)
+        return _canonical(explicit) if self.name == "dtype" else explicit
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        given = None if value is None or value is self else self.normalize(value)
+        instance.__dict__[self.slot] = given
+        instance.__dict__.pop("_aval", None)
+
+
+def _as_shape(shape: Any) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in ((shape,) if np.ndim(shape) == 0 else shape))
+    except (TypeError, ValueError):
+        raise TypeError(f"shape: expected a sequence of integers, got {shape!r}") from None
+
+
+def _as_dtype(dtype: Any) -> Any:
+    """NumPy's dtype, or JAX's own where it is one of random keys."""
+    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+
+
+def _canonical(dtype: Any) -> Any:
+    """The dtype that JAX has in place of this one: 32 bits of 64, but in x64 mode."""
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class ImplicitArray(abc.ABC):
+    """A tensor of a known shape and dtype that is held in another form than one dense buffer.
+
+    A subclass is a dataclass (`@dataclasses.dataclass`) whose fields are arrays, other implicit
+    arrays or trees of them, and, marked with `aux_field`, static metadata. The one method it has to
+    write is `materialize`. Rules for what JAX primitives do to it are added with
+    `primitive_handler`; where there is none, the array is materialized and a warning says so.
+
+    Shape and dtype are, in this order: what the constructor was given by keyword, what
+    `compute_shape()` / `compute_dtype()` return, the class attributes `default_shape` /
+    `default_dtype`, or what `materialize` returns (found by abstract evaluation). A type that can
+    tell its shape from its arrays should do so in `compute_shape`, because it then stays right when
+    JAX slices or stacks those arrays (`jax.vmap`, `jax.lax.scan`).
+
+    Class keywords:
+      commute_ops: whether a commutative primitive may hand its operands to a rule of this type in
+        swapped order, the implicit one first. True by default.
+      warn_on_materialize: whether materializing this type is worth a warning. True by default.
+      core_ndim: how many of the last axes make one tensor of this type (2 for a matrix, 0 for a
+        wrapper of any array), where any number of axes before them may be batch axes, which all
+        leaves then have. `jax.lax.scan` and `vmap` can slice and stack such a type, and rules for
+        slicing, stacking and reordering batch axes come for free. None (the default): this type has
+        no batch axes.
+
+    Attributes:
+      shape: `tuple[int, ...]`, the shape of the dense tensor.
+      dtype: `np.dtype`, the dtype of the dense tensor.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp
+      >>> import haiku_implicit as hki
+      >>> @dataclasses.dataclass
+      ... class Outer(hki.ImplicitArray):
+      ...   u: jax.Array
+      ...   v: jax.Array
+      ...   def materialize(self):
+      ...     return self.u[:, None] * self.v[None, :]
+      >>> w = Outer(jnp.arange(3.0), jnp.ones(2))
+      >>> w
+      Outer(float32[3,2], u=float32[3], v=float32[2])
+      >>> w.size, w.nbytes
+      (6, 20)
+      >>> print(hki.use_implicit_args(lambda x: x + 1)(hki.Zeros(shape=(2,), dtype=jnp.float32)))
+      SymbolicConstant(float32[2], value=1.0)
+    """
+
+    default_shape: ClassVar[tuple[int, ...] | None] = None
+    default_dtype: ClassVar[Any] = None
+    commute_ops: ClassVar[bool] = True
+    warn_on_materialize: ClassVar[bool] = True
+    core_ndim: ClassVar[int | None] = None
+
+    # What `aux_field` makes, in the form that type checkers understand.
+    shape: tuple[int, ...] = dataclasses.field(
+        default=_Inferred("shape", _as_shape),  # type: ignore[arg-type]
+        kw_only=True,
+        metadata=_STATIC,
+    )
+    dtype: Any = dataclasses.field(
+        default=_Inferred("dtype", _as_dtype), kw_only=True, metadata=_STATIC
+    )
+
+    def __init_subclass__(
+        cls,
+        *,
+        commute_ops: bool | None = None,
+        warn_on_materialize: bool | None = None,
+        core_ndim: int | None = None,
+        **kwargs: Any,
+    ):
+        super().__init_subclass__(**kwargs)
+        given = dict(
+            commute_ops=commute_ops,
+            warn_on_materialize=warn_on_materialize,
+            core_ndim=core_ndim,
+        )
+        for name, value in given.items():
+            if value is not None:
+                setattr(cls, name, value)
+        # `@dataclass` leaves alone what a class defines itself: element-wise `==` of the arrays and
+        # a repr that prints them whole are of no use here.
+        for name in ("__repr__", "__eq__", "__hash__"):
+            if name not in cls.__dict__:
+                setattr(cls, name, getattr(ImplicitArray, name))
+        jax.tree_util.register_pytree_with_keys(
+            cls,
+            flatten_with_keys=_flatten_with_keys,
+            unflatten_func=functools.partial(_unflatten, cls),
+            flatten_func=_flatten,
+        )
+
+    def __post_init__(self) -> None:
+        """Runs after the constructor; override it to validate, and call `super().__post_init__()`.
+
+        Unflattening does not pass through here, as JAX unflattens with placeholders too.
+        """
+        # A shape that the children tell as well is left to them, and so stays right when JAX slices or
+        # stacks them: `dataclasses.replace` hands on as explicit what was inferred.
+        if self.__dict__.get("_shape") is not None and self.compute_shape() == self.shape:
+            self.__dict__["_shape"] = None
+
+    @abc.abstractmethod
+    def materialize(self) -> jax.Array:
+        """The dense array of `self.shape` and `self.dtype` that this stands for."""
+
+    def compute_shape(self) -> tuple[int, ...] | None:
+        """The shape as the children tell it, or None where only `materialize` can tell."""
+        return None
+
+    def compute_dtype(self) -> Any:
+        """The dtype as the children tell it, or None where only `materialize` can tell."""
+        return None
+
+    def with_leading_axis(self, size: int | None) -> Any:
+        """This array after its leaves have gained or lost a leading axis (stacked, or sliced).
+
+        The leaves are already changed; what is static has to follow. Override it where static
+        metadata other than an explicit shape depends on the number of axes.
+
+        Args:
+          size: the length of the leading axis that the leaves have gained; None where they have lost
+            their first axis.
+
+        Returns:
+          The array, or `NotImplemented` where its type has no batch axes (`core_ndim=None`).
+        """
+        if type(self).core_ndim is None:
+            return NotImplemented
+        leaves, treedef = flatten_one_level(self)
+        leaves = [x.with_leading_axis(size) if is_implicit(x) else x for x in leaves]
+        if any(x is NotImplemented for x in leaves):
+            return NotImplemented
+        stacked = jax.tree_util.tree_unflatten(treedef, leaves)
+        explicit = stacked.__dict__.get("_shape")
+        if explicit is not None:
+            stacked.shape = explicit[1:] if size is None else (size, *explicit)
+        return stacked
+
+    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+        """How the children are split when the dense array is split by `spec` (`jax.shard_map`).
+
+        Args:
+          spec: a `jax.sharding.PartitionSpec` of the dense array.
+          mesh: the mesh it names axes of.
+
+        Returns:
+          A tree like this array with a `PartitionSpec` for each leaf, or `NotImplemented` (the
+          default for any but the fully replicated case): then the array is materialized first.
+        """
+        if any(part is not None for part in spec):
+            return NotImplemented
+        return jax.tree.map(lambda _: jax.sharding.PartitionSpec(), self)
+
+    @property
+    def aval(self) -> jax.core.ShapedArray:
+        """The abstract value (shape and dtype) of the dense array."""
+        aval = self.__dict__.get("_aval")
+        if aval is None:
+            try:
+                aval = self.__dict__["_aval"] = _abstract_value(self)
+            except (AttributeError, TypeError) as e:
+                if not (empty := _empty_names(self)):
+                    raise
+                # `AttributeError`: to `hasattr(x, "shape")` it is a no.
+                raise AttributeError(
+                    f"{type(self).__name__}: {' and '.join(empty)} is None, so that there is no shape "
+                    "and dtype. If this is one of the two parts that haiku_implicit.partition gives, "
+                    "put them together again: haiku_implicit.combine"
+                ) from e
+        return aval
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the dense array."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the dense array."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes really held, by all leaves together (the dense array has `size * itemsize`)."""
+        return sum(
+            math.prod(np.shape(x)) * jnp.result_type(x).itemsize
+            for x in jax.tree_util.tree_leaves(self)
+        )
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"len() of a {type(self).__name__} without axes")
+        return self.shape[0]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__.pop("_aval", None)
+        object.__setattr__(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_aval"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __jax_array__(self) -> jax.Array:
+        raise TypeError(
+            f"{self!r} was used as if it were a dense array. Wrap the function that uses it "
+            "in haiku_implicit.use_implicit_args (a Haiku model in transform_implicit), make the "
+            "dense array with haiku_implicit.materialize(x), or, inside a function that is already "
+            "wrapped, use haiku_implicit.box(x). What an optimizer gives is added with "
+            "haiku_implicit.apply_updates."
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        return self.__jax_array__()  # type: ignore[return-value]
+
+    def _operator(self, *args: Any) -> Any:
+        """Operators act on what a wrapped function sees, which is no implicit array."""
+        return self.__jax_array__()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
+    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = _operator
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _operator
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __getitem__ = __float__ = __int__ = _operator
+    __lt__ = __le__ = __gt__ = __ge__ = _operator
+
+    def __getattr__(self, name: str) -> Any:
+        """Runs where there is no such attribute: `w.T`, `w.astype` and their like say what to do."""
+        if hasattr(type(self), name):  # a property that raised an AttributeError: it does again
+            return object.__getattribute__(self, name)
+        if hasattr(jax.Array, name) and not name.startswith("_"):
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r}: only what a wrapped function sees has. Call "
+                "it in a function wrapped in haiku_implicit.use_implicit_args, or on "
+                "haiku_implicit.materialize(x)."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        parts = [f"{short(self)}"]
+        for name in data_names(type(self)):
+            value = getattr(self, name, None)
+            if value is not None:
+                parts.append(f"{name}={_brief(value)}")
+        parts += [f"{name}={getattr(self, name, None)!r}" for name in _own_aux_names(type(self))]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, without running the constructor's validation."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__getstate__())
+        for name, value in changes.items():
+            setattr(new, name, value)
+        return new
+
+
+ArrayValue = Union[ImplicitArray, jax.Array]  # noqa: UP007 (Plum orders a typing.Union)
+
+
+def is_implicit(x: Any) -> bool:
+    """Whether `x` is an implicit array; as an `is_leaf=` it makes tree functions stop at them."""
+    return isinstance(x, ImplicitArray)
+
+
+# --- fields and the pytree ---------------------------------------------------------------------
+
+
+@functools.cache
+def _names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the child fields and of the static ones (`shape` and `dtype` by their slots).
+
+    Looked up at the first flatten and not in `__init_subclass__`, which runs before `@dataclass`.
+    """
+    data: list[str] = []
+    aux: list[str] = []
+    for field in dataclasses.fields(cls):
+        if field.name in ("shape", "dtype"):
+            aux.append(f"_{field.name}")
+        else:
+            (aux if field.metadata.get(_AUX) else data).append(field.name)
+    return tuple(data), tuple(aux)
+
+
+def data_names(cls: type) -> tuple[str, ...]:
+    """The names of the fields of an implicit type that hold arrays."""
+    return _names(cls)[0]
+
+
+def frozen_names(cls: type) -> frozenset[str]:
+    """The names of the fields of an implicit type that are declared frozen."""
+    return frozenset(f.name for f in dataclasses.fields(cls) if f.metadata.get(_FROZEN))
+
+
+def _own_aux_names(cls: type) -> tuple[str, ...]:
+    return tuple(name for name in _names(cls)[1] if name not in ("_shape", "_dtype"))
+
+
+def _flatten(x: ImplicitArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    data, aux = _names(type(x))
+    values = x.__dict__
+    return tuple([values.get(n) for n in data]), tuple([values.get(n) for n in aux])
+
+
+def _flatten_with_keys(x: ImplicitArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    children, aux = _flatten(x)
+    keys = (jax.tree_util.GetAttrKey(n) for n in data_names(type(x)))
+    return tuple(zip(keys, children, strict=True)), aux
+
+
+def _unflatten(cls: type, aux: tuple[Any, ...], children: tuple[Any, ...]) -> ImplicitArray:
+    data_fields, aux_fields = _names(cls)
+    x: ImplicitArray = object.__new__(cls)
+    x.__dict__.update(zip(data_fields, children, strict=True))
+    x.__dict__.update(zip(aux_fields, aux, strict=True))
+    return x
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree_util.tree_flatten`, with a structure that type checkers know nothing wrong of."""
+    return jax.tree_util.tree_flatten(tree)
+
+
+class Carried:
+    """A pytree without leaves that carries a Python value out of a trace."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+# Compared by identity: any Python value may be in there.
+jax.tree_util.register_pytree_node(Carried, lambda x: ((), x), lambda x, _: x)
+
+
+def flatten_one_level(x: Any) -> tuple[list[Any], Any]:
+    """The leaves of a tree and its structure, implicit arrays *within* `x` being leaves."""
+    return jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x and is_implicit(y))
+
+
+def num_batch_axes(x: ImplicitArray) -> int:
+    """How many leading axes of `x` every leaf of it has too: 0 where its type has no batch axes."""
+    core = type(x).core_ndim
+    if core is None:
+        return 0
+    children = [num_batch_axes(y) for y in flatten_one_level(x)[0] if is_implicit(y)]
+    return max(0, min([x.ndim - core, *children]))
+
+
+def is_nested(x: ImplicitArray) -> bool:
+    """Whether `x` holds other implicit arrays."""
+    return any(is_implicit(y) for y in flatten_one_level(x)[0])
+
+
+# --- shape and dtype ---------------------------------------------------------------------------
+
+
+def dense_struct(x: Any) -> Any:
+    """A `jax.ShapeDtypeStruct` for an implicit array; anything else as it is."""
+    if not is_implicit(x):
+        return x
+    leaves = jax.tree_util.tree_leaves(x)
+    split = any(compat.explicit_sharding(y) is not None for y in leaves)
+    sharding = compat.explicit_sharding(_materialized_struct(x)) if split else None
+    return compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves, sharding=sharding)
+
+
+def _materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
+    """What `materialize` returns."""
+    leaves, treedef = flatten_one_level(x)
+
+    def dense(leaves: list[Any]) -> jax.Array:
+        return jax.tree_util.tree_unflatten(treedef, leaves).materialize()
+
+    return jax.eval_shape(dense, [dense_struct(y) for y in leaves])
+
+
+def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
+    cls = type(x)
+    shape, dtype = x.__dict__.get("_shape"), x.__dict__.get("_dtype")
+    shape = x.compute_shape() if shape is None else shape
+    dtype = x.compute_dtype() if dtype is None else dtype
+    shape = cls.default_shape if shape is None else shape
+    dtype = cls.default_dtype if dtype is None else dtype
+    if shape is None or dtype is None:
+        try:
+            out = _materialized_struct(x)
+        except RecursionError:
+            missing = "shape" if shape is None else "dtype"
+            raise TypeError(
+                f"{cls.__name__}: its {missing} is not known. Give {missing}= to the constructor, or "
+                f"define compute_{missing}() or default_{missing} in the class."
+            ) from None
+        shape = out.shape if shape is None else shape
+        dtype = out.dtype if dtype is None else dtype
+    return jax.core.ShapedArray(_as_shape(shape), _canonical(dtype))
+
+
+def _empty_names(x: ImplicitArray) -> list[str]:
+    """The fields that hold None in place of an array, but for those that may."""
+    may = {f.name for f in dataclasses.fields(x) if f.default is None}
+    return [name for name in data_names(type(x)) if name not in may and getattr(x, name) is None]
+
+
+def short(x: Any) -> str:
+    """`float32[2,3]` for anything with a shape and a dtype."""
+    try:
+        name = getattr(x.dtype, "name", None) or np.dtype(x.dtype).name  # random keys: the first
+        return f"{name}[{','.join(map(str, x.shape))}]"
+    except Exception:  # a repr must not fail: pytrees are unflattened with placeholders for leaves
+        return "?"
+
+
+def _brief(value: Any) -> str:
+    if is_implicit(value):
+        return repr(value)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return short(value)
+    return repr(value)

@@ -1,0 +1,95 @@
+"""The boxing primitive: makes an implicit array inside traced code."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from haiku_implicit.core import interpreter
+from haiku_implicit.core.array import is_implicit
+
+box_p = Primitive("box")
+
+
+def box(x: Any) -> jax.Array:
+    """Turns an implicit array that was made inside a function into a value that JAX can trace.
+
+    Under `use_implicit_args` (or `transform_implicit`) the function goes on with the implicit array
+    itself: it may become a parameter, a state entry, or an operand of what follows. Without either,
+    the value is the dense array, in eager code and under `jit`, `grad` and `vmap` alike. This is how
+    a Haiku creator or getter plugs in.
+
+    Args:
+      x: an implicit array; a dense one is returned as it is.
+
+    Returns:
+      An array of the dense shape and dtype.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> f = lambda w, a, b: hki.box(hki.LoRA(w, a, b))
+      >>> args = jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3))
+      >>> print(f(*args))
+      [[2. 2. 2.]
+       [2. 2. 2.]]
+      >>> hki.use_implicit_args(f)(*args)
+      LoRA(float32[2,3], w=float32[2,3], a=float32[2,1], b=float32[1,3], alpha=None)
+    """
+    if not is_implicit(x):
+        return x
+    leaves, treedef = jax.tree_util.tree_flatten(x)
+    return box_p.bind(*leaves, treedef=treedef)
+
+
+def _materialize(*leaves: Any, treedef: Any) -> jax.Array:
+    return interpreter.materialize_array(treedef.unflatten(leaves))
+
+
+def _abstract(*leaves: Any, treedef: Any) -> jax.core.ShapedArray:
+    return treedef.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]).aval
+
+
+def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:
+    # The primal stays boxed, for an interpreter around the differentiated code.
+    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def of_moving(*values: Any) -> jax.Array:
+        leaves = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            leaves[i] = value
+        return _materialize(*leaves, treedef=treedef)
+
+    out = box_p.bind(*primals, treedef=treedef)
+    if not moving:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    moved = tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
+    return out, jax.jvp(of_moving, *moved)[1]
+
+
+def _batch(leaves: Any, axes: Any, *, treedef: Any) -> Any:
+    size = next(x.shape[d] for x, d in zip(leaves, axes, strict=True) if d is not None)
+    stacked = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(leaves, axes, strict=True)
+    ]
+    boxed = treedef.unflatten(stacked).with_leading_axis(size)
+    if boxed is NotImplemented:
+        return jax.vmap(lambda *xs: _materialize(*xs, treedef=treedef))(*stacked), 0
+    return box(boxed), 0
+
+
+box_p.def_impl(_materialize)
+box_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[box_p] = _jvp
+batching.primitive_batchers[box_p] = _batch
+mlir.register_lowering(box_p, mlir.lower_fun(_materialize, multiple_results=False))
+interpreter.BOXES.add(box_p)
+
+
+def _unbox(operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    return [params["treedef"].unflatten(operands)]
+
+
+interpreter.HIGHER_ORDER[box_p] = _unbox

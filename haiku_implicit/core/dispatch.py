@@ -1,0 +1,181 @@
+"""The table of rules: what a primitive does to operands of given types.
+
+Matching of types to annotations is Plum's; here are only the table and the order.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import plum
+from jax.extend.core import primitives as jex_primitives
+
+from haiku_implicit.core import compat
+from haiku_implicit.core.array import ImplicitArray
+
+Primitive = compat.Primitive
+Rule = Callable[..., Any]
+
+_rules: dict[Primitive, list[plum.Method]] = {}
+
+# What `generation()` counts: a trace that was made before a rule was added must not be used again.
+_registrations = 0
+
+COMMUTATIVE = frozenset(
+    getattr(jax.lax, f"{name}_p")
+    for name in ("add", "mul", "max", "min", "and", "or", "xor", "eq", "ne")
+) | {compat.add_any_p}
+
+
+def primitive_handler(
+    primitives: Primitive | str | Iterable[Primitive | str], precedence: int = 0
+) -> Callable[[Rule], Rule]:
+    """Registers a rule: what primitives do to operands of the annotated types.
+
+    The rule is called as `rule(primitive, *operands, **params)`, with the parameters of the primitive
+    by keyword, and returns an array, an implicit array, a list of them where the primitive has
+    several results, or `NotImplemented` to leave the case to the next rule. A parameter that is
+    None, as those are that JAX adds from version to version, may be missing in the rule's own
+    signature. An operand that is not annotated, or annotated with `ArrayValue`, may be dense or
+    implicit; `jax.Array` means dense; an implicit type means that type and its subclasses. A field
+    of an implicit operand always reads as a dense array in a rule, even where it holds another
+    implicit array: what the rule does to it is dispatched in turn.
+
+    The order in which rules are tried:
+
+    1. rules whose annotations match the operands as they stand, the most specific first; of rules
+       that are equally specific, or cannot be compared, the one of the higher `precedence`, then
+       the one registered first;
+    2. a rule that returns `NotImplemented` passes on to the next one;
+    3. for a commutative primitive of two operands, unless the class of the implicit one says
+       `commute_ops=False`: the same with the operands swapped. Where only the second operand is
+       implicit, the swapped order, implicit one first, comes before the order as it stands;
+    4. a primitive that carries a jaxpr is retraced (see `docs/architecture.md`);
+    5. the implicit operands are materialized, visibly, and the primitive itself runs.
+
+    Args:
+      primitives: one primitive or several; a string is looked up once, as `jax.lax.<name>_p` or
+        `jax.extend.core.primitives.<name>_p`.
+      precedence: see 1.
+
+    Returns:
+      The decorator; it returns the rule unchanged.
+
+    Raises:
+      ValueError: for a name that is no primitive.
+      TypeError: for anything but primitives and names.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> @dataclasses.dataclass
+      ... class Diagonal(hki.ImplicitArray):
+      ...   d: jax.Array
+      ...   def materialize(self):
+      ...     return jnp.diag(self.d)
+      >>> @hki.primitive_handler('dot_general')
+      ... def dot_diagonal(primitive, x: jax.Array, w: Diagonal, *, dimension_numbers, **params):
+      ...   if dimension_numbers != (((x.ndim - 1,), (0,)), ((), ())):
+      ...     return NotImplemented
+      ...   return x * w.d
+      >>> print(hki.use_implicit_args(jnp.matmul)(jnp.ones((1, 2)), Diagonal(jnp.array([2., 3.]))))
+      [[2. 3.]]
+    """
+    if isinstance(primitives, str | Primitive):
+        primitives = [primitives]
+    primitives = list(primitives) if isinstance(primitives, Iterable) else [primitives]
+    resolved = [_as_primitive(p) for p in primitives]
+
+    def register(rule: Rule) -> Rule:
+        global _registrations
+        full = plum.Signature.from_callable(rule, precedence=precedence)
+        # The first parameter is the primitive itself, which the table is keyed by. To Plum one without
+        # annotation is `Any`, and its older versions do not take that for the least specific type.
+        types = [object if t is Any else t for t in full.types[1:]]
+        varargs = object if full.varargs is Any else full.varargs
+        signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
+        method = plum.Method(rule, signature, function_name=getattr(rule, "__name__", "rule"))
+        for primitive in resolved:
+            methods = _rules.setdefault(primitive, [])
+            methods[:] = [m for m in methods if m.signature != signature] + [method]
+        _registrations += 1
+        rules_for.cache_clear()
+        return rule
+
+    return register
+
+
+@functools.lru_cache(maxsize=4096)
+def keywords_of(rule: Rule) -> frozenset[str] | None:
+    """The names of the parameters that a rule takes by keyword; None where it takes any."""
+    parameters = inspect.signature(rule).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+def generation() -> int:
+    """A number that changes with every new rule."""
+    return _registrations
+
+
+def _as_primitive(primitive: Primitive | str) -> Primitive:
+    if isinstance(primitive, Primitive):
+        return primitive
+    if not isinstance(primitive, str):
+        raise TypeError(f"primitives: expected primitives or their names, got {primitive!r}")
+    name = primitive.removesuffix("_p")
+    for found in (
+        getattr(jax.lax, f"{name}_p", None),
+        getattr(jex_primitives, f"{name}_p", None),
+        {"remat": compat.remat_p, "checkpoint": compat.remat_p}.get(name),
+        {"shard_map": compat.shard_map_p, "pjit": jex_primitives.jit_p}.get(name),
+    ):
+        if isinstance(found, Primitive):
+            return found
+    raise ValueError(
+        f"primitives: no primitive is called {primitive!r} in jax.lax or "
+        "jax.extend.core.primitives; pass the primitive object itself"
+    )
+
+
+@functools.cache
+def rules_for(
+    primitive: Primitive, types: tuple[type, ...]
+) -> tuple[tuple[Rule, tuple[int, ...]], ...]:
+    """The rules to try for operands of these types, each with the order it wants them in.
+
+    Args:
+      primitive: the primitive.
+      types: the class of each operand, `jax.Array` standing for all dense values.
+    """
+    straight = tuple(range(len(types)))
+    orders = [straight]
+    if primitive in COMMUTATIVE and len(types) == 2 and _may_swap(types):
+        first_is_dense = not issubclass(types[0], ImplicitArray)
+        orders = [(1, 0), straight] if first_is_dense else [straight, (1, 0)]
+    found = []
+    for order in orders:
+        target = plum.Signature(*(types[i] for i in order))
+        found += [(rule, order) for rule in _most_specific_first(primitive, target)]
+    return tuple(found)
+
+
+def _may_swap(types: tuple[type, ...]) -> bool:
+    return all(t.commute_ops for t in types if issubclass(t, ImplicitArray))
+
+
+def _most_specific_first(primitive: Primitive, target: plum.Signature) -> list[Rule]:
+    left = [m for m in _rules.get(primitive, ()) if target <= m.signature]
+    ordered = []
+    while left:
+        best = [m for m in left if not any(_more_specific(n, m) for n in left)]
+        chosen = max(best, key=lambda m: m.signature.precedence)  # the first of equals
+        ordered.append(chosen.implementation)
+        left.remove(chosen)
+    return ordered
+
+
+def _more_specific(a: plum.Method, b: plum.Method) -> bool:
+    return bool(a.signature <= b.signature and not b.signature <= a.signature)

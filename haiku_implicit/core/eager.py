@@ -1,0 +1,211 @@
+"""Repeated eager calls: a function is traced and interpreted once per structure of its arguments.
+
+What is kept is the interpreted program, which has no implicit arrays in it any more; running it
+eagerly is one loop over ordinary primitives. The traces are `jax.jit`'s own, so that JAX tells what
+they depend on: structure (with the static metadata of implicit types), shapes, dtypes and weak
+types, and its settings (x64, matmul precision, mesh, ...). Here are only the parts that JAX does
+not know of.
+"""
+
+import collections
+import contextlib
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from haiku_implicit.core import dispatch
+from haiku_implicit.core import materialization as events
+from haiku_implicit.core.array import Carried, is_implicit
+from haiku_implicit.core.transform import Static, call, is_value, split
+
+# Facts that a trace depended on: each a function, and what it returned then.
+Facts = list[tuple[Callable[[], Any], Any]]
+Watch = Callable[[], contextlib.AbstractContextManager[Facts]]
+
+# The most combinations of static arguments, and of structures for each, that programs are kept for.
+_MAX_ENTRIES = 128
+
+
+@contextlib.contextmanager
+def watch_nothing() -> Iterator[Facts]:
+    """For functions that depend on nothing but what JAX knows of."""
+    yield []
+
+
+class _Program(NamedTuple):
+    """An interpreted function: a program of leaves, and how its results are put together.
+
+    Attributes:
+      run: from the leaves of the arguments to the leaves of the results.
+      takes: how many leaves of arguments it expects.
+      out: the structure of the results, a place for each static one included.
+      fixed: for each place of `out`, a static result as a tuple of one, None for an array.
+      events: what was materialized in it.
+      facts: what else it depended on.
+    """
+
+    run: Callable[..., list[Any]]
+    takes: int
+    out: Any
+    fixed: list[tuple[Any] | None]
+    events: list[events.Materialization]
+    facts: Facts
+
+    def holds(self) -> bool:
+        """Whether all facts are as they were when this was traced."""
+        return all(probe() == seen for probe, seen in self.facts)
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        for event in self.events:  # as they are: no equation is under way that says more of where
+            events.emit(event)
+        results = iter(self.run(*map(_as_array, leaves)))
+        values = [_as_array(next(results)) if x is None else x[0] for x in self.fixed]
+        return jax.tree_util.tree_unflatten(self.out, values)
+
+
+def cached_implicit_args(
+    fun: Callable[..., Any], watch: Watch = watch_nothing
+) -> Callable[..., Any]:
+    """`use_implicit_args` that traces once for all eager calls with arguments of one structure.
+
+    Args:
+      fun: a pure function, as `jax.jit` understands it.
+      watch: a context manager, entered while `fun` is traced, that gives a list and fills it with
+        facts that the trace depends on.
+    """
+    cache = _ProgramCache(functools.partial(call, fun), watch)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        static, values = split((args, kwargs))
+        key = None if _is_traced(values) else _key(static)
+        return call(fun, static, values) if key is None else cache(key, static, values)
+
+    return wrapped
+
+
+def _is_traced(values: list[Any]) -> bool:
+    leaves = jax.tree_util.tree_leaves(values)
+    disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+    return disabled or any(isinstance(x, jax.core.Tracer) for x in leaves)
+
+
+class _Entry(NamedTuple):
+    """What is kept for one combination of static arguments: `jax.jit` keeps the traces themselves."""
+
+    jitted: Any
+    programs: dict[Any, _Program]
+
+
+class _ProgramCache:
+    """The programs of one function.
+
+    Attributes:
+      call: runs the function interpreted, on the static part of its arguments and the values.
+      watch: see `cached_implicit_args`.
+    """
+
+    def __init__(self, call: Callable[[Static, list[Any]], Any], watch: Watch):
+        self.call, self.watch = call, watch
+        # For each key the tracing function, and the programs made of its traces.
+        self._entries: collections.OrderedDict[Any, _Entry] = collections.OrderedDict()
+
+    def __call__(self, key: Any, static: Static, values: list[Any]) -> Any:
+        """Runs the function, by a program that is kept wherever there is one.
+
+        Args:
+          key: a hashable value that is equal only for equal `static`.
+          static: what of the arguments is not traced.
+          values: the arrays, dense or implicit, of which none may be a tracer.
+        """
+        key = (key, dispatch.generation())
+        program = self._find(key, static, values)
+        if not program.holds():
+            self._entries.pop(key, None)
+            program = self._find(key, static, values)
+        leaves = jax.tree_util.tree_leaves(values)
+        if program.takes != len(leaves):
+            # The function closes over tracers of a transformation around it: JAX made them operands.
+            return self.call(static, values)
+        return program(leaves)
+
+    def _find(self, key: Any, static: Static, values: list[Any]) -> _Program:
+        entry = self._entries.pop(key, None) or _Entry(self._jit(static), {})
+        self._entries[key] = entry
+        if len(self._entries) > _MAX_ENTRIES:
+            self._entries.popitem(last=False)
+        traced = entry.jitted.trace(values)
+        if len(entry.programs) > _MAX_ENTRIES:
+            entry.programs.clear()
+        if traced.jaxpr not in entry.programs:
+            entry.programs[traced.jaxpr] = _program_of(traced)
+        return entry.programs[traced.jaxpr]
+
+    def _jit(self, static: Static) -> Any:
+        def run(values: list[Any]) -> Any:
+            with events.recording() as log, self.watch() as facts:
+                out = self.call(static, values)
+            out = jax.tree.map(lambda x: x if is_value(x) else Carried(x), out, is_leaf=is_implicit)
+            return out, Carried((log, facts))
+
+        return jax.jit(run)
+
+
+def _program_of(traced: Any) -> _Program:
+    out, about = traced.out_info
+    log, facts = about.value
+    places, treedef = jax.tree_util.tree_flatten(out, is_leaf=lambda x: isinstance(x, Carried))
+    fixed = [(x.value,) if isinstance(x, Carried) else None for x in places]
+    takes = len(traced.jaxpr.jaxpr.invars)
+    return _Program(jaxpr_as_fun(traced.jaxpr), takes, treedef, fixed, log, facts)
+
+
+def _as_array(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+# Static arguments that are equal only if they mean the same: by value, or as the same function.
+_BY_VALUE = (bool, int, str, bytes, enum.Enum, np.dtype, range)
+_BY_IDENTITY = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    np.ufunc,
+    jax.custom_jvp,
+    jax.custom_vjp,
+    type(jax.jit(lambda: None)),
+)
+
+
+def _key(static: Static) -> Any:
+    """A hashable key for the static part of a call, or None where there is none.
+
+    That is so for an argument that is not hashable, and for an object whose hash is its identity:
+    what is in it may change.
+    """
+    key: list[Any] = [static.treedef]
+    for leaf in static.leaves:
+        x = None if leaf is None else leaf[0]
+        if isinstance(x, float | complex):
+            key.append((type(x), repr(x)))  # tells 0. from -0., and nan is equal to itself
+        elif leaf is None or isinstance(x, _BY_VALUE + _BY_IDENTITY) or _hashes_contents(x):
+            key.append(leaf and (type(x), x))
+        else:
+            return None
+    try:
+        hash(tuple(key))
+    except TypeError:
+        return None
+    return tuple(key)
+
+
+def _hashes_contents(x: Any) -> bool:
+    found: Any = type(x).__hash__
+    return found is not None and found is not object.__hash__

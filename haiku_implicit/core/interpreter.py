@@ -1,0 +1,289 @@
+"""The interpreter: a loop over a jaxpr's equations, and what one equation does to implicit operands."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from haiku_implicit.core import compat, dispatch
+from haiku_implicit.core import materialization as events
+from haiku_implicit.core.array import (
+    Carried,
+    dense_struct,
+    flatten_one_level,
+    is_implicit,
+    is_nested,
+    short,
+)
+from haiku_implicit.core.bind import bind
+from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
+
+# Primitives that carry a jaxpr, each with the function that retraces it; see `higher_order`.
+HIGHER_ORDER: dict[compat.Primitive, Callable[[list[Any], dict[str, Any]], Any]] = {}
+
+# Primitives that make implicit arrays of dense operands; see `box`.
+BOXES: set[compat.Primitive] = set()
+
+
+def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr whose constants and arguments may be implicit.
+
+    Args:
+      jaxpr: the program.
+      consts: a value for each of its `constvars`.
+      args: a value for each of its `invars`.
+
+    Returns:
+      A value, possibly implicit, for each of its `outvars`.
+    """
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn, dead in zip(jaxpr.eqns, _last_uses(jaxpr), strict=True):
+        operands = [read(v) for v in eqn.invars]
+        with _context_of(eqn):
+            if any(map(is_implicit, operands)) or _makes_boxes(eqn):
+                results = apply(eqn.primitive, operands, eqn.params)
+                _check_results(eqn, operands, results)
+            elif are_literals(eqn, operands):
+                results = fold(eqn, operands)
+            else:
+                results = bind(eqn.primitive, operands, eqn.params)
+        env.update(zip(eqn.outvars, results, strict=True))
+        for var in dead:
+            del env[var]
+    return [read(v) for v in jaxpr.outvars]
+
+
+def apply(
+    primitive: compat.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    """What one primitive does to operands of which some are implicit (steps: `primitive_handler`)."""
+    types = tuple(type(x) if is_implicit(x) else jax.Array for x in operands)
+    for rule, order in dispatch.rules_for(primitive, types):
+        out = _call_rule(rule, primitive, [operands[i] for i in order], params)
+        if out is not NotImplemented:
+            return list(out) if primitive.multiple_results else [out]
+    if primitive in HIGHER_ORDER:
+        out = HIGHER_ORDER[primitive](list(operands), params)
+        if out is not NotImplemented:
+            return out
+    return bind(primitive, [densify(x, primitive.name) for x in operands], params)
+
+
+def _check_results(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    """What follows was traced for results of these shapes and dtypes: a rule has to keep to them."""
+    avals = [v.aval for v in eqn.outvars]
+    if len(results) == len(avals) and all(map(_fits, results, avals)):
+        return
+    got = ", ".join(short(y) if hasattr(y, "dtype") else repr(y) for y in results)
+    raise TypeError(
+        f"a rule for {eqn.primitive.name} of {', '.join(map(_kind, operands))} returned {got}; "
+        f"expected arrays, dense or implicit: {', '.join(map(short, avals))}"
+    )
+
+
+def _fits(y: Any, aval: Any) -> bool:
+    if not isinstance(aval, jax.core.ShapedArray):
+        return True  # a token, or a reference
+    if isinstance(y, int | float | complex):  # a literal
+        return not aval.shape
+    return getattr(y, "shape", None) == aval.shape and y.dtype == aval.dtype
+
+
+def _kind(x: Any) -> str:
+    return f"{type(x).__name__} {short(x)}" if is_implicit(x) else short(x)
+
+
+def default_handler(primitive: compat.Primitive, *args: Any, **params: Any) -> Any:
+    """Runs a primitive itself, for use within a rule.
+
+    Args:
+      primitive: the primitive.
+      *args: its operands; where one is implicit, the rules for it apply.
+      **params: its parameters, as the rule received them.
+
+    Returns:
+      An array, or a list of arrays where the primitive has several results.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> float(hki.default_handler(jax.lax.neg_p, jnp.float32(2)))
+      -2.0
+    """
+    run = apply if any(map(is_implicit, args)) else bind
+    out = run(primitive, args, params)
+    return out if primitive.multiple_results else out[0]
+
+
+def densify(x: Any, primitive_name: str, reason: str = "") -> Any:
+    """A dense array for `x`, visibly (the reason if not that there is no rule for the primitive)."""
+    if not is_implicit(x):
+        return x
+    event = events.describe(primitive_name, x, reason)
+    events.emit(event)
+    try:
+        return materialize_array(x)
+    except Exception as error:  # a type may refuse to be dense: who asked for it?
+        error.add_note(f"{event.type_name} was to be materialized, because {event.cause}.")
+        raise
+
+
+def materialize_array(x: Any) -> jax.Array:
+    """The dense array of one implicit array, without an event."""
+    shape, dtype = x.shape, x.dtype
+    with jax.numpy_dtype_promotion("standard"):
+        if is_nested(x):
+            leaves, treedef = flatten_one_level(x)
+            rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
+            with events.recording():  # what happens inside is part of the one event for `x`
+                out = call_interpreted(lambda *leaves: rebuild(leaves).materialize(), leaves)
+        else:
+            out = x.materialize()
+    if is_implicit(out):  # an implicit child, returned as it is
+        out = materialize_array(out)
+    if np.shape(out) != shape or out.dtype != dtype:
+        raise TypeError(
+            f"{type(x).__name__}.materialize() returned {out.dtype}{list(np.shape(out))}, but the "
+            f"array says that it is {dtype}{list(shape)}"
+        )
+    return out
+
+
+def call_interpreted(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    """Traces `fun` with a dense tracer for each value, and interprets it on the values.
+
+    Args:
+      fun: a function of arrays that returns a tree of arrays and implicit arrays.
+      leaves: its arguments, dense or implicit.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*map(dense_struct, leaves))
+    outs = interpret(closed.jaxpr, closed.consts, leaves)
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), outs)
+
+
+def _call_rule(
+    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: dict[str, Any]
+) -> Any:
+    """Calls a rule, which is traced once for operands of one structure (and the same literals)."""
+    literals = tuple(map(as_literal, operands))
+    try:
+        jitted = _jitted_rule(
+            rule, primitive, tuple(params.items()), literals, dispatch.generation()
+        )
+    except TypeError:  # parameters that are not hashable
+        return _run_rule(rule, primitive, with_literals(literals, operands), params)
+    out, log = jitted(operands)
+    if out is None:
+        return NotImplemented
+    events.replay(log.value, of_library=True)
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted_rule(
+    rule: dispatch.Rule,
+    primitive: compat.Primitive,
+    params: tuple[tuple[str, Any], ...],
+    literals: tuple[Any, ...],
+    generation: int,
+) -> Any:
+    del generation  # only part of the cache's key: what a nested rule does may have changed
+
+    def fun(operands: list[Any]) -> Any:
+        with events.recording() as log:
+            out = _run_rule(rule, primitive, with_literals(literals, operands), dict(params))
+        return None if out is NotImplemented else out, Carried(log)
+
+    fun.__name__ = fun.__qualname__ = getattr(rule, "__name__", "rule")
+    return jax.jit(fun, inline=compat.INLINE)
+
+
+def _run_rule(
+    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: dict[str, Any]
+) -> Any:
+    """Runs a rule; one with a nested operand is itself traced, and interpreted on the inner arrays."""
+    if not any(is_implicit(x) and is_nested(x) for x in operands):
+        return _run_own(rule, primitive, operands, params)
+    split = [flatten_one_level(x) if is_implicit(x) else ([x], None) for x in operands]
+
+    def on_leaves(*leaves: Any) -> Any:
+        rest = iter(leaves)
+        args = []
+        for own, treedef in split:
+            mine = [next(rest) for _ in own]
+            args.append(mine[0] if treedef is None else treedef.unflatten(mine))
+        out = _run_own(rule, primitive, args, params)
+        return None if out is NotImplemented else out
+
+    out = call_interpreted(on_leaves, [leaf for own, _ in split for leaf in own])
+    return NotImplemented if out is None else out
+
+
+def _run_own(
+    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: dict[str, Any]
+) -> Any:
+    """Runs a rule on operands as it sees them."""
+    taken = dispatch.keywords_of(rule)
+    if taken is not None:
+        # JAX gives primitives new parameters, None where they are not used: no reason for a rule to
+        # fail that was written before.
+        params = {k: v for k, v in params.items() if k in taken or v is not None}
+    # The model's may be strict, of which rules are no part.
+    with jax.numpy_dtype_promotion("standard"):
+        out = rule(primitive, *operands, **params)
+    if out is None:
+        name = getattr(rule, "__qualname__", repr(rule))
+        raise TypeError(
+            f"rule {name!r} for {primitive.name} returned None; expected the result, or "
+            "NotImplemented for a case that it does not handle"
+        )
+    return out
+
+
+@contextlib.contextmanager
+def _context_of(eqn: JaxprEqn) -> Any:
+    """The name stack, traceback and settings under which an equation was traced."""
+    info = eqn.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        yield
+
+
+@functools.lru_cache(maxsize=1024)
+def _last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
+    """For each equation the variables that nothing reads after it: their buffers can go."""
+    seen = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    dead = []
+    for eqn in reversed(jaxpr.eqns):
+        mine = {v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)} - seen
+        seen |= mine
+        dead.append(list(mine))
+    return dead[::-1]
+
+
+def _makes_boxes(eqn: JaxprEqn) -> bool:
+    return eqn.primitive in BOXES or any(
+        _jaxpr_makes_boxes(sub) for value in eqn.params.values() for sub in _jaxprs_in(value)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _jaxpr_makes_boxes(jaxpr: Jaxpr) -> bool:
+    return any(_makes_boxes(eqn) for eqn in jaxpr.eqns)
+
+
+def _jaxprs_in(value: Any) -> list[Jaxpr]:
+    if isinstance(value, ClosedJaxpr):
+        return [value.jaxpr]
+    if isinstance(value, Jaxpr):
+        return [value]
+    return [j for v in value for j in _jaxprs_in(v)] if isinstance(value, tuple | list) else []

@@ -1,0 +1,68 @@
+"""Numbers that a jaxpr holds as literals: known to rules, and folded where they meet each other."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from haiku_implicit.core import compat
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.bind import DIFFERENTIABLE
+
+
+@dataclasses.dataclass(frozen=True)
+class LiteralNumber:
+    """A number that a jaxpr holds as a literal, hashable by what it is.
+
+    Attributes:
+      value: the value, as the jaxpr holds it.
+    """
+
+    dtype: np.dtype
+    data: bytes
+    weak_type: bool
+    value: Any = dataclasses.field(compare=False)
+
+    def array(self) -> jax.Array:
+        value = np.frombuffer(self.data, self.dtype).reshape(())
+        weak = jnp.asarray(value.item()) if self.weak_type else None
+        return jnp.asarray(value) if weak is None or weak.dtype != self.dtype else weak
+
+
+def as_literal(x: Any) -> LiteralNumber | None:
+    if is_implicit(x) or isinstance(x, jax.Array | jax.ShapeDtypeStruct) or np.ndim(x):
+        return None  # NumPy arrays with axes are data: they may be large, and are not compared
+    dtype = np.dtype(getattr(x, "dtype", jnp.result_type(x)))
+    # Bare Python numbers (JAX's own subclasses of them included) are weakly typed.
+    bare = isinstance(x, int | float | complex) and not isinstance(x, np.generic)
+    weak = bool(getattr(x, "weak_type", bare))
+    return LiteralNumber(dtype, np.asarray(x, dtype).tobytes(), weak, x)
+
+
+def are_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
+    """Whether an equation computes numbers from literals alone (`jnp.clip` casts its limits so)."""
+    return (
+        len(operands) > 0
+        and not any(isinstance(x, jax.Array) or np.ndim(x) for x in operands)
+        and all(isinstance(v.aval, jax.core.ShapedArray) and not v.aval.ndim for v in eqn.outvars)
+        and eqn.primitive in DIFFERENTIABLE
+    )
+
+
+def fold(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """The results as literals again, for constants to fold with."""
+    with jax.ensure_compile_time_eval():
+        results = map(jnp.asarray, compat.bind(eqn.primitive, operands, eqn.params))
+        return [x.item() if x.weak_type else np.asarray(x) for x in results]
+
+
+def with_literals(literals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """The operands for a rule, which sees arrays only: a literal as a concrete one, to be read."""
+    with jax.ensure_compile_time_eval():
+        known = [x and x.array() for x in literals]
+    mixed = [y if x is None else x for x, y in zip(known, operands, strict=True)]
+    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in mixed]

@@ -1,0 +1,306 @@
+"""What happens, visibly, when an implicit array has to become a dense one: policy, warning, report.
+
+An interpreter *emits* a `Materialization` where it has to materialize an operand. While a sub-jaxpr
+is being retraced the events are only *recorded*: its trace is kept and used again, and each use
+delivers the recorded events anew, so that counts, warnings and errors do not depend on caches.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import os
+import threading
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import haiku as hk
+import jax
+from jax.extend import source_info_util
+
+Policy = Literal["allow", "warn", "error"]
+_POLICIES = ("allow", "warn", "error")
+
+
+class MaterializationWarning(UserWarning):
+    """An implicit array was materialized, because no rule handles it in a primitive."""
+
+
+class MaterializationError(RuntimeError):
+    """The same as `MaterializationWarning`, under the policy `'error'`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Materialization:
+    """One implicit array that became dense.
+
+    Attributes:
+      primitive: the name of the primitive that no rule handles.
+      type_name: the name of the implicit type.
+      shape: its dense shape.
+      dtype: the name of its dense dtype.
+      nbytes: the bytes of the dense array.
+      file: the file of the user's own line that led to the primitive.
+      line: that line's number.
+      module: the path of the Haiku module (JAX's name stack), `''` outside any.
+      quiet: whether the type says that it is not worth a warning.
+      reason: why it had to be dense, where that is not for want of a rule.
+    """
+
+    primitive: str
+    type_name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    file: str
+    line: int
+    module: str
+    quiet: bool = False
+    reason: str = ""
+
+    @property
+    def place(self) -> tuple[str, str, str, int]:
+        """What makes two events the same: primitive, type, file and line."""
+        return (self.primitive, self.type_name, self.file, self.line)
+
+    @property
+    def cause(self) -> str:
+        """Why it had to be dense, and where, if that is known."""
+        where = [f"{self.file}:{self.line}"] if self.file else []
+        where += [f"in module {self.module}"] if self.module else []
+        reason = self.reason or f"no rule handles it in {self.primitive!r}"
+        return f"{reason} ({', '.join(where)})" if where else reason
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        accept = "ccept it with haiku_implicit.materialization('allow')."
+        way = "A" if self.reason else "Add one with haiku_implicit.primitive_handler, or a"
+        return (
+            f"{self.type_name} {self.dtype}[{shape}] was materialized ({self.nbytes:,} bytes), because "
+            f"{self.cause}. {way}{accept}"
+        )
+
+
+class MaterializationReport:
+    """What was materialized where, while `materialization_report()` was active.
+
+    Iterating gives `(event, count)` for each place; `str()` is a table, largest first.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[object, ...], tuple[Materialization, int]] = {}
+
+    def add(self, event: Materialization) -> None:
+        """Counts one event."""
+        key = (*event.place, event.module, event.shape, event.dtype)
+        _, count = self._counts.get(key, (event, 0))
+        self._counts[key] = (event, count + 1)
+
+    def __iter__(self) -> Iterator[tuple[Materialization, int]]:
+        return iter(self._counts.values())
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    @property
+    def count(self) -> int:
+        """How many arrays were materialized, all places together."""
+        return sum(n for _, n in self)
+
+    @property
+    def nbytes(self) -> int:
+        """The dense bytes of all of them together."""
+        return sum(event.nbytes * n for event, n in self)
+
+    def __str__(self) -> str:
+        if not self._counts:
+            return "nothing was materialized"
+        header = ("count", "bytes", "type", "dense", "primitive", "module", "line")
+        rows = [
+            (
+                str(n),
+                f"{e.nbytes * n:,}",
+                e.type_name,
+                f"{e.dtype}[{','.join(map(str, e.shape))}]",
+                e.primitive,
+                e.module or "-",
+                f"{os.path.basename(e.file)}:{e.line}",
+            )
+            for e, n in sorted(self, key=lambda en: -en[0].nbytes * en[1])
+        ]
+        rows.append((str(self.count), f"{self.nbytes:,}", "all", "", "", "", ""))
+        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+        return "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in [header, *rows]
+        )
+
+
+_policy: contextvars.ContextVar[Policy] = contextvars.ContextVar("policy", default="warn")
+
+
+class _Sinks(threading.local):
+    """Per thread: the log of the retrace under way, and the reports that are open."""
+
+    def __init__(self) -> None:
+        self.log: list[Materialization] | None = None
+        self.reports: list[MaterializationReport] = []
+
+
+_sinks = _Sinks()
+
+
+@contextlib.contextmanager
+def materialization(policy: Policy) -> Iterator[None]:
+    """Sets what happens when an implicit array is materialized, for the time of a `with` block.
+
+    It acts where functions are *traced*: a `jax.jit` that was traced before keeps what it did then.
+
+    Args:
+      policy: `'allow'` says nothing; `'warn'` (the default outside any block) gives a
+        `MaterializationWarning`, once for each primitive, type and source line; `'error'` raises
+        `MaterializationError`.
+
+    Raises:
+      ValueError: for any other policy.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+      >>> with hki.materialization('error'):
+      ...   hki.use_implicit_args(jnp.sin)(w)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ...
+      haiku_implicit.core.materialization.MaterializationError: LoRA float32[2,3] was materialized ...
+    """
+    if policy not in _POLICIES:
+        raise ValueError(f"policy: expected one of {', '.join(_POLICIES)}, got {policy!r}")
+    token = _policy.set(policy)
+    try:
+        yield
+    finally:
+        _policy.reset(token)
+
+
+@contextlib.contextmanager
+def materialization_report() -> Iterator[MaterializationReport]:
+    """Collects what is materialized within a `with` block, whatever the policy.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+      >>> with hki.materialization('allow'), hki.materialization_report() as report:
+      ...   _ = hki.use_implicit_args(jnp.sin)(w)
+      >>> report.count, report.nbytes
+      (1, 24)
+    """
+    report = MaterializationReport()
+    _sinks.reports.append(report)
+    try:
+        yield report
+    finally:
+        _sinks.reports.remove(report)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Materialization]]:
+    """Collects events instead of delivering them, while a sub-jaxpr is retraced."""
+    outer, _sinks.log = _sinks.log, []
+    try:
+        yield _sinks.log
+    finally:
+        _sinks.log = outer
+
+
+def emit(event: Materialization) -> None:
+    """Records an event, or, outside any retrace, delivers it: report, then warning or error."""
+    if _sinks.log is not None:
+        _sinks.log.append(event)
+        return
+    if not event.file:  # a library's function was wrapped as it is: the line that calls it
+        file, line = _caller()
+        event = dataclasses.replace(event, file=file or "<unknown>", line=line)
+    for report in _sinks.reports:
+        report.add(event)
+    policy = _policy.get()
+    if policy == "allow" or (event.quiet and policy == "warn"):
+        return
+    if policy == "error":
+        raise MaterializationError(str(event))
+    _warn_once(event)
+
+
+def replay(events: list[Materialization], of_library: bool = False) -> None:
+    """Emits what was recorded when the sub-jaxpr of the present equation was retraced.
+
+    Args:
+      events: what was recorded.
+      of_library: whether a library wrote the sub-jaxpr and keeps it (`jnp.clip`, a rule). What its
+        tracebacks say of the caller is then true of the first caller only, and the place is that of
+        the present equation.
+    """
+    if not events:
+        return
+    file, line, module = _here()
+    for e in events:
+        path = "/".join(p for p in (module, e.module) if p)
+        at = (file, line) if of_library or not e.file else (e.file, e.line)
+        emit(dataclasses.replace(e, module=path, file=at[0], line=at[1]))
+
+
+def is_of_jax(jaxpr: Any) -> bool:
+    """Whether the function that a jaxpr was traced from is JAX's own."""
+    _, _, place = (jaxpr.debug_info.func_src_info or "").partition(" at ")
+    return place.startswith(_LIBRARIES[0])
+
+
+def describe(primitive_name: str, x: Any, reason: str = "") -> Materialization:
+    """The event for operand `x` (an implicit array) of a primitive, at the present equation."""
+    file, line, module = _here()
+    return Materialization(
+        primitive=primitive_name,
+        type_name=type(x).__name__,
+        shape=tuple(x.shape),
+        dtype=x.dtype.name,
+        nbytes=x.size * x.dtype.itemsize,
+        file=file,
+        line=line,
+        module=module,
+        quiet=not type(x).warn_on_materialize,
+        reason=reason,
+    )
+
+
+_texts: dict[tuple[object, ...], str] = {}
+_registry: dict[Any, int] = {}
+
+
+def _warn_once(event: Materialization) -> None:
+    # Python's own registry counts a text and a line as one place. The text names the module as well,
+    # which differs from call to call, so the first text of a place stands for all of them.
+    text = _texts.setdefault((*event.place, event.shape), str(event))
+    warnings.warn_explicit(text, MaterializationWarning, event.file, event.line, registry=_registry)
+
+
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (jax.__file__, hk.__file__, os.path.dirname(__file__))
+)
+
+
+def _here() -> tuple[str, int, str]:
+    """The user's file and line (`''` and 0 where the traceback has none), and the module path."""
+    info = source_info_util.current()
+    frames: list[Any] = [] if info.traceback is None else info.traceback.frames
+    file, line = _first_own((f.file_name, f.line_num) for f in frames)
+    return file, line, str(info.name_stack)
+
+
+def _caller() -> tuple[str, int]:
+    """The user's file and line in the present stack of calls."""
+    return _first_own((f.f_code.co_filename, n) for f, n in traceback.walk_stack(None))
+
+
+def _first_own(places: Iterable[tuple[str, int]]) -> tuple[str, int]:
+    return next((at for at in places if not at[0].startswith(_LIBRARIES)), ("", 0))

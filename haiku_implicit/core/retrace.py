@@ -1,0 +1,74 @@
+"""Sub-jaxprs, interpreted under a trace of their own and kept for operands of the same structure."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+from haiku_implicit.core import dispatch
+from haiku_implicit.core import materialization as events
+from haiku_implicit.core.array import Carried
+from haiku_implicit.core.interpreter import interpret
+from haiku_implicit.core.literals import as_literal
+
+
+class Retraced(NamedTuple):
+    """A sub-jaxpr, interpreted once on the leaves of its operands.
+
+    Attributes:
+      jaxpr: the program from the leaves of the operands to the leaves of the results.
+      fun: the same as a function of leaves; one object for one program, so that JAX's caches hold.
+      out: the results, with `jax.ShapeDtypeStruct` leaves.
+      events: what was materialized in it.
+    """
+
+    jaxpr: ClosedJaxpr
+    fun: Callable[..., list[Any]]
+    out: list[Any]
+    events: list[events.Materialization]
+
+    def rebuild(self, leaves: Sequence[Any]) -> list[Any]:
+        """The results, from their leaves."""
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.out), leaves)
+
+
+def retrace(
+    jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], transform: Any = None
+) -> Retraced:
+    """Interprets a sub-jaxpr under a trace of its own; cached by jaxpr and operand structure.
+
+    Args:
+      jaxpr: the sub-jaxpr.
+      consts: values of its `constvars`.
+      operands: values of its `invars`, dense or implicit. What is a literal of the program around
+        is one in the sub-jaxpr, too, so that constants fold with it.
+      transform: a hashable function from the list of results to another one (see `_structure`).
+    """
+    literals = tuple(map(as_literal, operands))
+    tracer = _retracer(jaxpr, literals, transform, dispatch.generation())
+    # Only structure and abstract values matter here, so that what is traced sees no outer tracer.
+    traced = tracer.trace(list(consts), list(operands))
+    out, log = traced.out_info
+    return Retraced(traced.jaxpr, _as_fun(traced.jaxpr), out, log.value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _retracer(jaxpr: Jaxpr, literals: tuple[Any, ...], transform: Any, generation: int) -> Any:
+    """A jitted interpreter of one jaxpr: JAX keys its traces by structure, avals and settings."""
+    del generation  # only part of the cache's key
+
+    def run(consts: list[Any], operands: list[Any]) -> Any:
+        known = [y if x is None else x.value for x, y in zip(literals, operands, strict=True)]
+        with events.recording() as log:
+            out = interpret(jaxpr, consts, known)
+            out = out if transform is None else transform(out)
+        return out, Carried(log)
+
+    return jax.jit(run)
+
+
+@functools.lru_cache(maxsize=4096)
+def _as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
+    return jaxpr_as_fun(jaxpr)

@@ -1,0 +1,46 @@
+"""Meshes with explicit axes, whose shardings are a part of arrays' types.
+
+What computes with codes cuts axes in blocks and in groups, for which JAX has no sharding rule. So it
+runs with these axes left to XLA's partitioner, as axes of type `Auto` are, and only its result is
+sharded explicitly: as that of the dense operands is.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from haiku_implicit.core import compat
+from haiku_implicit.core.array import dense_struct
+
+
+def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> Any:
+    """How the result of a primitive with dense operands is sharded over explicit mesh axes.
+
+    Args:
+      primitive: with one result.
+      operands: its operands, some of them quantized.
+      params: its parameters.
+
+    Returns:
+      A sharding, or None where no operand is split over explicit axes and no result is asked to be.
+
+    Raises:
+      What JAX raises for the dense operands, where it can't tell how the result is to be sharded.
+    """
+    split = [compat.if_explicit(params.get("out_sharding"))]
+    split += map(compat.explicit_sharding, jax.tree.leaves(operands))
+    if not any(split):
+        return None
+    bind = functools.partial(primitive.bind, **params)
+    return jax.eval_shape(bind, *map(dense_struct, operands)).sharding
+
+
+def left_to_partitioner(fun: Callable[..., jax.Array], sharding: Any) -> Callable[..., jax.Array]:
+    """A function whose explicit mesh axes XLA sees to, with a result that is sharded like this."""
+    mesh = sharding.mesh
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in pairs if kind == AxisType.Explicit)
+    return jax.sharding.auto_axes(fun, axes=axes, out_sharding=sharding)

@@ -1,0 +1,149 @@
+"""`use_implicit_args`: flatten, trace, interpret, unflatten."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from haiku_implicit.core.array import flatten, is_implicit
+from haiku_implicit.core.interpreter import call_interpreted, materialize_array
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
+    """Lets a function of arrays take implicit arrays in their place, and return them.
+
+    The function is traced with dense abstract values, so that it notices nothing, and what it does
+    is then run on the arguments as they are. The result is an ordinary function of pytrees:
+    `jax.jit`, `grad`, `vmap`, `checkpoint` and `eval_shape` apply to it (from outside, they act on
+    the leaves of the implicit arrays), and it may use them itself.
+
+    Args:
+      fun: any function that JAX can trace. Any of its arguments, or of the leaves in them, may be
+        implicit. What is no array (a Python number, flag, string, function) it receives as it is.
+        What a function that is itself a tree holds (a callable pytree, a `functools.partial`) may
+        be implicit, too.
+
+    Returns:
+      The wrapped function, with the same signature.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2)))
+      >>> f = hki.use_implicit_args(lambda w, x: x @ w)
+      >>> print(f(w, jnp.arange(2.0)))
+      [1. 2.]
+      >>> jax.tree.map(jnp.shape, jax.grad(lambda w, x: f(w, x).sum())(w, jnp.arange(2.0))).a
+      (2, 1)
+    """
+
+    tree = _partial_as_tree(fun)
+
+    @functools.wraps(fun)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Of such a tree the implicit arrays are arguments. Any other one is left as it is: what is
+        # concrete in it the function may branch on.
+        if any(map(is_implicit, tree_leaves_with_implicit(tree))):
+            return call(_apply, *split(((tree, *args), kwargs)))
+        return call(fun, *split((args, kwargs)))
+
+    return wrapped
+
+
+def _partial_as_tree(fun: Any) -> Any:
+    """The pytree that JAX has for a `functools.partial`; any other function as it is."""
+    if isinstance(fun, functools.partial):
+        return jax.tree_util.Partial(fun.func, *fun.args, **fun.keywords)
+    return fun
+
+
+def _apply(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return fun(*args, **kwargs)
+
+
+class Static(NamedTuple):
+    """What of the arguments `(args, kwargs)` of a function is not traced.
+
+    Attributes:
+      treedef: their structure, implicit arrays being leaves.
+      leaves: for each leaf that is handed on as it is, a tuple of it alone; None for a traced one.
+    """
+
+    treedef: Any
+    leaves: tuple[tuple[Any] | None, ...]
+
+
+def split(arguments: tuple[Any, Any]) -> tuple[Static, list[Any]]:
+    """Parts arguments `(args, kwargs)` in what is static and the values, dense or implicit."""
+    leaves, treedef = tree_flatten_with_implicit(arguments)
+    static = tuple(None if is_value(x) else (x,) for x in leaves)
+    return Static(treedef, static), [x for x in leaves if is_value(x)]
+
+
+def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
+    """Traces a function, interprets it on the values, and returns its results."""
+    static_out: Any = []
+
+    def on_values(*values: Any) -> Any:
+        rest = iter(values)
+        mixed = [next(rest) if x is None else x[0] for x in static.leaves]
+        args, kwargs = static.treedef.unflatten(mixed)
+        out, out_def = flatten(fun(*args, **kwargs))
+        static_out[:] = [out_def, [None if is_value(x) else (x,) for x in out]]
+        return [x for x in out if is_value(x)]
+
+    results = iter(call_interpreted(on_values, values))
+    out_def, fixed = static_out
+    return out_def.unflatten([next(results) if x is None else x[0] for x in fixed])
+
+
+def is_value(x: Any) -> bool:
+    """Whether a leaf is traced (an array, or an implicit one) rather than handed on as it is."""
+    if isinstance(x, np.ndarray | np.generic):  # but not one of strings, dates or objects
+        return x.dtype == np.bool_ or bool(jax.dtypes.issubdtype(x.dtype, np.number))
+    return is_implicit(x) or isinstance(x, jax.Array)
+
+
+def materialize(tree: Any) -> Any:
+    """A tree with every implicit array in it replaced by its dense array.
+
+    Asked for by name, this is never warned of or counted.
+
+    Args:
+      tree: a tree of arrays and implicit arrays.
+
+    Returns:
+      The same tree with dense arrays.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> print(hki.materialize({'b': hki.Zeros(shape=(3,), dtype=jnp.float32)}))
+      {'b': Array([0., 0., 0.], dtype=float32)}
+    """
+    return jax.tree.map(
+        lambda x: materialize_array(x) if is_implicit(x) else x, tree, is_leaf=is_implicit
+    )
+
+
+def tree_map_with_implicit(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` to which an implicit array is one leaf."""
+    return jax.tree.map(fun, tree, *rest, is_leaf=is_implicit)
+
+
+def tree_leaves_with_implicit(tree: Any) -> list[Any]:
+    """`jax.tree.leaves` to which an implicit array is one leaf."""
+    return jax.tree_util.tree_leaves(tree, is_leaf=is_implicit)
+
+
+def tree_flatten_with_implicit(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten` to which an implicit array is one leaf."""
+    return jax.tree_util.tree_flatten(tree, is_leaf=is_implicit)
+
+
+def tree_structure_with_implicit(tree: Any) -> Any:
+    """`jax.tree.structure` to which an implicit array is one leaf."""
+    return jax.tree_util.tree_structure(tree, is_leaf=is_implicit)

@@ -1,1 +1,0 @@
-"""Kernels of this library's own, where XLA's code generation has no good path."""

@@ -1,0 +1,334 @@
+"""Calibration: finding the scales of groups, and storing them.
+
+Everything here sees blocks `[..., n]`: the elements that share a scale (and an offset), in float32 or
+float64. Scales and offsets are `[..., 1]`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.formats import Format
+
+
+class Scales(NamedTuple):
+    """What a block's values are `scale * decode(code) + offset` of.
+
+    Attributes:
+      scale: `[..., 1]`; zero for a block of equal values.
+      offset: `[..., 1]`, or None for formats without one.
+    """
+
+    scale: jax.Array
+    offset: jax.Array | None = None
+
+
+class Method(NamedTuple):
+    """A calibration method.
+
+    Attributes:
+      find: `(blocks, format, *arguments) -> Scales`.
+      arguments: the defaults of its numbers.
+      about: what users read of it.
+      is_search: whether it looks among scales: `find` takes `rounding` and `weight` last then.
+    """
+
+    find: Callable[..., Scales]
+    arguments: tuple[float | None, ...]
+    about: str
+    is_search: bool = False
+
+
+Rounding = Callable[[Scales], Scales]
+
+
+def _unchanged(scales: Scales) -> Scales:
+    return scales
+
+
+def calibrate(
+    w: jax.Array,
+    fmt: Format,
+    method: str | None = None,
+    rounding: Rounding = _unchanged,
+    weight: jax.Array | float = 1.0,
+) -> Scales:
+    """The scales of blocks.
+
+    Args:
+      w: `[..., n]`, float32 or float64, finite.
+      fmt: the format.
+      method: a name of `METHODS`, with numbers after commas (`'percentile,99.5'`); None: absmean for
+        binary and ternary codes, minmax for those with an offset, absmax for all others.
+      rounding: from scales to the nearest ones that can be stored; a search looks among these.
+      weight: what each squared error counts in a search, broadcastable to `w`.
+
+    Raises:
+      ValueError: for a method that does not exist, does not fit to the format, or has other numbers.
+    """
+    name, *numbers = str(method or _default(fmt)).replace(" ", "").split(",")
+    if name not in METHODS:
+        raise ValueError(f"calibration: expected one of {', '.join(METHODS)}, got {method!r}")
+    known = METHODS[name]
+    try:
+        given = [float(x) for x in numbers]
+    except ValueError:
+        raise ValueError(f"calibration: expected numbers after {name!r}, got {method!r}") from None
+    defaults = known.arguments
+    arguments = [*given, *defaults[len(given) :]]
+    if len(given) > len(defaults) or None in arguments:
+        raise ValueError(
+            f"calibration: expected {len(defaults)} numbers after {name!r}, got {method!r}"
+        )
+    if not np.isfinite(np.asarray(arguments, float)).all():
+        raise ValueError(f"calibration: expected finite numbers after {name!r}, got {method!r}")
+    of_search = (rounding, weight) if known.is_search else ()
+    return known.find(w, fmt, *arguments, *of_search)
+
+
+def _default(fmt: Format) -> str:
+    if fmt.offset:
+        return "minmax"
+    return "absmean" if fmt.name in formats.BY_MEAN else "absmax"
+
+
+# --- methods -----------------------------------------------------------------------------------
+
+
+def _absmax(w: jax.Array, fmt: Format) -> Scales:
+    """The largest magnitude of a block is a value of its codes."""
+    return _symmetric(jnp.max(jnp.abs(w), axis=-1, keepdims=True), w, fmt)
+
+
+def _absmean(w: jax.Array, fmt: Format) -> Scales:
+    """The mean magnitude: binary as in XNOR-Net (arXiv:1603.05279), ternary as in BitNet b1.58."""
+    unit = _unit(w)
+    return _symmetric(unit * jnp.mean(jnp.abs(w / unit), axis=-1, keepdims=True), w, fmt)
+
+
+def _rms(w: jax.Array, fmt: Format, factor: float) -> Scales:
+    """A multiple of the root of the mean square."""
+    if factor <= 0:
+        raise ValueError(f"calibration: expected a positive factor after 'rms', got {factor:g}")
+    unit = _unit(w)
+    rms = jnp.sqrt(jnp.mean((w / unit) ** 2, axis=-1, keepdims=True))
+    return _symmetric(factor * rms * unit, w, fmt)
+
+
+def _percentile(w: jax.Array, fmt: Format, percent: float) -> Scales:
+    """A percentile of the magnitudes; with an offset, of the values at either side."""
+    if not 50 < percent <= 100:
+        raise ValueError(f"calibration: expected a percentile above 50 to 100, got {percent:g}")
+    if fmt.offset:
+        low, high = (jnp.percentile(w, p, axis=-1, keepdims=True) for p in (100 - percent, percent))
+        return _range(low, high, fmt)
+    return _symmetric(jnp.percentile(jnp.abs(w), percent, axis=-1, keepdims=True), w, fmt)
+
+
+def _fixed(w: jax.Array, fmt: Format, low: float, high: float) -> Scales:
+    """A range that is known beforehand. (NaN, which has no code, makes the block's scale NaN.)"""
+    if not low < high:
+        raise ValueError(
+            f"calibration: expected 'fixed,LOW,HIGH', low first, got {low:g}, {high:g}"
+        )
+    broken = jnp.isnan(w).any(axis=-1, keepdims=True)
+
+    def end(value: float) -> jax.Array:
+        return jnp.where(broken, jnp.nan, jnp.asarray(value, w.dtype))
+
+    if fmt.offset:
+        return _range(end(low), end(high), fmt)
+    return _symmetric(end(max(abs(low), abs(high))), w, fmt)
+
+
+def _symmetric(largest: jax.Array, w: jax.Array, fmt: Format) -> Scales:
+    """Scales such that the largest code is a given value."""
+    if fmt.offset:
+        return _range(-largest, largest, fmt)
+    return Scales(largest / fmt.largest)
+
+
+def _minmax(w: jax.Array, fmt: Format) -> Scales:
+    """The smallest and the largest value of a block are values of its codes."""
+    if not fmt.offset:
+        return _absmax(w, fmt)
+    return _range(w.min(axis=-1, keepdims=True), w.max(axis=-1, keepdims=True), fmt)
+
+
+def _range(low: jax.Array, high: jax.Array, fmt: Format) -> Scales:
+    """Scale and offset such that the codes 0 to `largest` span a range.
+
+    Where zero lies in it, it is one of the codes' values exactly: the offset is a multiple of the
+    scale, whose last bits are cleared so that the multiple is exact (also where a compiler fuses
+    `scale * code + offset` into one rounding).
+    """
+    scale = (high / 2 - low / 2) / (fmt.largest / 2)  # halves, because the difference may overflow
+    info = jnp.finfo(low.dtype)
+    scale = jax.lax.reduce_precision(scale, exponent_bits=info.nexp, mantissa_bits=info.nmant - 8)
+    zero = jnp.round(-low / _divisor(scale))
+    return Scales(scale, jnp.where((low <= 0) & (high >= 0), 0 - zero * scale, low))
+
+
+# Of the range that absmax or minmax give, in steps that lose less than 1 % of the error to a finer
+# search on normal and on real weights. The first one is for scales that are powers of two: it
+# rounds up where 1 rounds down.
+_FACTORS = (1.42, *np.linspace(1.0, 0.4, 31))
+_REFITS = 4  # of what was found, to the codes that it leads to
+
+
+# Jitted, as are other loops here, so that one program serves all weights of a shape.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _mse(
+    w: jax.Array,
+    fmt: Format,
+    rounding: Rounding = _unchanged,
+    weight: jax.Array | float = 1.0,
+) -> Scales:
+    """The least squared error among scales of shrunken ranges, each refitted to its own codes.
+
+    The scale that fits given codes best is a linear regression of the values on the codes (GGML's
+    `make_qx_quants` does so, too). Codes that reach further down than up are tried upside down.
+    """
+    first = _minmax(w, fmt)
+    signs = (1.0, -1.0) if -fmt.lowest > fmt.largest else (1.0,)
+    factors = jnp.asarray([sign * f for sign in signs for f in _FACTORS], w.dtype)
+
+    def better(best: Any, tried: Scales) -> Any:
+        tried = rounding(refit(w, tried, fmt, weight))
+        error = _squared_error(w, tried, fmt, weight)
+        less = error < best[1]
+        new = jax.tree.map(functools.partial(jnp.where, less), tried, best[0])
+        return new, jnp.where(less, error, best[1])
+
+    start = rounding(first)
+    best = start, _squared_error(w, start, fmt, weight)
+    best, _ = jax.lax.scan(lambda b, f: (better(b, _shrunk(first, fmt, f)), None), best, factors)
+    best, _ = jax.lax.scan(lambda b, _: (better(b, b[0]), None), best, length=_REFITS)
+    return best[0]
+
+
+def _shrunk(scales: Scales, fmt: Format, factor: jax.Array) -> Scales:
+    if scales.offset is None:
+        return Scales(scales.scale * factor)
+    middle = scales.offset + scales.scale * (fmt.largest / 2)
+    return Scales(scales.scale * factor, middle - scales.scale * factor * (fmt.largest / 2))
+
+
+def refit(w: jax.Array, scales: Scales, fmt: Format, weight: jax.Array | float = 1.0) -> Scales:
+    """The scales (and offsets) of least squared error for the codes that given ones lead to.
+
+    Args:
+      w: blocks `[..., n]`.
+      scales: their scales.
+      fmt: the format.
+      weight: what each squared error counts, broadcastable to `w`.
+    """
+    q = formats.decode(formats.nearest(_relative(w, scales), fmt), w.dtype, fmt)
+    sums = functools.partial(jnp.sum, axis=-1, keepdims=True)
+    unit = _unit(w)
+    w, weight = w / unit, jnp.broadcast_to(weight, w.shape)
+    if scales.offset is None:
+        norm = sums(weight * q * q)
+        fitted = sums(weight * w * q) / _divisor(norm)
+        return Scales(jnp.where(norm > 0, fitted * unit, scales.scale))
+    total = _divisor(sums(weight))
+    mean_q, mean_w = sums(weight * q) / total, sums(weight * w) / total
+    variance = sums(weight * (q - mean_q) ** 2)
+    slope = sums(weight * (q - mean_q) * (w - mean_w)) / _divisor(variance)
+    fits = (variance > 0) & (slope > 0)
+    return Scales(
+        jnp.where(fits, slope * unit, scales.scale),
+        jnp.where(fits, (mean_w - slope * mean_q) * unit, scales.offset),
+    )
+
+
+def _squared_error(
+    w: jax.Array, scales: Scales, fmt: Format, weight: jax.Array | float = 1.0
+) -> jax.Array:
+    unit = _unit(w)
+    error = (w - _rounded(w, scales, fmt)) / unit
+    return jnp.sum(weight * error * error, axis=-1, keepdims=True)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _hqq(w: jax.Array, fmt: Format, steps: float) -> Scales:
+    """Half-quadratic quantization: offsets for few large errors (Badri & Shaji 2023).
+
+    Minimizes the p-norm of the error for p = 0.7 by turns: the error is split into a sparse part,
+    by the generalized soft threshold, and a rest, whose mean the offset takes.
+    """
+    if not fmt.offset:
+        raise ValueError(f"calibration: 'hqq' needs a format with an offset, got {fmt.name!r}")
+    first = _range(w.min(axis=-1, keepdims=True), w.max(axis=-1, keepdims=True), fmt)
+    scale, offset = first.scale, jnp.asarray(first.offset)
+    p, kappa = 0.7, 1.01
+
+    def step(state: Any, _: Any) -> Any:
+        offset, beta = state
+        now = Scales(scale, offset)
+        rounded = _rounded(w, now, fmt)
+        error = (w - rounded) / _divisor(scale)  # in steps of the codes, as the authors have it
+        size = jnp.abs(error)
+        small = jnp.where(size > 0, size, 1.0) ** (p - 1) / beta
+        sparse = jnp.sign(error) * jnp.maximum(size - small, 0)
+        shift = jnp.mean(error - sparse, axis=-1, keepdims=True)
+        return (offset + shift * scale, beta * kappa), None
+
+    (offset, _), _ = jax.lax.scan(step, (offset, jnp.asarray(10.0, w.dtype)), length=int(steps))
+    found = Scales(scale, offset)
+    better = _squared_error(w, found, fmt) < _squared_error(w, first, fmt)
+    return Scales(scale, jnp.where(better, offset, jnp.asarray(first.offset)))
+
+
+METHODS: dict[str, Method] = {
+    "absmax": Method(_absmax, (), "the largest magnitude"),
+    "absmean": Method(_absmean, (), "the mean magnitude"),
+    "minmax": Method(_minmax, (), "smallest and largest value; absmax without an offset"),
+    "rms": Method(_rms, (3.0,), "'rms,F': F times the root mean square"),
+    "percentile": Method(_percentile, (99.5,), "'percentile,P': the P-th percentile"),
+    "fixed": Method(_fixed, (None, None), "'fixed,LOW,HIGH': a range known beforehand"),
+    "mse": Method(_mse, (), "a search for the least squared error", is_search=True),
+    "hqq": Method(_hqq, (20.0,), "half-quadratic quantization; formats with an offset"),
+}
+
+
+# --- codes -------------------------------------------------------------------------------------
+
+
+def _unit(w: jax.Array) -> jax.Array:
+    """What sums over a block are taken in units of: squares overflow, and underflow, early."""
+    return _divisor(jnp.max(jnp.abs(w), axis=-1, keepdims=True))
+
+
+def _divisor(x: jax.Array) -> jax.Array:
+    """What may be divided by: a block of one value alone has a scale of zero."""
+    return jnp.where(x == 0, 1, x)
+
+
+def _relative(w: jax.Array, scales: Scales) -> jax.Array:
+    shifted = w if scales.offset is None else w - scales.offset
+    return jnp.where(scales.scale == 0, 0, shifted / _divisor(scales.scale))
+
+
+def _rounded(w: jax.Array, scales: Scales, fmt: Format) -> jax.Array:
+    return formats.scaled(formats.nearest(_relative(w, scales), fmt), *scales, fmt)
+
+
+def encode(w: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format) -> jax.Array:
+    """The codes, not packed, of values with given scales.
+
+    Args:
+      w: values.
+      scale: of a shape that broadcasts with them, in the dtype that they are stored in.
+      offset: the same, or None.
+      fmt: the format.
+    """
+    dtype = formats.arithmetic_dtype(w.dtype)
+    offset = None if offset is None else offset.astype(dtype)
+    relative = _relative(w.astype(dtype), Scales(scale.astype(dtype), offset))
+    return formats.nearest(relative, fmt)

@@ -1,0 +1,185 @@
+"""From a dense matrix to codes and scales."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.numerics import calibration, formats, gptq, scales
+from haiku_implicit.numerics.calibration import Scales
+
+_BLOCK = 256  # how many scales share a scale of theirs, in 'double'
+
+
+class Encoded(NamedTuple):
+    """Codes and scales of rows: what `QuantizedMatrix` is made of, under the names of its fields.
+
+    Attributes:
+      codes: `[..., rows, stored]`, packed.
+      scale: `[..., tiles, groups]`, or `Encoded` itself.
+      offset: as `scale`, or None.
+      format: the name of the codes' format.
+      padding: how many codes at the end of each row are padding.
+    """
+
+    codes: jax.Array
+    scale: Any
+    offset: Any
+    format: str
+    padding: int = 0
+
+
+def encode_rows(
+    stored: jax.Array,
+    dtype: Any,
+    group_size: Any = None,
+    zero_point: bool = False,
+    method: str | None = None,
+    scale_dtype: Any = None,
+    moments: jax.Array | None = None,
+) -> Encoded:
+    """Codes, scales and offsets of rows, of which elements along the last axis share a scale.
+
+    Args:
+      stored: `[..., rows, k]`, floating.
+      dtype, group_size, zero_point, method (`calibration`), scale_dtype: as for
+        `QuantizedMatrix.quantize`.
+      moments: `[..., k, k]`, of what the weight is multiplied by the sums of products of elements, to
+        round for the least error of the product (`gptq`). Or their diagonal, `[..., k]`: this weighs
+        errors in a search for scales, and elements are rounded to the nearest codes.
+    """
+    fmt, recipe = formats.for_quantizing(dtype, zero_point)
+    if recipe is not None:
+        group_size = _prescribed("group_size", group_size, recipe.group_size, dtype)
+        scale_dtype = _prescribed("scale_dtype", scale_dtype, recipe.scale_dtype, dtype)
+    moments = None if moments is None else _checked_moments(moments, stored)
+    tile = _fitting_tile(group_size, stored.shape[-2:], fmt)
+    rounding = scales.rounding(scale_dtype)
+    products = moments if moments is not None and moments.ndim == stored.ndim else None
+    weight = 1.0 if moments is None else _importance(stored, moments, tile)
+    found = calibration.calibrate(_blocks(stored, tile), fmt, method, rounding, weight)
+    found = jax.tree.map(lambda x: x[..., 0], found)
+    scale, offset = _stored_scales(found, fmt, scale_dtype, method)
+    padding = -tile[1] % fmt.multiple
+    if padding:
+        stored = jnp.concatenate([stored, jnp.repeat(stored[..., -1:], padding, -1)], axis=-1)
+        if products is not None:
+            widths = [(0, 0)] * (products.ndim - 2) + [(0, padding)] * 2
+            products = jnp.pad(products, widths)
+    codes = _codes(stored, scale, offset, fmt, products)
+    codes = formats.pack(codes, fmt)
+    return Encoded(codes, scale, offset, fmt.name, padding)
+
+
+def _stored_scales(
+    found: Scales, fmt: formats.Format, dtype: Any, method: str | None
+) -> tuple[Any, Any]:
+    """Scales and offsets as they are stored: floating numbers, or codes themselves."""
+    own_codes = scales.codes_of(dtype, fmt)
+    if own_codes is None:
+        return scales.store(found, fmt, dtype, method)
+    return _encoded_scales(found.scale, own_codes, -fmt.lowest > fmt.largest), None
+
+
+def _encoded_scales(scale: jax.Array, name: str, signed: bool) -> Encoded:
+    """Scales in 8 bits with scales of their own."""
+    if name == "e4m3":  # NVFP4: one scale for the tensor
+        return encode_rows(scale, "fp8_e4m3", "tensor")
+    tiles, groups = scale.shape[-2:]
+    along = _largest_divisor(groups, _BLOCK)
+    rows = _largest_divisor(tiles, _BLOCK // along) if along == groups else 1
+    blocks = scale.reshape(*scale.shape[:-2], tiles // rows, rows, groups // along, along)
+    # Codes 0 to 255 without an offset, unless some scales are negative.
+    largest, dtype = (127, "int8") if signed else (255, "uint8")
+    of_scale = jnp.abs(blocks).max(axis=(-1, -3)) / largest
+    whole = jnp.repeat(jnp.repeat(of_scale, rows, -2), along, -1)
+    codes = jnp.round(scale / jnp.where(whole > 0, whole, 1)).astype(dtype)
+    return Encoded(codes, of_scale, None, dtype)
+
+
+def _largest_divisor(n: int, most: int) -> int:
+    return max(d for d in range(1, max(min(n, most), 1) + 1) if n % d == 0)
+
+
+def _codes(
+    stored: jax.Array, scale: Any, offset: Any, fmt: formats.Format, moments: jax.Array | None
+) -> jax.Array:
+    """The codes `[..., rows, groups, g]` of `[..., rows, k]`, for scales as they are stored."""
+    *lead, rows, k = stored.shape
+    if isinstance(scale, Encoded):
+        own = formats.FORMATS[scale.format]
+        scale = formats.dequantize(scale.codes, scale.scale, scale.offset, own)
+    groups = scale.shape[-1]
+    scale, offset = (
+        None if x is None else formats.by_rows(x, rows)[..., None] for x in (scale, offset)
+    )
+    if moments is None:
+        grouped = stored.reshape(*lead, rows, groups, k // groups)
+        return calibration.encode(grouped, scale, offset, fmt)
+    return gptq.codes(stored, moments, scale, offset, fmt)
+
+
+def _checked_moments(moments: Any, stored: jax.Array) -> jax.Array:
+    moments, (*lead, _, k) = jnp.asarray(moments), stored.shape
+    if moments.shape not in ((*lead, k, k), (*lead, k)):
+        raise ValueError(
+            f"moments: expected shape {[*lead, k, k]} for groups along an axis of length {k} (or "
+            f"{[*lead, k]}, the diagonal), got {list(moments.shape)}"
+        )
+    return moments
+
+
+def _importance(stored: jax.Array, moments: jax.Array, tile: tuple[int, int]) -> jax.Array:
+    """What the squared error of each element counts: the mean square of what it is multiplied by."""
+    if moments.ndim == stored.ndim:
+        moments = jnp.diagonal(moments, axis1=-2, axis2=-1)
+    return _blocks(jnp.broadcast_to(moments[..., None, :], stored.shape), tile)
+
+
+def _prescribed(name: str, given: Any, needed: Any, dtype: Any) -> Any:
+    if given not in (None, needed):
+        raise ValueError(f"{name}: {dtype!r} has {needed!r}, got {given!r}; leave it out")
+    return needed
+
+
+def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -> tuple[int, int]:
+    """How many rows, and how many elements of each, share a scale."""
+    rows, length = core
+    if group_size is None:
+        return 1, length
+    if isinstance(group_size, str):
+        if group_size != "tensor":
+            raise ValueError(
+                f"group_size: expected a number, a pair, 'tensor' or None, got {group_size!r}"
+            )
+        return rows, length
+    pair = group_size if isinstance(group_size, tuple | list) else (1, group_size)
+    if len(pair) != 2:
+        raise ValueError(
+            "group_size: expected a pair (rows, elements), a number, 'tensor' or None, got "
+            f"{group_size!r}"
+        )
+    tile, g = pair
+    sizes = formats.group_sizes(length, fmt)
+    if g != length and g not in sizes:
+        whole = f" and are multiples of {fmt.multiple}" if fmt.multiple > 1 else ""
+        raise ValueError(
+            f"group_size: expected None or one of {sizes}, which divide the axis of length "
+            f"{length}{whole}, got {group_size!r}"
+        )
+    if isinstance(tile, bool) or not isinstance(tile, int | np.integer) or tile < 1 or rows % tile:
+        raise ValueError(
+            f"group_size: expected a tile whose rows divide the {rows} of the matrix, got "
+            f"{group_size!r}"
+        )
+    return int(tile), int(g)
+
+
+def _blocks(stored: jax.Array, tile: tuple[int, int]) -> jax.Array:
+    """The elements that share a scale, last: `[..., tiles, groups, rows * g]`."""
+    *lead, rows, k = stored.shape
+    r, g = tile
+    blocks = stored.reshape(*lead, rows // r, r, k // g, g).swapaxes(-2, -3)
+    blocks = blocks.reshape(*lead, rows // r, k // g, r * g)
+    return blocks.astype(formats.arithmetic_dtype(stored.dtype))

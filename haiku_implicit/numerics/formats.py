@@ -1,0 +1,359 @@
+"""Number formats: what codes are, how they are packed, and what values they stand for.
+
+Everything here works along the last axis, in *groups*: `g` consecutive elements that share a scale
+(and an offset). A value is `scale * decode(code) + offset`. How scales are found is in `calibration`.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One number format.
+
+    Attributes:
+      name: what users call it.
+      planes: how the bits of a code are stored, lowest first. Codes of 3 bits are a plane of 2 bits,
+        four codes to a byte, and a plane of 1 bit, eight to a byte.
+      lowest, largest: the range of the codes' values.
+      bias: what is subtracted from a stored code to get its value.
+      table: the value of each stored code, where that is not the code itself.
+      dtype: the dtype of the stored codes.
+      offset: whether the codes count up from an offset, the smallest value of a group.
+    """
+
+    name: str
+    planes: tuple[int, ...]
+    lowest: float
+    largest: float
+    bias: float = 0
+    table: tuple[float, ...] | None = None
+    dtype: Any = np.dtype(np.uint8)
+    offset: bool = False
+
+    @property
+    def bits(self) -> int:
+        """The bits of one code."""
+        return sum(self.planes)
+
+    @property
+    def multiple(self) -> int:
+        """What the size of a group is a multiple of, for its codes to fill whole bytes."""
+        return 8 // min(self.planes)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the codes are floating numbers of 8 bits themselves."""
+        return self.dtype.kind not in "iu"
+
+    def stored(self, length: int) -> int:
+        """How many stored elements hold this many codes."""
+        return length * self.bits // 8
+
+
+# The quantiles of a normal distribution, with an exact zero: Dettmers et al. 2023 (QLoRA,
+# arXiv:2305.14314), appendix E.
+NF4_TABLE = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+# E2M1 of the OCP Microscaling Formats Specification 1.0: sign, two bits of exponent, one of mantissa.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_TABLE = (*_E2M1, *(-x for x in _E2M1))
+
+_INT8 = np.dtype(np.int8)
+_E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("int8", (8,), -128, 127, dtype=_INT8),
+        Format("int6", (4, 2), -32, 31, bias=32),
+        Format("int4", (4,), -8, 7, bias=8),  # a nibble holds code + 8, as in GGML's Q4_0
+        Format("int3", (2, 1), -4, 3, bias=4),
+        Format("int2", (2,), -2, 1, bias=2),
+        Format("ternary", (2,), -1, 1, bias=1),
+        Format("binary", (1,), -0.5, 0.5, bias=0.5),
+        Format("uint8", (8,), 0, 255, offset=True),
+        Format("uint6", (4, 2), 0, 63, offset=True),
+        Format("uint4", (4,), 0, 15, offset=True),
+        Format("uint3", (2, 1), 0, 7, offset=True),
+        Format("uint2", (2,), 0, 3, offset=True),
+        Format("nf4", (4,), -1, 1, table=NF4_TABLE),
+        Format("fp4", (4,), -6, 6, table=FP4_TABLE),
+        Format("fp8_e4m3", (8,), -448, 448, dtype=_E4M3),
+        Format("fp8_e5m2", (8,), -57344, 57344, dtype=_E5M2),
+    )
+}
+
+# Formats of so few values that a mean magnitude is the better scale.
+BY_MEAN = ("binary", "ternary")
+
+# Other names of the same codes: those of dtypes among them.
+_ALIASES = {
+    "fp8": "fp8_e4m3",
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "float4_e2m1fn": "fp4",
+    "fp4_e2m1": "fp4",
+    "int1": "binary",
+}
+
+
+class Recipe(NamedTuple):
+    """A format whose groups and scales are a part of its definition.
+
+    Attributes:
+      format: the format of the codes.
+      group_size: how many elements share a scale.
+      scale_dtype: the format of the scales, see `calibration.store_scale`.
+    """
+
+    format: str
+    group_size: int
+    scale_dtype: str
+
+
+# OCP Microscaling Formats (MX) Specification 1.0; NVIDIA's NVFP4 has a scale of the tensor besides.
+RECIPES = {
+    "mxfp8": Recipe("fp8_e4m3", 32, "e8m0"),
+    "mxfp4": Recipe("fp4", 32, "e8m0"),
+    "nvfp4": Recipe("fp4", 16, "e4m3"),
+}
+
+
+def find(name: Any) -> Format:
+    """The format of this name; a dtype of the same name will do.
+
+    Raises:
+      ValueError: for an unknown format.
+    """
+    key = name if isinstance(name, str) else _dtype_name(name)
+    key = _ALIASES.get(key, key)
+    if key not in FORMATS:
+        raise ValueError(f"dtype: expected one of {', '.join(FORMATS)}, got {name!r}")
+    return FORMATS[key]
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return ""
+
+
+def for_quantizing(name: Any, zero_point: bool) -> tuple[Format, Recipe | None]:
+    """The format that weights are quantized to, and what else its name says.
+
+    Raises:
+      ValueError: for an unknown format, or one that has no zero point where one is asked for.
+    """
+    if isinstance(name, str) and name in RECIPES:
+        fmt, recipe = FORMATS[RECIPES[name].format], RECIPES[name]
+    else:
+        try:
+            fmt, recipe = find(name), None
+        except ValueError:
+            known = ", ".join([*FORMATS, *RECIPES])
+            raise ValueError(f"dtype: expected one of {known}, got {name!r}") from None
+    if zero_point and not fmt.offset:
+        with_offset = FORMATS.get(f"u{fmt.name}")
+        if with_offset is None or recipe is not None:
+            names = ", ".join(f.name for f in FORMATS.values() if f"u{f.name}" in FORMATS)
+            raise ValueError(f"dtype: expected one of {names} with zero_point=True, got {name!r}")
+        return with_offset, None
+    return fmt, recipe
+
+
+def group_sizes(length: int, fmt: Format) -> list[int]:
+    """The group sizes that divide an axis of this length, where each fills whole bytes."""
+    return [g for g in range(fmt.multiple, length + 1, fmt.multiple) if length % g == 0]
+
+
+# --- packing -----------------------------------------------------------------------------------
+
+
+def pack(codes: jax.Array, fmt: Format) -> jax.Array:
+    """Stored codes: `[..., groups, g]` to `[..., groups * fmt.stored(g)]`.
+
+    Within a group the planes come one after another. A plane of p bits has g·p/8 bytes; byte j holds
+    element j in its lowest p bits, element j + g·p/8 in the next, and so on, so that it unpacks into
+    contiguous parts. (With 4 bits this is the order of GGML's blocks.)
+    """
+    *lead, groups, g = codes.shape
+    if fmt.bits == 8:
+        return codes.reshape(*lead, groups * g)
+    parts, below = [], 0
+    for bits in fmt.planes:
+        plane = (codes >> below) & (2**bits - 1)
+        pieces = jnp.split(plane, 8 // bits, axis=-1)
+        packed = pieces[0]
+        for i, piece in enumerate(pieces[1:], 1):
+            packed = packed | (piece << (i * bits))
+        parts.append(packed)
+        below += bits
+    stored = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    return stored.reshape(*lead, groups * fmt.stored(g))
+
+
+def unpack(codes: jax.Array, groups: int, fmt: Format) -> jax.Array:
+    """The inverse of `pack`: `[..., groups, g]`."""
+    *lead, stored = codes.shape
+    codes = codes.reshape(*lead, groups, stored // groups)
+    if fmt.bits == 8:
+        return codes
+    planes, below, start = [], 0, 0
+    for bits in fmt.planes:
+        stop = start + codes.shape[-1] * bits // fmt.bits
+        packed = codes[..., start:stop]
+        shifted = [packed >> i for i in range(0, 8, bits)]
+        plane = jnp.concatenate(shifted, axis=-1) & (2**bits - 1)
+        planes.append(plane << below)
+        below, start = below + bits, stop
+    return functools.reduce(jnp.bitwise_or, planes)
+
+
+class Place(NamedTuple):
+    """Where one plane of some elements is stored.
+
+    Attributes:
+      position: of the stored element, along the last axis.
+      shift: by how many bits it is shifted to the right.
+      bits: how many bits are taken then.
+      below: by how many bits they are shifted to the left in the code.
+    """
+
+    position: jax.Array
+    shift: jax.Array
+    bits: int
+    below: int
+
+
+def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, list[Place]]:
+    """Where the elements at positions of the axis are stored.
+
+    Args:
+      position: integers.
+      g: the group size.
+      fmt: the format.
+
+    Returns:
+      The index of each one's group, and the places of its planes.
+    """
+    group, within = position // g, position % g
+    places, start, below = [], 0, 0
+    for bits in fmt.planes:
+        size = g * bits // 8
+        index = group * fmt.stored(g) + start + within % size
+        places.append(Place(index, within // size * bits, bits, below))
+        start, below = start + size, below + bits
+    return group, places
+
+
+# --- values ------------------------------------------------------------------------------------
+
+
+def arithmetic_dtype(dtype: Any) -> Any:
+    """The dtype that values are computed in: float32, or float64 where the scales are that."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def decode(codes: jax.Array, dtype: Any, fmt: Format) -> jax.Array:
+    """The values of unpacked codes, before scale and offset."""
+    if fmt.table is not None:
+        return jnp.asarray(fmt.table, dtype).at[codes].get(mode="promise_in_bounds")
+    values = codes.astype(dtype)
+    return values - fmt.bias if fmt.bias else values
+
+
+def scaled(codes: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format) -> jax.Array:
+    """`scale * decode(code) + offset` for unpacked codes and operands that broadcast with them."""
+    dtype = arithmetic_dtype(scale.dtype)
+    values = decode(codes, dtype, fmt) * scale.astype(dtype)
+    return values if offset is None else values + offset.astype(dtype)
+
+
+def dequantize(
+    codes: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format
+) -> jax.Array:
+    """The values of stored codes.
+
+    Args:
+      codes: `[..., rows, fmt.stored(k)]`.
+      scale: `[..., tiles, groups]`, floating; the number of tiles divides that of rows.
+      offset: the same, or None.
+      fmt: the format.
+
+    Returns:
+      `[..., rows, k]`, in the arithmetic dtype of `scale`.
+    """
+    unpacked = unpack(codes, scale.shape[-1], fmt)
+    rows = codes.shape[-2]
+    offset = None if offset is None else by_rows(offset, rows)[..., None]
+    values = scaled(unpacked, by_rows(scale, rows)[..., None], offset, fmt)
+    return values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1])
+
+
+def by_rows(scale: jax.Array, rows: int) -> jax.Array:
+    """A scale for each row, of one for each tile of rows."""
+    tiles = scale.shape[-2]
+    return scale if tiles == rows else jnp.repeat(scale, rows // tiles, axis=-2)
+
+
+def nearest(relative: jax.Array, fmt: Format) -> jax.Array:
+    """The stored code nearest to each value, which is in units of its scale.
+
+    Ties go to the even code where codes are numbers, and to the even mantissa in fp4, as in IEEE 754.
+    """
+    if fmt.is_float:
+        # Out of the range is infinity or NaN in these dtypes: they do not saturate by themselves.
+        return _rounded_to_float8(jnp.clip(relative, fmt.lowest, fmt.largest), fmt.dtype)
+    if fmt.table is not None:
+        order, middles = _thresholds(fmt)
+        at = (relative[..., None] > jnp.asarray(middles, relative.dtype)).sum(-1)
+        return jnp.asarray(order, fmt.dtype)[at]
+    # Halves of the bias are those of codes that stand for ±1/2 (binary).
+    codes = jnp.floor(relative) + 1 if fmt.bias == 0.5 else jnp.round(relative) + fmt.bias
+    return jnp.clip(codes, fmt.lowest + fmt.bias, fmt.largest + fmt.bias).astype(fmt.dtype)
+
+
+def _rounded_to_float8(x: jax.Array, dtype: Any) -> jax.Array:
+    """The nearest 8-bit floats: some versions of XLA round twice in a cast, by way of float16."""
+    info = jnp.finfo(dtype)
+    exponent = jnp.maximum(jnp.frexp(x)[1] - 1, int(info.minexp))
+    step = jnp.ldexp(jnp.ones_like(x), exponent - info.nmant)
+    return (jnp.round(x / step) * step).astype(dtype)
+
+
+def _thresholds(fmt: Format) -> tuple[list[int], list[float]]:
+    """The codes in the order of their values, and the values between which they change."""
+    # Of the two zeros the positive one, whose code comes first.
+    values = {v: code for code, v in reversed(list(enumerate(fmt.table or ())))}
+    order = [values[v] for v in sorted(values)]
+    table = np.asarray(sorted(values), np.float32)
+    middles = (table[1:] + table[:-1]) / 2
+    if fmt.name == "fp4":  # a tie goes up where the upper code is the even one
+        up = np.asarray([code % 2 == 0 for code in order[1:]])
+        middles = np.where(up, np.nextafter(middles, np.float32(-np.inf)), middles)
+    return order, middles.tolist()

@@ -1,0 +1,316 @@
+"""Operands of products, quantized for the product: codes with scales along axes that are not summed.
+
+Unlike `QuantizedMatrix`, which is made to be stored, nothing is packed here: integer codes are int8,
+so that hardware can multiply them. The ranges are those of Qwix: for symmetric integers the bound is
+half a step more than the largest code (127.5 for int8), so that the last step is as wide as the
+others; with a zero point the codes span the whole type.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+
+
+class How(NamedTuple):
+    """How an operand is quantized; hashable.
+
+    Attributes:
+      qtype: the name of a format.
+      method: the calibration method, see `rules.QuantRule`.
+      channels: the axes along which each index has a scale of its own.
+      tile: an axis and the number of elements along it that share a scale (a float: the part of the
+        axis), or None.
+      rounding: the method of stochastic rounding and the axes along which its noise differs, or None.
+    """
+
+    qtype: str
+    method: str = "absmax"
+    channels: tuple[int, ...] = ()
+    tile: tuple[int, int | float] | None = None
+    rounding: tuple[str, tuple[int, ...]] | None = None
+
+
+# The lower and the upper end of a range; the lower one None where it is that of the upper one.
+Limits = tuple[jax.Array | None, jax.Array]
+
+
+class Operand(NamedTuple):
+    """A quantized array: `(codes - zero_point) * scale`.
+
+    Attributes:
+      codes: int8, a float8 dtype, or, for formats whose codes are no numbers (nf4), the values that
+        they stand for.
+      scale: of as many axes, each 1, the same, or a divisor (tiles); None for 1. float32, or float64
+        for float64 arrays.
+      zero_point: of the shape of `scale`, floating; or None.
+      inside: where the array was within the range of the calibration; None where it is everywhere.
+    """
+
+    codes: jax.Array
+    scale: jax.Array | None
+    zero_point: jax.Array | None = None
+    inside: jax.Array | None = None
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether a product of the codes is one of the values, up to the scale."""
+        return self.zero_point is None and self.codes.dtype.itemsize == 1
+
+    @property
+    def wide(self) -> Any:
+        """The dtype that its values are computed in."""
+        like = self.codes.dtype if self.scale is None else self.scale.dtype
+        return formats.arithmetic_dtype(like)
+
+
+def quantize(x: jax.Array, how: How, key: Any = None, limits: Limits | None = None) -> Operand:
+    """The nearest codes of an array, or random ones of the two that are next.
+
+    Args:
+      x: floating.
+      how: how.
+      key: a random key, for stochastic rounding.
+      limits: the range of each scale, where that is known; None: it is that of the array. What lies
+        beyond gets the last code.
+
+    Raises:
+      ValueError: for a tile that does not divide its axis, and a calibration that the format does not
+        have.
+    """
+    fmt = formats.find(how.qtype)
+    x = x.astype(formats.arithmetic_dtype(x.dtype))
+    low, high = calibrate(x, how) if limits is None else _given(limits, x)
+    if low is None:
+        scale, zero_point = _nonzero(high * np.asarray(1 / bound(fmt), high.dtype)), None
+    else:
+        scale, zero_point = _asymmetric(low, high, fmt)
+    # The largest magnitude lies on a tie between two codes. So that it goes the same way in whatever
+    # program this is compiled, reciprocals are taken here, and not where a compiler sees fit.
+    inverse = jax.lax.optimization_barrier(1 / jax.lax.optimization_barrier(scale))
+    relative = x * expand(inverse, x.shape)
+    if zero_point is not None:
+        relative = relative + expand(zero_point, x.shape)
+    if how.rounding is not None:
+        relative = relative + noise(key, *how.rounding, x.shape).astype(x.dtype)
+    inside = None
+    if clips(how.method):
+        inside = (x <= expand(high, x.shape)) & (
+            x >= expand(-high if low is None else low, x.shape)
+        )
+    return Operand(_codes(relative, fmt), scale, zero_point, inside)
+
+
+def stored_operand(q: QuantizedMatrix) -> Operand | None:
+    """A stored matrix as an operand; None where its codes are no numbers with a scale alone."""
+    fmt = formats.find(q.format)
+    whole = _is_integer(fmt) and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
+    plain = q.offset is None and q.rounded_to is None and not is_implicit(q.scale)
+    if not plain or not (whole or fmt.is_float):
+        return None
+    groups, rows = q.scale.shape[-1], q.codes.shape[-2]
+    codes = formats.unpack(q.codes, groups, fmt)
+    codes = codes.reshape(*codes.shape[:-2], -1)[..., : q.shape[q.axis]]
+    if whole:
+        codes = (codes.astype(jnp.int16) - int(fmt.bias)).astype(jnp.int8)
+    scale = formats.by_rows(q.scale.astype(formats.arithmetic_dtype(q.scale.dtype)), rows)
+    if q.axis == -2:
+        codes, scale = jnp.swapaxes(codes, -1, -2), jnp.swapaxes(scale, -1, -2)
+    return Operand(codes, scale)
+
+
+def dequantize(x: Operand, dtype: Any) -> jax.Array:
+    """The values of an operand, in a dtype."""
+    values = x.codes.astype(x.wide)
+    if x.zero_point is not None:
+        values = values - expand(x.zero_point, values.shape)
+    if x.scale is not None:
+        values = values * expand(x.scale, values.shape)
+    return values.astype(dtype)
+
+
+def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> Operand:
+    """Activations as the product with a matrix rounds them, by its `activation`.
+
+    Args:
+      x: `[..., i]`, floating.
+      q: `[..., i, o]`. Rows of `x` have parts of their own scales where they meet groups of it.
+    """
+    qtype, *in_groups = str(q.activation).split(",")
+    last, groups = x.ndim - 1, q.scale.shape[-1]
+    tiled = bool(in_groups) and q.axis == -2 and groups > 1
+    tile = (last, x.shape[-1] // groups) if tiled else None
+    return quantize(x, How(qtype, channels=tuple(range(last)), tile=tile))
+
+
+def rounded_rows(x: jax.Array, q: QuantizedMatrix) -> jax.Array:
+    """The values of `quantize_rows`, in float32 (or float64).
+
+    Args:
+      x, q: see there.
+    """
+    return dequantize(quantize_rows(x, q), formats.arithmetic_dtype(x.dtype))
+
+
+def expand(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A scale, repeated for the elements of each tile; axes of length one stay so."""
+    for axis, (have, want) in enumerate(zip(scale.shape, shape, strict=True)):
+        if have not in (1, want):
+            scale = jnp.repeat(scale, want // have, axis=axis)
+    return scale
+
+
+def bound(fmt: formats.Format) -> float:
+    """The largest magnitude, in units of the scale, of a symmetric range."""
+    return fmt.largest + 0.5 if _is_integer(fmt) else fmt.largest
+
+
+def clips(method: str) -> bool:
+    """Whether values may lie beyond the range that a calibration method finds."""
+    name, arguments = _parse(method)
+    return name not in ("absmax", "minmax") or (bool(arguments) and arguments[0] < 1)
+
+
+# --- ranges --------------------------------------------------------------------------------------
+
+
+def calibrate(x: jax.Array, how: How) -> Limits:
+    """The ends of the range of each scale, of an array.
+
+    Args:
+      x: floating.
+      how: how it is quantized.
+    """
+    x = x.astype(formats.arithmetic_dtype(x.dtype))
+    name, arguments = _parse(how.method)
+    tiled, axes, shape = _blocks(x, how)
+
+    def over_blocks(fun: Any, y: jax.Array, **options: Any) -> jax.Array:
+        return fun(y, axis=axes, keepdims=True, **options).reshape(shape)
+
+    if name == "fixed":
+        return _fixed(x, how.method, arguments)
+    if x.size == 0:
+        return None, jnp.zeros(shape, x.dtype)
+    if name == "minmax":
+        factor = arguments[0] if arguments else 1.0
+        low = jnp.minimum(over_blocks(jnp.min, tiled), 0) * factor
+        return low, jnp.maximum(over_blocks(jnp.max, tiled), 0) * factor
+    if name == "rms":
+        factor = arguments[0] if arguments else 3.0
+        return None, jnp.sqrt(over_blocks(jnp.mean, tiled * tiled)) * factor
+    if name == "percentile":
+        percent = arguments[0] if arguments else 99.5
+        return None, over_blocks(jnp.percentile, jnp.abs(tiled), q=percent)
+    return None, over_blocks(jnp.max, jnp.abs(tiled)) * (arguments[0] if arguments else 1.0)
+
+
+def _fixed(x: jax.Array, method: str, arguments: list[float]) -> Limits:
+    """A range that is known; one for the whole array."""
+    if len(arguments) == 1:
+        arguments = [-arguments[0], arguments[0]]
+    if len(arguments) != 2 or not arguments[0] <= 0 <= arguments[1] or arguments[0] == arguments[1]:
+        raise ValueError(
+            f"calibration method: expected 'fixed,LOW,HIGH' with LOW <= 0 <= HIGH, got {method!r}"
+        )
+    low, high = _given([jnp.full((1,) * x.ndim, end, x.dtype) for end in arguments], x)
+    assert high is not None
+    return (None if arguments[0] == -arguments[1] else low), high
+
+
+def _given(limits: Sequence[jax.Array | None], x: jax.Array) -> Any:
+    """A range that does not depend on the array, but for this: NaN has no code.
+
+    In the range it becomes one of the results, as with ranges of the array.
+    """
+    broken = jnp.where(jnp.isnan(x).any(), jnp.nan, jnp.zeros((), x.dtype))
+    return [None if end is None else broken + end.astype(x.dtype) for end in limits]
+
+
+def _blocks(x: jax.Array, how: How) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
+    """The array with the tiled axis in two, the axes that share a scale, and the shape of scales."""
+    shape = [size if i in how.channels else 1 for i, size in enumerate(x.shape)]
+    axes = [i for i in range(x.ndim) if i not in how.channels]
+    if how.tile is not None:
+        axis, size = how.tile
+        length = x.shape[axis]
+        size = round(length * size) if isinstance(size, float) else size
+        if size < 1 or length % size:
+            raise ValueError(
+                f"tile_size: expected one that divides the axis of length {length}, got {how.tile[1]}"
+            )
+        shape[axis] = length // size
+        x = x.reshape(*x.shape[:axis], length // size, size, *x.shape[axis + 1 :])
+        axes = [i + (i >= axis) for i in axes]
+    return x, tuple(axes), tuple(shape)
+
+
+def _asymmetric(
+    low: jax.Array, high: jax.Array, fmt: formats.Format
+) -> tuple[jax.Array, jax.Array]:
+    if not _is_integer(fmt):
+        raise ValueError(
+            "calibration method: 'minmax' and ranges that are not symmetric need an integer format, "
+            f"got {fmt.name!r}; use 'absmax'"
+        )
+    scale = _nonzero((high - low) / (fmt.largest - fmt.lowest))
+    zero_point = jnp.clip(jnp.round(fmt.lowest - low / scale), fmt.lowest, fmt.largest)
+    return scale, zero_point
+
+
+def _nonzero(scale: jax.Array) -> jax.Array:
+    """The smallest scale that can be divided by, in place of smaller ones: those of zeros.
+
+    (One would do for the codes. But gradients are multiplied by scales before they are quantized, and
+    those of a channel of zeros would be by far the largest.)
+    """
+    return jnp.maximum(scale, np.sqrt(jnp.finfo(scale.dtype).tiny))
+
+
+def _parse(method: str) -> tuple[str, list[float]]:
+    name, *numbers = method.replace(" ", "").split(",")
+    return name, [float(x) for x in numbers]
+
+
+# --- codes ---------------------------------------------------------------------------------------
+
+
+def _is_integer(fmt: formats.Format) -> bool:
+    return not fmt.is_float and fmt.table is None
+
+
+def _codes(relative: jax.Array, fmt: formats.Format) -> jax.Array:
+    if _is_integer(fmt):
+        return jnp.clip(jnp.round(relative), fmt.lowest, fmt.largest).astype(jnp.int8)
+    codes = formats.nearest(relative, fmt)
+    return codes if fmt.is_float else formats.decode(codes, relative.dtype, fmt)
+
+
+def noise(key: Any, method: str, axes: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    """Noise between -0.5 and 0.5, which makes rounding to the nearest a random one without bias.
+
+    Args:
+      key: a random key.
+      method: 'uniform', or 'low_bit_uniform': 256 values, symmetric about zero.
+      axes: the axes along which it differs; along the others it is the same.
+      shape: of what is rounded.
+
+    Returns:
+      float32 of as many axes, of length one but for `axes`.
+    """
+    if key is None:
+        raise ValueError(
+            "bwd_stochastic_rounding: it needs a random key in each step; give key= to the function, "
+            "or put keys on the weights with with_rounding_key(params, key) within the loss"
+        )
+    own = tuple(size if i in axes else 1 for i, size in enumerate(shape))
+    if method == "uniform":
+        return jax.random.uniform(key, own, jnp.float32, -0.5, 0.5)
+    bits = jax.random.bits(key, own, jnp.uint8)
+    return (bits.astype(jnp.float32) + 0.5) / 256 - 0.5

@@ -1,0 +1,423 @@
+"""`QuantizedMatrix`: a weight held as integer codes with scales."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from haiku_implicit.core import compat
+from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field, is_implicit
+from haiku_implicit.core.dense import dense
+from haiku_implicit.core.sharding import left_to_partitioner
+from haiku_implicit.numerics import formats, scales
+from haiku_implicit.numerics.encoding import Encoded, encode_rows
+from haiku_implicit.numerics.options import checked_activation
+
+
+@dataclasses.dataclass
+class QuantizedMatrix(ImplicitArray, core_ndim=2):
+    """The weight `scale * decode(codes) + offset`, in groups of elements that share a scale.
+
+    Made by `QuantizedMatrix.quantize`, or by `QuantizedMatrix.from_parts` of a weight that comes
+    quantized. The groups lie along one axis of the matrix `[..., n, m]`; in storage that axis, of
+    length `k`, is the last one, and the other one, the `rows`, comes before it. So the storage of a
+    matrix that is grouped along axis -2 is that of its transpose, and `w.T` changes no data.
+
+    Attributes:
+      codes: `[..., rows, k * bits / 8]`: int8, uint8, or a float8 dtype, as the format says. Codes of
+        less than 8 bits are packed within each group (`quantization.formats.pack`); with 4 bits byte
+        j of a group of g elements holds element j in its low nibble and element j + g/2 in its high
+        one. This is the order of GGML (Q4_0, Q4_1), whose blocks fit.
+      scale: `[..., tiles, k / g]`, floating. The number of tiles divides that of rows: it is the same
+        for groups, and for scales per channel (a single one per row); one for a scale per tensor.
+        May be quantized itself (a `QuantizedMatrix` of this shape): nvfp4, QLoRA's double
+        quantization, GGUF's K-quants.
+      offset: as `scale`, or None.
+      format: the format of the codes, a name of `quantization.formats.FORMATS`.
+      axis: the grouped axis of the matrix, -2 or -1.
+      padding: how many codes at the end of each row are padding (only with one group in a row).
+      dtype: what the values are rounded to; the dtype of `scale` unless given.
+      rounded_to: a narrower dtype that the values were rounded to before, by a cast there and back;
+        None unless there was one.
+      activation: the format that activations are quantized to in products (in matrix products; a
+        convolution takes them as they are), each row by its largest magnitude, or, as in
+        'int8,groups', each part of a row that meets one of the matrix's groups; None: they are not.
+        The gradient by activations passes the rounding straight through.
+
+    Raises:
+      ValueError: where codes, scales and offsets do not fit together or to the format.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> w = jax.random.normal(jax.random.key(0), (256, 64))
+      >>> q = hki.QuantizedMatrix.quantize(w, 'int4', group_size=32)
+      >>> q.shape, q.nbytes, w.nbytes
+      ((256, 64), 10240, 65536)
+      >>> bool(jnp.abs(hki.materialize(q) - w).max() < 0.3)
+      True
+      >>> hki.use_implicit_args(jnp.dot)(jnp.ones((8, 256)), q).shape
+      (8, 64)
+    """
+
+    codes: Any = frozen_field()
+    scale: Any = frozen_field()
+    offset: Any = frozen_field(default=None)
+    format: str = aux_field(default="int8")
+    axis: int = aux_field(default=-2)
+    padding: int = aux_field(default=0)
+    rounded_to: Any = aux_field(default=None)
+    activation: str | None = aux_field(default=None)
+
+    def __post_init__(self) -> None:
+        fmt = formats.find(self.format)
+        self.format, self.axis = fmt.name, _normalized(self.axis, np.ndim(self.codes))
+        _check_parts(self, fmt)
+        super().__post_init__()  # last, as the shape is computed by a format that exists
+
+    @classmethod
+    def quantize(
+        cls,
+        w: Any,
+        dtype: Any,
+        group_size: int | tuple[int, int] | str | None = None,
+        axis: int = -2,
+        zero_point: bool = False,
+        calibration: str | None = None,
+        scale_dtype: Any = None,
+        moments: Any = None,
+        activation: str | None = None,
+    ) -> Self:
+        """Rounds a weight to the nearest codes; also under `jit`, `vmap` and `eval_shape`.
+
+        A group of zeros alone stays exactly zero; with a zero point (and float32 scales) every zero
+        does.
+
+        Args:
+          w: `[..., n, m]`, floating, finite.
+          dtype: a format: 'int8', 'int6', 'int4', 'int3', 'int2', the same with a 'u' (codes from an
+            offset on), 'ternary' and 'binary' (2 and 1 bits), 'nf4' (QLoRA, arXiv:2305.14314), 'fp4'
+            (e2m1), 'fp8_e4m3', 'fp8_e5m2'; or one with its own groups and scales: 'mxfp8', 'mxfp4'
+            (OCP Microscaling 1.0: groups of 32, scales e8m0), 'nvfp4' (16, e4m3, and a scale of the
+            tensor).
+          group_size: how many consecutive elements along `axis` share a scale; it divides the axis,
+            and fills whole bytes. None: all of them (a scale per channel). A pair: a tile of so many
+            rows (along the other axis) and elements. 'tensor': all elements.
+          axis: the axis that scales are shared along: -2, which is contracted in `x @ w`, or -1.
+          zero_point: True is short for the format with an offset ('uint4' for 'int4').
+          calibration: how scales are found: 'absmax', 'minmax', 'absmean', 'mse' (the least squared
+            error), 'hqq', 'rms,3', 'percentile,99.5', 'fixed,LOW,HIGH'. None: absmean for binary and
+            ternary, minmax with an offset, else absmax.
+          scale_dtype: how scales and offsets are stored: 'float32', 'bfloat16', 'float16'; 'e8m0'
+            (powers of two); 'e4m3' (with a float32 scale of the tensor); 'double' (8 bits in blocks
+            of 256 with a float32 scale each: QLoRA's double quantization). None: float32 (float64
+            for float64 weights), or what the format says.
+          moments: `[..., k, k]` for `axis` of length k: of the inputs x `[n, k]` of the product xᵀx,
+            to round for its least error (GPTQ), see `input_moments`; or the diagonal `[..., k]`, to
+            weigh errors in a search for scales alone.
+          activation: 'int8', 'int4', 'fp8_e4m3', ...: activations are quantized in each product
+            (dynamic quantization), so that integers multiply integers. 'int8,groups' gives them a
+            scale for each group of the weight, as llama.cpp does. None: weight-only.
+
+        Returns:
+          The quantized weight, of the dtype of `w`.
+
+        Raises:
+          ValueError: for a weight that is not finite or has less than two axes, an unknown format,
+            calibration or scale_dtype, a group size that does not fit.
+          TypeError: for a weight that is not floating.
+
+        Example:
+          >>> import jax.numpy as jnp, haiku_implicit as hki
+          >>> q = hki.QuantizedMatrix.quantize(jnp.array([[-1.0], [0.5]]), 'int8')
+          >>> print(hki.materialize(q))
+          [[-1. ]
+           [ 0.503937]]
+        """
+        w = w if isinstance(w, jax.Array) else jnp.asarray(w)
+        _check_weight(w)
+        axis = _normalized(axis, w.ndim)
+        stored = w if axis == -1 else jnp.swapaxes(w, -1, -2)
+        how = group_size, zero_point, calibration, scale_dtype, moments
+        new = cls._of(
+            encode_rows(stored, dtype, *how), axis, activation=checked_activation(activation)
+        )
+        return new if new.dtype == w.dtype else new._replace(dtype=w.dtype)
+
+    @classmethod
+    def _of(cls, encoded: Encoded, axis: int, **fields: Any) -> Self:
+        """The matrix of codes; scales that are codes themselves are a matrix again."""
+        scale = encoded.scale
+        if isinstance(scale, Encoded):
+            encoded = encoded._replace(scale=QuantizedMatrix._of(scale, -1))
+        return cls(**encoded._asdict(), axis=axis, **fields)
+
+    @classmethod
+    def from_parts(
+        cls,
+        codes: Any,
+        scale: Any,
+        offset: Any = None,
+        *,
+        dtype: Any = "int4",
+        axis: int = -2,
+        padding: int = 0,
+        out_dtype: Any = None,
+    ) -> Self:
+        """A weight that comes quantized, in the storage order that the class describes.
+
+        Args:
+          codes: `[..., rows, k * bits / 8]`, packed.
+          scale: `[..., rows, groups]`, or `[..., tiles, groups]`, floating; may be quantized.
+          offset: the same shape, floating, or None.
+          dtype: the format of the codes, see `quantize`.
+          axis: the axis of the matrix that `k` is: -2 for the matrix `[..., k, rows]` (a weight
+            `[in, out]` of Haiku from rows `[out, in]`), -1 for `[..., rows, k]`.
+          padding: how many codes at the end of each row are padding.
+          out_dtype: the dtype of the weight; that of `scale` if None.
+
+        Returns:
+          The quantized weight.
+
+        Raises:
+          ValueError: where the parts do not fit together.
+
+        Example:
+          GGUF's Q4_1, blocks of 32 codes with a scale and a minimum:
+
+          >>> import jax.numpy as jnp, haiku_implicit as hki
+          >>> codes = jnp.full((3, 32), 0x21, jnp.uint8)
+          >>> scale = jnp.full((3, 2), 0.5, jnp.float16)
+          >>> w = hki.QuantizedMatrix.from_parts(
+          ...     codes, scale, -scale, dtype='uint4', out_dtype=jnp.float32)
+          >>> w.shape, hki.materialize(w)[:, 0][::16].tolist()
+          ((64, 3), [0.0, 0.5, 0.0, 0.5])
+        """
+        parts = dict(codes=codes, scale=scale, offset=offset)
+        parts = {
+            name: x if x is None or is_implicit(x) else jnp.asarray(x) for name, x in parts.items()
+        }
+        fmt = formats.find(dtype)
+        return cls(**parts, format=fmt.name, axis=axis, padding=padding, dtype=out_dtype)
+
+    def with_activation(self, activation: str | None) -> "QuantizedMatrix":
+        """The same matrix; products with it quantize activations to a format, or to none.
+
+        Args:
+          activation: as for `quantize`.
+
+        Raises:
+          ValueError: for a format that activations can't have.
+        """
+        return self._replace(activation=checked_activation(activation))
+
+    def requantize(self, w: Any) -> Self:
+        """Another weight of the same shape, quantized as this one is.
+
+        Args:
+          w: a dense weight of the shape of this one.
+        """
+        if np.shape(w) != self.shape:
+            raise ValueError(f"w: expected shape {list(self.shape)}, got {list(np.shape(w))}")
+        return self.like(jnp.asarray(w))
+
+    def like(self, w: jax.Array) -> Self:
+        """Any weight, quantized as this one is: with its format, groups, and storage of scales.
+
+        Args:
+          w: `[..., n, m]`, floating; the size of the groups fits.
+        """
+        group = None if self.num_groups == 1 and self._tile[0] == 1 else self._tile
+        new = self.quantize(
+            w, self.format, group, self.axis, scale_dtype=_stored_as(self.scale),
+            activation=self.activation,
+        )  # fmt: skip
+        return new._replace(dtype=self.dtype)
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups the grouped axis has."""
+        return np.shape(self.scale)[-1]
+
+    @property
+    def group_size(self) -> int:
+        """How many elements along the grouped axis share a scale (padding counted in)."""
+        return np.shape(self.codes)[-1] * 8 // self._format.bits // self.num_groups
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        rows, tiles = np.shape(self.codes)[-2], np.shape(self.scale)[-2]
+        return rows // tiles, self.group_size - self.padding
+
+    @property
+    def _format(self) -> formats.Format:
+        return formats.FORMATS[self.format]
+
+    def with_row_scales(self) -> Self:
+        """The same weight with dense scales for each row, for a rule that reads them."""
+        rows = np.shape(self.codes)[-2]
+        if np.shape(self.scale)[-2] == rows:
+            offset = None if self.offset is None else dense(self.offset)
+            return self._replace(scale=dense(self.scale), offset=offset)
+        return self.map_scales(lambda leaf: formats.by_rows(dense(leaf), rows))
+
+    def map_scales(self, fun: Callable[[Any], Any]) -> Self:
+        """The same codes and dtype, with a function of the scale and of the offset in their place."""
+        offset = None if self.offset is None else fun(self.offset)
+        return self._replace(scale=fun(self.scale), offset=offset, dtype=self.dtype)
+
+    def compute_shape(self) -> tuple[int, ...]:
+        *lead, rows, stored = np.shape(self.codes)
+        core = rows, stored * 8 // self._format.bits - self.padding
+        return (*lead, *(core if self.axis == -1 else core[::-1]))
+
+    def compute_dtype(self) -> Any:
+        dtype = self.scale.dtype
+        return dtype if dtype.itemsize > 1 else formats.arithmetic_dtype(dtype)
+
+    def materialize(self) -> jax.Array:
+        of_codes = compat.explicit_sharding(self.codes)
+        if of_codes is None:
+            return self._decoded()
+        spec = [*of_codes.spec, *[None] * (self.ndim - len(of_codes.spec))]
+        if self.axis == -2:  # the codes of `[..., n, m]` are `[..., m, n]`
+            spec[-2:] = spec[:-3:-1]
+        sharding = NamedSharding(of_codes.mesh, PartitionSpec(*spec))
+        return left_to_partitioner(type(self)._decoded, sharding)(self)
+
+    def _decoded(self) -> jax.Array:
+        values = formats.dequantize(self.codes, self.scale, self.offset, self._format)
+        values = values[..., : values.shape[-1] - self.padding]
+        values = values if self.axis == -1 else jnp.swapaxes(values, -1, -2)
+        return self.rounded(values)
+
+    def rounded(self, values: jax.Array) -> jax.Array:
+        """Decoded values as this weight has them: in its dtype, after an earlier rounding if any.
+
+        Args:
+          values: of any shape, in the arithmetic dtype of the scales.
+        """
+        if self.rounded_to is None:
+            return values.astype(self.dtype)
+        values = values.astype(self.rounded_to).astype(self.dtype)
+        # XLA may leave out a cast there and back (`xla_allow_excess_precision`), but not this.
+        digits, exponents = jnp.finfo(self.rounded_to).nmant, jnp.finfo(self.dtype).nexp
+        return jax.lax.reduce_precision(values, exponent_bits=exponents, mantissa_bits=digits)
+
+    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+        """Batch axes and rows split as they are, the grouped axis between groups."""
+        lead, core = _padded_spec(spec, self.ndim)
+        rows, along = core if self.axis == -1 else core[::-1]
+        scale_rows, scale_along = rows, along
+        parts = _num_parts(along, mesh)
+        if parts > 1 and (self.padding or self.num_groups % parts):
+            if self.num_groups > 1 or self._format.bits < 8:
+                return NotImplemented
+            scale_along = None  # a scale per channel belongs to all parts of the channel
+        tiles = np.shape(self.scale)[-2]
+        if tiles == 1:
+            scale_rows = None  # as does a scale per tensor to all rows
+        elif tiles % _num_parts(rows, mesh):
+            return NotImplemented
+        if self.shape[self._row_axis] % _num_parts(rows, mesh) or self.shape[self.axis] % parts:
+            return NotImplemented
+        spec = PartitionSpec(*lead, scale_rows, scale_along)
+        specs = [
+            x.partition_spec(spec, mesh) if is_implicit(x) else spec
+            for x in (self.scale, self.offset)
+        ]
+        if NotImplemented in specs:
+            return NotImplemented
+        codes, offset = PartitionSpec(*lead, rows, along), specs[1]
+        offset = None if self.offset is None else offset
+        return self._replace(codes=codes, scale=specs[0], offset=offset)
+
+    @property
+    def _grouped_axis(self) -> int:
+        return self.ndim + self.axis
+
+    @property
+    def _row_axis(self) -> int:
+        return self.ndim - 3 - self.axis
+
+
+# --- validation ----------------------------------------------------------------------------------
+
+
+def _normalized(axis: int, ndim: int) -> int:
+    known = (-2, -1, ndim - 2, ndim - 1)
+    if not isinstance(axis, int | np.integer) or axis not in known or axis < -2:
+        raise ValueError(f"axis: expected -2 or -1 (one of the matrix's two axes), got {axis!r}")
+    return axis if axis < 0 else axis - ndim
+
+
+def _check_weight(w: jax.Array) -> None:
+    if not jnp.issubdtype(w.dtype, np.floating):
+        raise TypeError(f"w: expected a floating dtype, got {w.dtype.name}")
+    if w.ndim < 2 or 0 in w.shape[-2:]:
+        raise ValueError(
+            f"w: expected a matrix [..., n, m] with n, m > 0, got shape {list(w.shape)}; leave a "
+            "parameter without two axes dense"
+        )
+    if scales.known_nonfinite(w):
+        raise ValueError(f"w {w.dtype.name}{list(w.shape)}: it has infinite or NaN elements")
+
+
+def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
+    """Whether codes, scale and offset are what the class says."""
+    parts = dict(codes=q.codes, scale=q.scale, offset=q.offset)
+    found = ", ".join(
+        f"{name} {x.dtype.name}{list(np.shape(x))}" for name, x in parts.items() if x is not None
+    )
+
+    def unless(condition: bool, expected: str) -> None:
+        if not condition:
+            raise ValueError(f"QuantizedMatrix of {fmt.name!r}: expected {expected}; got {found}")
+
+    scales = [x for x in (q.scale, q.offset) if x is not None]
+    unless(q.codes.dtype == fmt.dtype, f"codes in {fmt.dtype.name}")
+    floating = all(jnp.issubdtype(x.dtype, np.floating) for x in scales)
+    unless(floating, "scale and offset floating")
+    shape, of_scale = np.shape(q.codes), np.shape(q.scale)
+    unless(
+        len(shape) >= 2
+        and len(of_scale) == len(shape)
+        and shape[:-2] == of_scale[:-2]
+        and of_scale[-2] > 0
+        and shape[-2] % of_scale[-2] == 0
+        and all(np.shape(x) == of_scale for x in scales),
+        "codes [..., rows, k] and scale (and offset) [..., rows, groups]",
+    )
+    groups, packed = max(of_scale[-1], 1), ", packed" if fmt.bits < 8 else ""
+    whole = shape[-1] % groups == 0 and shape[-1] // groups * 8 % (fmt.bits * fmt.multiple) == 0
+    unless(whole, f"groups that divide the codes{packed}")
+    if not 0 <= q.padding < fmt.multiple or (q.padding and groups > 1):
+        raise ValueError(
+            f"padding: expected less than {fmt.multiple} codes, and that only with one group in a "
+            f"row, got {q.padding!r}"
+        )
+    if q.__dict__.get("_shape") not in (None, q.compute_shape()):
+        raise ValueError(f"shape: the codes are those of shape {list(q.compute_shape())}")
+    if not jnp.issubdtype(q.dtype, np.floating):
+        raise ValueError(f"dtype: expected a floating dtype, got {q.dtype.name}")
+
+
+def _stored_as(scale: Any) -> str:
+    """The `scale_dtype` of `quantize` that stores scales like this one."""
+    if is_implicit(scale):
+        return "e4m3" if scale.format == "fp8_e4m3" else "double"
+    return "e8m0" if scale.dtype.name == "float8_e8m0fnu" else scale.dtype.name
+
+
+def _padded_spec(spec: Any, ndim: int) -> tuple[list[Any], list[Any]]:
+    """The entries of a partition spec for the batch axes, and for the two axes of the matrix."""
+    entries = [*spec, *[None] * (ndim - len(spec))]
+    return entries[:-2], entries[-2:]
+
+
+def _num_parts(entry: Any, mesh: Any) -> int:
+    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    return int(np.prod([mesh.shape[name] for name in names], dtype=int))

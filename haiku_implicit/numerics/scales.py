@@ -1,0 +1,134 @@
+"""How scales and offsets are stored: as floating numbers, or quantized themselves."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.numerics.calibration import Scales
+from haiku_implicit.numerics.formats import Format
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+_CODES = ("e4m3", "double")
+
+
+def store(found: Scales, fmt: Format, dtype: Any, calibration: str | None) -> Scales:
+    """Scales and offsets as floating numbers that are stored.
+
+    Args:
+      found: scales and offsets `[..., tiles, groups]`.
+      fmt: the format of their codes.
+      dtype: a name of `_FLOATS`, 'e8m0', a floating dtype, or None: as they are.
+      calibration: what found them.
+
+    Raises:
+      ValueError: for another dtype, or one that does not hold them.
+    """
+    if dtype is None:
+        return found
+    name = _name(dtype)
+    if name in _FLOATS:
+        stored = jax.tree.map(lambda x: x.astype(name), found)
+        _check_held(found, stored, name)
+        return stored
+    # (Of codes up to a power of two, as in nf4, this would clip up to half of a value.)
+    by_largest = calibration in (None, "absmax", "minmax") and np.frexp(fmt.largest)[0] > 0.5
+    return Scales(_powers_of_two(found.scale, fmt if by_largest else None))
+
+
+def codes_of(dtype: Any, fmt: Format) -> str | None:
+    """The name of `_CODES` that scales are quantized to themselves; None for floating numbers.
+
+    Args:
+      dtype: a name of `_FLOATS` or `_CODES`, 'e8m0', a floating dtype, or None.
+      fmt: the format of the codes that the scales are of.
+
+    Raises:
+      ValueError: for another dtype, or one that does not fit the format.
+    """
+    name = None if dtype is None else _name(dtype)
+    if name is None or name in _FLOATS:
+        return None
+    if name not in ("e8m0", *_CODES):
+        known = ", ".join((*_FLOATS, "e8m0", *_CODES))
+        raise ValueError(f"scale_dtype: expected one of {known}, got {dtype!r}")
+    if fmt.offset:
+        raise ValueError(
+            f"scale_dtype: expected one of {', '.join(_FLOATS)} for a format with an offset, got "
+            f"{dtype!r}"
+        )
+    return name if name in _CODES else None
+
+
+def rounding(dtype: Any) -> Callable[[Scales], Scales]:
+    """From scales to the nearest ones that `store` can hold; quantized ones are not looked ahead to."""
+    return _rounding(None if dtype is None else _name(dtype))
+
+
+def _name(dtype: Any) -> str:
+    try:
+        return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        return ""
+
+
+@functools.lru_cache  # one function for one dtype: what is compiled for it is found again
+def _rounding(name: str | None) -> Callable[[Scales], Scales]:
+    if name == "e8m0":
+        return lambda found: Scales(_powers_of_two(found.scale, None).astype(found.scale.dtype))
+    if name in _FLOATS:
+        return lambda found: jax.tree.map(lambda x: x.astype(name).astype(x.dtype), found)
+    return lambda found: found
+
+
+def known_nonfinite(x: jax.Array) -> bool:
+    """Whether an array has infinite or NaN elements, where its elements are known: not of a tracer.
+
+    A function that is traced may use arrays that are none, and what is computed of them is traced, too,
+    unless asked for at once.
+    """
+    return _known(lambda x: ~jnp.isfinite(x), x)
+
+
+def _known(condition: Callable[..., jax.Array], *arrays: jax.Array) -> bool:
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return False
+    with jax.ensure_compile_time_eval():
+        return bool(condition(*arrays).any())
+
+
+def _check_held(found: Scales, stored: Scales, name: str) -> None:
+    """Whether a narrower dtype holds scales and offsets. (Subnormal ones have few digits, or none.)"""
+
+    def lost(found: jax.Array, stored: jax.Array) -> jax.Array:
+        return jnp.abs(stored.astype(found.dtype) - found) > jnp.abs(found) / 8
+
+    for problem, wrong in (
+        ("large", any(map(known_nonfinite, jax.tree.leaves(stored)))),
+        ("small", _known(lost, found.scale, stored.scale)),
+    ):
+        if wrong:
+            raise ValueError(
+                f"scale_dtype: the weight's scales are too {problem} for {name!r}; use 'bfloat16' or "
+                "'float32'"
+            )
+
+
+def _powers_of_two(scale: jax.Array, fmt: Format | None) -> jax.Array:
+    """Scales in e8m0, a byte each.
+
+    Those of the largest magnitudes are rounded as section 6.3 of the OCP Microscaling specification
+    says: the exponent of the largest magnitude less that of the largest code. (So the magnitudes
+    just below a power of two saturate.) Others are rounded to the nearest exponent. That of a block
+    with NaN or infinities is NaN.
+    """
+    if fmt is None:
+        exponent = jnp.round(jnp.log2(jnp.where(scale == 0, 1, jnp.abs(scale)))).astype(jnp.int32)
+    else:
+        exponent = jnp.frexp(scale * fmt.largest)[1] - int(np.frexp(fmt.largest)[1])
+    exponent = jnp.where(scale == 0, -126, jnp.clip(exponent, -126, 127))  # 2^-127 is subnormal
+    power = jnp.ldexp(jnp.ones_like(scale), exponent)
+    return jnp.where(jnp.isfinite(scale), power, jnp.nan).astype(jnp.float8_e8m0fnu)

@@ -1,0 +1,1 @@
+"""Haiku's side: wrapped models, and implicit arrays put into their parameters."""

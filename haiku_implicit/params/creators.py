@@ -1,0 +1,441 @@
+"""Creators and getters: implicit parameters and state made inside an unmodified Haiku function.
+
+A *creator* (`hk.custom_creator`) decides what `init` makes and stores; a *getter* (`hk.custom_getter`)
+what the model sees of what is stored. Both make their arrays with `box`, so that the same model
+without `transform_implicit` around it computes the same numbers with dense arrays.
+
+Which parameters they act on is `targets`, for all of them:
+
+- None: weights, that is floating-point parameters of at least two axes (the axes along which
+  `hk.experimental.layer_stack` stacks do not count) that are not called `b`, `bias`, `offset` or
+  `scale` (or `gating_b`, `query_bias` and so on), and that fit (a rank that is not too large, a group
+  size that divides and an axis to quantize along that is longer than one);
+- a regular expression that the whole of `module/name` has to match, like `r'.*/linear_\\d+/w'`;
+- a predicate `(module_name, name, value) -> bool`, where `value` has a `shape` and a `dtype`. What is
+  chosen by an expression or a predicate and does not fit is an error.
+
+A creator is given the final names of parameters. A getter within `hk.lift`, `hk.transparent_lift` or
+`hk.experimental.layer_stack` is given the names within the lifted function, since Haiku tells no
+others when the function is applied.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.quantized_cache import QuantizedCache
+from haiku_implicit.core.box import box
+from haiku_implicit.params import selection
+from haiku_implicit.params.selection import Initializer, Targets
+
+Creator = Callable[..., jax.Array]
+Getter = Callable[..., jax.Array]
+
+# True while `lora_getter` asks Haiku for its own parameters: no creator or getter of ours acts on them.
+_making_factors: contextvars.ContextVar[bool] = contextvars.ContextVar("factors", default=False)
+
+
+def zeros_creator(targets: Targets) -> Creator:
+    """A creator of symbolic zeros, for `hk.custom_creator`.
+
+    The parameter's own initializer is not run.
+
+    Args:
+      targets: which parameters; see `lora_creator`. There is no default.
+
+    Returns:
+      A creator: what `init` stores is `Zeros` of the parameter's shape and dtype.
+
+    Raises:
+      TypeError: for `targets` of another type.
+      ValueError: for a text that is no regular expression.
+
+    Example:
+      >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
+      >>> def model(x):
+      ...   with hk.custom_creator(hki.zeros_creator('.*/b')):
+      ...     return hk.Linear(3)(x)
+      >>> t = hki.transform_implicit(hk.transform(model))
+      >>> t.init(0, jnp.ones((1, 2)))['linear']['b']
+      Zeros(float32[3])
+    """
+    chosen = selection.chooser(targets, None)
+
+    def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
+        if _applies(chosen, _final_name(context), jax.ShapeDtypeStruct(shape, dtype)):
+            return next_creator(shape, dtype, _zeros)
+        return next_creator(shape, dtype, init)
+
+    return creator
+
+
+def lora_creator(
+    rank: int,
+    alpha: float | None = None,
+    targets: Targets | None = None,
+    init: Initializer | None = None,
+) -> Creator:
+    """A creator of LoRA parameters, for `hk.custom_creator`.
+
+    The weight is created as ever. Beside it stand the factors `a`, random, and `b`, zeros, so that
+    the model's function is at first that of the weights alone (Hu et al. 2021, arXiv:2106.09685).
+    The keys come from Haiku's own stream (`hk.next_rng_key`). Around a `quantize_creator`, it puts
+    LoRA on quantized weights (QLoRA: Dettmers et al. 2023, arXiv:2305.14314). Parameters with more than
+    two axes, as of convolutions, are stacks of matrices `[..., n, m]`.
+
+    Args:
+      rank: the rank of the correction, at most the smaller of `n` and `m`.
+      alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
+      targets: which parameters. None: all floating-point parameters of two axes or more that are
+        not called `b`, `bias`, `offset` or `scale` (or `gating_b`, `query_bias` and so on) and that
+        have room for the rank. A text or compiled pattern: those whose whole `module/name` matches
+        the regular expression. A predicate: those for which `targets(module_name, name, value)` is
+        true.
+      init: draws `a`, as `init(key, shape, dtype)` (as those of `jax.nn.initializers`). None: uniform
+        in ±1/sqrt(n), which is what PEFT and the authors' own code do.
+
+    Returns:
+      A creator: what `init` stores is `LoRA`.
+
+    Raises:
+      ValueError: for a rank that is no positive integer, or an `alpha` that is no finite number; from
+        the creator, for a parameter that `targets` chose and that LoRA of this rank does not fit.
+      TypeError: for `targets` of another type.
+
+    Example:
+      >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
+      >>> def model(x):
+      ...   with hk.custom_creator(hki.lora_creator(rank=2, targets=r'.*linear_\\d/w')):
+      ...     return hk.nets.MLP([8, 4])(x)
+      >>> t = hki.transform_implicit(hk.transform(model))
+      >>> t.init(0, jnp.ones((1, 2)))['mlp/~/linear_1']['w']
+      LoRA(float32[8,4], w=float32[8,4], a=float32[8,2], b=float32[2,4], alpha=None)
+    """
+    _check_lora(rank, alpha)
+    chosen = selection.chooser(targets, selection.takes_lora(rank))
+
+    def creator(
+        next_creator: Any, shape: Any, dtype: Any, initializer: Any, context: Any
+    ) -> jax.Array:
+        value = next_creator(shape, dtype, initializer)
+        name = _final_name(context)
+        if not _applies(chosen, name, value):
+            return value
+        key = hk.next_rng_key()
+        return box(selection.make_lora("/".join(name), value, key, rank, alpha, init))
+
+    return creator
+
+
+def quantize_creator(
+    dtype: str = "int8",
+    group_size: int | tuple[int, int] | str | None = None,
+    targets: Targets | None = None,
+    *,
+    axis: int = -2,
+    zero_point: bool = False,
+    calibration: str | None = None,
+    scale_dtype: Any = None,
+    activation: str | None = None,
+) -> Creator:
+    """A creator of quantized parameters, for `hk.custom_creator`.
+
+    Args:
+      dtype: the number format, see `QuantizedMatrix.quantize`, and for the others but `targets`.
+      group_size: how many consecutive elements along `axis` share a scale; None for all of them.
+      targets: which parameters; see `lora_creator`. None: as there, of those that `group_size` divides
+        and whose `axis` is longer than one.
+      axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
+        `x @ w`) or -1.
+      zero_point: whether codes are relative to a zero point (asymmetric quantization).
+      calibration: how scales are found.
+      scale_dtype: how they are stored.
+      activation: the format that activations are quantized to in products; None: they are not.
+
+    Returns:
+      A creator: what `init` stores is `QuantizedMatrix`.
+
+    Raises:
+      ValueError: for options that are out of range; from the creator, for a parameter that `targets`
+        chose and that cannot be quantized so.
+      TypeError: for `targets` of another type.
+
+    Example:
+      >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
+      >>> def model(x):
+      ...   with hk.custom_creator(hki.quantize_creator('int4', group_size=4)):
+      ...     return hk.Linear(3)(x)
+      >>> t = hki.transform_implicit(hk.transform(model))
+      >>> type(t.init(0, jnp.ones((1, 8)))['linear']['w']).__name__
+      'QuantizedMatrix'
+    """
+    make, default = _quantizer(
+        dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
+        calibration=calibration, scale_dtype=scale_dtype, activation=activation,
+    )  # fmt: skip
+    chosen = selection.chooser(targets, default)
+
+    def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
+        value = next_creator(shape, dtype, init)
+        name = _final_name(context)
+        return make("/".join(name), value) if _applies(chosen, name, value) else value
+
+    return creator
+
+
+def cache_creator(
+    dtype: str = "int8", group_size: int | None = None, targets: Targets | None = None
+) -> Creator:
+    """A creator of quantized caches, for `hk.custom_creator(..., params=False, state=True)`.
+
+    A module that keeps keys and values in Haiku's state, and writes the new positions into it, keeps
+    them quantized from then on: see `QuantizedCache`.
+
+    Args:
+      dtype: the format, see `QuantizedMatrix.quantize`.
+      group_size: how many elements along the last axis share a scale; None: all of them, which is a
+        scale for each position and head.
+      targets: which states, by a regular expression over `module/name` or a predicate
+        `(module_name, name, value)`. None: all floating ones of three axes or more.
+
+    Returns:
+      A creator: what `init` stores is `QuantizedCache`.
+
+    Raises:
+      ValueError: for a group size out of range; from the creator, for a state that `targets` chose and
+        that cannot be quantized so.
+      TypeError: for `targets` of another type.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> def model(x):
+      ...   keys = hk.get_state('keys', [1, 8, 2, 4], init=jnp.zeros)
+      ...   hk.set_state('keys', jax.lax.dynamic_update_slice(keys, x, (0, 0, 0, 0)))
+      >>> def quantized(x):
+      ...   with hk.custom_creator(hki.cache_creator('int8'), params=False, state=True):
+      ...     return model(x)
+      >>> t = hki.transform_implicit(hk.transform_with_state(quantized))
+      >>> x = jnp.ones((1, 1, 2, 4))
+      >>> _, state = t.init(None, x)
+      >>> _, state = t.apply({}, state, None, x)
+      >>> type(state['~']['keys']).__name__
+      'QuantizedCache'
+    """
+    selection.check_group_size(group_size)
+    chosen = selection.chooser(targets, _is_cache)
+
+    def creator(next_creator: Any, shape: Any, dtype_: Any, init: Any, context: Any) -> jax.Array:
+        value = next_creator(shape, dtype_, init)
+        name = _final_name(context)
+        if not _applies(chosen, name, value):
+            return value
+        try:
+            return box(QuantizedCache.quantize(value, dtype, group_size, axis=-1))
+        except (TypeError, ValueError) as e:
+            path = "/".join(name)
+            raise type(e)(f"{path} ({selection.describe(value)}): {e}") from e
+
+    return creator
+
+
+def _is_cache(module_name: str, name: str, value: Any) -> bool:
+    return len(value.shape) >= 3 and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def zeros_getter(targets: Targets) -> Getter:
+    """A getter of symbolic zeros, for `hk.custom_getter`: switches parameters off, which stay stored.
+
+    Args:
+      targets: which parameters; see `lora_creator`. There is no default.
+
+    Returns:
+      A getter: the model sees `Zeros` in place of what is stored.
+
+    Raises:
+      TypeError: for `targets` of another type.
+      ValueError: for a text that is no regular expression.
+
+    Example:
+      >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
+      >>> def model(x):
+      ...   with hk.custom_getter(hki.zeros_getter('.*/w')):
+      ...     return hk.Linear(3, b_init=jnp.ones)(x)
+      >>> t = hki.transform_implicit(hk.transform(model))
+      >>> print(t.apply(t.init(0, jnp.ones((1, 2))), None, jnp.ones((1, 2))))
+      [[1. 1. 1.]]
+    """
+    chosen = selection.chooser(targets, None)
+
+    def getter(next_getter: Any, value: Any, context: Any) -> jax.Array:
+        if _applies(chosen, (context.module_name, context.name), value):
+            value = box(selection.make_zeros(value))
+        return next_getter(value)
+
+    return getter
+
+
+def lora_getter(
+    rank: int,
+    alpha: float | None = None,
+    targets: Targets | None = None,
+    init: Initializer | None = None,
+) -> Getter:
+    """A getter of LoRA weights, for `hk.custom_getter`: what is stored stays dense arrays.
+
+    Beside a parameter `w` it makes two more in the same module, `w_lora_a` and `w_lora_b`, by
+    `hk.get_parameter`; the model sees `LoRA` of the three. So all parameters are plain arrays, for
+    tools that know nothing else. To put it around a model whose parameters exist already, take the
+    factors from `init` and the rest from there: `hk.data_structures.merge(t.init(...), params)`.
+
+    Args:
+      rank: as for `lora_creator`.
+      alpha: as for `lora_creator`.
+      targets: as for `lora_creator`.
+      init: as for `lora_creator`.
+
+    Returns:
+      A getter.
+
+    Raises:
+      ValueError: as for `lora_creator`.
+      TypeError: as for `lora_creator`.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> def model(x):
+      ...   with hk.custom_getter(hki.lora_getter(rank=1)):
+      ...     return hk.Linear(3)(x)
+      >>> t = hki.transform_implicit(hk.transform(model))
+      >>> jax.tree.map(jnp.shape, t.init(0, jnp.ones((1, 2))))
+      {'linear': {'b': (3,), 'w': (2, 3), 'w_lora_a': (2, 1), 'w_lora_b': (1, 3)}}
+    """
+    _check_lora(rank, alpha)
+    chosen = selection.chooser(targets, selection.takes_lora(rank))
+
+    def getter(next_getter: Any, value: Any, context: Any) -> jax.Array:
+        name = (context.module_name, context.name)
+        if _applies(chosen, name, value):
+            value = box(_with_factors(context, value, rank, alpha, init))
+        return next_getter(value)
+
+    return getter
+
+
+def quantize_getter(
+    dtype: str = "int8",
+    group_size: int | tuple[int, int] | str | None = None,
+    targets: Targets | None = None,
+    *,
+    axis: int = -2,
+    zero_point: bool = False,
+    calibration: str | None = None,
+    scale_dtype: Any = None,
+    activation: str | None = None,
+) -> Getter:
+    """A getter of quantized weights, for `hk.custom_getter`: what is stored stays dense.
+
+    The stored weight is quantized where the model reads it, in every call: a way to see what a
+    format does to a model without changing its parameters.
+
+    Args:
+      dtype: as for `quantize_creator`, like all that follow.
+      group_size: how many consecutive elements along `axis` share a scale.
+      targets: which parameters.
+      axis: the axis that scales are shared along.
+      zero_point: whether codes are relative to a zero point.
+      calibration: how scales are found.
+      scale_dtype: how they are stored.
+      activation: the format that activations are quantized to in products; None: they are not.
+
+    Returns:
+      A getter: the model sees `QuantizedMatrix`.
+
+    Raises:
+      ValueError: as for `quantize_creator`.
+      TypeError: as for `quantize_creator`.
+
+    Example:
+      >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
+      >>> def model(x):
+      ...   with hk.custom_getter(hki.quantize_getter('int8')):
+      ...     return hk.Linear(3, w_init=jnp.ones)(x)
+      >>> t = hki.transform_implicit(hk.transform(model))
+      >>> params = t.init(0, jnp.ones((1, 2)))
+      >>> params['linear']['w'].dtype.name, float(t.apply(params, None, jnp.ones((1, 2)))[0, 0])
+      ('float32', 2.0)
+    """
+    make, default = _quantizer(
+        dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
+        calibration=calibration, scale_dtype=scale_dtype, activation=activation,
+    )  # fmt: skip
+    chosen = selection.chooser(targets, default)
+
+    def getter(next_getter: Any, value: Any, context: Any) -> jax.Array:
+        name = (context.module_name, context.name)
+        return next_getter(make("/".join(name), value) if _applies(chosen, name, value) else value)
+
+    return getter
+
+
+def _check_lora(rank: Any, alpha: Any) -> None:
+    selection.check_rank(rank)
+    selection.check_alpha(alpha)
+
+
+def _quantizer(**options: Any) -> tuple[Any, Any]:
+    """What makes a boxed quantized array of a parameter, and the default targets."""
+    selection.check_group_size(options["group_size"])
+    selection.check_axis(options["axis"])
+
+    def make(path: str, value: Any) -> jax.Array:
+        return box(selection.make_quantized(path, value, options))
+
+    return make, selection.takes_quantization(options)
+
+
+def _with_factors(
+    context: Any, value: Any, rank: int, alpha: float | None, init: Initializer | None
+) -> LoRA:
+    """LoRA of a parameter and two more that Haiku stores beside it."""
+    path = f"{context.module_name}/{context.name}"
+    selection.check_fits(path, value, rank)
+    *batch, n, m = value.shape
+    # Asked for as the parameter itself was, so that whatever casts that casts the factors too.
+    dtype = context.original_dtype or value.dtype
+
+    def init_a(shape: Any, dtype: Any) -> jax.Array:
+        return (init or selection.kaiming_uniform)(hk.next_rng_key(), shape, dtype)
+
+    name_a, name_b = (context.name + suffix for suffix in selection.LORA_SUFFIXES)
+    with _factors():
+        a = hk.get_parameter(name_a, (*batch, n, rank), dtype, init_a)
+        b = hk.get_parameter(name_b, (*batch, rank, m), dtype, jnp.zeros)
+    return LoRA(value, a, b, alpha)
+
+
+@contextlib.contextmanager
+def _factors() -> Iterator[None]:
+    token = _making_factors.set(True)
+    try:
+        yield
+    finally:
+        _making_factors.reset(token)
+
+
+def _applies(chosen: selection.Predicate, name: tuple[str, str], value: Any) -> bool:
+    return not _making_factors.get() and bool(chosen(*name, value))
+
+
+def _final_name(context: Any) -> tuple[str, str]:
+    """The module and the name under which the outermost function stores a parameter."""
+    return (context.lifted_prefix_name or "") + context.module_name, context.name
+
+
+def _zeros(shape: Any, dtype: Any) -> jax.Array:
+    return box(selection.make_zeros(jax.ShapeDtypeStruct(shape, dtype)))

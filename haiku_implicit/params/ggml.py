@@ -1,0 +1,139 @@
+"""The quantized blocks of GGUF files, without requantizing them.
+
+The formats are those of GGML (`ggml-common.h`). Their bits are kept; where the order of codes within a
+block is another one than here (`formats.pack`) they are put in order.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+
+
+def from_ggml(data: Any, kind: Any, *, axis: int = -2, dtype: Any = jnp.float32) -> QuantizedMatrix:
+    """The weight that the blocks of a GGUF file are.
+
+    Args:
+      data: `[..., rows, bytes]` uint8: the blocks of each row, one after another, as `gguf.GGUFReader`
+        has them.
+      kind: 'Q4_0', 'Q4_1', 'Q8_0', 'Q4_K' or 'Q6_K', or what has such a `name`
+        (`gguf.GGMLQuantizationType`).
+      axis: the axis of the weight that lies within rows: -2 for a weight `[in, out]` of Haiku, of
+        which the file has rows `[out, in]`; -1 for `[rows, elements]` (an embedding).
+      dtype: of the weight's values.
+
+    Returns:
+      A quantized weight of the same number of bytes, with groups along `axis`.
+
+    Raises:
+      ValueError: for another kind, or bytes that are no whole blocks.
+
+    Example:
+      >>> import numpy as np
+      >>> import haiku_implicit as hki
+      >>> block = np.array([[0.5], [1.0]], np.float16).view(np.uint8)  # scale and minimum
+      >>> data = np.concatenate([block.ravel(), np.full(16, 0x21, np.uint8)])[None]
+      >>> w = hki.from_ggml(data, 'Q4_1', axis=-1)
+      >>> w.shape, w.nbytes, w.materialize()[0, ::16].tolist()
+      ((1, 32), 20, [1.5, 2.0])
+    """
+    name = kind if isinstance(kind, str) else getattr(kind, "name", kind)
+    if name not in _KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(_KINDS)}, got {kind!r}")
+    sizes, read = _KINDS[name]
+    data = np.asarray(data)
+    if data.dtype != np.uint8 or data.ndim < 2 or data.shape[-1] % sum(sizes) or not data.size:
+        raise ValueError(
+            f"data: expected uint8[..., rows, bytes] in whole blocks of {sum(sizes)} bytes for "
+            f"{name!r}, got {data.dtype}{list(data.shape)}"
+        )
+    blocks = data.reshape(*data.shape[:-1], -1, sum(sizes))
+    fields = np.split(blocks, np.cumsum(sizes)[:-1], axis=-1)
+    parts = read(*map(np.ascontiguousarray, fields))
+    codes = formats.pack(jnp.asarray(parts.codes), formats.FORMATS[parts.format])
+    return QuantizedMatrix.from_parts(
+        codes, parts.scale, parts.offset, dtype=parts.format, axis=axis, out_dtype=dtype
+    )
+
+
+class _Parts(NamedTuple):
+    """Codes `[..., rows, groups, g]`, scales and offsets `[..., rows, groups]`, and the format."""
+
+    codes: np.ndarray
+    scale: Any
+    offset: Any
+    format: str
+
+
+def _q4_0(d: np.ndarray, qs: np.ndarray) -> _Parts:
+    """`d * (code - 8)`"""
+    return _Parts(_nibbles(qs), _halves(d), None, "int4")
+
+
+def _q4_1(d: np.ndarray, m: np.ndarray, qs: np.ndarray) -> _Parts:
+    """`d * code + m`"""
+    return _Parts(_nibbles(qs), _halves(d), _halves(m), "uint4")
+
+
+def _q8_0(d: np.ndarray, qs: np.ndarray) -> _Parts:
+    """`d * code`"""
+    return _Parts(qs.view(np.int8), _halves(d), None, "int8")
+
+
+def _q4_k(d: np.ndarray, dmin: np.ndarray, scales: np.ndarray, qs: np.ndarray) -> _Parts:
+    """`d * scale * code - dmin * minimum`, with 6-bit scales and minima for 8 groups of 32.
+
+    Bytes 0 to 3 have the first four scales in their low 6 bits, bytes 4 to 7 the first four minima;
+    bytes 8 to 11 the low 4 bits of the others (scales low), whose high 2 bits are on top of the first.
+    """
+    first, second, third = np.split(scales, 3, axis=-1)
+    scale = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=-1)
+    minimum = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=-1)
+    codes = _nibbles(qs.reshape(*qs.shape[:-1], 4, 32))  # of 64 elements the first half is low
+    codes = codes.reshape(*codes.shape[:-3], -1, 32)
+    return _Parts(
+        codes, _nested(scale, d, "uint6"), _nested(minimum, -dmin.view("<f2"), "uint6"), "uint4"
+    )
+
+
+def _q6_k(ql: np.ndarray, qh: np.ndarray, scales: np.ndarray, d: np.ndarray) -> _Parts:
+    """`d * scale * (code - 32)`, with 8-bit scales for 16 groups of 16.
+
+    For each half of the block, of 4 times 32 elements, the low 4 bits are in 64 bytes (low nibbles
+    first), and the high 2 bits in 32, the first 32 elements lowest.
+    """
+    low = _nibbles(ql.reshape(*ql.shape[:-1], 2, 64))
+    high = qh.reshape(*qh.shape[:-1], 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    codes = low | (high.reshape(low.shape) << 4)
+    codes = codes.reshape(*ql.shape[:-2], -1, 16)
+    return _Parts(codes, _nested(scales.view(np.int8), d, "int8"), None, "int6")
+
+
+def _nibbles(qs: np.ndarray) -> np.ndarray:
+    return np.concatenate([qs & 15, qs >> 4], axis=-1)
+
+
+def _halves(d: np.ndarray) -> np.ndarray:
+    return d.view("<f2")[..., 0]
+
+
+def _nested(codes: np.ndarray, d: np.ndarray, name: str) -> QuantizedMatrix:
+    """The scales of groups `[..., rows, blocks, n]` as codes with a scale for each block."""
+    packed = formats.pack(jnp.asarray(codes), formats.FORMATS[name])
+    return QuantizedMatrix.from_parts(
+        packed, _halves(d), dtype=name, axis=-1, out_dtype=jnp.float32
+    )
+
+
+# The sizes of a block's fields in bytes, and what makes parts of them.
+_KINDS: dict[str, tuple[tuple[int, ...], Callable[..., _Parts]]] = {
+    "Q4_0": ((2, 16), _q4_0),
+    "Q4_1": ((2, 2, 16), _q4_1),
+    "Q8_0": ((2, 32), _q8_0),
+    "Q4_K": ((2, 2, 12, 128), _q4_k),
+    "Q6_K": ((128, 64, 16, 2), _q6_k),
+}

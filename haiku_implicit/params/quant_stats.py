@@ -1,0 +1,372 @@
+"""Static activation scales: statistics in Haiku's state, collected while a model runs."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.arrays.static_quantized import StaticQuantized
+from haiku_implicit.arrays.trained import TrainedQuantized
+from haiku_implicit.core.transform import Static, is_value, split
+from haiku_implicit.products.activation_stats import QuantStats, Shapes
+from haiku_implicit.training.gradients import is_inexact
+
+# The entry of Haiku's state that the statistics are in; Qwix has the same name for them.
+COLLECTION = "quant_stats"
+
+# For each weight with static scales its statistics, as they are stored: 'count' and the sums.
+Stored = dict[str, dict[str, Any]]
+
+
+def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
+    """Gives weights with static activation scales the statistics that these come from.
+
+    They are kept in Haiku's state, under 'quant_stats': for each weight that `quantized_training` or
+    `quantize_params` has given a rule with `act_static_scale` (by its path, `module/name`) a dict of
+    `count` and `sum_of_absmax` (or `sum_of_min` and `sum_of_max`), float32, with the axes of stacked
+    layers first. A scale is that of the average, `sum / count`. With `decay=1` that is Qwix's moving
+    average.
+
+    With `update`, each product of such a weight adds what it sees (the limits of the activation's
+    range, averaged over `act_batch_axes`), once for each time that it runs: in each step of a scan,
+    at each use of a shared weight. Its own scale is that of the average with this counted in; what
+    other products of the same call see counts from the next call on. An activation with NaN or
+    infinities, or without elements, is not counted. Without `update` the state comes back as it is.
+    A product with nothing counted yet uses the activation's own range, averaged in the same way.
+
+    The gradients are those of the model, one forward pass gives both them and the statistics. To be
+    called under `jax.jit`: an eager call traces the model each time.
+
+    Sharp edges:
+      - What a product sees leaves the model along the gradient of what it returns (state included).
+        Where there is none, because all that depends on a product passes through `stop_gradient`,
+        `argmax` or a cast to integers, nothing is counted. `convert_trained` names such weights.
+      - A rule with stochastic rounding needs its key (`with_rounding_key`) while statistics are
+        updated, also where no gradient is asked for.
+      - With `update` only reverse-mode differentiation is possible, by arguments and not by what the
+        model closes over; products within a `while_loop` raise JAX's error that it has none.
+      - Within `use_implicit_args`, `hki.grad` and `hki.value_and_grad` the weights are ordinary arrays,
+        and no statistics can be put on them. With `jax.grad` they are what they are: differentiate by
+        the first part that `partition` gives, and `combine` both in the loss.
+
+    Args:
+      t: what `transform_implicit` returns. `hk.without_apply_rng` is applied before.
+      update: whether what is seen is added to the statistics.
+      decay: what sums and counts are multiplied with in each call before new ones are added, in
+        (0, 1]: 0.99 makes a moving average of about the last 100 calls.
+
+    Returns:
+      An `hk.TransformedWithState` (or `hk.MultiTransformedWithState`): `apply(params, state, ...)`
+      returns a pair of the output and the state. A `state` without statistics is one with none counted;
+      `init_quant_stats` makes the entries without a call.
+
+    Raises:
+      TypeError: for anything but a transformed function.
+      ValueError: for a decay out of its range. In a call, for a model with a state of that name;
+        without `update`, for a weight without statistics.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> from haiku_implicit.quantization import QtRule
+      >>> t = hki.transform_implicit(hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x))))
+      >>> params = t.init(jax.random.key(0), jnp.ones((2, 4)))
+      >>> rule = QtRule(weight_qtype='int8', act_qtype='int8', act_static_scale=True)
+      >>> params = hki.quantized_training(params, [rule])
+      >>> model, state = hki.with_quant_stats(t), {}
+      >>> for batch in jnp.ones((2, 4)), jnp.full((2, 4), 3.0):
+      ...   out, state = jax.jit(model.apply)(params, state, batch)
+      >>> stats = state['quant_stats']['linear/w']
+      >>> float(stats['sum_of_absmax'][0, 0]), float(stats['count'])
+      (4.0, 2.0)
+      >>> hki.convert_trained(params, state)['linear']['w'].stats.sums['absmax'].tolist()
+      [[2.0]]
+    """
+    kinds = {
+        hk.Transformed: hk.TransformedWithState,
+        hk.TransformedWithState: hk.TransformedWithState,
+        hk.MultiTransformed: hk.MultiTransformedWithState,
+        hk.MultiTransformedWithState: hk.MultiTransformedWithState,
+    }
+    if type(t) not in kinds:
+        raise TypeError(
+            "t: expected what transform_implicit returns for a transformed Haiku function, got "
+            f"{type(t).__name__}"
+        )
+    if not 0 < decay <= 1:
+        raise ValueError(f"decay: expected a number in (0, 1], got {decay!r}")
+    has_state = kinds[type(t)] is type(t)
+
+    def init(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        out = t.init(*args, **kwargs)
+        return out if has_state else (out, {})
+
+    def wrap(apply: Callable[..., Any]) -> Callable[..., Any]:
+        call = _Call(_with_state(apply, has_state))
+
+        def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            return call.run(params, state, args, kwargs, decay if update else None)
+
+        return wrapped
+
+    return kinds[type(t)](init=init, apply=jax.tree.map(wrap, t.apply))
+
+
+def init_quant_stats(t: Any, params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """The state with statistics of which nothing is counted, for loops that need its final structure.
+
+    Args:
+      t: what `transform_implicit` returns, with one `apply`.
+      params: parameters, see `with_quant_stats`.
+      state: the state of the model; {} if it has none.
+      *args: what else `apply` takes. The model is traced for them, and does not run.
+      **kwargs: the same.
+
+    Returns:
+      The state, with zeros under 'quant_stats' for weights that have no statistics yet.
+
+    Raises:
+      ValueError: for products with one weight whose activations have limits of several shapes.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> from haiku_implicit.quantization import QtRule
+      >>> t = hki.transform_implicit(hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x))))
+      >>> params = t.init(jax.random.key(0), jnp.ones((2, 4)))
+      >>> rule = QtRule(weight_qtype='int8', act_qtype='int8', act_static_scale=True)
+      >>> params = hki.quantized_training(params, [rule])
+      >>> hki.init_quant_stats(t, params, {}, jnp.ones((2, 4)))
+      {'quant_stats': {'linear/w': {'count': Array(0., dtype=float32), \
+'sum_of_absmax': Array([[0.]], dtype=float32)}}}
+    """
+    has_state = isinstance(t, hk.TransformedWithState | hk.MultiTransformedWithState)
+    inner, stored = _parted(state)
+    call = _Call(_with_state(t.apply, has_state))
+    return _joined(inner, call.completed(params, inner, stored, args, kwargs))
+
+
+def _with_state(apply: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
+    if has_state:
+        return apply
+    return lambda params, state, *args, **kwargs: (apply(params, *args, **kwargs), state)
+
+
+def _parted(state: Any) -> tuple[dict[str, Any], Stored]:
+    """The state of the model, and the statistics."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            "state: expected a mapping, as Haiku's init returns it ({} for a model without state), got "
+            f"{type(state).__name__}"
+        )
+    inner = dict(state)
+    return inner, dict(inner.pop(COLLECTION, {}))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of a model.
+
+    Attributes:
+      apply: `apply(params, state, *args, **kwargs)` returns the output and the state.
+    """
+
+    apply: Callable[..., Any]
+
+    def run(
+        self, params: Any, state: Any, args: Any, kwargs: Any, decay: float | None
+    ) -> tuple[Any, Any]:
+        """The output, and the state with statistics; these are as before without `decay`."""
+        inner, stored = _parted(state)
+        if decay is None:
+            params = _with_stats(params, stored, "read")
+            out, inner = self.apply(params, inner, *args, **kwargs)
+            return out, _joined(inner, stored)
+        stored = self.completed(params, inner, stored, args, kwargs)
+        known = _names(params)
+        own = {name: jax.tree.map(lambda x: decay * x, stored[name]) for name in known & {*stored}}
+
+        def with_stats(own: Stored, params: Any, *rest: Any, **kwargs: Any) -> Any:
+            return self.apply(_with_stats(params, own, "update"), *rest, **kwargs)
+
+        (out, inner), added = _with_gradient(with_stats, own, (params, inner, *args), kwargs)
+        return out, _joined(inner, {**stored, **jax.tree.map(jnp.add, own, added)})
+
+    def completed(self, params: Any, inner: Any, stored: Stored, args: Any, kwargs: Any) -> Stored:
+        """The statistics, with those that are not there yet."""
+        if not _names(params) - {*stored}:
+            return stored
+        shapes, batch = Shapes(), {w.stats.name: w.shape[:-2] for w in _static_weights(params)}
+        static, values = split(((params, inner, *args), kwargs))
+
+        def noting(values: list[Any]) -> list[Any]:
+            (params, *rest), kwargs = _joined_arguments(static, values)
+            out = self.apply(_with_stats(params, {}, "update", shapes), *rest, **kwargs)
+            return [x for x in jax.tree.leaves(out) if is_value(x)]
+
+        jax.eval_shape(noting, values)
+        found = {
+            name: {
+                "count": jnp.zeros(batch[name], jnp.float32),
+                **{f"sum_of_{limit}": jnp.zeros((*batch[name], *shape), jnp.float32)
+                   for limit, shape in own.items()},
+            }
+            for name, own in shapes.found.items()
+        }  # fmt: skip
+        return {**found, **stored}
+
+
+def _joined(inner: Any, stored: Stored) -> dict[str, Any]:
+    if COLLECTION in inner:
+        raise ValueError(
+            f"state: the model has an entry {COLLECTION!r} of its own, where statistics are to be; "
+            "give the module another name"
+        )
+    return {**inner, COLLECTION: stored} if stored else dict(inner)
+
+
+def _joined_arguments(static: Static, values: list[Any]) -> Any:
+    rest = iter(values)
+    return static.treedef.unflatten([next(rest) if x is None else x[0] for x in static.leaves])
+
+
+# --- weights with statistics ---------------------------------------------------------------------
+
+
+def _static_weights(params: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(params, is_leaf=takes_stats) if takes_stats(x)]
+
+
+def takes_stats(x: Any) -> bool:
+    """Whether a value is a weight that statistics are put on for a call."""
+    static = isinstance(x, TrainedQuantized | StaticQuantized) and x.stats is not None
+    return static and x.stats.sums is None
+
+
+def _names(params: Any) -> set[str]:
+    return {w.stats.name for w in _static_weights(params)}
+
+
+def _with_stats(params: Any, stored: Stored, mode: Any, shapes: Shapes | None = None) -> Any:
+    """Parameters whose weights have their statistics, as far as there are any."""
+
+    def filled(x: Any) -> Any:
+        if not takes_stats(x):
+            return x
+        name = x.stats.name
+        if shapes is not None or name not in stored:
+            return x._replace(stats=QuantStats(name=name, mode=mode, shapes=shapes))
+        return x._replace(stats=read_stats(name, stored[name], x.shape[:-2], mode))
+
+    return jax.tree.map(filled, params, is_leaf=takes_stats)
+
+
+def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Any) -> QuantStats:
+    """Statistics as they are stored, for a weight with some batch axes.
+
+    Raises:
+      ValueError: for what are no statistics of such a weight.
+    """
+    entries = dict(stored) if isinstance(stored, Mapping) else {}
+    count = entries.pop("count", None)
+    sums = {key.removeprefix("sum_of_"): x for key, x in entries.items()}
+    fits = {*sums} in ({"absmax"}, {"min", "max"}) and np.shape(count) == batch
+    if not fits or count is None or any(np.shape(x)[: len(batch)] != batch for x in sums.values()):
+        raise ValueError(
+            f"quant_stats of {name!r}: expected 'count' {list(batch)} and 'sum_of_absmax' (or "
+            f"'sum_of_min' and 'sum_of_max') with these axes first, got "
+            f"{jax.tree.map(np.shape, stored)}; leave them out, so that they start anew"
+        )
+    return QuantStats(sums, count, name, mode)
+
+
+def fixed_stats(path: str, w: Any, stacked: int, state: Any) -> QuantStats:
+    """The limits that a weight's statistics come to, for stored weights.
+
+    Args:
+      path: of the parameter, for errors.
+      w: the weight.
+      stacked: how many of its batch axes stack weights of their own. Along the others (a kernel's) the
+        first one has what all have seen; those with nothing counted are NaN.
+      state: Haiku's state with statistics, or None.
+
+    Raises:
+      ValueError: for missing statistics, or (but under `jax.jit`) such that nothing is counted in.
+    """
+    name = path if w.stats is None else w.stats.name
+    stored = {} if state is None else _parted(state)[1]
+    if name not in stored:
+        raise ValueError(
+            f"state: expected the statistics of {name!r}, which has a static activation scale, under "
+            f"{COLLECTION!r}; there are those of: {', '.join(sorted(stored)) or 'nothing'}. Run the "
+            "model wrapped in with_quant_stats on some batches, and give the state that it returns; if "
+            "that was done, no product has this parameter: give its module a rule without "
+            "act_static_scale, or leave it out by targets="
+        )
+    stats = read_stats(name, stored[name], w.shape[:-2], "fixed")
+    if not isinstance(stats.count, jax.core.Tracer) and not _is_counted(stats.count, stacked):
+        raise ValueError(
+            f"state: nothing is counted in the statistics of {name!r}: no product with it has run, or "
+            "what depends on it leaves the model without a gradient (stop_gradient, argmax, integers). "
+            "Return something that depends on it, or give its module a rule without act_static_scale"
+        )
+    return dataclasses.replace(stats, sums=jax.tree.map(lambda x: _per(x, stats.count), stats.sums))
+
+
+def _is_counted(count: Any, stacked: int) -> bool:
+    """Whether each of the stacked weights has statistics; of a kernel's matrices, one has."""
+    layers = np.asarray(count).reshape(*np.shape(count)[:stacked], -1)
+    return bool((layers > 0).any(-1).all())
+
+
+def _per(sums: Any, count: Any) -> jax.Array:
+    """The average; NaN where nothing is counted."""
+    count = jnp.asarray(count)
+    return sums / count.reshape(*count.shape, *(1,) * (np.ndim(sums) - count.ndim))
+
+
+# --- what products have seen ---------------------------------------------------------------------
+
+
+def _with_gradient(
+    fun: Callable[..., Any], stats: Stored, args: Any, kwargs: Any
+) -> tuple[Any, Stored]:
+    """`fun(stats, *args, **kwargs)`, and the gradient by `stats`, whatever the output.
+
+    One pass serves this gradient and, where the call is differentiated from outside, that one: its
+    linearization is kept. So rules for derivatives within `fun` act once, and are not themselves
+    differentiated.
+    """
+    static, values = split((args, kwargs))
+    fixed_out: Any = []
+
+    def on_values(stats: Stored, values: list[Any]) -> list[Any]:
+        args, kwargs = _joined_arguments(static, values)
+        leaves, treedef = jax.tree.flatten(fun(stats, *args, **kwargs))
+        fixed_out[:] = [treedef, [None if is_value(x) else (x,) for x in leaves]]
+        return [jnp.asarray(x) for x in leaves if is_value(x)]
+
+    @jax.custom_vjp
+    def both(stats: Stored, values: list[Any]) -> Any:
+        out, pull = jax.vjp(lambda stats: on_values(stats, values), stats)
+        return out, pull([_zeros(x) for x in out])[0]
+
+    def linearized(stats: Stored, values: list[Any]) -> tuple[Any, Any]:
+        out, pull = jax.vjp(on_values, stats, values)
+        return (out, pull([_zeros(x) for x in out])[0]), pull
+
+    def backward(pull: Any, gradients: Any) -> Any:
+        return None, pull(gradients[0])[1]
+
+    both.defvjp(linearized, backward)
+    out, added = both(stats, values)
+    treedef, fixed = fixed_out
+    rest = iter(out)
+    return treedef.unflatten([next(rest) if x is None else x[0] for x in fixed]), added
+
+
+def _zeros(x: jax.Array) -> Any:
+    """A cotangent of zeros."""
+    return jnp.zeros_like(x) if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0)

@@ -1,0 +1,129 @@
+"""`transform_implicit`: Haiku's transformed functions with implicit parameters and state."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import haiku as hk
+import jax
+
+from haiku_implicit.core.eager import Facts, cached_implicit_args
+from haiku_implicit.core.transform import use_implicit_args
+
+T = TypeVar(
+    "T",
+    hk.Transformed,
+    hk.TransformedWithState,
+    hk.MultiTransformed,
+    hk.MultiTransformedWithState,
+)
+_KINDS = (
+    hk.Transformed,
+    hk.TransformedWithState,
+    hk.MultiTransformed,
+    hk.MultiTransformedWithState,
+)
+
+
+def transform_implicit(t: T, *, cache: bool = True) -> T:
+    """Lets a transformed Haiku function have implicit parameters and state.
+
+    `init` may return implicit arrays (made by a creator such as `lora_creator`, or with `box`), and
+    `apply` takes them wherever it takes arrays: in the parameters, in the state (which may come back
+    changed, implicit or not) and in the inputs. The Haiku function itself notices nothing: it sees
+    arrays of the dense shape and dtype.
+
+    The wrapped functions are functions of pytrees like Haiku's own; `jax.jit`, `jax.grad` and
+    `jax.vmap` apply to them. Called eagerly, they trace the Haiku function once for arguments of one
+    structure (shapes, dtypes, implicit types, and values of what is no array) and run the trace again
+    when called again.
+
+    Haiku's summaries (`hk.experimental.tabulate`, `eval_summary`) of what this returns count an
+    implicit array as the dense one; what it really holds is its `nbytes`.
+
+    Sharp edges, all of them as with `jax.jit`:
+      - The Haiku function has to be pure. What it does besides computing (a Python `print`, reading
+        a global variable) happens while it is traced. `cache=False` traces in every call.
+      - A Python number among the arguments is a constant of the trace; every new value is traced
+        anew. Pass arrays for what changes often.
+      - An object that is compared by identity (a mutable configuration, say) may have changed
+        without a sign of it, so that a call with one is traced every time.
+      - A mixed precision policy that is set, changed or cleared (`hk.mixed_precision`) is noticed. A
+        method interceptor or a Haiku setting (`hk.config`) that is changed around `apply` and not
+        within the function is not: use `cache=False`.
+
+    Args:
+      t: what `hk.transform`, `hk.transform_with_state`, `hk.multi_transform`,
+        `hk.multi_transform_with_state` or `hk.without_apply_rng` returns.
+      cache: whether traces are kept for repeated eager calls.
+
+    Returns:
+      The same kind of named tuple, the functions in it with the same signatures. Of a multi-transform,
+      every function in the tree `apply` is wrapped.
+
+    Raises:
+      TypeError: for anything else.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> def model(x):
+      ...   with hk.custom_creator(hki.lora_creator(rank=2)):
+      ...     return hk.nets.MLP([8, 3])(x)
+      >>> t = hki.transform_implicit(hk.transform(model))
+      >>> x = jnp.ones((1, 4))
+      >>> params = t.init(jax.random.PRNGKey(0), x)
+      >>> params['mlp/~/linear_0']['w']
+      LoRA(float32[4,8], w=float32[4,8], a=float32[4,2], b=float32[2,8], alpha=None)
+      >>> jax.jit(t.apply)(params, None, x).shape
+      (1, 3)
+    """
+    if not isinstance(t, _KINDS):
+        raise TypeError(
+            "t: expected what hk.transform, hk.transform_with_state, hk.multi_transform, "
+            "hk.multi_transform_with_state or hk.without_apply_rng returns, got "
+            f"{type(t).__name__}. A function is transformed first: "
+            "transform_implicit(hk.transform(f))"
+        )
+    wrap = _cached if cache else use_implicit_args
+    return type(t)(init=wrap(t.init), apply=jax.tree.map(wrap, t.apply))
+
+
+def _cached(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`use_implicit_args` that keeps its traces, but not of a call from within another Haiku function.
+
+    The creators, getters and setters of that one act in this one too, and may differ between calls.
+    """
+    cached, plain = cached_implicit_args(fun, _watch_policies), use_implicit_args(fun)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return (plain if _inside_transform() else cached)(*args, **kwargs)
+
+    return wrapped
+
+
+def _inside_transform() -> bool:
+    try:
+        hk.running_init()
+    except ValueError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _watch_policies() -> Iterator[Facts]:
+    """Notes the mixed precision policy of each class of modules that is used."""
+    facts: Facts = []
+    seen = set()
+
+    def note(next_f: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
+        cls = type(context.module)
+        if cls not in seen:
+            seen.add(cls)
+            probe = functools.partial(hk.mixed_precision.get_policy, cls)
+            facts.append((probe, probe()))
+        return next_f(*args, **kwargs)
+
+    with hk.intercept_methods(note):
+        yield facts

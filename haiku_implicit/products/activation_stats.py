@@ -1,0 +1,206 @@
+"""Statistics of activations, from which static scales come.
+
+A product is deep within a model: in a scan, a checkpointed block, a stack of layers. What it has
+seen leaves the model as a gradient: the statistics are arrays that the weight carries, and the
+gradient by their sums is what is to be added to them. Loops and shared weights then add up by
+themselves. `haiku_implicit.with_quant_stats` reads that gradient.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.numerics.operands import How, Limits, calibrate
+
+_WAY_OUT = (
+    "wrap the model in with_quant_stats after transform_implicit, and hand on the state that it "
+    "returns, or give stats= to the function"
+)
+
+
+class Shapes:
+    """What is found out of statistics while a function is traced.
+
+    Attributes:
+      found: for each name, the shapes of its limits, by theirs.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, tuple[int, ...]]] = {}
+
+    def note(self, name: str, shapes: dict[str, tuple[int, ...]]) -> None:
+        known = self.found.setdefault(name, shapes)
+        if known != shapes:
+            raise _mismatch(name, known, shapes, "another product with the same weight has")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("sums", "count"),
+    meta_fields=("name", "mode", "shapes"),
+)
+@dataclasses.dataclass(frozen=True)
+class QuantStats:
+    """What has been seen of the activation that a weight is multiplied with.
+
+    The limits of a range are 'absmax', or 'min' and 'max': as the rule calibrates activations, the
+    mean over its `act_batch_axes`. The scale is that of the limits' average.
+
+    Attributes:
+      sums: for each limit the sum of those of all products, float32 `[*batch, *limit]`: `batch` are
+        the batch axes of the weight (stacked layers), `limit` the axes of the activation, of length
+        one but for axes of the activation that have scales and are not averaged over. None: there
+        are no statistics.
+      count: float32 `[*batch]`, how many products there were.
+      name: that of the weight, for errors.
+      mode: 'update': the range is the average with this product counted in, and the gradients by
+        `sums` and `count` are what it adds; 'read': the average, but as without statistics where
+        `count` is zero; 'fixed': `sums` are the limits themselves.
+      shapes: where shapes are noted, while these are found out.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from haiku_implicit.quantization import QtRule, QuantStats, dot_general
+      >>> rule = QtRule(weight_qtype='int8', act_qtype='int8', act_static_scale=True)
+      >>> stats = QuantStats({'absmax': jnp.array([[1.0]])}, jnp.array(1.0), mode='read')
+      >>> x, w, numbers = jnp.array([[2.0, 0.5]]), jnp.eye(2), (((1,), (0,)), ((), ()))
+      >>> print(dot_general(x, w, numbers, rule=rule, stats=stats).round(1))  # 2.0 is beyond the range
+      [[1.  0.5]]
+    """
+
+    sums: dict[str, Any] | None = None
+    count: Any = None
+    name: str = ""
+    mode: Literal["update", "read", "fixed"] = "read"
+    shapes: Shapes | None = None
+
+    def spread(self, batch: tuple[int, ...]) -> "QuantStats":
+        """The first of the statistics, for a weight with other batch axes."""
+        if self.sums is None or np.shape(self.count) == batch:
+            return self
+        first = self.first()
+        arrays = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (*batch, *np.shape(x))), (first.sums, first.count)
+        )
+        return dataclasses.replace(self, sums=arrays[0], count=arrays[1])
+
+    def first(self) -> "QuantStats":
+        """Those of the first matrix of a batch (a kernel is a batch of matrices to this library)."""
+        at = (0,) * np.ndim(self.count)
+        sums = {name: x[at] for name, x in (self.sums or {}).items()}
+        return dataclasses.replace(self, sums=sums, count=self.count[at])
+
+
+def static_limits(
+    x: jax.Array, how: How, batch_axes: Collection[int], stats: QuantStats | None
+) -> tuple[Limits, Callable[[jax.Array], jax.Array]]:
+    """The static range of an activation, and what makes a product's result remember the activation.
+
+    Args:
+      x: the activation.
+      how: how it is quantized.
+      batch_axes: the axes that limits are averaged over.
+      stats: what has been seen of it.
+
+    Returns:
+      The range; and a function to be applied to the result of the product, the identity but for
+      gradients by the statistics.
+
+    Raises:
+      ValueError: for missing statistics, ones of other shapes, or axes that `x` does not have.
+    """
+    if stats is None or (stats.sums is None and stats.shapes is None):
+        of = f" of {stats.name!r}" if stats is not None and stats.name else ""
+        raise ValueError(
+            f"act_static_scale: there are no statistics{of} in quant_stats; {_WAY_OUT}"
+        )
+    if stats.mode == "fixed":
+        limits = _checked(stats, _structs(x, how, batch_axes)).sums
+        return _as_limits(limits), lambda out: out
+    seen = _seen(x, how, batch_axes)
+    if stats.shapes is not None:
+        stats.shapes.note(stats.name, _shapes(seen))
+        return _as_limits(seen), lambda out: out
+    stats = _checked(stats, seen)
+    finite = [jnp.isfinite(y).all() for y in seen.values()]
+    counts = jnp.stack(finite).all().astype(jnp.float32)
+    added = {name: jnp.where(counts > 0, y, 0) for name, y in seen.items()}
+    sums, total = jax.lax.stop_gradient((dict(stats.sums or {}), stats.count))
+    if stats.mode == "update":
+        sums, total = jax.tree.map(jnp.add, (sums, total), (added, counts))
+    limits = {name: jnp.where(total > 0, sums[name] / total, y) for name, y in seen.items()}
+    if stats.mode == "read":
+        return _as_limits(limits), lambda out: out
+    return _as_limits(limits), lambda out: _remember(
+        out, (stats.sums, stats.count), (added, counts)
+    )
+
+
+@jax.custom_vjp
+def _remember(out: jax.Array, totals: Any, added: Any) -> jax.Array:
+    """`out`; the gradients by `totals` are `added`."""
+    return out
+
+
+def _remember_forward(out: jax.Array, totals: Any, added: Any) -> Any:
+    return out, added
+
+
+def _remember_backward(added: Any, gradient: jax.Array) -> Any:
+    return gradient, added, None
+
+
+_remember.defvjp(_remember_forward, _remember_backward)
+
+
+def _seen(x: jax.Array, how: How, batch_axes: Collection[int]) -> dict[str, jax.Array]:
+    """The limits that an activation has by itself, averaged over axes."""
+    if outside := [i for i in batch_axes if not -x.ndim <= i < x.ndim]:
+        raise ValueError(
+            f"act_batch_axes: expected axes of the activation, which has {x.ndim} (its shape is "
+            f"{list(x.shape)}), got {outside[0]}"
+        )
+    low, high = calibrate(jax.lax.stop_gradient(x), how)
+    limits = {"absmax": high} if low is None else {"min": low, "max": high}
+    axes = tuple({i % x.ndim for i in batch_axes})
+    return {
+        name: jnp.mean(y.astype(jnp.float32), axis=axes, keepdims=True)
+        for name, y in limits.items()
+    }
+
+
+def _structs(x: jax.Array, how: How, batch_axes: Collection[int]) -> dict[str, Any]:
+    return jax.eval_shape(lambda x: _seen(x, how, batch_axes), x)
+
+
+def _shapes(limits: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(np.shape(x)) for name, x in limits.items()}
+
+
+def _checked(stats: QuantStats, seen: Any) -> QuantStats:
+    """The statistics for one product; raises unless they are what it needs."""
+    found = stats.first()
+    if _shapes(found.sums) != _shapes(seen):
+        raise _mismatch(stats.name, _shapes(found.sums), _shapes(seen), "the statistics have")
+    return found
+
+
+def _mismatch(name: str, known: Any, new: Any, whose: str) -> ValueError:
+    def shown(shapes: dict[str, tuple[int, ...]]) -> str:
+        return ", ".join(f"{limit} {list(shape)}" for limit, shape in shapes.items())
+
+    of = f" of {name!r}" if name else ""
+    return ValueError(
+        f"quant_stats{of}: this product's activation has the limits {shown(new)}, but {whose} "
+        f"{shown(known)}; name all axes whose length varies in act_batch_axes of the rule, or, if the "
+        "rule has changed, leave these statistics out of the state, so that they start anew"
+    )
+
+
+def _as_limits(limits: Any) -> Limits:
+    return limits.get("min"), limits["max" if "max" in limits else "absmax"]

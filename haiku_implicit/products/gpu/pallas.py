@@ -1,0 +1,155 @@
+"""The product with a quantized matrix on GPUs: a Pallas kernel, which Triton compiles.
+
+Codes are read as they are stored, decoded in registers, and multiplied there; no dense weight is
+written anywhere. Of the two products that `quantized_matmul` has, with W[rows, length] as stored,
+
+    along the groups:  y[m, row] = sum over k of x[m, k] * W[row, k]
+    along the rows:    y[m, k]   = sum over rows of x[m, row] * W[row, k]
+
+the first one is bound by memory for few rows of x: one or two take the sums in each thread's
+registers, without the matrix units. All else is a product of tiles. Where that gives too few programs
+to keep all of the GPU's memory busy, the sum is split among several, whose parts XLA adds up.
+"""
+
+import functools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core import compat
+from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.layout import Order, matrices
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.products.gpu import kernels as kernels
+from haiku_implicit.products.gpu.tiles import WITH_TABLE, Plan, columns, parts, plan_of
+
+# The dtypes of activations, weights, scales and results that the kernel serves.
+_FLOATS = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
+
+_CAPABILITY = 8.0  # of the oldest GPUs that Triton compiles for
+
+
+# --- which -----------------------------------------------------------------------------------------
+
+
+def available() -> bool:
+    """Whether products on this process's GPU have the kernel; `HAIKU_IMPLICIT_PALLAS=0` says no.
+
+    Without a GPU of its own, the program is for another process: it may have another JAX.
+    """
+    return os.environ.get("HAIKU_IMPLICIT_PALLAS", "1") != "0" and _supported()
+
+
+@functools.cache
+def _supported() -> bool:
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+        from jax.experimental.pallas import triton  # noqa: F401
+    except (RuntimeError, ImportError):
+        return False
+    return float(getattr(device, "compute_capability", 0)) >= _CAPABILITY
+
+
+def applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any, **_: Any) -> bool:
+    """Whether the kernel serves these operands: codes of 8, 4, 2 or 1 bits, floats up to float32."""
+    q = treedef.unflatten(leaves)
+    algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
+    return (
+        {np.dtype(x.dtype), np.dtype(dtype), np.dtype(q.dtype)} <= set(_FLOATS)
+        and q.scale.dtype != np.float64
+        and q.rounded_to is None
+        and q.activation is None
+        and len(formats.find(q.format).planes) == 1
+        and not isinstance(precision, algorithm)
+        and 0 not in (*x.shape, *q.shape)
+        and max(x.size, q.size) < 2**31  # offsets are 32-bit integers
+        and available()
+    )
+
+
+# --- the product -----------------------------------------------------------------------------------
+
+
+def pallas_matmul(
+    x: jax.Array,
+    *leaves: jax.Array,
+    treedef: Any,
+    order: Order,
+    precision: Any,
+    dtype: Any,
+    interpret: bool = False,
+) -> jax.Array:
+    """`x @ q` for a batch of matrices, of which the leaves are given.
+
+    Args:
+      x: `[batch, m, i]`, of one of the dtypes that the kernel serves.
+      *leaves: of a quantized `[batch, i, o]` with dense scales for each row.
+      treedef: of the matrix.
+      order: as for `quantized_matmul`.
+      precision: as for `jax.lax.dot_general`; float32 operands are rounded to TensorFloat-32 where
+        this is None or DEFAULT, as XLA does with those of dense products.
+      dtype: of the result; sums are float32.
+      interpret: whether the kernel is run by JAX itself, on any platform: slow, for tests.
+
+    Returns:
+      `[batch, m, o]`.
+    """
+    q: QuantizedMatrix = treedef.unflatten([matrices(leaf, order) for leaf in leaves])
+    batch, m, _ = x.shape
+    plan = plan_of(m, batch, q, x.dtype, precision)
+    operands = [x, _bytes(q.codes), _readable(q.scale)]
+    if q.offset is not None:
+        operands.append(_readable(q.offset))
+    if plan.matrix.format.name == WITH_TABLE:
+        operands.append(jnp.asarray(plan.matrix.format.table, jnp.float32))
+    splits = plan.tile.splits
+    shape = (splits, batch, m, q.shape[-1])
+    out = compat.struct(shape, jnp.float32 if splits > 1 else dtype, like=(x, *leaves))
+    y = _call(plan, out, operands, q.offset is not None, interpret)
+    return y.sum(0).astype(dtype) if splits > 1 else y[0]
+
+
+def _bytes(codes: jax.Array) -> jax.Array:
+    return codes if codes.dtype == np.uint8 else jax.lax.bitcast_convert_type(codes, jnp.uint8)
+
+
+def _readable(scale: jax.Array) -> jax.Array:
+    return scale if np.dtype(scale.dtype) in _FLOATS else scale.astype(jnp.float32)
+
+
+def _call(plan: Plan, out: Any, operands: Any, has_offset: bool, interpret: bool) -> jax.Array:
+    # Here, as importing Pallas takes longer than importing this library.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    run = kernels.along_rows if plan.along_rows else kernels.along_groups
+    if plan.few:
+        run = kernels.few_along_groups
+
+    def kernel(*refs: Any) -> None:
+        x, codes, scale, *others, y = refs
+        offset = others.pop(0) if has_offset else None
+        run(plan, kernels.Refs(x, codes, scale, offset, others[0] if others else None, y))
+
+    def whole(x: jax.Array) -> Any:  # of one matrix of the batch
+        if x.ndim == 1:
+            return pl.BlockSpec(x.shape, lambda *_: (0,))
+        return pl.BlockSpec((None, *x.shape[1:]), lambda i, j, split, b: (b, 0, 0))
+
+    result = pl.BlockSpec((None, None, *out.shape[2:]), lambda i, j, split, b: (split, b, 0, 0))
+    tile = plan.tile
+    call = pl.pallas_call(
+        kernel,
+        out_shape=out,
+        # Programs of the same part of the matrix come one after another.
+        grid=(parts(plan.m, tile.m), columns(plan), *out.shape[:2]),
+        in_specs=[whole(x) for x in operands],
+        out_specs=result,
+        compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        name="quantized_matmul",
+        interpret=interpret,
+    )
+    return call(*operands)

@@ -1,0 +1,158 @@
+"""How the product with a quantized matrix is divided among the programs of a GPU.
+
+A group of g elements has g / d bytes, with d = 8 / bits *digits* in each; digit i of byte j is
+element i * g / d + j. So a tile of bytes is d tiles of weights, each with contiguous activations.
+The bytes of a group are taken in *pieces* of a power of two, as Triton has all sizes.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+
+FEW = 2  # rows of activations, along the groups, that go without the matrix units
+PROGRAMS = 512  # about so many programs keep the memory of a large GPU (132 processors) busy
+WITH_TABLE = "nf4"  # whose values are looked up; those of other formats are computed
+
+
+class Matrix(NamedTuple):
+    """What is static about one stored matrix.
+
+    Attributes:
+      rows, length: its shape, padding left out.
+      groups: how many groups each row has.
+      stored: the bytes of a group.
+      format: of the codes.
+      dtype: what its values are rounded to.
+    """
+
+    rows: int
+    length: int
+    groups: int
+    stored: int
+    format: formats.Format
+    dtype: Any
+
+    @property
+    def digits(self) -> int:
+        """How many codes a byte has."""
+        return 8 // self.format.bits
+
+
+class Tile(NamedTuple):
+    """How the work is divided among programs, and within one.
+
+    Attributes:
+      m: rows of activations.
+      rows: rows of the matrix.
+      pieces: pieces of groups.
+      piece: bytes of each, a power of two as the other three are.
+      splits: among how many programs a sum is split.
+      warps: of 32 threads, for each program.
+      stages: how many tiles are under way from memory, where the matrix units are used.
+    """
+
+    m: int
+    rows: int
+    pieces: int
+    piece: int
+    splits: int
+    warps: int
+    stages: int
+
+
+class Plan(NamedTuple):
+    """One kernel: the matrix, the tiles, and how products are taken."""
+
+    matrix: Matrix
+    tile: Tile
+    m: int
+    along_rows: bool
+    operand: Any  # the dtype of the operands of a product; sums are float32
+    precision: Any
+
+    @property
+    def few(self) -> bool:
+        """Whether the matrix units would be idle for the most part."""
+        return self.m <= FEW and not self.along_rows
+
+
+def plan_of(m: int, batch: int, q: QuantizedMatrix, dtype: Any, precision: Any) -> Plan:
+    """How the product of `[batch, m, i]` of this dtype and `[batch, i, o]` is computed."""
+    along_rows = q.axis == -1
+    rows, length = q.shape[-2:] if along_rows else q.shape[:-3:-1]
+    groups = q.scale.shape[-1]
+    stored = q.codes.shape[-1] // groups
+    matrix = Matrix(rows, length, groups, stored, formats.find(q.format), np.dtype(q.dtype))
+    # Values of both dtypes are exact in this one.
+    operand = np.dtype(jnp.promote_types(dtype, q.dtype))
+    default, exact = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
+    asked = default if precision in (None, default, (default, default)) else exact
+    tile = _tile(m, matrix, along_rows, operand.itemsize)
+    plan = Plan(matrix, tile, m, along_rows, operand, asked)
+    if plan.few:
+        return plan._replace(tile=_tile_of_few(m, matrix))
+    return plan._replace(tile=tile._replace(splits=_splits(plan, batch)))
+
+
+def _tile_of_few(m: int, matrix: Matrix) -> Tile:
+    """Each thread reads 16 bytes of a row at a time, and sums what they are multiplied by."""
+    piece = min(_power_of_two(matrix.stored), 16)
+    pieces = min(1024 // piece, _power_of_two(matrix.groups * parts(matrix.stored, piece)))
+    return Tile(m, 8, pieces, piece, splits=1, warps=4, stages=1)
+
+
+def _tile(m: int, matrix: Matrix, along_rows: bool, itemsize: int) -> Tile:
+    """Tiles for the matrix units, of which no side is shorter than 16."""
+    block = min(max(_power_of_two(m), 16), 128)
+    large = block == 128
+    width, depth = (128, 128 // itemsize) if large else (64, 64)  # of the result, and of the sums
+    rows, size = (depth, width) if along_rows else (width, depth)
+    if large:
+        size = max(size // matrix.digits, 16)
+    piece = min(_power_of_two(matrix.stored), size)
+    # Triton would fetch the values of a table ahead, too, one by one.
+    stages = 1 if matrix.format.name == WITH_TABLE else 3
+    return Tile(block, rows, size // piece, piece, 1, 8 if large else 4, stages)
+
+
+def _splits(plan: Plan, batch: int) -> int:
+    """A power of two, for as many programs as keep the memory busy, if each has two steps or more."""
+    programs = parts(plan.m, plan.tile.m) * columns(plan) * batch
+    most = min(PROGRAMS // programs, _terms(plan) // 2, 16)
+    return 1 << max(most.bit_length() - 1, 0)
+
+
+def columns(plan: Plan) -> int:
+    """How many parts the columns of the result are divided into."""
+    return tiles(plan) if plan.along_rows else parts(plan.matrix.rows, plan.tile.rows)
+
+
+def steps(plan: Plan) -> int:
+    """How many tiles each program sums over."""
+    return parts(_terms(plan), plan.tile.splits)
+
+
+def _terms(plan: Plan) -> int:
+    """How many tiles there are to sum over."""
+    return parts(plan.matrix.rows, plan.tile.rows) if plan.along_rows else tiles(plan)
+
+
+def tiles(plan: Plan) -> int:
+    """How many tiles a row of the matrix has."""
+    pieces = plan.matrix.groups * parts(plan.matrix.stored, plan.tile.piece)
+    return parts(pieces, plan.tile.pieces)
+
+
+def parts(n: int, size: int) -> int:
+    """How many parts of this size `n` has, the last one perhaps smaller."""
+    return -(-n // size)
+
+
+def _power_of_two(n: int) -> int:
+    """The least one that is not below n."""
+    return 1 << (n - 1).bit_length()

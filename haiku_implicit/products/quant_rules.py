@@ -1,0 +1,429 @@
+"""Rules: which modules of a model are quantized, and how."""
+
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from haiku_implicit.numerics import calibration, formats, options
+
+# The operations that rules tell apart. An einsum has become products of two by the time that it is
+# seen, so that a rule for the one is a rule for the other.
+OP_NAMES = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot")
+_SAME_OP = {"einsum": "dot_general"}
+
+STOCHASTIC_ROUNDING = ("uniform", "low_bit_uniform")
+
+# The methods that find a range anew in each step; others search, or need more than a range.
+RANGE_METHODS = ("absmax", "minmax", "rms", "percentile", "fixed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantRule:
+    """What is quantized how, for the modules that it matches.
+
+    Rules come in a list, and the first one that matches decides. What none matches is left alone, and
+    so is what is matched by a rule without `weight_qtype`.
+
+    Attributes:
+      module_path: a regular expression that the whole of Haiku's name of the module matches, as
+        parameters have it: `'transformer/layer_0/linear'`, `'mlp/~/linear_1'`.
+      op_names: the operations that the rule is for, of 'dot_general', 'einsum' (the same as
+        'dot_general'), 'conv_general_dilated', 'ragged_dot'; empty for all of them.
+      weight_qtype: the format of weights, a name (see `QuantizedMatrix.quantize`) or a dtype; None
+        leaves the module alone. Kept as the format's name.
+      act_qtype: the format of activations, or None for dense ones.
+      weight_calibration_method: how the scales of weights are found: a method, and numbers after
+        commas: 'absmax' (the largest magnitude; 'absmax,0.8' for a part of it), 'minmax' (with a zero
+        point), 'rms,3', 'percentile,99.5', 'fixed,-1,1', and for stored weights all that
+        `QuantizedMatrix.quantize` has besides.
+      act_calibration_method: the same for activations.
+      tile_size: how many elements along the (last) contracted axis share a scale; a float is the part
+        of the axis; None for all of them.
+      act_static_scale: whether the scales of activations are those of collected statistics, see
+        `with_quant_stats`.
+      act_batch_axes: the axes of activations that those statistics are averaged over, as the product
+        has them (`jax.vmap` within a model adds one). Along the other axes that have scales each index
+        keeps one of its own, so that their lengths have to stay the same. An average of the largest
+        magnitudes clips those that are larger, by much where the examples of a batch differ.
+
+    Raises:
+      ValueError: for an option out of its range, by its name.
+
+    Example:
+      >>> from haiku_implicit.quantization import QuantRule, matching_rule
+      >>> rules = [QuantRule(module_path='.*/head'), QuantRule(weight_qtype='int8')]
+      >>> matching_rule(rules, 'model/head').weight_qtype is None
+      True
+      >>> matching_rule(rules, 'model/linear').weight_qtype
+      'int8'
+    """
+
+    module_path: str = ".*"
+    op_names: Collection[str] = ()
+    weight_qtype: Any = None
+    act_qtype: Any = None
+    weight_calibration_method: str = "absmax"
+    act_calibration_method: str = "absmax"
+    tile_size: int | float | None = None
+    act_static_scale: bool = False
+    act_batch_axes: Collection[int] = (0,)
+
+    def __post_init__(self) -> None:
+        _check_pattern(self.module_path)
+        self._set(op_names=_op_names(self.op_names), act_batch_axes=tuple(self.act_batch_axes))
+        self._set(
+            **{name: options.format_name(name, getattr(self, name)) for name in self._qtype_names()}
+        )
+        for name in self._method_names():
+            _check_method(name, getattr(self, name), calibration.METHODS)
+        _check_tile_size("tile_size", self.tile_size)
+        if self.act_static_scale and self.act_qtype is None:
+            raise ValueError(
+                "act_static_scale: expected an act_qtype with it, got None; give one, or leave it out"
+            )
+
+    def _qtype_names(self) -> tuple[str, ...]:
+        return "weight_qtype", "act_qtype"
+
+    def _method_names(self) -> tuple[str, ...]:
+        return "weight_calibration_method", "act_calibration_method"
+
+    def _set(self, **changes: Any) -> None:
+        for name, value in changes.items():
+            object.__setattr__(self, name, value)
+
+    def matches(self, module_path: str, op_name: str | None = None) -> bool:
+        """Whether the rule is for a module (and an operation).
+
+        Args:
+          module_path: Haiku's name of the module.
+          op_name: one of `OP_NAMES`; None for any.
+        """
+        of_op = op_name is None or self.is_for(op_name)
+        return of_op and re.fullmatch(self.module_path, module_path) is not None
+
+    def is_for(self, op_name: str) -> bool:
+        """Whether the rule is for an operation, one of `OP_NAMES`."""
+        named = {_SAME_OP.get(name, name) for name in self.op_names}
+        return not named or _SAME_OP.get(op_name, op_name) in named
+
+    def weight_options(self, length: int) -> dict[str, Any]:
+        """What the rule says of a weight that is stored, as arguments of `QuantizedMatrix.quantize`.
+
+        Args:
+          length: of the axis that scales are shared along.
+        """
+        if self.weight_qtype is None:
+            raise ValueError("weight_qtype: None leaves the weight as it is")
+        method: str | None = self.weight_calibration_method
+        recipe = self.weight_qtype in formats.RECIPES
+        fmt = None if recipe else formats.find(self.weight_qtype)
+        size = (
+            round(length * self.tile_size) if isinstance(self.tile_size, float) else self.tile_size
+        )
+        zero_point = method == "minmax" and f"u{self.weight_qtype}" in formats.FORMATS
+        if method == "absmax" and fmt is not None and (fmt.offset or fmt.name in formats.BY_MEAN):
+            method = None  # the default of rules is that of formats whose range is symmetric
+        return dict(
+            dtype=self.weight_qtype, group_size=size, zero_point=zero_point, calibration=method
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QtRule(QuantRule):
+    """A rule for quantized training: what `QuantRule` says, and how gradients are quantized.
+
+    The names are those of Qwix. Products are quantized as it does: symmetric integers have the bound
+    of a half more than their largest code, so that 'int8' has the scale `largest magnitude / 127.5`.
+
+    Attributes:
+      bwd_qtype: the format that incoming gradients are quantized to; None for a dense backward pass,
+        which then sees the operands as they were before they were quantized.
+      bwd_calibration_method: how the scales of gradients are found.
+      bwd_weight_grad_tile_size: how many elements along the contracted axis share a scale where the
+        weight's gradient is computed.
+      disable_channelwise_axes: whether one scale is shared by all channels, in both passes.
+      bwd_stochastic_rounding: how gradients are rounded: None to the nearest; 'uniform' up or down
+        with noise of 24 bits; 'low_bit_uniform' with noise of 8 bits. Needs integers, and a random
+        key in each step.
+      channelwise_noise_axes: the axes of gradients along which noise differs.
+      additional_qt_config: other values of fields of `ProductConfig`, by name. Kept as pairs.
+
+    Example:
+      >>> from haiku_implicit.quantization import QtRule
+      >>> QtRule(weight_qtype='int8', act_qtype='int8', bwd_qtype='uint8')
+      Traceback (most recent call last):
+      ...
+      ValueError: bwd_qtype: expected one of int8, int6, int4, int3, int2, nf4, fp4, fp8_e4m3, fp8_e5m2,
+      got 'uint8'
+    """
+
+    bwd_qtype: Any = None
+    bwd_calibration_method: str = "absmax"
+    bwd_weight_grad_tile_size: int | float | None = None
+    disable_channelwise_axes: bool = False
+    bwd_stochastic_rounding: str | None = None
+    channelwise_noise_axes: Collection[int] = (0,)
+    additional_qt_config: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self._qtype_names():
+            options.check_operand_format(name, getattr(self, name))
+        for name in self._method_names():
+            _check_method(name, getattr(self, name), RANGE_METHODS)
+        _check_tile_size("bwd_weight_grad_tile_size", self.bwd_weight_grad_tile_size)
+        _check_rounding("bwd_stochastic_rounding", self.bwd_stochastic_rounding, self.bwd_qtype)
+        extra = self.additional_qt_config
+        pairs = extra.items() if isinstance(extra, Mapping) else extra or ()
+        self._set(
+            channelwise_noise_axes=tuple(self.channelwise_noise_axes),
+            additional_qt_config=tuple(sorted((str(k), v) for k, v in pairs)),
+        )
+        for side in (True, False):  # raises for overrides that do not exist, and for bad ones
+            config_of(self, lhs_is_weight=side, rhs_is_weight=not side)
+
+    def _qtype_names(self) -> tuple[str, ...]:
+        return *super()._qtype_names(), "bwd_qtype"
+
+    def _method_names(self) -> tuple[str, ...]:
+        return *super()._method_names(), "bwd_calibration_method"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductConfig:
+    """How one product is quantized, operand by operand: what a `QtRule` comes to.
+
+    A product of `lhs` and `rhs` has three: the forward one, and in the backward pass that of the
+    gradient with `rhs`, which gives the gradient `dlhs`, and the one that gives `drhs`.
+
+    Attributes:
+      lhs_qtype, rhs_qtype: the formats in the forward pass; None for a dense operand.
+      lhs_calibration_method, rhs_calibration_method: how their scales are found.
+      lhs_disable_channelwise_axes, rhs_disable_channelwise_axes: whether channels share a scale.
+      tile_size: as in `QuantRule`.
+      dlhs_grad_qtype, drhs_grad_qtype: the formats of the incoming gradient.
+      dlhs_grad_calibration_method, drhs_grad_calibration_method: how its scales are found.
+      dlhs_grad_disable_channelwise_axes, drhs_grad_disable_channelwise_axes: as above.
+      dlhs_tile_size, drhs_tile_size: of the gradient.
+      dlhs_stochastic_rounding, drhs_stochastic_rounding: as in `QtRule`.
+      channelwise_noise_axes: as in `QtRule`.
+      disable_gradient_clipping: whether the gradient of values beyond the range of a calibration that
+        clips ('absmax,0.8') passes as well.
+      use_original_residuals: whether the backward pass sees the operands as they were before they were
+        quantized.
+      dlhs_residual_qtype, drhs_residual_qtype: the formats that the other operand is quantized to
+        in the backward pass, where it is dense there.
+      dlhs_residual_calibration_method, drhs_residual_calibration_method: how its scales are found.
+      dlhs_residual_disable_channelwise_axes, drhs_residual_disable_channelwise_axes: as above.
+    """
+
+    lhs_qtype: str | None = None
+    rhs_qtype: str | None = None
+    lhs_calibration_method: str = "absmax"
+    rhs_calibration_method: str = "absmax"
+    lhs_disable_channelwise_axes: bool = False
+    rhs_disable_channelwise_axes: bool = False
+    tile_size: int | float | None = None
+    dlhs_grad_qtype: str | None = None
+    drhs_grad_qtype: str | None = None
+    dlhs_grad_calibration_method: str = "absmax"
+    drhs_grad_calibration_method: str = "absmax"
+    dlhs_grad_disable_channelwise_axes: bool = False
+    drhs_grad_disable_channelwise_axes: bool = False
+    dlhs_tile_size: int | float | None = None
+    drhs_tile_size: int | float | None = None
+    dlhs_stochastic_rounding: str | None = None
+    drhs_stochastic_rounding: str | None = None
+    channelwise_noise_axes: tuple[int, ...] = (0,)
+    disable_gradient_clipping: bool = False
+    use_original_residuals: bool = False
+    dlhs_residual_qtype: str | None = None
+    drhs_residual_qtype: str | None = None
+    dlhs_residual_calibration_method: str = "absmax"
+    drhs_residual_calibration_method: str = "absmax"
+    dlhs_residual_disable_channelwise_axes: bool = False
+    drhs_residual_disable_channelwise_axes: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_qtype"):
+                value = options.format_name(field.name, value)
+                object.__setattr__(self, field.name, value)
+                options.check_operand_format(field.name, value)
+            elif field.name.endswith("_method"):
+                _check_method(field.name, value, RANGE_METHODS)
+            elif field.name.endswith("tile_size"):
+                _check_tile_size(field.name, value)
+        for side in ("dlhs", "drhs"):
+            name, qtype = f"{side}_stochastic_rounding", getattr(self, f"{side}_grad_qtype")
+            _check_rounding(name, getattr(self, name), qtype)
+
+
+def config_of(rule: QuantRule, lhs_is_weight: bool, rhs_is_weight: bool) -> ProductConfig:
+    """What a rule says of a product of which these operands are weights, the others activations.
+
+    Raises:
+      ValueError: for an `additional_qt_config` that does not exist, or of a value out of its range.
+    """
+    qt = as_training_rule(rule)
+    options: dict[str, Any] = {}
+    for side, is_weight in (("lhs", lhs_is_weight), ("rhs", rhs_is_weight)):
+        kind = "weight" if is_weight else "act"
+        options[f"{side}_qtype"] = getattr(qt, f"{kind}_qtype")
+        options[f"{side}_calibration_method"] = getattr(qt, f"{kind}_calibration_method")
+        options[f"{side}_disable_channelwise_axes"] = qt.disable_channelwise_axes
+        options[f"d{side}_grad_qtype"] = qt.bwd_qtype
+        options[f"d{side}_grad_calibration_method"] = qt.bwd_calibration_method
+        options[f"d{side}_grad_disable_channelwise_axes"] = qt.disable_channelwise_axes
+        options[f"d{side}_stochastic_rounding"] = qt.bwd_stochastic_rounding
+        if is_weight and qt.bwd_qtype is not None:
+            options[f"d{side}_tile_size"] = qt.bwd_weight_grad_tile_size
+    options |= dict(
+        tile_size=qt.tile_size,
+        channelwise_noise_axes=qt.channelwise_noise_axes,
+        use_original_residuals=qt.bwd_qtype is None,
+    )
+    return ProductConfig(**(options | _overrides(qt)))
+
+
+def as_training_rule(rule: QuantRule) -> QtRule:
+    """The same rule for quantized training, with a dense backward pass if it does not say.
+
+    Raises:
+      TypeError: for anything but a rule.
+      ValueError: for what quantized training does not have.
+    """
+    if isinstance(rule, QtRule):
+        return rule
+    if not isinstance(rule, QuantRule):
+        raise TypeError(f"rule: expected a QtRule or a QuantRule, got {rule!r}")
+    return QtRule(**{f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)})
+
+
+def _overrides(rule: QtRule) -> dict[str, Any]:
+    extra = dict(rule.additional_qt_config or ())
+    known = {f.name for f in dataclasses.fields(ProductConfig)}
+    if unknown := sorted(extra.keys() - known):
+        raise ValueError(
+            f"additional_qt_config: expected fields of ProductConfig, got {', '.join(unknown)}; there "
+            f"are {', '.join(sorted(known))}"
+        )
+    return extra
+
+
+# --- lists of rules ------------------------------------------------------------------------------
+
+
+def matching_rule(
+    rules: Iterable[QuantRule], module_path: str, op_name: str | None = None
+) -> QuantRule | None:
+    """The first of the rules that matches a module (and an operation), or None.
+
+    Args:
+      rules: in the order of precedence.
+      module_path: Haiku's name of the module.
+      op_name: one of 'dot_general', 'einsum', 'conv_general_dilated', 'ragged_dot'; None for any.
+    """
+    return next((rule for rule in rules if rule.matches(module_path, op_name)), None)
+
+
+def rules_for_module(rules: Iterable[QuantRule], module_path: str) -> tuple[QuantRule, ...]:
+    """The rules that can decide for a module, in order: up to the first one for all operations."""
+    found = []
+    for rule in rules:
+        if rule.matches(module_path):
+            found.append(rule)
+            if not rule.op_names:
+                break
+    return tuple(found)
+
+
+def unused_rules(rules: Sequence[QuantRule], module_paths: Iterable[str]) -> list[QuantRule]:
+    """The rules that decide for none of some modules: they match nothing, or come too late.
+
+    Args:
+      rules: in the order of precedence.
+      module_paths: Haiku's names of modules: the keys of its parameters.
+
+    Example:
+      >>> from haiku_implicit.quantization import QuantRule, unused_rules
+      >>> rules = [QuantRule(weight_qtype='int8'), QuantRule(module_path='head', weight_qtype='int4')]
+      >>> [rule.module_path for rule in unused_rules(rules, ['mlp/~/linear_0', 'head'])]
+      ['head']
+    """
+    used = {id(rule) for path in set(module_paths) for rule in rules_for_module(rules, path)}
+    return [rule for rule in rules if id(rule) not in used]
+
+
+def warn_of_unused(
+    rules: Sequence[QuantRule], module_paths: Iterable[str], stacklevel: int
+) -> None:
+    """Warns of rules that decide for nothing, by their patterns and what there is to match."""
+    paths = sorted(set(module_paths))
+    unused = [f"{rule.module_path!r} (rules[{list(rules).index(rule)}])"
+              for rule in unused_rules(rules, paths)]  # fmt: skip
+    if unused:
+        warnings.warn(
+            f"rules: no module is left for {', '.join(unused)}: the pattern has to match the whole of "
+            f"a module's name, and the first rule that does decides. Modules with weights: "
+            f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}",
+            stacklevel=stacklevel + 1,
+        )
+
+
+# --- validation ----------------------------------------------------------------------------------
+
+
+def _check_pattern(pattern: Any) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as e:
+        raise ValueError(f"module_path: {pattern!r} is no regular expression: {e}") from None
+
+
+def _op_names(names: Any) -> tuple[str, ...]:
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if unknown := [name for name in names if name not in OP_NAMES]:
+        raise ValueError(f"op_names: expected some of {', '.join(OP_NAMES)}, got {unknown[0]!r}")
+    return names
+
+
+def _check_method(name: str, value: Any, known: Iterable[str]) -> None:
+    method, *numbers = str(value).replace(" ", "").split(",")
+    if method not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    try:
+        finite = all(math.isfinite(float(x)) for x in numbers)
+    except ValueError:
+        raise ValueError(f"{name}: expected numbers after {method!r}, got {value!r}") from None
+    if not finite:
+        raise ValueError(f"{name}: expected finite numbers, got {value!r}")
+
+
+def _check_tile_size(name: str, value: Any) -> None:
+    if value is None:
+        return
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0
+    part = isinstance(value, float) and 0 < value <= 1
+    if not (whole or part):
+        raise ValueError(
+            f"{name}: expected a positive integer, or a float in (0, 1] for a part of the axis, got "
+            f"{value!r}"
+        )
+
+
+def _check_rounding(name: str, method: Any, qtype: str | None) -> None:
+    if method not in (None, *STOCHASTIC_ROUNDING):
+        known = ", ".join(map(repr, STOCHASTIC_ROUNDING))
+        raise ValueError(f"{name}: expected None or one of {known}, got {method!r}")
+    if method is not None and not (qtype or "").startswith("int"):
+        raise ValueError(
+            f"{name}: expected gradients in integers with it, got the format {qtype!r}"
+        )

@@ -1,0 +1,323 @@
+"""Training: which leaves of a parameter tree are trained, and gradients for those alone.
+
+A *slot* is a place of a tree for one array: a leaf, or what stands in its place (None, symbolic
+zeros, `optax.MaskedNode`). Parameters, gradients, updates and partitions have the same slots.
+"""
+
+import difflib
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Union
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from haiku_implicit.arrays import Zeros
+from haiku_implicit.core.array import ImplicitArray, data_names, frozen_names, is_implicit
+from haiku_implicit.core.transform import materialize, use_implicit_args
+
+# Which dense arrays are trained: all or none; by (module name, name, value); or a regular
+# expression that the whole of module/name has to match.
+Dense = Union[bool, str, re.Pattern[str], Callable[[str, str, Any], bool]]  # noqa: UP007
+
+
+class Slot(NamedTuple):
+    """A place for one array.
+
+    Attributes:
+      path: its keys, as text.
+      value: the array, or what is in its place.
+      fields: the implicit arrays around it, outermost first, each as (type, name of the field).
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    fields: tuple[tuple[type[ImplicitArray], str], ...]
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path)
+
+
+def is_empty(x: Any) -> bool:
+    return x is None or isinstance(x, Zeros | optax.MaskedNode)
+
+
+def slots_of(tree: Any, path: Any = (), fields: Any = ()) -> list[Slot]:
+    """The slots of a tree, in the order of its leaves."""
+    found = []
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: is_implicit(x) or is_empty(x)
+    )
+    for keys, x in leaves:
+        here = (*path, *(jax.tree_util.keystr((k,), simple=True) for k in keys))
+        if is_empty(x) or not is_implicit(x):
+            found.append(Slot(here, x, fields))
+            continue
+        for name in data_names(type(x)):
+            found += slots_of(getattr(x, name), (*here, name), (*fields, (type(x), name)))
+    return found
+
+
+def treedef_of(tree: Any) -> Any:
+    """The structure of a tree with a leaf for each slot."""
+    return jax.tree_util.tree_structure(tree, is_leaf=is_empty)
+
+
+def align(treedef: Any, tree: Any, what: str) -> list[Any]:
+    """What another tree has in each slot."""
+    try:
+        return treedef.flatten_up_to(tree)
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{what}: {e}") from e
+
+
+def is_inexact(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    dtype = jnp.result_type(x) if dtype is None else dtype
+    return bool(jax.dtypes.issubdtype(dtype, np.inexact))
+
+
+def zeros_like(x: Any) -> Any:
+    """Symbolic zeros in place of an array; None in place of random keys and JAX's own `float0`."""
+    if is_empty(x):
+        return x
+    dtype = jnp.result_type(x)
+    if dtype == jax.dtypes.float0 or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    return Zeros(shape=np.shape(x), dtype=dtype)
+
+
+# --- what is trained -----------------------------------------------------------------------------
+
+
+def trained(slots: Sequence[Slot], dense: Dense, must_match: bool = True) -> list[bool]:
+    """For each slot, whether its array is trained: by what the types declare, and by `dense`."""
+    chosen = predicate_of(dense)
+    flags, names = [], []
+    for slot in slots:
+        if is_empty(slot.value) or not is_inexact(slot.value):
+            flags.append(False)
+        elif slot.fields:
+            flags.append(not any(name in frozen_names(cls) for cls, name in slot.fields))
+        else:
+            names.append(slot.name)
+            flags.append(
+                bool(chosen("/".join(slot.path[:-1]), "".join(slot.path[-1:]), slot.value))
+            )
+    if (
+        must_match
+        and isinstance(dense, str | re.Pattern)
+        and names
+        and not _any_match(dense, names)
+    ):
+        near = difflib.get_close_matches(str(dense), names, n=5, cutoff=0.0)
+        raise ValueError(
+            f"dense: {dense!r} matches none of the {len(names)} dense parameters (the whole of "
+            f"'module/name' has to match). Nearest: {', '.join(near)}"
+        )
+    return flags
+
+
+def _any_match(pattern: str | re.Pattern[str], names: Iterable[str]) -> bool:
+    return any(re.fullmatch(pattern, name) for name in names)
+
+
+def predicate_of(dense: Dense) -> Callable[[str, str, Any], bool]:
+    if isinstance(dense, bool):
+        return lambda module_name, name, value: dense
+    if isinstance(dense, str | re.Pattern):
+        try:
+            pattern = re.compile(dense)
+        except re.error as e:
+            raise ValueError(f"dense: {dense!r} is no regular expression: {e}") from None
+        return lambda module_name, name, value: bool(
+            pattern.fullmatch("/".join(part for part in (module_name, name) if part))
+        )
+    if callable(dense):
+        return dense
+    raise TypeError(
+        "dense: expected True, False, a predicate (module_name, name, value) -> bool or a regular "
+        f"expression over 'module/name', got {dense!r}"
+    )
+
+
+def partition(params: Any, dense: Dense = True) -> tuple[Any, Any]:
+    """Parts parameters in what is trained and what is frozen.
+
+    In an implicit array the type decides: fields that it declares with `frozen_field` (the `w` of
+    `LoRA`, say), with all that is in them, are frozen. Arrays of integers and booleans are frozen
+    anywhere.
+
+    Args:
+      params: a tree of arrays and implicit arrays.
+      dense: which of the floating-point arrays that are not part of an implicit one are trained:
+        True (the default) or False for all of them; a predicate of `(module_name, name, value)`; or
+        a regular expression that the whole of `module/name` has to match.
+
+    Returns:
+      Two trees like `params`, `(trainable, frozen)`, each with None in place of what is in the
+      other. As None is no leaf, `jax.grad`, an optax optimizer or a checkpoint of the first deals
+      with nothing but what is trained.
+
+    Raises:
+      TypeError: for a `dense` of another kind.
+      ValueError: for a text that is no regular expression, or matches nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+      >>> trainable, frozen = hki.partition({'linear': {'w': w, 'b': jnp.zeros(3)}}, dense=False)
+      >>> jax.tree.map(jnp.shape, trainable)['linear']['w'].a, trainable['linear']['b']
+      ((2, 1), None)
+      >>> frozen['linear']['w']
+      LoRA(float32[2,3], w=float32[2,3], alpha=None)
+    """
+    slots, treedef = slots_of(params), treedef_of(params)
+    return _part(slots, treedef, trained(slots, dense))
+
+
+def _part(slots: Sequence[Slot], treedef: Any, flags: Sequence[bool]) -> tuple[Any, Any]:
+    trainable = [s.value if f else None for s, f in zip(slots, flags, strict=True)]
+    frozen = [None if f else s.value for s, f in zip(slots, flags, strict=True)]
+    return treedef.unflatten(trainable), treedef.unflatten(frozen)
+
+
+def combine(trainable: Any, frozen: Any) -> Any:
+    """The tree of which `partition` gave the two parts.
+
+    Args:
+      trainable: a tree with None in place of what the other one has.
+      frozen: the other one.
+
+    Returns:
+      The tree with both.
+
+    Raises:
+      ValueError: where the structures differ, or both have a value in one place.
+
+    Example:
+      >>> import haiku_implicit as hki
+      >>> hki.combine({'w': None, 'b': 2.0}, {'w': 1.0, 'b': None})
+      {'b': 2.0, 'w': 1.0}
+    """
+    treedef = treedef_of(trainable)
+    values = []
+    for slot, other in zip(slots_of(trainable), align(treedef, frozen, "frozen"), strict=True):
+        if slot.value is not None and other is not None:
+            raise ValueError(f"{slot.name}: both trainable and frozen have a value here")
+        values.append(other if slot.value is None else slot.value)
+    return treedef.unflatten(values)
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    dense: Dense = True,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` for parameters with implicit arrays, by what is trained of them alone.
+
+    Args:
+      fun: a function of a scalar result. It is wrapped in `use_implicit_args` (once more does no
+        harm).
+      argnums: the position of the parameters among the arguments, or several positions.
+      has_aux: whether `fun` returns a pair of the scalar and something else.
+      dense: which dense arrays are trained, as in `partition`.
+      **kwargs: what else `jax.value_and_grad` takes (`holomorphic`, ...).
+
+    Returns:
+      A function that returns what that of `jax.value_and_grad` does. The gradient is a tree like
+      the parameters. In place of a frozen array, also one of integers, it has symbolic zeros of the
+      same shape and dtype, `Zeros`, which take no memory.
+
+    Raises:
+      ValueError: for an `argnums` beyond the arguments, or a `dense` that matches nothing.
+      TypeError: for a `dense` of another kind.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+      >>> loss = lambda w, x: jnp.sum(x @ w)
+      >>> value, grads = jax.jit(hki.value_and_grad(loss))(w, jnp.ones((4, 2)))
+      >>> float(value), grads.w, grads.a.shape
+      (48.0, Zeros(float32[2,3]), (2, 1))
+    """
+    implicit = use_implicit_args(fun)
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    predicate_of(dense)  # raises early for a bad one
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **fun_kwargs: Any) -> Any:
+        if any(not -len(args) <= i < len(args) for i in positions):
+            raise ValueError(
+                f"argnums: {argnums} is not among the {len(args)} positional arguments; parameters "
+                "cannot be passed by keyword"
+            )
+        slots = [slots_of(args[i]) for i in positions]
+        every = [slot for own in slots for slot in own]
+        flags = iter(trained(every, dense))
+        parts = [
+            _part(own, treedef_of(args[i]), [next(flags) for _ in own])
+            for i, own in zip(positions, slots, strict=True)
+        ]
+
+        def of_trainable(trainable: list[Any]) -> Any:
+            full = list(args)
+            for i, own, (_, frozen) in zip(positions, trainable, parts, strict=True):
+                full[i] = combine(own, frozen)
+            out = implicit(*full, **fun_kwargs)
+            value, aux = out if has_aux else (out, None)
+            return materialize(value), aux
+
+        differentiated = jax.value_and_grad(of_trainable, has_aux=True, **kwargs)
+        (value, aux), found = differentiated([trainable for trainable, _ in parts])
+        grads = [_fill(own, frozen) for own, (_, frozen) in zip(found, parts, strict=True)]
+        out = grads[0] if isinstance(argnums, int) else tuple(grads)
+        return ((value, aux) if has_aux else value), out
+
+    return wrapped
+
+
+def _fill(grads: Any, frozen: Any) -> Any:
+    """Gradients with symbolic zeros in the slots that the frozen part has values in."""
+    treedef = treedef_of(frozen)
+    pairs = zip(align(treedef, grads, "gradients"), slots_of(frozen), strict=True)
+    return treedef.unflatten([zeros_like(s.value) if g is None else g for g, s in pairs])
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    dense: Dense = True,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """`jax.grad` for parameters with implicit arrays; see `value_and_grad`.
+
+    Returns:
+      A function that returns the gradient; with `has_aux`, a pair of it and what else `fun` gave.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'w': hki.Zeros(shape=(2, 3), dtype=jnp.float32), 'b': jnp.zeros(3)}
+      >>> hki.grad(lambda p, x: jnp.sum(x @ p['w'] + p['b']))(params, jnp.ones((4, 2)))
+      {'b': Array([4., 4., 4.], dtype=float32), 'w': Zeros(float32[2,3])}
+    """
+    both = value_and_grad(fun, argnums, has_aux, dense=dense, **kwargs)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **fun_kwargs: Any) -> Any:
+        value, grads = both(*args, **fun_kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped

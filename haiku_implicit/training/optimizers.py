@@ -1,0 +1,253 @@
+"""Optimizers of optax that leave alone what is frozen, and hold no state for it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from haiku_implicit.core.array import ImplicitArray, data_names
+from haiku_implicit.training.gradients import (
+    Dense,
+    Slot,
+    align,
+    is_empty,
+    is_inexact,
+    predicate_of,
+    slots_of,
+    trained,
+    treedef_of,
+    zeros_like,
+)
+
+
+def freeze_declared(
+    optimizer: optax.GradientTransformation, *, dense: Dense = True
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that leaves alone what is frozen by the declaration of its type.
+
+    Args:
+      optimizer: any optax optimizer. It sees `optax.MaskedNode`, which has no leaves, in place of
+        what is frozen, so that its state holds nothing for it, and decay, clipping and norms leave
+        it out.
+      dense: which dense arrays are trained, as in `partition`; what `value_and_grad` was given.
+
+    Returns:
+      An optimizer of the whole parameters. Its `update` takes gradients with symbolic zeros, None
+      or arrays in place of what is frozen, and returns updates with symbolic zeros there (see
+      `apply_updates`).
+
+    Raises:
+      ValueError: (by its `update`) where the gradient of something that is trained is empty.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
+      >>> params = {'w': hki.LoRA(jnp.ones((9, 9)), jnp.ones((9, 1)), jnp.ones((1, 9)))}
+      >>> optimizer = hki.freeze_declared(optax.adamw(1e-3))
+      >>> state = optimizer.init(params)
+      >>> sum(x.size for x in jax.tree.leaves(state))  # two moments of a and b, and a count
+      37
+      >>> grads = hki.grad(lambda p, x: jnp.sum(x @ p['w']))(params, jnp.ones((1, 9)))
+      >>> updates, state = optimizer.update(grads, state, params)
+      >>> updates['w'].w
+      Zeros(float32[9,9])
+      >>> params = hki.apply_updates(params, updates)
+    """
+    return _frozen(optimizer, lambda tree, slots, first: [True] * len(slots), dense)
+
+
+def freeze_keys(
+    optimizer: optax.GradientTransformation,
+    arr_type: type[ImplicitArray],
+    keys: Iterable[str],
+    *,
+    dense: Dense = True,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that leaves fields of an implicit type alone, and what `freeze_declared` does.
+
+    Args:
+      optimizer: any optax optimizer.
+      arr_type: an implicit type; subclasses are meant too.
+      keys: names of fields of it.
+      dense: which dense arrays are trained, as in `partition`.
+
+    Returns:
+      As `freeze_declared`.
+
+    Raises:
+      TypeError: where `arr_type` is no implicit type.
+      ValueError: where a key is no field of `arr_type`; by `init`, where `arr_type` does not occur
+        in the parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
+      >>> params = {'w': hki.LoRA(jnp.ones((9, 9)), jnp.ones((9, 1)), jnp.ones((1, 9)))}
+      >>> optimizer = hki.freeze_keys(optax.sgd(0.1, momentum=0.9), hki.LoRA, ['w', 'a'])
+      >>> sum(x.size for x in jax.tree.leaves(optimizer.init(params)))
+      9
+    """
+    if not (isinstance(arr_type, type) and issubclass(arr_type, ImplicitArray)):
+        raise TypeError(f"arr_type: expected a subclass of ImplicitArray, got {arr_type!r}")
+    names = {keys} if isinstance(keys, str) else set(keys)
+    unknown = sorted(names - set(data_names(arr_type)))
+    if unknown:
+        raise ValueError(
+            f"keys: {arr_type.__name__} has no field {', '.join(map(repr, unknown))} that holds "
+            f"arrays; it has {', '.join(map(repr, data_names(arr_type)))}"
+        )
+
+    def select(tree: Any, slots: Sequence[Slot], first: bool) -> list[bool]:
+        types = {cls for slot in slots for cls, _ in slot.fields}
+        if first and not any(issubclass(cls, arr_type) for cls in types):
+            there = ", ".join(sorted(cls.__name__ for cls in types)) or "none"
+            raise ValueError(
+                f"arr_type: no {arr_type.__name__} in the parameters; the implicit types in them: "
+                f"{there}"
+            )
+        return [
+            not any(issubclass(cls, arr_type) and name in names for cls, name in slot.fields)
+            for slot in slots
+        ]
+
+    return _frozen(optimizer, select, dense)
+
+
+def freeze_subtrees(
+    optimizer: optax.GradientTransformation, label_fn: Any, *, dense: Dense = True
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that leaves parts of the parameters alone, and what `freeze_declared` does.
+
+    Args:
+      optimizer: any optax optimizer.
+      label_fn: a function of the parameters (or, where `update` is not given any, of the gradients)
+        that returns a tree of `'freeze'` and `'train'`; or that tree itself. A label counts for all
+        of the subtree in its place.
+      dense: which dense arrays are trained, as in `partition`.
+
+    Returns:
+      As `freeze_declared`.
+
+    Raises:
+      ValueError: by `init` and `update`, for any other label, or a tree that does not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
+      >>> params = {'body': {'w': jnp.ones(5)}, 'head': {'w': jnp.ones(2), 'b': jnp.ones(1)}}
+      >>> labels = lambda params: {k: 'train' if k == 'head' else 'freeze' for k in params}
+      >>> optimizer = hki.freeze_subtrees(optax.sgd(0.1, momentum=0.9), labels)
+      >>> sum(x.size for x in jax.tree.leaves(optimizer.init(params)))
+      3
+    """
+
+    def select(tree: Any, slots: Sequence[Slot], first: bool) -> list[bool]:
+        labels = label_fn(tree) if callable(label_fn) else label_fn
+        treedef = treedef_of(labels)
+        flags = []
+        for label, part in zip(slots_of(labels), align(treedef, tree, "label_fn"), strict=True):
+            known = isinstance(label.value, str) and label.value in ("freeze", "train")
+            if not known and not is_empty(label.value):
+                raise ValueError(
+                    f"label_fn: expected 'freeze' or 'train' at {label.name!r}, got {label.value!r}"
+                )
+            flags += [known and label.value == "train"] * len(slots_of(part))
+        return flags
+
+    return _frozen(optimizer, select, dense)
+
+
+def _frozen(
+    optimizer: optax.GradientTransformation,
+    select: Callable[[Any, Sequence[Slot], bool], list[bool]],
+    dense: Dense,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of the slots that are trained by declaration and that `select` leaves."""
+    inner = optax.with_extra_args_support(optimizer)
+    predicate_of(dense)
+
+    def flags_of(tree: Any, first: bool) -> list[bool]:
+        slots = slots_of(tree)
+        # A regular expression has to match something once; an update may come without dense parts.
+        pairs = zip(trained(slots, dense, first), select(tree, slots, first), strict=True)
+        return [a and b for a, b in pairs]
+
+    def init(params: Any) -> Any:
+        values = [slot.value for slot in slots_of(params)]
+        return inner.init(_masked(treedef_of(params), values, flags_of(params, True)))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        like = updates if params is None else params
+        slots, treedef, flags = slots_of(like), treedef_of(like), flags_of(like, False)
+        values = [slot.value for slot in slots]
+
+        def masked(tree: Any, what: str) -> Any:
+            return _masked(treedef, align(treedef, tree, what), flags)
+
+        for slot, u, f in zip(slots, align(treedef, updates, "updates"), flags, strict=True):
+            if f and is_empty(u):
+                raise ValueError(
+                    f"{slot.name}: the optimizer trains this, but its gradient is {u!r}. Give the "
+                    "optimizer the same dense= as value_and_grad, or leave this out by "
+                    "freeze_subtrees"
+                )
+        # What line searches take: another gradient, and a function of the parameters.
+        if "grad" in extra:
+            extra["grad"] = masked(extra["grad"], "grad")
+        if "value_fn" in extra:
+            extra["value_fn"] = _of_masked(extra["value_fn"], treedef, values, flags)
+        own = None if params is None else masked(params, "params")
+        new, state = inner.update(masked(updates, "updates"), state, own, **extra)
+        aligned = zip(align(treedef, new, "updates"), values, flags, strict=True)
+        return treedef.unflatten([u if f else zeros_like(p) for u, p, f in aligned]), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _masked(treedef: Any, values: Sequence[Any], flags: Sequence[bool]) -> Any:
+    pairs = zip(values, flags, strict=True)
+    return treedef.unflatten([v if f else optax.MaskedNode() for v, f in pairs])
+
+
+def _of_masked(
+    fun: Callable[..., Any], treedef: Any, values: Sequence[Any], flags: Sequence[bool]
+) -> Callable[..., Any]:
+    """A function of the parameters as a function of the masked ones."""
+
+    def of_masked(tree: Any, *args: Any, **kwargs: Any) -> Any:
+        own = zip(align(treedef, tree, "params"), values, flags, strict=True)
+        return fun(treedef.unflatten([x if f else v for x, v, f in own]), *args, **kwargs)
+
+    return of_masked
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """`optax.apply_updates` for parameters with implicit arrays.
+
+    Args:
+      params: a tree of arrays and implicit arrays.
+      updates: a tree like it. Where it has symbolic zeros, None or `optax.MaskedNode`, the
+        parameter is handed on as it is, and so is any that is not of a floating dtype.
+
+    Returns:
+      The new parameters, in the dtypes of the old ones.
+
+    Raises:
+      ValueError: where the structures differ.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'w': jnp.ones(2), 'b': jnp.ones(2)}
+      >>> updates = {'w': hki.Zeros(shape=(2,), dtype=jnp.float32), 'b': jnp.ones(2)}
+      >>> hki.apply_updates(params, updates)
+      {'b': Array([2., 2.], dtype=float32), 'w': Array([1., 1.], dtype=float32)}
+    """
+    treedef = treedef_of(params)
+    pairs = zip(
+        [slot.value for slot in slots_of(params)], align(treedef, updates, "updates"), strict=True
+    )
+    return treedef.unflatten([_added(p, u) for p, u in pairs])
+
+
+def _added(p: Any, u: Any) -> Any:
+    if is_empty(p) or is_empty(u) or not is_inexact(p):
+        return p
+    return jnp.asarray(p + u).astype(jnp.result_type(p))

@@ -1,0 +1,120 @@
+"""Optimizers of optax whose state is held in few bits."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import Literal
+
+from haiku_implicit.arrays.quantized_blocks import QuantizedBlocks
+from haiku_implicit.core.array import flatten
+from haiku_implicit.core.interpreter import materialize_array
+
+
+class QuantizedState(NamedTuple):
+    """The state of an optimizer.
+
+    Attributes:
+      inner: that of the optimizer itself, large arrays in it quantized.
+    """
+
+    inner: Any
+
+
+def quantized_state(
+    optimizer: optax.GradientTransformation,
+    dtype: Any = "int8",
+    block: int = 256,
+    min_size: int = 4096,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that keeps its moments in few bits between steps.
+
+    Blockwise quantization of optimizer states is that of Dettmers et al. 2021 (arXiv:2110.02861); in
+    place of their table of 8-bit values, first moments are linear here, and second moments (blocks
+    without a negative number) are held as their roots, which have the same dynamic range: see
+    `QuantizedBlocks`.
+
+    What the state starts with of the parameters' own values (the sequence `z` of a schedule-free
+    optimizer, the start `x0` of another) is no moment, and stays as it is: steps are smaller than
+    that could be rounded to.
+
+    An optimizer that takes the difference of two moments, as RMSProp with `centered=True` takes the
+    variance, may find one below zero that is rounded to few bits, and then is NaN.
+
+    Args:
+      optimizer: any optax optimizer.
+      dtype: the format: 'int8', 'fp8_e4m3', 'int4', or another symmetric one.
+      block: how many elements share a scale; they fill whole bytes.
+      min_size: smaller arrays stay as they are (biases and norms: few bytes, and they matter).
+
+    Returns:
+      An optimizer of the same parameters; floating arrays in its state are `QuantizedBlocks`, also
+      within those of implicit parameters (the `value` of `TrainedQuantized`, say).
+
+    Raises:
+      ValueError: for a format that is unknown or has an offset, a block or size below one, or a
+        block that does not fill bytes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
+      >>> params = {'w': jnp.ones((256, 256))}
+      >>> optimizer = hki.quantized_state(optax.adam(1e-3), 'int8', block=256)
+      >>> state = optimizer.init(params)
+      >>> sum(x.nbytes for x in jax.tree.leaves(state)) / (2 * params['w'].nbytes) < 0.26
+      True
+      >>> updates, state = optimizer.update({'w': jnp.ones((256, 256))}, state, params)
+      >>> round(float(updates['w'][0, 0]), 6)
+      -0.001
+    """
+    for name, value in (("block", block), ("min_size", min_size)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name}: expected a positive number, got {value!r}")
+    QuantizedBlocks.quantize(jnp.zeros(block), dtype, block)  # an error now, not at the first step
+    inner = optax.with_extra_args_support(optimizer)
+
+    def quantized(x: Any) -> Any:
+        floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+        if not floating or x.size < min_size:
+            return x
+        return QuantizedBlocks.quantize(x, dtype, block)
+
+    def init(params: Any) -> QuantizedState:
+        leaves, treedef = flatten(inner.init(params))
+        pairs = zip(leaves, _are_of_params(inner.init, params), strict=True)
+        return QuantizedState(treedef.unflatten([x if own else quantized(x) for x, own in pairs]))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        dense = jax.tree.map(_dense, state.inner, is_leaf=_is_blocks)
+        new, dense = inner.update(updates, dense, params, **extra)
+        again = lambda old, x: quantized(x) if _is_blocks(old) else x  # noqa: E731
+        return new, QuantizedState(jax.tree.map(again, state.inner, dense, is_leaf=_is_blocks))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_blocks(x: Any) -> bool:
+    return isinstance(x, QuantizedBlocks)
+
+
+def _dense(x: Any) -> Any:
+    return materialize_array(x) if _is_blocks(x) else x
+
+
+def _are_of_params(init: Callable[[Any], Any], params: Any) -> list[bool]:
+    """For each leaf of the state at the start, whether it is computed from the parameters' values.
+
+    Moments start from zeros, of which only the shape is that of the parameters.
+    """
+    jaxpr = jax.make_jaxpr(init)(params).jaxpr
+    found = set(jaxpr.invars)
+
+    def is_found(atom: Any) -> bool:
+        return not isinstance(atom, Literal) and atom in found
+
+    for eqn in jaxpr.eqns:
+        if any(map(is_found, eqn.invars)):
+            found.update(eqn.outvars)
+    return [is_found(v) for v in jaxpr.outvars]
