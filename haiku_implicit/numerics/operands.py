@@ -18,7 +18,7 @@ from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 
-class How(NamedTuple):
+class OperandSpec(NamedTuple):
     """How an operand is quantized; hashable.
 
     Attributes:
@@ -41,7 +41,7 @@ class How(NamedTuple):
 Limits = tuple[jax.Array | None, jax.Array]
 
 
-class Operand(NamedTuple):
+class QuantizedOperand(NamedTuple):
     """A quantized array: `(codes - zero_point) * scale`.
 
     Attributes:
@@ -70,12 +70,14 @@ class Operand(NamedTuple):
         return formats.arithmetic_dtype(like)
 
 
-def quantize(x: jax.Array, how: How, key: Any = None, limits: Limits | None = None) -> Operand:
+def quantize(
+    x: jax.Array, spec: OperandSpec, key: Any = None, limits: Limits | None = None
+) -> QuantizedOperand:
     """The nearest codes of an array, or random ones of the two that are next.
 
     Args:
       x: floating.
-      how: how.
+      spec: how it is quantized.
       key: a random key, for stochastic rounding.
       limits: the range of each scale, where that is known; None: it is that of the array. What lies
         beyond gets the last code.
@@ -84,9 +86,9 @@ def quantize(x: jax.Array, how: How, key: Any = None, limits: Limits | None = No
       ValueError: for a tile that does not divide its axis, and a calibration that the format does not
         have.
     """
-    fmt = formats.find(how.qtype)
+    fmt = formats.find(spec.qtype)
     x = x.astype(formats.arithmetic_dtype(x.dtype))
-    low, high = calibrate(x, how) if limits is None else _given(limits, x)
+    low, high = calibrate(x, spec) if limits is None else _given(limits, x)
     if low is None:
         scale, zero_point = _nonzero(high * np.asarray(1 / bound(fmt), high.dtype)), None
     else:
@@ -97,17 +99,17 @@ def quantize(x: jax.Array, how: How, key: Any = None, limits: Limits | None = No
     relative = x * expand(inverse, x.shape)
     if zero_point is not None:
         relative = relative + expand(zero_point, x.shape)
-    if how.rounding is not None:
-        relative = relative + noise(key, *how.rounding, x.shape).astype(x.dtype)
+    if spec.rounding is not None:
+        relative = relative + noise(key, *spec.rounding, x.shape).astype(x.dtype)
     inside = None
-    if clips(how.method):
+    if clips(spec.method):
         inside = (x <= expand(high, x.shape)) & (
             x >= expand(-high if low is None else low, x.shape)
         )
-    return Operand(_codes(relative, fmt), scale, zero_point, inside)
+    return QuantizedOperand(_codes(relative, fmt), scale, zero_point, inside)
 
 
-def stored_operand(q: QuantizedMatrix) -> Operand | None:
+def stored_operand(q: QuantizedMatrix) -> QuantizedOperand | None:
     """A stored matrix as an operand; None where its codes are no numbers with a scale alone."""
     fmt = formats.find(q.format)
     whole = _is_integer(fmt) and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
@@ -122,10 +124,10 @@ def stored_operand(q: QuantizedMatrix) -> Operand | None:
     scale = formats.by_rows(q.scale.astype(formats.arithmetic_dtype(q.scale.dtype)), rows)
     if q.axis == -2:
         codes, scale = jnp.swapaxes(codes, -1, -2), jnp.swapaxes(scale, -1, -2)
-    return Operand(codes, scale)
+    return QuantizedOperand(codes, scale)
 
 
-def dequantize(x: Operand, dtype: Any) -> jax.Array:
+def dequantize(x: QuantizedOperand, dtype: Any) -> jax.Array:
     """The values of an operand, in a dtype."""
     values = x.codes.astype(x.wide)
     if x.zero_point is not None:
@@ -135,7 +137,7 @@ def dequantize(x: Operand, dtype: Any) -> jax.Array:
     return values.astype(dtype)
 
 
-def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> Operand:
+def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> QuantizedOperand:
     """Activations as the product with a matrix rounds them, by its `activation`.
 
     Args:
@@ -146,7 +148,7 @@ def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> Operand:
     last, groups = x.ndim - 1, q.scale.shape[-1]
     tiled = bool(in_groups) and q.axis == -2 and groups > 1
     tile = (last, x.shape[-1] // groups) if tiled else None
-    return quantize(x, How(qtype, channels=tuple(range(last)), tile=tile))
+    return quantize(x, OperandSpec(qtype, channels=tuple(range(last)), tile=tile))
 
 
 def rounded_rows(x: jax.Array, q: QuantizedMatrix) -> jax.Array:
@@ -180,22 +182,22 @@ def clips(method: str) -> bool:
 # --- ranges --------------------------------------------------------------------------------------
 
 
-def calibrate(x: jax.Array, how: How) -> Limits:
+def calibrate(x: jax.Array, spec: OperandSpec) -> Limits:
     """The ends of the range of each scale, of an array.
 
     Args:
       x: floating.
-      how: how it is quantized.
+      spec: how it is quantized.
     """
     x = x.astype(formats.arithmetic_dtype(x.dtype))
-    name, arguments = _parse(how.method)
-    tiled, axes, shape = _blocks(x, how)
+    name, arguments = _parse(spec.method)
+    tiled, axes, shape = _blocks(x, spec)
 
     def over_blocks(fun: Any, y: jax.Array, **options: Any) -> jax.Array:
         return fun(y, axis=axes, keepdims=True, **options).reshape(shape)
 
     if name == "fixed":
-        return _fixed(x, how.method, arguments)
+        return _fixed(x, spec.method, arguments)
     if x.size == 0:
         return None, jnp.zeros(shape, x.dtype)
     if name == "minmax":
@@ -233,17 +235,17 @@ def _given(limits: Sequence[jax.Array | None], x: jax.Array) -> Any:
     return [None if end is None else broken + end.astype(x.dtype) for end in limits]
 
 
-def _blocks(x: jax.Array, how: How) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
+def _blocks(x: jax.Array, spec: OperandSpec) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
     """The array with the tiled axis in two, the axes that share a scale, and the shape of scales."""
-    shape = [size if i in how.channels else 1 for i, size in enumerate(x.shape)]
-    axes = [i for i in range(x.ndim) if i not in how.channels]
-    if how.tile is not None:
-        axis, size = how.tile
+    shape = [size if i in spec.channels else 1 for i, size in enumerate(x.shape)]
+    axes = [i for i in range(x.ndim) if i not in spec.channels]
+    if spec.tile is not None:
+        axis, size = spec.tile
         length = x.shape[axis]
         size = round(length * size) if isinstance(size, float) else size
         if size < 1 or length % size:
             raise ValueError(
-                f"tile_size: expected one that divides the axis of length {length}, got {how.tile[1]}"
+                f"tile_size: expected one that divides the axis of length {length}, got {spec.tile[1]}"
             )
         shape[axis] = length // size
         x = x.reshape(*x.shape[:axis], length // size, size, *x.shape[axis + 1 :])

@@ -14,7 +14,7 @@ from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
 from haiku_implicit.core.box import box
 from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.operands import How, Operand, quantize
+from haiku_implicit.numerics.operands import OperandSpec, QuantizedOperand, quantize
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import edits, selection
 from haiku_implicit.params.quant_stats import fixed_stats, takes_stats
@@ -363,7 +363,7 @@ def _stored(w: TrainedQuantized, stacked: int, rule: QuantRule) -> QuantizedMatr
     qt = quant_rules.as_training_rule(rule)
     channels = (*range(stacked), *(() if qt.disable_channelwise_axes else (w.ndim - 1,)))
     tile = None if qt.tile_size is None else (w.ndim - 2, qt.tile_size)
-    how = How(qt.weight_qtype, qt.weight_calibration_method, channels, tile)
+    how = OperandSpec(qt.weight_qtype, qt.weight_calibration_method, channels, tile)
     found = quantize(w.value, how)
     fmt, codes, offset = _storage(formats.find(qt.weight_qtype), found)
     lead = (*w.shape[:-2], w.shape[-1])
@@ -387,7 +387,9 @@ def _stored(w: TrainedQuantized, stacked: int, rule: QuantRule) -> QuantizedMatr
     )
 
 
-def _storage(fmt: formats.Format, found: Operand) -> tuple[formats.Format, Any, tuple[Any, ...]]:
+def _storage(
+    fmt: formats.Format, found: QuantizedOperand
+) -> tuple[formats.Format, Any, tuple[Any, ...]]:
     """The format, the codes (not packed) and the offset, if any, that stand for an operand's values."""
     if fmt.is_float:
         return fmt, found.codes, ()

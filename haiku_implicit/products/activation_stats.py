@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.numerics.operands import How, Limits, calibrate
+from haiku_implicit.numerics.operands import Limits, OperandSpec, calibrate
 
 _WAY_OUT = (
     "wrap the model in with_quant_stats after transform_implicit, and hand on the state that it "
@@ -97,13 +97,13 @@ class QuantStats:
 
 
 def static_limits(
-    x: jax.Array, how: How, batch_axes: Collection[int], stats: QuantStats | None
+    x: jax.Array, spec: OperandSpec, batch_axes: Collection[int], stats: QuantStats | None
 ) -> tuple[Limits, Callable[[jax.Array], jax.Array]]:
     """The static range of an activation, and what makes a product's result remember the activation.
 
     Args:
       x: the activation.
-      how: how it is quantized.
+      spec: how it is quantized.
       batch_axes: the axes that limits are averaged over.
       stats: what has been seen of it.
 
@@ -120,9 +120,9 @@ def static_limits(
             f"act_static_scale: there are no statistics{of} in quant_stats; {_WAY_OUT}"
         )
     if stats.mode == "fixed":
-        limits = _checked(stats, _structs(x, how, batch_axes)).sums
+        limits = _checked(stats, _structs(x, spec, batch_axes)).sums
         return _as_limits(limits), lambda out: out
-    seen = _seen(x, how, batch_axes)
+    seen = _seen(x, spec, batch_axes)
     if stats.shapes is not None:
         stats.shapes.note(stats.name, _shapes(seen))
         return _as_limits(seen), lambda out: out
@@ -158,14 +158,14 @@ def _remember_backward(added: Any, gradient: jax.Array) -> Any:
 _remember.defvjp(_remember_forward, _remember_backward)
 
 
-def _seen(x: jax.Array, how: How, batch_axes: Collection[int]) -> dict[str, jax.Array]:
+def _seen(x: jax.Array, spec: OperandSpec, batch_axes: Collection[int]) -> dict[str, jax.Array]:
     """The limits that an activation has by itself, averaged over axes."""
     if outside := [i for i in batch_axes if not -x.ndim <= i < x.ndim]:
         raise ValueError(
             f"act_batch_axes: expected axes of the activation, which has {x.ndim} (its shape is "
             f"{list(x.shape)}), got {outside[0]}"
         )
-    low, high = calibrate(jax.lax.stop_gradient(x), how)
+    low, high = calibrate(jax.lax.stop_gradient(x), spec)
     limits = {"absmax": high} if low is None else {"min": low, "max": high}
     axes = tuple({i % x.ndim for i in batch_axes})
     return {
@@ -174,8 +174,8 @@ def _seen(x: jax.Array, how: How, batch_axes: Collection[int]) -> dict[str, jax.
     }
 
 
-def _structs(x: jax.Array, how: How, batch_axes: Collection[int]) -> dict[str, Any]:
-    return jax.eval_shape(lambda x: _seen(x, how, batch_axes), x)
+def _structs(x: jax.Array, spec: OperandSpec, batch_axes: Collection[int]) -> dict[str, Any]:
+    return jax.eval_shape(lambda x: _seen(x, spec, batch_axes), x)
 
 
 def _shapes(limits: Any) -> dict[str, tuple[int, ...]]:

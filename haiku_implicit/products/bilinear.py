@@ -18,7 +18,13 @@ import numpy as np
 from jax.extend.core import Literal
 
 from haiku_implicit.core import compat
-from haiku_implicit.numerics.operands import How, Limits, Operand, dequantize, quantize
+from haiku_implicit.numerics.operands import (
+    Limits,
+    OperandSpec,
+    QuantizedOperand,
+    dequantize,
+    quantize,
+)
 from haiku_implicit.products.quant_rules import ProductConfig
 
 Axes = tuple[int | None, ...]
@@ -149,13 +155,13 @@ def multiply(product: Any, a: Any, b: Any, others: Any, dtype: Any, out_dtype: A
 
     Args:
       product: a `Product`, or a `Transposed` one.
-      a, b: arrays, or `Operand`s.
+      a, b: arrays, or `QuantizedOperand`s.
       others: what else it takes.
       dtype: what dequantized operands are cast to.
       out_dtype: of the result.
     """
     operands = (a, b)
-    if all(isinstance(x, Operand) and x.multiplies for x in operands):
+    if all(isinstance(x, QuantizedOperand) and x.multiplies for x in operands):
         tiled = [_tiled_axis(x, axes) for x, axes in zip(operands, product.axes, strict=True)]
         longest = _longest_sum(product, operands)
         if tiled == [None, None] and longest <= _LONGEST_SUM:
@@ -163,11 +169,16 @@ def multiply(product: Any, a: Any, b: Any, others: Any, dtype: Any, out_dtype: A
         cut = None if tiled == [None, None] else _cut(product, operands, tiled)
         if cut is not None and longest <= _LONGEST_SUM * cut[2]:
             return _in_tiles(product, a, b, others, *cut).astype(out_dtype)
-    dense = [dequantize(x, dtype) if isinstance(x, Operand) else x.astype(dtype) for x in operands]
+    dense = [
+        dequantize(x, dtype) if isinstance(x, QuantizedOperand) else x.astype(dtype)
+        for x in operands
+    ]
     return product(*dense, others, out_dtype).astype(out_dtype)
 
 
-def _product_of_codes(product: Any, a: Operand, b: Operand, others: Any) -> jax.Array:
+def _product_of_codes(
+    product: Any, a: QuantizedOperand, b: QuantizedOperand, others: Any
+) -> jax.Array:
     """Integers are summed as integers, exactly; all others in float32."""
     codes = [a.codes, b.codes]
     dtype = np.dtype(np.int32 if all(map(_is_integer, codes)) else np.float32)
@@ -214,7 +225,7 @@ def lay_out(scale: jax.Array, axes: Axes) -> jax.Array:
     return jnp.transpose(scale, (*used, *rest)).reshape(shape)
 
 
-def _tiled_axis(x: Operand, axes: Axes) -> int | None:
+def _tiled_axis(x: QuantizedOperand, axes: Axes) -> int | None:
     """The axis along which scales differ though the result has no such axis."""
     shape = () if x.scale is None else x.scale.shape
     return next((i for i, n in enumerate(shape) if n > 1 and i not in axes), None)
@@ -236,7 +247,13 @@ def _cut(product: Any, operands: Any, tiled: list[int | None]) -> tuple[int, int
 
 
 def _in_tiles(
-    product: Any, a: Operand, b: Operand, others: Any, a_axis: int, b_axis: int, count: int
+    product: Any,
+    a: QuantizedOperand,
+    b: QuantizedOperand,
+    others: Any,
+    a_axis: int,
+    b_axis: int,
+    count: int,
 ) -> jax.Array:
     """The sum of the products of tiles, each with its own scales."""
 
@@ -273,7 +290,7 @@ def quantized_product(
       product: the product.
       config: how.
       dtypes: of `lhs`, of `rhs` (None for those that get no gradient), and of the result.
-      operands: `lhs` and `rhs`: arrays, or `Operand`s, which are quantized already and get no
+      operands: `lhs` and `rhs`: arrays, or `QuantizedOperand`s, which are quantized already and get no
         gradient.
       others: what else the product takes, a tuple of arrays: no gradients by them.
       key: a random key for stochastic rounding, or None.
@@ -298,30 +315,30 @@ def _forward(
     out = multiply(product, lhs, rhs, others, dtype, dtypes[2])
     kept, inside = [], []
     for x, q in zip(operands, (lhs, rhs), strict=True):
-        changed = isinstance(q, Operand) and not isinstance(x, Operand)
+        changed = isinstance(q, QuantizedOperand) and not isinstance(x, QuantizedOperand)
         clipped = changed and q.inside is not None and not config.disable_gradient_clipping
         inside.append(q.inside if clipped else None)
         if changed and (config.use_original_residuals or _is_tiled(q)):
             q = x
-        kept.append(q._replace(inside=None) if isinstance(q, Operand) else q)
+        kept.append(q._replace(inside=None) if isinstance(q, QuantizedOperand) else q)
     return out, (kept, inside, others, key)
 
 
-def _is_tiled(q: Operand) -> bool:
+def _is_tiled(q: QuantizedOperand) -> bool:
     """Whether an operand has scales that the backward product would mix: it is kept dense then."""
     shapes = () if q.scale is None else zip(q.scale.shape, q.codes.shape, strict=True)
     return any(n not in (1, m) for n, m in shapes)
 
 
 def _quantized_side(product: Product, config: ProductConfig, i: int, x: Any, limits: Any) -> Any:
-    how = how_of_side(product, config, i, x)
-    return x if how is None else quantize(x, how, limits=limits)
+    spec = spec_of_side(product, config, i, x)
+    return x if spec is None else quantize(x, spec, limits=limits)
 
 
-def how_of_side(product: Product, config: ProductConfig, i: int, x: Any) -> How | None:
+def spec_of_side(product: Product, config: ProductConfig, i: int, x: Any) -> OperandSpec | None:
     """How the forward pass quantizes an operand; None where it does not."""
     qtype = getattr(config, f"{SIDES[i]}_qtype")
-    if qtype is None or isinstance(x, Operand) or not jnp.issubdtype(x.dtype, np.floating):
+    if qtype is None or isinstance(x, QuantizedOperand) or not jnp.issubdtype(x.dtype, np.floating):
         return None
     method = getattr(config, f"{SIDES[i]}_calibration_method")
     shared = getattr(config, f"{SIDES[i]}_disable_channelwise_axes")
@@ -336,10 +353,10 @@ def _how(
     shared: bool,
     tile_size: Any,
     rounding: Any = None,
-) -> How:
+) -> OperandSpec:
     channels = () if shared else tuple(a for a in product.axes[i] if a is not None)
     tile = (product.summed[-1][i], tile_size) if tile_size and product.summed else None
-    return How(qtype, method, channels, tile, rounding)
+    return OperandSpec(qtype, method, channels, tile, rounding)
 
 
 def _backward(
@@ -351,7 +368,7 @@ def _backward(
         if dtypes[i] is None or not jnp.issubdtype(dtypes[i], np.inexact):
             found.append(None)
             continue
-        own = kept[i].codes if isinstance(kept[i], Operand) else kept[i]
+        own = kept[i].codes if isinstance(kept[i], QuantizedOperand) else kept[i]
         transposed = Transposed(product, i, _struct(own))
         out = _gradient(transposed, config, gradient, kept[1 - i], others, key, dtypes[i])
         found.append(out if inside[i] is None else jnp.where(inside[i], out, 0))
@@ -367,7 +384,7 @@ def _gradient(
     tile_size = getattr(config, f"{side}_tile_size")
     wide = jnp.promote_types(g.dtype, dtype)
     if qtype is not None:
-        if isinstance(y, Operand) and y.multiplies and not _is_tiled(y):
+        if isinstance(y, QuantizedOperand) and y.multiplies and not _is_tiled(y):
             # The scales of y lie along axes that are summed here, so the gradient takes them.
             g = _scaled(g, y.scale, product.product.axes[1 - product.side])
             y = y._replace(scale=None)
@@ -377,7 +394,7 @@ def _gradient(
         rounding = rounding and (rounding, config.channelwise_noise_axes)
         g = quantize(g, _how(product, 0, qtype, method, shared, tile_size, rounding), key)
     residual = getattr(config, f"{side}_residual_qtype")
-    if residual is not None and not isinstance(y, Operand):
+    if residual is not None and not isinstance(y, QuantizedOperand):
         method = getattr(config, f"{side}_residual_calibration_method")
         shared = getattr(config, f"{side}_residual_disable_channelwise_axes")
         y = quantize(y, _how(product, 1, residual, method, shared, tile_size))

@@ -17,11 +17,11 @@ from jax.extend.core import Literal
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.numerics.operands import How, Limits, Operand, stored_operand
+from haiku_implicit.numerics.operands import Limits, OperandSpec, QuantizedOperand, stored_operand
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products import quant_rules
 from haiku_implicit.products.activation_stats import QuantStats, static_limits
-from haiku_implicit.products.bilinear import Product, how_of_side, quantized_product
+from haiku_implicit.products.bilinear import Product, quantized_product, spec_of_side
 
 
 def dot_general(
@@ -332,10 +332,10 @@ def _apply(
     pair = [_as_operand(x) for x in operands]
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     out = jax.eval_shape(plain, *structs, *others)  # raises what JAX has to say of the arguments
-    if rule.weight_qtype is None and not any(isinstance(x, Operand) for x in pair):
+    if rule.weight_qtype is None and not any(isinstance(x, QuantizedOperand) for x in pair):
         return plain(*pair, *others)
     config = quant_rules.config_of(rule, *weights)
-    dtypes = [None if isinstance(x, Operand) else x.dtype for x in pair]
+    dtypes = [None if isinstance(x, QuantizedOperand) else x.dtype for x in pair]
     limits, remember = _ranges(product, config, rule, weights, pair, stats)
     out = quantized_product(product, config, (*dtypes, out.dtype), tuple(pair), others, key, limits)
     return remember(out)
@@ -350,7 +350,7 @@ def _ranges(
     stats: QuantStats | None,
 ) -> tuple[Any, Callable[[jax.Array], jax.Array]]:
     """The static ranges of both operands, None for dynamic ones; see `static_limits`."""
-    own = [how_of_side(product, config, i, pair[i]) for i in (0, 1)]
+    own = [spec_of_side(product, config, i, pair[i]) for i in (0, 1)]
     static = [i for i in (0, 1) if rule.act_static_scale and not weights[i] and own[i] is not None]
     if len(static) > 1:
         raise ValueError(
@@ -360,8 +360,8 @@ def _ranges(
     limits: list[Limits | None] = [None, None]
     if not static:
         return tuple(limits), lambda out: out
-    how = cast(How, own[static[0]])
-    limits[static[0]], remember = static_limits(pair[static[0]], how, rule.act_batch_axes, stats)
+    spec = cast(OperandSpec, own[static[0]])
+    limits[static[0]], remember = static_limits(pair[static[0]], spec, rule.act_batch_axes, stats)
     return tuple(limits), remember
 
 
@@ -371,4 +371,4 @@ def _as_operand(x: Any) -> Any:
     if not isinstance(x, QuantizedMatrix):
         return materialize_array(x)
     stored = stored_operand(x)
-    return Operand(materialize_array(x), None) if stored is None else stored
+    return QuantizedOperand(materialize_array(x), None) if stored is None else stored

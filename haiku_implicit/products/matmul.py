@@ -23,7 +23,12 @@ from jax.interpreters import ad, batching, mlir
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.numerics.layout import Order, matrices, sizes
-from haiku_implicit.numerics.operands import Operand, quantize_rows, rounded_rows, stored_operand
+from haiku_implicit.numerics.operands import (
+    QuantizedOperand,
+    quantize_rows,
+    rounded_rows,
+    stored_operand,
+)
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.bilinear import Product, multiply
 from haiku_implicit.products.blocked import slices
@@ -132,7 +137,7 @@ def _reference_2d(x: jax.Array, q: QuantizedMatrix, precision: Any, dtype: Any) 
 
 
 def _dot_of_rounded(
-    x: Operand, w: QuantizedMatrix, numbers: Any, precision: Any, dtype: Any
+    x: QuantizedOperand, w: QuantizedMatrix, numbers: Any, precision: Any, dtype: Any
 ) -> jax.Array:
     """The product of rounded rows, of integers or 8-bit floats where both are such."""
     options = dict(dimension_numbers=numbers, precision=precision)
