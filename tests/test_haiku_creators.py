@@ -200,6 +200,7 @@ def test_zeros_creator_around_lora_creator():
     assert isinstance(params["mlp/~/linear_0"]["w"].w, hki.Zeros)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", ["creator", "getter"])
 @pytest.mark.parametrize("kind", ["zeros", "lora", "int8"])
 def test_state(kind, name):
@@ -229,6 +230,7 @@ def test_state(kind, name):
 # --- within Haiku's features ------------------------------------------------------------------
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("may_be_dense")
 @pytest.mark.parametrize("where", ["creator", "getter"])
 @pytest.mark.parametrize("name", MODELS)

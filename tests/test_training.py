@@ -144,6 +144,7 @@ def reference(params, x, dense=True):
     return jax.value_and_grad(dense_loss)(trainable)
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("dense", [True, False, "linear/.*"])
 @pytest.mark.parametrize(
@@ -255,6 +256,7 @@ def test_as_on_the_trainable_part(freezer, name):
     assert pickle.loads(pickle.dumps(state)) is not None
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("kind", ["dense", "none", "float0"])
 @pytest.mark.parametrize("with_params", [True, False])
 def test_gradients_of_other_kinds(kind, with_params):

@@ -18,6 +18,7 @@ from haiku_implicit.quantization import (
     dot_general,
     ragged_dot,
 )
+from tests.tiers import few
 
 MATRICES = (((1,), (0,)), ((), ()))
 INT8 = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
@@ -268,6 +269,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("with_key", [False, True])
 def test_rearranged_weights_are_still_weights(way, with_key):
@@ -407,7 +409,7 @@ def train(model, params, optimizer, loss_of, steps):
     return params, float(loss)
 
 
-@pytest.mark.parametrize("rounding", [None, "low_bit_uniform"])
+@pytest.mark.parametrize("rounding", few([None, "low_bit_uniform"], "low_bit_uniform"))
 def test_a_model_trains_as_well_in_eight_bits(rounding):
     rule = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8",
                   bwd_stochastic_rounding=rounding)  # fmt: skip
@@ -488,7 +490,7 @@ def test_odd_lengths_are_padded_or_refused():
         hki.convert_trained({"a": {"w": hki.TrainedQuantized(w, rules=(QtRule(),))}})
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", few([8, 4, 2], 4))
 def test_products_by_bits(bits):
     x, w = normal((5, 12), 0), normal((12, 7), 1)
     name = f"int{bits}"
