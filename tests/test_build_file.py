@@ -212,6 +212,12 @@ def test_every_program_of_the_examples_is_a_binary():
     assert {source for target in binaries for source in target.srcs} == programs
 
 
+def test_pre_commit_and_the_whole_run_use_one_buildifier():
+    files = (".pre-commit-config.yaml", ".ci/run")
+    named = {re.search(r"@bazel/buildifier@[\d.]+", (ROOT / file).read_text())[0] for file in files}
+    assert len(named) == 1
+
+
 @functools.cache
 def source_of(module):
     """The file of a module that is ours; the scripts of `examples/` import each other by bare names."""
