@@ -81,7 +81,7 @@ class LoRA(Wrapper, core_ndim=2):
         )
         with expecting(sentence):
             chex.assert_shape([self.w, self.a], (..., None, None))
-            chex.assert_axis_dimension_gt(self.a, -1, 0)
+            chex.assert_scalar_positive(a[-1])  # the rank
             axes = chex.Dimensions(N=w[-2], M=w[-1], R=a[-1])
             chex.assert_shape(self.a, (*w[:-2], *axes["NR"]))
             chex.assert_shape(self.b, (*w[:-2], *axes["RM"]))
@@ -169,7 +169,7 @@ def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
         return NotImplemented  # an algorithm is for the dtypes it was chosen for
     if any(not jnp.issubdtype(d, np.inexact) for d in (w.dtype, preferred or w.dtype)):
         return NotImplemented
-    operands = tuple(y.astype(common) for y in (x, w.a, w.b))
+    operands = x.astype(common), w.a.astype(common), w.b.astype(common)
     if preferred is not None:  # which must not be narrower than the operands
         preferred = jnp.promote_types(preferred, common)
     options = dict(precision=precision, preferred_element_type=preferred)
