@@ -256,7 +256,7 @@ def test_targets_that_match_nothing(params, name):
         CALLS[name](params, targets=3)
     with pytest.raises(TypeError, match="params: expected a mapping .* got tuple"):
         CALLS[name]((params, {}), targets=".*")
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         CALLS[name](params, targets="(")
 
 

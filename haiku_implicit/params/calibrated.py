@@ -14,13 +14,22 @@ import numpy as np
 from haiku_implicit.arrays import observed
 from haiku_implicit.arrays.observed import Observed
 from haiku_implicit.arrays.scaled import ScaledMatrix
-from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.numerics import channel_scales, formats, scales
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params import edits, progress, selection
-from haiku_implicit.params.selection import Targets
+from haiku_implicit.params import progress
+from haiku_implicit.params.options import GroupSize, QuantizeOptions
+from haiku_implicit.params.selection import describe, errors_name
+from haiku_implicit.params.trees import (
+    Parameter,
+    map_parameters,
+    parameters_of,
+    replace_marked,
+    replace_targets,
+)
 
 
 def input_moments(
@@ -106,29 +115,21 @@ def _collect(
     targets: Targets | None,
 ) -> dict[str, jax.Array]:
     """A statistic of the inputs of each target, those of single batches joined."""
-    looked_for = "a dense weight"
-    default = selection.takes_quantization(dict(group_size=None, axis=-2, dtype="int8")), looked_for
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def note(path: str, value: Any) -> Any:
-        shapes[path] = tuple(value.shape)
-        return value
+    def note(parameter: Parameter) -> Any:
+        shapes[parameter.path] = tuple(parameter.value.shape)
+        return parameter.value
 
-    params = edits._replace(params, targets, default, note)
+    options = QuantizeOptions()
+    params = replace_targets(params, targets, note, options.takes, options.default)
 
     def total(sums: dict[str, jax.Array], batch: Any) -> jax.Array:
-        def with_sums(module_name: str, name: str, value: Any) -> Any:
-            path = selection.path(module_name, name)
+        def observed_weight(parameter: Parameter) -> Any:
+            path, value = parameter.path, parameter.value
             return Observed(value, sums[path], statistic) if path in sums else value
 
-        out = use_implicit_args(apply)(edits._map(with_sums, params), batch)
-        floating = [
-            y for y in jax.tree.leaves(out, is_leaf=is_implicit)
-            if jnp.issubdtype(y.dtype, np.inexact)
-        ]  # fmt: skip
-        if not floating:
-            raise ValueError("apply: expected floating outputs, got none")
-        return sum((jnp.sum(y).astype(jnp.float32) for y in floating), jnp.float32(0))
+        return _total(use_implicit_args(apply)(map_parameters(observed_weight, params), batch))
 
     zeros = {
         path: jnp.zeros((*shape[:-2], *statistic.shape(shape[-2])), jnp.float32)
@@ -145,6 +146,15 @@ def _collect(
     seen = {path: x for path, x in found.items() if bool((x != 0).any())}
     _warn_of_unseen([path for path in shapes if path not in seen], len(shapes))
     return seen
+
+
+def _total(outputs: Any) -> jax.Array:
+    """The sum of all floating outputs: something that has a gradient."""
+    leaves = jax.tree.leaves(outputs, is_leaf=is_implicit)
+    floating = [y for y in leaves if jnp.issubdtype(y.dtype, np.inexact)]
+    if not floating:
+        raise ValueError("apply: expected floating outputs, got none")
+    return sum((jnp.sum(y).astype(jnp.float32) for y in floating), jnp.float32(0))
 
 
 def _warn_of_unseen(unseen: list[str], count: int) -> None:
@@ -164,7 +174,7 @@ def quantize_with_inputs(
     *,
     method: str = "gptq",
     dtype: str = "int4",
-    group_size: Any = None,
+    group_size: GroupSize = None,
     zero_point: bool = False,
     calibration: str | None = "mse",
     scale_dtype: Any = None,
@@ -210,8 +220,9 @@ def quantize_with_inputs(
       True
     """
     fun, of_inputs = _method(method)
-    options = dict(dtype=dtype, group_size=group_size, zero_point=zero_point,
-                   calibration=calibration, scale_dtype=scale_dtype, activation=activation)  # fmt: skip
+    options = QuantizeOptions(
+        dtype, group_size, -2, zero_point, calibration, scale_dtype, activation
+    )
     if of_inputs == "maxima" and activation is None:
         raise ValueError(
             f"method: {method!r} is for activations that are quantized, too: expected "
@@ -223,70 +234,62 @@ def quantize_with_inputs(
             "weight [n, m] of the model is multiplied as x @ w where there is a gradient; "
             "quantize_params quantizes others, without inputs"
         )
-    found: set[str] = set()
-
-    def quantized(module_name: str, name: str, value: Any) -> Any:
-        path = selection.path(module_name, name)
-        if path not in inputs:
-            return value
-        found.add(path)
-        _check_inputs(path, value, inputs[path], of_inputs)
-        try:
-            with jax.numpy_dtype_promotion("standard"):
-                return fun(value, inputs[path], options)
-        except (TypeError, ValueError) as e:
-            raise type(e)(f"{path} ({selection.describe(value)}): {e}") from e
-
-    new = edits.map_in_steps(quantized, params)
-    if missing := sorted(inputs.keys() - found):
+    paths = [parameter.path for parameter in parameters_of(params)]
+    if missing := sorted(inputs.keys() - set(paths)):
         raise ValueError(f"inputs: the parameters have no {', '.join(missing)}")
-    return new
+
+    def quantized(parameter: Parameter) -> ImplicitArray:
+        path, value = parameter.path, parameter.value
+        _check_inputs(path, value, inputs[path], of_inputs)
+        with errors_name(path, value), jax.numpy_dtype_promotion("standard"):
+            return fun(value, inputs[path], options)
+
+    return replace_marked(params, [path in inputs for path in paths], quantized)
 
 
-Options = dict[str, Any]
-
-
-def _gptq(w: jax.Array, moments: jax.Array, options: Options) -> QuantizedMatrix:
-    return QuantizedMatrix.quantize(w, **options, moments=moments)
+def _gptq(w: jax.Array, moments: jax.Array, options: QuantizeOptions) -> QuantizedMatrix:
+    return options.quantize(w, moments)
 
 
 def _awq(
-    w: jax.Array, moments: jax.Array, options: Options, products: bool = False
+    w: jax.Array, moments: jax.Array, options: QuantizeOptions, products: bool = False
 ) -> ScaledMatrix:
     """With the scales of least error by rounding to the nearest, also where `products` are used."""
-    scale = _awq_scale(w, moments, tuple((k, _hashable(v)) for k, v in options.items()))
+    scale = _awq_scale(w, moments, options)
     return _scaled(w, scale, options, moments if products else _diagonal(moments))
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _awq_scale(w: jax.Array, moments: jax.Array, options: Any) -> jax.Array:
+def _awq_scale(w: jax.Array, moments: jax.Array, options: QuantizeOptions) -> jax.Array:
     def error(scale: jax.Array) -> jax.Array:
-        held = materialize_array(_scaled(w, scale, dict(options), _diagonal(moments)))
+        held = materialize_array(_scaled(w, scale, options, _diagonal(moments)))
         return channel_scales.product_error((held - w).astype(moments.dtype), moments)
 
     return channel_scales.awq(moments, error)
 
 
 def _smoothquant(
-    w: jax.Array, maxima: jax.Array, options: Options, alpha: float = 0.5
+    w: jax.Array, maxima: jax.Array, options: QuantizeOptions, alpha: float = 0.5
 ) -> ScaledMatrix:
     return _scaled(w, channel_scales.smoothquant(w, maxima, alpha), options, None)
 
 
-def _scaled(w: jax.Array, scale: jax.Array, options: Options, moments: Any) -> ScaledMatrix:
+def _scaled(
+    w: jax.Array, scale: jax.Array, options: QuantizeOptions, moments: jax.Array | None
+) -> ScaledMatrix:
     """`w`, divided by the scale of its input channels and quantized then, for inputs times the scale.
 
     Args:
       w: `[..., k, m]`.
       scale: `[..., k]`.
-      options: of `QuantizedMatrix.quantize`.
+      options: how it is quantized.
       moments: of the inputs, `[..., k, k]`; or the diagonal, `[..., k]`; or None.
     """
     wide = scale.astype(formats.arithmetic_dtype(w.dtype))
     if moments is not None:
         scales = wide**2 if moments.ndim < w.ndim else wide[..., None] * wide[..., None, :]
         moments = moments * scales
-    matrix = QuantizedMatrix.quantize(w / wide[..., None], **options, moments=moments)
+    matrix = options.quantize(w / wide[..., None], moments)
     return ScaledMatrix(
         matrix if matrix.dtype == w.dtype else matrix._replace(dtype=w.dtype), scale
     )
@@ -294,10 +297,6 @@ def _scaled(w: jax.Array, scale: jax.Array, options: Options, moments: Any) -> S
 
 def _diagonal(moments: jax.Array) -> jax.Array:
     return jnp.diagonal(moments, axis1=-2, axis2=-1)
-
-
-def _hashable(x: Any) -> Any:
-    return tuple(x) if isinstance(x, list) else x
 
 
 # Name: (the function of a weight, of what is known of its inputs, and of options; what that is).
@@ -336,7 +335,7 @@ def _check_inputs(path: str, value: Any, of_inputs: jax.Array, what: str) -> Non
     if is_implicit(value) or list(of_inputs.shape) != wanted:
         raise ValueError(
             f"{path}: expected a dense weight [..., k, m] and of its inputs what input_{what} says, "
-            f"[..., {axes}], got {selection.describe(value)} and {list(of_inputs.shape)}"
+            f"[..., {axes}], got {describe(value)} and {list(of_inputs.shape)}"
         )
     if scales.known_nonfinite(of_inputs):
         raise ValueError(f"{path}: {what} of its inputs are infinite or NaN; look for such inputs")

@@ -30,15 +30,33 @@ import jax.numpy as jnp
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.quantized_cache import QuantizedCache
+from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.box import box
-from haiku_implicit.params import selection
-from haiku_implicit.params.selection import Initializer, Targets
+from haiku_implicit.core.predicates import Predicate, Targets, path_of, predicate_of
+from haiku_implicit.params.options import (
+    GroupSize,
+    Initializer,
+    LoRAOptions,
+    QuantizeOptions,
+    checked_group_size,
+    zeros_for,
+)
+from haiku_implicit.params.selection import LORA_SUFFIXES, errors_name, is_floating
 
 Creator = Callable[..., jax.Array]
 Getter = Callable[..., jax.Array]
 
 # True while `lora_getter` asks Haiku for its own parameters: no creator or getter of ours acts on them.
 _making_factors: contextvars.ContextVar[bool] = contextvars.ContextVar("factors", default=False)
+
+
+@contextlib.contextmanager
+def _factors() -> Iterator[None]:
+    token = _making_factors.set(True)
+    try:
+        yield
+    finally:
+        _making_factors.reset(token)
 
 
 def zeros_creator(targets: Targets) -> Creator:
@@ -65,14 +83,18 @@ def zeros_creator(targets: Targets) -> Creator:
       >>> t.init(0, jnp.ones((1, 2)))['linear']['b']
       Zeros(float32[3])
     """
-    chosen = selection.chooser(targets, None)
+    chosen = predicate_of("targets", targets)
 
     def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
-        if _applies(chosen, _final_name(context), jax.ShapeDtypeStruct(shape, dtype)):
-            return next_creator(shape, dtype, _zeros)
+        if _applies(chosen, *_final_name(context), jax.ShapeDtypeStruct(shape, dtype)):
+            init = _zeros
         return next_creator(shape, dtype, init)
 
     return creator
+
+
+def _zeros(shape: Any, dtype: Any) -> jax.Array:
+    return box(zeros_for(jax.ShapeDtypeStruct(shape, dtype)))
 
 
 def lora_creator(
@@ -117,25 +139,14 @@ def lora_creator(
       >>> t.init(0, jnp.ones((1, 2)))['mlp/~/linear_1']['w']
       LoRA(float32[8,4], w=float32[8,4], a=float32[8,2], b=float32[2,4], alpha=None)
     """
-    _check_lora(rank, alpha)
-    chosen = selection.chooser(targets, selection.takes_lora(rank))
-
-    def creator(
-        next_creator: Any, shape: Any, dtype: Any, initializer: Any, context: Any
-    ) -> jax.Array:
-        value = next_creator(shape, dtype, initializer)
-        name = _final_name(context)
-        if not _applies(chosen, name, value):
-            return value
-        key = hk.next_rng_key()
-        return box(selection.make_lora("/".join(name), value, key, rank, alpha, init))
-
-    return creator
+    options = LoRAOptions(rank, alpha, init)
+    chosen = predicate_of("targets", targets, options.takes)
+    return _creator(chosen, lambda path, value: options.put_on(path, value, hk.next_rng_key()))
 
 
 def quantize_creator(
     dtype: str = "int8",
-    group_size: int | tuple[int, int] | str | None = None,
+    group_size: GroupSize = None,
     targets: Targets | None = None,
     *,
     axis: int = -2,
@@ -175,18 +186,10 @@ def quantize_creator(
       >>> type(t.init(0, jnp.ones((1, 8)))['linear']['w']).__name__
       'QuantizedMatrix'
     """
-    make, default = _quantizer(
-        dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
-        calibration=calibration, scale_dtype=scale_dtype, activation=activation,
-    )  # fmt: skip
-    chosen = selection.chooser(targets, default)
-
-    def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
-        value = next_creator(shape, dtype, init)
-        name = _final_name(context)
-        return make("/".join(name), value) if _applies(chosen, name, value) else value
-
-    return creator
+    options = QuantizeOptions(
+        dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
+    )
+    return _creator(predicate_of("targets", targets, options.takes), options.put_on)
 
 
 def cache_creator(
@@ -227,25 +230,40 @@ def cache_creator(
       >>> type(state['~']['keys']).__name__
       'QuantizedCache'
     """
-    selection.check_group_size(group_size)
-    chosen = selection.chooser(targets, _is_cache)
+    checked_group_size(group_size)
 
-    def creator(next_creator: Any, shape: Any, dtype_: Any, init: Any, context: Any) -> jax.Array:
-        value = next_creator(shape, dtype_, init)
+    def quantized(path: str, value: jax.Array) -> QuantizedCache:
+        with errors_name(path, value):
+            return QuantizedCache.quantize(value, dtype, group_size, axis=-1)
+
+    return _creator(predicate_of("targets", targets, _is_cache), quantized)
+
+
+def _is_cache(module_name: str, name: str, value: Any) -> bool:
+    return len(value.shape) >= 3 and is_floating(value)
+
+
+def _creator(chosen: Predicate, make: Callable[[str, jax.Array], ImplicitArray]) -> Creator:
+    """A creator of `make(path, value)` in place of what is chosen."""
+
+    def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
+        value = next_creator(shape, dtype, init)
         name = _final_name(context)
-        if not _applies(chosen, name, value):
-            return value
-        try:
-            return box(QuantizedCache.quantize(value, dtype, group_size, axis=-1))
-        except (TypeError, ValueError) as e:
-            path = "/".join(name)
-            raise type(e)(f"{path} ({selection.describe(value)}): {e}") from e
+        return box(make(path_of(*name), value)) if _applies(chosen, *name, value) else value
 
     return creator
 
 
-def _is_cache(module_name: str, name: str, value: Any) -> bool:
-    return len(value.shape) >= 3 and jnp.issubdtype(value.dtype, jnp.floating)
+def _final_name(context: Any) -> tuple[str, str]:
+    """The module and the name under which the outermost function stores a parameter."""
+    return (context.lifted_prefix_name or "") + context.module_name, context.name
+
+
+def _applies(chosen: Predicate, module_name: str, name: str, value: Any) -> bool:
+    return not _making_factors.get() and bool(chosen(module_name, name, value))
+
+
+# --- getters -------------------------------------------------------------------------------------
 
 
 def zeros_getter(targets: Targets) -> Getter:
@@ -270,14 +288,8 @@ def zeros_getter(targets: Targets) -> Getter:
       >>> print(t.apply(t.init(0, jnp.ones((1, 2))), None, jnp.ones((1, 2))))
       [[1. 1. 1.]]
     """
-    chosen = selection.chooser(targets, None)
-
-    def getter(next_getter: Any, value: Any, context: Any) -> jax.Array:
-        if _applies(chosen, (context.module_name, context.name), value):
-            value = box(selection.make_zeros(value))
-        return next_getter(value)
-
-    return getter
+    chosen = predicate_of("targets", targets)
+    return getter_of(chosen, lambda context, value: zeros_for(value))
 
 
 def lora_getter(
@@ -315,21 +327,28 @@ def lora_getter(
       >>> jax.tree.map(jnp.shape, t.init(0, jnp.ones((1, 2))))
       {'linear': {'b': (3,), 'w': (2, 3), 'w_lora_a': (2, 1), 'w_lora_b': (1, 3)}}
     """
-    _check_lora(rank, alpha)
-    chosen = selection.chooser(targets, selection.takes_lora(rank))
+    options = LoRAOptions(rank, alpha, init)
+    chosen = predicate_of("targets", targets, options.takes)
 
-    def getter(next_getter: Any, value: Any, context: Any) -> jax.Array:
-        name = (context.module_name, context.name)
-        if _applies(chosen, name, value):
-            value = box(_with_factors(context, value, rank, alpha, init))
-        return next_getter(value)
+    def with_factors(context: Any, value: jax.Array) -> LoRA:
+        options.check(path_of(context.module_name, context.name), value)
+        name_a, name_b = (context.name + suffix for suffix in LORA_SUFFIXES)
+        shape_a, shape_b = options.factor_shapes(value.shape)
+        # Asked for as the parameter itself was, so that whatever casts that casts the factors too.
+        dtype = context.original_dtype or value.dtype
+        with _factors():
+            a = hk.get_parameter(
+                name_a, shape_a, dtype, lambda *of: options.draw(hk.next_rng_key(), *of)
+            )
+            b = hk.get_parameter(name_b, shape_b, dtype, jnp.zeros)
+        return LoRA(value, a, b, alpha)
 
-    return getter
+    return getter_of(chosen, with_factors)
 
 
 def quantize_getter(
     dtype: str = "int8",
-    group_size: int | tuple[int, int] | str | None = None,
+    group_size: GroupSize = None,
     targets: Targets | None = None,
     *,
     axis: int = -2,
@@ -370,72 +389,23 @@ def quantize_getter(
       >>> params['linear']['w'].dtype.name, float(t.apply(params, None, jnp.ones((1, 2)))[0, 0])
       ('float32', 2.0)
     """
-    make, default = _quantizer(
-        dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
-        calibration=calibration, scale_dtype=scale_dtype, activation=activation,
-    )  # fmt: skip
-    chosen = selection.chooser(targets, default)
+    options = QuantizeOptions(
+        dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
+    )
+    chosen = predicate_of("targets", targets, options.takes)
 
-    def getter(next_getter: Any, value: Any, context: Any) -> jax.Array:
-        name = (context.module_name, context.name)
-        return next_getter(make("/".join(name), value) if _applies(chosen, name, value) else value)
+    def quantized(context: Any, value: jax.Array) -> ImplicitArray:
+        return options.put_on(path_of(context.module_name, context.name), value)
+
+    return getter_of(chosen, quantized)
+
+
+def getter_of(chosen: Predicate, make: Callable[[Any, jax.Array], ImplicitArray]) -> Getter:
+    """A getter of `make(context, value)` in place of what is chosen."""
+
+    def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
+        if _applies(chosen, context.module_name, context.name, value):
+            value = box(make(context, value))
+        return next_getter(value)
 
     return getter
-
-
-def _check_lora(rank: Any, alpha: Any) -> None:
-    selection.check_rank(rank)
-    selection.check_alpha(alpha)
-
-
-def _quantizer(**options: Any) -> tuple[Any, Any]:
-    """What makes a boxed quantized array of a parameter, and the default targets."""
-    selection.check_group_size(options["group_size"])
-    selection.check_axis(options["axis"])
-
-    def make(path: str, value: Any) -> jax.Array:
-        return box(selection.make_quantized(path, value, options))
-
-    return make, selection.takes_quantization(options)
-
-
-def _with_factors(
-    context: Any, value: Any, rank: int, alpha: float | None, init: Initializer | None
-) -> LoRA:
-    """LoRA of a parameter and two more that Haiku stores beside it."""
-    path = f"{context.module_name}/{context.name}"
-    selection.check_fits(path, value, rank)
-    *batch, n, m = value.shape
-    # Asked for as the parameter itself was, so that whatever casts that casts the factors too.
-    dtype = context.original_dtype or value.dtype
-
-    def init_a(shape: Any, dtype: Any) -> jax.Array:
-        return (init or selection.kaiming_uniform)(hk.next_rng_key(), shape, dtype)
-
-    name_a, name_b = (context.name + suffix for suffix in selection.LORA_SUFFIXES)
-    with _factors():
-        a = hk.get_parameter(name_a, (*batch, n, rank), dtype, init_a)
-        b = hk.get_parameter(name_b, (*batch, rank, m), dtype, jnp.zeros)
-    return LoRA(value, a, b, alpha)
-
-
-@contextlib.contextmanager
-def _factors() -> Iterator[None]:
-    token = _making_factors.set(True)
-    try:
-        yield
-    finally:
-        _making_factors.reset(token)
-
-
-def _applies(chosen: selection.Predicate, name: tuple[str, str], value: Any) -> bool:
-    return not _making_factors.get() and bool(chosen(*name, value))
-
-
-def _final_name(context: Any) -> tuple[str, str]:
-    """The module and the name under which the outermost function stores a parameter."""
-    return (context.lifted_prefix_name or "") + context.module_name, context.name
-
-
-def _zeros(shape: Any, dtype: Any) -> jax.Array:
-    return box(selection.make_zeros(jax.ShapeDtypeStruct(shape, dtype)))

@@ -1,23 +1,36 @@
 """Functions on a tree of existing parameters: implicit arrays put in, and LoRA merged again."""
 
+import dataclasses
+import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.static_quantized import StaticQuantized
-from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.predicates import Targets
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params import progress, selection
-from haiku_implicit.params.selection import Initializer, Targets
-from haiku_implicit.products import quant_rules
+from haiku_implicit.params.options import (
+    GroupSize,
+    Initializer,
+    LoRAOptions,
+    QuantizeOptions,
+    zeros_for,
+)
+from haiku_implicit.params.selection import describe
+from haiku_implicit.params.trees import (
+    Parameter,
+    checked_rules,
+    map_parameters,
+    replace_by_rules,
+    replace_targets,
+)
 from haiku_implicit.products.activation_stats import QuantStats
+from haiku_implicit.products.quant_rules import QtRule, QuantRule
 
 
 def add_lora(
@@ -65,35 +78,28 @@ def add_lora(
       ValueError: targets: 'linear/v' matches none of the 2 parameters (the whole of 'module/name'
       has to match). Nearest: linear/w, linear/b
     """
-    selection.check_rank(rank)
-    selection.check_alpha(alpha)
+    options = LoRAOptions(rank, alpha, init)
     key = jax.random.key(key) if isinstance(key, int) else key
 
-    def make(path: str, value: Any) -> Any:
-        if isinstance(value, LoRA):
-            raise ValueError(
-                f"{path}: this is {selection.describe(value)} already; merge_lora it first, or leave "
-                "it out by targets="
-            )
-        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        return selection.make_lora(path, value, own, rank, alpha, init)
+    def make(parameter: Parameter) -> LoRA:
+        path, value = parameter.path, parameter.value
+        return options.put_on(path, value, jax.random.fold_in(key, zlib.crc32(path.encode())))
 
-    default = selection.takes_lora(rank), f"a weight with room for LoRA of rank {rank}"
-    return _replace(params, targets, default, make)
+    return replace_targets(params, targets, make, options.takes, options.default)
 
 
 def quantize_params(
     params: Any,
     *,
     dtype: str = "int8",
-    group_size: int | tuple[int, int] | str | None = None,
+    group_size: GroupSize = None,
     targets: Targets | None = None,
     axis: int = -2,
     zero_point: bool = False,
     calibration: str | None = None,
     scale_dtype: Any = None,
     activation: str | None = None,
-    rules: Sequence[quant_rules.QuantRule] | None = None,
+    rules: Sequence[QuantRule] | None = None,
 ) -> Any:
     """Quantizes weights of a tree of parameters; of a LoRA weight its `w`.
 
@@ -135,19 +141,49 @@ def quantize_params(
       >>> new['linear']['w'].format, type(new['head']['w']) is type(params['head']['w'])
       ('nf4', True)
     """
-    selection.check_axis(axis)
+    options = QuantizeOptions(
+        dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
+    )
     if rules is not None:
-        return _quantize_by_rules(params, rules, targets, axis, scale_dtype)
-    selection.check_group_size(group_size)
-    options = dict(dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
-                   calibration=calibration, scale_dtype=scale_dtype, activation=activation)  # fmt: skip
+        make = functools.partial(_stored_by_rule, options)
+        return replace_by_rules(params, _storing_rules(rules), targets, make)
 
-    def make(path: str, value: Any) -> Any:
-        return selection.make_quantized(path, value, options)
+    def quantized(parameter: Parameter) -> Any:
+        return options.put_on(parameter.path, parameter.value)
 
-    divided = "" if group_size is None else f" whose axis {axis} is divided by {group_size}"
-    default = selection.takes_quantization(options), f"a dense weight{divided}"
-    return _replace(params, targets, default, make)
+    return replace_targets(params, targets, quantized, options.takes, options.default)
+
+
+def _storing_rules(rules: Any) -> list[QuantRule]:
+    """The rules for stored weights; raises for one with an option that these don't have."""
+    rules = checked_rules(rules)
+    for i, rule in enumerate(rules):
+        if not rule.act_static_scale and rule.act_calibration_method != "absmax":
+            raise ValueError(
+                f"rules[{i}]: expected activations that are quantized by their largest magnitudes, got "
+                f"act_calibration_method={rule.act_calibration_method!r}; others are for static scales "
+                "(act_static_scale=True), and for quantized_training"
+            )
+    return rules
+
+
+def _stored_by_rule(
+    options: QuantizeOptions, parameter: Parameter, rules: tuple[QuantRule, ...]
+) -> QuantizedMatrix | StaticQuantized:
+    """A weight as the first rule that quantizes it says, with the options that rules don't have."""
+    rule = next(rule for rule in rules if rule.weight_qtype is not None)
+    value = parameter.value
+    options = dataclasses.replace(options, **rule.weight_options(value.shape[options.axis]))
+    if not rule.act_static_scale:
+        return dataclasses.replace(options, activation=rule.act_qtype).quantize(value)
+    stored = dataclasses.replace(options, activation=None).quantize(value)
+    # Of the rule, products take what it says of activations: a range for the whole of the axis.
+    act = {name: getattr(rule, name) for name in _OF_ACTIVATIONS}
+    own_rule = QtRule(weight_qtype="int8", **act)
+    return StaticQuantized.of(stored, QuantStats(name=parameter.path), (own_rule,))
+
+
+_OF_ACTIVATIONS = ("act_qtype", "act_calibration_method", "act_static_scale", "act_batch_axes")
 
 
 def quantize_activations(
@@ -180,58 +216,36 @@ def quantize_activations(
       'int8'
     """
 
-    def make(path: str, value: Any) -> Any:
+    def with_activation(path: str, value: Any) -> Any:
         for kind, part in _HOLDERS.items():
             if isinstance(value, kind):
-                return value._replace(**{part: make(path, getattr(value, part))})
+                return value._replace(**{part: with_activation(path, getattr(value, part))})
         if not isinstance(value, QuantizedMatrix):
             raise ValueError(
-                f"{path}: expected a QuantizedMatrix, got {selection.describe(value)}; "
-                "quantize_params makes one of a dense weight"
+                f"{path}: expected a QuantizedMatrix, got {describe(value)}; quantize_params makes one "
+                "of a dense weight"
             )
         return value.with_activation(dtype)
 
-    def stored(module_name: str, name: str, value: Any) -> bool:
-        for kind, part in _HOLDERS.items():
-            if isinstance(value, kind):
-                return stored(module_name, name, getattr(value, part))
-        return isinstance(value, QuantizedMatrix)
-
-    return _replace(params, targets, (stored, "a quantized weight"), make)
+    return replace_targets(
+        params,
+        targets,
+        lambda parameter: with_activation(parameter.path, parameter.value),
+        _is_stored,
+        "a quantized weight",
+    )
 
 
 # Types of weights that hold a quantized one, and where.
-_HOLDERS: dict[Any, str] = {LoRA: "w", ScaledMatrix: "matrix"}
+_HOLDERS: dict[type[LoRA | ScaledMatrix], str] = {LoRA: "w", ScaledMatrix: "matrix"}
 
 
-_OF_ACTIVATIONS = ("act_qtype", "act_calibration_method", "act_static_scale", "act_batch_axes")
-
-
-def _quantize_by_rules(
-    params: Any, rules: Any, targets: Targets | None, axis: int, scale_dtype: Any
-) -> Any:
-    rules = checked_rules(rules)
-    for i, rule in enumerate(rules):
-        if not rule.act_static_scale and rule.act_calibration_method != "absmax":
-            raise ValueError(
-                f"rules[{i}]: expected activations that are quantized by their largest magnitudes, got "
-                f"act_calibration_method={rule.act_calibration_method!r}; others are for static scales "
-                "(act_static_scale=True), and for quantized_training"
-            )
-
-    def make(path: str, value: Any, own: Any) -> Any:
-        rule = next(rule for rule in own if rule.weight_qtype is not None)
-        options = rule.weight_options(value.shape[axis])
-        options |= dict(axis=axis, scale_dtype=scale_dtype)
-        if not rule.act_static_scale:
-            return QuantizedMatrix.quantize(value, **options, activation=rule.act_qtype)
-        # Of the rule, products take what it says of activations: a range for the whole of the axis.
-        act = {name: getattr(rule, name) for name in _OF_ACTIVATIONS}
-        own_rule = quant_rules.QtRule(weight_qtype="int8", **act)
-        stored = QuantizedMatrix.quantize(value, **options)
-        return StaticQuantized.of(stored, QuantStats(name=path), (own_rule,))
-
-    return replace_by_rules(params, rules, targets, make)
+def _is_stored(module_name: str, name: str, value: Any) -> bool:
+    """Whether a weight is quantized, or holds one that is."""
+    for kind, part in _HOLDERS.items():
+        if isinstance(value, kind):
+            return _is_stored(module_name, name, getattr(value, part))
+    return isinstance(value, QuantizedMatrix)
 
 
 def zero_params(params: Any, *, targets: Targets) -> Any:
@@ -252,7 +266,7 @@ def zero_params(params: Any, *, targets: Targets) -> Any:
       >>> hki.zero_params({'linear': {'b': jnp.ones(3)}}, targets='.*/b')
       {'linear': {'b': Zeros(float32[3])}}
     """
-    return _replace(params, targets, None, lambda path, value: selection.make_zeros(value))
+    return replace_targets(params, targets, lambda parameter: zeros_for(parameter.value))
 
 
 def merge_lora(params: Any, *, requantize: bool = False) -> Any:
@@ -275,141 +289,21 @@ def merge_lora(params: Any, *, requantize: bool = False) -> Any:
        [1. 1. 1.]]
     """
 
-    def merged(module_name: str, name: str, value: Any) -> Any:
+    def merged(parameter: Parameter) -> Any:
+        value = parameter.value
         if not isinstance(value, LoRA):
             return value
         dense, base = materialize_array(value), value.w
         while isinstance(base, LoRA):
             base = base.w
         if requantize and isinstance(getattr(base, "matrix", base), QuantizedMatrix):
-            return _like(base, base.requantize(dense))
+            return _with_structure(base, base.requantize(dense))
         return dense
 
-    return _map(merged, params)
+    return map_parameters(merged, params)
 
 
-def _replace(
-    params: Any,
-    targets: Targets | None,
-    default: tuple[selection.Predicate, str] | None,
-    make: Callable[[str, Any], Any],
-) -> Any:
-    """A tree with `make(path, value)` in place of each target, of which there has to be one.
-
-    `default` is the predicate for no targets, and what it looks for.
-    """
-    predicate, looked_for = default or (None, "")
-    chosen = selection.chooser(targets, predicate and selection.in_tree(predicate))
-    names: list[str] = []
-    count = 0
-
-    def replaced(module_name: str, name: str, value: Any) -> Any:
-        nonlocal count
-        path = selection.path(module_name, name)
-        names.append(path)
-        if not chosen(module_name, name, value):
-            return value
-        count += 1
-        return make(path, value)
-
-    new = map_in_steps(replaced, params)
-    if not count:
-        raise selection.no_match(targets, names, looked_for)
-    return new
-
-
-def checked_rules(rules: Any) -> list[quant_rules.QuantRule]:
-    """A list of rules; one alone is such a list."""
-    rules = [rules] if isinstance(rules, quant_rules.QuantRule) else list(rules)
-    for i, rule in enumerate(rules):
-        if not isinstance(rule, quant_rules.QuantRule):
-            raise TypeError(f"rules[{i}]: expected a QtRule or a QuantRule, got {rule!r}")
-    return rules
-
-
-def rules_of(rules: Sequence[Any], module_name: str) -> tuple[Any, ...]:
-    """The rules that decide for a module; none if they all leave it alone."""
-    own = quant_rules.rules_for_module(rules, module_name)
-    return own if any(rule.weight_qtype is not None for rule in own) else ()
-
-
-def is_dense_weight(value: Any) -> bool:
-    """Whether a parameter is a dense floating array of at least two axes."""
-    return (
-        not is_implicit(value)
-        and jnp.issubdtype(value.dtype, np.floating)
-        and len(value.shape) >= 2
-    )
-
-
-def replace_by_rules(
-    params: Any, rules: Sequence[Any], targets: Any, make: Callable[[str, Any, Any], Any]
-) -> Any:
-    """A tree with `make(path, value, rules)` for the weights that rules quantize."""
-    chosen = selection.chooser(targets, selection.in_tree(selection.is_weight))
-    modules: list[str] = []
-    count = 0
-
-    def wrapped(module_name: str, name: str, value: Any) -> Any:
-        nonlocal count
-        if not is_dense_weight(value) or not chosen(module_name, name, value):
-            return value
-        modules.append(module_name)
-        own = rules_of(rules, module_name)
-        if not own:
-            return value
-        count += 1
-        path = selection.path(module_name, name)
-        try:
-            return make(path, value, own)
-        except (TypeError, ValueError) as e:
-            raise type(e)(f"{path} ({selection.describe(value)}): {e}") from e
-
-    new = map_in_steps(wrapped, params)
-    if not count:
-        patterns = ", ".join(repr(rule.module_path) for rule in rules)
-        raise ValueError(
-            f"rules: those for {patterns or 'nothing'} quantize none of the {len(modules)} dense "
-            f"weights; their modules are: {', '.join(sorted(set(modules)))}"
-        )
-    quant_rules.warn_of_unused(rules, modules, stacklevel=3)
-    return new
-
-
-def map_in_steps(fun: Callable[[str, str, Any], Any], tree: Any) -> Any:
-    """As `_map`, under a progress bar."""
-    names: list[str] = []
-    _map(lambda module_name, name, value: names.append(name), tree)
-    with progress.bar("parameters", len(names)) as run:
-
-        def step(module_name: str, name: str, value: Any) -> Any:
-            return run(selection.path(module_name, name), fun, module_name, name, value)
-
-        return _map(step, tree)
-
-
-def _map(fun: Callable[[str, str, Any], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
-    """A nesting of mappings with `fun(module_name, name, value)` for each array in it.
-
-    Haiku makes nothing but mappings; what other libraries put into them are lists and tuples.
-    """
-    if isinstance(tree, Mapping):
-        return {k: _map(fun, v, (*path, str(k))) for k, v in tree.items()}
-    if not path:
-        raise TypeError(
-            "params: expected a mapping of parameters as Haiku's init returns it, got "
-            f"{type(tree).__name__}"
-        )
-    if isinstance(tree, list | tuple):
-        items = [_map(fun, v, (*path, str(i))) for i, v in enumerate(tree)]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if not (hasattr(tree, "shape") and hasattr(tree, "dtype")):
-        return tree
-    return fun("/".join(path[:-1]), path[-1], tree)
-
-
-def _like(old: Any, new: Any) -> Any:
+def _with_structure(old: Any, new: Any) -> Any:
     """`new` with the tree structure of `old`, for optimizer states and compiled functions."""
-    leaves = jax.tree_util.tree_leaves(new)
-    same = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(old), leaves)
+    same = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
     return same if same.dtype == new.dtype else new

@@ -12,18 +12,28 @@ import jax.numpy as jnp
 from haiku_implicit.arrays.fake_quantized import FakeQuantized
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
-from haiku_implicit.core.box import box
+from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.operands import OperandSpec, QuantizedOperand, quantize
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params import edits, selection
+from haiku_implicit.params.creators import Getter, getter_of
 from haiku_implicit.params.quant_stats import fixed_stats, takes_stats
+from haiku_implicit.params.selection import is_dense_matrix, is_weight, stacked_axes
+from haiku_implicit.params.trees import (
+    Parameter,
+    checked_rules,
+    map_parameters,
+    replace_by_rules,
+    rules_of,
+)
 from haiku_implicit.products import by_rule, quant_rules
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QtRule, QuantRule
 
 
-def quantized_training(params: Any, rules: Sequence[Any], *, targets: Any = None) -> Any:
+def quantized_training(
+    params: Any, rules: Sequence[QuantRule], *, targets: Targets | None = None
+) -> Any:
     """Puts rules on the weights of a model, for quantized products and gradients in training.
 
     The weights stay dense, one floating leaf each, and are what is trained; every product with one
@@ -59,14 +69,17 @@ def quantized_training(params: Any, rules: Sequence[Any], *, targets: Any = None
     """
     found = _training_rules(rules)
 
-    def make(path: str, value: Any, own: Any) -> Any:
-        stats = QuantStats(name=path) if any(map(_is_static, own)) else None
-        return TrainedQuantized(value, stats=stats, rules=own)
+    def make(parameter: Parameter, own: tuple[QuantRule, ...]) -> TrainedQuantized:
+        static = any(rule.act_static_scale and rule.weight_qtype is not None for rule in own)
+        stats = QuantStats(name=parameter.path) if static else None
+        return TrainedQuantized(parameter.value, stats=stats, rules=own)
 
-    return edits.replace_by_rules(params, found, targets, make)
+    return replace_by_rules(params, found, targets, make)
 
 
-def quantized_training_getter(rules: Sequence[Any], *, targets: Any = None) -> Callable[..., Any]:
+def quantized_training_getter(
+    rules: Sequence[QuantRule], *, targets: Targets | None = None
+) -> Getter:
     """A getter for quantized training, for `hk.custom_getter`: what is stored stays dense arrays.
 
     The random keys of stochastic rounding come from Haiku's own stream (`hk.next_rng_key`), a new one
@@ -104,21 +117,17 @@ def quantized_training_getter(rules: Sequence[Any], *, targets: Any = None) -> C
                 f"rules[{i}]: act_static_scale needs weights that carry statistics, which a getter "
                 "does not see; use quantized_training on the parameters, and with_quant_stats"
             )
-    chosen = selection.chooser(targets, selection.is_weight)
+    chosen = predicate_of("targets", targets, is_weight)
 
-    def getter(next_getter: Any, value: Any, context: Any) -> Any:
-        own = edits.rules_of(found, context.module_name)
-        if (
-            own
-            and edits.is_dense_weight(value)
-            and chosen(context.module_name, context.name, value)
-        ):
-            wrapped = TrainedQuantized(value, rules=own)
-            key = hk.next_rng_key() if _needs_key(own) else None
-            value = box(wrapped if key is None else _keyed(wrapped, key))
-        return next_getter(value)
+    def is_quantized(module_name: str, name: str, value: Any) -> bool:
+        decided = is_dense_matrix(value) and bool(rules_of(found, module_name))
+        return decided and chosen(module_name, name, value)
 
-    return getter
+    def trained(context: Any, value: jax.Array) -> TrainedQuantized:
+        weight = TrainedQuantized(value, rules=rules_of(found, context.module_name))
+        return _keyed(weight, hk.next_rng_key()) if _needs_key(weight) else weight
+
+    return getter_of(is_quantized, trained)
 
 
 def with_rounding_key(params: Any, key: Any) -> Any:
@@ -148,16 +157,18 @@ def with_rounding_key(params: Any, key: Any) -> Any:
     """
     key = _typed(key)
 
-    def keyed(module_name: str, name: str, value: Any) -> Any:
-        if not isinstance(value, TrainedQuantized) or not _needs_key(value.rules):
+    def keyed(parameter: Parameter) -> Any:
+        value = parameter.value
+        if not isinstance(value, TrainedQuantized) or not _needs_key(value):
             return value
-        path = selection.path(module_name, name)
-        return _keyed(value, jax.random.fold_in(key, zlib.crc32(path.encode())))
+        return _keyed(value, jax.random.fold_in(key, zlib.crc32(parameter.path.encode())))
 
-    return edits._map(keyed, params)
+    return map_parameters(keyed, params)
 
 
-def quantization_aware(params: Any, rules: Sequence[Any], *, targets: Any = None) -> Any:
+def quantization_aware(
+    params: Any, rules: Sequence[QuantRule], *, targets: Targets | None = None
+) -> Any:
     """Makes weights stand for their rounded values, for quantization-aware training.
 
     The forward pass uses the values that `QuantizedMatrix` would hold, the gradient passes straight
@@ -185,21 +196,23 @@ def quantization_aware(params: Any, rules: Sequence[Any], *, targets: Any = None
       >>> print(hki.materialize(aware)['linear']['w'].ravel())
       [1. 1.]
     """
-    for i, rule in enumerate(edits.checked_rules(rules)):
+    rules = checked_rules(rules)
+    for i, rule in enumerate(rules):
         if rule.act_qtype is not None:
             raise ValueError(
-                f"rules[{i}]: expected act_qtype=None, because it is weights alone that are rounded "
-                f"here, got {rule.act_qtype!r}; quantized_training has activations"
+                f"rules[{i}]: expected act_qtype=None, because only weights are rounded here, got "
+                f"{rule.act_qtype!r}; quantized_training has activations"
             )
 
-    def make(path: str, value: Any, own: Any) -> Any:
-        options = tuple(own[0].weight_options(value.shape[-2]).items())
-        new = FakeQuantized(value, options)
-        # Raises for a weight that the rule does not fit.
-        jax.eval_shape(lambda w: QuantizedMatrix.quantize(w, **dict(options)), value)
-        return new
+    def make(parameter: Parameter, own: tuple[QuantRule, ...]) -> FakeQuantized:
+        value = parameter.value
+        weight = FakeQuantized(value, tuple(own[0].weight_options(value.shape[-2]).items()))
+        jax.eval_shape(
+            FakeQuantized.quantized, weight
+        )  # raises for a weight that the rule does not fit
+        return weight
 
-    return edits.replace_by_rules(params, list(rules), targets, make)
+    return replace_by_rules(params, rules, targets, make)
 
 
 def convert_trained(params: Any, state: Any = None) -> Any:
@@ -234,21 +247,22 @@ def convert_trained(params: Any, state: Any = None) -> Any:
       'int4'
     """
 
-    def converted(module_name: str, name: str, value: Any) -> Any:
+    def converted(parameter: Parameter) -> Any:
+        value, stacked = parameter.value, stacked_axes(parameter.module_name)
         if isinstance(value, FakeQuantized):
             return value.quantized()
-        stacked, path = module_name.count("__layer_stack_"), selection.path(module_name, name)
         if isinstance(value, StaticQuantized) and takes_stats(value):
-            return value._replace(stats=fixed_stats(path, value, stacked, state))
-        if isinstance(value, TrainedQuantized):
-            rule = _deciding_rule(value, stacked)
-            stored = _stored(value, stacked, rule)
-            if not rule.act_static_scale:
-                return stored
-            return StaticQuantized.of(stored, fixed_stats(path, value, stacked, state), value.rules)
-        return value
+            return value._replace(stats=fixed_stats(parameter.path, value, stacked, state))
+        if not isinstance(value, TrainedQuantized):
+            return value
+        rule = _deciding_rule(value, stacked)
+        stored = _stored(value.value, stacked, rule)
+        if not rule.act_static_scale:
+            return stored
+        stats = fixed_stats(parameter.path, value, stacked, state)
+        return StaticQuantized.of(stored, stats, value.rules)
 
-    return edits._map(converted, params)
+    return map_parameters(converted, params)
 
 
 def dot_general_by_bits(
@@ -287,7 +301,7 @@ def dot_general_by_bits(
     qtypes = [_integer_of("fwd_bits", fwd_bits), bwd_bits and _integer_of("bwd_bits", bwd_bits)]
     rule = QtRule(weight_qtype=qtypes[0], act_qtype=qtypes[0], bwd_qtype=qtypes[1])
     if mode == "convert":
-        return lambda w: _stored(TrainedQuantized(jnp.asarray(w)), w.ndim - 2, rule)
+        return lambda w: _stored(jnp.asarray(w), w.ndim - 2, rule)
     train = functools.partial(by_rule.dot_general, rule=rule)
 
     def serve(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
@@ -310,30 +324,27 @@ def _integer_of(name: str, bits: Any) -> str:
 
 def _training_rules(rules: Any) -> list[QtRule]:
     """The rules for training; those that leave modules alone too."""
-    return [quant_rules.as_training_rule(rule) for rule in edits.checked_rules(rules)]
+    return [quant_rules.as_training_rule(rule) for rule in checked_rules(rules)]
 
 
-def _is_static(rule: QuantRule) -> bool:
-    return rule.act_static_scale and rule.weight_qtype is not None
-
-
-def _needs_key(rules: Sequence[QuantRule]) -> bool:
+def _needs_key(weight: TrainedQuantized) -> bool:
+    """Whether a rule rounds gradients stochastically."""
     return any(
         isinstance(rule, QtRule) and rule.weight_qtype and rule.bwd_stochastic_rounding
-        for rule in rules
+        for rule in weight.rules
     )
 
 
-def _typed(key: Any) -> Any:
+def _typed(key: jax.Array) -> jax.Array:
     """A key of JAX's newer kind: Haiku's are arrays of integers."""
     typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
     return key if typed else jax.random.wrap_key_data(key)
 
 
-def _keyed(value: TrainedQuantized, key: Any) -> TrainedQuantized:
-    batch = value.shape[:-2]
+def _keyed(weight: TrainedQuantized, key: jax.Array) -> TrainedQuantized:
+    batch = weight.shape[:-2]
     key = _typed(key)
-    return value._replace(key=jax.random.split(key, batch) if batch else key)
+    return weight._replace(key=jax.random.split(key, batch) if batch else key)
 
 
 # --- stored weights ------------------------------------------------------------------------------
@@ -352,11 +363,11 @@ def _deciding_rule(w: TrainedQuantized, stacked: int) -> QuantRule:
     return rule
 
 
-def _stored(w: TrainedQuantized, stacked: int, rule: QuantRule) -> QuantizedMatrix:
+def _stored(w: jax.Array, stacked: int, rule: QuantRule) -> QuantizedMatrix:
     """The matrix of the codes that a weight is quantized to.
 
     Args:
-      w: the weight.
+      w: the dense weight, `[..., n, m]`.
       stacked: how many leading axes stack weights of their own.
       rule: the rule for its products.
     """
@@ -364,7 +375,7 @@ def _stored(w: TrainedQuantized, stacked: int, rule: QuantRule) -> QuantizedMatr
     channels = (*range(stacked), *(() if qt.disable_channelwise_axes else (w.ndim - 1,)))
     tile = None if qt.tile_size is None else (w.ndim - 2, qt.tile_size)
     how = OperandSpec(qt.weight_qtype, qt.weight_calibration_method, channels, tile)
-    found = quantize(w.value, how)
+    found = quantize(w, how)
     fmt, codes, offset = _storage(formats.find(qt.weight_qtype), found)
     lead = (*w.shape[:-2], w.shape[-1])
     scale, *offsets = (

@@ -4,11 +4,10 @@ A *slot* is a place of a tree for one array: a leaf, or what stands in its place
 zeros, `optax.MaskedNode`). Parameters, gradients, updates and partitions have the same slots.
 """
 
-import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Union
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,8 @@ import optax
 
 from haiku_implicit.arrays import Zeros
 from haiku_implicit.core.array import ImplicitArray, data_names, frozen_names, is_implicit
+from haiku_implicit.core.predicates import Targets, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
-
-# Which dense arrays are trained: all or none; by (module name, name, value); or a regular
-# expression that the whole of module/name has to match.
-Dense = Union[bool, str, re.Pattern[str], Callable[[str, str, Any], bool]]  # noqa: UP007
 
 
 class Slot(NamedTuple):
@@ -94,58 +90,30 @@ def zeros_like(x: Any) -> Any:
 # --- what is trained -----------------------------------------------------------------------------
 
 
-def trained(slots: Sequence[Slot], dense: Dense, must_match: bool = True) -> list[bool]:
-    """For each slot, whether its array is trained: by what the types declare, and by `dense`."""
-    chosen = predicate_of(dense)
-    flags, names = [], []
+def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = True) -> list[bool]:
+    """For each slot, whether its array is trained: by what the types declare, or by `trainable_dense`.
+
+    Raises:
+      ValueError: for a regular expression that matches no dense array, if it has to.
+    """
+    chosen = predicate_of("trainable_dense", trainable_dense)
+    flags, dense = [], {}
     for slot in slots:
         if is_empty(slot.value) or not is_inexact(slot.value):
-            flags.append(False)
+            flag = False
         elif slot.fields:
-            flags.append(not any(name in frozen_names(cls) for cls, name in slot.fields))
+            flag = not any(name in frozen_names(cls) for cls, name in slot.fields)
         else:
-            names.append(slot.name)
-            flags.append(
-                bool(chosen("/".join(slot.path[:-1]), "".join(slot.path[-1:]), slot.value))
-            )
-    if (
-        must_match
-        and isinstance(dense, str | re.Pattern)
-        and names
-        and not _any_match(dense, names)
-    ):
-        near = difflib.get_close_matches(str(dense), names, n=5, cutoff=0.0)
-        raise ValueError(
-            f"dense: {dense!r} matches none of the {len(names)} dense parameters (the whole of "
-            f"'module/name' has to match). Nearest: {', '.join(near)}"
-        )
+            flag = bool(chosen("/".join(slot.path[:-1]), "".join(slot.path[-1:]), slot.value))
+            dense[slot.name] = flag
+        flags.append(flag)
+    is_pattern = isinstance(trainable_dense, str | re.Pattern)
+    if must_match and is_pattern and dense and not any(dense.values()):
+        raise no_match("trainable_dense", trainable_dense, [*dense], kind="dense parameters")
     return flags
 
 
-def _any_match(pattern: str | re.Pattern[str], names: Iterable[str]) -> bool:
-    return any(re.fullmatch(pattern, name) for name in names)
-
-
-def predicate_of(dense: Dense) -> Callable[[str, str, Any], bool]:
-    if isinstance(dense, bool):
-        return lambda module_name, name, value: dense
-    if isinstance(dense, str | re.Pattern):
-        try:
-            pattern = re.compile(dense)
-        except re.error as e:
-            raise ValueError(f"dense: {dense!r} is no regular expression: {e}") from None
-        return lambda module_name, name, value: bool(
-            pattern.fullmatch("/".join(part for part in (module_name, name) if part))
-        )
-    if callable(dense):
-        return dense
-    raise TypeError(
-        "dense: expected True, False, a predicate (module_name, name, value) -> bool or a regular "
-        f"expression over 'module/name', got {dense!r}"
-    )
-
-
-def partition(params: Any, dense: Dense = True) -> tuple[Any, Any]:
+def partition(params: Any, trainable_dense: Targets = True) -> tuple[Any, Any]:
     """Parts parameters in what is trained and what is frozen.
 
     In an implicit array the type decides: fields that it declares with `frozen_field` (the `w` of
@@ -154,9 +122,9 @@ def partition(params: Any, dense: Dense = True) -> tuple[Any, Any]:
 
     Args:
       params: a tree of arrays and implicit arrays.
-      dense: which of the floating-point arrays that are not part of an implicit one are trained:
-        True (the default) or False for all of them; a predicate of `(module_name, name, value)`; or
-        a regular expression that the whole of `module/name` has to match.
+      trainable_dense: which of the floating-point arrays outside of implicit ones are trained: True
+        for all of them, False for none, a predicate of `(module_name, name, value)`, or a regular
+        expression that the whole of `module/name` has to match.
 
     Returns:
       Two trees like `params`, `(trainable, frozen)`, each with None in place of what is in the
@@ -164,20 +132,21 @@ def partition(params: Any, dense: Dense = True) -> tuple[Any, Any]:
       with nothing but what is trained.
 
     Raises:
-      TypeError: for a `dense` of another kind.
-      ValueError: for a text that is no regular expression, or matches nothing.
+      TypeError: for a `trainable_dense` of another type.
+      ValueError: for a text that is not a regular expression, or matches nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
       >>> w = hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
-      >>> trainable, frozen = hki.partition({'linear': {'w': w, 'b': jnp.zeros(3)}}, dense=False)
+      >>> params = {'linear': {'w': w, 'b': jnp.zeros(3)}}
+      >>> trainable, frozen = hki.partition(params, trainable_dense=False)
       >>> jax.tree.map(jnp.shape, trainable)['linear']['w'].a, trainable['linear']['b']
       ((2, 1), None)
       >>> frozen['linear']['w']
       LoRA(float32[2,3], w=float32[2,3], alpha=None)
     """
     slots, treedef = slots_of(params), treedef_of(params)
-    return _part(slots, treedef, trained(slots, dense))
+    return _part(slots, treedef, trained(slots, trainable_dense))
 
 
 def _part(slots: Sequence[Slot], treedef: Any, flags: Sequence[bool]) -> tuple[Any, Any]:
@@ -221,7 +190,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    dense: Dense = True,
+    trainable_dense: Targets = True,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for parameters with implicit arrays, by what is trained of them alone.
@@ -231,7 +200,7 @@ def value_and_grad(
         harm).
       argnums: the position of the parameters among the arguments, or several positions.
       has_aux: whether `fun` returns a pair of the scalar and something else.
-      dense: which dense arrays are trained, as in `partition`.
+      trainable_dense: which dense arrays are trained, as in `partition`.
       **kwargs: what else `jax.value_and_grad` takes (`holomorphic`, ...).
 
     Returns:
@@ -240,8 +209,8 @@ def value_and_grad(
       same shape and dtype, `Zeros`, which take no memory.
 
     Raises:
-      ValueError: for an `argnums` beyond the arguments, or a `dense` that matches nothing.
-      TypeError: for a `dense` of another kind.
+      ValueError: for an `argnums` beyond the arguments, or a `trainable_dense` that matches nothing.
+      TypeError: for a `trainable_dense` of another type.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -253,7 +222,7 @@ def value_and_grad(
     """
     implicit = use_implicit_args(fun)
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    predicate_of(dense)  # raises early for a bad one
+    predicate_of("trainable_dense", trainable_dense)  # raises early for a bad one
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **fun_kwargs: Any) -> Any:
@@ -264,7 +233,7 @@ def value_and_grad(
             )
         slots = [slots_of(args[i]) for i in positions]
         every = [slot for own in slots for slot in own]
-        flags = iter(trained(every, dense))
+        flags = iter(trained(every, trainable_dense))
         parts = [
             _part(own, treedef_of(args[i]), [next(flags) for _ in own])
             for i, own in zip(positions, slots, strict=True)
@@ -299,7 +268,7 @@ def grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    dense: Dense = True,
+    trainable_dense: Targets = True,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """`jax.grad` for parameters with implicit arrays; see `value_and_grad`.
@@ -313,7 +282,7 @@ def grad(
       >>> hki.grad(lambda p, x: jnp.sum(x @ p['w'] + p['b']))(params, jnp.ones((4, 2)))
       {'b': Array([4., 4., 4.], dtype=float32), 'w': Zeros(float32[2,3])}
     """
-    both = value_and_grad(fun, argnums, has_aux, dense=dense, **kwargs)
+    both = value_and_grad(fun, argnums, has_aux, trainable_dense=trainable_dense, **kwargs)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **fun_kwargs: Any) -> Any:

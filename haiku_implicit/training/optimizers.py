@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from haiku_implicit.core.array import ImplicitArray, data_names
+from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.training.gradients import (
-    Dense,
     Slot,
     align,
     is_empty,
     is_inexact,
-    predicate_of,
     slots_of,
     trained,
     treedef_of,
@@ -22,7 +21,7 @@ from haiku_implicit.training.gradients import (
 
 
 def freeze_declared(
-    optimizer: optax.GradientTransformation, *, dense: Dense = True
+    optimizer: optax.GradientTransformation, *, trainable_dense: Targets = True
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that leaves alone what is frozen by the declaration of its type.
 
@@ -30,7 +29,8 @@ def freeze_declared(
       optimizer: any optax optimizer. It sees `optax.MaskedNode`, which has no leaves, in place of
         what is frozen, so that its state holds nothing for it, and decay, clipping and norms leave
         it out.
-      dense: which dense arrays are trained, as in `partition`; what `value_and_grad` was given.
+      trainable_dense: which dense arrays are trained, as in `partition`; the same as for
+        `value_and_grad`.
 
     Returns:
       An optimizer of the whole parameters. Its `update` takes gradients with symbolic zeros, None
@@ -53,7 +53,7 @@ def freeze_declared(
       Zeros(float32[9,9])
       >>> params = hki.apply_updates(params, updates)
     """
-    return _frozen(optimizer, lambda tree, slots, first: [True] * len(slots), dense)
+    return _frozen(optimizer, lambda tree, slots, first: [True] * len(slots), trainable_dense)
 
 
 def freeze_keys(
@@ -61,7 +61,7 @@ def freeze_keys(
     arr_type: type[ImplicitArray],
     keys: Iterable[str],
     *,
-    dense: Dense = True,
+    trainable_dense: Targets = True,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that leaves fields of an implicit type alone, and what `freeze_declared` does.
 
@@ -69,7 +69,7 @@ def freeze_keys(
       optimizer: any optax optimizer.
       arr_type: an implicit type; subclasses are meant too.
       keys: names of fields of it.
-      dense: which dense arrays are trained, as in `partition`.
+      trainable_dense: which dense arrays are trained, as in `partition`.
 
     Returns:
       As `freeze_declared`.
@@ -109,11 +109,11 @@ def freeze_keys(
             for slot in slots
         ]
 
-    return _frozen(optimizer, select, dense)
+    return _frozen(optimizer, select, trainable_dense)
 
 
 def freeze_subtrees(
-    optimizer: optax.GradientTransformation, label_fn: Any, *, dense: Dense = True
+    optimizer: optax.GradientTransformation, label_fn: Any, *, trainable_dense: Targets = True
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that leaves parts of the parameters alone, and what `freeze_declared` does.
 
@@ -122,7 +122,7 @@ def freeze_subtrees(
       label_fn: a function of the parameters (or, where `update` is not given any, of the gradients)
         that returns a tree of `'freeze'` and `'train'`; or that tree itself. A label counts for all
         of the subtree in its place.
-      dense: which dense arrays are trained, as in `partition`.
+      trainable_dense: which dense arrays are trained, as in `partition`.
 
     Returns:
       As `freeze_declared`.
@@ -152,22 +152,22 @@ def freeze_subtrees(
             flags += [known and label.value == "train"] * len(slots_of(part))
         return flags
 
-    return _frozen(optimizer, select, dense)
+    return _frozen(optimizer, select, trainable_dense)
 
 
 def _frozen(
     optimizer: optax.GradientTransformation,
     select: Callable[[Any, Sequence[Slot], bool], list[bool]],
-    dense: Dense,
+    trainable_dense: Targets,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of the slots that are trained by declaration and that `select` leaves."""
     inner = optax.with_extra_args_support(optimizer)
-    predicate_of(dense)
+    predicate_of("trainable_dense", trainable_dense)
 
     def flags_of(tree: Any, first: bool) -> list[bool]:
         slots = slots_of(tree)
         # A regular expression has to match something once; an update may come without dense parts.
-        pairs = zip(trained(slots, dense, first), select(tree, slots, first), strict=True)
+        pairs = zip(trained(slots, trainable_dense, first), select(tree, slots, first), strict=True)
         return [a and b for a, b in pairs]
 
     def init(params: Any) -> Any:
@@ -186,7 +186,7 @@ def _frozen(
             if f and is_empty(u):
                 raise ValueError(
                     f"{slot.name}: the optimizer trains this, but its gradient is {u!r}. Give the "
-                    "optimizer the same dense= as value_and_grad, or leave this out by "
+                    "optimizer the same trainable_dense= as value_and_grad, or leave this out by "
                     "freeze_subtrees"
                 )
         # What line searches take: another gradient, and a function of the parameters.

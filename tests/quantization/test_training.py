@@ -433,7 +433,7 @@ def test_a_model_trains_as_well_in_eight_bits(rounding):
 def test_partitions_and_gradients_of_the_library():
     model, x = transformed(mlp), normal((6, 4), 1)
     params = hki.quantized_training(model.init(jax.random.key(0), x), [INT8])
-    trainable, frozen = hki.partition(params, dense=False)
+    trainable, frozen = hki.partition(params, trainable_dense=False)
     assert len(jax.tree.leaves(trainable)) == 3 and len(jax.tree.leaves(frozen)) == 3
     loss = lambda p: (model.apply(p, None, x) ** 2).sum()  # noqa: E731
     value, grads = jax.jit(hki.value_and_grad(loss))(params)
