@@ -20,16 +20,9 @@ from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.numerics import channel_scales, formats, scales
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params import progress
+from haiku_implicit.params import progress, trees
 from haiku_implicit.params.options import GroupSize, QuantizeOptions
 from haiku_implicit.params.selection import describe, errors_name
-from haiku_implicit.params.trees import (
-    Parameter,
-    map_parameters,
-    parameters_of,
-    replace_marked,
-    replace_targets,
-)
 
 
 def input_moments(
@@ -117,19 +110,21 @@ def _collect(
     """A statistic of the inputs of each target, those of single batches joined."""
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def note(parameter: Parameter) -> Any:
+    def note(parameter: trees.Parameter) -> Any:
         shapes[parameter.path] = tuple(parameter.value.shape)
         return parameter.value
 
     options = QuantizeOptions()
-    params = replace_targets(params, targets, note, options.takes, options.default)
+    params = trees.replace_targets(params, targets, note, options.takes, options.default)
 
     def total(sums: dict[str, jax.Array], batch: Any) -> jax.Array:
-        def observed_weight(parameter: Parameter) -> Any:
+        def observed_weight(parameter: trees.Parameter) -> Any:
             path, value = parameter.path, parameter.value
             return Observed(value, sums[path], statistic) if path in sums else value
 
-        return _total(use_implicit_args(apply)(map_parameters(observed_weight, params), batch))
+        return _total(
+            use_implicit_args(apply)(trees.map_parameters(observed_weight, params), batch)
+        )
 
     zeros = {
         path: jnp.zeros((*shape[:-2], *statistic.shape(shape[-2])), jnp.float32)
@@ -234,17 +229,17 @@ def quantize_with_inputs(
             "weight [n, m] of the model is multiplied as x @ w where there is a gradient; "
             "quantize_params quantizes others, without inputs"
         )
-    paths = [parameter.path for parameter in parameters_of(params)]
+    paths = [parameter.path for parameter in trees.parameters_of(params)]
     if missing := sorted(inputs.keys() - set(paths)):
         raise ValueError(f"inputs: the parameters have no {', '.join(missing)}")
 
-    def quantized(parameter: Parameter) -> ImplicitArray:
+    def quantized(parameter: trees.Parameter) -> ImplicitArray:
         path, value = parameter.path, parameter.value
         _check_inputs(path, value, inputs[path], of_inputs)
         with errors_name(path, value), jax.numpy_dtype_promotion("standard"):
             return fun(value, inputs[path], options)
 
-    return replace_marked(params, [path in inputs for path in paths], quantized)
+    return trees.replace_marked(params, [path in inputs for path in paths], quantized)
 
 
 def _gptq(w: jax.Array, moments: jax.Array, options: QuantizeOptions) -> QuantizedMatrix:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.params import trees
 from haiku_implicit.params.options import (
     GroupSize,
     Initializer,
@@ -22,13 +22,6 @@ from haiku_implicit.params.options import (
     zeros_for,
 )
 from haiku_implicit.params.selection import describe
-from haiku_implicit.params.trees import (
-    Parameter,
-    checked_rules,
-    map_parameters,
-    replace_by_rules,
-    replace_targets,
-)
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QtRule, QuantRule
 
@@ -81,11 +74,10 @@ def add_lora(
     options = LoRAOptions(rank, alpha, init)
     key = jax.random.key(key) if isinstance(key, int) else key
 
-    def make(parameter: Parameter) -> LoRA:
-        path, value = parameter.path, parameter.value
-        return options.put_on(path, value, jax.random.fold_in(key, zlib.crc32(path.encode())))
+    def make(parameter: trees.Parameter) -> LoRA:
+        return options.put_on(parameter.path, parameter.value, parameter.key_from(key))
 
-    return replace_targets(params, targets, make, options.takes, options.default)
+    return trees.replace_targets(params, targets, make, options.takes, options.default)
 
 
 def quantize_params(
@@ -146,17 +138,17 @@ def quantize_params(
     )
     if rules is not None:
         make = functools.partial(_stored_by_rule, options)
-        return replace_by_rules(params, _storing_rules(rules), targets, make)
+        return trees.replace_by_rules(params, _storing_rules(rules), targets, make)
 
-    def quantized(parameter: Parameter) -> Any:
+    def quantized(parameter: trees.Parameter) -> Any:
         return options.put_on(parameter.path, parameter.value)
 
-    return replace_targets(params, targets, quantized, options.takes, options.default)
+    return trees.replace_targets(params, targets, quantized, options.takes, options.default)
 
 
 def _storing_rules(rules: Any) -> list[QuantRule]:
     """The rules for stored weights; raises for one with an option that these don't have."""
-    rules = checked_rules(rules)
+    rules = trees.checked_rules(rules)
     for i, rule in enumerate(rules):
         if not rule.act_static_scale and rule.act_calibration_method != "absmax":
             raise ValueError(
@@ -168,11 +160,10 @@ def _storing_rules(rules: Any) -> list[QuantRule]:
 
 
 def _stored_by_rule(
-    options: QuantizeOptions, parameter: Parameter, rules: tuple[QuantRule, ...]
+    options: QuantizeOptions, parameter: trees.Parameter, rules: tuple[QuantRule, ...]
 ) -> QuantizedMatrix | StaticQuantized:
     """A weight as the first rule that quantizes it says, with the options that rules don't have."""
-    rule = next(rule for rule in rules if rule.weight_qtype is not None)
-    value = parameter.value
+    rule, value = trees.deciding_rule(rules), parameter.value
     options = dataclasses.replace(options, **rule.weight_options(value.shape[options.axis]))
     if not rule.act_static_scale:
         return dataclasses.replace(options, activation=rule.act_qtype).quantize(value)
@@ -227,7 +218,7 @@ def quantize_activations(
             )
         return value.with_activation(dtype)
 
-    return replace_targets(
+    return trees.replace_targets(
         params,
         targets,
         lambda parameter: with_activation(parameter.path, parameter.value),
@@ -266,7 +257,7 @@ def zero_params(params: Any, *, targets: Targets) -> Any:
       >>> hki.zero_params({'linear': {'b': jnp.ones(3)}}, targets='.*/b')
       {'linear': {'b': Zeros(float32[3])}}
     """
-    return replace_targets(params, targets, lambda parameter: zeros_for(parameter.value))
+    return trees.replace_targets(params, targets, lambda parameter: zeros_for(parameter.value))
 
 
 def merge_lora(params: Any, *, requantize: bool = False) -> Any:
@@ -289,7 +280,7 @@ def merge_lora(params: Any, *, requantize: bool = False) -> Any:
        [1. 1. 1.]]
     """
 
-    def merged(parameter: Parameter) -> Any:
+    def merged(parameter: trees.Parameter) -> Any:
         value = parameter.value
         if not isinstance(value, LoRA):
             return value
@@ -300,7 +291,7 @@ def merge_lora(params: Any, *, requantize: bool = False) -> Any:
             return _with_structure(base, base.requantize(dense))
         return dense
 
-    return map_parameters(merged, params)
+    return trees.map_parameters(merged, params)
 
 
 def _with_structure(old: Any, new: Any) -> Any:

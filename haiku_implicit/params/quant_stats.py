@@ -1,8 +1,8 @@
 """Static activation scales: statistics in Haiku's state, collected while a model runs."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeGuard
 
 import haiku as hk
 import jax
@@ -12,12 +12,15 @@ import numpy as np
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
 from haiku_implicit.core.transform import Static, is_value, split
+from haiku_implicit.params.transformed import AnyTransformed
 from haiku_implicit.products.activation_stats import QuantStats, Shapes
 from haiku_implicit.training.gradients import is_inexact
 
 # The entry of Haiku's state that the statistics are in; Qwix has the same name for them.
 COLLECTION = "quant_stats"
 
+Apply = Callable[..., Any]
+Mode = Literal["update", "read", "fixed"]
 # For each weight with static scales its statistics, as they are stored: 'count' and the sums.
 Stored = dict[str, dict[str, Any]]
 
@@ -85,34 +88,26 @@ def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
       >>> hki.convert_trained(params, state)['linear']['w'].stats.sums['absmax'].tolist()
       [[2.0]]
     """
-    kinds = {
-        hk.Transformed: hk.TransformedWithState,
-        hk.TransformedWithState: hk.TransformedWithState,
-        hk.MultiTransformed: hk.MultiTransformedWithState,
-        hk.MultiTransformedWithState: hk.MultiTransformedWithState,
-    }
-    if type(t) not in kinds:
+    if not isinstance(t, AnyTransformed):
         raise TypeError(
             "t: expected what transform_implicit returns for a transformed Haiku function, got "
             f"{type(t).__name__}"
         )
     if not 0 < decay <= 1:
         raise ValueError(f"decay: expected a number in (0, 1], got {decay!r}")
-    has_state = kinds[type(t)] is type(t)
+    several = isinstance(t, hk.MultiTransformed | hk.MultiTransformedWithState)
+    kind = hk.MultiTransformedWithState if several else hk.TransformedWithState
+    has_state = isinstance(t, kind)
 
     def init(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         out = t.init(*args, **kwargs)
         return out if has_state else (out, {})
 
-    def wrap(apply: Callable[..., Any]) -> Callable[..., Any]:
-        call = _Call(_with_state(apply, has_state))
+    def wrap(apply: Apply) -> Apply:
+        apply = apply if has_state else _with_state(apply)
+        return _updating(apply, decay) if update else _reading(apply)
 
-        def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            return call.run(params, state, args, kwargs, decay if update else None)
-
-        return wrapped
-
-    return kinds[type(t)](init=init, apply=jax.tree.map(wrap, t.apply))
+    return kind(init=init, apply=jax.tree.map(wrap, t.apply))
 
 
 def init_quant_stats(t: Any, params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,15 +138,14 @@ def init_quant_stats(t: Any, params: Any, state: Any, *args: Any, **kwargs: Any)
 'sum_of_absmax': Array([[0.]], dtype=float32)}}}
     """
     has_state = isinstance(t, hk.TransformedWithState | hk.MultiTransformedWithState)
+    apply = t.apply if has_state else _with_state(t.apply)
     inner, stored = _parted(state)
-    call = _Call(_with_state(t.apply, has_state))
-    return _joined(inner, call.completed(params, inner, stored, args, kwargs))
+    return _joined(inner, _completed(apply, stored, params, inner, *args, **kwargs))
 
 
-def _with_state(apply: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
-    if has_state:
-        return apply
-    return lambda params, state, *args, **kwargs: (apply(params, *args, **kwargs), state)
+def _with_state(apply: Apply) -> Apply:
+    """The `apply` of a model without state as that of one with state."""
+    return lambda params, state, /, *args, **kwargs: (apply(params, *args, **kwargs), state)
 
 
 def _parted(state: Any) -> tuple[dict[str, Any], Stored]:
@@ -165,59 +159,6 @@ def _parted(state: Any) -> tuple[dict[str, Any], Stored]:
     return inner, dict(inner.pop(COLLECTION, {}))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A call of a model.
-
-    Attributes:
-      apply: `apply(params, state, *args, **kwargs)` returns the output and the state.
-    """
-
-    apply: Callable[..., Any]
-
-    def run(
-        self, params: Any, state: Any, args: Any, kwargs: Any, decay: float | None
-    ) -> tuple[Any, Any]:
-        """The output, and the state with statistics; these are as before without `decay`."""
-        inner, stored = _parted(state)
-        if decay is None:
-            params = _with_stats(params, stored, "read")
-            out, inner = self.apply(params, inner, *args, **kwargs)
-            return out, _joined(inner, stored)
-        stored = self.completed(params, inner, stored, args, kwargs)
-        known = _names(params)
-        own = {name: jax.tree.map(lambda x: decay * x, stored[name]) for name in known & {*stored}}
-
-        def with_stats(own: Stored, params: Any, *rest: Any, **kwargs: Any) -> Any:
-            return self.apply(_with_stats(params, own, "update"), *rest, **kwargs)
-
-        (out, inner), added = _with_gradient(with_stats, own, (params, inner, *args), kwargs)
-        return out, _joined(inner, {**stored, **jax.tree.map(jnp.add, own, added)})
-
-    def completed(self, params: Any, inner: Any, stored: Stored, args: Any, kwargs: Any) -> Stored:
-        """The statistics, with those that are not there yet."""
-        if not _names(params) - {*stored}:
-            return stored
-        shapes, batch = Shapes(), {w.stats.name: w.shape[:-2] for w in _static_weights(params)}
-        static, values = split(((params, inner, *args), kwargs))
-
-        def noting(values: list[Any]) -> list[Any]:
-            (params, *rest), kwargs = _joined_arguments(static, values)
-            out = self.apply(_with_stats(params, {}, "update", shapes), *rest, **kwargs)
-            return [x for x in jax.tree.leaves(out) if is_value(x)]
-
-        jax.eval_shape(noting, values)
-        found = {
-            name: {
-                "count": jnp.zeros(batch[name], jnp.float32),
-                **{f"sum_of_{limit}": jnp.zeros((*batch[name], *shape), jnp.float32)
-                   for limit, shape in own.items()},
-            }
-            for name, own in shapes.found.items()
-        }  # fmt: skip
-        return {**found, **stored}
-
-
 def _joined(inner: Any, stored: Stored) -> dict[str, Any]:
     if COLLECTION in inner:
         raise ValueError(
@@ -227,7 +168,62 @@ def _joined(inner: Any, stored: Stored) -> dict[str, Any]:
     return {**inner, COLLECTION: stored} if stored else dict(inner)
 
 
-def _joined_arguments(static: Static, values: list[Any]) -> Any:
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def _reading(apply: Apply) -> Apply:
+    """A model whose scales come from the statistics in its state, which comes back as it is."""
+
+    def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        inner, stored = _parted(state)
+        out, inner = apply(_with_stats(params, stored, "read"), inner, *args, **kwargs)
+        return out, _joined(inner, stored)
+
+    return wrapped
+
+
+def _updating(apply: Apply, decay: float) -> Apply:
+    """A model that adds what its products see to the statistics in its state."""
+
+    def with_stats(own: Stored, params: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return apply(_with_stats(params, own, "update"), *rest, **kwargs)
+
+    def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        inner, stored = _parted(state)
+        stored = _completed(apply, stored, params, inner, *args, **kwargs)
+        known = stored.keys() & _names(params)
+        own = {name: jax.tree.map(lambda x: decay * x, stored[name]) for name in known}
+        (out, inner), added = _with_gradient(with_stats, own, (params, inner, *args), kwargs)
+        return out, _joined(inner, {**stored, **jax.tree.map(jnp.add, own, added)})
+
+    return wrapped
+
+
+def _completed(
+    apply: Apply, stored: Stored, params: Any, inner: Any, /, *args: Any, **kwargs: Any
+) -> Stored:
+    """The statistics, with zeros for the weights that have none yet. The model is only traced."""
+    if not _names(params) - stored.keys():
+        return stored
+    shapes, batch = Shapes(), {w.stats.name: w.shape[:-2] for w in _static_weights(params)}
+    static, values = split(((params, inner, *args), kwargs))
+
+    def noting(values: list[Any]) -> list[Any]:
+        (params, *rest), kwargs = _merged(static, values)
+        out = apply(_with_stats(params, {}, "update", shapes), *rest, **kwargs)
+        return [x for x in jax.tree.leaves(out) if is_value(x)]
+
+    jax.eval_shape(noting, values)
+    found: Stored = {}
+    for name, limits in shapes.found.items():
+        sums = {f"sum_of_{limit}": (*batch[name], *shape) for limit, shape in limits.items()}
+        own = {"count": batch[name], **sums}
+        found[name] = {key: jnp.zeros(shape, jnp.float32) for key, shape in own.items()}
+    return {**found, **stored}  # what is stored already stays
+
+
+def _merged(static: Static, values: Sequence[Any]) -> Any:
+    """What `split` has parted."""
     rest = iter(values)
     return static.treedef.unflatten([next(rest) if x is None else x[0] for x in static.leaves])
 
@@ -235,11 +231,11 @@ def _joined_arguments(static: Static, values: list[Any]) -> Any:
 # --- weights with statistics ---------------------------------------------------------------------
 
 
-def _static_weights(params: Any) -> list[Any]:
+def _static_weights(params: Any) -> list[TrainedQuantized | StaticQuantized]:
     return [x for x in jax.tree.leaves(params, is_leaf=takes_stats) if takes_stats(x)]
 
 
-def takes_stats(x: Any) -> bool:
+def takes_stats(x: Any) -> TypeGuard[TrainedQuantized | StaticQuantized]:
     """Whether a value is a weight that statistics are put on for a call."""
     static = isinstance(x, TrainedQuantized | StaticQuantized) and x.stats is not None
     return static and x.stats.sums is None
@@ -249,7 +245,7 @@ def _names(params: Any) -> set[str]:
     return {w.stats.name for w in _static_weights(params)}
 
 
-def _with_stats(params: Any, stored: Stored, mode: Any, shapes: Shapes | None = None) -> Any:
+def _with_stats(params: Any, stored: Stored, mode: Mode, shapes: Shapes | None = None) -> Any:
     """Parameters whose weights have their statistics, as far as there are any."""
 
     def filled(x: Any) -> Any:
@@ -263,7 +259,7 @@ def _with_stats(params: Any, stored: Stored, mode: Any, shapes: Shapes | None = 
     return jax.tree.map(filled, params, is_leaf=takes_stats)
 
 
-def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Any) -> QuantStats:
+def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Mode) -> QuantStats:
     """Statistics as they are stored, for a weight with some batch axes.
 
     Raises:
@@ -282,7 +278,9 @@ def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Any) -> Qua
     return QuantStats(sums, count, name, mode)
 
 
-def fixed_stats(path: str, w: Any, stacked: int, state: Any) -> QuantStats:
+def fixed_stats(
+    path: str, w: TrainedQuantized | StaticQuantized, stacked: int, state: Any
+) -> QuantStats:
     """The limits that a weight's statistics come to, for stored weights.
 
     Args:
@@ -333,20 +331,22 @@ def _per(sums: Any, count: Any) -> jax.Array:
 def _with_gradient(
     fun: Callable[..., Any], stats: Stored, args: Any, kwargs: Any
 ) -> tuple[Any, Stored]:
-    """`fun(stats, *args, **kwargs)`, and the gradient by `stats`, whatever the output.
+    """`fun(stats, *args, **kwargs)`, and the gradient with respect to `stats`, whatever the output.
 
     One pass serves this gradient and, where the call is differentiated from outside, that one: its
     linearization is kept. So rules for derivatives within `fun` act once, and are not themselves
     differentiated.
     """
     static, values = split((args, kwargs))
-    fixed_out: Any = []
+    static_out: Any = []
 
-    def on_values(stats: Stored, values: list[Any]) -> list[Any]:
-        args, kwargs = _joined_arguments(static, values)
+    def on_values(stats: Stored, values: list[Any]) -> list[jax.Array]:
+        args, kwargs = _merged(static, values)
+        leaves: Any
         leaves, treedef = jax.tree.flatten(fun(stats, *args, **kwargs))
-        fixed_out[:] = [treedef, [None if is_value(x) else (x,) for x in leaves]]
-        return [jnp.asarray(x) for x in leaves if is_value(x)]
+        fixed, out = split(leaves)
+        static_out[:] = [treedef, fixed]
+        return list(map(jnp.asarray, out))
 
     @jax.custom_vjp
     def both(stats: Stored, values: list[Any]) -> Any:
@@ -362,9 +362,8 @@ def _with_gradient(
 
     both.defvjp(linearized, backward)
     out, added = both(stats, values)
-    treedef, fixed = fixed_out
-    rest = iter(out)
-    return treedef.unflatten([next(rest) if x is None else x[0] for x in fixed]), added
+    treedef, fixed = static_out
+    return treedef.unflatten(_merged(fixed, out)), added
 
 
 def _zeros(x: jax.Array) -> Any:

@@ -1,7 +1,6 @@
 """Quantized training of a model: rules put on a tree of parameters, and what is stored afterwards."""
 
 import functools
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -16,16 +15,10 @@ from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.operands import OperandSpec, QuantizedOperand, quantize
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.params import trees
 from haiku_implicit.params.creators import Getter, getter_of
 from haiku_implicit.params.quant_stats import fixed_stats, takes_stats
 from haiku_implicit.params.selection import is_dense_matrix, is_weight, stacked_axes
-from haiku_implicit.params.trees import (
-    Parameter,
-    checked_rules,
-    map_parameters,
-    replace_by_rules,
-    rules_of,
-)
 from haiku_implicit.products import by_rule, quant_rules
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QtRule, QuantRule
@@ -69,12 +62,12 @@ def quantized_training(
     """
     found = _training_rules(rules)
 
-    def make(parameter: Parameter, own: tuple[QuantRule, ...]) -> TrainedQuantized:
+    def make(parameter: trees.Parameter, own: tuple[QuantRule, ...]) -> TrainedQuantized:
         static = any(rule.act_static_scale and rule.weight_qtype is not None for rule in own)
         stats = QuantStats(name=parameter.path) if static else None
         return TrainedQuantized(parameter.value, stats=stats, rules=own)
 
-    return replace_by_rules(params, found, targets, make)
+    return trees.replace_by_rules(params, found, targets, make)
 
 
 def quantized_training_getter(
@@ -120,11 +113,11 @@ def quantized_training_getter(
     chosen = predicate_of("targets", targets, is_weight)
 
     def is_quantized(module_name: str, name: str, value: Any) -> bool:
-        decided = is_dense_matrix(value) and bool(rules_of(found, module_name))
+        decided = is_dense_matrix(value) and bool(trees.rules_of(found, module_name))
         return decided and chosen(module_name, name, value)
 
     def trained(context: Any, value: jax.Array) -> TrainedQuantized:
-        weight = TrainedQuantized(value, rules=rules_of(found, context.module_name))
+        weight = TrainedQuantized(value, rules=trees.rules_of(found, context.module_name))
         return _keyed(weight, hk.next_rng_key()) if _needs_key(weight) else weight
 
     return getter_of(is_quantized, trained)
@@ -157,13 +150,13 @@ def with_rounding_key(params: Any, key: Any) -> Any:
     """
     key = _typed(key)
 
-    def keyed(parameter: Parameter) -> Any:
+    def keyed(parameter: trees.Parameter) -> Any:
         value = parameter.value
         if not isinstance(value, TrainedQuantized) or not _needs_key(value):
             return value
-        return _keyed(value, jax.random.fold_in(key, zlib.crc32(parameter.path.encode())))
+        return _keyed(value, parameter.key_from(key))
 
-    return map_parameters(keyed, params)
+    return trees.map_parameters(keyed, params)
 
 
 def quantization_aware(
@@ -196,7 +189,7 @@ def quantization_aware(
       >>> print(hki.materialize(aware)['linear']['w'].ravel())
       [1. 1.]
     """
-    rules = checked_rules(rules)
+    rules = trees.checked_rules(rules)
     for i, rule in enumerate(rules):
         if rule.act_qtype is not None:
             raise ValueError(
@@ -204,15 +197,15 @@ def quantization_aware(
                 f"{rule.act_qtype!r}; quantized_training has activations"
             )
 
-    def make(parameter: Parameter, own: tuple[QuantRule, ...]) -> FakeQuantized:
+    def make(parameter: trees.Parameter, own: tuple[QuantRule, ...]) -> FakeQuantized:
         value = parameter.value
-        weight = FakeQuantized(value, tuple(own[0].weight_options(value.shape[-2]).items()))
-        jax.eval_shape(
-            FakeQuantized.quantized, weight
-        )  # raises for a weight that the rule does not fit
+        options = trees.deciding_rule(own).weight_options(value.shape[-2])
+        weight = FakeQuantized(value, tuple(options.items()))
+        # Raises for a weight that the rule does not fit.
+        jax.eval_shape(FakeQuantized.quantized, weight)
         return weight
 
-    return replace_by_rules(params, rules, targets, make)
+    return trees.replace_by_rules(params, rules, targets, make)
 
 
 def convert_trained(params: Any, state: Any = None) -> Any:
@@ -247,7 +240,7 @@ def convert_trained(params: Any, state: Any = None) -> Any:
       'int4'
     """
 
-    def converted(parameter: Parameter) -> Any:
+    def converted(parameter: trees.Parameter) -> Any:
         value, stacked = parameter.value, stacked_axes(parameter.module_name)
         if isinstance(value, FakeQuantized):
             return value.quantized()
@@ -262,7 +255,7 @@ def convert_trained(params: Any, state: Any = None) -> Any:
         stats = fixed_stats(parameter.path, value, stacked, state)
         return StaticQuantized.of(stored, stats, value.rules)
 
-    return map_parameters(converted, params)
+    return trees.map_parameters(converted, params)
 
 
 def dot_general_by_bits(
@@ -324,7 +317,7 @@ def _integer_of(name: str, bits: Any) -> str:
 
 def _training_rules(rules: Any) -> list[QtRule]:
     """The rules for training; those that leave modules alone too."""
-    return [quant_rules.as_training_rule(rule) for rule in checked_rules(rules)]
+    return [quant_rules.as_training_rule(rule) for rule in trees.checked_rules(rules)]
 
 
 def _needs_key(weight: TrainedQuantized) -> bool:

@@ -11,19 +11,10 @@ import jax
 from haiku_implicit.core.eager import Facts, cached_implicit_args
 from haiku_implicit.core.transform import use_implicit_args
 
-T = TypeVar(
-    "T",
-    hk.Transformed,
-    hk.TransformedWithState,
-    hk.MultiTransformed,
-    hk.MultiTransformedWithState,
+AnyTransformed = (
+    hk.Transformed | hk.TransformedWithState | hk.MultiTransformed | hk.MultiTransformedWithState
 )
-_KINDS = (
-    hk.Transformed,
-    hk.TransformedWithState,
-    hk.MultiTransformed,
-    hk.MultiTransformedWithState,
-)
+T = TypeVar("T", bound=AnyTransformed)
 
 
 def transform_implicit(t: T, *, cache: bool = True) -> T:
@@ -78,7 +69,7 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
       >>> jax.jit(t.apply)(params, None, x).shape
       (1, 3)
     """
-    if not isinstance(t, _KINDS):
+    if not isinstance(t, AnyTransformed):
         raise TypeError(
             "t: expected what hk.transform, hk.transform_with_state, hk.multi_transform, "
             "hk.multi_transform_with_state or hk.without_apply_rng returns, got "

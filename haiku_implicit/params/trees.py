@@ -1,7 +1,10 @@
 """Trees of parameters: the arrays in them by their names, and others put in place of some."""
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from haiku_implicit.core.predicates import Predicate, Targets, no_match, path_of, predicate_of
 from haiku_implicit.params import progress
@@ -20,6 +23,10 @@ class Parameter(NamedTuple):
     def path(self) -> str:
         """`module/name`."""
         return path_of(self.module_name, self.name)
+
+    def key_from(self, key: jax.Array) -> jax.Array:
+        """A random key of its own, which does not depend on other parameters."""
+        return jax.random.fold_in(key, zlib.crc32(self.path.encode()))
 
 
 def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
@@ -101,6 +108,11 @@ def rules_of(rules: Sequence[QuantRule], module_name: str) -> tuple[QuantRule, .
     """The rules that decide for a module; none if they all leave it alone."""
     own = rules_for_module(rules, module_name)
     return own if any(rule.weight_qtype is not None for rule in own) else ()
+
+
+def deciding_rule(rules: Sequence[QuantRule]) -> QuantRule:
+    """Of the rules for a module, the first one that quantizes its weights."""
+    return next(rule for rule in rules if rule.weight_qtype is not None)
 
 
 def replace_by_rules(
