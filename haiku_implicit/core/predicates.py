@@ -1,4 +1,4 @@
-"""Which parameters are meant: a predicate of what users say, and the error where none is."""
+"""Which parameters an argument like `targets` chooses, and the error if there are none."""
 
 import difflib
 import re
@@ -57,14 +57,14 @@ def no_match(
     kind: str = "parameters",
     default: str = "",
 ) -> ValueError:
-    """The error for an argument that fits no parameter.
+    """The error for an argument that chooses no parameter.
 
     Args:
       argument: the name of the argument.
       targets: its value.
       paths: `module/name` of each parameter. The error lists those that look most like a pattern.
-      kind: what these are.
-      default: what None looks for.
+      kind: what to call them.
+      default: what None would choose.
     """
     count = f"none of the {len(paths)} {kind}"
     if not isinstance(targets, str | re.Pattern):

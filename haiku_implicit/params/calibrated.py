@@ -1,4 +1,4 @@
-"""Quantization from a calibration batch: weights rounded for the inputs that they have in a model."""
+"""Quantization with calibration data: weights rounded for the inputs that a model gives them."""
 
 import functools
 import math
@@ -32,10 +32,10 @@ def input_moments(
     *,
     targets: Targets | None = None,
 ) -> dict[str, jax.Array]:
-    """The second moments of what weights are multiplied by in a model.
+    """The second moments of the inputs of a model's weights.
 
-    The model is run and differentiated as it is, wherever its weights are used: in scans, stacks of
-    layers, checkpointed blocks. Its outputs have to depend on a weight by a path that has a gradient.
+    The model runs and is differentiated as it is, with weights in scans, stacks of layers and
+    checkpointed blocks. A weight is seen if the outputs depend on it in a differentiable way.
 
     Args:
       apply: the model, `apply(params, batch)`, with floating outputs of any structure.
@@ -44,9 +44,9 @@ def input_moments(
       targets: which parameters, as for `add_lora`. None: all dense weights.
 
     Returns:
-      For each target that is multiplied as `x @ w` its path (`module/name`) and, for all inputs x
-      `[n, k]` of all batches, the sum of xᵀx: `[k, k]` float32, or `[layers, k, k]` where layers are
-      stacked. A warning names the other targets.
+      The sum of xᵀx over the inputs x `[n, k]` of all batches, by the path (`module/name`) of each
+      target that is used as `x @ w`: `[k, k]` float32, or `[layers, k, k]` for stacked layers. A
+      warning names the other targets.
 
     Raises:
       ValueError: for targets that match nothing, no batches, or outputs that are not floating.
@@ -69,21 +69,20 @@ def input_maxima(
     *,
     targets: Targets | None = None,
 ) -> dict[str, jax.Array]:
-    """The largest magnitudes of what weights are multiplied by in a model, for SmoothQuant.
+    """The largest magnitudes of the inputs of a model's weights, for SmoothQuant.
 
-    They are found as `input_moments` finds its sums, and under the same conditions.
+    The model runs as for `input_moments`, under the same conditions.
 
     Args:
       apply, params, batches, targets: as for `input_moments`.
 
     Returns:
-      For each target that is multiplied as `x @ w` its path (`module/name`) and for all inputs x
-      `[n, k]` of all batches the maximum of |x| by n: `[k]` float32, or `[layers, k]` where layers are
-      stacked. It is exact where the weight is used once in a run of the model (or once in each
-      layer). For several uses in a run it is the mean of the largest ones among their maxima, of
-      those within an eighth of an octave: at most 9 % too small. (What comes from a gradient is a
-      sum over uses; sums of counts by size are what a maximum can be read from.) Magnitudes are told
-      apart from 2⁻³² to 2³².
+      The maximum of |x| over n, for the inputs x `[n, k]` of all batches, by the path (`module/name`)
+      of each target that is used as `x @ w`: `[k]` float32, or `[layers, k]` for stacked layers. It is
+      exact if a run of the model uses the weight once (or once in each layer). If a run uses it
+      several times, it is the mean of the largest maxima, those within an eighth of an octave, and at
+      most 9 % too small: a gradient can only sum over uses, so that maxima are read from counts by
+      size. Magnitudes from 2⁻³² to 2³² are told apart.
 
     Raises:
       ValueError: as `input_moments` does.
@@ -107,7 +106,7 @@ def _collect(
     batches: Iterable[Any],
     targets: Targets | None,
 ) -> dict[str, jax.Array]:
-    """A statistic of the inputs of each target, those of single batches joined."""
+    """A statistic of the inputs of each target, joined over the batches."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def note(parameter: trees.Parameter) -> Any:
@@ -155,9 +154,9 @@ def _total(outputs: Any) -> jax.Array:
 def _warn_of_unseen(unseen: list[str], count: int) -> None:
     if unseen:
         warnings.warn(
-            f"inputs of {len(unseen)} of {count} weights were not seen: none of these is multiplied as "
-            "x @ w, w [n, m], where there is a gradient (tables that are looked up are not, nor are "
-            f"weights of more axes in an einsum), or only zeros were: {', '.join(unseen[:10])}"
+            f"inputs of {len(unseen)} of {count} weights were not seen: the model does not use them as "
+            "x @ w, w [n, m], in a differentiable way (tables that are looked up do not count, nor do "
+            f"weights of more axes in an einsum), or all inputs were zero: {', '.join(unseen[:10])}"
             f"{', ...' if len(unseen) > 10 else ''}. Leave them out by targets=",
             stacklevel=4,
         )
@@ -175,31 +174,31 @@ def quantize_with_inputs(
     scale_dtype: Any = None,
     activation: str | None = None,
 ) -> Any:
-    """Quantizes weights for the least error of their products with the inputs that they have.
+    """Quantizes weights for the least error of their products with their inputs.
 
     Args:
       params: parameters with dense weights.
-      inputs: what `input_moments` says of some of them: these are quantized. For 'smoothquant', what
-        `input_maxima` says.
-      method: 'gptq' rounds elements one after another, and those that are left take up the error
-        (arXiv:2210.17323). 'awq' rounds to the nearest, after input channels are multiplied by
-        rms(x)^α, with the best α of 0, 0.05, ..., 1 for each weight (arXiv:2306.00978). 'awq+gptq'
-        rounds the channels so multiplied as 'gptq' does. 'smoothquant', or 'smoothquant,α' (0.5):
-        channels are multiplied by max|x|^α / max|w|^(1−α), which leaves outliers of the activations
-        to the weight (arXiv:2211.10438).
+      inputs: the result of `input_moments` ('smoothquant': of `input_maxima`), or a part of it. The
+        weights that it names are quantized.
+      method: 'gptq' rounds elements one after another; the elements that are left make up for the
+        error (arXiv:2210.17323). 'awq' multiplies input channels by rms(x)^α, with the best α of
+        0, 0.05, ..., 1 for each weight, and rounds to the nearest (arXiv:2306.00978). 'awq+gptq'
+        multiplies as 'awq' and rounds as 'gptq'. 'smoothquant', or 'smoothquant,α' (0.5), multiplies
+        channels by max|x|^α / max|w|^(1−α), which moves outliers of the activations into the weight
+        (arXiv:2211.10438).
       dtype, group_size, zero_point, calibration, scale_dtype: as for `QuantizedMatrix.quantize`. With
-        'mse' the search for scales weighs errors by the mean squares of inputs as well (but with
-        'smoothquant', which knows none).
-      activation: as there; what 'smoothquant' is for.
+        'mse' the search for scales also weighs errors by the mean squares of the inputs (except for
+        'smoothquant', which does not know them).
+      activation: as there; 'smoothquant' needs one.
 
     Returns:
-      The parameters with `QuantizedMatrix` in place of these weights, grouped along their axis -2; by
-      all methods but 'gptq' within a `ScaledMatrix`, which divides the inputs by what the channels
-      were multiplied by.
+      The parameters with `QuantizedMatrix` in place of these weights, grouped along their axis -2. All
+      methods but 'gptq' wrap it in a `ScaledMatrix`, which divides the inputs by the factors of the
+      channels.
 
     Raises:
-      ValueError: for no inputs at all, a path that `params` have no dense weight at, inputs that are
-        not finite or are those of another method, options that do not fit.
+      ValueError: for empty inputs, a path without a dense weight in `params`, inputs that are not
+        finite or that belong to another method, options that do not fit.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -220,14 +219,14 @@ def quantize_with_inputs(
     )
     if of_inputs == "maxima" and activation is None:
         raise ValueError(
-            f"method: {method!r} is for activations that are quantized, too: expected "
-            "activation='int8' or the like, got None"
+            f"method: {method!r} is for quantized activations: expected activation='int8' or the like, "
+            "got None"
         )
     if not inputs:
         raise ValueError(
             f"inputs: expected what input_{of_inputs} says of one weight or more, got nothing: no "
-            "weight [n, m] of the model is multiplied as x @ w where there is a gradient; "
-            "quantize_params quantizes others, without inputs"
+            "weight [n, m] of the model is used as x @ w in a differentiable way; quantize_params "
+            "quantizes others, without inputs"
         )
     paths = [parameter.path for parameter in trees.parameters_of(params)]
     if missing := sorted(inputs.keys() - set(paths)):
@@ -249,7 +248,10 @@ def _gptq(w: jax.Array, moments: jax.Array, options: QuantizeOptions) -> Quantiz
 def _awq(
     w: jax.Array, moments: jax.Array, options: QuantizeOptions, products: bool = False
 ) -> ScaledMatrix:
-    """With the scales of least error by rounding to the nearest, also where `products` are used."""
+    """Channels are scaled for the least error of rounding to the nearest.
+
+    With `products` (of all pairs of inputs) the scaled weight is then rounded as by GPTQ.
+    """
     scale = _awq_scale(w, moments, options)
     return _scaled(w, scale, options, moments if products else _diagonal(moments))
 
@@ -272,13 +274,13 @@ def _smoothquant(
 def _scaled(
     w: jax.Array, scale: jax.Array, options: QuantizeOptions, moments: jax.Array | None
 ) -> ScaledMatrix:
-    """`w`, divided by the scale of its input channels and quantized then, for inputs times the scale.
+    """`w` divided by a scale of its input channels and then quantized, for inputs times that scale.
 
     Args:
       w: `[..., k, m]`.
       scale: `[..., k]`.
       options: how it is quantized.
-      moments: of the inputs, `[..., k, k]`; or the diagonal, `[..., k]`; or None.
+      moments: those of the inputs of `w`, `[..., k, k]`; or their diagonal, `[..., k]`; or None.
     """
     wide = scale.astype(formats.arithmetic_dtype(w.dtype))
     if moments is not None:
@@ -294,7 +296,7 @@ def _diagonal(moments: jax.Array) -> jax.Array:
     return jnp.diagonal(moments, axis1=-2, axis2=-1)
 
 
-# Name: (the function of a weight, of what is known of its inputs, and of options; what that is).
+# Name: (a function of the weight, a statistic of its inputs, and options; which statistic).
 _METHODS: dict[str, tuple[Callable[..., Any], str]] = {
     "gptq": (_gptq, "moments"),
     "awq": (_awq, "moments"),
@@ -304,7 +306,7 @@ _METHODS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def _method(method: str) -> tuple[Callable[..., Any], str]:
-    """A method by its name, with a number after the comma where it takes one."""
+    """A method and the statistic that it needs, by its name and perhaps a number after a comma."""
     name, comma, number = str(method).replace(" ", "").partition(",")
     if name not in _METHODS or (comma and name != "smoothquant"):
         expected = ", ".join(repr(known) for known in _METHODS)
@@ -324,7 +326,7 @@ def _method(method: str) -> tuple[Callable[..., Any], str]:
 
 
 def _check_inputs(path: str, value: Any, of_inputs: jax.Array, what: str) -> None:
-    """Raises unless a weight is dense, and this is what is known of its inputs."""
+    """Raises unless a weight is dense and the statistic of its inputs fits."""
     own = list(value.shape[:-1])
     wanted, axes = (own, "k") if what == "maxima" else (own + own[-1:], "k, k")
     if is_implicit(value) or list(of_inputs.shape) != wanted:

@@ -1,22 +1,22 @@
 """Creators and getters: implicit parameters and state made inside an unmodified Haiku function.
 
-A *creator* (`hk.custom_creator`) decides what `init` makes and stores; a *getter* (`hk.custom_getter`)
-what the model sees of what is stored. Both make their arrays with `box`, so that the same model
-without `transform_implicit` around it computes the same numbers with dense arrays.
+A *creator* (`hk.custom_creator`) decides which arrays `init` makes and stores. A *getter*
+(`hk.custom_getter`) decides what the model sees in place of a stored array. Both make their arrays with
+`box`, so that the same model without `transform_implicit` computes the same numbers with dense arrays.
 
-Which parameters they act on is `targets`, for all of them:
+All of them have an argument `targets`, which says which parameters they act on:
 
-- None: weights, that is floating-point parameters of at least two axes (the axes along which
-  `hk.experimental.layer_stack` stacks do not count) that are not called `b`, `bias`, `offset` or
-  `scale` (or `gating_b`, `query_bias` and so on), and that fit (a rank that is not too large, a group
-  size that divides and an axis to quantize along that is longer than one);
-- a regular expression that the whole of `module/name` has to match, like `r'.*/linear_\\d+/w'`;
-- a predicate `(module_name, name, value) -> bool`, where `value` has a `shape` and a `dtype`. What is
-  chosen by an expression or a predicate and does not fit is an error.
+- None: weights that fit. Weights are floating-point parameters of at least two axes (without the axes
+  along which `hk.experimental.layer_stack` stacks) that are not called `b`, `bias`, `offset` or `scale`
+  (or `gating_b`, `query_bias` and so on). They fit LoRA if the rank is not too large, and quantization
+  if the group size divides the axis to quantize along, which is longer than one.
+- A regular expression that the whole of `module/name` has to match, like `r'.*/linear_\\d+/w'`; a
+  predicate `(module_name, name, value) -> bool`, where `value` has a `shape` and a `dtype`; True for
+  all. A parameter that is chosen in these ways and does not fit is an error.
 
-A creator is given the final names of parameters. A getter within `hk.lift`, `hk.transparent_lift` or
-`hk.experimental.layer_stack` is given the names within the lifted function, since Haiku tells no
-others when the function is applied.
+Creators see the final names of parameters. Getters within `hk.lift`, `hk.transparent_lift` or
+`hk.experimental.layer_stack` see the names within the lifted function: Haiku tells no others when it
+applies the function.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from haiku_implicit.params.selection import LORA_SUFFIXES, errors_name, is_float
 Creator = Callable[..., jax.Array]
 Getter = Callable[..., jax.Array]
 
-# True while `lora_getter` asks Haiku for its own parameters: no creator or getter of ours acts on them.
+# True while `lora_getter` asks Haiku for the factors, on which no creator or getter of ours acts.
 _making_factors: contextvars.ContextVar[bool] = contextvars.ContextVar("factors", default=False)
 
 
@@ -62,17 +62,17 @@ def _factors() -> Iterator[None]:
 def zeros_creator(targets: Targets) -> Creator:
     """A creator of symbolic zeros, for `hk.custom_creator`.
 
-    The parameter's own initializer is not run.
+    The parameter's own initializer does not run.
 
     Args:
       targets: which parameters; see `lora_creator`. There is no default.
 
     Returns:
-      A creator: what `init` stores is `Zeros` of the parameter's shape and dtype.
+      A creator: `init` stores `Zeros` of the parameter's shape and dtype.
 
     Raises:
       TypeError: for `targets` of another type.
-      ValueError: for a text that is no regular expression.
+      ValueError: for a text that is not a regular expression.
 
     Example:
       >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
@@ -105,11 +105,11 @@ def lora_creator(
 ) -> Creator:
     """A creator of LoRA parameters, for `hk.custom_creator`.
 
-    The weight is created as ever. Beside it stand the factors `a`, random, and `b`, zeros, so that
-    the model's function is at first that of the weights alone (Hu et al. 2021, arXiv:2106.09685).
-    The keys come from Haiku's own stream (`hk.next_rng_key`). Around a `quantize_creator`, it puts
-    LoRA on quantized weights (QLoRA: Dettmers et al. 2023, arXiv:2305.14314). Parameters with more than
-    two axes, as of convolutions, are stacks of matrices `[..., n, m]`.
+    The weight is created as usual, and with it a random factor `a` and a factor `b` of zeros. At
+    first the model computes the same as without them (Hu et al. 2021, arXiv:2106.09685). The keys come
+    from Haiku's own stream (`hk.next_rng_key`). Around a `quantize_creator`, it puts LoRA on quantized
+    weights (QLoRA: Dettmers et al. 2023, arXiv:2305.14314). A parameter with more than two axes, like
+    that of a convolution, is a stack of matrices `[..., n, m]`.
 
     Args:
       rank: the rank of the correction, at most the smaller of `n` and `m`.
@@ -119,14 +119,14 @@ def lora_creator(
         have room for the rank. A text or compiled pattern: those whose whole `module/name` matches
         the regular expression. A predicate: those for which `targets(module_name, name, value)` is
         true.
-      init: draws `a`, as `init(key, shape, dtype)` (as those of `jax.nn.initializers`). None: uniform
-        in ±1/sqrt(n), which is what PEFT and the authors' own code do.
+      init: draws `a`, as `init(key, shape, dtype)` (like those of `jax.nn.initializers`). None: uniform
+        in ±1/sqrt(n), as in PEFT and the authors' own code.
 
     Returns:
-      A creator: what `init` stores is `LoRA`.
+      A creator: `init` stores `LoRA`.
 
     Raises:
-      ValueError: for a rank that is no positive integer, or an `alpha` that is no finite number; from
+      ValueError: for a rank that is not a positive integer, or an `alpha` that is not finite; from
         the creator, for a parameter that `targets` chose and that LoRA of this rank does not fit.
       TypeError: for `targets` of another type.
 
@@ -158,9 +158,9 @@ def quantize_creator(
     """A creator of quantized parameters, for `hk.custom_creator`.
 
     Args:
-      dtype: the number format, see `QuantizedMatrix.quantize`, and for the others but `targets`.
+      dtype: the number format; `QuantizedMatrix.quantize` says more of it and of the other options.
       group_size: how many consecutive elements along `axis` share a scale; None for all of them.
-      targets: which parameters; see `lora_creator`. None: as there, of those that `group_size` divides
+      targets: which parameters; see `lora_creator`. None: weights, as there, that `group_size` divides
         and whose `axis` is longer than one.
       axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
         `x @ w`) or -1.
@@ -170,7 +170,7 @@ def quantize_creator(
       activation: the format that activations are quantized to in products; None: they are not.
 
     Returns:
-      A creator: what `init` stores is `QuantizedMatrix`.
+      A creator: `init` stores `QuantizedMatrix`.
 
     Raises:
       ValueError: for options that are out of range; from the creator, for a parameter that `targets`
@@ -197,18 +197,18 @@ def cache_creator(
 ) -> Creator:
     """A creator of quantized caches, for `hk.custom_creator(..., params=False, state=True)`.
 
-    A module that keeps keys and values in Haiku's state, and writes the new positions into it, keeps
-    them quantized from then on: see `QuantizedCache`.
+    For modules that keep keys and values in Haiku's state and write new positions into it. The state
+    is quantized from the start: see `QuantizedCache`.
 
     Args:
       dtype: the format, see `QuantizedMatrix.quantize`.
-      group_size: how many elements along the last axis share a scale; None: all of them, which is a
-        scale for each position and head.
+      group_size: how many elements along the last axis share a scale; None: all of them, so that each
+        position and head has a scale.
       targets: which states, by a regular expression over `module/name` or a predicate
         `(module_name, name, value)`. None: all floating ones of three axes or more.
 
     Returns:
-      A creator: what `init` stores is `QuantizedCache`.
+      A creator: `init` stores `QuantizedCache`.
 
     Raises:
       ValueError: for a group size out of range; from the creator, for a state that `targets` chose and
@@ -244,7 +244,7 @@ def _is_cache(module_name: str, name: str, value: Any) -> bool:
 
 
 def _creator(chosen: Predicate, make: Callable[[str, jax.Array], ImplicitArray]) -> Creator:
-    """A creator of `make(path, value)` in place of what is chosen."""
+    """A creator that puts `make(path, value)` in place of the chosen parameters."""
 
     def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
         value = next_creator(shape, dtype, init)
@@ -267,7 +267,7 @@ def _applies(chosen: Predicate, module_name: str, name: str, value: Any) -> bool
 
 
 def zeros_getter(targets: Targets) -> Getter:
-    """A getter of symbolic zeros, for `hk.custom_getter`: switches parameters off, which stay stored.
+    """A getter of symbolic zeros, for `hk.custom_getter`: it switches stored parameters off.
 
     Args:
       targets: which parameters; see `lora_creator`. There is no default.
@@ -277,7 +277,7 @@ def zeros_getter(targets: Targets) -> Getter:
 
     Raises:
       TypeError: for `targets` of another type.
-      ValueError: for a text that is no regular expression.
+      ValueError: for a text that is not a regular expression.
 
     Example:
       >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
@@ -298,7 +298,7 @@ def lora_getter(
     targets: Targets | None = None,
     init: Initializer | None = None,
 ) -> Getter:
-    """A getter of LoRA weights, for `hk.custom_getter`: what is stored stays dense arrays.
+    """A getter of LoRA weights, for `hk.custom_getter`: stored parameters stay dense arrays.
 
     Beside a parameter `w` it makes two more in the same module, `w_lora_a` and `w_lora_b`, by
     `hk.get_parameter`; the model sees `LoRA` of the three. So all parameters are plain arrays, for
@@ -357,10 +357,10 @@ def quantize_getter(
     scale_dtype: Any = None,
     activation: str | None = None,
 ) -> Getter:
-    """A getter of quantized weights, for `hk.custom_getter`: what is stored stays dense.
+    """A getter of quantized weights, for `hk.custom_getter`: stored parameters stay dense.
 
-    The stored weight is quantized where the model reads it, in every call: a way to see what a
-    format does to a model without changing its parameters.
+    Every call quantizes a weight anew when the model reads it: a way to try a format without changing
+    the parameters.
 
     Args:
       dtype: as for `quantize_creator`, like all that follow.
@@ -401,7 +401,7 @@ def quantize_getter(
 
 
 def getter_of(chosen: Predicate, make: Callable[[Any, jax.Array], ImplicitArray]) -> Getter:
-    """A getter of `make(context, value)` in place of what is chosen."""
+    """A getter that puts `make(context, value)` in place of the chosen parameters."""
 
     def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
         if _applies(chosen, context.module_name, context.name, value):

@@ -1,4 +1,4 @@
-"""Functions on a tree of existing parameters: implicit arrays put in, and LoRA merged again."""
+"""Edits of existing parameters: weights become implicit arrays, and LoRA is merged again."""
 
 import dataclasses
 import functools
@@ -38,8 +38,7 @@ def add_lora(
     """Puts LoRA on weights of a tree of parameters, quantized ones included.
 
     The factors `b` are zeros, so that the tree stands for the same numbers as before. Each `a` is
-    drawn with a key of its own, from `key` and the parameter's path: what is drawn for one does not
-    depend on which others are chosen.
+    drawn with a key of its own, from `key` and the parameter's path, whichever others are chosen.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
@@ -51,6 +50,7 @@ def add_lora(
         and so on) and that have room for the rank (axes along which `hk.experimental.layer_stack`
         stacks do not count). A text or compiled pattern: those whose whole `module/name` matches the
         regular expression. A predicate: those for which `targets(module_name, name, value)` is true.
+        True: all.
       init: draws `a`, as `init(key, shape, dtype)`; None: uniform in ±1/sqrt(n).
 
     Returns:
@@ -58,7 +58,7 @@ def add_lora(
 
     Raises:
       ValueError: for targets that match nothing (it lists near misses), a parameter that LoRA of this
-        rank does not fit, a rank that is no positive integer.
+        rank does not fit, a rank that is not a positive integer.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -97,21 +97,21 @@ def quantize_params(
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
-      dtype: the number format, see `QuantizedMatrix.quantize`, and for the others but `targets`.
+      dtype: the number format; `QuantizedMatrix.quantize` says more of it and of the other options.
       group_size: how many consecutive elements along `axis` share a scale; None for all of them.
-      targets: which parameters, as for `add_lora`. None: weights, as there, of those that are not
-        quantized yet, that `group_size` divides and whose `axis` is longer than one.
+      targets: which parameters, as for `add_lora`. None: weights, as there, that are not quantized
+        yet, that `group_size` divides and whose `axis` is longer than one.
       axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
         `x @ w`) or -1.
       zero_point: whether codes are relative to a zero point (asymmetric quantization).
       calibration: how scales are found.
       scale_dtype: how they are stored.
       activation: the format that activations are quantized to in products; None: they are not.
-      rules: a list of `quantization.QuantRule` in place of the other options (but `targets`, `axis` and
-        `scale_dtype`): the first one that matches a module decides how its dense weights are
-        quantized, one without `weight_qtype` leaves them alone. Rules that decide for no module are
-        warned of. One with `act_static_scale` gives `StaticQuantized` weights, of which a calibration
-        run (`with_quant_stats`) and `convert_trained` find the ranges.
+      rules: a list of `quantization.QuantRule` in place of the other options (except `targets`, `axis`
+        and `scale_dtype`). The first rule that matches a module decides how its dense weights are
+        quantized; a rule without `weight_qtype` leaves them alone. A warning names the rules that
+        decide for no module. A rule with `act_static_scale` gives `StaticQuantized` weights, whose
+        ranges come from a calibration run (`with_quant_stats`) and `convert_trained`.
 
     Returns:
       The tree with `QuantizedMatrix` in place of the targets, mappings as dicts.
@@ -147,7 +147,7 @@ def quantize_params(
 
 
 def _storing_rules(rules: Any) -> list[QuantRule]:
-    """The rules for stored weights; raises for one with an option that these don't have."""
+    """The rules for stored weights; raises for an option that these don't have."""
     rules = trees.checked_rules(rules)
     for i, rule in enumerate(rules):
         if not rule.act_static_scale and rule.act_calibration_method != "absmax":
@@ -162,13 +162,13 @@ def _storing_rules(rules: Any) -> list[QuantRule]:
 def _stored_by_rule(
     options: QuantizeOptions, parameter: trees.Parameter, rules: tuple[QuantRule, ...]
 ) -> QuantizedMatrix | StaticQuantized:
-    """A weight as the first rule that quantizes it says, with the options that rules don't have."""
+    """A weight quantized by the first rule that does so; `options` are those that rules don't have."""
     rule, value = trees.deciding_rule(rules), parameter.value
     options = dataclasses.replace(options, **rule.weight_options(value.shape[options.axis]))
     if not rule.act_static_scale:
         return dataclasses.replace(options, activation=rule.act_qtype).quantize(value)
     stored = dataclasses.replace(options, activation=None).quantize(value)
-    # Of the rule, products take what it says of activations: a range for the whole of the axis.
+    # Products take only the options of activations from the rule: one range for the whole axis.
     act = {name: getattr(rule, name) for name in _OF_ACTIVATIONS}
     own_rule = QtRule(weight_qtype="int8", **act)
     return StaticQuantized.of(stored, QuantStats(name=parameter.path), (own_rule,))
@@ -180,16 +180,16 @@ _OF_ACTIVATIONS = ("act_qtype", "act_calibration_method", "act_static_scale", "a
 def quantize_activations(
     params: Any, dtype: str | None = "int8", *, targets: Targets | None = None
 ) -> Any:
-    """Makes products with quantized weights round the activations that they meet, too.
+    """Makes products with quantized weights round their activations, too.
 
-    Weights stay as they are: those that were read from a file of codes, say. Activations
-    get scales that their largest magnitudes fit; a product of integers takes a fraction of the time
-    of one with floating-point activations, and rounds more.
+    The codes of the weights stay as they are, for example those read from a file. Activations get
+    scales that fit their largest magnitudes. A product of integers takes a fraction of the time of
+    one with floating-point activations, and rounds more.
 
     Args:
       params: parameters with `QuantizedMatrix` in them, in any nesting of mappings.
       dtype: the format of activations, such as 'int8' (a scale for each row) or 'int8,groups' (a scale
-        for each part of a row that meets a group of the weight); None: they are not rounded.
+        for each part of a row that is multiplied with a group of the weight); None: not rounded.
       targets: which weights, as for `add_lora`. None: all that are quantized, under LoRA as well.
 
     Returns:
@@ -265,12 +265,12 @@ def merge_lora(params: Any, *, requantize: bool = False) -> Any:
 
     Args:
       params: parameters with LoRA in them, in any nesting of mappings.
-      requantize: what becomes of LoRA on a quantized weight. False: a dense weight, exact but of
-        the dense size. True: the sum quantized again in the format of its base, small but rounded
-        anew: a correction finer than the format's step is lost.
+      requantize: what LoRA on a quantized weight becomes. False: a dense weight, exact but of the
+        dense size. True: the sum in the format of the quantized weight, small but rounded again, so
+        that a correction finer than the format's step is lost.
 
     Returns:
-      The tree without LoRA, mappings as dicts; what has none comes back as it is.
+      The tree without LoRA, mappings as dicts. Other parameters do not change.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki

@@ -1,4 +1,4 @@
-"""What is put on a weight: LoRA or quantization with its options, and the weights that these fit."""
+"""LoRA and quantization with their options: which weights they fit, and how they are put on one."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ class LoRAOptions:
     Attributes:
       rank: of the correction.
       alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
-      init: draws the factor `a`; None: uniform in ±1/sqrt(n), what the LoRA paper's code and PEFT draw.
+      init: draws the factor `a`; None: uniform in ±1/sqrt(n), as in PEFT and the authors' code.
 
     Raises:
       ValueError: for an option out of its range.
@@ -51,7 +51,7 @@ class LoRAOptions:
 
     @property
     def default(self) -> str:
-        """What these are, for errors."""
+        """What the default targets are, for errors."""
         return f"a weight with room for LoRA of rank {self.rank}"
 
     def check(self, path: str, value: Any) -> None:
@@ -70,7 +70,7 @@ class LoRAOptions:
             )
 
     def factor_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those of `a` and `b` for a weight `[..., n, m]`."""
+        """The shapes of `a` and `b` for a weight `[..., n, m]`."""
         *batch, n, m = shape
         return (*batch, n, self.rank), (*batch, self.rank, m)
 
@@ -135,7 +135,7 @@ class QuantizeOptions:
 
     @property
     def default(self) -> str:
-        """What these are, for errors."""
+        """What the default targets are, for errors."""
         size = self.group_size
         return "a dense weight" + (f" whose axis {self.axis} is divided by {size}" if size else "")
 
@@ -172,7 +172,7 @@ def check_matrix(path: str, value: Any, what: str) -> None:
 
 
 def checked_group_size(size: Any) -> GroupSize:
-    """A group size; raises for what `QuantizedMatrix.quantize` would take for no weight."""
+    """A group size; raises if `QuantizedMatrix.quantize` would take it for no weight at all."""
     pair = isinstance(size, tuple | list) and len(size) == 2
     known = size is None or (isinstance(size, str) and size == "tensor")
     if not known and not all(map(_is_positive_integer, size if pair else [size])):

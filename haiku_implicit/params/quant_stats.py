@@ -16,56 +16,57 @@ from haiku_implicit.params.transformed import AnyTransformed
 from haiku_implicit.products.activation_stats import QuantStats, Shapes
 from haiku_implicit.training.gradients import is_inexact
 
-# The entry of Haiku's state that the statistics are in; Qwix has the same name for them.
+# The entry of Haiku's state that holds the statistics; Qwix calls it the same.
 COLLECTION = "quant_stats"
 
 Apply = Callable[..., Any]
 Mode = Literal["update", "read", "fixed"]
-# For each weight with static scales its statistics, as they are stored: 'count' and the sums.
+# The statistics in the state: for each path of a weight, 'count' and the sums.
 Stored = dict[str, dict[str, Any]]
 
 
 def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
-    """Gives weights with static activation scales the statistics that these come from.
+    """Keeps statistics of activations in Haiku's state, and takes static activation scales from them.
 
-    They are kept in Haiku's state, under 'quant_stats': for each weight that `quantized_training` or
-    `quantize_params` has given a rule with `act_static_scale` (by its path, `module/name`) a dict of
-    `count` and `sum_of_absmax` (or `sum_of_min` and `sum_of_max`), float32, with the axes of stacked
-    layers first. A scale is that of the average, `sum / count`. With `decay=1` that is Qwix's moving
-    average.
+    A weight has such scales if `quantized_training` or `quantize_params` has given it a rule with
+    `act_static_scale`. The state holds its statistics under 'quant_stats' and the weight's path,
+    `module/name`: a dict of `count` and `sum_of_absmax` (or `sum_of_min` and `sum_of_max`), float32,
+    with the axes of stacked layers first. The scale follows from the average, `sum / count`. With
+    `decay=1` that is Qwix's moving average.
 
-    With `update`, each product of such a weight adds what it sees (the limits of the activation's
-    range, averaged over `act_batch_axes`), once for each time that it runs: in each step of a scan,
-    at each use of a shared weight. Its own scale is that of the average with this counted in; what
-    other products of the same call see counts from the next call on. An activation with NaN or
-    infinities, or without elements, is not counted. Without `update` the state comes back as it is.
-    A product with nothing counted yet uses the activation's own range, averaged in the same way.
+    With `update`, a product with such a weight adds the limits of its activation's range, averaged
+    over `act_batch_axes`. It does so each time that it runs: in each step of a scan, at each use of a
+    shared weight. Its own scale counts them at once; other products count them from the next call on.
+    An activation with NaN or infinities, or without elements, does not count. As long as nothing is
+    counted, a product uses the range of its own activation. Without `update` the state does not
+    change.
 
-    The gradients are those of the model, one forward pass gives both them and the statistics. To be
-    called under `jax.jit`: an eager call traces the model each time.
+    One forward pass gives the output, its gradients and the statistics. Call it under `jax.jit`: an
+    eager call traces the model each time.
 
     Sharp edges:
-      - What a product sees leaves the model along the gradient of what it returns (state included).
-        Where there is none, because all that depends on a product passes through `stop_gradient`,
-        `argmax` or a cast to integers, nothing is counted. `convert_trained` names such weights.
+      - The statistics leave the model along the gradient of its outputs (state included). A product
+        is not counted if all that depends on it passes through `stop_gradient`, `argmax` or a cast to
+        integers. `convert_trained` names such weights.
       - A rule with stochastic rounding needs its key (`with_rounding_key`) while statistics are
-        updated, also where no gradient is asked for.
-      - With `update` only reverse-mode differentiation is possible, by arguments and not by what the
-        model closes over; products within a `while_loop` raise JAX's error that it has none.
-      - Within `use_implicit_args`, `hki.grad` and `hki.value_and_grad` the weights are ordinary arrays,
-        and no statistics can be put on them. With `jax.grad` they are what they are: differentiate by
-        the first part that `partition` gives, and `combine` both in the loss.
+        updated, even if you ask for no gradient.
+      - With `update`, only reverse-mode differentiation with respect to arguments is possible, not
+        with respect to arrays that the model closes over. A product within a `while_loop` raises
+        JAX's error that the loop has no such derivative.
+      - `use_implicit_args`, `hki.grad` and `hki.value_and_grad` turn weights into ordinary arrays,
+        which cannot carry statistics. Use `jax.grad` with respect to the first part that `partition`
+        returns, and `combine` both parts in the loss.
 
     Args:
-      t: what `transform_implicit` returns. `hk.without_apply_rng` is applied before.
-      update: whether what is seen is added to the statistics.
-      decay: what sums and counts are multiplied with in each call before new ones are added, in
-        (0, 1]: 0.99 makes a moving average of about the last 100 calls.
+      t: what `transform_implicit` returns. Apply `hk.without_apply_rng` before that.
+      update: whether a call adds to the statistics.
+      decay: a factor in (0, 1] of the sums and counts so far, in each call: 0.99 makes a moving
+        average of about the last 100 calls.
 
     Returns:
       An `hk.TransformedWithState` (or `hk.MultiTransformedWithState`): `apply(params, state, ...)`
-      returns a pair of the output and the state. A `state` without statistics is one with none counted;
-      `init_quant_stats` makes the entries without a call.
+      returns the output and the state. A `state` without statistics is a valid start;
+      `init_quant_stats` returns one that has all entries.
 
     Raises:
       TypeError: for anything but a transformed function.
@@ -111,20 +112,20 @@ def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
 
 
 def init_quant_stats(t: Any, params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """The state with statistics of which nothing is counted, for loops that need its final structure.
+    """The state with empty statistics, for loops that need its final structure from the start.
 
     Args:
       t: what `transform_implicit` returns, with one `apply`.
       params: parameters, see `with_quant_stats`.
       state: the state of the model; {} if it has none.
-      *args: what else `apply` takes. The model is traced for them, and does not run.
-      **kwargs: the same.
+      *args: the other arguments of `apply`. The model is traced with them and does not run.
+      **kwargs: its keyword arguments.
 
     Returns:
       The state, with zeros under 'quant_stats' for weights that have no statistics yet.
 
     Raises:
-      ValueError: for products with one weight whose activations have limits of several shapes.
+      ValueError: if the activations that one weight meets have limits of different shapes.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -149,7 +150,7 @@ def _with_state(apply: Apply) -> Apply:
 
 
 def _parted(state: Any) -> tuple[dict[str, Any], Stored]:
-    """The state of the model, and the statistics."""
+    """The model's own state, and the statistics."""
     if not isinstance(state, Mapping):
         raise TypeError(
             "state: expected a mapping, as Haiku's init returns it ({} for a model without state), got "
@@ -172,7 +173,7 @@ def _joined(inner: Any, stored: Stored) -> dict[str, Any]:
 
 
 def _reading(apply: Apply) -> Apply:
-    """A model whose scales come from the statistics in its state, which comes back as it is."""
+    """A model whose scales come from the statistics in its state; it does not change them."""
 
     def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         inner, stored = _parted(state)
@@ -236,7 +237,7 @@ def _static_weights(params: Any) -> list[TrainedQuantized | StaticQuantized]:
 
 
 def takes_stats(x: Any) -> TypeGuard[TrainedQuantized | StaticQuantized]:
-    """Whether a value is a weight that statistics are put on for a call."""
+    """Whether a value is a weight that gets statistics for a call."""
     static = isinstance(x, TrainedQuantized | StaticQuantized) and x.stats is not None
     return static and x.stats.sums is None
 
@@ -246,7 +247,7 @@ def _names(params: Any) -> set[str]:
 
 
 def _with_stats(params: Any, stored: Stored, mode: Mode, shapes: Shapes | None = None) -> Any:
-    """Parameters whose weights have their statistics, as far as there are any."""
+    """The parameters, their weights with the statistics that are stored for them."""
 
     def filled(x: Any) -> Any:
         if not takes_stats(x):
@@ -260,10 +261,10 @@ def _with_stats(params: Any, stored: Stored, mode: Mode, shapes: Shapes | None =
 
 
 def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Mode) -> QuantStats:
-    """Statistics as they are stored, for a weight with some batch axes.
+    """The stored statistics of a weight with these batch axes.
 
     Raises:
-      ValueError: for what are no statistics of such a weight.
+      ValueError: if these are not statistics of such a weight.
     """
     entries = dict(stored) if isinstance(stored, Mapping) else {}
     count = entries.pop("count", None)
@@ -281,17 +282,17 @@ def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Mode) -> Qu
 def fixed_stats(
     path: str, w: TrainedQuantized | StaticQuantized, stacked: int, state: Any
 ) -> QuantStats:
-    """The limits that a weight's statistics come to, for stored weights.
+    """The final range of a weight's activations: the averages of its statistics.
 
     Args:
       path: of the parameter, for errors.
       w: the weight.
-      stacked: how many of its batch axes stack weights of their own. Along the others (a kernel's) the
-        first one has what all have seen; those with nothing counted are NaN.
+      stacked: how many of its batch axes stack weights of different layers. Along the others (those
+        of a kernel) the first entry counts for all. Entries that counted nothing become NaN.
       state: Haiku's state with statistics, or None.
 
     Raises:
-      ValueError: for missing statistics, or (but under `jax.jit`) such that nothing is counted in.
+      ValueError: if there are no statistics, or they are empty (which `jax.jit` cannot tell).
     """
     name = path if w.stats is None else w.stats.name
     stored = {} if state is None else _parted(state)[1]
@@ -314,7 +315,7 @@ def fixed_stats(
 
 
 def _is_counted(count: Any, stacked: int) -> bool:
-    """Whether each of the stacked weights has statistics; of a kernel's matrices, one has."""
+    """Whether each layer has counted something, in at least one of a kernel's matrices."""
     layers = np.asarray(count).reshape(*np.shape(count)[:stacked], -1)
     return bool((layers > 0).any(-1).all())
 
@@ -325,17 +326,16 @@ def _per(sums: Any, count: Any) -> jax.Array:
     return sums / count.reshape(*count.shape, *(1,) * (np.ndim(sums) - count.ndim))
 
 
-# --- what products have seen ---------------------------------------------------------------------
+# --- what a call adds to the statistics -----------------------------------------------------------
 
 
 def _with_gradient(
     fun: Callable[..., Any], stats: Stored, args: Any, kwargs: Any
 ) -> tuple[Any, Stored]:
-    """`fun(stats, *args, **kwargs)`, and the gradient with respect to `stats`, whatever the output.
+    """`fun(stats, *args, **kwargs)`, and its gradient with respect to `stats` for zero cotangents.
 
-    One pass serves this gradient and, where the call is differentiated from outside, that one: its
-    linearization is kept. So rules for derivatives within `fun` act once, and are not themselves
-    differentiated.
+    If the call is differentiated from outside, both gradients share one linearization. So custom
+    derivative rules within `fun` run once, and are not differentiated themselves.
     """
     static, values = split((args, kwargs))
     static_out: Any = []

@@ -1,4 +1,4 @@
-"""Quantized training of a model: rules put on a tree of parameters, and what is stored afterwards."""
+"""Quantized training of a model: weights with rules, and the stored weights after training."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,14 +29,14 @@ def quantized_training(
 ) -> Any:
     """Puts rules on the weights of a model, for quantized products and gradients in training.
 
-    The weights stay dense, one floating leaf each, and are what is trained; every product with one
-    of them, under `transform_implicit`, quantizes it and the other operand, and in the backward pass
-    the incoming gradient. No module is changed.
+    The weights stay dense and are trained, one floating leaf each. Under `transform_implicit`, every
+    product with one of them quantizes both operands, and in the backward pass the incoming gradient.
+    No module changes.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
-      rules: `QtRule`s (or `QuantRule`s: these leave the backward pass dense), in the order of
-        precedence. A warning names those that decide for no module. Static activation scales
+      rules: `QtRule`s, or `QuantRule`s, which leave the backward pass dense; the first one that
+        matches decides. A warning names those that decide for no module. Static activation scales
         (`act_static_scale`) need the model wrapped in `with_quant_stats`.
       targets: which parameters, as for `add_lora`. None: floating-point parameters of two axes or more
         that are not called `b`, `bias`, `offset` or `scale`.
@@ -73,14 +73,14 @@ def quantized_training(
 def quantized_training_getter(
     rules: Sequence[QuantRule], *, targets: Targets | None = None
 ) -> Getter:
-    """A getter for quantized training, for `hk.custom_getter`: what is stored stays dense arrays.
+    """A getter for quantized training, for `hk.custom_getter`: stored parameters stay dense arrays.
 
     The random keys of stochastic rounding come from Haiku's own stream (`hk.next_rng_key`), a new one
-    each time that a weight is read.
+    each time that the model reads a weight.
 
     Args:
-      rules: as for `quantized_training`, but that nobody is warned of unused ones, and that there are
-        no static activation scales.
+      rules: as for `quantized_training`, without static activation scales. Unused rules give no
+        warning.
       targets: as for `quantized_training`.
 
     Returns:
@@ -126,7 +126,7 @@ def quantized_training_getter(
 def with_rounding_key(params: Any, key: Any) -> Any:
     """Gives weights the random keys that stochastic rounding of their gradients needs.
 
-    To be called in each step, within the function that is differentiated, with a key of the step:
+    Call it in each step, within the function that is differentiated, with a key of the step:
 
         def loss(params, key, batch):
           params = hki.with_rounding_key(params, key)
@@ -134,11 +134,11 @@ def with_rounding_key(params: Any, key: Any) -> Any:
 
     Args:
       params: a tree with `TrainedQuantized` in it.
-      key: a random key. Each weight has one of its own, by its path.
+      key: a random key. Each weight gets one of its own, from this one and its path.
 
     Returns:
-      The tree with keys on the weights whose rules round stochastically; the others as they are. A
-      weight that one step uses several times has the same noise each time.
+      The tree with keys on the weights whose rules round stochastically. If a step uses a weight
+      several times, the noise is the same each time.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -164,13 +164,13 @@ def quantization_aware(
 ) -> Any:
     """Makes weights stand for their rounded values, for quantization-aware training.
 
-    The forward pass uses the values that `QuantizedMatrix` would hold, the gradient passes straight
-    through to the weights before rounding. `convert_trained` then gives the stored matrices, with
-    identical outputs.
+    The forward pass uses the values that `QuantizedMatrix` would hold. The gradient passes straight
+    through to the weights before rounding. After training, `convert_trained` returns the stored
+    matrices, which give identical outputs.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
-      rules: `QuantRule`s; of each `weight_qtype`, `weight_calibration_method` ('minmax' with a zero
+      rules: `QuantRule`s, with `weight_qtype`, `weight_calibration_method` ('minmax' with a zero
         point) and `tile_size` along axis -2, which is contracted in `x @ w`.
       targets: as for `quantized_training`.
 
@@ -178,7 +178,7 @@ def quantization_aware(
       The tree with `FakeQuantized` in place of the weights that a rule quantizes, mappings as dicts.
 
     Raises:
-      ValueError: for rules that quantize nothing, or that are not of weights alone.
+      ValueError: for rules that quantize nothing, or that quantize activations.
       TypeError: for anything but rules.
 
     Example:
@@ -209,18 +209,18 @@ def quantization_aware(
 
 
 def convert_trained(params: Any, state: Any = None) -> Any:
-    """The stored matrices that trained weights stand for, for inference.
+    """Replaces trained weights by stored ones, for inference.
 
-    Of a `FakeQuantized` weight it is the matrix of its rounded values. Of a `TrainedQuantized` one it
-    is that of the codes that its rule quantizes it to, where it is used as `x @ w` (axis -2 is
-    contracted; convolution kernels share scales over all axes but the last). With static activation
-    scales, products are those of `with_quant_stats(t, update=False)`, and need no state any more; that
-    holds for a `StaticQuantized` weight without ranges, too, which gets them.
+    A `FakeQuantized` weight becomes the matrix of its rounded values. A `TrainedQuantized` weight
+    becomes the matrix of the codes that its rule quantizes it to in `x @ w` (which contracts axis -2;
+    convolution kernels share scales over all axes but the last). With static activation scales,
+    products are those of `with_quant_stats(t, update=False)` and no longer need the state. A
+    `StaticQuantized` weight without ranges gets them, too.
 
     Args:
       params: a tree with such weights.
-      state: Haiku's state with the statistics that static activation scales come from, as
-        `with_quant_stats` returns it; None where there are none.
+      state: for static activation scales, Haiku's state with statistics, as `with_quant_stats`
+        returns it.
 
     Returns:
       The tree with `QuantizedMatrix` in their place, or `StaticQuantized` where activations have
@@ -228,8 +228,8 @@ def convert_trained(params: Any, state: Any = None) -> Any:
 
     Raises:
       ValueError: for a weight whose rules leave products dense; for one with static activation scales
-        and no statistics (under `jax.jit` for one without an entry: where nothing is counted, the
-        range is NaN, and so are products).
+        and no statistics. (`jax.jit` cannot tell statistics that have counted nothing: the range
+        becomes NaN, and so do products.)
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -268,7 +268,7 @@ def dot_general_by_bits(
     Args:
       fwd_bits: of weights and activations: 2, 3, 4, 6 or 8; None for dense products.
       bwd_bits: of gradients; None for a dense backward pass.
-      mode: what is returned.
+      mode: 'train', 'serve' or 'convert', see below.
 
     Returns:
       'train': a function like `jax.lax.dot_general`, whose second operand is the weight. 'serve': the
@@ -316,7 +316,7 @@ def _integer_of(name: str, bits: Any) -> str:
 
 
 def _training_rules(rules: Any) -> list[QtRule]:
-    """The rules for training; those that leave modules alone too."""
+    """The same rules for training, including those that leave modules alone."""
     return [quant_rules.as_training_rule(rule) for rule in trees.checked_rules(rules)]
 
 
@@ -345,7 +345,7 @@ def _keyed(weight: TrainedQuantized, key: jax.Array) -> TrainedQuantized:
 
 def _deciding_rule(w: TrainedQuantized, stacked: int) -> QuantRule:
     """The rule for the products that a weight is stored for; `stacked` as for `_stored`."""
-    # Of more axes, it is a kernel, or the weight of an einsum, or one for each group of rows.
+    # With more axes it is a kernel, the weight of an einsum, or one weight for each group of rows.
     kernel = w.ndim - stacked > 2
     ops = ("conv_general_dilated", "dot_general", "ragged_dot") if kernel else ("dot_general",)
     rule = next(filter(None, map(w.rule_for, ops)), None)
@@ -357,11 +357,11 @@ def _deciding_rule(w: TrainedQuantized, stacked: int) -> QuantRule:
 
 
 def _stored(w: jax.Array, stacked: int, rule: QuantRule) -> QuantizedMatrix:
-    """The matrix of the codes that a weight is quantized to.
+    """The matrix of the codes that a rule quantizes a weight to.
 
     Args:
       w: the dense weight, `[..., n, m]`.
-      stacked: how many leading axes stack weights of their own.
+      stacked: how many leading axes stack the weights of different layers.
       rule: the rule for its products.
     """
     qt = quant_rules.as_training_rule(rule)
@@ -394,7 +394,7 @@ def _stored(w: jax.Array, stacked: int, rule: QuantRule) -> QuantizedMatrix:
 def _storage(
     fmt: formats.Format, found: QuantizedOperand
 ) -> tuple[formats.Format, Any, tuple[Any, ...]]:
-    """The format, the codes (not packed) and the offset, if any, that stand for an operand's values."""
+    """The format, the codes (not packed) and the offset, if any, of an operand."""
     if fmt.is_float:
         return fmt, found.codes, ()
     if fmt.table is not None:

@@ -1,4 +1,4 @@
-"""Which parameters are weights: the default of `targets`, and what an error says of a parameter."""
+"""Which parameters are weights (the default of `targets`), and how errors describe a parameter."""
 
 import contextlib
 import re
@@ -44,12 +44,12 @@ def is_weight(module_name: str, name: str, value: Any) -> bool:
 
 
 def stacked_axes(module_name: str) -> int:
-    """How many axes `hk.experimental.layer_stack` has put before those of a stored parameter."""
+    """How many axes `hk.experimental.layer_stack` has added to a stored parameter, in front."""
     return module_name.count("__layer_stack_")
 
 
 def in_tree(predicate: Predicate) -> Predicate:
-    """A predicate of weights for stored parameters, of which the axes of stacked layers don't count."""
+    """A predicate of weights for stored parameters: the axes of stacked layers do not count."""
 
     def of_stored(module_name: str, name: str, value: Any) -> bool:
         enough = len(value.shape) >= 2 + stacked_axes(module_name)
@@ -67,7 +67,7 @@ def describe(value: Any) -> str:
 
 @contextlib.contextmanager
 def errors_name(path: str, value: Any) -> Iterator[None]:
-    """Puts the path of a parameter, its shape and its dtype before what an error says."""
+    """Puts the path of a parameter, its shape and its dtype in front of errors."""
     try:
         yield
     except (TypeError, ValueError) as e:

@@ -1,4 +1,4 @@
-"""Trees of parameters: the arrays in them by their names, and others put in place of some."""
+"""Trees of parameters: their arrays by name, and new ones in place of some of them."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class Parameter(NamedTuple):
 def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
     """A nesting of mappings with `fun(parameter)` in place of each array in it.
 
-    Haiku makes nothing but mappings; what other libraries put into them are lists and tuples.
+    Haiku makes only mappings; other libraries put lists and tuples into them.
     """
     if isinstance(tree, Mapping):
         return {k: map_parameters(fun, v, (*path, str(k))) for k, v in tree.items()}
@@ -79,9 +79,9 @@ def replace_targets(
     Args:
       params: the tree.
       targets: which parameters.
-      make: what gives the replacement.
-      takes: the predicate for no targets; without one, None is an error.
-      default: what that one looks for, for errors.
+      make: makes the replacement.
+      takes: the predicate if `targets` is None; without one, None is an error.
+      default: what this predicate looks for, for errors.
     """
     chosen = predicate_of("targets", targets, takes and in_tree(takes))
     parameters = parameters_of(params)
@@ -96,7 +96,7 @@ def replace_targets(
 
 
 def checked_rules(rules: Any) -> list[QuantRule]:
-    """A list of rules; one alone is such a list."""
+    """The rules as a list; a single rule makes a list of one."""
     rules = [rules] if isinstance(rules, QuantRule) else list(rules)
     for i, rule in enumerate(rules):
         if not isinstance(rule, QuantRule):
@@ -105,7 +105,7 @@ def checked_rules(rules: Any) -> list[QuantRule]:
 
 
 def rules_of(rules: Sequence[QuantRule], module_name: str) -> tuple[QuantRule, ...]:
-    """The rules that decide for a module; none if they all leave it alone."""
+    """The rules that decide for a module; empty if they all leave it alone."""
     own = rules_for_module(rules, module_name)
     return own if any(rule.weight_qtype is not None for rule in own) else ()
 

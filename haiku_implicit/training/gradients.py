@@ -1,7 +1,7 @@
-"""Training: which leaves of a parameter tree are trained, and gradients for those alone.
+"""Which leaves of a parameter tree are trained, and gradients with respect to those alone.
 
-A *slot* is a place of a tree for one array: a leaf, or what stands in its place (None, symbolic
-zeros, `optax.MaskedNode`). Parameters, gradients, updates and partitions have the same slots.
+A *slot* is the place of one array in a tree. It holds the array, or None, symbolic zeros or
+`optax.MaskedNode` instead. Parameters, gradients, updates and partitions have the same slots.
 """
 
 import functools
@@ -25,7 +25,7 @@ class Slot(NamedTuple):
 
     Attributes:
       path: its keys, as text.
-      value: the array, or what is in its place.
+      value: the array, or what the slot holds instead.
       fields: the implicit arrays around it, outermost first, each as (type, name of the field).
     """
 
@@ -64,7 +64,7 @@ def treedef_of(tree: Any) -> Any:
 
 
 def align(treedef: Any, tree: Any, what: str) -> list[Any]:
-    """What another tree has in each slot."""
+    """The values of another tree in each slot."""
     try:
         return treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as e:
@@ -91,10 +91,10 @@ def zeros_like(x: Any) -> Any:
 
 
 def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = True) -> list[bool]:
-    """For each slot, whether its array is trained: by what the types declare, or by `trainable_dense`.
+    """For each slot, whether its array is trained: as the types declare, or by `trainable_dense`.
 
     Raises:
-      ValueError: for a regular expression that matches no dense array, if it has to.
+      ValueError: with `must_match`, for a regular expression that matches no dense array.
     """
     chosen = predicate_of("trainable_dense", trainable_dense)
     flags, dense = [], {}
@@ -114,11 +114,11 @@ def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = 
 
 
 def partition(params: Any, trainable_dense: Targets = True) -> tuple[Any, Any]:
-    """Parts parameters in what is trained and what is frozen.
+    """Divides parameters into a trainable and a frozen part.
 
-    In an implicit array the type decides: fields that it declares with `frozen_field` (the `w` of
-    `LoRA`, say), with all that is in them, are frozen. Arrays of integers and booleans are frozen
-    anywhere.
+    In an implicit array the type decides: the fields that it declares with `frozen_field` (like the
+    `w` of `LoRA`) are frozen, with everything in them. Arrays of integers and booleans are always
+    frozen.
 
     Args:
       params: a tree of arrays and implicit arrays.
@@ -127,9 +127,9 @@ def partition(params: Any, trainable_dense: Targets = True) -> tuple[Any, Any]:
         expression that the whole of `module/name` has to match.
 
     Returns:
-      Two trees like `params`, `(trainable, frozen)`, each with None in place of what is in the
-      other. As None is no leaf, `jax.grad`, an optax optimizer or a checkpoint of the first deals
-      with nothing but what is trained.
+      Two trees like `params`, `(trainable, frozen)`, each with None in place of the arrays of the
+      other. None is not a leaf, so that `jax.grad`, optimizers and checkpoints of the first tree deal
+      only with trainable arrays.
 
     Raises:
       TypeError: for a `trainable_dense` of another type.
@@ -156,17 +156,17 @@ def _part(slots: Sequence[Slot], treedef: Any, flags: Sequence[bool]) -> tuple[A
 
 
 def combine(trainable: Any, frozen: Any) -> Any:
-    """The tree of which `partition` gave the two parts.
+    """Puts the two parts of `partition` together again.
 
     Args:
-      trainable: a tree with None in place of what the other one has.
+      trainable: a tree with None in place of the arrays of the other one.
       frozen: the other one.
 
     Returns:
-      The tree with both.
+      The tree with the arrays of both.
 
     Raises:
-      ValueError: where the structures differ, or both have a value in one place.
+      ValueError: if the structures differ, or both have a value in one place.
 
     Example:
       >>> import haiku_implicit as hki
@@ -193,20 +193,20 @@ def value_and_grad(
     trainable_dense: Targets = True,
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` for parameters with implicit arrays, by what is trained of them alone.
+    """`jax.value_and_grad` with respect to the trainable arrays of parameters with implicit arrays.
 
     Args:
-      fun: a function of a scalar result. It is wrapped in `use_implicit_args` (once more does no
+      fun: a function that returns a scalar. It is wrapped in `use_implicit_args` (once more does no
         harm).
       argnums: the position of the parameters among the arguments, or several positions.
       has_aux: whether `fun` returns a pair of the scalar and something else.
       trainable_dense: which dense arrays are trained, as in `partition`.
-      **kwargs: what else `jax.value_and_grad` takes (`holomorphic`, ...).
+      **kwargs: other options of `jax.value_and_grad` (`holomorphic`, ...).
 
     Returns:
-      A function that returns what that of `jax.value_and_grad` does. The gradient is a tree like
-      the parameters. In place of a frozen array, also one of integers, it has symbolic zeros of the
-      same shape and dtype, `Zeros`, which take no memory.
+      A function like that of `jax.value_and_grad`. The gradient is a tree like the parameters. In
+      place of frozen arrays and of integers it has `Zeros` of the same shape and dtype: symbolic
+      zeros, which take no memory.
 
     Raises:
       ValueError: for an `argnums` beyond the arguments, or a `trainable_dense` that matches nothing.
@@ -257,7 +257,7 @@ def value_and_grad(
 
 
 def _fill(grads: Any, frozen: Any) -> Any:
-    """Gradients with symbolic zeros in the slots that the frozen part has values in."""
+    """Gradients with symbolic zeros in the slots of the frozen part."""
     treedef = treedef_of(frozen)
     pairs = zip(align(treedef, grads, "gradients"), slots_of(frozen), strict=True)
     return treedef.unflatten([zeros_like(s.value) if g is None else g for g, s in pairs])
@@ -274,7 +274,8 @@ def grad(
     """`jax.grad` for parameters with implicit arrays; see `value_and_grad`.
 
     Returns:
-      A function that returns the gradient; with `has_aux`, a pair of it and what else `fun` gave.
+      A function that returns the gradient; with `has_aux`, a pair of the gradient and the other
+      result of `fun`.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki

@@ -1,4 +1,4 @@
-"""Optimizers of optax that leave alone what is frozen, and hold no state for it."""
+"""Optimizers of optax that leave frozen arrays alone and hold no state for them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,22 +23,22 @@ from haiku_implicit.training.gradients import (
 def freeze_declared(
     optimizer: optax.GradientTransformation, *, trainable_dense: Targets = True
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that leaves alone what is frozen by the declaration of its type.
+    """An optimizer that leaves alone the fields that their type declares as frozen.
 
     Args:
       optimizer: any optax optimizer. It sees `optax.MaskedNode`, which has no leaves, in place of
-        what is frozen, so that its state holds nothing for it, and decay, clipping and norms leave
-        it out.
+        frozen arrays. So its state holds nothing for them, and decay, clipping and norms leave them
+        out.
       trainable_dense: which dense arrays are trained, as in `partition`; the same as for
         `value_and_grad`.
 
     Returns:
       An optimizer of the whole parameters. Its `update` takes gradients with symbolic zeros, None
-      or arrays in place of what is frozen, and returns updates with symbolic zeros there (see
+      or arrays in the frozen slots, and returns updates with symbolic zeros there (see
       `apply_updates`).
 
     Raises:
-      ValueError: (by its `update`) where the gradient of something that is trained is empty.
+      ValueError: by its `update`, if the gradient of a trainable array is missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
@@ -63,21 +63,21 @@ def freeze_keys(
     *,
     trainable_dense: Targets = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that leaves fields of an implicit type alone, and what `freeze_declared` does.
+    """An optimizer that leaves fields of an implicit type alone, beside those of `freeze_declared`.
 
     Args:
       optimizer: any optax optimizer.
-      arr_type: an implicit type; subclasses are meant too.
-      keys: names of fields of it.
+      arr_type: an implicit type; its subclasses are included.
+      keys: names of its fields.
       trainable_dense: which dense arrays are trained, as in `partition`.
 
     Returns:
       As `freeze_declared`.
 
     Raises:
-      TypeError: where `arr_type` is no implicit type.
-      ValueError: where a key is no field of `arr_type`; by `init`, where `arr_type` does not occur
-        in the parameters.
+      TypeError: if `arr_type` is not an implicit type.
+      ValueError: if a key is not a field of `arr_type`; by `init`, if `arr_type` does not occur in
+        the parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
@@ -115,13 +115,13 @@ def freeze_keys(
 def freeze_subtrees(
     optimizer: optax.GradientTransformation, label_fn: Any, *, trainable_dense: Targets = True
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that leaves parts of the parameters alone, and what `freeze_declared` does.
+    """An optimizer that leaves parts of the parameters alone, beside those of `freeze_declared`.
 
     Args:
       optimizer: any optax optimizer.
-      label_fn: a function of the parameters (or, where `update` is not given any, of the gradients)
-        that returns a tree of `'freeze'` and `'train'`; or that tree itself. A label counts for all
-        of the subtree in its place.
+      label_fn: a tree of `'freeze'` and `'train'`, or a function that returns it for the parameters
+        (for the gradients, if `update` gets no parameters). A label counts for the whole subtree in
+        its place.
       trainable_dense: which dense arrays are trained, as in `partition`.
 
     Returns:
@@ -160,7 +160,7 @@ def _frozen(
     select: Callable[[Any, Sequence[Slot], bool], list[bool]],
     trainable_dense: Targets,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of the slots that are trained by declaration and that `select` leaves."""
+    """An optimizer of the slots that are trainable by declaration and that `select` marks, too."""
     inner = optax.with_extra_args_support(optimizer)
     predicate_of("trainable_dense", trainable_dense)
 
@@ -189,7 +189,7 @@ def _frozen(
                     "optimizer the same trainable_dense= as value_and_grad, or leave this out by "
                     "freeze_subtrees"
                 )
-        # What line searches take: another gradient, and a function of the parameters.
+        # Line searches take these two: another gradient, and a function of the parameters.
         if "grad" in extra:
             extra["grad"] = masked(extra["grad"], "grad")
         if "value_fn" in extra:
@@ -224,14 +224,14 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
     Args:
       params: a tree of arrays and implicit arrays.
-      updates: a tree like it. Where it has symbolic zeros, None or `optax.MaskedNode`, the
-        parameter is handed on as it is, and so is any that is not of a floating dtype.
+      updates: a tree like it. A parameter stays as it is where this has symbolic zeros, None or
+        `optax.MaskedNode`, or if the parameter is not of a floating dtype.
 
     Returns:
       The new parameters, in the dtypes of the old ones.
 
     Raises:
-      ValueError: where the structures differ.
+      ValueError: if the structures differ.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
