@@ -118,6 +118,17 @@ def test_bad_dense(dense, error, message):
         hki.freeze_declared(optax.sgd(1.0), trainable_dense=dense).init(make_params())
 
 
+def test_dense_of_former_versions():
+    """An argument of this name is refused at once or when the gradient is taken."""
+    for call in (
+        lambda: hki.partition(make_params(), dense=False),
+        lambda: hki.grad(loss, dense=False)(make_params(), X),
+        lambda: hki.freeze_declared(optax.sgd(1.0), dense=False),
+    ):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'dense'"):
+            call()
+
+
 def test_combine_of_others():
     with pytest.raises(ValueError, match="frozen:"):
         hki.combine({"w": None}, {"v": 1.0})

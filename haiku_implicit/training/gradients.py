@@ -71,6 +71,14 @@ def align(treedef: Any, tree: Any, what: str) -> list[Any]:
         raise ValueError(f"{what}: {e}") from e
 
 
+def fill_slots(
+    treedef: Any, flags: Sequence[bool], values: Sequence[Any], others: Sequence[Any]
+) -> Any:
+    """A tree with `values` in the slots that are marked, and `others` in the rest."""
+    triples = zip(flags, values, others, strict=True)
+    return treedef.unflatten([value if flag else other for flag, value, other in triples])
+
+
 def is_inexact(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     dtype = jnp.result_type(x) if dtype is None else dtype
@@ -150,9 +158,9 @@ def partition(params: Any, trainable_dense: Targets = True) -> tuple[Any, Any]:
 
 
 def _part(slots: Sequence[Slot], treedef: Any, flags: Sequence[bool]) -> tuple[Any, Any]:
-    trainable = [s.value if f else None for s, f in zip(slots, flags, strict=True)]
-    frozen = [None if f else s.value for s, f in zip(slots, flags, strict=True)]
-    return treedef.unflatten(trainable), treedef.unflatten(frozen)
+    values, nothing = [slot.value for slot in slots], [None] * len(slots)
+    trainable = fill_slots(treedef, flags, values, nothing)
+    return trainable, fill_slots(treedef, flags, nothing, values)
 
 
 def combine(trainable: Any, frozen: Any) -> Any:

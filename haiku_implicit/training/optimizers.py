@@ -11,6 +11,7 @@ from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.training.gradients import (
     Slot,
     align,
+    fill_slots,
     is_empty,
     is_inexact,
     slots_of,
@@ -171,8 +172,8 @@ def _frozen(
         return [a and b for a, b in pairs]
 
     def init(params: Any) -> Any:
-        values = [slot.value for slot in slots_of(params)]
-        return inner.init(_masked(treedef_of(params), values, flags_of(params, True)))
+        slots, flags = slots_of(params), flags_of(params, True)
+        return inner.init(_masked(treedef_of(params), flags, [slot.value for slot in slots]))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         like = updates if params is None else params
@@ -180,43 +181,43 @@ def _frozen(
         values = [slot.value for slot in slots]
 
         def masked(tree: Any, what: str) -> Any:
-            return _masked(treedef, align(treedef, tree, what), flags)
+            return _masked(treedef, flags, align(treedef, tree, what))
 
-        for slot, u, f in zip(slots, align(treedef, updates, "updates"), flags, strict=True):
-            if f and is_empty(u):
-                raise ValueError(
-                    f"{slot.name}: the optimizer trains this, but its gradient is {u!r}. Give the "
-                    "optimizer the same trainable_dense= as value_and_grad, or leave this out by "
-                    "freeze_subtrees"
-                )
+        def unmasked(fun: Callable[..., Any]) -> Callable[..., Any]:
+            """A function of the parameters as a function of the masked ones."""
+
+            def of_masked(tree: Any, *args: Any, **kwargs: Any) -> Any:
+                own = align(treedef, tree, "params")
+                return fun(fill_slots(treedef, flags, own, values), *args, **kwargs)
+
+            return of_masked
+
+        _check_gradients(slots, flags, align(treedef, updates, "updates"))
         # Line searches take these two: another gradient, and a function of the parameters.
         if "grad" in extra:
             extra["grad"] = masked(extra["grad"], "grad")
         if "value_fn" in extra:
-            extra["value_fn"] = _of_masked(extra["value_fn"], treedef, values, flags)
+            extra["value_fn"] = unmasked(extra["value_fn"])
         own = None if params is None else masked(params, "params")
         new, state = inner.update(masked(updates, "updates"), state, own, **extra)
-        aligned = zip(align(treedef, new, "updates"), values, flags, strict=True)
-        return treedef.unflatten([u if f else zeros_like(p) for u, p, f in aligned]), state
+        frozen = list(map(zeros_like, values))
+        return fill_slots(treedef, flags, align(treedef, new, "updates"), frozen), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _masked(treedef: Any, values: Sequence[Any], flags: Sequence[bool]) -> Any:
-    pairs = zip(values, flags, strict=True)
-    return treedef.unflatten([v if f else optax.MaskedNode() for v, f in pairs])
+def _check_gradients(slots: Sequence[Slot], flags: Sequence[bool], gradients: list[Any]) -> None:
+    for slot, flag, gradient in zip(slots, flags, gradients, strict=True):
+        if flag and is_empty(gradient):
+            raise ValueError(
+                f"{slot.name}: the optimizer trains this, but its gradient is {gradient!r}. Give the "
+                "optimizer the same trainable_dense= as value_and_grad, or leave this out by "
+                "freeze_subtrees"
+            )
 
 
-def _of_masked(
-    fun: Callable[..., Any], treedef: Any, values: Sequence[Any], flags: Sequence[bool]
-) -> Callable[..., Any]:
-    """A function of the parameters as a function of the masked ones."""
-
-    def of_masked(tree: Any, *args: Any, **kwargs: Any) -> Any:
-        own = zip(align(treedef, tree, "params"), values, flags, strict=True)
-        return fun(treedef.unflatten([x if f else v for x, v, f in own]), *args, **kwargs)
-
-    return of_masked
+def _masked(treedef: Any, flags: Sequence[bool], values: Sequence[Any]) -> Any:
+    return fill_slots(treedef, flags, values, [optax.MaskedNode()] * len(flags))
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -241,10 +242,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
       {'b': Array([2., 2.], dtype=float32), 'w': Array([1., 1.], dtype=float32)}
     """
     treedef = treedef_of(params)
-    pairs = zip(
-        [slot.value for slot in slots_of(params)], align(treedef, updates, "updates"), strict=True
-    )
-    return treedef.unflatten([_added(p, u) for p, u in pairs])
+    pairs = zip(slots_of(params), align(treedef, updates, "updates"), strict=True)
+    return treedef.unflatten([_added(slot.value, u) for slot, u in pairs])
 
 
 def _added(p: Any, u: Any) -> Any:

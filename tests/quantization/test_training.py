@@ -591,6 +591,18 @@ def test_aware_stacks_and_kernels():
         jax.grad(lambda p: model.apply(p, None, x).sum())(params)  # noqa: B023
 
 
+def test_the_first_rule_that_quantizes_weights_decides_how_they_are_stored():
+    """As `quantize_params` has it, a rule before it may leave another operation alone."""
+    params = {"linear": {"w": normal((8, 4), 0)}}
+    rules = [
+        QuantRule(op_names="conv_general_dilated"),
+        QuantRule(weight_qtype="int4"),
+    ]
+    aware, stored = (f(params, rules=rules) for f in (hki.quantization_aware, hki.quantize_params))
+    assert stored["linear"]["w"].format == "int4"
+    np.testing.assert_array_equal(*(hki.materialize(p)["linear"]["w"] for p in (aware, stored)))
+
+
 def test_aware_training_ends_nearer_than_rounding_afterwards():
     model, x = transformed(lambda x: hk.nets.MLP([32, 1])(x)), normal((128, 4), 1)
     y = jnp.sin(x[:, :1] * 2)
