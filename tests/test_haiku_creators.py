@@ -324,7 +324,7 @@ def test_factors_are_drawn_as_documented():
         (dict(rank=2, alpha=float("nan")), ValueError, "alpha: expected None or a finite number"),
         (dict(rank=2, alpha="1"), ValueError, "alpha: .*'1'"),
         (dict(rank=2, targets=3), TypeError, "targets: expected a regular expression"),
-        (dict(rank=2, targets="*/w"), ValueError, r"targets: '\*/w' is no regular expression"),
+        (dict(rank=2, targets="*/w"), ValueError, r"targets: '\*/w' is not a regular expression"),
     ],
 )
 def test_bad_lora_options(make, options, error, message):

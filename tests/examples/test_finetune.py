@@ -171,5 +171,5 @@ def test_four_bit_run_equals_dense_run():
         got = apply(params, tokens)
     # The factors `b` start at zero, so that LoRA changes nothing yet. Logits go up to 27.
     np.testing.assert_allclose(got, apply(dense, tokens), rtol=1e-4, atol=2e-4)
-    held = sum(x.nbytes for x in jax.tree.leaves(hki.partition(params, dense=False)[1]))
+    held = sum(x.nbytes for x in jax.tree.leaves(hki.partition(params, trainable_dense=False)[1]))
     assert held < 0.2 * sum(x.nbytes for x in jax.tree.leaves(dense))
