@@ -336,8 +336,13 @@ def _quantized_side(product: Product, config: ProductConfig, i: int, x: Any, lim
 def spec_of_side(product: Product, config: ProductConfig, i: int, x: Any) -> OperandSpec | None:
     """How the forward pass quantizes an operand; None where it does not."""
     own = (config.lhs, config.rhs)[i]
-    dense = own.qtype is None or not jnp.issubdtype(x.dtype, np.floating)
-    return None if dense or isinstance(x, QuantizedOperand) else _spec(product, i, own)
+    if (
+        own.qtype is None
+        or isinstance(x, QuantizedOperand)
+        or not jnp.issubdtype(x.dtype, np.floating)
+    ):
+        return None
+    return _spec(product, i, own)
 
 
 def _spec(product: Any, i: int, config: OperandConfig) -> OperandSpec:
