@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
 from haiku_implicit.numerics import formats
-from haiku_implicit.products import matmul
+from haiku_implicit.products import reference
 
 N, M, K = 12, 6, 5  # all different, so that no axis can pass for another
 
@@ -339,8 +339,8 @@ def in_blocks(request, monkeypatch):
         yield
         return
     monkeypatch.setenv("HAIKU_IMPLICIT_NATIVE", "0")
-    monkeypatch.setattr(matmul, "_BLOCK", 1)
-    monkeypatch.setattr(matmul, "_DENSE", 1 / 4)
+    monkeypatch.setattr(reference, "_BLOCK", 1)
+    monkeypatch.setattr(reference, "_DENSE", 1 / 4)
     jax.clear_caches()
     yield
     jax.clear_caches()

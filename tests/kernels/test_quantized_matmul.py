@@ -16,7 +16,7 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.operands import rounded_rows
-from haiku_implicit.products import matmul
+from haiku_implicit.products import reference
 from haiku_implicit.products.cpu import build
 from tests.tiers import few
 
@@ -59,7 +59,7 @@ def quantized(name, length=96, group=32, axis=-2, rows=37, seed=0):
 def without_kernel(monkeypatch):
     """XLA's formulation, in blocks."""
     monkeypatch.setenv("HAIKU_IMPLICIT_NATIVE", "0")
-    monkeypatch.setattr(matmul, "_BLOCK", 512)
+    monkeypatch.setattr(reference, "_BLOCK", 512)
     jax.clear_caches()
     yield
     jax.clear_caches()
