@@ -276,9 +276,12 @@ def _last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 
 
 def _makes_boxes(eqn: JaxprEqn) -> bool:
-    return eqn.primitive in HIGHER_ORDER and (eqn.primitive in BOXES or any(
-        _jaxpr_makes_boxes(sub) for value in eqn.params.values() for sub in _jaxprs_in(value)
-    ))
+    return eqn.primitive in HIGHER_ORDER and (
+        eqn.primitive in BOXES
+        or any(
+            _jaxpr_makes_boxes(sub) for value in eqn.params.values() for sub in _jaxprs_in(value)
+        )
+    )
 
 
 @functools.lru_cache(maxsize=4096)
