@@ -13,7 +13,7 @@ import pytest
 
 import haiku_implicit as hki
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
