@@ -243,10 +243,9 @@ def calibrate(x: jax.Array, spec: OperandSpec) -> Limits:
     tiled, axes, shape = _blocks(x, spec)
     if x.size == 0:
         return None, jnp.zeros(shape, x.dtype)
-    low, high = ranges.find(tiled, name, numbers, axes, symmetric=name != "minmax")
-    if low is not None:  # zero has a code
-        low, high = jnp.minimum(low, 0).reshape(shape), jnp.maximum(high, 0)
-    return low, high.reshape(shape)
+    limits = ranges.find(tiled, name, numbers, axes, symmetric=name != "minmax", with_zero=True)
+    low, high = jax.tree.map(lambda end: end.reshape(shape), limits)
+    return low, high
 
 
 def _fixed(x: jax.Array, method: str, numbers: tuple[float, ...]) -> Limits:

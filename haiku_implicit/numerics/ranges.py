@@ -19,7 +19,12 @@ _PERCENT = 99.5
 
 
 def find(
-    x: jax.Array, method: str, numbers: tuple[float, ...], axis: Any, symmetric: bool
+    x: jax.Array,
+    method: str,
+    numbers: tuple[float, ...],
+    axis: Any,
+    symmetric: bool,
+    with_zero: bool = False,
 ) -> Limits:
     """The ranges of an array.
 
@@ -30,6 +35,7 @@ def find(
         or both of a fixed range.
       axis: the axes whose elements share a range; they stay, with length one.
       symmetric: whether ranges reach as far down as up.
+      with_zero: whether 'minmax' has zero in its range, also where all values are on one side of it.
     """
     if method == "fixed":
         low, high = numbers if len(numbers) == 2 else (-numbers[0], numbers[0])
@@ -48,6 +54,7 @@ def find(
             f"calibration: expected a positive factor after {method!r}, got {factor:g}"
         )
     if method == "minmax" and not symmetric:
+        over["initial"] = 0.0 if with_zero else None
         return _times(jnp.min(x, **over), factor), _times(jnp.max(x, **over), factor)
     if method == "rms":
         size = jnp.sqrt(jnp.mean(x * x, **over))
