@@ -16,7 +16,7 @@ from haiku_implicit.arrays.batch_axes import without_whole_axes
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.products.blocked import slices
+from haiku_implicit.products.blocks import slices
 
 _Modes = jax.lax.GatherScatterMode
 

@@ -7,21 +7,23 @@ backward pass the incoming gradient is quantized, and multiplied with what the f
 quantized. The rounding itself has the gradient one ("straight through").
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from haiku_implicit.core import compat
-from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.numerics.operands import Limits, OperandSpec, QuantizedOperand, stored_operand
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.numerics.operands import OperandSpec, QuantizedOperand
 from haiku_implicit.products import quant_rules
 from haiku_implicit.products.activation_stats import QuantStats, static_limits
-from haiku_implicit.products.bilinear import Product, quantized_product, spec_of_side
+from haiku_implicit.products.bilinear import Operand, Others, Product, dot_product, product_of
+from haiku_implicit.products.product_config import ProductConfig
+from haiku_implicit.products.quantized_product import (
+    Inputs,
+    as_operand,
+    quantized_product,
+    spec_of_side,
+)
 
 
 def dot_general(
@@ -69,22 +71,9 @@ def dot_general(
       >>> bool(abs(y[0, 0] - 0.875) < 0.01)
       True
     """
-    numbers = _as_tuples(dimension_numbers)
-    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers
-    lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_sum, *lhs_batch)]
-    rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_sum, *rhs_batch)]
-    product = Product(
-        jax.lax.dot_general,
-        _given(dimension_numbers=numbers, precision=precision, out_sharding=out_sharding),
-        axes=(
-            (*lhs_batch, *lhs_free, *[None] * len(rhs_free)),
-            (*rhs_batch, *[None] * len(lhs_free), *rhs_free),
-        ),
-        summed=tuple(zip(lhs_sum, rhs_sum, strict=True)),
-        separable=out_sharding is None,
-    )
+    product = dot_product((lhs.ndim, rhs.ndim), dimension_numbers, precision, out_sharding)
     weights = (lhs_is_weight, rhs_is_weight)
-    return _apply(product, rule, weights, (lhs, rhs), (), preferred_element_type, key, stats)
+    return _apply(product, (lhs, rhs), _Call(rule, weights, preferred_element_type, key, stats))
 
 
 def conv_general_dilated(
@@ -146,25 +135,23 @@ def conv_general_dilated(
     batched = batch_group_count == 1  # else a batch axis of the result is a part of that of lhs
     lhs_axes = tuple(lhs_at[0] if i == out_at[0] and batched else None for i in every)
     rhs_axes = tuple(rhs_at[0] if i == out_at[1] else None for i in every)
-    product = Product(
+    product = product_of(
         jax.lax.conv_general_dilated,
-        _given(
-            window_strides=tuple(window_strides),
-            padding=padding if isinstance(padding, str) else tuple(map(tuple, padding)),
-            lhs_dilation=lhs_dilation and tuple(lhs_dilation),
-            rhs_dilation=rhs_dilation and tuple(rhs_dilation),
-            dimension_numbers=numbers,
-            feature_group_count=feature_group_count,
-            batch_group_count=batch_group_count,
-            precision=precision,
-            out_sharding=out_sharding,
-        ),
         axes=(lhs_axes, rhs_axes),
         summed=((lhs_at[1], rhs_at[1]),),
         separable=feature_group_count == batch_group_count == 1 and out_sharding is None,
+        window_strides=tuple(window_strides),
+        padding=padding if isinstance(padding, str) else tuple(map(tuple, padding)),
+        lhs_dilation=lhs_dilation and tuple(lhs_dilation),
+        rhs_dilation=rhs_dilation and tuple(rhs_dilation),
+        dimension_numbers=numbers,
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+        precision=precision,
+        out_sharding=out_sharding,
     )
     weights = (lhs_is_weight, rhs_is_weight)
-    return _apply(product, rule, weights, (lhs, rhs), (), preferred_element_type, key, stats)
+    return _apply(product, (lhs, rhs), _Call(rule, weights, preferred_element_type, key, stats))
 
 
 def ragged_dot(
@@ -211,164 +198,66 @@ def ragged_dot(
        [4. 4.]
        [4. 4.]]
     """
-    product = Product(
+    product = product_of(
         jax.lax.ragged_dot,
-        _given(precision=precision, group_offset=group_offset),
         axes=((0, None), (None, 2)),
         summed=((1, 1),),
         separable=False,
+        precision=precision,
+        group_offset=group_offset,
     )
-    weights, others = (lhs_is_weight, rhs_is_weight), (jnp.asarray(group_sizes),)
-    return _apply(product, rule, weights, (lhs, rhs), others, preferred_element_type, key, stats)
+    call = _Call(rule, (lhs_is_weight, rhs_is_weight), preferred_element_type, key, stats)
+    return _apply(product, (lhs, rhs), call, (jnp.asarray(group_sizes),))
 
 
-def einsum(
-    subscripts: str,
-    *operands: Any,
-    rule: quant_rules.QuantRule,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
-    weights: int | Sequence[int] = -1,
-    key: Any = None,
-) -> jax.Array:
-    """`jnp.einsum` of quantized operands, with a quantized backward pass.
+class _Call(NamedTuple):
+    """What the three functions take besides operands and the options of JAX's product."""
 
-    JAX's own order of contraction is kept. Each product of two is `dot_general`; what it gives is an
-    activation for the next one.
-
-    Args:
-      subscripts: as for `jnp.einsum`.
-      *operands: any number of arrays.
-      rule: as for `dot_general`.
-      precision, preferred_element_type, out_sharding: as for `jnp.einsum`.
-      weights: which operands are weights, by position; the last one by default.
-      key: a random key. All products draw from it, each with a key of its own.
-
-    Returns:
-      What `jnp.einsum` returns, up to rounding.
-
-    Raises:
-      ValueError: as for `dot_general`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from haiku_implicit.quantization import QtRule, einsum
-      >>> rule = QtRule(weight_qtype='int8', act_qtype='int8')
-      >>> x, v, w = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones((4, 5))
-      >>> einsum('bi,ij,jk->bk', x, v, w, rule=rule, weights=(1, 2)).shape
-      (2, 5)
-    """
-    options = _given(precision=precision, out_sharding=out_sharding)
-
-    def plain(*operands: Any) -> jax.Array:
-        return jnp.einsum(
-            subscripts, *operands, preferred_element_type=preferred_element_type, **dict(options)
-        )
-
-    chosen = (weights,) if isinstance(weights, int) else tuple(weights)
-    if any(not -len(operands) <= i < len(operands) for i in chosen):
-        raise ValueError(
-            f"weights: expected positions among {len(operands)} operands, got {weights!r}"
-        )
-    positions = {i % len(operands) for i in chosen}
-    closed = jax.make_jaxpr(plain)(*operands)
-    marked = [(jnp.asarray(x), i in positions) for i, x in enumerate(operands)]
-    count = 0
-
-    def product(lhs: Any, rhs: Any, params: Any) -> Any:
-        nonlocal count
-        own = key if key is None or not count else jax.random.fold_in(key, count)
-        count += 1
-        of_weights = dict(lhs_is_weight=lhs[1], rhs_is_weight=rhs[1])
-        return dot_general(lhs[0], rhs[0], **params, **of_weights, rule=rule, key=own), False
-
-    return _with_products(closed, marked, product)[0][0]
-
-
-def _with_products(closed: Any, operands: Sequence[Any], product: Callable[..., Any]) -> list[Any]:
-    """The results of an einsum's jaxpr with another product of two, for values with a mark each.
-
-    A function of one value hands its mark on, so that a transposed weight is a weight.
-    """
-    env = dict(zip(closed.jaxpr.invars, operands, strict=True))
-    env |= {v: (x, False) for v, x in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
-    for eqn in closed.jaxpr.eqns:
-        ins = [(v.val, False) if isinstance(v, Literal) else env[v] for v in eqn.invars]
-        if eqn.primitive is jax.lax.dot_general_p:
-            outs = [product(*ins, eqn.params)]
-        elif hasattr(eqn.params.get("jaxpr"), "jaxpr"):
-            outs = _with_products(eqn.params["jaxpr"], ins, product)
-        else:
-            values = compat.bind(eqn.primitive, [x for x, _ in ins], eqn.params)
-            outs = [(x, len(ins) == 1 and ins[0][1]) for x in values]
-        env |= dict(zip(eqn.outvars, outs, strict=True))
-    return [env[v] for v in closed.jaxpr.outvars]
-
-
-def _as_tuples(numbers: Any) -> Any:
-    return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in numbers)
-
-
-def _given(**options: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((k, v) for k, v in options.items() if v is not None)
+    rule: quant_rules.QuantRule
+    are_weights: tuple[bool, bool]
+    dtype: Any
+    key: jax.Array | None
+    stats: QuantStats | None
 
 
 def _apply(
-    product: Product,
-    rule: quant_rules.QuantRule,
-    weights: tuple[bool, bool],
-    operands: tuple[Any, Any],
-    others: tuple[Any, ...],
-    preferred_element_type: Any,
-    key: Any,
-    stats: QuantStats | None,
+    product: Product, operands: tuple[Any, Any], call: _Call, others: Others = ()
 ) -> jax.Array:
     """A product by a rule; the plain one where the rule leaves weights alone."""
+    lhs, rhs = pair = as_operand(operands[0]), as_operand(operands[1])
 
     def plain(lhs: Any, rhs: Any, *others: Any) -> jax.Array:
-        return product(lhs, rhs, others, preferred_element_type)
+        return product.forward(others).fun(lhs, rhs, call.dtype)
 
-    pair = [_as_operand(x) for x in operands]
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     out = jax.eval_shape(plain, *structs, *others)  # raises what JAX has to say of the arguments
-    if rule.weight_qtype is None and not any(isinstance(x, QuantizedOperand) for x in pair):
-        return plain(*pair, *others)
-    config = quant_rules.config_of(rule, *weights)
-    dtypes = [None if isinstance(x, QuantizedOperand) else x.dtype for x in pair]
-    limits, remember = _ranges(product, config, rule, weights, pair, stats)
-    out = quantized_product(product, config, (*dtypes, out.dtype), tuple(pair), others, key, limits)
-    return remember(out)
+    if call.rule.weight_qtype is None and not any(isinstance(x, QuantizedOperand) for x in pair):
+        return plain(lhs, rhs, *others)
+    config = quant_rules.config_of(call.rule, *call.are_weights)
+    activation = _static_activation(product, config, call, pair)
+    if activation is None:
+        inputs = Inputs(pair, others, call.key)
+        return quantized_product(product, config, inputs, out.dtype)
+    i, x, spec = activation
+    limits, remember = static_limits(x, spec, call.rule.act_batch_axes, call.stats)
+    inputs = Inputs(pair, others, call.key, (limits, None) if i == 0 else (None, limits))
+    return remember(quantized_product(product, config, inputs, out.dtype))
 
 
-def _ranges(
-    product: Product,
-    config: quant_rules.ProductConfig,
-    rule: quant_rules.QuantRule,
-    weights: tuple[bool, bool],
-    pair: Sequence[Any],
-    stats: QuantStats | None,
-) -> tuple[Any, Callable[[jax.Array], jax.Array]]:
-    """The static ranges of both operands, None for dynamic ones; see `static_limits`."""
-    own = [spec_of_side(product, config, i, pair[i]) for i in (0, 1)]
-    static = [i for i in (0, 1) if rule.act_static_scale and not weights[i] and own[i] is not None]
-    if len(static) > 1:
+def _static_activation(
+    product: Product, config: ProductConfig, call: _Call, pair: tuple[Operand, Operand]
+) -> tuple[int, jax.Array, OperandSpec] | None:
+    """The operand that is quantized with a static range, and how; None where there is none."""
+    if not call.rule.act_static_scale:
+        return None
+    found = []
+    for i, (x, is_weight) in enumerate(zip(pair, call.are_weights, strict=True)):
+        spec = spec_of_side(product, config, i, x)
+        if spec is not None and not is_weight and not isinstance(x, QuantizedOperand):
+            found.append((i, x, spec))
+    if len(found) > 1:
         raise ValueError(
             "act_static_scale: expected a product of an activation and a weight, got one of two "
             "activations; say which operand is a weight, or leave it out"
         )
-    limits: list[Limits | None] = [None, None]
-    if not static:
-        return tuple(limits), lambda out: out
-    spec = cast(OperandSpec, own[static[0]])
-    limits[static[0]], remember = static_limits(pair[static[0]], spec, rule.act_batch_axes, stats)
-    return tuple(limits), remember
-
-
-def _as_operand(x: Any) -> Any:
-    if not is_implicit(x):
-        return jnp.asarray(x)
-    if not isinstance(x, QuantizedMatrix):
-        return materialize_array(x)
-    stored = stored_operand(x)
-    return QuantizedOperand(materialize_array(x), None) if stored is None else stored
+    return found[0] if found else None

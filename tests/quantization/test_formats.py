@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import haiku_implicit as hki
 from haiku_implicit.numerics import formats
+from tests.tiers import few
 
 quantize = hki.QuantizedMatrix.quantize
 
@@ -188,7 +189,7 @@ def test_tiles_share_a_scale(group_size):
 EVERY = [*formats.FORMATS, *formats.RECIPES]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", few(EVERY, "int8", "uint4", "nvfp4"))
 def test_a_search_for_the_least_error_is_no_worse(name):
     w = normal((128, 16)) ** 3  # long tails, as weights have them
     group = None if name in formats.RECIPES else 32
@@ -226,7 +227,7 @@ def test_hqq_is_no_worse_and_fits_heavy_tails():
     assert rms(quantize(w, "uint4", 64, calibration="hqq"), w) < rms(quantize(w, "uint4", 64), w)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", few(EVERY, "int8", "uint4", "nvfp4"))
 def test_nothing_becomes_nan(name):
     """Zeros, constants, one element to a group, the smallest and the largest numbers."""
     w = np.zeros((32, 8), np.float32)
@@ -345,7 +346,7 @@ def uses(w, x):
     )
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", few(OTHERS, "bits, padded", "tiles", "double"))
 def test_rules(name):
     q = quantize(normal((24, 16)), **OTHERS[name])
     x = normal((3, 24), 1)

@@ -1,0 +1,79 @@
+"""Arrays in blocks along an axis, so that what takes much memory exists for one block at a time.
+
+`over_blocks` runs a function block after block and joins the results; `slices` cuts a block out of
+each leaf of a tree.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tree = TypeVar("Tree")
+
+
+def over_blocks(
+    fun: Callable[[Any, int], Any], length: int, size: int, axis: int | None = None
+) -> Any:
+    """Joins what a function returns for the blocks of an axis.
+
+    Args:
+      fun: called as `fun(start, size)`, returns a tree of arrays.
+      length: of the axis that is cut.
+      size: of the blocks, at most `length`; what is left over is a shorter one.
+      axis: where blocks lie one after another in the results, not negative; None: the results are
+        summed.
+    """
+    count, rest = divmod(length, size)
+    if axis is None and not rest:  # one block starts the sum
+        count, rest = count - 1, size
+    last = fun(count * size, rest) if rest else None
+    if not count:
+        return last
+    steps = jnp.arange(count)
+    if axis is None:
+
+        def add(total: Any, i: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, fun(i * size, size)), None
+
+        return jax.lax.scan(add, last, steps)[0]
+    _, blocks = jax.lax.scan(lambda _, i: (None, fun(i * size, size)), None, steps)
+    joined = jax.tree.map(functools.partial(_joined, axis=axis), blocks)
+    if last is None:
+        return joined
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=axis), joined, last)
+
+
+def _joined(blocks: jax.Array, axis: int) -> jax.Array:
+    """Stacked blocks, one after another along an axis."""
+    return jax.lax.collapse(jnp.moveaxis(blocks, 0, axis), axis, axis + 2)
+
+
+def slices(tree: Tree, start: Any, size: int, axis: int) -> Tree:
+    """A part of each leaf along an axis."""
+    cut: Tree = jax.tree.map(lambda leaf: _slice(leaf, start, size, axis), tree)
+    return cut
+
+
+def _slice(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
+    if x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, np.inexact):
+        return _slice_of_bytes(x, start, size, axis)
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=axis)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _slice_of_bytes(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
+    """A slice of 8-bit floats, as bytes: XLA on a CPU would first make a wider array of the whole."""
+    part = jax.lax.bitcast_convert_type(x, jnp.uint8)
+    part = jax.lax.dynamic_slice_in_dim(part, start, size, axis=axis)
+    return jax.lax.bitcast_convert_type(part, x.dtype)
+
+
+@_slice_of_bytes.defjvp
+def _slice_of_bytes_jvp(size: int, axis: int, primals: Any, tangents: Any) -> Any:
+    (x, start), (of_x, _) = primals, tangents
+    tangent = jax.lax.dynamic_slice_in_dim(of_x, start, size, axis=axis)
+    return _slice_of_bytes(x, start, size, axis), tangent

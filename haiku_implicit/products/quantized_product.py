@@ -1,0 +1,187 @@
+"""Products that quantize their operands, with gradients that are quantized products themselves.
+
+The forward pass quantizes both operands and multiplies them. The backward pass quantizes the incoming
+gradient, and multiplies it with what the forward pass has quantized. The rounding itself has the
+gradient one ("straight through").
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.numerics.operands import (
+    Limits,
+    OperandSpec,
+    QuantizedOperand,
+    quantize,
+    stored_operand,
+)
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.products.bilinear import Bilinear, Operand, Others, Product, multiply, scaled
+from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig
+
+
+class Inputs(NamedTuple):
+    """What a product takes.
+
+    Attributes:
+      operands: `lhs` and `rhs`. A `QuantizedOperand` is taken as it is, and gets no gradient.
+      others: what else it takes.
+      key: a random key for stochastic rounding, or None.
+      limits: of `lhs` and of `rhs` the range, where it is not that of the operand itself.
+    """
+
+    operands: tuple[Operand, Operand]
+    others: Others = ()
+    key: jax.Array | None = None
+    limits: tuple[Limits | None, Limits | None] = (None, None)
+
+
+def as_operand(x: Any) -> Operand:
+    """An array, or a stored matrix in its codes; other implicit arrays are materialized."""
+    if not is_implicit(x):
+        return jnp.asarray(x)
+    if not isinstance(x, QuantizedMatrix):
+        dense: jax.Array = materialize_array(x)
+        return dense
+    stored = stored_operand(x)
+    return QuantizedOperand(materialize_array(x), None) if stored is None else stored
+
+
+def quantized_product(
+    product: Product, config: ProductConfig, inputs: Inputs, dtype: Any
+) -> jax.Array:
+    """A product that quantizes its operands, and the gradients in its backward pass.
+
+    Args:
+      product: the product.
+      config: how operands and gradients are quantized.
+      inputs: what it takes.
+      dtype: of the result.
+    """
+    dtypes = (None if isinstance(x, QuantizedOperand) else x.dtype for x in inputs.operands)
+    return _product(product, config, (*dtypes, dtype), inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(product: Product, config: ProductConfig, dtypes: Any, inputs: Inputs) -> jax.Array:
+    """`dtypes`: of `lhs`, of `rhs` (None for those that get no gradient), and of the result."""
+    return _forward(product, config, dtypes, inputs)[0]
+
+
+class _Residuals(NamedTuple):
+    """What the backward pass takes.
+
+    Attributes:
+      operands: quantized, or as they were.
+      inside: of each, where its gradient passes; None: everywhere.
+      others, key: as of `Inputs`.
+    """
+
+    operands: tuple[Operand, ...]
+    inside: tuple[jax.Array | None, ...]
+    others: Others
+    key: jax.Array | None
+
+
+def _forward(
+    product: Product, config: ProductConfig, dtypes: Any, inputs: Inputs
+) -> tuple[jax.Array, _Residuals]:
+    specs = (spec_of_side(product, config, i, x) for i, x in enumerate(inputs.operands))
+    lhs, rhs = operands = [
+        x if spec is None or isinstance(x, QuantizedOperand) else quantize(x, spec, limits=limits)
+        for x, spec, limits in zip(inputs.operands, specs, inputs.limits, strict=True)
+    ]
+    # (In integers, a stored matrix that is multiplied by some would lose its fractions.)
+    known = [d for d in dtypes[:2] if d is not None and jnp.issubdtype(d, np.inexact)]
+    dtype = jnp.result_type(*(known or dtypes[2:]))
+    out = multiply(product.forward(inputs.others), lhs, rhs, dtype, dtypes[2])
+    pairs = [_kept(config, x, q) for x, q in zip(inputs.operands, operands, strict=True)]
+    kept, inside = zip(*pairs, strict=True)
+    return out, _Residuals(kept, inside, inputs.others, inputs.key)
+
+
+def _kept(config: ProductConfig, x: Operand, q: Operand) -> tuple[Operand, jax.Array | None]:
+    """What the backward pass sees of an operand `x` that became `q`, and where its gradient passes."""
+    if not isinstance(q, QuantizedOperand):
+        return q, None
+    inside, q = q.inside, q._replace(inside=None)
+    if isinstance(x, QuantizedOperand):
+        return q, None
+    original = config.use_original_residuals or _is_tiled(q)
+    return x if original else q, None if config.disable_gradient_clipping else inside
+
+
+def _is_tiled(q: QuantizedOperand) -> bool:
+    """Whether an operand has scales that the backward product would mix: it is kept dense then."""
+    shapes = () if q.scale is None else zip(q.scale.shape, q.codes.shape, strict=True)
+    return any(n not in (1, m) for n, m in shapes)
+
+
+def spec_of_side(product: Product, config: ProductConfig, i: int, x: Operand) -> OperandSpec | None:
+    """How the forward pass quantizes an operand; None where it does not."""
+    own = (config.lhs, config.rhs)[i]
+    if isinstance(x, QuantizedOperand) or not jnp.issubdtype(x.dtype, np.floating):
+        return None
+    return None if own.qtype is None else _spec(product, i, own)
+
+
+def _spec(product: Product | Bilinear, i: int, config: OperandConfig) -> OperandSpec:
+    """How an operand of a product is quantized: its configuration, and which of its axes are which."""
+    shared = config.disable_channelwise_axes
+    channels = () if shared else tuple(a for a in product.axes[i] if a is not None)
+    tile = None
+    if config.tile_size is not None and product.summed:
+        tile = product.summed[-1][i], config.tile_size
+    rounding = None
+    if isinstance(config, GradientConfig) and config.stochastic_rounding is not None:
+        rounding = config.stochastic_rounding, tuple(config.channelwise_noise_axes)
+    return OperandSpec(config.qtype, config.calibration_method, channels, tile, rounding)
+
+
+def _backward(
+    product: Product, config: ProductConfig, dtypes: Any, residuals: _Residuals, gradient: jax.Array
+) -> tuple[Inputs]:
+    found: list[Any] = []
+    for i in (0, 1):
+        out, inside = None, residuals.inside[i]
+        if dtypes[i] is not None and jnp.issubdtype(dtypes[i], np.inexact):
+            out = _gradient(product, i, config, residuals, gradient, dtypes[i])
+            out = out if inside is None else jnp.where(inside, out, 0)
+        found.append(out)
+    return (Inputs((found[0], found[1]), None, None, None),)  # type: ignore[arg-type]
+
+
+def _gradient(
+    product: Product,
+    side: int,
+    config: ProductConfig,
+    residuals: _Residuals,
+    g: jax.Array,
+    dtype: Any,
+) -> jax.Array:
+    """The gradient with respect to an operand: a product of the incoming one and the other operand."""
+    of_gradient = (config.dlhs_grad, config.drhs_grad)[side]
+    of_residual = (config.dlhs_residual, config.drhs_residual)[side]
+    own, y = residuals.operands[side], residuals.operands[1 - side]
+    own = own.codes if isinstance(own, QuantizedOperand) else own
+    transposed = product.transposed(side, own, residuals.others)
+    wide = jnp.promote_types(g.dtype, dtype)
+    left: Operand = g
+    if of_gradient.qtype is not None:
+        if isinstance(y, QuantizedOperand) and y.multiplies and not _is_tiled(y):
+            # The scales of y lie along axes that are summed here, so the gradient takes them.
+            g = scaled(g, y.scale, product.axes[1 - side])
+            y = y._replace(scale=None)
+        left = quantize(g, _spec(transposed, 0, of_gradient), residuals.key)
+    if of_residual.qtype is not None and not isinstance(y, QuantizedOperand):
+        y = quantize(y, _spec(transposed, 1, of_residual))
+    return multiply(transposed, left, y, wide, dtype)
+
+
+_product.defvjp(_forward, _backward)
