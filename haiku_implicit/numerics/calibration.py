@@ -171,7 +171,7 @@ def refit(w: jax.Array, scales: Scales, fmt: Format, weight: jax.Array | float =
       fmt: the format.
       weight: what each squared error counts, broadcastable to `w`.
     """
-    q = formats.decode(formats.nearest(_relative(w, scales), fmt), w.dtype, fmt)
+    q = formats.decode(encode(w, *scales, fmt), w.dtype, fmt)
     sums = functools.partial(jnp.sum, axis=-1, keepdims=True)
     unit = _unit(w)
     w, weight = w / unit, jnp.broadcast_to(weight, w.shape)
@@ -241,13 +241,8 @@ def _divisor(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, 1, x)
 
 
-def _relative(w: jax.Array, scales: Scales) -> jax.Array:
-    shifted = w if scales.offset is None else w - scales.offset
-    return jnp.where(scales.scale == 0, 0, shifted / _divisor(scales.scale))
-
-
 def _rounded(w: jax.Array, scales: Scales, fmt: Format) -> jax.Array:
-    return formats.scaled(formats.nearest(_relative(w, scales), fmt), *scales, fmt)
+    return formats.scaled(encode(w, *scales, fmt), *scales, fmt)
 
 
 def encode(w: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format) -> jax.Array:
@@ -260,6 +255,6 @@ def encode(w: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format
       fmt: the format.
     """
     dtype = formats.arithmetic_dtype(w.dtype)
-    offset = None if offset is None else offset.astype(dtype)
-    relative = _relative(w.astype(dtype), Scales(scale.astype(dtype), offset))
-    return formats.nearest(relative, fmt)
+    w, scale = w.astype(dtype), scale.astype(dtype)
+    shifted = w if offset is None else w - offset.astype(dtype)
+    return formats.nearest(jnp.where(scale == 0, 0, shifted / _divisor(scale)), fmt)

@@ -41,27 +41,24 @@ def parse(
     return name, numbers
 
 
-def format_name(name: str, value: Any) -> str | None:
+def format_name(option: str, value: Any) -> str | None:
     """The name of a format; that of a recipe ('mxfp4') as it is."""
-    if value is None:
-        return None
-    if isinstance(value, str) and value in formats.RECIPES:
+    if value is None or (isinstance(value, str) and value in formats.RECIPES):
         return value
-    try:
-        return formats.find(value).name
-    except ValueError:
-        known = ", ".join([*formats.FORMATS, *formats.RECIPES])
-        raise ValueError(f"{name}: expected one of {known}, got {value!r}") from None
+    return formats.find(value, option, also=formats.RECIPES).name
 
 
-def check_operand_format(name: str, value: str | None) -> None:
+def operand_format(option: str, value: Any) -> str | None:
+    """The name of a format that operands of products can be quantized to."""
+    name = format_name(option, value)
     known = [f.name for f in formats.FORMATS.values() if _is_of_operands(f)]
-    if value is not None and value not in known:
-        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    if name is not None and name not in known:
+        raise ValueError(f"{option}: expected one of {', '.join(known)}, got {value!r}")
+    return name
 
 
 def _is_of_operands(fmt: formats.Format) -> bool:
-    """Whether products can be quantized to a format: it has a zero, and one scale is all it needs."""
+    """Whether a format has a zero, and needs nothing but a scale."""
     return not fmt.offset and fmt.name not in formats.BY_MEAN
 
 
@@ -79,6 +76,5 @@ def checked_activation(activation: Any) -> str | None:
         raise ValueError(
             f"activation: expected a format, or a format and ',groups', got {activation!r}"
         )
-    name = format_name("activation", qtype)
-    check_operand_format("activation", name)
+    name = operand_format("activation", qtype)
     return f"{name},groups" if scales else name

@@ -31,9 +31,7 @@ class OperandConfig:
     tile_size: int | float | None = None
 
     def __post_init__(self) -> None:
-        name = options.format_name("qtype", self.qtype)
-        options.check_operand_format("qtype", name)
-        object.__setattr__(self, "qtype", name)
+        object.__setattr__(self, "qtype", options.operand_format("qtype", self.qtype))
         options.parse("calibration_method", self.calibration_method, ranges.METHODS)
         check_tile_size("tile_size", self.tile_size)
 

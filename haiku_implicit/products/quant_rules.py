@@ -171,7 +171,7 @@ class QtRule(QuantRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self._qtype_names():
-            options.check_operand_format(name, getattr(self, name))
+            options.operand_format(name, getattr(self, name))
         for name in self._method_names():
             options.parse(name, getattr(self, name), ranges.METHODS)
         product_config.check_tile_size("bwd_weight_grad_tile_size", self.bwd_weight_grad_tile_size)
