@@ -146,18 +146,12 @@ def _prescribed(name: str, given: Any, needed: Any, dtype: Any) -> Any:
 def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -> tuple[int, int]:
     """How many rows, and how many elements of each, share a scale."""
     rows, length = core
-    if group_size is None:
-        return 1, length
-    if isinstance(group_size, str):
-        if group_size != "tensor":
-            raise ValueError(
-                f"group_size: expected a number, a pair, 'tensor' or None, got {group_size!r}"
-            )
-        return rows, length
+    if group_size is None or group_size == "tensor":
+        return (1 if group_size is None else rows), length
     pair = group_size if isinstance(group_size, tuple | list) else (1, group_size)
-    if len(pair) != 2:
+    if isinstance(group_size, str) or len(pair) != 2:
         raise ValueError(
-            "group_size: expected a pair (rows, elements), a number, 'tensor' or None, got "
+            "group_size: expected a number, a pair (rows, elements), 'tensor' or None, got "
             f"{group_size!r}"
         )
     tile, g = pair
