@@ -1,9 +1,9 @@
 """Statistics of activations, from which static scales come.
 
-A product is deep within a model: in a scan, a checkpointed block, a stack of layers. What it has
-seen leaves the model as a gradient: the statistics are arrays that the weight carries, and the
-gradient by their sums is what is to be added to them. Loops and shared weights then add up by
-themselves. `haiku_implicit.with_quant_stats` reads that gradient.
+A product is deep within a model: in a scan, a checkpointed block, a stack of layers. What it sees of an
+activation leaves the model as a gradient: the weight carries the statistics as arrays, and the
+gradient with respect to these is what is to be added to them. JAX sums the gradients of loops and of
+shared weights. `haiku_implicit.with_quant_stats` reads the sum.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ _WAY_OUT = (
 
 
 class Shapes:
-    """What is found out of statistics while a function is traced.
+    """The shapes of statistics, noted while a function is traced.
 
     Attributes:
-      found: for each name, the shapes of its limits, by theirs.
+      found: for the name of each weight, the shape of each limit by the limit's name.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Shapes:
 )
 @dataclasses.dataclass(frozen=True)
 class QuantStats:
-    """What has been seen of the activation that a weight is multiplied with.
+    """What has been seen of the activations that a weight is multiplied with.
 
     The limits of a range are 'absmax', or 'min' and 'max': as the rule calibrates activations, the
     mean over its `act_batch_axes`. The scale is that of the limits' average.
@@ -58,10 +58,10 @@ class QuantStats:
         are no statistics.
       count: float32 `[*batch]`, how many products there were.
       name: that of the weight, for errors.
-      mode: 'update': the range is the average with this product counted in, and the gradients by
-        `sums` and `count` are what it adds; 'read': the average, but as without statistics where
-        `count` is zero; 'fixed': `sums` are the limits themselves.
-      shapes: where shapes are noted, while these are found out.
+      mode: 'update': the range is the average with this product counted in, and the gradients with
+        respect to `sums` and `count` are what it adds; 'read': the average, but as without
+        statistics where `count` is zero; 'fixed': `sums` are the limits themselves.
+      shapes: where to note shapes, in a call that finds these out.
 
     Example:
       >>> import jax.numpy as jnp
@@ -99,7 +99,7 @@ class QuantStats:
 def static_limits(
     x: jax.Array, spec: OperandSpec, batch_axes: Collection[int], stats: QuantStats | None
 ) -> tuple[Limits, Callable[[jax.Array], jax.Array]]:
-    """The static range of an activation, and what makes a product's result remember the activation.
+    """The static range of an activation, and a function that makes a product's result remember it.
 
     Args:
       x: the activation.
@@ -109,7 +109,7 @@ def static_limits(
 
     Returns:
       The range; and a function to be applied to the result of the product, the identity but for
-      gradients by the statistics.
+      gradients with respect to the statistics.
 
     Raises:
       ValueError: for missing statistics, ones of other shapes, or axes that `x` does not have.
@@ -119,47 +119,49 @@ def static_limits(
         raise ValueError(
             f"act_static_scale: there are no statistics{of} in quant_stats; {_WAY_OUT}"
         )
+    limits_of = functools.partial(_limits_of, spec=spec, batch_axes=tuple(batch_axes))
     if stats.mode == "fixed":
-        limits = _checked(stats, _structs(x, spec, batch_axes)).sums
-        return _as_limits(limits), lambda out: out
-    seen = _seen(x, spec, batch_axes)
+        known = _checked(stats, jax.eval_shape(limits_of, x))
+        return _as_range(known.sums), _unchanged
+    limits = limits_of(x)
     if stats.shapes is not None:
-        stats.shapes.note(stats.name, _shapes(seen))
-        return _as_limits(seen), lambda out: out
-    stats = _checked(stats, seen)
-    finite = [jnp.isfinite(y).all() for y in seen.values()]
-    counts = jnp.stack(finite).all().astype(jnp.float32)
-    added = {name: jnp.where(counts > 0, y, 0) for name, y in seen.items()}
-    sums, total = jax.lax.stop_gradient((dict(stats.sums or {}), stats.count))
+        stats.shapes.note(stats.name, _shapes(limits))
+        return _as_range(limits), _unchanged
+    known = _checked(stats, limits)
+    finite = jnp.stack([jnp.isfinite(y).all() for y in limits.values()]).all()
+    count = finite.astype(jnp.float32)
+    added = {name: jnp.where(finite, y, 0) for name, y in limits.items()}, count
+    sums: Any
+    sums, total = jax.lax.stop_gradient((known.sums, known.count))
     if stats.mode == "update":
-        sums, total = jax.tree.map(jnp.add, (sums, total), (added, counts))
-    limits = {name: jnp.where(total > 0, sums[name] / total, y) for name, y in seen.items()}
+        sums, total = jax.tree.map(jnp.add, (sums, total), added)
+    mean = {name: jnp.where(total > 0, sums[name] / total, y) for name, y in limits.items()}
     if stats.mode == "read":
-        return _as_limits(limits), lambda out: out
-    return _as_limits(limits), lambda out: _remember(
-        out, (stats.sums, stats.count), (added, counts)
-    )
+        return _as_range(mean), _unchanged
+    totals = known.sums, known.count
+    return _as_range(mean), lambda out: _remember(out, totals, added)
+
+
+def _unchanged(out: jax.Array) -> jax.Array:
+    return out
 
 
 @jax.custom_vjp
 def _remember(out: jax.Array, totals: Any, added: Any) -> jax.Array:
-    """`out`; the gradients by `totals` are `added`."""
+    """`out`; the gradients with respect to `totals` are `added`."""
     return out
 
 
-def _remember_forward(out: jax.Array, totals: Any, added: Any) -> Any:
-    return out, added
+_remember.defvjp(
+    lambda out, totals, added: (out, added),
+    lambda added, gradient: (gradient, added, None),
+)
 
 
-def _remember_backward(added: Any, gradient: jax.Array) -> Any:
-    return gradient, added, None
-
-
-_remember.defvjp(_remember_forward, _remember_backward)
-
-
-def _seen(x: jax.Array, spec: OperandSpec, batch_axes: Collection[int]) -> dict[str, jax.Array]:
-    """The limits that an activation has by itself, averaged over axes."""
+def _limits_of(
+    x: jax.Array, spec: OperandSpec, batch_axes: tuple[int, ...]
+) -> dict[str, jax.Array]:
+    """The limits of an activation by itself, by their names, averaged over axes."""
     if outside := [i for i in batch_axes if not -x.ndim <= i < x.ndim]:
         raise ValueError(
             f"act_batch_axes: expected axes of the activation, which has {x.ndim} (its shape is "
@@ -174,19 +176,19 @@ def _seen(x: jax.Array, spec: OperandSpec, batch_axes: Collection[int]) -> dict[
     }
 
 
-def _structs(x: jax.Array, spec: OperandSpec, batch_axes: Collection[int]) -> dict[str, Any]:
-    return jax.eval_shape(lambda x: _seen(x, spec, batch_axes), x)
+def _as_range(limits: Any) -> Limits:
+    return limits.get("min"), limits["max" if "max" in limits else "absmax"]
 
 
 def _shapes(limits: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(np.shape(x)) for name, x in limits.items()}
 
 
-def _checked(stats: QuantStats, seen: Any) -> QuantStats:
-    """The statistics for one product; raises unless they are what it needs."""
+def _checked(stats: QuantStats, limits: Any) -> QuantStats:
+    """The statistics for one product; raises unless their limits are like these."""
     found = stats.first()
-    if _shapes(found.sums) != _shapes(seen):
-        raise _mismatch(stats.name, _shapes(found.sums), _shapes(seen), "the statistics have")
+    if _shapes(found.sums) != _shapes(limits):
+        raise _mismatch(stats.name, _shapes(found.sums), _shapes(limits), "the statistics have")
     return found
 
 
@@ -200,7 +202,3 @@ def _mismatch(name: str, known: Any, new: Any, whose: str) -> ValueError:
         f"{shown(known)}; name all axes whose length varies in act_batch_axes of the rule, or, if the "
         "rule has changed, leave these statistics out of the state, so that they start anew"
     )
-
-
-def _as_limits(limits: Any) -> Limits:
-    return limits.get("min"), limits["max" if "max" in limits else "absmax"]

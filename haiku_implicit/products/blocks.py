@@ -23,33 +23,35 @@ def over_blocks(
     Args:
       fun: called as `fun(start, size)`, returns a tree of arrays.
       length: of the axis that is cut.
-      size: of the blocks, at most `length`; what is left over is a shorter one.
+      size: of the blocks, at most `length`. Where results are summed, what is left over is a shorter
+        block.
       axis: where blocks lie one after another in the results, not negative; None: the results are
         summed.
     """
-    count, rest = divmod(length, size)
-    if axis is None and not rest:  # one block starts the sum
-        count, rest = count - 1, size
-    last = fun(count * size, rest) if rest else None
-    if not count:
-        return last
-    steps = jnp.arange(count)
+    count = -(-length // size)
+    if count == 1:
+        return fun(0, length)
     if axis is None:
 
         def add(total: Any, i: jax.Array) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, fun(i * size, size)), None
 
-        return jax.lax.scan(add, last, steps)[0]
-    _, blocks = jax.lax.scan(lambda _, i: (None, fun(i * size, size)), None, steps)
-    joined = jax.tree.map(functools.partial(_joined, axis=axis), blocks)
-    if last is None:
-        return joined
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=axis), joined, last)
+        done = (count - 1) * size
+        return jax.lax.scan(add, fun(done, length - done), jnp.arange(count - 1))[0]
+    # The last block may overlap the one before it, so that all are computed by one program.
+    starts = jnp.minimum(jnp.arange(count) * size, length - size)
+    _, blocks = jax.lax.scan(lambda _, start: (None, fun(start, size)), None, starts)
+    return jax.tree.map(functools.partial(_joined, rest=length % size, axis=axis), blocks)
 
 
-def _joined(blocks: jax.Array, axis: int) -> jax.Array:
-    """Stacked blocks, one after another along an axis."""
-    return jax.lax.collapse(jnp.moveaxis(blocks, 0, axis), axis, axis + 2)
+def _joined(blocks: jax.Array, rest: int, axis: int) -> jax.Array:
+    """Stacked blocks one after another along an axis; of the last one the rest, if there is one."""
+    whole = blocks[:-1] if rest else blocks
+    whole = jax.lax.collapse(jnp.moveaxis(whole, 0, axis), axis, axis + 2)
+    if not rest:
+        return whole
+    last = jax.lax.slice_in_dim(blocks[-1], -rest, None, axis=axis)
+    return jnp.concatenate([whole, last], axis=axis)
 
 
 def slices(tree: Tree, start: Any, size: int, axis: int) -> Tree:

@@ -1,1 +1,1 @@
-"""The product with a quantized matrix on CPUs: a C++ kernel, compiled at first use."""
+"""The product with a quantized matrix on CPUs: C++ kernels, compiled at first use."""

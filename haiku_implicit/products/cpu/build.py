@@ -1,7 +1,7 @@
-"""The native kernel for CPUs: compiled at first use, kept in the user's cache, loaded into JAX.
+"""The library of native kernels: compiled from C++ at first use, cached, and registered with JAX.
 
-Without a C++ compiler, or with `HAIKU_IMPLICIT_NATIVE=0` in the environment, XLA's own formulation
-serves instead.
+This file knows nothing of products; `native` calls what it registers. Without a C++ compiler, or with
+`HAIKU_IMPLICIT_NATIVE=0` in the environment, `available()` is False, and XLA's own operations serve.
 """
 
 import ctypes
@@ -37,11 +37,11 @@ _TIMEOUT = 300  # seconds
 
 
 class BuildError(Exception):
-    """The kernel cannot be had, and why."""
+    """The kernels could not be built, and why."""
 
 
 def available() -> bool:
-    """Whether products on the CPU have the native kernel, which the first call compiles."""
+    """Whether the kernels can be called. The first call compiles them."""
     return os.environ.get("HAIKU_IMPLICIT_NATIVE", "1") != "0" and _registered()
 
 
@@ -77,7 +77,7 @@ def register(prefix: str, flags: tuple[str, ...]) -> None:
 
 
 def library(flags: tuple[str, ...], temporary: pathlib.Path) -> pathlib.Path:
-    """The path of the compiled kernel: in the user's cache, or, if that can't be used, elsewhere.
+    """The path of the compiled library: in the user's cache, or, if that can't be used, elsewhere.
 
     Args:
       flags: of the compiler.

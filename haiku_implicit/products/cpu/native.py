@@ -1,4 +1,8 @@
-"""Calls of the native kernels for CPUs: which products they serve, and how these are handed over."""
+"""The product with a quantized matrix on CPUs: which operands the native kernels serve, and the calls.
+
+There are two: `QuantizedMatmul` decodes the matrix and multiplies floats, `IntegerMatmul` multiplies
+integer codes with activations rounded to int8. `build` compiles and registers them.
+"""
 
 from typing import Any, NamedTuple
 
@@ -114,9 +118,9 @@ class _Integers(NamedTuple):
 
 
 def _integers(q: QuantizedMatrix, m: int) -> _Integers | None:
-    """None where the kernel of products of integers does not serve a matrix and `m` rows, or is slower.
+    """How `IntegerMatmul` reads a matrix; None where it does not serve it, or is slower for `m` rows.
 
-    Sums of small groups are scaled too often for many rows to pay.
+    With many rows, scaling the sums of small groups takes longer than multiplying integers saves.
     """
     fmt = formats.find(q.format)
     group = -(-q.shape[q.axis] // q.scale.shape[-1])
@@ -155,7 +159,7 @@ def _integer_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, integers: _I
 def _call(
     handler: str, x: jax.Array, q: QuantizedMatrix, order: Order, *memory: int, **attributes: Any
 ) -> Any:
-    """The product, and memory of some sizes that a handler works in."""
+    """Calls a handler: returns the product, and working memory of the sizes it asked for."""
     shapes = [(*x.shape[:2], sizes(q, order)[-1]), *((size,) for size in memory)]
     like = (x, *jax.tree.leaves(q))
     results = [compat.struct(shape, jnp.float32, like=like) for shape in shapes]
@@ -166,14 +170,14 @@ def _call(
 
 
 def _readable(scale: jax.Array | None) -> jax.Array:
-    """Scales as the kernels read them, and nothing where there are none."""
+    """Scales in a dtype that the kernels read; an empty array in place of None."""
     if scale is None:
         return jnp.zeros(0, jnp.float32)
     return scale if scale.dtype in _FLOATS else scale.astype(jnp.float32)
 
 
 def _table(fmt: formats.Format) -> np.ndarray:
-    """The value of each stored code, of at least 16."""
+    """The value of each stored code, in a table of at least 16."""
     if fmt.table is not None:
         return np.asarray(fmt.table, np.float32)
     codes = np.arange(max(16, 2**fmt.bits), dtype=np.uint8).view(fmt.dtype)

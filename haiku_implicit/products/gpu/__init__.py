@@ -1,1 +1,1 @@
-"""The product with a quantized matrix on NVIDIA GPUs: a Pallas kernel."""
+"""The product with a quantized matrix on NVIDIA GPUs: Pallas kernels."""

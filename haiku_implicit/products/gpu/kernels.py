@@ -1,6 +1,10 @@
-"""The kernels of `pallas_matmul`, in Pallas: written to be compiled by Triton.
+"""What one program of the GPU computes: the three kernels of `pallas_matmul`, in Pallas.
 
-They have no imports of Pallas at their top, which take longer than those of this library.
+Each takes a `Plan`, which says how the work is divided (`tiles`), and references to the operands in
+memory. `few_along_groups` serves one or two rows of activations, `along_groups` and `along_rows` all
+others. They share what follows: indices of blocks and pieces, masked loads and stores, and the
+decoding of codes. Triton compiles them, so that all sizes are powers of two. Pallas is imported in
+functions, as importing it takes longer than importing this library.
 """
 
 from collections.abc import Callable
@@ -16,7 +20,7 @@ from haiku_implicit.products.gpu.tiles import Plan, parts, steps, tiles
 
 
 class Refs(NamedTuple):
-    """The operands of a kernel in memory: those of one matrix of the batch."""
+    """References to the operands in memory, of one matrix of the batch."""
 
     x: Any
     codes: Any
@@ -27,19 +31,19 @@ class Refs(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Indices of which some may not be there: `mask` is None where all are."""
+    """Indices, and a mask of those that exist; the mask is None where all do."""
 
     index: Any
     mask: Any
 
     def at(self, *axes: int) -> "Block":
-        """The same with more axes, of size 1, before which there are so many."""
+        """The same with axes of length one inserted at these positions, as by `jnp.expand_dims`."""
         mask = None if self.mask is None else jnp.expand_dims(self.mask, axes)
         return Block(jnp.expand_dims(self.index, axes), mask)
 
 
 class Pieces(NamedTuple):
-    """Pieces of groups, the same ones of any row.
+    """Pieces of groups: where they are in a row, which is the same in every row.
 
     Attributes:
       group: of each piece, `[pieces]`.
@@ -53,9 +57,9 @@ class Pieces(NamedTuple):
 
 
 def few_along_groups(plan: Plan, refs: Refs) -> None:
-    """y[m, row] for all of one or two rows of activations and a block of rows of the matrix.
+    """y[m, row] for one or two rows of activations and a block of rows of the matrix.
 
-    Each thread adds up what it has of a piece; what they have is added up in the end.
+    Each thread adds up its own products of all pieces; their sums are added up at the end.
     """
     tile = plan.tile
     rows = _block(_program_id(1), tile.rows, plan.matrix.rows)
@@ -149,7 +153,7 @@ def _block(i: Any, size: int, end: int, count: int | None = None) -> Block:
 
 
 def _pieces(plan: Plan, tile: Any) -> Pieces:
-    """Those of one tile."""
+    """The pieces of one tile."""
     matrix, size = plan.matrix, plan.tile.piece
     in_group = parts(matrix.stored, size)
     at = tile * plan.tile.pieces + _iota(plan.tile.pieces)
@@ -169,7 +173,7 @@ def _pieces(plan: Plan, tile: Any) -> Pieces:
 
 
 def _elements(plan: Plan, pieces: Pieces, digit: int) -> Block:
-    """The elements of a row that one digit of the bytes is: `[pieces, piece]`."""
+    """The elements of a row that one digit of the bytes stands for: `[pieces, piece]`."""
     matrix = plan.matrix
     group = matrix.digits * matrix.stored
     index = (pieces.group.index * group + digit * matrix.stored)[:, None] + pieces.within
@@ -216,7 +220,7 @@ def _store_pairs(ref: Any, a: Block, b: Block, value: jax.Array) -> None:
 
 
 class Read(NamedTuple):
-    """What is stored of some pieces of some rows.
+    """What is stored for some pieces of some rows.
 
     Attributes:
       codes: `[rows, pieces, piece]`, bytes.
@@ -229,7 +233,7 @@ class Read(NamedTuple):
 
 
 def _read(refs: Refs, rows: Block, pieces: Pieces) -> Read:
-    # Loaded as a matrix, scales do not settle in which threads the larger codes are.
+    # Loaded as a matrix, scales do not decide which threads hold the codes, which are larger.
     scale, offset = (
         None if ref is None else _load_pairs(ref, rows, pieces.group).astype(jnp.float32)[..., None]
         for ref in (refs.scale, refs.offset)
@@ -260,7 +264,7 @@ def _decoded(codes: jax.Array, fmt: formats.Format, table: Any) -> jax.Array:
         return _load(table, (codes,), None)
     if fmt.bias % 1:
         return codes.astype(jnp.float32) - fmt.bias
-    # By the bits of 2^23 + code, as GPUs convert few integers at a time.
+    # From the bits of 2^23 + code: GPUs convert integers more slowly than they subtract floats.
     signed = fmt.dtype == np.int8
     bits = (codes ^ 0x80 if signed else codes) | 0x4B000000
     bias = 128 if signed else fmt.bias
@@ -268,7 +272,7 @@ def _decoded(codes: jax.Array, fmt: formats.Format, table: Any) -> jax.Array:
 
 
 def _from_small_float(codes: jax.Array, fmt: formats.Format) -> jax.Array:
-    """Floats of few bits are float16 with less digits, and another bias of the exponent."""
+    """Floats of few bits are float16 with fewer digits and another bias of the exponent."""
     codes = codes.astype(jnp.uint16)
     mantissa, bias = {"fp4": (1, 1), "fp8_e4m3": (3, 7), "fp8_e5m2": (2, 15)}[fmt.name]
     sign = 1 << (fmt.bits - 1)

@@ -1,12 +1,13 @@
-"""The product with a quantized matrix on GPUs: a Pallas kernel, which Triton compiles.
+"""The product with a quantized matrix on NVIDIA GPUs: which operands it serves, and the call.
 
-Codes are read as they are stored, decoded in registers, and multiplied there; no dense weight is
-written anywhere. Of the two products that `quantized_matmul` has, with W[rows, length] as stored,
+The work is divided in `tiles`, and computed in `kernels`, which Triton compiles. Codes are read as they
+are stored, decoded in registers and multiplied there; no dense weight is written anywhere. The
+primitive has two products, with W[rows, length] as stored:
 
     along the groups:  y[m, row] = sum over k of x[m, k] * W[row, k]
     along the rows:    y[m, k]   = sum over rows of x[m, row] * W[row, k]
 
-the first one is bound by memory for few rows of x: one or two take the sums in each thread's
+Along the groups, one or two rows of x are bound by memory: their sums are taken in each thread's
 registers, without the matrix units. All else is a product of tiles. Where that gives too few programs
 to keep all of the GPU's memory busy, the sum is split among several, whose parts XLA adds up.
 """
@@ -23,7 +24,7 @@ from haiku_implicit.core import compat
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.layout import Order, matrices
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.products.gpu import kernels as kernels
+from haiku_implicit.products.gpu import kernels
 from haiku_implicit.products.gpu.tiles import WITH_TABLE, Plan, columns, parts, plan_of
 
 # The dtypes of activations, weights, scales and results that the kernel serves.

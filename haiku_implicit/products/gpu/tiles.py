@@ -1,8 +1,8 @@
-"""How the product with a quantized matrix is divided among the programs of a GPU.
+"""The plan of a product on a GPU: how the work is divided among programs, and within one.
 
 A group of g elements has g / d bytes, with d = 8 / bits *digits* in each; digit i of byte j is
 element i * g / d + j. So a tile of bytes is d tiles of weights, each with contiguous activations.
-The bytes of a group are taken in *pieces* of a power of two, as Triton has all sizes.
+The bytes of a group are taken in *pieces* whose size is a power of two, as Triton demands.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import numpy as np
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
-FEW = 2  # rows of activations, along the groups, that go without the matrix units
+FEW = 2  # up to so many rows of activations, products along groups do not use the matrix units
 PROGRAMS = 512  # about so many programs keep the memory of a large GPU (132 processors) busy
 WITH_TABLE = "nf4"  # whose values are looked up; those of other formats are computed
 
@@ -121,7 +121,7 @@ def _tile(m: int, matrix: Matrix, along_rows: bool, itemsize: int) -> Tile:
 
 
 def _splits(plan: Plan, batch: int) -> int:
-    """A power of two, for as many programs as keep the memory busy, if each has two steps or more."""
+    """A power of two: as many as keep the memory busy, as long as each program has two steps."""
     programs = parts(plan.m, plan.tile.m) * columns(plan) * batch
     most = min(PROGRAMS // programs, _terms(plan) // 2, 16)
     return 1 << max(most.bit_length() - 1, 0)
@@ -154,5 +154,5 @@ def parts(n: int, size: int) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """The least one that is not below n."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
