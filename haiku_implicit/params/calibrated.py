@@ -107,23 +107,18 @@ def _collect(
     targets: Targets | None,
 ) -> dict[str, jax.Array]:
     """A statistic of the inputs of each target, joined over the batches."""
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def note(parameter: trees.Parameter) -> Any:
-        shapes[parameter.path] = tuple(parameter.value.shape)
-        return parameter.value
-
     options = QuantizeOptions()
-    params = trees.replace_targets(params, targets, note, options.takes, options.default)
+    parameters = trees.parameters_of(params)
+    marks = trees.marks_of(parameters, targets, options.takes, options.wanted)
+    shapes = {p.path: p.value.shape for p, mark in zip(parameters, marks, strict=True) if mark}
 
     def total(sums: dict[str, jax.Array], batch: Any) -> jax.Array:
         def observed_weight(parameter: trees.Parameter) -> Any:
             path, value = parameter.path, parameter.value
             return Observed(value, sums[path], statistic) if path in sums else value
 
-        return _total(
-            use_implicit_args(apply)(trees.map_parameters(observed_weight, params), batch)
-        )
+        observing = trees.map_parameters(observed_weight, params)
+        return _total(use_implicit_args(apply)(observing, batch))
 
     zeros = {
         path: jnp.zeros((*shape[:-2], *statistic.shape(shape[-2])), jnp.float32)
@@ -213,18 +208,18 @@ def quantize_with_inputs(
       >>> error(hki.quantize_with_inputs(params, inputs, method='awq')) < 0.9 * rounded
       True
     """
-    fun, of_inputs = _method(method)
+    fun, needed = _method(method)
     options = QuantizeOptions(
         dtype, group_size, -2, zero_point, calibration, scale_dtype, activation
     )
-    if of_inputs == "maxima" and activation is None:
+    if needed == "maxima" and activation is None:
         raise ValueError(
             f"method: {method!r} is for quantized activations: expected activation='int8' or the like, "
             "got None"
         )
     if not inputs:
         raise ValueError(
-            f"inputs: expected what input_{of_inputs} says of one weight or more, got nothing: no "
+            f"inputs: expected what input_{needed} says of one weight or more, got nothing: no "
             "weight [n, m] of the model is used as x @ w in a differentiable way; quantize_params "
             "quantizes others, without inputs"
         )
@@ -234,7 +229,7 @@ def quantize_with_inputs(
 
     def quantized(parameter: trees.Parameter) -> ImplicitArray:
         path, value = parameter.path, parameter.value
-        _check_inputs(path, value, inputs[path], of_inputs)
+        _check_inputs(path, value, inputs[path], needed)
         with errors_name(path, value), jax.numpy_dtype_promotion("standard"):
             return fun(value, inputs[path], options)
 
@@ -311,7 +306,7 @@ def _method(method: str) -> tuple[Callable[..., Any], str]:
     if name not in _METHODS or (comma and name != "smoothquant"):
         expected = ", ".join(repr(known) for known in _METHODS)
         raise ValueError(f"method: expected {expected} or 'smoothquant,ALPHA', got {method!r}")
-    fun, of_inputs = _METHODS[name]
+    fun, needed = _METHODS[name]
     if comma:
         try:
             alpha = float(number)
@@ -322,17 +317,19 @@ def _method(method: str) -> tuple[Callable[..., Any], str]:
                 f"method: expected a number from 0 to 1 after 'smoothquant', got {method!r}"
             )
         fun = functools.partial(fun, alpha=alpha)
-    return fun, of_inputs
+    return fun, needed
 
 
-def _check_inputs(path: str, value: Any, of_inputs: jax.Array, what: str) -> None:
+def _check_inputs(path: str, w: Any, inputs: jax.Array, needed: str) -> None:
     """Raises unless a weight is dense and the statistic of its inputs fits."""
-    own = list(value.shape[:-1])
-    wanted, axes = (own, "k") if what == "maxima" else (own + own[-1:], "k, k")
-    if is_implicit(value) or list(of_inputs.shape) != wanted:
+    own = list(w.shape[:-1])
+    shape, axes = (own, "k") if needed == "maxima" else (own + own[-1:], "k, k")
+    if is_implicit(w) or list(inputs.shape) != shape:
         raise ValueError(
-            f"{path}: expected a dense weight [..., k, m] and of its inputs what input_{what} says, "
-            f"[..., {axes}], got {describe(value)} and {list(of_inputs.shape)}"
+            f"{path}: expected a dense weight [..., k, m] and of its inputs what input_{needed} says, "
+            f"[..., {axes}], got {describe(w)} and {list(inputs.shape)}"
         )
-    if scales.known_nonfinite(of_inputs):
-        raise ValueError(f"{path}: {what} of its inputs are infinite or NaN; look for such inputs")
+    if scales.known_nonfinite(inputs):
+        raise ValueError(
+            f"{path}: {needed} of its inputs are infinite or NaN; look for such inputs"
+        )
