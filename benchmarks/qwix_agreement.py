@@ -115,7 +115,7 @@ def _with_gradients(fun: Callable[..., Any], operands: Any, key: Any) -> list[An
 def dot_config(rule: QtRule) -> Any:
     """The configuration that Qwix's own provider makes of the same rule for activations x weights."""
     config = config_of(rule, lhs_is_weight=False, rhs_is_weight=True)
-    options = dataclasses.asdict(config) | _collecting(rule)
+    options = config.flat() | _collecting(rule)
     axes = options.pop("channelwise_noise_axes")
     for side in ("dlhs", "drhs"):
         method = options.pop(f"{side}_stochastic_rounding")
@@ -136,7 +136,7 @@ def ragged_config(rule: QtRule) -> Any:
 
 
 def _common(rule: QtRule, cls: type) -> dict[str, Any]:
-    options = dataclasses.asdict(config_of(rule, lhs_is_weight=False, rhs_is_weight=True))
+    options = config_of(rule, lhs_is_weight=False, rhs_is_weight=True).flat()
     options |= _collecting(rule)
     names = {f.name for f in dataclasses.fields(cls)}
     return _with_dtypes({k: v for k, v in options.items() if k in names})

@@ -7,19 +7,16 @@ them to the parameters of a model is in `haiku_implicit` itself: `quantized_trai
 from haiku_implicit.numerics import formats
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.by_rule import conv_general_dilated, dot_general, einsum, ragged_dot
-from haiku_implicit.products.quant_rules import (
-    ProductConfig,
-    QtRule,
-    QuantRule,
-    matching_rule,
-    unused_rules,
-)
+from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig
+from haiku_implicit.products.quant_rules import QtRule, QuantRule, matching_rule, unused_rules
 
 __all__ = [
     "formats",
     "QuantRule",
     "QtRule",
     "ProductConfig",
+    "OperandConfig",
+    "GradientConfig",
     "QuantStats",
     "matching_rule",
     "unused_rules",

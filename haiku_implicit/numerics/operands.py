@@ -6,7 +6,6 @@ half a step more than the largest code (127.5 for int8), so that the last step i
 others; with a zero point the codes span the whole type.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.numerics import formats
+from haiku_implicit.numerics import formats, options, ranges
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.numerics.ranges import Limits
 
 
 class OperandSpec(NamedTuple):
@@ -35,10 +35,6 @@ class OperandSpec(NamedTuple):
     channels: tuple[int, ...] = ()
     tile: tuple[int, int | float] | None = None
     rounding: tuple[str, tuple[int, ...]] | None = None
-
-
-# The lower and the upper end of a range; the lower one None where it is that of the upper one.
-Limits = tuple[jax.Array | None, jax.Array]
 
 
 class QuantizedOperand(NamedTuple):
@@ -88,7 +84,7 @@ def quantize(
     """
     fmt = formats.find(spec.qtype)
     x = x.astype(formats.arithmetic_dtype(x.dtype))
-    low, high = calibrate(x, spec) if limits is None else _given(limits, x)
+    low, high = calibrate(x, spec) if limits is None else ranges.known(x, *limits)
     if low is None:
         scale, zero_point = _nonzero(high * np.asarray(1 / bound(fmt), high.dtype)), None
     else:
@@ -127,6 +123,57 @@ def stored_operand(q: QuantizedMatrix) -> QuantizedOperand | None:
     return QuantizedOperand(codes, scale)
 
 
+def stored_matrix(x: QuantizedOperand, qtype: str, dtype: Any) -> QuantizedMatrix:
+    """The matrix that stores an operand, grouped along axis -2: the inverse of `stored_operand`.
+
+    Args:
+      x: `[..., k, m]`; its scales are shared along the axis `k`, or along tiles of it.
+      qtype: the format that it was quantized to.
+      dtype: of the matrix.
+
+    Raises:
+      ValueError: for tiles that do not fill whole bytes.
+    """
+    fmt, codes, offset = _storage(x, formats.find(qtype))
+    columns = (*codes.shape[:-2], codes.shape[-1])
+
+    def by_column(scale: Any) -> jax.Array:
+        return jnp.broadcast_to(jnp.swapaxes(scale, -1, -2), (*columns, scale.shape[-2]))
+
+    scale = by_column(x.scale)
+    groups = scale.shape[-1]
+    codes = jnp.swapaxes(codes, -1, -2).reshape(*columns, groups, -1)
+    padding = -codes.shape[-1] % fmt.multiple
+    if padding and groups > 1:
+        raise ValueError(
+            f"tile_size: expected a multiple of {fmt.multiple} for stored codes of {fmt.name!r}, got "
+            f"{codes.shape[-1]}"
+        )
+    codes = jnp.concatenate([codes, jnp.repeat(codes[..., -1:], padding, -1)], axis=-1)
+    return QuantizedMatrix.from_parts(
+        formats.pack(codes, fmt),
+        scale,
+        None if offset is None else by_column(offset),
+        dtype=fmt.name,
+        padding=padding,
+        out_dtype=None if scale.dtype == dtype else dtype,
+    )
+
+
+def _storage(
+    x: QuantizedOperand, fmt: formats.Format
+) -> tuple[formats.Format, jax.Array, jax.Array | None]:
+    """The format, the codes (not packed) and the offset, if any, that store an operand's values."""
+    if not _is_integer(fmt):
+        return fmt, x.codes if fmt.is_float else formats.nearest(x.codes, fmt), None
+    codes = x.codes.astype(jnp.int16)
+    if x.zero_point is None or x.scale is None:
+        return fmt, (codes + int(fmt.bias)).astype(fmt.dtype), None
+    unsigned = formats.find(f"u{fmt.name}")
+    offset = (fmt.lowest - x.zero_point) * x.scale
+    return unsigned, (codes - int(fmt.lowest)).astype(unsigned.dtype), offset
+
+
 def dequantize(x: QuantizedOperand, dtype: Any) -> jax.Array:
     """The values of an operand, in a dtype."""
     values = x.codes.astype(x.wide)
@@ -144,7 +191,7 @@ def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> QuantizedOperand:
       x: `[..., i]`, floating.
       q: `[..., i, o]`. Rows of `x` have parts of their own scales where they meet groups of it.
     """
-    qtype, *in_groups = str(q.activation).split(",")
+    qtype, *in_groups = options.split(q.activation)
     last, groups = x.ndim - 1, q.scale.shape[-1]
     tiled = bool(in_groups) and q.axis == -2 and groups > 1
     tile = (last, x.shape[-1] // groups) if tiled else None
@@ -175,8 +222,8 @@ def bound(fmt: formats.Format) -> float:
 
 def clips(method: str) -> bool:
     """Whether values may lie beyond the range that a calibration method finds."""
-    name, arguments = _parse(method)
-    return name not in ("absmax", "minmax") or (bool(arguments) and arguments[0] < 1)
+    name, numbers = _parse(method)
+    return name not in ("absmax", "minmax") or (bool(numbers) and numbers[0] < 1)
 
 
 # --- ranges --------------------------------------------------------------------------------------
@@ -190,49 +237,26 @@ def calibrate(x: jax.Array, spec: OperandSpec) -> Limits:
       spec: how it is quantized.
     """
     x = x.astype(formats.arithmetic_dtype(x.dtype))
-    name, arguments = _parse(spec.method)
-    tiled, axes, shape = _blocks(x, spec)
-
-    def over_blocks(fun: Any, y: jax.Array, **options: Any) -> jax.Array:
-        return fun(y, axis=axes, keepdims=True, **options).reshape(shape)
-
+    name, numbers = _parse(spec.method)
     if name == "fixed":
-        return _fixed(x, spec.method, arguments)
+        return _fixed(x, spec.method, numbers)
+    tiled, axes, shape = _blocks(x, spec)
     if x.size == 0:
         return None, jnp.zeros(shape, x.dtype)
-    if name == "minmax":
-        factor = arguments[0] if arguments else 1.0
-        low = jnp.minimum(over_blocks(jnp.min, tiled), 0) * factor
-        return low, jnp.maximum(over_blocks(jnp.max, tiled), 0) * factor
-    if name == "rms":
-        factor = arguments[0] if arguments else 3.0
-        return None, jnp.sqrt(over_blocks(jnp.mean, tiled * tiled)) * factor
-    if name == "percentile":
-        percent = arguments[0] if arguments else 99.5
-        return None, over_blocks(jnp.percentile, jnp.abs(tiled), q=percent)
-    return None, over_blocks(jnp.max, jnp.abs(tiled)) * (arguments[0] if arguments else 1.0)
+    low, high = ranges.find(tiled, name, numbers, axes, symmetric=name != "minmax")
+    if low is not None:  # zero has a code
+        low, high = jnp.minimum(low, 0).reshape(shape), jnp.maximum(high, 0)
+    return low, high.reshape(shape)
 
 
-def _fixed(x: jax.Array, method: str, arguments: list[float]) -> Limits:
+def _fixed(x: jax.Array, method: str, numbers: tuple[float, ...]) -> Limits:
     """A range that is known; one for the whole array."""
-    if len(arguments) == 1:
-        arguments = [-arguments[0], arguments[0]]
-    if len(arguments) != 2 or not arguments[0] <= 0 <= arguments[1] or arguments[0] == arguments[1]:
+    low, high = numbers if len(numbers) == 2 else (-numbers[0], numbers[0])
+    if not low <= 0 <= high or low == high:
         raise ValueError(
             f"calibration method: expected 'fixed,LOW,HIGH' with LOW <= 0 <= HIGH, got {method!r}"
         )
-    low, high = _given([jnp.full((1,) * x.ndim, end, x.dtype) for end in arguments], x)
-    assert high is not None
-    return (None if arguments[0] == -arguments[1] else low), high
-
-
-def _given(limits: Sequence[jax.Array | None], x: jax.Array) -> Any:
-    """A range that does not depend on the array, but for this: NaN has no code.
-
-    In the range it becomes one of the results, as with ranges of the array.
-    """
-    broken = jnp.where(jnp.isnan(x).any(), jnp.nan, jnp.zeros((), x.dtype))
-    return [None if end is None else broken + end.astype(x.dtype) for end in limits]
+    return ranges.find(x, "fixed", (low, high), tuple(range(x.ndim)), symmetric=low == -high)
 
 
 def _blocks(x: jax.Array, spec: OperandSpec) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
@@ -275,9 +299,8 @@ def _nonzero(scale: jax.Array) -> jax.Array:
     return jnp.maximum(scale, np.sqrt(jnp.finfo(scale.dtype).tiny))
 
 
-def _parse(method: str) -> tuple[str, list[float]]:
-    name, *numbers = method.replace(" ", "").split(",")
-    return name, [float(x) for x in numbers]
+def _parse(method: str) -> tuple[str, tuple[float, ...]]:
+    return options.parse("calibration method", method, ranges.METHODS)
 
 
 # --- codes ---------------------------------------------------------------------------------------

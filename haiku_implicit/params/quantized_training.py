@@ -13,7 +13,7 @@ from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.operands import OperandSpec, QuantizedOperand, quantize
+from haiku_implicit.numerics.operands import OperandSpec, quantize, stored_matrix
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
 from haiku_implicit.params.creators import Getter, getter_of
@@ -368,41 +368,4 @@ def _stored(w: jax.Array, stacked: int, rule: QuantRule) -> QuantizedMatrix:
     channels = (*range(stacked), *(() if qt.disable_channelwise_axes else (w.ndim - 1,)))
     tile = None if qt.tile_size is None else (w.ndim - 2, qt.tile_size)
     how = OperandSpec(qt.weight_qtype, qt.weight_calibration_method, channels, tile)
-    found = quantize(w, how)
-    fmt, codes, offset = _storage(formats.find(qt.weight_qtype), found)
-    lead = (*w.shape[:-2], w.shape[-1])
-    scale, *offsets = (
-        jnp.broadcast_to(jnp.swapaxes(x, -1, -2), (*lead, x.shape[-2]))
-        for x in (found.scale, *offset)
-    )
-    groups = scale.shape[-1]
-    codes = jnp.swapaxes(codes, -1, -2).reshape(*lead, groups, -1)
-    padding = -codes.shape[-1] % fmt.multiple
-    if padding and groups > 1:
-        raise ValueError(
-            f"tile_size: expected a multiple of {fmt.multiple} for stored codes of {fmt.name!r}, got "
-            f"{codes.shape[-1]}"
-        )
-    codes = jnp.concatenate([codes, jnp.repeat(codes[..., -1:], padding, -1)], axis=-1)
-    packed = formats.pack(codes, fmt)
-    dtype = {} if scale.dtype == w.dtype else dict(out_dtype=w.dtype)
-    return QuantizedMatrix.from_parts(
-        packed, scale, *offsets, dtype=fmt.name, axis=-2, padding=padding, **dtype
-    )
-
-
-def _storage(
-    fmt: formats.Format, found: QuantizedOperand
-) -> tuple[formats.Format, Any, tuple[Any, ...]]:
-    """The format, the codes (not packed) and the offset, if any, of an operand."""
-    if fmt.is_float:
-        return fmt, found.codes, ()
-    if fmt.table is not None:
-        return fmt, formats.nearest(found.codes, fmt), ()
-    codes = found.codes.astype(jnp.int16)
-    if found.zero_point is None:
-        return fmt, (codes + int(fmt.bias)).astype(fmt.dtype), ()
-    scale: Any = found.scale
-    offset = (fmt.lowest - found.zero_point) * scale
-    unsigned = formats.find(f"u{fmt.name}")
-    return unsigned, (codes - int(fmt.lowest)).astype(unsigned.dtype), (offset,)
+    return stored_matrix(quantize(w, how), qt.weight_qtype, w.dtype)

@@ -25,11 +25,9 @@ from haiku_implicit.numerics.operands import (
     dequantize,
     quantize,
 )
-from haiku_implicit.products.quant_rules import ProductConfig
+from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig
 
 Axes = tuple[int | None, ...]
-
-SIDES = ("lhs", "rhs")
 
 # Tiles of fewer elements are multiplied by their scales before the product, and not after it: so many
 # small integer products take longer than the one product of floating numbers that they stand for.
@@ -337,26 +335,27 @@ def _quantized_side(product: Product, config: ProductConfig, i: int, x: Any, lim
 
 def spec_of_side(product: Product, config: ProductConfig, i: int, x: Any) -> OperandSpec | None:
     """How the forward pass quantizes an operand; None where it does not."""
-    qtype = getattr(config, f"{SIDES[i]}_qtype")
-    if qtype is None or isinstance(x, QuantizedOperand) or not jnp.issubdtype(x.dtype, np.floating):
+    own = (config.lhs, config.rhs)[i]
+    if (
+        own.qtype is None
+        or isinstance(x, QuantizedOperand)
+        or not jnp.issubdtype(x.dtype, np.floating)
+    ):
         return None
-    method = getattr(config, f"{SIDES[i]}_calibration_method")
-    shared = getattr(config, f"{SIDES[i]}_disable_channelwise_axes")
-    return _how(product, i, qtype, method, shared, config.tile_size)
+    return _spec(product, i, own)
 
 
-def _how(
-    product: Any,
-    i: int,
-    qtype: str,
-    method: str,
-    shared: bool,
-    tile_size: Any,
-    rounding: Any = None,
-) -> OperandSpec:
+def _spec(product: Any, i: int, config: OperandConfig) -> OperandSpec:
+    """How an operand of a product is quantized: its configuration, and which of its axes are which."""
+    shared = config.disable_channelwise_axes
     channels = () if shared else tuple(a for a in product.axes[i] if a is not None)
-    tile = (product.summed[-1][i], tile_size) if tile_size and product.summed else None
-    return OperandSpec(qtype, method, channels, tile, rounding)
+    tile = None
+    if config.tile_size is not None and product.summed:
+        tile = product.summed[-1][i], config.tile_size
+    rounding = None
+    if isinstance(config, GradientConfig) and config.stochastic_rounding is not None:
+        rounding = config.stochastic_rounding, tuple(config.channelwise_noise_axes)
+    return OperandSpec(config.qtype, config.calibration_method, channels, tile, rounding)
 
 
 def _backward(
@@ -379,25 +378,17 @@ def _gradient(
     product: Transposed, config: ProductConfig, g: Any, y: Any, others: Any, key: Any, dtype: Any
 ) -> jax.Array:
     """The gradient by one operand: the product of the incoming one and the other operand `y`."""
-    side = f"d{SIDES[product.side]}"
-    qtype = getattr(config, f"{side}_grad_qtype")
-    tile_size = getattr(config, f"{side}_tile_size")
+    of_gradient = (config.dlhs_grad, config.drhs_grad)[product.side]
+    of_residual = (config.dlhs_residual, config.drhs_residual)[product.side]
     wide = jnp.promote_types(g.dtype, dtype)
-    if qtype is not None:
+    if of_gradient.qtype is not None:
         if isinstance(y, QuantizedOperand) and y.multiplies and not _is_tiled(y):
             # The scales of y lie along axes that are summed here, so the gradient takes them.
             g = _scaled(g, y.scale, product.product.axes[1 - product.side])
             y = y._replace(scale=None)
-        method = getattr(config, f"{side}_grad_calibration_method")
-        shared = getattr(config, f"{side}_grad_disable_channelwise_axes")
-        rounding = getattr(config, f"{side}_stochastic_rounding")
-        rounding = rounding and (rounding, config.channelwise_noise_axes)
-        g = quantize(g, _how(product, 0, qtype, method, shared, tile_size, rounding), key)
-    residual = getattr(config, f"{side}_residual_qtype")
-    if residual is not None and not isinstance(y, QuantizedOperand):
-        method = getattr(config, f"{side}_residual_calibration_method")
-        shared = getattr(config, f"{side}_residual_disable_channelwise_axes")
-        y = quantize(y, _how(product, 1, residual, method, shared, tile_size))
+        g = quantize(g, _spec(product, 0, of_gradient), key)
+    if of_residual.qtype is not None and not isinstance(y, QuantizedOperand):
+        y = quantize(y, _spec(product, 1, of_residual))
     return multiply(product, g, y, others, wide, dtype)
 
 

@@ -1,25 +1,19 @@
 """Rules: which modules of a model are quantized, and how."""
 
 import dataclasses
-import math
 import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from haiku_implicit.numerics import calibration, formats, options
+from haiku_implicit.numerics import calibration, formats, options, ranges
+from haiku_implicit.products import product_config
+from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig
 
 # The operations that rules tell apart. An einsum has become products of two by the time that it is
 # seen, so that a rule for the one is a rule for the other.
 OP_NAMES = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot")
 _SAME_OP = {"einsum": "dot_general"}
-
-STOCHASTIC_ROUNDING = ("uniform", "low_bit_uniform")
-
-# The methods that find a range anew in each step; others search, or need more than a range.
-RANGE_METHODS = ("absmax", "minmax", "rms", "percentile", "fixed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,8 +74,8 @@ class QuantRule:
             **{name: options.format_name(name, getattr(self, name)) for name in self._qtype_names()}
         )
         for name in self._method_names():
-            _check_method(name, getattr(self, name), calibration.METHODS)
-        _check_tile_size("tile_size", self.tile_size)
+            options.parse(name, getattr(self, name), calibration.METHODS | ranges.METHODS)
+        product_config.check_tile_size("tile_size", self.tile_size)
         if self.act_static_scale and self.act_qtype is None:
             raise ValueError(
                 "act_static_scale: expected an act_qtype with it, got None; give one, or leave it out"
@@ -126,7 +120,9 @@ class QuantRule:
         size = (
             round(length * self.tile_size) if isinstance(self.tile_size, float) else self.tile_size
         )
-        zero_point = method == "minmax" and f"u{self.weight_qtype}" in formats.FORMATS
+        zero_point = (
+            options.split(method)[0] == "minmax" and f"u{self.weight_qtype}" in formats.FORMATS
+        )
         if method == "absmax" and fmt is not None and (fmt.offset or fmt.name in formats.BY_MEAN):
             method = None  # the default of rules is that of formats whose range is symmetric
         return dict(
@@ -152,7 +148,8 @@ class QtRule(QuantRule):
         with noise of 24 bits; 'low_bit_uniform' with noise of 8 bits. Needs integers, and a random
         key in each step.
       channelwise_noise_axes: the axes of gradients along which noise differs.
-      additional_qt_config: other values of fields of `ProductConfig`, by name. Kept as pairs.
+      additional_qt_config: other options of single operands, by the names that Qwix has for them, see
+        `ProductConfig.with_flat`. Kept as pairs.
 
     Example:
       >>> from haiku_implicit.quantization import QtRule
@@ -176,9 +173,11 @@ class QtRule(QuantRule):
         for name in self._qtype_names():
             options.check_operand_format(name, getattr(self, name))
         for name in self._method_names():
-            _check_method(name, getattr(self, name), RANGE_METHODS)
-        _check_tile_size("bwd_weight_grad_tile_size", self.bwd_weight_grad_tile_size)
-        _check_rounding("bwd_stochastic_rounding", self.bwd_stochastic_rounding, self.bwd_qtype)
+            options.parse(name, getattr(self, name), ranges.METHODS)
+        product_config.check_tile_size("bwd_weight_grad_tile_size", self.bwd_weight_grad_tile_size)
+        product_config.check_rounding(
+            "bwd_stochastic_rounding", self.bwd_stochastic_rounding, self.bwd_qtype
+        )
         extra = self.additional_qt_config
         pairs = extra.items() if isinstance(extra, Mapping) else extra or ()
         self._set(
@@ -195,77 +194,6 @@ class QtRule(QuantRule):
         return *super()._method_names(), "bwd_calibration_method"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProductConfig:
-    """How one product is quantized, operand by operand: what a `QtRule` comes to.
-
-    A product of `lhs` and `rhs` has three: the forward one, and in the backward pass that of the
-    gradient with `rhs`, which gives the gradient `dlhs`, and the one that gives `drhs`.
-
-    Attributes:
-      lhs_qtype, rhs_qtype: the formats in the forward pass; None for a dense operand.
-      lhs_calibration_method, rhs_calibration_method: how their scales are found.
-      lhs_disable_channelwise_axes, rhs_disable_channelwise_axes: whether channels share a scale.
-      tile_size: as in `QuantRule`.
-      dlhs_grad_qtype, drhs_grad_qtype: the formats of the incoming gradient.
-      dlhs_grad_calibration_method, drhs_grad_calibration_method: how its scales are found.
-      dlhs_grad_disable_channelwise_axes, drhs_grad_disable_channelwise_axes: as above.
-      dlhs_tile_size, drhs_tile_size: of the gradient.
-      dlhs_stochastic_rounding, drhs_stochastic_rounding: as in `QtRule`.
-      channelwise_noise_axes: as in `QtRule`.
-      disable_gradient_clipping: whether the gradient of values beyond the range of a calibration that
-        clips ('absmax,0.8') passes as well.
-      use_original_residuals: whether the backward pass sees the operands as they were before they were
-        quantized.
-      dlhs_residual_qtype, drhs_residual_qtype: the formats that the other operand is quantized to
-        in the backward pass, where it is dense there.
-      dlhs_residual_calibration_method, drhs_residual_calibration_method: how its scales are found.
-      dlhs_residual_disable_channelwise_axes, drhs_residual_disable_channelwise_axes: as above.
-    """
-
-    lhs_qtype: str | None = None
-    rhs_qtype: str | None = None
-    lhs_calibration_method: str = "absmax"
-    rhs_calibration_method: str = "absmax"
-    lhs_disable_channelwise_axes: bool = False
-    rhs_disable_channelwise_axes: bool = False
-    tile_size: int | float | None = None
-    dlhs_grad_qtype: str | None = None
-    drhs_grad_qtype: str | None = None
-    dlhs_grad_calibration_method: str = "absmax"
-    drhs_grad_calibration_method: str = "absmax"
-    dlhs_grad_disable_channelwise_axes: bool = False
-    drhs_grad_disable_channelwise_axes: bool = False
-    dlhs_tile_size: int | float | None = None
-    drhs_tile_size: int | float | None = None
-    dlhs_stochastic_rounding: str | None = None
-    drhs_stochastic_rounding: str | None = None
-    channelwise_noise_axes: tuple[int, ...] = (0,)
-    disable_gradient_clipping: bool = False
-    use_original_residuals: bool = False
-    dlhs_residual_qtype: str | None = None
-    drhs_residual_qtype: str | None = None
-    dlhs_residual_calibration_method: str = "absmax"
-    drhs_residual_calibration_method: str = "absmax"
-    dlhs_residual_disable_channelwise_axes: bool = False
-    drhs_residual_disable_channelwise_axes: bool = False
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_qtype"):
-                value = options.format_name(field.name, value)
-                object.__setattr__(self, field.name, value)
-                options.check_operand_format(field.name, value)
-            elif field.name.endswith("_method"):
-                _check_method(field.name, value, RANGE_METHODS)
-            elif field.name.endswith("tile_size"):
-                _check_tile_size(field.name, value)
-        for side in ("dlhs", "drhs"):
-            name, qtype = f"{side}_stochastic_rounding", getattr(self, f"{side}_grad_qtype")
-            _check_rounding(name, getattr(self, name), qtype)
-
-
 def config_of(rule: QuantRule, lhs_is_weight: bool, rhs_is_weight: bool) -> ProductConfig:
     """What a rule says of a product of which these operands are weights, the others activations.
 
@@ -273,24 +201,30 @@ def config_of(rule: QuantRule, lhs_is_weight: bool, rhs_is_weight: bool) -> Prod
       ValueError: for an `additional_qt_config` that does not exist, or of a value out of its range.
     """
     qt = as_training_rule(rule)
-    options: dict[str, Any] = {}
+    shared = qt.disable_channelwise_axes
+    configs: dict[str, OperandConfig] = {}
     for side, is_weight in (("lhs", lhs_is_weight), ("rhs", rhs_is_weight)):
-        kind = "weight" if is_weight else "act"
-        options[f"{side}_qtype"] = getattr(qt, f"{kind}_qtype")
-        options[f"{side}_calibration_method"] = getattr(qt, f"{kind}_calibration_method")
-        options[f"{side}_disable_channelwise_axes"] = qt.disable_channelwise_axes
-        options[f"d{side}_grad_qtype"] = qt.bwd_qtype
-        options[f"d{side}_grad_calibration_method"] = qt.bwd_calibration_method
-        options[f"d{side}_grad_disable_channelwise_axes"] = qt.disable_channelwise_axes
-        options[f"d{side}_stochastic_rounding"] = qt.bwd_stochastic_rounding
-        if is_weight and qt.bwd_qtype is not None:
-            options[f"d{side}_tile_size"] = qt.bwd_weight_grad_tile_size
-    options |= dict(
-        tile_size=qt.tile_size,
-        channelwise_noise_axes=qt.channelwise_noise_axes,
-        use_original_residuals=qt.bwd_qtype is None,
-    )
-    return ProductConfig(**(options | _overrides(qt)))
+        qtype, method = (
+            (qt.weight_qtype, qt.weight_calibration_method)
+            if is_weight
+            else (qt.act_qtype, qt.act_calibration_method)
+        )
+        tile_size = qt.bwd_weight_grad_tile_size if is_weight and qt.bwd_qtype else None
+        configs[side] = OperandConfig(qtype, method, shared, qt.tile_size)
+        configs[f"d{side}_residual"] = OperandConfig(tile_size=tile_size)
+        configs[f"d{side}_grad"] = GradientConfig(
+            qt.bwd_qtype,
+            qt.bwd_calibration_method,
+            shared,
+            tile_size,
+            qt.bwd_stochastic_rounding,
+            qt.channelwise_noise_axes,
+        )
+    config = ProductConfig(**configs, use_original_residuals=qt.bwd_qtype is None)  # type: ignore
+    try:
+        return config.with_flat(**dict(qt.additional_qt_config or ()))
+    except ValueError as e:
+        raise ValueError(f"additional_qt_config: {e}") from None
 
 
 def as_training_rule(rule: QuantRule) -> QtRule:
@@ -305,17 +239,6 @@ def as_training_rule(rule: QuantRule) -> QtRule:
     if not isinstance(rule, QuantRule):
         raise TypeError(f"rule: expected a QtRule or a QuantRule, got {rule!r}")
     return QtRule(**{f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)})
-
-
-def _overrides(rule: QtRule) -> dict[str, Any]:
-    extra = dict(rule.additional_qt_config or ())
-    known = {f.name for f in dataclasses.fields(ProductConfig)}
-    if unknown := sorted(extra.keys() - known):
-        raise ValueError(
-            f"additional_qt_config: expected fields of ProductConfig, got {', '.join(unknown)}; there "
-            f"are {', '.join(sorted(known))}"
-        )
-    return extra
 
 
 # --- lists of rules ------------------------------------------------------------------------------
@@ -393,37 +316,3 @@ def _op_names(names: Any) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in OP_NAMES]:
         raise ValueError(f"op_names: expected some of {', '.join(OP_NAMES)}, got {unknown[0]!r}")
     return names
-
-
-def _check_method(name: str, value: Any, known: Iterable[str]) -> None:
-    method, *numbers = str(value).replace(" ", "").split(",")
-    if method not in known:
-        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    try:
-        finite = all(math.isfinite(float(x)) for x in numbers)
-    except ValueError:
-        raise ValueError(f"{name}: expected numbers after {method!r}, got {value!r}") from None
-    if not finite:
-        raise ValueError(f"{name}: expected finite numbers, got {value!r}")
-
-
-def _check_tile_size(name: str, value: Any) -> None:
-    if value is None:
-        return
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0
-    part = isinstance(value, float) and 0 < value <= 1
-    if not (whole or part):
-        raise ValueError(
-            f"{name}: expected a positive integer, or a float in (0, 1] for a part of the axis, got "
-            f"{value!r}"
-        )
-
-
-def _check_rounding(name: str, method: Any, qtype: str | None) -> None:
-    if method not in (None, *STOCHASTIC_ROUNDING):
-        known = ", ".join(map(repr, STOCHASTIC_ROUNDING))
-        raise ValueError(f"{name}: expected None or one of {known}, got {method!r}")
-    if method is not None and not (qtype or "").startswith("int"):
-        raise ValueError(
-            f"{name}: expected gradients in integers with it, got the format {qtype!r}"
-        )

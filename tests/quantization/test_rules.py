@@ -6,8 +6,16 @@ import jax.numpy as jnp
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.products.quant_rules import ProductConfig, as_training_rule, config_of
-from haiku_implicit.quantization import QtRule, QuantRule, matching_rule, unused_rules
+from haiku_implicit.products.quant_rules import as_training_rule, config_of
+from haiku_implicit.quantization import (
+    GradientConfig,
+    OperandConfig,
+    ProductConfig,
+    QtRule,
+    QuantRule,
+    matching_rule,
+    unused_rules,
+)
 
 HEAD = QuantRule(module_path=".*/head")
 CONVS = QuantRule(op_names=("conv_general_dilated",), weight_qtype="int8")
@@ -139,23 +147,68 @@ def test_a_rule_says_how_each_operand_of_a_product_is_quantized():
         bwd_weight_grad_tile_size=2,
         additional_qt_config={"drhs_grad_qtype": "int8", "disable_gradient_clipping": True},
     )
-    expected = dict(
-        lhs_qtype="int8",
-        rhs_qtype="int4",
-        rhs_calibration_method="rms,3",
-        dlhs_grad_qtype="fp8_e5m2",
-        drhs_grad_qtype="int8",
-        drhs_tile_size=2,
+    expected = ProductConfig(
+        lhs=OperandConfig("int8"),
+        rhs=OperandConfig("int4", "rms,3"),
+        dlhs_grad=GradientConfig("fp8_e5m2"),
+        drhs_grad=GradientConfig("int8", tile_size=2),
+        drhs_residual=OperandConfig(tile_size=2),
         disable_gradient_clipping=True,
     )
-    assert config_of(rule, lhs_is_weight=False, rhs_is_weight=True) == ProductConfig(**expected)
+    assert config_of(rule, lhs_is_weight=False, rhs_is_weight=True) == expected
     swapped = config_of(rule, lhs_is_weight=True, rhs_is_weight=False)
-    assert (swapped.lhs_qtype, swapped.dlhs_tile_size, swapped.drhs_tile_size) == ("int4", 2, None)
+    assert swapped.lhs.qtype == "int4"
+    assert (swapped.dlhs_grad.tile_size, swapped.drhs_grad.tile_size) == (2, None)
     # Dense gradients are those of the operands before rounding, as Qwix's provider has it.
     forward = as_training_rule(QuantRule(weight_qtype="int8"))
     assert config_of(forward, False, True).use_original_residuals
     with pytest.raises(TypeError, match="rule: expected a QtRule or a QuantRule, got 'int8'"):
         config_of("int8", False, True)
+
+
+def test_options_of_operands_have_the_flat_names_of_qwix():
+    flat = dict(
+        lhs_qtype="int8",
+        rhs_calibration_method="rms,3",
+        tile_size=4,
+        dlhs_grad_qtype="int4",
+        drhs_tile_size=0.5,
+        dlhs_stochastic_rounding="uniform",
+        channelwise_noise_axes=(0, 1),
+        dlhs_residual_disable_channelwise_axes=True,
+        use_original_residuals=True,
+    )
+    config = ProductConfig(
+        lhs=OperandConfig("int8", tile_size=4),
+        rhs=OperandConfig(calibration_method="rms,3", tile_size=4),
+        dlhs_grad=GradientConfig(
+            "int4", stochastic_rounding="uniform", channelwise_noise_axes=(0, 1)
+        ),
+        drhs_grad=GradientConfig(tile_size=0.5, channelwise_noise_axes=(0, 1)),
+        dlhs_residual=OperandConfig(disable_channelwise_axes=True),
+        drhs_residual=OperandConfig(tile_size=0.5),
+        use_original_residuals=True,
+    )
+    assert ProductConfig().with_flat(**flat) == config
+    assert ProductConfig().with_flat(**config.flat()) == config
+    assert config.flat() == ProductConfig().flat() | flat
+    # Qwix has a function of noise where there is the name of one here.
+    assert len(config.flat()) == 26
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(qtype="int8"), "expected fields of ProductConfig, got qtype; there are channelwise_"),
+        (dict(tile_size=-1), "^tile_size: expected a positive integer"),
+        (dict(drhs_tile_size=-1), "^drhs_tile_size: expected a positive integer"),
+        (dict(rhs_calibration_method="mse"), "^rhs_calibration_method: expected one of absmax"),
+        (dict(drhs_stochastic_rounding="uniform"), "^drhs_stochastic_rounding: .* got .* None"),
+    ],
+)
+def test_flat_names_are_those_of_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        ProductConfig().with_flat(**options)
 
 
 @pytest.mark.parametrize(
