@@ -55,7 +55,7 @@ def no_match(
     paths: Sequence[str],
     *,
     kind: str = "parameters",
-    default: str = "",
+    wanted: str = "",
 ) -> ValueError:
     """The error for an argument that chooses no parameter.
 
@@ -64,11 +64,11 @@ def no_match(
       targets: its value.
       paths: `module/name` of each parameter. The error lists those that look most like a pattern.
       kind: what to call them.
-      default: what None would choose.
+      wanted: what None would choose.
     """
     count = f"none of the {len(paths)} {kind}"
     if not isinstance(targets, str | re.Pattern):
-        what = f"{count} is {default}" if targets is None else f"the predicate is true of {count}"
+        what = f"{count} is {wanted}" if targets is None else f"the predicate is true of {count}"
         shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
         return ValueError(f"{argument}: {what}. There are: {shown}")
     pattern = targets if isinstance(targets, str) else targets.pattern

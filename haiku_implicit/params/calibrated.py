@@ -1,11 +1,10 @@
 """Quantization with calibration data: weights rounded for the inputs that a model gives them."""
 
 import functools
-import math
 import operator
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import use_implicit_args
-from haiku_implicit.numerics import channel_scales, formats, scales
+from haiku_implicit.numerics import channel_scales, formats, options, scales
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import progress, trees
 from haiku_implicit.params.options import GroupSize, QuantizeOptions
@@ -107,23 +106,18 @@ def _collect(
     targets: Targets | None,
 ) -> dict[str, jax.Array]:
     """A statistic of the inputs of each target, joined over the batches."""
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def note(parameter: trees.Parameter) -> Any:
-        shapes[parameter.path] = tuple(parameter.value.shape)
-        return parameter.value
-
-    options = QuantizeOptions()
-    params = trees.replace_targets(params, targets, note, options.takes, options.default)
+    weights = QuantizeOptions()
+    parameters = trees.parameters_of(params)
+    marks = trees.marks_of(parameters, targets, weights.takes, weights.wanted)
+    shapes = {p.path: p.value.shape for p, mark in zip(parameters, marks, strict=True) if mark}
 
     def total(sums: dict[str, jax.Array], batch: Any) -> jax.Array:
         def observed_weight(parameter: trees.Parameter) -> Any:
             path, value = parameter.path, parameter.value
             return Observed(value, sums[path], statistic) if path in sums else value
 
-        return _total(
-            use_implicit_args(apply)(trees.map_parameters(observed_weight, params), batch)
-        )
+        observing = trees.map_parameters(observed_weight, params)
+        return _total(use_implicit_args(apply)(observing, batch))
 
     zeros = {
         path: jnp.zeros((*shape[:-2], *statistic.shape(shape[-2])), jnp.float32)
@@ -213,18 +207,16 @@ def quantize_with_inputs(
       >>> error(hki.quantize_with_inputs(params, inputs, method='awq')) < 0.9 * rounded
       True
     """
-    fun, of_inputs = _method(method)
-    options = QuantizeOptions(
-        dtype, group_size, -2, zero_point, calibration, scale_dtype, activation
-    )
-    if of_inputs == "maxima" and activation is None:
+    chosen, numbers = _parsed(method)
+    how = QuantizeOptions(dtype, group_size, -2, zero_point, calibration, scale_dtype, activation)
+    if chosen.needed == "maxima" and activation is None:
         raise ValueError(
             f"method: {method!r} is for quantized activations: expected activation='int8' or the like, "
             "got None"
         )
     if not inputs:
         raise ValueError(
-            f"inputs: expected what input_{of_inputs} says of one weight or more, got nothing: no "
+            f"inputs: expected what input_{chosen.needed} says of one weight or more, got nothing: no "
             "weight [n, m] of the model is used as x @ w in a differentiable way; quantize_params "
             "quantizes others, without inputs"
         )
@@ -234,59 +226,59 @@ def quantize_with_inputs(
 
     def quantized(parameter: trees.Parameter) -> ImplicitArray:
         path, value = parameter.path, parameter.value
-        _check_inputs(path, value, inputs[path], of_inputs)
+        _check_inputs(path, value, inputs[path], chosen.needed)
         with errors_name(path, value), jax.numpy_dtype_promotion("standard"):
-            return fun(value, inputs[path], options)
+            return chosen.quantize(value, inputs[path], how, *numbers)
 
     return trees.replace_marked(params, [path in inputs for path in paths], quantized)
 
 
-def _gptq(w: jax.Array, moments: jax.Array, options: QuantizeOptions) -> QuantizedMatrix:
-    return options.quantize(w, moments)
+def _gptq(w: jax.Array, moments: jax.Array, how: QuantizeOptions) -> QuantizedMatrix:
+    return how.quantize(w, moments)
 
 
 def _awq(
-    w: jax.Array, moments: jax.Array, options: QuantizeOptions, products: bool = False
+    w: jax.Array, moments: jax.Array, how: QuantizeOptions, products: bool = False
 ) -> ScaledMatrix:
     """Channels are scaled for the least error of rounding to the nearest.
 
     With `products` (of all pairs of inputs) the scaled weight is then rounded as by GPTQ.
     """
-    scale = _awq_scale(w, moments, options)
-    return _scaled(w, scale, options, moments if products else _diagonal(moments))
+    scale = _awq_scale(w, moments, how)
+    return _scaled(w, scale, how, moments if products else _diagonal(moments))
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _awq_scale(w: jax.Array, moments: jax.Array, options: QuantizeOptions) -> jax.Array:
+def _awq_scale(w: jax.Array, moments: jax.Array, how: QuantizeOptions) -> jax.Array:
     def error(scale: jax.Array) -> jax.Array:
-        held = materialize_array(_scaled(w, scale, options, _diagonal(moments)))
+        held = materialize_array(_scaled(w, scale, how, _diagonal(moments)))
         return channel_scales.product_error((held - w).astype(moments.dtype), moments)
 
     return channel_scales.awq(moments, error)
 
 
 def _smoothquant(
-    w: jax.Array, maxima: jax.Array, options: QuantizeOptions, alpha: float = 0.5
+    w: jax.Array, maxima: jax.Array, how: QuantizeOptions, alpha: float = 0.5
 ) -> ScaledMatrix:
-    return _scaled(w, channel_scales.smoothquant(w, maxima, alpha), options, None)
+    return _scaled(w, channel_scales.smoothquant(w, maxima, alpha), how, None)
 
 
 def _scaled(
-    w: jax.Array, scale: jax.Array, options: QuantizeOptions, moments: jax.Array | None
+    w: jax.Array, scale: jax.Array, how: QuantizeOptions, moments: jax.Array | None
 ) -> ScaledMatrix:
     """`w` divided by a scale of its input channels and then quantized, for inputs times that scale.
 
     Args:
       w: `[..., k, m]`.
       scale: `[..., k]`.
-      options: how it is quantized.
+      how: it is quantized.
       moments: those of the inputs of `w`, `[..., k, k]`; or their diagonal, `[..., k]`; or None.
     """
     wide = scale.astype(formats.arithmetic_dtype(w.dtype))
     if moments is not None:
         scales = wide**2 if moments.ndim < w.ndim else wide[..., None] * wide[..., None, :]
         moments = moments * scales
-    matrix = options.quantize(w / wide[..., None], moments)
+    matrix = how.quantize(w / wide[..., None], moments)
     return ScaledMatrix(
         matrix if matrix.dtype == w.dtype else matrix._replace(dtype=w.dtype), scale
     )
@@ -296,43 +288,47 @@ def _diagonal(moments: jax.Array) -> jax.Array:
     return jnp.diagonal(moments, axis1=-2, axis2=-1)
 
 
-# Name: (a function of the weight, a statistic of its inputs, and options; which statistic).
-_METHODS: dict[str, tuple[Callable[..., Any], str]] = {
-    "gptq": (_gptq, "moments"),
-    "awq": (_awq, "moments"),
-    "awq+gptq": (functools.partial(_awq, products=True), "moments"),
-    "smoothquant": (_smoothquant, "maxima"),
+class _Method(NamedTuple):
+    """A way to quantize a weight.
+
+    Attributes:
+      quantize: a function of the weight, a statistic of its inputs, its options, and perhaps a number.
+      needed: the statistic.
+      numbers: how many numbers may follow the name of the method, at least and at most.
+    """
+
+    quantize: Callable[..., ImplicitArray]
+    needed: str = "moments"
+    numbers: tuple[int, int] = (0, 0)
+
+
+_METHODS = {
+    "gptq": _Method(_gptq),
+    "awq": _Method(_awq),
+    "awq+gptq": _Method(functools.partial(_awq, products=True)),
+    "smoothquant": _Method(_smoothquant, "maxima", (0, 1)),
 }
 
 
-def _method(method: str) -> tuple[Callable[..., Any], str]:
-    """A method and the statistic that it needs, by its name and perhaps a number after a comma."""
-    name, comma, number = str(method).replace(" ", "").partition(",")
-    if name not in _METHODS or (comma and name != "smoothquant"):
-        expected = ", ".join(repr(known) for known in _METHODS)
-        raise ValueError(f"method: expected {expected} or 'smoothquant,ALPHA', got {method!r}")
-    fun, of_inputs = _METHODS[name]
-    if comma:
-        try:
-            alpha = float(number)
-        except ValueError:
-            alpha = math.nan
-        if not 0 <= alpha <= 1:
-            raise ValueError(
-                f"method: expected a number from 0 to 1 after 'smoothquant', got {method!r}"
-            )
-        fun = functools.partial(fun, alpha=alpha)
-    return fun, of_inputs
+def _parsed(method: str) -> tuple[_Method, tuple[float, ...]]:
+    """A method by its name, and the numbers after a comma."""
+    known = {name: known.numbers for name, known in _METHODS.items()}
+    name, numbers = options.parse("method", method, known)
+    if not all(0 <= x <= 1 for x in numbers):
+        raise ValueError(f"method: expected a number from 0 to 1 after {name!r}, got {method!r}")
+    return _METHODS[name], numbers
 
 
-def _check_inputs(path: str, value: Any, of_inputs: jax.Array, what: str) -> None:
+def _check_inputs(path: str, w: Any, inputs: jax.Array, needed: str) -> None:
     """Raises unless a weight is dense and the statistic of its inputs fits."""
-    own = list(value.shape[:-1])
-    wanted, axes = (own, "k") if what == "maxima" else (own + own[-1:], "k, k")
-    if is_implicit(value) or list(of_inputs.shape) != wanted:
+    own = list(w.shape[:-1])
+    shape, axes = (own, "k") if needed == "maxima" else (own + own[-1:], "k, k")
+    if is_implicit(w) or list(inputs.shape) != shape:
         raise ValueError(
-            f"{path}: expected a dense weight [..., k, m] and of its inputs what input_{what} says, "
-            f"[..., {axes}], got {describe(value)} and {list(of_inputs.shape)}"
+            f"{path}: expected a dense weight [..., k, m] and of its inputs what input_{needed} says, "
+            f"[..., {axes}], got {describe(w)} and {list(inputs.shape)}"
         )
-    if scales.known_nonfinite(of_inputs):
-        raise ValueError(f"{path}: {what} of its inputs are infinite or NaN; look for such inputs")
+    if scales.known_nonfinite(inputs):
+        raise ValueError(
+            f"{path}: {needed} of its inputs are infinite or NaN; look for such inputs"
+        )

@@ -77,7 +77,7 @@ def add_lora(
     def make(parameter: trees.Parameter) -> LoRA:
         return options.put_on(parameter.path, parameter.value, parameter.key_from(key))
 
-    return trees.replace_targets(params, targets, make, options.takes, options.default)
+    return trees.replace_targets(params, targets, make, options.takes, options.wanted)
 
 
 def quantize_params(
@@ -143,7 +143,7 @@ def quantize_params(
     def quantized(parameter: trees.Parameter) -> Any:
         return options.put_on(parameter.path, parameter.value)
 
-    return trees.replace_targets(params, targets, quantized, options.takes, options.default)
+    return trees.replace_targets(params, targets, quantized, options.takes, options.wanted)
 
 
 def _storing_rules(rules: Any) -> list[QuantRule]:

@@ -50,7 +50,7 @@ class LoRAOptions:
         return held and is_weight(module_name, name, value) and self.rank <= min(value.shape[-2:])
 
     @property
-    def default(self) -> str:
+    def wanted(self) -> str:
         """What the default targets are, for errors."""
         return f"a weight with room for LoRA of rank {self.rank}"
 
@@ -134,7 +134,7 @@ class QuantizeOptions:
         return length % group == 0 and rows % tile == 0
 
     @property
-    def default(self) -> str:
+    def wanted(self) -> str:
         """What the default targets are, for errors."""
         size = self.group_size
         return "a dense weight" + (f" whose axis {self.axis} is divided by {size}" if size else "")

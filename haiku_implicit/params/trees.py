@@ -72,24 +72,32 @@ def replace_targets(
     targets: Targets | None,
     make: Callable[[Parameter], Any],
     takes: Predicate | None = None,
-    default: str = "",
+    wanted: str = "",
 ) -> Any:
-    """A tree with `make(parameter)` in place of each target, of which there has to be one.
+    """A tree with `make(parameter)` in place of each target; for the others see `marks_of`."""
+    return replace_marked(params, marks_of(parameters_of(params), targets, takes, wanted), make)
+
+
+def marks_of(
+    parameters: Sequence[Parameter],
+    targets: Targets | None,
+    takes: Predicate | None = None,
+    wanted: str = "",
+) -> list[bool]:
+    """Whether each parameter is a target. At least one has to be.
 
     Args:
-      params: the tree.
-      targets: which parameters.
-      make: makes the replacement.
+      parameters: of a tree.
+      targets: which of them.
       takes: the predicate if `targets` is None; without one, None is an error.
-      default: what this predicate looks for, for errors.
+      wanted: what this predicate looks for, for errors.
     """
     chosen = predicate_of("targets", targets, takes and in_tree(takes))
-    parameters = parameters_of(params)
     marks = [bool(chosen(*parameter)) for parameter in parameters]
     if not any(marks):
         paths = [parameter.path for parameter in parameters]
-        raise no_match("targets", targets, paths, default=default)
-    return replace_marked(params, marks, make)
+        raise no_match("targets", targets, paths, wanted=wanted)
+    return marks
 
 
 # --- by rules ------------------------------------------------------------------------------------

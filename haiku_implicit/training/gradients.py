@@ -39,6 +39,7 @@ class Slot(NamedTuple):
 
 
 def is_empty(x: Any) -> bool:
+    """Whether a slot holds no array."""
     return x is None or isinstance(x, Zeros | optax.MaskedNode)
 
 
@@ -80,6 +81,7 @@ def fill_slots(
 
 
 def is_inexact(x: Any) -> bool:
+    """Whether a value, of an array or not, is of a floating or complex dtype."""
     dtype = getattr(x, "dtype", None)
     dtype = jnp.result_type(x) if dtype is None else dtype
     return bool(jax.dtypes.issubdtype(dtype, np.inexact))

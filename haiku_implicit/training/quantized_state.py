@@ -81,16 +81,20 @@ def quantized_state(
             return x
         return QuantizedBlocks.quantize(x, dtype, block)
 
+    def as_before(old: Any, new: Any) -> Any:
+        return quantized(new) if _is_blocks(old) else new
+
     def init(params: Any) -> QuantizedState:
         leaves, treedef = flatten(inner.init(params))
         pairs = zip(leaves, _are_of_params(inner.init, params), strict=True)
         return QuantizedState(treedef.unflatten([x if own else quantized(x) for x, own in pairs]))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: Any, state: QuantizedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, QuantizedState]:
         dense = jax.tree.map(_dense, state.inner, is_leaf=_is_blocks)
         new, dense = inner.update(updates, dense, params, **extra)
-        again = lambda old, x: quantized(x) if _is_blocks(old) else x  # noqa: E731
-        return new, QuantizedState(jax.tree.map(again, state.inner, dense, is_leaf=_is_blocks))
+        return new, QuantizedState(jax.tree.map(as_before, state.inner, dense, is_leaf=_is_blocks))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

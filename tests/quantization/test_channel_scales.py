@@ -283,7 +283,7 @@ def test_stacked_layers(method, never_dense):
 
 def test_errors():
     params, inputs = {"l": {"w": jnp.ones((4, 2))}}, {"l/w": jnp.ones(4)}
-    with pytest.raises(ValueError, match="method: expected 'gptq', 'awq', .*, got 'obq'"):
+    with pytest.raises(ValueError, match="method: expected one of gptq, awq, .*, got 'obq'"):
         hki.quantize_with_inputs(params, inputs, method="obq")
     for wrong in ("awq,0.5", "smoothquant,", "smoothquant,2"):
         with pytest.raises(ValueError, match=f"method: expected .*, got '{wrong}'"):

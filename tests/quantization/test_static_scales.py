@@ -557,6 +557,18 @@ def test_lora_on_a_weight_with_static_scales():
         close(out, alone + x @ a @ b, rtol=1e-5, atol=1e-5)
 
 
+def test_statistics_that_are_left_out_start_anew_and_the_others_go_on():
+    x = normal((6, 4), 0)
+    _, params, apply = made(two_layers, x)
+    _, state = apply(params, {}, x)
+    del state["quant_stats"]["b/w"]
+    _, state = apply(params, state, x)
+    assert {name: float(count[0]) for name, (_, count) in stats_of(state).items()} == {
+        "a/w": 2,
+        "b/w": 1,
+    }
+
+
 # --- errors --------------------------------------------------------------------------------------
 
 
