@@ -139,7 +139,7 @@ def dot_with_lora(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
 def _goes_through_rank(w: LoRA, contracted: Sequence[int]) -> bool:
     """Whether a product can contract one of the two factors, and so is cheaper by way of the rank.
 
-    It can't if only a leading axis is contracted, as the `n` of an attention's weight `[n, h, c]`, whose
+    It can't if only a leading axis is contracted, as `n` of a weight `[n, h, c]` of attention, whose
     matrices are `[h, c]`: `x · a` and then `· b` would be products as large as those with `w`.
     """
     return len({w.ndim - 2, w.ndim - 1} & set(contracted)) == 1
