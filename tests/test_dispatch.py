@@ -759,3 +759,73 @@ def test_a_rule_may_read_a_literal():
     f = use(lambda x, n: lax.mul_p.bind(x, jnp.float32(n)))
     for g in (f, jax.jit(f, static_argnums=1)):
         assert [g(T(ONES), n)[0] for n in (2.0, 3.0, 2.0)] == [1, 2, 1]
+
+
+# --- one rule for both orders ----------------------------------------------------------------------
+
+
+def test_binary_handler_is_called_for_both_orders():
+    A, calls = new_type(warn_on_materialize=False), []
+
+    @hki.binary_handler(["sub", "dot_general"])
+    def rule(call, x: jax.Array, w: A):
+        calls.append((call.primitive.name, call.w_first))
+        return call(x + 1, w.x)
+
+    x, w = jnp.array([1.0, 2.0]), A(jnp.array([3.0, 5.0]))
+    np.testing.assert_array_equal(use(lambda x, w: x - w)(x, w), [-1, -2])
+    np.testing.assert_array_equal(use(lambda x, w: w - x)(x, w), [1, 2])
+    assert float(use(lambda x, w: x @ w)(x, w)) == float(use(lambda x, w: w @ x)(x, w)) == 21
+    names = ["sub", "sub", "dot_general", "dot_general"]
+    assert calls == list(zip(names, [False, True] * 2, strict=True))
+
+
+def test_binary_handler_gives_the_axes_of_each_operand():
+    A, seen = new_type(), []
+
+    @hki.binary_handler("dot_general")
+    def rule(call, x: jax.Array, w: A):
+        seen.append((call.contracted, call.batch))
+        assert call.ordered(x, w) == ((w, x) if call.w_first else (x, w))
+        return call(x, w.x)
+
+    x, w = jnp.ones((2, 3, 4)), A(jnp.ones((4, 3, 5)))
+    numbers = (((2,), (0,)), ((1,), (1,)))
+    out = use(lambda x, w: lax.dot_general(x, w, numbers))(x, w)
+    mirrored = tuple(pair[::-1] for pair in numbers)
+    back = use(lambda x, w: lax.dot_general(w, x, mirrored))(x, w)
+    assert (out.shape, back.shape) == ((3, 2, 5), (3, 5, 2))
+    assert seen == [numbers] * 2
+
+
+def test_binary_handler_passes_on_and_takes_any_second_type():
+    A = new_type(commute_ops=False)
+
+    @hki.binary_handler("atan2", precedence=1)
+    def declines(call, x: Any, w: A):
+        return NotImplemented
+
+    @hki.binary_handler("atan2")
+    def rule(call, x, w: A):  # no annotation: dense or implicit
+        return tagged(7 if call.w_first else 8)
+
+    w = A(ONES)
+    assert [run(jnp.arctan2, w, ONES), run(jnp.arctan2, ONES, w)] == [7, 8]
+    assert run(jnp.arctan2, w, w) == 8  # both orders fit: as the operands stand, with `w` second
+    assert hki.binary_handler("atan2")(rule) is rule
+
+
+def test_errors_of_binary_handler():
+    def rule(call, x: jax.Array, w: hki.ImplicitArray): ...
+
+    with pytest.raises(ValueError, match="no primitive is called 'nothing'"):
+        hki.binary_handler("nothing")(rule)
+    with pytest.raises(TypeError, match="expected primitives or their names"):
+        hki.binary_handler(3)(rule)
+    A = new_type()
+
+    @hki.binary_handler("nextafter")
+    def forgot_to_return(call, x: jax.Array, w: A): ...
+
+    with pytest.raises(TypeError, match="forgot_to_return.* for nextafter returned None"):
+        use(jnp.nextafter)(ONES, A(ONES))

@@ -22,16 +22,19 @@ from haiku_implicit.core.dispatch import primitive_handler, rules_for
 
 Params = dict[str, Any]
 
-# Entries that leave an axis as it is, from its length and its place in the result.
+# For parameters with an entry for each axis: the entry that leaves an axis as it is, from the length of
+# the axis and its place in the result.
 Entry = Callable[[int, int], int]
-_ENTRIES: dict[str, Entry] = dict.fromkeys(["start_indices"], lambda size, place: 0)
-_ENTRIES |= dict.fromkeys(["strides", "reps"], lambda size, place: 1)
-_ENTRIES |= dict.fromkeys(
-    ["limit_indices", "slice_sizes", "new_sizes", "shape"], lambda size, place: size
-)
-_ENTRIES |= dict.fromkeys(
-    ["permutation", "broadcast_dimensions", "offset_dims"], lambda size, place: place
-)
+_ENTRIES: dict[str, Entry] = {
+    **dict.fromkeys(["start_indices"], lambda length, place: 0),
+    **dict.fromkeys(["strides", "reps"], lambda length, place: 1),
+    **dict.fromkeys(
+        ["limit_indices", "slice_sizes", "new_sizes", "shape"], lambda length, place: length
+    ),
+    **dict.fromkeys(
+        ["permutation", "broadcast_dimensions", "offset_dims"], lambda length, place: place
+    ),
+}
 
 
 def _own(leaf: Any, n: int) -> tuple[int, ...]:
@@ -51,7 +54,7 @@ def _params_of_leaf(params: Params, own: Sequence[int], core: int, first: int) -
 
     def adapted(entries: Sequence[int], entry: Entry) -> tuple[int, ...]:
         of_batch = entries[: max(len(entries) - core, 0)]
-        return (*of_batch, *(entry(size, first + i) for i, size in enumerate(own)))
+        return (*of_batch, *(entry(length, first + i) for i, length in enumerate(own)))
 
     of_axes = {k: v for k, v in params.items() if k in _ENTRIES and v is not None}
     return {**params, **{k: adapted(v, _ENTRIES[k]) for k, v in of_axes.items()}}
@@ -120,17 +123,33 @@ def _existing(names: str) -> Iterator[str]:
 # --- one array -----------------------------------------------------------------------------------
 
 
-@primitive_handler(_existing("slice transpose tile"))
-def change_batch_axes(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
-    """`w[1:3]` of batch axes, batch axes in another order, or repeated."""
+@primitive_handler(_existing("slice dynamic_slice transpose tile"))
+def change_batch_axes(
+    primitive: Primitive, x: ImplicitArray, *starts: jax.Array, **params: Any
+) -> Any:
+    """`w[1:3]` or `w[i]` of batch axes, batch axes in another order, or repeated."""
     n = num_batch_axes(x)
-    if not n or not _acts_on_batch(params, x, n, n):
+    return _changed(primitive, x, starts, params, n) if n else NotImplemented
+
+
+def _changed(
+    primitive: Primitive, x: ImplicitArray, starts: Sequence[jax.Array], params: Params, first: int
+) -> Any:
+    """A primitive on each leaf with the leaf's parameters, if it acts on batch axes alone."""
+    n = num_batch_axes(x)
+    if not _acts_on_batch(params, x, n, first):
         return NotImplemented
 
     def change(leaf: Any) -> jax.Array:
-        return primitive.bind(leaf, **_params_of_leaf(params, _own(leaf, n), x.ndim - n, n))
+        own = _params_of_leaf(params, _own(leaf, n), x.ndim - n, first)
+        return primitive.bind(leaf, *_for_leaf(starts, n, leaf), **own)
 
-    return _leafwise(primitive, [x], change, _result(primitive, x, **params))
+    return _leafwise(primitive, [x], change, _result(primitive, x, *starts, **params))
+
+
+def _for_leaf(starts: Sequence[jax.Array], n: int, leaf: Any) -> list[jax.Array]:
+    """The starts of a dynamic slice of a leaf; none where there are none."""
+    return [*starts[:n], *[jnp.zeros_like(x) for x in starts[:1]] * (np.ndim(leaf) - n)]
 
 
 @primitive_handler(_existing("squeeze rev split unstack"))
@@ -148,38 +167,14 @@ def reshape_batch_axes(primitive: Primitive, x: ImplicitArray, **params: Any) ->
     """Batch axes merged, divided, added (`w[None]`) or repeated; the tensor's own stay the last."""
     new = params["new_sizes" if primitive is jax.lax.reshape_p else "shape"]
     n = num_batch_axes(x)
-    first = len(new) - (x.ndim - n)
+    first = max(len(new) - (x.ndim - n), 0)
     elsewhere = params.get("dimensions") is not None or params.get("sharding") is not None
-    if not _may_grow(x) or elsewhere or not _acts_on_batch(params, x, n, first):
+    if not _may_grow(x) or elsewhere:
         return NotImplemented
     # An empty tensor may be reshaped to any number of empty ones.
     if primitive is jax.lax.reshape_p and math.prod(new[:first]) != math.prod(x.shape[:n]):
         return NotImplemented
-
-    def change(leaf: Any) -> jax.Array:
-        return primitive.bind(leaf, **_params_of_leaf(params, _own(leaf, n), x.ndim - n, first))
-
-    return _leafwise(primitive, [x], change, _result(primitive, x, **params))
-
-
-@primitive_handler("dynamic_slice")
-def dynamic_slice_batch(
-    primitive: Primitive, x: ImplicitArray, *starts: jax.Array, **params: Any
-) -> Any:
-    """`w[i]` of a batch axis, with `i` known at run time: a layer of a stack within a scan."""
-    n = num_batch_axes(x)
-    if not n or not _acts_on_batch(params, x, n, n):
-        return NotImplemented
-
-    def cut(leaf: Any) -> jax.Array:
-        own = _params_of_leaf(params, _own(leaf, n), x.ndim - n, n)
-        return primitive.bind(leaf, *_with_zeros(starts[:n], np.ndim(leaf)), **own)
-
-    return _leafwise(primitive, [x], cut, _result(primitive, x, *starts, **params))
-
-
-def _with_zeros(starts: Sequence[jax.Array], ndim: int) -> list[jax.Array]:
-    return [*starts, *[jnp.zeros_like(starts[0])] * (ndim - len(starts))]
+    return _changed(primitive, x, (), params, first)
 
 
 def without_whole_axes(
@@ -279,7 +274,7 @@ def dynamic_update_batch(
         return NotImplemented
 
     def write(leaf: Any, new: Any) -> jax.Array:
-        return primitive.bind(leaf, new, *_with_zeros(starts[:n], np.ndim(leaf)), **params)
+        return primitive.bind(leaf, new, *_for_leaf(starts, n, leaf), **params)
 
     return _leafwise(primitive, [x, update], write, lambda: x)
 

@@ -255,12 +255,6 @@ def fold_binary(call: BinaryCall, x: ArrayValue, constant: SymbolicConstant) -> 
 
 
 @primitive_handler("select_n", precedence=10)
-def select_constants(primitive: Primitive, which: ArrayValue, *cases: SymbolicConstant) -> Any:
-    """A choice between constants."""
-    return select(primitive, which, *cases)
-
-
-@primitive_handler("select_n", precedence=10)
 def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Any:
     """A known choice is the case itself; a choice between equal constants is that constant."""
     chosen = constant_of(which)
@@ -296,7 +290,7 @@ def as_result(x: Any, out: Any) -> Any:
 
 @primitive_handler(named("reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"))
 def fold_reduction(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
-    """Reductions that depend on how many elements there are only by none, odd or even."""
+    """Reductions for which it only matters whether the number of elements is zero, odd or even."""
     small = [(2 - n % 2 if n else 0) if i in axes else 1 for i, n in enumerate(x.shape)]
     return _evaluate(primitive, (x,), [small], dict(params, axes=axes))
 
@@ -424,16 +418,8 @@ def pad(primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_con
 
 
 @primitive_handler("dynamic_update_slice", precedence=10)
-def update_part(
-    primitive: Primitive, x: SymbolicConstant, update: SymbolicConstant, *starts: ArrayValue
-) -> Any:
+def update_part(primitive: Primitive, *operands: ArrayValue) -> Any:
     """A constant where a part of it is replaced by the same one."""
-    return join(primitive, x, update, *starts, data=slice(0, 2))
-
-
-@primitive_handler("dynamic_update_slice", precedence=10)
-def update_part_with_dense(primitive: Primitive, *operands: ArrayValue) -> Any:
-    """Otherwise each constant is a broadcast scalar."""
     return join(primitive, *operands, data=slice(0, 2))
 
 

@@ -28,9 +28,9 @@ Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
 class LoRA(Wrapper, core_ndim=2):
     """The weight `w + (alpha / rank) * a @ b`, of which `a` and `b` are trained and `w` is frozen.
 
-    A product `x @ w` runs as `x @ w + (x @ a) @ b`, so that nothing of the size of `w` is made. (It
-    is in a convolution, and in a product that contracts neither or both of the two last axes: there
-    the sum is made for the time of the operation, which costs less.)
+    A product `x @ w` runs as `x @ w + (x @ a) @ b`, so that nothing of the size of `w` is made. A
+    convolution, and a product that contracts neither or both of the two last axes, add the correction
+    to `w` for the time of the operation, which costs less there.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight; itself implicit where it is quantized, say.
@@ -139,17 +139,14 @@ def dot_with_lora(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
 def _goes_through_rank(w: LoRA, contracted: Sequence[int]) -> bool:
     """Whether a product can contract one of the two factors, and so is cheaper by way of the rank.
 
-    It can't where the matrix is `[h, c]` in a weight `[a, h, c]` of attention heads, of which `a` is
-    contracted: `x · a` and then `· b` would be products as large as those with `w`.
+    It can't if only a leading axis is contracted, as `n` of a weight `[n, h, c]` of attention, whose
+    matrices are `[h, c]`: `x · a` and then `· b` would be products as large as those with `w`.
     """
     return len({w.ndim - 2, w.ndim - 1} & set(contracted)) == 1
 
 
 def _with_sum(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> jax.Array:
-    """A primitive on `w + ab`, for which a `w` that is itself implicit is made dense.
-
-    Both are made again for a gradient, rather than kept.
-    """
+    """A primitive on the dense sum `w + ab`, which a gradient computes again rather than keeps."""
 
     def run(operands: Sequence[Any]) -> jax.Array:
         summed = [
@@ -375,20 +372,13 @@ def _summed_delta(w: LoRA, axes: Sequence[int], precision: Any) -> jax.Array:
 # --- elementwise ---------------------------------------------------------------------------------
 
 
-@primitive_handler(["add", "sub"])
-def add_to_weight(primitive: Primitive, w: LoRA, x: jax.Array, **params: Any) -> Any:
-    """`(w ± x) + ab`."""
+@binary_handler(["add", "sub"])
+def add_to_weight(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
+    """`(w + ab) ± x` is `(w ± x) + ab`, and `x - (w + ab)` is `(x - w) + (-a)b`."""
     if not _fits(x, w):
         return NotImplemented
-    return _of_parts(w, primitive.bind(w.w, x, **params), w.a, w.b)
-
-
-@primitive_handler("sub")
-def subtract_from(primitive: Primitive, x: jax.Array, w: LoRA, **params: Any) -> Any:
-    """`x - (w + ab)` is `(x - w) + (-a)b`."""
-    if not _fits(x, w):
-        return NotImplemented
-    return _of_parts(w, primitive.bind(x, w.w, **params), -w.a, w.b)
+    negative = call.primitive is jax.lax.sub_p and not call.w_first
+    return _of_parts(w, call(x, w.w), -w.a if negative else w.a, w.b)
 
 
 @primitive_handler("neg")
@@ -399,7 +389,7 @@ def negate(primitive: Primitive, w: LoRA, **params: Any) -> LoRA:
 
 @primitive_handler(["mul", "div"])
 def rescale(primitive: Primitive, w: LoRA, x: jax.Array, **params: Any) -> Any:
-    """Times, or by, a number, a factor for each row (`a` takes it), or for each column (`b`)."""
+    """Times or divided by a number, a factor for each row (`a` takes it), or each column (`b`)."""
     by_rows = x.ndim == 0 or x.shape[-1] == 1
     if not _fits(x, w) or not (by_rows or x.shape[-2] == 1):
         return NotImplemented

@@ -1,6 +1,7 @@
 """`Observed`: a weight that collects statistics of its inputs, as gradients."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,25 +56,25 @@ def observe_inputs(call: BinaryCall, x: jax.Array, w: Observed) -> Any:
     if w.ndim != 2 or tuple(call.contracted[1]) != (0,) or call.batch[1]:
         return NotImplemented
     (axis,) = call.contracted[0]
-    return call(_observed(x, w.sums, axis, w.statistic), w.w)
+    return call(_observed(w.statistic, axis, x, w.sums), w.w)
 
 
-def _observed(x: jax.Array, sums: jax.Array, axis: int, statistic: Statistic) -> jax.Array:
-    """`x`; the gradient with respect to `sums` is its statistic."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _observed(statistic: Statistic, axis: int, x: jax.Array, sums: jax.Array) -> jax.Array:
+    """`x`; the gradient with respect to `sums` is the statistic of its axis."""
+    return x
 
-    @jax.custom_vjp
-    def identity(x: jax.Array, sums: jax.Array) -> jax.Array:
-        return x
 
-    def forward(x: jax.Array, sums: jax.Array) -> Any:
-        return x, x
+def _observe(statistic: Statistic, axis: int, x: jax.Array, sums: jax.Array) -> Any:
+    return x, x
 
-    def backward(x: jax.Array, cotangent: jax.Array) -> Any:
-        rows = jnp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]).astype(jnp.float32)
-        return cotangent, statistic.of(rows)
 
-    identity.defvjp(forward, backward)
-    return identity(x, sums)
+def _give_statistic(statistic: Statistic, axis: int, x: jax.Array, cotangent: jax.Array) -> Any:
+    rows = jnp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]).astype(jnp.float32)
+    return cotangent, statistic.of(rows)
+
+
+_observed.defvjp(_observe, _give_statistic)
 
 
 @primitive_handler(["convert_element_type", "split", "slice"])

@@ -1,7 +1,7 @@
-"""Axes and parts of a quantized matrix.
+"""Rules of `QuantizedMatrix`: its axes, and parts of it.
 
-Columns and groups stay quantized; rows, as an embedding looks them up, become dense, and nothing
-else does.
+Columns and groups stay quantized. Rows, as an embedding looks them up, become dense; the rest of the
+matrix does not.
 """
 
 import functools
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.arrays.batch_axes import without_whole_axes
+from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -27,7 +28,9 @@ _Modes = jax.lax.GatherScatterMode
 
 
 @primitive_handler("transpose")
-def transpose_matrix(primitive: Any, w: QuantizedMatrix, *, permutation: Any, **params: Any) -> Any:
+def transpose_matrix(
+    primitive: Primitive, w: QuantizedMatrix, *, permutation: Any, **params: Any
+) -> Any:
     """The two axes of the matrix change places by name alone; batch axes in any order."""
     core = (w.ndim - 2, w.ndim - 1)
     if tuple(sorted(permutation[-2:])) != core:
@@ -41,7 +44,7 @@ def transpose_matrix(primitive: Any, w: QuantizedMatrix, *, permutation: Any, **
 
 @primitive_handler("split")
 def split_matrix(
-    primitive: Any, w: QuantizedMatrix, *, sizes: Sequence[int], axis: int, **params: Any
+    primitive: Primitive, w: QuantizedMatrix, *, sizes: Sequence[int], axis: int, **params: Any
 ) -> Any:
     """Parts of the rows, or of the grouped axis between groups."""
     if axis < w.ndim - 2:
@@ -53,7 +56,7 @@ def split_matrix(
 
 
 @primitive_handler("concatenate")
-def concatenate_matrices(primitive: Any, *operands: QuantizedMatrix, dimension: int) -> Any:
+def concatenate_matrices(primitive: Primitive, *operands: QuantizedMatrix, dimension: int) -> Any:
     """Along the rows, or group after group, where the operands are of one kind."""
     operands = tuple(w.with_row_scales()._replace(dtype=w.dtype) for w in operands)
     first = operands[0]
@@ -101,7 +104,7 @@ def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Any:
 
 @primitive_handler("slice")
 def slice_matrix(
-    primitive: Any,
+    primitive: Primitive,
     w: QuantizedMatrix,
     *,
     start_indices: Sequence[int],
@@ -131,7 +134,7 @@ def slice_matrix(
 
 @primitive_handler("dynamic_slice")
 def dynamic_slice_matrix(
-    primitive: Any, w: QuantizedMatrix, *starts: jax.Array, slice_sizes: Sequence[int]
+    primitive: Primitive, w: QuantizedMatrix, *starts: jax.Array, slice_sizes: Sequence[int]
 ) -> Any:
     """The same from starts that are known at run time; a grouped axis -1 is not cut."""
     changed = [i for i, size in enumerate(slice_sizes) if size != w.shape[i]]
@@ -197,7 +200,7 @@ def _elements(
 
 @primitive_handler("gather")
 def gather_from_matrix(
-    primitive: Any,
+    primitive: Primitive,
     w: QuantizedMatrix,
     indices: jax.Array,
     *,
@@ -230,8 +233,9 @@ def gather_from_matrix(
         not picked and grouped in gone
     ):
         return NotImplemented
-    take = _StorageGather(primitive, w.with_row_scales(), as_index(indices), d, slice_sizes, common)
-    out = take.elements() if picked else take.whole_groups()
+    w, indices = w.with_row_scales(), as_index(indices)
+    take = _stored_gather(primitive, w, d, slice_sizes, common)
+    out = (_elements_of_rows if picked else _whole_rows)(w, indices, d, take)
     if w.axis == -2 and not core & gone:
         out = jnp.swapaxes(out, d.offset_dims[-1], d.offset_dims[-2])
     if not filling:
@@ -243,7 +247,7 @@ def gather_from_matrix(
 
 
 def _gather_matrices(
-    primitive: Any, w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Any, common: Any
+    primitive: Primitive, w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Any, common: Any
 ) -> QuantizedMatrix:
     """Whole matrices of a batch; one that is out of bounds gets scales of NaN."""
 
@@ -270,69 +274,59 @@ def _in_bounds(w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Sequence[i
     return jnp.all(jnp.stack(inside, axis=-1), axis=-1)
 
 
-class _StorageGather:
-    """A gather from the logical matrix as gathers from its leaves.
+def _stored_gather(
+    primitive: Primitive, w: QuantizedMatrix, d: Any, sizes: Sequence[int], common: dict[str, Any]
+) -> Callable[..., jax.Array]:
+    """A gather from the logical matrix as one from its leaves: `take(leaf, indices, last)`.
 
-    The result's axes are those of the logical gather, but for the two axes of the matrix: where
-    both are kept, they come in storage order.
+    Its slices are of length `last` along the last axis of a leaf. The result's axes are those of the
+    logical gather, except that the two axes of the matrix, where both are kept, are in storage order.
     """
+    place = {w._row_axis: w.ndim - 2, w._grouped_axis: w.ndim - 1}
 
-    def __init__(
-        self,
-        primitive: Any,
-        w: QuantizedMatrix,
-        indices: jax.Array,
-        d: Any,
-        sizes: Any,
-        common: Any,
-    ):
-        self.primitive, self.w, self.indices, self.d, self.common = primitive, w, indices, d, common
-        self.sizes = (*sizes[:-2], sizes[w._row_axis])
-        place = {w._row_axis: w.ndim - 2, w._grouped_axis: w.ndim - 1}
+    def stored(axes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(place.get(i, i) for i in axes)
 
-        def stored(axes: Sequence[int]) -> tuple[int, ...]:
-            return tuple(place.get(i, i) for i in axes)
+    numbers = d._replace(
+        collapsed_slice_dims=tuple(sorted(stored(d.collapsed_slice_dims))),
+        start_index_map=stored(d.start_index_map),
+        operand_batching_dims=stored(d.operand_batching_dims),
+    )
 
-        self.numbers = jax.lax.GatherDimensionNumbers(
-            offset_dims=d.offset_dims,
-            collapsed_slice_dims=tuple(sorted(stored(d.collapsed_slice_dims))),
-            start_index_map=stored(d.start_index_map),
-            operand_batching_dims=stored(d.operand_batching_dims),
-            start_indices_batching_dims=d.start_indices_batching_dims,
-        )
+    def take(leaf: jax.Array, indices: jax.Array, last: int, **options: Any) -> jax.Array:
+        own = (*sizes[:-2], sizes[w._row_axis], last)
+        options = common | dict(dimension_numbers=numbers, slice_sizes=own) | options
+        return primitive.bind(leaf, indices, **options)
 
-    def take(self, leaf: jax.Array, indices: jax.Array, last: int, **options: Any) -> jax.Array:
-        """A gather with slices of length `last` along the last axis of a leaf."""
-        options = {**self.common, **options}
-        return self.primitive.bind(
-            leaf,
-            indices,
-            dimension_numbers=self.numbers,
-            slice_sizes=(*self.sizes, last),
-            **options,
-        )
+    return take
 
-    def whole_groups(self) -> jax.Array:
-        """The whole of the grouped axis, at other axes' positions."""
-        at = self.d.offset_dims[-1]
 
-        def rows(leaf: jax.Array) -> jax.Array:
-            found = self.take(leaf, self.indices, leaf.shape[-1])
-            return jnp.moveaxis(found, at, -1)[None]  # (a single row is a matrix of one)
+def _whole_rows(
+    w: QuantizedMatrix, indices: jax.Array, d: Any, take: Callable[..., jax.Array]
+) -> jax.Array:
+    """The whole of the grouped axis, at other axes' positions."""
+    at = d.offset_dims[-1]
 
-        leaves = jax.tree.map(rows, self.w)
-        values = formats.dequantize(leaves.codes, leaves.scale, leaves.offset, self.w._format)[0]
-        values = values[..., : values.shape[-1] - self.w.padding]
-        return jnp.moveaxis(self.w.rounded(values), -1, at)
+    def rows(leaf: jax.Array) -> jax.Array:
+        found = take(leaf, indices, leaf.shape[-1])
+        return jnp.moveaxis(found, at, -1)[None]  # (a single row is a matrix of one)
 
-    def elements(self) -> jax.Array:
-        """Single positions of the grouped axis."""
-        column = self.d.start_index_map.index(self.w._grouped_axis)
+    leaves = jax.tree.map(rows, w)
+    values = formats.dequantize(leaves.codes, leaves.scale, leaves.offset, w._format)[0]
+    values = values[..., : values.shape[-1] - w.padding]
+    return jnp.moveaxis(w.rounded(values), -1, at)
+
+
+def _elements_of_rows(
+    w: QuantizedMatrix, indices: jax.Array, d: Any, take: Callable[..., jax.Array]
+) -> jax.Array:
+    """Single positions of the grouped axis."""
+    column = d.start_index_map.index(w._grouped_axis)
+
+    def take_one(leaf: jax.Array, index: jax.Array) -> jax.Array:
         # What was sorted or unique need not be so of bytes and of groups.
         loose = dict(indices_are_sorted=False, unique_indices=False)
+        return take(leaf, indices.at[..., column].set(index), 1, **loose)
 
-        def take(leaf: jax.Array, index: jax.Array) -> jax.Array:
-            return self.take(leaf, self.indices.at[..., column].set(index), 1, **loose)
-
-        ids = jnp.clip(self.indices[..., column], 0, self.w.shape[self.w.axis] - 1)
-        return _elements(self.w, ids, take, lambda x: jnp.expand_dims(x, self.d.offset_dims))
+    ids = jnp.clip(indices[..., column], 0, w.shape[w.axis] - 1)
+    return _elements(w, ids, take_one, lambda x: jnp.expand_dims(x, d.offset_dims))

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit
+from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 
 # Places that are the same for arrays of any rank.
@@ -30,7 +31,7 @@ def _leaf_places(x: Any, place: Any) -> Any:
 
 @primitive_handler("sharding_constraint")
 def constrain(
-    primitive: Any,
+    primitive: Primitive,
     x: ImplicitArray,
     *,
     sharding: Any,
@@ -48,7 +49,7 @@ def constrain(
 
 
 @primitive_handler("device_put")
-def put(primitive: Any, *operands: ArrayValue, devices: Any, **params: Any) -> Any:
+def put(primitive: Primitive, *operands: ArrayValue, devices: Any, **params: Any) -> Any:
     """`jax.device_put` to a device, a memory, or the shards of a mesh."""
     leaves: list[Any] = []
     expanded: dict[str, list[Any]] = {name: [] for name in ("devices", *params)}

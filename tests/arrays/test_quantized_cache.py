@@ -8,7 +8,6 @@ import pytest
 from jax import lax
 
 import haiku_implicit as hki
-from haiku_implicit.arrays import quantized_cache
 
 B, T, H, D = 2, 6, 3, 8
 use = hki.use_implicit_args
@@ -122,16 +121,41 @@ def test_codes_are_not_copied_where_vectors_share_a_scale(may_be_dense):
     np.testing.assert_allclose(got, want, atol=np.abs(NEW).max() / 127)
 
 
-def test_the_last_of_several_writes_to_one_place():
-    """Also where indices differ and the places do not; the order of writes is up to the device."""
-    old, numbers = cache(shape=(T, D)), lax.ScatterDimensionNumbers((1,), (0,), (0,))
-    indices = jnp.array([[T + 3], [1], [T - 1], [-2], [0]], jnp.int8)
-    places = quantized_cache._moved_into_bounds(indices, old, [1, D], numbers)
-    assert quantized_cache._last_of_equal(places, numbers).tolist() == [2, 1, 2, 4, 4]
-    # Of a batch, which is longer than the indices' own type counts to.
-    numbers = lax.ScatterDimensionNumbers((1,), (1,), (1,), (0,), (0,))
-    same_place = jnp.zeros((300, 1), jnp.int8)
-    assert quantized_cache._last_of_equal(same_place, numbers).tolist() == list(range(300))
+MANY = jax.random.randint(jax.random.key(3), (1500,), 0, T)
+
+# name: writes of rows of the second array into the first one, some of them to the same places.
+SAME_PLACES = {
+    # Clipped, different indices are the same place: of 6 rows the last one, and the first.
+    "clipped": lambda c, x: c.at[jnp.array([T + 3, 1, T - 1, -T - 2, 0], jnp.int8)].set(x[:5], mode="clip"),
+    "dropped": lambda c, x: c.at[jnp.array([T + 3, 1, 1, T, 0])].set(x[:5], mode="drop"),
+    "very many": lambda c, x: c.at[MANY].set(x),
+    "from the last": lambda c, x: c.at[jnp.array([-1, T - 1, 2, -4])].set(x[:4]),
+    "windows that overlap": lambda c, x: lax.scatter(
+        c, jnp.array([[1], [3], [2]]), x[:9].reshape(3, 3, D).transpose(1, 0, 2), lax.ScatterDimensionNumbers((0, 2), (), (0,)), mode="clip",
+    ),
+    # More of a batch than the type of the indices counts to.
+    "in a batch": lambda c, x: jax.vmap(lambda c, x, i: c.at[i].set(x), (None, 0, 0))(
+        c, x.reshape(300, 5, D), (jnp.arange(1500).reshape(300, 5) % 3).astype(jnp.int8)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_PLACES)
+def test_the_last_of_several_writes_to_one_place(name, never_dense):
+    """Codes and scales are those of the last one, which the same write of rows' numbers tells."""
+    write, old, new = SAME_PLACES[name], cache(shape=(T, D)), normal((1500, D), 5)
+    got = jax.jit(use(write))(old, new)
+    assert isinstance(got, hki.QuantizedCache)
+    numbers = jnp.broadcast_to(jnp.arange(1.0, len(new) + 1)[:, None], new.shape)
+    last = np.asarray(write(jnp.zeros(old.shape), numbers)).astype(
+        int
+    )  # one after another, on CPUs
+    rows = np.concatenate([np.asarray(hki.materialize(old)).reshape(-1, D), np.asarray(new)])
+    kept = np.broadcast_to(np.arange(T)[:, None], last.shape[-2:])
+    want = np.take(rows, np.where(last > 0, last + T - 1, kept)[..., 0], axis=0)
+    want = quantize(jnp.asarray(want), "int8", axis=-1)
+    np.testing.assert_array_equal(got.codes, want.codes)
+    np.testing.assert_allclose(got.scale, want.scale, rtol=1e-5)
 
 
 def attention(query, key, value):
