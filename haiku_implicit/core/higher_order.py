@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core import primitives as jex
-from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat, structure
 from haiku_implicit.core import materialization as events
@@ -100,47 +99,65 @@ def _checkpointed(fun: Any, prevent_cse: Any, policy: Any) -> Any:
 @_handles(jex.scan_p)
 def scan(operands: Operands, params: Params) -> list[Any]:
     """`jax.lax.scan`: implicit constants, carries (to a fixed point), scanned inputs and outputs."""
-    closed, length = params["jaxpr"], params["length"]
     num_consts, num_carry = compat.scan_arity(params, operands)
     consts, init = operands[:num_consts], operands[num_consts:][:num_carry]
     xs = [_sliceable(x) for x in operands[num_consts + num_carry :]]
-    slices = [jax.tree.map(_first, x) for x in xs]
-    slices = [x.with_leading_axis(None) if is_implicit(x) else x for x in slices]
-
     carry = [structure.structure(x) for x in init]
-    new = _fixed_point(lambda c, t: _retrace(closed, [*consts, *c, *slices], t), carry, "scan")
-    carry = new.out[:num_carry]
-    stackable = [_stackable(y) for y in new.out[num_carry:]]
-    if not all(map(structure.same, stackable, new.out[num_carry:])):
-        target = structure.Coerce([*carry, *stackable], "scan", _NO_BATCH_AXES)
-        new = _retrace(closed, [*consts, *carry, *slices], target)
-    events.replay(new.events)
+    while True:
+        try:
+            return _scan_with(carry, consts, init, xs, params)
+        except _OtherCarry as error:
+            carry = error.carry
 
-    leaves_in = _leaves(closed.consts, consts)
-    num_carry_leaves = len(jax.tree_util.tree_leaves(carry))
 
-    def body(c: Any, x: Any) -> tuple[list[Any], list[Any]]:
-        out = new.fun(*leaves_in, *c, *x)
-        return out[:num_carry_leaves], out[num_carry_leaves:]
+class _OtherCarry(Exception):
+    """Leaves a loop body that is being traced, because its carry has to have another structure."""
 
-    init_leaves = _coerced_leaves(init, carry, "scan")
+    def __init__(self, carry: list[Any]):
+        self.carry = carry
+
+
+def _scan_with(
+    carry: list[Any], consts: Operands, init: Operands, xs: Operands, params: Params
+) -> list[Any]:
+    """The scan with a carry of this structure.
+
+    The body is interpreted while `jax.lax.scan` traces it, and so only once if its carry keeps its
+    structure.
+    """
+    closed, length = params["jaxpr"], params["length"]
+    (xs_leaves, xs_def), carry_def = flatten(xs), jax.tree_util.tree_structure(carry)
+    meet = structure.Coerce(carry, "scan", meet=True)
+    ys_def = None
+
+    def body(c: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        nonlocal ys_def
+        slices = [_with_leading_axis(y, None) for y in xs_def.unflatten(x)]
+        operands = [*consts, *carry_def.unflatten(c), *slices]
+        out = meet(interpret(closed.jaxpr, closed.consts, operands))
+        new, ys = out[: len(carry)], out[len(carry) :]
+        if not all(map(structure.same, new, carry)):
+            raise _OtherCarry(list(map(structure.structure, new)))
+        ys_leaves, ys_def = flatten(list(map(_stackable, ys)))
+        return jax.tree_util.tree_leaves(new), ys_leaves
+
     options: dict[str, Any] = {k: params[k] for k in ("reverse", "unroll") if k in params}
     if params.get("_split_transpose"):
         options["_split_transpose"] = True
-    final, ys = jax.lax.scan(
-        body, init_leaves, jax.tree_util.tree_leaves(xs), length=length, **options
-    )
-    out = new.rebuild([*final, *ys])
-    ys = [y.with_leading_axis(length) if is_implicit(y) else y for y in out[num_carry:]]
-    return [*out[:num_carry], *ys]
-
-
-_NO_BATCH_AXES = "its type has no batch axes (core_ndim), along which 'scan' slices and stacks"
+    first = _coerced_leaves(init, carry, "scan")
+    with events.recording() as log:
+        final, stacked = jax.lax.scan(body, first, xs_leaves, length=length, **options)
+    events.replay(log)
+    ys = ys_def.unflatten(stacked)
+    return [*carry_def.unflatten(final), *(_with_leading_axis(y, length) for y in ys)]
 
 
 def _coerced_leaves(init: list[Any], carry: list[Any], name: str) -> list[Any]:
     pairs = zip(init, carry, strict=True)
     return jax.tree_util.tree_leaves([structure.coerce(x, to, name) for x, to in pairs])
+
+
+_NO_BATCH_AXES = "its type has no batch axes (core_ndim), along which 'scan' slices and stacks"
 
 
 def _sliceable(x: Any) -> Any:
@@ -151,30 +168,14 @@ def _sliceable(x: Any) -> Any:
 
 
 def _stackable(y: Any) -> Any:
-    if is_implicit(y) and y.with_leading_axis(1) is NotImplemented:
-        return jax.ShapeDtypeStruct(y.shape, y.dtype)
-    return y
+    """`y` if it can be stacked by stacking its leaves, else its dense array."""
+    if not is_implicit(y) or y.with_leading_axis(1) is not NotImplemented:
+        return y
+    return densify(y, "scan", _NO_BATCH_AXES)
 
 
-def _first(x: Any) -> jax.ShapeDtypeStruct:
-    split = compat.explicit_sharding(x)
-    of_slice = split and NamedSharding(split.mesh, PartitionSpec(*split.spec[1:]))
-    return compat.struct(np.shape(x)[1:], x.dtype, like=[x], sharding=of_slice)
-
-
-def _fixed_point(
-    step: Callable[[list[Any], Any], Retraced], carry: list[Any], name: str
-) -> Retraced:
-    """Retraces a loop body until what it returns as the carry has the structure it was given.
-
-    The structures only ever lose implicit parts, so that this ends.
-    """
-    while True:
-        new = step(carry, structure.Coerce(carry, name, meet=True))
-        out = new.out[: len(carry)]
-        if all(map(structure.same, out, carry)):
-            return new
-        carry = out
+def _with_leading_axis(x: Any, size: int | None) -> Any:
+    return x.with_leading_axis(size) if is_implicit(x) else x
 
 
 @_handles(jex.while_p)
@@ -191,8 +192,11 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
     start = [
         dense_struct(x) if is_implicit(x) and num_batch_axes(x) < len(batch) else x for x in start
     ]
-    new_body = _fixed_point(lambda c, t: _retrace(body, [*body_consts, *c], t), start, "while")
-    carry = new_body.out
+    carry, new_body = start, None
+    while new_body is None or not all(map(structure.same, new_body.out, carry)):
+        carry = carry if new_body is None else new_body.out
+        meet = structure.Coerce(carry, "while", meet=True)
+        new_body = _retrace(body, [*body_consts, *carry], meet)
     dense_bool = structure.Coerce([jax.ShapeDtypeStruct(batch, np.bool_)], "while", _CONDITION)
     new_cond = _retrace(cond, [*cond_consts, *carry], dense_bool)
     events.replay(new_cond.events + new_body.events)
