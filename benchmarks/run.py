@@ -10,17 +10,14 @@ and how, is told in `docs/benchmarks.md`.
 """
 
 import dataclasses
-import json
-import os
 import pathlib
 import platform
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from absl import app, flags
 
-from benchmarks import implementations, models, report, stages
+from benchmarks import implementations, models, report, result_files, stages
 from benchmarks.machine import about_this_machine
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "lora_transformer.json"
@@ -105,7 +102,9 @@ def measure(names: list[str], path: pathlib.Path) -> None:
         others = [c for c in results["cases"] if (c["depth"], c["stacked"]) != (depth, stacked)]
         results["cases"] = sorted([*others, case], key=lambda c: (c["stacked"], c["depth"]))
         _print(case)
-        write(results, path)  # an interrupted run keeps the cases it has finished
+        result_files.write(
+            rounded(results), path
+        )  # an interrupted run keeps the cases it has finished
 
 
 def measure_again(names: list[str]) -> report.Results:
@@ -149,15 +148,13 @@ def environment() -> dict[str, Any]:
     return dict(about, python=platform.python_version(), system=platform.system())
 
 
-def write(results: report.Results, path: pathlib.Path) -> None:
-    """Writes the results, to a temporary file first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    text = json.dumps(results, indent=1)
-    # Lists of numbers on one line each, rounded to a tenth of a microsecond.
-    text = re.sub(r"\[\s+([-\d.e,\s]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
-    temporary.write_text(re.sub(r"(\d\.\d{7})\d+", r"\1", text) + "\n")
-    os.replace(temporary, path)
+def rounded(value: Any) -> Any:
+    """Results with their seconds to a tenth of a microsecond, which is more than can be measured."""
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return round(value, 7) if isinstance(value, float) else value
 
 
 def _print(case: report.Results) -> None:
