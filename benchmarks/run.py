@@ -148,6 +148,11 @@ def environment() -> dict[str, Any]:
     return dict(about, python=platform.python_version(), system=platform.system())
 
 
+def write(results: report.Results, path: pathlib.Path) -> None:
+    """Writes the results, rounded."""
+    result_files.write(rounded(results), path)
+
+
 def rounded(value: Any) -> Any:
     """Results with their seconds to a tenth of a microsecond, which is more than can be measured."""
     if isinstance(value, dict):

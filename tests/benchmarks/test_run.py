@@ -141,7 +141,7 @@ def test_what_is_written_is_json(tmp_path):
     path = tmp_path / "results.json"
     run.write(dict(seconds=[1.23456789012, 2.0], name="a, b", flops=1234567.0), path)
     assert json.loads(path.read_text()) == dict(
-        seconds=[1.2345678, 2.0], name="a, b", flops=1234567.0
+        seconds=[1.2345679, 2.0], name="a, b", flops=1234567.0
     )
 
 
