@@ -45,16 +45,14 @@ class _Program(NamedTuple):
     Attributes:
       run: from the leaves of the arguments to the leaves of the results.
       takes: how many leaves of arguments it expects.
-      out: the structure of the results, a place for each static one included.
-      fixed: for each place of `out`, a static result as a tuple of one, None for an array.
+      static: the results without their arrays.
       events: what was materialized in it.
       facts: what else it depended on.
     """
 
     run: Callable[..., list[Any]]
     takes: int
-    out: Any
-    fixed: list[tuple[Any] | None]
+    static: Static
     events: list[events.Materialization]
     facts: Facts
 
@@ -65,9 +63,7 @@ class _Program(NamedTuple):
     def __call__(self, leaves: Sequence[Any]) -> Any:
         for event in self.events:  # as they are: no equation is under way that says more of where
             events.emit(event)
-        results = iter(self.run(*map(_as_array, leaves)))
-        values = [_as_array(next(results)) if x is None else x[0] for x in self.fixed]
-        return jax.tree_util.tree_unflatten(self.out, values)
+        return self.static.merge(map(_as_array, self.run(*map(_as_array, leaves))))
 
 
 def cached_implicit_args(
@@ -162,9 +158,9 @@ def _program_of(traced: Any) -> _Program:
     out, about = traced.out_info
     log, facts = about.value
     places, treedef = jax.tree_util.tree_flatten(out, is_leaf=lambda x: isinstance(x, Carried))
-    fixed = [(x.value,) if isinstance(x, Carried) else None for x in places]
+    leaves = tuple((x.value,) if isinstance(x, Carried) else None for x in places)
     takes = len(traced.jaxpr.jaxpr.invars)
-    return _Program(jaxpr_as_fun(traced.jaxpr), takes, treedef, fixed, log, facts)
+    return _Program(jaxpr_as_fun(traced.jaxpr), takes, Static(treedef, leaves), log, facts)
 
 
 def _as_array(x: Any) -> jax.Array:

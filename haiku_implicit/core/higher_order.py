@@ -126,9 +126,9 @@ def _scan_with(
     structure.
     """
     closed, length = params["jaxpr"], params["length"]
-    (xs_leaves, xs_def), carry_def = flatten(xs), jax.tree_util.tree_structure(carry)
+    (xs_leaves, xs_def), (_, carry_def) = flatten(xs), flatten(carry)
     meet = structure.Coerce(carry, "scan", meet=True)
-    ys_def = None
+    ys_def: Any = None
 
     def body(c: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         nonlocal ys_def
