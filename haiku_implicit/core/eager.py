@@ -1,10 +1,9 @@
 """Repeated eager calls: a function is traced and interpreted once per structure of its arguments.
 
-What is kept is the interpreted program, which has no implicit arrays in it any more; running it
-eagerly is one loop over ordinary primitives. The traces are `jax.jit`'s own, so that JAX tells what
-they depend on: structure (with the static metadata of implicit types), shapes, dtypes and weak
-types, and its settings (x64, matmul precision, mesh, ...). Here are only the parts that JAX does
-not know of.
+The interpreted program is kept. It has no implicit arrays in it, so running it eagerly is one loop over
+ordinary primitives. The traces are kept by `jax.jit`, which knows most of what they depend on:
+structure (with the static metadata of implicit types), shapes, dtypes, weak types, and JAX's settings
+(x64, matmul precision, mesh, ...). This module adds the dependencies that JAX does not know.
 """
 
 import collections
@@ -25,7 +24,7 @@ from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import Carried, is_implicit
 from haiku_implicit.core.transform import Static, call, is_value, split
 
-# Facts that a trace depended on: each a function, and what it returned then.
+# Facts that a trace depends on: for each a function, and what it returned when the trace was made.
 Facts = list[tuple[Callable[[], Any], Any]]
 Watch = Callable[[], contextlib.AbstractContextManager[Facts]]
 
@@ -35,12 +34,12 @@ _MAX_ENTRIES = 128
 
 @contextlib.contextmanager
 def watch_nothing() -> Iterator[Facts]:
-    """For functions that depend on nothing but what JAX knows of."""
+    """For functions that depend only on what JAX knows."""
     yield []
 
 
 class _Program(NamedTuple):
-    """An interpreted function: a program of leaves, and how its results are put together.
+    """An interpreted function: a program on leaves, and the structure of its results.
 
     Attributes:
       run: from the leaves of the arguments to the leaves of the results.
@@ -57,11 +56,11 @@ class _Program(NamedTuple):
     facts: Facts
 
     def holds(self) -> bool:
-        """Whether all facts are as they were when this was traced."""
+        """Whether all facts are still what they were when this was traced."""
         return all(probe() == seen for probe, seen in self.facts)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        for event in self.events:  # as they are: no equation is under way that says more of where
+        for event in self.events:  # without `replay`: no equation surrounds this call
             events.emit(event)
         return self.static.merge(map(_as_array, self.run(*map(_as_array, leaves))))
 
@@ -94,7 +93,7 @@ def _is_traced(values: list[Any]) -> bool:
 
 
 class _Entry(NamedTuple):
-    """What is kept for one combination of static arguments: `jax.jit` keeps the traces themselves."""
+    """What is kept for one combination of static arguments, beside the traces that `jax.jit` keeps."""
 
     jitted: Any
     programs: dict[Any, _Program]
@@ -114,12 +113,12 @@ class _ProgramCache:
         self._entries: collections.OrderedDict[Any, _Entry] = collections.OrderedDict()
 
     def __call__(self, key: Any, static: Static, values: list[Any]) -> Any:
-        """Runs the function, by a program that is kept wherever there is one.
+        """Runs the function, by a kept program if there is one.
 
         Args:
           key: a hashable value that is equal only for equal `static`.
-          static: what of the arguments is not traced.
-          values: the arrays, dense or implicit, of which none may be a tracer.
+          static: the arguments without their arrays.
+          values: the arrays, dense or implicit. None of them may be a tracer.
         """
         key = (key, dispatch.generation())
         program = self._find(key, static, values)
@@ -128,7 +127,7 @@ class _ProgramCache:
             program = self._find(key, static, values)
         leaves = jax.tree_util.tree_leaves(values)
         if program.takes != len(leaves):
-            # The function closes over tracers of a transformation around it: JAX made them operands.
+            # The function closes over tracers of an outer transformation, which JAX made operands.
             return self.call(static, values)
         return program(leaves)
 
@@ -167,7 +166,7 @@ def _as_array(x: Any) -> jax.Array:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-# Static arguments that are equal only if they mean the same: by value, or as the same function.
+# Types whose equal values mean the same, so that they can be a part of a key.
 _BY_VALUE = (bool, int, str, bytes, enum.Enum, np.dtype, range)
 _BY_IDENTITY = (
     type,
@@ -181,10 +180,10 @@ _BY_IDENTITY = (
 
 
 def _key(static: Static) -> Any:
-    """A hashable key for the static part of a call, or None where there is none.
+    """A hashable key for the static part of a call, or None if there is none.
 
-    That is so for an argument that is not hashable, and for an object whose hash is its identity:
-    what is in it may change.
+    There is none if an argument is not hashable, or if its hash is its identity: its contents may
+    change.
     """
     key: list[Any] = [static.treedef]
     for leaf in static.leaves:

@@ -13,14 +13,13 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import haiku as hk
 import jax
 from jax.extend import source_info_util
 
 Policy = Literal["allow", "warn", "error"]
-_POLICIES = ("allow", "warn", "error")
 
 
 class MaterializationWarning(UserWarning):
@@ -174,8 +173,8 @@ def materialization(policy: Policy) -> Iterator[None]:
       ...
       haiku_implicit.core.materialization.MaterializationError: LoRA float32[2,3] was materialized ...
     """
-    if policy not in _POLICIES:
-        raise ValueError(f"policy: expected one of {', '.join(_POLICIES)}, got {policy!r}")
+    if policy not in get_args(Policy):
+        raise ValueError(f"policy: expected one of {', '.join(get_args(Policy))}, got {policy!r}")
     token = _policy.set(policy)
     try:
         yield

@@ -18,15 +18,15 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
     """Lets a function of arrays take implicit arrays in their place, and return them.
 
     The function is traced with dense abstract values, so it needs no change; what it does is then run
-    on the arguments as they are. The result is an ordinary function of pytrees:
-    `jax.jit`, `grad`, `vmap`, `checkpoint` and `eval_shape` apply to it (from outside, they act on
-    the leaves of the implicit arrays), and it may use them itself.
+    on the arguments as they are. The result is an ordinary function of pytrees. `jax.jit`, `grad`,
+    `vmap`, `checkpoint` and `eval_shape` apply to it, and then act on the leaves of the implicit
+    arrays. The function may also use them inside.
 
     Args:
       fun: any function that JAX can trace. Any of its arguments, or of the leaves in them, may be
-        implicit. What is no array (a Python number, flag, string, function) it receives as it is.
-        What a function that is itself a tree holds (a callable pytree, a `functools.partial`) may
-        be implicit, too.
+        implicit. Anything that is not an array (a Python number, flag, string, function) is passed
+        on as it is. A function that is itself a tree (a callable pytree, a `functools.partial`) may
+        hold implicit arrays, too.
 
     Returns:
       The wrapped function, with the same signature.
@@ -45,8 +45,8 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Of such a tree the implicit arrays are arguments. Any other one is left as it is: what is
-        # concrete in it the function may branch on.
+        # If the function holds implicit arrays, all that it holds is traced. Otherwise it is left as
+        # it is, since it may branch on concrete values that it holds.
         if any(map(is_implicit, tree_leaves_with_implicit(tree))):
             return call(_apply, *split(((tree, *args), kwargs)))
         return call(fun, *split((args, kwargs)))
@@ -55,7 +55,7 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def _partial_as_tree(fun: Any) -> Any:
-    """The pytree that JAX has for a `functools.partial`; any other function as it is."""
+    """A `functools.partial` as JAX's pytree for it; any other function as it is."""
     if isinstance(fun, functools.partial):
         return jax.tree_util.Partial(fun.func, *fun.args, **fun.keywords)
     return fun
@@ -110,7 +110,7 @@ def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
 
 
 def is_value(x: Any) -> bool:
-    """Whether a leaf is traced (an array, or an implicit one) rather than handed on as it is."""
+    """Whether a leaf is traced (an array, dense or implicit) rather than passed on as it is."""
     if isinstance(x, np.ndarray | np.generic):  # but not one of strings, dates or objects
         return x.dtype == np.bool_ or bool(jax.dtypes.issubdtype(x.dtype, np.number))
     return is_implicit(x) or isinstance(x, jax.Array)
@@ -119,7 +119,7 @@ def is_value(x: Any) -> bool:
 def materialize(tree: Any) -> Any:
     """A tree with every implicit array in it replaced by its dense array.
 
-    Asked for by name, this is never warned of or counted.
+    This gives no warning, and is not counted in reports, since it was asked for.
 
     Args:
       tree: a tree of arrays and implicit arrays.
