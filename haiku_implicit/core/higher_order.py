@@ -1,9 +1,9 @@
 """Primitives that carry a jaxpr: one function for each, which runs it with implicit operands.
 
-Each function takes the operands (dense or implicit) and the parameters of an equation, and returns
-the list of results. The sub-jaxpr is interpreted under a trace of its own (`retrace`), and a public
-function of JAX (`jax.jit`, `jax.lax.scan`, ...) is called on it, so that JAX's transformations, which
-may be active around the interpreter, see an ordinary call.
+Each function takes the operands (dense or implicit) and the parameters of an equation, and returns the
+list of results. It interprets the sub-jaxpr, mostly under a trace of its own (`retrace`), and calls a
+public function of JAX (`jax.jit`, `jax.lax.scan`, ...) on the result. JAX's transformations, which may
+be active around the interpreter, then see an ordinary call.
 """
 
 import functools
@@ -45,7 +45,7 @@ def _leaves(consts: Any, operands: Any) -> list[Any]:
 
 @_handles(jex.closed_call_p, jex.call_p)
 def call(operands: Operands, params: Params) -> list[Any]:
-    """A plain call: the equations are interpreted in place."""
+    """A plain call: its equations are interpreted in place."""
     jaxpr: Any = params["call_jaxpr"]  # closed in closed_call, open in core_call
     consts: Any = getattr(jaxpr, "consts", ())
     return interpret(getattr(jaxpr, "jaxpr", jaxpr), consts, operands)
@@ -76,7 +76,7 @@ def _jitted(fun: Any, name: str, inline: bool, keep_unused: bool, options: Any) 
 
 
 def _constrain(x: Any, sharding: Any) -> Any:
-    """What the `in_shardings` and `out_shardings` of an inner jit mean for a dense value."""
+    """Applies one of the `in_shardings` or `out_shardings` of an inner jit to a dense value."""
     if is_implicit(x) or not isinstance(sharding, jax.sharding.Sharding):
         return x
     return jax.lax.with_sharding_constraint(x, sharding)
@@ -84,7 +84,7 @@ def _constrain(x: Any, sharding: Any) -> Any:
 
 @_handles(compat.remat_p)
 def remat(operands: Operands, params: Params) -> list[Any]:
-    """`jax.checkpoint`: what is saved is decided for the retraced function, on the leaves."""
+    """`jax.checkpoint` of the retraced function: its policy decides for the leaves what is saved."""
     new = retrace(params["jaxpr"], (), operands)
     events.replay(new.events)
     fun = _checkpointed(new.fun, params["prevent_cse"], params["policy"])
@@ -111,7 +111,7 @@ def scan(operands: Operands, params: Params) -> list[Any]:
 
 
 class _OtherCarry(Exception):
-    """Leaves a loop body that is being traced, because its carry has to have another structure."""
+    """Stops the trace of a loop body, because the carry needs another structure."""
 
     def __init__(self, carry: list[Any]):
         self.carry = carry
@@ -120,15 +120,17 @@ class _OtherCarry(Exception):
 def _scan_with(
     carry: list[Any], consts: Operands, init: Operands, xs: Operands, params: Params
 ) -> list[Any]:
-    """The scan with a carry of this structure.
+    """Runs a scan whose carry has this structure.
 
-    The body is interpreted while `jax.lax.scan` traces it, and so only once if its carry keeps its
-    structure.
+    The body is interpreted while `jax.lax.scan` traces it: once only, if the carry keeps its structure.
+
+    Raises:
+      _OtherCarry: if it does not.
     """
     closed, length = params["jaxpr"], params["length"]
-    (xs_leaves, xs_def), carry_def = flatten(xs), jax.tree_util.tree_structure(carry)
+    (xs_leaves, xs_def), (_, carry_def) = flatten(xs), flatten(carry)
     meet = structure.Coerce(carry, "scan", meet=True)
-    ys_def = None
+    ys_def: Any = None
 
     def body(c: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         nonlocal ys_def
@@ -186,7 +188,7 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
     cond_consts, body_consts = operands[:num_cond], operands[num_cond:][:num_body]
     init = operands[num_cond + num_body :]
 
-    # `vmap` gives the condition batch axes: what is done then keeps its carry, leaf by leaf.
+    # Under `vmap` the condition has batch axes. An element that is done keeps its carry (`_where`).
     batch = cond.out_avals[0].shape
     start = [structure.structure(x) for x in init]
     start = [
@@ -229,7 +231,7 @@ def _where(mask: jax.Array, x: Any, y: Any) -> jax.Array:
 
 @_handles(jex.cond_p)
 def cond(operands: Operands, params: Params) -> list[Any]:
-    """`jax.lax.cond` and `switch`: results of the branches meet at their largest common structure."""
+    """`jax.lax.cond` and `switch`: results of the branches are brought to one structure."""
     index, *args = operands
     branches = params["branches"]
     new = [_retrace(b, args) for b in branches]
@@ -241,7 +243,7 @@ def cond(operands: Operands, params: Params) -> list[Any]:
         events.replay(n.events)
     leaves = jax.tree_util.tree_leaves(args)
     rest = {k: v for k, v in params.items() if k != "branches"}
-    # Bound directly, since `branches_platforms` (`jax.lax.platform_dependent`) has no other way in.
+    # Bound directly: no public function takes `branches_platforms` (`jax.lax.platform_dependent`).
     fixed = [_with_consts(n, b.consts) for n, b in zip(new, branches, strict=True)]
     index = densify(index, "cond")
     out = jex.cond_p.bind(index, *leaves, branches=tuple(fixed), **rest)
@@ -249,7 +251,7 @@ def cond(operands: Operands, params: Params) -> list[Any]:
 
 
 def _with_consts(new: Retraced, consts: list[Any]) -> ClosedJaxpr:
-    """The retraced branch as a function of the operands alone, its own constants closed over."""
+    """The retraced branch as a jaxpr of the operands alone, which holds its constants."""
     if not consts:
         return new.jaxpr
     args = new.jaxpr.in_avals[len(consts) :]
@@ -260,11 +262,11 @@ def _with_consts(new: Retraced, consts: list[Any]) -> ClosedJaxpr:
 def custom_derivative(operands: Operands, params: Params) -> list[Any]:
     """A function with a derivative rule of its own (`jax.custom_jvp`, `jax.custom_vjp`).
 
-    Its body is interpreted. Under differentiation its own rule must act, and that rule knows only
-    dense arrays: the derivative of f(W + AB) by A is not that of f by A. So the operands are taken
-    through `materialize` and its derivative, and the rule sees dense values and tangents. A result
-    stays implicit if it can have any dense tangent (`structure.free_summand`), since nobody knows
-    here whether it will be differentiated.
+    Its body is interpreted. Under differentiation its own rule must be used, which is written for
+    dense arrays: the derivative of f(W + AB) with respect to A is not that of f. So the operands go
+    through `materialize` and its derivative, and the rule sees dense values and tangents. It is not
+    known here whether a result will be differentiated. So it stays implicit only if any dense tangent
+    can be a tangent of its leaves (`structure.free_summand`).
     """
     closed = params["call_jaxpr"]
     primitive = jex.custom_jvp_call_p if "jvp_jaxpr_fun" in params else jex.custom_vjp_call_p
@@ -297,7 +299,7 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
         out = new.rebuild(fun(primals[0]))
         for y, i in zip(out, places, strict=True):
             if i == _REFUSED:
-                materialize_array(y)  # says so again, now that it matters
+                materialize_array(y)  # raises the type's own error
         dots = map(structure.tangent_leaves, out, dots, places)
         return jax.tree_util.tree_leaves(out), [dot for leaves in dots for dot in leaves]
 
@@ -309,10 +311,10 @@ _REFUSED = -1
 
 
 def _place_of_tangent(y: Any) -> int | None:
-    """Which leaf of a result takes its tangent, if any can; `_REFUSED` where there is none to take.
+    """The leaf of a result that takes its tangent, or None if no leaf can.
 
-    That is so for a type that refuses to be dense (quantities with units): undifferentiated, it has
-    no need to be.
+    `_REFUSED` for a type that refuses to be dense (quantities with units), which is an error only
+    under differentiation.
     """
     if not is_implicit(y):
         return 0
@@ -328,7 +330,7 @@ def _differentiable(x: Any) -> bool:
 
 
 def _jvp_of_perturbed(fun: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """`jax.jvp` with respect to the leaves that are perturbed at all: no zeros of weights' size."""
+    """`jax.jvp` with respect to the perturbed leaves alone, so that no large zeros are made."""
     leaves, treedef = flatten(primals)
     dots = treedef.flatten_up_to(tangents)
     still = jax.custom_derivatives.SymbolicZero
@@ -361,7 +363,7 @@ def linear_solve(operands: Operands, params: Params) -> list[Any]:
     def split(out: list[Any]) -> Any:
         return (out[:n], out[n:]) if has_aux else out
 
-    # `transpose_solve` is for the transposed system; a symmetric one says so by reusing `solve`.
+    # A symmetric system uses one jaxpr for both directions.
     out = jax.lax.custom_linear_solve(
         lambda x: matvec(*x),
         b,
@@ -387,7 +389,7 @@ def _linear(closed: ClosedJaxpr, consts: Operands) -> Callable[..., list[Any]]:
 
 @_handles(compat.shard_map_p)
 def shard_map(operands: Operands, params: Params) -> list[Any]:
-    """`jax.shard_map`: an implicit operand is split as its type says (`partition_spec`)."""
+    """`jax.shard_map`: the type of an implicit operand says how it is split (`partition_spec`)."""
     mesh, jaxpr = params["mesh"], params["jaxpr"]
     pairs = [_split(x, s, mesh) for x, s in zip(operands, params["in_specs"], strict=True)]
     leaves, treedef = flatten([x for x, _ in pairs])
