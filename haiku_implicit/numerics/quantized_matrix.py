@@ -365,8 +365,7 @@ def _check_weight(w: jax.Array) -> None:
         "without two axes dense"
     ):
         chex.assert_shape(w, (..., None, None))
-        chex.assert_axis_dimension_gt(w, -2, 0)
-        chex.assert_axis_dimension_gt(w, -1, 0)
+        chex.assert_scalar_positive(min(w.shape[-2:]))
     if scales.known_nonfinite(w):
         raise ValueError(f"w {w.dtype.name}{list(w.shape)}: it has infinite or NaN elements")
 
@@ -389,7 +388,7 @@ def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
         chex.assert_shape(codes, (..., None, None))
         chex.assert_shape(scales, (*codes.shape[:-2], None, None))
         chex.assert_equal_shape(scales)
-        chex.assert_axis_dimension_gt(q.scale, -2, 0)
+        chex.assert_scalar_positive(q.scale.shape[-2])
         chex.assert_is_divisible(codes.shape[-2], q.scale.shape[-2])
     groups, packed = max(q.num_groups, 1), ", packed" if fmt.bits < 8 else ""
     with expected(f"groups that divide the codes{packed}"):
