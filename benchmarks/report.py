@@ -23,6 +23,7 @@ COLORS = dict(
 )
 
 STAGES = ("trace", "lower", "compile", "run")
+AGAIN = ("forward", "gradient")  # what is traced again
 
 Results = dict[str, Any]
 
@@ -108,6 +109,7 @@ def tables(results: Results) -> dict[str, str]:
             ],
         ),
         eager=_eager(results["eager"]),
+        again=_again(results["again"]),
     )  # fmt: skip
 
 
@@ -194,6 +196,25 @@ def _environment(results: Results) -> str:
         f"{about['python']}; {versions}. The model: {model}. {results['repeats']} turns of tracing "
         f"and lowering, {results['runs']} of running."
     )
+
+
+def _again(again: Results) -> str:
+    about, names = again["environment"], again["implementations"]
+    compared = [n for n in names if n != "by_hand"]
+    rows = [
+        [
+            _title(c),
+            kind,
+            *(f"{seconds(c, n, kind) * 1e3:.0f}" for n in names),
+            *(f"{ratio(c, n, (kind,)):.2f}" for n in compared),
+        ]
+        for c in again["cases"]
+        for kind in AGAIN
+    ]
+    header = [*(f"{LABELS[n]}, ms" for n in names), *(f"ratio {n}" for n in compared)]
+    table = markdown.table(["layers", "traced again", *header], rows)
+    jax = about["versions"]["jax"]
+    return f"{table}\n\nMeasured on {about['date']} with jax {jax}, {again['repeats']} turns."
 
 
 def _eager(eager: Results) -> str:

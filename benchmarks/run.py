@@ -2,6 +2,7 @@
 
     python -m benchmarks.run                    # everything: results, plots and tables
     python -m benchmarks.run --depths=12        # less
+    python -m benchmarks.run --again_only       # tracing again alone, the other results kept
     python -m benchmarks.run --report_only      # plots and tables from the recorded results
 
 Run it from the root of the repository, with nothing else running on the machine. What is measured,
@@ -35,6 +36,11 @@ FUSE_UP_TO = flags.DEFINE_integer(
 APPEND = flags.DEFINE_bool(
     "append", False, "Whether to add cases to those in --output, or to replace some."
 )
+AGAIN = flags.DEFINE_list("again", ["12"], "Numbers of layers, unrolled, that are traced again.")
+AGAIN_STACKED = flags.DEFINE_list("again_stacked", ["24"], "The same, in one `layer_stack`.")
+AGAIN_ONLY = flags.DEFINE_bool(
+    "again_only", False, "Whether to time tracing again alone, and to keep the rest of --output."
+)
 WIDTH = flags.DEFINE_integer("width", models.Sizes.width, "The model's width.", 4)
 LENGTH = flags.DEFINE_integer("length", models.Sizes.length, "Tokens in a sequence.", 2)
 OUTPUT = flags.DEFINE_string("output", str(RESULTS), "The file that the results are written to.")
@@ -47,7 +53,10 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     path = pathlib.Path(OUTPUT.value)
     if not REPORT_ONLY.value:
-        measure(chosen(), path)
+        if AGAIN_ONLY.value:
+            write(dict(report.load(path), again=measure_again(chosen())), path)
+        else:
+            measure(chosen(), path)
         print(f"wrote {path}")
     if REPORT.value or REPORT_ONLY.value:
         results = report.load(path)
@@ -70,9 +79,9 @@ def chosen() -> list[str]:
 
 def measure(names: list[str], path: pathlib.Path) -> None:
     """Runs all cases, and writes the results after each."""
-    base = models.Sizes(depth=0, width=WIDTH.value, length=LENGTH.value)
+    base = _base()
     fixed = {k: v for k, v in dataclasses.asdict(base).items() if k not in ("depth", "stacked")}
-    kinds = [(int(d), False) for d in DEPTHS.value] + [(int(d), True) for d in STACKED.value]
+    kinds = _kinds(DEPTHS.value, STACKED.value)
     results: report.Results = dict(
         environment=environment(),
         sizes=fixed,
@@ -86,6 +95,7 @@ def measure(names: list[str], path: pathlib.Path) -> None:
     else:
         results["eager"] = stages.eager_calls(dataclasses.replace(base, depth=1), calls=10)
         print("eager: {traces} traces in {calls} repeated calls".format(**results["eager"]))
+        results["again"] = measure_again(names)
     for depth, stacked in kinds:
         sizes = dataclasses.replace(base, depth=depth, stacked=stacked)
         # With its fusion pass XLA takes many minutes and 20 GB for a step of 96 unrolled layers.
@@ -96,6 +106,31 @@ def measure(names: list[str], path: pathlib.Path) -> None:
         results["cases"] = sorted([*others, case], key=lambda c: (c["stacked"], c["depth"]))
         _print(case)
         write(results, path)  # an interrupted run keeps the cases it has finished
+
+
+def measure_again(names: list[str]) -> report.Results:
+    """Tracing again in a process that has traced before, which nothing is compiled for."""
+    cases = []
+    for depth, stacked in _kinds(AGAIN.value, AGAIN_STACKED.value):
+        sizes = dataclasses.replace(_base(), depth=depth, stacked=stacked)
+        records = stages.trace_again(sizes, names, REPEATS.value)
+        case = dict(depth=depth, stacked=stacked, fused=True, implementations=records)
+        for name in names:
+            ratios = (f"{k} {report.ratio(case, name, (k,)):.3f}" for k in report.AGAIN)
+            print(f"{depth} layers again, {name}: to by hand {', '.join(ratios)}", flush=True)
+        cases.append(case)
+    return dict(
+        environment=environment(), repeats=REPEATS.value, implementations=names, cases=cases
+    )
+
+
+def _base() -> models.Sizes:
+    """The sizes that all cases have in common."""
+    return models.Sizes(depth=0, width=WIDTH.value, length=LENGTH.value)
+
+
+def _kinds(depths: list[str], stacked: list[str]) -> list[tuple[int, bool]]:
+    return [(int(d), False) for d in depths] + [(int(d), True) for d in stacked]
 
 
 def with_recorded(results: report.Results, recorded: report.Results) -> report.Results:

@@ -4,9 +4,10 @@ What is compared is measured in turns (A, B, C, A, B, C, ...) and as ratios with
 machine that is busy for a while slows both sides of a ratio.
 """
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import haiku as hk
@@ -95,16 +96,12 @@ def _trace_and_lower(
     step = jax.jit(training_step(implementations.available()[name](sizes)))
     arguments = implementations.arguments(name, params)
     jax.clear_caches()
-    gc.collect()
-    gc.disable()
-    try:
+    with _no_garbage_collection():
         start = time.perf_counter()
         traced = step.trace(*arguments, tokens)
         between = time.perf_counter()
         lowered = traced.lower()
         end = time.perf_counter()
-    finally:
-        gc.enable()
     record["trace"].append(between - start)
     record["lower"].append(end - between)
     record["equations"] = len(traced.jaxpr.eqns)
@@ -131,6 +128,35 @@ def _check_equal(records: dict[str, Record]) -> None:
         expected = records.get("by_hand", record)["loss"]
         if name != "dense" and not np.isclose(record["loss"], expected, rtol=1e-5):
             raise AssertionError(f"{name} has loss {record['loss']}, by hand it is {expected}")
+
+
+def trace_again(sizes: models.Sizes, names: list[str], repeats: int) -> dict[str, Record]:
+    """Times tracing a new loss around a model that this process has traced before.
+
+    JAX's caches stay as they are, as in a process that trains the same model twice, or that evaluates
+    it after training.
+
+    Returns:
+      For each name the seconds of processor time for the loss alone (`forward`) and for the loss with
+      its gradient (`gradient`): a list with one value for each turn.
+    """
+    tokens, params = example(sizes)
+    losses = {name: implementations.available()[name](sizes) for name in names}
+    transforms = dict(forward=lambda loss: loss, gradient=jax.value_and_grad)
+    records: dict[str, Record] = {}
+    for turn in range(-1, repeats):  # the first turn, which fills the caches, is not counted
+        if turn <= 0:
+            records = {name: {kind: [] for kind in transforms} for name in names}
+        for kind, transform in transforms.items():
+            for name in _in_turn(names, turn):
+                # A new function, since JAX keeps what it has traced by function.
+                step = jax.jit(transform(lambda *args, name=name: losses[name](*args)))
+                arguments = implementations.arguments(name, params)
+                with _no_garbage_collection():
+                    start = time.process_time()
+                    step.trace(*arguments, tokens)
+                    records[name][kind].append(time.process_time() - start)
+    return records
 
 
 def eager_calls(sizes: models.Sizes, calls: int) -> Record:
@@ -165,6 +191,17 @@ def eager_calls(sizes: models.Sizes, calls: int) -> Record:
                 _seconds(lambda name=name: jax.block_until_ready(functions[name]()))
             )
     return dict(calls=calls, traces=traces, **seconds)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collects garbage, and then not again while this is timed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _in_turn(names: list[str], turn: int) -> list[str]:

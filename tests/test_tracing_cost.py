@@ -13,6 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 import haiku_implicit as hki
+from haiku_implicit.core import interpreter
 
 
 @dataclasses.dataclass
@@ -177,3 +178,58 @@ def test_a_primitive_without_a_lowering_is_not_jitted():
     ad.deflinear2(own_p, lambda t, _: [t * 3])
     f = hki.use_implicit_args(lambda w, x: own_p.bind(x).sum() + jnp.cos(w).sum())
     assert jnp.array_equal(jax.grad(f, 1)(Doubled(jnp.ones(2)), jnp.ones(2)), jnp.full(2, 3.0))
+
+
+def test_a_rule_does_not_run_again_for_a_new_function():
+    for _ in range(2):
+        jax.jit(jax.grad(many(jnp.cos))).trace(Doubled(jnp.arange(1.0, 4.0)))
+    assert ran == ["cos"]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The names of the primitives that the interpreter has bound."""
+    names, bind = [], interpreter.bind
+
+    def counting(primitive, *args):
+        names.append(primitive.name)
+        return bind(primitive, *args)
+
+    monkeypatch.setattr(interpreter, "bind", counting)
+    return names
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, jax.vmap, jax.grad], ids=["plain", "vmap", "grad"]
+)
+@pytest.mark.parametrize("start", [1.0, jnp.float32(1)], ids=["weak", "strong"])
+def test_the_body_of_a_scan_is_interpreted_once(interpreted, transform, start):
+    def fun(w, x):
+        step = lambda c, y: (jax.lax.erf(c) + y.sum() * jnp.cos(w).sum(), c)  # noqa: E731
+        return jax.lax.scan(step, start, x)[0]
+
+    arguments = Doubled(jnp.ones((2, 3))), jnp.ones((2, 4, 3))
+    if transform is not jax.vmap:
+        arguments = jax.tree.map(lambda x: x[0], arguments)
+    jax.make_jaxpr(transform(hki.use_implicit_args(fun)))(*arguments)
+    assert interpreted.count("erf") == 1
+
+
+def test_the_body_of_a_scan_is_interpreted_once_more_where_its_carry_becomes_dense(interpreted):
+    def fun(w, x):
+        return jax.lax.scan(lambda c, y: (jnp.tanh(c) + jax.lax.erf(y), None), w, x)[0]
+
+    with hki.materialization("allow"), hki.materialization_report() as report:
+        out = jax.eval_shape(hki.use_implicit_args(fun), Doubled(jnp.ones(3)), jnp.ones((4, 3)))
+    assert isinstance(out, jax.ShapeDtypeStruct)
+    assert interpreted.count("erf") == 2
+    assert report.count == 1  # the carry that comes in; in the body it is dense then
+
+
+def test_the_body_of_a_while_loop_is_interpreted_once(interpreted):
+    def fun(w, x):
+        body = lambda c: (jax.lax.erf(c[0]) + jnp.cos(w).sum(), c[1] + 1)  # noqa: E731
+        return jax.lax.while_loop(lambda c: c[1] < 3, body, (x, jnp.int32(0)))[0]
+
+    jax.eval_shape(hki.use_implicit_args(fun), Doubled(jnp.ones(3)), jnp.ones(3))
+    assert interpreted.count("erf") == 1

@@ -18,7 +18,7 @@ _FROZEN = "haiku_implicit_frozen"
 
 _STATIC = {_AUX: True}
 
-# `frozen_field(**kwargs)` is this metadata; said by `dataclasses.field` itself, mypy understands it.
+# For `dataclasses.field(metadata=FROZEN)`: a `frozen_field` that mypy understands.
 FROZEN = {_FROZEN: True}
 
 
@@ -45,10 +45,10 @@ def frozen_field(**kwargs: Any) -> Any:
 
 
 class _Inferred:
-    """`shape` or `dtype`: what the constructor was given, else what the array itself says.
+    """`shape` or `dtype`: the value given to the constructor, else that of `aval`.
 
-    A data descriptor, and at the same time the dataclass field's default: a constructor that is not
-    given the field stores the descriptor itself, which `__set__` reads as "not given".
+    This data descriptor is also the default of the dataclass field. If the constructor is not given
+    the field, it stores the descriptor itself, which `__set__` reads as "not given".
     """
 
     def __init__(self, name: str, normalize: Callable[[Any], Any]):
@@ -76,39 +76,38 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
 
 
 def _as_dtype(dtype: Any) -> Any:
-    """NumPy's dtype, or JAX's own where it is one of random keys."""
+    """NumPy's dtype, or JAX's own dtype of random keys."""
     return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
 
 
 def _canonical(dtype: Any) -> Any:
-    """The dtype that JAX has in place of this one: 32 bits of 64, but in x64 mode."""
+    """The dtype that JAX uses for this one: 32 bits in place of 64, except in x64 mode."""
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class ImplicitArray(abc.ABC):
-    """A tensor of a known shape and dtype that is held in another form than one dense buffer.
+    """A tensor of known shape and dtype that is held in a form other than one dense buffer.
 
     A subclass is a dataclass (`@dataclasses.dataclass`) whose fields are arrays, other implicit
-    arrays or trees of them, and, marked with `aux_field`, static metadata. The one method it has to
-    write is `materialize`. Rules for what JAX primitives do to it are added with
-    `primitive_handler`; where there is none, the array is materialized and a warning says so.
+    arrays or trees of them, and, marked with `aux_field`, static metadata. It must define
+    `materialize`. Rules for JAX primitives are added with `primitive_handler`; if there is no rule,
+    the array is materialized, with a warning.
 
-    Shape and dtype are, in this order: what the constructor was given by keyword, what
-    `compute_shape()` / `compute_dtype()` return, the class attributes `default_shape` /
-    `default_dtype`, or what `materialize` returns (found by abstract evaluation). A type that can
-    tell its shape from its arrays should do so in `compute_shape`, because it then stays right when
-    JAX slices or stacks those arrays (`jax.vmap`, `jax.lax.scan`).
+    Shape and dtype come from the first of these that gives one: the keyword of the constructor,
+    `compute_shape()` / `compute_dtype()`, the class attributes `default_shape` / `default_dtype`, and
+    the result of `materialize` (by abstract evaluation). A type that can tell its shape from its
+    arrays should do so in `compute_shape`: the shape then stays right when JAX slices or stacks those
+    arrays (`jax.vmap`, `jax.lax.scan`).
 
     Class keywords:
-      commute_ops: whether a commutative primitive may hand its operands to a rule of this type in
-        swapped order, the implicit one first. True by default.
+      commute_ops: whether a rule of this type may be called with the operands of a commutative
+        primitive swapped, the implicit one first. True by default.
       warn_on_materialize: whether materializing this type is worth a warning. True by default.
       core_ndim: how many of the last axes make one tensor of this type (2 for a matrix, 0 for a
-        wrapper of any array), where any number of axes before them may be batch axes, which all
-        leaves then have. `jax.lax.scan` and `vmap` can slice and stack such a type, and rules for
-        slicing, stacking and reordering batch axes come for free. None (the default): this type has
-        no batch axes.
+        wrapper of any array). All axes before them are batch axes, which every leaf has too.
+        `jax.lax.scan` and `vmap` can slice and stack such a type, and there are rules for slicing,
+        stacking and reordering its batch axes. None (the default): this type has no batch axes.
 
     Attributes:
       shape: `tuple[int, ...]`, the shape of the dense tensor.
@@ -165,8 +164,8 @@ class ImplicitArray(abc.ABC):
         for name, value in given.items():
             if value is not None:
                 setattr(cls, name, value)
-        # `@dataclass` leaves alone what a class defines itself: element-wise `==` of the arrays and
-        # a repr that prints them whole are of no use here.
+        # `@dataclass` does not replace methods that the class defines. Its own would compare arrays
+        # with `==` and print them whole.
         for name in ("__repr__", "__eq__", "__hash__"):
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(ImplicitArray, name))
@@ -178,39 +177,39 @@ class ImplicitArray(abc.ABC):
         )
 
     def __post_init__(self) -> None:
-        """Runs after the constructor; override it to validate, and call `super().__post_init__()`.
+        """Runs after the constructor. Override it to validate, and call `super().__post_init__()`.
 
-        Unflattening does not pass through here, as JAX unflattens with placeholders too.
+        It does not run when JAX unflattens, which it also does with placeholders for arrays.
         """
-        # A shape that the children tell as well is left to them, and so stays right when JAX slices or
-        # stacks them: `dataclasses.replace` hands on as explicit what was inferred.
+        # If the children tell the same shape it is left to them, and so stays right when JAX slices or
+        # stacks them. (`dataclasses.replace` passes an inferred shape as an explicit one.)
         if self.__dict__.get("_shape") is not None and self.compute_shape() == self.shape:
             self.__dict__["_shape"] = None
 
     @abc.abstractmethod
     def materialize(self) -> jax.Array:
-        """The dense array of `self.shape` and `self.dtype` that this stands for."""
+        """The dense array, of `self.shape` and `self.dtype`, that this stands for."""
 
     def compute_shape(self) -> tuple[int, ...] | None:
-        """The shape as the children tell it, or None where only `materialize` can tell."""
+        """The shape according to the children, or None if only `materialize` can tell."""
         return None
 
     def compute_dtype(self) -> Any:
-        """The dtype as the children tell it, or None where only `materialize` can tell."""
+        """The dtype according to the children, or None if only `materialize` can tell."""
         return None
 
     def with_leading_axis(self, size: int | None) -> Any:
         """This array after its leaves have gained or lost a leading axis (stacked, or sliced).
 
-        The leaves are already changed; what is static has to follow. Override it where static
-        metadata other than an explicit shape depends on the number of axes.
+        The leaves have changed already; this updates static fields. Override it if static metadata
+        other than an explicit shape depends on the number of axes.
 
         Args:
-          size: the length of the leading axis that the leaves have gained; None where they have lost
+          size: the length of the leading axis that the leaves have gained, or None if they have lost
             their first axis.
 
         Returns:
-          The array, or `NotImplemented` where its type has no batch axes (`core_ndim=None`).
+          The array, or `NotImplemented` if its type has no batch axes (`core_ndim=None`).
         """
         if type(self).core_ndim is None:
             return NotImplemented
@@ -229,11 +228,11 @@ class ImplicitArray(abc.ABC):
 
         Args:
           spec: a `jax.sharding.PartitionSpec` of the dense array.
-          mesh: the mesh it names axes of.
+          mesh: the mesh whose axes it names.
 
         Returns:
-          A tree like this array with a `PartitionSpec` for each leaf, or `NotImplemented` (the
-          default for any but the fully replicated case): then the array is materialized first.
+          A tree like this array with a `PartitionSpec` for each leaf. Or `NotImplemented`, the default
+          unless the array is fully replicated: then the array is materialized first.
         """
         if any(part is not None for part in spec):
             return NotImplemented
@@ -249,7 +248,7 @@ class ImplicitArray(abc.ABC):
             except (AttributeError, TypeError) as e:
                 if not (empty := _empty_names(self)):
                     raise
-                # `AttributeError`: to `hasattr(x, "shape")` it is a no.
+                # An `AttributeError`, so that `hasattr(x, "shape")` is False.
                 raise AttributeError(
                     f"{type(self).__name__}: {' and '.join(empty)} is None, so that there is no shape "
                     "and dtype. If this is one of the two parts that haiku_implicit.partition gives, "
@@ -269,7 +268,7 @@ class ImplicitArray(abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """The bytes really held, by all leaves together (the dense array has `size * itemsize`)."""
+        """The bytes that all leaves hold together (the dense array has `size * itemsize`)."""
         return sum(
             math.prod(np.shape(x)) * jnp.result_type(x).itemsize
             for x in jax.tree_util.tree_leaves(self)
@@ -303,7 +302,7 @@ class ImplicitArray(abc.ABC):
         return self.__jax_array__()  # type: ignore[return-value]
 
     def _operator(self, *args: Any) -> Any:
-        """Operators act on what a wrapped function sees, which is no implicit array."""
+        """Operators work on the tracers that a wrapped function sees, not on implicit arrays."""
         return self.__jax_array__()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
@@ -313,14 +312,13 @@ class ImplicitArray(abc.ABC):
     __lt__ = __le__ = __gt__ = __ge__ = _operator
 
     def __getattr__(self, name: str) -> Any:
-        """Runs where there is no such attribute: `w.T`, `w.astype` and their like say what to do."""
-        if hasattr(type(self), name):  # a property that raised an AttributeError: it does again
+        """Runs if there is no such attribute. For `w.T`, `w.astype`, ..., the error says what to do."""
+        if hasattr(type(self), name):  # a property raised an AttributeError: raise it again
             return object.__getattribute__(self, name)
         if hasattr(jax.Array, name) and not name.startswith("_"):
             raise AttributeError(
-                f"{type(self).__name__} has no {name!r}: only what a wrapped function sees has. Call "
-                "it in a function wrapped in haiku_implicit.use_implicit_args, or on "
-                "haiku_implicit.materialize(x)."
+                f"{type(self).__name__} has no {name!r}. Use it in a function wrapped in "
+                "haiku_implicit.use_implicit_args, or on haiku_implicit.materialize(x)."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -346,7 +344,7 @@ ArrayValue = Union[ImplicitArray, jax.Array]  # noqa: UP007 (Plum orders a typin
 
 
 def is_implicit(x: Any) -> bool:
-    """Whether `x` is an implicit array; as an `is_leaf=` it makes tree functions stop at them."""
+    """Whether `x` is an implicit array. As `is_leaf=` it makes tree functions treat them as leaves."""
     return isinstance(x, ImplicitArray)
 
 
@@ -355,9 +353,9 @@ def is_implicit(x: Any) -> bool:
 
 @functools.cache
 def _names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the child fields and of the static ones (`shape` and `dtype` by their slots).
+    """The names of the child fields and of the static fields (`shape` and `dtype` by their slots).
 
-    Looked up at the first flatten and not in `__init_subclass__`, which runs before `@dataclass`.
+    This can't be done in `__init_subclass__`, which runs before `@dataclass`.
     """
     data: list[str] = []
     aux: list[str] = []
@@ -404,18 +402,18 @@ def _unflatten(cls: type, aux: tuple[Any, ...], children: tuple[Any, ...]) -> Im
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """`jax.tree_util.tree_flatten`, with a structure that type checkers know nothing wrong of."""
+    """`jax.tree_util.tree_flatten`, without JAX's type of a structure, which lacks its methods."""
     return jax.tree_util.tree_flatten(tree)
 
 
 class Carried:
-    """A pytree without leaves that carries a Python value out of a trace."""
+    """A pytree without leaves, which carries a Python value out of a trace."""
 
     def __init__(self, value: Any):
         self.value = value
 
 
-# Compared by identity: any Python value may be in there.
+# Its static value is the object itself, compared by identity, since the value may be anything.
 jax.tree_util.register_pytree_node(Carried, lambda x: ((), x), lambda x, _: x)
 
 
@@ -425,7 +423,7 @@ def flatten_one_level(x: Any) -> tuple[list[Any], Any]:
 
 
 def num_batch_axes(x: ImplicitArray) -> int:
-    """How many leading axes of `x` every leaf of it has too: 0 where its type has no batch axes."""
+    """How many leading axes of `x` are batch axes, which every leaf has too."""
     core = type(x).core_ndim
     if core is None:
         return 0
@@ -483,7 +481,7 @@ def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
 
 
 def _empty_names(x: ImplicitArray) -> list[str]:
-    """The fields that hold None in place of an array, but for those that may."""
+    """The fields that hold None in place of an array, except those whose default is None."""
     may = {f.name for f in dataclasses.fields(x) if f.default is None}
     return [name for name in data_names(type(x)) if name not in may and getattr(x, name) is None]
 

@@ -1,4 +1,4 @@
-"""Running a primitive on dense operands, so that differentiating and batching it is worked out once."""
+"""Running a primitive on dense operands, so that JAX derives its derivative and batching only once."""
 
 import functools
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from haiku_implicit.core import compat
 def bind(primitive: compat.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Runs a primitive on dense operands.
 
-    Under differentiation or `vmap` JAX works out anew, at every use, what becomes of a primitive,
-    but once only for a jitted function. The functions of `jax.numpy` are jitted for that, and the
-    equations of a jaxpr, which are what is left of them, get it back here (`docs/benchmarks.md`).
+    Under differentiation or `vmap`, JAX transforms a bare primitive anew at every use, but a jitted
+    function only once. The functions of `jax.numpy` are jitted for that reason. A jaxpr holds only
+    their primitives, so each gets a jit of its own here (`docs/benchmarks.md`).
     """
     if primitive in DIFFERENTIABLE and any(map(_is_transformed, operands)):
         try:
@@ -35,7 +35,7 @@ DIFFERENTIABLE = {
 
 
 def _is_transformed(x: Any) -> bool:
-    """Whether a value is traced by something else than the making of a jaxpr."""
+    """Whether a value is traced for anything other than making a jaxpr."""
     return isinstance(x, jax.core.Tracer) and not isinstance(x, partial_eval.DynamicJaxprTracer)
 
 

@@ -16,10 +16,9 @@ box_p = Primitive("box")
 def box(x: Any) -> jax.Array:
     """Turns an implicit array that was made inside a function into a value that JAX can trace.
 
-    Under `use_implicit_args` (or `transform_implicit`) the function goes on with the implicit array
-    itself: it may become a parameter, a state entry, or an operand of what follows. Without either,
-    the value is the dense array, in eager code and under `jit`, `grad` and `vmap` alike. This is how
-    a Haiku creator or getter plugs in.
+    Under `use_implicit_args` or `transform_implicit`, the value stands for the implicit array, which
+    may become a parameter, a state entry, or an operand. Elsewhere the value is the dense array, in
+    eager code and under `jit`, `grad` and `vmap`. Haiku creators and getters use this.
 
     Args:
       x: an implicit array; a dense one is returned as it is.
@@ -52,7 +51,7 @@ def _abstract(*leaves: Any, treedef: Any) -> jax.core.ShapedArray:
 
 
 def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:
-    # The primal stays boxed, for an interpreter around the differentiated code.
+    # The primal stays boxed, for an interpreter of the differentiated code.
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def of_moving(*values: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What differs between the JAX versions that are supported; nothing else may look at versions."""
+"""Differences between the supported JAX versions. No other module looks at versions."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 Primitive = jax.extend.core.Primitive
 
-# For `jax.jit(inline=)`: leaves no trace of the call in a jaxpr. From JAX 0.12 on True means later.
+# For `jax.jit(inline=)`: puts the equations into the jaxpr, without a call. From JAX 0.12 on True
+# inlines only at a later stage.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
@@ -27,7 +28,7 @@ def bind(primitive: Primitive, args: Any, params: dict[str, Any]) -> list[Any]:
 def scan_arity(params: dict[str, Any], operands: list[Any]) -> tuple[int, int]:
     """The numbers of constants and of carries of a scan equation.
 
-    From JAX 0.11 on they stand in `ft_in`, a flat tree of (constants, carries, xs).
+    From JAX 0.11 on they are in `ft_in`, a flat tree of (constants, carries, xs).
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -36,7 +37,7 @@ def scan_arity(params: dict[str, Any], operands: list[Any]) -> tuple[int, int]:
 
 
 def _primitive_of(fun: Any, *args: Any) -> Primitive:
-    """The primitive that a public function binds, for those that `jax.extend` does not export."""
+    """The primitive that a public function binds, if `jax.extend` does not export it."""
     return jax.make_jaxpr(fun)(*args).eqns[-1].primitive
 
 
@@ -70,7 +71,7 @@ remat_p = _primitive_of(jax.checkpoint(lambda x: x * 2), _SCALAR)
 shard_map_p = _find_shard_map()
 add_any_p = jax.extend.core.primitives.add_jaxvals_p
 
-# Primitives of one operand that change nothing of its value.
+# Primitives that return their one operand unchanged.
 IDENTITIES = [
     jax.lax.copy_p,
     jax.lax.stop_gradient_p,
@@ -108,9 +109,9 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def explicit_sharding(x: Any) -> jax.sharding.NamedSharding | None:
-    """How the type of an array or a `jax.ShapeDtypeStruct` says that it is split.
+    """The sharding in the type of an array or a `jax.ShapeDtypeStruct`.
 
-    None where it is not, or only over axes that XLA sees to (no axis of the mesh is `Explicit`).
+    None if it is not split, or only over axes that are left to XLA (no mesh axis is `Explicit`).
     """
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return None
@@ -118,7 +119,7 @@ def explicit_sharding(x: Any) -> jax.sharding.NamedSharding | None:
 
 
 def if_explicit(sharding: Any) -> jax.sharding.NamedSharding | None:
-    """A sharding if it splits over explicit axes of a mesh."""
+    """The sharding if it splits over explicit axes of a mesh, else None."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
     explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types

@@ -1,4 +1,4 @@
-"""A primitive that asks for a dense operand, for a rule that needs a field of its operand whole."""
+"""A primitive that asks for a dense operand, for rules that need a whole field of their operand."""
 
 from typing import Any
 
@@ -12,13 +12,14 @@ dense_p = Primitive("dense")
 
 
 def dense(x: Any) -> jax.Array:
-    """A field of a rule's operand, dense: without a warning, because the rule cannot do with less.
+    """A field of a rule's operand as a dense array, without a warning.
 
-    In a rule a field reads as a dense array even where it holds an implicit one, and what the rule
-    does to it is dispatched: `w.w + delta` would find no rule for a quantized `w.w`, and warn.
+    In a rule a field reads as a dense array even if it holds an implicit one. Operations on it are
+    dispatched: `w.w + delta` would find no rule for a quantized `w.w`, and would warn. A rule that
+    needs the dense array in any case says so with this function.
 
     Args:
-      x: a dense array (which is returned), or what stands for an implicit one in a rule.
+      x: a field of an operand. A dense array is returned as it is.
     """
     return dense_p.bind(x)
 

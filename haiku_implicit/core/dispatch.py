@@ -1,6 +1,6 @@
 """The table of rules: what a primitive does to operands of given types.
 
-Matching of types to annotations is Plum's; here are only the table and the order.
+Plum compares types with annotations. This module holds the table, and the order of the rules.
 """
 
 import functools
@@ -20,7 +20,7 @@ Rule = Callable[..., Any]
 
 _rules: dict[Primitive, list[plum.Method]] = {}
 
-# What `generation()` counts: a trace that was made before a rule was added must not be used again.
+# Counts the calls of `primitive_handler`: traces made before the last one must not be used again.
 _registrations = 0
 
 COMMUTATIVE = frozenset(
@@ -36,12 +36,12 @@ def primitive_handler(
 
     The rule is called as `rule(primitive, *operands, **params)`, with the parameters of the primitive
     by keyword, and returns an array, an implicit array, a list of them where the primitive has
-    several results, or `NotImplemented` to leave the case to the next rule. A parameter that is
-    None, as those are that JAX adds from version to version, may be missing in the rule's own
-    signature. An operand that is not annotated, or annotated with `ArrayValue`, may be dense or
-    implicit; `jax.Array` means dense; an implicit type means that type and its subclasses. A field
-    of an implicit operand always reads as a dense array in a rule, even where it holds another
-    implicit array: what the rule does to it is dispatched in turn.
+    several results, or `NotImplemented` to leave the case to the next rule. A parameter whose value
+    is None may be missing in the rule's signature, since JAX adds such parameters in new versions.
+    An operand that is not annotated, or annotated with `ArrayValue`, may be dense or
+    implicit; `jax.Array` means dense; an implicit type means that type and its subclasses. In a rule
+    a field of an implicit operand always reads as a dense array, even if it holds another implicit
+    array: operations on it are dispatched in turn.
 
     The order in which rules are tried:
 
@@ -64,8 +64,8 @@ def primitive_handler(
       The decorator; it returns the rule unchanged.
 
     Raises:
-      ValueError: for a name that is no primitive.
-      TypeError: for anything but primitives and names.
+      ValueError: for a name that is not a primitive's.
+      TypeError: for anything other than primitives and names.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -90,8 +90,8 @@ def primitive_handler(
     def register(rule: Rule) -> Rule:
         global _registrations
         full = plum.Signature.from_callable(rule, precedence=precedence)
-        # The first parameter is the primitive itself, which the table is keyed by. To Plum one without
-        # annotation is `Any`, and its older versions do not take that for the least specific type.
+        # The first parameter is the primitive, the key of the table. A parameter without annotation is
+        # `Any` to Plum, which its older versions do not treat as the least specific type.
         types = [object if t is Any else t for t in full.types[1:]]
         varargs = object if full.varargs is Any else full.varargs
         signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
@@ -108,7 +108,7 @@ def primitive_handler(
 
 @functools.lru_cache(maxsize=4096)
 def keywords_of(rule: Rule) -> frozenset[str] | None:
-    """The names of the parameters that a rule takes by keyword; None where it takes any."""
+    """The names of the parameters that a rule takes by keyword, or None if it takes any."""
     parameters = inspect.signature(rule).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
@@ -144,7 +144,7 @@ def _as_primitive(primitive: Primitive | str) -> Primitive:
 def rules_for(
     primitive: Primitive, types: tuple[type, ...]
 ) -> tuple[tuple[Rule, tuple[int, ...]], ...]:
-    """The rules to try for operands of these types, each with the order it wants them in.
+    """The rules to try for operands of these types, each with the order of operands to call it with.
 
     Args:
       primitive: the primitive.

@@ -1,10 +1,9 @@
 """Repeated eager calls: a function is traced and interpreted once per structure of its arguments.
 
-What is kept is the interpreted program, which has no implicit arrays in it any more; running it
-eagerly is one loop over ordinary primitives. The traces are `jax.jit`'s own, so that JAX tells what
-they depend on: structure (with the static metadata of implicit types), shapes, dtypes and weak
-types, and its settings (x64, matmul precision, mesh, ...). Here are only the parts that JAX does
-not know of.
+The interpreted program is kept. It has no implicit arrays in it, so running it eagerly is one loop over
+ordinary primitives. The traces are kept by `jax.jit`, which knows most of what they depend on:
+structure (with the static metadata of implicit types), shapes, dtypes, weak types, and JAX's settings
+(x64, matmul precision, mesh, ...). This module adds the dependencies that JAX does not know.
 """
 
 import collections
@@ -25,7 +24,7 @@ from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import Carried, is_implicit
 from haiku_implicit.core.transform import Static, call, is_value, split
 
-# Facts that a trace depended on: each a function, and what it returned then.
+# Facts that a trace depends on: for each a function, and what it returned when the trace was made.
 Facts = list[tuple[Callable[[], Any], Any]]
 Watch = Callable[[], contextlib.AbstractContextManager[Facts]]
 
@@ -35,39 +34,35 @@ _MAX_ENTRIES = 128
 
 @contextlib.contextmanager
 def watch_nothing() -> Iterator[Facts]:
-    """For functions that depend on nothing but what JAX knows of."""
+    """For functions that depend only on what JAX knows."""
     yield []
 
 
 class _Program(NamedTuple):
-    """An interpreted function: a program of leaves, and how its results are put together.
+    """An interpreted function: a program on leaves, and the structure of its results.
 
     Attributes:
       run: from the leaves of the arguments to the leaves of the results.
       takes: how many leaves of arguments it expects.
-      out: the structure of the results, a place for each static one included.
-      fixed: for each place of `out`, a static result as a tuple of one, None for an array.
+      static: the results without their arrays.
       events: what was materialized in it.
       facts: what else it depended on.
     """
 
     run: Callable[..., list[Any]]
     takes: int
-    out: Any
-    fixed: list[tuple[Any] | None]
+    static: Static
     events: list[events.Materialization]
     facts: Facts
 
     def holds(self) -> bool:
-        """Whether all facts are as they were when this was traced."""
+        """Whether all facts are still what they were when this was traced."""
         return all(probe() == seen for probe, seen in self.facts)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        for event in self.events:  # as they are: no equation is under way that says more of where
+        for event in self.events:  # without `replay`: no equation surrounds this call
             events.emit(event)
-        results = iter(self.run(*map(_as_array, leaves)))
-        values = [_as_array(next(results)) if x is None else x[0] for x in self.fixed]
-        return jax.tree_util.tree_unflatten(self.out, values)
+        return self.static.merge(map(_as_array, self.run(*map(_as_array, leaves))))
 
 
 def cached_implicit_args(
@@ -98,7 +93,7 @@ def _is_traced(values: list[Any]) -> bool:
 
 
 class _Entry(NamedTuple):
-    """What is kept for one combination of static arguments: `jax.jit` keeps the traces themselves."""
+    """What is kept for one combination of static arguments, beside the traces that `jax.jit` keeps."""
 
     jitted: Any
     programs: dict[Any, _Program]
@@ -118,12 +113,12 @@ class _ProgramCache:
         self._entries: collections.OrderedDict[Any, _Entry] = collections.OrderedDict()
 
     def __call__(self, key: Any, static: Static, values: list[Any]) -> Any:
-        """Runs the function, by a program that is kept wherever there is one.
+        """Runs the function, by a kept program if there is one.
 
         Args:
           key: a hashable value that is equal only for equal `static`.
-          static: what of the arguments is not traced.
-          values: the arrays, dense or implicit, of which none may be a tracer.
+          static: the arguments without their arrays.
+          values: the arrays, dense or implicit. None of them may be a tracer.
         """
         key = (key, dispatch.generation())
         program = self._find(key, static, values)
@@ -132,7 +127,7 @@ class _ProgramCache:
             program = self._find(key, static, values)
         leaves = jax.tree_util.tree_leaves(values)
         if program.takes != len(leaves):
-            # The function closes over tracers of a transformation around it: JAX made them operands.
+            # The function closes over tracers of an outer transformation, which JAX made operands.
             return self.call(static, values)
         return program(leaves)
 
@@ -162,16 +157,16 @@ def _program_of(traced: Any) -> _Program:
     out, about = traced.out_info
     log, facts = about.value
     places, treedef = jax.tree_util.tree_flatten(out, is_leaf=lambda x: isinstance(x, Carried))
-    fixed = [(x.value,) if isinstance(x, Carried) else None for x in places]
+    leaves = tuple((x.value,) if isinstance(x, Carried) else None for x in places)
     takes = len(traced.jaxpr.jaxpr.invars)
-    return _Program(jaxpr_as_fun(traced.jaxpr), takes, treedef, fixed, log, facts)
+    return _Program(jaxpr_as_fun(traced.jaxpr), takes, Static(treedef, leaves), log, facts)
 
 
 def _as_array(x: Any) -> jax.Array:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-# Static arguments that are equal only if they mean the same: by value, or as the same function.
+# Types whose equal values mean the same, so that they can be a part of a key.
 _BY_VALUE = (bool, int, str, bytes, enum.Enum, np.dtype, range)
 _BY_IDENTITY = (
     type,
@@ -185,10 +180,10 @@ _BY_IDENTITY = (
 
 
 def _key(static: Static) -> Any:
-    """A hashable key for the static part of a call, or None where there is none.
+    """A hashable key for the static part of a call, or None if there is none.
 
-    That is so for an argument that is not hashable, and for an object whose hash is its identity:
-    what is in it may change.
+    There is none if an argument is not hashable, or if its hash is its identity: its contents may
+    change.
     """
     key: list[Any] = [static.treedef]
     for leaf in static.leaves:

@@ -1,9 +1,9 @@
 """Primitives that carry a jaxpr: one function for each, which runs it with implicit operands.
 
-Each function takes the operands (dense or implicit) and the parameters of an equation, and returns
-the list of results. The sub-jaxpr is interpreted under a trace of its own (`retrace`), and a public
-function of JAX (`jax.jit`, `jax.lax.scan`, ...) is called on it, so that JAX's transformations, which
-may be active around the interpreter, see an ordinary call.
+Each function takes the operands (dense or implicit) and the parameters of an equation, and returns the
+list of results. It interprets the sub-jaxpr, mostly under a trace of its own (`retrace`), and calls a
+public function of JAX (`jax.jit`, `jax.lax.scan`, ...) on the result. JAX's transformations, which may
+be active around the interpreter, then see an ordinary call.
 """
 
 import functools
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core import primitives as jex
-from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat, structure
 from haiku_implicit.core import materialization as events
@@ -46,7 +45,7 @@ def _leaves(consts: Any, operands: Any) -> list[Any]:
 
 @_handles(jex.closed_call_p, jex.call_p)
 def call(operands: Operands, params: Params) -> list[Any]:
-    """A plain call: the equations are interpreted in place."""
+    """A plain call: its equations are interpreted in place."""
     jaxpr: Any = params["call_jaxpr"]  # closed in closed_call, open in core_call
     consts: Any = getattr(jaxpr, "consts", ())
     return interpret(getattr(jaxpr, "jaxpr", jaxpr), consts, operands)
@@ -77,7 +76,7 @@ def _jitted(fun: Any, name: str, inline: bool, keep_unused: bool, options: Any) 
 
 
 def _constrain(x: Any, sharding: Any) -> Any:
-    """What the `in_shardings` and `out_shardings` of an inner jit mean for a dense value."""
+    """Applies one of the `in_shardings` or `out_shardings` of an inner jit to a dense value."""
     if is_implicit(x) or not isinstance(sharding, jax.sharding.Sharding):
         return x
     return jax.lax.with_sharding_constraint(x, sharding)
@@ -85,7 +84,7 @@ def _constrain(x: Any, sharding: Any) -> Any:
 
 @_handles(compat.remat_p)
 def remat(operands: Operands, params: Params) -> list[Any]:
-    """`jax.checkpoint`: what is saved is decided for the retraced function, on the leaves."""
+    """`jax.checkpoint` of the retraced function: its policy decides for the leaves what is saved."""
     new = retrace(params["jaxpr"], (), operands)
     events.replay(new.events)
     fun = _checkpointed(new.fun, params["prevent_cse"], params["policy"])
@@ -100,47 +99,67 @@ def _checkpointed(fun: Any, prevent_cse: Any, policy: Any) -> Any:
 @_handles(jex.scan_p)
 def scan(operands: Operands, params: Params) -> list[Any]:
     """`jax.lax.scan`: implicit constants, carries (to a fixed point), scanned inputs and outputs."""
-    closed, length = params["jaxpr"], params["length"]
     num_consts, num_carry = compat.scan_arity(params, operands)
     consts, init = operands[:num_consts], operands[num_consts:][:num_carry]
     xs = [_sliceable(x) for x in operands[num_consts + num_carry :]]
-    slices = [jax.tree.map(_first, x) for x in xs]
-    slices = [x.with_leading_axis(None) if is_implicit(x) else x for x in slices]
-
     carry = [structure.structure(x) for x in init]
-    new = _fixed_point(lambda c, t: _retrace(closed, [*consts, *c, *slices], t), carry, "scan")
-    carry = new.out[:num_carry]
-    stackable = [_stackable(y) for y in new.out[num_carry:]]
-    if not all(map(structure.same, stackable, new.out[num_carry:])):
-        target = structure.Coerce([*carry, *stackable], "scan", _NO_BATCH_AXES)
-        new = _retrace(closed, [*consts, *carry, *slices], target)
-    events.replay(new.events)
+    while True:
+        try:
+            return _scan_with(carry, consts, init, xs, params)
+        except _OtherCarry as error:
+            carry = error.carry
 
-    leaves_in = _leaves(closed.consts, consts)
-    num_carry_leaves = len(jax.tree_util.tree_leaves(carry))
 
-    def body(c: Any, x: Any) -> tuple[list[Any], list[Any]]:
-        out = new.fun(*leaves_in, *c, *x)
-        return out[:num_carry_leaves], out[num_carry_leaves:]
+class _OtherCarry(Exception):
+    """Stops the trace of a loop body, because the carry needs another structure."""
 
-    init_leaves = _coerced_leaves(init, carry, "scan")
+    def __init__(self, carry: list[Any]):
+        self.carry = carry
+
+
+def _scan_with(
+    carry: list[Any], consts: Operands, init: Operands, xs: Operands, params: Params
+) -> list[Any]:
+    """Runs a scan whose carry has this structure.
+
+    The body is interpreted while `jax.lax.scan` traces it: once only, if the carry keeps its structure.
+
+    Raises:
+      _OtherCarry: if it does not.
+    """
+    closed, length = params["jaxpr"], params["length"]
+    (xs_leaves, xs_def), (_, carry_def) = flatten(xs), flatten(carry)
+    meet = structure.Coerce(carry, "scan", meet=True)
+    ys_def: Any = None
+
+    def body(c: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        nonlocal ys_def
+        slices = [_with_leading_axis(y, None) for y in xs_def.unflatten(x)]
+        operands = [*consts, *carry_def.unflatten(c), *slices]
+        out = meet(interpret(closed.jaxpr, closed.consts, operands))
+        new, ys = out[: len(carry)], out[len(carry) :]
+        if not all(map(structure.same, new, carry)):
+            raise _OtherCarry(list(map(structure.structure, new)))
+        ys_leaves, ys_def = flatten(list(map(_stackable, ys)))
+        return jax.tree_util.tree_leaves(new), ys_leaves
+
     options: dict[str, Any] = {k: params[k] for k in ("reverse", "unroll") if k in params}
     if params.get("_split_transpose"):
         options["_split_transpose"] = True
-    final, ys = jax.lax.scan(
-        body, init_leaves, jax.tree_util.tree_leaves(xs), length=length, **options
-    )
-    out = new.rebuild([*final, *ys])
-    ys = [y.with_leading_axis(length) if is_implicit(y) else y for y in out[num_carry:]]
-    return [*out[:num_carry], *ys]
-
-
-_NO_BATCH_AXES = "its type has no batch axes (core_ndim), along which 'scan' slices and stacks"
+    first = _coerced_leaves(init, carry, "scan")
+    with events.recording() as log:
+        final, stacked = jax.lax.scan(body, first, xs_leaves, length=length, **options)
+    events.replay(log)
+    ys = ys_def.unflatten(stacked)
+    return [*carry_def.unflatten(final), *(_with_leading_axis(y, length) for y in ys)]
 
 
 def _coerced_leaves(init: list[Any], carry: list[Any], name: str) -> list[Any]:
     pairs = zip(init, carry, strict=True)
     return jax.tree_util.tree_leaves([structure.coerce(x, to, name) for x, to in pairs])
+
+
+_NO_BATCH_AXES = "its type has no batch axes (core_ndim), along which 'scan' slices and stacks"
 
 
 def _sliceable(x: Any) -> Any:
@@ -151,31 +170,14 @@ def _sliceable(x: Any) -> Any:
 
 
 def _stackable(y: Any) -> Any:
-    if is_implicit(y) and y.with_leading_axis(1) is NotImplemented:
-        return jax.ShapeDtypeStruct(y.shape, y.dtype)
-    return y
+    """`y` if it can be stacked by stacking its leaves, else its dense array."""
+    if not is_implicit(y) or y.with_leading_axis(1) is not NotImplemented:
+        return y
+    return densify(y, "scan", _NO_BATCH_AXES)
 
 
-def _first(x: Any) -> jax.ShapeDtypeStruct:
-    split = compat.explicit_sharding(x)
-    of_slice = split and NamedSharding(split.mesh, PartitionSpec(*split.spec[1:]))
-    return compat.struct(np.shape(x)[1:], x.dtype, like=[x], sharding=of_slice)
-
-
-def _fixed_point(
-    step: Callable[[list[Any], Any], Retraced], carry: list[Any], name: str
-) -> Retraced:
-    """Retraces a loop body until what it returns as the carry has the structure it was given.
-
-    The structures only ever lose implicit parts, so that this ends.
-    """
-    transform = None
-    while True:
-        new = step(carry, transform)
-        joined = list(map(structure.join, carry, new.out))
-        if all(map(structure.same, joined, carry)) and transform is not None:
-            return new
-        carry, transform = joined, structure.Coerce(joined, name)
+def _with_leading_axis(x: Any, size: int | None) -> Any:
+    return x.with_leading_axis(size) if is_implicit(x) else x
 
 
 @_handles(jex.while_p)
@@ -186,14 +188,17 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
     cond_consts, body_consts = operands[:num_cond], operands[num_cond:][:num_body]
     init = operands[num_cond + num_body :]
 
-    # `vmap` gives the condition batch axes: what is done then keeps its carry, leaf by leaf.
+    # Under `vmap` the condition has batch axes. An element that is done keeps its carry (`_where`).
     batch = cond.out_avals[0].shape
     start = [structure.structure(x) for x in init]
     start = [
         dense_struct(x) if is_implicit(x) and num_batch_axes(x) < len(batch) else x for x in start
     ]
-    new_body = _fixed_point(lambda c, t: _retrace(body, [*body_consts, *c], t), start, "while")
-    carry = new_body.out
+    carry, new_body = start, None
+    while new_body is None or not all(map(structure.same, new_body.out, carry)):
+        carry = carry if new_body is None else new_body.out
+        meet = structure.Coerce(carry, "while", meet=True)
+        new_body = _retrace(body, [*body_consts, *carry], meet)
     dense_bool = structure.Coerce([jax.ShapeDtypeStruct(batch, np.bool_)], "while", _CONDITION)
     new_cond = _retrace(cond, [*cond_consts, *carry], dense_bool)
     events.replay(new_cond.events + new_body.events)
@@ -226,7 +231,7 @@ def _where(mask: jax.Array, x: Any, y: Any) -> jax.Array:
 
 @_handles(jex.cond_p)
 def cond(operands: Operands, params: Params) -> list[Any]:
-    """`jax.lax.cond` and `switch`: results of the branches meet at their largest common structure."""
+    """`jax.lax.cond` and `switch`: results of the branches are brought to one structure."""
     index, *args = operands
     branches = params["branches"]
     new = [_retrace(b, args) for b in branches]
@@ -238,7 +243,7 @@ def cond(operands: Operands, params: Params) -> list[Any]:
         events.replay(n.events)
     leaves = jax.tree_util.tree_leaves(args)
     rest = {k: v for k, v in params.items() if k != "branches"}
-    # Bound directly, since `branches_platforms` (`jax.lax.platform_dependent`) has no other way in.
+    # Bound directly: no public function takes `branches_platforms` (`jax.lax.platform_dependent`).
     fixed = [_with_consts(n, b.consts) for n, b in zip(new, branches, strict=True)]
     index = densify(index, "cond")
     out = jex.cond_p.bind(index, *leaves, branches=tuple(fixed), **rest)
@@ -246,7 +251,7 @@ def cond(operands: Operands, params: Params) -> list[Any]:
 
 
 def _with_consts(new: Retraced, consts: list[Any]) -> ClosedJaxpr:
-    """The retraced branch as a function of the operands alone, its own constants closed over."""
+    """The retraced branch as a jaxpr of the operands alone, which holds its constants."""
     if not consts:
         return new.jaxpr
     args = new.jaxpr.in_avals[len(consts) :]
@@ -257,11 +262,11 @@ def _with_consts(new: Retraced, consts: list[Any]) -> ClosedJaxpr:
 def custom_derivative(operands: Operands, params: Params) -> list[Any]:
     """A function with a derivative rule of its own (`jax.custom_jvp`, `jax.custom_vjp`).
 
-    Its body is interpreted. Under differentiation its own rule must act, and that rule knows only
-    dense arrays: the derivative of f(W + AB) by A is not that of f by A. So the operands are taken
-    through `materialize` and its derivative, and the rule sees dense values and tangents. A result
-    stays implicit if it can have any dense tangent (`structure.free_summand`), since nobody knows
-    here whether it will be differentiated.
+    Its body is interpreted. Under differentiation its own rule must be used, which is written for
+    dense arrays: the derivative of f(W + AB) with respect to A is not that of f. So the operands go
+    through `materialize` and its derivative, and the rule sees dense values and tangents. It is not
+    known here whether a result will be differentiated. So it stays implicit only if any dense tangent
+    can be a tangent of its leaves (`structure.free_summand`).
     """
     closed = params["call_jaxpr"]
     primitive = jex.custom_jvp_call_p if "jvp_jaxpr_fun" in params else jex.custom_vjp_call_p
@@ -294,7 +299,7 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
         out = new.rebuild(fun(primals[0]))
         for y, i in zip(out, places, strict=True):
             if i == _REFUSED:
-                materialize_array(y)  # says so again, now that it matters
+                materialize_array(y)  # raises the type's own error
         dots = map(structure.tangent_leaves, out, dots, places)
         return jax.tree_util.tree_leaves(out), [dot for leaves in dots for dot in leaves]
 
@@ -306,10 +311,10 @@ _REFUSED = -1
 
 
 def _place_of_tangent(y: Any) -> int | None:
-    """Which leaf of a result takes its tangent, if any can; `_REFUSED` where there is none to take.
+    """The leaf of a result that takes its tangent, or None if no leaf can.
 
-    That is so for a type that refuses to be dense (quantities with units): undifferentiated, it has
-    no need to be.
+    `_REFUSED` for a type that refuses to be dense (quantities with units), which is an error only
+    under differentiation.
     """
     if not is_implicit(y):
         return 0
@@ -325,7 +330,7 @@ def _differentiable(x: Any) -> bool:
 
 
 def _jvp_of_perturbed(fun: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """`jax.jvp` with respect to the leaves that are perturbed at all: no zeros of weights' size."""
+    """`jax.jvp` with respect to the perturbed leaves alone, so that no large zeros are made."""
     leaves, treedef = flatten(primals)
     dots = treedef.flatten_up_to(tangents)
     still = jax.custom_derivatives.SymbolicZero
@@ -358,7 +363,7 @@ def linear_solve(operands: Operands, params: Params) -> list[Any]:
     def split(out: list[Any]) -> Any:
         return (out[:n], out[n:]) if has_aux else out
 
-    # `transpose_solve` is for the transposed system; a symmetric one says so by reusing `solve`.
+    # A symmetric system uses one jaxpr for both directions.
     out = jax.lax.custom_linear_solve(
         lambda x: matvec(*x),
         b,
@@ -384,7 +389,7 @@ def _linear(closed: ClosedJaxpr, consts: Operands) -> Callable[..., list[Any]]:
 
 @_handles(compat.shard_map_p)
 def shard_map(operands: Operands, params: Params) -> list[Any]:
-    """`jax.shard_map`: an implicit operand is split as its type says (`partition_spec`)."""
+    """`jax.shard_map`: the type of an implicit operand says how it is split (`partition_spec`)."""
     mesh, jaxpr = params["mesh"], params["jaxpr"]
     pairs = [_split(x, s, mesh) for x, s in zip(operands, params["in_specs"], strict=True)]
     leaves, treedef = flatten([x for x, _ in pairs])

@@ -1,6 +1,9 @@
-"""The interpreter: a loop over a jaxpr's equations, and what one equation does to implicit operands."""
+"""The interpreter: a loop over a jaxpr's equations, and what one equation does to implicit operands.
 
-import contextlib
+From the top down: `interpret` runs the equations, `apply` decides what one of them does, `_call_rule`
+runs a rule, and `densify` makes a dense array where no rule applies.
+"""
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from haiku_implicit.core import compat, dispatch
 from haiku_implicit.core import materialization as events
@@ -23,8 +26,11 @@ from haiku_implicit.core.array import (
 from haiku_implicit.core.bind import bind
 from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
 
-# Primitives that carry a jaxpr, each with the function that retraces it; see `higher_order`.
-HIGHER_ORDER: dict[compat.Primitive, Callable[[list[Any], dict[str, Any]], Any]] = {}
+Params = dict[str, Any]
+
+# For each primitive that carries a jaxpr, the function that runs it on implicit operands (see
+# `higher_order`); and for our own primitives (`box`, `dense`).
+HIGHER_ORDER: dict[compat.Primitive, Callable[[list[Any], Params], list[Any]]] = {}
 
 # Primitives that make implicit arrays of dense operands; see `box`.
 BOXES: set[compat.Primitive] = set()
@@ -44,29 +50,38 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: Var | Literal) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
 
+    outer = source_info_util.current_name_stack()
     for eqn, dead in zip(jaxpr.eqns, _last_uses(jaxpr), strict=True):
         operands = [read(v) for v in eqn.invars]
-        with _context_of(eqn):
-            if any(map(is_implicit, operands)) or _makes_boxes(eqn):
-                results = apply(eqn.primitive, operands, eqn.params)
-                _check_results(eqn, operands, results)
-            elif are_literals(eqn, operands):
-                results = fold(eqn, operands)
-            else:
-                results = bind(eqn.primitive, operands, eqn.params)
+        # The name stack, the traceback and the settings that the equation was traced with.
+        info = eqn.source_info
+        name_stack = outer + info.name_stack
+        with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
+            results = _evaluate(eqn, operands)
         env.update(zip(eqn.outvars, results, strict=True))
         for var in dead:
             del env[var]
     return [read(v) for v in jaxpr.outvars]
 
 
-def apply(
-    primitive: compat.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
-    """What one primitive does to operands of which some are implicit (steps: `primitive_handler`)."""
+def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    if any(map(is_implicit, operands)) or _makes_boxes(eqn):
+        results = apply(eqn.primitive, operands, eqn.params)
+        _check_results(eqn, operands, results)
+        return results
+    if are_literals(eqn, operands):
+        return fold(eqn, operands)
+    return bind(eqn.primitive, operands, eqn.params)
+
+
+def apply(primitive: compat.Primitive, operands: Sequence[Any], params: Params) -> list[Any]:
+    """Runs one primitive on operands of which some are implicit.
+
+    The steps are those that `dispatch.primitive_handler` lists.
+    """
     types = tuple(type(x) if is_implicit(x) else jax.Array for x in operands)
     for rule, order in dispatch.rules_for(primitive, types):
         out = _call_rule(rule, primitive, [operands[i] for i in order], params)
@@ -77,30 +92,6 @@ def apply(
         if out is not NotImplemented:
             return out
     return bind(primitive, [densify(x, primitive.name) for x in operands], params)
-
-
-def _check_results(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> None:
-    """What follows was traced for results of these shapes and dtypes: a rule has to keep to them."""
-    avals = [v.aval for v in eqn.outvars]
-    if len(results) == len(avals) and all(map(_fits, results, avals)):
-        return
-    got = ", ".join(short(y) if hasattr(y, "dtype") else repr(y) for y in results)
-    raise TypeError(
-        f"a rule for {eqn.primitive.name} of {', '.join(map(_kind, operands))} returned {got}; "
-        f"expected arrays, dense or implicit: {', '.join(map(short, avals))}"
-    )
-
-
-def _fits(y: Any, aval: Any) -> bool:
-    if not isinstance(aval, jax.core.ShapedArray):
-        return True  # a token, or a reference
-    if isinstance(y, int | float | complex):  # a literal
-        return not aval.shape
-    return getattr(y, "shape", None) == aval.shape and y.dtype == aval.dtype
-
-
-def _kind(x: Any) -> str:
-    return f"{type(x).__name__} {short(x)}" if is_implicit(x) else short(x)
 
 
 def default_handler(primitive: compat.Primitive, *args: Any, **params: Any) -> Any:
@@ -124,56 +115,13 @@ def default_handler(primitive: compat.Primitive, *args: Any, **params: Any) -> A
     return out if primitive.multiple_results else out[0]
 
 
-def densify(x: Any, primitive_name: str, reason: str = "") -> Any:
-    """A dense array for `x`, visibly (the reason if not that there is no rule for the primitive)."""
-    if not is_implicit(x):
-        return x
-    event = events.describe(primitive_name, x, reason)
-    events.emit(event)
-    try:
-        return materialize_array(x)
-    except Exception as error:  # a type may refuse to be dense: who asked for it?
-        error.add_note(f"{event.type_name} was to be materialized, because {event.cause}.")
-        raise
-
-
-def materialize_array(x: Any) -> jax.Array:
-    """The dense array of one implicit array, without an event."""
-    shape, dtype = x.shape, x.dtype
-    with jax.numpy_dtype_promotion("standard"):
-        if is_nested(x):
-            leaves, treedef = flatten_one_level(x)
-            rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
-            with events.recording():  # what happens inside is part of the one event for `x`
-                out = call_interpreted(lambda *leaves: rebuild(leaves).materialize(), leaves)
-        else:
-            out = x.materialize()
-    if is_implicit(out):  # an implicit child, returned as it is
-        out = materialize_array(out)
-    if np.shape(out) != shape or out.dtype != dtype:
-        raise TypeError(
-            f"{type(x).__name__}.materialize() returned {out.dtype}{list(np.shape(out))}, but the "
-            f"array says that it is {dtype}{list(shape)}"
-        )
-    return out
-
-
-def call_interpreted(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    """Traces `fun` with a dense tracer for each value, and interprets it on the values.
-
-    Args:
-      fun: a function of arrays that returns a tree of arrays and implicit arrays.
-      leaves: its arguments, dense or implicit.
-    """
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*map(dense_struct, leaves))
-    outs = interpret(closed.jaxpr, closed.consts, leaves)
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), outs)
+# --- rules -------------------------------------------------------------------------------------
 
 
 def _call_rule(
-    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: dict[str, Any]
+    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: Params
 ) -> Any:
-    """Calls a rule, which is traced once for operands of one structure (and the same literals)."""
+    """Calls a rule. It is traced once for operands of one structure with the same literals."""
     literals = tuple(map(as_literal, operands))
     try:
         jitted = _jitted_rule(
@@ -208,9 +156,9 @@ def _jitted_rule(
 
 
 def _run_rule(
-    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: dict[str, Any]
+    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: Params
 ) -> Any:
-    """Runs a rule; one with a nested operand is itself traced, and interpreted on the inner arrays."""
+    """Runs a rule. If an operand is nested, the rule is traced and interpreted on the inner arrays."""
     if not any(is_implicit(x) and is_nested(x) for x in operands):
         return _run_own(rule, primitive, operands, params)
     split = [flatten_one_level(x) if is_implicit(x) else ([x], None) for x in operands]
@@ -229,15 +177,15 @@ def _run_rule(
 
 
 def _run_own(
-    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: dict[str, Any]
+    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: Params
 ) -> Any:
-    """Runs a rule on operands as it sees them."""
+    """Runs a rule on operands whose fields are dense arrays."""
     taken = dispatch.keywords_of(rule)
     if taken is not None:
-        # JAX gives primitives new parameters, None where they are not used: no reason for a rule to
-        # fail that was written before.
+        # JAX adds parameters to primitives, None where they are not used. A rule that was written
+        # before still works.
         params = {k: v for k, v in params.items() if k in taken or v is not None}
-    # The model's may be strict, of which rules are no part.
+    # The model may have asked for strict promotion; rules are written for the standard one.
     with jax.numpy_dtype_promotion("standard"):
         out = rule(primitive, *operands, **params)
     if out is None:
@@ -249,31 +197,106 @@ def _run_own(
     return out
 
 
-@contextlib.contextmanager
-def _context_of(eqn: JaxprEqn) -> Any:
-    """The name stack, traceback and settings under which an equation was traced."""
-    info = eqn.source_info
-    name_stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
-        yield
+def _check_results(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    """Raises unless results have the shapes and dtypes that the later equations were traced for."""
+    avals = [v.aval for v in eqn.outvars]
+    if len(results) == len(avals) and all(map(_fits, results, avals)):
+        return
+    got = ", ".join(short(y) if hasattr(y, "dtype") else repr(y) for y in results)
+    raise TypeError(
+        f"a rule for {eqn.primitive.name} of {', '.join(map(_kind, operands))} returned {got}; "
+        f"expected arrays, dense or implicit: {', '.join(map(short, avals))}"
+    )
+
+
+def _fits(y: Any, aval: Any) -> bool:
+    if not isinstance(aval, jax.core.ShapedArray):
+        return True  # a token, or a reference
+    if isinstance(y, int | float | complex):  # a literal
+        return not aval.shape
+    return getattr(y, "shape", None) == aval.shape and y.dtype == aval.dtype
+
+
+def _kind(x: Any) -> str:
+    return f"{type(x).__name__} {short(x)}" if is_implicit(x) else short(x)
+
+
+# --- dense arrays ------------------------------------------------------------------------------
+
+
+def densify(x: Any, primitive_name: str, reason: str = "") -> Any:
+    """The dense array of `x`. If `x` is implicit, this is reported, and warned of by the policy.
+
+    Args:
+      x: an array, dense or implicit.
+      primitive_name: the primitive that needs it dense.
+      reason: why it does; by default, because no rule handles it.
+    """
+    if not is_implicit(x):
+        return x
+    event = events.describe(primitive_name, x, reason)
+    events.emit(event)
+    try:
+        return materialize_array(x)
+    except Exception as error:  # a type may refuse to be dense: say what asked for it
+        error.add_note(f"{event.type_name} was to be materialized, because {event.cause}.")
+        raise
+
+
+def materialize_array(x: Any) -> jax.Array:
+    """The dense array of an implicit array, without a report or a warning."""
+    shape, dtype = x.shape, x.dtype
+    with jax.numpy_dtype_promotion("standard"):
+        if is_nested(x):
+            leaves, treedef = flatten_one_level(x)
+            rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
+            with events.recording():  # `x` is reported as a whole, and not its parts as well
+                out = call_interpreted(lambda *leaves: rebuild(leaves).materialize(), leaves)
+        else:
+            out = x.materialize()
+    if is_implicit(out):  # an implicit child, returned as it is
+        out = materialize_array(out)
+    if np.shape(out) != shape or out.dtype != dtype:
+        raise TypeError(
+            f"{type(x).__name__}.materialize() returned {out.dtype}{list(np.shape(out))}, but the "
+            f"array says that it is {dtype}{list(shape)}"
+        )
+    return out
+
+
+def call_interpreted(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    """Traces `fun` with a dense tracer for each leaf, and interprets the jaxpr on the leaves.
+
+    Args:
+      fun: a function of arrays that returns a tree of arrays and implicit arrays.
+      leaves: its arguments, dense or implicit.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*map(dense_struct, leaves))
+    outs = interpret(closed.jaxpr, closed.consts, leaves)
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), outs)
+
+
+# --- what is known of a jaxpr before it runs ---------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1024)
-def _last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
-    """For each equation the variables that nothing reads after it: their buffers can go."""
-    seen = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    dead = []
-    for eqn in reversed(jaxpr.eqns):
-        mine = {v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)} - seen
-        seen |= mine
-        dead.append(list(mine))
-    return dead[::-1]
+def _last_uses(jaxpr: Jaxpr) -> list[list[Var]]:
+    """For each equation the variables that nothing reads after it, so that their buffers can go."""
+    last: dict[Var, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        last.update((v, i) for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal))
+    dead: list[list[Var]] = [[] for _ in jaxpr.eqns]
+    for v in last.keys() - {v for v in jaxpr.outvars if not isinstance(v, Literal)}:
+        dead[last[v]].append(v)
+    return dead
 
 
 def _makes_boxes(eqn: JaxprEqn) -> bool:
-    return eqn.primitive in BOXES or any(
-        _jaxpr_makes_boxes(sub) for value in eqn.params.values() for sub in _jaxprs_in(value)
-    )
+    """Whether an equation, or one in its sub-jaxprs, may give an implicit array of dense ones."""
+    if eqn.primitive not in HIGHER_ORDER:
+        return False
+    subs = (sub for value in eqn.params.values() for sub in _jaxprs_in(value))
+    return eqn.primitive in BOXES or any(map(_jaxpr_makes_boxes, subs))
 
 
 @functools.lru_cache(maxsize=4096)

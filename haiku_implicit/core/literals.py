@@ -1,4 +1,4 @@
-"""Numbers that a jaxpr holds as literals: known to rules, and folded where they meet each other."""
+"""Numbers that a jaxpr holds as literals. Rules can read them, and operations on them are folded."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from haiku_implicit.core.bind import DIFFERENTIABLE
 
 @dataclasses.dataclass(frozen=True)
 class LiteralNumber:
-    """A number that a jaxpr holds as a literal, hashable by what it is.
+    """A number that a jaxpr holds as a literal, hashable by dtype, bits and weak type.
 
     Attributes:
       value: the value, as the jaxpr holds it.
@@ -47,21 +47,21 @@ def are_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
     """Whether an equation computes numbers from literals alone (`jnp.clip` casts its limits so)."""
     return (
         len(operands) > 0
+        and all(isinstance(v.aval, jax.core.ShapedArray) and not v.aval.shape for v in eqn.outvars)
         and not any(isinstance(x, jax.Array) or np.ndim(x) for x in operands)
-        and all(isinstance(v.aval, jax.core.ShapedArray) and not v.aval.ndim for v in eqn.outvars)
         and eqn.primitive in DIFFERENTIABLE
     )
 
 
 def fold(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The results as literals again, for constants to fold with."""
+    """The results of an equation on literals, as literals."""
     with jax.ensure_compile_time_eval():
         results = map(jnp.asarray, compat.bind(eqn.primitive, operands, eqn.params))
         return [x.item() if x.weak_type else np.asarray(x) for x in results]
 
 
 def with_literals(literals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """The operands for a rule, which sees arrays only: a literal as a concrete one, to be read."""
+    """The operands for a rule: arrays only, a literal being a concrete one that can be read."""
     with jax.ensure_compile_time_eval():
         known = [x and x.array() for x in literals]
     mixed = [y if x is None else x for x, y in zip(known, operands, strict=True)]

@@ -1,8 +1,8 @@
-"""What happens, visibly, when an implicit array has to become a dense one: policy, warning, report.
+"""Implicit arrays that become dense: the policy, the warning and the report.
 
-An interpreter *emits* a `Materialization` where it has to materialize an operand. While a sub-jaxpr
-is being retraced the events are only *recorded*: its trace is kept and used again, and each use
-delivers the recorded events anew, so that counts, warnings and errors do not depend on caches.
+The interpreter *emits* a `Materialization` where it has to materialize an operand. While a sub-jaxpr
+is retraced, events are only *recorded*. The trace is kept, and each use of it emits the recorded events
+again, so counts, warnings and errors do not depend on caches.
 """
 
 import contextlib
@@ -13,14 +13,13 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import haiku as hk
 import jax
 from jax.extend import source_info_util
 
 Policy = Literal["allow", "warn", "error"]
-_POLICIES = ("allow", "warn", "error")
 
 
 class MaterializationWarning(UserWarning):
@@ -45,7 +44,7 @@ class Materialization:
       line: that line's number.
       module: the path of the Haiku module (JAX's name stack), `''` outside any.
       quiet: whether the type says that it is not worth a warning.
-      reason: why it had to be dense, where that is not for want of a rule.
+      reason: why it had to be dense; `''` if no rule handles it.
     """
 
     primitive: str
@@ -61,7 +60,7 @@ class Materialization:
 
     @property
     def place(self) -> tuple[str, str, str, int]:
-        """What makes two events the same: primitive, type, file and line."""
+        """What two events of the same place have in common: primitive, type, file and line."""
         return (self.primitive, self.type_name, self.file, self.line)
 
     @property
@@ -153,9 +152,9 @@ _sinks = _Sinks()
 
 @contextlib.contextmanager
 def materialization(policy: Policy) -> Iterator[None]:
-    """Sets what happens when an implicit array is materialized, for the time of a `with` block.
+    """Sets what happens when an implicit array is materialized in a `with` block.
 
-    It acts where functions are *traced*: a `jax.jit` that was traced before keeps what it did then.
+    It acts when a function is *traced*. A jitted function that was traced before is not affected.
 
     Args:
       policy: `'allow'` says nothing; `'warn'` (the default outside any block) gives a
@@ -174,8 +173,8 @@ def materialization(policy: Policy) -> Iterator[None]:
       ...
       haiku_implicit.core.materialization.MaterializationError: LoRA float32[2,3] was materialized ...
     """
-    if policy not in _POLICIES:
-        raise ValueError(f"policy: expected one of {', '.join(_POLICIES)}, got {policy!r}")
+    if policy not in get_args(Policy):
+        raise ValueError(f"policy: expected one of {', '.join(get_args(Policy))}, got {policy!r}")
     token = _policy.set(policy)
     try:
         yield
@@ -232,13 +231,13 @@ def emit(event: Materialization) -> None:
 
 
 def replay(events: list[Materialization], of_library: bool = False) -> None:
-    """Emits what was recorded when the sub-jaxpr of the present equation was retraced.
+    """Emits the events that were recorded when the current equation's sub-jaxpr was retraced.
 
     Args:
-      events: what was recorded.
-      of_library: whether a library wrote the sub-jaxpr and keeps it (`jnp.clip`, a rule). What its
-        tracebacks say of the caller is then true of the first caller only, and the place is that of
-        the present equation.
+      events: the recorded events.
+      of_library: whether the sub-jaxpr is a library's own (`jnp.clip`, a rule), which is kept for all
+        callers. Its tracebacks name the first caller, so the events get the place of the current
+        equation.
     """
     if not events:
         return
@@ -250,13 +249,13 @@ def replay(events: list[Materialization], of_library: bool = False) -> None:
 
 
 def is_of_jax(jaxpr: Any) -> bool:
-    """Whether the function that a jaxpr was traced from is JAX's own."""
+    """Whether the function that was traced to this jaxpr is JAX's own."""
     _, _, place = (jaxpr.debug_info.func_src_info or "").partition(" at ")
     return place.startswith(_LIBRARIES[0])
 
 
 def describe(primitive_name: str, x: Any, reason: str = "") -> Materialization:
-    """The event for operand `x` (an implicit array) of a primitive, at the present equation."""
+    """The event for an implicit operand `x` of a primitive, at the current equation."""
     file, line, module = _here()
     return Materialization(
         primitive=primitive_name,
@@ -277,8 +276,8 @@ _registry: dict[Any, int] = {}
 
 
 def _warn_once(event: Materialization) -> None:
-    # Python's own registry counts a text and a line as one place. The text names the module as well,
-    # which differs from call to call, so the first text of a place stands for all of them.
+    # Python warns once for each text and line. The text names the Haiku module, which differs from
+    # call to call, so all events of one place use the text of the first.
     text = _texts.setdefault((*event.place, event.shape), str(event))
     warnings.warn_explicit(text, MaterializationWarning, event.file, event.line, registry=_registry)
 
@@ -290,7 +289,7 @@ _LIBRARIES = tuple(
 
 
 def _here() -> tuple[str, int, str]:
-    """The user's file and line (`''` and 0 where the traceback has none), and the module path."""
+    """The user's file and line (`''` and 0 if the traceback has neither), and the module path."""
     info = source_info_util.current()
     frames: list[Any] = [] if info.traceback is None else info.traceback.frames
     file, line = _first_own((f.file_name, f.line_num) for f in frames)
@@ -298,7 +297,7 @@ def _here() -> tuple[str, int, str]:
 
 
 def _caller() -> tuple[str, int]:
-    """The user's file and line in the present stack of calls."""
+    """The user's file and line in the current call stack."""
     return _first_own((f.f_code.co_filename, n) for f, n in traceback.walk_stack(None))
 
 

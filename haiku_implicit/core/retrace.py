@@ -1,4 +1,4 @@
-"""Sub-jaxprs, interpreted under a trace of their own and kept for operands of the same structure."""
+"""Sub-jaxprs, interpreted under a trace of their own that is kept for operands of one structure."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ class Retraced(NamedTuple):
 
     Attributes:
       jaxpr: the program from the leaves of the operands to the leaves of the results.
-      fun: the same as a function of leaves; one object for one program, so that JAX's caches hold.
+      fun: the same as a function of leaves: one object for one program, so that JAX's caches work.
       out: the results, with `jax.ShapeDtypeStruct` leaves.
       events: what was materialized in it.
     """
@@ -37,18 +37,18 @@ class Retraced(NamedTuple):
 def retrace(
     jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], transform: Any = None
 ) -> Retraced:
-    """Interprets a sub-jaxpr under a trace of its own; cached by jaxpr and operand structure.
+    """Interprets a sub-jaxpr under a trace of its own, cached by jaxpr and operand structure.
 
     Args:
       jaxpr: the sub-jaxpr.
       consts: values of its `constvars`.
-      operands: values of its `invars`, dense or implicit. What is a literal of the program around
-        is one in the sub-jaxpr, too, so that constants fold with it.
-      transform: a hashable function from the list of results to another one (see `_structure`).
+      operands: values of its `invars`, dense or implicit. A literal of the outer program is passed on
+        as a literal, so that constants fold with it.
+      transform: a hashable function that is applied to the list of results (`structure.Coerce`).
     """
     literals = tuple(map(as_literal, operands))
     tracer = _retracer(jaxpr, literals, transform, dispatch.generation())
-    # Only structure and abstract values matter here, so that what is traced sees no outer tracer.
+    # `trace` takes only structures and abstract values, so no outer tracer gets in.
     traced = tracer.trace(list(consts), list(operands))
     out, log = traced.out_info
     return Retraced(traced.jaxpr, _as_fun(traced.jaxpr), out, log.value)

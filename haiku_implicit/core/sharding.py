@@ -1,8 +1,8 @@
 """Meshes with explicit axes, whose shardings are a part of arrays' types.
 
-What computes with codes cuts axes in blocks and in groups, for which JAX has no sharding rule. So it
-runs with these axes left to XLA's partitioner, as axes of type `Auto` are, and only its result is
-sharded explicitly: as that of the dense operands is.
+Products with codes cut axes into blocks and groups, for which JAX has no sharding rule. So they leave
+explicit axes to XLA's partitioner, as if they were of type `Auto`. Only the result is sharded
+explicitly, as the result of the dense product is.
 """
 
 import functools
@@ -25,10 +25,10 @@ def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> An
       params: its parameters.
 
     Returns:
-      A sharding, or None where no operand is split over explicit axes and no result is asked to be.
+      A sharding, or None if neither an operand nor `out_sharding` is split over explicit axes.
 
     Raises:
-      What JAX raises for the dense operands, where it can't tell how the result is to be sharded.
+      The error that JAX raises for dense operands if it can't tell how the result is sharded.
     """
     split = [compat.if_explicit(params.get("out_sharding"))]
     split += map(compat.explicit_sharding, jax.tree.leaves(operands))
@@ -39,7 +39,7 @@ def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> An
 
 
 def left_to_partitioner(fun: Callable[..., jax.Array], sharding: Any) -> Callable[..., jax.Array]:
-    """A function whose explicit mesh axes XLA sees to, with a result that is sharded like this."""
+    """The function with explicit mesh axes left to XLA, and with a result of this sharding."""
     mesh = sharding.mesh
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in pairs if kind == AxisType.Explicit)

@@ -1,8 +1,8 @@
-"""Structures of values: which implicit types two values have in common, and bringing one to the other.
+"""Structures of values, and the structure that several values can be brought to.
 
-The structure of a value is the value with `jax.ShapeDtypeStruct` for its leaves. Loops and branches
-need one structure where several values meet: they meet at the largest one that all can be brought to,
-which in the worst case is the dense array.
+The structure of a value is the value with `jax.ShapeDtypeStruct` for its leaves. A loop's carry and the
+result of a `cond` need one structure for several values. It is the one with the most implicit parts
+that all of them can be brought to by materializing parts. At worst that is the dense array.
 """
 
 import collections
@@ -38,7 +38,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def join(a: Any, b: Any) -> Any:
-    """The largest structure that both structures can be brought to by materializing parts."""
+    """The structure with the most implicit parts that both can be brought to by materializing parts."""
     if same(a, b):
         return a
     if is_implicit(a) and type(a) is type(b):
@@ -49,16 +49,16 @@ def join(a: Any, b: Any) -> Any:
 
 
 def coerce(x: Any, target: Any, name: str, reason: str = "") -> Any:
-    """`x` brought to the structure `target`, which some `join` of its own structure gave.
+    """Brings a value to a structure, by materializing parts of it.
 
     Args:
       x: a value.
-      target: the structure.
-      name: the primitive that this is for, and
-      reason: why it has to be so; that values of different types meet there, if not given.
+      target: the structure: a `join` of that of `x` and of others.
+      name: the primitive that needs this structure.
+      reason: why it does; by default, because values of other types meet there.
     """
     if not is_implicit(x):
-        # A dense value may only differ in being weakly typed, which loop carries must agree in.
+        # Carries of a loop must agree in being weakly typed, too: they are not.
         return compat.vary_like(jnp.asarray(x, target.dtype), [target])
     if not is_implicit(target):
         reason = reason or f"it meets values of other types in {name!r}"
@@ -77,21 +77,22 @@ class Coerce:
     """A hashable function that brings a list of values to given structures (for `retrace`).
 
     Args:
-      targets, name, reason: as for `coerce`.
+      targets, name, reason: as for `coerce`. Values beyond the targets stay as they are.
+      meet: whether a value is brought to the `join` of its own structure and the target, and so may
+        have fewer implicit parts than the target.
     """
 
-    def __init__(self, targets: Sequence[Any], name: str, reason: str = ""):
-        self.targets, self.name, self.reason = list(targets), name, reason
+    def __init__(self, targets: Sequence[Any], name: str, reason: str = "", meet: bool = False):
+        self.targets, self.name, self.reason, self.meet = list(targets), name, reason, meet
         leaves, treedef = jax.tree_util.tree_flatten(self.targets)
         avals = ((x.shape, x.dtype, compat.varying(x)) for x in leaves)
-        self.key = (treedef, tuple(avals), name, reason)
+        self.key = (treedef, tuple(avals), name, reason, meet)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        # Values beyond the targets (the stacked results of a scan) stay as they are.
         head, tail = values[: len(self.targets)], values[len(self.targets) :]
+        targets = map(join, self.targets, map(structure, head)) if self.meet else self.targets
         why = self.name, self.reason
-        own = [coerce(x, to, *why) for x, to in zip(head, self.targets, strict=True)]
-        return [*own, *tail]
+        return [*(coerce(x, to, *why) for x, to in zip(head, targets, strict=True)), *tail]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Coerce) and self.key == other.key
@@ -101,17 +102,17 @@ class Coerce:
 
 
 def free_summand(x: Any) -> int | None:
-    """Which leaf of an implicit array its dense value is a sum of, with any other terms.
+    """The index of a leaf that is one term of a sum that makes the dense value.
 
-    The dense value moves as that leaf does, if nothing else moves: so every dense tangent is the
-    tangent of some leaves. `LoRA` has such a leaf (`w`, if that is dense), and every type that wraps
-    a dense array; integer codes are none.
+    The dense value of `LoRA` is `w + a @ b`. If `w` changes by some amount, and nothing else changes,
+    the dense value changes by the same amount. So any dense tangent is also the tangent of `w`, with
+    zeros for the other leaves. Integer codes are not such a leaf.
 
     Args:
       x: an implicit array, or its structure.
 
     Returns:
-      The index of the leaf among all leaves, or None.
+      The index among all leaves, or None if there is no such leaf.
     """
     leaves, treedef = flatten(x)
     dense = jax.make_jaxpr(lambda xs: interpreter.materialize_array(treedef.unflatten(xs)))
@@ -127,12 +128,12 @@ def free_summand(x: Any) -> int | None:
 
 
 def tangent_leaves(x: Any, tangent: jax.Array, place: int) -> list[Any]:
-    """Tangents of the leaves of a value, of which the dense value has a given tangent.
+    """Tangents of the leaves of a value, for a tangent of its dense value.
 
     Args:
       x: the value.
-      tangent: what its dense value moves by.
-      place: what `free_summand` says.
+      tangent: the tangent of its dense value.
+      place: the leaf that takes it (`free_summand`); the others get zeros.
     """
     leaves = jax.tree_util.tree_leaves(x)
     dots = [_no_tangent(leaf) for leaf in leaves]

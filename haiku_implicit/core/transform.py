@@ -1,13 +1,13 @@
 """`use_implicit_args`: flatten, trace, interpret, unflatten."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
-from haiku_implicit.core.array import flatten, is_implicit
+from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import call_interpreted, materialize_array
 
 P = ParamSpec("P")
@@ -17,16 +17,16 @@ R = TypeVar("R")
 def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
     """Lets a function of arrays take implicit arrays in their place, and return them.
 
-    The function is traced with dense abstract values, so that it notices nothing, and what it does
-    is then run on the arguments as they are. The result is an ordinary function of pytrees:
-    `jax.jit`, `grad`, `vmap`, `checkpoint` and `eval_shape` apply to it (from outside, they act on
-    the leaves of the implicit arrays), and it may use them itself.
+    The function is traced with dense abstract values, so it needs no change; what it does is then run
+    on the arguments as they are. The result is an ordinary function of pytrees. `jax.jit`, `grad`,
+    `vmap`, `checkpoint` and `eval_shape` apply to it, and then act on the leaves of the implicit
+    arrays. The function may also use them inside.
 
     Args:
       fun: any function that JAX can trace. Any of its arguments, or of the leaves in them, may be
-        implicit. What is no array (a Python number, flag, string, function) it receives as it is.
-        What a function that is itself a tree holds (a callable pytree, a `functools.partial`) may
-        be implicit, too.
+        implicit. Anything that is not an array (a Python number, flag, string, function) is passed
+        on as it is. A function that is itself a tree (a callable pytree, a `functools.partial`) may
+        hold implicit arrays, too.
 
     Returns:
       The wrapped function, with the same signature.
@@ -45,8 +45,8 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Of such a tree the implicit arrays are arguments. Any other one is left as it is: what is
-        # concrete in it the function may branch on.
+        # If the function holds implicit arrays, all that it holds is traced. Otherwise it is left as
+        # it is, since it may branch on concrete values that it holds.
         if any(map(is_implicit, tree_leaves_with_implicit(tree))):
             return call(_apply, *split(((tree, *args), kwargs)))
         return call(fun, *split((args, kwargs)))
@@ -55,7 +55,7 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def _partial_as_tree(fun: Any) -> Any:
-    """The pytree that JAX has for a `functools.partial`; any other function as it is."""
+    """A `functools.partial` as JAX's pytree for it; any other function as it is."""
     if isinstance(fun, functools.partial):
         return jax.tree_util.Partial(fun.func, *fun.args, **fun.keywords)
     return fun
@@ -66,43 +66,51 @@ def _apply(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 class Static(NamedTuple):
-    """What of the arguments `(args, kwargs)` of a function is not traced.
+    """A tree without its values: its structure, and the leaves that are not traced.
 
     Attributes:
-      treedef: their structure, implicit arrays being leaves.
-      leaves: for each leaf that is handed on as it is, a tuple of it alone; None for a traced one.
+      treedef: the structure, in which an implicit array is one leaf.
+      leaves: for each leaf that is handed on as it is, a tuple of it alone; None for a value.
     """
 
     treedef: Any
     leaves: tuple[tuple[Any] | None, ...]
 
+    def merge(self, values: Iterable[Any]) -> Any:
+        """The tree with these values in it."""
+        rest = iter(values)
+        return self.treedef.unflatten([next(rest) if x is None else x[0] for x in self.leaves])
 
-def split(arguments: tuple[Any, Any]) -> tuple[Static, list[Any]]:
-    """Parts arguments `(args, kwargs)` in what is static and the values, dense or implicit."""
-    leaves, treedef = tree_flatten_with_implicit(arguments)
+
+def split(tree: Any) -> tuple[Static, list[Any]]:
+    """Splits a tree into what is static and the values, dense or implicit."""
+    leaves, treedef = tree_flatten_with_implicit(tree)
     static = tuple(None if is_value(x) else (x,) for x in leaves)
     return Static(treedef, static), [x for x in leaves if is_value(x)]
 
 
 def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
-    """Traces a function, interprets it on the values, and returns its results."""
-    static_out: Any = []
+    """Traces a function, interprets it on the values, and returns its results.
 
-    def on_values(*values: Any) -> Any:
-        rest = iter(values)
-        mixed = [next(rest) if x is None else x[0] for x in static.leaves]
-        args, kwargs = static.treedef.unflatten(mixed)
-        out, out_def = flatten(fun(*args, **kwargs))
-        static_out[:] = [out_def, [None if is_value(x) else (x,) for x in out]]
-        return [x for x in out if is_value(x)]
+    Args:
+      fun: a function.
+      static: what `split` gives for its arguments `(args, kwargs)`.
+      values: the values among them.
+    """
+    static_out: Any = None
 
-    results = iter(call_interpreted(on_values, values))
-    out_def, fixed = static_out
-    return out_def.unflatten([next(results) if x is None else x[0] for x in fixed])
+    def on_values(*values: Any) -> list[Any]:
+        nonlocal static_out
+        args, kwargs = static.merge(values)
+        static_out, results = split(fun(*args, **kwargs))
+        return results
+
+    results = call_interpreted(on_values, values)
+    return static_out.merge(results)
 
 
 def is_value(x: Any) -> bool:
-    """Whether a leaf is traced (an array, or an implicit one) rather than handed on as it is."""
+    """Whether a leaf is traced (an array, dense or implicit) rather than passed on as it is."""
     if isinstance(x, np.ndarray | np.generic):  # but not one of strings, dates or objects
         return x.dtype == np.bool_ or bool(jax.dtypes.issubdtype(x.dtype, np.number))
     return is_implicit(x) or isinstance(x, jax.Array)
@@ -111,7 +119,7 @@ def is_value(x: Any) -> bool:
 def materialize(tree: Any) -> Any:
     """A tree with every implicit array in it replaced by its dense array.
 
-    Asked for by name, this is never warned of or counted.
+    This gives no warning, and is not counted in reports, since it was asked for.
 
     Args:
       tree: a tree of arrays and implicit arrays.

@@ -25,6 +25,7 @@ def parsed_flags():
 def run_small(path):
     """What the runner writes."""
     small = dict(depths=["1"], stacked=["2"], repeats=1, runs=2, width=16, length=8)
+    small.update(again=["1"], again_stacked=["2"])
     small["implementations"] = ["library"]  # LoRA by hand is always there
     with flagsaver.flagsaver(**small, output=str(path), report=False):
         run.main(["run"])
@@ -36,7 +37,13 @@ def run_small(path):
             pytest.raises(Exception, match="runs 2, got"),
         ):
             run.main(["run"])
-    return report.load(path)
+        recorded = report.load(path)
+        with flagsaver.flagsaver(again_only=True, again_stacked=[]):
+            run.main(["run"])
+    results = report.load(path)
+    assert [len(r["again"]["cases"]) for r in (recorded, results)] == [2, 1]
+    assert dict(results, again=None) == dict(recorded, again=None)
+    return recorded
 
 
 def test_a_run(tmp_path, monkeypatch):
@@ -55,6 +62,12 @@ def check_that_records_are_complete(results):
     for case in results["cases"]:
         for record in case["implementations"].values():
             assert [len(record[s]) for s in report.STAGES] == [1, 1, 1, 2]
+
+    for case in results["again"]["cases"]:
+        for record in case["implementations"].values():
+            assert {kind: len(times) for kind, times in record.items()} == dict.fromkeys(
+                report.AGAIN, 1
+            )
 
 
 def check_that_the_program_is_that_of_lora_by_hand(results):
@@ -107,6 +120,7 @@ def check_report(results, tmp_path, monkeypatch):
     report.write_tables(results)
     assert document.read_text() == once
     assert "| 2, `layer_stack` | haiku_implicit |" in once
+    assert "| 2, `layer_stack` | gradient |" in once
     assert results["environment"]["date"] in once
     for image in report.draw(results, tmp_path):
         assert matplotlib.image.imread(image).std() > 0
