@@ -18,9 +18,9 @@ from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat, structure
 from haiku_implicit.core import materialization as events
-from haiku_implicit.core.array import dense_struct, flatten, is_implicit, num_batch_axes
+from haiku_implicit.core.array import Carried, dense_struct, flatten, is_implicit, num_batch_axes
 from haiku_implicit.core.interpreter import HIGHER_ORDER, densify, interpret, materialize_array
-from haiku_implicit.core.retrace import Retraced, retrace
+from haiku_implicit.core.retrace import Retraced, Run, interpreted, retrace
 
 Operands = list[Any]
 Params = dict[str, Any]
@@ -53,21 +53,20 @@ def call(operands: Operands, params: Params) -> list[Any]:
 
 @_handles(jex.jit_p)
 def jit(operands: Operands, params: Params) -> list[Any]:
-    """`jax.jit`: a jitted call of the retraced function, under its own name."""
+    """`jax.jit`: a jitted call of the interpreted function, under its own name."""
     closed = params["jaxpr"]
     operands = list(map(_constrain, operands, params["in_shardings"]))
-    new = _retrace(closed, operands)
-    events.replay(new.events, of_library=events.is_of_jax(closed.jaxpr))
-    fun = _jitted(new.fun, params["name"], params["inline"], params["keep_unused"],
-                  params["compiler_options_kvs"])  # fmt: skip
-    out = new.rebuild(fun(*_leaves(closed.consts, operands)))
+    options = tuple(params[name] for name in ("inline", "keep_unused", "compiler_options_kvs"))
+    fun = _jitted(interpreted(closed.jaxpr, operands), params["name"], *options)
+    out, log = fun(list(closed.consts), operands)
+    events.replay(log.value, of_library=events.is_of_jax(closed.jaxpr))
     return list(map(_constrain, out, params["out_shardings"]))
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(fun: Any, name: str, inline: bool, keep_unused: bool, options: Any) -> Any:
-    def named(*args: Any) -> Any:
-        return fun(*args)
+def _jitted(run: Run, name: str, inline: Any, keep_unused: bool, options: Any) -> Any:
+    def named(consts: list[Any], operands: Operands) -> tuple[list[Any], Carried]:
+        return run(consts, operands)
 
     named.__name__ = named.__qualname__ = name
     return jax.jit(
@@ -84,16 +83,16 @@ def _constrain(x: Any, sharding: Any) -> Any:
 
 @_handles(compat.remat_p)
 def remat(operands: Operands, params: Params) -> list[Any]:
-    """`jax.checkpoint` of the retraced function: its policy decides for the leaves what is saved."""
-    new = retrace(params["jaxpr"], (), operands)
-    events.replay(new.events)
-    fun = _checkpointed(new.fun, params["prevent_cse"], params["policy"])
-    return new.rebuild(fun(*_leaves((), operands)))
+    """`jax.checkpoint` of the interpreted function: its policy decides what leaves are saved."""
+    run = interpreted(params["jaxpr"], operands)
+    out, log = _checkpointed(run, params["prevent_cse"], params["policy"])([], operands)
+    events.replay(log.value)
+    return out
 
 
 @functools.lru_cache(maxsize=4096)
-def _checkpointed(fun: Any, prevent_cse: Any, policy: Any) -> Any:
-    return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=policy)
+def _checkpointed(run: Run, prevent_cse: Any, policy: Any) -> Any:
+    return jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
 
 
 @_handles(jex.scan_p)
@@ -376,13 +375,12 @@ def linear_solve(operands: Operands, params: Params) -> list[Any]:
 
 
 def _linear(closed: ClosedJaxpr, consts: Operands) -> Callable[..., list[Any]]:
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals]
+    reason = "what 'custom_linear_solve' iterates on is dense"
+    dense = structure.Coerce(structs, "custom_linear_solve", reason)
+
     def fun(*xs: Any) -> list[Any]:
-        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals]
-        reason = "what 'custom_linear_solve' iterates on is dense"
-        target = structure.Coerce(structs, "custom_linear_solve", reason)
-        new = _retrace(closed, [*consts, *xs], target)
-        events.replay(new.events)
-        return new.fun(*_leaves(closed.consts, [*consts, *xs]))
+        return dense(interpret(closed.jaxpr, closed.consts, [*consts, *xs]))
 
     return fun
 

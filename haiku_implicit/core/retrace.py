@@ -11,7 +11,12 @@ from haiku_implicit.core import dispatch
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import Carried
 from haiku_implicit.core.interpreter import interpret
-from haiku_implicit.core.literals import as_literal
+from haiku_implicit.core.literals import LiteralNumber, as_literal
+
+# A hashable function that is applied to the list of results.
+Transform = Callable[[list[Any]], list[Any]]
+
+Run = Callable[[list[Any], list[Any]], tuple[list[Any], Carried]]
 
 
 class Retraced(NamedTuple):
@@ -35,7 +40,7 @@ class Retraced(NamedTuple):
 
 
 def retrace(
-    jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], transform: Any = None
+    jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], transform: Transform | None = None
 ) -> Retraced:
     """Interprets a sub-jaxpr under a trace of its own, cached by jaxpr and operand structure.
 
@@ -46,26 +51,46 @@ def retrace(
         as a literal, so that constants fold with it.
       transform: a hashable function that is applied to the list of results (`structure.Coerce`).
     """
-    literals = tuple(map(as_literal, operands))
-    tracer = _retracer(jaxpr, literals, transform, dispatch.generation())
+    fun = _jitted(interpreted(jaxpr, operands, transform))
     # `trace` takes only structures and abstract values, so no outer tracer gets in.
-    traced = tracer.trace(list(consts), list(operands))
+    traced = fun.trace(list(consts), list(operands))
     out, log = traced.out_info
     return Retraced(traced.jaxpr, _as_fun(traced.jaxpr), out, log.value)
 
 
+def interpreted(jaxpr: Jaxpr, operands: Sequence[Any], transform: Transform | None = None) -> Run:
+    """The interpreter of a jaxpr as a function `(consts, operands) -> (results, events)`.
+
+    It is one object for one jaxpr, so that traces of it are kept, by JAX: for operands of the same
+    structure and shapes, and the same settings. The events are those of the trace, for `replay`.
+
+    Args:
+      jaxpr, operands, transform: as for `retrace`.
+    """
+    return _interpreted(jaxpr, tuple(map(as_literal, operands)), transform, dispatch.generation())
+
+
 @functools.lru_cache(maxsize=4096)
-def _retracer(jaxpr: Jaxpr, literals: tuple[Any, ...], transform: Any, generation: int) -> Any:
-    """A jitted interpreter of one jaxpr: JAX keys its traces by structure, avals and settings."""
+def _interpreted(
+    jaxpr: Jaxpr,
+    literals: tuple[LiteralNumber | None, ...],
+    transform: Transform | None,
+    generation: int,
+) -> Run:
     del generation  # only part of the cache's key
 
-    def run(consts: list[Any], operands: list[Any]) -> Any:
+    def run(consts: list[Any], operands: list[Any]) -> tuple[list[Any], Carried]:
         known = [y if x is None else x.value for x, y in zip(literals, operands, strict=True)]
         with events.recording() as log:
             out = interpret(jaxpr, consts, known)
             out = out if transform is None else transform(out)
         return out, Carried(log)
 
+    return run
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(run: Run) -> Any:
     return jax.jit(run)
 
 
