@@ -1,7 +1,7 @@
-"""Calibration: finding the scales of groups, and storing them.
+"""Calibration: finding the scales of stored matrices.
 
-Everything here sees blocks `[..., n]`: the elements that share a scale (and an offset), in float32 or
-float64. Scales and offsets are `[..., 1]`.
+All functions here take blocks `[..., n]`, in float32 or float64: the elements along the last axis share
+a scale (and an offset). Scales and offsets are `[..., 1]`.
 """
 
 import functools
@@ -17,7 +17,7 @@ from haiku_implicit.numerics.formats import Format
 
 
 class Scales(NamedTuple):
-    """What a block's values are `scale * decode(code) + offset` of.
+    """Scales and offsets: the values of a block are `scale * decode(code) + offset`.
 
     Attributes:
       scale: `[..., 1]`; zero for a block of equal values.
@@ -53,7 +53,7 @@ def calibrate(
       weight: what each squared error counts in a search, broadcastable to `w`.
 
     Raises:
-      ValueError: for a method that does not exist, does not fit to the format, or has other numbers.
+      ValueError: for an unknown method, one that does not fit the format, or wrong numbers.
     """
     name, numbers = options.parse("calibration", method or _default(fmt), METHODS)
     if name == "mse":
@@ -116,15 +116,15 @@ def _spanning(low: jax.Array | None, high: jax.Array, fmt: Format) -> Scales:
 
 # --- searches ------------------------------------------------------------------------------------
 
-# Of the range that absmax or minmax give, in steps that lose less than 1 % of the error to a finer
-# search on normal and on real weights. The first one is for scales that are powers of two: it
-# rounds up where 1 rounds down.
+# The candidates, as parts of the range that absmax or minmax finds. With finer steps the error shrinks
+# by less than 1 %, on normal and on real weights. The first one is for scales that are powers of two:
+# it rounds up where 1 rounds down.
 _FACTORS = (1.42, *np.linspace(1.0, 0.4, 31))
 _HQQ_STEPS = 20
-_REFITS = 4  # of what was found, to the codes that it leads to
+_REFITS = 4  # how often the best candidate is refitted to its own codes
 
 
-# Jitted, as are other loops here, so that one program serves all weights of a shape.
+# Jitted, like the other loops here, so that all weights of a shape share one compiled program.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _mse(
     w: jax.Array,
@@ -132,10 +132,11 @@ def _mse(
     rounding: Rounding = _unchanged,
     weight: jax.Array | float = 1.0,
 ) -> Scales:
-    """The least squared error among scales of shrunken ranges, each refitted to its own codes.
+    """The scales of least squared error among those of smaller and smaller ranges.
 
-    The scale that fits given codes best is a linear regression of the values on the codes (GGML's
-    `make_qx_quants` does so, too). Codes that reach further down than up are tried upside down.
+    Each candidate is refitted to its own codes: the scale that fits given codes best is a linear
+    regression of the values on the codes, as in GGML's `make_qx_quants`. For codes that reach further
+    down than up, negative scales are tried as well.
     """
     first = _by_range(w, fmt)
     signs = (1.0, -1.0) if -fmt.lowest > fmt.largest else (1.0,)
@@ -202,8 +203,8 @@ def _squared_error(
 def _hqq(w: jax.Array, fmt: Format, steps: int) -> Scales:
     """Half-quadratic quantization: offsets for few large errors (Badri & Shaji 2023).
 
-    Minimizes the p-norm of the error for p = 0.7 by turns: the error is split into a sparse part,
-    by the generalized soft threshold, and a rest, whose mean the offset takes.
+    Minimizes the p-norm of the error for p = 0.7 in alternating steps: the generalized soft threshold
+    splits the error into a sparse part and a rest, and the offset takes the mean of the rest.
     """
     if not fmt.offset:
         raise ValueError(f"calibration: 'hqq' needs a format with an offset, got {fmt.name!r}")
@@ -232,12 +233,12 @@ def _hqq(w: jax.Array, fmt: Format, steps: int) -> Scales:
 
 
 def _unit(w: jax.Array) -> jax.Array:
-    """What sums over a block are taken in units of: squares overflow, and underflow, early."""
+    """The largest magnitude of a block. Sums are taken in units of it, as squares overflow early."""
     return _divisor(jnp.max(jnp.abs(w), axis=-1, keepdims=True))
 
 
 def _divisor(x: jax.Array) -> jax.Array:
-    """What may be divided by: a block of one value alone has a scale of zero."""
+    """Ones in place of zeros: the scale of a block is zero where all its values are equal."""
     return jnp.where(x == 0, 1, x)
 
 

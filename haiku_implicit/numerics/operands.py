@@ -1,9 +1,9 @@
-"""Operands of products, quantized for the product: codes with scales along axes that are not summed.
+"""Operands of products: arrays that are quantized for one product, with scales for its channels.
 
-Unlike `QuantizedMatrix`, which is made to be stored, nothing is packed here: integer codes are int8,
-so that hardware can multiply them. The ranges are those of Qwix: for symmetric integers the bound is
-half a step more than the largest code (127.5 for int8), so that the last step is as wide as the
-others; with a zero point the codes span the whole type.
+A `QuantizedMatrix` is made to be stored. Here nothing is packed: integer codes are int8, which hardware
+can multiply. Scales are those of Qwix. For symmetric integers the range ends half a step above the
+largest code (at 127.5 for int8), so that the last step is as wide as the others. With a zero point the
+codes span the whole type.
 """
 
 from typing import Any, NamedTuple
@@ -23,11 +23,12 @@ class OperandSpec(NamedTuple):
 
     Attributes:
       qtype: the name of a format.
-      method: the calibration method, see `rules.QuantRule`.
+      method: the calibration method, see `QuantRule`.
       channels: the axes along which each index has a scale of its own.
       tile: an axis and the number of elements along it that share a scale (a float: the part of the
         axis), or None.
-      rounding: the method of stochastic rounding and the axes along which its noise differs, or None.
+      rounding: the method of stochastic rounding, and the axes along which its noise differs; None:
+        to the nearest.
     """
 
     qtype: str
@@ -41,8 +42,8 @@ class QuantizedOperand(NamedTuple):
     """A quantized array: `(codes - zero_point) * scale`.
 
     Attributes:
-      codes: int8, a float8 dtype, or, for formats whose codes are no numbers (nf4), the values that
-        they stand for.
+      codes: int8 or a float8 dtype; for formats whose codes are not numbers (nf4), the values that
+        the codes stand for.
       scale: of as many axes, each 1, the same, or a divisor (tiles); None for 1. float32, or float64
         for float64 arrays.
       zero_point: of the shape of `scale`, floating; or None.
@@ -69,14 +70,14 @@ class QuantizedOperand(NamedTuple):
 def quantize(
     x: jax.Array, spec: OperandSpec, key: Any = None, limits: Limits | None = None
 ) -> QuantizedOperand:
-    """The nearest codes of an array, or random ones of the two that are next.
+    """The nearest codes of an array; with stochastic rounding, one of the two nearest at random.
 
     Args:
       x: floating.
       spec: how it is quantized.
       key: a random key, for stochastic rounding.
-      limits: the range of each scale, where that is known; None: it is that of the array. What lies
-        beyond gets the last code.
+      limits: the range of each scale, where it is known; None: the range of the array. Values
+        beyond it get the last code.
 
     Raises:
       ValueError: for a tile that does not divide its axis, and a calibration that the format does not
@@ -89,8 +90,8 @@ def quantize(
         scale, zero_point = _nonzero(high * np.asarray(1 / bound(fmt), high.dtype)), None
     else:
         scale, zero_point = _asymmetric(low, high, fmt)
-    # The largest magnitude lies on a tie between two codes. So that it goes the same way in whatever
-    # program this is compiled, reciprocals are taken here, and not where a compiler sees fit.
+    # The largest magnitude is a tie between two codes. The barriers make every compiled program take
+    # the same reciprocal, so that the tie goes the same way in all of them.
     inverse = jax.lax.optimization_barrier(1 / jax.lax.optimization_barrier(scale))
     relative = x * expand(inverse, x.shape)
     if zero_point is not None:
@@ -106,7 +107,7 @@ def quantize(
 
 
 def stored_operand(q: QuantizedMatrix) -> QuantizedOperand | None:
-    """A stored matrix as an operand; None where its codes are no numbers with a scale alone."""
+    """A stored matrix as an operand; None unless its codes are numbers that need only a scale."""
     fmt = formats.find(q.format)
     whole = _is_integer(fmt) and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
     plain = q.offset is None and q.rounded_to is None and not is_implicit(q.scale)
@@ -189,7 +190,8 @@ def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> QuantizedOperand:
 
     Args:
       x: `[..., i]`, floating.
-      q: `[..., i, o]`. Rows of `x` have parts of their own scales where they meet groups of it.
+      q: `[..., i, o]`. With 'groups' in its `activation`, the part of a row of `x` that meets one of
+        its groups has a scale of its own.
     """
     qtype, *in_groups = options.split(q.activation)
     last, groups = x.ndim - 1, q.scale.shape[-1]
@@ -290,10 +292,10 @@ def _asymmetric(
 
 
 def _nonzero(scale: jax.Array) -> jax.Array:
-    """The smallest scale that can be divided by, in place of smaller ones: those of zeros.
+    """Scales that can be divided by: those of zeros become the smallest such number.
 
-    (One would do for the codes. But gradients are multiplied by scales before they are quantized, and
-    those of a channel of zeros would be by far the largest.)
+    (A scale of one would do for the codes. But gradients are multiplied by scales before they are
+    quantized, and then those of a channel of zeros would be by far the largest.)
     """
     return jnp.maximum(scale, np.sqrt(jnp.finfo(scale.dtype).tiny))
 

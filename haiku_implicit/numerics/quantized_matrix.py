@@ -49,7 +49,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
       activation: the format that activations are quantized to in products (in matrix products; a
         convolution takes them as they are), each row by its largest magnitude, or, as in
         'int8,groups', each part of a row that meets one of the matrix's groups; None: they are not.
-        The gradient by activations passes the rounding straight through.
+        The gradient with respect to activations passes the rounding straight through.
 
     Raises:
       ValueError: where codes, scales and offsets do not fit together or to the format.
@@ -111,9 +111,10 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
             rows (along the other axis) and elements. 'tensor': all elements.
           axis: the axis that scales are shared along: -2, which is contracted in `x @ w`, or -1.
           zero_point: True is short for the format with an offset ('uint4' for 'int4').
-          calibration: how scales are found: 'absmax', 'minmax', 'absmean', 'mse' (the least squared
-            error), 'hqq', 'rms,3', 'percentile,99.5', 'fixed,LOW,HIGH'. None: absmean for binary and
-            ternary, minmax with an offset, else absmax.
+          calibration: how scales are found: 'absmax', 'minmax' (either also with a factor, as in
+            'absmax,0.8'), 'absmean', 'mse' (the least squared error), 'hqq', 'rms,3',
+            'percentile,99.5', 'fixed,LOW,HIGH'. None: absmean for binary and ternary, minmax with
+            an offset, else absmax.
           scale_dtype: how scales and offsets are stored: 'float32', 'bfloat16', 'float16'; 'e8m0'
             (powers of two); 'e4m3' (with a float32 scale of the tensor); 'double' (8 bits in blocks
             of 256 with a float32 scale each: QLoRA's double quantization). None: float32 (float64
@@ -371,7 +372,7 @@ def _check_weight(w: jax.Array) -> None:
 
 
 def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
-    """Whether codes, scale and offset are what the class says."""
+    """Raises unless codes, scale and offset are what the class says."""
     parts = dict(codes=q.codes, scale=q.scale, offset=q.offset)
     parts = {name: x for name, x in parts.items() if x is not None}
     found = ", ".join(f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parts.items())

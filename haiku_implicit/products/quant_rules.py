@@ -308,7 +308,7 @@ def _check_pattern(pattern: Any) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as e:
-        raise ValueError(f"module_path: {pattern!r} is no regular expression: {e}") from None
+        raise ValueError(f"module_path: {pattern!r} is not a regular expression: {e}") from None
 
 
 def _op_names(names: Any) -> tuple[str, ...]:
