@@ -24,6 +24,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import haiku_implicit as hki
+from benchmarks import result_files
 from benchmarks import tables as markdown
 from benchmarks.machine import about_this_machine
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     if not REPORT_ONLY.value:
-        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
+        result_files.write(measure(), RESULTS)
         print(f"wrote {RESULTS}")
     markdown.replace(DOCUMENT, tables(json.loads(RESULTS.read_text())))
 

@@ -9,7 +9,6 @@ Run it from the root of the repository. What is measured is told in `docs/fideli
 
 import json
 import math
-import os
 import pathlib
 import re
 import sys
@@ -24,6 +23,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import haiku_implicit as hki
+from benchmarks import result_files
 from benchmarks import tables as markdown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -145,9 +145,7 @@ def measure() -> None:
         if language is not None:
             record |= language.case(options, method)
         results["cases"][name] = record
-        temporary = RESULTS.with_suffix(".tmp")
-        temporary.write_text(json.dumps(results, indent=1) + "\n")
-        os.replace(temporary, RESULTS)
+        result_files.write(results, RESULTS)
 
 
 def held(params: Params, chosen: Any) -> dict[str, float]:

@@ -8,7 +8,6 @@ Run it from the root of the repository. What is measured is told in `docs/optimi
 """
 
 import json
-import os
 import pathlib
 import re
 import statistics
@@ -25,6 +24,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import haiku_implicit as hki
+from benchmarks import result_files
 from benchmarks import tables as markdown
 from benchmarks.models import cross_entropy
 
@@ -72,10 +72,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     if not REPORT_ONLY.value:
-        results = measure()
-        temporary = RESULTS.with_suffix(".tmp")
-        temporary.write_text(json.dumps(results) + "\n")
-        os.replace(temporary, RESULTS)
+        result_files.write(measure(), RESULTS)
     results = json.loads(RESULTS.read_text())
     write_table(results)
     draw(results)

@@ -26,6 +26,7 @@ import numpy as np
 from absl import app, flags
 
 import haiku_implicit as hki
+from benchmarks import result_files
 from benchmarks import tables as markdown
 from benchmarks.machine import about_this_machine
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     path = pathlib.Path(OUTPUT.value)
     if not REPORT_ONLY.value:
-        path.write_text(json.dumps(measure(), indent=1) + "\n")
+        result_files.write(measure(), path)
         print(f"wrote {path}")
     if REPORT.value:
         results = json.loads(path.read_text())

@@ -27,6 +27,7 @@ import numpy as np
 from absl import app, flags
 
 import haiku_implicit as hki
+from benchmarks import result_files
 from benchmarks import tables as markdown
 from haiku_implicit.products.gpu import pallas
 
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
         if not pallas.available():
             print("There is no GPU here that has the kernel: nothing was measured.")
             sys.exit(1)
-        path.write_text(json.dumps(measure(), indent=1) + "\n")
+        result_files.write(measure(), path)
         print(f"wrote {path}")
     markdown.replace(DOCUMENT, tables(json.loads(path.read_text())))
 

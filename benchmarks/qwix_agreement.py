@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import itertools
-import json
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +30,7 @@ from qwix._src.core import (
     stochastic_rounding,
 )
 
+from benchmarks import result_files
 from haiku_implicit.products.quant_rules import config_of
 from haiku_implicit.quantization import (
     QtRule,
@@ -340,7 +340,7 @@ def main(argv: Any) -> None:
     names = ("jax", "jaxlib", "qwix", "numpy")
     versions = {name: importlib.metadata.version(name) for name in names}
     results = dict(versions=versions, backend=jax.default_backend(), rows=rows)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    result_files.write(results, path)
 
 
 if __name__ == "__main__":

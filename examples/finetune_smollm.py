@@ -94,7 +94,7 @@ def run() -> None:
     data = tokenize(checkpoint.tokenizer, text)
     prompt = encode_prompt(checkpoint.tokenizer)
     params = load_params(checkpoint)
-    adapter, base = hki.partition(params, dense=False)
+    adapter, base = hki.partition(params, trainable_dense=False)
     print_sizes(params, adapter)
 
     apply = make_model(checkpoint.config)

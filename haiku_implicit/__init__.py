@@ -20,6 +20,7 @@ from haiku_implicit.arrays import (
 )
 from haiku_implicit.core import higher_order  # noqa: F401  (registers itself)
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, aux_field, frozen_field
+from haiku_implicit.core.binary import binary_handler
 from haiku_implicit.core.box import box
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
@@ -142,6 +143,7 @@ __all__ = [
     "frozen_field",
     "box",
     "primitive_handler",
+    "binary_handler",
     "default_handler",
     # trees in which an implicit array is one leaf
     "tree_flatten_with_implicit",

@@ -5,4 +5,4 @@ import sys
 import pytest
 
 if __name__ == "__main__":
-    sys.exit(pytest.main(sys.argv[1:]))
+    sys.exit(pytest.main(["--slow", *sys.argv[1:]]))

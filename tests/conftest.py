@@ -34,6 +34,28 @@ if not importlib.metadata.entry_points(group="jax_plugins"):
 import jax  # noqa: E402
 
 import haiku_implicit as hki  # noqa: E402
+from tests.tiers import redundant  # noqa: E402
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow too")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
+def pytest_collection_modifyitems(config, items):
+    """Leaves the slow tests out, unless `--slow` asks for them."""
+    products = {}
+    for item in items:
+        if item.get_closest_marker("combinations"):
+            products.setdefault((item.parent, item.originalname), []).append(item)
+    for product in products.values():
+        for i in redundant([item.callspec.params for item in product]):
+            product[i].add_marker("slow")
+    if not config.getoption("slow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
 
 # From so many bytes on a worker gives the memory of compiled programs back. Below that the next module
 # finds compiled what it shares with those before it.

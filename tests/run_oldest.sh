@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests in a fresh environment at the oldest versions that are supported (tests/oldest.txt).
+# Runs all tests in a fresh environment at the oldest versions that are supported (tests/oldest.txt).
 # Usage: bash tests/run_oldest.sh [arguments of pytest]; PYTHON=... names a Python 3.11.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,4 +17,4 @@ trap 'rm -rf "$environment"' EXIT
 "$python" -m venv "$environment"
 "$environment/bin/pip" install -q -c tests/oldest.txt -e '.[test]'
 "$environment/bin/pip" list | grep -iE '^(jax|jaxlib|dm-haiku|optax|chex|plum-dispatch|numpy) '
-"$environment/bin/python" -m pytest -n 2 "$@"
+"$environment/bin/python" -m pytest -n 2 --slow "$@"

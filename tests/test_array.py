@@ -471,6 +471,7 @@ def test_pickles(name, module):
     assert "_aval" not in w.__getstate__()
 
 
+@pytest.mark.slow
 def test_cloudpickle_of_a_class_of_a_script():
     script = """
         import cloudpickle, dataclasses, sys

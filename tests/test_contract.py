@@ -18,17 +18,9 @@ import haiku_implicit as hki
 from haiku_implicit.core import compat, dispatch, interpreter
 from tests import primitive_ops
 from tests.cases import CASES, SHAPE, matrix
+from tests.tiers import few
 
-pytestmark = pytest.mark.usefixtures("may_be_dense", "little_memory")
-
-
-@pytest.fixture
-def little_memory(request, last=[None]):  # noqa: B006
-    """Drops what was compiled for one way of running before the next: hundreds of programs each."""
-    if last[0] not in (None, request.node.originalname):
-        jax.clear_caches()
-    last[0] = request.node.originalname
-
+pytestmark = pytest.mark.usefixtures("may_be_dense")
 
 TABLES = {
     jnp.float32: primitive_ops.FLOAT,
@@ -249,8 +241,12 @@ def operands(name, batch=()):
 
 
 ALL = pytest.mark.parametrize("name", CASES)
+# One of each family goes through the ways that compile all operations; the slow tier has the others.
+SOME = ("lora", "int8", "constant")
+ALL_SLOWLY = pytest.mark.parametrize("name", few(CASES, *SOME))
 FLOATING = pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if jnp.issubdtype(case.dtype, jnp.inexact)]
+    "name",
+    few((n for n, case in CASES.items() if jnp.issubdtype(case.dtype, jnp.inexact)), *SOME),
 )
 BATCHED = [name for name, case in CASES.items() if case.batched and case.dtype == jnp.float32]
 
@@ -362,7 +358,7 @@ def check_gradients(ops, w, twin, x):
     failures.check()
 
 
-@ALL
+@ALL_SLOWLY
 def test_vmap_of_the_wrapped_function(name):
     """The leaves are batched, and the interpreter runs on batch tracers."""
     case, failures = CASES[name], Failures()
@@ -373,7 +369,7 @@ def test_vmap_of_the_wrapped_function(name):
     failures.compare_all(compiled(ops, failures, ws, xs), want)
 
 
-@ALL
+@ALL_SLOWLY
 def test_vmap_within_the_wrapped_function(name):
     """JAX batches before dispatch: the rules meet primitives with batch axes."""
     case, failures = CASES[name], Failures()
@@ -384,7 +380,7 @@ def test_vmap_within_the_wrapped_function(name):
     failures.compare_all(compiled(ops, failures, w, xs), want)
 
 
-@ALL
+@ALL_SLOWLY
 def test_scan(name):
     """All operations in the body of one loop, over `w` where it can be sliced."""
     case, failures = CASES[name], Failures()
@@ -404,6 +400,7 @@ def test_scan(name):
 EAGERLY = {"dynamic_slice", "dynamic_update_slice", "gather", "scan"}
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     "name, mode",
     [(name, mode) for name in BATCHED for mode in ("jit", "grad")]

@@ -200,6 +200,7 @@ def test_zeros_creator_around_lora_creator():
     assert isinstance(params["mlp/~/linear_0"]["w"].w, hki.Zeros)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", ["creator", "getter"])
 @pytest.mark.parametrize("kind", ["zeros", "lora", "int8"])
 def test_state(kind, name):
@@ -229,6 +230,7 @@ def test_state(kind, name):
 # --- within Haiku's features ------------------------------------------------------------------
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("may_be_dense")
 @pytest.mark.parametrize("where", ["creator", "getter"])
 @pytest.mark.parametrize("name", MODELS)
@@ -322,7 +324,7 @@ def test_factors_are_drawn_as_documented():
         (dict(rank=2, alpha=float("nan")), ValueError, "alpha: expected None or a finite number"),
         (dict(rank=2, alpha="1"), ValueError, "alpha: .*'1'"),
         (dict(rank=2, targets=3), TypeError, "targets: expected a regular expression"),
-        (dict(rank=2, targets="*/w"), ValueError, r"targets: '\*/w' is no regular expression"),
+        (dict(rank=2, targets="*/w"), ValueError, r"targets: '\*/w' is not a regular expression"),
     ],
 )
 def test_bad_lora_options(make, options, error, message):

@@ -16,6 +16,7 @@ from haiku._src.integration import descriptors
 
 import haiku_implicit as hki
 from tests.haiku_models import RNG, Case, with_lora
+from tests.tiers import few
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
 MODULES = {d.name: d for d in descriptors.ALL_MODULES}
@@ -83,9 +84,15 @@ def case(name):
 # To a model int4 is what int8 is: some are enough.
 OF_INT4 = {"Linear", "Conv2D", "ConvND", "Embed", "MultiHeadAttention", "nets.MLP"}
 CASES = [(name, kind) for name in MODULES for kind in IMPLICIT if kind != "int4" or name in OF_INT4]
+WIDEST = {"nets.ResNet", "nets.MobileNetV1"}  # of what the other modules are of
+QUICK = [
+    (name, kind)
+    for name, kind in CASES
+    if kind == "zeros" or name not in WIDEST and (kind == "lora" or name in OF_INT4)
+]
 
 
-@pytest.mark.parametrize("name, kind", CASES)
+@pytest.mark.parametrize("name, kind", few(CASES, *QUICK))
 def test_module(name, kind):
     c = case(name)
     parameters = list(hk.data_structures.traverse(c.params))

@@ -232,6 +232,13 @@ def test_targets(params, targets):
     assert chosen(hki.zero_params(params, targets=targets)) == expected
 
 
+def test_all_parameters_and_none(params):
+    names = {f"mlp/~/linear_{i}/{name}" for i in (0, 1) for name in "wb"}
+    assert chosen(hki.zero_params(params, targets=True)) == names
+    with pytest.raises(ValueError, match="targets: the predicate is true of none of the 4 param"):
+        hki.zero_params(params, targets=False)
+
+
 # --- bad input --------------------------------------------------------------------------------
 
 CALLS = {
@@ -256,7 +263,7 @@ def test_targets_that_match_nothing(params, name):
         CALLS[name](params, targets=3)
     with pytest.raises(TypeError, match="params: expected a mapping .* got tuple"):
         CALLS[name]((params, {}), targets=".*")
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         CALLS[name](params, targets="(")
 
 
@@ -362,8 +369,9 @@ def test_quantize_by_rules():
     assert new["a/c"]["w"].format == "uint8" and new["a/c"]["w"].scale.dtype == jnp.bfloat16
     for name in ("a/b", "a/c"):
         assert jnp.abs(hki.materialize(new[name]["w"]) - weight).max() < 0.5
-    with pytest.warns(UserWarning, match=r"no module is left for 'z' \(rules\[1\]\)"):
+    with pytest.warns(UserWarning, match=r"no module is left for 'z' \(rules\[1\]\)") as told:
         hki.quantize_params(params, rules=[rules[2], QuantRule(module_path="z")])
+    assert told[0].filename == __file__
     both = QuantRule(weight_qtype="int8", act_qtype="int8")
     assert hki.quantize_params(params, rules=[both])["head"]["w"].activation == "int8"
     with pytest.raises(ValueError, match=r"rules\[0\]: expected activations .*'rms,3'"):

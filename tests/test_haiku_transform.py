@@ -118,6 +118,7 @@ def test_wrong_kind(wrong):
 # --- Haiku's features -------------------------------------------------------------------------
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("may_be_dense")
 @pytest.mark.parametrize("make", [with_lora, with_int4, with_zeros])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "while_loop"])

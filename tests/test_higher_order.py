@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import haiku_implicit as hki
 from haiku_implicit.core import compat
 from tests.cases import Diagonal, Outer
+from tests.tiers import few
 
 use = hki.use_implicit_args
 KEY = jax.random.key(7)
@@ -376,7 +377,14 @@ def batched(way, dense):
 
 
 @pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("way", ["input, outside", "all, outside", "input, inside", "all, inside"])
+@pytest.mark.parametrize(
+    "way",
+    few(
+        ["input, outside", "all, outside", "input, inside", "all, inside"],
+        "all, outside",
+        "input, inside",
+    ),
+)
 def test_vmap(way, name):
     close(batched(way, False)[name], batched(way.split(",")[0], True)[name])
 
@@ -935,6 +943,7 @@ TWO_DEVICES = """
 """
 
 
+@pytest.mark.slow
 def test_two_devices():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     run = subprocess.run(

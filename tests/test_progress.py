@@ -26,14 +26,14 @@ def model(params, x):
 
 # Name: (what takes long, and what its bar says).
 WORK = {
-    "quantize_params": (lambda: hki.quantize_params(PARAMS), ("parameters: ", "3/4 ", *NAMES)),
+    "quantize_params": (lambda: hki.quantize_params(PARAMS), ("parameters: ", "1/2 ", *NAMES)),
     "rules": (
         lambda: hki.quantize_params(PARAMS, rules=[QuantRule(weight_qtype="int4")]),
-        ("parameters: ", "3/4 ", *NAMES),
+        ("parameters: ", "1/2 ", *NAMES),
     ),
     "quantize_with_inputs": (
         lambda: hki.quantize_with_inputs(PARAMS, MOMENTS),
-        ("parameters: ", "3/4 ", *NAMES),
+        ("parameters: ", "1/2 ", *NAMES),
     ),
     "input_moments": (
         lambda: hki.input_moments(model, PARAMS, BATCHES),

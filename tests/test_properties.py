@@ -13,6 +13,7 @@ from jax import lax
 
 import haiku_implicit as hki
 from tests.cases import Diagonal, Nought, Outer
+from tests.tiers import few
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
 # Each example compiles programs of its own; the first failure is what counts, not the smallest one.
@@ -308,7 +309,7 @@ def scale_of(x):
     return max(1.0, np.max(x, initial=0.0, where=np.isfinite(x)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, "quantized", "constant"))
 def test_any_chain_of_operations(kind):
     @SETTINGS
     @hypothesis.given(st.data())

@@ -1,17 +1,50 @@
-"""The README's example prints what the README says that it prints."""
+"""The documents: their examples run, and the files, headings and names that they mention exist."""
 
 import contextlib
+import functools
 import io
 import pathlib
 import re
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import pytest
+
+import haiku_implicit as hki
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
+
+
+def code_blocks(document):
+    """The Python code in a document, and what it shows as its output, if it shows any."""
+    pattern = r"```python\n(.*?)```\n(?:\nIt prints:\n\n```\n(.*?)```)?"
+    return re.findall(pattern, document.read_text(), re.DOTALL)
+
+
+def test_the_three_lines_run():
+    code, _ = code_blocks(README)[0]
+    assert len(code.splitlines()) == 3
+    key, batch = jax.random.key(0), jnp.ones((8, 64))
+
+    def forward(x):
+        return hk.nets.MLP([32, 10])(x)
+
+    transformed = hk.transform(forward)
+    scope = dict(hk=hk, hki=hki, forward=forward, loss_of=jnp.var)
+    scope.update(key=key, batch=batch, params=transformed.init(key, batch))
+    exec(compile(code, str(README), "exec"), scope)
+    gradient = scope["grads"]["mlp/~/linear_1"]["w"]
+    assert isinstance(gradient, hki.LoRA) and gradient.b.shape == (8, 10)
+    expected = jnp.var(transformed.apply(hki.materialize(scope["params"]), key, batch))
+    assert jnp.allclose(scope["loss"], expected, rtol=1e-5)
 
 
 def test_example_prints_what_the_readme_shows():
-    code, shown = re.search(
-        r"```python\n(.*?)```\n\nIt prints:\n\n```\n(.*?)```", README.read_text(), re.DOTALL
-    ).groups()
+    ((code, shown),) = [(code, shown) for code, shown in code_blocks(README) if shown]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, str(README), "exec"), {})
@@ -19,6 +52,38 @@ def test_example_prints_what_the_readme_shows():
     assert len([line for line in code.splitlines() if line]) <= 15
 
 
+@functools.cache
+def anchors(document):
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for target, anchor in re.findall(
+        r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", document.read_text()
+    ):
+        path = document.parent / target if target else document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_names_exist(document):
+    text = document.read_text()
+    for name in re.findall(r"\bhki\.(\w+)", text):
+        assert hasattr(hki, name), f"hki.{name}"
+    for path in re.findall(r"`((?:\w+/)+[\w.]+\.\w+)`", text):
+        assert (ROOT / path).exists() or (ROOT / "haiku_implicit" / path).exists(), path
+
+
+def test_every_page_is_in_the_list_of_pages():
+    listed = (ROOT / "docs" / "README.md").read_text()
+    for page in PAGES:
+        assert page.name == "README.md" or f"({page.name})" in listed, page.name
+
+
 def test_nothing_is_left_to_fill_in():
-    for path in (README, *README.parent.glob("docs/*.md"), *README.parent.glob("*.md")):
+    for path in DOCUMENTS:
         assert "«FILL" not in path.read_text(), path

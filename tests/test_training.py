@@ -96,8 +96,8 @@ def test_the_trained_part_alone_says_what_to_do():
 
 
 def test_partition_of_single_arrays():
-    assert hki.partition(jnp.ones(2), dense=False)[0] is None
-    assert hki.partition({"w": jnp.ones(2)}, dense="w")[0]["w"] is not None
+    assert hki.partition(jnp.ones(2), trainable_dense=False)[0] is None
+    assert hki.partition({"w": jnp.ones(2)}, trainable_dense="w")[0]["w"] is not None
     assert names_of(hki.partition([lora()])[0]) == ["0/a", "0/b"]
 
 
@@ -105,17 +105,28 @@ def test_partition_of_single_arrays():
     "dense, error, message",
     [
         ("lineer/b", ValueError, "none of the 2 dense parameters .*Nearest: linear/b"),
-        ("(", ValueError, "no regular expression"),
-        (3, TypeError, "dense: expected True, False, a predicate"),
+        ("(", ValueError, "not a regular expression"),
+        (3, TypeError, "trainable_dense: expected a regular .* True or False, got 3"),
     ],
 )
 def test_bad_dense(dense, error, message):
     with pytest.raises(error, match=message):
         hki.partition(make_params(), dense)
     with pytest.raises(error, match=message):
-        hki.grad(loss, dense=dense)(make_params(), X)
+        hki.grad(loss, trainable_dense=dense)(make_params(), X)
     with pytest.raises(error, match=message):
-        hki.freeze_declared(optax.sgd(1.0), dense=dense).init(make_params())
+        hki.freeze_declared(optax.sgd(1.0), trainable_dense=dense).init(make_params())
+
+
+def test_dense_of_former_versions():
+    """An argument of this name is refused at once or when the gradient is taken."""
+    for call in (
+        lambda: hki.partition(make_params(), dense=False),
+        lambda: hki.grad(loss, dense=False)(make_params(), X),
+        lambda: hki.freeze_declared(optax.sgd(1.0), dense=False),
+    ):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'dense'"):
+            call()
 
 
 def test_combine_of_others():
@@ -144,6 +155,7 @@ def reference(params, x, dense=True):
     return jax.value_and_grad(dense_loss)(trainable)
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("dense", [True, False, "linear/.*"])
 @pytest.mark.parametrize(
@@ -151,7 +163,7 @@ def reference(params, x, dense=True):
 )
 def test_value_and_grad(dense, wrap):
     params = make_params()
-    value, grads = wrap(hki.value_and_grad(loss, dense=dense))(params, X)
+    value, grads = wrap(hki.value_and_grad(loss, trainable_dense=dense))(params, X)
     want, want_grads = reference(params, X, dense)
     close(value, want)
     close(jax.tree.leaves(grads), jax.tree.leaves(want_grads))
@@ -255,6 +267,7 @@ def test_as_on_the_trainable_part(freezer, name):
     assert pickle.loads(pickle.dumps(state)) is not None
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("kind", ["dense", "none", "float0"])
 @pytest.mark.parametrize("with_params", [True, False])
 def test_gradients_of_other_kinds(kind, with_params):
@@ -283,11 +296,11 @@ def test_gradients_of_other_kinds(kind, with_params):
 
 
 def test_dense_side_frozen():
-    optimizer = hki.freeze_declared(optax.adamw(0.1), dense=False)
+    optimizer = hki.freeze_declared(optax.adamw(0.1), trainable_dense=False)
     params = make_params()
     state = optimizer.init(params)
     assert nbytes(state) < nbytes(hki.freeze_declared(optax.adamw(0.1)).init(params))
-    updates, _ = optimizer.update(hki.grad(loss, dense=False)(params, X), state, params)
+    updates, _ = optimizer.update(hki.grad(loss, trainable_dense=False)(params, X), state, params)
     new = hki.apply_updates(params, updates)
     assert new["head"]["w"] is params["head"]["w"]
     assert new["linear"]["w"].w is params["linear"]["w"].w

@@ -7,9 +7,10 @@ constant meets a dense array, it is a broadcast scalar, which XLA folds into the
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +19,11 @@ from jax.extend.core import primitives as jex
 from haiku_implicit.arrays import exact
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, aux_field, is_implicit, short
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler, densify
+from haiku_implicit.core.validation import expecting
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
@@ -46,7 +50,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
       dtype: the dtype; by default what `jnp.asarray(value)` has, weak types included.
 
     Raises:
-      TypeError: where `value` is traced or no number, or `dtype` no dtype of numbers.
+      TypeError: where `value` is traced or not a number, or `dtype` is not a dtype of numbers.
       ValueError: where `value` has axes or does not fit the dtype, or `shape` is negative.
 
     Example:
@@ -106,8 +110,8 @@ def _as_scalar(value: Any, dtype: Any) -> jax.Array:
         raise ValueError(f"value: {value!r} does not fit {dtype or 'the default dtype'}") from None
     except (TypeError, ValueError) as error:
         raise TypeError(f"value, dtype: expected a number, got {value!r}, {dtype!r}") from error
-    if scalar.ndim:
-        raise ValueError(f"value: expected one number, got an array of shape {scalar.shape}")
+    with expecting(f"value: expected one number, got an array of shape {scalar.shape}"):
+        chex.assert_rank(scalar, 0)
     if jax.dtypes.issubdtype(scalar.dtype, jax.dtypes.extended):
         raise TypeError(f"dtype: expected a dtype of numbers, got {scalar.dtype}")
     return scalar
@@ -147,7 +151,7 @@ def _constants(operands: Iterable[Any]) -> list[SymbolicConstant] | None:
     return None if any(x is None for x in found) else found  # type: ignore[return-value]
 
 
-def result_struct(primitive: Any, operands: Sequence[Any], params: Any) -> Any:
+def result_struct(primitive: Primitive, operands: Sequence[Any], params: Any) -> Any:
     """Shape, dtype and weak type of the results, from the primitive itself."""
     avals = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
@@ -156,8 +160,13 @@ def result_struct(primitive: Any, operands: Sequence[Any], params: Any) -> Any:
     return jax.eval_shape(lambda *xs: primitive.bind(*xs, **params), *avals)
 
 
-def _like(x: SymbolicConstant, out: Any) -> Any:
-    """`x` in another shape: one constant for each of the results."""
+def result_of(call: BinaryCall, x: ArrayValue, w: ArrayValue) -> jax.ShapeDtypeStruct:
+    """The same for two operands."""
+    return result_struct(call.primitive, call.ordered(x, w), call.params)
+
+
+def _reshaped(x: SymbolicConstant, out: Any) -> Any:
+    """The same constant in other shapes: one for each of the results."""
     return jax.tree.map(lambda s: type(x)._make(x.value, s.shape, bool(s.weak_type)), out)
 
 
@@ -172,7 +181,7 @@ def _same(operands: Sequence[Any]) -> SymbolicConstant | None:
 
 
 def _evaluate(
-    primitive: Any, constants: Sequence[SymbolicConstant], shapes: Any, params: Any
+    primitive: Primitive, constants: Sequence[SymbolicConstant], shapes: Any, params: Any
 ) -> Any:
     """The primitive on dense arrays of the constants, of small shapes, if that has one value."""
     here = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
@@ -220,7 +229,7 @@ BINARY = named(
 ) + [compat.add_any_p]
 
 
-def fold_elementwise(primitive: Any, *operands: ArrayValue, **params: Any) -> Any:
+def fold_elementwise(primitive: Primitive, *operands: ArrayValue, **params: Any) -> Any:
     """Constants alone give a constant; with others, each is a broadcast scalar."""
     if not any(isinstance(x, SymbolicConstant) for x in operands):
         return NotImplemented
@@ -234,43 +243,37 @@ primitive_handler(named("clamp regularized_incomplete_beta"), precedence=10)(fol
 
 
 @primitive_handler(UNARY)
-def fold_unary(primitive: Any, x: SymbolicConstant, **params: Any) -> Any:
+def fold_unary(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
     """A function of one constant."""
     return fold_elementwise(primitive, x, **params)
 
 
-@primitive_handler(BINARY, precedence=10)
-def fold_binary(primitive: Any, x: SymbolicConstant, y: ArrayValue, **params: Any) -> Any:
-    """A function of two operands, of which the first is a constant."""
-    return fold_elementwise(primitive, x, y, **params)
-
-
-@primitive_handler(BINARY, precedence=10)
-def fold_binary_second(primitive: Any, x: ArrayValue, y: SymbolicConstant, **params: Any) -> Any:
-    """The same where the second is."""
-    return fold_elementwise(primitive, x, y, **params)
+@binary_handler(BINARY, precedence=10)
+def fold_binary(call: BinaryCall, x: ArrayValue, constant: SymbolicConstant) -> Any:
+    """A function of two operands, one of which is a constant."""
+    return fold_elementwise(call.primitive, *call.ordered(x, constant), **call.params)
 
 
 @primitive_handler("select_n", precedence=10)
-def select_constants(primitive: Any, which: ArrayValue, *cases: SymbolicConstant) -> Any:
+def select_constants(primitive: Primitive, which: ArrayValue, *cases: SymbolicConstant) -> Any:
     """A choice between constants."""
     return select(primitive, which, *cases)
 
 
 @primitive_handler("select_n", precedence=10)
-def select(primitive: Any, which: ArrayValue, *cases: ArrayValue) -> Any:
+def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Any:
     """A known choice is the case itself; a choice between equal constants is that constant."""
     chosen = constant_of(which)
     if chosen is not None and 0 <= int(chosen.value) < len(cases):
         return as_result(cases[int(chosen.value)], result_struct(primitive, (which, *cases), {}))
     same = _same(cases)
     if same is not None:
-        return _like(same, result_struct(primitive, (which, *cases), {}))
+        return _reshaped(same, result_struct(primitive, (which, *cases), {}))
     return fold_elementwise(primitive, which, *cases)
 
 
 @primitive_handler("bitcast_convert_type")
-def fold_bitcast(primitive: Any, x: SymbolicConstant, **params: Any) -> Any:
+def fold_bitcast(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
     """The bits of a constant are one again where each part of it has the same bits."""
     joins = result_struct(primitive, (x,), params).ndim < x.ndim
     return _evaluate(primitive, (x,), [x.shape[-1:] if joins else ()], params)
@@ -280,7 +283,7 @@ def as_result(x: Any, out: Any) -> Any:
     """`x` as the result of an operation that leaves its value alone."""
     known = constant_of(x)
     if known is not None:
-        return _like(known, out)
+        return _reshaped(known, out)
     if is_implicit(x):
         return x if x.shape == out.shape else NotImplemented
     if x.weak_type and not out.weak_type:
@@ -292,42 +295,33 @@ def as_result(x: Any, out: Any) -> Any:
 
 
 @primitive_handler(named("reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"))
-def fold_reduction(primitive: Any, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
+def fold_reduction(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
     """Reductions that depend on how many elements there are only by none, odd or even."""
     small = [(2 - n % 2 if n else 0) if i in axes else 1 for i, n in enumerate(x.shape)]
     return _evaluate(primitive, (x,), [small], dict(params, axes=axes))
 
 
 @primitive_handler(named("cumsum cumprod cummax cummin cumlogsumexp"))
-def fold_cumulative(primitive: Any, x: SymbolicConstant, *, axis: int, **params: Any) -> Any:
+def fold_cumulative(primitive: Primitive, x: SymbolicConstant, *, axis: int, **params: Any) -> Any:
     """A constant where the second element is what the first is: then so is each that follows."""
     small = [2 if i == axis and n > 1 else 1 for i, n in enumerate(x.shape)]
     return _evaluate(primitive, (x,), [small], dict(params, axis=axis))
 
 
-@primitive_handler("reduce_sum")
-def fold_sum(primitive: Any, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
-    """`n * c`."""
-    return _fold_count(primitive, x, dict(params, axes=axes), exact.times)
-
-
-@primitive_handler("reduce_prod")
-def fold_product(primitive: Any, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
-    """`c ** n`."""
-    return _fold_count(primitive, x, dict(params, axes=axes), exact.power)
-
-
-def _fold_count(primitive: Any, x: SymbolicConstant, params: Any, fold: Callable[..., Any]) -> Any:
-    n = math.prod(x.shape[i] for i in params["axes"])
-    out = result_struct(primitive, (x,), params)
+@primitive_handler(["reduce_sum", "reduce_prod"])
+def fold_count(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
+    """`n * c`, or `c ** n`."""
+    n = math.prod(x.shape[i] for i in axes)
+    out = result_struct(primitive, (x,), dict(params, axes=axes))
     if n == 1:
         return _result(x.value, out)
+    fold = exact.times if primitive is jax.lax.reduce_sum_p else exact.power
     number = exact.number(x.value)
     value = None if number is None else fold(number, n)
-    return NotImplemented if value is None else _rounded(value, out)
+    return NotImplemented if value is None else _rounded_once(value, out)
 
 
-def _rounded(value: Any, out: Any) -> Any:
+def _rounded_once(value: Any, out: Any) -> Any:
     """A constant of the result's dtype, if one is known."""
     known = exact.rounded(value, out.dtype)
     return NotImplemented if known is None else _result(known, out)
@@ -335,7 +329,7 @@ def _rounded(value: Any, out: Any) -> Any:
 
 @primitive_handler("dot_general")
 def fold_dot(
-    primitive: Any,
+    primitive: Primitive,
     x: SymbolicConstant,
     y: SymbolicConstant,
     *,
@@ -350,23 +344,15 @@ def fold_dot(
     if a is None or type(a) is not type(b) or isinstance(a, np.complex128):
         return NotImplemented
     with np.errstate(all="ignore"):
-        return _rounded(exact.times(a * b, k), out)
+        return _rounded_once(exact.times(a * b, k), out)
 
 
-@primitive_handler(named("dot_general conv_general_dilated"), precedence=10)
-def densify_first(primitive: Any, x: SymbolicConstant, y: ImplicitArray, **params: Any) -> Any:
+@binary_handler(named("dot_general conv_general_dilated"), precedence=10)
+def densify_constant(call: BinaryCall, x: ImplicitArray, constant: SymbolicConstant) -> Any:
     """With another implicit array the constant is the one to become dense."""
-    if isinstance(y, SymbolicConstant):
-        return NotImplemented
-    return default_handler(primitive, densify(x, primitive.name), y, **params)
-
-
-@primitive_handler(named("dot_general conv_general_dilated"), precedence=10)
-def densify_second(primitive: Any, x: ImplicitArray, y: SymbolicConstant, **params: Any) -> Any:
-    """The same where the second operand is the constant."""
     if isinstance(x, SymbolicConstant):
         return NotImplemented
-    return default_handler(primitive, x, densify(y, primitive.name), **params)
+    return call(x, densify(constant, call.primitive.name))
 
 
 # --- shape ---------------------------------------------------------------------------------------
@@ -379,14 +365,14 @@ def densify_second(primitive: Any, x: ImplicitArray, y: SymbolicConstant, **para
     ),
     precedence=10,
 )
-def keep_value(primitive: Any, x: SymbolicConstant, *rest: ArrayValue, **params: Any) -> Any:
+def keep_value(primitive: Primitive, x: SymbolicConstant, *rest: ArrayValue, **params: Any) -> Any:
     """The elements are moved about: wherever from, they are the same."""
-    return _like(x, result_struct(primitive, (x, *rest), params))
+    return _reshaped(x, result_struct(primitive, (x, *rest), params))
 
 
 @primitive_handler("gather", precedence=10)
 def gather(
-    primitive: Any,
+    primitive: Primitive,
     x: SymbolicConstant,
     indices: ArrayValue,
     *,
@@ -402,23 +388,25 @@ def gather(
     params = dict(params, mode=mode, fill_value=fill_value)
     if not known:
         return default_handler(primitive, densify(x, primitive.name), indices, **params)
-    return _like(x, result_struct(primitive, (x, indices), params))
+    return _reshaped(x, result_struct(primitive, (x, indices), params))
 
 
 @primitive_handler("sort")
-def sort(primitive: Any, *operands: ArrayValue, **params: Any) -> Any:
+def sort(primitive: Primitive, *operands: ArrayValue, **params: Any) -> Any:
     """Constants stay as they are."""
     constant = all(isinstance(x, SymbolicConstant) for x in operands)
     return list(operands) if constant else NotImplemented
 
 
-def join(primitive: Any, *operands: ArrayValue, data: Any = slice(None), **params: Any) -> Any:
+def join(
+    primitive: Primitive, *operands: ArrayValue, data: Any = slice(None), **params: Any
+) -> Any:
     """Puts arrays together: a constant where all of them are the same one."""
     if not any(isinstance(x, SymbolicConstant) for x in operands):
         return NotImplemented
     same = _same(operands[data])
     if same is not None:
-        return _like(same, result_struct(primitive, operands, params))
+        return _reshaped(same, result_struct(primitive, operands, params))
     return default_handler(primitive, *_spread(operands), **params)
 
 
@@ -426,32 +414,32 @@ primitive_handler(named("concatenate stack"), precedence=10)(join)
 
 
 @primitive_handler("pad", precedence=10)
-def pad(primitive: Any, x: ArrayValue, padding: ArrayValue, *, padding_config: Any) -> Any:
+def pad(primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_config: Any) -> Any:
     """A constant where the padding is the same one, or where there is none."""
     params = dict(padding_config=padding_config)
     grows = any(low > 0 or high > 0 or inner for low, high, inner in padding_config)
     if isinstance(x, SymbolicConstant) and not (grows and _same((x, padding)) is None):
-        return _like(x, result_struct(primitive, (x, padding), params))
+        return _reshaped(x, result_struct(primitive, (x, padding), params))
     return join(primitive, x, padding, data=slice(0, 0), **params)
 
 
 @primitive_handler("dynamic_update_slice", precedence=10)
 def update_part(
-    primitive: Any, x: SymbolicConstant, update: SymbolicConstant, *starts: ArrayValue
+    primitive: Primitive, x: SymbolicConstant, update: SymbolicConstant, *starts: ArrayValue
 ) -> Any:
     """A constant where a part of it is replaced by the same one."""
     return join(primitive, x, update, *starts, data=slice(0, 2))
 
 
 @primitive_handler("dynamic_update_slice", precedence=10)
-def update_part_with_dense(primitive: Any, *operands: ArrayValue) -> Any:
+def update_part_with_dense(primitive: Primitive, *operands: ArrayValue) -> Any:
     """Otherwise each constant is a broadcast scalar."""
     return join(primitive, *operands, data=slice(0, 2))
 
 
 @primitive_handler(named("scatter scatter_max scatter_min"), precedence=10)
 def scatter(
-    primitive: Any,
+    primitive: Primitive,
     x: SymbolicConstant,
     indices: ArrayValue,
     updates: SymbolicConstant,

@@ -1,4 +1,4 @@
-"""`FakeQuantized`: a weight in quantization-aware training, which stands for its rounded values."""
+"""`FakeQuantized`: a weight in quantization-aware training, which computes with rounded values."""
 
 import dataclasses
 import functools
@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from haiku_implicit.core.array import ImplicitArray, aux_field
+from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core.array import aux_field
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -23,27 +25,26 @@ def fake_quantize(
     calibration: str | None = None,
     scale_dtype: Any = None,
 ) -> jax.Array:
-    """Rounds values to those that a format has, and hands gradients on as if it had not.
+    """Rounds values to those that a format can represent; the gradient is that of the identity.
 
     The values are those of `QuantizedMatrix.quantize` with the same arguments, to the bit; with a zero
-    point, zero is one of them. The gradient is that of the identity, the straight-through estimator
-    (Bengio et al. 2013, arXiv:1308.3432).
+    point, zero is one of them. The gradient is the straight-through estimator (Bengio et al. 2013,
+    arXiv:1308.3432): it passes as if nothing had been rounded.
 
     Args:
       x: `[..., n, m]`, floating.
       dtype: as for `QuantizedMatrix.quantize`, like all that follow.
       group_size: how many elements share a scale.
-      axis: the axis that scales are shared along.
-      zero_point: whether there is one.
+      axis: the axis along which elements share a scale.
+      zero_point: whether the format has a zero point.
       calibration: how scales are found.
-      scale_dtype: how they are stored.
+      scale_dtype: how scales are stored.
 
     Returns:
       An array of the shape and dtype of `x`.
 
     Raises:
-      ValueError: as `QuantizedMatrix.quantize` does.
-      TypeError: as it does.
+      ValueError, TypeError: as `QuantizedMatrix.quantize` does.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -55,22 +56,24 @@ def fake_quantize(
     """
     options = dict(dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
                    calibration=calibration, scale_dtype=scale_dtype)  # fmt: skip
-    return _rounded(jnp.asarray(x), tuple(options.items()))
+    return _straight_through(jnp.asarray(x), tuple(options.items()))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded(x: jax.Array, options: tuple[tuple[str, Any], ...]) -> jax.Array:
+def _straight_through(x: jax.Array, options: tuple[tuple[str, Any], ...]) -> jax.Array:
     return materialize_array(QuantizedMatrix.quantize(x, **dict(options)))
 
 
-@_rounded.defjvp
+@_straight_through.defjvp
 def _pass_through(options: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _rounded(*primals, options), tangents[0]
+    return _straight_through(*primals, options), tangents[0]
 
 
 @dataclasses.dataclass
-class FakeQuantized(ImplicitArray, core_ndim=2, warn_on_materialize=False):
-    """The rounded values of a weight that is trained: those of `fake_quantize(value, **options)`.
+class FakeQuantized(Wrapper, core_ndim=2, warn_on_materialize=False):
+    """A weight that is trained in full precision and computes with its rounded values.
+
+    It stands for `fake_quantize(value, **options)`, and so its gradient goes to `value`.
 
     Attributes:
       value: `[..., n, m]`, the weight before rounding. It is what is trained.
@@ -86,33 +89,23 @@ class FakeQuantized(ImplicitArray, core_ndim=2, warn_on_materialize=False):
     value: Any
     options: tuple[tuple[str, Any], ...] = aux_field(default=(("dtype", "int8"),))
 
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(np.shape(self.value))
-
-    def compute_dtype(self) -> Any:
-        return self.value.dtype
-
     def materialize(self) -> jax.Array:
         return fake_quantize(self.value, **dict(self.options))
 
     def quantized(self) -> QuantizedMatrix:
-        """The stored matrix of the same values."""
+        """The quantized matrix of the same values, for when training is over."""
         return QuantizedMatrix.quantize(self.value, **dict(self.options))
 
 
-@primitive_handler(["dot_general", "conv_general_dilated"])
-def multiply_rounded(primitive: Any, x: jax.Array, w: FakeQuantized, **params: Any) -> jax.Array:
+@binary_handler(["dot_general", "conv_general_dilated"])
+def multiply_by_straight_through(call: BinaryCall, x: jax.Array, w: FakeQuantized) -> jax.Array:
     """The product with the rounded values."""
-    return primitive.bind(x, w.materialize(), **params)
-
-
-@primitive_handler(["dot_general", "conv_general_dilated"])
-def multiply_by_rounded(primitive: Any, w: FakeQuantized, x: jax.Array, **params: Any) -> jax.Array:
-    """The same with the weight first."""
-    return primitive.bind(w.materialize(), x, **params)
+    return call(x, w.materialize())
 
 
 @primitive_handler(["transpose", "reshape", "convert_element_type", "gather"])
-def as_rounded(primitive: Any, w: FakeQuantized, *others: jax.Array, **params: Any) -> jax.Array:
-    """What is no batch axis is that of the rounded values."""
+def apply_to_straight_through(
+    primitive: Primitive, w: FakeQuantized, *others: jax.Array, **params: Any
+) -> jax.Array:
+    """These give dense arrays of the rounded values, where they change more than batch axes."""
     return primitive.bind(w.materialize(), *others, **params)

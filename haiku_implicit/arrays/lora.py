@@ -6,18 +6,26 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from haiku_implicit.core.array import FROZEN, ImplicitArray, aux_field, is_implicit
+from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core.array import FROZEN, aux_field
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.sharding import padded_spec, split_fields
+from haiku_implicit.core.validation import expecting
+
+Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
 
 
 @dataclasses.dataclass
-class LoRA(ImplicitArray, core_ndim=2):
+class LoRA(Wrapper, core_ndim=2):
     """The weight `w + (alpha / rank) * a @ b`, of which `a` and `b` are trained and `w` is frozen.
 
     A product `x @ w` runs as `x @ w + (x @ a) @ b`, so that nothing of the size of `w` is made. (It
@@ -50,30 +58,33 @@ class LoRA(ImplicitArray, core_ndim=2):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        w, a, b = np.shape(self.w), np.shape(self.a), np.shape(self.b)
-        if len(w) < 2 or w[:-1] != a[:-1] or w[:-2] + a[-1:] + w[-1:] != b or not a[-1]:
-            raise ValueError(
-                "LoRA: expected w [..., n, m], a [..., n, r] and b [..., r, m] with equal leading "
-                f"axes and a rank r of 1 or more, got w {list(w)}, a {list(a)}, b {list(b)}"
-            )
         for name in ("w", "a", "b"):
             dtype = np.dtype(getattr(getattr(self, name), "dtype", object))
-            if not jnp.issubdtype(dtype, np.inexact):
-                raise TypeError(
-                    f"LoRA: {name} must be of a floating dtype, got {dtype.name}; integer codes go "
-                    "into a QuantizedMatrix, which can be the w of a LoRA"
-                )
+            sentence = (
+                f"LoRA: {name} must be of a floating dtype, got {dtype.name}; integer codes go into a "
+                "QuantizedMatrix, which can be the w of a LoRA"
+            )
+            with expecting(sentence, TypeError):
+                chex.assert_type(np.zeros((), dtype).real, jnp.floating)  # complex is allowed
+        self._check_shapes()
         alpha: Any = self.alpha
         if alpha is not None and not isinstance(alpha, numbers.Real):
             raise TypeError(f"LoRA: alpha must be a Python number or None, got {alpha!r}")
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"LoRA: alpha must be finite, got {alpha!r}")
 
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(np.shape(self.w))
-
-    def compute_dtype(self) -> Any:
-        return self.w.dtype
+    def _check_shapes(self) -> None:
+        w, a, b = np.shape(self.w), np.shape(self.a), np.shape(self.b)
+        sentence = (
+            "LoRA: expected w [..., n, m], a [..., n, r] and b [..., r, m] with equal leading axes and "
+            f"a rank r of 1 or more, got w {list(w)}, a {list(a)}, b {list(b)}"
+        )
+        with expecting(sentence):
+            chex.assert_shape([self.w, self.a], (..., None, None))
+            chex.assert_scalar_positive(a[-1])  # the rank
+            axes = chex.Dimensions(N=w[-2], M=w[-1], R=a[-1])
+            chex.assert_shape(self.a, (*w[:-2], *axes["NR"]))
+            chex.assert_shape(self.b, (*w[:-2], *axes["RM"]))
 
     @property
     def rank(self) -> int:
@@ -88,30 +99,24 @@ class LoRA(ImplicitArray, core_ndim=2):
 
     def delta(self) -> jax.Array:
         """The dense correction `scale * a @ b`."""
-        return _scaled(self.a, self) @ self.b
+        return _times_scale(self.a, self) @ self.b
 
     def materialize(self) -> jax.Array:
         return self.w + self.delta().astype(self.w.dtype)
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
         """`w` as the dense array, `a` by its rows and `b` by its columns; the rank is not split."""
-        parts = list(spec) + [None] * (self.ndim - len(spec))
-        *lead, n, m = parts
-        specs = dict(w=spec, a=PartitionSpec(*lead, n, None), b=PartitionSpec(*lead, None, m))
-        for name in specs:
-            part = getattr(self, name)
-            specs[name] = (
-                part.partition_spec(specs[name], mesh) if is_implicit(part) else specs[name]
-            )
-        return NotImplemented if NotImplemented in specs.values() else self._replace(**specs)
+        *lead, n, m = padded_spec(spec, self.ndim)
+        a, b = PartitionSpec(*lead, n, None), PartitionSpec(*lead, None, m)
+        return split_fields(self, mesh, w=spec, a=a, b=b)
 
 
-def _like(lora: LoRA, w: Any, a: Any, b: Any) -> LoRA:
+def _of_parts(lora: LoRA, w: Any, a: Any, b: Any) -> LoRA:
     """Other fields under the same scale; in a rule, where there is nothing to validate."""
     return lora._replace(w=w, a=a, b=b, shape=None, dtype=None)
 
 
-def _scaled(x: jax.Array, w: LoRA) -> jax.Array:
+def _times_scale(x: jax.Array, w: LoRA) -> jax.Array:
     """`x` times the correction's scale; the same `x`, and no equation, where that is 1."""
     return x if w.scale == 1.0 else x * w.scale
 
@@ -119,33 +124,15 @@ def _scaled(x: jax.Array, w: LoRA) -> jax.Array:
 # --- products ------------------------------------------------------------------------------------
 
 
-@primitive_handler("dot_general")
-def dot_with_lora(
-    primitive: Any, x: jax.Array, w: LoRA, *, dimension_numbers: Any, **params: Any
-) -> Any:
-    """`x · (w + ab)` as `x · w + (x · a) · b`."""
-    contract, batch = dimension_numbers
-    if not _goes_through_rank(w, contract[1]):
-        return _with_sum(primitive, [x, w], dimension_numbers=dimension_numbers, **params)
-    low = _dot_delta(x, w, contract, batch, False, params)
+@binary_handler("dot_general")
+def dot_with_lora(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
+    """`x · (w + ab)` as `x · w + (x · a) · b`, and `(w + ab) · x` as `w · x + a · (b · x)`."""
+    if not _goes_through_rank(w, call.contracted[1]):
+        return _with_sum(call.primitive, call.ordered(x, w), call.params)
+    low = _dot_delta(call, x, w)
     if low is NotImplemented:
         return NotImplemented
-    high = primitive.bind(x, w.w, dimension_numbers=dimension_numbers, **params)
-    return high + low.astype(high.dtype)
-
-
-@primitive_handler("dot_general")
-def dot_of_lora(
-    primitive: Any, w: LoRA, x: jax.Array, *, dimension_numbers: Any, **params: Any
-) -> Any:
-    """`(w + ab) · x` as `w · x + a · (b · x)`."""
-    contract, batch = [(right, left) for left, right in dimension_numbers]
-    if not _goes_through_rank(w, contract[1]):
-        return _with_sum(primitive, [w, x], dimension_numbers=dimension_numbers, **params)
-    low = _dot_delta(x, w, contract, batch, True, params)
-    if low is NotImplemented:
-        return NotImplemented
-    high = primitive.bind(w.w, x, dimension_numbers=dimension_numbers, **params)
+    high = call(x, w.w)
     return high + low.astype(high.dtype)
 
 
@@ -158,7 +145,7 @@ def _goes_through_rank(w: LoRA, contracted: Sequence[int]) -> bool:
     return len({w.ndim - 2, w.ndim - 1} & set(contracted)) == 1
 
 
-def _with_sum(primitive: Any, operands: Sequence[Any], **params: Any) -> jax.Array:
+def _with_sum(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> jax.Array:
     """A primitive on `w + ab`, for which a `w` that is itself implicit is made dense.
 
     Both are made again for a gradient, rather than kept.
@@ -173,32 +160,24 @@ def _with_sum(primitive: Any, operands: Sequence[Any], **params: Any) -> jax.Arr
     return jax.checkpoint(run)(operands)
 
 
-def _dot_delta(x: Any, w: LoRA, contract: Any, batch: Any, w_first: bool, params: Any) -> Any:
-    """The product of `x` and the correction, in `dot_general`'s order of axes.
-
-    Args:
-      x, w: the operands.
-      contract, batch: the contracted and the batch axes, each as (those of `x`, those of `w`).
-      w_first: whether `w` is the left operand.
-      params: the other parameters of the `dot_general`.
-    """
-    precision, preferred = params.get("precision"), params.get("preferred_element_type")
+def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
+    """The product of `x` and the correction, in `dot_general`'s order of axes."""
+    precision, preferred = call.params.get("precision"), call.params.get("preferred_element_type")
     algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
     common = _working_dtype(x, w)
     if algorithm and not x.dtype == w.dtype == common:
         return NotImplemented  # an algorithm is for the dtypes it was chosen for
     if any(not jnp.issubdtype(d, np.inexact) for d in (w.dtype, preferred or w.dtype)):
         return NotImplemented
-    operands = tuple(y.astype(common) for y in (x, w.a, w.b))
+    operands = x.astype(common), w.a.astype(common), w.b.astype(common)
     if preferred is not None:  # which must not be narrower than the operands
         preferred = jnp.promote_types(preferred, common)
     options = dict(precision=precision, preferred_element_type=preferred)
-    sharding = params.get("out_sharding")
-    if sorted(batch[1]) == list(range(w.ndim - 2)) and len(contract[1]) == 1:
-        return _dot_through_rank(operands, w, contract, batch, w_first, options, sharding)
-    if sharding is not None:
+    if sorted(call.batch[1]) == list(range(w.ndim - 2)) and len(call.contracted[1]) == 1:
+        return _dot_through_rank(call, operands, w, options)
+    if call.params.get("out_sharding") is not None:
         return NotImplemented
-    return _einsum_delta(operands, w, contract, batch, w_first, options)
+    return _einsum_delta(call, operands, w, options)
 
 
 def _working_dtype(x: Any, w: LoRA) -> Any:
@@ -210,58 +189,61 @@ def _working_dtype(x: Any, w: LoRA) -> Any:
 
 
 def _dot_through_rank(
-    operands: Any, w: LoRA, contract: Any, batch: Any, w_first: bool, options: Any, sharding: Any
+    call: BinaryCall, operands: Factors, w: LoRA, options: dict[str, Any]
 ) -> jax.Array:
     """Two dots, for one contracted axis of the matrix and every leading axis a batch axis."""
     x, a, b = operands
-    (x_contract, (axis,)), (x_batch, w_batch) = contract, batch
+    (x_contract, (axis,)), (x_batch, w_batch) = call.contracted, call.batch
     first, second = (a, b) if axis == w.ndim - 2 else (b, a)
     # The rank takes the place of the matrix's free axis in between, and of the contracted one in
     # the second factor. The batch axes come first in every result.
     inner = tuple(range(len(w_batch)))
-    options_in = options if sharding is None else {**options, "out_sharding": None}
+    ndim = x.ndim - len(x_contract) + 1
+    rank_axis = len(inner) if call.w_first else ndim - 1
+    options_in, sharding = options, call.params.get("out_sharding")
     if sharding is not None:
-        ndim = x.ndim - len(x_contract) + 1
-        spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
-        spec[len(inner) if w_first else -1] = None
-        options_in["out_sharding"] = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-        options = {**options, "out_sharding": sharding}
-    if w_first:
-        t = jax.lax.dot_general(first, x, (((axis,), x_contract), (w_batch, x_batch)), **options_in)
-        t = _scaled(t, w).astype(x.dtype)
-        numbers = (((axis,), (len(inner),)), (w_batch, inner))
-        return jax.lax.dot_general(second, t, numbers, **options)
-    t = jax.lax.dot_general(x, first, ((x_contract, (axis,)), (x_batch, w_batch)), **options_in)
-    t = _scaled(t, w).astype(x.dtype)
-    numbers = (((t.ndim - 1,), (axis,)), (inner, w_batch))
-    return jax.lax.dot_general(t, second, numbers, **options)
+        spec = list(padded_spec(sharding.spec, ndim))
+        spec[rank_axis] = None
+        options_in = options | dict(out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+        options = options | dict(out_sharding=sharding)
+
+    def dot(x: jax.Array, factor: jax.Array, contract: Any, batch: Any, options: Any) -> jax.Array:
+        numbers = (call.ordered(*contract), call.ordered(*batch))
+        return jax.lax.dot_general(*call.ordered(x, factor), numbers, **options)
+
+    t = dot(x, first, (x_contract, (axis,)), (x_batch, w_batch), options_in)
+    t = _times_scale(t, w).astype(x.dtype)
+    return dot(t, second, ((rank_axis,), (axis,)), (inner, w_batch), options)
 
 
 def _einsum_delta(
-    operands: Any, w: LoRA, contract: Any, batch: Any, w_first: bool, options: Any
+    call: BinaryCall, operands: Factors, w: LoRA, options: dict[str, Any]
 ) -> jax.Array:
     """Any other product: one contraction of `x`, `a` and `b`, in the cheapest order."""
     x, a, b = operands
-    w_axes, rank = list(range(w.ndim)), w.ndim
+    *lead, n, m = w_axes = list(range(w.ndim))
+    rank = w.ndim
     x_axes = [rank + 1 + i for i in range(x.ndim)]
-    for of_x, of_w in (contract, batch):
+    for of_x, of_w in (call.contracted, call.batch):
         for i, j in zip(of_x, of_w, strict=True):
-            x_axes[i] = w_axes[j]
-    shared = [*contract[1], *batch[1]]
-    free = [[i for i in axes if i not in shared] for axes in (x_axes, w_axes)]
-    out = [*batch[1], *(free[1] + free[0] if w_first else free[0] + free[1])]
-    *lead, n, m = w_axes
-    a_axes, b_axes = [*lead, n, rank], [*lead, rank, m]
-    return jnp.einsum(x, x_axes, _scaled(a, w), a_axes, b, b_axes, out, **options)
+            x_axes[i] = j
+    batch = call.batch[1]
+    free = [
+        [i for i in axes if i not in (*call.contracted[1], *batch)] for axes in (x_axes, w_axes)
+    ]
+    of_first, of_second = call.ordered(*free)
+    out = [*batch, *of_first, *of_second]
+    factors = _times_scale(a, w), [*lead, n, rank], b, [*lead, rank, m]
+    return jnp.einsum(x, x_axes, *factors, out, **options)
 
 
 @primitive_handler("conv_general_dilated")
-def conv_with_kernel(primitive: Any, x: jax.Array, w: LoRA, **params: Any) -> jax.Array:
+def conv_with_kernel(primitive: Primitive, x: jax.Array, w: LoRA, **params: Any) -> jax.Array:
     """A convolution with the kernel summed up.
 
     A kernel is small beside the images, and one convolution with `w + ab` costs half of two.
     """
-    return _with_sum(primitive, [x, w], **params)
+    return _with_sum(primitive, [x, w], params)
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -269,7 +251,7 @@ def conv_with_kernel(primitive: Any, x: jax.Array, w: LoRA, **params: Any) -> ja
 
 @primitive_handler("gather")
 def gather_rows(
-    primitive: Any,
+    primitive: Primitive,
     w: LoRA,
     ids: jax.Array,
     *,
@@ -297,7 +279,7 @@ def gather_rows(
     # the other factor's gradient.
     fill = 0 if mode == jax.lax.GatherScatterMode.FILL_OR_DROP else fill_value
     taken, other, rank_axis = (w.a, w.b, n) if axis == m else (w.b, w.a, m)
-    sizes = _without(slice_sizes, axis, w.rank)
+    sizes = _replaced(slice_sizes, axis, w.rank)
     t = primitive.bind(taken, ids, slice_sizes=sizes, fill_value=fill, **common)
 
     # Where the axes of the operand are in `t`: what is sliced at the offsets, the batch elsewhere.
@@ -308,60 +290,39 @@ def gather_rows(
         place[int(i)] = index_axes[j]
     lead = [place[i] for i in range(n)]
     numbers = (((place[axis],), (rank_axis,)), (lead, list(range(n))))
-    low = jax.lax.dot_general(_scaled(t, w), other, numbers)
+    low = jax.lax.dot_general(_times_scale(t, w), other, numbers)
     now = [*lead, *(i for i in range(t.ndim) if i not in (*lead, place[axis])), place[axis]]
     return high + jax.lax.transpose(low, np.argsort(now).tolist()).astype(high.dtype)
 
 
-def _without(values: Any, axis: int, instead: Any) -> tuple[Any, ...]:
+def _replaced(values: Sequence[Any], axis: int, instead: Any) -> tuple[Any, ...]:
     """A parameter that has a value for each axis, for a factor: the rank has its own at `axis`."""
     new = list(values)
     new[axis] = instead
     return tuple(new)
 
 
-@primitive_handler("slice")
-def slice_factors(
-    primitive: Any,
-    w: LoRA,
-    *,
-    start_indices: Any,
-    limit_indices: Any,
-    strides: Any,
-    **params: Any,
-) -> LoRA:
+@primitive_handler(["slice", "dynamic_slice"])
+def slice_factors(primitive: Primitive, w: LoRA, *starts: jax.Array, **params: Any) -> LoRA:
     """A slice of any axes: rows slice `a`, columns `b`, leading axes both."""
+    of_rank = dict(start_indices=0, limit_indices=w.rank, strides=1, slice_sizes=w.rank)
 
     def part(x: Any, rank_axis: int) -> Any:
-        return primitive.bind(
-            x,
-            start_indices=_without(start_indices, rank_axis, 0),
-            limit_indices=_without(limit_indices, rank_axis, w.rank),
-            strides=None if strides is None else _without(strides, rank_axis, 1),
-            **params,
-        )
+        own = {
+            name: _replaced(value, rank_axis, of_rank[name]) if value is not None else None
+            for name, value in params.items()
+        }
+        at = _replaced(starts, rank_axis, jnp.zeros_like(starts[-1])) if starts else ()
+        return primitive.bind(x, *at, **own)
 
-    own = dict(start_indices=start_indices, limit_indices=limit_indices, strides=strides)
-    return _like(w, primitive.bind(w.w, **own, **params), part(w.a, -1), part(w.b, -2))
-
-
-@primitive_handler("dynamic_slice")
-def dynamic_slice_factors(
-    primitive: Any, w: LoRA, *starts: jax.Array, slice_sizes: Any, **params: Any
-) -> LoRA:
-    """The same with starts known at run time."""
-    zero = jnp.zeros_like(starts[-1])
-
-    def part(x: Any, rank_axis: int) -> Any:
-        sizes = _without(slice_sizes, rank_axis, w.rank)
-        return primitive.bind(x, *_without(starts, rank_axis, zero), slice_sizes=sizes, **params)
-
-    sliced = primitive.bind(w.w, *starts, slice_sizes=slice_sizes, **params)
-    return _like(w, sliced, part(w.a, -1), part(w.b, -2))
+    sliced = primitive.bind(w.w, *starts, **params)
+    return _of_parts(w, sliced, part(w.a, -1), part(w.b, -2))
 
 
 @primitive_handler("split")
-def split_factors(primitive: Any, w: LoRA, *, sizes: Any, axis: int, **params: Any) -> list[LoRA]:
+def split_factors(
+    primitive: Primitive, w: LoRA, *, sizes: Any, axis: int, **params: Any
+) -> list[LoRA]:
     """Rows split `a`, columns `b`, leading axes both."""
 
     def parts(x: Any, rank_axis: int) -> list[Any]:
@@ -370,21 +331,21 @@ def split_factors(primitive: Any, w: LoRA, *, sizes: Any, axis: int, **params: A
         return list(primitive.bind(x, sizes=sizes, axis=axis, **params))
 
     fields = parts(w.w, -1), parts(w.a, w.ndim - 1), parts(w.b, w.ndim - 2)
-    return [_like(w, *part) for part in zip(*fields, strict=True)]
+    return [_of_parts(w, *part) for part in zip(*fields, strict=True)]
 
 
 @primitive_handler("transpose")
-def transpose_factors(primitive: Any, w: LoRA, *, permutation: Any, **params: Any) -> Any:
+def transpose_factors(primitive: Primitive, w: LoRA, *, permutation: Any, **params: Any) -> Any:
     """`(w + ab)ᵀ` is `wᵀ + bᵀaᵀ`; leading axes in any order."""
     core = w.ndim - 2, w.ndim - 1
     if tuple(sorted(permutation[-2:])) != core:
         return NotImplemented
     w_t, a_t, b_t = (primitive.bind(x, permutation=permutation, **params) for x in (w.w, w.a, w.b))
-    return _like(w, w_t, *((a_t, b_t) if permutation[-1] == core[1] else (b_t, a_t)))
+    return _of_parts(w, w_t, *((a_t, b_t) if permutation[-1] == core[1] else (b_t, a_t)))
 
 
 @primitive_handler("squeeze")
-def squeeze_matrix(primitive: Any, w: LoRA, *, dimensions: Any, **params: Any) -> Any:
+def squeeze_matrix(primitive: Primitive, w: LoRA, *, dimensions: Any, **params: Any) -> Any:
     """One row, column or element of the matrix is dense; `batch_axes` does the leading axes."""
     if max(dimensions, default=0) < w.ndim - 2:
         return NotImplemented
@@ -393,7 +354,7 @@ def squeeze_matrix(primitive: Any, w: LoRA, *, dimensions: Any, **params: Any) -
 
 
 @primitive_handler("reduce_sum")
-def sum_factors(primitive: Any, w: LoRA, *, axes: Any, **params: Any) -> Any:
+def sum_factors(primitive: Primitive, w: LoRA, *, axes: Any, **params: Any) -> Any:
     """`sum(w) + sum(a) @ b`, and the like for any axes."""
     if not jnp.issubdtype(w.dtype, np.inexact) or any(v is not None for v in params.values()):
         return NotImplemented
@@ -407,44 +368,44 @@ def _summed_delta(w: LoRA, axes: Sequence[int], precision: Any) -> jax.Array:
     *lead, n, m = range(w.ndim)
     rank = w.ndim
     out = [i for i in range(w.ndim) if i not in axes]
-    a_axes, b_axes = [*lead, n, rank], [*lead, rank, m]
-    return jnp.einsum(_scaled(w.a, w), a_axes, w.b, b_axes, out, precision=precision)
+    factors = _times_scale(w.a, w), [*lead, n, rank], w.b, [*lead, rank, m]
+    return jnp.einsum(*factors, out, precision=precision)
 
 
 # --- elementwise ---------------------------------------------------------------------------------
 
 
 @primitive_handler(["add", "sub"])
-def add_to_weight(primitive: Any, w: LoRA, x: jax.Array, **params: Any) -> Any:
+def add_to_weight(primitive: Primitive, w: LoRA, x: jax.Array, **params: Any) -> Any:
     """`(w ± x) + ab`."""
     if not _fits(x, w):
         return NotImplemented
-    return _like(w, primitive.bind(w.w, x, **params), w.a, w.b)
+    return _of_parts(w, primitive.bind(w.w, x, **params), w.a, w.b)
 
 
 @primitive_handler("sub")
-def subtract_from(primitive: Any, x: jax.Array, w: LoRA, **params: Any) -> Any:
+def subtract_from(primitive: Primitive, x: jax.Array, w: LoRA, **params: Any) -> Any:
     """`x - (w + ab)` is `(x - w) + (-a)b`."""
     if not _fits(x, w):
         return NotImplemented
-    return _like(w, primitive.bind(x, w.w, **params), -w.a, w.b)
+    return _of_parts(w, primitive.bind(x, w.w, **params), -w.a, w.b)
 
 
 @primitive_handler("neg")
-def negate(primitive: Any, w: LoRA, **params: Any) -> LoRA:
+def negate(primitive: Primitive, w: LoRA, **params: Any) -> LoRA:
     """`-(w + ab)` is `-w + (-a)b`."""
-    return _like(w, primitive.bind(w.w, **params), -w.a, w.b)
+    return _of_parts(w, primitive.bind(w.w, **params), -w.a, w.b)
 
 
 @primitive_handler(["mul", "div"])
-def rescale(primitive: Any, w: LoRA, x: jax.Array, **params: Any) -> Any:
+def rescale(primitive: Primitive, w: LoRA, x: jax.Array, **params: Any) -> Any:
     """Times, or by, a number, a factor for each row (`a` takes it), or for each column (`b`)."""
     by_rows = x.ndim == 0 or x.shape[-1] == 1
     if not _fits(x, w) or not (by_rows or x.shape[-2] == 1):
         return NotImplemented
     apply = jnp.multiply if primitive is jax.lax.mul_p else jnp.divide
     a, b = (apply(w.a, x), w.b) if by_rows else (w.a, apply(w.b, x))
-    return _like(w, primitive.bind(w.w, x, **params), a, b)
+    return _of_parts(w, primitive.bind(w.w, x, **params), a, b)
 
 
 def _fits(x: jax.Array, w: LoRA) -> bool:
@@ -455,7 +416,7 @@ def _fits(x: jax.Array, w: LoRA) -> bool:
 
 
 @primitive_handler("convert_element_type")
-def cast_fields(primitive: Any, w: LoRA, *, new_dtype: Any, **params: Any) -> Any:
+def cast_fields(primitive: Primitive, w: LoRA, *, new_dtype: Any, **params: Any) -> Any:
     """From one floating dtype to another; wider factors stay so, for the sake of their gradients.
 
     A product runs in the dtype of the dense one all the same (`_working_dtype`).
@@ -464,7 +425,7 @@ def cast_fields(primitive: Any, w: LoRA, *, new_dtype: Any, **params: Any) -> An
         return NotImplemented
     cast = primitive.bind(w.w, new_dtype=new_dtype, **params)
     a, b = (x.astype(_wider(x.dtype, new_dtype)) for x in (w.a, w.b))
-    return _like(w, cast, a, b)
+    return _of_parts(w, cast, a, b)
 
 
 def _wider(old: Any, new: Any) -> Any:
@@ -473,15 +434,13 @@ def _wider(old: Any, new: Any) -> Any:
 
 
 @primitive_handler("sharding_constraint")
-def constrain_sharding(primitive: Any, w: LoRA, *, sharding: Any, **params: Any) -> Any:
+def constrain_sharding(primitive: Primitive, w: LoRA, *, sharding: Any, **params: Any) -> Any:
     """Rows as the dense array's constrain `a`, columns `b`, leading axes both."""
     if not isinstance(sharding, NamedSharding):
         return NotImplemented
-    spec = (*sharding.spec, *(None,) * (w.ndim - len(sharding.spec)))
+    specs = w.partition_spec(sharding.spec, sharding.mesh)
     a, b = (
-        jax.lax.with_sharding_constraint(
-            x, NamedSharding(sharding.mesh, PartitionSpec(*_without(spec, axis, None)))
-        )
-        for x, axis in ((w.a, -1), (w.b, -2))
+        jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, spec))
+        for x, spec in ((w.a, specs.a), (w.b, specs.b))
     )
-    return _like(w, primitive.bind(w.w, sharding=sharding, **params), a, b)
+    return _of_parts(w, primitive.bind(w.w, sharding=sharding, **params), a, b)

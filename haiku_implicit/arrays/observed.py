@@ -1,4 +1,4 @@
-"""`Observed`: a weight that sees what it is multiplied by."""
+"""`Observed`: a weight that collects statistics of its inputs, as gradients."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,16 +7,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field
+from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core.array import aux_field, frozen_field
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 
 
 class Statistic(NamedTuple):
-    """What is summed up over the uses of a weight.
+    """A statistic of the inputs of a weight: a sum over its uses, and what is read from the sum.
 
     Attributes:
       shape: from the number of inputs `n` to the shape of the sum.
-      of: from the inputs `[b, n]` of one use, float32, to what is added.
+      of: from the inputs `[b, n]` of one use, float32, to what is added to the sum.
       read: from the sum `[..., *shape]` to the statistic.
     """
 
@@ -26,63 +29,37 @@ class Statistic(NamedTuple):
 
 
 @dataclasses.dataclass
-class Observed(ImplicitArray, core_ndim=2, warn_on_materialize=False):
-    """A dense weight, of whose inputs the gradient by `sums` is a statistic.
+class Observed(Wrapper, core_ndim=2, warn_on_materialize=False):
+    """A dense weight whose gradient with respect to `sums` is a statistic of its inputs.
 
-    That makes statistics of a pure function: differentiation collects them, through loops, branches,
-    checkpoints and stacks of layers. The gradient that arrives does not matter, only that one does.
-    Becoming dense costs nothing here, so it is no warning: `input_moments` says what was not seen.
+    So the statistics come from a pure function: differentiation collects them, through loops, branches,
+    checkpoints and stacks of layers. The cotangent's value does not matter, only that there is one.
+    Becoming dense costs nothing here and gives no warning: `input_moments` reports the weights whose
+    inputs were not seen.
 
     Attributes:
       w: `[..., n, m]`.
-      sums: `[..., *statistic.shape(n)]`, zeros, whose gradient is the sum of `statistic.of` of the
+      sums: `[..., *statistic.shape(n)]`, zeros. Their gradient is the sum of `statistic.of` over the
         inputs of all products `x @ w`.
-      statistic: which one.
+      statistic: the statistic.
     """
 
     w: Any = frozen_field()
     sums: Any = frozen_field()
     statistic: Statistic = aux_field()
 
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(self.w.shape)
 
-    def compute_dtype(self) -> Any:
-        return self.w.dtype
-
-    def materialize(self) -> jax.Array:
-        return self.w
-
-
-@primitive_handler("dot_general")
-def dot_with_observed(
-    primitive: Any, x: jax.Array, w: Observed, *, dimension_numbers: Any, **params: Any
-) -> Any:
-    """`x @ w`: what is contracted with the first axis of the weight is seen."""
-    return _observed_dot(primitive, x, w, dimension_numbers, False, params)
-
-
-@primitive_handler("dot_general")
-def dot_of_observed(
-    primitive: Any, w: Observed, x: jax.Array, *, dimension_numbers: Any, **params: Any
-) -> Any:
-    """The same with the weight first."""
-    return _observed_dot(primitive, x, w, dimension_numbers, True, params)
-
-
-def _observed_dot(
-    primitive: Any, x: jax.Array, w: Observed, numbers: Any, first: bool, params: Any
-) -> Any:
-    contract, batch = (pair[::-1] if first else pair for pair in numbers)
-    if w.ndim != 2 or tuple(contract[1]) != (0,) or batch[1]:
+@binary_handler("dot_general")
+def observe_inputs(call: BinaryCall, x: jax.Array, w: Observed) -> Any:
+    """`x @ w`: what is contracted with the first axis of the weight are its inputs."""
+    if w.ndim != 2 or tuple(call.contracted[1]) != (0,) or call.batch[1]:
         return NotImplemented
-    x = _seen(x, w.sums, contract[0][0], w.statistic)
-    operands = (w.w, x) if first else (x, w.w)
-    return primitive.bind(*operands, dimension_numbers=numbers, **params)
+    (axis,) = call.contracted[0]
+    return call(_observed(x, w.sums, axis, w.statistic), w.w)
 
 
-def _seen(x: jax.Array, sums: jax.Array, axis: int, statistic: Statistic) -> jax.Array:
-    """`x`, with a gradient by `sums`."""
+def _observed(x: jax.Array, sums: jax.Array, axis: int, statistic: Statistic) -> jax.Array:
+    """`x`; the gradient with respect to `sums` is its statistic."""
 
     @jax.custom_vjp
     def identity(x: jax.Array, sums: jax.Array) -> jax.Array:
@@ -99,15 +76,9 @@ def _seen(x: jax.Array, sums: jax.Array, axis: int, statistic: Statistic) -> jax
     return identity(x, sums)
 
 
-@primitive_handler("convert_element_type")
-def cast_observed(primitive: Any, w: Observed, **params: Any) -> Observed:
-    """A cast weight sees its inputs as well."""
-    return w._replace(w=primitive.bind(w.w, **params))
-
-
-@primitive_handler(["split", "slice"])
-def columns_observed(primitive: Any, w: Observed, **params: Any) -> Any:
-    """Columns of a weight have the same inputs: a gate's, of a recurrent one."""
+@primitive_handler(["convert_element_type", "split", "slice"])
+def keep_inputs(primitive: Primitive, w: Observed, **params: Any) -> Any:
+    """A cast weight has the same inputs, and so have columns of it, as those of a recurrent gate."""
     out = primitive.bind(w.w, **params)
     if any(part.shape[:-1] != w.shape[:-1] for part in jax.tree.leaves(out)):
         return NotImplemented
@@ -115,16 +86,16 @@ def columns_observed(primitive: Any, w: Observed, **params: Any) -> Any:
 
 
 @primitive_handler(["mul", "div"])
-def rescale_observed(primitive: Any, w: Observed, x: jax.Array, **params: Any) -> Any:
-    """Times, or by, a number or one for each column: the inputs are the same."""
+def rescale_columns(primitive: Primitive, w: Observed, x: jax.Array, **params: Any) -> Any:
+    """A weight times or divided by a number, or one for each column, has the same inputs."""
     if x.ndim and x.shape[-2] == w.shape[-2]:
         return NotImplemented
     return w._replace(w=primitive.bind(w.w, x, **params))
 
 
 @primitive_handler("transpose")
-def transposed_observed(primitive: Any, w: Observed, **params: Any) -> Any:
-    """What contracts the other axis sees nothing; the values are dense."""
+def transpose_dense(primitive: Primitive, w: Observed, **params: Any) -> jax.Array:
+    """A product that contracts the other axis is not observed: the values are dense."""
     return primitive.bind(w.w, **params)
 
 
@@ -132,9 +103,9 @@ def transposed_observed(primitive: Any, w: Observed, **params: Any) -> Any:
 
 MOMENTS = Statistic(lambda n: (n, n), lambda x: x.T @ x, lambda sums: sums)
 
-# Gradients add up, and a maximum is no sum. So the largest magnitudes of the uses are sorted into
-# classes, for each of which their number and their sum are counted. The mean of the highest class
-# that has any is the maximum, exactly so where a single use is in it.
+# Gradients add up, and a maximum is not a sum. So the largest magnitude of each use is sorted into one
+# of many classes, and each class counts its members and sums them up. The mean of the highest class
+# with a member is the maximum: exactly, if it has one member.
 _PER_OCTAVE = 8
 _CLASSES = 2 * 32 * _PER_OCTAVE  # of 2⁻³² to 2³²; the first and the last take what is beyond
 

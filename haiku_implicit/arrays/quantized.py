@@ -1,4 +1,4 @@
-"""Rules of `QuantizedMatrix`: products, and what its scales take."""
+"""Rules of `QuantizedMatrix`: products, and elementwise functions that change only the scales."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -14,52 +16,32 @@ from haiku_implicit.products.stored import quantized_dot, with_dense
 # --- products ------------------------------------------------------------------------------------
 
 
-@primitive_handler("dot_general")
-def dot_with_quantized(
-    primitive: Any, x: jax.Array, w: QuantizedMatrix, *, dimension_numbers: Any, **params: Any
-) -> jax.Array:
+@binary_handler("dot_general")
+def dot_with_codes(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> jax.Array:
     """A product with the codes, see `quantized_dot`."""
-    return quantized_dot(x, w, dimension_numbers, **params)
-
-
-@primitive_handler("dot_general")
-def dot_of_quantized(
-    primitive: Any, w: QuantizedMatrix, x: jax.Array, *, dimension_numbers: Any, **params: Any
-) -> jax.Array:
-    """A product with the codes, see `quantized_dot`."""
-    return quantized_dot(x, w, dimension_numbers, q_first=True, **params)
+    return quantized_dot(x, w, q_first=call.w_first, **call.params)
 
 
 @primitive_handler("dot_general")
 def dot_of_two_quantized(
-    primitive: Any, v: QuantizedMatrix, w: QuantizedMatrix, **params: Any
+    primitive: Primitive, v: QuantizedMatrix, w: QuantizedMatrix, **params: Any
 ) -> jax.Array:
     """Both are dequantized for the one product."""
     return with_dense(primitive, v, w, **params)
 
 
-@primitive_handler("conv_general_dilated")
-def convolve_with_quantized(
-    primitive: Any, x: jax.Array, w: QuantizedMatrix, **params: Any
-) -> jax.Array:
+@binary_handler("conv_general_dilated")
+def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> jax.Array:
     """A convolution with the kernel, dequantized for it: a kernel is small beside the images."""
-    return with_dense(primitive, x, w, **params)
-
-
-@primitive_handler("conv_general_dilated")
-def convolve_quantized(
-    primitive: Any, w: QuantizedMatrix, x: jax.Array, **params: Any
-) -> jax.Array:
-    """The same with the quantized operand first."""
-    return with_dense(primitive, w, x, **params)
+    return with_dense(call.primitive, *call.ordered(x, w), **call.params)
 
 
 # --- elementwise ---------------------------------------------------------------------------------
 
 
 @primitive_handler(["mul", "div"])
-def rescale(primitive: Any, w: QuantizedMatrix, x: jax.Array, **params: Any) -> Any:
-    """Times, or by, what is one number along the grouped axis: the scales take it."""
+def rescale(primitive: Primitive, w: QuantizedMatrix, x: jax.Array, **params: Any) -> Any:
+    """Times or divided by factors that are constant along the grouped axis: the scales take them."""
     if w.rounded_to is not None:
         return NotImplemented  # it was rounded before, not after
     if x.ndim:
@@ -76,7 +58,7 @@ def rescale(primitive: Any, w: QuantizedMatrix, x: jax.Array, **params: Any) -> 
 
 
 @primitive_handler("neg")
-def negate(primitive: Any, w: QuantizedMatrix, **params: Any) -> QuantizedMatrix:
+def negate(primitive: Primitive, w: QuantizedMatrix, **params: Any) -> QuantizedMatrix:
     """The negative of scales and offsets."""
 
     def negative(leaf: jax.Array) -> jax.Array:
@@ -88,7 +70,7 @@ def negate(primitive: Any, w: QuantizedMatrix, **params: Any) -> QuantizedMatrix
 
 @primitive_handler("convert_element_type")
 def cast(
-    primitive: Any, w: QuantizedMatrix, *, new_dtype: Any, sharding: Any = None, **params: Any
+    primitive: Primitive, w: QuantizedMatrix, *, new_dtype: Any, sharding: Any = None, **params: Any
 ) -> Any:
     """To another floating dtype: that of the values alone, codes and scales stay as they are."""
     if not jnp.issubdtype(new_dtype, np.floating) or sharding is not None:

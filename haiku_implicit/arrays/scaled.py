@@ -4,24 +4,30 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field, is_implicit
+from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core.array import aux_field, frozen_field, is_implicit
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.sharding import padded_spec, split_fields
+from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats
 
 
 @dataclasses.dataclass
-class ScaledMatrix(ImplicitArray, core_ndim=2):
+class ScaledMatrix(Wrapper, core_ndim=2):
     """The weight `diag(scale) @ matrix`, or `matrix @ diag(scale)`, around a matrix of any type.
 
     A product multiplies the other operand by the scale where the scaled axis is contracted, and its
-    own result otherwise; the matrix stays what it is. So a quantized one may hold a weight whose
-    input channels were brought to sizes that are easier to quantize (AWQ, SmoothQuant), and where it
-    quantizes activations as well, it does so behind the division by these sizes.
+    result otherwise; the matrix stays what it is. So a quantized matrix can hold a weight whose input
+    channels were rescaled to be easier to quantize (AWQ, SmoothQuant). If the matrix quantizes
+    activations as well, it does so after they were multiplied by the scale.
 
     Attributes:
       matrix: `[..., n, m]`, floating; usually itself implicit.
@@ -52,36 +58,29 @@ class ScaledMatrix(ImplicitArray, core_ndim=2):
             raise ValueError(f"ScaledMatrix: axis must be -2 or -1, got {self.axis!r}")
         for name in ("matrix", "scale"):
             dtype = np.dtype(getattr(getattr(self, name), "dtype", object))
-            if not jnp.issubdtype(dtype, np.floating):
-                raise TypeError(
-                    f"ScaledMatrix: {name} must be of a floating dtype, got {dtype.name}"
-                )
+            sentence = f"ScaledMatrix: {name} must be of a floating dtype, got {dtype.name}"
+            with expecting(sentence, TypeError):
+                chex.assert_type(np.zeros((), dtype), jnp.floating)
         matrix, scale = np.shape(self.matrix), np.shape(self.scale)
-        if len(matrix) < 2 or scale != (*matrix[:-2], matrix[self.axis]):
-            raise ValueError(
-                "ScaledMatrix: expected matrix [..., n, m] and scale "
-                f"[..., {'n' if self.axis == -2 else 'm'}] for axis {self.axis}, got matrix "
-                f"{list(matrix)}, scale {list(scale)}"
-            )
+        sentence = (
+            "ScaledMatrix: expected matrix [..., n, m] and scale "
+            f"[..., {'n' if self.axis == -2 else 'm'}] for axis {self.axis}, got matrix "
+            f"{list(matrix)}, scale {list(scale)}"
+        )
+        with expecting(sentence):
+            chex.assert_shape(self.matrix, (..., None, None))
+            chex.assert_shape(self.scale, (*matrix[:-2], matrix[self.axis]))
         super().__post_init__()
-
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(np.shape(self.matrix))
-
-    def compute_dtype(self) -> Any:
-        return self.matrix.dtype
 
     def materialize(self) -> jax.Array:
         lead = range(self.ndim - 2)
         return _times(self.matrix, self.scale, (*lead, self._scaled_axis)).astype(self.dtype)
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """The matrix as the dense array, the scale by the axis that it is along."""
-        parts = [*spec, *[None] * (self.ndim - len(spec))]
-        matrix = self.matrix.partition_spec(spec, mesh) if is_implicit(self.matrix) else spec
-        if matrix is NotImplemented:
-            return NotImplemented
-        return self._replace(matrix=matrix, scale=PartitionSpec(*parts[:-2], parts[self.axis]))
+        """The matrix as the dense array, the scale as the axis that it is along."""
+        *lead, n, m = padded_spec(spec, self.ndim)
+        scale = PartitionSpec(*lead, n if self.axis == -2 else m)
+        return split_fields(self, mesh, matrix=spec, scale=scale)
 
     def requantize(self, w: Any) -> Self:
         """Another weight of the same shape, held as this one is: quantized if the matrix is.
@@ -114,47 +113,25 @@ def _times(x: jax.Array, scale: jax.Array, places: Sequence[int]) -> jax.Array:
 # --- products ------------------------------------------------------------------------------------
 
 
-@primitive_handler("dot_general")
-def dot_with_scaled(
-    primitive: Any, x: jax.Array, w: ScaledMatrix, *, dimension_numbers: Any, **params: Any
-) -> Any:
+@binary_handler("dot_general")
+def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Any:
     """`x · diag(s) · m` as `(x · diag(s)) · m`, and `x · m · diag(s)` as `(x · m) · diag(s)`."""
-    return _dot(primitive, x, w, dimension_numbers, False, params)
-
-
-@primitive_handler("dot_general")
-def dot_of_scaled(
-    primitive: Any, w: ScaledMatrix, x: jax.Array, *, dimension_numbers: Any, **params: Any
-) -> Any:
-    """The same with the weight first."""
-    return _dot(primitive, x, w, dimension_numbers, True, params)
-
-
-def _dot(
-    primitive: Any, x: jax.Array, w: ScaledMatrix, numbers: Any, first: bool, params: Any
-) -> Any:
-    contract, batch = (pair[::-1] if first else pair for pair in numbers)
     if any(
         not jnp.issubdtype(d, np.inexact) or np.dtype(d).itemsize == 1  # too coarse to be scaled
-        for d in (x.dtype, params.get("preferred_element_type") or x.dtype)
+        for d in (x.dtype, call.params.get("preferred_element_type") or x.dtype)
     ):
         return NotImplemented
-
-    def product(x: jax.Array) -> jax.Array:
-        operands = (w.matrix, x) if first else (x, w.matrix)
-        out: jax.Array = primitive.bind(*operands, dimension_numbers=numbers, **params)
-        return out
-
+    contract, batch = call.contracted, call.batch
     of_scale = (*range(w.ndim - 2), w._scaled_axis)
     in_x = dict(zip((*contract[1], *batch[1]), (*contract[0], *batch[0]), strict=True))
     if set(of_scale) <= in_x.keys():
-        return product(_times(x, w.scale, [in_x[i] for i in of_scale]))
-    if set(of_scale) & set(contract[1]) or params.get("out_sharding") is not None:
+        return call(_times(x, w.scale, [in_x[i] for i in of_scale]), w.matrix)
+    if set(of_scale) & set(contract[1]) or call.params.get("out_sharding") is not None:
         return NotImplemented  # a stack of scales for one `x`, or a result that is split
-    out = product(x)
+    out = call(x, w.matrix)
     # `dot_general` has batch axes, then the free ones of the first operand, then of the second.
     free = [i for i in range(w.ndim) if i not in in_x]
-    start = len(batch[1]) if first else out.ndim - len(free)
+    start = len(batch[1]) if call.w_first else out.ndim - len(free)
     in_out = {axis: i for i, axis in enumerate(batch[1])}
     in_out |= {axis: start + i for i, axis in enumerate(free)}
     return _times(out, w.scale, [in_out[i] for i in of_scale])
@@ -164,7 +141,9 @@ def _dot(
 
 
 @primitive_handler("transpose")
-def transpose_scaled(primitive: Any, w: ScaledMatrix, *, permutation: Any, **params: Any) -> Any:
+def transpose_scaled(
+    primitive: Primitive, w: ScaledMatrix, *, permutation: Any, **params: Any
+) -> Any:
     """The two axes of the matrix change places, and so does that of the scale."""
     core = (w.ndim - 2, w.ndim - 1)
     if tuple(sorted(permutation[-2:])) != core:
@@ -176,7 +155,7 @@ def transpose_scaled(primitive: Any, w: ScaledMatrix, *, permutation: Any, **par
 
 
 @primitive_handler("convert_element_type")
-def cast_scaled(primitive: Any, w: ScaledMatrix, *, new_dtype: Any, **params: Any) -> Any:
+def cast_scaled(primitive: Primitive, w: ScaledMatrix, *, new_dtype: Any, **params: Any) -> Any:
     """To another floating dtype: the matrix is cast, the scale keeps its digits."""
     if not jnp.issubdtype(new_dtype, np.floating):
         return NotImplemented

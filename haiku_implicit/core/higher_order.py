@@ -169,13 +169,12 @@ def _fixed_point(
 
     The structures only ever lose implicit parts, so that this ends.
     """
-    transform = None
     while True:
-        new = step(carry, transform)
-        joined = list(map(structure.join, carry, new.out))
-        if all(map(structure.same, joined, carry)) and transform is not None:
+        new = step(carry, structure.Coerce(carry, name, meet=True))
+        out = new.out[: len(carry)]
+        if all(map(structure.same, out, carry)):
             return new
-        carry, transform = joined, structure.Coerce(joined, name)
+        carry = out
 
 
 @_handles(jex.while_p)

@@ -1,6 +1,5 @@
 """The interpreter: a loop over a jaxpr's equations, and what one equation does to implicit operands."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,20 +46,28 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
 
+    outer = source_info_util.current_name_stack()
     for eqn, dead in zip(jaxpr.eqns, _last_uses(jaxpr), strict=True):
         operands = [read(v) for v in eqn.invars]
-        with _context_of(eqn):
-            if any(map(is_implicit, operands)) or _makes_boxes(eqn):
-                results = apply(eqn.primitive, operands, eqn.params)
-                _check_results(eqn, operands, results)
-            elif are_literals(eqn, operands):
-                results = fold(eqn, operands)
-            else:
-                results = bind(eqn.primitive, operands, eqn.params)
+        # The name stack, the traceback and the settings that the equation was traced with.
+        info = eqn.source_info
+        name_stack = outer + info.name_stack
+        with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
+            results = _evaluate(eqn, operands)
         env.update(zip(eqn.outvars, results, strict=True))
         for var in dead:
             del env[var]
     return [read(v) for v in jaxpr.outvars]
+
+
+def _evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    if any(map(is_implicit, operands)) or _makes_boxes(eqn):
+        results = apply(eqn.primitive, operands, eqn.params)
+        _check_results(eqn, operands, results)
+        return results
+    if are_literals(eqn, operands):
+        return fold(eqn, operands)
+    return bind(eqn.primitive, operands, eqn.params)
 
 
 def apply(
@@ -249,30 +256,31 @@ def _run_own(
     return out
 
 
-@contextlib.contextmanager
-def _context_of(eqn: JaxprEqn) -> Any:
-    """The name stack, traceback and settings under which an equation was traced."""
-    info = eqn.source_info
-    name_stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
-        yield
-
-
 @functools.lru_cache(maxsize=1024)
 def _last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
     """For each equation the variables that nothing reads after it: their buffers can go."""
-    seen = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    dead = []
-    for eqn in reversed(jaxpr.eqns):
-        mine = {v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)} - seen
-        seen |= mine
-        dead.append(list(mine))
-    return dead[::-1]
+    last: dict[Any, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        for v in eqn.outvars:
+            last[v] = i
+        for v in eqn.invars:
+            if not isinstance(v, Literal):
+                last[v] = i
+    for v in jaxpr.outvars:
+        if not isinstance(v, Literal):
+            last.pop(v, None)
+    dead: list[list[Any]] = [[] for _ in jaxpr.eqns]
+    for v, i in last.items():
+        dead[i].append(v)
+    return dead
 
 
 def _makes_boxes(eqn: JaxprEqn) -> bool:
-    return eqn.primitive in BOXES or any(
-        _jaxpr_makes_boxes(sub) for value in eqn.params.values() for sub in _jaxprs_in(value)
+    return eqn.primitive in HIGHER_ORDER and (
+        eqn.primitive in BOXES
+        or any(
+            _jaxpr_makes_boxes(sub) for value in eqn.params.values() for sub in _jaxprs_in(value)
+        )
     )
 
 

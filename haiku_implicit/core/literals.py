@@ -47,8 +47,8 @@ def are_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
     """Whether an equation computes numbers from literals alone (`jnp.clip` casts its limits so)."""
     return (
         len(operands) > 0
+        and all(isinstance(v.aval, jax.core.ShapedArray) and not v.aval.shape for v in eqn.outvars)
         and not any(isinstance(x, jax.Array) or np.ndim(x) for x in operands)
-        and all(isinstance(v.aval, jax.core.ShapedArray) and not v.aval.ndim for v in eqn.outvars)
         and eqn.primitive in DIFFERENTIABLE
     )
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.array import dense_struct
+from haiku_implicit.core.array import ImplicitArray, dense_struct, is_implicit
 
 
 def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> Any:
@@ -44,3 +44,27 @@ def left_to_partitioner(fun: Callable[..., jax.Array], sharding: Any) -> Callabl
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in pairs if kind == AxisType.Explicit)
     return jax.sharding.auto_axes(fun, axes=axes, out_sharding=sharding)
+
+
+def padded_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
+    """The entries of a partition spec, one for each axis."""
+    return (*spec, *[None] * (ndim - len(spec)))
+
+
+def split_fields(x: ImplicitArray, mesh: Any, **specs: PartitionSpec) -> Any:
+    """What `partition_spec` returns for an array, from a spec for each of its fields.
+
+    All arrays in a field are split by the spec of the field, an implicit one as its type says.
+    """
+
+    def split(y: Any, spec: PartitionSpec) -> Any:
+        return y.partition_spec(spec, mesh) if is_implicit(y) else spec
+
+    found = {
+        name: jax.tree.map(
+            functools.partial(split, spec=spec), getattr(x, name), is_leaf=is_implicit
+        )
+        for name, spec in specs.items()
+    }
+    leaves = jax.tree.leaves(found, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    return NotImplemented if any(s is NotImplemented for s in leaves) else x._replace(**found)

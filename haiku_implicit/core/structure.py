@@ -78,20 +78,22 @@ class Coerce:
 
     Args:
       targets, name, reason: as for `coerce`.
+      meet: whether a value that has less implicit parts than its target keeps what it has, where
+        otherwise that is an error.
     """
 
-    def __init__(self, targets: Sequence[Any], name: str, reason: str = ""):
-        self.targets, self.name, self.reason = list(targets), name, reason
+    def __init__(self, targets: Sequence[Any], name: str, reason: str = "", meet: bool = False):
+        self.targets, self.name, self.reason, self.meet = list(targets), name, reason, meet
         leaves, treedef = jax.tree_util.tree_flatten(self.targets)
         avals = ((x.shape, x.dtype, compat.varying(x)) for x in leaves)
-        self.key = (treedef, tuple(avals), name, reason)
+        self.key = (treedef, tuple(avals), name, reason, meet)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         # Values beyond the targets (the stacked results of a scan) stay as they are.
         head, tail = values[: len(self.targets)], values[len(self.targets) :]
+        targets = map(join, self.targets, map(structure, head)) if self.meet else self.targets
         why = self.name, self.reason
-        own = [coerce(x, to, *why) for x, to in zip(head, self.targets, strict=True)]
-        return [*own, *tail]
+        return [*(coerce(x, to, *why) for x, to in zip(head, targets, strict=True)), *tail]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Coerce) and self.key == other.key

@@ -1,7 +1,7 @@
-"""Calibration: finding the scales of groups, and storing them.
+"""Calibration: finding the scales of stored matrices.
 
-Everything here sees blocks `[..., n]`: the elements that share a scale (and an offset), in float32 or
-float64. Scales and offsets are `[..., 1]`.
+All functions here take blocks `[..., n]`, in float32 or float64: the elements along the last axis share
+a scale (and an offset). Scales and offsets are `[..., 1]`.
 """
 
 import functools
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.numerics import formats
+from haiku_implicit.numerics import formats, options, ranges
 from haiku_implicit.numerics.formats import Format
 
 
 class Scales(NamedTuple):
-    """What a block's values are `scale * decode(code) + offset` of.
+    """Scales and offsets: the values of a block are `scale * decode(code) + offset`.
 
     Attributes:
       scale: `[..., 1]`; zero for a block of equal values.
@@ -26,22 +26,6 @@ class Scales(NamedTuple):
 
     scale: jax.Array
     offset: jax.Array | None = None
-
-
-class Method(NamedTuple):
-    """A calibration method.
-
-    Attributes:
-      find: `(blocks, format, *arguments) -> Scales`.
-      arguments: the defaults of its numbers.
-      about: what users read of it.
-      is_search: whether it looks among scales: `find` takes `rounding` and `weight` last then.
-    """
-
-    find: Callable[..., Scales]
-    arguments: tuple[float | None, ...]
-    about: str
-    is_search: bool = False
 
 
 Rounding = Callable[[Scales], Scales]
@@ -69,26 +53,14 @@ def calibrate(
       weight: what each squared error counts in a search, broadcastable to `w`.
 
     Raises:
-      ValueError: for a method that does not exist, does not fit to the format, or has other numbers.
+      ValueError: for an unknown method, one that does not fit the format, or wrong numbers.
     """
-    name, *numbers = str(method or _default(fmt)).replace(" ", "").split(",")
-    if name not in METHODS:
-        raise ValueError(f"calibration: expected one of {', '.join(METHODS)}, got {method!r}")
-    known = METHODS[name]
-    try:
-        given = [float(x) for x in numbers]
-    except ValueError:
-        raise ValueError(f"calibration: expected numbers after {name!r}, got {method!r}") from None
-    defaults = known.arguments
-    arguments = [*given, *defaults[len(given) :]]
-    if len(given) > len(defaults) or None in arguments:
-        raise ValueError(
-            f"calibration: expected {len(defaults)} numbers after {name!r}, got {method!r}"
-        )
-    if not np.isfinite(np.asarray(arguments, float)).all():
-        raise ValueError(f"calibration: expected finite numbers after {name!r}, got {method!r}")
-    of_search = (rounding, weight) if known.is_search else ()
-    return known.find(w, fmt, *arguments, *of_search)
+    name, numbers = options.parse("calibration", method or _default(fmt), METHODS)
+    if name == "mse":
+        return _mse(w, fmt, rounding, weight)
+    if name == "hqq":
+        return _hqq(w, fmt, int(numbers[0]) if numbers else _HQQ_STEPS)
+    return _by_range(w, fmt, name, numbers)
 
 
 def _default(fmt: Format) -> str:
@@ -97,76 +69,44 @@ def _default(fmt: Format) -> str:
     return "absmean" if fmt.name in formats.BY_MEAN else "absmax"
 
 
-# --- methods -----------------------------------------------------------------------------------
+# How many numbers each method takes, at least and at most: the ranges, with the mean magnitude (binary
+# as in XNOR-Net, arXiv:1603.05279, ternary as in BitNet b1.58), and two searches.
+METHODS = ranges.METHODS | {"fixed": (2, 2), "absmean": (0, 0), "mse": (0, 0), "hqq": (0, 1)}
 
 
-def _absmax(w: jax.Array, fmt: Format) -> Scales:
-    """The largest magnitude of a block is a value of its codes."""
-    return _symmetric(jnp.max(jnp.abs(w), axis=-1, keepdims=True), w, fmt)
+# --- scales from ranges --------------------------------------------------------------------------
 
 
-def _absmean(w: jax.Array, fmt: Format) -> Scales:
-    """The mean magnitude: binary as in XNOR-Net (arXiv:1603.05279), ternary as in BitNet b1.58."""
-    unit = _unit(w)
-    return _symmetric(unit * jnp.mean(jnp.abs(w / unit), axis=-1, keepdims=True), w, fmt)
-
-
-def _rms(w: jax.Array, fmt: Format, factor: float) -> Scales:
-    """A multiple of the root of the mean square."""
-    if factor <= 0:
-        raise ValueError(f"calibration: expected a positive factor after 'rms', got {factor:g}")
-    unit = _unit(w)
-    rms = jnp.sqrt(jnp.mean((w / unit) ** 2, axis=-1, keepdims=True))
-    return _symmetric(factor * rms * unit, w, fmt)
-
-
-def _percentile(w: jax.Array, fmt: Format, percent: float) -> Scales:
-    """A percentile of the magnitudes; with an offset, of the values at either side."""
-    if not 50 < percent <= 100:
-        raise ValueError(f"calibration: expected a percentile above 50 to 100, got {percent:g}")
-    if fmt.offset:
-        low, high = (jnp.percentile(w, p, axis=-1, keepdims=True) for p in (100 - percent, percent))
-        return _range(low, high, fmt)
-    return _symmetric(jnp.percentile(jnp.abs(w), percent, axis=-1, keepdims=True), w, fmt)
-
-
-def _fixed(w: jax.Array, fmt: Format, low: float, high: float) -> Scales:
-    """A range that is known beforehand. (NaN, which has no code, makes the block's scale NaN.)"""
-    if not low < high:
+def _by_range(
+    w: jax.Array, fmt: Format, method: str = "minmax", numbers: tuple[float, ...] = ()
+) -> Scales:
+    """Scales such that the ends of a range are values of the codes."""
+    if method == "percentile" and numbers and not 50 < numbers[0] <= 100:
+        raise ValueError(f"calibration: expected a percentile above 50 to 100, got {numbers[0]:g}")
+    if method == "fixed" and not numbers[0] < numbers[1]:
         raise ValueError(
-            f"calibration: expected 'fixed,LOW,HIGH', low first, got {low:g}, {high:g}"
+            f"calibration: expected 'fixed,LOW,HIGH', low first, got {numbers[0]:g}, {numbers[1]:g}"
         )
-    broken = jnp.isnan(w).any(axis=-1, keepdims=True)
-
-    def end(value: float) -> jax.Array:
-        return jnp.where(broken, jnp.nan, jnp.asarray(value, w.dtype))
-
-    if fmt.offset:
-        return _range(end(low), end(high), fmt)
-    return _symmetric(end(max(abs(low), abs(high))), w, fmt)
-
-
-def _symmetric(largest: jax.Array, w: jax.Array, fmt: Format) -> Scales:
-    """Scales such that the largest code is a given value."""
-    if fmt.offset:
-        return _range(-largest, largest, fmt)
-    return Scales(largest / fmt.largest)
+    find = functools.partial(
+        ranges.find, method=method, numbers=numbers, axis=-1, symmetric=not fmt.offset
+    )
+    if method not in ("rms", "absmean"):
+        return _spanning(*find(w), fmt)
+    unit = _unit(w)
+    return _spanning(None, find(w / unit)[1] * unit, fmt)
 
 
-def _minmax(w: jax.Array, fmt: Format) -> Scales:
-    """The smallest and the largest value of a block are values of its codes."""
-    if not fmt.offset:
-        return _absmax(w, fmt)
-    return _range(w.min(axis=-1, keepdims=True), w.max(axis=-1, keepdims=True), fmt)
+def _spanning(low: jax.Array | None, high: jax.Array, fmt: Format) -> Scales:
+    """Scales (and offsets) such that the codes span a range.
 
-
-def _range(low: jax.Array, high: jax.Array, fmt: Format) -> Scales:
-    """Scale and offset such that the codes 0 to `largest` span a range.
-
-    Where zero lies in it, it is one of the codes' values exactly: the offset is a multiple of the
-    scale, whose last bits are cleared so that the multiple is exact (also where a compiler fuses
+    Without an offset the largest code stands for the upper end. With one, the codes 0 to `largest` span
+    the range. If zero lies in it, zero is one of the codes' values exactly: the offset is a multiple of
+    the scale, whose last bits are cleared so that the multiple is exact (also where a compiler fuses
     `scale * code + offset` into one rounding).
     """
+    if not fmt.offset:
+        return Scales(high / fmt.largest)
+    low = -high if low is None else low
     scale = (high / 2 - low / 2) / (fmt.largest / 2)  # halves, because the difference may overflow
     info = jnp.finfo(low.dtype)
     scale = jax.lax.reduce_precision(scale, exponent_bits=info.nexp, mantissa_bits=info.nmant - 8)
@@ -174,14 +114,17 @@ def _range(low: jax.Array, high: jax.Array, fmt: Format) -> Scales:
     return Scales(scale, jnp.where((low <= 0) & (high >= 0), 0 - zero * scale, low))
 
 
-# Of the range that absmax or minmax give, in steps that lose less than 1 % of the error to a finer
-# search on normal and on real weights. The first one is for scales that are powers of two: it
-# rounds up where 1 rounds down.
+# --- searches ------------------------------------------------------------------------------------
+
+# The candidates, as parts of the range that absmax or minmax finds. With finer steps the error shrinks
+# by less than 1 %, on normal and on real weights. The first one is for scales that are powers of two:
+# it rounds up where 1 rounds down.
 _FACTORS = (1.42, *np.linspace(1.0, 0.4, 31))
-_REFITS = 4  # of what was found, to the codes that it leads to
+_HQQ_STEPS = 20
+_REFITS = 4  # how often the best candidate is refitted to its own codes
 
 
-# Jitted, as are other loops here, so that one program serves all weights of a shape.
+# Jitted, like the other loops here, so that all weights of a shape share one compiled program.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _mse(
     w: jax.Array,
@@ -189,12 +132,13 @@ def _mse(
     rounding: Rounding = _unchanged,
     weight: jax.Array | float = 1.0,
 ) -> Scales:
-    """The least squared error among scales of shrunken ranges, each refitted to its own codes.
+    """The scales of least squared error among those of smaller and smaller ranges.
 
-    The scale that fits given codes best is a linear regression of the values on the codes (GGML's
-    `make_qx_quants` does so, too). Codes that reach further down than up are tried upside down.
+    Each candidate is refitted to its own codes: the scale that fits given codes best is a linear
+    regression of the values on the codes, as in GGML's `make_qx_quants`. For codes that reach further
+    down than up, negative scales are tried as well.
     """
-    first = _minmax(w, fmt)
+    first = _by_range(w, fmt)
     signs = (1.0, -1.0) if -fmt.lowest > fmt.largest else (1.0,)
     factors = jnp.asarray([sign * f for sign in signs for f in _FACTORS], w.dtype)
 
@@ -228,7 +172,7 @@ def refit(w: jax.Array, scales: Scales, fmt: Format, weight: jax.Array | float =
       fmt: the format.
       weight: what each squared error counts, broadcastable to `w`.
     """
-    q = formats.decode(formats.nearest(_relative(w, scales), fmt), w.dtype, fmt)
+    q = formats.decode(encode(w, *scales, fmt), w.dtype, fmt)
     sums = functools.partial(jnp.sum, axis=-1, keepdims=True)
     unit = _unit(w)
     w, weight = w / unit, jnp.broadcast_to(weight, w.shape)
@@ -256,15 +200,15 @@ def _squared_error(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _hqq(w: jax.Array, fmt: Format, steps: float) -> Scales:
+def _hqq(w: jax.Array, fmt: Format, steps: int) -> Scales:
     """Half-quadratic quantization: offsets for few large errors (Badri & Shaji 2023).
 
-    Minimizes the p-norm of the error for p = 0.7 by turns: the error is split into a sparse part,
-    by the generalized soft threshold, and a rest, whose mean the offset takes.
+    Minimizes the p-norm of the error for p = 0.7 in alternating steps: the generalized soft threshold
+    splits the error into a sparse part and a rest, and the offset takes the mean of the rest.
     """
     if not fmt.offset:
         raise ValueError(f"calibration: 'hqq' needs a format with an offset, got {fmt.name!r}")
-    first = _range(w.min(axis=-1, keepdims=True), w.max(axis=-1, keepdims=True), fmt)
+    first = _by_range(w, fmt)
     scale, offset = first.scale, jnp.asarray(first.offset)
     p, kappa = 0.7, 1.01
 
@@ -279,44 +223,27 @@ def _hqq(w: jax.Array, fmt: Format, steps: float) -> Scales:
         shift = jnp.mean(error - sparse, axis=-1, keepdims=True)
         return (offset + shift * scale, beta * kappa), None
 
-    (offset, _), _ = jax.lax.scan(step, (offset, jnp.asarray(10.0, w.dtype)), length=int(steps))
+    (offset, _), _ = jax.lax.scan(step, (offset, jnp.asarray(10.0, w.dtype)), length=steps)
     found = Scales(scale, offset)
     better = _squared_error(w, found, fmt) < _squared_error(w, first, fmt)
     return Scales(scale, jnp.where(better, offset, jnp.asarray(first.offset)))
-
-
-METHODS: dict[str, Method] = {
-    "absmax": Method(_absmax, (), "the largest magnitude"),
-    "absmean": Method(_absmean, (), "the mean magnitude"),
-    "minmax": Method(_minmax, (), "smallest and largest value; absmax without an offset"),
-    "rms": Method(_rms, (3.0,), "'rms,F': F times the root mean square"),
-    "percentile": Method(_percentile, (99.5,), "'percentile,P': the P-th percentile"),
-    "fixed": Method(_fixed, (None, None), "'fixed,LOW,HIGH': a range known beforehand"),
-    "mse": Method(_mse, (), "a search for the least squared error", is_search=True),
-    "hqq": Method(_hqq, (20.0,), "half-quadratic quantization; formats with an offset"),
-}
 
 
 # --- codes -------------------------------------------------------------------------------------
 
 
 def _unit(w: jax.Array) -> jax.Array:
-    """What sums over a block are taken in units of: squares overflow, and underflow, early."""
+    """The largest magnitude of a block. Sums are taken in units of it, as squares overflow early."""
     return _divisor(jnp.max(jnp.abs(w), axis=-1, keepdims=True))
 
 
 def _divisor(x: jax.Array) -> jax.Array:
-    """What may be divided by: a block of one value alone has a scale of zero."""
+    """Ones in place of zeros: the scale of a block is zero where all its values are equal."""
     return jnp.where(x == 0, 1, x)
 
 
-def _relative(w: jax.Array, scales: Scales) -> jax.Array:
-    shifted = w if scales.offset is None else w - scales.offset
-    return jnp.where(scales.scale == 0, 0, shifted / _divisor(scales.scale))
-
-
 def _rounded(w: jax.Array, scales: Scales, fmt: Format) -> jax.Array:
-    return formats.scaled(formats.nearest(_relative(w, scales), fmt), *scales, fmt)
+    return formats.scaled(encode(w, *scales, fmt), *scales, fmt)
 
 
 def encode(w: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format) -> jax.Array:
@@ -329,6 +256,6 @@ def encode(w: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format
       fmt: the format.
     """
     dtype = formats.arithmetic_dtype(w.dtype)
-    offset = None if offset is None else offset.astype(dtype)
-    relative = _relative(w.astype(dtype), Scales(scale.astype(dtype), offset))
-    return formats.nearest(relative, fmt)
+    w, scale = w.astype(dtype), scale.astype(dtype)
+    shifted = w if offset is None else w - offset.astype(dtype)
+    return formats.nearest(jnp.where(scale == 0, 0, shifted / _divisor(scale)), fmt)

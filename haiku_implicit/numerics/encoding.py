@@ -13,7 +13,7 @@ _BLOCK = 256  # how many scales share a scale of theirs, in 'double'
 
 
 class Encoded(NamedTuple):
-    """Codes and scales of rows: what `QuantizedMatrix` is made of, under the names of its fields.
+    """Codes and scales of the rows of a stored matrix, under the names of `QuantizedMatrix`'s fields.
 
     Attributes:
       codes: `[..., rows, stored]`, packed.
@@ -39,15 +39,15 @@ def encode_rows(
     scale_dtype: Any = None,
     moments: jax.Array | None = None,
 ) -> Encoded:
-    """Codes, scales and offsets of rows, of which elements along the last axis share a scale.
+    """Codes, scales and offsets of the rows of a stored matrix.
 
     Args:
       stored: `[..., rows, k]`, floating.
       dtype, group_size, zero_point, method (`calibration`), scale_dtype: as for
         `QuantizedMatrix.quantize`.
-      moments: `[..., k, k]`, of what the weight is multiplied by the sums of products of elements, to
-        round for the least error of the product (`gptq`). Or their diagonal, `[..., k]`: this weighs
-        errors in a search for scales, and elements are rounded to the nearest codes.
+      moments: `[..., k, k]`, xᵀx of the inputs x `[n, k]`, to round for the least error of the product
+        (`gptq`). Or the diagonal, `[..., k]`: this weighs errors in a search for scales, and elements
+        are rounded to the nearest codes.
     """
     fmt, recipe = formats.for_quantizing(dtype, zero_point)
     if recipe is not None:
@@ -131,7 +131,7 @@ def _checked_moments(moments: Any, stored: jax.Array) -> jax.Array:
 
 
 def _importance(stored: jax.Array, moments: jax.Array, tile: tuple[int, int]) -> jax.Array:
-    """What the squared error of each element counts: the mean square of what it is multiplied by."""
+    """The weight of each element's squared error: the mean square of the inputs it multiplies."""
     if moments.ndim == stored.ndim:
         moments = jnp.diagonal(moments, axis1=-2, axis2=-1)
     return _blocks(jnp.broadcast_to(moments[..., None, :], stored.shape), tile)
@@ -146,18 +146,12 @@ def _prescribed(name: str, given: Any, needed: Any, dtype: Any) -> Any:
 def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -> tuple[int, int]:
     """How many rows, and how many elements of each, share a scale."""
     rows, length = core
-    if group_size is None:
-        return 1, length
-    if isinstance(group_size, str):
-        if group_size != "tensor":
-            raise ValueError(
-                f"group_size: expected a number, a pair, 'tensor' or None, got {group_size!r}"
-            )
-        return rows, length
+    if group_size is None or group_size == "tensor":
+        return (1 if group_size is None else rows), length
     pair = group_size if isinstance(group_size, tuple | list) else (1, group_size)
-    if len(pair) != 2:
+    if isinstance(group_size, str) or len(pair) != 2:
         raise ValueError(
-            "group_size: expected a pair (rows, elements), a number, 'tensor' or None, got "
+            "group_size: expected a number, a pair (rows, elements), 'tensor' or None, got "
             f"{group_size!r}"
         )
     tile, g = pair

@@ -6,6 +6,7 @@ Everything here works along the last axis, in *groups*: `g` consecutive elements
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -127,7 +128,7 @@ class Recipe(NamedTuple):
     Attributes:
       format: the format of the codes.
       group_size: how many elements share a scale.
-      scale_dtype: the format of the scales, see `calibration.store_scale`.
+      scale_dtype: the format of the scales, see `QuantizedMatrix.quantize`.
     """
 
     format: str
@@ -143,8 +144,13 @@ RECIPES = {
 }
 
 
-def find(name: Any) -> Format:
+def find(name: Any, option: str = "dtype", also: Iterable[str] = ()) -> Format:
     """The format of this name; a dtype of the same name will do.
+
+    Args:
+      name: what was given.
+      option: the name of the option, for errors.
+      also: other names that the option takes, for errors.
 
     Raises:
       ValueError: for an unknown format.
@@ -152,7 +158,7 @@ def find(name: Any) -> Format:
     key = name if isinstance(name, str) else _dtype_name(name)
     key = _ALIASES.get(key, key)
     if key not in FORMATS:
-        raise ValueError(f"dtype: expected one of {', '.join(FORMATS)}, got {name!r}")
+        raise ValueError(f"{option}: expected one of {', '.join([*FORMATS, *also])}, got {name!r}")
     return FORMATS[key]
 
 
@@ -169,14 +175,8 @@ def for_quantizing(name: Any, zero_point: bool) -> tuple[Format, Recipe | None]:
     Raises:
       ValueError: for an unknown format, or one that has no zero point where one is asked for.
     """
-    if isinstance(name, str) and name in RECIPES:
-        fmt, recipe = FORMATS[RECIPES[name].format], RECIPES[name]
-    else:
-        try:
-            fmt, recipe = find(name), None
-        except ValueError:
-            known = ", ".join([*FORMATS, *RECIPES])
-            raise ValueError(f"dtype: expected one of {known}, got {name!r}") from None
+    recipe = RECIPES.get(name) if isinstance(name, str) else None
+    fmt = find(name, also=RECIPES) if recipe is None else FORMATS[recipe.format]
     if zero_point and not fmt.offset:
         with_offset = FORMATS.get(f"u{fmt.name}")
         if with_offset is None or recipe is not None:

@@ -1,12 +1,11 @@
-"""Operands of products, quantized for the product: codes with scales along axes that are not summed.
+"""Operands of products: arrays that are quantized for one product, with scales for its channels.
 
-Unlike `QuantizedMatrix`, which is made to be stored, nothing is packed here: integer codes are int8,
-so that hardware can multiply them. The ranges are those of Qwix: for symmetric integers the bound is
-half a step more than the largest code (127.5 for int8), so that the last step is as wide as the
-others; with a zero point the codes span the whole type.
+A `QuantizedMatrix` is made to be stored. Here nothing is packed: integer codes are int8, which hardware
+can multiply. Scales are those of Qwix. For symmetric integers the range ends half a step above the
+largest code (at 127.5 for int8), so that the last step is as wide as the others. With a zero point the
+codes span the whole type.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.numerics import formats
+from haiku_implicit.numerics import formats, options, ranges
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.numerics.ranges import Limits
 
 
 class OperandSpec(NamedTuple):
@@ -23,11 +23,12 @@ class OperandSpec(NamedTuple):
 
     Attributes:
       qtype: the name of a format.
-      method: the calibration method, see `rules.QuantRule`.
+      method: the calibration method, see `QuantRule`.
       channels: the axes along which each index has a scale of its own.
       tile: an axis and the number of elements along it that share a scale (a float: the part of the
         axis), or None.
-      rounding: the method of stochastic rounding and the axes along which its noise differs, or None.
+      rounding: the method of stochastic rounding, and the axes along which its noise differs; None:
+        to the nearest.
     """
 
     qtype: str
@@ -37,16 +38,12 @@ class OperandSpec(NamedTuple):
     rounding: tuple[str, tuple[int, ...]] | None = None
 
 
-# The lower and the upper end of a range; the lower one None where it is that of the upper one.
-Limits = tuple[jax.Array | None, jax.Array]
-
-
 class QuantizedOperand(NamedTuple):
     """A quantized array: `(codes - zero_point) * scale`.
 
     Attributes:
-      codes: int8, a float8 dtype, or, for formats whose codes are no numbers (nf4), the values that
-        they stand for.
+      codes: int8 or a float8 dtype; for formats whose codes are not numbers (nf4), the values that
+        the codes stand for.
       scale: of as many axes, each 1, the same, or a divisor (tiles); None for 1. float32, or float64
         for float64 arrays.
       zero_point: of the shape of `scale`, floating; or None.
@@ -73,14 +70,14 @@ class QuantizedOperand(NamedTuple):
 def quantize(
     x: jax.Array, spec: OperandSpec, key: Any = None, limits: Limits | None = None
 ) -> QuantizedOperand:
-    """The nearest codes of an array, or random ones of the two that are next.
+    """The nearest codes of an array; with stochastic rounding, one of the two nearest at random.
 
     Args:
       x: floating.
       spec: how it is quantized.
       key: a random key, for stochastic rounding.
-      limits: the range of each scale, where that is known; None: it is that of the array. What lies
-        beyond gets the last code.
+      limits: the range of each scale, where it is known; None: the range of the array. Values
+        beyond it get the last code.
 
     Raises:
       ValueError: for a tile that does not divide its axis, and a calibration that the format does not
@@ -88,13 +85,13 @@ def quantize(
     """
     fmt = formats.find(spec.qtype)
     x = x.astype(formats.arithmetic_dtype(x.dtype))
-    low, high = calibrate(x, spec) if limits is None else _given(limits, x)
+    low, high = calibrate(x, spec) if limits is None else ranges.known(x, *limits)
     if low is None:
         scale, zero_point = _nonzero(high * np.asarray(1 / bound(fmt), high.dtype)), None
     else:
         scale, zero_point = _asymmetric(low, high, fmt)
-    # The largest magnitude lies on a tie between two codes. So that it goes the same way in whatever
-    # program this is compiled, reciprocals are taken here, and not where a compiler sees fit.
+    # The largest magnitude is a tie between two codes. The barriers make every compiled program take
+    # the same reciprocal, so that the tie goes the same way in all of them.
     inverse = jax.lax.optimization_barrier(1 / jax.lax.optimization_barrier(scale))
     relative = x * expand(inverse, x.shape)
     if zero_point is not None:
@@ -110,7 +107,7 @@ def quantize(
 
 
 def stored_operand(q: QuantizedMatrix) -> QuantizedOperand | None:
-    """A stored matrix as an operand; None where its codes are no numbers with a scale alone."""
+    """A stored matrix as an operand; None unless its codes are numbers that need only a scale."""
     fmt = formats.find(q.format)
     whole = _is_integer(fmt) and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
     plain = q.offset is None and q.rounded_to is None and not is_implicit(q.scale)
@@ -125,6 +122,57 @@ def stored_operand(q: QuantizedMatrix) -> QuantizedOperand | None:
     if q.axis == -2:
         codes, scale = jnp.swapaxes(codes, -1, -2), jnp.swapaxes(scale, -1, -2)
     return QuantizedOperand(codes, scale)
+
+
+def stored_matrix(x: QuantizedOperand, qtype: str, dtype: Any) -> QuantizedMatrix:
+    """The matrix that stores an operand, grouped along axis -2: the inverse of `stored_operand`.
+
+    Args:
+      x: `[..., k, m]`; its scales are shared along the axis `k`, or along tiles of it.
+      qtype: the format that it was quantized to.
+      dtype: of the matrix.
+
+    Raises:
+      ValueError: for tiles that do not fill whole bytes.
+    """
+    fmt, codes, offset = _storage(x, formats.find(qtype))
+    columns = (*codes.shape[:-2], codes.shape[-1])
+
+    def by_column(scale: Any) -> jax.Array:
+        return jnp.broadcast_to(jnp.swapaxes(scale, -1, -2), (*columns, scale.shape[-2]))
+
+    scale = by_column(x.scale)
+    groups = scale.shape[-1]
+    codes = jnp.swapaxes(codes, -1, -2).reshape(*columns, groups, -1)
+    padding = -codes.shape[-1] % fmt.multiple
+    if padding and groups > 1:
+        raise ValueError(
+            f"tile_size: expected a multiple of {fmt.multiple} for stored codes of {fmt.name!r}, got "
+            f"{codes.shape[-1]}"
+        )
+    codes = jnp.concatenate([codes, jnp.repeat(codes[..., -1:], padding, -1)], axis=-1)
+    return QuantizedMatrix.from_parts(
+        formats.pack(codes, fmt),
+        scale,
+        None if offset is None else by_column(offset),
+        dtype=fmt.name,
+        padding=padding,
+        out_dtype=None if scale.dtype == dtype else dtype,
+    )
+
+
+def _storage(
+    x: QuantizedOperand, fmt: formats.Format
+) -> tuple[formats.Format, jax.Array, jax.Array | None]:
+    """The format, the codes (not packed) and the offset, if any, that store an operand's values."""
+    if not _is_integer(fmt):
+        return fmt, x.codes if fmt.is_float else formats.nearest(x.codes, fmt), None
+    codes = x.codes.astype(jnp.int16)
+    if x.zero_point is None or x.scale is None:
+        return fmt, (codes + int(fmt.bias)).astype(fmt.dtype), None
+    unsigned = formats.find(f"u{fmt.name}")
+    offset = (fmt.lowest - x.zero_point) * x.scale
+    return unsigned, (codes - int(fmt.lowest)).astype(unsigned.dtype), offset
 
 
 def dequantize(x: QuantizedOperand, dtype: Any) -> jax.Array:
@@ -142,9 +190,10 @@ def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> QuantizedOperand:
 
     Args:
       x: `[..., i]`, floating.
-      q: `[..., i, o]`. Rows of `x` have parts of their own scales where they meet groups of it.
+      q: `[..., i, o]`. With 'groups' in its `activation`, the part of a row of `x` that meets one of
+        its groups has a scale of its own.
     """
-    qtype, *in_groups = str(q.activation).split(",")
+    qtype, *in_groups = options.split(q.activation)
     last, groups = x.ndim - 1, q.scale.shape[-1]
     tiled = bool(in_groups) and q.axis == -2 and groups > 1
     tile = (last, x.shape[-1] // groups) if tiled else None
@@ -175,8 +224,8 @@ def bound(fmt: formats.Format) -> float:
 
 def clips(method: str) -> bool:
     """Whether values may lie beyond the range that a calibration method finds."""
-    name, arguments = _parse(method)
-    return name not in ("absmax", "minmax") or (bool(arguments) and arguments[0] < 1)
+    name, numbers = _parse(method)
+    return name not in ("absmax", "minmax") or (bool(numbers) and numbers[0] < 1)
 
 
 # --- ranges --------------------------------------------------------------------------------------
@@ -190,49 +239,25 @@ def calibrate(x: jax.Array, spec: OperandSpec) -> Limits:
       spec: how it is quantized.
     """
     x = x.astype(formats.arithmetic_dtype(x.dtype))
-    name, arguments = _parse(spec.method)
-    tiled, axes, shape = _blocks(x, spec)
-
-    def over_blocks(fun: Any, y: jax.Array, **options: Any) -> jax.Array:
-        return fun(y, axis=axes, keepdims=True, **options).reshape(shape)
-
+    name, numbers = _parse(spec.method)
     if name == "fixed":
-        return _fixed(x, spec.method, arguments)
+        return _fixed(x, spec.method, numbers)
+    tiled, axes, shape = _blocks(x, spec)
     if x.size == 0:
         return None, jnp.zeros(shape, x.dtype)
-    if name == "minmax":
-        factor = arguments[0] if arguments else 1.0
-        low = jnp.minimum(over_blocks(jnp.min, tiled), 0) * factor
-        return low, jnp.maximum(over_blocks(jnp.max, tiled), 0) * factor
-    if name == "rms":
-        factor = arguments[0] if arguments else 3.0
-        return None, jnp.sqrt(over_blocks(jnp.mean, tiled * tiled)) * factor
-    if name == "percentile":
-        percent = arguments[0] if arguments else 99.5
-        return None, over_blocks(jnp.percentile, jnp.abs(tiled), q=percent)
-    return None, over_blocks(jnp.max, jnp.abs(tiled)) * (arguments[0] if arguments else 1.0)
+    limits = ranges.find(tiled, name, numbers, axes, symmetric=name != "minmax", with_zero=True)
+    low, high = jax.tree.map(lambda end: end.reshape(shape), limits)
+    return low, high
 
 
-def _fixed(x: jax.Array, method: str, arguments: list[float]) -> Limits:
+def _fixed(x: jax.Array, method: str, numbers: tuple[float, ...]) -> Limits:
     """A range that is known; one for the whole array."""
-    if len(arguments) == 1:
-        arguments = [-arguments[0], arguments[0]]
-    if len(arguments) != 2 or not arguments[0] <= 0 <= arguments[1] or arguments[0] == arguments[1]:
+    low, high = numbers if len(numbers) == 2 else (-numbers[0], numbers[0])
+    if not low <= 0 <= high or low == high:
         raise ValueError(
             f"calibration method: expected 'fixed,LOW,HIGH' with LOW <= 0 <= HIGH, got {method!r}"
         )
-    low, high = _given([jnp.full((1,) * x.ndim, end, x.dtype) for end in arguments], x)
-    assert high is not None
-    return (None if arguments[0] == -arguments[1] else low), high
-
-
-def _given(limits: Sequence[jax.Array | None], x: jax.Array) -> Any:
-    """A range that does not depend on the array, but for this: NaN has no code.
-
-    In the range it becomes one of the results, as with ranges of the array.
-    """
-    broken = jnp.where(jnp.isnan(x).any(), jnp.nan, jnp.zeros((), x.dtype))
-    return [None if end is None else broken + end.astype(x.dtype) for end in limits]
+    return ranges.find(x, "fixed", (low, high), tuple(range(x.ndim)), symmetric=low == -high)
 
 
 def _blocks(x: jax.Array, spec: OperandSpec) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
@@ -267,17 +292,16 @@ def _asymmetric(
 
 
 def _nonzero(scale: jax.Array) -> jax.Array:
-    """The smallest scale that can be divided by, in place of smaller ones: those of zeros.
+    """Scales that can be divided by: those of zeros become the smallest such number.
 
-    (One would do for the codes. But gradients are multiplied by scales before they are quantized, and
-    those of a channel of zeros would be by far the largest.)
+    (A scale of one would do for the codes. But gradients are multiplied by scales before they are
+    quantized, and then those of a channel of zeros would be by far the largest.)
     """
     return jnp.maximum(scale, np.sqrt(jnp.finfo(scale.dtype).tiny))
 
 
-def _parse(method: str) -> tuple[str, list[float]]:
-    name, *numbers = method.replace(" ", "").split(",")
-    return name, [float(x) for x in numbers]
+def _parse(method: str) -> tuple[str, tuple[float, ...]]:
+    return options.parse("calibration method", method, ranges.METHODS)
 
 
 # --- codes ---------------------------------------------------------------------------------------

@@ -1,31 +1,64 @@
-"""What users write in options: names of formats, and what belongs to them."""
+"""What users write in options: names of formats, and methods with numbers after commas."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from haiku_implicit.numerics import formats
 
 
-def format_name(name: str, value: Any) -> str | None:
-    """The name of a format; that of a recipe ('mxfp4') as it is."""
-    if value is None:
-        return None
-    if isinstance(value, str) and value in formats.RECIPES:
-        return value
+def split(text: Any) -> list[str]:
+    """The parts of an option between its commas: 'int8', 'groups' of 'int8,groups'."""
+    return str(text).replace(" ", "").split(",")
+
+
+def parse(
+    option: str, text: Any, known: Mapping[str, tuple[int, int]]
+) -> tuple[str, tuple[float, ...]]:
+    """A method and the numbers after it, as in 'percentile,99.5'.
+
+    Args:
+      option: the name of the option, for errors.
+      text: what was given.
+      known: how many numbers each method takes, at least and at most.
+
+    Raises:
+      ValueError: for an unknown method, more or fewer numbers, or what is not a finite number.
+    """
+    name, *rest = split(text)
+    if name not in known:
+        raise ValueError(f"{option}: expected one of {', '.join(known)}, got {text!r}")
     try:
-        return formats.find(value).name
+        numbers = tuple(map(float, rest))
     except ValueError:
-        known = ", ".join([*formats.FORMATS, *formats.RECIPES])
-        raise ValueError(f"{name}: expected one of {known}, got {value!r}") from None
+        raise ValueError(f"{option}: expected numbers after {name!r}, got {text!r}") from None
+    least, most = known[name]
+    if not least <= len(numbers) <= most:
+        count = f"{least}" if least == most else f"{least} to {most}"
+        raise ValueError(f"{option}: expected {count} numbers after {name!r}, got {text!r}")
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{option}: expected finite numbers after {name!r}, got {text!r}")
+    return name, numbers
 
 
-def check_operand_format(name: str, value: str | None) -> None:
+def format_name(option: str, value: Any) -> str | None:
+    """The name of a format; that of a recipe ('mxfp4') as it is."""
+    if value is None or (isinstance(value, str) and value in formats.RECIPES):
+        return value
+    return formats.find(value, option, also=formats.RECIPES).name
+
+
+def operand_format(option: str, value: Any) -> str | None:
+    """The name of a format that operands of products can be quantized to."""
+    name = format_name(option, value)
     known = [f.name for f in formats.FORMATS.values() if _is_of_operands(f)]
-    if value is not None and value not in known:
-        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    if name is not None and name not in known:
+        raise ValueError(f"{option}: expected one of {', '.join(known)}, got {value!r}")
+    return name
 
 
 def _is_of_operands(fmt: formats.Format) -> bool:
-    """Whether products can be quantized to a format: it has a zero, and one scale is all it needs."""
+    """Whether a format has a zero, and needs nothing but a scale."""
     return not fmt.offset and fmt.name not in formats.BY_MEAN
 
 
@@ -38,13 +71,10 @@ def checked_activation(activation: Any) -> str | None:
     Raises:
       ValueError: for a format that activations can't have.
     """
-    qtype, scales = activation, ""
-    if isinstance(activation, str):
-        qtype, _, scales = activation.replace(" ", "").partition(",")
-    if scales not in ("", "groups"):
+    qtype, *scales = split(activation) if isinstance(activation, str) else [activation]
+    if scales not in ([], ["groups"]):
         raise ValueError(
             f"activation: expected a format, or a format and ',groups', got {activation!r}"
         )
-    name = format_name("activation", qtype)
-    check_operand_format("activation", name)
-    return f"{name},{scales}" if scales else name
+    name = operand_format("activation", qtype)
+    return f"{name},groups" if scales else name

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field, is_implicit
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.sharding import left_to_partitioner
+from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats, scales
 from haiku_implicit.numerics.encoding import Encoded, encode_rows
 from haiku_implicit.numerics.options import checked_activation
@@ -46,7 +49,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
       activation: the format that activations are quantized to in products (in matrix products; a
         convolution takes them as they are), each row by its largest magnitude, or, as in
         'int8,groups', each part of a row that meets one of the matrix's groups; None: they are not.
-        The gradient by activations passes the rounding straight through.
+        The gradient with respect to activations passes the rounding straight through.
 
     Raises:
       ValueError: where codes, scales and offsets do not fit together or to the format.
@@ -108,9 +111,10 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
             rows (along the other axis) and elements. 'tensor': all elements.
           axis: the axis that scales are shared along: -2, which is contracted in `x @ w`, or -1.
           zero_point: True is short for the format with an offset ('uint4' for 'int4').
-          calibration: how scales are found: 'absmax', 'minmax', 'absmean', 'mse' (the least squared
-            error), 'hqq', 'rms,3', 'percentile,99.5', 'fixed,LOW,HIGH'. None: absmean for binary and
-            ternary, minmax with an offset, else absmax.
+          calibration: how scales are found: 'absmax', 'minmax' (either also with a factor, as in
+            'absmax,0.8'), 'absmean', 'mse' (the least squared error), 'hqq', 'rms,3',
+            'percentile,99.5', 'fixed,LOW,HIGH'. None: absmean for binary and ternary, minmax with
+            an offset, else absmax.
           scale_dtype: how scales and offsets are stored: 'float32', 'bfloat16', 'float16'; 'e8m0'
             (powers of two); 'e4m3' (with a float32 scale of the tensor); 'double' (8 bits in blocks
             of 256 with a float32 scale each: QLoRA's double quantization). None: float32 (float64
@@ -355,54 +359,51 @@ def _normalized(axis: int, ndim: int) -> int:
 
 
 def _check_weight(w: jax.Array) -> None:
-    if not jnp.issubdtype(w.dtype, np.floating):
-        raise TypeError(f"w: expected a floating dtype, got {w.dtype.name}")
-    if w.ndim < 2 or 0 in w.shape[-2:]:
-        raise ValueError(
-            f"w: expected a matrix [..., n, m] with n, m > 0, got shape {list(w.shape)}; leave a "
-            "parameter without two axes dense"
-        )
+    with expecting(f"w: expected a floating dtype, got {w.dtype.name}", TypeError):
+        chex.assert_type(w, float)
+    with expecting(
+        f"w: expected a matrix [..., n, m] with n, m > 0, got shape {list(w.shape)}; leave a parameter "
+        "without two axes dense"
+    ):
+        chex.assert_shape(w, (..., None, None))
+        chex.assert_scalar_positive(min(w.shape[-2:]))
     if scales.known_nonfinite(w):
         raise ValueError(f"w {w.dtype.name}{list(w.shape)}: it has infinite or NaN elements")
 
 
 def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
-    """Whether codes, scale and offset are what the class says."""
+    """Raises unless codes, scale and offset are what the class says."""
     parts = dict(codes=q.codes, scale=q.scale, offset=q.offset)
-    found = ", ".join(
-        f"{name} {x.dtype.name}{list(np.shape(x))}" for name, x in parts.items() if x is not None
-    )
+    parts = {name: x for name, x in parts.items() if x is not None}
+    found = ", ".join(f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parts.items())
 
-    def unless(condition: bool, expected: str) -> None:
-        if not condition:
-            raise ValueError(f"QuantizedMatrix of {fmt.name!r}: expected {expected}; got {found}")
+    def expected(what: str) -> AbstractContextManager[None]:
+        return expecting(f"QuantizedMatrix of {fmt.name!r}: expected {what}; got {found}")
 
-    scales = [x for x in (q.scale, q.offset) if x is not None]
-    unless(q.codes.dtype == fmt.dtype, f"codes in {fmt.dtype.name}")
-    floating = all(jnp.issubdtype(x.dtype, np.floating) for x in scales)
-    unless(floating, "scale and offset floating")
-    shape, of_scale = np.shape(q.codes), np.shape(q.scale)
-    unless(
-        len(shape) >= 2
-        and len(of_scale) == len(shape)
-        and shape[:-2] == of_scale[:-2]
-        and of_scale[-2] > 0
-        and shape[-2] % of_scale[-2] == 0
-        and all(np.shape(x) == of_scale for x in scales),
-        "codes [..., rows, k] and scale (and offset) [..., rows, groups]",
-    )
-    groups, packed = max(of_scale[-1], 1), ", packed" if fmt.bits < 8 else ""
-    whole = shape[-1] % groups == 0 and shape[-1] // groups * 8 % (fmt.bits * fmt.multiple) == 0
-    unless(whole, f"groups that divide the codes{packed}")
-    if not 0 <= q.padding < fmt.multiple or (q.padding and groups > 1):
-        raise ValueError(
-            f"padding: expected less than {fmt.multiple} codes, and that only with one group in a "
-            f"row, got {q.padding!r}"
-        )
-    if q.__dict__.get("_shape") not in (None, q.compute_shape()):
-        raise ValueError(f"shape: the codes are those of shape {list(q.compute_shape())}")
-    if not jnp.issubdtype(q.dtype, np.floating):
-        raise ValueError(f"dtype: expected a floating dtype, got {q.dtype.name}")
+    codes, *scales = parts.values()
+    with expected(f"codes in {fmt.dtype.name}"):
+        chex.assert_type(codes, fmt.dtype)
+    with expected("scale and offset floating"):
+        chex.assert_type(scales, float)
+    with expected("codes [..., rows, k] and scale (and offset) [..., rows, groups]"):
+        chex.assert_shape(codes, (..., None, None))
+        chex.assert_shape(scales, (*codes.shape[:-2], None, None))
+        chex.assert_equal_shape(scales)
+        chex.assert_scalar_positive(q.scale.shape[-2])
+        chex.assert_is_divisible(codes.shape[-2], q.scale.shape[-2])
+    groups, packed = max(q.num_groups, 1), ", packed" if fmt.bits < 8 else ""
+    with expected(f"groups that divide the codes{packed}"):
+        chex.assert_is_divisible(codes.shape[-1], groups)
+        chex.assert_is_divisible(codes.shape[-1] // groups * 8, fmt.bits * fmt.multiple)
+    with expecting(
+        f"padding: expected less than {fmt.multiple} codes, and that only with one group in a row, got "
+        f"{q.padding!r}"
+    ):
+        chex.assert_scalar_in(q.padding, 0, fmt.multiple - 1 if groups == 1 else 0)
+    with expecting(f"shape: the codes are those of shape {list(q.compute_shape())}"):
+        chex.assert_shape(q, q.compute_shape())
+    with expecting(f"dtype: expected a floating dtype, got {q.dtype.name}"):
+        chex.assert_type(q, float)
 
 
 def _stored_as(scale: Any) -> str:

@@ -27,16 +27,20 @@ def store(found: Scales, fmt: Format, dtype: Any, calibration: str | None) -> Sc
     Raises:
       ValueError: for another dtype, or one that does not hold them.
     """
-    if dtype is None:
-        return found
     name = _name(dtype)
-    if name in _FLOATS:
-        stored = jax.tree.map(lambda x: x.astype(name), found)
-        _check_held(found, stored, name)
-        return stored
-    # (Of codes up to a power of two, as in nf4, this would clip up to half of a value.)
+    # (Where the largest code is a power of two, as in nf4, that rule would clip up to half of a value.)
     by_largest = calibration in (None, "absmax", "minmax") and np.frexp(fmt.largest)[0] > 0.5
-    return Scales(_powers_of_two(found.scale, fmt if by_largest else None))
+    stored = _as_held(found, name, fmt if by_largest else None)
+    if name in _FLOATS:
+        _check_held(found, stored, name)
+    return stored
+
+
+def _as_held(found: Scales, name: str | None, fmt: Format | None = None) -> Scales:
+    """Scales in the dtype that holds them; `fmt` as for `_powers_of_two`."""
+    if name == "e8m0":
+        return found._replace(scale=_powers_of_two(found.scale, fmt))
+    return jax.tree.map(lambda x: x.astype(name), found) if name in _FLOATS else found
 
 
 def codes_of(dtype: Any, fmt: Format) -> str | None:
@@ -49,7 +53,7 @@ def codes_of(dtype: Any, fmt: Format) -> str | None:
     Raises:
       ValueError: for another dtype, or one that does not fit the format.
     """
-    name = None if dtype is None else _name(dtype)
+    name = _name(dtype)
     if name is None or name in _FLOATS:
         return None
     if name not in ("e8m0", *_CODES):
@@ -64,31 +68,35 @@ def codes_of(dtype: Any, fmt: Format) -> str | None:
 
 
 def rounding(dtype: Any) -> Callable[[Scales], Scales]:
-    """From scales to the nearest ones that `store` can hold; quantized ones are not looked ahead to."""
-    return _rounding(None if dtype is None else _name(dtype))
+    """A function from scales to the nearest ones that `store` can hold.
+
+    It leaves scales as they are where they will be quantized themselves.
+    """
+    return _rounding(_name(dtype))
 
 
-def _name(dtype: Any) -> str:
+def _name(dtype: Any) -> str | None:
+    if dtype is None or isinstance(dtype, str):
+        return dtype
     try:
-        return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        return np.dtype(dtype).name
     except TypeError:
         return ""
 
 
 @functools.lru_cache  # one function for one dtype: what is compiled for it is found again
 def _rounding(name: str | None) -> Callable[[Scales], Scales]:
-    if name == "e8m0":
-        return lambda found: Scales(_powers_of_two(found.scale, None).astype(found.scale.dtype))
-    if name in _FLOATS:
-        return lambda found: jax.tree.map(lambda x: x.astype(name).astype(x.dtype), found)
-    return lambda found: found
+    def nearest(found: Scales) -> Scales:
+        return jax.tree.map(lambda x, held: held.astype(x.dtype), found, _as_held(found, name))
+
+    return nearest
 
 
 def known_nonfinite(x: jax.Array) -> bool:
-    """Whether an array has infinite or NaN elements, where its elements are known: not of a tracer.
+    """Whether an array is known to have infinite or NaN elements; False for a tracer.
 
-    A function that is traced may use arrays that are none, and what is computed of them is traced, too,
-    unless asked for at once.
+    A concrete array may be used in a function that is being traced. What is computed from it there is
+    traced too, unless it is evaluated at compile time.
     """
     return _known(lambda x: ~jnp.isfinite(x), x)
 
@@ -101,7 +109,7 @@ def _known(condition: Callable[..., jax.Array], *arrays: jax.Array) -> bool:
 
 
 def _check_held(found: Scales, stored: Scales, name: str) -> None:
-    """Whether a narrower dtype holds scales and offsets. (Subnormal ones have few digits, or none.)"""
+    """Raises where a narrower dtype does not hold scales and offsets (subnormals have few digits)."""
 
     def lost(found: jax.Array, stored: jax.Array) -> jax.Array:
         return jnp.abs(stored.astype(found.dtype) - found) > jnp.abs(found) / 8
@@ -120,10 +128,9 @@ def _check_held(found: Scales, stored: Scales, name: str) -> None:
 def _powers_of_two(scale: jax.Array, fmt: Format | None) -> jax.Array:
     """Scales in e8m0, a byte each.
 
-    Those of the largest magnitudes are rounded as section 6.3 of the OCP Microscaling specification
-    says: the exponent of the largest magnitude less that of the largest code. (So the magnitudes
-    just below a power of two saturate.) Others are rounded to the nearest exponent. That of a block
-    with NaN or infinities is NaN.
+    With a format, they are rounded as section 6.3 of the OCP Microscaling specification says: to the
+    exponent of the largest magnitude less that of the largest code. (So magnitudes just below a power
+    of two saturate.) Without one, to the nearest exponent. A block with NaN or infinities gets NaN.
     """
     if fmt is None:
         exponent = jnp.round(jnp.log2(jnp.where(scale == 0, 1, jnp.abs(scale)))).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Quantization from a calibration batch: weights rounded for the inputs that they have in a model."""
+"""Quantization with calibration data: weights rounded for the inputs that a model gives them."""
 
 import functools
 import math
@@ -14,13 +14,15 @@ import numpy as np
 from haiku_implicit.arrays import observed
 from haiku_implicit.arrays.observed import Observed
 from haiku_implicit.arrays.scaled import ScaledMatrix
-from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.numerics import channel_scales, formats, scales
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params import edits, progress, selection
-from haiku_implicit.params.selection import Targets
+from haiku_implicit.params import progress, trees
+from haiku_implicit.params.options import GroupSize, QuantizeOptions
+from haiku_implicit.params.selection import describe, errors_name
 
 
 def input_moments(
@@ -30,10 +32,10 @@ def input_moments(
     *,
     targets: Targets | None = None,
 ) -> dict[str, jax.Array]:
-    """The second moments of what weights are multiplied by in a model.
+    """The second moments of the inputs of a model's weights.
 
-    The model is run and differentiated as it is, wherever its weights are used: in scans, stacks of
-    layers, checkpointed blocks. Its outputs have to depend on a weight by a path that has a gradient.
+    The model runs and is differentiated as it is, with weights in scans, stacks of layers and
+    checkpointed blocks. A weight is seen if the outputs depend on it in a differentiable way.
 
     Args:
       apply: the model, `apply(params, batch)`, with floating outputs of any structure.
@@ -42,9 +44,9 @@ def input_moments(
       targets: which parameters, as for `add_lora`. None: all dense weights.
 
     Returns:
-      For each target that is multiplied as `x @ w` its path (`module/name`) and, for all inputs x
-      `[n, k]` of all batches, the sum of xᵀx: `[k, k]` float32, or `[layers, k, k]` where layers are
-      stacked. A warning names the other targets.
+      The sum of xᵀx over the inputs x `[n, k]` of all batches, by the path (`module/name`) of each
+      target that is used as `x @ w`: `[k, k]` float32, or `[layers, k, k]` for stacked layers. A
+      warning names the other targets.
 
     Raises:
       ValueError: for targets that match nothing, no batches, or outputs that are not floating.
@@ -67,21 +69,20 @@ def input_maxima(
     *,
     targets: Targets | None = None,
 ) -> dict[str, jax.Array]:
-    """The largest magnitudes of what weights are multiplied by in a model, for SmoothQuant.
+    """The largest magnitudes of the inputs of a model's weights, for SmoothQuant.
 
-    They are found as `input_moments` finds its sums, and under the same conditions.
+    The model runs as for `input_moments`, under the same conditions.
 
     Args:
       apply, params, batches, targets: as for `input_moments`.
 
     Returns:
-      For each target that is multiplied as `x @ w` its path (`module/name`) and for all inputs x
-      `[n, k]` of all batches the maximum of |x| by n: `[k]` float32, or `[layers, k]` where layers are
-      stacked. It is exact where the weight is used once in a run of the model (or once in each
-      layer). For several uses in a run it is the mean of the largest ones among their maxima, of
-      those within an eighth of an octave: at most 9 % too small. (What comes from a gradient is a
-      sum over uses; sums of counts by size are what a maximum can be read from.) Magnitudes are told
-      apart from 2⁻³² to 2³².
+      The maximum of |x| over n, for the inputs x `[n, k]` of all batches, by the path (`module/name`)
+      of each target that is used as `x @ w`: `[k]` float32, or `[layers, k]` for stacked layers. It is
+      exact if a run of the model uses the weight once (or once in each layer). If a run uses it
+      several times, it is the mean of the largest maxima, those within an eighth of an octave, and at
+      most 9 % too small: a gradient can only sum over uses, so that maxima are read from counts by
+      size. Magnitudes from 2⁻³² to 2³² are told apart.
 
     Raises:
       ValueError: as `input_moments` does.
@@ -105,30 +106,24 @@ def _collect(
     batches: Iterable[Any],
     targets: Targets | None,
 ) -> dict[str, jax.Array]:
-    """A statistic of the inputs of each target, those of single batches joined."""
-    looked_for = "a dense weight"
-    default = selection.takes_quantization(dict(group_size=None, axis=-2, dtype="int8")), looked_for
+    """A statistic of the inputs of each target, joined over the batches."""
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def note(path: str, value: Any) -> Any:
-        shapes[path] = tuple(value.shape)
-        return value
+    def note(parameter: trees.Parameter) -> Any:
+        shapes[parameter.path] = tuple(parameter.value.shape)
+        return parameter.value
 
-    params = edits._replace(params, targets, default, note)
+    options = QuantizeOptions()
+    params = trees.replace_targets(params, targets, note, options.takes, options.default)
 
     def total(sums: dict[str, jax.Array], batch: Any) -> jax.Array:
-        def with_sums(module_name: str, name: str, value: Any) -> Any:
-            path = selection.path(module_name, name)
+        def observed_weight(parameter: trees.Parameter) -> Any:
+            path, value = parameter.path, parameter.value
             return Observed(value, sums[path], statistic) if path in sums else value
 
-        out = use_implicit_args(apply)(edits._map(with_sums, params), batch)
-        floating = [
-            y for y in jax.tree.leaves(out, is_leaf=is_implicit)
-            if jnp.issubdtype(y.dtype, np.inexact)
-        ]  # fmt: skip
-        if not floating:
-            raise ValueError("apply: expected floating outputs, got none")
-        return sum((jnp.sum(y).astype(jnp.float32) for y in floating), jnp.float32(0))
+        return _total(
+            use_implicit_args(apply)(trees.map_parameters(observed_weight, params), batch)
+        )
 
     zeros = {
         path: jnp.zeros((*shape[:-2], *statistic.shape(shape[-2])), jnp.float32)
@@ -147,12 +142,21 @@ def _collect(
     return seen
 
 
+def _total(outputs: Any) -> jax.Array:
+    """The sum of all floating outputs: something that has a gradient."""
+    leaves = jax.tree.leaves(outputs, is_leaf=is_implicit)
+    floating = [y for y in leaves if jnp.issubdtype(y.dtype, np.inexact)]
+    if not floating:
+        raise ValueError("apply: expected floating outputs, got none")
+    return sum((jnp.sum(y).astype(jnp.float32) for y in floating), jnp.float32(0))
+
+
 def _warn_of_unseen(unseen: list[str], count: int) -> None:
     if unseen:
         warnings.warn(
-            f"inputs of {len(unseen)} of {count} weights were not seen: none of these is multiplied as "
-            "x @ w, w [n, m], where there is a gradient (tables that are looked up are not, nor are "
-            f"weights of more axes in an einsum), or only zeros were: {', '.join(unseen[:10])}"
+            f"inputs of {len(unseen)} of {count} weights were not seen: the model does not use them as "
+            "x @ w, w [n, m], in a differentiable way (tables that are looked up do not count, nor do "
+            f"weights of more axes in an einsum), or all inputs were zero: {', '.join(unseen[:10])}"
             f"{', ...' if len(unseen) > 10 else ''}. Leave them out by targets=",
             stacklevel=4,
         )
@@ -164,37 +168,37 @@ def quantize_with_inputs(
     *,
     method: str = "gptq",
     dtype: str = "int4",
-    group_size: Any = None,
+    group_size: GroupSize = None,
     zero_point: bool = False,
     calibration: str | None = "mse",
     scale_dtype: Any = None,
     activation: str | None = None,
 ) -> Any:
-    """Quantizes weights for the least error of their products with the inputs that they have.
+    """Quantizes weights for the least error of their products with their inputs.
 
     Args:
       params: parameters with dense weights.
-      inputs: what `input_moments` says of some of them: these are quantized. For 'smoothquant', what
-        `input_maxima` says.
-      method: 'gptq' rounds elements one after another, and those that are left take up the error
-        (arXiv:2210.17323). 'awq' rounds to the nearest, after input channels are multiplied by
-        rms(x)^α, with the best α of 0, 0.05, ..., 1 for each weight (arXiv:2306.00978). 'awq+gptq'
-        rounds the channels so multiplied as 'gptq' does. 'smoothquant', or 'smoothquant,α' (0.5):
-        channels are multiplied by max|x|^α / max|w|^(1−α), which leaves outliers of the activations
-        to the weight (arXiv:2211.10438).
+      inputs: the result of `input_moments` ('smoothquant': of `input_maxima`), or a part of it. The
+        weights that it names are quantized.
+      method: 'gptq' rounds elements one after another; the elements that are left make up for the
+        error (arXiv:2210.17323). 'awq' multiplies input channels by rms(x)^α, with the best α of
+        0, 0.05, ..., 1 for each weight, and rounds to the nearest (arXiv:2306.00978). 'awq+gptq'
+        multiplies as 'awq' and rounds as 'gptq'. 'smoothquant', or 'smoothquant,α' (0.5), multiplies
+        channels by max|x|^α / max|w|^(1−α), which moves outliers of the activations into the weight
+        (arXiv:2211.10438).
       dtype, group_size, zero_point, calibration, scale_dtype: as for `QuantizedMatrix.quantize`. With
-        'mse' the search for scales weighs errors by the mean squares of inputs as well (but with
-        'smoothquant', which knows none).
-      activation: as there; what 'smoothquant' is for.
+        'mse' the search for scales also weighs errors by the mean squares of the inputs (except for
+        'smoothquant', which does not know them).
+      activation: as there; 'smoothquant' needs one.
 
     Returns:
-      The parameters with `QuantizedMatrix` in place of these weights, grouped along their axis -2; by
-      all methods but 'gptq' within a `ScaledMatrix`, which divides the inputs by what the channels
-      were multiplied by.
+      The parameters with `QuantizedMatrix` in place of these weights, grouped along their axis -2. All
+      methods but 'gptq' wrap it in a `ScaledMatrix`, which divides the inputs by the factors of the
+      channels.
 
     Raises:
-      ValueError: for no inputs at all, a path that `params` have no dense weight at, inputs that are
-        not finite or are those of another method, options that do not fit.
+      ValueError: for empty inputs, a path without a dense weight in `params`, inputs that are not
+        finite or that belong to another method, options that do not fit.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -210,83 +214,79 @@ def quantize_with_inputs(
       True
     """
     fun, of_inputs = _method(method)
-    options = dict(dtype=dtype, group_size=group_size, zero_point=zero_point,
-                   calibration=calibration, scale_dtype=scale_dtype, activation=activation)  # fmt: skip
+    options = QuantizeOptions(
+        dtype, group_size, -2, zero_point, calibration, scale_dtype, activation
+    )
     if of_inputs == "maxima" and activation is None:
         raise ValueError(
-            f"method: {method!r} is for activations that are quantized, too: expected "
-            "activation='int8' or the like, got None"
+            f"method: {method!r} is for quantized activations: expected activation='int8' or the like, "
+            "got None"
         )
     if not inputs:
         raise ValueError(
             f"inputs: expected what input_{of_inputs} says of one weight or more, got nothing: no "
-            "weight [n, m] of the model is multiplied as x @ w where there is a gradient; "
-            "quantize_params quantizes others, without inputs"
+            "weight [n, m] of the model is used as x @ w in a differentiable way; quantize_params "
+            "quantizes others, without inputs"
         )
-    found: set[str] = set()
-
-    def quantized(module_name: str, name: str, value: Any) -> Any:
-        path = selection.path(module_name, name)
-        if path not in inputs:
-            return value
-        found.add(path)
-        _check_inputs(path, value, inputs[path], of_inputs)
-        try:
-            with jax.numpy_dtype_promotion("standard"):
-                return fun(value, inputs[path], options)
-        except (TypeError, ValueError) as e:
-            raise type(e)(f"{path} ({selection.describe(value)}): {e}") from e
-
-    new = edits.map_in_steps(quantized, params)
-    if missing := sorted(inputs.keys() - found):
+    paths = [parameter.path for parameter in trees.parameters_of(params)]
+    if missing := sorted(inputs.keys() - set(paths)):
         raise ValueError(f"inputs: the parameters have no {', '.join(missing)}")
-    return new
+
+    def quantized(parameter: trees.Parameter) -> ImplicitArray:
+        path, value = parameter.path, parameter.value
+        _check_inputs(path, value, inputs[path], of_inputs)
+        with errors_name(path, value), jax.numpy_dtype_promotion("standard"):
+            return fun(value, inputs[path], options)
+
+    return trees.replace_marked(params, [path in inputs for path in paths], quantized)
 
 
-Options = dict[str, Any]
-
-
-def _gptq(w: jax.Array, moments: jax.Array, options: Options) -> QuantizedMatrix:
-    return QuantizedMatrix.quantize(w, **options, moments=moments)
+def _gptq(w: jax.Array, moments: jax.Array, options: QuantizeOptions) -> QuantizedMatrix:
+    return options.quantize(w, moments)
 
 
 def _awq(
-    w: jax.Array, moments: jax.Array, options: Options, products: bool = False
+    w: jax.Array, moments: jax.Array, options: QuantizeOptions, products: bool = False
 ) -> ScaledMatrix:
-    """With the scales of least error by rounding to the nearest, also where `products` are used."""
-    scale = _awq_scale(w, moments, tuple((k, _hashable(v)) for k, v in options.items()))
+    """Channels are scaled for the least error of rounding to the nearest.
+
+    With `products` (of all pairs of inputs) the scaled weight is then rounded as by GPTQ.
+    """
+    scale = _awq_scale(w, moments, options)
     return _scaled(w, scale, options, moments if products else _diagonal(moments))
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _awq_scale(w: jax.Array, moments: jax.Array, options: Any) -> jax.Array:
+def _awq_scale(w: jax.Array, moments: jax.Array, options: QuantizeOptions) -> jax.Array:
     def error(scale: jax.Array) -> jax.Array:
-        held = materialize_array(_scaled(w, scale, dict(options), _diagonal(moments)))
+        held = materialize_array(_scaled(w, scale, options, _diagonal(moments)))
         return channel_scales.product_error((held - w).astype(moments.dtype), moments)
 
     return channel_scales.awq(moments, error)
 
 
 def _smoothquant(
-    w: jax.Array, maxima: jax.Array, options: Options, alpha: float = 0.5
+    w: jax.Array, maxima: jax.Array, options: QuantizeOptions, alpha: float = 0.5
 ) -> ScaledMatrix:
     return _scaled(w, channel_scales.smoothquant(w, maxima, alpha), options, None)
 
 
-def _scaled(w: jax.Array, scale: jax.Array, options: Options, moments: Any) -> ScaledMatrix:
-    """`w`, divided by the scale of its input channels and quantized then, for inputs times the scale.
+def _scaled(
+    w: jax.Array, scale: jax.Array, options: QuantizeOptions, moments: jax.Array | None
+) -> ScaledMatrix:
+    """`w` divided by a scale of its input channels and then quantized, for inputs times that scale.
 
     Args:
       w: `[..., k, m]`.
       scale: `[..., k]`.
-      options: of `QuantizedMatrix.quantize`.
-      moments: of the inputs, `[..., k, k]`; or the diagonal, `[..., k]`; or None.
+      options: how it is quantized.
+      moments: those of the inputs of `w`, `[..., k, k]`; or their diagonal, `[..., k]`; or None.
     """
     wide = scale.astype(formats.arithmetic_dtype(w.dtype))
     if moments is not None:
         scales = wide**2 if moments.ndim < w.ndim else wide[..., None] * wide[..., None, :]
         moments = moments * scales
-    matrix = QuantizedMatrix.quantize(w / wide[..., None], **options, moments=moments)
+    matrix = options.quantize(w / wide[..., None], moments)
     return ScaledMatrix(
         matrix if matrix.dtype == w.dtype else matrix._replace(dtype=w.dtype), scale
     )
@@ -296,11 +296,7 @@ def _diagonal(moments: jax.Array) -> jax.Array:
     return jnp.diagonal(moments, axis1=-2, axis2=-1)
 
 
-def _hashable(x: Any) -> Any:
-    return tuple(x) if isinstance(x, list) else x
-
-
-# Name: (the function of a weight, of what is known of its inputs, and of options; what that is).
+# Name: (a function of the weight, a statistic of its inputs, and options; which statistic).
 _METHODS: dict[str, tuple[Callable[..., Any], str]] = {
     "gptq": (_gptq, "moments"),
     "awq": (_awq, "moments"),
@@ -310,7 +306,7 @@ _METHODS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def _method(method: str) -> tuple[Callable[..., Any], str]:
-    """A method by its name, with a number after the comma where it takes one."""
+    """A method and the statistic that it needs, by its name and perhaps a number after a comma."""
     name, comma, number = str(method).replace(" ", "").partition(",")
     if name not in _METHODS or (comma and name != "smoothquant"):
         expected = ", ".join(repr(known) for known in _METHODS)
@@ -330,13 +326,13 @@ def _method(method: str) -> tuple[Callable[..., Any], str]:
 
 
 def _check_inputs(path: str, value: Any, of_inputs: jax.Array, what: str) -> None:
-    """Raises unless a weight is dense, and this is what is known of its inputs."""
+    """Raises unless a weight is dense and the statistic of its inputs fits."""
     own = list(value.shape[:-1])
     wanted, axes = (own, "k") if what == "maxima" else (own + own[-1:], "k, k")
     if is_implicit(value) or list(of_inputs.shape) != wanted:
         raise ValueError(
             f"{path}: expected a dense weight [..., k, m] and of its inputs what input_{what} says, "
-            f"[..., {axes}], got {selection.describe(value)} and {list(of_inputs.shape)}"
+            f"[..., {axes}], got {describe(value)} and {list(of_inputs.shape)}"
         )
     if scales.known_nonfinite(of_inputs):
         raise ValueError(f"{path}: {what} of its inputs are infinite or NaN; look for such inputs")

@@ -1,22 +1,22 @@
 """Creators and getters: implicit parameters and state made inside an unmodified Haiku function.
 
-A *creator* (`hk.custom_creator`) decides what `init` makes and stores; a *getter* (`hk.custom_getter`)
-what the model sees of what is stored. Both make their arrays with `box`, so that the same model
-without `transform_implicit` around it computes the same numbers with dense arrays.
+A *creator* (`hk.custom_creator`) decides which arrays `init` makes and stores. A *getter*
+(`hk.custom_getter`) decides what the model sees in place of a stored array. Both make their arrays with
+`box`, so that the same model without `transform_implicit` computes the same numbers with dense arrays.
 
-Which parameters they act on is `targets`, for all of them:
+All of them have an argument `targets`, which says which parameters they act on:
 
-- None: weights, that is floating-point parameters of at least two axes (the axes along which
-  `hk.experimental.layer_stack` stacks do not count) that are not called `b`, `bias`, `offset` or
-  `scale` (or `gating_b`, `query_bias` and so on), and that fit (a rank that is not too large, a group
-  size that divides and an axis to quantize along that is longer than one);
-- a regular expression that the whole of `module/name` has to match, like `r'.*/linear_\\d+/w'`;
-- a predicate `(module_name, name, value) -> bool`, where `value` has a `shape` and a `dtype`. What is
-  chosen by an expression or a predicate and does not fit is an error.
+- None: weights that fit. Weights are floating-point parameters of at least two axes (without the axes
+  along which `hk.experimental.layer_stack` stacks) that are not called `b`, `bias`, `offset` or `scale`
+  (or `gating_b`, `query_bias` and so on). They fit LoRA if the rank is not too large, and quantization
+  if the group size divides the axis to quantize along, which is longer than one.
+- A regular expression that the whole of `module/name` has to match, like `r'.*/linear_\\d+/w'`; a
+  predicate `(module_name, name, value) -> bool`, where `value` has a `shape` and a `dtype`; True for
+  all. A parameter that is chosen in these ways and does not fit is an error.
 
-A creator is given the final names of parameters. A getter within `hk.lift`, `hk.transparent_lift` or
-`hk.experimental.layer_stack` is given the names within the lifted function, since Haiku tells no
-others when the function is applied.
+Creators see the final names of parameters. Getters within `hk.lift`, `hk.transparent_lift` or
+`hk.experimental.layer_stack` see the names within the lifted function: Haiku tells no others when it
+applies the function.
 """
 
 import contextlib
@@ -30,31 +30,49 @@ import jax.numpy as jnp
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.quantized_cache import QuantizedCache
+from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.box import box
-from haiku_implicit.params import selection
-from haiku_implicit.params.selection import Initializer, Targets
+from haiku_implicit.core.predicates import Predicate, Targets, path_of, predicate_of
+from haiku_implicit.params.options import (
+    GroupSize,
+    Initializer,
+    LoRAOptions,
+    QuantizeOptions,
+    checked_group_size,
+    zeros_for,
+)
+from haiku_implicit.params.selection import LORA_SUFFIXES, errors_name, is_floating
 
 Creator = Callable[..., jax.Array]
 Getter = Callable[..., jax.Array]
 
-# True while `lora_getter` asks Haiku for its own parameters: no creator or getter of ours acts on them.
+# True while `lora_getter` asks Haiku for the factors, on which no creator or getter of ours acts.
 _making_factors: contextvars.ContextVar[bool] = contextvars.ContextVar("factors", default=False)
+
+
+@contextlib.contextmanager
+def _factors() -> Iterator[None]:
+    token = _making_factors.set(True)
+    try:
+        yield
+    finally:
+        _making_factors.reset(token)
 
 
 def zeros_creator(targets: Targets) -> Creator:
     """A creator of symbolic zeros, for `hk.custom_creator`.
 
-    The parameter's own initializer is not run.
+    The parameter's own initializer does not run.
 
     Args:
       targets: which parameters; see `lora_creator`. There is no default.
 
     Returns:
-      A creator: what `init` stores is `Zeros` of the parameter's shape and dtype.
+      A creator: `init` stores `Zeros` of the parameter's shape and dtype.
 
     Raises:
       TypeError: for `targets` of another type.
-      ValueError: for a text that is no regular expression.
+      ValueError: for a text that is not a regular expression.
 
     Example:
       >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
@@ -65,14 +83,18 @@ def zeros_creator(targets: Targets) -> Creator:
       >>> t.init(0, jnp.ones((1, 2)))['linear']['b']
       Zeros(float32[3])
     """
-    chosen = selection.chooser(targets, None)
+    chosen = predicate_of("targets", targets)
 
     def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
-        if _applies(chosen, _final_name(context), jax.ShapeDtypeStruct(shape, dtype)):
-            return next_creator(shape, dtype, _zeros)
+        if _applies(chosen, *_final_name(context), jax.ShapeDtypeStruct(shape, dtype)):
+            init = _zeros
         return next_creator(shape, dtype, init)
 
     return creator
+
+
+def _zeros(shape: Any, dtype: Any) -> jax.Array:
+    return box(zeros_for(jax.ShapeDtypeStruct(shape, dtype)))
 
 
 def lora_creator(
@@ -83,11 +105,11 @@ def lora_creator(
 ) -> Creator:
     """A creator of LoRA parameters, for `hk.custom_creator`.
 
-    The weight is created as ever. Beside it stand the factors `a`, random, and `b`, zeros, so that
-    the model's function is at first that of the weights alone (Hu et al. 2021, arXiv:2106.09685).
-    The keys come from Haiku's own stream (`hk.next_rng_key`). Around a `quantize_creator`, it puts
-    LoRA on quantized weights (QLoRA: Dettmers et al. 2023, arXiv:2305.14314). Parameters with more than
-    two axes, as of convolutions, are stacks of matrices `[..., n, m]`.
+    The weight is created as usual, and with it a random factor `a` and a factor `b` of zeros. At
+    first the model computes the same as without them (Hu et al. 2021, arXiv:2106.09685). The keys come
+    from Haiku's own stream (`hk.next_rng_key`). Around a `quantize_creator`, it puts LoRA on quantized
+    weights (QLoRA: Dettmers et al. 2023, arXiv:2305.14314). A parameter with more than two axes, like
+    that of a convolution, is a stack of matrices `[..., n, m]`.
 
     Args:
       rank: the rank of the correction, at most the smaller of `n` and `m`.
@@ -97,14 +119,14 @@ def lora_creator(
         have room for the rank. A text or compiled pattern: those whose whole `module/name` matches
         the regular expression. A predicate: those for which `targets(module_name, name, value)` is
         true.
-      init: draws `a`, as `init(key, shape, dtype)` (as those of `jax.nn.initializers`). None: uniform
-        in ±1/sqrt(n), which is what PEFT and the authors' own code do.
+      init: draws `a`, as `init(key, shape, dtype)` (like those of `jax.nn.initializers`). None: uniform
+        in ±1/sqrt(n), as in PEFT and the authors' own code.
 
     Returns:
-      A creator: what `init` stores is `LoRA`.
+      A creator: `init` stores `LoRA`.
 
     Raises:
-      ValueError: for a rank that is no positive integer, or an `alpha` that is no finite number; from
+      ValueError: for a rank that is not a positive integer, or an `alpha` that is not finite; from
         the creator, for a parameter that `targets` chose and that LoRA of this rank does not fit.
       TypeError: for `targets` of another type.
 
@@ -117,25 +139,14 @@ def lora_creator(
       >>> t.init(0, jnp.ones((1, 2)))['mlp/~/linear_1']['w']
       LoRA(float32[8,4], w=float32[8,4], a=float32[8,2], b=float32[2,4], alpha=None)
     """
-    _check_lora(rank, alpha)
-    chosen = selection.chooser(targets, selection.takes_lora(rank))
-
-    def creator(
-        next_creator: Any, shape: Any, dtype: Any, initializer: Any, context: Any
-    ) -> jax.Array:
-        value = next_creator(shape, dtype, initializer)
-        name = _final_name(context)
-        if not _applies(chosen, name, value):
-            return value
-        key = hk.next_rng_key()
-        return box(selection.make_lora("/".join(name), value, key, rank, alpha, init))
-
-    return creator
+    options = LoRAOptions(rank, alpha, init)
+    chosen = predicate_of("targets", targets, options.takes)
+    return _creator(chosen, lambda path, value: options.put_on(path, value, hk.next_rng_key()))
 
 
 def quantize_creator(
     dtype: str = "int8",
-    group_size: int | tuple[int, int] | str | None = None,
+    group_size: GroupSize = None,
     targets: Targets | None = None,
     *,
     axis: int = -2,
@@ -147,9 +158,9 @@ def quantize_creator(
     """A creator of quantized parameters, for `hk.custom_creator`.
 
     Args:
-      dtype: the number format, see `QuantizedMatrix.quantize`, and for the others but `targets`.
+      dtype: the number format; `QuantizedMatrix.quantize` says more of it and of the other options.
       group_size: how many consecutive elements along `axis` share a scale; None for all of them.
-      targets: which parameters; see `lora_creator`. None: as there, of those that `group_size` divides
+      targets: which parameters; see `lora_creator`. None: weights, as there, that `group_size` divides
         and whose `axis` is longer than one.
       axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
         `x @ w`) or -1.
@@ -159,7 +170,7 @@ def quantize_creator(
       activation: the format that activations are quantized to in products; None: they are not.
 
     Returns:
-      A creator: what `init` stores is `QuantizedMatrix`.
+      A creator: `init` stores `QuantizedMatrix`.
 
     Raises:
       ValueError: for options that are out of range; from the creator, for a parameter that `targets`
@@ -175,18 +186,10 @@ def quantize_creator(
       >>> type(t.init(0, jnp.ones((1, 8)))['linear']['w']).__name__
       'QuantizedMatrix'
     """
-    make, default = _quantizer(
-        dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
-        calibration=calibration, scale_dtype=scale_dtype, activation=activation,
-    )  # fmt: skip
-    chosen = selection.chooser(targets, default)
-
-    def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
-        value = next_creator(shape, dtype, init)
-        name = _final_name(context)
-        return make("/".join(name), value) if _applies(chosen, name, value) else value
-
-    return creator
+    options = QuantizeOptions(
+        dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
+    )
+    return _creator(predicate_of("targets", targets, options.takes), options.put_on)
 
 
 def cache_creator(
@@ -194,18 +197,18 @@ def cache_creator(
 ) -> Creator:
     """A creator of quantized caches, for `hk.custom_creator(..., params=False, state=True)`.
 
-    A module that keeps keys and values in Haiku's state, and writes the new positions into it, keeps
-    them quantized from then on: see `QuantizedCache`.
+    For modules that keep keys and values in Haiku's state and write new positions into it. The state
+    is quantized from the start: see `QuantizedCache`.
 
     Args:
       dtype: the format, see `QuantizedMatrix.quantize`.
-      group_size: how many elements along the last axis share a scale; None: all of them, which is a
-        scale for each position and head.
+      group_size: how many elements along the last axis share a scale; None: all of them, so that each
+        position and head has a scale.
       targets: which states, by a regular expression over `module/name` or a predicate
         `(module_name, name, value)`. None: all floating ones of three axes or more.
 
     Returns:
-      A creator: what `init` stores is `QuantizedCache`.
+      A creator: `init` stores `QuantizedCache`.
 
     Raises:
       ValueError: for a group size out of range; from the creator, for a state that `targets` chose and
@@ -227,29 +230,44 @@ def cache_creator(
       >>> type(state['~']['keys']).__name__
       'QuantizedCache'
     """
-    selection.check_group_size(group_size)
-    chosen = selection.chooser(targets, _is_cache)
+    checked_group_size(group_size)
 
-    def creator(next_creator: Any, shape: Any, dtype_: Any, init: Any, context: Any) -> jax.Array:
-        value = next_creator(shape, dtype_, init)
+    def quantized(path: str, value: jax.Array) -> QuantizedCache:
+        with errors_name(path, value):
+            return QuantizedCache.quantize(value, dtype, group_size, axis=-1)
+
+    return _creator(predicate_of("targets", targets, _is_cache), quantized)
+
+
+def _is_cache(module_name: str, name: str, value: Any) -> bool:
+    return len(value.shape) >= 3 and is_floating(value)
+
+
+def _creator(chosen: Predicate, make: Callable[[str, jax.Array], ImplicitArray]) -> Creator:
+    """A creator that puts `make(path, value)` in place of the chosen parameters."""
+
+    def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
+        value = next_creator(shape, dtype, init)
         name = _final_name(context)
-        if not _applies(chosen, name, value):
-            return value
-        try:
-            return box(QuantizedCache.quantize(value, dtype, group_size, axis=-1))
-        except (TypeError, ValueError) as e:
-            path = "/".join(name)
-            raise type(e)(f"{path} ({selection.describe(value)}): {e}") from e
+        return box(make(path_of(*name), value)) if _applies(chosen, *name, value) else value
 
     return creator
 
 
-def _is_cache(module_name: str, name: str, value: Any) -> bool:
-    return len(value.shape) >= 3 and jnp.issubdtype(value.dtype, jnp.floating)
+def _final_name(context: Any) -> tuple[str, str]:
+    """The module and the name under which the outermost function stores a parameter."""
+    return (context.lifted_prefix_name or "") + context.module_name, context.name
+
+
+def _applies(chosen: Predicate, module_name: str, name: str, value: Any) -> bool:
+    return not _making_factors.get() and bool(chosen(module_name, name, value))
+
+
+# --- getters -------------------------------------------------------------------------------------
 
 
 def zeros_getter(targets: Targets) -> Getter:
-    """A getter of symbolic zeros, for `hk.custom_getter`: switches parameters off, which stay stored.
+    """A getter of symbolic zeros, for `hk.custom_getter`: it switches stored parameters off.
 
     Args:
       targets: which parameters; see `lora_creator`. There is no default.
@@ -259,7 +277,7 @@ def zeros_getter(targets: Targets) -> Getter:
 
     Raises:
       TypeError: for `targets` of another type.
-      ValueError: for a text that is no regular expression.
+      ValueError: for a text that is not a regular expression.
 
     Example:
       >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
@@ -270,14 +288,8 @@ def zeros_getter(targets: Targets) -> Getter:
       >>> print(t.apply(t.init(0, jnp.ones((1, 2))), None, jnp.ones((1, 2))))
       [[1. 1. 1.]]
     """
-    chosen = selection.chooser(targets, None)
-
-    def getter(next_getter: Any, value: Any, context: Any) -> jax.Array:
-        if _applies(chosen, (context.module_name, context.name), value):
-            value = box(selection.make_zeros(value))
-        return next_getter(value)
-
-    return getter
+    chosen = predicate_of("targets", targets)
+    return getter_of(chosen, lambda context, value: zeros_for(value))
 
 
 def lora_getter(
@@ -286,7 +298,7 @@ def lora_getter(
     targets: Targets | None = None,
     init: Initializer | None = None,
 ) -> Getter:
-    """A getter of LoRA weights, for `hk.custom_getter`: what is stored stays dense arrays.
+    """A getter of LoRA weights, for `hk.custom_getter`: stored parameters stay dense arrays.
 
     Beside a parameter `w` it makes two more in the same module, `w_lora_a` and `w_lora_b`, by
     `hk.get_parameter`; the model sees `LoRA` of the three. So all parameters are plain arrays, for
@@ -315,21 +327,28 @@ def lora_getter(
       >>> jax.tree.map(jnp.shape, t.init(0, jnp.ones((1, 2))))
       {'linear': {'b': (3,), 'w': (2, 3), 'w_lora_a': (2, 1), 'w_lora_b': (1, 3)}}
     """
-    _check_lora(rank, alpha)
-    chosen = selection.chooser(targets, selection.takes_lora(rank))
+    options = LoRAOptions(rank, alpha, init)
+    chosen = predicate_of("targets", targets, options.takes)
 
-    def getter(next_getter: Any, value: Any, context: Any) -> jax.Array:
-        name = (context.module_name, context.name)
-        if _applies(chosen, name, value):
-            value = box(_with_factors(context, value, rank, alpha, init))
-        return next_getter(value)
+    def with_factors(context: Any, value: jax.Array) -> LoRA:
+        options.check(path_of(context.module_name, context.name), value)
+        name_a, name_b = (context.name + suffix for suffix in LORA_SUFFIXES)
+        shape_a, shape_b = options.factor_shapes(value.shape)
+        # Asked for as the parameter itself was, so that whatever casts that casts the factors too.
+        dtype = context.original_dtype or value.dtype
+        with _factors():
+            a = hk.get_parameter(
+                name_a, shape_a, dtype, lambda *of: options.draw(hk.next_rng_key(), *of)
+            )
+            b = hk.get_parameter(name_b, shape_b, dtype, jnp.zeros)
+        return LoRA(value, a, b, alpha)
 
-    return getter
+    return getter_of(chosen, with_factors)
 
 
 def quantize_getter(
     dtype: str = "int8",
-    group_size: int | tuple[int, int] | str | None = None,
+    group_size: GroupSize = None,
     targets: Targets | None = None,
     *,
     axis: int = -2,
@@ -338,10 +357,10 @@ def quantize_getter(
     scale_dtype: Any = None,
     activation: str | None = None,
 ) -> Getter:
-    """A getter of quantized weights, for `hk.custom_getter`: what is stored stays dense.
+    """A getter of quantized weights, for `hk.custom_getter`: stored parameters stay dense.
 
-    The stored weight is quantized where the model reads it, in every call: a way to see what a
-    format does to a model without changing its parameters.
+    Every call quantizes a weight anew when the model reads it: a way to try a format without changing
+    the parameters.
 
     Args:
       dtype: as for `quantize_creator`, like all that follow.
@@ -370,72 +389,23 @@ def quantize_getter(
       >>> params['linear']['w'].dtype.name, float(t.apply(params, None, jnp.ones((1, 2)))[0, 0])
       ('float32', 2.0)
     """
-    make, default = _quantizer(
-        dtype=dtype, group_size=group_size, axis=axis, zero_point=zero_point,
-        calibration=calibration, scale_dtype=scale_dtype, activation=activation,
-    )  # fmt: skip
-    chosen = selection.chooser(targets, default)
+    options = QuantizeOptions(
+        dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
+    )
+    chosen = predicate_of("targets", targets, options.takes)
 
-    def getter(next_getter: Any, value: Any, context: Any) -> jax.Array:
-        name = (context.module_name, context.name)
-        return next_getter(make("/".join(name), value) if _applies(chosen, name, value) else value)
+    def quantized(context: Any, value: jax.Array) -> ImplicitArray:
+        return options.put_on(path_of(context.module_name, context.name), value)
+
+    return getter_of(chosen, quantized)
+
+
+def getter_of(chosen: Predicate, make: Callable[[Any, jax.Array], ImplicitArray]) -> Getter:
+    """A getter that puts `make(context, value)` in place of the chosen parameters."""
+
+    def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
+        if _applies(chosen, context.module_name, context.name, value):
+            value = box(make(context, value))
+        return next_getter(value)
 
     return getter
-
-
-def _check_lora(rank: Any, alpha: Any) -> None:
-    selection.check_rank(rank)
-    selection.check_alpha(alpha)
-
-
-def _quantizer(**options: Any) -> tuple[Any, Any]:
-    """What makes a boxed quantized array of a parameter, and the default targets."""
-    selection.check_group_size(options["group_size"])
-    selection.check_axis(options["axis"])
-
-    def make(path: str, value: Any) -> jax.Array:
-        return box(selection.make_quantized(path, value, options))
-
-    return make, selection.takes_quantization(options)
-
-
-def _with_factors(
-    context: Any, value: Any, rank: int, alpha: float | None, init: Initializer | None
-) -> LoRA:
-    """LoRA of a parameter and two more that Haiku stores beside it."""
-    path = f"{context.module_name}/{context.name}"
-    selection.check_fits(path, value, rank)
-    *batch, n, m = value.shape
-    # Asked for as the parameter itself was, so that whatever casts that casts the factors too.
-    dtype = context.original_dtype or value.dtype
-
-    def init_a(shape: Any, dtype: Any) -> jax.Array:
-        return (init or selection.kaiming_uniform)(hk.next_rng_key(), shape, dtype)
-
-    name_a, name_b = (context.name + suffix for suffix in selection.LORA_SUFFIXES)
-    with _factors():
-        a = hk.get_parameter(name_a, (*batch, n, rank), dtype, init_a)
-        b = hk.get_parameter(name_b, (*batch, rank, m), dtype, jnp.zeros)
-    return LoRA(value, a, b, alpha)
-
-
-@contextlib.contextmanager
-def _factors() -> Iterator[None]:
-    token = _making_factors.set(True)
-    try:
-        yield
-    finally:
-        _making_factors.reset(token)
-
-
-def _applies(chosen: selection.Predicate, name: tuple[str, str], value: Any) -> bool:
-    return not _making_factors.get() and bool(chosen(*name, value))
-
-
-def _final_name(context: Any) -> tuple[str, str]:
-    """The module and the name under which the outermost function stores a parameter."""
-    return (context.lifted_prefix_name or "") + context.module_name, context.name
-
-
-def _zeros(shape: Any, dtype: Any) -> jax.Array:
-    return box(selection.make_zeros(jax.ShapeDtypeStruct(shape, dtype)))

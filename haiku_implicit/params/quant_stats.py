@@ -1,8 +1,8 @@
 """Static activation scales: statistics in Haiku's state, collected while a model runs."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeGuard
 
 import haiku as hk
 import jax
@@ -12,57 +12,61 @@ import numpy as np
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
 from haiku_implicit.core.transform import Static, is_value, split
+from haiku_implicit.params.transformed import AnyTransformed
 from haiku_implicit.products.activation_stats import QuantStats, Shapes
 from haiku_implicit.training.gradients import is_inexact
 
-# The entry of Haiku's state that the statistics are in; Qwix has the same name for them.
+# The entry of Haiku's state that holds the statistics; Qwix calls it the same.
 COLLECTION = "quant_stats"
 
-# For each weight with static scales its statistics, as they are stored: 'count' and the sums.
+Apply = Callable[..., Any]
+Mode = Literal["update", "read", "fixed"]
+# The statistics in the state: for each path of a weight, 'count' and the sums.
 Stored = dict[str, dict[str, Any]]
 
 
 def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
-    """Gives weights with static activation scales the statistics that these come from.
+    """Keeps statistics of activations in Haiku's state, and takes static activation scales from them.
 
-    They are kept in Haiku's state, under 'quant_stats': for each weight that `quantized_training` or
-    `quantize_params` has given a rule with `act_static_scale` (by its path, `module/name`) a dict of
-    `count` and `sum_of_absmax` (or `sum_of_min` and `sum_of_max`), float32, with the axes of stacked
-    layers first. A scale is that of the average, `sum / count`. With `decay=1` that is Qwix's moving
-    average.
+    A weight has such scales if `quantized_training` or `quantize_params` has given it a rule with
+    `act_static_scale`. The state holds its statistics under 'quant_stats' and the weight's path,
+    `module/name`: a dict of `count` and `sum_of_absmax` (or `sum_of_min` and `sum_of_max`), float32,
+    with the axes of stacked layers first. The scale follows from the average, `sum / count`. With
+    `decay=1` that is Qwix's moving average.
 
-    With `update`, each product of such a weight adds what it sees (the limits of the activation's
-    range, averaged over `act_batch_axes`), once for each time that it runs: in each step of a scan,
-    at each use of a shared weight. Its own scale is that of the average with this counted in; what
-    other products of the same call see counts from the next call on. An activation with NaN or
-    infinities, or without elements, is not counted. Without `update` the state comes back as it is.
-    A product with nothing counted yet uses the activation's own range, averaged in the same way.
+    With `update`, a product with such a weight adds the limits of its activation's range, averaged
+    over `act_batch_axes`. It does so each time that it runs: in each step of a scan, at each use of a
+    shared weight. Its own scale counts them at once; other products count them from the next call on.
+    An activation with NaN or infinities, or without elements, does not count. As long as nothing is
+    counted, a product uses the range of its own activation. Without `update` the state does not
+    change.
 
-    The gradients are those of the model, one forward pass gives both them and the statistics. To be
-    called under `jax.jit`: an eager call traces the model each time.
+    One forward pass gives the output, its gradients and the statistics. Call it under `jax.jit`: an
+    eager call traces the model each time.
 
     Sharp edges:
-      - What a product sees leaves the model along the gradient of what it returns (state included).
-        Where there is none, because all that depends on a product passes through `stop_gradient`,
-        `argmax` or a cast to integers, nothing is counted. `convert_trained` names such weights.
+      - The statistics leave the model along the gradient of its outputs (state included). A product
+        is not counted if all that depends on it passes through `stop_gradient`, `argmax` or a cast to
+        integers. `convert_trained` names such weights.
       - A rule with stochastic rounding needs its key (`with_rounding_key`) while statistics are
-        updated, also where no gradient is asked for.
-      - With `update` only reverse-mode differentiation is possible, by arguments and not by what the
-        model closes over; products within a `while_loop` raise JAX's error that it has none.
-      - Within `use_implicit_args`, `hki.grad` and `hki.value_and_grad` the weights are ordinary arrays,
-        and no statistics can be put on them. With `jax.grad` they are what they are: differentiate by
-        the first part that `partition` gives, and `combine` both in the loss.
+        updated, even if you ask for no gradient.
+      - With `update`, only reverse-mode differentiation with respect to arguments is possible, not
+        with respect to arrays that the model closes over. A product within a `while_loop` raises
+        JAX's error that the loop has no such derivative.
+      - `use_implicit_args`, `hki.grad` and `hki.value_and_grad` turn weights into ordinary arrays,
+        which cannot carry statistics. Use `jax.grad` with respect to the first part that `partition`
+        returns, and `combine` both parts in the loss.
 
     Args:
-      t: what `transform_implicit` returns. `hk.without_apply_rng` is applied before.
-      update: whether what is seen is added to the statistics.
-      decay: what sums and counts are multiplied with in each call before new ones are added, in
-        (0, 1]: 0.99 makes a moving average of about the last 100 calls.
+      t: what `transform_implicit` returns. Apply `hk.without_apply_rng` before that.
+      update: whether a call adds to the statistics.
+      decay: a factor in (0, 1] of the sums and counts so far, in each call: 0.99 makes a moving
+        average of about the last 100 calls.
 
     Returns:
       An `hk.TransformedWithState` (or `hk.MultiTransformedWithState`): `apply(params, state, ...)`
-      returns a pair of the output and the state. A `state` without statistics is one with none counted;
-      `init_quant_stats` makes the entries without a call.
+      returns the output and the state. A `state` without statistics is a valid start;
+      `init_quant_stats` returns one that has all entries.
 
     Raises:
       TypeError: for anything but a transformed function.
@@ -85,51 +89,43 @@ def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
       >>> hki.convert_trained(params, state)['linear']['w'].stats.sums['absmax'].tolist()
       [[2.0]]
     """
-    kinds = {
-        hk.Transformed: hk.TransformedWithState,
-        hk.TransformedWithState: hk.TransformedWithState,
-        hk.MultiTransformed: hk.MultiTransformedWithState,
-        hk.MultiTransformedWithState: hk.MultiTransformedWithState,
-    }
-    if type(t) not in kinds:
+    if not isinstance(t, AnyTransformed):
         raise TypeError(
             "t: expected what transform_implicit returns for a transformed Haiku function, got "
             f"{type(t).__name__}"
         )
     if not 0 < decay <= 1:
         raise ValueError(f"decay: expected a number in (0, 1], got {decay!r}")
-    has_state = kinds[type(t)] is type(t)
+    several = isinstance(t, hk.MultiTransformed | hk.MultiTransformedWithState)
+    kind = hk.MultiTransformedWithState if several else hk.TransformedWithState
+    has_state = isinstance(t, kind)
 
     def init(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         out = t.init(*args, **kwargs)
         return out if has_state else (out, {})
 
-    def wrap(apply: Callable[..., Any]) -> Callable[..., Any]:
-        call = _Call(_with_state(apply, has_state))
+    def wrap(apply: Apply) -> Apply:
+        apply = apply if has_state else _with_state(apply)
+        return _updating(apply, decay) if update else _reading(apply)
 
-        def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            return call.run(params, state, args, kwargs, decay if update else None)
-
-        return wrapped
-
-    return kinds[type(t)](init=init, apply=jax.tree.map(wrap, t.apply))
+    return kind(init=init, apply=jax.tree.map(wrap, t.apply))
 
 
 def init_quant_stats(t: Any, params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """The state with statistics of which nothing is counted, for loops that need its final structure.
+    """The state with empty statistics, for loops that need its final structure from the start.
 
     Args:
       t: what `transform_implicit` returns, with one `apply`.
       params: parameters, see `with_quant_stats`.
       state: the state of the model; {} if it has none.
-      *args: what else `apply` takes. The model is traced for them, and does not run.
-      **kwargs: the same.
+      *args: the other arguments of `apply`. The model is traced with them and does not run.
+      **kwargs: its keyword arguments.
 
     Returns:
       The state, with zeros under 'quant_stats' for weights that have no statistics yet.
 
     Raises:
-      ValueError: for products with one weight whose activations have limits of several shapes.
+      ValueError: if the activations that one weight meets have limits of different shapes.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -143,19 +139,18 @@ def init_quant_stats(t: Any, params: Any, state: Any, *args: Any, **kwargs: Any)
 'sum_of_absmax': Array([[0.]], dtype=float32)}}}
     """
     has_state = isinstance(t, hk.TransformedWithState | hk.MultiTransformedWithState)
+    apply = t.apply if has_state else _with_state(t.apply)
     inner, stored = _parted(state)
-    call = _Call(_with_state(t.apply, has_state))
-    return _joined(inner, call.completed(params, inner, stored, args, kwargs))
+    return _joined(inner, _completed(apply, stored, params, inner, *args, **kwargs))
 
 
-def _with_state(apply: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
-    if has_state:
-        return apply
-    return lambda params, state, *args, **kwargs: (apply(params, *args, **kwargs), state)
+def _with_state(apply: Apply) -> Apply:
+    """The `apply` of a model without state as that of one with state."""
+    return lambda params, state, /, *args, **kwargs: (apply(params, *args, **kwargs), state)
 
 
 def _parted(state: Any) -> tuple[dict[str, Any], Stored]:
-    """The state of the model, and the statistics."""
+    """The model's own state, and the statistics."""
     if not isinstance(state, Mapping):
         raise TypeError(
             "state: expected a mapping, as Haiku's init returns it ({} for a model without state), got "
@@ -163,59 +158,6 @@ def _parted(state: Any) -> tuple[dict[str, Any], Stored]:
         )
     inner = dict(state)
     return inner, dict(inner.pop(COLLECTION, {}))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A call of a model.
-
-    Attributes:
-      apply: `apply(params, state, *args, **kwargs)` returns the output and the state.
-    """
-
-    apply: Callable[..., Any]
-
-    def run(
-        self, params: Any, state: Any, args: Any, kwargs: Any, decay: float | None
-    ) -> tuple[Any, Any]:
-        """The output, and the state with statistics; these are as before without `decay`."""
-        inner, stored = _parted(state)
-        if decay is None:
-            params = _with_stats(params, stored, "read")
-            out, inner = self.apply(params, inner, *args, **kwargs)
-            return out, _joined(inner, stored)
-        stored = self.completed(params, inner, stored, args, kwargs)
-        known = _names(params)
-        own = {name: jax.tree.map(lambda x: decay * x, stored[name]) for name in known & {*stored}}
-
-        def with_stats(own: Stored, params: Any, *rest: Any, **kwargs: Any) -> Any:
-            return self.apply(_with_stats(params, own, "update"), *rest, **kwargs)
-
-        (out, inner), added = _with_gradient(with_stats, own, (params, inner, *args), kwargs)
-        return out, _joined(inner, {**stored, **jax.tree.map(jnp.add, own, added)})
-
-    def completed(self, params: Any, inner: Any, stored: Stored, args: Any, kwargs: Any) -> Stored:
-        """The statistics, with those that are not there yet."""
-        if not _names(params) - {*stored}:
-            return stored
-        shapes, batch = Shapes(), {w.stats.name: w.shape[:-2] for w in _static_weights(params)}
-        static, values = split(((params, inner, *args), kwargs))
-
-        def noting(values: list[Any]) -> list[Any]:
-            (params, *rest), kwargs = _joined_arguments(static, values)
-            out = self.apply(_with_stats(params, {}, "update", shapes), *rest, **kwargs)
-            return [x for x in jax.tree.leaves(out) if is_value(x)]
-
-        jax.eval_shape(noting, values)
-        found = {
-            name: {
-                "count": jnp.zeros(batch[name], jnp.float32),
-                **{f"sum_of_{limit}": jnp.zeros((*batch[name], *shape), jnp.float32)
-                   for limit, shape in own.items()},
-            }
-            for name, own in shapes.found.items()
-        }  # fmt: skip
-        return {**found, **stored}
 
 
 def _joined(inner: Any, stored: Stored) -> dict[str, Any]:
@@ -227,7 +169,62 @@ def _joined(inner: Any, stored: Stored) -> dict[str, Any]:
     return {**inner, COLLECTION: stored} if stored else dict(inner)
 
 
-def _joined_arguments(static: Static, values: list[Any]) -> Any:
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def _reading(apply: Apply) -> Apply:
+    """A model whose scales come from the statistics in its state; it does not change them."""
+
+    def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        inner, stored = _parted(state)
+        out, inner = apply(_with_stats(params, stored, "read"), inner, *args, **kwargs)
+        return out, _joined(inner, stored)
+
+    return wrapped
+
+
+def _updating(apply: Apply, decay: float) -> Apply:
+    """A model that adds what its products see to the statistics in its state."""
+
+    def with_stats(own: Stored, params: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return apply(_with_stats(params, own, "update"), *rest, **kwargs)
+
+    def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        inner, stored = _parted(state)
+        stored = _completed(apply, stored, params, inner, *args, **kwargs)
+        known = stored.keys() & _names(params)
+        own = {name: jax.tree.map(lambda x: decay * x, stored[name]) for name in known}
+        (out, inner), added = _with_gradient(with_stats, own, (params, inner, *args), kwargs)
+        return out, _joined(inner, {**stored, **jax.tree.map(jnp.add, own, added)})
+
+    return wrapped
+
+
+def _completed(
+    apply: Apply, stored: Stored, params: Any, inner: Any, /, *args: Any, **kwargs: Any
+) -> Stored:
+    """The statistics, with zeros for the weights that have none yet. The model is only traced."""
+    if not _names(params) - stored.keys():
+        return stored
+    shapes, batch = Shapes(), {w.stats.name: w.shape[:-2] for w in _static_weights(params)}
+    static, values = split(((params, inner, *args), kwargs))
+
+    def noting(values: list[Any]) -> list[Any]:
+        (params, *rest), kwargs = _merged(static, values)
+        out = apply(_with_stats(params, {}, "update", shapes), *rest, **kwargs)
+        return [x for x in jax.tree.leaves(out) if is_value(x)]
+
+    jax.eval_shape(noting, values)
+    found: Stored = {}
+    for name, limits in shapes.found.items():
+        sums = {f"sum_of_{limit}": (*batch[name], *shape) for limit, shape in limits.items()}
+        own = {"count": batch[name], **sums}
+        found[name] = {key: jnp.zeros(shape, jnp.float32) for key, shape in own.items()}
+    return {**found, **stored}  # what is stored already stays
+
+
+def _merged(static: Static, values: Sequence[Any]) -> Any:
+    """What `split` has parted."""
     rest = iter(values)
     return static.treedef.unflatten([next(rest) if x is None else x[0] for x in static.leaves])
 
@@ -235,12 +232,12 @@ def _joined_arguments(static: Static, values: list[Any]) -> Any:
 # --- weights with statistics ---------------------------------------------------------------------
 
 
-def _static_weights(params: Any) -> list[Any]:
+def _static_weights(params: Any) -> list[TrainedQuantized | StaticQuantized]:
     return [x for x in jax.tree.leaves(params, is_leaf=takes_stats) if takes_stats(x)]
 
 
-def takes_stats(x: Any) -> bool:
-    """Whether a value is a weight that statistics are put on for a call."""
+def takes_stats(x: Any) -> TypeGuard[TrainedQuantized | StaticQuantized]:
+    """Whether a value is a weight that gets statistics for a call."""
     static = isinstance(x, TrainedQuantized | StaticQuantized) and x.stats is not None
     return static and x.stats.sums is None
 
@@ -249,8 +246,8 @@ def _names(params: Any) -> set[str]:
     return {w.stats.name for w in _static_weights(params)}
 
 
-def _with_stats(params: Any, stored: Stored, mode: Any, shapes: Shapes | None = None) -> Any:
-    """Parameters whose weights have their statistics, as far as there are any."""
+def _with_stats(params: Any, stored: Stored, mode: Mode, shapes: Shapes | None = None) -> Any:
+    """The parameters, their weights with the statistics that are stored for them."""
 
     def filled(x: Any) -> Any:
         if not takes_stats(x):
@@ -263,11 +260,11 @@ def _with_stats(params: Any, stored: Stored, mode: Any, shapes: Shapes | None = 
     return jax.tree.map(filled, params, is_leaf=takes_stats)
 
 
-def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Any) -> QuantStats:
-    """Statistics as they are stored, for a weight with some batch axes.
+def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Mode) -> QuantStats:
+    """The stored statistics of a weight with these batch axes.
 
     Raises:
-      ValueError: for what are no statistics of such a weight.
+      ValueError: if these are not statistics of such a weight.
     """
     entries = dict(stored) if isinstance(stored, Mapping) else {}
     count = entries.pop("count", None)
@@ -282,18 +279,20 @@ def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Any) -> Qua
     return QuantStats(sums, count, name, mode)
 
 
-def fixed_stats(path: str, w: Any, stacked: int, state: Any) -> QuantStats:
-    """The limits that a weight's statistics come to, for stored weights.
+def fixed_stats(
+    path: str, w: TrainedQuantized | StaticQuantized, stacked: int, state: Any
+) -> QuantStats:
+    """The final range of a weight's activations: the averages of its statistics.
 
     Args:
       path: of the parameter, for errors.
       w: the weight.
-      stacked: how many of its batch axes stack weights of their own. Along the others (a kernel's) the
-        first one has what all have seen; those with nothing counted are NaN.
+      stacked: how many of its batch axes stack weights of different layers. Along the others (those
+        of a kernel) the first entry counts for all. Entries that counted nothing become NaN.
       state: Haiku's state with statistics, or None.
 
     Raises:
-      ValueError: for missing statistics, or (but under `jax.jit`) such that nothing is counted in.
+      ValueError: if there are no statistics, or they are empty (which `jax.jit` cannot tell).
     """
     name = path if w.stats is None else w.stats.name
     stored = {} if state is None else _parted(state)[1]
@@ -316,7 +315,7 @@ def fixed_stats(path: str, w: Any, stacked: int, state: Any) -> QuantStats:
 
 
 def _is_counted(count: Any, stacked: int) -> bool:
-    """Whether each of the stacked weights has statistics; of a kernel's matrices, one has."""
+    """Whether each layer has counted something, in at least one of a kernel's matrices."""
     layers = np.asarray(count).reshape(*np.shape(count)[:stacked], -1)
     return bool((layers > 0).any(-1).all())
 
@@ -327,26 +326,27 @@ def _per(sums: Any, count: Any) -> jax.Array:
     return sums / count.reshape(*count.shape, *(1,) * (np.ndim(sums) - count.ndim))
 
 
-# --- what products have seen ---------------------------------------------------------------------
+# --- what a call adds to the statistics -----------------------------------------------------------
 
 
 def _with_gradient(
     fun: Callable[..., Any], stats: Stored, args: Any, kwargs: Any
 ) -> tuple[Any, Stored]:
-    """`fun(stats, *args, **kwargs)`, and the gradient by `stats`, whatever the output.
+    """`fun(stats, *args, **kwargs)`, and its gradient with respect to `stats` for zero cotangents.
 
-    One pass serves this gradient and, where the call is differentiated from outside, that one: its
-    linearization is kept. So rules for derivatives within `fun` act once, and are not themselves
-    differentiated.
+    If the call is differentiated from outside, both gradients share one linearization. So custom
+    derivative rules within `fun` run once, and are not differentiated themselves.
     """
     static, values = split((args, kwargs))
-    fixed_out: Any = []
+    static_out: Any = []
 
-    def on_values(stats: Stored, values: list[Any]) -> list[Any]:
-        args, kwargs = _joined_arguments(static, values)
+    def on_values(stats: Stored, values: list[Any]) -> list[jax.Array]:
+        args, kwargs = _merged(static, values)
+        leaves: Any
         leaves, treedef = jax.tree.flatten(fun(stats, *args, **kwargs))
-        fixed_out[:] = [treedef, [None if is_value(x) else (x,) for x in leaves]]
-        return [jnp.asarray(x) for x in leaves if is_value(x)]
+        fixed, out = split(leaves)
+        static_out[:] = [treedef, fixed]
+        return list(map(jnp.asarray, out))
 
     @jax.custom_vjp
     def both(stats: Stored, values: list[Any]) -> Any:
@@ -362,9 +362,8 @@ def _with_gradient(
 
     both.defvjp(linearized, backward)
     out, added = both(stats, values)
-    treedef, fixed = fixed_out
-    rest = iter(out)
-    return treedef.unflatten([next(rest) if x is None else x[0] for x in fixed]), added
+    treedef, fixed = static_out
+    return treedef.unflatten(_merged(fixed, out)), added
 
 
 def _zeros(x: jax.Array) -> Any:

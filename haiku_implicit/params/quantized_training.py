@@ -1,7 +1,6 @@
-"""Quantized training of a model: rules put on a tree of parameters, and what is stored afterwards."""
+"""Quantized training of a model: weights with rules, and the stored weights after training."""
 
 import functools
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -12,28 +11,32 @@ import jax.numpy as jnp
 from haiku_implicit.arrays.fake_quantized import FakeQuantized
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
-from haiku_implicit.core.box import box
+from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.operands import OperandSpec, QuantizedOperand, quantize
+from haiku_implicit.numerics.operands import OperandSpec, quantize, stored_matrix
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params import edits, selection
+from haiku_implicit.params import trees
+from haiku_implicit.params.creators import Getter, getter_of
 from haiku_implicit.params.quant_stats import fixed_stats, takes_stats
+from haiku_implicit.params.selection import is_dense_matrix, is_weight, stacked_axes
 from haiku_implicit.products import by_rule, quant_rules
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QtRule, QuantRule
 
 
-def quantized_training(params: Any, rules: Sequence[Any], *, targets: Any = None) -> Any:
+def quantized_training(
+    params: Any, rules: Sequence[QuantRule], *, targets: Targets | None = None
+) -> Any:
     """Puts rules on the weights of a model, for quantized products and gradients in training.
 
-    The weights stay dense, one floating leaf each, and are what is trained; every product with one
-    of them, under `transform_implicit`, quantizes it and the other operand, and in the backward pass
-    the incoming gradient. No module is changed.
+    The weights stay dense and are trained, one floating leaf each. Under `transform_implicit`, every
+    product with one of them quantizes both operands, and in the backward pass the incoming gradient.
+    No module changes.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
-      rules: `QtRule`s (or `QuantRule`s: these leave the backward pass dense), in the order of
-        precedence. A warning names those that decide for no module. Static activation scales
+      rules: `QtRule`s, or `QuantRule`s, which leave the backward pass dense; the first one that
+        matches decides. A warning names those that decide for no module. Static activation scales
         (`act_static_scale`) need the model wrapped in `with_quant_stats`.
       targets: which parameters, as for `add_lora`. None: floating-point parameters of two axes or more
         that are not called `b`, `bias`, `offset` or `scale`.
@@ -59,22 +62,25 @@ def quantized_training(params: Any, rules: Sequence[Any], *, targets: Any = None
     """
     found = _training_rules(rules)
 
-    def make(path: str, value: Any, own: Any) -> Any:
-        stats = QuantStats(name=path) if any(map(_is_static, own)) else None
-        return TrainedQuantized(value, stats=stats, rules=own)
+    def make(parameter: trees.Parameter, own: tuple[QuantRule, ...]) -> TrainedQuantized:
+        static = any(rule.act_static_scale and rule.weight_qtype is not None for rule in own)
+        stats = QuantStats(name=parameter.path) if static else None
+        return TrainedQuantized(parameter.value, stats=stats, rules=own)
 
-    return edits.replace_by_rules(params, found, targets, make)
+    return trees.replace_by_rules(params, found, targets, make)
 
 
-def quantized_training_getter(rules: Sequence[Any], *, targets: Any = None) -> Callable[..., Any]:
-    """A getter for quantized training, for `hk.custom_getter`: what is stored stays dense arrays.
+def quantized_training_getter(
+    rules: Sequence[QuantRule], *, targets: Targets | None = None
+) -> Getter:
+    """A getter for quantized training, for `hk.custom_getter`: stored parameters stay dense arrays.
 
     The random keys of stochastic rounding come from Haiku's own stream (`hk.next_rng_key`), a new one
-    each time that a weight is read.
+    each time that the model reads a weight.
 
     Args:
-      rules: as for `quantized_training`, but that nobody is warned of unused ones, and that there are
-        no static activation scales.
+      rules: as for `quantized_training`, without static activation scales. Unused rules give no
+        warning.
       targets: as for `quantized_training`.
 
     Returns:
@@ -104,27 +110,23 @@ def quantized_training_getter(rules: Sequence[Any], *, targets: Any = None) -> C
                 f"rules[{i}]: act_static_scale needs weights that carry statistics, which a getter "
                 "does not see; use quantized_training on the parameters, and with_quant_stats"
             )
-    chosen = selection.chooser(targets, selection.is_weight)
+    chosen = predicate_of("targets", targets, is_weight)
 
-    def getter(next_getter: Any, value: Any, context: Any) -> Any:
-        own = edits.rules_of(found, context.module_name)
-        if (
-            own
-            and edits.is_dense_weight(value)
-            and chosen(context.module_name, context.name, value)
-        ):
-            wrapped = TrainedQuantized(value, rules=own)
-            key = hk.next_rng_key() if _needs_key(own) else None
-            value = box(wrapped if key is None else _keyed(wrapped, key))
-        return next_getter(value)
+    def is_quantized(module_name: str, name: str, value: Any) -> bool:
+        decided = is_dense_matrix(value) and bool(trees.rules_of(found, module_name))
+        return decided and chosen(module_name, name, value)
 
-    return getter
+    def trained(context: Any, value: jax.Array) -> TrainedQuantized:
+        weight = TrainedQuantized(value, rules=trees.rules_of(found, context.module_name))
+        return _keyed(weight, hk.next_rng_key()) if _needs_key(weight) else weight
+
+    return getter_of(is_quantized, trained)
 
 
 def with_rounding_key(params: Any, key: Any) -> Any:
     """Gives weights the random keys that stochastic rounding of their gradients needs.
 
-    To be called in each step, within the function that is differentiated, with a key of the step:
+    Call it in each step, within the function that is differentiated, with a key of the step:
 
         def loss(params, key, batch):
           params = hki.with_rounding_key(params, key)
@@ -132,11 +134,11 @@ def with_rounding_key(params: Any, key: Any) -> Any:
 
     Args:
       params: a tree with `TrainedQuantized` in it.
-      key: a random key. Each weight has one of its own, by its path.
+      key: a random key. Each weight gets one of its own, from this one and its path.
 
     Returns:
-      The tree with keys on the weights whose rules round stochastically; the others as they are. A
-      weight that one step uses several times has the same noise each time.
+      The tree with keys on the weights whose rules round stochastically. If a step uses a weight
+      several times, the noise is the same each time.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -148,25 +150,27 @@ def with_rounding_key(params: Any, key: Any) -> Any:
     """
     key = _typed(key)
 
-    def keyed(module_name: str, name: str, value: Any) -> Any:
-        if not isinstance(value, TrainedQuantized) or not _needs_key(value.rules):
+    def keyed(parameter: trees.Parameter) -> Any:
+        value = parameter.value
+        if not isinstance(value, TrainedQuantized) or not _needs_key(value):
             return value
-        path = selection.path(module_name, name)
-        return _keyed(value, jax.random.fold_in(key, zlib.crc32(path.encode())))
+        return _keyed(value, parameter.key_from(key))
 
-    return edits._map(keyed, params)
+    return trees.map_parameters(keyed, params)
 
 
-def quantization_aware(params: Any, rules: Sequence[Any], *, targets: Any = None) -> Any:
+def quantization_aware(
+    params: Any, rules: Sequence[QuantRule], *, targets: Targets | None = None
+) -> Any:
     """Makes weights stand for their rounded values, for quantization-aware training.
 
-    The forward pass uses the values that `QuantizedMatrix` would hold, the gradient passes straight
-    through to the weights before rounding. `convert_trained` then gives the stored matrices, with
-    identical outputs.
+    The forward pass uses the values that `QuantizedMatrix` would hold. The gradient passes straight
+    through to the weights before rounding. After training, `convert_trained` returns the stored
+    matrices, which give identical outputs.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
-      rules: `QuantRule`s; of each `weight_qtype`, `weight_calibration_method` ('minmax' with a zero
+      rules: `QuantRule`s, with `weight_qtype`, `weight_calibration_method` ('minmax' with a zero
         point) and `tile_size` along axis -2, which is contracted in `x @ w`.
       targets: as for `quantized_training`.
 
@@ -174,7 +178,7 @@ def quantization_aware(params: Any, rules: Sequence[Any], *, targets: Any = None
       The tree with `FakeQuantized` in place of the weights that a rule quantizes, mappings as dicts.
 
     Raises:
-      ValueError: for rules that quantize nothing, or that are not of weights alone.
+      ValueError: for rules that quantize nothing, or that quantize activations.
       TypeError: for anything but rules.
 
     Example:
@@ -185,36 +189,38 @@ def quantization_aware(params: Any, rules: Sequence[Any], *, targets: Any = None
       >>> print(hki.materialize(aware)['linear']['w'].ravel())
       [1. 1.]
     """
-    for i, rule in enumerate(edits.checked_rules(rules)):
+    rules = trees.checked_rules(rules)
+    for i, rule in enumerate(rules):
         if rule.act_qtype is not None:
             raise ValueError(
-                f"rules[{i}]: expected act_qtype=None, because it is weights alone that are rounded "
-                f"here, got {rule.act_qtype!r}; quantized_training has activations"
+                f"rules[{i}]: expected act_qtype=None, because only weights are rounded here, got "
+                f"{rule.act_qtype!r}; quantized_training has activations"
             )
 
-    def make(path: str, value: Any, own: Any) -> Any:
-        options = tuple(own[0].weight_options(value.shape[-2]).items())
-        new = FakeQuantized(value, options)
+    def make(parameter: trees.Parameter, own: tuple[QuantRule, ...]) -> FakeQuantized:
+        value = parameter.value
+        options = trees.deciding_rule(own).weight_options(value.shape[-2])
+        weight = FakeQuantized(value, tuple(options.items()))
         # Raises for a weight that the rule does not fit.
-        jax.eval_shape(lambda w: QuantizedMatrix.quantize(w, **dict(options)), value)
-        return new
+        jax.eval_shape(FakeQuantized.quantized, weight)
+        return weight
 
-    return edits.replace_by_rules(params, list(rules), targets, make)
+    return trees.replace_by_rules(params, rules, targets, make)
 
 
 def convert_trained(params: Any, state: Any = None) -> Any:
-    """The stored matrices that trained weights stand for, for inference.
+    """Replaces trained weights by stored ones, for inference.
 
-    Of a `FakeQuantized` weight it is the matrix of its rounded values. Of a `TrainedQuantized` one it
-    is that of the codes that its rule quantizes it to, where it is used as `x @ w` (axis -2 is
-    contracted; convolution kernels share scales over all axes but the last). With static activation
-    scales, products are those of `with_quant_stats(t, update=False)`, and need no state any more; that
-    holds for a `StaticQuantized` weight without ranges, too, which gets them.
+    A `FakeQuantized` weight becomes the matrix of its rounded values. A `TrainedQuantized` weight
+    becomes the matrix of the codes that its rule quantizes it to in `x @ w` (which contracts axis -2;
+    convolution kernels share scales over all axes but the last). With static activation scales,
+    products are those of `with_quant_stats(t, update=False)` and no longer need the state. A
+    `StaticQuantized` weight without ranges gets them, too.
 
     Args:
       params: a tree with such weights.
-      state: Haiku's state with the statistics that static activation scales come from, as
-        `with_quant_stats` returns it; None where there are none.
+      state: for static activation scales, Haiku's state with statistics, as `with_quant_stats`
+        returns it.
 
     Returns:
       The tree with `QuantizedMatrix` in their place, or `StaticQuantized` where activations have
@@ -222,8 +228,8 @@ def convert_trained(params: Any, state: Any = None) -> Any:
 
     Raises:
       ValueError: for a weight whose rules leave products dense; for one with static activation scales
-        and no statistics (under `jax.jit` for one without an entry: where nothing is counted, the
-        range is NaN, and so are products).
+        and no statistics. (`jax.jit` cannot tell statistics that have counted nothing: the range
+        becomes NaN, and so do products.)
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -234,21 +240,22 @@ def convert_trained(params: Any, state: Any = None) -> Any:
       'int4'
     """
 
-    def converted(module_name: str, name: str, value: Any) -> Any:
+    def converted(parameter: trees.Parameter) -> Any:
+        value, stacked = parameter.value, stacked_axes(parameter.module_name)
         if isinstance(value, FakeQuantized):
             return value.quantized()
-        stacked, path = module_name.count("__layer_stack_"), selection.path(module_name, name)
         if isinstance(value, StaticQuantized) and takes_stats(value):
-            return value._replace(stats=fixed_stats(path, value, stacked, state))
-        if isinstance(value, TrainedQuantized):
-            rule = _deciding_rule(value, stacked)
-            stored = _stored(value, stacked, rule)
-            if not rule.act_static_scale:
-                return stored
-            return StaticQuantized.of(stored, fixed_stats(path, value, stacked, state), value.rules)
-        return value
+            return value._replace(stats=fixed_stats(parameter.path, value, stacked, state))
+        if not isinstance(value, TrainedQuantized):
+            return value
+        rule = _deciding_rule(value, stacked)
+        stored = _stored(value.value, stacked, rule)
+        if not rule.act_static_scale:
+            return stored
+        stats = fixed_stats(parameter.path, value, stacked, state)
+        return StaticQuantized.of(stored, stats, value.rules)
 
-    return edits._map(converted, params)
+    return trees.map_parameters(converted, params)
 
 
 def dot_general_by_bits(
@@ -261,7 +268,7 @@ def dot_general_by_bits(
     Args:
       fwd_bits: of weights and activations: 2, 3, 4, 6 or 8; None for dense products.
       bwd_bits: of gradients; None for a dense backward pass.
-      mode: what is returned.
+      mode: 'train', 'serve' or 'convert', see below.
 
     Returns:
       'train': a function like `jax.lax.dot_general`, whose second operand is the weight. 'serve': the
@@ -287,7 +294,7 @@ def dot_general_by_bits(
     qtypes = [_integer_of("fwd_bits", fwd_bits), bwd_bits and _integer_of("bwd_bits", bwd_bits)]
     rule = QtRule(weight_qtype=qtypes[0], act_qtype=qtypes[0], bwd_qtype=qtypes[1])
     if mode == "convert":
-        return lambda w: _stored(TrainedQuantized(jnp.asarray(w)), w.ndim - 2, rule)
+        return lambda w: _stored(jnp.asarray(w), w.ndim - 2, rule)
     train = functools.partial(by_rule.dot_general, rule=rule)
 
     def serve(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
@@ -309,31 +316,28 @@ def _integer_of(name: str, bits: Any) -> str:
 
 
 def _training_rules(rules: Any) -> list[QtRule]:
-    """The rules for training; those that leave modules alone too."""
-    return [quant_rules.as_training_rule(rule) for rule in edits.checked_rules(rules)]
+    """The same rules for training, including those that leave modules alone."""
+    return [quant_rules.as_training_rule(rule) for rule in trees.checked_rules(rules)]
 
 
-def _is_static(rule: QuantRule) -> bool:
-    return rule.act_static_scale and rule.weight_qtype is not None
-
-
-def _needs_key(rules: Sequence[QuantRule]) -> bool:
+def _needs_key(weight: TrainedQuantized) -> bool:
+    """Whether a rule rounds gradients stochastically."""
     return any(
         isinstance(rule, QtRule) and rule.weight_qtype and rule.bwd_stochastic_rounding
-        for rule in rules
+        for rule in weight.rules
     )
 
 
-def _typed(key: Any) -> Any:
+def _typed(key: jax.Array) -> jax.Array:
     """A key of JAX's newer kind: Haiku's are arrays of integers."""
     typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
     return key if typed else jax.random.wrap_key_data(key)
 
 
-def _keyed(value: TrainedQuantized, key: Any) -> TrainedQuantized:
-    batch = value.shape[:-2]
+def _keyed(weight: TrainedQuantized, key: jax.Array) -> TrainedQuantized:
+    batch = weight.shape[:-2]
     key = _typed(key)
-    return value._replace(key=jax.random.split(key, batch) if batch else key)
+    return weight._replace(key=jax.random.split(key, batch) if batch else key)
 
 
 # --- stored weights ------------------------------------------------------------------------------
@@ -341,7 +345,7 @@ def _keyed(value: TrainedQuantized, key: Any) -> TrainedQuantized:
 
 def _deciding_rule(w: TrainedQuantized, stacked: int) -> QuantRule:
     """The rule for the products that a weight is stored for; `stacked` as for `_stored`."""
-    # Of more axes, it is a kernel, or the weight of an einsum, or one for each group of rows.
+    # With more axes it is a kernel, the weight of an einsum, or one weight for each group of rows.
     kernel = w.ndim - stacked > 2
     ops = ("conv_general_dilated", "dot_general", "ragged_dot") if kernel else ("dot_general",)
     rule = next(filter(None, map(w.rule_for, ops)), None)
@@ -352,53 +356,16 @@ def _deciding_rule(w: TrainedQuantized, stacked: int) -> QuantRule:
     return rule
 
 
-def _stored(w: TrainedQuantized, stacked: int, rule: QuantRule) -> QuantizedMatrix:
-    """The matrix of the codes that a weight is quantized to.
+def _stored(w: jax.Array, stacked: int, rule: QuantRule) -> QuantizedMatrix:
+    """The matrix of the codes that a rule quantizes a weight to.
 
     Args:
-      w: the weight.
-      stacked: how many leading axes stack weights of their own.
+      w: the dense weight, `[..., n, m]`.
+      stacked: how many leading axes stack the weights of different layers.
       rule: the rule for its products.
     """
     qt = quant_rules.as_training_rule(rule)
     channels = (*range(stacked), *(() if qt.disable_channelwise_axes else (w.ndim - 1,)))
     tile = None if qt.tile_size is None else (w.ndim - 2, qt.tile_size)
     how = OperandSpec(qt.weight_qtype, qt.weight_calibration_method, channels, tile)
-    found = quantize(w.value, how)
-    fmt, codes, offset = _storage(formats.find(qt.weight_qtype), found)
-    lead = (*w.shape[:-2], w.shape[-1])
-    scale, *offsets = (
-        jnp.broadcast_to(jnp.swapaxes(x, -1, -2), (*lead, x.shape[-2]))
-        for x in (found.scale, *offset)
-    )
-    groups = scale.shape[-1]
-    codes = jnp.swapaxes(codes, -1, -2).reshape(*lead, groups, -1)
-    padding = -codes.shape[-1] % fmt.multiple
-    if padding and groups > 1:
-        raise ValueError(
-            f"tile_size: expected a multiple of {fmt.multiple} for stored codes of {fmt.name!r}, got "
-            f"{codes.shape[-1]}"
-        )
-    codes = jnp.concatenate([codes, jnp.repeat(codes[..., -1:], padding, -1)], axis=-1)
-    packed = formats.pack(codes, fmt)
-    dtype = {} if scale.dtype == w.dtype else dict(out_dtype=w.dtype)
-    return QuantizedMatrix.from_parts(
-        packed, scale, *offsets, dtype=fmt.name, axis=-2, padding=padding, **dtype
-    )
-
-
-def _storage(
-    fmt: formats.Format, found: QuantizedOperand
-) -> tuple[formats.Format, Any, tuple[Any, ...]]:
-    """The format, the codes (not packed) and the offset, if any, that stand for an operand's values."""
-    if fmt.is_float:
-        return fmt, found.codes, ()
-    if fmt.table is not None:
-        return fmt, formats.nearest(found.codes, fmt), ()
-    codes = found.codes.astype(jnp.int16)
-    if found.zero_point is None:
-        return fmt, (codes + int(fmt.bias)).astype(fmt.dtype), ()
-    scale: Any = found.scale
-    offset = (fmt.lowest - found.zero_point) * scale
-    unsigned = formats.find(f"u{fmt.name}")
-    return unsigned, (codes - int(fmt.lowest)).astype(unsigned.dtype), (offset,)
+    return stored_matrix(quantize(w, how), qt.weight_qtype, w.dtype)

@@ -11,19 +11,10 @@ import jax
 from haiku_implicit.core.eager import Facts, cached_implicit_args
 from haiku_implicit.core.transform import use_implicit_args
 
-T = TypeVar(
-    "T",
-    hk.Transformed,
-    hk.TransformedWithState,
-    hk.MultiTransformed,
-    hk.MultiTransformedWithState,
+AnyTransformed = (
+    hk.Transformed | hk.TransformedWithState | hk.MultiTransformed | hk.MultiTransformedWithState
 )
-_KINDS = (
-    hk.Transformed,
-    hk.TransformedWithState,
-    hk.MultiTransformed,
-    hk.MultiTransformedWithState,
-)
+T = TypeVar("T", bound=AnyTransformed)
 
 
 def transform_implicit(t: T, *, cache: bool = True) -> T:
@@ -36,22 +27,21 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
 
     The wrapped functions are functions of pytrees like Haiku's own; `jax.jit`, `jax.grad` and
     `jax.vmap` apply to them. Called eagerly, they trace the Haiku function once for arguments of one
-    structure (shapes, dtypes, implicit types, and values of what is no array) and run the trace again
-    when called again.
+    structure (shapes, dtypes, implicit types, and values of arguments that are not arrays) and run
+    this trace in later calls.
 
-    Haiku's summaries (`hk.experimental.tabulate`, `eval_summary`) of what this returns count an
-    implicit array as the dense one; what it really holds is its `nbytes`.
+    Haiku's summaries (`hk.experimental.tabulate`, `eval_summary`) of the result count an implicit
+    array as a dense one; its `nbytes` are what it really holds.
 
     Sharp edges, all of them as with `jax.jit`:
-      - The Haiku function has to be pure. What it does besides computing (a Python `print`, reading
-        a global variable) happens while it is traced. `cache=False` traces in every call.
+      - The Haiku function has to be pure. Side effects (a Python `print`, reading a global variable)
+        happen only while it is traced. `cache=False` traces in every call.
       - A Python number among the arguments is a constant of the trace; every new value is traced
-        anew. Pass arrays for what changes often.
-      - An object that is compared by identity (a mutable configuration, say) may have changed
-        without a sign of it, so that a call with one is traced every time.
-      - A mixed precision policy that is set, changed or cleared (`hk.mixed_precision`) is noticed. A
-        method interceptor or a Haiku setting (`hk.config`) that is changed around `apply` and not
-        within the function is not: use `cache=False`.
+        anew. Pass arrays for values that change often.
+      - A call with an object that is compared by identity (a mutable configuration, say) is traced
+        every time, because the object may have changed.
+      - A change of the mixed precision policy (`hk.mixed_precision`) is noticed. A change of a method
+        interceptor or a Haiku setting (`hk.config`) around `apply` is not: use `cache=False`.
 
     Args:
       t: what `hk.transform`, `hk.transform_with_state`, `hk.multi_transform`,
@@ -78,7 +68,7 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
       >>> jax.jit(t.apply)(params, None, x).shape
       (1, 3)
     """
-    if not isinstance(t, _KINDS):
+    if not isinstance(t, AnyTransformed):
         raise TypeError(
             "t: expected what hk.transform, hk.transform_with_state, hk.multi_transform, "
             "hk.multi_transform_with_state or hk.without_apply_rng returns, got "
@@ -90,9 +80,10 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
 
 
 def _cached(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`use_implicit_args` that keeps its traces, but not of a call from within another Haiku function.
+    """`use_implicit_args` that keeps its traces, except of calls within another Haiku function.
 
-    The creators, getters and setters of that one act in this one too, and may differ between calls.
+    The creators, getters and setters of the outer function act on the inner one, too, and may differ
+    between calls.
     """
     cached, plain = cached_implicit_args(fun, _watch_policies), use_implicit_args(fun)
 

@@ -1,18 +1,14 @@
 """How one product is quantized: the formats and the calibration of each of its operands."""
 
 import dataclasses
-import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from haiku_implicit.numerics import options
+from haiku_implicit.numerics import options, ranges
 
 STOCHASTIC_ROUNDING = ("uniform", "low_bit_uniform")
-
-# The methods that find a range anew in each step; others search, or need more than a range.
-RANGE_METHODS = ("absmax", "minmax", "rms", "percentile", "fixed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +31,8 @@ class OperandConfig:
     tile_size: int | float | None = None
 
     def __post_init__(self) -> None:
-        name = options.format_name("qtype", self.qtype)
-        options.check_operand_format("qtype", name)
-        object.__setattr__(self, "qtype", name)
-        check_method("calibration_method", self.calibration_method, RANGE_METHODS)
+        object.__setattr__(self, "qtype", options.operand_format("qtype", self.qtype))
+        options.parse("calibration_method", self.calibration_method, ranges.METHODS)
         check_tile_size("tile_size", self.tile_size)
 
 
@@ -130,18 +124,6 @@ class ProductConfig:
 
 
 # --- validation ----------------------------------------------------------------------------------
-
-
-def check_method(name: str, value: Any, known: Iterable[str]) -> None:
-    method, *numbers = str(value).replace(" ", "").split(",")
-    if method not in known:
-        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    try:
-        finite = all(math.isfinite(float(x)) for x in numbers)
-    except ValueError:
-        raise ValueError(f"{name}: expected numbers after {method!r}, got {value!r}") from None
-    if not finite:
-        raise ValueError(f"{name}: expected finite numbers, got {value!r}")
 
 
 def check_tile_size(name: str, value: Any) -> None:

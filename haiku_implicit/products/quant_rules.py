@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from haiku_implicit.numerics import calibration, formats, options
+from haiku_implicit.numerics import calibration, formats, options, ranges
 from haiku_implicit.products import product_config
 from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig
 
@@ -74,7 +74,7 @@ class QuantRule:
             **{name: options.format_name(name, getattr(self, name)) for name in self._qtype_names()}
         )
         for name in self._method_names():
-            product_config.check_method(name, getattr(self, name), calibration.METHODS)
+            options.parse(name, getattr(self, name), calibration.METHODS | ranges.METHODS)
         product_config.check_tile_size("tile_size", self.tile_size)
         if self.act_static_scale and self.act_qtype is None:
             raise ValueError(
@@ -120,7 +120,9 @@ class QuantRule:
         size = (
             round(length * self.tile_size) if isinstance(self.tile_size, float) else self.tile_size
         )
-        zero_point = method == "minmax" and f"u{self.weight_qtype}" in formats.FORMATS
+        zero_point = (
+            options.split(method)[0] == "minmax" and f"u{self.weight_qtype}" in formats.FORMATS
+        )
         if method == "absmax" and fmt is not None and (fmt.offset or fmt.name in formats.BY_MEAN):
             method = None  # the default of rules is that of formats whose range is symmetric
         return dict(
@@ -169,9 +171,9 @@ class QtRule(QuantRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self._qtype_names():
-            options.check_operand_format(name, getattr(self, name))
+            options.operand_format(name, getattr(self, name))
         for name in self._method_names():
-            product_config.check_method(name, getattr(self, name), product_config.RANGE_METHODS)
+            options.parse(name, getattr(self, name), ranges.METHODS)
         product_config.check_tile_size("bwd_weight_grad_tile_size", self.bwd_weight_grad_tile_size)
         product_config.check_rounding(
             "bwd_stochastic_rounding", self.bwd_stochastic_rounding, self.bwd_qtype
@@ -306,7 +308,7 @@ def _check_pattern(pattern: Any) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as e:
-        raise ValueError(f"module_path: {pattern!r} is no regular expression: {e}") from None
+        raise ValueError(f"module_path: {pattern!r} is not a regular expression: {e}") from None
 
 
 def _op_names(names: Any) -> tuple[str, ...]:

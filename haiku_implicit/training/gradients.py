@@ -1,14 +1,13 @@
-"""Training: which leaves of a parameter tree are trained, and gradients for those alone.
+"""Which leaves of a parameter tree are trained, and gradients with respect to those alone.
 
-A *slot* is a place of a tree for one array: a leaf, or what stands in its place (None, symbolic
-zeros, `optax.MaskedNode`). Parameters, gradients, updates and partitions have the same slots.
+A *slot* is the place of one array in a tree. It holds the array, or None, symbolic zeros or
+`optax.MaskedNode` instead. Parameters, gradients, updates and partitions have the same slots.
 """
 
-import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Union
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,8 @@ import optax
 
 from haiku_implicit.arrays import Zeros
 from haiku_implicit.core.array import ImplicitArray, data_names, frozen_names, is_implicit
+from haiku_implicit.core.predicates import Targets, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
-
-# Which dense arrays are trained: all or none; by (module name, name, value); or a regular
-# expression that the whole of module/name has to match.
-Dense = Union[bool, str, re.Pattern[str], Callable[[str, str, Any], bool]]  # noqa: UP007
 
 
 class Slot(NamedTuple):
@@ -29,7 +25,7 @@ class Slot(NamedTuple):
 
     Attributes:
       path: its keys, as text.
-      value: the array, or what is in its place.
+      value: the array, or what the slot holds instead.
       fields: the implicit arrays around it, outermost first, each as (type, name of the field).
     """
 
@@ -68,11 +64,19 @@ def treedef_of(tree: Any) -> Any:
 
 
 def align(treedef: Any, tree: Any, what: str) -> list[Any]:
-    """What another tree has in each slot."""
+    """The values of another tree in each slot."""
     try:
         return treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as e:
         raise ValueError(f"{what}: {e}") from e
+
+
+def fill_slots(
+    treedef: Any, flags: Sequence[bool], values: Sequence[Any], others: Sequence[Any]
+) -> Any:
+    """A tree with `values` in the slots that are marked, and `others` in the rest."""
+    triples = zip(flags, values, others, strict=True)
+    return treedef.unflatten([value if flag else other for flag, value, other in triples])
 
 
 def is_inexact(x: Any) -> bool:
@@ -94,110 +98,83 @@ def zeros_like(x: Any) -> Any:
 # --- what is trained -----------------------------------------------------------------------------
 
 
-def trained(slots: Sequence[Slot], dense: Dense, must_match: bool = True) -> list[bool]:
-    """For each slot, whether its array is trained: by what the types declare, and by `dense`."""
-    chosen = predicate_of(dense)
-    flags, names = [], []
+def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = True) -> list[bool]:
+    """For each slot, whether its array is trained: as the types declare, or by `trainable_dense`.
+
+    Raises:
+      ValueError: with `must_match`, for a regular expression that matches no dense array.
+    """
+    chosen = predicate_of("trainable_dense", trainable_dense)
+    flags, dense = [], {}
     for slot in slots:
         if is_empty(slot.value) or not is_inexact(slot.value):
-            flags.append(False)
+            flag = False
         elif slot.fields:
-            flags.append(not any(name in frozen_names(cls) for cls, name in slot.fields))
+            flag = not any(name in frozen_names(cls) for cls, name in slot.fields)
         else:
-            names.append(slot.name)
-            flags.append(
-                bool(chosen("/".join(slot.path[:-1]), "".join(slot.path[-1:]), slot.value))
-            )
-    if (
-        must_match
-        and isinstance(dense, str | re.Pattern)
-        and names
-        and not _any_match(dense, names)
-    ):
-        near = difflib.get_close_matches(str(dense), names, n=5, cutoff=0.0)
-        raise ValueError(
-            f"dense: {dense!r} matches none of the {len(names)} dense parameters (the whole of "
-            f"'module/name' has to match). Nearest: {', '.join(near)}"
-        )
+            flag = bool(chosen("/".join(slot.path[:-1]), "".join(slot.path[-1:]), slot.value))
+            dense[slot.name] = flag
+        flags.append(flag)
+    is_pattern = isinstance(trainable_dense, str | re.Pattern)
+    if must_match and is_pattern and dense and not any(dense.values()):
+        raise no_match("trainable_dense", trainable_dense, [*dense], kind="dense parameters")
     return flags
 
 
-def _any_match(pattern: str | re.Pattern[str], names: Iterable[str]) -> bool:
-    return any(re.fullmatch(pattern, name) for name in names)
+def partition(params: Any, trainable_dense: Targets = True) -> tuple[Any, Any]:
+    """Divides parameters into a trainable and a frozen part.
 
-
-def predicate_of(dense: Dense) -> Callable[[str, str, Any], bool]:
-    if isinstance(dense, bool):
-        return lambda module_name, name, value: dense
-    if isinstance(dense, str | re.Pattern):
-        try:
-            pattern = re.compile(dense)
-        except re.error as e:
-            raise ValueError(f"dense: {dense!r} is no regular expression: {e}") from None
-        return lambda module_name, name, value: bool(
-            pattern.fullmatch("/".join(part for part in (module_name, name) if part))
-        )
-    if callable(dense):
-        return dense
-    raise TypeError(
-        "dense: expected True, False, a predicate (module_name, name, value) -> bool or a regular "
-        f"expression over 'module/name', got {dense!r}"
-    )
-
-
-def partition(params: Any, dense: Dense = True) -> tuple[Any, Any]:
-    """Parts parameters in what is trained and what is frozen.
-
-    In an implicit array the type decides: fields that it declares with `frozen_field` (the `w` of
-    `LoRA`, say), with all that is in them, are frozen. Arrays of integers and booleans are frozen
-    anywhere.
+    In an implicit array the type decides: the fields that it declares with `frozen_field` (like the
+    `w` of `LoRA`) are frozen, with everything in them. Arrays of integers and booleans are always
+    frozen.
 
     Args:
       params: a tree of arrays and implicit arrays.
-      dense: which of the floating-point arrays that are not part of an implicit one are trained:
-        True (the default) or False for all of them; a predicate of `(module_name, name, value)`; or
-        a regular expression that the whole of `module/name` has to match.
+      trainable_dense: which of the floating-point arrays outside of implicit ones are trained: True
+        for all of them, False for none, a predicate of `(module_name, name, value)`, or a regular
+        expression that the whole of `module/name` has to match.
 
     Returns:
-      Two trees like `params`, `(trainable, frozen)`, each with None in place of what is in the
-      other. As None is no leaf, `jax.grad`, an optax optimizer or a checkpoint of the first deals
-      with nothing but what is trained.
+      Two trees like `params`, `(trainable, frozen)`, each with None in place of the arrays of the
+      other. None is not a leaf, so that `jax.grad`, optimizers and checkpoints of the first tree deal
+      only with trainable arrays.
 
     Raises:
-      TypeError: for a `dense` of another kind.
-      ValueError: for a text that is no regular expression, or matches nothing.
+      TypeError: for a `trainable_dense` of another type.
+      ValueError: for a text that is not a regular expression, or matches nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
       >>> w = hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
-      >>> trainable, frozen = hki.partition({'linear': {'w': w, 'b': jnp.zeros(3)}}, dense=False)
+      >>> params = {'linear': {'w': w, 'b': jnp.zeros(3)}}
+      >>> trainable, frozen = hki.partition(params, trainable_dense=False)
       >>> jax.tree.map(jnp.shape, trainable)['linear']['w'].a, trainable['linear']['b']
       ((2, 1), None)
       >>> frozen['linear']['w']
       LoRA(float32[2,3], w=float32[2,3], alpha=None)
     """
     slots, treedef = slots_of(params), treedef_of(params)
-    return _part(slots, treedef, trained(slots, dense))
+    return _part(slots, treedef, trained(slots, trainable_dense))
 
 
 def _part(slots: Sequence[Slot], treedef: Any, flags: Sequence[bool]) -> tuple[Any, Any]:
-    trainable = [s.value if f else None for s, f in zip(slots, flags, strict=True)]
-    frozen = [None if f else s.value for s, f in zip(slots, flags, strict=True)]
-    return treedef.unflatten(trainable), treedef.unflatten(frozen)
+    values, nothing = [slot.value for slot in slots], [None] * len(slots)
+    trainable = fill_slots(treedef, flags, values, nothing)
+    return trainable, fill_slots(treedef, flags, nothing, values)
 
 
 def combine(trainable: Any, frozen: Any) -> Any:
-    """The tree of which `partition` gave the two parts.
+    """Puts the two parts of `partition` together again.
 
     Args:
-      trainable: a tree with None in place of what the other one has.
+      trainable: a tree with None in place of the arrays of the other one.
       frozen: the other one.
 
     Returns:
-      The tree with both.
+      The tree with the arrays of both.
 
     Raises:
-      ValueError: where the structures differ, or both have a value in one place.
+      ValueError: if the structures differ, or both have a value in one place.
 
     Example:
       >>> import haiku_implicit as hki
@@ -221,27 +198,27 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    dense: Dense = True,
+    trainable_dense: Targets = True,
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` for parameters with implicit arrays, by what is trained of them alone.
+    """`jax.value_and_grad` with respect to the trainable arrays of parameters with implicit arrays.
 
     Args:
-      fun: a function of a scalar result. It is wrapped in `use_implicit_args` (once more does no
+      fun: a function that returns a scalar. It is wrapped in `use_implicit_args` (once more does no
         harm).
       argnums: the position of the parameters among the arguments, or several positions.
       has_aux: whether `fun` returns a pair of the scalar and something else.
-      dense: which dense arrays are trained, as in `partition`.
-      **kwargs: what else `jax.value_and_grad` takes (`holomorphic`, ...).
+      trainable_dense: which dense arrays are trained, as in `partition`.
+      **kwargs: other options of `jax.value_and_grad` (`holomorphic`, ...).
 
     Returns:
-      A function that returns what that of `jax.value_and_grad` does. The gradient is a tree like
-      the parameters. In place of a frozen array, also one of integers, it has symbolic zeros of the
-      same shape and dtype, `Zeros`, which take no memory.
+      A function like that of `jax.value_and_grad`. The gradient is a tree like the parameters. In
+      place of frozen arrays and of integers it has `Zeros` of the same shape and dtype: symbolic
+      zeros, which take no memory.
 
     Raises:
-      ValueError: for an `argnums` beyond the arguments, or a `dense` that matches nothing.
-      TypeError: for a `dense` of another kind.
+      ValueError: for an `argnums` beyond the arguments, or a `trainable_dense` that matches nothing.
+      TypeError: for a `trainable_dense` of another type.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -253,7 +230,7 @@ def value_and_grad(
     """
     implicit = use_implicit_args(fun)
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    predicate_of(dense)  # raises early for a bad one
+    predicate_of("trainable_dense", trainable_dense)  # raises early for a bad one
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **fun_kwargs: Any) -> Any:
@@ -264,7 +241,7 @@ def value_and_grad(
             )
         slots = [slots_of(args[i]) for i in positions]
         every = [slot for own in slots for slot in own]
-        flags = iter(trained(every, dense))
+        flags = iter(trained(every, trainable_dense))
         parts = [
             _part(own, treedef_of(args[i]), [next(flags) for _ in own])
             for i, own in zip(positions, slots, strict=True)
@@ -288,7 +265,7 @@ def value_and_grad(
 
 
 def _fill(grads: Any, frozen: Any) -> Any:
-    """Gradients with symbolic zeros in the slots that the frozen part has values in."""
+    """Gradients with symbolic zeros in the slots of the frozen part."""
     treedef = treedef_of(frozen)
     pairs = zip(align(treedef, grads, "gradients"), slots_of(frozen), strict=True)
     return treedef.unflatten([zeros_like(s.value) if g is None else g for g, s in pairs])
@@ -299,13 +276,14 @@ def grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    dense: Dense = True,
+    trainable_dense: Targets = True,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """`jax.grad` for parameters with implicit arrays; see `value_and_grad`.
 
     Returns:
-      A function that returns the gradient; with `has_aux`, a pair of it and what else `fun` gave.
+      A function that returns the gradient; with `has_aux`, a pair of the gradient and the other
+      result of `fun`.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -313,7 +291,7 @@ def grad(
       >>> hki.grad(lambda p, x: jnp.sum(x @ p['w'] + p['b']))(params, jnp.ones((4, 2)))
       {'b': Array([4., 4., 4.], dtype=float32), 'w': Zeros(float32[2,3])}
     """
-    both = value_and_grad(fun, argnums, has_aux, dense=dense, **kwargs)
+    both = value_and_grad(fun, argnums, has_aux, trainable_dense=trainable_dense, **kwargs)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **fun_kwargs: Any) -> Any:

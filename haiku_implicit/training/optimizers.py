@@ -1,4 +1,4 @@
-"""Optimizers of optax that leave alone what is frozen, and hold no state for it."""
+"""Optimizers of optax that leave frozen arrays alone and hold no state for them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import optax
 
 from haiku_implicit.core.array import ImplicitArray, data_names
+from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.training.gradients import (
-    Dense,
     Slot,
     align,
+    fill_slots,
     is_empty,
     is_inexact,
-    predicate_of,
     slots_of,
     trained,
     treedef_of,
@@ -22,23 +22,24 @@ from haiku_implicit.training.gradients import (
 
 
 def freeze_declared(
-    optimizer: optax.GradientTransformation, *, dense: Dense = True
+    optimizer: optax.GradientTransformation, *, trainable_dense: Targets = True
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that leaves alone what is frozen by the declaration of its type.
+    """An optimizer that leaves alone the fields that their type declares as frozen.
 
     Args:
       optimizer: any optax optimizer. It sees `optax.MaskedNode`, which has no leaves, in place of
-        what is frozen, so that its state holds nothing for it, and decay, clipping and norms leave
-        it out.
-      dense: which dense arrays are trained, as in `partition`; what `value_and_grad` was given.
+        frozen arrays. So its state holds nothing for them, and decay, clipping and norms leave them
+        out.
+      trainable_dense: which dense arrays are trained, as in `partition`; the same as for
+        `value_and_grad`.
 
     Returns:
       An optimizer of the whole parameters. Its `update` takes gradients with symbolic zeros, None
-      or arrays in place of what is frozen, and returns updates with symbolic zeros there (see
+      or arrays in the frozen slots, and returns updates with symbolic zeros there (see
       `apply_updates`).
 
     Raises:
-      ValueError: (by its `update`) where the gradient of something that is trained is empty.
+      ValueError: by its `update`, if the gradient of a trainable array is missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
@@ -53,7 +54,7 @@ def freeze_declared(
       Zeros(float32[9,9])
       >>> params = hki.apply_updates(params, updates)
     """
-    return _frozen(optimizer, lambda tree, slots, first: [True] * len(slots), dense)
+    return _frozen(optimizer, lambda tree, slots, first: [True] * len(slots), trainable_dense)
 
 
 def freeze_keys(
@@ -61,23 +62,23 @@ def freeze_keys(
     arr_type: type[ImplicitArray],
     keys: Iterable[str],
     *,
-    dense: Dense = True,
+    trainable_dense: Targets = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that leaves fields of an implicit type alone, and what `freeze_declared` does.
+    """An optimizer that leaves fields of an implicit type alone, beside those of `freeze_declared`.
 
     Args:
       optimizer: any optax optimizer.
-      arr_type: an implicit type; subclasses are meant too.
-      keys: names of fields of it.
-      dense: which dense arrays are trained, as in `partition`.
+      arr_type: an implicit type; its subclasses are included.
+      keys: names of its fields.
+      trainable_dense: which dense arrays are trained, as in `partition`.
 
     Returns:
       As `freeze_declared`.
 
     Raises:
-      TypeError: where `arr_type` is no implicit type.
-      ValueError: where a key is no field of `arr_type`; by `init`, where `arr_type` does not occur
-        in the parameters.
+      TypeError: if `arr_type` is not an implicit type.
+      ValueError: if a key is not a field of `arr_type`; by `init`, if `arr_type` does not occur in
+        the parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
@@ -109,20 +110,20 @@ def freeze_keys(
             for slot in slots
         ]
 
-    return _frozen(optimizer, select, dense)
+    return _frozen(optimizer, select, trainable_dense)
 
 
 def freeze_subtrees(
-    optimizer: optax.GradientTransformation, label_fn: Any, *, dense: Dense = True
+    optimizer: optax.GradientTransformation, label_fn: Any, *, trainable_dense: Targets = True
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that leaves parts of the parameters alone, and what `freeze_declared` does.
+    """An optimizer that leaves parts of the parameters alone, beside those of `freeze_declared`.
 
     Args:
       optimizer: any optax optimizer.
-      label_fn: a function of the parameters (or, where `update` is not given any, of the gradients)
-        that returns a tree of `'freeze'` and `'train'`; or that tree itself. A label counts for all
-        of the subtree in its place.
-      dense: which dense arrays are trained, as in `partition`.
+      label_fn: a tree of `'freeze'` and `'train'`, or a function that returns it for the parameters
+        (for the gradients, if `update` gets no parameters). A label counts for the whole subtree in
+        its place.
+      trainable_dense: which dense arrays are trained, as in `partition`.
 
     Returns:
       As `freeze_declared`.
@@ -152,27 +153,27 @@ def freeze_subtrees(
             flags += [known and label.value == "train"] * len(slots_of(part))
         return flags
 
-    return _frozen(optimizer, select, dense)
+    return _frozen(optimizer, select, trainable_dense)
 
 
 def _frozen(
     optimizer: optax.GradientTransformation,
     select: Callable[[Any, Sequence[Slot], bool], list[bool]],
-    dense: Dense,
+    trainable_dense: Targets,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of the slots that are trained by declaration and that `select` leaves."""
+    """An optimizer of the slots that are trainable by declaration and that `select` marks, too."""
     inner = optax.with_extra_args_support(optimizer)
-    predicate_of(dense)
+    predicate_of("trainable_dense", trainable_dense)
 
     def flags_of(tree: Any, first: bool) -> list[bool]:
         slots = slots_of(tree)
         # A regular expression has to match something once; an update may come without dense parts.
-        pairs = zip(trained(slots, dense, first), select(tree, slots, first), strict=True)
+        pairs = zip(trained(slots, trainable_dense, first), select(tree, slots, first), strict=True)
         return [a and b for a, b in pairs]
 
     def init(params: Any) -> Any:
-        values = [slot.value for slot in slots_of(params)]
-        return inner.init(_masked(treedef_of(params), values, flags_of(params, True)))
+        slots, flags = slots_of(params), flags_of(params, True)
+        return inner.init(_masked(treedef_of(params), flags, [slot.value for slot in slots]))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         like = updates if params is None else params
@@ -180,43 +181,43 @@ def _frozen(
         values = [slot.value for slot in slots]
 
         def masked(tree: Any, what: str) -> Any:
-            return _masked(treedef, align(treedef, tree, what), flags)
+            return _masked(treedef, flags, align(treedef, tree, what))
 
-        for slot, u, f in zip(slots, align(treedef, updates, "updates"), flags, strict=True):
-            if f and is_empty(u):
-                raise ValueError(
-                    f"{slot.name}: the optimizer trains this, but its gradient is {u!r}. Give the "
-                    "optimizer the same dense= as value_and_grad, or leave this out by "
-                    "freeze_subtrees"
-                )
-        # What line searches take: another gradient, and a function of the parameters.
+        def unmasked(fun: Callable[..., Any]) -> Callable[..., Any]:
+            """A function of the parameters as a function of the masked ones."""
+
+            def of_masked(tree: Any, *args: Any, **kwargs: Any) -> Any:
+                own = align(treedef, tree, "params")
+                return fun(fill_slots(treedef, flags, own, values), *args, **kwargs)
+
+            return of_masked
+
+        _check_gradients(slots, flags, align(treedef, updates, "updates"))
+        # Line searches take these two: another gradient, and a function of the parameters.
         if "grad" in extra:
             extra["grad"] = masked(extra["grad"], "grad")
         if "value_fn" in extra:
-            extra["value_fn"] = _of_masked(extra["value_fn"], treedef, values, flags)
+            extra["value_fn"] = unmasked(extra["value_fn"])
         own = None if params is None else masked(params, "params")
         new, state = inner.update(masked(updates, "updates"), state, own, **extra)
-        aligned = zip(align(treedef, new, "updates"), values, flags, strict=True)
-        return treedef.unflatten([u if f else zeros_like(p) for u, p, f in aligned]), state
+        frozen = list(map(zeros_like, values))
+        return fill_slots(treedef, flags, align(treedef, new, "updates"), frozen), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _masked(treedef: Any, values: Sequence[Any], flags: Sequence[bool]) -> Any:
-    pairs = zip(values, flags, strict=True)
-    return treedef.unflatten([v if f else optax.MaskedNode() for v, f in pairs])
+def _check_gradients(slots: Sequence[Slot], flags: Sequence[bool], gradients: list[Any]) -> None:
+    for slot, flag, gradient in zip(slots, flags, gradients, strict=True):
+        if flag and is_empty(gradient):
+            raise ValueError(
+                f"{slot.name}: the optimizer trains this, but its gradient is {gradient!r}. Give the "
+                "optimizer the same trainable_dense= as value_and_grad, or leave this out by "
+                "freeze_subtrees"
+            )
 
 
-def _of_masked(
-    fun: Callable[..., Any], treedef: Any, values: Sequence[Any], flags: Sequence[bool]
-) -> Callable[..., Any]:
-    """A function of the parameters as a function of the masked ones."""
-
-    def of_masked(tree: Any, *args: Any, **kwargs: Any) -> Any:
-        own = zip(align(treedef, tree, "params"), values, flags, strict=True)
-        return fun(treedef.unflatten([x if f else v for x, v, f in own]), *args, **kwargs)
-
-    return of_masked
+def _masked(treedef: Any, flags: Sequence[bool], values: Sequence[Any]) -> Any:
+    return fill_slots(treedef, flags, values, [optax.MaskedNode()] * len(flags))
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -224,14 +225,14 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
     Args:
       params: a tree of arrays and implicit arrays.
-      updates: a tree like it. Where it has symbolic zeros, None or `optax.MaskedNode`, the
-        parameter is handed on as it is, and so is any that is not of a floating dtype.
+      updates: a tree like it. A parameter stays as it is where this has symbolic zeros, None or
+        `optax.MaskedNode`, or if the parameter is not of a floating dtype.
 
     Returns:
       The new parameters, in the dtypes of the old ones.
 
     Raises:
-      ValueError: where the structures differ.
+      ValueError: if the structures differ.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -241,10 +242,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
       {'b': Array([2., 2.], dtype=float32), 'w': Array([1., 1.], dtype=float32)}
     """
     treedef = treedef_of(params)
-    pairs = zip(
-        [slot.value for slot in slots_of(params)], align(treedef, updates, "updates"), strict=True
-    )
-    return treedef.unflatten([_added(p, u) for p, u in pairs])
+    pairs = zip(slots_of(params), align(treedef, updates, "updates"), strict=True)
+    return treedef.unflatten([_added(slot.value, u) for slot, u in pairs])
 
 
 def _added(p: Any, u: Any) -> Any:

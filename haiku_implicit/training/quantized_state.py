@@ -18,7 +18,7 @@ class QuantizedState(NamedTuple):
     """The state of an optimizer.
 
     Attributes:
-      inner: that of the optimizer itself, large arrays in it quantized.
+      inner: the state of the optimizer itself, with large arrays quantized.
     """
 
     inner: Any
@@ -32,17 +32,17 @@ def quantized_state(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that keeps its moments in few bits between steps.
 
-    Blockwise quantization of optimizer states is that of Dettmers et al. 2021 (arXiv:2110.02861); in
-    place of their table of 8-bit values, first moments are linear here, and second moments (blocks
-    without a negative number) are held as their roots, which have the same dynamic range: see
+    Optimizer states are quantized in blocks, after Dettmers et al. 2021 (arXiv:2110.02861). In place
+    of their table of 8-bit values, first moments are linear here. Second moments (blocks without a
+    negative number) are stored as their roots, which have the same dynamic range: see
     `QuantizedBlocks`.
 
-    What the state starts with of the parameters' own values (the sequence `z` of a schedule-free
-    optimizer, the start `x0` of another) is no moment, and stays as it is: steps are smaller than
-    that could be rounded to.
+    Arrays of the state that start from the values of the parameters (the sequence `z` of a
+    schedule-free optimizer, the start `x0` of others) are not moments, and stay as they are: their
+    steps are finer than the rounding would be.
 
-    An optimizer that takes the difference of two moments, as RMSProp with `centered=True` takes the
-    variance, may find one below zero that is rounded to few bits, and then is NaN.
+    An optimizer that subtracts two moments, as RMSProp with `centered=True` does for the variance, may
+    get a negative number from the rounded ones, and its root is NaN.
 
     Args:
       optimizer: any optax optimizer.
@@ -51,8 +51,8 @@ def quantized_state(
       min_size: smaller arrays stay as they are (biases and norms: few bytes, and they matter).
 
     Returns:
-      An optimizer of the same parameters; floating arrays in its state are `QuantizedBlocks`, also
-      within those of implicit parameters (the `value` of `TrainedQuantized`, say).
+      An optimizer of the same parameters. Floating arrays in its state are `QuantizedBlocks`, also
+      within implicit parameters (like the `value` of `TrainedQuantized`).
 
     Raises:
       ValueError: for a format that is unknown or has an offset, a block or size below one, or a
@@ -104,9 +104,9 @@ def _dense(x: Any) -> Any:
 
 
 def _are_of_params(init: Callable[[Any], Any], params: Any) -> list[bool]:
-    """For each leaf of the state at the start, whether it is computed from the parameters' values.
+    """For each leaf of the first state, whether it is computed from the values of the parameters.
 
-    Moments start from zeros, of which only the shape is that of the parameters.
+    Moments start from zeros: they depend only on the shapes.
     """
     jaxpr = jax.make_jaxpr(init)(params).jaxpr
     found = set(jaxpr.invars)

@@ -102,6 +102,7 @@ if hasattr(jax.lax, "tile_p"):  # before it, `jnp.tile` was a reshape of all axe
     PARTS["tile"] = lambda w: (jnp.tile(w, (2, 3, 1, 1)),)
 
 
+@pytest.mark.combinations
 @types
 @pytest.mark.parametrize("part", PARTS)
 def test_parts(make, part):
@@ -209,6 +210,7 @@ def by_vmap(w, x):
     return jax.vmap(lambda i: jnp.tanh(x @ w[i]))(jnp.arange(L)).sum(0)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("make", [lora, quantized, TYPES["lora of quantized"]])
 @pytest.mark.parametrize("stack", [by_index, by_dynamic_slice, by_scan, by_vmap])
 def test_layers_of_a_stack(make, stack):
@@ -274,6 +276,7 @@ class Tagged(hki.ImplicitArray, core_ndim=0):
         return self.x
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     "f",
     [

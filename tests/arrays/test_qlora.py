@@ -59,6 +59,7 @@ def test_values(way):
     close(jax.jit(fun)(lora, x), want)
 
 
+@pytest.mark.combinations
 @ways
 @pytest.mark.parametrize("how", ["vmap", "vmap inside", "scan", "scan inside"])
 def test_stacked(way, how):

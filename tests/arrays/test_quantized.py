@@ -199,6 +199,7 @@ def test_codes_that_come_quantized():
     assert hki.materialize(uint8).tolist() == [[-128, 127]]
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
 def test_zeros_and_constants(name, zero_point):
@@ -345,6 +346,7 @@ def in_blocks(request, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.combinations
 @kinds
 @axes
 def test_matmul(kind, axis):
@@ -352,6 +354,7 @@ def test_matmul(kind, axis):
     same_as_dense(lambda w, x: x @ w, quantized(kind, axis), normal((K, N)), how=how)
 
 
+@pytest.mark.combinations
 @few_kinds
 def test_matmul_in_blocks(kind, in_blocks):
     same_as_dense(lambda w, x: x @ w, quantized(kind), normal((K, N)))
@@ -370,6 +373,7 @@ PRODUCTS = [
 ]
 
 
+@pytest.mark.combinations
 @axes
 def test_dot_general(axis, in_blocks):
     def products(w, *xs):
@@ -385,6 +389,7 @@ def test_dot_general(axis, in_blocks):
 SPECS = "bkn,bnm->bkm kn,bnm->bkm bkm,bnm->bkn k,bnm->kbnm knb,bnm->km kbm,bnm->nbk".split()
 
 
+@pytest.mark.combinations
 @axes
 def test_dot_of_batched(axis, in_blocks):
     sizes = dict(b=3, k=K, n=N, m=M)
@@ -396,6 +401,7 @@ def test_dot_of_batched(axis, in_blocks):
     same_as_dense(products, quantized("int4 zero point", axis, (3, N, M)), *xs, how=("grad",))
 
 
+@pytest.mark.combinations
 @few_kinds
 def test_products_within_transformations(kind, in_blocks):
     q, x = quantized(kind), normal((K, N))
@@ -409,6 +415,7 @@ def test_products_within_transformations(kind, in_blocks):
     same_as_dense(derivatives, q, x, how=("grad",), tolerance=1e-4)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp8", "nvfp4", "int4"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_tree_whose_floating_leaves_were_cast(name, dtype, never_dense):
@@ -442,6 +449,7 @@ def test_dtypes_of_products(in_blocks):
             )  # fmt: skip
 
 
+@pytest.mark.combinations
 @kinds
 @pytest.mark.parametrize("axis", [-2, -1])
 def test_no_dense_copy_of_a_big_weight(kind, axis):
@@ -533,6 +541,7 @@ def rows_of(w, ids):
     ]
 
 
+@pytest.mark.combinations
 @kinds
 @axes
 def test_rows(kind, axis):
@@ -546,6 +555,7 @@ def test_rows(kind, axis):
     chex.assert_trees_all_close(out, want, rtol=1e-6)
 
 
+@pytest.mark.combinations
 @axes
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8])
 def test_more_rows_than_indices_count_to(axis, dtype):
@@ -557,6 +567,7 @@ def test_more_rows_than_indices_count_to(axis, dtype):
     close(out, f(hki.materialize(q), ids), 1e-6)
 
 
+@pytest.mark.combinations
 @few_kinds
 @axes
 def test_rows_under_transformations(kind, axis):
@@ -606,6 +617,7 @@ def stays(f, q, tolerance=1e-6):
     return out
 
 
+@pytest.mark.combinations
 @kinds
 @axes
 def test_elementwise(kind, axis):
@@ -635,6 +647,7 @@ def test_cast(kind):
     assert out.dtype == twice.dtype == jnp.bfloat16
 
 
+@pytest.mark.combinations
 @few_kinds
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize("through", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
@@ -679,6 +692,7 @@ def test_rounded_twice(again, may_be_dense):
     close(out, f(hki.materialize(q)), 1e-7)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("kind", ["int8", "int8 groups", "int4 groups", "int4 zero point"])
 @axes
 def test_axes_of_the_matrix(kind, axis):
@@ -708,6 +722,7 @@ def test_axes_of_the_matrix(kind, axis):
         stays(lambda w: jax.lax.slice(w, (1, 0, 0, 2), (2, 3, N, 3)), q)
 
 
+@pytest.mark.combinations
 @axes
 @pytest.mark.parametrize("name", ["int4", "nf4"])
 def test_an_odd_length_is_padded(name, axis):
@@ -758,6 +773,7 @@ def test_axes_that_become_dense(may_be_dense):
         close(hki.use_implicit_args(g)(q, other), g(hki.materialize(q), hki.materialize(other)))
 
 
+@pytest.mark.combinations
 @few_kinds
 @axes
 @pytest.mark.parametrize("offset_dims", [(0, 1), (0, 2), (1, 2)])
@@ -774,6 +790,7 @@ def test_matrices_gathered_into_any_axes(kind, axis, offset_dims, may_be_dense):
 # --- shards --------------------------------------------------------------------------------------
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("kind", ["int8", "int4 zero point", "int8 groups"])
 @pytest.mark.parametrize("spec", [P("i"), P(None, "i"), P(None, None, "i"), P(), P("i", None, "j")])
 @axes

@@ -59,6 +59,7 @@ WRITES = {
 }  # fmt: skip
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("kind", [("int8", None), ("int4", 4), ("uint4", None)])
 def test_writes(name, kind, never_dense):

@@ -48,6 +48,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.combinations
 @AXES
 @pytest.mark.parametrize("equation", PRODUCTS)
 def test_products(axis, equation):

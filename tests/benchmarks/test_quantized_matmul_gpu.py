@@ -26,6 +26,7 @@ def test_without_a_gpu(tmp_path, monkeypatch, capsys):
     assert "no GPU" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_results_and_table(tmp_path, monkeypatch):
     """Run on whatever is there: every formulation gives the same product."""
     document = tmp_path / "document.md"

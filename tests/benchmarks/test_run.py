@@ -39,6 +39,7 @@ def run_small(path):
     return report.load(path)
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path, monkeypatch):
     """All that is to be said of one run, which takes long."""
     results = run_small(tmp_path / "results.json")
@@ -65,6 +66,7 @@ def check_that_the_program_is_that_of_lora_by_hand(results):
         assert library["temporary_bytes"] <= 1.01 * by_hand["temporary_bytes"]
 
 
+@pytest.mark.slow
 def test_gradients_of_all_implementations_agree():
     tokens, params = stages.example(SIZES)
     arguments = *implementations.arguments("by_hand", params), tokens

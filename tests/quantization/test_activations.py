@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.tiers import few
 
 K, N = 64, 24
 
@@ -35,7 +36,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(FORMATS, "int8", "nf4", "groups"))
 def test_products(name, never_dense):
     q = hki.QuantizedMatrix.quantize(normal((K, N)), **FORMATS[name], activation="int8")
     w, x = np.asarray(hki.materialize(q)), normal((2, 5, K), 1)
@@ -71,6 +72,7 @@ def test_codes_that_int8_does_not_hold(axis, never_dense):
         np.testing.assert_allclose(product(x, q), want, atol=0.01 * want.max())  # rounded to int8
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("weight", ["int8", "nf4"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_is_not_floating_is_not_rounded(weight, dtype, never_dense):

@@ -8,6 +8,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.numerics import gptq
+from tests.tiers import few
 
 
 def normal(shape, seed=0):
@@ -179,7 +180,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(FORMATS, "int4", "nvfp4"))
 def test_outputs_have_less_error_than_by_rounding(name):
     w = normal((62 if name == "padded" else 64, 24))
     x = correlated(256, len(w))

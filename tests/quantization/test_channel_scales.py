@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.tiers import few
 
 K, M = 64, 48
 
@@ -135,7 +136,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(FORMATS, "int4", "nf4"))
 def test_outputs_have_less_error(name, never_dense):
     """Than those of rounding alone by the same calibration; least of all where GPTQ rounds, too."""
     k = K - 2 if name == "padded" else K
@@ -252,7 +253,7 @@ def stacked(x):
     return hk.experimental.layer_stack(3)(layer)(x)
 
 
-@pytest.mark.parametrize("method", ["awq", "awq+gptq", "smoothquant"])
+@pytest.mark.parametrize("method", few(["awq", "awq+gptq", "smoothquant"], "smoothquant"))
 def test_stacked_layers(method, never_dense):
     t = hk.without_apply_rng(hk.transform(stacked))
     x = normal((64, 32))

@@ -172,6 +172,7 @@ def test_axes_in_any_place(numbers, shapes):
     same(with_gradients(fun, x, w, c), (out.reshape(c.shape), dx, dw))
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("k, tile", [(12, 4), (12, 0.5), (256, 128), (256, 0.5)])
 @pytest.mark.parametrize("weight, act", [("int8", "int8"), ("int4", None)])
 def test_tiles_are_products_of_their_own(k, tile, weight, act):
@@ -403,6 +404,7 @@ def test_small_and_zero_values(dtype):
     np.testing.assert_allclose(out[1], x[1].astype(np.float32), atol=3e-4 / 127)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("method", ["absmax", "rms,3", "percentile,90", "minmax"])
 def test_what_is_not_finite_shows_in_the_result(bad, method):

@@ -19,6 +19,7 @@ def normal(shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3", "int4", "nf4"])
 def test_blocks(dtype, squared, may_be_dense):

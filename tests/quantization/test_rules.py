@@ -75,7 +75,7 @@ def test_unused_rules_are_warned_of_by_pattern_and_place():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(module_path="("), "module_path: '.' is no regular expression"),
+        (dict(module_path="("), "module_path: '.' is not a regular expression"),
         (dict(op_names="matmul"), "op_names: expected some of dot_general, .*got 'matmul'"),
         (dict(weight_qtype="int9"), "weight_qtype: expected one of int8, .*got 'int9'"),
         (dict(act_qtype=jnp.float32), "act_qtype: expected one of int8"),
@@ -84,6 +84,7 @@ def test_unused_rules_are_warned_of_by_pattern_and_place():
             "weight_calibration_method: expected one of absmax",
         ),
         (dict(act_calibration_method="rms,x"), "act_calibration_method: expected numbers"),
+        (dict(act_calibration_method="rms,1,2"), "act_calibration_method: expected 0 to 1 numbers"),
         (dict(act_calibration_method="rms,nan"), "act_calibration_method: expected finite"),
         (dict(tile_size=0), "tile_size: expected a positive integer"),
         (dict(tile_size=1.5), "tile_size: expected a positive integer"),

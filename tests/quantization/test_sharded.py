@@ -113,6 +113,7 @@ check(product, (lora, columns[1] + 2), xs(4, 512, spec=P("i")))
 
 
 # (A process each, so that not each script has each dtype.)
+@pytest.mark.slow
 @pytest.mark.parametrize("script, dtype", [(PRODUCTS, "int8"), (TRANSFORMED, "uint4")])
 def test_as_dense_in_an_explicit_mesh(script, dtype):
     body = "\n".join("    " + line for line in script.splitlines())

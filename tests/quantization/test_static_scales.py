@@ -21,6 +21,7 @@ from haiku_implicit.quantization import (
     dot_general,
     einsum,
 )
+from tests.tiers import few
 
 MATRICES = (((1,), (0,)), ((), ()))
 STATIC = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", act_static_scale=True)
@@ -129,7 +130,12 @@ def test_a_decay_forgets():
     close(count, 1.75)
 
 
-@pytest.mark.parametrize("form", ["layer_stack", "remat in layer_stack", "scan", "unrolled"])
+@pytest.mark.parametrize(
+    "form",
+    few(
+        ["layer_stack", "remat in layer_stack", "scan", "unrolled"], "remat in layer_stack", "scan"
+    ),
+)
 def test_loops_and_shared_weights(form):
     x = normal((4, 5), 1)
 
@@ -334,7 +340,7 @@ def test_rules_for_derivatives_within_the_model_act_once():
     close(with_rule["linear"]["w"].value, without["linear"]["w"].value)
 
 
-@pytest.mark.parametrize("rounding", [None, "uniform"])
+@pytest.mark.parametrize("rounding", few([None, "uniform"], "uniform"))
 def test_a_model_trains_in_a_scan(rounding):
     x = normal((64, 4), 1)
     y = jnp.sin(x[:, :1] * 2)
@@ -429,6 +435,7 @@ def test_stored_weights_give_what_the_trained_ones_give(rule):
     close(*grads, rtol=0.3, atol=0.3 * np.abs(grads[1]).max())
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("form", ["layer", "stack"])
 @pytest.mark.parametrize("dtype", ["nf4", "mxfp4", "uint4"])
 def test_stored_weights_of_any_format_are_calibrated(dtype, form):

@@ -18,6 +18,7 @@ from haiku_implicit.quantization import (
     dot_general,
     ragged_dot,
 )
+from tests.tiers import few
 
 MATRICES = (((1,), (0,)), ((), ()))
 INT8 = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
@@ -268,6 +269,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("with_key", [False, True])
 def test_rearranged_weights_are_still_weights(way, with_key):
@@ -407,7 +409,7 @@ def train(model, params, optimizer, loss_of, steps):
     return params, float(loss)
 
 
-@pytest.mark.parametrize("rounding", [None, "low_bit_uniform"])
+@pytest.mark.parametrize("rounding", few([None, "low_bit_uniform"], "low_bit_uniform"))
 def test_a_model_trains_as_well_in_eight_bits(rounding):
     rule = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8",
                   bwd_stochastic_rounding=rounding)  # fmt: skip
@@ -433,7 +435,7 @@ def test_a_model_trains_as_well_in_eight_bits(rounding):
 def test_partitions_and_gradients_of_the_library():
     model, x = transformed(mlp), normal((6, 4), 1)
     params = hki.quantized_training(model.init(jax.random.key(0), x), [INT8])
-    trainable, frozen = hki.partition(params, dense=False)
+    trainable, frozen = hki.partition(params, trainable_dense=False)
     assert len(jax.tree.leaves(trainable)) == 3 and len(jax.tree.leaves(frozen)) == 3
     loss = lambda p: (model.apply(p, None, x) ** 2).sum()  # noqa: E731
     value, grads = jax.jit(hki.value_and_grad(loss))(params)
@@ -488,7 +490,7 @@ def test_odd_lengths_are_padded_or_refused():
         hki.convert_trained({"a": {"w": hki.TrainedQuantized(w, rules=(QtRule(),))}})
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", few([8, 4, 2], 4))
 def test_products_by_bits(bits):
     x, w = normal((5, 12), 0), normal((12, 7), 1)
     name = f"int{bits}"
@@ -589,6 +591,18 @@ def test_aware_stacks_and_kernels():
         stored = convert(params)
         close(model.apply(stored, None, x), model.apply(params, None, x), rtol=1e-5, atol=1e-5)
         jax.grad(lambda p: model.apply(p, None, x).sum())(params)  # noqa: B023
+
+
+def test_the_first_rule_that_quantizes_weights_decides_how_they_are_stored():
+    """As `quantize_params` has it, a rule before it may leave another operation alone."""
+    params = {"linear": {"w": normal((8, 4), 0)}}
+    rules = [
+        QuantRule(op_names="conv_general_dilated"),
+        QuantRule(weight_qtype="int4"),
+    ]
+    aware, stored = (f(params, rules=rules) for f in (hki.quantization_aware, hki.quantize_params))
+    assert stored["linear"]["w"].format == "int4"
+    np.testing.assert_array_equal(*(hki.materialize(p)["linear"]["w"] for p in (aware, stored)))
 
 
 def test_aware_training_ends_nearer_than_rounding_afterwards():

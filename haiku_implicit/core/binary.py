@@ -1,0 +1,107 @@
+"""Rules of two operands, each written once for both of their orders."""
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.interpreter import default_handler
+
+Axes = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class BinaryCall:
+    """A primitive of two operands as a program calls it, for the rules of `binary_handler`.
+
+    Attributes:
+      primitive: the primitive.
+      params: its parameters, for the operands in the order of the program.
+      w_first: whether that order is `w`, `x`.
+    """
+
+    primitive: Primitive
+    params: dict[str, Any]
+    w_first: bool
+
+    def __call__(self, x: Any, w: Any) -> Any:
+        """The primitive with the parameters it has, on other operands in the program's order."""
+        return default_handler(self.primitive, *self.ordered(x, w), **self.params)
+
+    def ordered(self, x: Any, w: Any) -> tuple[Any, Any]:
+        """The operands in the order of the program."""
+        return (w, x) if self.w_first else (x, w)
+
+    @property
+    def contracted(self) -> tuple[Axes, Axes]:
+        """Of a `dot_general`: the contracted axes of `x`, and those of `w`."""
+        return self.ordered(*self.params["dimension_numbers"][0])
+
+    @property
+    def batch(self) -> tuple[Axes, Axes]:
+        """Of a `dot_general`: the batch axes of `x`, and those of `w`."""
+        return self.ordered(*self.params["dimension_numbers"][1])
+
+
+Rule = Callable[[BinaryCall, Any, Any], Any]
+
+
+def binary_handler(
+    primitives: Primitive | str | Iterable[Primitive | str], precedence: int = 0
+) -> Callable[[Rule], Rule]:
+    """Registers one rule for both orders of two operands: for `x @ w` and for `w @ x`.
+
+    The rule is called as `rule(call, x, w)`, with operands of the types that `x` and `w` are annotated
+    with. `call(x, w)` runs the primitive on other operands in the order that the program has them
+    in; `call.primitive`, `call.params` and `call.w_first` say what it is, and of a `dot_general`
+    `call.contracted` and `call.batch` give the axes as a pair (those of `x`, those of `w`). Otherwise
+    it is a rule as `primitive_handler` describes it.
+
+    Args:
+      primitives: primitives of two operands, as for `primitive_handler`.
+      precedence: as for `primitive_handler`.
+
+    Returns:
+      The decorator; it returns the rule unchanged.
+
+    Raises:
+      ValueError: for a name that is not that of a primitive.
+      TypeError: for anything but primitives and names.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> @dataclasses.dataclass
+      ... class Negative(hki.ImplicitArray):
+      ...   value: jax.Array
+      ...   def materialize(self):
+      ...     return -self.value
+      >>> @hki.binary_handler(['dot_general', 'conv_general_dilated'])
+      ... def multiply_by_negative(call, x: jax.Array, w: Negative):
+      ...   return -call(x, w.value)
+      >>> w = Negative(jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+      >>> x = jnp.array([1.0, 0.0])
+      >>> [y.tolist() for y in hki.use_implicit_args(lambda x, w: (x @ w, w @ x))(x, w)]
+      [[-1.0, -2.0], [-1.0, -3.0]]
+    """
+
+    def register(rule: Rule) -> Rule:
+        def x_first(primitive: Primitive, x: Any, w: Any, **params: Any) -> Any:
+            return rule(BinaryCall(primitive, params, False), x, w)
+
+        def w_first(primitive: Primitive, w: Any, x: Any, **params: Any) -> Any:
+            return rule(BinaryCall(primitive, params, True), x, w)
+
+        hints = typing.get_type_hints(rule)
+        _, x, w = list(inspect.signature(rule).parameters)[:3]
+        for one_order in (x_first, w_first):
+            one_order.__annotations__ |= {"x": hints.get(x, Any), "w": hints.get(w, Any)}
+            one_order.__name__ = one_order.__qualname__ = rule.__name__
+            primitive_handler(primitives, precedence)(one_order)
+        return rule
+
+    if isinstance(primitives, Iterable) and not isinstance(primitives, str):
+        primitives = list(primitives)  # read twice
+    return register

@@ -1,0 +1,79 @@
+"""Which parameters an argument like `targets` chooses, and the error if there are none."""
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Union
+
+# Of a module's name, a parameter's name and the parameter, as Haiku's own predicates are.
+Predicate = Callable[[str, str, Any], bool]
+# A predicate; a regular expression that the whole of `module/name` has to match; all; none.
+Targets = Union[Predicate, str, re.Pattern[str], bool]  # noqa: UP007 (a callable can't be or-ed)
+
+
+def path_of(module_name: str, name: str) -> str:
+    """`module/name`."""
+    return f"{module_name}/{name}" if module_name else name
+
+
+def predicate_of(
+    argument: str, targets: Targets | None, default: Predicate | None = None
+) -> Predicate:
+    """The predicate that an argument stands for.
+
+    Args:
+      argument: the name of the argument, for errors.
+      targets: its value.
+      default: the predicate for None; without one, None is an error.
+
+    Raises:
+      TypeError: for anything that is not one of `Targets`.
+      ValueError: for a text that is not a regular expression.
+    """
+    if targets is None and default is not None:
+        return default
+    if isinstance(targets, bool):
+        constant = targets
+        return lambda module_name, name, value: constant
+    if callable(targets):
+        return targets
+    if not isinstance(targets, str | re.Pattern):
+        raise TypeError(
+            f"{argument}: expected a regular expression over 'module/name', a predicate "
+            f"(module_name, name, value) -> bool, True or False, got {targets!r}"
+        )
+    try:
+        pattern = re.compile(targets)
+    except re.error as e:
+        raise ValueError(f"{argument}: {targets!r} is not a regular expression: {e}") from None
+    return lambda module_name, name, value: bool(pattern.fullmatch(path_of(module_name, name)))
+
+
+def no_match(
+    argument: str,
+    targets: Targets | None,
+    paths: Sequence[str],
+    *,
+    kind: str = "parameters",
+    default: str = "",
+) -> ValueError:
+    """The error for an argument that chooses no parameter.
+
+    Args:
+      argument: the name of the argument.
+      targets: its value.
+      paths: `module/name` of each parameter. The error lists those that look most like a pattern.
+      kind: what to call them.
+      default: what None would choose.
+    """
+    count = f"none of the {len(paths)} {kind}"
+    if not isinstance(targets, str | re.Pattern):
+        what = f"{count} is {default}" if targets is None else f"the predicate is true of {count}"
+        shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
+        return ValueError(f"{argument}: {what}. There are: {shown}")
+    pattern = targets if isinstance(targets, str) else targets.pattern
+    what = f"{pattern!r} matches {count} (the whole of 'module/name' has to match)"
+    if pattern in paths:
+        return ValueError(f"{argument}: {what}. It is a parameter's name: give re.escape of it")
+    nearest = difflib.get_close_matches(pattern, paths, n=5, cutoff=0.0)
+    return ValueError(f"{argument}: {what}. Nearest: {', '.join(nearest or paths)}")

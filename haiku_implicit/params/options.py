@@ -1,0 +1,191 @@
+"""LoRA and quantization with their options: which weights they fit, and how they are put on one."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.arrays.zeros import Zeros
+from haiku_implicit.core.array import ImplicitArray, is_implicit
+from haiku_implicit.numerics.formats import RECIPES
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.params.selection import describe, errors_name, is_matrix, is_weight
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+GroupSize = int | tuple[int, int] | str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRAOptions:
+    """LoRA of a rank.
+
+    Attributes:
+      rank: of the correction.
+      alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
+      init: draws the factor `a`; None: uniform in ±1/sqrt(n), as in PEFT and the authors' code.
+
+    Raises:
+      ValueError: for an option out of its range.
+    """
+
+    rank: int
+    alpha: float | None = None
+    init: Initializer | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_positive_integer(self.rank):
+            raise ValueError(f"rank: expected a positive integer, got {self.rank!r}")
+        if self.alpha is not None and not _is_finite(self.alpha):
+            raise ValueError(f"alpha: expected None or a finite number, got {self.alpha!r}")
+
+    def takes(self, module_name: str, name: str, value: Any) -> bool:
+        """The default targets: dense or quantized weights with room for the rank."""
+        held = isinstance(value, QuantizedMatrix | ScaledMatrix) or not is_implicit(value)
+        return held and is_weight(module_name, name, value) and self.rank <= min(value.shape[-2:])
+
+    @property
+    def default(self) -> str:
+        """What the default targets are, for errors."""
+        return f"a weight with room for LoRA of rank {self.rank}"
+
+    def check(self, path: str, value: Any) -> None:
+        """Raises unless a parameter can take LoRA of this rank."""
+        check_matrix(path, value, "LoRA")
+        if isinstance(value, LoRA):
+            raise ValueError(
+                f"{path}: this is {describe(value)} already; merge_lora it first, or leave it out by "
+                "targets="
+            )
+        room = min(value.shape[-2:])
+        if self.rank > room:
+            raise ValueError(
+                f"{path}: LoRA of rank {self.rank} does not fit {describe(value)}; the rank can be "
+                f"{room} at most. Give a smaller rank=, or leave the parameter out by targets="
+            )
+
+    def factor_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of `a` and `b` for a weight `[..., n, m]`."""
+        *batch, n, m = shape
+        return (*batch, n, self.rank), (*batch, self.rank, m)
+
+    def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """The factor `a`, `[..., n, r]`."""
+        if self.init is not None:
+            return self.init(key, shape, dtype)
+        bound = 1 / math.sqrt(shape[-2])
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    def put_on(self, path: str, value: Any, key: jax.Array) -> LoRA:
+        """A parameter plus a correction that is zero at first: `a` random, `b` zeros."""
+        self.check(path, value)
+        of_a, of_b = self.factor_shapes(value.shape)
+        a = self.draw(key, of_a, value.dtype)
+        return LoRA(value, a, jnp.zeros(of_b, value.dtype), self.alpha)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeOptions:
+    """The options of `QuantizedMatrix.quantize`, under the same names.
+
+    Raises:
+      ValueError: for an `axis` or a `group_size` that no weight could have.
+    """
+
+    dtype: str = "int8"
+    group_size: GroupSize = None
+    axis: int = -2
+    zero_point: bool = False
+    calibration: str | None = None
+    scale_dtype: Any = None
+    activation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.axis not in (-2, -1):
+            raise ValueError(f"axis: expected -2 or -1, got {self.axis!r}")
+        object.__setattr__(self, "group_size", checked_group_size(self.group_size))
+
+    def takes(self, module_name: str, name: str, value: Any) -> bool:
+        """The default targets: dense weights, also within LoRA, that the groups divide.
+
+        An axis of length one (a depthwise kernel `[h, w, 1, m]`) would give a scale to each number.
+        """
+        inner = value.w if isinstance(value, LoRA) else value
+        return (
+            is_weight(module_name, name, value)
+            and not is_implicit(inner)
+            and value.shape[self.axis] > 1
+            and self._divides(value.shape[self.axis], value.shape[-3 - self.axis])
+        )
+
+    def _divides(self, length: int, rows: int) -> bool:
+        """Whether the groups, and tiles of rows, divide the axes of a matrix."""
+        size = self.group_size
+        if size is None and self.dtype in RECIPES:
+            size = RECIPES[self.dtype].group_size
+        if size is None or isinstance(size, str):
+            return True
+        tile, group = size if isinstance(size, tuple) else (1, size)
+        return length % group == 0 and rows % tile == 0
+
+    @property
+    def default(self) -> str:
+        """What the default targets are, for errors."""
+        size = self.group_size
+        return "a dense weight" + (f" whose axis {self.axis} is divided by {size}" if size else "")
+
+    def quantize(self, w: jax.Array, moments: jax.Array | None = None) -> QuantizedMatrix:
+        """`QuantizedMatrix.quantize` with these options."""
+        return QuantizedMatrix.quantize(w, **vars(self), moments=moments)
+
+    def put_on(self, path: str, value: Any) -> ImplicitArray:
+        """A parameter quantized; of a LoRA weight, its `w`."""
+        if isinstance(value, LoRA):
+            return value._replace(w=self.put_on(path, value.w))
+        check_matrix(path, value, "quantization")
+        if is_implicit(value):
+            raise ValueError(
+                f"{path}: this is {describe(value)}, and only a dense parameter (or the dense w of "
+                "LoRA) can be quantized. Leave it out by targets=, or materialize it first"
+            )
+        with errors_name(path, value):
+            return self.quantize(value)
+
+
+def zeros_for(value: Any) -> Zeros:
+    """Symbolic zeros of the shape and dtype of a value."""
+    return Zeros(shape=tuple(value.shape), dtype=value.dtype)
+
+
+def check_matrix(path: str, value: Any, what: str) -> None:
+    """Raises unless a parameter is a floating-point matrix or a stack of them."""
+    if not is_matrix(value):
+        raise ValueError(
+            f"{path}: {what} needs a floating-point parameter of at least two axes, but this one is "
+            f"{describe(value)}. Leave it out by targets="
+        )
+
+
+def checked_group_size(size: Any) -> GroupSize:
+    """A group size; raises if `QuantizedMatrix.quantize` would take it for no weight at all."""
+    pair = isinstance(size, tuple | list) and len(size) == 2
+    known = size is None or (isinstance(size, str) and size == "tensor")
+    if not known and not all(map(_is_positive_integer, size if pair else [size])):
+        raise ValueError(
+            "group_size: expected None, 'tensor', a positive integer or a pair of them, got "
+            f"{size!r}"
+        )
+    return tuple(size) if pair else size
+
+
+def _is_positive_integer(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x > 0)
+
+
+def _is_finite(x: Any) -> bool:
+    return isinstance(x, int | float | np.integer | np.floating) and math.isfinite(x)
