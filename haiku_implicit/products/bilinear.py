@@ -50,26 +50,26 @@ class Bilinear:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One of JAX's products with all of its options; hashable.
+    """One of JAX's products with all of its options.
 
     Attributes:
-      primal: called as `primal(lhs, rhs, *others, preferred_element_type=..., **options)`.
-      options: keyword arguments, as pairs.
+      primal: called as `primal(lhs, rhs, *others, precision=..., preferred_element_type=...)`.
+      precision: of products that are not of codes: those are exact.
       axes, summed, separable: as of `Bilinear`.
     """
 
     primal: Callable[..., jax.Array]
-    options: tuple[tuple[str, Any], ...]
+    precision: Any
     axes: tuple[Axes, Axes]
     summed: tuple[tuple[int, int], ...]
-    separable: bool = True
+    separable: bool
 
     def forward(self, others: Others) -> Bilinear:
         """The product of `lhs` and `rhs`, given what else it takes."""
 
         def fun(lhs: Any, rhs: Any, dtype: Any) -> jax.Array:
-            options = {k: v for k, v in self.options if k != "precision" or not _is_code(lhs)}
-            return self.primal(lhs, rhs, *others, preferred_element_type=dtype, **options)
+            precision = None if _is_code(lhs) else self.precision
+            return self.primal(lhs, rhs, *others, precision=precision, preferred_element_type=dtype)
 
         return Bilinear(fun, self.axes, self.summed, self.separable)
 
@@ -108,6 +108,30 @@ class Product:
         )
 
 
+def dot_product(
+    ndims: tuple[int, int], numbers: Any, precision: Any = None, out_sharding: Any = None
+) -> Product:
+    """`jax.lax.dot_general` of operands with so many axes."""
+    numbers = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in numbers)
+    summed, batch = numbers
+    lhs, rhs = (
+        [i for i in range(n) if i not in (*s, *b)]
+        for n, s, b in zip(ndims, summed, batch, strict=True)
+    )
+    return Product(
+        functools.partial(jax.lax.dot_general, dimension_numbers=numbers, **sharded(out_sharding)),
+        precision,
+        axes=((*batch[0], *lhs, *[None] * len(rhs)), (*batch[1], *[None] * len(lhs), *rhs)),
+        summed=tuple(zip(*summed, strict=True)),
+        separable=out_sharding is None,
+    )
+
+
+def sharded(out_sharding: Any) -> dict[str, Any]:
+    """The parameter of a product, for versions of JAX whose products do not all have it."""
+    return {} if out_sharding is None else dict(out_sharding=out_sharding)
+
+
 def _summed_in(dtype: Any, fun: Callable[..., Any], a: Any, b: Any, *others: Any) -> jax.Array:
     """A function of two float32 arrays, one product, of arrays of other dtypes; summed in `dtype`.
 
@@ -125,39 +149,6 @@ def _summed_in(dtype: Any, fun: Callable[..., Any], a: Any, b: Any, *others: Any
         closed.jaxpr.replace(eqns=eqns), closed.consts, [a, b, *others]
     )
     return out[0]
-
-
-def product_of(
-    primal: Callable[..., jax.Array],
-    axes: tuple[Axes, Axes],
-    summed: tuple[tuple[int, int], ...],
-    separable: bool,
-    **options: Any,
-) -> Product:
-    """A `Product` with those of the options that are not None."""
-    given = tuple((k, v) for k, v in options.items() if v is not None)
-    return Product(primal, given, axes, summed, separable)
-
-
-def dot_product(
-    ndims: tuple[int, int], numbers: Any, precision: Any = None, out_sharding: Any = None
-) -> Product:
-    """`jax.lax.dot_general` of operands with so many axes."""
-    numbers = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in numbers)
-    summed, batch = numbers
-    lhs, rhs = (
-        [i for i in range(n) if i not in (*s, *b)]
-        for n, s, b in zip(ndims, summed, batch, strict=True)
-    )
-    return product_of(
-        jax.lax.dot_general,
-        axes=((*batch[0], *lhs, *[None] * len(rhs)), (*batch[1], *[None] * len(lhs), *rhs)),
-        summed=tuple(zip(*summed, strict=True)),
-        separable=out_sharding is None,
-        dimension_numbers=numbers,
-        precision=precision,
-        out_sharding=out_sharding,
-    )
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:

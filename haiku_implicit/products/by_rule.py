@@ -7,6 +7,7 @@ backward pass the incoming gradient is quantized, and multiplied with what the f
 quantized. The rounding itself has the gradient one ("straight through").
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from haiku_implicit.numerics.operands import OperandSpec, QuantizedOperand
 from haiku_implicit.products import quant_rules
 from haiku_implicit.products.activation_stats import QuantStats, static_limits
-from haiku_implicit.products.bilinear import Operand, Others, Product, dot_product, product_of
+from haiku_implicit.products.bilinear import Operand, Others, Product, dot_product, sharded
 from haiku_implicit.products.product_config import ProductConfig
 from haiku_implicit.products.quantized_product import (
     Inputs,
@@ -135,20 +136,23 @@ def conv_general_dilated(
     batched = batch_group_count == 1  # else a batch axis of the result is a part of that of lhs
     lhs_axes = tuple(lhs_at[0] if i == out_at[0] and batched else None for i in every)
     rhs_axes = tuple(rhs_at[0] if i == out_at[1] else None for i in every)
-    product = product_of(
+    convolve = functools.partial(
         jax.lax.conv_general_dilated,
-        axes=(lhs_axes, rhs_axes),
-        summed=((lhs_at[1], rhs_at[1]),),
-        separable=feature_group_count == batch_group_count == 1 and out_sharding is None,
-        window_strides=tuple(window_strides),
-        padding=padding if isinstance(padding, str) else tuple(map(tuple, padding)),
-        lhs_dilation=lhs_dilation and tuple(lhs_dilation),
-        rhs_dilation=rhs_dilation and tuple(rhs_dilation),
+        window_strides=window_strides,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
         dimension_numbers=numbers,
         feature_group_count=feature_group_count,
         batch_group_count=batch_group_count,
-        precision=precision,
-        out_sharding=out_sharding,
+        **sharded(out_sharding),
+    )
+    product = Product(
+        convolve,
+        precision,
+        axes=(lhs_axes, rhs_axes),
+        summed=((lhs_at[1], rhs_at[1]),),
+        separable=feature_group_count == batch_group_count == 1 and out_sharding is None,
     )
     weights = (lhs_is_weight, rhs_is_weight)
     return _apply(product, (lhs, rhs), _Call(rule, weights, preferred_element_type, key, stats))
@@ -198,13 +202,12 @@ def ragged_dot(
        [4. 4.]
        [4. 4.]]
     """
-    product = product_of(
-        jax.lax.ragged_dot,
+    product = Product(
+        functools.partial(jax.lax.ragged_dot, group_offset=group_offset),
+        precision,
         axes=((0, None), (None, 2)),
         summed=((1, 1),),
         separable=False,
-        precision=precision,
-        group_offset=group_offset,
     )
     call = _Call(rule, (lhs_is_weight, rhs_is_weight), preferred_element_type, key, stats)
     return _apply(product, (lhs, rhs), call, (jnp.asarray(group_sizes),))

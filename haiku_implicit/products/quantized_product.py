@@ -74,19 +74,9 @@ def _product(product: Product, config: ProductConfig, dtypes: Any, inputs: Input
     return _forward(product, config, dtypes, inputs)[0]
 
 
-class _Residuals(NamedTuple):
-    """What the backward pass takes.
-
-    Attributes:
-      operands: quantized, or as they were.
-      inside: of each, where its gradient passes; None: everywhere.
-      others, key: as of `Inputs`.
-    """
-
-    operands: tuple[Operand, ...]
-    inside: tuple[jax.Array | None, ...]
-    others: Others
-    key: jax.Array | None
+# What the backward pass takes: the operands as it sees them, and where the gradient of each passes
+# (None: everywhere).
+_Residuals = tuple[Inputs, tuple[jax.Array | None, ...]]
 
 
 def _forward(
@@ -103,7 +93,7 @@ def _forward(
     out = multiply(product.forward(inputs.others), lhs, rhs, dtype, dtypes[2])
     pairs = [_kept(config, x, q) for x, q in zip(inputs.operands, operands, strict=True)]
     kept, inside = zip(*pairs, strict=True)
-    return out, _Residuals(kept, inside, inputs.others, inputs.key)
+    return out, (inputs._replace(operands=kept, limits=(None, None)), inside)
 
 
 def _kept(config: ProductConfig, x: Operand, q: Operand) -> tuple[Operand, jax.Array | None]:
@@ -147,30 +137,25 @@ def _spec(product: Product | Bilinear, i: int, config: OperandConfig) -> Operand
 def _backward(
     product: Product, config: ProductConfig, dtypes: Any, residuals: _Residuals, gradient: jax.Array
 ) -> tuple[Inputs]:
-    found: list[Any] = []
+    kept, inside = residuals
+    found: list[Any] = [None, None]
     for i in (0, 1):
-        out, inside = None, residuals.inside[i]
         if dtypes[i] is not None and jnp.issubdtype(dtypes[i], np.inexact):
-            out = _gradient(product, i, config, residuals, gradient, dtypes[i])
-            out = out if inside is None else jnp.where(inside, out, 0)
-        found.append(out)
+            out = _gradient(product, i, config, kept, gradient, dtypes[i])
+            passes = inside[i]
+            found[i] = out if passes is None else jnp.where(passes, out, 0)
     return (Inputs((found[0], found[1]), None, None, None),)  # type: ignore[arg-type]
 
 
 def _gradient(
-    product: Product,
-    side: int,
-    config: ProductConfig,
-    residuals: _Residuals,
-    g: jax.Array,
-    dtype: Any,
+    product: Product, side: int, config: ProductConfig, kept: Inputs, g: jax.Array, dtype: Any
 ) -> jax.Array:
     """The gradient with respect to an operand: a product of the incoming one and the other operand."""
     of_gradient = (config.dlhs_grad, config.drhs_grad)[side]
     of_residual = (config.dlhs_residual, config.drhs_residual)[side]
-    own, y = residuals.operands[side], residuals.operands[1 - side]
+    own, y = kept.operands[side], kept.operands[1 - side]
     own = own.codes if isinstance(own, QuantizedOperand) else own
-    transposed = product.transposed(side, own, residuals.others)
+    transposed = product.transposed(side, own, kept.others)
     wide = jnp.promote_types(g.dtype, dtype)
     left: Operand = g
     if of_gradient.qtype is not None:
@@ -178,7 +163,7 @@ def _gradient(
             # The scales of y lie along axes that are summed here, so the gradient takes them.
             g = scaled(g, y.scale, product.axes[1 - side])
             y = y._replace(scale=None)
-        left = quantize(g, _spec(transposed, 0, of_gradient), residuals.key)
+        left = quantize(g, _spec(transposed, 0, of_gradient), kept.key)
     if of_residual.qtype is not None and not isinstance(y, QuantizedOperand):
         y = quantize(y, _spec(transposed, 1, of_residual))
     return multiply(transposed, left, y, wide, dtype)
