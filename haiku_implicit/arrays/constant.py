@@ -255,6 +255,12 @@ def fold_binary(call: BinaryCall, x: ArrayValue, constant: SymbolicConstant) -> 
 
 
 @primitive_handler("select_n", precedence=10)
+def select_constants(primitive: Primitive, which: ArrayValue, *cases: SymbolicConstant) -> Any:
+    """A choice between constants."""
+    return select(primitive, which, *cases)
+
+
+@primitive_handler("select_n", precedence=10)
 def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Any:
     """A known choice is the case itself; a choice between equal constants is that constant."""
     chosen = constant_of(which)
@@ -418,8 +424,16 @@ def pad(primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_con
 
 
 @primitive_handler("dynamic_update_slice", precedence=10)
-def update_part(primitive: Primitive, *operands: ArrayValue) -> Any:
+def update_part(
+    primitive: Primitive, x: SymbolicConstant, update: SymbolicConstant, *starts: ArrayValue
+) -> Any:
     """A constant where a part of it is replaced by the same one."""
+    return join(primitive, x, update, *starts, data=slice(0, 2))
+
+
+@primitive_handler("dynamic_update_slice", precedence=10)
+def update_part_with_dense(primitive: Primitive, *operands: ArrayValue) -> Any:
+    """Otherwise each constant is a broadcast scalar."""
     return join(primitive, *operands, data=slice(0, 2))
 
 
