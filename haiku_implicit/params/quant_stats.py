@@ -1,7 +1,7 @@
 """Static activation scales: statistics in Haiku's state, collected while a model runs."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeGuard
 
 import haiku as hk
@@ -11,7 +11,7 @@ import numpy as np
 
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
-from haiku_implicit.core.transform import Static, is_value, split
+from haiku_implicit.core.transform import is_value, split
 from haiku_implicit.params.transformed import AnyTransformed
 from haiku_implicit.products.activation_stats import QuantStats, Shapes
 from haiku_implicit.training.gradients import is_inexact
@@ -210,7 +210,7 @@ def _completed(
     static, values = split(((params, inner, *args), kwargs))
 
     def noting(values: list[Any]) -> list[Any]:
-        (params, *rest), kwargs = _merged(static, values)
+        (params, *rest), kwargs = static.merge(values)
         out = apply(_with_stats(params, {}, "update", shapes), *rest, **kwargs)
         return [x for x in jax.tree.leaves(out) if is_value(x)]
 
@@ -221,12 +221,6 @@ def _completed(
         own = {"count": batch[name], **sums}
         found[name] = {key: jnp.zeros(shape, jnp.float32) for key, shape in own.items()}
     return {**found, **stored}  # what is stored already stays
-
-
-def _merged(static: Static, values: Sequence[Any]) -> Any:
-    """What `split` has parted."""
-    rest = iter(values)
-    return static.treedef.unflatten([next(rest) if x is None else x[0] for x in static.leaves])
 
 
 # --- weights with statistics ---------------------------------------------------------------------
@@ -338,14 +332,14 @@ def _with_gradient(
     derivative rules within `fun` run once, and are not differentiated themselves.
     """
     static, values = split((args, kwargs))
-    static_out: Any = []
+    out_def: Any = None
+    static_out: Any = None
 
     def on_values(stats: Stored, values: list[Any]) -> list[jax.Array]:
-        args, kwargs = _merged(static, values)
-        leaves: Any
-        leaves, treedef = jax.tree.flatten(fun(stats, *args, **kwargs))
-        fixed, out = split(leaves)
-        static_out[:] = [treedef, fixed]
+        nonlocal out_def, static_out
+        args, kwargs = static.merge(values)
+        leaves, out_def = jax.tree.flatten(fun(stats, *args, **kwargs))
+        static_out, out = split(leaves)
         return list(map(jnp.asarray, out))
 
     @jax.custom_vjp
@@ -362,8 +356,7 @@ def _with_gradient(
 
     both.defvjp(linearized, backward)
     out, added = both(stats, values)
-    treedef, fixed = static_out
-    return treedef.unflatten(_merged(fixed, out)), added
+    return out_def.unflatten(static_out.merge(out)), added
 
 
 def _zeros(x: jax.Array) -> Any:
