@@ -291,9 +291,9 @@ def attention(cache, q):
 def test_matrices_are_read_where_they_are(name, path):
     """Positions of one head are apart in a cache; its codes are not copied to be next to each other."""
     kind, group, rounds = CACHES[name]
-    cache = hki.QuantizedCache.quantize(normal((2, 70, 3, 96)), kind, group, axis=-1)
-    cache = cache.with_activation("int8" if rounds else None)
-    dense = hki.materialize(cache)
+    make = functools.partial(hki.QuantizedCache.quantize, dtype=kind, group_size=group, axis=-1)
+    cache = jax.jit(make)(normal((2, 70, 3, 96))).with_activation("int8" if rounds else None)
+    dense = jax.jit(hki.materialize)(cache)
     for rows in (1, 3, 9, 40):
         q = normal((2, rows, 3, 96))
         f = jax.jit(hki.use_implicit_args(attention))
