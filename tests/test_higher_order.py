@@ -288,7 +288,7 @@ def forward(weight, dense):
                     may_be_dense={"vmap of everything"})  # fmt: skip
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("weight", few(WEIGHTS, "lora"))
 @pytest.mark.parametrize("name", BOTH)
 def test_forward(name, weight):
     close(forward(weight, False)[name], forward(weight, True)[name])
@@ -677,6 +677,7 @@ DERIVATIVES = {
     "logaddexp": lambda w, x: jnp.logaddexp(w, x[0]),
     "clip": lambda w, x: jnp.clip(w, -0.5, 0.5) @ x.T,
 }  # fmt: skip
+QUICK = ["logsumexp(w)", "relu(w) @ x", "a custom_jvp", "in a scan"]
 REVERSE_ONLY = {
     "a custom_vjp that keeps the type",
     "in a scan, keeping the type",
@@ -685,7 +686,9 @@ REVERSE_ONLY = {
 }
 
 
-@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize(
+    "name", few(DERIVATIVES, *QUICK, "of w and x", "a custom_vjp that keeps the type")
+)
 def test_custom_derivatives_are_used_and_right_for_lora(name, x, may_be_dense):
     w, f = lora(), DERIVATIVES[name]
 
@@ -703,7 +706,7 @@ def test_custom_derivatives_are_used_and_right_for_lora(name, x, may_be_dense):
     close(inside, jax.grad(loss, argnums=(0, 1))(hki.materialize(w), x), rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", [n for n in DERIVATIVES if n not in REVERSE_ONLY])
+@pytest.mark.parametrize("name", few((n for n in DERIVATIVES if n not in REVERSE_ONLY), *QUICK))
 def test_forward_and_second_derivatives_of_custom_ones(name, x, may_be_dense):
     w, f = lora(), DERIVATIVES[name]
 

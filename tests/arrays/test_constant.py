@@ -303,6 +303,7 @@ def test_parts_of_a_constant(never_dense):
 shapes = st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.data(), shapes, st.sampled_from([-3, 0, 1, 1.5, -0.0, np.nan, np.inf]))
 def test_any_shape(data, shape, value):

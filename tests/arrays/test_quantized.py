@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import haiku_implicit as hki
 from haiku_implicit.numerics import formats
 from haiku_implicit.products import reference
+from tests.tiers import few
 
 N, M, K = 12, 6, 5  # all different, so that no axis can pass for another
 
@@ -37,6 +38,7 @@ def normal(shape, seed=1, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype) / 2
 
 
+@functools.partial(jax.jit, static_argnames=("kind", "axis", "shape", "seed", "dtype"))
 def quantized(kind="int4 groups", axis=-2, shape=(N, M), seed=0, dtype=jnp.float32):
     name, group, zero_point = KINDS[kind]
     return hki.QuantizedMatrix.quantize(normal(shape, seed, dtype), name, group, axis, zero_point)
@@ -256,7 +258,7 @@ def test_quantize_what_a_traced_function_closes_over(options):
             transform(lambda x: x @ hki.materialize(make(broken)))(x)
 
 
-@kinds
+@pytest.mark.parametrize("kind", few(KINDS, "int8", "int4 zero point", "nf4 groups"))
 def test_requantize(kind):
     q = quantized(kind)
     again = q.requantize(hki.materialize(q))
@@ -489,10 +491,10 @@ def test_nothing_dense_is_kept_for_the_backward_pass(in_blocks):
     [
         ("int8", 1, {}),
         ("int4 groups", 1, {"window_strides": (2,), "padding": "VALID"}),
-        ("int4 zero point", 2, {"rhs_dilation": (1, 2)}),
+        pytest.param("int4 zero point", 2, {"rhs_dilation": (1, 2)}, marks=pytest.mark.slow),
         ("int8 groups", 2, {"lhs_dilation": (2, 2), "padding": ((1, 1), (1, 1))}),
         ("nf4 groups", 2, {"feature_group_count": 2}),
-        ("int8 zero point", 3, {}),
+        pytest.param("int8 zero point", 3, {}, marks=pytest.mark.slow),
     ],
 )
 def test_convolution(kind, spatial, options):

@@ -93,6 +93,7 @@ def test_gradients_of_all_implementations_agree():
         )
 
 
+@pytest.mark.slow
 def test_a_wrong_loss_is_not_timed(monkeypatch):
     def wrong(sizes):
         loss = implementations.by_hand(sizes)

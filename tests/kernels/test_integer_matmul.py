@@ -29,7 +29,8 @@ def normal(shape, seed=1):
 def quantized(name, length=288, group=32, rows=37, dtype=jnp.float32, **options):
     w = jnp.asarray(normal((length, rows), 0), dtype)
     options = dict(activation="int8") | options
-    return hki.QuantizedMatrix.quantize(w, name, group, **options)
+    # One program instead of one for each operation.
+    return jax.jit(lambda w: hki.QuantizedMatrix.quantize(w, name, group, **options))(w)
 
 
 def exact(w):

@@ -100,7 +100,7 @@ def test_shapes(shape, axis, interpreted):
     check([(w, m)])
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", few([jnp.bfloat16, jnp.float16], jnp.bfloat16))
 def test_half_precision(dtype, interpreted):
     """Values are rounded to the weight's dtype, as those of the dense weight are; so are results."""
     weights = [quantized("nf4", dtype=dtype), quantized("int8", axis=-1, dtype=dtype)]
@@ -133,7 +133,7 @@ def test_all_codes_of_8_bit_floats(name, rows, interpreted):
 # --- transformations -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("axis", few([-2, -1], -2))
 def test_transformations(axis, interpreted):
     q = quantized("uint4", 32, 16, axis, rows=24)
     stack = jax.tree.map(

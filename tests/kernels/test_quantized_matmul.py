@@ -1,5 +1,6 @@
 """The native kernel and XLA's formulation, both against NumPy in float64."""
 
+import functools
 import os
 import pathlib
 import re
@@ -50,6 +51,7 @@ def normal(shape, seed=1, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("name", "length", "group", "axis", "rows", "seed"))
 def quantized(name, length=96, group=32, axis=-2, rows=37, seed=0):
     shape = (length, rows) if axis == -2 else (rows, length)
     return hki.QuantizedMatrix.quantize(normal(shape, seed), name, group, axis)
@@ -149,7 +151,7 @@ def test_all_codes_of_8_bit_floats(name, scale):
         assert not np.isfinite(got[:, ~finite]).any()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", few([jnp.bfloat16, jnp.float16], jnp.bfloat16))
 def test_half_precision_weights(dtype):
     """The values are rounded to the weight's dtype, as those of the dense weight are."""
     weights = [
@@ -289,9 +291,9 @@ def attention(cache, q):
 def test_matrices_are_read_where_they_are(name, path):
     """Positions of one head are apart in a cache; its codes are not copied to be next to each other."""
     kind, group, rounds = CACHES[name]
-    cache = hki.QuantizedCache.quantize(normal((2, 70, 3, 96)), kind, group, axis=-1)
-    cache = cache.with_activation("int8" if rounds else None)
-    dense = hki.materialize(cache)
+    make = functools.partial(hki.QuantizedCache.quantize, dtype=kind, group_size=group, axis=-1)
+    cache = jax.jit(make)(normal((2, 70, 3, 96))).with_activation("int8" if rounds else None)
+    dense = jax.jit(hki.materialize)(cache)
     for rows in (1, 3, 9, 40):
         q = normal((2, rows, 3, 96))
         f = jax.jit(hki.use_implicit_args(attention))

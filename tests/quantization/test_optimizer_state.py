@@ -11,6 +11,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.quantization import QtRule
+from tests.tiers import few
 
 BLOCK = 64
 
@@ -53,7 +54,9 @@ def test_each_block_by_itself(may_be_dense):
     np.testing.assert_allclose(got[2], x[2], atol=0.51 / 127 * np.abs(x[2]).max())
 
 
-@pytest.mark.parametrize("make", [optax.adamw, optax.lion, optax.adafactor, optax.rmsprop])
+@pytest.mark.parametrize(
+    "make", few([optax.adamw, optax.lion, optax.adafactor, optax.rmsprop], optax.lion)
+)
 def test_a_quarter_of_the_bytes_and_nothing_else_changes(make):
     params = {"w": normal((128, 128)), "b": normal((128,))}
     optimizer = make(1e-2)
@@ -76,7 +79,9 @@ def test_a_quarter_of_the_bytes_and_nothing_else_changes(make):
     assert error < (0.2 if make is optax.lion else 0.03)
 
 
-@pytest.mark.parametrize("dtype, most", [("int8", 0.02), ("fp8_e4m3", 0.08), ("int4", 0.2)])
+@pytest.mark.parametrize(
+    "dtype, most", few([("int8", 0.02), ("fp8_e4m3", 0.08), ("int4", 0.2)], ("int8", 0.02))
+)
 def test_moving_averages_stay_where_they_belong(dtype, most, may_be_dense):
     """Rounding a second moment up at each step would make all of a block as large as its largest."""
     size, optimizer = jnp.exp(normal((64, 64))), optax.scale_by_adam()

@@ -406,8 +406,10 @@ def test_statistics_cost_no_products(form):
 
 @pytest.mark.parametrize("rule", [
     FORWARD,
-    QuantRule(weight_qtype="int4", act_qtype="int8", act_static_scale=True),
-    QuantRule(weight_qtype="fp8", act_qtype="fp8", act_static_scale=True, tile_size=4),
+    pytest.param(QuantRule(weight_qtype="int4", act_qtype="int8", act_static_scale=True),
+                 marks=pytest.mark.slow),
+    pytest.param(QuantRule(weight_qtype="fp8", act_qtype="fp8", act_static_scale=True, tile_size=4),
+                 marks=pytest.mark.slow),
     QuantRule(weight_qtype="nf4", act_qtype="int4", act_calibration_method="absmax,0.8",
               act_static_scale=True),
 ], ids=lambda rule: rule.weight_qtype)  # fmt: skip
@@ -487,7 +489,7 @@ def test_ragged_products():
         lambda x: jax.lax.ragged_dot(x, hk.get_parameter("w", w.shape, init=jnp.ones), sizes)
     )
     params = hki.quantized_training({"~": {"w": w}}, [STATIC])
-    out, state = hki.with_quant_stats(t).apply(params, {}, x)
+    out, state = jax.jit(hki.with_quant_stats(t).apply)(params, {}, x)
     seen = np.abs(x).max(-1).mean()
     close(state["quant_stats"]["~/w"]["sum_of_absmax"][0], [[seen]])
     by_group = np.concatenate([ByHand.product(np.asarray(y), np.asarray(v), seen)
@@ -496,7 +498,8 @@ def test_ragged_products():
     close(out, by_group, atol=0.05)
     stored = hki.convert_trained(params, state)
     read = hki.with_quant_stats(t, update=False)
-    close(t.apply(stored, x), read.apply(params, state, x)[0], rtol=1e-5, atol=1e-5)
+    got, want = jax.jit(t.apply)(stored, x), jax.jit(read.apply)(params, state, x)[0]
+    close(got, want, rtol=1e-5, atol=1e-5)
 
 
 ARRANGED = {

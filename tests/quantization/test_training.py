@@ -78,7 +78,7 @@ TILED = QtRule(weight_qtype="int4", tile_size=4, bwd_qtype="int8", bwd_weight_gr
 @pytest.mark.parametrize(
     "rule, how",
     [
-        (INT8, "eager"),
+        pytest.param(INT8, "eager", marks=pytest.mark.slow),
         (INT8, "jit"),
         (INT8, "vmap"),
         (TILED, "jit"),
@@ -451,10 +451,12 @@ def test_partitions_and_gradients_of_the_library():
     "options, error",
     [
         (dict(weight_qtype="int8"), 1e-6),
-        (dict(weight_qtype="fp8_e4m3"), 1e-6),
-        (dict(weight_qtype="nf4"), 1e-6),
+        pytest.param(dict(weight_qtype="fp8_e4m3"), 1e-6, marks=pytest.mark.slow),
+        pytest.param(dict(weight_qtype="nf4"), 1e-6, marks=pytest.mark.slow),
         (dict(weight_qtype="int4", tile_size=8), 1e-6),
-        (dict(weight_qtype="int8", disable_channelwise_axes=True), 1e-6),
+        pytest.param(
+            dict(weight_qtype="int8", disable_channelwise_axes=True), 1e-6, marks=pytest.mark.slow
+        ),
         # With a zero point the values are scale * code + offset, rounded once more.
         (dict(weight_qtype="int4", weight_calibration_method="minmax"), 1e-5),
     ],
@@ -531,7 +533,9 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("options", FORMATS, ids=lambda options: options["dtype"])
+@pytest.mark.parametrize(
+    "options", few(FORMATS, *FORMATS[:4]), ids=lambda options: options["dtype"]
+)
 def test_fake_quantization_rounds_and_passes_gradients(options):
     x, c = normal((32, 8), 0), normal((32, 8), 1)
     quantize = functools.partial(hki.QuantizedMatrix.quantize, **options)
@@ -564,7 +568,7 @@ AWARE = [
 ]
 
 
-@pytest.mark.parametrize("rule", AWARE, ids=lambda rule: rule.weight_qtype)
+@pytest.mark.parametrize("rule", few(AWARE, *AWARE[:2]), ids=lambda rule: rule.weight_qtype)
 def test_aware_models_are_what_they_are_converted_to(rule):
     def two_layers(x):
         return hk.Linear(6)(jax.nn.relu(hk.Linear(16)(x)))
