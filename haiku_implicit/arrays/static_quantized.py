@@ -78,8 +78,7 @@ class StaticQuantized(RuledWeight):
     @property
     def weight(self) -> QuantizedMatrix:
         """The stored weight."""
-        weight: QuantizedMatrix = jax.tree.unflatten(self.kind, self.parts)
-        return weight
+        return jax.tree.unflatten(self.kind, self.parts)
 
     @property
     def wrapped(self) -> QuantizedMatrix:

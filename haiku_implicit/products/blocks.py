@@ -56,8 +56,7 @@ def _joined(blocks: jax.Array, rest: int, axis: int) -> jax.Array:
 
 def slices(tree: Tree, start: Any, size: int, axis: int) -> Tree:
     """A part of each leaf along an axis."""
-    cut: Tree = jax.tree.map(lambda leaf: _slice(leaf, start, size, axis), tree)
-    return cut
+    return jax.tree.map(lambda leaf: _slice(leaf, start, size, axis), tree)
 
 
 def _slice(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:

@@ -72,8 +72,7 @@ def einsum(
     out: Any = run(
         *(_Operand(jnp.asarray(x), key, rule, i, i in positions) for i, x in enumerate(operands))
     )
-    result: jax.Array = out.value
-    return result
+    return out.value
 
 
 @dataclasses.dataclass

@@ -47,8 +47,7 @@ def as_operand(x: Any) -> Operand:
     if not is_implicit(x):
         return jnp.asarray(x)
     if not isinstance(x, QuantizedMatrix):
-        dense: jax.Array = materialize_array(x)
-        return dense
+        return materialize_array(x)
     stored = stored_operand(x)
     return QuantizedOperand(materialize_array(x), None) if stored is None else stored
 

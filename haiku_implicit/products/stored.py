@@ -60,8 +60,7 @@ class _Dot(NamedTuple):
     def dense(self, x: jax.Array, q: jax.Array, **changes: Any) -> jax.Array:
         """The product of arrays."""
         params = dict(self.options) | dict(dimension_numbers=self.numbers) | changes
-        out: jax.Array = jax.lax.dot_general_p.bind(*self.in_order(x, q), **params)
-        return out
+        return jax.lax.dot_general_p.bind(*self.in_order(x, q), **params)
 
 
 def quantized_dot(
@@ -107,8 +106,7 @@ def quantized_dot(
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _in_mesh(x: jax.Array, q: QuantizedMatrix, dot: _Dot, sharding: Any) -> jax.Array:
     """The product where axes of a mesh are explicit."""
-    out: jax.Array = left_to_partitioner(functools.partial(_dot, dot=dot), sharding)(x, q)
-    return out
+    return left_to_partitioner(functools.partial(_dot, dot=dot), sharding)(x, q)
 
 
 def _dot(x: jax.Array, q: QuantizedMatrix, dot: _Dot) -> jax.Array:
@@ -262,8 +260,7 @@ def _in_blocks(
         length = q.shape[blocks.axis]
         return over_blocks(block, length, blocks.size, blocks.out_axis).astype(dtype)
 
-    out: jax.Array = jax.checkpoint(run)(x, q)
-    return out
+    return jax.checkpoint(run)(x, q)
 
 
 # --- with a dense copy ---------------------------------------------------------------------------
@@ -285,8 +282,6 @@ def with_dense(primitive: Any, *operands: Any, **params: Any) -> jax.Array:
 def _with_dense(operands: Any, primitive: Any, params: Any) -> jax.Array:
     def run(operands: Any) -> jax.Array:
         dense = [x.materialize() if is_implicit(x) else x for x in operands]
-        out: jax.Array = primitive.bind(*dense, **dict(params))
-        return out
+        return primitive.bind(*dense, **dict(params))
 
-    out: jax.Array = jax.checkpoint(run)(operands)
-    return out
+    return jax.checkpoint(run)(operands)
