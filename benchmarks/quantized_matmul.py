@@ -137,7 +137,7 @@ def _copies(w: Any, count: int) -> list[Any]:
 
 def _program(weights: Sequence[Any], x: jax.Array) -> Callable[[], Any]:
     """Products with all weights, each of which waits for the one before."""
-    leaves, treedef = jax.tree.flatten(weights)  # once: within a model, it is no part of a product
+    leaves, treedef = jax.tree.flatten(weights)  # once: within a model, it is not part of a product
 
     @hki.use_implicit_args
     def products(weights: Sequence[Any], x: jax.Array) -> list[jax.Array]:

@@ -144,7 +144,7 @@ def _library(q: hki.QuantizedMatrix, x: jax.Array, count: int, switch: str) -> C
 
 def _program(product: Callable[..., Any], w: Any, x: jax.Array, count: int) -> Callable[[], Any]:
     """One program with a product for each of so many copies of a weight."""
-    # Leaves, not implicit arrays: how these are handed over is no part of a product.
+    # Leaves, not implicit arrays: how these are handed over is not part of a product.
     leaves, treedef = jax.tree.flatten(w)
     copies = [[leaf + jnp.zeros((), leaf.dtype) for leaf in leaves] for _ in range(count)]
 

@@ -105,7 +105,7 @@ def read_similarities(path: pathlib.Path) -> np.ndarray:
 
 
 def tokenize(path: pathlib.Path, texts: list[str], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids ``[texts, length]`` int32, cut or padded, and which are no padding."""
+    """Token ids ``[texts, length]`` int32, cut or padded, and which are not padding."""
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length)

@@ -35,7 +35,7 @@ def layer_norm(config: BertConfig, name: str) -> hk.LayerNorm:
 
 
 class Attention(hk.Module):
-    """Attention of all tokens to all tokens that are no padding."""
+    """Attention of all tokens to all tokens that are not padding."""
 
     def __init__(self, config: BertConfig, name: str = "attention"):
         super().__init__(name=name)
@@ -81,7 +81,7 @@ class Bert(hk.Module):
 
         Args:
             tokens: Token ids, ``[batch, time]`` int32.
-            mask: Which of them are no padding, ``[batch, time]`` bool.
+            mask: Which of them are not padding, ``[batch, time]`` bool.
 
         Returns:
             ``[batch, time, dim]`` float32.

@@ -42,10 +42,12 @@ class LlamaConfig:
 
     def __post_init__(self):
         if self.dim % self.num_heads or self.head_dim % 2:
-            raise ValueError(f"dim {self.dim} is no even number for each of {self.num_heads} heads")
+            raise ValueError(
+                f"dim {self.dim} is not an even number for each of {self.num_heads} heads"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
             )
 
     @property

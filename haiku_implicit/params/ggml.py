@@ -30,7 +30,7 @@ def from_ggml(data: Any, kind: Any, *, axis: int = -2, dtype: Any = jnp.float32)
       A quantized weight of the same number of bytes, with groups along `axis`.
 
     Raises:
-      ValueError: for another kind, or bytes that are no whole blocks.
+      ValueError: for another kind, or bytes that are not whole blocks.
 
     Example:
       >>> import numpy as np
