@@ -102,7 +102,7 @@ def test_golden_is_of_the_pinned_file(golden):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"num_heads": 3}, "dim 32 is no even number"), ({"num_kv_heads": 3}, "no multiple")],
+    [({"num_heads": 3}, "dim 32 is not an even number"), ({"num_kv_heads": 3}, "not a multiple")],
 )
 def test_impossible_heads_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
@@ -244,7 +244,7 @@ def test_missing_tensor(tiny_tensors, tmp_path):
     [
         ({"general.architecture": "gpt2"}, "architecture is 'gpt2'"),
         ({"llama.block_count": None}, "metadata 'llama.block_count' is missing"),
-        ({"llama.attention.head_count": 5}, "dim 32 is no even number"),
+        ({"llama.attention.head_count": 5}, "dim 32 is not an even number"),
         ({"llama.rope.dimension_count": 4}, "4 of 8 elements"),
         ({"llama.rope.scaling.type": "yarn"}, "rotary scaling 'yarn'"),
         ({"tokenizer.ggml.pre": "llama-bpe"}, "tokenizer gpt2/llama-bpe"),
