@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core import compat
+
 Tree = TypeVar("Tree")
 
 
@@ -23,25 +25,29 @@ def over_blocks(
     Args:
       fun: called as `fun(start, size)`, returns a tree of arrays.
       length: of the axis that is cut.
-      size: of the blocks, at most `length`. Where results are summed, what is left over is a shorter
-        block.
+      size: of the blocks, at most `length`. Where results are summed, what is left over is one more,
+        which takes memory beside the others.
       axis: where blocks lie one after another in the results, not negative; None: the results are
         summed.
     """
-    count = -(-length // size)
-    if count == 1:
+    count, rest = divmod(length, size)
+    if length == size:
         return fun(0, length)
     if axis is None:
 
         def add(total: Any, i: jax.Array) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, fun(i * size, size)), None
 
-        done = (count - 1) * size
-        return jax.lax.scan(add, fun(done, length - done), jnp.arange(count - 1))[0]
+        start = fun(count * size, rest) if rest else _zeros(jax.eval_shape(lambda: fun(0, size)))
+        return jax.lax.scan(add, start, jnp.arange(count))[0]
     # The last block may overlap the one before it, so that all are computed by one program.
-    starts = jnp.minimum(jnp.arange(count) * size, length - size)
+    starts = jnp.minimum(jnp.arange(count + bool(rest)) * size, length - size)
     _, blocks = jax.lax.scan(lambda _, start: (None, fun(start, size)), None, starts)
-    return jax.tree.map(functools.partial(_joined, rest=length % size, axis=axis), blocks)
+    return jax.tree.map(functools.partial(_joined, rest=rest, axis=axis), blocks)
+
+
+def _zeros(structs: Any) -> Any:
+    return jax.tree.map(lambda s: compat.vary_like(jnp.zeros(s.shape, s.dtype), [s]), structs)
 
 
 def _joined(blocks: jax.Array, rest: int, axis: int) -> jax.Array:

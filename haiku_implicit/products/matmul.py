@@ -122,7 +122,12 @@ def _transpose_scales(
     ct: Any, x: Any, leaves: Any, treedef: Any, order: Order, precision: Any
 ) -> list[jax.Array]:
     codes, *undefined = leaves
-    zeros = [matrices(jnp.zeros(s.aval.shape, s.aval.dtype), order) for s in undefined]
+    # Where the operands vary over a mesh, these do: JAX would sum gradients of others over the devices,
+    # here and once more where `quantized_matmul` made the scales vary.
+    zeros = [
+        matrices(compat.vary_like(jnp.zeros(s.aval.shape, s.aval.dtype), (ct, x, codes)), order)
+        for s in undefined
+    ]
     found = reference.gradients_of_scales(ct, x, matrices(codes, order), zeros, treedef, precision)
     lead, back = np.take(codes.shape, order[:-1]), tuple(map(int, np.argsort(order)))
     return [jnp.transpose(s.reshape(*lead, s.shape[-1]), back) for s in found]

@@ -111,4 +111,4 @@ def _block_size(q: QuantizedMatrix) -> int:
     rows = q.codes.shape[-2]
     part = max(_DENSE - q.scale.size / q.size, _DENSE / 4)
     count = max(min(q.size // _BLOCK, math.ceil(1 / part), rows), 1)
-    return -(-rows // count)
+    return rows // count  # rounded down, so that few rows are left over

@@ -536,6 +536,12 @@ for axis in (-2, -1):
         assert (build.PREFIX in jax.jit(f).lower(x, q).as_text()) == build.available()
         close(jax.jit(f)(x, q), x @ w)
         close(jax.jit(jax.grad(lambda x: jnp.sin(f(x, q)).sum()))(x), dense_grad)
+    # Each device has some of the rows, and all of the matrix: gradients are summed over the devices once.
+    f = hki.use_implicit_args(jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")))
+    xs = jnp.stack([x[0], -2 * x[0]])
+    with_scale = lambda f: lambda scale: f(xs, q._replace(scale=scale)).sum()
+    close(jax.jit(jax.grad(with_scale(f)))(q.scale),
+          jax.grad(with_scale(lambda x, q: x @ q.materialize()))(q.scale))
     stack = jax.tree.map(lambda y: jnp.stack([y, y]), q)
     close(jax.pmap(product)(stack, jnp.stack([x, -x])), jnp.stack([x @ w, -x @ w]))
 print("done")
