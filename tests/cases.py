@@ -39,6 +39,12 @@ class Case:
         """An array of this case: a 4 x 4 matrix, or a batch of them."""
         return made(self, seed, (*batch, *SHAPE))
 
+    @property
+    def core_ndim(self) -> int | None:
+        """That of the type, for which nothing has to be computed."""
+        made = jax.eval_shape(lambda key: self.make(key, SHAPE), jax.random.key(0))
+        return type(made).core_ndim
+
     def stacked(self, seed: int, length: int) -> hki.ImplicitArray:
         """Arrays of this case whose leaves are stacked from outside, as `jax.vmap` expects them."""
         arrays = [self(seed + i) for i in range(length)]

@@ -601,7 +601,7 @@ def test_identity_under_transformations(name):
     chex.assert_trees_all_equal(jax.device_put(w), w)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if type(CASES[n](0)).core_ndim is not None])
+@pytest.mark.parametrize("name", [n for n in CASES if CASES[n].core_ndim is not None])
 def test_with_leading_axis_undoes_itself(name):
     w = CASES[name](0, (3,))
     first = jax.tree.map(lambda x: x[0], w).with_leading_axis(None)

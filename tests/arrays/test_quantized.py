@@ -244,7 +244,9 @@ def test_quantize_under_transformations():
     chex.assert_trees_all_close(boxed, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, dict(moments=jnp.eye(N)), dict(scale_dtype="double")])
+@pytest.mark.parametrize(
+    "options", few([{}, dict(moments=jnp.eye(N)), dict(scale_dtype="double")], {})
+)
 def test_quantize_what_a_traced_function_closes_over(options):
     """It is no tracer, and still checked; what is computed of it is traced."""
     w, x = normal((N, M)), normal((5, N))
