@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.products.stored import quantized_dot, with_dense
+from haiku_implicit.products.stored import in_codes, quantized_dot, with_dense
 
 # --- products ------------------------------------------------------------------------------------
 
@@ -31,9 +31,21 @@ def dot_of_two_quantized(
 
 
 @binary_handler("conv_general_dilated")
-def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> jax.Array:
+def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> Any:
     """A convolution with the kernel, dequantized for it: a kernel is small beside the images."""
+    if w.activation is not None:
+        return in_codes(call.primitive, x, w, call.w_first, call.params)
     return with_dense(call.primitive, *call.ordered(x, w), **call.params)
+
+
+@primitive_handler(ragged_dot_general_p)
+def ragged_dot_in_codes(
+    primitive: Primitive, x: jax.Array, w: QuantizedMatrix, sizes: jax.Array, **params: Any
+) -> Any:
+    """A matrix for each group of rows, of activations that are quantized."""
+    return (
+        NotImplemented if w.activation is None else in_codes(primitive, x, w, False, params, sizes)
+    )
 
 
 # --- elementwise ---------------------------------------------------------------------------------

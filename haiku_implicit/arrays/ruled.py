@@ -1,85 +1,50 @@
-"""`RuledWeight`: the base of weights whose products follow rules of quantization."""
+"""`RuledWeight`: the base of weights in whose products other operands are quantized, too."""
 
 import abc
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from haiku_implicit.arrays.batch_axes import on_batch_axes
 from haiku_implicit.arrays.wrapper import Wrapper
-from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
-from haiku_implicit.products import by_rule
-from haiku_implicit.products.activation_stats import QuantStats
-from haiku_implicit.products.quant_rules import QuantRule
+from haiku_implicit.products.bilinear import Product, product_of
+from haiku_implicit.products.by_rule import How, apply
 
 
 class RuledWeight(Wrapper, core_ndim=2):
-    """A weight, dense or quantized, whose products are quantized as rules say.
+    """A weight, dense or quantized, in whose products activations (and more) are quantized.
 
     What rearranges or rescales the weight does so to `wrapped`, and the result is a weight again, for
     the product that follows.
-
-    Attributes:
-      rules: rules in order, of which the first one that is for an operation decides.
-      stats: statistics of the activations that the weight meets, or None.
     """
-
-    rules: tuple[QuantRule, ...]
-    stats: QuantStats | None
 
     @abc.abstractmethod
     def with_weight(self, weight: Any) -> Any:
         """Another arrangement of the weight, in this type; `weight` itself where it can't be in it."""
 
-    @property
-    def first_key(self) -> jax.Array | None:
-        """A random key for the rounding in a product, or None."""
-        return None
+    @abc.abstractmethod
+    def how(self, op_name: str, w_first: bool, product: Product) -> How | None:
+        """What is quantized in a product with the weight; None where nothing is.
 
-    def rule_for(self, op_name: str) -> QuantRule | None:
-        """The rule for products of a kind; None where nothing is quantized in them."""
-        rule = next((rule for rule in self.rules if rule.is_for(op_name)), None)
-        return None if rule is None or rule.weight_qtype is None else rule
+        Args:
+          op_name: the operation, one of `quant_rules.OP_NAMES`.
+          w_first: whether the weight is the first operand.
+          product: the product.
+        """
 
 
 # --- products ------------------------------------------------------------------------------------
 
-PRODUCTS: dict[Primitive, Any] = {
-    jax.lax.dot_general_p: by_rule.dot_general,
-    jax.lax.conv_general_dilated_p: by_rule.conv_general_dilated,
-}
 
-# A rule is for what `jax.lax.ragged_dot` does; its primitive is more general.
-RAGGED_DOT = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
-ragged_dot_general_p = compat._primitive_of(
-    jax.lax.ragged_dot,
-    jax.ShapeDtypeStruct((1, 1), jnp.float32),
-    jax.ShapeDtypeStruct((1, 1, 1), jnp.float32),
-    jax.ShapeDtypeStruct((1,), jnp.int32),
-)
-
-
-@binary_handler(PRODUCTS)
-def multiply_by_rule(call: BinaryCall, x: jax.Array, w: RuledWeight) -> jax.Array:
+@binary_handler(["dot_general", "conv_general_dilated"])
+def multiply_by_rule(call: BinaryCall, x: jax.Array, w: RuledWeight) -> Any:
     """See `quantization.dot_general` and `quantization.conv_general_dilated`."""
-    rule = w.rule_for(call.primitive.name)
-    if rule is None:
-        return call(x, w.wrapped)
-    return PRODUCTS[call.primitive](
-        *call.ordered(x, w.wrapped),
-        **call.params,
-        rule=rule,
-        lhs_is_weight=call.w_first,
-        rhs_is_weight=not call.w_first,
-        key=w.first_key,
-        stats=w.stats,
-    )
+    return _multiply(call.primitive.name, call.primitive, x, w, call.w_first, call.params)
 
 
 @primitive_handler(ragged_dot_general_p)
@@ -87,14 +52,26 @@ def ragged_dot_by_rule(
     primitive: Primitive, x: jax.Array, w: RuledWeight, group_sizes: jax.Array, **params: Any
 ) -> Any:
     """See `quantization.ragged_dot`."""
-    rule, options = w.rule_for("ragged_dot"), dict(params)
-    if rule is None:
-        return default_handler(primitive, x, w.wrapped, group_sizes, **params)
-    numbers = options.pop("ragged_dot_dimension_numbers")
-    if numbers != RAGGED_DOT or options.pop("out_sharding", None) is not None:
+    return _multiply("ragged_dot", primitive, x, w, False, params, group_sizes)
+
+
+def _multiply(
+    op_name: str,
+    primitive: Primitive,
+    x: jax.Array,
+    w: RuledWeight,
+    w_first: bool,
+    params: dict[str, Any],
+    *others: jax.Array,
+) -> Any:
+    pair = (w.wrapped, x) if w_first else (x, w.wrapped)
+    product = product_of(primitive, pair, params)
+    if product is None:
         return NotImplemented
-    own: Any = dict(rule=rule, key=w.first_key, stats=w.stats)
-    return by_rule.ragged_dot(x, w.wrapped, group_sizes, **options, **own)
+    how = w.how(op_name, w_first, product)
+    if how is None:
+        return default_handler(primitive, *pair, *others, **params)
+    return apply(product, pair, how._replace(dtype=params["preferred_element_type"]), others)
 
 
 # --- rearrangements ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`StaticQuantized`: a quantized weight whose products quantize activations with static scales."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, Self
 
 import jax
@@ -11,7 +12,8 @@ from haiku_implicit.core.array import aux_field, frozen_field
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.activation_stats import QuantStats
-from haiku_implicit.products.quant_rules import QuantRule
+from haiku_implicit.products.bilinear import Product
+from haiku_implicit.products.by_rule import How, how_stored
 
 
 @dataclasses.dataclass
@@ -25,19 +27,19 @@ class StaticQuantized(RuledWeight):
     `with_quant_stats`; `convert_trained` then puts the ranges in.
 
     Attributes:
-      parts: the leaves of the `QuantizedMatrix`, see `weight`.
+      parts: the leaves of the `QuantizedMatrix`, see `weight`. Its `activation` says what activations
+        are quantized to.
       stats: a `QuantStats`: mode 'fixed', the range of activations; or without arrays, see
         `with_quant_stats`.
       kind: the tree structure of the `QuantizedMatrix`.
-      rules: as in `TrainedQuantized`; formats of weights are not read.
+      batch_axes: the axes of activations that statistics are averaged over.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
-      >>> from haiku_implicit.quantization import QtRule, QuantStats
-      >>> rule = QtRule(weight_qtype='int8', act_qtype='int8', act_static_scale=True)
+      >>> from haiku_implicit.quantization import QuantStats
       >>> stats = QuantStats({'absmax': jnp.array([[1.0]])}, jnp.array(1.0), mode='fixed')
-      >>> q = hki.QuantizedMatrix.quantize(jnp.eye(2), 'int8')
-      >>> w = hki.StaticQuantized.of(q, stats, (rule,))
+      >>> q = hki.QuantizedMatrix.quantize(jnp.eye(2), 'int8', activation='int8')
+      >>> w = hki.StaticQuantized.of(q, stats)
       >>> print(hki.use_implicit_args(jnp.dot)(jnp.array([[2.0, 0.5]]), w).round(1))
       [[1.  0.5]]
     """
@@ -45,23 +47,28 @@ class StaticQuantized(RuledWeight):
     parts: Any = frozen_field()
     stats: Any = frozen_field()
     kind: Any = aux_field()
-    rules: tuple[QuantRule, ...] = aux_field()
+    batch_axes: tuple[int, ...] = aux_field(default=(0,))
 
     @classmethod
-    def of(cls, weight: QuantizedMatrix, stats: QuantStats, rules: tuple[QuantRule, ...]) -> Self:
+    def of(
+        cls, weight: QuantizedMatrix, stats: QuantStats, batch_axes: Collection[int] = (0,)
+    ) -> Self:
         """A stored weight with a static range for activations.
 
         Args:
-          weight: the weight, `[..., n, m]`.
+          weight: the weight, `[..., n, m]`, with an `activation`.
           stats: the range, with the batch axes of the weight; or a name alone, that of the parameter.
-          rules: for its products.
+          batch_axes: the axes of activations that statistics are averaged over.
 
         Raises:
           TypeError: for a weight of another type.
-          ValueError: for statistics of another mode, or with other batch axes.
+          ValueError: for one without an activation; for statistics of another mode, or with other
+            batch axes.
         """
         if not isinstance(weight, QuantizedMatrix):
             raise TypeError(f"weight: expected a QuantizedMatrix, got {weight!r}")
+        if weight.activation is None:
+            raise ValueError("weight: expected one with an activation='int8' or the like, got None")
         fixed = stats.mode == "fixed" and np.shape(stats.count) == weight.shape[:-2]
         if stats.sums is not None and not fixed:
             raise ValueError(
@@ -69,11 +76,11 @@ class StaticQuantized(RuledWeight):
                 f"mode={stats.mode!r} and {list(np.shape(stats.count))}"
             )
         parts, kind = jax.tree.flatten(weight)
-        return cls(tuple(parts), stats, kind, rules)
+        return cls(tuple(parts), stats, kind, tuple(batch_axes))
 
     def __reduce__(self) -> Any:
         """Tree structures cannot be pickled, the stored weight can."""
-        return type(self).of, (self.weight, self.stats, self.rules)
+        return type(self).of, (self.weight, self.stats, self.batch_axes)
 
     @property
     def weight(self) -> QuantizedMatrix:
@@ -92,6 +99,11 @@ class StaticQuantized(RuledWeight):
         parts, kind = jax.tree.flatten(weight)
         stats = self.stats.spread(weight.shape[:-2])
         return self._replace(parts=tuple(parts), kind=kind, stats=stats, dtype=None)
+
+    def how(self, op_name: str, w_first: bool, product: Product) -> How:
+        """As the stored weight says, with the range in place of one that is found in the product."""
+        own = how_stored(self.weight, w_first, product)
+        return own._replace(stats=self.stats, batch_axes=self.batch_axes)
 
     def materialize(self) -> jax.Array:
         return materialize_array(self.weight)

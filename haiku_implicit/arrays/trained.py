@@ -13,6 +13,7 @@ from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.sharding import split_fields
 from haiku_implicit.products import by_rule
+from haiku_implicit.products.bilinear import Product
 from haiku_implicit.products.quant_rules import QuantRule
 
 
@@ -65,6 +66,19 @@ class TrainedQuantized(RuledWeight):
         stats = None if stats is None else stats.spread(batch)
         return self._replace(value=weight, key=key, stats=stats)
 
+    def how(self, op_name: str, w_first: bool, product: Product) -> by_rule.How | None:
+        """As the rule says; see `rule_for`."""
+        rule = self.rule_for(op_name)
+        if rule is None:
+            return None
+        weights = w_first, not w_first
+        return by_rule.how_by_rule(rule, weights, key=self.first_key, stats=self.stats)
+
+    def rule_for(self, op_name: str) -> QuantRule | None:
+        """The first rule that is for an operation; None where that leaves products dense."""
+        rule = next((rule for rule in self.rules if rule.is_for(op_name)), None)
+        return None if rule is None or rule.weight_qtype is None else rule
+
     @property
     def first_key(self) -> Any:
         """One random key for a product of the weight; None without."""
@@ -79,8 +93,8 @@ def dot_of_two_trained(
     rule = w.rule_for("dot_general")
     if rule is None:
         return primitive.bind(v.value, w.value, **params)
-    own: Any = dict(rule=rule, key=w.first_key, stats=w.stats, lhs_is_weight=True)
-    return by_rule.dot_general(v.value, w.value, **params, **own)
+    both: Any = dict(rule=rule, key=w.first_key, stats=w.stats, lhs_is_weight=True)
+    return by_rule.dot_general(v.value, w.value, **params, **both)
 
 
 @primitive_handler("concatenate")

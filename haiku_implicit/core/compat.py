@@ -69,6 +69,12 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 remat_p = _primitive_of(jax.checkpoint(lambda x: x * 2), _SCALAR)
 shard_map_p = _find_shard_map()
+ragged_dot_general_p = _primitive_of(
+    jax.lax.ragged_dot,
+    jax.ShapeDtypeStruct((1, 1), jnp.float32),
+    jax.ShapeDtypeStruct((1, 1, 1), jnp.float32),
+    jax.ShapeDtypeStruct((1,), jnp.int32),
+)
 add_any_p = jax.extend.core.primitives.add_jaxvals_p
 
 # Primitives that return their one operand unchanged.

@@ -69,7 +69,8 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
 
 def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if any(map(is_implicit, operands)) or _makes_boxes(eqn):
-        results = apply(eqn.primitive, operands, eqn.params)
+        with events.errors_say_where(eqn.primitive.name):
+            results = apply(eqn.primitive, operands, eqn.params)
         _check_results(eqn, operands, results)
         return results
     if are_literals(eqn, operands):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.numerics import calibration, formats, gptq, scales
+from haiku_implicit.numerics import calibration, formats, gptq, options, scales
 from haiku_implicit.numerics.calibration import Scales
 
 _BLOCK = 256  # how many scales share a scale of theirs, in 'double'
@@ -49,7 +49,8 @@ def encode_rows(
         (`gptq`). Or the diagonal, `[..., k]`: this weighs errors in a search for scales, and elements
         are rounded to the nearest codes.
     """
-    fmt, recipe = formats.for_quantizing(dtype, zero_point)
+    by_ends = options.split(method)[0] == "minmax"  # of the range, which need not be symmetric
+    fmt, recipe = formats.for_quantizing(dtype, zero_point or by_ends)
     if recipe is not None:
         group_size = _prescribed("group_size", group_size, recipe.group_size, dtype)
         scale_dtype = _prescribed("scale_dtype", scale_dtype, recipe.scale_dtype, dtype)

@@ -181,7 +181,10 @@ def for_quantizing(name: Any, zero_point: bool) -> tuple[Format, Recipe | None]:
         with_offset = FORMATS.get(f"u{fmt.name}")
         if with_offset is None or recipe is not None:
             names = ", ".join(f.name for f in FORMATS.values() if f"u{f.name}" in FORMATS)
-            raise ValueError(f"dtype: expected one of {names} with zero_point=True, got {name!r}")
+            raise ValueError(
+                f"dtype: expected one of {names} with a zero point (zero_point=True, "
+                f"calibration='minmax'), got {name!r}"
+            )
         return with_offset, None
     return fmt, recipe
 

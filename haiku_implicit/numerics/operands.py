@@ -193,11 +193,11 @@ def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> QuantizedOperand:
       q: `[..., i, o]`. With 'groups' in its `activation`, the part of a row of `x` that meets one of
         its groups has a scale of its own.
     """
-    qtype, *in_groups = options.split(q.activation)
+    activation = options.activation_of(str(q.activation))
     last, groups = x.ndim - 1, q.scale.shape[-1]
-    tiled = bool(in_groups) and q.axis == -2 and groups > 1
+    tiled = activation.groups and q.axis == -2 and groups > 1
     tile = (last, x.shape[-1] // groups) if tiled else None
-    return quantize(x, OperandSpec(qtype, channels=tuple(range(last)), tile=tile))
+    return quantize(x, OperandSpec(activation.qtype, channels=tuple(range(last)), tile=tile))
 
 
 def rounded_rows(x: jax.Array, q: QuantizedMatrix) -> jax.Array:

@@ -1,10 +1,11 @@
 """What users write in options: names of formats, and methods with numbers after commas."""
 
+import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from haiku_implicit.numerics import formats
+from haiku_implicit.numerics import formats, ranges
 
 
 def split(text: Any) -> list[str]:
@@ -62,19 +63,54 @@ def _is_of_operands(fmt: formats.Format) -> bool:
     return not fmt.offset and fmt.name not in formats.BY_MEAN
 
 
-def checked_activation(activation: Any) -> str | None:
-    """What products of a stored matrix quantize activations to, under the name of its format.
+class Activation(NamedTuple):
+    """How the products of a stored matrix quantize activations, see `QuantizedMatrix.quantize`.
 
-    Args:
-      activation: a format, or a format and ',groups' (`QuantizedMatrix.quantize`), or None.
+    Attributes:
+      qtype: their format.
+      groups: whether the part of a row that meets a group of the matrix has a scale of its own.
+      tensor: whether all rows share scales.
+      method: how the scales are found.
+    """
+
+    qtype: str
+    groups: bool = False
+    tensor: bool = False
+    method: str = "absmax"
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row is rounded by itself, to nothing but its largest magnitude."""
+        return not self.tensor and self.method == "absmax"
+
+    def __str__(self) -> str:
+        method = [] if self.method == "absmax" else [self.method]
+        chosen = [name for name in ("groups", "tensor") if getattr(self, name)]
+        return ",".join([self.qtype, *chosen, *method])
+
+
+@functools.lru_cache
+def activation_of(text: str) -> Activation:
+    """What the text of an activation says.
 
     Raises:
-      ValueError: for a format that activations can't have.
+      ValueError: for a format that activations can't have, or an unknown method.
     """
-    qtype, *scales = split(activation) if isinstance(activation, str) else [activation]
-    if scales not in ([], ["groups"]):
-        raise ValueError(
-            f"activation: expected a format, or a format and ',groups', got {activation!r}"
-        )
-    name = operand_format("activation", qtype)
-    return f"{name},groups" if scales else name
+    qtype, *rest = split(text)
+    chosen = [name for name in ("groups", "tensor") if name in rest]
+    method = ",".join(word for word in rest if word not in chosen) or "absmax"
+    parse("activation", method, ranges.METHODS)
+    name = str(operand_format("activation", qtype))
+    return Activation(name, "groups" in chosen, "tensor" in chosen, method)
+
+
+def checked_activation(activation: Any) -> str | None:
+    """The same text for all texts (or dtypes) that say the same; None for None.
+
+    Raises:
+      ValueError: as `activation_of` does.
+    """
+    if activation is None:
+        return None
+    text = activation if isinstance(activation, str) else operand_format("activation", activation)
+    return str(activation_of(str(text)))

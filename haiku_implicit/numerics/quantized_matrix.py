@@ -111,10 +111,10 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
             rows (along the other axis) and elements. 'tensor': all elements.
           axis: the axis that scales are shared along: -2, which is contracted in `x @ w`, or -1.
           zero_point: True is short for the format with an offset ('uint4' for 'int4').
-          calibration: how scales are found: 'absmax', 'minmax' (either also with a factor, as in
-            'absmax,0.8'), 'absmean', 'mse' (the least squared error), 'hqq', 'rms,3',
-            'percentile,99.5', 'fixed,LOW,HIGH'. None: absmean for binary and ternary, minmax with
-            an offset, else absmax.
+          calibration: how scales are found: 'absmax', 'minmax' (from the least to the largest number,
+            in the format with an offset; either also with a factor, as in 'absmax,0.8'), 'absmean',
+            'mse' (the least squared error), 'hqq', 'rms,3', 'percentile,99.5', 'fixed,LOW,HIGH'.
+            None: absmean for binary and ternary, minmax with an offset, else absmax.
           scale_dtype: how scales and offsets are stored: 'float32', 'bfloat16', 'float16'; 'e8m0'
             (powers of two); 'e4m3' (with a float32 scale of the tensor); 'double' (8 bits in blocks
             of 256 with a float32 scale each: QLoRA's double quantization). None: float32 (float64
@@ -123,8 +123,10 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
             to round for its least error (GPTQ), see `input_moments`; or the diagonal `[..., k]`, to
             weigh errors in a search for scales alone.
           activation: 'int8', 'int4', 'fp8_e4m3', ...: activations are quantized in each product
-            (dynamic quantization), so that integers multiply integers. 'int8,groups' gives them a
-            scale for each group of the weight, as llama.cpp does. None: weight-only.
+            (dynamic quantization), so that integers multiply integers, with a scale for each row.
+            'int8,groups' gives them one for each group of the weight, as llama.cpp does; 'int8,tensor'
+            one for all rows. A method may follow, as in 'int8,rms,7' or 'int8,minmax'; it is 'absmax'
+            else. None: weight-only.
 
         Returns:
           The quantized weight, of the dtype of `w`.

@@ -23,7 +23,7 @@ from haiku_implicit.params.options import (
 )
 from haiku_implicit.params.selection import describe
 from haiku_implicit.products.activation_stats import QuantStats
-from haiku_implicit.products.quant_rules import QtRule, QuantRule
+from haiku_implicit.products.quant_rules import QuantRule
 
 
 def add_lora(
@@ -108,10 +108,11 @@ def quantize_params(
       scale_dtype: how they are stored.
       activation: the format that activations are quantized to in products; None: they are not.
       rules: a list of `quantization.QuantRule` in place of the other options (except `targets`, `axis`
-        and `scale_dtype`). The first rule that matches a module decides how its dense weights are
-        quantized; a rule without `weight_qtype` leaves them alone. A warning names the rules that
-        decide for no module. A rule with `act_static_scale` gives `StaticQuantized` weights, whose
-        ranges come from a calibration run (`with_quant_stats`) and `convert_trained`.
+        and `scale_dtype`). The first rule that matches a module, and the product that its weight is
+        for, decides how its dense weights are quantized; a rule without `weight_qtype` leaves them
+        alone. A warning names the rules that decide for no module. A rule with `act_static_scale`
+        gives `StaticQuantized` weights, whose ranges come from a calibration run (`with_quant_stats`)
+        and `convert_trained`.
 
     Returns:
       The tree with `QuantizedMatrix` in place of the targets, mappings as dicts.
@@ -137,8 +138,10 @@ def quantize_params(
         dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
     )
     if rules is not None:
+        if others := _given(options, but=("axis", "scale_dtype")):
+            raise ValueError(f"rules: expected them in place of {', '.join(others)}, got both")
         make = functools.partial(_stored_by_rule, options)
-        return trees.replace_by_rules(params, _storing_rules(rules), targets, make)
+        return trees.replace_by_rules(params, trees.checked_rules(rules), targets, make)
 
     def quantized(parameter: trees.Parameter) -> Any:
         return options.put_on(parameter.path, parameter.value)
@@ -146,35 +149,21 @@ def quantize_params(
     return trees.replace_targets(params, targets, quantized, options.takes, options.wanted)
 
 
-def _storing_rules(rules: Any) -> list[QuantRule]:
-    """The rules for stored weights; raises for an option that these don't have."""
-    rules = trees.checked_rules(rules)
-    for i, rule in enumerate(rules):
-        if not rule.act_static_scale and rule.act_calibration_method != "absmax":
-            raise ValueError(
-                f"rules[{i}]: expected activations that are quantized by their largest magnitudes, got "
-                f"act_calibration_method={rule.act_calibration_method!r}; others are for static scales "
-                "(act_static_scale=True), and for quantized_training"
-            )
-    return rules
+def _given(options: QuantizeOptions, but: Sequence[str]) -> list[str]:
+    """The options that are not as they are by default."""
+    default = vars(QuantizeOptions())
+    return [name for name, x in vars(options).items() if x != default[name] and name not in but]
 
 
 def _stored_by_rule(
-    options: QuantizeOptions, parameter: trees.Parameter, rules: tuple[QuantRule, ...]
+    options: QuantizeOptions, parameter: trees.Parameter, rule: QuantRule
 ) -> QuantizedMatrix | StaticQuantized:
-    """A weight quantized by the first rule that does so; `options` are those that rules don't have."""
-    rule, value = trees.deciding_rule(rules), parameter.value
-    options = dataclasses.replace(options, **rule.weight_options(value.shape[options.axis]))
+    """A stored weight, for products by its rule."""
+    own = rule.weight_options(parameter.value.shape[options.axis])
+    stored = dataclasses.replace(options, **own).quantize(parameter.value)
     if not rule.act_static_scale:
-        return dataclasses.replace(options, activation=rule.act_qtype).quantize(value)
-    stored = dataclasses.replace(options, activation=None).quantize(value)
-    # Products take only the options of activations from the rule: one range for the whole axis.
-    act = {name: getattr(rule, name) for name in _OF_ACTIVATIONS}
-    own_rule = QtRule(weight_qtype="int8", **act)
-    return StaticQuantized.of(stored, QuantStats(name=parameter.path), (own_rule,))
-
-
-_OF_ACTIVATIONS = ("act_qtype", "act_calibration_method", "act_static_scale", "act_batch_axes")
+        return stored
+    return StaticQuantized.of(stored, QuantStats(name=parameter.path), rule.act_batch_axes)
 
 
 def quantize_activations(

@@ -18,7 +18,12 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
 from haiku_implicit.params.creators import Getter, getter_of
 from haiku_implicit.params.quant_stats import fixed_stats, takes_stats
-from haiku_implicit.params.selection import is_dense_matrix, is_weight, stacked_axes
+from haiku_implicit.params.selection import (
+    errors_name,
+    is_dense_matrix,
+    is_weight,
+    stacked_axes,
+)
 from haiku_implicit.products import by_rule, quant_rules
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QtRule, QuantRule
@@ -67,7 +72,7 @@ def quantized_training(
         stats = QuantStats(name=parameter.path) if static else None
         return TrainedQuantized(parameter.value, stats=stats, rules=own)
 
-    return trees.replace_by_rules(params, found, targets, make)
+    return trees.replace_by_rules(params, found, targets, make, trees.rules_of)
 
 
 def quantized_training_getter(
@@ -113,11 +118,13 @@ def quantized_training_getter(
     chosen = predicate_of("targets", targets, is_weight)
 
     def is_quantized(module_name: str, name: str, value: Any) -> bool:
-        decided = is_dense_matrix(value) and bool(trees.rules_of(found, module_name))
-        return decided and chosen(module_name, name, value)
+        parameter = trees.Parameter(module_name, name, value)
+        decided = is_dense_matrix(value) and bool(trees.rules_of(found, parameter))
+        return decided and chosen(*parameter)
 
     def trained(context: Any, value: jax.Array) -> TrainedQuantized:
-        weight = TrainedQuantized(value, rules=trees.rules_of(found, context.module_name))
+        parameter = trees.Parameter(context.module_name, context.name, value)
+        weight = TrainedQuantized(value, rules=trees.rules_of(found, parameter))
         return _keyed(weight, hk.next_rng_key()) if _needs_key(weight) else weight
 
     return getter_of(is_quantized, trained)
@@ -197,10 +204,10 @@ def quantization_aware(
                 f"{rule.act_qtype!r}; quantized_training has activations"
             )
 
-    def make(parameter: trees.Parameter, own: tuple[QuantRule, ...]) -> FakeQuantized:
-        value = parameter.value
-        options = trees.deciding_rule(own).weight_options(value.shape[-2])
-        weight = FakeQuantized(value, tuple(options.items()))
+    def make(parameter: trees.Parameter, rule: QuantRule) -> FakeQuantized:
+        options = rule.weight_options(parameter.value.shape[-2])
+        del options["activation"]
+        weight = FakeQuantized(parameter.value, tuple(options.items()))
         # Raises for a weight that the rule does not fit.
         jax.eval_shape(FakeQuantized.quantized, weight)
         return weight
@@ -224,10 +231,11 @@ def convert_trained(params: Any, state: Any = None) -> Any:
 
     Returns:
       The tree with `QuantizedMatrix` in their place, or `StaticQuantized` where activations have
-      static scales.
+      static scales. Its `activation` says what the rule says of activations. Weights whose rules leave
+      products dense are dense.
 
     Raises:
-      ValueError: for a weight whose rules leave products dense; for one with static activation scales
+      ValueError: for a weight whose rules differ by operation; for one with static activation scales
         and no statistics. (`jax.jit` cannot tell statistics that have counted nothing: the range
         becomes NaN, and so do products.)
 
@@ -248,12 +256,13 @@ def convert_trained(params: Any, state: Any = None) -> Any:
             return value._replace(stats=fixed_stats(parameter.path, value, stacked, state))
         if not isinstance(value, TrainedQuantized):
             return value
-        rule = _deciding_rule(value, stacked)
-        stored = _stored(value.value, stacked, rule)
-        if not rule.act_static_scale:
+        with errors_name(parameter.path, value):
+            rule = trees.rule_of(value.rules, parameter)
+            stored = value.value if rule is None else _stored(value.value, stacked, rule)
+        if rule is None or not rule.act_static_scale:
             return stored
         stats = fixed_stats(parameter.path, value, stacked, state)
-        return StaticQuantized.of(stored, stats, value.rules)
+        return StaticQuantized.of(stored, stats, rule.act_batch_axes)
 
     return trees.map_parameters(converted, params)
 
@@ -343,19 +352,6 @@ def _keyed(weight: TrainedQuantized, key: jax.Array) -> TrainedQuantized:
 # --- stored weights ------------------------------------------------------------------------------
 
 
-def _deciding_rule(w: TrainedQuantized, stacked: int) -> QuantRule:
-    """The rule for the products that a weight is stored for; `stacked` as for `_stored`."""
-    # With more axes it is a kernel, the weight of an einsum, or one weight for each group of rows.
-    kernel = w.ndim - stacked > 2
-    ops = ("conv_general_dilated", "dot_general", "ragged_dot") if kernel else ("dot_general",)
-    rule = next(filter(None, map(w.rule_for, ops)), None)
-    if rule is None:
-        raise ValueError(
-            "rules: they leave the products of this weight dense; it has no stored form"
-        )
-    return rule
-
-
 def _stored(w: jax.Array, stacked: int, rule: QuantRule) -> QuantizedMatrix:
     """The matrix of the codes that a rule quantizes a weight to.
 
@@ -368,4 +364,5 @@ def _stored(w: jax.Array, stacked: int, rule: QuantRule) -> QuantizedMatrix:
     channels = (*range(stacked), *(() if qt.disable_channelwise_axes else (w.ndim - 1,)))
     tile = None if qt.tile_size is None else (w.ndim - 2, qt.tile_size)
     how = OperandSpec(qt.weight_qtype, qt.weight_calibration_method, channels, tile)
-    return stored_matrix(quantize(w, how), qt.weight_qtype, w.dtype)
+    stored = stored_matrix(quantize(w, how), qt.weight_qtype, w.dtype)
+    return stored.with_activation(quant_rules.activation_of(rule))

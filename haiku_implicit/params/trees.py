@@ -8,8 +8,19 @@ import jax
 
 from haiku_implicit.core.predicates import Predicate, Targets, no_match, path_of, predicate_of
 from haiku_implicit.params import progress
-from haiku_implicit.params.selection import errors_name, in_tree, is_dense_matrix, is_weight
-from haiku_implicit.products.quant_rules import QuantRule, rules_for_module, warn_of_unused
+from haiku_implicit.params.selection import (
+    errors_name,
+    in_tree,
+    is_dense_matrix,
+    is_weight,
+    stacked_axes,
+)
+from haiku_implicit.products.quant_rules import (
+    OP_NAMES,
+    QuantRule,
+    rules_for_module,
+    warn_of_unused,
+)
 
 
 class Parameter(NamedTuple):
@@ -112,35 +123,58 @@ def checked_rules(rules: Any) -> list[QuantRule]:
     return rules
 
 
-def rules_of(rules: Sequence[QuantRule], module_name: str) -> tuple[QuantRule, ...]:
-    """The rules that decide for a module; empty if they all leave it alone."""
-    own = rules_for_module(rules, module_name)
+def rules_of(rules: Sequence[QuantRule], parameter: Parameter) -> tuple[QuantRule, ...]:
+    """The rules that decide for the products of a module; empty if they all leave it alone."""
+    own = rules_for_module(rules, parameter.module_name)
     return own if any(rule.weight_qtype is not None for rule in own) else ()
 
 
-def deciding_rule(rules: Sequence[QuantRule]) -> QuantRule:
-    """Of the rules for a module, the first one that quantizes its weights."""
-    return next(rule for rule in rules if rule.weight_qtype is not None)
+def rule_of(rules: Sequence[QuantRule], parameter: Parameter) -> QuantRule | None:
+    """The rule by which a weight is stored, that of the products it is for; None to leave it dense.
+
+    A weight with two axes is that of a `dot_general`. With more it may also be a kernel, or one weight
+    for each group of rows, and is taken to be what the rules quantize.
+
+    Raises:
+      ValueError: if the rules quantize it in one way for one operation, in another for another.
+    """
+    own = rules_for_module(rules, parameter.module_name)
+    axes = len(parameter.value.shape) - stacked_axes(parameter.module_name)
+    operations = OP_NAMES if axes > 2 else ("dot_general",)
+    by_op = {op: next((rule for rule in own if rule.is_for(op)), None) for op in operations}
+    found = {op: rule for op, rule in by_op.items() if rule is not None and rule.weight_qtype}
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"rules: they differ for {', '.join(found)}, and this weight may be for any of them: say "
+            "by module_path which rule is for its module"
+        )
+    return next(iter(found.values()), None)
 
 
 def replace_by_rules(
     params: Any,
     rules: Sequence[QuantRule],
     targets: Targets | None,
-    make: Callable[[Parameter, tuple[QuantRule, ...]], Any],
+    make: Callable[[Parameter, Any], Any],
+    decide: Callable[[Sequence[QuantRule], Parameter], Any] = rule_of,
 ) -> Any:
-    """A tree with `make(parameter, rules)` in place of the dense weights that rules quantize.
+    """A tree with `make(parameter, decided)` in place of the dense weights that rules quantize.
 
     A warning names rules that decide for nothing. It points to the caller of the public function
     that has called this one.
+
+    Args:
+      decide: of the rules those that are for a parameter: `rule_of` one, `rules_of` all.
     """
     chosen = predicate_of("targets", targets, in_tree(is_weight))
-    marks, modules = [], []
+    decided, modules = [], []
     for p in parameters_of(params):
         is_target = is_dense_matrix(p.value) and bool(chosen(*p))
         if is_target:
             modules.append(p.module_name)
-        marks.append(is_target and bool(rules_of(rules, p.module_name)))
+        with errors_name(p.path, p.value):
+            decided.append(decide(rules, p) if is_target else None)
+    marks = list(map(bool, decided))
     if not any(marks):
         patterns = ", ".join(repr(rule.module_path) for rule in rules)
         raise ValueError(
@@ -148,9 +182,11 @@ def replace_by_rules(
             f"weights; their modules are: {', '.join(sorted(set(modules)))}"
         )
 
+    left = iter(filter(None, decided))
+
     def replaced(parameter: Parameter) -> Any:
         with errors_name(parameter.path, parameter.value):
-            return make(parameter, rules_of(rules, parameter.module_name))
+            return make(parameter, next(left))
 
     new = replace_marked(params, marks, replaced)
     warn_of_unused(rules, modules, stacklevel=3)

@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.interpreter import interpret
 from haiku_implicit.numerics.operands import QuantizedOperand, dequantize
 
 Axes = tuple[int | None, ...]
 Operand = jax.Array | QuantizedOperand
 Others = tuple[jax.Array, ...]
+Shape = tuple[int, ...]
 
 # Tiles of fewer elements are multiplied by their scales before the product, and not after it: so many
 # small integer products take longer than the one product of floating numbers that they stand for.
@@ -119,7 +121,7 @@ def dot_product(
         for n, s, b in zip(ndims, summed, batch, strict=True)
     )
     return Product(
-        functools.partial(jax.lax.dot_general, dimension_numbers=numbers, **sharded(out_sharding)),
+        functools.partial(jax.lax.dot_general, dimension_numbers=numbers, **_sharded(out_sharding)),
         precision,
         axes=((*batch[0], *lhs, *[None] * len(rhs)), (*batch[1], *[None] * len(lhs), *rhs)),
         summed=tuple(zip(*summed, strict=True)),
@@ -127,7 +129,71 @@ def dot_product(
     )
 
 
-def sharded(out_sharding: Any) -> dict[str, Any]:
+def conv_product(
+    shapes: tuple[Shape, Shape],
+    *,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    out_sharding: Any = None,
+    **window: Any,
+) -> Product:
+    """`jax.lax.conv_general_dilated` of operands of these shapes; `window` has its other options."""
+    numbers = lhs_at, rhs_at, out_at = jax.lax.conv_dimension_numbers(*shapes, dimension_numbers)
+    every = range(len(out_at))
+    batched = batch_group_count == 1  # else a batch axis of the result is a part of that of lhs
+    lhs_axes = tuple(lhs_at[0] if i == out_at[0] and batched else None for i in every)
+    rhs_axes = tuple(rhs_at[0] if i == out_at[1] else None for i in every)
+    convolve = functools.partial(
+        jax.lax.conv_general_dilated,
+        dimension_numbers=jax.lax.ConvDimensionNumbers(*numbers),
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+        **window,
+        **_sharded(out_sharding),
+    )
+    return Product(
+        convolve,
+        precision,
+        axes=(lhs_axes, rhs_axes),
+        summed=((lhs_at[1], rhs_at[1]),),
+        separable=feature_group_count == batch_group_count == 1 and out_sharding is None,
+    )
+
+
+def ragged_product(precision: Any = None, group_offset: Any = None) -> Product:
+    """`jax.lax.ragged_dot`, whose third operand has the sizes of the groups."""
+    return Product(
+        functools.partial(jax.lax.ragged_dot, group_offset=group_offset),
+        precision,
+        axes=((0, None), (None, 2)),
+        summed=((1, 1),),
+        separable=False,
+    )
+
+
+# What `jax.lax.ragged_dot` does; its primitive is more general.
+_RAGGED_DOT = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+
+
+def product_of(
+    primitive: Primitive, operands: tuple[Any, Any], params: dict[str, Any]
+) -> Product | None:
+    """The product that a primitive computes with these parameters; None for one that isn't known."""
+    options = {name: x for name, x in params.items() if name != "preferred_element_type"}
+    lhs, rhs = operands
+    if primitive is jax.lax.dot_general_p:
+        return dot_product((lhs.ndim, rhs.ndim), options.pop("dimension_numbers"), **options)
+    if primitive is jax.lax.conv_general_dilated_p:
+        return conv_product((lhs.shape, rhs.shape), **options)
+    numbers = options.pop("ragged_dot_dimension_numbers", None)
+    if numbers != _RAGGED_DOT or options.pop("out_sharding", None) is not None:
+        return None
+    return ragged_product(**options)
+
+
+def _sharded(out_sharding: Any) -> dict[str, Any]:
     """The parameter of a product, for versions of JAX whose products do not all have it."""
     return {} if out_sharding is None else dict(out_sharding=out_sharding)
 

@@ -7,18 +7,26 @@ backward pass the incoming gradient is quantized, and multiplied with what the f
 quantized. The rounding itself has the gradient one ("straight through").
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.numerics import options
 from haiku_implicit.numerics.operands import OperandSpec, QuantizedOperand
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products import quant_rules
 from haiku_implicit.products.activation_stats import QuantStats, static_limits
-from haiku_implicit.products.bilinear import Operand, Others, Product, dot_product, sharded
-from haiku_implicit.products.product_config import ProductConfig
+from haiku_implicit.products.bilinear import (
+    Operand,
+    Others,
+    Product,
+    conv_product,
+    dot_product,
+    ragged_product,
+)
+from haiku_implicit.products.product_config import OperandConfig, ProductConfig
 from haiku_implicit.products.quantized_product import (
     Inputs,
     as_operand,
@@ -74,7 +82,9 @@ def dot_general(
     """
     product = dot_product((lhs.ndim, rhs.ndim), dimension_numbers, precision, out_sharding)
     weights = (lhs_is_weight, rhs_is_weight)
-    return _apply(product, (lhs, rhs), _Call(rule, weights, preferred_element_type, key, stats))
+    return apply(
+        product, (lhs, rhs), how_by_rule(rule, weights, preferred_element_type, key, stats)
+    )
 
 
 def conv_general_dilated(
@@ -130,32 +140,22 @@ def conv_general_dilated(
       >>> y.shape, round(float(y[0, 0, 0]), 4)
       ((1, 4, 4), 15.0)
     """
-    numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    lhs_at, rhs_at, out_at = numbers
-    every = range(len(out_at))
-    batched = batch_group_count == 1  # else a batch axis of the result is a part of that of lhs
-    lhs_axes = tuple(lhs_at[0] if i == out_at[0] and batched else None for i in every)
-    rhs_axes = tuple(rhs_at[0] if i == out_at[1] else None for i in every)
-    convolve = functools.partial(
-        jax.lax.conv_general_dilated,
+    product = conv_product(
+        (lhs.shape, rhs.shape),
+        dimension_numbers=dimension_numbers,
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+        precision=precision,
+        out_sharding=out_sharding,
         window_strides=window_strides,
         padding=padding,
         lhs_dilation=lhs_dilation,
         rhs_dilation=rhs_dilation,
-        dimension_numbers=numbers,
-        feature_group_count=feature_group_count,
-        batch_group_count=batch_group_count,
-        **sharded(out_sharding),
-    )
-    product = Product(
-        convolve,
-        precision,
-        axes=(lhs_axes, rhs_axes),
-        summed=((lhs_at[1], rhs_at[1]),),
-        separable=feature_group_count == batch_group_count == 1 and out_sharding is None,
     )
     weights = (lhs_is_weight, rhs_is_weight)
-    return _apply(product, (lhs, rhs), _Call(rule, weights, preferred_element_type, key, stats))
+    return apply(
+        product, (lhs, rhs), how_by_rule(rule, weights, preferred_element_type, key, stats)
+    )
 
 
 def ragged_dot(
@@ -202,60 +202,97 @@ def ragged_dot(
        [4. 4.]
        [4. 4.]]
     """
-    product = Product(
-        functools.partial(jax.lax.ragged_dot, group_offset=group_offset),
-        precision,
-        axes=((0, None), (None, 2)),
-        summed=((1, 1),),
-        separable=False,
-    )
-    call = _Call(rule, (lhs_is_weight, rhs_is_weight), preferred_element_type, key, stats)
-    return _apply(product, (lhs, rhs), call, (jnp.asarray(group_sizes),))
+    product, weights = ragged_product(precision, group_offset), (lhs_is_weight, rhs_is_weight)
+    how = how_by_rule(rule, weights, preferred_element_type, key, stats)
+    return apply(product, (lhs, rhs), how, (jnp.asarray(group_sizes),))
 
 
-class _Call(NamedTuple):
-    """What the three functions take besides operands and the options of JAX's product."""
+# --- products of any kind ------------------------------------------------------------------------
 
-    rule: quant_rules.QuantRule
+
+class How(NamedTuple):
+    """What is quantized in a product, and how.
+
+    Attributes:
+      config: of each operand.
+      are_weights: which operands are weights.
+      dtype: of the result; None for that of the plain product.
+      key: a random key for stochastic rounding.
+      stats: statistics of the activation, where its range is static.
+      batch_axes: the axes of the activation that statistics are averaged over; None where its range is
+        found in each product.
+      dense_are_plain: whether nothing is quantized where neither operand is stored in codes.
+    """
+
+    config: ProductConfig
     are_weights: tuple[bool, bool]
-    dtype: Any
-    key: jax.Array | None
-    stats: QuantStats | None
+    dtype: Any = None
+    key: jax.Array | None = None
+    stats: QuantStats | None = None
+    batch_axes: tuple[int, ...] | None = None
+    dense_are_plain: bool = False
 
 
-def _apply(
-    product: Product, operands: tuple[Any, Any], call: _Call, others: Others = ()
-) -> jax.Array:
-    """A product by a rule; the plain one where the rule leaves weights alone."""
-    lhs, rhs = pair = as_operand(operands[0]), as_operand(operands[1])
+def how_by_rule(
+    rule: quant_rules.QuantRule,
+    are_weights: tuple[bool, bool],
+    dtype: Any = None,
+    key: jax.Array | None = None,
+    stats: QuantStats | None = None,
+) -> How:
+    """As a rule says; nothing of dense operands where it leaves weights alone."""
+    config = quant_rules.config_of(rule, *are_weights)
+    batch_axes = tuple(rule.act_batch_axes) if rule.act_static_scale else None
+    return How(config, are_weights, dtype, key, stats, batch_axes, rule.weight_qtype is None)
+
+
+def how_stored(q: QuantizedMatrix, q_first: bool, product: Product) -> How:
+    """As a stored matrix says by its `activation`; gradients pass as those of a plain product.
+
+    Args:
+      q: the matrix.
+      q_first: whether it is the first operand.
+      product: the product, whose activations have groups only where those of `q` are summed.
+    """
+    activation = options.activation_of(str(q.activation))
+    in_groups = activation.groups and q.num_groups > 1 and len(product.summed) > 0
+    if in_groups and product.summed[-1][0 if q_first else 1] == q.ndim + q.axis:
+        tile_size = q.group_size
+    else:
+        tile_size = None
+    config = OperandConfig(activation.qtype, activation.method, activation.tensor, tile_size)
+    pair = (OperandConfig(), config) if q_first else (config, OperandConfig())
+    both = ProductConfig(lhs=pair[0], rhs=pair[1], use_original_residuals=True)
+    return How(both, (q_first, not q_first))
+
+
+def apply(product: Product, operands: tuple[Any, Any], how: How, others: Others = ()) -> jax.Array:
+    """A product of operands that are dense, or stored matrices."""
+    pair = as_operand(operands[0]), as_operand(operands[1])
 
     def plain(lhs: Any, rhs: Any, *others: Any) -> jax.Array:
-        return product.forward(others).fun(lhs, rhs, call.dtype)
+        return product.forward(others).fun(lhs, rhs, how.dtype)
 
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     out = jax.eval_shape(plain, *structs, *others)  # raises what JAX has to say of the arguments
-    if call.rule.weight_qtype is None and not any(isinstance(x, QuantizedOperand) for x in pair):
-        return plain(lhs, rhs, *others)
-    config = quant_rules.config_of(call.rule, *call.are_weights)
-    activation = _static_activation(product, config, call, pair)
-    if activation is None:
-        inputs = Inputs(pair, others, call.key)
-        return quantized_product(product, config, inputs, out.dtype)
+    if how.dense_are_plain and not any(isinstance(x, QuantizedOperand) for x in pair):
+        return plain(*pair, *others)
+    activation = None if how.batch_axes is None else _activation(product, how, pair)
+    if activation is None or how.batch_axes is None:
+        return quantized_product(product, how.config, Inputs(pair, others, how.key), out.dtype)
     i, x, spec = activation
-    limits, remember = static_limits(x, spec, call.rule.act_batch_axes, call.stats)
-    inputs = Inputs(pair, others, call.key, (limits, None) if i == 0 else (None, limits))
-    return remember(quantized_product(product, config, inputs, out.dtype))
+    limits, remember = static_limits(x, spec, how.batch_axes, how.stats)
+    inputs = Inputs(pair, others, how.key, (limits, None) if i == 0 else (None, limits))
+    return remember(quantized_product(product, how.config, inputs, out.dtype))
 
 
-def _static_activation(
-    product: Product, config: ProductConfig, call: _Call, pair: tuple[Operand, Operand]
+def _activation(
+    product: Product, how: How, pair: tuple[Operand, Operand]
 ) -> tuple[int, jax.Array, OperandSpec] | None:
     """The operand that is quantized with a static range, and how; None where there is none."""
-    if not call.rule.act_static_scale:
-        return None
     found = []
-    for i, (x, is_weight) in enumerate(zip(pair, call.are_weights, strict=True)):
-        spec = spec_of_side(product, config, i, x)
+    for i, (x, is_weight) in enumerate(zip(pair, how.are_weights, strict=True)):
+        spec = spec_of_side(product, how.config, i, x)
         if spec is not None and not is_weight and not isinstance(x, QuantizedOperand):
             found.append((i, x, spec))
     if len(found) > 1:

@@ -120,13 +120,11 @@ class QuantRule:
         size = (
             round(length * self.tile_size) if isinstance(self.tile_size, float) else self.tile_size
         )
-        zero_point = (
-            options.split(method)[0] == "minmax" and f"u{self.weight_qtype}" in formats.FORMATS
-        )
         if method == "absmax" and fmt is not None and (fmt.offset or fmt.name in formats.BY_MEAN):
             method = None  # the default of rules is that of formats whose range is symmetric
+        activation = activation_of(self)
         return dict(
-            dtype=self.weight_qtype, group_size=size, zero_point=zero_point, calibration=method
+            dtype=self.weight_qtype, group_size=size, calibration=method, activation=activation
         )
 
 
@@ -225,6 +223,17 @@ def config_of(rule: QuantRule, lhs_is_weight: bool, rhs_is_weight: bool) -> Prod
         return config.with_flat(**dict(qt.additional_qt_config or ()))
     except ValueError as e:
         raise ValueError(f"additional_qt_config: {e}") from None
+
+
+def activation_of(rule: QuantRule) -> str | None:
+    """What a rule says of activations, for a weight that is stored: `QuantizedMatrix.activation`."""
+    if rule.act_qtype is None:
+        return None
+    config = OperandConfig(rule.act_qtype, rule.act_calibration_method, tile_size=rule.tile_size)
+    if isinstance(rule, QtRule):
+        config = config_of(rule, lhs_is_weight=False, rhs_is_weight=True).lhs
+    shared, tiled = config.disable_channelwise_axes, config.tile_size is not None
+    return str(options.Activation(config.qtype, tiled, shared, config.calibration_method))
 
 
 def as_training_rule(rule: QuantRule) -> QtRule:

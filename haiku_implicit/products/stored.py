@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.array import dense_struct, is_implicit
+from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.sharding import left_to_partitioner, result_sharding
 from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.options import activation_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.products.bilinear import dot_product
+from haiku_implicit.products.bilinear import product_of
 from haiku_implicit.products.blocks import over_blocks, slices
+from haiku_implicit.products.by_rule import apply, how_stored
 from haiku_implicit.products.matmul import quantized_matmul
-from haiku_implicit.products.product_config import OperandConfig, ProductConfig
-from haiku_implicit.products.quantized_product import Inputs, as_operand, quantized_product
 
 # A matrix of more elements is dequantized in so many blocks.
 _BLOCKED_FROM = 1 << 18
@@ -112,15 +113,16 @@ def _in_mesh(x: jax.Array, q: QuantizedMatrix, dot: _Dot, sharding: Any) -> jax.
 def _dot(x: jax.Array, q: QuantizedMatrix, dot: _Dot) -> jax.Array:
     q = q.with_row_scales()
     out = jax.eval_shape(dot.dense, dense_struct(x), dense_struct(q))
-    row = _row_axis(x, q, dot, out.dtype)
+    by_rows = q.activation is None or activation_of(q.activation).by_rows
+    row = _row_axis(x, q, dot, out.dtype) if by_rows else None
     if row is not None:
         return _as_matmul(x, q, row, dot, np.dtype(out.dtype))
+    params = dict(dot.options, dimension_numbers=dot.numbers)
     if q.activation is not None:
-        return _in_codes(x, q, dot, out.dtype)
+        return in_codes(jax.lax.dot_general_p, x, q, dot.q_first, params)
     blocks = _blocks(x, q, dot, out)
     if blocks is not None:
         return _in_blocks(x, q, blocks, dot, np.dtype(out.dtype))
-    params = dict(dot.options, dimension_numbers=dot.numbers)
     return with_dense(jax.lax.dot_general_p, *dot.in_order(x, q), **params)
 
 
@@ -180,15 +182,32 @@ def _as_matmul(x: jax.Array, q: QuantizedMatrix, row: int, dot: _Dot, dtype: Any
 # --- in codes ------------------------------------------------------------------------------------
 
 
-def _in_codes(x: jax.Array, q: QuantizedMatrix, dot: _Dot, dtype: Any) -> jax.Array:
-    """The product of stored codes and those of activations, see `quantization.dot_general`."""
-    activation = OperandConfig(str(q.activation).split(",")[0])
-    lhs, rhs = dot.in_order(activation, OperandConfig())
-    config = ProductConfig(lhs=lhs, rhs=rhs, use_original_residuals=True)
-    left, right = dot.in_order(x, q)
-    options = {name: dot.option(name) for name in ("precision", "out_sharding")}
-    product = dot_product((left.ndim, right.ndim), dot.numbers, **options)
-    return quantized_product(product, config, Inputs((as_operand(left), as_operand(right))), dtype)
+def in_codes(
+    primitive: Primitive,
+    x: jax.Array,
+    q: QuantizedMatrix,
+    q_first: bool,
+    params: dict[str, Any],
+    *others: jax.Array,
+) -> Any:
+    """A product whose activations are quantized, too, as `q.activation` says.
+
+    Args:
+      primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
+      x, q: its operands.
+      q_first: whether `q` is the first one.
+      params: the parameters of the primitive.
+      others: operands after these two.
+
+    Returns:
+      What the primitive returns, up to rounding; NotImplemented for other products.
+    """
+    pair = (q, x) if q_first else (x, q)
+    product = product_of(primitive, pair, params)
+    if product is None:
+        return NotImplemented
+    how = how_stored(q, q_first, product)._replace(dtype=params.get("preferred_element_type"))
+    return apply(product, pair, how, others)
 
 
 # --- in blocks -----------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ W = np.ones((6, 4), np.float32)
     [
         (lambda q: q(W, "int5"), ValueError, "dtype: expected one of int8, .* nvfp4, got 'int5'"),
         (lambda q: q(W, None), ValueError, "dtype: expected one of"),
-        (lambda q: q(W, "nf4", zero_point=True), ValueError, "int8, int6, int4, int3, int2 with zero_"),
+        (lambda q: q(W, "nf4", zero_point=True), ValueError, "int8, int6, int4, int3, int2 with a zero point"),
         (lambda q: q(W, "int8", 4), ValueError, r"group_size: .*\[1, 2, 3, 6\].*length 6, got 4"),
         (lambda q: q(W, "int4", 3), ValueError, r"group_size: .*\[2, 6\].* multiples of 2, got 3"),
         (lambda q: q(W, "int4", 0), ValueError, r"group_size"),

@@ -1,5 +1,7 @@
 """What `TrainedQuantized` and `StaticQuantized` share: products by rule, and what keeps the type."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,6 @@ from haiku_implicit.quantization import QtRule, QuantStats, conv_general_dilated
 use = hki.use_implicit_args
 
 INT8 = QtRule(weight_qtype="int8", act_qtype="int8")
-STATIC = QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
 NONE = QtRule(weight_qtype=None)
 
 
@@ -28,9 +29,9 @@ def fixed(batch=()):
     return QuantStats({"absmax": jnp.full((*batch, 1, 1), 4.0)}, jnp.ones(batch), mode="fixed")
 
 
-def static(value, rule=STATIC):
-    q = hki.QuantizedMatrix.quantize(value, "int8")
-    return hki.StaticQuantized.of(q, fixed(value.shape[:-2]), (rule,))
+def static(value):
+    q = hki.QuantizedMatrix.quantize(value, "int8", activation="int8")
+    return hki.StaticQuantized.of(q, fixed(value.shape[:-2]))
 
 
 MAKE = pytest.mark.parametrize("make", [trained, static])
@@ -44,7 +45,8 @@ def test_products_in_both_orders(make, w_first):
     w = make(value)
     numbers = (((1,), (0,)), ((), ()))
     pair = (w, x) if w_first else (x, w)
-    own = dict(rule=w.rules[0], stats=w.stats, lhs_is_weight=w_first, rhs_is_weight=not w_first)
+    rule = dataclasses.replace(INT8, act_static_scale=make is static)
+    own = dict(rule=rule, stats=w.stats, lhs_is_weight=w_first, rhs_is_weight=not w_first)
     dense = (w.wrapped, x) if w_first else (x, w.wrapped)
     want = dot_general(*dense, numbers, **own)
     got = jax.jit(use(jnp.matmul))(*pair)
@@ -76,9 +78,9 @@ def test_without_a_rule_products_are_dense():
     np.testing.assert_array_equal(got, jax.lax.ragged_dot(x, value, sizes))
 
 
-def test_a_ragged_dot_of_a_stored_weight_without_a_rule(may_be_dense):
+def test_a_ragged_dot_of_a_stored_weight_with_dense_activations(may_be_dense):
     value, x, sizes = normal(0, 2, 4, 4), normal(1, 6, 4), jnp.array([2, 4])
-    w = static(value, QtRule(weight_qtype="int8", op_names=("dot_general",)))
+    w = hki.QuantizedMatrix.quantize(value, "int8")
     got = use(jax.lax.ragged_dot)(x, w, sizes)
     want = jax.lax.ragged_dot(x, hki.materialize(w), sizes)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -105,7 +107,8 @@ KEPT = {
 def test_rearranged_and_rescaled_it_is_a_weight(make, name):
     w = make(normal(0, 2, 4, 6))
     got = use(KEPT[name])(w)
-    assert type(got) is type(w) and got.rules == w.rules
+    assert type(got) is type(w)
+    assert got.rules == w.rules if make is trained else got.weight.activation == "int8"
     want = KEPT[name](hki.materialize(w))
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     np.testing.assert_allclose(

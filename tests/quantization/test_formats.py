@@ -281,7 +281,7 @@ def test_one_element_to_a_group_is_exact():
         (dict(group_size=(4, 8)), r"group_size: expected a tile whose rows divide the 6 .* \(4, 8\)"),
         (dict(dtype="mxfp4", group_size=16), "group_size: 'mxfp4' has 32, got 16; leave it out"),
         (dict(dtype="nvfp4", scale_dtype="e8m0"), "scale_dtype: 'nvfp4' has 'e4m3', got 'e8m0'"),
-        (dict(dtype="mxfp4", zero_point=True), "with zero_point=True, got 'mxfp4'"),
+        (dict(dtype="mxfp4", zero_point=True), "with a zero point .*, got 'mxfp4'"),
     ],
 )  # fmt: skip
 def test_errors(options, message):
@@ -379,3 +379,21 @@ def test_rules(name):
     close(got, layers(hki.materialize(stack), x))
     close(batched, x @ hki.materialize(stack))
     close(by_x, jax.grad(lambda x: jnp.sum(jnp.sin(x @ hki.materialize(q))))(x))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "int2"])
+def test_minmax_has_an_offset_wherever_it_is_said(dtype):
+    w = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (16, 4)), jnp.float32)
+    found = [
+        hki.QuantizedMatrix.quantize(w, dtype, calibration="minmax"),
+        hki.quantize_params({"a": {"w": w}}, dtype=dtype, calibration="minmax")["a"]["w"],
+        hki.quantize_params({"a": {"w": w}}, rules=[
+            hki.quantization.QuantRule(weight_qtype=dtype, weight_calibration_method="minmax")
+        ])["a"]["w"],
+    ]  # fmt: skip
+    for q in found:
+        assert q.format == f"u{dtype}"
+        step = 1 / (2 ** int(dtype[3:]) - 1)  # of a range of one
+        assert np.abs(np.asarray(hki.materialize(q) - w)).max() < 0.51 * step
+    with pytest.raises(ValueError, match="calibration='minmax'.*got 'nf4'"):
+        hki.QuantizedMatrix.quantize(w, "nf4", calibration="minmax")

@@ -218,9 +218,9 @@ def test_flat_names_are_those_of_errors(options, message):
         (QuantRule(weight_qtype="int4", tile_size=0.25), dict(group_size=8, calibration="absmax")),
         (
             QuantRule(weight_qtype="int8", weight_calibration_method="minmax"),
-            dict(zero_point=True, calibration="minmax"),
+            dict(dtype="int8", calibration="minmax"),
         ),
-        (QuantRule(weight_qtype="uint4"), dict(zero_point=False, calibration=None)),
+        (QuantRule(weight_qtype="uint4"), dict(dtype="uint4", calibration=None)),
         (QuantRule(weight_qtype="mxfp4"), dict(dtype="mxfp4", group_size=None)),
     ],
 )

@@ -488,8 +488,8 @@ def test_odd_lengths_are_padded_or_refused():
     rule = QtRule(weight_qtype="int4", tile_size=3)
     with pytest.raises(ValueError, match="tile_size: expected a multiple of 2 .*'int4', got 3"):
         hki.convert_trained({"a": {"w": hki.TrainedQuantized(normal((6, 3), 0), rules=(rule,))}})
-    with pytest.raises(ValueError, match="leave the products of this weight dense"):
-        hki.convert_trained({"a": {"w": hki.TrainedQuantized(w, rules=(QtRule(),))}})
+    dense = hki.convert_trained({"a": {"w": hki.TrainedQuantized(w, rules=(QtRule(),))}})
+    np.testing.assert_array_equal(dense["a"]["w"], w)  # as it is in products
 
 
 @pytest.mark.parametrize("bits", few([8, 4, 2], 4))
@@ -622,3 +622,128 @@ def test_aware_training_ends_nearer_than_rounding_afterwards():
     afterwards = float(loss_of(hki.quantization_aware(dense, rule), None))
     aware, _ = train(model, hki.quantization_aware(dense, rule), optax.adam(1e-2), loss_of, 200)
     assert loss_of(convert(aware), None) < 0.3 * afterwards
+
+
+# --- activations after training ------------------------------------------------------------------
+
+
+def matrix(x):
+    return hk.Linear(3)(x)
+
+
+def heads(x):
+    w = hk.get_parameter("w", (8, 2, 6), init=hk.initializers.RandomNormal())
+    return jnp.einsum("bi,ihd->bhd", x, w)
+
+
+def transposed(x):
+    w = hk.get_parameter("w", (6, 8), init=hk.initializers.RandomNormal())
+    return x @ w.T
+
+
+def kernel(x):
+    return hk.Conv1D(4, 3)(x.reshape(2, 3, 8))
+
+
+def experts(x):
+    w = hk.get_parameter("w", (2, 8, 4), init=hk.initializers.RandomNormal())
+    return jax.lax.ragged_dot(x, w, jnp.array([2, 4]))
+
+
+ROUNDED = {
+    "int8": {},
+    "fp8": dict(act_qtype="fp8"),
+    "asymmetric": dict(act_calibration_method="minmax"),
+    "clipped": dict(act_calibration_method="rms,2"),
+    "shared": dict(disable_channelwise_axes=True),
+    "by tiles": dict(tile_size=4),
+    "overridden": dict(additional_qt_config={"lhs_calibration_method": "absmax,0.5"}),
+}
+
+
+@pytest.mark.parametrize(
+    "model, option",
+    [
+        *((matrix, name) for name in ROUNDED),
+        *((model, "int8") for model in (kernel, experts)),
+        *(
+            pytest.param(model, name, marks=pytest.mark.slow)
+            for model in (kernel, experts)
+            for name in ROUNDED
+            if name != "int8"
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_converted_weights_round_activations_as_trained_ones_do(model, option):
+    t, x = transformed(model), normal((6, 8), 0)
+    rule = QtRule(**dict(weight_qtype="int8", act_qtype="int8") | ROUNDED[option])
+    params = hki.quantized_training(t.init(jax.random.key(0), x), [rule])
+    stored = hki.convert_trained(params)
+    (w,) = (p["w"] for p in stored.values())
+    assert isinstance(w, hki.QuantizedMatrix) and w.activation is not None
+    want, exact = t.apply(params, None, x), t.apply(hki.materialize(stored), None, x)
+    assert np.abs(want - exact).max() > 1e-4  # activations are rounded
+    close(t.apply(stored, None, x), want, rtol=1e-5, atol=1e-5)
+    loss = lambda x, p: (t.apply(p, None, x) ** 2).sum()  # noqa: E731
+    grads = [jax.grad(loss)(x, p) for p in (stored, params)]
+    close(*grads, rtol=0.1, atol=0.1 * np.abs(grads[1]).max())
+
+
+@pytest.mark.parametrize("model", [heads, transposed])
+@pytest.mark.parametrize("activation", ["int8", "int8,rms,9", "int8,groups"])
+def test_activations_are_rounded_whichever_axis_is_summed(model, activation):
+    t, x = transformed(model), normal((6, 8), 0)
+    params = t.init(jax.random.key(0), x)
+    stored = hki.quantize_params(params, group_size=2, activation=activation)
+    largest = 9 * np.sqrt(np.mean(x**2, -1, keepdims=True))
+    if "rms" not in activation:
+        largest = np.abs(x).max(-1, keepdims=True)
+    scale = np.asarray(largest) * np.float32(1 / 127.5)
+    rounded = np.clip(np.round(np.asarray(x) * (1 / scale)), -128, 127) * scale
+    want = t.apply(hki.materialize(stored), None, rounded)
+    close(t.apply(stored, None, x), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda p, rules: hki.quantize_params(p, rules=rules),
+        lambda p, rules: hki.quantization_aware(p, rules),
+        lambda p, rules: hki.convert_trained(hki.quantized_training(p, rules)),
+    ],
+    ids=["stored", "aware", "converted"],
+)
+def test_a_rule_for_an_operation_leaves_weights_of_others_dense(edit):
+    params = {"a": {"w": normal((8, 4), 0)}, "b": {"w": normal((3, 8, 4), 1)}}
+    matrices = QuantRule(weight_qtype="int8", op_names="einsum")
+    kernels = QuantRule(weight_qtype="int4", op_names="conv_general_dilated")
+    with pytest.raises(ValueError, match="b/w .*differ for dot_general, .*conv_general_dilated"):
+        edit(params, [matrices, kernels])
+    by_name = QuantRule(module_path="b", weight_qtype="int4")
+    found = edit(params, [by_name, matrices])
+    assert not isinstance(found["a"]["w"], jax.Array) and not isinstance(found["b"]["w"], jax.Array)
+    only_dots = {"a": params["a"], "c": {"w": normal((3, 8, 4), 1)}}
+    assert not isinstance(edit(only_dots, [kernels])["c"]["w"], jax.Array)
+
+
+@pytest.mark.parametrize("edit", [hki.quantize_params, hki.quantization_aware])
+def test_a_matrix_is_not_a_kernel(edit):
+    params = {"a": {"w": normal((8, 4), 0)}, "b": {"w": normal((3, 8, 4), 1)}}
+    found = edit(params, rules=[QuantRule(weight_qtype="int8", op_names="conv_general_dilated")])
+    assert isinstance(found["a"]["w"], jax.Array)
+    assert not isinstance(found["b"]["w"], jax.Array)
+
+
+def test_tiles_that_do_not_divide_name_the_layer():
+    t, x = transformed(mlp, jit=False), normal((6, 4), 0)
+    rule = QtRule(weight_qtype="int8", tile_size=3)
+    params = hki.quantized_training(t.init(jax.random.key(0), x), [rule])
+    with pytest.raises(ValueError, match="tile_size: .*length 4, got 3(.|\n)*module mlp/linear_0"):
+        t.apply(params, None, x)
+
+
+def test_rules_stand_in_place_of_other_options():
+    params, rules = {"a": {"w": normal((8, 4), 0)}}, [QuantRule(weight_qtype="int8")]
+    with pytest.raises(ValueError, match="rules: .* in place of dtype, group_size, got both"):
+        hki.quantize_params(params, rules=rules, dtype="int4", group_size=2)
