@@ -3,7 +3,7 @@
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import progress, trees
 from haiku_implicit.params.options import GroupSize, QuantizeOptions
 from haiku_implicit.params.selection import describe, errors_name
+from haiku_implicit.products.quant_rules import QuantRule
 
 
 def input_moments(
@@ -167,6 +168,7 @@ def quantize_with_inputs(
     calibration: str | None = "mse",
     scale_dtype: Any = None,
     activation: str | None = None,
+    rules: Sequence[QuantRule] | None = None,
 ) -> Any:
     """Quantizes weights for the least error of their products with their inputs.
 
@@ -184,6 +186,8 @@ def quantize_with_inputs(
         'mse' the search for scales also weighs errors by the mean squares of the inputs (except for
         'smoothquant', which does not know them).
       activation: as there; 'smoothquant' needs one.
+      rules: as for `quantize_params`, in place of `dtype` and the options after it but `scale_dtype`.
+        Weights that they leave alone stay dense.
 
     Returns:
       The parameters with `QuantizedMatrix` in place of these weights, grouped along their axis -2. All
@@ -209,11 +213,11 @@ def quantize_with_inputs(
     """
     chosen, numbers = _parsed(method)
     how = QuantizeOptions(dtype, group_size, -2, zero_point, calibration, scale_dtype, activation)
-    if chosen.needed == "maxima" and activation is None:
-        raise ValueError(
-            f"method: {method!r} is for quantized activations: expected activation='int8' or the like, "
-            "got None"
-        )
+    if rules is not None:
+        how.refuse_beside_rules(QuantizeOptions("int4", calibration="mse"))
+        rules = trees.checked_rules(rules)
+    elif chosen.needed == "maxima":
+        _check_activation(method, how)
     if not inputs:
         raise ValueError(
             f"inputs: expected what input_{chosen.needed} says of one weight or more, got nothing: no "
@@ -224,13 +228,39 @@ def quantize_with_inputs(
     if missing := sorted(inputs.keys() - set(paths)):
         raise ValueError(f"inputs: the parameters have no {', '.join(missing)}")
 
-    def quantized(parameter: trees.Parameter) -> ImplicitArray:
+    def quantized(parameter: trees.Parameter) -> Any:
         path, value = parameter.path, parameter.value
         _check_inputs(path, value, inputs[path], chosen.needed)
         with errors_name(path, value), jax.numpy_dtype_promotion("standard"):
-            return chosen.quantize(value, inputs[path], how, *numbers)
+            own = how if rules is None else _how_by_rule(rules, parameter, how)
+            if own is None:
+                return value
+            if chosen.needed == "maxima":
+                _check_activation(method, own)
+            return chosen.quantize(value, inputs[path], own, *numbers)
 
     return trees.replace_marked(params, [path in inputs for path in paths], quantized)
+
+
+def _how_by_rule(
+    rules: Sequence[QuantRule], parameter: trees.Parameter, how: QuantizeOptions
+) -> QuantizeOptions | None:
+    """What the rules say of a parameter; None if they leave it alone."""
+    rule = trees.rule_of(rules, parameter)
+    if rule is not None and rule.act_static_scale:
+        raise ValueError(
+            "rules: act_static_scale has no form together with what is quantized by its inputs; use "
+            "quantize_params, or leave it out"
+        )
+    return None if rule is None else how.by_rule(rule, parameter.value.shape)
+
+
+def _check_activation(method: str, how: QuantizeOptions) -> None:
+    if how.activation is None:
+        raise ValueError(
+            f"method: {method!r} is for quantized activations: expected activation='int8' or the like "
+            "(act_qtype of a rule), got None"
+        )
 
 
 def _gptq(w: jax.Array, moments: jax.Array, how: QuantizeOptions) -> QuantizedMatrix:

@@ -1,6 +1,5 @@
 """Edits of existing parameters: weights become implicit arrays, and LoRA is merged again."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -138,8 +137,7 @@ def quantize_params(
         dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
     )
     if rules is not None:
-        if others := _given(options, but=("axis", "scale_dtype")):
-            raise ValueError(f"rules: expected them in place of {', '.join(others)}, got both")
+        options.refuse_beside_rules(QuantizeOptions())
         make = functools.partial(_stored_by_rule, options)
         return trees.replace_by_rules(params, trees.checked_rules(rules), targets, make)
 
@@ -149,18 +147,11 @@ def quantize_params(
     return trees.replace_targets(params, targets, quantized, options.takes, options.wanted)
 
 
-def _given(options: QuantizeOptions, but: Sequence[str]) -> list[str]:
-    """The options that are not as they are by default."""
-    default = vars(QuantizeOptions())
-    return [name for name, x in vars(options).items() if x != default[name] and name not in but]
-
-
 def _stored_by_rule(
     options: QuantizeOptions, parameter: trees.Parameter, rule: QuantRule
 ) -> QuantizedMatrix | StaticQuantized:
     """A stored weight, for products by its rule."""
-    own = rule.weight_options(parameter.value.shape[options.axis])
-    stored = dataclasses.replace(options, **own).quantize(parameter.value)
+    stored = options.by_rule(rule, parameter.value.shape).quantize(parameter.value)
     if not rule.act_static_scale:
         return stored
     return StaticQuantized.of(stored, QuantStats(name=parameter.path), rule.act_batch_axes)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.numerics.formats import RECIPES
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params.selection import describe, errors_name, is_matrix, is_weight
+from haiku_implicit.products.quant_rules import QuantRule
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 GroupSize = int | tuple[int, int] | str | None
@@ -138,6 +139,17 @@ class QuantizeOptions:
         """What the default targets are, for errors."""
         size = self.group_size
         return "a dense weight" + (f" whose axis {self.axis} is divided by {size}" if size else "")
+
+    def by_rule(self, rule: QuantRule, shape: tuple[int, ...]) -> Self:
+        """The same axis and dtype of scales, and all else as a rule says for a weight of this shape."""
+        return dataclasses.replace(self, **rule.weight_options(shape[self.axis]))
+
+    def refuse_beside_rules(self, default: "QuantizeOptions") -> None:
+        """Raises for options that are given though rules stand in their place."""
+        own, plain = vars(self), vars(default)
+        both = [x for x in own if own[x] != plain[x] and x not in ("axis", "scale_dtype")]
+        if both:
+            raise ValueError(f"rules: expected them in place of {', '.join(both)}, got both")
 
     def quantize(self, w: jax.Array, moments: jax.Array | None = None) -> QuantizedMatrix:
         """`QuantizedMatrix.quantize` with these options."""

@@ -8,6 +8,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.numerics import gptq
+from haiku_implicit.quantization import QuantRule
 from tests.tiers import few
 
 
@@ -206,3 +207,27 @@ def test_inputs_that_are_never_seen():
     for moments in (x.T @ x, np.zeros((16, 16), np.float32)):
         q = hki.QuantizedMatrix.quantize(w, "int8", moments=moments)
         assert np.abs(hki.materialize(q) - w).max() < 1
+
+
+def test_rules_in_place_of_options():
+    w, x = normal((8, 4)), normal((16, 8))
+    params = {"a": {"w": w}, "head": {"w": w}, "b": {"w": w}}
+    inputs = {f"{name}/w": x.T @ x for name in params}
+    rules = [
+        QuantRule(module_path="head"),
+        QuantRule(module_path="b", weight_qtype="int8", act_qtype="int8"),
+        QuantRule(weight_qtype="int4", tile_size=4, weight_calibration_method="mse"),
+    ]
+    new = hki.quantize_with_inputs(params, inputs, rules=rules)
+    alone = hki.quantize_with_inputs(params, inputs, group_size=4)
+    np.testing.assert_array_equal(*(hki.materialize(p["a"]["w"]) for p in (new, alone)))
+    assert new["head"]["w"] is w
+    assert (new["b"]["w"].format, new["b"]["w"].activation) == ("int8", "int8")
+    with pytest.raises(ValueError, match="rules: .* in place of dtype, got both"):
+        hki.quantize_with_inputs(params, inputs, rules=rules, dtype="int8")
+    with pytest.raises(ValueError, match="a/w .*'smoothquant' is for quantized activations"):
+        maxima = {name: jnp.ones(8) for name in inputs}
+        hki.quantize_with_inputs(params, maxima, method="smoothquant", rules=rules)
+    static = QuantRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    with pytest.raises(ValueError, match="a/w .*act_static_scale has no form"):
+        hki.quantize_with_inputs(params, inputs, rules=[static])
