@@ -1,18 +1,26 @@
 """From a dense matrix to codes and scales."""
 
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core import compat
 from haiku_implicit.numerics import calibration, formats, gptq, options, scales
-from haiku_implicit.numerics.calibration import Scales
 
 _BLOCK = 256  # how many scales share a scale of theirs, in 'double'
 
 
-class Encoded(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scale", "offset"),
+    meta_fields=("format", "padding"),
+)
+@dataclasses.dataclass(frozen=True)
+class Encoded:
     """Codes and scales of the rows of a stored matrix, under the names of `QuantizedMatrix`'s fields.
 
     Attributes:
@@ -56,12 +64,35 @@ def encode_rows(
         scale_dtype = _prescribed("scale_dtype", scale_dtype, recipe.scale_dtype, dtype)
     moments = None if moments is None else _checked_moments(moments, stored)
     tile = _fitting_tile(group_size, stored.shape[-2:], fmt)
+    encoded, lost = _encoded(stored, moments, fmt, tile, method, scales.name_of(scale_dtype, fmt))
+    scales.check(lost, scale_dtype)
+    return encoded
+
+
+# Jitted, as eager code would compile each operation anew for each shape.
+@functools.partial(
+    jax.jit, static_argnames=("fmt", "tile", "method", "scale_dtype"), inline=compat.INLINE
+)
+def _encoded(
+    stored: jax.Array,
+    moments: jax.Array | None,
+    fmt: formats.Format,
+    tile: tuple[int, int],
+    method: str | None,
+    scale_dtype: str | None,
+) -> tuple[Encoded, Any]:
+    """What `encode_rows` returns, and whether the scales do not fit their dtype."""
     rounding = scales.rounding(scale_dtype)
     products = moments if moments is not None and moments.ndim == stored.ndim else None
     weight = 1.0 if moments is None else _importance(stored, moments, tile)
     found = calibration.calibrate(_blocks(stored, tile), fmt, method, rounding, weight)
     found = jax.tree.map(lambda x: x[..., 0], found)
-    scale, offset = _stored_scales(found, fmt, scale_dtype, method)
+    scale: Any
+    if scale_dtype in scales.CODES:
+        scale, offset = _encoded_scales(found.scale, scale_dtype, -fmt.lowest > fmt.largest), None
+        lost = None
+    else:
+        (scale, offset), lost = scales.store(found, fmt, scale_dtype, method)
     padding = -tile[1] % fmt.multiple
     if padding:
         stored = jnp.concatenate([stored, jnp.repeat(stored[..., -1:], padding, -1)], axis=-1)
@@ -70,17 +101,7 @@ def encode_rows(
             products = jnp.pad(products, widths)
     codes = _codes(stored, scale, offset, fmt, products)
     codes = formats.pack(codes, fmt)
-    return Encoded(codes, scale, offset, fmt.name, padding)
-
-
-def _stored_scales(
-    found: Scales, fmt: formats.Format, dtype: Any, method: str | None
-) -> tuple[Any, Any]:
-    """Scales and offsets as they are stored: floating numbers, or codes themselves."""
-    own_codes = scales.codes_of(dtype, fmt)
-    if own_codes is None:
-        return scales.store(found, fmt, dtype, method)
-    return _encoded_scales(found.scale, own_codes, -fmt.lowest > fmt.largest), None
+    return Encoded(codes, scale, offset, fmt.name, padding), lost
 
 
 def _encoded_scales(scale: jax.Array, name: str, signed: bool) -> Encoded:

@@ -158,8 +158,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         """The matrix of codes; scales that are codes themselves are a matrix again."""
         scale = encoded.scale
         if isinstance(scale, Encoded):
-            encoded = encoded._replace(scale=QuantizedMatrix._of(scale, -1))
-        return cls(**encoded._asdict(), axis=axis, **fields)
+            encoded = dataclasses.replace(encoded, scale=QuantizedMatrix._of(scale, -1))
+        return cls(**vars(encoded), axis=axis, **fields)
 
     @classmethod
     def from_parts(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +12,54 @@ from haiku_implicit.numerics.calibration import Scales
 from haiku_implicit.numerics.formats import Format
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
-_CODES = ("e4m3", "double")
+CODES = ("e4m3", "double")  # in which scales are quantized themselves
 
 
-def store(found: Scales, fmt: Format, dtype: Any, calibration: str | None) -> Scales:
-    """Scales and offsets as floating numbers that are stored.
+class Lost(NamedTuple):
+    """Whether scales are out of the range of the dtype that holds them, booleans.
+
+    Attributes:
+      large: whether one became infinite.
+      small: whether one lost more than an eighth.
+    """
+
+    large: jax.Array
+    small: jax.Array
+
+
+def store(
+    found: Scales, fmt: Format, name: str | None, calibration: str | None
+) -> tuple[Scales, Lost | None]:
+    """Scales and offsets as floating numbers that are stored, and whether they fit.
 
     Args:
       found: scales and offsets `[..., tiles, groups]`.
       fmt: the format of their codes.
-      dtype: a name of `_FLOATS`, 'e8m0', a floating dtype, or None: as they are.
+      name: what `name_of` returns, but none of `CODES`.
       calibration: what found them.
-
-    Raises:
-      ValueError: for another dtype, or one that does not hold them.
     """
-    name = _name(dtype)
     # (Where the largest code is a power of two, as in nf4, that rule would clip up to half of a value.)
     by_largest = calibration in (None, "absmax", "minmax") and np.frexp(fmt.largest)[0] > 0.5
     stored = _as_held(found, name, fmt if by_largest else None)
-    if name in _FLOATS:
-        _check_held(found, stored, name)
-    return stored
+    if name not in _FLOATS:
+        return stored, None
+    large = jnp.stack([~jnp.isfinite(x).all() for x in jax.tree.leaves(stored)]).any()
+    difference = jnp.abs(stored.scale.astype(found.scale.dtype) - found.scale)
+    return stored, Lost(large, (difference > jnp.abs(found.scale) / 8).any())
+
+
+def check(lost: Lost | None, dtype: Any) -> None:
+    """Raises for scales that are known to be out of the range of their dtype.
+
+    Raises:
+      ValueError: it says in which direction.
+    """
+    for problem, wrong in () if lost is None else lost._asdict().items():
+        if _known(lambda x: x, wrong):
+            raise ValueError(
+                f"scale_dtype: the weight's scales are too {problem} for {_name(dtype)!r}; use "
+                "'bfloat16' or 'float32'"
+            )
 
 
 def _as_held(found: Scales, name: str | None, fmt: Format | None = None) -> Scales:
@@ -43,11 +69,11 @@ def _as_held(found: Scales, name: str | None, fmt: Format | None = None) -> Scal
     return jax.tree.map(lambda x: x.astype(name), found) if name in _FLOATS else found
 
 
-def codes_of(dtype: Any, fmt: Format) -> str | None:
-    """The name of `_CODES` that scales are quantized to themselves; None for floating numbers.
+def name_of(dtype: Any, fmt: Format) -> str | None:
+    """The name of what scales are stored in.
 
     Args:
-      dtype: a name of `_FLOATS` or `_CODES`, 'e8m0', a floating dtype, or None.
+      dtype: a name of `_FLOATS` or `CODES`, 'e8m0', a floating dtype, or None: as they are.
       fmt: the format of the codes that the scales are of.
 
     Raises:
@@ -55,24 +81,29 @@ def codes_of(dtype: Any, fmt: Format) -> str | None:
     """
     name = _name(dtype)
     if name is None or name in _FLOATS:
-        return None
-    if name not in ("e8m0", *_CODES):
-        known = ", ".join((*_FLOATS, "e8m0", *_CODES))
+        return name
+    if name not in ("e8m0", *CODES):
+        known = ", ".join((*_FLOATS, "e8m0", *CODES))
         raise ValueError(f"scale_dtype: expected one of {known}, got {dtype!r}")
     if fmt.offset:
         raise ValueError(
             f"scale_dtype: expected one of {', '.join(_FLOATS)} for a format with an offset, got "
             f"{dtype!r}"
         )
-    return name if name in _CODES else None
+    return name
 
 
-def rounding(dtype: Any) -> Callable[[Scales], Scales]:
+@functools.lru_cache  # one function for one dtype: what is compiled for it is found again
+def rounding(name: str | None) -> Callable[[Scales], Scales]:
     """A function from scales to the nearest ones that `store` can hold.
 
     It leaves scales as they are where they will be quantized themselves.
     """
-    return _rounding(_name(dtype))
+
+    def nearest(found: Scales) -> Scales:
+        return jax.tree.map(lambda x, held: held.astype(x.dtype), found, _as_held(found, name))
+
+    return nearest
 
 
 def _name(dtype: Any) -> str | None:
@@ -84,21 +115,18 @@ def _name(dtype: Any) -> str | None:
         return ""
 
 
-@functools.lru_cache  # one function for one dtype: what is compiled for it is found again
-def _rounding(name: str | None) -> Callable[[Scales], Scales]:
-    def nearest(found: Scales) -> Scales:
-        return jax.tree.map(lambda x, held: held.astype(x.dtype), found, _as_held(found, name))
-
-    return nearest
-
-
 def known_nonfinite(x: jax.Array) -> bool:
     """Whether an array is known to have infinite or NaN elements; False for a tracer.
 
     A concrete array may be used in a function that is being traced. What is computed from it there is
     traced too, unless it is evaluated at compile time.
     """
-    return _known(lambda x: ~jnp.isfinite(x), x)
+    return _known(_has_nonfinite, x)
+
+
+@jax.jit  # one program for a shape, in place of three
+def _has_nonfinite(x: jax.Array) -> jax.Array:
+    return ~jnp.isfinite(x).all()
 
 
 def _known(condition: Callable[..., jax.Array], *arrays: jax.Array) -> bool:
@@ -106,23 +134,6 @@ def _known(condition: Callable[..., jax.Array], *arrays: jax.Array) -> bool:
         return False
     with jax.ensure_compile_time_eval():
         return bool(condition(*arrays).any())
-
-
-def _check_held(found: Scales, stored: Scales, name: str) -> None:
-    """Raises where a narrower dtype does not hold scales and offsets (subnormals have few digits)."""
-
-    def lost(found: jax.Array, stored: jax.Array) -> jax.Array:
-        return jnp.abs(stored.astype(found.dtype) - found) > jnp.abs(found) / 8
-
-    for problem, wrong in (
-        ("large", any(map(known_nonfinite, jax.tree.leaves(stored)))),
-        ("small", _known(lost, found.scale, stored.scale)),
-    ):
-        if wrong:
-            raise ValueError(
-                f"scale_dtype: the weight's scales are too {problem} for {name!r}; use 'bfloat16' or "
-                "'float32'"
-            )
 
 
 def _powers_of_two(scale: jax.Array, fmt: Format | None) -> jax.Array:
