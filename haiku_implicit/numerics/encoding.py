@@ -89,7 +89,9 @@ def _encoded(
     found = jax.tree.map(lambda x: x[..., 0], found)
     scale: Any
     if scale_dtype in scales.CODES:
-        scale, offset = _encoded_scales(found.scale, scale_dtype, -fmt.lowest > fmt.largest), None
+        signed = fmt.one_sided and not fmt.offset
+        scale, offset = _encoded_scales(found.scale, scale_dtype, signed), found.offset
+        offset = None if offset is None else _encoded_scales(offset, scale_dtype, signed=True)
         lost = None
     else:
         (scale, offset), lost = scales.store(found, fmt, scale_dtype, method)
@@ -129,9 +131,7 @@ def _codes(
 ) -> jax.Array:
     """The codes `[..., rows, groups, g]` of `[..., rows, k]`, for scales as they are stored."""
     *lead, rows, k = stored.shape
-    if isinstance(scale, Encoded):
-        own = formats.FORMATS[scale.format]
-        scale = formats.dequantize(scale.codes, scale.scale, scale.offset, own)
+    scale, offset = (_decoded(x) if isinstance(x, Encoded) else x for x in (scale, offset))
     groups = scale.shape[-1]
     scale, offset = (
         None if x is None else formats.by_rows(x, rows)[..., None] for x in (scale, offset)
@@ -140,6 +140,10 @@ def _codes(
         grouped = stored.reshape(*lead, rows, groups, k // groups)
         return calibration.encode(grouped, scale, offset, fmt)
     return gptq.codes(stored, moments, scale, offset, fmt)
+
+
+def _decoded(x: Encoded) -> jax.Array:
+    return formats.dequantize(x.codes, x.scale, x.offset, formats.FORMATS[x.format])
 
 
 def _checked_moments(moments: Any, stored: jax.Array) -> jax.Array:

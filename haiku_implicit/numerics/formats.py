@@ -53,6 +53,12 @@ class Format:
         """Whether the codes are floating numbers of 8 bits themselves."""
         return self.dtype.kind not in "iu"
 
+    @property
+    def one_sided(self) -> bool:
+        """Whether a negative scale stands for other numbers than a positive one."""
+        values = set(self.table or (self.lowest, self.largest))
+        return values != {-x for x in values}
+
     def stored(self, length: int) -> int:
         """How many stored elements hold this many codes."""
         return length * self.bits // 8
@@ -79,6 +85,9 @@ NF4_TABLE = (
     1.0,
 )
 
+# GGML's `kvalues_iq4nl`: finer near zero, which is not one of them.
+IQ4_NL_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
 # E2M1 of the OCP Microscaling Formats Specification 1.0: sign, two bits of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_TABLE = (*_E2M1, *(-x for x in _E2M1))
@@ -91,6 +100,7 @@ FORMATS = {
     for f in (
         Format("int8", (8,), -128, 127, dtype=_INT8),
         Format("int6", (4, 2), -32, 31, bias=32),
+        Format("int5", (4, 1), -16, 15, bias=16),
         Format("int4", (4,), -8, 7, bias=8),  # a nibble holds code + 8, as in GGML's Q4_0
         Format("int3", (2, 1), -4, 3, bias=4),
         Format("int2", (2,), -2, 1, bias=2),
@@ -98,10 +108,12 @@ FORMATS = {
         Format("binary", (1,), -0.5, 0.5, bias=0.5),
         Format("uint8", (8,), 0, 255, offset=True),
         Format("uint6", (4, 2), 0, 63, offset=True),
+        Format("uint5", (4, 1), 0, 31, offset=True),
         Format("uint4", (4,), 0, 15, offset=True),
         Format("uint3", (2, 1), 0, 7, offset=True),
         Format("uint2", (2,), 0, 3, offset=True),
         Format("nf4", (4,), -1, 1, table=NF4_TABLE),
+        Format("iq4_nl", (4,), -127, 113, table=IQ4_NL_TABLE),
         Format("fp4", (4,), -6, 6, table=FP4_TABLE),
         Format("fp8_e4m3", (8,), -448, 448, dtype=_E4M3),
         Format("fp8_e5m2", (8,), -57344, 57344, dtype=_E5M2),

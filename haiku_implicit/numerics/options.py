@@ -60,7 +60,8 @@ def operand_format(option: str, value: Any) -> str | None:
 
 def _is_of_operands(fmt: formats.Format) -> bool:
     """Whether a format has a zero, and needs nothing but a scale."""
-    return not fmt.offset and fmt.name not in formats.BY_MEAN
+    has_zero = fmt.name not in formats.BY_MEAN and (fmt.table is None or 0 in fmt.table)
+    return has_zero and not fmt.offset
 
 
 class Activation(NamedTuple):

@@ -85,10 +85,10 @@ def name_of(dtype: Any, fmt: Format) -> str | None:
     if name not in ("e8m0", *CODES):
         known = ", ".join((*_FLOATS, "e8m0", *CODES))
         raise ValueError(f"scale_dtype: expected one of {known}, got {dtype!r}")
-    if fmt.offset:
+    if fmt.offset and name != "double":
         raise ValueError(
-            f"scale_dtype: expected one of {', '.join(_FLOATS)} for a format with an offset, got "
-            f"{dtype!r}"
+            f"scale_dtype: expected one of {', '.join(_FLOATS)}, double for a format with an offset, "
+            f"got {dtype!r}"
         )
     return name
 

@@ -73,6 +73,9 @@ HELD = {
     ("ternary", (128, 128), None): 2 + 32 / 128**2,
     ("nf4", 64, None): 4.5,
     ("nf4", 64, "double"): 4 + 8 / 64 + 32 / (64 * 256),  # 4.127
+    ("iq4_nl", 32, "float16"): 4.5,
+    ("uint5", 32, "float16"): 5 + 2 * 16 / 32,
+    ("uint4", 32, "double"): 4 + 2 * (8 / 32 + 32 / (32 * 256)),
     ("fp8", None, None): 8 + 32 / 1024,
     ("mxfp8", None, None): 8.25,
     ("mxfp4", None, None): 4.25,
@@ -274,7 +277,7 @@ def test_one_element_to_a_group_is_exact():
         (dict(calibration="percentile,5"), "percentile above 50 to 100, got 5"),
         (dict(calibration="hqq"), "'hqq' needs a format with an offset, got 'int4'"),
         (dict(scale_dtype="int8"), "scale_dtype: expected one of float32, .* got 'int8'"),
-        (dict(scale_dtype="double", zero_point=True), "scale_dtype: .* for a format with an offset"),
+        (dict(scale_dtype="e4m3", zero_point=True), "scale_dtype: .* for a format with an offset"),
         (dict(scale_dtype=3), "scale_dtype: expected one of float32, .* got 3"),
         (dict(group_size=(8,)), r"group_size: expected a number, a pair \(rows, elements\), .* got \(8,\)"),
         (dict(group_size="row"), "group_size: expected a number, a pair .*, 'tensor' or None, got 'row'"),
@@ -379,6 +382,41 @@ def test_rules(name):
     close(got, layers(hki.materialize(stack), x))
     close(batched, x @ hki.materialize(stack))
     close(by_x, jax.grad(lambda x: jnp.sum(jnp.sin(x @ hki.materialize(q))))(x))
+
+
+# Relative errors on normal numbers, float16 scales. GGML's, of the same bits: Q4_1 .0700.
+LEAST_ERRORS = {
+    ("uint4", 32): 0.0697,
+    ("uint3", 64): 0.1640,
+    ("uint2", 64): 0.3195,
+    ("nf4", 32): 0.0758,
+    ("int4", 32): 0.0813,
+}
+
+
+@pytest.mark.parametrize("name, group", LEAST_ERRORS)
+def test_searches_find_scales_of_little_error(name, group):
+    w = np.random.default_rng(0).standard_normal((512, 256)).astype(np.float32)
+    q = quantize(jnp.asarray(w), name, group, calibration="mse", scale_dtype="float16")
+    error = np.linalg.norm(np.asarray(hki.materialize(q)) - w) / np.linalg.norm(w)
+    assert error < LEAST_ERRORS[name, group]
+
+
+@pytest.mark.parametrize("name, zero_point", [("uint4", False), ("int2", True)])
+def test_scales_and_offsets_in_codes(name, zero_point):
+    w = jnp.asarray(np.random.default_rng(0).uniform(1, 3, (256, 24)), jnp.float32)
+    found = [
+        quantize(w, name, 32, zero_point=zero_point, scale_dtype=dtype)
+        for dtype in ("double", None)
+    ]
+    coarse, fine = (np.asarray(hki.materialize(q)) for q in found)
+    assert isinstance(found[0].offset, hki.QuantizedMatrix)
+    step = 2 / (15 if name == "uint4" else 3)
+    np.testing.assert_allclose(coarse, fine, atol=step)  # next to a tie, another code
+    assert np.abs(coarse - w).max() < 0.51 * step + 0.03
+    x = np.random.default_rng(1).standard_normal((3, 256)).astype(np.float32)
+    product = jax.jit(hki.use_implicit_args(jnp.matmul))(x, found[0])
+    np.testing.assert_allclose(product, x @ coarse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2"])

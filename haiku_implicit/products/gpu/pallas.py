@@ -25,7 +25,7 @@ from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.layout import Order, matrices
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.gpu import kernels
-from haiku_implicit.products.gpu.tiles import WITH_TABLE, Plan, columns, parts, plan_of
+from haiku_implicit.products.gpu.tiles import Plan, columns, parts, plan_of
 
 # The dtypes of activations, weights, scales and results that the kernel serves.
 _FLOATS = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -104,7 +104,7 @@ def pallas_matmul(
     operands = [x, _bytes(q.codes), _readable(q.scale)]
     if q.offset is not None:
         operands.append(_readable(q.offset))
-    if plan.matrix.format.name == WITH_TABLE:
+    if plan.matrix.has_table:
         operands.append(jnp.asarray(plan.matrix.format.table, jnp.float32))
     splits = plan.tile.splits
     shape = (splits, batch, m, q.shape[-1])

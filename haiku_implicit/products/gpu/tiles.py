@@ -16,7 +16,6 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 FEW = 2  # up to so many rows of activations, products along groups do not use the matrix units
 PROGRAMS = 512  # about so many programs keep the memory of a large GPU (132 processors) busy
-WITH_TABLE = "nf4"  # whose values are looked up; those of other formats are computed
 
 
 class Matrix(NamedTuple):
@@ -36,6 +35,11 @@ class Matrix(NamedTuple):
     stored: int
     format: formats.Format
     dtype: Any
+
+    @property
+    def has_table(self) -> bool:
+        """Whether values are looked up; those of other formats are computed."""
+        return self.format.table is not None and self.format.name != "fp4"
 
     @property
     def digits(self) -> int:
@@ -116,7 +120,7 @@ def _tile(m: int, matrix: Matrix, along_rows: bool, itemsize: int) -> Tile:
         size = max(size // matrix.digits, 16)
     piece = min(_power_of_two(matrix.stored), size)
     # Triton would fetch the values of a table ahead, too, one by one.
-    stages = 1 if matrix.format.name == WITH_TABLE else 3
+    stages = 1 if matrix.has_table else 3
     return Tile(block, rows, size // piece, piece, 1, 8 if large else 4, stages)
 
 
