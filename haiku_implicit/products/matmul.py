@@ -58,11 +58,6 @@ def _abstract(x: Any, *leaves: Any, treedef: Any, order: Any, dtype: Any, **_: A
     return x.update(shape=(*x.shape[:-1], columns), dtype=dtype, weak_type=False)
 
 
-@functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype"))
-def _run(*operands: jax.Array, **params: Any) -> jax.Array:
-    return quantized_matmul_p.bind(*operands, **params)
-
-
 def _with_standard_promotion(fun: Callable[..., Any]) -> Callable[..., Any]:
     """For what runs when a program is transformed or lowered; the model's promotion may be strict."""
 
@@ -75,6 +70,19 @@ def _with_standard_promotion(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _reference = _with_standard_promotion(reference.product)
+
+
+@functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype"))
+def _run(*operands: jax.Array, **params: Any) -> jax.Array:
+    """The product outside of any trace: the primitive, compiled.
+
+    Without tracers JAX wants the operations one by one: under `jax.disable_jit()`, or under
+    `jax_debug_nans` to find the one that gave the first NaN.
+    """
+    if isinstance(operands[0], jax.core.Tracer):
+        return quantized_matmul_p.bind(*operands, **params)
+    return _reference(*operands, **params)
+
 
 # --- differentiation -----------------------------------------------------------------------------
 
