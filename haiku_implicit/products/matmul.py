@@ -2,7 +2,8 @@
 
 The primitive is linear in the activations and in the scales; its rules for differentiation, batching
 and lowering are here. It is lowered to the kernel of `cpu.native` on CPUs, to that of `gpu.pallas` on
-NVIDIA GPUs, and to `reference.product` elsewhere and where a kernel does not serve the operands.
+NVIDIA GPUs if it is asked for, and to `reference.product` elsewhere and where a kernel does not serve
+the operands.
 
 A matrix with an `activation` has its activations rounded to that format first. The rounding has the
 gradient one: the derivative with respect to the activations is the product of their tangent, not
