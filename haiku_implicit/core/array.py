@@ -170,7 +170,7 @@ class ImplicitArray(abc.ABC):
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(ImplicitArray, name))
         if "materialize" in cls.__dict__:
-            cls.materialize = _of_dense_fields(cls.materialize)  # type: ignore[method-assign]
+            cls.materialize = _of_dense_fields(cls.materialize)  # type: ignore[assignment,method-assign]
         jax.tree_util.register_pytree_with_keys(
             cls,
             flatten_with_keys=_flatten_with_keys,
