@@ -97,7 +97,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         """Rounds a weight to the nearest codes; also under `jit`, `vmap` and `eval_shape`.
 
         A group of zeros alone stays exactly zero; with a zero point (and float32 scales) every zero
-        does.
+        does. An element that is not finite raises an error. Where its value is not known, under `jit`,
+        it makes its group NaN, and with scales that are quantized themselves all that share a scale.
 
         Args:
           w: `[..., n, m]`, floating, finite.
