@@ -85,9 +85,8 @@ def quantize(
     """
     fmt = formats.find(spec.qtype)
     x = x.astype(formats.arithmetic_dtype(x.dtype))
-    follows = limits is None and not clips(spec.method)  # NaN and infinities are in the range itself
     low, high = calibrate(x, spec) if limits is None else limits
-    if not follows:
+    if limits is not None or clips(spec.method):  # else the range itself is not finite either
         low, high = _tainted(x, spec, (low, high))
     if low is None:
         scale, zero_point = _nonzero(high * np.asarray(1 / bound(fmt), high.dtype)), None

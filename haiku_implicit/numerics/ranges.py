@@ -39,15 +39,12 @@ def find(
     """
     over: Any = dict(axis=axis, keepdims=True)
     if method == "fixed":
-        low, high = fixed(numbers)
-        taint = taint_of(x, axis)
+        (low, high), taint = fixed(numbers), taint_of(x, axis)
         return (None, max(-low, high) + taint) if symmetric else (low + taint, high + taint)
     if method == "percentile":
         percent, taint = numbers[0] if numbers else _PERCENT, taint_of(x, axis)
-        if symmetric:
-            return None, jnp.percentile(jnp.abs(x), percent, **over) + taint
-        low, high = (jnp.percentile(x, p, **over) + taint for p in (100 - percent, percent))
-        return low, high
+        upper = jnp.percentile(jnp.abs(x) if symmetric else x, percent, **over) + taint
+        return None if symmetric else jnp.percentile(x, 100 - percent, **over) + taint, upper
     factor = numbers[0] if numbers else _RMS_FACTOR if method == "rms" else 1.0
     if factor <= 0:
         raise ValueError(
@@ -76,9 +73,9 @@ def fixed(numbers: tuple[float, ...]) -> tuple[float, float]:
 
 
 def taint_of(x: jax.Array, axis: Any) -> jax.Array:
-    """Zeros, and NaN where an element that shares a range is infinite or NaN: added to the range's ends.
+    """What is added to the ends of a range: NaN if one of the elements in it is not finite, else zero.
 
-    A range that does not follow its largest element would hide it: it would get the last code.
+    In a range that does not follow its elements, infinity would get the last code, and NaN any.
 
     Args:
       x: floating.
