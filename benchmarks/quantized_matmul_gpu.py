@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     path = pathlib.Path(OUTPUT.value)
     if not REPORT_ONLY.value:
-        if not pallas.available():
+        if not pallas.supported():
             print("There is no GPU here that has the kernel: nothing was measured.")
             sys.exit(1)
         result_files.write(measure(), path)

@@ -702,6 +702,47 @@ def test_lora_of_the_readme(never_dense):
     np.testing.assert_allclose(transposed, dense.T @ x.T, rtol=1e-5)
 
 
+@dataclasses.dataclass
+class Pair(hki.ImplicitArray):
+    """A sum of arrays, which a user asks for what they stand for; `first` alone is no new array."""
+
+    parts: tuple[hki.ArrayValue, ...]
+    first: bool = hki.aux_field(default=False)
+
+    def materialize(self):
+        return self.parts[0] if self.first else self.parts[0] + jnp.sin(self.parts[1])
+
+
+class Half(Pair):
+    """A type that extends another's `materialize`."""
+
+    def materialize(self):
+        return super().materialize() / 2
+
+
+def test_materialize_of_nested_arrays_called_directly():
+    """The fields of the method's array are dense, as where the library calls it."""
+    w = jax.random.normal(jax.random.key(0), (64, 16))
+    zeros = hki.Zeros(shape=w.shape, dtype=w.dtype)
+    double = hki.QuantizedMatrix.quantize(w, "int4", 16, scale_dtype="double")
+    of_lora = hki.LoRA(hki.LoRA(double, w[:, :2], w[:2]), w[:, 2:4], w[2:4], alpha=3.0)
+    for x in (
+        double,
+        hki.QuantizedMatrix.quantize(w, "nvfp4"),
+        of_lora,
+        hki.ScaledMatrix(double, jnp.arange(64.0)),
+        Pair((zeros, w)),
+        Pair((of_lora, zeros)),
+        Pair((zeros, zeros), first=True),
+        Half((Half((double, w)), of_lora)),
+        Scaled(Scaled(Diagonal(w[0]))),
+    ):
+        want = hki.materialize(x)
+        for got in (x.materialize(), jax.jit(lambda x: x.materialize())(x)):
+            assert isinstance(got, jax.Array) and got.dtype == x.dtype
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
 def test_nested_arrays_of_the_readme(may_be_dense):
     w, x = jnp.ones((3, 5)), jnp.arange(3.0)
     lora = LoraMatrix(w, Zeros(shape=(3, 6)), Zeros(shape=(5, 6)))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field
 from haiku_implicit.numerics import calibration, formats
+from haiku_implicit.numerics.options import is_positive_integer
 
 
 @dataclasses.dataclass
@@ -62,9 +63,9 @@ class QuantizedBlocks(ImplicitArray):
         fmt = formats.find(dtype)
         if fmt.offset:
             raise ValueError(f"dtype: expected a symmetric format, got {dtype!r}")
-        if block % fmt.multiple:
+        if not is_positive_integer(block) or block % fmt.multiple:
             raise ValueError(
-                f"block: expected a multiple of {fmt.multiple} for codes of {fmt.name!r}, got {block}"
+                f"block: expected a multiple of {fmt.multiple} for codes of {fmt.name!r}, got {block!r}"
             )
         x = jnp.asarray(x)
         wide = x.astype(formats.arithmetic_dtype(x.dtype)).reshape(-1)

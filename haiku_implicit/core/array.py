@@ -169,6 +169,8 @@ class ImplicitArray(abc.ABC):
         for name in ("__repr__", "__eq__", "__hash__"):
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(ImplicitArray, name))
+        if "materialize" in cls.__dict__:
+            cls.materialize = _of_dense_fields(cls.materialize)  # type: ignore[assignment,method-assign]
         jax.tree_util.register_pytree_with_keys(
             cls,
             flatten_with_keys=_flatten_with_keys,
@@ -188,7 +190,10 @@ class ImplicitArray(abc.ABC):
 
     @abc.abstractmethod
     def materialize(self) -> jax.Array:
-        """The dense array, of `self.shape` and `self.dtype`, that this stands for."""
+        """The dense array, of `self.shape` and `self.dtype`, that this stands for.
+
+        In the method, fields that hold implicit arrays read as dense ones.
+        """
 
     def compute_shape(self) -> tuple[int, ...] | None:
         """The shape according to the children, or None if only `materialize` can tell."""
@@ -434,6 +439,23 @@ def num_batch_axes(x: ImplicitArray) -> int:
 def is_nested(x: ImplicitArray) -> bool:
     """Whether `x` holds other implicit arrays."""
     return any(is_implicit(y) for y in flatten_one_level(x)[0])
+
+
+def _of_dense_fields(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The method, for arrays that hold other implicit arrays too.
+
+    The interpreter calls it with a tracer for each of these. A user's own call has them as they are.
+    """
+
+    @functools.wraps(materialize)
+    def run(self: ImplicitArray) -> Any:
+        leaves, treedef = flatten_one_level(self)
+        if not any(map(is_implicit, leaves)):
+            return materialize(self)
+        dense = [x.materialize() if is_implicit(x) else x for x in leaves]
+        return materialize(jax.tree_util.tree_unflatten(treedef, dense))
+
+    return run
 
 
 # --- shape and dtype ---------------------------------------------------------------------------

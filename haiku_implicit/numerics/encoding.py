@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from haiku_implicit.core import compat
 from haiku_implicit.numerics import calibration, formats, gptq, options, scales
@@ -175,7 +174,7 @@ def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -
     if group_size is None or group_size == "tensor":
         return (1 if group_size is None else rows), length
     pair = group_size if isinstance(group_size, tuple | list) else (1, group_size)
-    if isinstance(group_size, str) or len(pair) != 2:
+    if len(pair) != 2 or not all(map(options.is_integer, pair)):
         raise ValueError(
             "group_size: expected a number, a pair (rows, elements), 'tensor' or None, got "
             f"{group_size!r}"
@@ -188,7 +187,7 @@ def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -
             f"group_size: expected None or one of {sizes}, which divide the axis of length "
             f"{length}{whole}, got {group_size!r}"
         )
-    if isinstance(tile, bool) or not isinstance(tile, int | np.integer) or tile < 1 or rows % tile:
+    if tile < 1 or rows % tile:
         raise ValueError(
             f"group_size: expected a tile whose rows divide the {rows} of the matrix, got "
             f"{group_size!r}"

@@ -77,7 +77,7 @@ def quantize(
       spec: how it is quantized.
       key: a random key, for stochastic rounding.
       limits: the range of each scale, where it is known; None: the range of the array. Values
-        beyond it get the last code.
+        beyond it get the last code; what is infinite or NaN makes all that shares its scale NaN.
 
     Raises:
       ValueError: for a tile that does not divide its axis, and a calibration that the format does not
@@ -85,7 +85,9 @@ def quantize(
     """
     fmt = formats.find(spec.qtype)
     x = x.astype(formats.arithmetic_dtype(x.dtype))
-    low, high = calibrate(x, spec) if limits is None else ranges.known(x, *limits)
+    low, high = calibrate(x, spec) if limits is None else limits
+    if limits is not None or clips(spec.method):  # else the range itself is not finite either
+        low, high = _tainted(x, spec, (low, high))
     if low is None:
         scale, zero_point = _nonzero(high * np.asarray(1 / bound(fmt), high.dtype)), None
     else:
@@ -252,12 +254,21 @@ def calibrate(x: jax.Array, spec: OperandSpec) -> Limits:
 
 def _fixed(x: jax.Array, method: str, numbers: tuple[float, ...]) -> Limits:
     """A range that is known; one for the whole array."""
-    low, high = numbers if len(numbers) == 2 else (-numbers[0], numbers[0])
+    low, high = ranges.fixed(numbers)
     if not low <= 0 <= high or low == high:
         raise ValueError(
             f"calibration method: expected 'fixed,LOW,HIGH' with LOW <= 0 <= HIGH, got {method!r}"
         )
-    return ranges.find(x, "fixed", (low, high), tuple(range(x.ndim)), symmetric=low == -high)
+    ends = [jnp.full((1,) * x.ndim, end, x.dtype) for end in (low, high)]
+    return (None if low == -high else ends[0]), ends[1]
+
+
+def _tainted(x: jax.Array, spec: OperandSpec, limits: Limits) -> Limits:
+    """The ends of the range of each scale, NaN where the array is not finite."""
+    tiled, axes, shape = _blocks(x, spec)
+    taint = ranges.taint_of(tiled, axes).reshape(shape)
+    low, high = jax.tree.map(lambda end: end.astype(x.dtype) + taint, limits)
+    return low, high
 
 
 def _blocks(x: jax.Array, spec: OperandSpec) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from haiku_implicit.numerics import formats, ranges
 
 
@@ -40,6 +42,16 @@ def parse(
     if not all(map(math.isfinite, numbers)):
         raise ValueError(f"{option}: expected finite numbers after {name!r}, got {text!r}")
     return name, numbers
+
+
+def is_integer(x: Any) -> bool:
+    """Whether an option is a whole number; True is not one."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def is_positive_integer(x: Any) -> bool:
+    """Whether an option is a whole number above zero."""
+    return is_integer(x) and bool(x > 0)
 
 
 def format_name(option: str, value: Any) -> str | None:

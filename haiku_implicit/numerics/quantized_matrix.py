@@ -18,7 +18,7 @@ from haiku_implicit.core.sharding import left_to_partitioner
 from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats, scales
 from haiku_implicit.numerics.encoding import Encoded, encode_rows
-from haiku_implicit.numerics.options import checked_activation
+from haiku_implicit.numerics.options import checked_activation, is_integer
 
 
 @dataclasses.dataclass
@@ -97,7 +97,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         """Rounds a weight to the nearest codes; also under `jit`, `vmap` and `eval_shape`.
 
         A group of zeros alone stays exactly zero; with a zero point (and float32 scales) every zero
-        does.
+        does. An element that is not finite raises an error. Where its value is not known, under `jit`,
+        it makes its group NaN, and with scales that are quantized themselves all that share a scale.
 
         Args:
           w: `[..., n, m]`, floating, finite.
@@ -356,7 +357,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
 
 def _normalized(axis: int, ndim: int) -> int:
     known = (-2, -1, ndim - 2, ndim - 1)
-    if not isinstance(axis, int | np.integer) or axis not in known or axis < -2:
+    if not is_integer(axis) or axis not in known or axis < -2:
         raise ValueError(f"axis: expected -2 or -1 (one of the matrix's two axes), got {axis!r}")
     return axis if axis < 0 else axis - ndim
 

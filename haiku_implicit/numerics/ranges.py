@@ -37,17 +37,14 @@ def find(
       symmetric: whether ranges reach as far down as up.
       with_zero: whether 'minmax' has zero in its range, also where all values are on one side of it.
     """
-    if method == "fixed":
-        low, high = numbers if len(numbers) == 2 else (-numbers[0], numbers[0])
-        if symmetric:
-            return known(x, None, jnp.asarray(max(abs(low), abs(high)), x.dtype), axis)
-        return known(x, jnp.asarray(low, x.dtype), jnp.asarray(high, x.dtype), axis)
     over: Any = dict(axis=axis, keepdims=True)
+    if method == "fixed":
+        (low, high), taint = fixed(numbers), taint_of(x, axis)
+        return (None, max(-low, high) + taint) if symmetric else (low + taint, high + taint)
     if method == "percentile":
-        percent = numbers[0] if numbers else _PERCENT
-        if symmetric:
-            return None, jnp.percentile(jnp.abs(x), percent, **over)
-        return jnp.percentile(x, 100 - percent, **over), jnp.percentile(x, percent, **over)
+        percent, taint = numbers[0] if numbers else _PERCENT, taint_of(x, axis)
+        upper = jnp.percentile(jnp.abs(x) if symmetric else x, percent, **over) + taint
+        return None if symmetric else jnp.percentile(x, 100 - percent, **over) + taint, upper
     factor = numbers[0] if numbers else _RMS_FACTOR if method == "rms" else 1.0
     if factor <= 0:
         raise ValueError(
@@ -69,15 +66,19 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else x * factor  # (a product may flush subnormal numbers to zero)
 
 
-def known(x: jax.Array, low: jax.Array | None, high: jax.Array, axis: Any = None) -> Limits:
-    """A range that does not depend on the array, but for this: NaN has no code.
+def fixed(numbers: tuple[float, ...]) -> tuple[float, float]:
+    """The ends of a fixed range: one number is that of a symmetric one."""
+    low, high = numbers if len(numbers) == 2 else (-numbers[0], numbers[0])
+    return low, high
 
-    It makes the range NaN, and so the result, as with ranges of the array.
+
+def taint_of(x: jax.Array, axis: Any) -> jax.Array:
+    """What is added to the ends of a range: NaN if one of the elements in it is not finite, else zero.
+
+    In a range that does not follow its elements, infinity would get the last code, and NaN any.
 
     Args:
       x: floating.
-      low, high: the ends.
-      axis: the axes whose elements share a range; None for all of them.
+      axis: the axes whose elements share a range; they stay, with length one.
     """
-    broken = jnp.where(jnp.isnan(x).any(axis=axis, keepdims=True), jnp.nan, jnp.zeros((), x.dtype))
-    return None if low is None else broken + low.astype(x.dtype), broken + high.astype(x.dtype)
+    return jnp.where(jnp.isfinite(x).all(axis, keepdims=True), 0, jnp.nan).astype(x.dtype)

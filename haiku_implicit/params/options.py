@@ -14,6 +14,7 @@ from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.numerics.formats import RECIPES
+from haiku_implicit.numerics.options import is_positive_integer
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params.selection import describe, errors_name, is_matrix, is_weight
 from haiku_implicit.products.quant_rules import QuantRule
@@ -40,7 +41,7 @@ class LoRAOptions:
     init: Initializer | None = None
 
     def __post_init__(self) -> None:
-        if not _is_positive_integer(self.rank):
+        if not is_positive_integer(self.rank):
             raise ValueError(f"rank: expected a positive integer, got {self.rank!r}")
         if self.alpha is not None and not _is_finite(self.alpha):
             raise ValueError(f"alpha: expected None or a finite number, got {self.alpha!r}")
@@ -187,16 +188,12 @@ def checked_group_size(size: Any) -> GroupSize:
     """A group size; raises if `QuantizedMatrix.quantize` would take it for no weight at all."""
     pair = isinstance(size, tuple | list) and len(size) == 2
     known = size is None or (isinstance(size, str) and size == "tensor")
-    if not known and not all(map(_is_positive_integer, size if pair else [size])):
+    if not known and not all(map(is_positive_integer, size if pair else [size])):
         raise ValueError(
             "group_size: expected None, 'tensor', a positive integer or a pair of them, got "
             f"{size!r}"
         )
     return tuple(size) if pair else size
-
-
-def _is_positive_integer(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x > 0)
 
 
 def _is_finite(x: Any) -> bool:

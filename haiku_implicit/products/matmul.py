@@ -2,7 +2,8 @@
 
 The primitive is linear in the activations and in the scales; its rules for differentiation, batching
 and lowering are here. It is lowered to the kernel of `cpu.native` on CPUs, to that of `gpu.pallas` on
-NVIDIA GPUs, and to `reference.product` elsewhere and where a kernel does not serve the operands.
+NVIDIA GPUs if it is asked for, and to `reference.product` elsewhere and where a kernel does not serve
+the operands.
 
 A matrix with an `activation` has its activations rounded to that format first. The rounding has the
 gradient one: the derivative with respect to the activations is the product of their tangent, not
@@ -58,11 +59,6 @@ def _abstract(x: Any, *leaves: Any, treedef: Any, order: Any, dtype: Any, **_: A
     return x.update(shape=(*x.shape[:-1], columns), dtype=dtype, weak_type=False)
 
 
-@functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype"))
-def _run(*operands: jax.Array, **params: Any) -> jax.Array:
-    return quantized_matmul_p.bind(*operands, **params)
-
-
 def _with_standard_promotion(fun: Callable[..., Any]) -> Callable[..., Any]:
     """For what runs when a program is transformed or lowered; the model's promotion may be strict."""
 
@@ -75,6 +71,19 @@ def _with_standard_promotion(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _reference = _with_standard_promotion(reference.product)
+
+
+@functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype"))
+def _run(*operands: jax.Array, **params: Any) -> jax.Array:
+    """The product outside of any trace: the primitive, compiled.
+
+    Without tracers JAX wants the operations one by one: under `jax.disable_jit()`, or under
+    `jax_debug_nans` to find the one that gave the first NaN.
+    """
+    if isinstance(operands[0], jax.core.Tracer):
+        return quantized_matmul_p.bind(*operands, **params)
+    return _reference(*operands, **params)
+
 
 # --- differentiation -----------------------------------------------------------------------------
 

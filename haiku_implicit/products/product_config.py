@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
-
 from haiku_implicit.numerics import options, ranges
 
 STOCHASTIC_ROUNDING = ("uniform", "low_bit_uniform")
@@ -129,9 +127,8 @@ class ProductConfig:
 def check_tile_size(name: str, value: Any) -> None:
     if value is None:
         return
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0
     part = isinstance(value, float) and 0 < value <= 1
-    if not (whole or part):
+    if not (options.is_positive_integer(value) or part):
         raise ValueError(
             f"{name}: expected a positive integer, or a float in (0, 1] for a part of the axis, got "
             f"{value!r}"

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.extend.core import Literal
 
 from haiku_implicit.arrays.quantized_blocks import QuantizedBlocks
 from haiku_implicit.core.array import flatten
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.numerics.options import is_positive_integer
 
 
 class QuantizedState(NamedTuple):
@@ -70,7 +70,7 @@ def quantized_state(
       -0.001
     """
     for name, value in (("block", block), ("min_size", min_size)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        if not is_positive_integer(value):
             raise ValueError(f"{name}: expected a positive number, got {value!r}")
     QuantizedBlocks.quantize(jnp.zeros(block), dtype, block)  # an error now, not at the first step
     inner = optax.with_extra_args_support(optimizer)

@@ -18,7 +18,7 @@ def parsed_flags():
 
 
 def test_without_a_gpu(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark.pallas, "available", lambda: False)
+    monkeypatch.setattr(benchmark.pallas, "supported", lambda: False)
     output = tmp_path / "results.json"
     with flagsaver.flagsaver(gpu_output=str(output)), pytest.raises(SystemExit) as raised:
         benchmark.main(["quantized_matmul_gpu"])

@@ -39,9 +39,12 @@ def exact(w):
 
 
 def rounded(x):
-    """The nearest of 256 codes; half a step more than the largest one is the largest magnitude."""
+    """The nearest of 256 codes; half a step more than the largest one is the largest magnitude.
+
+    No step is smaller than the root of the smallest normal number.
+    """
     scale = np.abs(x).max(-1, keepdims=True) * np.float32(1 / 127.5)
-    scale = np.where(scale < 2.0**-63, np.float32(1), scale)
+    scale = np.maximum(scale, np.float32(2.0**-63))
     return np.clip(np.round(x * (1 / scale)), -128, 127).astype(np.float64) * scale
 
 
@@ -156,6 +159,23 @@ def test_transformations(name, path):
     close(jax.grad(lambda s: loss(of_scales(s), x))(scales), want[0])
     remat = jax.grad(lambda x: jax.checkpoint(lambda x: loss(q, x))(x))(x)
     close(remat, slope @ w.T)
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("activation", ["int8", "int8,groups"])
+@pytest.mark.parametrize("name", ["uint4", "int8"])
+def test_all_magnitudes(name, activation, path):
+    """Rows of every power of two in float32, from subnormal numbers on."""
+    q = quantized(name, 64, 16, 24, activation=activation)
+    exponents = np.arange(-149, 121)[:, None]
+    x = np.ldexp(normal((len(exponents), 64)).astype(np.float64), exponents).astype(np.float32)
+    want = rounded_for(q, x) @ np.asarray(exact(q), np.float64)
+    few_rows = jax.jit(jax.lax.map, static_argnums=0)(
+        lambda x: product(q, x), x.reshape(-1, 10, 64)
+    )
+    for got in (few_rows.reshape(want.shape), product(q, x)):
+        off = np.abs(np.asarray(got, np.float64) - want).max(-1)
+        np.testing.assert_array_less(off, 1e-5 * np.abs(want).max(-1) + 1e-42)
 
 
 def test_extremes(path):

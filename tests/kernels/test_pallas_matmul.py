@@ -200,9 +200,12 @@ def test_lowered_for_gpus(axis, monkeypatch):
 
 
 def test_one_program_for_all_platforms(monkeypatch):
-    """The kernel is for this process's GPU: not for exported programs, and it can be turned off."""
+    """The kernel is for this process's GPU: not for exported programs, and only where it is asked for."""
     q, x = quantized("int4"), normal((2, 96))
-    monkeypatch.setattr(pallas, "_supported", lambda: True)
+    monkeypatch.setattr(pallas, "supported", lambda: True)
+    monkeypatch.delenv("HAIKU_IMPLICIT_PALLAS", raising=False)
+    assert TARGET not in lowered(product, q, x)
+    monkeypatch.setenv("HAIKU_IMPLICIT_PALLAS", "1")
     assert TARGET in lowered(product, q, x)
     exported = jax.export.export(jax.jit(product), platforms=("cpu", "cuda"))(q, x)
     assert TARGET not in exported.mlir_module()

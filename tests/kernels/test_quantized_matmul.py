@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import chex
 import jax
@@ -459,46 +460,167 @@ def test_processes_that_start_at_once(tmp_path):
     assert len(logged) == 1 and "/bin/false" in logged[0]
 
 
+# Two functions under the names of the kernels' handlers: quick to compile.
+TINY = 'extern "C" { int QuantizedMatmul() { return 1; } int IntegerMatmul() { return 2; } }'
+
+
+class Builds:
+    """A cache in a folder of its own, for a source that is quick to compile."""
+
+    def __init__(self, folder, monkeypatch, caplog):
+        self.folder, self.caplog = folder / "haiku_implicit" / "kernels", caplog
+        source = folder / "tiny.cc"
+        source.write_text(TINY)
+        monkeypatch.setattr(build, "SOURCES", [source])
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        caplog.set_level("INFO", logger="absl")
+
+    def __call__(self, flags=("-fPIC", "-shared")):
+        """Loads the library, and returns whether it was compiled, and the warnings."""
+        self.caplog.clear()
+        assert build.library(flags).IntegerMatmul() == 2
+        lines = [record.getMessage() for record in self.caplog.records]
+        compiled = [line for line in lines if re.search(r"compiled .* in \d+\.\d seconds", line)]
+        return bool(compiled), [line for line in lines if line not in compiled]
+
+    def files(self):
+        return sorted(self.folder.iterdir())
+
+
+@pytest.fixture
+def builds(tmp_path, monkeypatch, caplog):
+    return Builds(tmp_path, monkeypatch, caplog)
+
+
 @with_compiler
-def test_cache(tmp_path, monkeypatch):
-    """Built once; a folder that others can write to, or that cannot be written to, is not used."""
-    built = []
+def test_cache(builds):
+    """One library for each set of flags, of which those that were not used for longest are removed."""
+    assert builds() == (True, [])
+    assert builds() == (False, [])
+    assert builds(("-fPIC", "-shared", "-g")) == (True, [])
+    for i in range(20):  # of other versions, and what a killed process leaves behind
+        path = builds.folder / f"quantized_matmul-{i:032}.{'tmp' if i % 2 else 'so'}"
+        path.touch()
+        os.utime(path, (i, i))
+    other = builds.folder / "another's file"
+    other.touch()
+    assert builds(("-fPIC", "-shared", "-O1")) == (True, [])
+    assert len(builds.files()) == 1 + 8 and other.exists()
+    assert builds() == (False, [])
+    assert builds(("-fPIC", "-shared", "-g")) == (False, [])
 
-    def compiled(compiler, flags, output):
-        built.append(output)
-        pathlib.Path(output).write_text("a library")
 
-    monkeypatch.setattr(build, "_compile", compiled)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    first = build.library(build.FLAGS, temporary)
-    assert first.parent == tmp_path / "haiku_implicit" / "kernels"
-    assert build.library(build.FLAGS, temporary) == first and len(built) == 1
-    other = build.library((*build.FLAGS, "-g"), temporary)
-    assert other.parent == first.parent and other != first and len(built) == 2
+def put_in_place(path, what):
+    """Something else where the library was, which stays as it is for processes that have loaded it."""
+    content = path.read_bytes()
+    path.unlink()
+    if what == "a folder":
+        path.mkdir()
+        (path / "file").touch()
+    elif what == "a dangling link":
+        path.symlink_to(path.with_name("nothing"))
+    elif what == "not readable":
+        path.write_bytes(content[:100])
+        path.chmod(0)
+    elif what == "garbage":
+        path.write_bytes(bytes(reversed(content)))
+    elif what == "another library":
+        path.symlink_to(sys.modules["_ctypes"].__file__)
+    else:
+        path.write_bytes(content[: int(what * len(content))])
 
-    first.parent.chmod(0o777)
-    assert build.library(build.FLAGS, temporary).parent == temporary
-    monkeypatch.setenv("XDG_CACHE_HOME", str(first))  # a file
-    assert build.library(build.FLAGS, temporary).parent == temporary
-    assert len(built) == 4 and not list(tmp_path.rglob("*.tmp"))
+
+@with_compiler
+@pytest.mark.parametrize(
+    "what",
+    ["a folder", "a dangling link", "not readable", "garbage", "another library", 0, 0.5, 0.99],
+)
+def test_damaged_library(what, builds):
+    """It is compiled anew, once."""
+    builds()
+    (before,) = builds.files()
+    put_in_place(before, what)
+    assert builds() == (True, [])
+    assert builds() == (False, [])
+    assert builds.files() == [before]
+
+
+LOAD = """
+import os, pathlib, sys
+from haiku_implicit.products.cpu import build
+build.SOURCES = [pathlib.Path(sys.argv[1])]
+load = lambda: build.library(("-fPIC", "-shared")).IntegerMatmul()
+load()
+(path,) = (pathlib.Path(os.environ["XDG_CACHE_HOME"]) / "haiku_implicit" / "kernels").iterdir()
+content = path.read_bytes()
+for parts in range(16):
+    path.unlink()
+    path.write_bytes(content[: len(content) * parts // 16])
+    assert load() == 2
+print("alive")
+"""
+
+
+@pytest.mark.slow
+@with_compiler
+def test_truncated_libraries_do_not_kill_the_process(tmp_path):
+    (tmp_path / "tiny.cc").write_text(TINY)
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD, tmp_path / "tiny.cc"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout == "alive\n", run.stderr
+
+
+@with_compiler
+@pytest.mark.parametrize("what", ["others can write", "a file", "no home", "full"])
+def test_cache_that_cannot_be_used(what, builds, tmp_path, monkeypatch):
+    """Each process compiles, and says why."""
+    builds.folder.mkdir(parents=True, mode=0o700)
+    if what == "others can write":
+        builds.folder.chmod(0o777)
+        message = rf"{builds.folder}: .* \(mode 0700\), got mode drwxrwxrwx"
+    elif what == "a file":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tiny.cc"))
+        message = "tiny.cc"
+    elif what == "no home":
+        for name in ("XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name)
+        monkeypatch.setattr("pwd.getpwuid", dict().__getitem__)
+        message = "home"
+    else:
+        monkeypatch.setattr(
+            os, "replace", mock.Mock(side_effect=OSError("No space left on device"))
+        )
+        message = "No space left"
+    for _ in range(2):
+        compiled, warnings = builds()
+        assert compiled and len(warnings) == 1 and re.search(message, warnings[0])
+    assert not builds.files()
 
 
 @pytest.mark.parametrize(
     "variable,value,message",
     [
         ("CXX", "/bin/false", "/bin/false: it failed"),
+        ("CXX", "/bin/true", "No such file"),  # succeeds, and writes nothing
         ("CXX", "no-such-compiler", "no C\\+\\+ compiler \\(no-such-compiler\\); set CXX to one"),
+        ("CXX", "/tmp", "no C\\+\\+ compiler \\(/tmp\\)"),
+        ("CXX", 'g++ "', "CXX: expected a command, got 'g\\+\\+ \"' \\(No closing quotation\\)"),
         ("PATH", "", "no C\\+\\+ compiler \\(c\\+\\+, g\\+\\+, clang\\+\\+\\)"),
     ],
 )
 def test_no_compiler(variable, value, message, tmp_path, monkeypatch):
+    """An error that `available` makes a line in the log; nothing is left in the cache."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(variable, value)
-    with pytest.raises(build.BuildError, match=message):
+    with pytest.raises((build.BuildError, OSError), match=message):
         build.register("never", build.FLAGS)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 # --- several devices -----------------------------------------------------------------------------

@@ -282,6 +282,12 @@ def test_one_element_to_a_group_is_exact():
         (dict(group_size=(8,)), r"group_size: expected a number, a pair \(rows, elements\), .* got \(8,\)"),
         (dict(group_size="row"), "group_size: expected a number, a pair .*, 'tensor' or None, got 'row'"),
         (dict(group_size=(4, 8)), r"group_size: expected a tile whose rows divide the 6 .* \(4, 8\)"),
+        (dict(group_size=True), "group_size: expected a number, a pair .* got True"),
+        (dict(dtype="int8", group_size=True), "group_size: expected a number, a pair .* got True"),
+        (dict(dtype="int8", group_size=8.0), "group_size: expected a number, a pair .* got 8.0"),
+        (dict(dtype="int8", group_size=(1, True)), r"group_size: expected .* got \(1, True\)"),
+        (dict(dtype="int8", group_size=(True, 8)), r"group_size: expected .* got \(True, 8\)"),
+        (dict(dtype="int8", axis=True), "axis: expected -2 or -1 .* got True"),
         (dict(dtype="mxfp4", group_size=16), "group_size: 'mxfp4' has 32, got 16; leave it out"),
         (dict(dtype="nvfp4", scale_dtype="e8m0"), "scale_dtype: 'nvfp4' has 'e4m3', got 'e8m0'"),
         (dict(dtype="mxfp4", zero_point=True), "with a zero point .*, got 'mxfp4'"),
@@ -301,12 +307,32 @@ def test_what_is_not_finite_shows_in_powers_of_two(options, bad):
     np.testing.assert_array_equal(np.isnan(got).all(0), [False, True, False])
 
 
-def test_nan_shows_in_a_fixed_range():
+CALIBRATIONS = {
+    "int8": ("absmax", "absmax,0.8", "rms", "percentile", "percentile,90", "fixed,-4,4", "mse"),
+    "uint4": ("minmax", "minmax,0.8", "percentile", "fixed,-4,4", "mse", "hqq"),
+    "ternary": ("absmean", "mse"),
+    "nf4": ("absmax", "percentile,99", "fixed,-1,1"),
+    "fp8_e4m3": ("absmax", "percentile,99", "fixed,-1,1"),
+}
+
+
+@pytest.mark.parametrize("bad", few([np.nan, np.inf, -np.inf], np.inf))
+@pytest.mark.parametrize("name", few(CALIBRATIONS, "int8", "uint4"))
+def test_what_is_not_finite_shows_in_its_own_group(name, bad):
+    """Whatever finds the scales: a traced weight can't raise, and other groups stay what they are."""
     w = normal((32, 3))
-    w[4, 1] = np.nan
-    for name in ("int8", "uint4"):
-        run = jax.jit(lambda w, n=name: hki.materialize(quantize(w, n, calibration="fixed,-4,4")))
-        np.testing.assert_array_equal(np.isnan(run(w)).all(0), [False, True, False])
+    broken = w.copy()
+    broken[4, 1] = bad
+
+    @jax.jit
+    def run(w):
+        quantized = (quantize(w, name, 16, calibration=how) for how in CALIBRATIONS[name])
+        return [hki.materialize(q) for q in quantized]
+
+    for how, got, want in zip(CALIBRATIONS[name], run(broken), run(w), strict=True):
+        assert not np.isfinite(got[:16, 1]).any(), how
+        np.testing.assert_array_equal(got[16:], want[16:], err_msg=how)
+        np.testing.assert_array_equal(got[:, ::2], want[:, ::2], err_msg=how)
 
 
 def test_powers_of_two_do_not_clip_codes_up_to_one():

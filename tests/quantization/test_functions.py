@@ -404,22 +404,36 @@ def test_small_and_zero_values(dtype):
     np.testing.assert_allclose(out[1], x[1].astype(np.float32), atol=3e-4 / 127)
 
 
+METHODS = ("absmax", "absmax,0.8", "rms,3", "percentile,90", "minmax", "fixed,-1,1", "fixed,-1,2")
+
+
 @pytest.mark.combinations
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("options", [{}, dict(tile_size=20), dict(act_qtype="fp8")])
+def test_what_is_not_finite_shows_in_its_own_row(bad, method, options):
+    if "act_qtype" in options and method in ("minmax", "fixed,-1,2"):
+        method = "absmax"  # these are for integers
+    options = dict(weight_qtype="int8", act_qtype="int8", act_calibration_method=method) | options
+    x, w = normal((3, 40), 0), normal((40, 4), 1)
+    product = functools.partial(dot_general, dimension_numbers=MATRICES, rule=QtRule(**options))
+    want = np.asarray(product(x, w))
+    x[1, 5] = bad
+    out = np.asarray(product(x, w))
+    assert np.isnan(out[1]).all()
+    np.testing.assert_array_equal(out[[0, 2]], want[[0, 2]])
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("method", ["absmax", "rms,3", "percentile,90", "minmax"])
-def test_what_is_not_finite_shows_in_the_result(bad, method):
-    rule = QtRule(weight_qtype="int8", act_qtype="int8", act_calibration_method=method)
-    x = normal((3, 40), 0)
-    x[1, :8] = bad
-    out = np.asarray(dot_general(x, normal((40, 4), 1), MATRICES, rule=rule))
-    assert np.isnan(out[1]).all() and np.isfinite(out[[0, 2]]).all()
-
-
-def test_nan_in_a_fixed_range_shows():
-    rule = QtRule(weight_qtype="int8", act_qtype="int8", act_calibration_method="fixed,-1,1")
-    x = normal((3, 4), 0)
-    x[1, 2] = np.nan
-    assert np.isnan(dot_general(x, normal((4, 4), 1), MATRICES, rule=rule)[1]).all()
+def test_what_is_not_finite_in_a_weight_shows_in_its_column(bad):
+    """By a rule with a range that does not follow the weight."""
+    rule = QtRule(weight_qtype="int8", act_qtype="int8", weight_calibration_method="fixed,-1,1")
+    x, w = normal((3, 40), 0), normal((40, 4), 1)
+    want = np.asarray(dot_general(x, w, MATRICES, rule=rule))
+    w[3, 2] = bad
+    out = np.asarray(dot_general(x, w, MATRICES, rule=rule))
+    assert np.isnan(out[:, 2]).all()
+    np.testing.assert_array_equal(np.delete(out, 2, 1), np.delete(want, 2, 1))
 
 
 @pytest.mark.parametrize("axis", [0, 1])

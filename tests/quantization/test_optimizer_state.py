@@ -225,3 +225,9 @@ def test_with_what_is_frozen():
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         hki.quantized_state(optax.adam(1e-3), **options)
+
+
+@pytest.mark.parametrize("block", [True, 0, -8, 8.0, 12])
+def test_blocks_of_no_size(block):
+    with pytest.raises(ValueError, match=f"block: expected a multiple of 8 .* got {block}"):
+        hki.QuantizedBlocks.quantize(normal((64, 64)), "int3", block)

@@ -4,6 +4,7 @@ This file knows nothing of products; `native` calls what it registers. Without a
 `HAIKU_IMPLICIT_NATIVE=0` in the environment, `available()` is False, and XLA's own operations serve.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,6 +16,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from multiprocessing.pool import ThreadPool
 
 import jax
@@ -34,6 +36,9 @@ PREFIX = "haiku_implicit_"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
 
 _TIMEOUT = 300  # seconds
+
+_NAME = "quantized_matmul"
+_MOST_KEPT = 8  # libraries in the cache: of several environments, or of machines that share it
 
 
 class BuildError(Exception):
@@ -66,44 +71,58 @@ def register(prefix: str, flags: tuple[str, ...]) -> None:
       flags: of the compiler.
 
     Raises:
-      BuildError: without a compiler, or where it fails.
-      OSError: where the library cannot be written or loaded.
+      BuildError, OSError: as `library` does.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        loaded = ctypes.CDLL(str(library(flags, pathlib.Path(temporary))))
+    loaded = library(flags)
     for name in HANDLERS:
         capsule = jax.ffi.pycapsule(getattr(loaded, name))
         jax.ffi.register_ffi_target(prefix + name, capsule, platform="cpu")
 
 
-def library(flags: tuple[str, ...], temporary: pathlib.Path) -> pathlib.Path:
-    """The path of the compiled library: in the user's cache, or, if that can't be used, elsewhere.
+def library(flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library from the user's cache; or compiled, and put there if the cache can be used.
 
     Args:
       flags: of the compiler.
-      temporary: an existing folder, which is used if the cache can't be.
+
+    Raises:
+      BuildError: without a compiler, or where it fails.
+      OSError: where the library cannot be written or loaded.
     """
     compiler = _compiler()
-    name = f"quantized_matmul-{_key(compiler, flags)}.so"
-    try:
-        folder = _private(_cache())
-        if (folder / name).exists():
-            return folder / name
-        # A name of its own while it is written: other processes may do the same.
-        handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        os.close(handle)
-    except OSError:
-        folder, unfinished = temporary, str(temporary / "unfinished.tmp")
-    try:
-        _compile(compiler, flags, unfinished)
-        os.replace(unfinished, folder / name)
-    finally:
-        pathlib.Path(unfinished).unlink(missing_ok=True)
-    return folder / name
+    name = f"{_NAME}-{_key(compiler, flags)}"
+    folder = _cache()
+    kept = None if folder is None else _kept(folder, name)
+    if kept is not None:
+        return kept
+    with tempfile.TemporaryDirectory() as temporary:
+        path, start = pathlib.Path(temporary) / "library.so", time.monotonic()
+        _compile(compiler, flags, str(path))
+        loaded = _load(path)
+        seconds = time.monotonic() - start
+        logging.info("haiku_implicit: compiled the native kernel in %.1f seconds", seconds)
+        if folder is not None:
+            _keep(path.read_bytes(), folder, name)
+    return loaded
+
+
+def _load(path: pathlib.Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
+    for name in HANDLERS:
+        if not hasattr(loaded, name):
+            raise BuildError(f"{path}: it does not define {name}")
+    return loaded
+
+
+# --- the compiler --------------------------------------------------------------------------------
 
 
 def _compiler() -> list[str]:
-    given = shlex.split(os.environ.get("CXX", ""))
+    text = os.environ.get("CXX", "")
+    try:
+        given = shlex.split(text)
+    except ValueError as error:
+        raise BuildError(f"CXX: expected a command, got {text!r} ({error})") from error
     for command in [given] if given else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             return command
@@ -124,7 +143,9 @@ def _compile(compiler: list[str], flags: tuple[str, ...], output: str) -> None:
 
 def _run(command: list[str]) -> None:
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+        run = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]}: {error}") from error
     if run.returncode:
@@ -149,9 +170,26 @@ def _cpu() -> str:
     return "\n".join([platform.machine(), *(x for x in first if x.startswith(named))])
 
 
-def _cache() -> pathlib.Path:
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "haiku_implicit" / "kernels"
+# --- the cache -----------------------------------------------------------------------------------
+# The name of a file ends with a digest of what is in it, because to load a part of a library can kill
+# the process.
+
+
+def _cache() -> pathlib.Path | None:
+    """The folder of compiled libraries, if it can be used."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        return _private(pathlib.Path(base) / "haiku_implicit" / "kernels")
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        _warn_of_cache(error)
+        return None
+
+
+def _warn_of_cache(error: Exception) -> None:
+    logging.warning(
+        "haiku_implicit: each process compiles the native kernel, because its cache can't be used: %s",
+        error,
+    )
 
 
 def _private(folder: pathlib.Path) -> pathlib.Path:
@@ -163,5 +201,53 @@ def _private(folder: pathlib.Path) -> pathlib.Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder}: expected a folder of this user alone (mode 0700)")
+        raise PermissionError(
+            f"{folder}: expected a folder of this user alone (mode 0700), got mode "
+            f"{stat.filemode(found.st_mode)} and owner {found.st_uid}"
+        )
     return folder
+
+
+def _kept(folder: pathlib.Path, name: str) -> ctypes.CDLL | None:
+    """The library of this name in the cache. What is damaged, or cannot be loaded, is removed."""
+    for path in folder.glob(f"{name}-*.so"):
+        with contextlib.suppress(OSError, BuildError):
+            if path.is_file() and path.name == _file_name(name, path.read_bytes()):
+                loaded = _load(path)
+                with contextlib.suppress(OSError):
+                    os.utime(path)  # the last use
+                return loaded
+        _remove(path)
+    return None
+
+
+def _keep(content: bytes, folder: pathlib.Path, name: str) -> None:
+    """Puts a library into the cache, in place of those that have not been used for longest."""
+    try:
+        # A name of its own while it is written: other processes may do the same.
+        handle, unfinished = tempfile.mkstemp(dir=folder, prefix=f"{_NAME}-", suffix=".tmp")
+        try:
+            with open(handle, "wb") as file:
+                file.write(content)
+            os.replace(unfinished, folder / _file_name(name, content))
+        finally:
+            pathlib.Path(unfinished).unlink(missing_ok=True)
+    except OSError as error:
+        _warn_of_cache(error)
+    with contextlib.suppress(OSError):  # where another process removes the same
+        by_last_use = sorted(folder.glob(f"{_NAME}-*"), key=lambda path: path.lstat().st_mtime)
+        for path in by_last_use[:-_MOST_KEPT]:
+            _remove(path)
+
+
+def _file_name(name: str, content: bytes) -> str:
+    return f"{name}-{hashlib.sha256(content).hexdigest()[:32]}.so"
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Removes a file, link or folder; a process that has loaded it keeps what it loaded."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

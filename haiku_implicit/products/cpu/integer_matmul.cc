@@ -118,6 +118,9 @@ struct Rounded {
   }
 };
 
+// The root of the smallest normal number: scales in `numerics.operands` are no smaller either.
+constexpr float kSmallestScale = 0x1p-63f;
+
 // The nearest of the codes -128 to 127 for each element, ties to even, and their scale: the largest
 // magnitude is 127.5 steps. NaN where an element is not finite.
 float round_row(const float* x, int64_t length, int8_t* codes) {
@@ -131,8 +134,7 @@ float round_row(const float* x, int64_t length, int8_t* codes) {
     std::fill_n(codes, length, 0);
     return NAN;
   }
-  float scale = Numbers::as_float(largest) * (float)(1 / 127.5);
-  if (scale < 0x1.0p-63f) scale = 1;
+  const float scale = std::max(Numbers::as_float(largest) * (float)(1 / 127.5), kSmallestScale);
   const float inverse = 1 / scale;
   for (int64_t k = 0; k < length; ++k) {
     codes[k] = static_cast<int32_t>(std::min(std::rint(x[k] * inverse), 127.0f));

@@ -37,15 +37,19 @@ _CAPABILITY = 8.0  # of the oldest GPUs that Triton compiles for
 
 
 def available() -> bool:
-    """Whether products on this process's GPU have the kernel; `HAIKU_IMPLICIT_PALLAS=0` says no.
+    """Whether products on this process's GPU have the kernel: if `HAIKU_IMPLICIT_PALLAS=1` asks for it.
 
-    Without a GPU of its own, the program is for another process: it may have another JAX.
+    It is not the default, because it has not run on a GPU yet.
     """
-    return os.environ.get("HAIKU_IMPLICIT_PALLAS", "1") != "0" and _supported()
+    return os.environ.get("HAIKU_IMPLICIT_PALLAS") == "1" and supported()
 
 
 @functools.cache
-def _supported() -> bool:
+def supported() -> bool:
+    """Whether this process has a GPU that the kernel can be compiled for.
+
+    Without a GPU of its own, the program is for another process: it may have another JAX.
+    """
     try:
         device = jax.local_devices(backend="cuda")[0]
         from jax.experimental.pallas import triton  # noqa: F401
