@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from haiku_implicit.arrays import Zeros
+from haiku_implicit.core import containers
 from haiku_implicit.core.array import ImplicitArray, data_names, frozen_names, is_implicit
 from haiku_implicit.core.predicates import Targets, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
@@ -46,9 +47,8 @@ def is_empty(x: Any) -> bool:
 def slots_of(tree: Any, path: Any = (), fields: Any = ()) -> list[Slot]:
     """The slots of a tree, in the order of its leaves."""
     found = []
-    leaves, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: is_implicit(x) or is_empty(x)
-    )
+    is_slot = lambda x: is_implicit(x) or is_empty(x)  # noqa: E731
+    leaves, _ = jax.tree_util.tree_flatten_with_path(containers.opened(tree, is_slot), is_slot)
     for keys, x in leaves:
         here = (*path, *(jax.tree_util.keystr((k,), simple=True) for k in keys))
         if is_empty(x) or not is_implicit(x):
@@ -61,13 +61,13 @@ def slots_of(tree: Any, path: Any = (), fields: Any = ()) -> list[Slot]:
 
 def treedef_of(tree: Any) -> Any:
     """The structure of a tree with a leaf for each slot."""
-    return jax.tree_util.tree_structure(tree, is_leaf=is_empty)
+    return containers.flatten(tree, is_empty)[1]
 
 
 def align(treedef: Any, tree: Any, what: str) -> list[Any]:
     """The values of another tree in each slot."""
     try:
-        return treedef.flatten_up_to(tree)
+        return treedef.flatten_up_to(containers.opened(tree, is_empty))
     except (ValueError, TypeError) as e:
         raise ValueError(f"{what}: {e}") from e
 
