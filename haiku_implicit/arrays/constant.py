@@ -23,6 +23,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler, densify
+from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.core.validation import expecting
 
 
@@ -70,7 +71,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
         scalar = _as_scalar(value, dtype)
         self.shape, self.dtype = _checked_shape(shape), scalar.dtype
         # Bytes compare and hash as static metadata must, unlike NaN and the two zeros.
-        self.bits, self.weak_type = np.asarray(scalar).tobytes(), bool(scalar.weak_type)
+        self.bits, self.weak_type = _read(scalar).tobytes(), bool(scalar.weak_type)
         self.__post_init__()
 
     @property
@@ -104,7 +105,7 @@ def _as_scalar(value: Any, dtype: Any) -> jax.Array:
             "Make the array of a traced value with jnp.full."
         )
     try:
-        with jax.ensure_compile_time_eval():
+        with at_trace_time():
             scalar = jnp.asarray(value, dtype)
     except OverflowError:
         raise ValueError(f"value: {value!r} does not fit {dtype or 'the default dtype'}") from None
@@ -129,7 +130,8 @@ def _checked_shape(shape: Any) -> Any:
 
 def _full(x: SymbolicConstant, shape: Sequence[int]) -> jax.Array:
     """A dense array of the constant's value, dtype and weak type."""
-    dense = jax.lax.full(tuple(shape), x.value, x.dtype)
+    with jax.transfer_guard("allow"):  # the value is part of the program
+        dense = jax.lax.full(tuple(shape), x.value, x.dtype)
     weakly = dict(new_dtype=x.dtype, weak_type=True, sharding=None)
     return jax.lax.convert_element_type_p.bind(dense, **weakly) if x.weak_type else dense
 
@@ -142,7 +144,13 @@ def constant_of(x: Any) -> SymbolicConstant | None:
         return None
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or not x.is_fully_addressable:
         return None
-    return SymbolicConstant._make(np.asarray(x), (), bool(x.weak_type))
+    return SymbolicConstant._make(_read(x), (), bool(x.weak_type))
+
+
+def _read(x: Any) -> np.ndarray:
+    """The value of a concrete array without axes."""
+    with at_trace_time():
+        return np.asarray(x)
 
 
 def _constants(operands: Iterable[Any]) -> list[SymbolicConstant] | None:
@@ -185,7 +193,7 @@ def _evaluate(
 ) -> Any:
     """The primitive on dense arrays of the constants, of small shapes, if that has one value."""
     here = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
-    with jax.ensure_compile_time_eval():
+    with at_trace_time():
         small = [jnp.asarray(np.full(s, x.value)) for x, s in zip(constants, shapes, strict=True)]
         values = np.asarray(primitive.bind(*small, **here)).ravel()
     if values.size == 0 or any(v.tobytes() != values[0].tobytes() for v in values):

@@ -68,7 +68,10 @@ class _Program(NamedTuple):
     def __call__(self, leaves: Sequence[Any]) -> Any:
         for event in self.events:  # without `replay`: no equation surrounds this call
             events.emit(event)
-        return self.static.merge(map(_as_array, self.run(*map(_as_array, leaves))))
+        arrays = list(map(_as_array, leaves))
+        # The numbers that the program itself holds are no transfers, as in a jitted function.
+        with jax.transfer_guard_host_to_device("allow"):
+            return self.static.merge(map(_as_array, self.run(*arrays)))
 
 
 def cached_implicit_args(
