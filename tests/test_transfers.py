@@ -76,5 +76,5 @@ def test_arguments_are_transfers():
     t = hki.transform_implicit(hk.without_apply_rng(hk.transform(model)))
     params, x = params_of("lora"), np.asarray(X)
     t.apply(params, x)
-    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="Disallowed"):
-        t.apply(params, x.astype(np.float64))
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(Exception, match="Disallowed"):
+        t.apply(params, x)

@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.arrays import exact
@@ -302,9 +303,16 @@ def as_result(x: Any, out: Any) -> Any:
 # --- reductions ----------------------------------------------------------------------------------
 
 
+def _any_symbolic(lengths: Iterable[Any]) -> bool:
+    """Whether one of these is not known before the program runs (`jax.export.symbolic_shape`)."""
+    return any(map(export.is_symbolic_dim, lengths))
+
+
 @primitive_handler(named("reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"))
 def fold_reduction(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
     """Reductions for which it only matters whether the number of elements is zero, odd or even."""
+    if _any_symbolic(x.shape[i] for i in axes):
+        return NotImplemented
     small = [(2 - n % 2 if n else 0) if i in axes else 1 for i, n in enumerate(x.shape)]
     return _evaluate(primitive, (x,), [small], dict(params, axes=axes))
 
@@ -312,6 +320,8 @@ def fold_reduction(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **pa
 @primitive_handler(named("cumsum cumprod cummax cummin cumlogsumexp"))
 def fold_cumulative(primitive: Primitive, x: SymbolicConstant, *, axis: int, **params: Any) -> Any:
     """A constant where the second element is what the first is: then so is each that follows."""
+    if _any_symbolic([x.shape[axis]]):
+        return NotImplemented
     small = [2 if i == axis and n > 1 else 1 for i, n in enumerate(x.shape)]
     return _evaluate(primitive, (x,), [small], dict(params, axis=axis))
 
@@ -320,6 +330,8 @@ def fold_cumulative(primitive: Primitive, x: SymbolicConstant, *, axis: int, **p
 def fold_count(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
     """`n * c`, or `c ** n`."""
     n = math.prod(x.shape[i] for i in axes)
+    if _any_symbolic([n]):
+        return NotImplemented
     out = result_struct(primitive, (x,), dict(params, axes=axes))
     if n == 1:
         return _result(x.value, out)
@@ -349,7 +361,8 @@ def fold_dot(
     k = math.prod(x.shape[i] for i in contracted)
     out = result_struct(primitive, (x, y), dict(params, dimension_numbers=dimension_numbers))
     a, b = exact.number(x.value), exact.number(y.value)
-    if a is None or type(a) is not type(b) or isinstance(a, np.complex128):
+    unknown = a is None or type(a) is not type(b) or _any_symbolic([k])
+    if unknown or isinstance(a, np.complex128):
         return NotImplemented
     with np.errstate(all="ignore"):
         return _rounded_once(exact.times(a * b, k), out)
@@ -425,7 +438,7 @@ primitive_handler(named("concatenate stack"), precedence=10)(join)
 def pad(primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_config: Any) -> Any:
     """A constant where the padding is the same one, or where there is none."""
     params = dict(padding_config=padding_config)
-    grows = any(low > 0 or high > 0 or inner for low, high, inner in padding_config)
+    grows = any(_any_symbolic(n) or n[0] > 0 or n[1] > 0 or n[2] for n in padding_config)
     if isinstance(x, SymbolicConstant) and not (grows and _same((x, padding)) is None):
         return _reshaped(x, result_struct(primitive, (x, padding), params))
     return join(primitive, x, padding, data=slice(0, 0), **params)

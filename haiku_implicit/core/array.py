@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Self, Union
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
-from haiku_implicit.core import compat
+from haiku_implicit.core import compat, serialization
 
 _AUX = "haiku_implicit_aux"
 _FROZEN = "haiku_implicit_frozen"
@@ -68,9 +69,11 @@ class _Inferred:
         instance.__dict__.pop("_aval", None)
 
 
-def _as_shape(shape: Any) -> tuple[int, ...]:
+def _as_shape(shape: Any) -> tuple[Any, ...]:
+    """Integers, and symbolic lengths of `jax.export` as they are."""
     try:
-        return tuple(int(n) for n in ((shape,) if np.ndim(shape) == 0 else shape))
+        lengths: Any = shape if isinstance(shape, tuple | list) else np.atleast_1d(shape)
+        return tuple(n if export.is_symbolic_dim(n) else int(n) for n in lengths)
     except (TypeError, ValueError):
         raise TypeError(f"shape: expected a sequence of integers, got {shape!r}") from None
 
@@ -174,6 +177,9 @@ class ImplicitArray(abc.ABC):
             flatten_with_keys=_flatten_with_keys,
             unflatten_func=functools.partial(_unflatten, cls),
             flatten_func=_flatten,
+        )
+        serialization.register_node(
+            cls, functools.partial(_names, cls), functools.partial(_unflatten, cls)
         )
 
     def __post_init__(self) -> None:
@@ -434,6 +440,16 @@ def num_batch_axes(x: ImplicitArray) -> int:
 def is_nested(x: ImplicitArray) -> bool:
     """Whether `x` holds other implicit arrays."""
     return any(is_implicit(y) for y in flatten_one_level(x)[0])
+
+
+def has_symbolic_shape(x: Any) -> bool:
+    """Whether an implicit array, or one in it, has a symbolic length as static metadata."""
+    if not is_implicit(x):
+        return False
+    own = x.__dict__.get("_shape") or ()
+    return any(map(export.is_symbolic_dim, own)) or any(
+        map(has_symbolic_shape, flatten_one_level(x)[0])
+    )
 
 
 # --- shape and dtype ---------------------------------------------------------------------------

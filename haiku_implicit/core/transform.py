@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from haiku_implicit.core import containers
-from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.interpreter import call_interpreted, materialize_array
+from haiku_implicit.core.array import has_symbolic_shape, is_implicit
+from haiku_implicit.core.interpreter import call_interpreted, densify, materialize_array
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,7 +107,15 @@ def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
         return results
 
     results = call_interpreted(on_values, values)
-    return static_out.merge(results)
+    return static_out.merge(map(_with_known_shape, results))
+
+
+def _with_known_shape(x: Any) -> Any:
+    """A result, dense where a symbolic length (`jax.export`) would be static metadata of it.
+
+    What calls the exported function has arrays of other lengths, and could not tell.
+    """
+    return densify(x, "export", "its shape is symbolic") if has_symbolic_shape(x) else x
 
 
 def is_value(x: Any) -> bool:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import export
 from jax.extend.core import Literal
 
 from haiku_implicit.arrays.quantized_blocks import QuantizedBlocks
@@ -23,6 +24,11 @@ class QuantizedState(NamedTuple):
     """
 
     inner: Any
+
+
+export.register_namedtuple_serialization(
+    QuantizedState, serialized_name=f"{__name__}.{QuantizedState.__name__}"
+)
 
 
 def quantized_state(
