@@ -202,6 +202,28 @@ def test_loss_may_be_implicit():
     assert value == 0 and not grads["b"].any()
 
 
+def test_parameters_by_keyword():
+    """They are found by the position of their name, wherever other arguments are given."""
+    params, scale = make_params(), lambda p, x, by=2.0, *, shift=0.0: by * loss(p, x) + shift
+    wanted = hki.value_and_grad(scale)(params, X)
+    both = hki.value_and_grad(scale)
+    for found in (both(p=params, x=X), both(x=X, p=params, shift=0.0), both(params, x=X, by=2.0)):
+        close(found, wanted)
+    close(jax.jit(hki.grad(scale, (0, 1)))(x=X, p=params), hki.grad(scale, (0, 1))(params, X))
+    close(hki.grad(lambda x, by=1, p=None: loss(p, x), 2)(X, p=params), hki.grad(loss)(params, X))
+    t = hki.transform_implicit(hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2)(x).sum())))
+    own = {"linear": {"w": lora(shape=(N, 2)), "b": jnp.ones(2)}}
+    close(hki.grad(t.apply)(params=own, x=X), hki.grad(t.apply)(own, X))
+
+
+def test_arguments_that_cannot_be_found():
+    for fun in (loss, lambda *args, **kwargs: loss(kwargs["params"], kwargs["x"])):
+        with pytest.raises(ValueError, match="argnums: 2 is not among the . positional arguments"):
+            hki.grad(fun, 2)(params=make_params(), x=X)
+    with pytest.raises(ValueError, match=r"by keyword \(params, x\).*Give it by its position"):
+        hki.grad(lambda **kwargs: loss(**kwargs))(params=make_params(), x=X)
+
+
 def test_wrapped_twice():
     once = hki.grad(loss)(make_params(), X)
     close(

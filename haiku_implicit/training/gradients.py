@@ -5,6 +5,7 @@ A *slot* is the place of one array in a tree. It holds the array, or None, symbo
 """
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -208,7 +209,8 @@ def value_and_grad(
     Args:
       fun: a function that returns a scalar. It is wrapped in `use_implicit_args` (once more does no
         harm).
-      argnums: the position of the parameters among the arguments, or several positions.
+      argnums: the position of the parameters among the arguments, or several positions. In a call
+        they may also be given by keyword, unlike with `jax.value_and_grad`.
       has_aux: whether `fun` returns a pair of the scalar and something else.
       trainable_dense: which dense arrays are trained, as in `partition`.
       **kwargs: other options of `jax.value_and_grad` (`holomorphic`, ...).
@@ -219,7 +221,7 @@ def value_and_grad(
       zeros, which take no memory.
 
     Raises:
-      ValueError: for an `argnums` beyond the arguments, or a `trainable_dense` that matches nothing.
+      ValueError: for an `argnums` that no argument has, or a `trainable_dense` that matches nothing.
       TypeError: for a `trainable_dense` of another type.
 
     Example:
@@ -236,10 +238,13 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **fun_kwargs: Any) -> Any:
+        if max(positions, default=-1) >= len(args):
+            args, fun_kwargs = _by_position(fun, args, fun_kwargs)
         if any(not -len(args) <= i < len(args) for i in positions):
             raise ValueError(
-                f"argnums: {argnums} is not among the {len(args)} positional arguments; parameters "
-                "cannot be passed by keyword"
+                f"argnums: {argnums} is not among the {len(args)} positional arguments, nor a parameter "
+                f"of the function that is given by keyword ({', '.join(fun_kwargs) or 'none is'}). Give "
+                "it by its position"
             )
         slots = [slots_of(args[i]) for i in positions]
         every = [slot for own in slots for slot in own]
@@ -264,6 +269,16 @@ def value_and_grad(
         return ((value, aux) if has_aux else value), out
 
     return wrapped
+
+
+def _by_position(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call, by position where the signature of the function has one for them."""
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # there is no signature, or the call does not fit it
+        return args, kwargs
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
 
 
 def _fill(grads: Any, frozen: Any) -> Any:
