@@ -95,6 +95,40 @@ def test_the_trained_part_alone_says_what_to_do():
             fun(w)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda w: w._replace(alpha=4.0), "linear/w: expected LoRA with alpha=3.0, got alpha=4.0"),
+        (
+            lambda w: w._replace(w=lora(alpha=4.0)),
+            "linear/w/w: expected .* alpha=3.0, got alpha=4.0",
+        ),
+        (lambda w: w._replace(dtype=jnp.bfloat16), "linear/w: .* dtype=None, got dtype=.*bfloat16"),
+        (lambda w: quantized(), "linear/w: expected LoRA, got QuantizedMatrix"),
+        (lambda w: jnp.ones(3), "linear/w: expected LoRA, got "),
+        (lambda w: None, "linear/w: expected LoRA, got None"),
+    ],
+    ids=["alpha", "inner", "dtype", "type", "dense", "none"],
+)
+def test_trees_that_differ_say_where(change, message):
+    params = make_params()
+    linear = {**params["linear"], "w": lora(w=lora())}
+    params, other = (
+        {**params, "linear": {**linear, "w": w}} for w in (linear["w"], change(linear["w"]))
+    )
+    optimizer = hki.freeze_declared(optax.sgd(0.1))
+    state = optimizer.init(params)
+    for what, fun in (
+        ("frozen", lambda: hki.combine(hki.partition(params)[0], hki.partition(other)[1])),
+        ("updates", lambda: hki.apply_updates(params, other)),
+        ("updates", lambda: optimizer.update(other, state, params)),
+    ):
+        with pytest.raises(ValueError, match=f"{what}: {message}"):
+            fun()
+    with pytest.raises(ValueError, match="updates: head/extra: missing"):
+        hki.apply_updates(params, {**params, "head": {"w": None, "steps": None}})
+
+
 def test_partition_of_single_arrays():
     assert hki.partition(jnp.ones(2), trainable_dense=False)[0] is None
     assert hki.partition({"w": jnp.ones(2)}, trainable_dense="w")[0]["w"] is not None

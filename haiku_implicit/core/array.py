@@ -378,6 +378,12 @@ def data_names(cls: type) -> tuple[str, ...]:
     return _names(cls)[0]
 
 
+def static_items(x: "ImplicitArray") -> dict[str, Any]:
+    """The static metadata of an implicit array; `shape` and `dtype` are None where they are inferred."""
+    names, values = _names(type(x))[1], _flatten(x)[1]
+    return {name.lstrip("_"): value for name, value in zip(names, values, strict=True)}
+
+
 def frozen_names(cls: type) -> frozenset[str]:
     """The names of the fields of an implicit type that are declared frozen."""
     return frozenset(f.name for f in dataclasses.fields(cls) if f.metadata.get(_FROZEN))

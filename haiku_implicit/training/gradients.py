@@ -17,7 +17,14 @@ import optax
 
 from haiku_implicit.arrays import Zeros
 from haiku_implicit.core import containers
-from haiku_implicit.core.array import ImplicitArray, data_names, frozen_names, is_implicit
+from haiku_implicit.core.array import (
+    ImplicitArray,
+    data_names,
+    frozen_names,
+    is_implicit,
+    short,
+    static_items,
+)
 from haiku_implicit.core.predicates import Targets, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
 
@@ -70,7 +77,47 @@ def align(treedef: Any, tree: Any, what: str) -> list[Any]:
     try:
         return treedef.flatten_up_to(containers.opened(tree, is_empty))
     except (ValueError, TypeError) as e:
-        raise ValueError(f"{what}: {e}") from e
+        wanted = treedef.unflatten([_Slot()] * treedef.num_leaves)
+        raise ValueError(f"{what}: {_difference(wanted, tree) or e}") from e
+
+
+class _Slot:
+    """What holds the place of an array in a tree."""
+
+
+def _difference(wanted: Any, found: Any, path: tuple[str, ...] = ()) -> str:
+    """Where an implicit array of one tree is not like that of the other; empty if that is nowhere."""
+    leaves, others = (
+        {
+            (*path, *(jax.tree_util.keystr((k,), simple=True) for k in keys)): x
+            for keys, x in jax.tree_util.tree_flatten_with_path(
+                containers.opened(tree), is_leaf=lambda x: x is None or is_implicit(x)
+            )[0]
+        }
+        for tree in (wanted, found)
+    )
+    for here, x in leaves.items():
+        name, kind = "/".join(here), type(x).__name__
+        if not any(there[: len(here)] == here for there in others):
+            return f"{name}: missing"
+        if not is_implicit(x) or here not in others:
+            continue
+        y = others[here]
+        if type(x) is not type(y):
+            return f"{name}: expected {kind}, got {_kind(y)}"
+        for field, value in static_items(x).items():
+            other = static_items(y)[field]
+            if repr(value) != repr(other):
+                return f"{name}: expected {kind} with {field}={value!r}, got {field}={other!r}"
+        for field in data_names(type(x)):
+            inner = _difference(getattr(x, field), getattr(y, field), (*here, field))
+            if inner:
+                return inner
+    return ""
+
+
+def _kind(x: Any) -> str:
+    return type(x).__name__ if is_implicit(x) or not hasattr(x, "shape") else short(x)
 
 
 def fill_slots(
@@ -242,9 +289,9 @@ def value_and_grad(
             args, fun_kwargs = _by_position(fun, args, fun_kwargs)
         if any(not -len(args) <= i < len(args) for i in positions):
             raise ValueError(
-                f"argnums: {argnums} is not among the {len(args)} positional arguments, nor a parameter "
-                f"of the function that is given by keyword ({', '.join(fun_kwargs) or 'none is'}). Give "
-                "it by its position"
+                f"argnums: {argnums} is not among the {len(args)} positional arguments, nor a "
+                "parameter of the function that is given by keyword "
+                f"({', '.join(fun_kwargs) or 'none is'}). Give it by its position"
             )
         slots = [slots_of(args[i]) for i in positions]
         every = [slot for own in slots for slot in own]
