@@ -379,7 +379,7 @@ def data_names(cls: type) -> tuple[str, ...]:
 
 
 def static_items(x: "ImplicitArray") -> dict[str, Any]:
-    """The static metadata of an implicit array; `shape` and `dtype` are None where they are inferred."""
+    """The static metadata of an implicit array; an inferred `shape` or `dtype` is None."""
     names, values = _names(type(x))[1], _flatten(x)[1]
     return {name.lstrip("_"): value for name, value in zip(names, values, strict=True)}
 
