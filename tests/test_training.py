@@ -95,6 +95,40 @@ def test_the_trained_part_alone_says_what_to_do():
             fun(w)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda w: w._replace(alpha=4.0), "linear/w: expected LoRA with alpha=3.0, got alpha=4.0"),
+        (
+            lambda w: w._replace(w=lora(alpha=4.0)),
+            "linear/w/w: expected .* alpha=3.0, got alpha=4.0",
+        ),
+        (lambda w: w._replace(dtype=jnp.bfloat16), "linear/w: .* dtype=None, got dtype=.*bfloat16"),
+        (lambda w: quantized(), "linear/w: expected LoRA, got QuantizedMatrix"),
+        (lambda w: jnp.ones(3), "linear/w: expected LoRA, got "),
+        (lambda w: None, "linear/w: expected LoRA, got None"),
+    ],
+    ids=["alpha", "inner", "dtype", "type", "dense", "none"],
+)
+def test_trees_that_differ_say_where(change, message):
+    params = make_params()
+    linear = {**params["linear"], "w": lora(w=lora())}
+    params, other = (
+        {**params, "linear": {**linear, "w": w}} for w in (linear["w"], change(linear["w"]))
+    )
+    optimizer = hki.freeze_declared(optax.sgd(0.1))
+    state = optimizer.init(params)
+    for what, fun in (
+        ("frozen", lambda: hki.combine(hki.partition(params)[0], hki.partition(other)[1])),
+        ("updates", lambda: hki.apply_updates(params, other)),
+        ("updates", lambda: optimizer.update(other, state, params)),
+    ):
+        with pytest.raises(ValueError, match=f"{what}: {message}"):
+            fun()
+    with pytest.raises(ValueError, match="updates: head/extra: missing"):
+        hki.apply_updates(params, {**params, "head": {"w": None, "steps": None}})
+
+
 def test_partition_of_single_arrays():
     assert hki.partition(jnp.ones(2), trainable_dense=False)[0] is None
     assert hki.partition({"w": jnp.ones(2)}, trainable_dense="w")[0]["w"] is not None
@@ -200,6 +234,28 @@ def test_loss_may_be_implicit():
     fun = hki.value_and_grad(lambda p: hki.box(hki.Zeros(shape=(), dtype=jnp.float32)))
     value, grads = fun({"b": jnp.ones(2)})
     assert value == 0 and not grads["b"].any()
+
+
+def test_parameters_by_keyword():
+    """They are found by the position of their name, wherever other arguments are given."""
+    params, scale = make_params(), lambda p, x, by=2.0, *, shift=0.0: by * loss(p, x) + shift
+    wanted = hki.value_and_grad(scale)(params, X)
+    both = hki.value_and_grad(scale)
+    for found in (both(p=params, x=X), both(x=X, p=params, shift=0.0), both(params, x=X, by=2.0)):
+        close(found, wanted)
+    close(jax.jit(hki.grad(scale, (0, 1)))(x=X, p=params), hki.grad(scale, (0, 1))(params, X))
+    close(hki.grad(lambda x, by=1, p=None: loss(p, x), 2)(X, p=params), hki.grad(loss)(params, X))
+    t = hki.transform_implicit(hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2)(x).sum())))
+    own = {"linear": {"w": lora(shape=(N, 2)), "b": jnp.ones(2)}}
+    close(hki.grad(t.apply)(params=own, x=X), hki.grad(t.apply)(own, X))
+
+
+def test_arguments_that_cannot_be_found():
+    for fun in (loss, lambda *args, **kwargs: loss(kwargs["params"], kwargs["x"])):
+        with pytest.raises(ValueError, match="argnums: 2 is not among the . positional arguments"):
+            hki.grad(fun, 2)(params=make_params(), x=X)
+    with pytest.raises(ValueError, match=r"by keyword \(params, x\).*Give it by its position"):
+        hki.grad(lambda **kwargs: loss(**kwargs))(params=make_params(), x=X)
 
 
 def test_wrapped_twice():

@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.arrays import exact
@@ -23,6 +24,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler, densify
+from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.core.validation import expecting
 
 
@@ -70,7 +72,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
         scalar = _as_scalar(value, dtype)
         self.shape, self.dtype = _checked_shape(shape), scalar.dtype
         # Bytes compare and hash as static metadata must, unlike NaN and the two zeros.
-        self.bits, self.weak_type = np.asarray(scalar).tobytes(), bool(scalar.weak_type)
+        self.bits, self.weak_type = _read(scalar).tobytes(), bool(scalar.weak_type)
         self.__post_init__()
 
     @property
@@ -104,7 +106,7 @@ def _as_scalar(value: Any, dtype: Any) -> jax.Array:
             "Make the array of a traced value with jnp.full."
         )
     try:
-        with jax.ensure_compile_time_eval():
+        with at_trace_time():
             scalar = jnp.asarray(value, dtype)
     except OverflowError:
         raise ValueError(f"value: {value!r} does not fit {dtype or 'the default dtype'}") from None
@@ -129,7 +131,8 @@ def _checked_shape(shape: Any) -> Any:
 
 def _full(x: SymbolicConstant, shape: Sequence[int]) -> jax.Array:
     """A dense array of the constant's value, dtype and weak type."""
-    dense = jax.lax.full(tuple(shape), x.value, x.dtype)
+    with jax.transfer_guard("allow"):  # the value is part of the program
+        dense = jax.lax.full(tuple(shape), x.value, x.dtype)
     weakly = dict(new_dtype=x.dtype, weak_type=True, sharding=None)
     return jax.lax.convert_element_type_p.bind(dense, **weakly) if x.weak_type else dense
 
@@ -142,7 +145,13 @@ def constant_of(x: Any) -> SymbolicConstant | None:
         return None
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or not x.is_fully_addressable:
         return None
-    return SymbolicConstant._make(np.asarray(x), (), bool(x.weak_type))
+    return SymbolicConstant._make(_read(x), (), bool(x.weak_type))
+
+
+def _read(x: Any) -> np.ndarray:
+    """The value of a concrete array without axes."""
+    with at_trace_time():
+        return np.asarray(x)
 
 
 def _constants(operands: Iterable[Any]) -> list[SymbolicConstant] | None:
@@ -185,7 +194,7 @@ def _evaluate(
 ) -> Any:
     """The primitive on dense arrays of the constants, of small shapes, if that has one value."""
     here = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
-    with jax.ensure_compile_time_eval():
+    with at_trace_time():
         small = [jnp.asarray(np.full(s, x.value)) for x, s in zip(constants, shapes, strict=True)]
         values = np.asarray(primitive.bind(*small, **here)).ravel()
     if values.size == 0 or any(v.tobytes() != values[0].tobytes() for v in values):
@@ -294,9 +303,16 @@ def as_result(x: Any, out: Any) -> Any:
 # --- reductions ----------------------------------------------------------------------------------
 
 
+def _any_symbolic(lengths: Iterable[Any]) -> bool:
+    """Whether one of these is not known before the program runs (`jax.export.symbolic_shape`)."""
+    return any(map(export.is_symbolic_dim, lengths))
+
+
 @primitive_handler(named("reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"))
 def fold_reduction(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
     """Reductions for which it only matters whether the number of elements is zero, odd or even."""
+    if _any_symbolic(x.shape[i] for i in axes):
+        return NotImplemented
     small = [(2 - n % 2 if n else 0) if i in axes else 1 for i, n in enumerate(x.shape)]
     return _evaluate(primitive, (x,), [small], dict(params, axes=axes))
 
@@ -304,6 +320,8 @@ def fold_reduction(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **pa
 @primitive_handler(named("cumsum cumprod cummax cummin cumlogsumexp"))
 def fold_cumulative(primitive: Primitive, x: SymbolicConstant, *, axis: int, **params: Any) -> Any:
     """A constant where the second element is what the first is: then so is each that follows."""
+    if _any_symbolic([x.shape[axis]]):
+        return NotImplemented
     small = [2 if i == axis and n > 1 else 1 for i, n in enumerate(x.shape)]
     return _evaluate(primitive, (x,), [small], dict(params, axis=axis))
 
@@ -312,6 +330,8 @@ def fold_cumulative(primitive: Primitive, x: SymbolicConstant, *, axis: int, **p
 def fold_count(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
     """`n * c`, or `c ** n`."""
     n = math.prod(x.shape[i] for i in axes)
+    if _any_symbolic([n]):
+        return NotImplemented
     out = result_struct(primitive, (x,), dict(params, axes=axes))
     if n == 1:
         return _result(x.value, out)
@@ -341,7 +361,8 @@ def fold_dot(
     k = math.prod(x.shape[i] for i in contracted)
     out = result_struct(primitive, (x, y), dict(params, dimension_numbers=dimension_numbers))
     a, b = exact.number(x.value), exact.number(y.value)
-    if a is None or type(a) is not type(b) or isinstance(a, np.complex128):
+    unknown = a is None or type(a) is not type(b) or _any_symbolic([k])
+    if unknown or isinstance(a, np.complex128):
         return NotImplemented
     with np.errstate(all="ignore"):
         return _rounded_once(exact.times(a * b, k), out)
@@ -417,7 +438,7 @@ primitive_handler(named("concatenate stack"), precedence=10)(join)
 def pad(primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_config: Any) -> Any:
     """A constant where the padding is the same one, or where there is none."""
     params = dict(padding_config=padding_config)
-    grows = any(low > 0 or high > 0 or inner for low, high, inner in padding_config)
+    grows = any(_any_symbolic(n) or n[0] > 0 or n[1] > 0 or n[2] for n in padding_config)
     if isinstance(x, SymbolicConstant) and not (grows and _same((x, padding)) is None):
         return _reshaped(x, result_struct(primitive, (x, padding), params))
     return join(primitive, x, padding, data=slice(0, 0), **params)

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Self, Union
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
-from haiku_implicit.core import compat
+from haiku_implicit.core import compat, serialization
 
 _AUX = "haiku_implicit_aux"
 _FROZEN = "haiku_implicit_frozen"
@@ -68,9 +69,11 @@ class _Inferred:
         instance.__dict__.pop("_aval", None)
 
 
-def _as_shape(shape: Any) -> tuple[int, ...]:
+def _as_shape(shape: Any) -> tuple[Any, ...]:
+    """Integers, and symbolic lengths of `jax.export` as they are."""
     try:
-        return tuple(int(n) for n in ((shape,) if np.ndim(shape) == 0 else shape))
+        lengths: Any = shape if isinstance(shape, tuple | list) else np.atleast_1d(shape)
+        return tuple(n if export.is_symbolic_dim(n) else int(n) for n in lengths)
     except (TypeError, ValueError):
         raise TypeError(f"shape: expected a sequence of integers, got {shape!r}") from None
 
@@ -176,6 +179,9 @@ class ImplicitArray(abc.ABC):
             flatten_with_keys=_flatten_with_keys,
             unflatten_func=functools.partial(_unflatten, cls),
             flatten_func=_flatten,
+        )
+        serialization.register_node(
+            cls, functools.partial(_names, cls), functools.partial(_unflatten, cls)
         )
 
     def __post_init__(self) -> None:
@@ -377,6 +383,12 @@ def data_names(cls: type) -> tuple[str, ...]:
     return _names(cls)[0]
 
 
+def static_items(x: "ImplicitArray") -> dict[str, Any]:
+    """The static metadata of an implicit array; an inferred `shape` or `dtype` is None."""
+    names, values = _names(type(x))[1], _flatten(x)[1]
+    return {name.lstrip("_"): value for name, value in zip(names, values, strict=True)}
+
+
 def frozen_names(cls: type) -> frozenset[str]:
     """The names of the fields of an implicit type that are declared frozen."""
     return frozenset(f.name for f in dataclasses.fields(cls) if f.metadata.get(_FROZEN))
@@ -456,6 +468,16 @@ def _of_dense_fields(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return materialize(jax.tree_util.tree_unflatten(treedef, dense))
 
     return run
+
+
+def has_symbolic_shape(x: Any) -> bool:
+    """Whether an implicit array, or one in it, has a symbolic length as static metadata."""
+    if not is_implicit(x):
+        return False
+    own = x.__dict__.get("_shape") or ()
+    return any(map(export.is_symbolic_dim, own)) or any(
+        map(has_symbolic_shape, flatten_one_level(x)[0])
+    )
 
 
 # --- shape and dtype ---------------------------------------------------------------------------

@@ -19,10 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from haiku_implicit.core import dispatch
+from haiku_implicit.core import containers, dispatch
 from haiku_implicit.core import materialization as events
-from haiku_implicit.core.array import Carried, is_implicit
-from haiku_implicit.core.transform import Static, call, is_value, split
+from haiku_implicit.core.array import Carried
+from haiku_implicit.core.transform import (
+    Static,
+    call,
+    is_value,
+    split,
+    tree_map_with_implicit,
+)
 
 # Facts that a trace depends on: for each a function, and what it returned when the trace was made.
 Facts = list[tuple[Callable[[], Any], Any]]
@@ -62,7 +68,10 @@ class _Program(NamedTuple):
     def __call__(self, leaves: Sequence[Any]) -> Any:
         for event in self.events:  # without `replay`: no equation surrounds this call
             events.emit(event)
-        return self.static.merge(map(_as_array, self.run(*map(_as_array, leaves))))
+        arrays = list(map(_as_array, leaves))
+        # The numbers that the program itself holds are no transfers, as in a jitted function.
+        with jax.transfer_guard_host_to_device("allow"):
+            return self.static.merge(map(_as_array, self.run(*arrays)))
 
 
 def cached_implicit_args(
@@ -147,7 +156,7 @@ class _ProgramCache:
         def run(values: list[Any]) -> Any:
             with events.recording() as log, self.watch() as facts:
                 out = self.call(static, values)
-            out = jax.tree.map(lambda x: x if is_value(x) else Carried(x), out, is_leaf=is_implicit)
+            out = tree_map_with_implicit(lambda x: x if is_value(x) else Carried(x), out)
             return out, Carried((log, facts))
 
         return jax.jit(run)
@@ -156,7 +165,7 @@ class _ProgramCache:
 def _program_of(traced: Any) -> _Program:
     out, about = traced.out_info
     log, facts = about.value
-    places, treedef = jax.tree_util.tree_flatten(out, is_leaf=lambda x: isinstance(x, Carried))
+    places, treedef = containers.flatten(out, is_leaf=lambda x: isinstance(x, Carried))
     leaves = tuple((x.value,) if isinstance(x, Carried) else None for x in places)
     takes = len(traced.jaxpr.jaxpr.invars)
     return _Program(jaxpr_as_fun(traced.jaxpr), takes, Static(treedef, leaves), log, facts)

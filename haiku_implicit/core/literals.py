@@ -1,7 +1,8 @@
 """Numbers that a jaxpr holds as literals. Rules can read them, and operations on them are folded."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,16 @@ from jax.extend.core import JaxprEqn
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.bind import DIFFERENTIABLE
+
+
+@contextlib.contextmanager
+def at_trace_time() -> Iterator[None]:
+    """Operations run at once, on numbers of the program, while it is traced.
+
+    They are compiled in, so that moving them is no transfer that `jax.transfer_guard` should see.
+    """
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +66,14 @@ def are_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
 
 def fold(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation on literals, as literals."""
-    with jax.ensure_compile_time_eval():
+    with at_trace_time():
         results = map(jnp.asarray, compat.bind(eqn.primitive, operands, eqn.params))
         return [x.item() if x.weak_type else np.asarray(x) for x in results]
 
 
 def with_literals(literals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     """The operands for a rule: arrays only, a literal being a concrete one that can be read."""
-    with jax.ensure_compile_time_eval():
+    with at_trace_time():
         known = [x and x.array() for x in literals]
     mixed = [y if x is None else x for x, y in zip(known, operands, strict=True)]
     return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in mixed]

@@ -8,6 +8,7 @@ again, so counts, warnings and errors do not depend on caches.
 import contextlib
 import contextvars
 import dataclasses
+import math
 import os
 import threading
 import traceback
@@ -17,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import haiku as hk
 import jax
+from jax import export
 from jax.extend import source_info_util
 
 Policy = Literal["allow", "warn", "error"]
@@ -39,7 +41,7 @@ class Materialization:
       type_name: the name of the implicit type.
       shape: its dense shape.
       dtype: the name of its dense dtype.
-      nbytes: the bytes of the dense array.
+      nbytes: the bytes of the dense array; a symbolic length (`jax.export`) counts as one.
       file: the file of the user's own line that led to the primitive.
       line: that line's number.
       module: the path of the Haiku module (JAX's name stack), `''` outside any.
@@ -262,7 +264,7 @@ def describe(primitive_name: str, x: Any, reason: str = "") -> Materialization:
         type_name=type(x).__name__,
         shape=tuple(x.shape),
         dtype=x.dtype.name,
-        nbytes=x.size * x.dtype.itemsize,
+        nbytes=math.prod(1 if export.is_symbolic_dim(n) else n for n in x.shape) * x.dtype.itemsize,
         file=file,
         line=line,
         module=module,

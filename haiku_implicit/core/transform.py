@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.interpreter import call_interpreted, materialize_array
+from haiku_implicit.core import containers
+from haiku_implicit.core.array import has_symbolic_shape, is_implicit
+from haiku_implicit.core.interpreter import call_interpreted, densify, materialize_array
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,7 +107,15 @@ def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
         return results
 
     results = call_interpreted(on_values, values)
-    return static_out.merge(results)
+    return static_out.merge(map(_with_known_shape, results))
+
+
+def _with_known_shape(x: Any) -> Any:
+    """A result, dense where a symbolic length (`jax.export`) would be static metadata of it.
+
+    What calls the exported function has arrays of other lengths, and could not tell.
+    """
+    return densify(x, "export", "its shape is symbolic") if has_symbolic_shape(x) else x
 
 
 def is_value(x: Any) -> bool:
@@ -132,26 +141,24 @@ def materialize(tree: Any) -> Any:
       >>> print(hki.materialize({'b': hki.Zeros(shape=(3,), dtype=jnp.float32)}))
       {'b': Array([0., 0., 0.], dtype=float32)}
     """
-    return jax.tree.map(
-        lambda x: materialize_array(x) if is_implicit(x) else x, tree, is_leaf=is_implicit
-    )
+    return tree_map_with_implicit(lambda x: materialize_array(x) if is_implicit(x) else x, tree)
 
 
 def tree_map_with_implicit(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`jax.tree.map` to which an implicit array is one leaf."""
-    return jax.tree.map(fun, tree, *rest, is_leaf=is_implicit)
+    return jax.tree.map(fun, *map(containers.opened, (tree, *rest)), is_leaf=is_implicit)
 
 
 def tree_leaves_with_implicit(tree: Any) -> list[Any]:
     """`jax.tree.leaves` to which an implicit array is one leaf."""
-    return jax.tree_util.tree_leaves(tree, is_leaf=is_implicit)
+    return containers.flatten(tree)[0]
 
 
 def tree_flatten_with_implicit(tree: Any) -> tuple[list[Any], Any]:
     """`jax.tree.flatten` to which an implicit array is one leaf."""
-    return jax.tree_util.tree_flatten(tree, is_leaf=is_implicit)
+    return containers.flatten(tree)
 
 
 def tree_structure_with_implicit(tree: Any) -> Any:
     """`jax.tree.structure` to which an implicit array is one leaf."""
-    return jax.tree_util.tree_structure(tree, is_leaf=is_implicit)
+    return containers.flatten(tree)[1]

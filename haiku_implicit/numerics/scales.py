@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.numerics.calibration import Scales
 from haiku_implicit.numerics.formats import Format
 
@@ -132,7 +133,7 @@ def _has_nonfinite(x: jax.Array) -> jax.Array:
 def _known(condition: Callable[..., jax.Array], *arrays: jax.Array) -> bool:
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return False
-    with jax.ensure_compile_time_eval():
+    with at_trace_time():
         return bool(condition(*arrays).any())
 
 

@@ -16,7 +16,7 @@ from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.core.transform import tree_leaves_with_implicit, use_implicit_args
 from haiku_implicit.numerics import channel_scales, formats, options, scales
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import progress, trees
@@ -139,7 +139,7 @@ def _collect(
 
 def _total(outputs: Any) -> jax.Array:
     """The sum of all floating outputs: something that has a gradient."""
-    leaves = jax.tree.leaves(outputs, is_leaf=is_implicit)
+    leaves = tree_leaves_with_implicit(outputs)
     floating = [y for y in leaves if jnp.issubdtype(y.dtype, np.inexact)]
     if not floating:
         raise ValueError("apply: expected floating outputs, got none")

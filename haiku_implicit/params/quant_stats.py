@@ -11,6 +11,7 @@ import numpy as np
 
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
+from haiku_implicit.core.containers import opened
 from haiku_implicit.core.transform import is_value, split
 from haiku_implicit.params.transformed import AnyTransformed
 from haiku_implicit.products.activation_stats import QuantStats, Shapes
@@ -157,7 +158,7 @@ def _parted(state: Any) -> tuple[dict[str, Any], Stored]:
             f"{type(state).__name__}"
         )
     inner = dict(state)
-    return inner, dict(inner.pop(COLLECTION, {}))
+    return inner, dict(opened(inner.pop(COLLECTION, {}), as_dicts=True))
 
 
 def _joined(inner: Any, stored: Stored) -> dict[str, Any]:
@@ -227,7 +228,7 @@ def _completed(
 
 
 def _static_weights(params: Any) -> list[TrainedQuantized | StaticQuantized]:
-    return [x for x in jax.tree.leaves(params, is_leaf=takes_stats) if takes_stats(x)]
+    return [x for x in jax.tree.leaves(opened(params), is_leaf=takes_stats) if takes_stats(x)]
 
 
 def takes_stats(x: Any) -> TypeGuard[TrainedQuantized | StaticQuantized]:
@@ -251,7 +252,7 @@ def _with_stats(params: Any, stored: Stored, mode: Mode, shapes: Shapes | None =
             return x._replace(stats=QuantStats(name=name, mode=mode, shapes=shapes))
         return x._replace(stats=read_stats(name, stored[name], x.shape[:-2], mode))
 
-    return jax.tree.map(filled, params, is_leaf=takes_stats)
+    return jax.tree.map(filled, opened(params), is_leaf=takes_stats)
 
 
 def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Mode) -> QuantStats:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core import serialization
 from haiku_implicit.numerics.operands import Limits, OperandSpec, calibrate
 
 _WAY_OUT = (
@@ -94,6 +95,13 @@ class QuantStats:
         at = (0,) * np.ndim(self.count)
         sums = {name: x[at] for name, x in (self.sums or {}).items()}
         return dataclasses.replace(self, sums=sums, count=self.count[at])
+
+
+serialization.register_node(
+    QuantStats,
+    fields=lambda: (("sums", "count"), ("name", "mode", "shapes")),
+    build=lambda static, children: QuantStats(*children, *static),
+)
 
 
 def static_limits(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.interpreter import interpret
@@ -294,21 +295,24 @@ def _tiles(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> _Tile
 def _tiled_axis(x: QuantizedOperand, axes: Axes) -> int | None:
     """The axis along which scales differ though the result has no such axis."""
     shape = () if x.scale is None else x.scale.shape
-    return next((i for i, n in enumerate(shape) if n > 1 and i not in axes), None)
+    return next((i for i, n in enumerate(shape) if i not in axes and n > 1), None)
 
 
-def _longest_sum(product: Bilinear, *operands: QuantizedOperand) -> int:
+def _longest_sum(product: Bilinear, *operands: QuantizedOperand) -> float:
     """How many products an element of the result is the sum of, at most; zero where none overflow.
+
+    It is infinite where a length is symbolic (`jax.export`).
 
     An element of either operand is a factor of one of them, so that the sizes of those axes of it that
     the result does not have are a bound.
     """
     if not all(_is_integer(x.codes) for x in operands):
         return 0
-    return min(
+    bounds = [
         math.prod(n for i, n in enumerate(x.codes.shape) if i not in axes)
         for x, axes in zip(operands, product.axes, strict=True)
-    )
+    ]
+    return min(math.inf if export.is_symbolic_dim(n) else n for n in bounds)
 
 
 def _in_tiles(

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from haiku_implicit.core.serialization import static_values
 from haiku_implicit.numerics import calibration, formats, options, ranges
 from haiku_implicit.products import product_config
 from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig
@@ -16,6 +17,7 @@ OP_NAMES = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot")
 _SAME_OP = {"einsum": "dot_general"}
 
 
+@static_values
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantRule:
     """What is quantized how, for the modules that it matches.
@@ -128,6 +130,7 @@ class QuantRule:
         )
 
 
+@static_values
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QtRule(QuantRule):
     """A rule for quantized training: what `QuantRule` says, and how gradients are quantized.

@@ -35,9 +35,9 @@ def product(
     """
     run = functools.partial(_product_of_one, precision=precision, dtype=dtype)
     flat = [matrices(leaf, order) for leaf in leaves]
-    if x.shape[0] > 1:
-        return jax.vmap(run)(x, treedef.unflatten(flat))
-    return run(x[0], treedef.unflatten([leaf[0] for leaf in flat]))[None]
+    if x.shape[0] == 1:
+        return run(x[0], treedef.unflatten([leaf[0] for leaf in flat]))[None]
+    return jax.vmap(run)(x, treedef.unflatten(flat))
 
 
 def _product_of_one(x: jax.Array, q: QuantizedMatrix, precision: Any, dtype: Any) -> jax.Array:

@@ -5,6 +5,7 @@ A *slot* is the place of one array in a tree. It holds the array, or None, symbo
 """
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,15 @@ import numpy as np
 import optax
 
 from haiku_implicit.arrays import Zeros
-from haiku_implicit.core.array import ImplicitArray, data_names, frozen_names, is_implicit
+from haiku_implicit.core import containers
+from haiku_implicit.core.array import (
+    ImplicitArray,
+    data_names,
+    frozen_names,
+    is_implicit,
+    short,
+    static_items,
+)
 from haiku_implicit.core.predicates import Targets, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
 
@@ -46,9 +55,8 @@ def is_empty(x: Any) -> bool:
 def slots_of(tree: Any, path: Any = (), fields: Any = ()) -> list[Slot]:
     """The slots of a tree, in the order of its leaves."""
     found = []
-    leaves, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: is_implicit(x) or is_empty(x)
-    )
+    is_slot = lambda x: is_implicit(x) or is_empty(x)  # noqa: E731
+    leaves, _ = jax.tree_util.tree_flatten_with_path(containers.opened(tree, is_slot), is_slot)
     for keys, x in leaves:
         here = (*path, *(jax.tree_util.keystr((k,), simple=True) for k in keys))
         if is_empty(x) or not is_implicit(x):
@@ -61,15 +69,55 @@ def slots_of(tree: Any, path: Any = (), fields: Any = ()) -> list[Slot]:
 
 def treedef_of(tree: Any) -> Any:
     """The structure of a tree with a leaf for each slot."""
-    return jax.tree_util.tree_structure(tree, is_leaf=is_empty)
+    return containers.flatten(tree, is_empty)[1]
 
 
 def align(treedef: Any, tree: Any, what: str) -> list[Any]:
     """The values of another tree in each slot."""
     try:
-        return treedef.flatten_up_to(tree)
+        return treedef.flatten_up_to(containers.opened(tree, is_empty))
     except (ValueError, TypeError) as e:
-        raise ValueError(f"{what}: {e}") from e
+        wanted = treedef.unflatten([_Slot()] * treedef.num_leaves)
+        raise ValueError(f"{what}: {_difference(wanted, tree) or e}") from e
+
+
+class _Slot:
+    """What holds the place of an array in a tree."""
+
+
+def _difference(wanted: Any, found: Any, path: tuple[str, ...] = ()) -> str:
+    """Where an implicit array of one tree is not like that of the other; empty if that is nowhere."""
+    leaves, others = (
+        {
+            (*path, *(jax.tree_util.keystr((k,), simple=True) for k in keys)): x
+            for keys, x in jax.tree_util.tree_flatten_with_path(
+                containers.opened(tree), is_leaf=lambda x: x is None or is_implicit(x)
+            )[0]
+        }
+        for tree in (wanted, found)
+    )
+    for here, x in leaves.items():
+        name, kind = "/".join(here), type(x).__name__
+        if not any(there[: len(here)] == here for there in others):
+            return f"{name}: missing"
+        if not is_implicit(x) or here not in others:
+            continue
+        y = others[here]
+        if type(x) is not type(y):
+            return f"{name}: expected {kind}, got {_kind(y)}"
+        for field, value in static_items(x).items():
+            other = static_items(y)[field]
+            if repr(value) != repr(other):
+                return f"{name}: expected {kind} with {field}={value!r}, got {field}={other!r}"
+        for field in data_names(type(x)):
+            inner = _difference(getattr(x, field), getattr(y, field), (*here, field))
+            if inner:
+                return inner
+    return ""
+
+
+def _kind(x: Any) -> str:
+    return type(x).__name__ if is_implicit(x) or not hasattr(x, "shape") else short(x)
 
 
 def fill_slots(
@@ -208,7 +256,8 @@ def value_and_grad(
     Args:
       fun: a function that returns a scalar. It is wrapped in `use_implicit_args` (once more does no
         harm).
-      argnums: the position of the parameters among the arguments, or several positions.
+      argnums: the position of the parameters among the arguments, or several positions. In a call
+        they may also be given by keyword, unlike with `jax.value_and_grad`.
       has_aux: whether `fun` returns a pair of the scalar and something else.
       trainable_dense: which dense arrays are trained, as in `partition`.
       **kwargs: other options of `jax.value_and_grad` (`holomorphic`, ...).
@@ -219,7 +268,7 @@ def value_and_grad(
       zeros, which take no memory.
 
     Raises:
-      ValueError: for an `argnums` beyond the arguments, or a `trainable_dense` that matches nothing.
+      ValueError: for an `argnums` that no argument has, or a `trainable_dense` that matches nothing.
       TypeError: for a `trainable_dense` of another type.
 
     Example:
@@ -236,10 +285,13 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **fun_kwargs: Any) -> Any:
+        if max(positions, default=-1) >= len(args):
+            args, fun_kwargs = _by_position(fun, args, fun_kwargs)
         if any(not -len(args) <= i < len(args) for i in positions):
             raise ValueError(
-                f"argnums: {argnums} is not among the {len(args)} positional arguments; parameters "
-                "cannot be passed by keyword"
+                f"argnums: {argnums} is not among the {len(args)} positional arguments, nor a "
+                "parameter of the function that is given by keyword "
+                f"({', '.join(fun_kwargs) or 'none is'}). Give it by its position"
             )
         slots = [slots_of(args[i]) for i in positions]
         every = [slot for own in slots for slot in own]
@@ -264,6 +316,16 @@ def value_and_grad(
         return ((value, aux) if has_aux else value), out
 
     return wrapped
+
+
+def _by_position(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call, by position where the signature of the function has one for them."""
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # there is no signature, or the call does not fit it
+        return args, kwargs
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
 
 
 def _fill(grads: Any, frozen: Any) -> Any:

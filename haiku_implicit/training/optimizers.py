@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from haiku_implicit.core.array import ImplicitArray, data_names
+from haiku_implicit.core.containers import opened
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.training.gradients import (
     Slot,
@@ -142,9 +143,11 @@ def freeze_subtrees(
 
     def select(tree: Any, slots: Sequence[Slot], first: bool) -> list[bool]:
         labels = label_fn(tree) if callable(label_fn) else label_fn
-        treedef = treedef_of(labels)
+        # Labels are often a dict, whatever mapping the parameters are.
+        labels, tree = (opened(x, is_empty, as_dicts=True) for x in (labels, tree))
         flags = []
-        for label, part in zip(slots_of(labels), align(treedef, tree, "label_fn"), strict=True):
+        parts = align(treedef_of(labels), tree, "label_fn")
+        for label, part in zip(slots_of(labels), parts, strict=True):
             known = isinstance(label.value, str) and label.value in ("freeze", "train")
             if not known and not is_empty(label.value):
                 raise ValueError(

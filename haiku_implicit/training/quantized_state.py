@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import export
 from jax.extend.core import Literal
 
 from haiku_implicit.arrays.quantized_blocks import QuantizedBlocks
 from haiku_implicit.core.array import flatten
+from haiku_implicit.core.containers import opened
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.numerics.options import is_positive_integer
 
@@ -22,6 +24,11 @@ class QuantizedState(NamedTuple):
     """
 
     inner: Any
+
+
+export.register_namedtuple_serialization(
+    QuantizedState, serialized_name=f"{__name__}.{QuantizedState.__name__}"
+)
 
 
 def quantized_state(
@@ -92,9 +99,11 @@ def quantized_state(
     def update(
         updates: Any, state: QuantizedState, params: Any = None, **extra: Any
     ) -> tuple[Any, QuantizedState]:
-        dense = jax.tree.map(_dense, state.inner, is_leaf=_is_blocks)
+        stored = opened(state.inner)
+        dense = jax.tree.map(_dense, stored, is_leaf=_is_blocks)
         new, dense = inner.update(updates, dense, params, **extra)
-        return new, QuantizedState(jax.tree.map(as_before, state.inner, dense, is_leaf=_is_blocks))
+        kept = jax.tree.map(as_before, stored, opened(dense), is_leaf=_is_blocks)
+        return new, QuantizedState(kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
