@@ -275,7 +275,7 @@ def dot_general_by_bits(
     """Products in integers of n bits forward and m bits backward, in one call.
 
     Args:
-      fwd_bits: of weights and activations: 2, 3, 4, 6 or 8; None for dense products.
+      fwd_bits: of weights and activations: 2, 3, 4, 5, 6 or 8; None for dense products.
       bwd_bits: of gradients; None for a dense backward pass.
       mode: 'train', 'serve' or 'convert', see below.
 
