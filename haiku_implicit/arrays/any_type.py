@@ -1,13 +1,16 @@
-"""Rules that hold for every implicit type: what leaves a tensor's value alone acts on the leaves."""
+"""Rules for every implicit type: what leaves a tensor's value alone, and what types declare linear."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.array import ImplicitArray, flatten
+from haiku_implicit.core.array import ImplicitArray, flatten, flatten_one_level
+from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.interpreter import default_handler
 
 
 @primitive_handler(compat.IDENTITIES)
@@ -22,3 +25,58 @@ def optimization_barrier(primitive: Primitive, *operands: Any) -> list[Any]:
     """One barrier over the leaves of all operands."""
     leaves, treedef = flatten(list(operands))
     return treedef.unflatten(primitive.bind(*leaves))
+
+
+# --- types that are `linear_in` some fields ------------------------------------------------------
+
+
+def _on_linear_fields(x: ImplicitArray, primitive: Primitive, *others: Any, **params: Any) -> Any:
+    """The array with the primitive applied to the fields that it is linear in."""
+    if x.linear_in is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return NotImplemented
+    new = {}
+    for name in x.linear_in:
+        field = getattr(x, name)
+        own = (y.astype(field.dtype) for y in others)
+        new[name] = default_handler(primitive, field, *own, **params)
+    return x._replace(**new)
+
+
+@binary_handler("mul")
+def multiply_by_number(call: BinaryCall, number: jax.Array, x: ImplicitArray) -> Any:
+    """The fields are multiplied."""
+    if number.ndim:
+        return NotImplemented
+    return _on_linear_fields(x, call.primitive, number, **call.params)
+
+
+@primitive_handler("div")
+def divide_by_number(
+    primitive: Primitive, x: ImplicitArray, number: jax.Array, **params: Any
+) -> Any:
+    """The fields are divided."""
+    return NotImplemented if number.ndim else _on_linear_fields(x, primitive, number, **params)
+
+
+@primitive_handler("neg")
+def negate(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
+    """The fields are negated."""
+    return _on_linear_fields(x, primitive, **params)
+
+
+@primitive_handler("convert_element_type")
+def cast(primitive: Primitive, x: ImplicitArray, *, new_dtype: Any, **params: Any) -> Any:
+    """What has the tensor's dtype is cast, so that the tensor has the new one."""
+    both = (x.dtype, new_dtype)
+    if x.linear_in is None or not all(jnp.issubdtype(d, jnp.floating) for d in both):
+        return NotImplemented
+
+    def of_field(y: Any) -> Any:
+        same = getattr(y, "dtype", None) == x.dtype
+        return default_handler(primitive, y, new_dtype=new_dtype, **params) if same else y
+
+    parts, treedef = flatten_one_level(x)
+    out = treedef.unflatten(map(of_field, parts))
+    if out.__dict__.get("_dtype") is not None:
+        out = out._replace(dtype=new_dtype)
+    return out if out.dtype == new_dtype else NotImplemented

@@ -111,6 +111,10 @@ class ImplicitArray(abc.ABC):
         wrapper of any array). All axes before them are batch axes, which every leaf has too.
         `jax.lax.scan` and `vmap` can slice and stack such a type, and there are rules for slicing,
         stacking and reordering its batch axes. None (the default): this type has no batch axes.
+      linear_in: the names of fields such that the tensor is twice as large where each of them is. A
+        product with a number, a quotient by one, the negative and a cast (as mixed precision makes
+        them) then keep the type, without rules: the fields are scaled, and what has the tensor's
+        dtype is cast. None (the default): nothing is known.
 
     Attributes:
       shape: `tuple[int, ...]`, the shape of the dense tensor.
@@ -139,6 +143,7 @@ class ImplicitArray(abc.ABC):
     commute_ops: ClassVar[bool] = True
     warn_on_materialize: ClassVar[bool] = True
     core_ndim: ClassVar[int | None] = None
+    linear_in: ClassVar[tuple[str, ...] | None] = None
 
     # What `aux_field` makes, in the form that type checkers understand.
     shape: tuple[int, ...] = dataclasses.field(
@@ -156,6 +161,7 @@ class ImplicitArray(abc.ABC):
         commute_ops: bool | None = None,
         warn_on_materialize: bool | None = None,
         core_ndim: int | None = None,
+        linear_in: str | tuple[str, ...] | None = None,
         **kwargs: Any,
     ):
         super().__init_subclass__(**kwargs)
@@ -163,6 +169,7 @@ class ImplicitArray(abc.ABC):
             commute_ops=commute_ops,
             warn_on_materialize=warn_on_materialize,
             core_ndim=core_ndim,
+            linear_in=(linear_in,) if isinstance(linear_in, str) else linear_in,
         )
         for name, value in given.items():
             if value is not None:
