@@ -4,7 +4,7 @@ The names, in the order of the data's way: wrap a model; put implicit arrays in 
 it make them; train; see what was materialized; and for new types, the base class and the rules.
 """
 
-from haiku_implicit import quantization
+from haiku_implicit import quantization, testing
 from haiku_implicit.arrays import (
     FakeQuantized,
     LoRA,
@@ -143,6 +143,7 @@ __all__ = [
     "frozen_field",
     "box",
     "primitive_handler",
+    "testing",
     "binary_handler",
     "default_handler",
     # trees in which an implicit array is one leaf

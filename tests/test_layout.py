@@ -20,7 +20,7 @@ FLOORS = [
     ["arrays"],
     ["training"],
     ["params"],
-    ["quantization"],
+    ["quantization", "testing"],
     [""],  # what `import haiku_implicit` gives
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

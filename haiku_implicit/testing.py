@@ -1,0 +1,220 @@
+"""What a type of one's own has to hold: one function, for tests outside this library."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core.array import ImplicitArray, flatten, is_implicit, num_batch_axes
+from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.materialization import (
+    MaterializationReport,
+    materialization,
+    materialization_report,
+)
+from haiku_implicit.core.transform import use_implicit_args
+
+Operation = Callable[[Any], Any]
+
+# Functions of one array of any rank. What the dense array does not allow is left out.
+OPERATIONS: dict[str, Operation] = {
+    "identity": lambda w: w,
+    "plus a number": lambda w: w + 1.5,
+    "times a number": lambda w: w * -0.5,
+    "divided by a number": lambda w: w / 3,
+    "negative": lambda w: -w,
+    "plus itself": lambda w: w + w,
+    "times itself": lambda w: w * w,
+    "plus a dense array": lambda w: w + _like(w),
+    "times a dense array": lambda w: _like(w) * w,
+    "times a row": lambda w: w * _like(w)[..., :1, :],
+    "times a column": lambda w: w * _like(w)[..., :1],
+    "tanh": jnp.tanh,
+    "abs": jnp.abs,
+    "compared": lambda w: w > 0,
+    "where": lambda w: jnp.where(_like(w) > 0, w, 0),
+    "clipped": lambda w: jnp.clip(w, -0.5, 0.5),
+    "bfloat16": lambda w: w.astype(jnp.bfloat16),
+    "integers": lambda w: (10 * w).astype(jnp.int32),
+    "x @ w": lambda w: jnp.swapaxes(_like(w), -1, -2) @ w,
+    "w @ x": lambda w: w @ jnp.swapaxes(_like(w), -1, -2),
+    "x @ w.T": lambda w: _like(w) @ jnp.swapaxes(w, -1, -2),
+    "w.T @ w": lambda w: jnp.swapaxes(w, -1, -2) @ w,
+    "vector @ w": lambda w: _like(w)[..., :, 0] @ w if w.ndim == 2 else w,
+    "sum": jnp.sum,
+    "sums of rows": lambda w: w.sum(-1),
+    "means of columns": lambda w: w.mean(-2),
+    "largest": lambda w: w.max(-1),
+    "softmax": jax.nn.softmax,
+    "cumulative sums": lambda w: jnp.cumsum(w, -1),
+    "sorted": lambda w: jnp.sort(w, -1),
+    "transposed": jnp.transpose,
+    "raveled": jnp.ravel,
+    "with an axis more": lambda w: w[None],
+    "broadcast": lambda w: jnp.broadcast_to(w, (2, *w.shape)),
+    "first": lambda w: w[0],
+    "last column": lambda w: w[..., -1],
+    "some rows": lambda w: w[jnp.array([0, -1, 0])],
+    "some columns": lambda w: w[..., jnp.array([0, -1, 0])],
+    "half": lambda w: w[: (w.shape[0] + 1) // 2],
+    "every other column": lambda w: w[..., ::2],
+    "reversed": lambda w: w[::-1],
+    "sliced where it runs": lambda w: jax.lax.dynamic_slice_in_dim(w, jnp.int32(0), 1),
+    "written to": lambda w: w.at[0].set(0),
+    "twice, side by side": lambda w: jnp.concatenate([w, w], -1),
+    "beside a dense array": lambda w: jnp.concatenate([w, _like(w)]),
+    "stacked": lambda w: jnp.stack([w, w]),
+    "in a loop": lambda w: jax.lax.fori_loop(0, 3, lambda i, w: w * 0.5, w),
+    "in a branch": lambda w: jax.lax.cond(_like(w).sum() > 0, lambda w: w, lambda w: -w, w),
+}
+
+
+def _like(w: Any) -> jax.Array:
+    """A dense array of the shape and dtype of another one, without zeros."""
+    values = np.cos(np.arange(int(np.prod(w.shape)))).reshape(w.shape)
+    return jnp.asarray(values, w.dtype)
+
+
+def check_type(
+    make: Callable[[int], ImplicitArray],
+    dense: Callable[[Any], jax.Array] = materialize_array,
+    *,
+    operations: dict[str, Operation] | None = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+) -> MaterializationReport:
+    """Runs arrays of a type through common functions, and compares with the dense arrays.
+
+    Each function runs eagerly and under `jit`, its derivative in all floating leaves under `jit`, and,
+    for types with batch axes (`core_ndim`), under `vmap` and in a `scan` over two arrays.
+
+    Args:
+      make: an array of the type from a seed; of any shape, but always the same one.
+      dense: what an array (or a batch of them) stands for, by other means than its own `materialize`,
+        if there are any; in functions of JAX.
+      operations: functions of one array, by names for errors. None: `OPERATIONS`.
+      rtol, atol: the tolerances of all comparisons.
+
+    Returns:
+      What was materialized: `print` shows a table of it. (Not an error: a rule is a matter of speed.)
+
+    Raises:
+      AssertionError: for results or derivatives that are not those of the dense array, for a shape or
+        dtype that is not that of the dense array, and for whatever is raised. It lists all failures.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> from haiku_implicit.testing import check_type
+      >>> @dataclasses.dataclass
+      ... class Diagonal(hki.ImplicitArray, core_ndim=2):
+      ...     d: jax.Array
+      ...     def materialize(self):
+      ...         return self.d[..., None] * jnp.eye(self.d.shape[-1])
+      >>> report = check_type(lambda seed: Diagonal(jax.random.normal(jax.random.key(seed), (4,))))
+      >>> 'dot_general' in str(report)
+      True
+    """
+    every = OPERATIONS if operations is None else operations
+    with materialization("allow"), materialization_report() as report:
+        failures = _failures("the array itself", _check_array, make(0), dense)
+        if failures:
+            every = {}  # nothing can be told of functions of it
+        for name, fun in every.items():
+            if not _allowed(fun, dense(make(0))):
+                continue
+            for way, check in _ways(make, fun):
+                failures += _failures(f"{name}, {way}", check, dense, rtol, atol)
+    if failures:
+        raise AssertionError(f"{len(failures)} failures:\n" + "\n".join(failures))
+    return report
+
+
+def _failures(label: str, check: Callable[..., None], *args: Any) -> list[str]:
+    try:
+        check(*args)
+    except Exception as error:  # each is reported, whatever it is
+        lines = [line for line in str(error).splitlines() if line.strip()][:4]
+        return [f"{label}: {type(error).__name__}: {' '.join(lines)}"]
+    return []
+
+
+def _check_array(w: ImplicitArray, dense: Callable[[Any], jax.Array]) -> None:
+    """It says what it is, is a pytree, and prints."""
+    want = dense(w)
+    assert (w.shape, w.dtype) == (want.shape, want.dtype), (
+        f"it says that it is {w.dtype}{list(w.shape)}, and stands for {want.dtype}{list(want.shape)}"
+    )
+    leaves, treedef = flatten(w)
+    again = treedef.unflatten(leaves)
+    assert jax.tree.structure(again) == treedef and hash(treedef) == hash(jax.tree.structure(again))
+    repr(treedef.unflatten([object()] * len(leaves)))  # JAX unflattens with placeholders
+
+
+def _allowed(fun: Operation, dense: jax.Array) -> bool:
+    """Whether a function takes an array of this shape and dtype."""
+    try:
+        jax.eval_shape(fun, dense)
+    except (TypeError, ValueError, IndexError):
+        return False
+    return True
+
+
+def _ways(make: Callable[[int], Any], fun: Operation) -> Iterator[tuple[str, Callable[..., None]]]:
+    """The ways to run a function, each with a check of it."""
+    implicit = use_implicit_args(fun)
+
+    def check(run: Operation, want: Operation, w: Any) -> Callable[..., None]:
+        def compare(dense: Callable[[Any], jax.Array], rtol: float, atol: float) -> None:
+            _compare(run(w), want(dense(w)), rtol, atol)
+
+        return compare
+
+    yield "eager", check(implicit, fun, make(0))
+    yield "jit", check(jax.jit(implicit), fun, make(0))
+
+    def check_gradients(dense: Callable[[Any], jax.Array], rtol: float, atol: float) -> None:
+        got, want = (_gradients(f, make(0)) for f in (implicit, lambda w: fun(dense(w))))
+        for a, b in zip(got, want, strict=True):
+            _compare(a, b, rtol, atol)
+
+    result = jax.eval_shape(lambda: fun(materialize_array(make(0))))
+    if jnp.issubdtype(result.dtype, jnp.floating):
+        yield "differentiated", check_gradients
+    if type(make(0)).core_ndim is None or num_batch_axes(make(0)):
+        return
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), make(0), make(1))
+    yield "vmap", check(jax.jit(jax.vmap(implicit)), jax.vmap(fun), stacked)
+    scanned = use_implicit_args(lambda ws: jax.lax.scan(lambda _, w: (None, fun(w)), None, ws)[1])
+    yield "scan", check(jax.jit(scanned), jax.vmap(fun), stacked)
+
+
+def _gradients(fun: Operation, w: Any) -> list[jax.Array]:
+    """The derivatives of a sum of the results with respect to each floating leaf."""
+    leaves, treedef = flatten(w)
+    dtypes = [x.dtype for x in leaves]
+    floating = [
+        i for i, d in enumerate(dtypes) if jnp.issubdtype(d, jnp.floating) and d.itemsize > 1
+    ]
+
+    def total(values: list[jax.Array]) -> jax.Array:
+        mixed = list(leaves)
+        for i, value in zip(floating, values, strict=True):
+            mixed[i] = value
+        out = fun(treedef.unflatten(mixed))
+        out = materialize_array(out) if is_implicit(out) else out
+        return (out * _like(out)).sum().astype(jnp.float32)
+
+    found: list[jax.Array] = jax.jit(jax.grad(total))([leaves[i] for i in floating])
+    return found
+
+
+def _compare(got: Any, want: jax.Array, rtol: float, atol: float) -> None:
+    got = materialize_array(got) if is_implicit(got) else jnp.asarray(got)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), (
+        f"got {got.dtype}{list(got.shape)}, expected {want.dtype}{list(want.shape)}"
+    )
+    coarse = 2e-2 if jnp.issubdtype(want.dtype, jnp.floating) and want.dtype.itemsize < 4 else 0
+    a, b = (np.asarray(x, np.float64) for x in (got, want))
+    np.testing.assert_allclose(a, b, rtol=max(rtol, coarse), atol=max(atol, coarse))
