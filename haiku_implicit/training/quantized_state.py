@@ -1,10 +1,12 @@
 """Optimizers of optax whose state is held in few bits."""
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import export
 from jax.extend.core import Literal
@@ -46,7 +48,8 @@ def quantized_state(
 
     Arrays of the state that start from the values of the parameters (the sequence `z` of a
     schedule-free optimizer, the start `x0` of others) are not moments, and stay as they are: their
-    steps are finer than the rounding would be.
+    steps are finer than the rounding would be. So do arrays that are smaller than their parameter (the
+    row and column means of Adafactor): they are few bytes, and each number counts for a whole row.
 
     An optimizer that subtracts two moments, as RMSProp with `centered=True` does for the variance, may
     get a negative number from the rounded ones, and its root is NaN.
@@ -92,9 +95,11 @@ def quantized_state(
         return quantized(new) if _is_blocks(old) else new
 
     def init(params: Any) -> QuantizedState:
-        leaves, treedef = flatten(inner.init(params))
-        pairs = zip(leaves, _are_of_params(inner.init, params), strict=True)
-        return QuantizedState(treedef.unflatten([x if own else quantized(x) for x, own in pairs]))
+        state = inner.init(params)
+        leaves, treedef = flatten(state)
+        kept = map(operator.or_, _are_of_params(inner.init, params), _are_smaller(state, params))
+        pairs = zip(leaves, kept, strict=True)
+        return QuantizedState(treedef.unflatten([x if keep else quantized(x) for x, keep in pairs]))
 
     def update(
         updates: Any, state: QuantizedState, params: Any = None, **extra: Any
@@ -114,6 +119,24 @@ def _is_blocks(x: Any) -> bool:
 
 def _dense(x: Any) -> Any:
     return materialize_array(x) if _is_blocks(x) else x
+
+
+def _are_smaller(state: Any, params: Any) -> list[bool]:
+    """For each leaf of a state, whether it is smaller than the parameter that it is of.
+
+    Its own path has that of the parameter in it, the longest of those that it has. (The paths in lists
+    and tuples, which states are too, may be ambiguous: then it has to be smaller than all of them.)
+    """
+    sizes = {path: np.size(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+    def size_of_param(path: tuple[Any, ...]) -> int:
+        ends = range(len(path) + 1)
+        found = sizes.keys() & {path[i:j] for i in ends for j in ends[i:]}
+        longest = max(map(len, found), default=0)
+        return min((sizes[part] for part in found if len(part) == longest), default=0)
+
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [np.size(x) < size_of_param(path) for path, x in leaves]
 
 
 def _are_of_params(init: Callable[[Any], Any], params: Any) -> list[bool]:

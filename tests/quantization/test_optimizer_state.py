@@ -198,6 +198,64 @@ def test_gradients_that_are_not_finite():
     assert np.isnan(updates["w"]).sum() == 1
 
 
+FACTORED = {
+    "adafactor": lambda rate: optax.adafactor(rate, min_dim_size_to_factor=16),
+    "with momentum": lambda rate: optax.adafactor(rate, min_dim_size_to_factor=16, momentum=0.9),
+    "sm3": optax.sm3,
+    "adam": optax.adam,
+    "masked": lambda rate: optax.masked(optax.adafactor(rate, min_dim_size_to_factor=16), True),
+    "flat": lambda rate: optax.flatten(optax.adam(rate)),
+}
+
+
+@pytest.mark.parametrize("name", few(FACTORED, "with momentum", "sm3", "flat"))
+def test_statistics_smaller_than_their_parameter_stay_as_they_are(name):
+    """Few bytes beside it, and each of their numbers counts for a whole row of it."""
+    params = {
+        "stack": normal((3, 4096, 16)),  # whose means are 3 times 4096
+        "nested": {"matrix": normal((4096, 32))},
+        "vector": normal(4096),  # whose moments have the shape of the means of rows of the matrix
+    }
+    sizes = {"stack": 3 * 4096 * 16, "matrix": 4096 * 32, "vector": 4096}
+    state = hki.quantized_state(FACTORED[name](1e-2), "int8").init(params).inner
+    is_blocks = lambda x: isinstance(x, hki.QuantizedBlocks)  # noqa: E731
+    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_blocks):
+        (of, *_) = [size for key, size in sizes.items() if f"'{key}'" in str(path)] or [4096]
+        assert is_blocks(x) == (x.size >= of), (path, x)
+
+
+def test_moments_of_parameters_in_a_list():
+    params = [normal((128, 128)), normal((64, 64)), normal((64, 64))]
+    state = hki.quantized_state(optax.chain(optax.adam(1e-2), optax.trace(0.9)), "int8").init(
+        params
+    )
+    held = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, hki.QuantizedBlocks))
+    assert sum(isinstance(x, hki.QuantizedBlocks) for x in held) == 3 * len(params)
+
+
+def test_factored_statistics_train_as_without():
+    """Inputs of very different sizes: a rounded mean spoils the steps of a whole row."""
+    scale = np.exp(2 * normal(4096))
+    scale /= np.sqrt(np.mean(scale**2))
+    w = normal((4096, 16), 1) / 64
+
+    def losses(optimizer):
+        def step(carry, key):
+            params, state = carry
+            x = jax.random.normal(key, (32, 4096)) * scale
+            value, grads = jax.value_and_grad(lambda v: jnp.mean((x @ (v - w)) ** 2))(params)
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), value
+
+        start = jnp.asarray(normal((4096, 16), 2) / 64)
+        keys = jax.random.split(jax.random.key(0), 100)
+        return jax.jit(lambda: jax.lax.scan(step, (start, optimizer.init(start)), keys)[1])()
+
+    optimizer = FACTORED["adafactor"](0.02)
+    got, want = losses(hki.quantized_state(optimizer, "int4")), losses(optimizer)
+    np.testing.assert_allclose(np.mean(got[-20:]), np.mean(want[-20:]), rtol=1e-3)
+
+
 def test_with_what_is_frozen():
     params = {"w": hki.LoRA(normal((64, 64)), normal((64, 64), 1), normal((64, 64), 2))}
     optimizer = hki.freeze_declared(hki.quantized_state(optax.adam(1e-2), "int8"))
