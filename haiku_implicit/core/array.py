@@ -392,9 +392,9 @@ def _check_decorated(cls: type) -> None:
         ]
         if fields:
             raise TypeError(
-                f"the fields {', '.join(fields)} of {base.__name__} are annotated, but the class is not "
-                "a dataclass. Write @dataclasses.dataclass above it (and ClassVar[...] for what belongs "
-                "to the class)"
+                f"the fields {', '.join(fields)} of {base.__name__} are annotated, but the class is "
+                "not a dataclass. Write @dataclasses.dataclass above it (and ClassVar[...] for what "
+                "belongs to the class)"
             )
 
 
