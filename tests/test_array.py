@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from typing import Any
+from typing import Any, ClassVar
 
 import chex
 import cloudpickle
@@ -252,6 +252,46 @@ def test_the_decorator_leaves_repr_equality_and_hash_alone(keywords):
     a, b = Own(jnp.ones((2, 3))), Own(jnp.ones((2, 3)))
     assert repr(a) == "Own(float32[2,3], x=float32[2,3])"
     assert a == a and a != b and len({a, b}) == 2
+
+
+def test_a_class_that_is_not_a_dataclass_says_so():
+    class Bare(hki.ImplicitArray):
+        u: jax.Array
+        v: "jax.Array"
+        tag: str = hki.aux_field(default="")
+        FACTOR: ClassVar[float] = 2.0
+
+        def materialize(self):
+            return self.u * self.v
+
+    class WithInit(Bare):
+        def __init__(self, u):
+            self.u = u
+
+    @dataclasses.dataclass
+    class Child(Bare):
+        w: Any = None
+
+    message = r"fields u, v, tag of Bare .*@dataclasses\.dataclass.* ClassVar"
+    for make in (
+        lambda: Bare(jnp.ones(2), jnp.ones(2)),
+        lambda: Bare(u=jnp.ones(2), v=jnp.ones(2)),
+        lambda: Bare(),
+        lambda: WithInit(jnp.ones(2)),
+        lambda: Child(jnp.ones(2)),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make()
+
+
+def test_a_class_without_fields_of_its_own_needs_no_decorator():
+    class Narrower(hki.LoRA):
+        w: hki.QuantizedMatrix  # an inherited field
+        default_dtype: Any = jnp.float32
+        LIMIT: "ClassVar[int]" = 3
+
+    w = Narrower(jnp.ones((3, 2)), jnp.ones((3, 1)), jnp.ones((1, 2)))
+    np.testing.assert_array_equal(hki.materialize(w), 2 * np.ones((3, 2)))
 
 
 def test_a_type_may_have_its_own_repr_equality_and_hash():

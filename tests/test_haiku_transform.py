@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
+import optax
 import pytest
 
 import haiku_implicit as hki
+from tests.cases import CASES
 from tests.haiku_models import MODELS, RNG, TOLERANCE, X, case, noise, quick_jit, with_lora
+from tests.tiers import few
 
 
 def with_int4(params):
@@ -388,3 +391,48 @@ def test_optimize_rng_use_and_dropout():
     t = hki.transform_implicit(plain)
     params = with_lora(plain.init(RNG, X))
     close(t.apply(params, RNG, X), plain.apply(hki.materialize(params), RNG, X))
+
+
+# --- averages of parameters ------------------------------------------------------------------------
+
+
+def dense_averages(values, decay=0.2, zero_debias=True):
+    """What `hk.EMAParamsTree` gives for a sequence of dense arrays."""
+    hidden, found = 0.0, []
+    for i, value in enumerate(values, 1):
+        hidden = hidden * decay + np.asarray(value) * (1 - decay)
+        found.append(hidden / (1 - decay**i) if zero_debias else hidden)
+    return found
+
+
+@pytest.mark.usefixtures("may_be_dense")
+@pytest.mark.parametrize("kind", few(["lora", "int8", "zeros", "outer"], "lora"))
+def test_averages_of_parameters_keep_the_type_of_their_state(kind):
+    ema = hki.transform_implicit(
+        hk.without_apply_rng(hk.transform_with_state(lambda tree: hk.EMAParamsTree(0.2)(tree)))
+    )
+    trees = [{"linear": {"w": CASES[kind](seed)}} for seed in range(4)]
+    wanted = dense_averages([hki.materialize(tree["linear"]["w"]) for tree in trees])
+    _, state = ema.init(None, trees[0])
+    first = jax.tree.structure(state)
+    for tree, want in zip(trees, wanted, strict=True):
+        average, state = ema.apply(state=state, params=None, tree=tree)
+        np.testing.assert_allclose(hki.materialize(average)["linear"]["w"], want, rtol=1e-5)
+        assert jax.tree.structure(state) == first
+
+    def step(state, tree):
+        average, state = ema.apply(None, state, tree)
+        return state, hki.materialize(average)["linear"]["w"]
+
+    stacked = {
+        "linear": {"w": jax.tree.map(lambda *x: jnp.stack(x), *(t["linear"]["w"] for t in trees))}
+    }
+    _, found = jax.lax.scan(step, ema.init(None, trees[0])[1], stacked, length=4)
+    np.testing.assert_allclose(found, np.stack(wanted), rtol=1e-5)
+
+
+def test_averages_of_factors_are_taken_leaf_by_leaf():
+    trainable, other = (hki.partition({"w": CASES["lora"](seed)})[0] for seed in (0, 1))
+    average = optax.incremental_update(other, trainable, 0.25)
+    assert jax.tree.structure(average) == jax.tree.structure(trainable)
+    close(average["w"].a, 0.25 * other["w"].a + 0.75 * trainable["w"].a)

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, Union
@@ -154,6 +155,10 @@ class ImplicitArray(abc.ABC):
     dtype: Any = dataclasses.field(
         default=_Inferred("dtype", _as_dtype), kw_only=True, metadata=_STATIC
     )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        _names(cls)  # raises for a class without its decorator; a constructor would not know why
+        return super().__new__(cls)
 
     def __init_subclass__(
         cls,
@@ -375,6 +380,7 @@ def _names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
     This can't be done in `__init_subclass__`, which runs before `@dataclass`.
     """
+    _check_decorated(cls)
     data: list[str] = []
     aux: list[str] = []
     for field in dataclasses.fields(cls):
@@ -383,6 +389,25 @@ def _names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
         else:
             (aux if field.metadata.get(_AUX) else data).append(field.name)
     return tuple(data), tuple(aux)
+
+
+def _check_decorated(cls: type) -> None:
+    """Raises for annotated fields that no decorator has made fields."""
+    known = {f.name for f in dataclasses.fields(cls)} | {*dir(ImplicitArray)}
+    for base in cls.__mro__:
+        if not issubclass(base, ImplicitArray) or "__dataclass_fields__" in base.__dict__:
+            continue
+        fields = [
+            name
+            for name, kind in inspect.get_annotations(base).items()
+            if name not in known and "ClassVar" not in str(kind)
+        ]
+        if fields:
+            raise TypeError(
+                f"the fields {', '.join(fields)} of {base.__name__} are annotated, but the class is "
+                "not a dataclass. Write @dataclasses.dataclass above it (and ClassVar[...] for what "
+                "belongs to the class)"
+            )
 
 
 def data_names(cls: type) -> tuple[str, ...]:

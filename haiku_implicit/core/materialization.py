@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import math
 import os
+import re
 import threading
 import traceback
 import warnings
@@ -44,7 +45,8 @@ class Materialization:
       nbytes: the bytes of the dense array; a symbolic length (`jax.export`) counts as one.
       file: the file of the user's own line that led to the primitive.
       line: that line's number.
-      module: the path of the Haiku module (JAX's name stack), `''` outside any.
+      module: the path of the Haiku module (JAX's name stack, without transformations), `''` outside
+        any.
       quiet: whether the type says that it is not worth a warning.
       reason: why it had to be dense; `''` if no rule handles it.
     """
@@ -91,12 +93,14 @@ class MaterializationReport:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[object, ...], tuple[Materialization, int]] = {}
+        self._lock = threading.Lock()
 
     def add(self, event: Materialization) -> None:
         """Counts one event."""
         key = (*event.place, event.module, event.shape, event.dtype)
-        _, count = self._counts.get(key, (event, 0))
-        self._counts[key] = (event, count + 1)
+        with self._lock:  # threads with a copied context share the report
+            _, count = self._counts.get(key, (event, 0))
+            self._counts[key] = (event, count + 1)
 
     def __iter__(self) -> Iterator[tuple[Materialization, int]]:
         return iter(self._counts.values())
@@ -139,17 +143,18 @@ class MaterializationReport:
 
 
 _policy: contextvars.ContextVar[Policy] = contextvars.ContextVar("policy", default="warn")
+# The reports that are open.
+_reports: contextvars.ContextVar[tuple[MaterializationReport, ...]]
+_reports = contextvars.ContextVar("reports", default=())
 
 
-class _Sinks(threading.local):
-    """Per thread: the log of the retrace under way, and the reports that are open."""
+class _Retrace(threading.local):
+    """Per thread: the log of the retrace under way."""
 
-    def __init__(self) -> None:
-        self.log: list[Materialization] | None = None
-        self.reports: list[MaterializationReport] = []
+    log: list[Materialization] | None = None
 
 
-_sinks = _Sinks()
+_retrace = _Retrace()
 
 
 @contextlib.contextmanager
@@ -157,6 +162,11 @@ def materialization(policy: Policy) -> Iterator[None]:
     """Sets what happens when an implicit array is materialized in a `with` block.
 
     It acts when a function is *traced*. A jitted function that was traced before is not affected.
+
+    A thread that is started in the block begins with the default, as JAX's own settings do. To take the
+    policy along, start it with `contextvars.copy_context().run` as its target and the function as the
+    first of its `args`; of a pool, `pool.submit(contextvars.copy_context().run, fun, ...)`.
+    (`asyncio.to_thread` does so by itself.)
 
     Args:
       policy: `'allow'` says nothing; `'warn'` (the default outside any block) gives a
@@ -188,6 +198,8 @@ def materialization(policy: Policy) -> Iterator[None]:
 def materialization_report() -> Iterator[MaterializationReport]:
     """Collects what is materialized within a `with` block, whatever the policy.
 
+    It counts what this thread traces; for others see `materialization`.
+
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
       >>> w = hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
@@ -197,32 +209,32 @@ def materialization_report() -> Iterator[MaterializationReport]:
       (1, 24)
     """
     report = MaterializationReport()
-    _sinks.reports.append(report)
+    _reports.set((*_reports.get(), report))
     try:
         yield report
     finally:
-        _sinks.reports.remove(report)
+        _reports.set(tuple(other for other in _reports.get() if other is not report))
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Materialization]]:
     """Collects events instead of delivering them, while a sub-jaxpr is retraced."""
-    outer, _sinks.log = _sinks.log, []
+    outer, _retrace.log = _retrace.log, []
     try:
-        yield _sinks.log
+        yield _retrace.log
     finally:
-        _sinks.log = outer
+        _retrace.log = outer
 
 
 def emit(event: Materialization) -> None:
     """Records an event, or, outside any retrace, delivers it: report, then warning or error."""
-    if _sinks.log is not None:
-        _sinks.log.append(event)
+    if _retrace.log is not None:
+        _retrace.log.append(event)
         return
     if not event.file:  # a library's function was wrapped as it is: the line that calls it
         file, line = _caller()
         event = dataclasses.replace(event, file=file or "<unknown>", line=line)
-    for report in _sinks.reports:
+    for report in _reports.get():
         report.add(event)
     policy = _policy.get()
     if policy == "allow" or (event.quiet and policy == "warn"):
@@ -311,7 +323,20 @@ def _here() -> tuple[str, int, str]:
     info = source_info_util.current()
     frames: list[Any] = [] if info.traceback is None else info.traceback.frames
     file, line = _first_own((f.file_name, f.line_num) for f in frames)
-    return file, line, str(info.name_stack)
+    return file, line, _module_path(str(info.name_stack))
+
+
+def _module_path(names: str) -> str:
+    """The names of modules in a name stack: `gpt/mlp` of `jit(step)/transpose(jvp(gpt))/mlp`."""
+    names, found = _FUNCTION.sub("", names), 1
+    while found:
+        names, found = _TRANSFORMED.subn(r"\1", names)
+    return "/".join(filter(None, names.split("/")))
+
+
+# What JAX writes for a jitted function, and for the names of what it transforms.
+_FUNCTION = re.compile(r"\bp?jit\([^()]*\)")
+_TRANSFORMED = re.compile(r"\w+\(([^()]*)\)")
 
 
 def _caller() -> tuple[str, int]:

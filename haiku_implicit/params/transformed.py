@@ -8,7 +8,10 @@ from typing import Any, TypeVar
 import haiku as hk
 import jax
 
+from haiku_implicit.core import containers
+from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.eager import Facts, cached_implicit_args
+from haiku_implicit.core.interpreter import densify
 from haiku_implicit.core.transform import use_implicit_args
 
 AnyTransformed = (
@@ -22,7 +25,8 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
 
     `init` may return implicit arrays (made by a creator such as `lora_creator`, or with `box`), and
     `apply` takes them wherever it takes arrays: in the parameters, in the state (which may come back
-    changed, implicit or not) and in the inputs. The Haiku function itself notices nothing: it sees
+    changed, implicit or not; what is dense stays so where the implicit array would hold more) and in
+    the inputs. The Haiku function itself notices nothing: it sees
     arrays of the dense shape and dtype.
 
     The wrapped functions are functions of pytrees like Haiku's own; `jax.jit`, `jax.grad` and
@@ -76,7 +80,45 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
             "transform_implicit(hk.transform(f))"
         )
     wrap = _cached if cache else use_implicit_args
-    return type(t)(init=wrap(t.init), apply=jax.tree.map(wrap, t.apply))
+    has_state = isinstance(t, hk.TransformedWithState | hk.MultiTransformedWithState)
+
+    def wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
+        return _keeping_state_dense(wrap(apply)) if has_state else wrap(apply)
+
+    return type(t)(init=wrap(t.init), apply=jax.tree.map(wrap_apply, t.apply))
+
+
+def _keeping_state_dense(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of parameters and state whose new state is a carry of loops, if the old one is dense.
+
+    An average of a LoRA weight (`hk.EMAParamsTree`) starts dense, and is a sum of a dense array and
+    LoRA then: LoRA again, which holds more. So it would change its type with each step.
+    """
+
+    @functools.wraps(apply)
+    def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        out, new = apply(params, state, *args, **kwargs)
+        leaves, treedef = _leaves_by_path(new)
+        if not any(map(is_implicit, leaves.values())):
+            return out, new
+        old, _ = _leaves_by_path(state)
+        kept = (_as_dense(old.get(path), x) for path, x in leaves.items())
+        return out, treedef.unflatten(kept)
+
+    return wrapped
+
+
+def _leaves_by_path(tree: Any) -> tuple[dict[Any, Any], Any]:
+    opened = containers.opened(tree)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(opened, is_leaf=is_implicit)
+    return dict(leaves), treedef
+
+
+def _as_dense(old: Any, new: Any) -> Any:
+    """A new entry of the state, dense if the old one is, which holds less."""
+    if not isinstance(old, jax.Array) or not is_implicit(new) or new.nbytes <= old.nbytes:
+        return new
+    return densify(new, "set_state", "the state has a dense array in its place, which holds less")
 
 
 def _cached(fun: Callable[..., Any]) -> Callable[..., Any]:
