@@ -112,9 +112,11 @@ def check_type(
       ...     d: jax.Array
       ...     def materialize(self):
       ...         return self.d[..., None] * jnp.eye(self.d.shape[-1])
-      >>> report = check_type(lambda seed: Diagonal(jax.random.normal(jax.random.key(seed), (4,))))
-      >>> 'dot_general' in str(report)
-      True
+      >>> def make(seed):
+      ...     return Diagonal(jax.random.normal(jax.random.key(seed), (4,)))
+      >>> report = check_type(make, operations={'x @ w': lambda w: jnp.ones((2, 4)) @ w})
+      >>> [event.primitive for event, count in report][0]
+      'dot_general'
     """
     every = OPERATIONS if operations is None else operations
     with materialization("allow"), materialization_report() as report:

@@ -9,10 +9,10 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.testing import OPERATIONS, check_type
 from tests.cases import CASES
-from tests.tiers import few
 
 
-@pytest.mark.parametrize("name", few(["lora", "zeros", "int8", "outer"], "lora"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "zeros", "int8", "outer"])
 def test_types_of_the_library(name):
     check_type(lambda seed: CASES[name](seed), rtol=1e-3, atol=1e-4)
 
