@@ -192,7 +192,15 @@ class Unknown:
     """Not a value that a file can hold."""
 
 
-@pytest.mark.parametrize("tag", [Unknown(), jnp.sin, frozenset([1]), (1, Unknown())], ids=str)
+TAGS = {
+    "object": Unknown(),
+    "function": jnp.sin,
+    "set": frozenset([1]),
+    "within a tuple": (1, Unknown()),
+}
+
+
+@pytest.mark.parametrize("tag", TAGS.values(), ids=TAGS)
 def test_other_static_metadata_is_an_error(tag):
     found = export.export(jax.jit(lambda w: w))(Tagged(X, tag))
     with pytest.raises(TypeError, match=r"Tagged\.tag: a file of jax.export cannot hold"):
