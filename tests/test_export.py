@@ -31,9 +31,8 @@ def exported(fun, *args):
 
 
 def static_quantized():
-    rule = QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True, tile_size=0.5)
     stats = QuantStats({"absmax": jnp.array([[2.0]])}, jnp.array(1.0), mode="fixed")
-    return hki.StaticQuantized.of(CASES["int8"](), stats, (rule,))
+    return hki.StaticQuantized.of(CASES["int8"]().with_activation("int8"), stats)
 
 
 def blocks():

@@ -3,30 +3,11 @@
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
-
-# Places that are the same for arrays of any rank.
-_PLACES: tuple[type, ...] = (type(None), jax.Device, SingleDeviceSharding)
-if hasattr(jax, "memory"):  # from JAX 0.8 on: the host's memory and the device's
-    _PLACES += (jax.memory.Space,)
-
-
-def _leaf_places(x: Any, place: Any) -> Any:
-    """Where each leaf of `x` goes when the dense array is to go to `place`."""
-    leaves = jax.tree.leaves(x)
-    if isinstance(place, _PLACES):
-        return [place] * len(leaves)
-    if not isinstance(place, NamedSharding):
-        return NotImplemented
-    specs = x.partition_spec(place.spec, place.mesh)
-    if specs is NotImplemented:
-        return NotImplemented
-    specs = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    return [NamedSharding(place.mesh, s, memory_kind=place.memory_kind) for s in specs]
+from haiku_implicit.core.sharding import leaf_places
 
 
 @primitive_handler("sharding_constraint")
@@ -40,7 +21,7 @@ def constrain(
     **params: Any,
 ) -> Any:
     """`jax.lax.with_sharding_constraint`: the same split, of the leaves."""
-    places = _leaf_places(x, sharding)
+    places = leaf_places(x, sharding)
     if places is NotImplemented or layout is not None or unconstrained_dims:
         return NotImplemented
     leaves, treedef = jax.tree_util.tree_flatten(x)
@@ -54,7 +35,7 @@ def put(primitive: Primitive, *operands: ArrayValue, devices: Any, **params: Any
     leaves: list[Any] = []
     expanded: dict[str, list[Any]] = {name: [] for name in ("devices", *params)}
     for i, (x, place) in enumerate(zip(operands, devices, strict=True)):
-        places = _leaf_places(x, place) if is_implicit(x) else [place]
+        places = leaf_places(x, place) if is_implicit(x) else [place]
         if places is NotImplemented:
             return NotImplemented
         own = jax.tree.leaves(x)

@@ -520,8 +520,11 @@ def dense_struct(x: Any) -> Any:
     if not is_implicit(x):
         return x
     leaves = jax.tree_util.tree_leaves(x)
-    split = any(compat.explicit_sharding(y) is not None for y in leaves)
-    sharding = compat.explicit_sharding(_materialized_struct(x)) if split else None
+    # The sharding of the dense array is a part of its type, also where it is not split. An array
+    # without leaves is where `jnp.zeros` would be.
+    explicit = any(compat.explicit_sharding(y) is not None for y in leaves)
+    explicit = explicit or (not leaves and compat.in_explicit_mesh())
+    sharding = compat.explicit_sharding(_materialized_struct(x)) if explicit else None
     return compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves, sharding=sharding)
 
 

@@ -1,5 +1,6 @@
 """Differences between the supported JAX versions. No other module looks at versions."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -12,6 +13,9 @@ Primitive = jax.extend.core.Primitive
 # For `jax.jit(inline=)`: puts the equations into the jaxpr, without a call. From JAX 0.12 on True
 # inlines only at a later stage.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+# What `jax.jit` has for an operand or a result without a sharding of its own.
+UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].default
 
 
 def bind(primitive: Primitive, args: Any, params: dict[str, Any]) -> list[Any]:
@@ -65,6 +69,23 @@ def _find_pvary() -> list[Primitive]:
     return [e.primitive for e in inner.eqns if e.primitive is not jax.lax.mul_p]
 
 
+def _find_reshards() -> list[Primitive]:
+    """The primitives that change how an array is sharded over explicit axes of a mesh."""
+    axis_types = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.sharding.AbstractMesh((1,), ("i",), axis_types=axis_types)
+    whole, split = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis)) for axis in (None, "i")
+    )
+
+    def fun(x: jax.Array) -> jax.Array:
+        x = jax.sharding.reshard(x, split)
+        return jax.sharding.auto_axes(jnp.sin, axes=("i",), out_sharding=whole)(x)
+
+    one = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=whole)
+    primitives = {e.primitive for e in jax.make_jaxpr(fun)(one).eqns}
+    return sorted(primitives - {jax.lax.sin_p}, key=str)
+
+
 _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 remat_p = _primitive_of(jax.checkpoint(lambda x: x * 2), _SCALAR)
@@ -75,6 +96,8 @@ ragged_dot_general_p = _primitive_of(
     jax.ShapeDtypeStruct((1, 1, 1), jnp.float32),
     jax.ShapeDtypeStruct((1,), jnp.int32),
 )
+# Before JAX 0.8 `auto_axes` has one of its own.
+RESHARDS = _find_reshards()
 add_any_p = jax.extend.core.primitives.add_jaxvals_p
 
 # Primitives that return their one operand unchanged.
@@ -115,21 +138,26 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def explicit_sharding(x: Any) -> jax.sharding.NamedSharding | None:
-    """The sharding in the type of an array or a `jax.ShapeDtypeStruct`.
+    """The sharding in the type of an array or a `jax.ShapeDtypeStruct`, split or not.
 
-    None if it is not split, or only over axes that are left to XLA (no mesh axis is `Explicit`).
+    None if it is on no mesh, or on one whose axes are all left to XLA (none of them is `Explicit`).
     """
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return None
-    return if_explicit((x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)).sharding)
+    about: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return about.sharding if is_explicit(about.sharding) else None
 
 
-def if_explicit(sharding: Any) -> jax.sharding.NamedSharding | None:
-    """The sharding if it splits over explicit axes of a mesh, else None."""
+def in_explicit_mesh() -> bool:
+    """Whether the current mesh (`jax.set_mesh`) has axes that are a part of arrays' types."""
+    return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def is_explicit(sharding: Any) -> bool:
+    """Whether a sharding is on a mesh with axes that are a part of arrays' types."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
-        return None
-    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-    return sharding if explicit and any(entry is not None for entry in sharding.spec) else None
+        return False
+    return jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
 
 
 def struct(

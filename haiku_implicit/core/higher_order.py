@@ -21,6 +21,7 @@ from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import Carried, dense_struct, flatten, is_implicit, num_batch_axes
 from haiku_implicit.core.interpreter import HIGHER_ORDER, densify, interpret, materialize_array
 from haiku_implicit.core.retrace import Retraced, Run, interpreted, retrace
+from haiku_implicit.core.sharding import leaf_places
 
 Operands = list[Any]
 Params = dict[str, Any]
@@ -55,30 +56,76 @@ def call(operands: Operands, params: Params) -> list[Any]:
 def jit(operands: Operands, params: Params) -> list[Any]:
     """`jax.jit`: a jitted call of the interpreted function, under its own name."""
     closed = params["jaxpr"]
-    operands = list(map(_constrain, operands, params["in_shardings"]))
+    consts = list(closed.consts)
     options = tuple(params[name] for name in ("inline", "keep_unused", "compiler_options_kvs"))
-    fun = _jitted(interpreted(closed.jaxpr, operands), params["name"], *options)
-    out, log = fun(list(closed.consts), operands)
+    places = _leaf_shardings(operands, params["in_shardings"])
+    if places is not None:
+        _, treedef = flatten((consts, operands))
+        places = treedef, (*[compat.UNSPECIFIED] * len(consts), *places)
+    fun = _jitted(interpreted(closed.jaxpr, operands), params["name"], *options, places)
+    out, log = fun(consts, operands)
     events.replay(log.value, of_library=events.is_of_jax(closed.jaxpr))
-    return list(map(_constrain, out, params["out_shardings"]))
+    places = _leaf_shardings(out, params["out_shardings"])
+    if places is None:
+        return list(out)
+    leaves, treedef = flatten(out)
+    return treedef.unflatten(_putting(places)(leaves))
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(run: Run, name: str, inline: Any, keep_unused: bool, options: Any) -> Any:
+def _jitted(
+    run: Run, name: str, inline: Any, keep_unused: bool, options: Any, places: Any = None
+) -> Any:
     def named(consts: list[Any], operands: Operands) -> tuple[list[Any], Carried]:
         return run(consts, operands)
 
     named.__name__ = named.__qualname__ = name
+    where = {} if places is None else dict(in_shardings=places[0].unflatten(places[1]))
     return jax.jit(
-        named, inline=inline, keep_unused=keep_unused, compiler_options=dict(options) or None
+        named,
+        inline=inline,
+        keep_unused=keep_unused,
+        compiler_options=dict(options) or None,
+        **where,
     )
 
 
-def _constrain(x: Any, sharding: Any) -> Any:
-    """Applies one of the `in_shardings` or `out_shardings` of an inner jit to a dense value."""
-    if is_implicit(x) or not isinstance(sharding, jax.sharding.Sharding):
-        return x
-    return jax.lax.with_sharding_constraint(x, sharding)
+def _leaf_shardings(values: list[Any], shardings: Any) -> tuple[Any, ...] | None:
+    """`in_shardings` or `out_shardings` of a jit for the leaves of its values; None if it has none."""
+    if not any(isinstance(s, jax.sharding.Sharding) for s in shardings):
+        return None
+    found: list[Any] = []
+    for x, sharding in zip(values, shardings, strict=True):
+        places = leaf_places(x, sharding) if is_implicit(x) else [sharding]
+        if places is NotImplemented:
+            # Not specified, or not possible for the type: where its leaves lie changes no number.
+            places = [compat.UNSPECIFIED] * len(jax.tree_util.tree_leaves(x))
+        found += places
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _putting(places: tuple[Any, ...]) -> Any:
+    return jax.jit(lambda leaves: leaves, out_shardings=list(places))
+
+
+def _reshard(primitive: compat.Primitive, operands: Operands, params: Params) -> Any:
+    """`jax.sharding.reshard`, over explicit mesh axes: the leaves, as the type's `partition_spec` says.
+
+    Not a rule, because a rule is traced on dense parts, and these are not in the new mesh yet.
+    """
+    (x,) = operands
+    places = leaf_places(x, params["dst_sharding"])
+    if places is NotImplemented:
+        return NotImplemented
+    leaves, treedef = flatten(x)
+    pairs = zip(leaves, places, strict=True)
+    new = [primitive.bind(leaf, **params | dict(dst_sharding=place)) for leaf, place in pairs]
+    return [treedef.unflatten(new)]
+
+
+for _primitive in compat.RESHARDS:
+    HIGHER_ORDER[_primitive] = functools.partial(_reshard, _primitive)
 
 
 @_handles(compat.remat_p)

@@ -25,6 +25,7 @@ from haiku_implicit.core.array import (
 )
 from haiku_implicit.core.bind import bind
 from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
+from haiku_implicit.core.sharding import in_type
 
 Params = dict[str, Any]
 
@@ -72,7 +73,7 @@ def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         with events.errors_say_where(eqn.primitive.name):
             results = apply(eqn.primitive, operands, eqn.params)
         _check_results(eqn, operands, results)
-        return results
+        return list(map(_in_type, results, eqn.outvars))
     if are_literals(eqn, operands):
         return fold(eqn, operands)
     return bind(eqn.primitive, operands, eqn.params)
@@ -208,6 +209,11 @@ def _check_results(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any
         f"a rule for {eqn.primitive.name} of {', '.join(map(_kind, operands))} returned {got}; "
         f"expected arrays, dense or implicit: {', '.join(map(short, avals))}"
     )
+
+
+def _in_type(y: Any, var: Var) -> Any:
+    """A result, sharded over explicit mesh axes as that of dense operands is."""
+    return y if is_implicit(y) else in_type(y, getattr(var.aval, "sharding", None))
 
 
 def _fits(y: Any, aval: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Meshes with explicit axes, whose shardings are a part of arrays' types.
+"""Where arrays lie: the shardings of leaves, and meshes with explicit axes.
 
-Products with codes cut axes into blocks and groups, for which JAX has no sharding rule. So they leave
-explicit axes to XLA's partitioner, as if they were of type `Auto`. Only the result is sharded
-explicitly, as the result of the dense product is.
+Shardings over explicit axes are a part of arrays' types. Products with codes cut axes into blocks and
+groups, for which JAX has no sharding rule. So they leave explicit axes to XLA's partitioner, as if they
+were of type `Auto`. Only the result is sharded explicitly, as the result of the dense product is.
 """
 
 import functools
@@ -10,10 +10,51 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, dense_struct, is_implicit
+
+# Places that are the same for arrays of any rank.
+_PLACES: tuple[type, ...] = (type(None), jax.Device, SingleDeviceSharding)
+if hasattr(jax, "memory"):  # from JAX 0.8 on: the host's memory and the device's
+    _PLACES += (jax.memory.Space,)
+
+
+def leaf_places(x: Any, place: Any) -> Any:
+    """Where each leaf of an implicit array goes when the dense array is to go to a place.
+
+    Args:
+      x: an implicit array.
+      place: a sharding, a device, a memory, or None.
+
+    Returns:
+      A list of places, or `NotImplemented` where the type's `partition_spec` returns that, and for a
+      sharding of another kind.
+    """
+    leaves = jax.tree.leaves(x)
+    if isinstance(place, _PLACES):
+        return [place] * len(leaves)
+    if not isinstance(place, NamedSharding):
+        return NotImplemented
+    specs = x.partition_spec(place.spec, place.mesh)
+    if specs is NotImplemented:
+        return NotImplemented
+    specs = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    padded = (padded_spec(s, np.ndim(y)) for s, y in zip(specs, leaves, strict=True))
+    kind = place.memory_kind
+    return [NamedSharding(place.mesh, PartitionSpec(*s), memory_kind=kind) for s in padded]
+
+
+def in_type(x: Any, sharding: Any) -> Any:
+    """A dense array whose type has this sharding, if that is over explicit axes."""
+    if not compat.is_explicit(sharding):
+        return x
+    wanted, own = padded_spec(sharding.spec, np.ndim(x)), compat.explicit_sharding(x)
+    if own is not None and padded_spec(own.spec, np.ndim(x)) == wanted:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*wanted)))
 
 
 def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> Any:
@@ -30,12 +71,17 @@ def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> An
     Raises:
       The error that JAX raises for dense operands if it can't tell how the result is sharded.
     """
-    split = [compat.if_explicit(params.get("out_sharding"))]
-    split += map(compat.explicit_sharding, jax.tree.leaves(operands))
-    if not any(split):
+    if not is_split([params.get("out_sharding"), operands]):
         return None
     bind = functools.partial(primitive.bind, **params)
     return jax.eval_shape(bind, *map(dense_struct, operands)).sharding
+
+
+def is_split(tree: Any) -> bool:
+    """Whether any of the arrays and shardings in a tree is split over explicit axes."""
+    leaves = jax.tree.leaves(tree)
+    found = (x if compat.is_explicit(x) else compat.explicit_sharding(x) for x in leaves)
+    return any(entry is not None for s in found if s is not None for entry in s.spec)
 
 
 def left_to_partitioner(fun: Callable[..., jax.Array], sharding: Any) -> Callable[..., jax.Array]:

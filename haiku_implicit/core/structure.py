@@ -15,7 +15,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from haiku_implicit.core import compat, interpreter
-from haiku_implicit.core.array import flatten, flatten_one_level, is_implicit
+from haiku_implicit.core.array import dense_struct, flatten, flatten_one_level, is_implicit
+from haiku_implicit.core.sharding import in_type
 
 
 def structure(x: Any) -> Any:
@@ -45,7 +46,10 @@ def join(a: Any, b: Any) -> Any:
         (parts_a, def_a), (parts_b, def_b) = flatten_one_level(a), flatten_one_level(b)
         if def_a == def_b and all(map(_same_dense, parts_a, parts_b)):
             return def_a.unflatten(map(join, parts_a, parts_b))
-    return compat.struct(a.shape, a.dtype, like=jax.tree_util.tree_leaves((a, b)))
+    # A constant is not in a mesh: it is put where the other one is.
+    sharding = next(filter(None, map(compat.explicit_sharding, map(dense_struct, (a, b)))), None)
+    leaves = jax.tree_util.tree_leaves((a, b))
+    return compat.struct(a.shape, a.dtype, like=leaves, sharding=sharding)
 
 
 def coerce(x: Any, target: Any, name: str, reason: str = "") -> Any:
@@ -59,11 +63,10 @@ def coerce(x: Any, target: Any, name: str, reason: str = "") -> Any:
     """
     if not is_implicit(x):
         # Carries of a loop must agree in being weakly typed, too: they are not.
-        return compat.vary_like(jnp.asarray(x, target.dtype), [target])
+        return _like(x, target)
     if not is_implicit(target):
         reason = reason or f"it meets values of other types in {name!r}"
-        x = jnp.asarray(interpreter.densify(x, name, reason), target.dtype)
-        return compat.vary_like(x, [target])
+        return _like(interpreter.densify(x, name, reason), target)
     if same(x, target):
         return x
     parts, treedef = flatten_one_level(x)
@@ -71,6 +74,12 @@ def coerce(x: Any, target: Any, name: str, reason: str = "") -> Any:
     return treedef.unflatten(
         [coerce(part, to, name, reason) for part, to in zip(parts, targets, strict=True)]
     )
+
+
+def _like(x: Any, target: Any) -> jax.Array:
+    """A dense value in the dtype of a struct, and where it is in a mesh."""
+    x = in_type(jnp.asarray(x, target.dtype), target.sharding)
+    return compat.vary_like(x, [target])
 
 
 class Coerce:

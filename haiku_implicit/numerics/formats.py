@@ -333,7 +333,17 @@ def dequantize(
 def by_rows(scale: jax.Array, rows: int) -> jax.Array:
     """A scale for each row, of one for each tile of rows."""
     tiles = scale.shape[-2]
-    return scale if tiles == rows else jnp.repeat(scale, rows // tiles, axis=-2)
+    return scale if tiles == rows else repeated(scale, rows // tiles, scale.ndim - 2)
+
+
+def repeated(x: jax.Array, count: int, axis: int) -> jax.Array:
+    """Each element of an axis, so many times; also where that axis is split over a mesh.
+
+    (There `jnp.repeat` asks for `out_sharding`, which it does not have in all versions of JAX.)
+    """
+    before, after = x.shape[: axis + 1], x.shape[axis + 1 :]
+    x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*before, count, *after))
+    return x.reshape(*before[:-1], before[-1] * count, *after)
 
 
 def nearest(relative: jax.Array, fmt: Format) -> jax.Array:

@@ -215,7 +215,7 @@ def expand(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A scale, repeated for the elements of each tile; axes of length one stay so."""
     for axis, (have, want) in enumerate(zip(scale.shape, shape, strict=True)):
         if have not in (1, want):
-            scale = jnp.repeat(scale, want // have, axis=axis)
+            scale = formats.repeated(scale, want // have, axis)
     return scale
 
 

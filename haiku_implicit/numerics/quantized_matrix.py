@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field, is_implicit
 from haiku_implicit.core.dense import dense
-from haiku_implicit.core.sharding import left_to_partitioner
+from haiku_implicit.core.sharding import is_split, left_to_partitioner, padded_spec
 from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats, scales
 from haiku_implicit.numerics.encoding import Encoded, encode_rows
@@ -288,9 +288,9 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
 
     def materialize(self) -> jax.Array:
         of_codes = compat.explicit_sharding(self.codes)
-        if of_codes is None:
+        if of_codes is None or not is_split(self):
             return self._decoded()
-        spec = [*of_codes.spec, *[None] * (self.ndim - len(of_codes.spec))]
+        spec = list(padded_spec(of_codes.spec, self.ndim))
         if self.axis == -2:  # the codes of `[..., n, m]` are `[..., m, n]`
             spec[-2:] = spec[:-3:-1]
         sharding = NamedSharding(of_codes.mesh, PartitionSpec(*spec))
@@ -317,8 +317,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
         """Batch axes and rows split as they are, the grouped axis between groups."""
-        lead, core = _padded_spec(spec, self.ndim)
-        rows, along = core if self.axis == -1 else core[::-1]
+        *lead, n, m = padded_spec(spec, self.ndim)
+        rows, along = (n, m) if self.axis == -1 else (m, n)
         scale_rows, scale_along = rows, along
         parts = _num_parts(along, mesh)
         if parts > 1 and (self.padding or self.num_groups % parts):
@@ -415,12 +415,6 @@ def _stored_as(scale: Any) -> str:
     if is_implicit(scale):
         return "e4m3" if scale.format == "fp8_e4m3" else "double"
     return "e8m0" if scale.dtype.name == "float8_e8m0fnu" else scale.dtype.name
-
-
-def _padded_spec(spec: Any, ndim: int) -> tuple[list[Any], list[Any]]:
-    """The entries of a partition spec for the batch axes, and for the two axes of the matrix."""
-    entries = [*spec, *[None] * (ndim - len(spec))]
-    return entries[:-2], entries[-2:]
 
 
 def _num_parts(entry: Any, mesh: Any) -> int:

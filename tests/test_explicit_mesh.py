@@ -1,0 +1,248 @@
+"""Every implicit type on a mesh with explicit axes, where shardings are a part of arrays' types.
+
+What `jax.make_mesh` makes by default. The programs have two devices and a process of their own, as JAX
+has one number of them for a process.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+HEAD = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, haiku as hk, haiku_implicit as hki
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.cases import CASES, make_quantized
+
+use = hki.use_implicit_args
+mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Explicit,))
+set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
+failures = []
+
+def at(*spec, mesh=mesh):
+    return NamedSharding(mesh, P(*spec))
+
+def outcome(fun, *args):
+    try:
+        return fun(*args)
+    except Exception as e:
+        return e
+
+def compare(label, got, want):
+    "Dense results: the same numbers, sharded the same; an error where the dense twin raises one."
+    if isinstance(want, Exception):
+        if not isinstance(got, Exception):
+            failures.append(f"{label}: {jax.typeof(got)}, expected {type(want).__name__}")
+        return
+    if isinstance(got, Exception):
+        failures.append(f"{label}: {type(got).__name__}: {str(got)[:300]}")
+        return
+    for a, b in zip(jax.tree.leaves(hki.materialize(got)), jax.tree.leaves(want), strict=True):
+        if not np.allclose(a, b, rtol=1e-4, atol=1e-5):
+            failures.append(f"{label}: {a}, expected {b}")
+        # A constant is not in a mesh.
+        in_mesh = not (isinstance(got, hki.ImplicitArray) and not jax.tree.leaves(got))
+        if in_mesh and jax.typeof(a).sharding.spec != jax.typeof(b).sharding.spec:
+            failures.append(f"{label}: {jax.typeof(a)}, expected {jax.typeof(b)}")
+
+"""
+
+FUNCTIONS = """
+def scan(w, x):
+    return jax.lax.scan(lambda c, _: (jnp.sin(c @ w), c), x, None, length=2)
+
+def write(w, x):
+    return jax.lax.dynamic_update_slice(x, w, (0, 0))
+
+def loss(x, w):
+    return jnp.sin(x @ w).sum()
+
+ids = jnp.array([1, 0, 3, 3])
+FEW = dict(
+    product=lambda w, x: x @ w,
+    other_way=lambda w, x: w @ x,
+    by_x=lambda w, x: jax.grad(loss)(x, w),
+    scan=scan,
+    write=write,
+)
+MORE = dict(
+    heads=lambda w, x: (x @ w).reshape(4, 2, 2),
+    two_axes=lambda w, x: jnp.einsum("bsk,kn->bsn", jnp.stack([x, x], 1), w),
+    transposed=lambda w, x: jax.nn.relu(x @ w.T) @ w,
+    vmap=lambda w, x: jax.vmap(lambda row: jnp.sin(row @ w))(x),
+    jitted=lambda w, x: jax.jit(lambda w, x: jnp.sin(x @ w))(w, x),
+    checkpoint=lambda w, x: jax.grad(jax.checkpoint(loss))(x, w),
+    elementwise=lambda w, x: jnp.exp(w * 2 + 1) * x,
+    sharded=lambda w, x: jnp.einsum("bk,kn->bn", x, w, out_sharding=P("m")),
+    resharded=lambda w, x: jax.sharding.reshard(w, P(None, "m")) * 2,
+    rows=lambda w, x: w.at[ids].get(out_sharding=P("m")),
+    random=lambda w, x: jax.random.gamma(jax.random.key(0), jnp.exp(w)),
+)
+
+cases = dict(CASES)
+from tests.cases import Case
+cases["int4 double"] = Case(
+    lambda k, s: hki.QuantizedMatrix.quantize(jax.random.normal(k, s), "int4", 2, scale_dtype="double")
+)
+few = "lora of int4", "int4 double", "zeros"
+quick = sys.argv[1] == "few"
+functions = FEW if quick else FEW | MORE
+on_dense = {label: jax.jit(fun) for label, fun in functions.items()}
+
+for name in few if quick else cases:
+    case = cases[name]
+    if not jnp.issubdtype(case.dtype, jnp.inexact):
+        continue
+    made = case(1)
+    dense = jnp.asarray(case.dense(made)).astype(case.dtype)
+    with set_mesh(mesh):
+        w, twin = jax.device_put((made, dense), at())
+        for spec in (P("m"), P(None, "m"), P()):
+            x = jax.device_put(np.cos(np.arange(16.0)).reshape(4, 4).astype(case.dtype), at(*spec))
+            for label, fun in functions.items():
+                if label == "random" and name != "lora of int4":  # slow to compile
+                    continue
+                if jax.tree.leaves(made):
+                    want = outcome(on_dense[label], twin, x)
+                else:  # its dense array is where JAX makes arrays
+                    want = outcome(jax.jit(lambda x: fun(made.materialize(), x)), x)
+                run = use(fun) if quick else jax.jit(use(fun))
+                compare(f"{name} {spec} {label}", outcome(run, w, x), want)
+        compare(f"{name} materialized", outcome(hki.materialize, w), twin)
+"""
+
+MODELS = """
+def by_leaves(fun, tree):  # gradients of what is floating
+    return jax.grad(fun, allow_int=True)(tree)
+
+model = hk.transform(lambda x: hk.nets.MLP([32, 16])(x))
+x = np.cos(np.arange(8 * 3 * 16.0)).reshape(8, 3, 16).astype(np.float32)
+params = model.init(jax.random.key(0), x)
+apply = hki.transform_implicit(model).apply
+int4 = hki.quantize_params(params, dtype="int4", group_size=8)
+rule = hki.quantization.QtRule(
+    weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", tile_size=8
+)
+VARIANTS = dict(
+    int8=hki.quantize_params(params),
+    lora=hki.add_lora(int4, 0, rank=2),
+    activations=hki.quantize_params(params, activation="int8"),
+    trained=hki.quantized_training(params, [rule]),
+    double=hki.quantize_params(params, dtype="nf4", group_size=8, scale_dtype="double"),
+)
+
+for name, variant in VARIANTS.items():
+    loss = lambda p, x: jnp.sin(apply(p, None, x)).sum()
+    alone = [apply(variant, None, x), jax.grad(loss, 1)(variant, x), by_leaves(lambda p: loss(p, x), variant)]
+    with set_mesh(mesh):
+        for spec in (P("m"), P(None, None, "m")):
+            placed, x_at = jax.device_put(variant, at()), jax.device_put(x, at(*spec))
+            twin = jax.device_put(hki.materialize(params), at())
+            like = jax.typeof(model.apply(twin, None, x_at)).sharding.spec
+            shardings = at(), None, at(*spec)
+            runs = [
+                (jax.jit(apply, in_shardings=shardings)(placed, None, x_at), alone[0], like),
+                (apply(placed, None, x_at), alone[0], like),
+                (jax.jit(jax.grad(loss, 1))(placed, x_at), alone[1], spec),
+                (jax.jit(lambda p: by_leaves(lambda p: loss(p, x_at), p))(placed), alone[2], None),
+            ]
+            for i, (got, want, like) in enumerate(runs):
+                for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                    if a.dtype == jax.dtypes.float0:
+                        continue
+                    scale = np.abs(b).max() + 1e-5  # codes may be rounded the other way
+                    if np.abs(np.asarray(a) - b).max() > 2e-2 * scale:
+                        failures.append(f"{name} {spec} run {i}: {a}, expected {b}")
+                if like is not None and tuple(jax.typeof(got).sharding.spec)[: len(like)] != tuple(like):
+                    failures.append(f"{name} {spec} run {i}: {jax.typeof(got)}, expected {like}")
+"""
+
+SHARDINGS_OF_JIT = """
+auto = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+x, w = np.ones((4, 8), np.float32), np.arange(128, dtype=np.float32).reshape(8, 16)
+a, b = np.ones((8, 2), np.float32), np.ones((2, 16), np.float32)
+int8 = hki.QuantizedMatrix.quantize(jnp.asarray(w), "int8")
+VARIANTS = dict(
+    lora=hki.LoRA(jnp.asarray(w), jnp.asarray(a), jnp.asarray(b)),
+    int8=int8,
+    nested=hki.LoRA(int8, jnp.asarray(a), jnp.asarray(b)),
+    uneven=hki.QuantizedMatrix.quantize(jnp.asarray(w[:4]), "int4", group_size=4),
+    zeros=hki.Zeros(shape=(8, 16), dtype=jnp.float32),
+)
+
+def entries(spec):  # JAX may leave out those at the end
+    last = max((i for i, entry in enumerate(spec) if entry is not None), default=-1)
+    return tuple(spec)[: last + 1]
+
+def leaf_specs(value):
+    return [entries(leaf.sharding.spec) for leaf in jax.tree.leaves(value)]
+
+def specs_of(value, spec, mesh):
+    specs = value.partition_spec(P(*spec), mesh)
+    return [entries(s) for s in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))]
+
+for mesh_of_jit in (mesh, auto):
+    for name, value in VARIANTS.items():
+        inputs = x[:, : value.shape[0]]
+        for spec in ((), ("m",), (None, "m")):
+            sharding = at(*spec, mesh=mesh_of_jit)
+
+            def product(w, x):
+                whole = at(mesh=mesh_of_jit)
+                return jax.jit(lambda w, x: x @ w, in_shardings=(sharding, whole))(w, x)
+
+            def returned(w):
+                return jax.jit(lambda w: w, out_shardings=sharding)(w)
+
+            label = f"{name} {spec} {mesh_of_jit.axis_types}"
+            dense = np.asarray(hki.materialize(value))
+            splits = value.partition_spec(P(*spec), mesh_of_jit) is not NotImplemented
+            for run in (lambda f: f, jax.jit):
+                got, want = run(use(product))(value, inputs), product(dense, inputs)
+                got = hki.materialize(got)
+                np.testing.assert_allclose(got, want, rtol=1e-5)
+                if splits and name != "zeros" and leaf_specs(got) != leaf_specs(want):
+                    failures.append(f"{label}: {got.sharding}, expected {want.sharding}")
+                got = run(use(returned))(value)
+                np.testing.assert_allclose(hki.materialize(got), dense, rtol=1e-5)
+                if splits and type(got) is not type(value):
+                    failures.append(f"{label}: {got}")
+                if splits and leaf_specs(got) != specs_of(value, spec, mesh_of_jit):
+                    failures.append(f"{label}: {leaf_specs(got)}")
+"""
+
+
+def run(program, *args):
+    """Runs a program on two devices, and returns what it printed."""
+    in_context = f'with hki.materialization("allow"):\n{indented(program)}\n'
+    code = HEAD + in_context + 'print("\\n".join(failures) or "done")'
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *args],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return out.stdout.strip() or out.stderr[-3000:]
+
+
+def indented(program):
+    return "\n".join("    " + line for line in program.splitlines())
+
+
+@pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_replicated_weights_are_what_the_dense_twin_is(which):
+    assert run(FUNCTIONS, which) == "done"
+
+
+@pytest.mark.slow
+def test_a_model_with_replicated_weights_and_sharded_inputs():
+    assert run(MODELS) == "done"
+
+
+@pytest.mark.slow
+def test_in_and_out_shardings_of_an_inner_jit():
+    assert run(SHARDINGS_OF_JIT) == "done"
