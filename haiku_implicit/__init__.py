@@ -65,6 +65,7 @@ from haiku_implicit.params.quantized_training import (
     quantized_training_getter,
     with_rounding_key,
 )
+from haiku_implicit.params.summary import summary
 from haiku_implicit.params.transformed import transform_implicit
 from haiku_implicit.training.gradients import combine, grad, partition, value_and_grad
 from haiku_implicit.training.optimizers import (
@@ -87,6 +88,7 @@ __all__ = [
     "quantize_params",
     "zero_params",
     "merge_lora",
+    "summary",
     "from_ggml",
     "input_moments",
     "input_maxima",

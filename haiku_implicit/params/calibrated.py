@@ -31,6 +31,7 @@ def input_moments(
     batches: Iterable[Any],
     *,
     targets: Targets | None = None,
+    exclude: Targets | None = None,
 ) -> dict[str, jax.Array]:
     """The second moments of the inputs of a model's weights.
 
@@ -42,6 +43,7 @@ def input_moments(
       params: its parameters, with dense weights.
       batches: calibration data.
       targets: which parameters, as for `add_lora`. None: all dense weights.
+      exclude: which of these are left out, as there.
 
     Returns:
       The sum of xᵀx over the inputs x `[n, k]` of all batches, by the path (`module/name`) of each
@@ -59,7 +61,9 @@ def input_moments(
       [[1. 2.]
        [2. 4.]]
     """
-    return _collect(observed.MOMENTS, jnp.add, apply, params, batches, targets)
+    return _collect(
+        observed.MOMENTS, jnp.add, apply, params, batches, trees.Choice(targets, exclude)
+    )
 
 
 def input_maxima(
@@ -68,13 +72,14 @@ def input_maxima(
     batches: Iterable[Any],
     *,
     targets: Targets | None = None,
+    exclude: Targets | None = None,
 ) -> dict[str, jax.Array]:
     """The largest magnitudes of the inputs of a model's weights, for SmoothQuant.
 
     The model runs as for `input_moments`, under the same conditions.
 
     Args:
-      apply, params, batches, targets: as for `input_moments`.
+      apply, params, batches, targets, exclude: as for `input_moments`.
 
     Returns:
       The maximum of |x| over n, for the inputs x `[n, k]` of all batches, by the path (`module/name`)
@@ -95,7 +100,9 @@ def input_maxima(
       >>> print(hki.input_maxima(model.apply, params, batches)['linear/w'])
       [3. 2.]
     """
-    return _collect(observed.MAXIMA, jnp.maximum, apply, params, batches, targets)
+    return _collect(
+        observed.MAXIMA, jnp.maximum, apply, params, batches, trees.Choice(targets, exclude)
+    )
 
 
 def _collect(
@@ -104,12 +111,12 @@ def _collect(
     apply: Callable[..., Any],
     params: Any,
     batches: Iterable[Any],
-    targets: Targets | None,
+    choice: trees.Choice,
 ) -> dict[str, jax.Array]:
     """A statistic of the inputs of each target, joined over the batches."""
     weights = QuantizeOptions()
     parameters = trees.parameters_of(params)
-    marks = trees.marks_of(parameters, targets, weights.takes, weights.wanted)
+    marks = trees.marks_of(parameters, choice, weights.takes, weights.wanted)
     shapes = {p.path: p.value.shape for p, mark in zip(parameters, marks, strict=True) if mark}
 
     def total(sums: dict[str, jax.Array], batch: Any) -> jax.Array:

@@ -8,8 +8,9 @@ All of them have an argument `targets`, which says which parameters they act on:
 
 - None: weights that fit. Weights are floating-point parameters of at least two axes (without the axes
   along which `hk.experimental.layer_stack` stacks) that are not called `b`, `bias`, `offset` or `scale`
-  (or `gating_b`, `query_bias` and so on). They fit LoRA if the rank is not too large, and quantization
-  if the group size divides the axis to quantize along, which is longer than one.
+  (or `gating_b`, `query_bias` and so on), nor `pos`, `position_embeddings` or another name for a table
+  of positions. They fit LoRA if the rank is not too large, and quantization if the group size divides
+  the axis to quantize along, which is longer than one.
 - A regular expression that the whole of `module/name` has to match, like `r'.*/linear_\\d+/w'`; a
   predicate `(module_name, name, value) -> bool`, where `value` has a `shape` and a `dtype`; True for
   all. A parameter that is chosen in these ways and does not fit is an error.
@@ -115,10 +116,10 @@ def lora_creator(
       rank: the rank of the correction, at most the smaller of `n` and `m`.
       alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
       targets: which parameters. None: all floating-point parameters of two axes or more that are
-        not called `b`, `bias`, `offset` or `scale` (or `gating_b`, `query_bias` and so on) and that
-        have room for the rank. A text or compiled pattern: those whose whole `module/name` matches
-        the regular expression. A predicate: those for which `targets(module_name, name, value)` is
-        true.
+        not called `b`, `bias`, `offset` or `scale` (or `gating_b`, `query_bias` and so on), nor as
+        tables of positions are, and that have room for the rank. A text or compiled pattern: those
+        whose whole `module/name` matches the regular expression. A predicate: those for which
+        `targets(module_name, name, value)` is true.
       init: draws `a`, as `init(key, shape, dtype)` (like those of `jax.nn.initializers`). None: uniform
         in ±1/sqrt(n), as in PEFT and the authors' own code.
 

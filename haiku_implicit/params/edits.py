@@ -33,6 +33,8 @@ def add_lora(
     alpha: float | None = None,
     targets: Targets | None = None,
     init: Initializer | None = None,
+    exclude: Targets | None = None,
+    missing_ok: bool = False,
 ) -> Any:
     """Puts LoRA on weights of a tree of parameters, quantized ones included.
 
@@ -46,11 +48,15 @@ def add_lora(
       alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
       targets: which parameters. None: all floating-point parameters of two axes or more, dense or
         quantized, that are not called `b`, `bias`, `offset` or `scale` (or `gating_b`, `query_bias`
-        and so on) and that have room for the rank (axes along which `hk.experimental.layer_stack`
-        stacks do not count). A text or compiled pattern: those whose whole `module/name` matches the
+        and so on), nor `pos`, `position_embeddings` or another name for a table of positions, which is
+        added, and that have room for the rank (axes along which `hk.experimental.layer_stack` stacks
+        do not count). A text or compiled pattern: those whose whole `module/name` matches the
         regular expression. A predicate: those for which `targets(module_name, name, value)` is true.
         True: all.
       init: draws `a`, as `init(key, shape, dtype)`; None: uniform in ±1/sqrt(n).
+      exclude: which of these are left out all the same, given in the same ways. One that matches no
+        parameter is an error.
+      missing_ok: where nothing is left to change, return the parameters as they are, without an error.
 
     Returns:
       The tree with `LoRA` in place of the targets, mappings as dicts.
@@ -76,7 +82,8 @@ def add_lora(
     def make(parameter: trees.Parameter) -> LoRA:
         return options.put_on(parameter.path, parameter.value, parameter.key_from(key))
 
-    return trees.replace_targets(params, targets, make, options.takes, options.wanted)
+    choice = trees.Choice(targets, exclude, missing_ok)
+    return trees.replace_targets(params, choice, make, options.takes, options.wanted)
 
 
 def quantize_params(
@@ -91,6 +98,8 @@ def quantize_params(
     scale_dtype: Any = None,
     activation: str | None = None,
     rules: Sequence[QuantRule] | None = None,
+    exclude: Targets | None = None,
+    missing_ok: bool = False,
 ) -> Any:
     """Quantizes weights of a tree of parameters; of a LoRA weight its `w`.
 
@@ -112,6 +121,7 @@ def quantize_params(
         alone. A warning names the rules that decide for no module. A rule with `act_static_scale`
         gives `StaticQuantized` weights, whose ranges come from a calibration run (`with_quant_stats`)
         and `convert_trained`.
+      exclude, missing_ok: as for `add_lora`.
 
     Returns:
       The tree with `QuantizedMatrix` in place of the targets, mappings as dicts.
@@ -136,15 +146,16 @@ def quantize_params(
     options = QuantizeOptions(
         dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
     )
+    choice = trees.Choice(targets, exclude, missing_ok)
     if rules is not None:
         options.refuse_beside_rules(QuantizeOptions())
         make = functools.partial(_stored_by_rule, options)
-        return trees.replace_by_rules(params, trees.checked_rules(rules), targets, make)
+        return trees.replace_by_rules(params, trees.checked_rules(rules), choice, make)
 
     def quantized(parameter: trees.Parameter) -> Any:
         return options.put_on(parameter.path, parameter.value)
 
-    return trees.replace_targets(params, targets, quantized, options.takes, options.wanted)
+    return trees.replace_targets(params, choice, quantized, options.takes, options.wanted)
 
 
 def _stored_by_rule(
@@ -158,7 +169,12 @@ def _stored_by_rule(
 
 
 def quantize_activations(
-    params: Any, dtype: str | None = "int8", *, targets: Targets | None = None
+    params: Any,
+    dtype: str | None = "int8",
+    *,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    missing_ok: bool = False,
 ) -> Any:
     """Makes products with quantized weights round their activations, too.
 
@@ -171,6 +187,7 @@ def quantize_activations(
       dtype: the format of activations, such as 'int8' (a scale for each row) or 'int8,groups' (a scale
         for each part of a row that is multiplied with a group of the weight); None: not rounded.
       targets: which weights, as for `add_lora`. None: all that are quantized, under LoRA as well.
+      exclude, missing_ok: as for `add_lora`.
 
     Returns:
       The tree with this `activation` in the targets, mappings as dicts.
@@ -200,7 +217,7 @@ def quantize_activations(
 
     return trees.replace_targets(
         params,
-        targets,
+        trees.Choice(targets, exclude, missing_ok),
         lambda parameter: with_activation(parameter.path, parameter.value),
         _is_stored,
         "a quantized weight",
@@ -219,12 +236,15 @@ def _is_stored(module_name: str, name: str, value: Any) -> bool:
     return isinstance(value, QuantizedMatrix)
 
 
-def zero_params(params: Any, *, targets: Targets) -> Any:
+def zero_params(
+    params: Any, *, targets: Targets, exclude: Targets | None = None, missing_ok: bool = False
+) -> Any:
     """Replaces parameters of a tree by symbolic zeros, which hold no memory and cost no work.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
       targets: which parameters, as for `add_lora`; there is no default.
+      exclude, missing_ok: as for `add_lora`.
 
     Returns:
       The tree with `Zeros` in place of the targets, mappings as dicts.
@@ -237,7 +257,8 @@ def zero_params(params: Any, *, targets: Targets) -> Any:
       >>> hki.zero_params({'linear': {'b': jnp.ones(3)}}, targets='.*/b')
       {'linear': {'b': Zeros(float32[3])}}
     """
-    return trees.replace_targets(params, targets, lambda parameter: zeros_for(parameter.value))
+    choice = trees.Choice(targets, exclude, missing_ok)
+    return trees.replace_targets(params, choice, lambda parameter: zeros_for(parameter.value))
 
 
 def merge_lora(params: Any, *, requantize: bool = False) -> Any:

@@ -54,7 +54,10 @@ class LoRAOptions:
     @property
     def wanted(self) -> str:
         """What the default targets are, for errors."""
-        return f"a weight with room for LoRA of rank {self.rank}"
+        return (
+            f"a weight with room for LoRA of rank {self.rank} that is dense or quantized (those of "
+            "other types have to be named by targets=)"
+        )
 
     def check(self, path: str, value: Any) -> None:
         """Raises unless a parameter can take LoRA of this rank."""

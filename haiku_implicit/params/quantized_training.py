@@ -30,7 +30,12 @@ from haiku_implicit.products.quant_rules import QtRule, QuantRule
 
 
 def quantized_training(
-    params: Any, rules: Sequence[QuantRule], *, targets: Targets | None = None
+    params: Any,
+    rules: Sequence[QuantRule],
+    *,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    missing_ok: bool = False,
 ) -> Any:
     """Puts rules on the weights of a model, for quantized products and gradients in training.
 
@@ -44,7 +49,8 @@ def quantized_training(
         matches decides. A warning names those that decide for no module. Static activation scales
         (`act_static_scale`) need the model wrapped in `with_quant_stats`.
       targets: which parameters, as for `add_lora`. None: floating-point parameters of two axes or more
-        that are not called `b`, `bias`, `offset` or `scale`.
+        that are not called `b`, `bias`, `offset` or `scale`, nor as tables of positions are.
+      exclude, missing_ok: as for `add_lora`.
 
     Returns:
       The tree with `TrainedQuantized` in place of the weights that a rule quantizes, mappings as
@@ -72,7 +78,8 @@ def quantized_training(
         stats = QuantStats(name=parameter.path) if static else None
         return TrainedQuantized(parameter.value, stats=stats, rules=own)
 
-    return trees.replace_by_rules(params, found, targets, make, trees.rules_of)
+    choice = trees.Choice(targets, exclude, missing_ok)
+    return trees.replace_by_rules(params, found, choice, make, trees.rules_of)
 
 
 def quantized_training_getter(
@@ -167,7 +174,12 @@ def with_rounding_key(params: Any, key: Any) -> Any:
 
 
 def quantization_aware(
-    params: Any, rules: Sequence[QuantRule], *, targets: Targets | None = None
+    params: Any,
+    rules: Sequence[QuantRule],
+    *,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    missing_ok: bool = False,
 ) -> Any:
     """Makes weights stand for their rounded values, for quantization-aware training.
 
@@ -179,7 +191,7 @@ def quantization_aware(
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
       rules: `QuantRule`s, with `weight_qtype`, `weight_calibration_method` ('minmax' with a zero
         point) and `tile_size` along axis -2, which is contracted in `x @ w`.
-      targets: as for `quantized_training`.
+      targets, exclude, missing_ok: as for `quantized_training`.
 
     Returns:
       The tree with `FakeQuantized` in place of the weights that a rule quantizes, mappings as dicts.
@@ -212,7 +224,7 @@ def quantization_aware(
         jax.eval_shape(FakeQuantized.quantized, weight)
         return weight
 
-    return trees.replace_by_rules(params, rules, targets, make)
+    return trees.replace_by_rules(params, rules, trees.Choice(targets, exclude, missing_ok), make)
 
 
 def convert_trained(params: Any, state: Any = None) -> Any:

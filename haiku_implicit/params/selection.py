@@ -14,6 +14,10 @@ from haiku_implicit.core.predicates import Predicate
 # What Haiku's modules call the parameters that are added or multiplied element by element, alone or
 # behind the name of a part (`gating_b`, `query_bias`); a `w_b` is a weight beside a `w_a`.
 _ELEMENTWISE = re.compile(r"(?!w_b$)(?:.*_)?(?:b|bias|biases|offset|scale)")
+# What models call learned tables of positions: they are added to activations, not multiplied.
+_POSITIONS = re.compile(
+    r"pos|positions?|wpe|(?:.*_)?pos(?:ition(?:s|al)?)?_?(?:emb|enc(?!oder))[a-z]*"
+)
 # What `lora_getter` calls the factors beside the parameter `w`.
 LORA_SUFFIXES = ("_lora_a", "_lora_b")
 
@@ -37,10 +41,11 @@ def is_dense_matrix(value: Any) -> bool:
 def is_weight(module_name: str, name: str, value: Any) -> bool:
     """Whether a parameter is a matrix, or a stack of them, that multiplies: the default target.
 
-    Biases and scales are not, though Haiku gives some of them several axes of length one.
+    Biases and scales are not, though Haiku gives some of them several axes of length one. Nor are
+    tables of positions, which are added.
     """
-    elementwise = _ELEMENTWISE.fullmatch(name) or name.endswith(LORA_SUFFIXES)
-    return is_matrix(value) and not elementwise
+    added = _ELEMENTWISE.fullmatch(name) or _POSITIONS.fullmatch(name)
+    return is_matrix(value) and not (added or name.endswith(LORA_SUFFIXES))
 
 
 def stacked_axes(module_name: str) -> int:

@@ -78,36 +78,69 @@ def replace_marked(params: Any, marks: Sequence[bool], make: Callable[[Parameter
         return map_parameters(replaced, params)
 
 
+class Choice(NamedTuple):
+    """The arguments by which a function on trees chooses parameters.
+
+    Attributes:
+      targets: which parameters; None for the default of the function.
+      exclude: which of these are left out all the same; None for none.
+      missing_ok: whether there may be none left, and nothing to exclude.
+    """
+
+    targets: Targets | None
+    exclude: Targets | None = None
+    missing_ok: bool = False
+
+    def marks(self, parameters: Sequence[Parameter], default: Predicate | None) -> list[bool]:
+        """Whether each parameter is chosen.
+
+        Args:
+          parameters: of a tree.
+          default: the predicate if `targets` is None; without one, None is an error.
+        """
+        chosen = predicate_of("targets", self.targets, default)
+        excluded = predicate_of("exclude", self.exclude, lambda *_: False)
+        wanted, out = ([bool(f(*p)) for p in parameters] for f in (chosen, excluded))
+        if self.exclude not in (None, False) and not any(out) and not self.missing_ok:
+            raise no_match("exclude", self.exclude, [p.path for p in parameters])
+        left = [w and not o for w, o in zip(wanted, out, strict=True)]
+        if any(wanted) and not any(left) and not self.missing_ok:
+            paths = ", ".join(p.path for p, w in zip(parameters, wanted, strict=True) if w)
+            raise ValueError(
+                f"exclude: it leaves out all {sum(wanted)} that targets chooses: {paths}"
+            )
+        return left
+
+
 def replace_targets(
     params: Any,
-    targets: Targets | None,
+    choice: Choice,
     make: Callable[[Parameter], Any],
     takes: Predicate | None = None,
     wanted: str = "",
 ) -> Any:
     """A tree with `make(parameter)` in place of each target; for the others see `marks_of`."""
-    return replace_marked(params, marks_of(parameters_of(params), targets, takes, wanted), make)
+    return replace_marked(params, marks_of(parameters_of(params), choice, takes, wanted), make)
 
 
 def marks_of(
     parameters: Sequence[Parameter],
-    targets: Targets | None,
+    choice: Choice,
     takes: Predicate | None = None,
     wanted: str = "",
 ) -> list[bool]:
-    """Whether each parameter is a target. At least one has to be.
+    """Whether each parameter is a target. At least one has to be, unless `choice` allows none.
 
     Args:
       parameters: of a tree.
-      targets: which of them.
+      choice: which of them.
       takes: the predicate if `targets` is None; without one, None is an error.
       wanted: what this predicate looks for, for errors.
     """
-    chosen = predicate_of("targets", targets, takes and in_tree(takes))
-    marks = [bool(chosen(*parameter)) for parameter in parameters]
-    if not any(marks):
+    marks = choice.marks(parameters, takes and in_tree(takes))
+    if not any(marks) and not choice.missing_ok:
         paths = [parameter.path for parameter in parameters]
-        raise no_match("targets", targets, paths, wanted=wanted)
+        raise no_match("targets", choice.targets, paths, wanted=wanted)
     return marks
 
 
@@ -154,7 +187,7 @@ def rule_of(rules: Sequence[QuantRule], parameter: Parameter) -> QuantRule | Non
 def replace_by_rules(
     params: Any,
     rules: Sequence[QuantRule],
-    targets: Targets | None,
+    choice: Choice,
     make: Callable[[Parameter, Any], Any],
     decide: Callable[[Sequence[QuantRule], Parameter], Any] = rule_of,
 ) -> Any:
@@ -166,16 +199,19 @@ def replace_by_rules(
     Args:
       decide: of the rules those that are for a parameter: `rule_of` one, `rules_of` all.
     """
-    chosen = predicate_of("targets", targets, in_tree(is_weight))
+    parameters = parameters_of(params)
+    chosen = choice.marks(parameters, in_tree(is_weight))
     decided, modules = [], []
-    for p in parameters_of(params):
-        is_target = is_dense_matrix(p.value) and bool(chosen(*p))
+    for p, is_chosen in zip(parameters, chosen, strict=True):
+        is_target = is_chosen and is_dense_matrix(p.value)
         if is_target:
             modules.append(p.module_name)
         with errors_name(p.path, p.value):
             decided.append(decide(rules, p) if is_target else None)
     marks = list(map(bool, decided))
     if not any(marks):
+        if choice.missing_ok:
+            return replace_marked(params, marks, lambda parameter: parameter.value)
         patterns = ", ".join(repr(rule.module_path) for rule in rules)
         raise ValueError(
             f"rules: those for {patterns or 'nothing'} quantize none of the {len(modules)} dense "

@@ -1,0 +1,186 @@
+"""Which parameters the functions on trees choose: `exclude`, `missing_ok`, tables of positions."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+from haiku_implicit.quantization import QtRule, QuantRule
+
+RULES = [QuantRule(weight_qtype="int8")]
+
+
+def weights():
+    """Two dense weights and a bias."""
+    layer = {"w": jnp.ones((4, 4)), "b": jnp.zeros(4)}
+    return {"body": layer, "head": dict(layer)}
+
+
+def quantized():
+    return hki.quantize_params(weights())
+
+
+# Each function on a tree with `targets`, what it may be called with, and what it makes.
+EDITS = {
+    "add_lora": (weights, lambda p, **o: hki.add_lora(p, 0, rank=2, **o), hki.LoRA),
+    "quantize_params": (weights, hki.quantize_params, hki.QuantizedMatrix),
+    "by rules": (
+        weights,
+        lambda p, **o: hki.quantize_params(p, rules=RULES, **o),
+        hki.QuantizedMatrix,
+    ),
+    "quantize_activations": (quantized, hki.quantize_activations, hki.QuantizedMatrix),
+    "zero_params": (
+        weights,
+        lambda p, targets=".*/w", **o: hki.zero_params(p, targets=targets, **o),
+        hki.Zeros,
+    ),
+    "quantized_training": (
+        weights,
+        lambda p, **o: hki.quantized_training(p, [QtRule(weight_qtype="int8")], **o),
+        hki.TrainedQuantized,
+    ),
+    "quantization_aware": (
+        weights,
+        lambda p, **o: hki.quantization_aware(p, RULES, **o),
+        hki.FakeQuantized,
+    ),
+}
+ALL = pytest.mark.parametrize("make, edit, kind", EDITS.values(), ids=EDITS)
+
+
+def changed(old, new):
+    """The paths of the parameters that are no longer the same object."""
+    return [
+        f"{module}/{name}" for module in old for name in old[module]
+        if new[module][name] is not old[module][name]
+    ]  # fmt: skip
+
+
+@ALL
+@pytest.mark.parametrize(
+    "exclude",
+    ["head/.*", re.compile("head/w"), lambda module, name, value: module == "head"],
+    ids=["text", "pattern", "predicate"],
+)
+def test_excluded_parameters_are_left_out(make, edit, kind, exclude):
+    params = make()
+    for options in ({}, {"targets": ".*/w"}):
+        new = edit(params, exclude=exclude, **options)
+        assert changed(params, new) == ["body/w"]
+        assert type(new["body"]["w"]) is kind
+
+
+@ALL
+def test_missing_ok_returns_the_parameters(make, edit, kind):
+    params = make()
+    for options in (
+        dict(targets="decoder/.*"),
+        dict(targets=False),
+        dict(exclude=True),
+        dict(targets="head/w", exclude="head/.*"),
+    ):
+        new = edit(params, missing_ok=True, **options)
+        assert not changed(params, new)
+        with pytest.raises(ValueError, match="rules|targets|exclude"):
+            edit(params, **options)
+    new = edit(params, missing_ok=True, exclude="decoder/.*")
+    assert changed(params, new) == ["body/w", "head/w"]
+
+
+@ALL
+def test_a_misspelt_exclude_is_an_error(make, edit, kind):
+    with pytest.raises(ValueError, match=r"exclude: 'haed/w' matches none .*Nearest: head/w"):
+        edit(make(), exclude="haed/w")
+    with pytest.raises(TypeError, match="exclude: expected a regular expression"):
+        edit(make(), exclude=3)
+
+
+def test_an_exclude_that_leaves_nothing_says_so():
+    with pytest.raises(
+        ValueError, match=r"exclude: it leaves out .* targets chooses: body/w, head/w"
+    ):
+        hki.add_lora(weights(), 0, rank=2, exclude=".*")
+
+
+def test_inputs_of_weights_that_are_not_excluded():
+    x = jnp.ones((2, 4))
+    apply = lambda p, x: x @ p["body"]["w"] @ p["head"]["w"]  # noqa: E731
+    for collect in (hki.input_moments, hki.input_maxima):
+        assert set(collect(apply, weights(), [x], exclude="head/.*")) == {"body/w"}
+
+
+POSITIONS = (
+    "pos position positions pos_emb pos_embs pos_embed pos_embedder pos_embedding pos_embeddings "
+    "posembed posembedding position_embedding position_embeddings positional_embedding "
+    "positional_embeddings positional_encoding pos_enc learned_pos_emb abs_pos_embed wpe"
+).split()
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_default_targets_leave_tables_of_positions_out(name):
+    params = {"gpt": {name: jnp.ones((16, 8)), "w": jnp.ones((8, 8))}}
+    for make, edit, _ in EDITS.values():
+        if make is quantized or edit is EDITS["zero_params"][1]:
+            continue
+        assert changed(params, edit(params)) == ["gpt/w"]
+    new = hki.quantize_params(params, targets=f"gpt/{name}")  # named, they are taken
+    assert changed(params, new) == [f"gpt/{name}"]
+
+
+@pytest.mark.parametrize("name", ["w", "embeddings", "w_pos", "composition", "pos_w", "deposit"])
+def test_other_names_are_weights(name):
+    params = {"gpt": {name: jnp.ones((16, 8))}}
+    assert changed(params, hki.quantize_params(params)) == [f"gpt/{name}"]
+
+
+@dataclasses.dataclass
+class Sum(hki.ImplicitArray, core_ndim=2):
+    """A type of a user: the sum of two matrices."""
+
+    x: jax.Array
+    y: jax.Array
+
+    def materialize(self):
+        return self.x + self.y
+
+
+def test_lora_on_a_type_of_the_user():
+    params = {"linear": {"w": Sum(jnp.ones((4, 4)), jnp.ones((4, 4)))}}
+    with pytest.raises(ValueError, match=r"dense or quantized \(those of other types .*targets="):
+        hki.add_lora(params, 0, rank=2)
+    w = hki.add_lora(params, 0, rank=2, targets="linear/w")["linear"]["w"]
+    assert type(w.w) is Sum
+    np.testing.assert_array_equal(hki.materialize(w), 2)
+
+
+def test_summary_of_parameters():
+    params = {
+        "embed": {"embeddings": jnp.ones((4, 2), jnp.bfloat16)},
+        "linear": {
+            "b": np.zeros(2, np.float32),
+            "w": hki.add_lora(quantized(), 0, rank=1)["head"]["w"],
+        },
+        "none": {"w": hki.Zeros(shape=(300, 2), dtype=jnp.float32)},
+        "keys": {"key": jax.random.key(0)},
+    }
+    lines = [re.split(r"  +", line.strip()) for line in hki.summary(params).splitlines()]
+    assert lines == [
+        ["path", "type", "shape", "dtype", "bytes", "of dense bytes"],
+        ["embed/embeddings", "dense", "[4,2]", "bfloat16", "16", "16"],
+        ["linear/b", "dense", "[2]", "float32", "8", "8"],
+        ["linear/w", "LoRA of QuantizedMatrix", "[4,4]", "float32", "64", "64"],
+        ["none/w", "Zeros", "[300,2]", "float32", "0", "2,400"],
+        ["keys/key", "dense", "[]", "key<fry>", "8", "8"],
+        ["total", "96", "2,496"],
+    ]
+    widths = {len(line.rstrip()) for line in hki.summary(params).splitlines()}
+    assert len(widths) == 1, "numbers end in one column"
+    assert hki.summary(jax.eval_shape(lambda: weights())).count("\n") == 5
+    assert "total" in hki.summary({})
+    with pytest.raises(TypeError, match="params: expected a mapping"):
+        hki.summary(jnp.ones(2))
