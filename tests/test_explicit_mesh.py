@@ -213,6 +213,40 @@ for mesh_of_jit in (mesh, auto):
                     failures.append(f"{label}: {leaf_specs(got)}")
 """
 
+TABLES = """
+ids = np.array([3, 1, 0, 15])
+LOOKUPS = dict(
+    rows=lambda w, i: w.at[i].get(out_sharding=P("m")),
+    whole=lambda w, i: w.at[i].get(out_sharding=P()),
+    clipped=lambda w, i: w.at[i].get(mode="clip", out_sharding=P(None, "m")),
+    columns=lambda w, i: w.at[:, i].get(out_sharding=P(None, "m")),
+    take=lambda w, i: jnp.take(w, i, axis=0),
+)
+table = jax.random.normal(jax.random.key(0), (16, 32))
+a, b = np.ones((16, 2), np.float32), np.ones((2, 32), np.float32)
+int4 = hki.QuantizedMatrix.quantize(table, "int4", group_size=8, axis=-1)
+TABLES = dict(
+    int8=hki.QuantizedMatrix.quantize(table, "int8"),
+    int4=int4,
+    lora=hki.LoRA(int4, jnp.asarray(a), jnp.asarray(b)),
+)
+
+def split(x, spec):
+    specs = x.partition_spec(P(*spec), mesh) if isinstance(x, hki.ImplicitArray) else P(*spec)
+    places = jax.tree.map(lambda s: at(*s), specs, is_leaf=lambda s: isinstance(s, P))
+    return jax.tree.map(jax.device_put, x, places)
+
+with set_mesh(mesh):
+    for name, value in TABLES.items():
+        for spec in ((), ("m",), (None, "m")):
+            w, twin = split(value, spec), split(hki.materialize(value), spec)
+            for of_ids in ((), ("m",)):
+                i = split(ids, of_ids)
+                for label, fun in LOOKUPS.items():
+                    got, want = outcome(use(fun), w, i), outcome(fun, twin, i)
+                    compare(f"{name} {spec} {of_ids} {label}", got, want)
+"""
+
 
 def run(program, *args):
     """Runs a program on two devices, and returns what it printed."""
@@ -246,3 +280,8 @@ def test_a_model_with_replicated_weights_and_sharded_inputs():
 @pytest.mark.slow
 def test_in_and_out_shardings_of_an_inner_jit():
     assert run(SHARDINGS_OF_JIT) == "done"
+
+
+@pytest.mark.slow
+def test_rows_and_columns_of_tables_with_an_out_sharding():
+    assert run(TABLES) == "done"
