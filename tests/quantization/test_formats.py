@@ -251,7 +251,9 @@ def test_nothing_becomes_nan(name):
         np.testing.assert_array_equal(got[:, 0], 0)
         if method in (None, "mse") and name not in ("mxfp8", "mxfp4", "nvfp4"):
             # A constant is exact, but for the rounding of the scale; one side of it without a zero.
-            np.testing.assert_allclose(got[:, 1:3], w[:, 1:3], rtol=2e-3)
+            # (The table of iq4_nl reaches further down than up, and absmax takes positive scales.)
+            last = 2 if (name, method) == ("iq4_nl", None) else 3
+            np.testing.assert_allclose(got[:, 1:last], w[:, 1:last], rtol=2e-3)
         assert (np.abs(got[:, 4]) < 1e-37).all()
 
 
