@@ -19,10 +19,11 @@ from haiku_implicit.arrays import (
     fake_quantize,
 )
 from haiku_implicit.core import higher_order  # noqa: F401  (registers itself)
-from haiku_implicit.core.array import ArrayValue, ImplicitArray, aux_field, frozen_field
+from haiku_implicit.core.array import ArrayValue, ImplicitArray
 from haiku_implicit.core.binary import binary_handler
 from haiku_implicit.core.box import box
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.materialization import (
     MaterializationError,

@@ -19,10 +19,11 @@ from jax.extend.core import primitives as jex
 
 from haiku_implicit.arrays import exact
 from haiku_implicit.core import compat
-from haiku_implicit.core.array import ArrayValue, ImplicitArray, aux_field, is_implicit, short
+from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit, short
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler, densify
 from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.core.validation import expecting

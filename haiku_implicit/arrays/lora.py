@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
-from haiku_implicit.core.array import FROZEN, aux_field
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import FROZEN, aux_field
 from haiku_implicit.core.sharding import padded_spec, split_fields
 from haiku_implicit.core.validation import expecting
 

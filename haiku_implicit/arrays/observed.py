@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.arrays.wrapper import Wrapper
-from haiku_implicit.core.array import aux_field, frozen_field
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field, frozen_field
 
 
 class Statistic(NamedTuple):

@@ -7,7 +7,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field
+from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.numerics import calibration, formats
 from haiku_implicit.numerics.options import is_positive_integer
 

@@ -11,10 +11,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
-from haiku_implicit.core.array import aux_field, frozen_field, is_implicit
+from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.sharding import padded_spec, split_fields
 from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats

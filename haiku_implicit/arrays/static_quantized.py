@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from haiku_implicit.arrays.ruled import RuledWeight
-from haiku_implicit.core.array import aux_field, frozen_field
+from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.activation_stats import QuantStats

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.arrays.ruled import RuledWeight
-from haiku_implicit.core.array import aux_field, frozen_field
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.sharding import split_fields
 from haiku_implicit.products import by_rule
 from haiku_implicit.products.bilinear import Product

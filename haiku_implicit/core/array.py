@@ -14,79 +14,15 @@ import numpy as np
 from jax import export
 
 from haiku_implicit.core import compat, serialization
-
-_AUX = "haiku_implicit_aux"
-_FROZEN = "haiku_implicit_frozen"
-
-_STATIC = {_AUX: True}
-
-# For `dataclasses.field(metadata=FROZEN)`: a `frozen_field` that mypy understands.
-FROZEN = {_FROZEN: True}
-
-
-def aux_field(**kwargs: Any) -> Any:
-    """A dataclass field that is static metadata of the type rather than a child array.
-
-    Its value must be hashable and comparable, since it becomes part of the pytree structure.
-
-    Args:
-      **kwargs: what `dataclasses.field` takes.
-    """
-    metadata = {**kwargs.pop("metadata", {}), **_STATIC}
-    return dataclasses.field(metadata=metadata, **kwargs)
-
-
-def frozen_field(**kwargs: Any) -> Any:
-    """A dataclass field whose arrays are never trained (`partition` puts them on the frozen side).
-
-    Args:
-      **kwargs: what `dataclasses.field` takes.
-    """
-    metadata = {**kwargs.pop("metadata", {}), **FROZEN}
-    return dataclasses.field(metadata=metadata, **kwargs)
-
-
-class _Inferred:
-    """`shape` or `dtype`: the value given to the constructor, else that of `aval`.
-
-    This data descriptor is also the default of the dataclass field. If the constructor is not given
-    the field, it stores the descriptor itself, which `__set__` reads as "not given".
-    """
-
-    def __init__(self, name: str, normalize: Callable[[Any], Any]):
-        self.name, self.slot, self.normalize = name, f"_{name}", normalize
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if instance is None:
-            return self
-        explicit = instance.__dict__.get(self.slot)
-        if explicit is None:
-            return getattr(instance.aval, self.name)
-        return _canonical(explicit) if self.name == "dtype" else explicit
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        given = None if value is None or value is self else self.normalize(value)
-        instance.__dict__[self.slot] = given
-        instance.__dict__.pop("_aval", None)
-
-
-def _as_shape(shape: Any) -> tuple[Any, ...]:
-    """Integers, and symbolic lengths of `jax.export` as they are."""
-    try:
-        lengths: Any = shape if isinstance(shape, tuple | list) else np.atleast_1d(shape)
-        return tuple(n if export.is_symbolic_dim(n) else int(n) for n in lengths)
-    except (TypeError, ValueError):
-        raise TypeError(f"shape: expected a sequence of integers, got {shape!r}") from None
-
-
-def _as_dtype(dtype: Any) -> Any:
-    """NumPy's dtype, or JAX's own dtype of random keys."""
-    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
-
-
-def _canonical(dtype: Any) -> Any:
-    """The dtype that JAX uses for this one: 32 bits in place of 64, except in x64 mode."""
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+from haiku_implicit.core.fields import (
+    AUX,
+    FROZEN_KEY,
+    STATIC,
+    Inferred,
+    as_dtype,
+    as_shape,
+    canonical,
+)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -148,12 +84,12 @@ class ImplicitArray(abc.ABC):
 
     # What `aux_field` makes, in the form that type checkers understand.
     shape: tuple[int, ...] = dataclasses.field(
-        default=_Inferred("shape", _as_shape),  # type: ignore[arg-type]
+        default=Inferred("shape", as_shape),  # type: ignore[arg-type]
         kw_only=True,
-        metadata=_STATIC,
+        metadata=STATIC,
     )
     dtype: Any = dataclasses.field(
-        default=_Inferred("dtype", _as_dtype), kw_only=True, metadata=_STATIC
+        default=Inferred("dtype", as_dtype), kw_only=True, metadata=STATIC
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -387,7 +323,7 @@ def _names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
         if field.name in ("shape", "dtype"):
             aux.append(f"_{field.name}")
         else:
-            (aux if field.metadata.get(_AUX) else data).append(field.name)
+            (aux if field.metadata.get(AUX) else data).append(field.name)
     return tuple(data), tuple(aux)
 
 
@@ -423,7 +359,7 @@ def static_items(x: "ImplicitArray") -> dict[str, Any]:
 
 def frozen_names(cls: type) -> frozenset[str]:
     """The names of the fields of an implicit type that are declared frozen."""
-    return frozenset(f.name for f in dataclasses.fields(cls) if f.metadata.get(_FROZEN))
+    return frozenset(f.name for f in dataclasses.fields(cls) if f.metadata.get(FROZEN_KEY))
 
 
 def _own_aux_names(cls: type) -> tuple[str, ...]:
@@ -556,7 +492,7 @@ def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
             ) from None
         shape = out.shape if shape is None else shape
         dtype = out.dtype if dtype is None else dtype
-    return jax.core.ShapedArray(_as_shape(shape), _canonical(dtype))
+    return jax.core.ShapedArray(as_shape(shape), canonical(dtype))
 
 
 def _empty_names(x: ImplicitArray) -> list[str]:

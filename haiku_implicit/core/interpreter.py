@@ -70,8 +70,11 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
 
 def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if any(map(is_implicit, operands)) or _makes_boxes(eqn):
-        with events.errors_say_where(eqn.primitive.name):
+        try:
             results = apply(eqn.primitive, operands, eqn.params)
+        except Exception as error:
+            events.say_where(error, eqn.primitive.name)
+            raise
         _check_results(eqn, operands, results)
         return list(map(_in_type, results, eqn.outvars))
     if are_literals(eqn, operands):

@@ -288,17 +288,12 @@ def describe(primitive_name: str, x: Any, reason: str = "") -> Materialization:
 _NOTE = "This was in the model's"
 
 
-@contextlib.contextmanager
-def errors_say_where(primitive_name: str) -> Iterator[None]:
-    """Errors of a rule get a note of the module and the line that the equation is of."""
-    try:
-        yield
-    except Exception as error:
+def say_where(error: Exception, primitive_name: str) -> None:
+    """Notes on an error of a rule the module and the line that the equation is of."""
+    if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
         file, line, module = _here()
-        if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
-            where = f"{primitive_name!r}, {file}:{line}"
-            error.add_note(f"{_NOTE} {where}, in module {module}" if module else f"{_NOTE} {where}")
-        raise
+        where = f"{primitive_name!r}, {file}:{line}"
+        error.add_note(f"{_NOTE} {where}, in module {module}" if module else f"{_NOTE} {where}")
 
 
 _texts: dict[tuple[object, ...], str] = {}

@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.array import ImplicitArray, aux_field, frozen_field, is_implicit
+from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.dense import dense
+from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.sharding import is_split, left_to_partitioner, padded_spec
 from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats, scales

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.core.array import ImplicitArray, aux_field
+from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.products import by_rule
 from haiku_implicit.products.quant_rules import QuantRule
