@@ -179,9 +179,10 @@ def _ways(make: Callable[[int], Any], fun: Operation) -> Iterator[tuple[str, Cal
     def check_gradients(dense: Callable[[Any], jax.Array], rtol: float, atol: float) -> None:
         got, want = (_gradients(f, make(0)) for f in (implicit, lambda w: fun(dense(w))))
         for a, b in zip(got, want, strict=True):
-            _compare(a, b, rtol, atol)
+            _compare(a, b, max(rtol, coarse), max(atol, coarse))
 
     result = jax.eval_shape(lambda: fun(materialize_array(make(0))))
+    coarse = 2e-2 if result.dtype.itemsize < 4 else 0.0  # derivatives pass through the cast
     if jnp.issubdtype(result.dtype, jnp.floating):
         yield "differentiated", check_gradients
     if type(make(0)).core_ndim is None or num_batch_axes(make(0)):

@@ -329,7 +329,10 @@ def _names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _check_decorated(cls: type) -> None:
     """Raises for annotated fields that no decorator has made fields."""
-    known = {f.name for f in dataclasses.fields(cls)} | {*dir(ImplicitArray)}
+    own = {f.name for f in dataclasses.fields(cls)}
+    if unknown := [name for name in getattr(cls, "linear_in", None) or () if name not in own]:
+        raise TypeError(f"{cls.__name__}: linear_in: it has no field {', '.join(unknown)}")
+    known = own | {*dir(ImplicitArray)}
     for base in cls.__mro__:
         if not issubclass(base, ImplicitArray) or "__dataclass_fields__" in base.__dict__:
             continue

@@ -165,21 +165,25 @@ def rules_of(rules: Sequence[QuantRule], parameter: Parameter) -> tuple[QuantRul
 def rule_of(rules: Sequence[QuantRule], parameter: Parameter) -> QuantRule | None:
     """The rule by which a weight is stored, that of the products it is for; None to leave it dense.
 
-    A weight with two axes is that of a `dot_general`. With more it may also be a kernel, or one weight
-    for each group of rows, and is taken to be what the rules quantize.
+    A weight with two axes is that of a `dot_general`, one with more than three is the kernel of a
+    convolution. One with three may be for any operation, and is taken to be what the rules quantize.
 
     Raises:
-      ValueError: if the rules quantize it in one way for one operation, in another for another.
+      ValueError: if they quantize one with three axes in one way for one operation, in another for
+        another.
     """
     own = rules_for_module(rules, parameter.module_name)
     axes = len(parameter.value.shape) - stacked_axes(parameter.module_name)
-    operations = OP_NAMES if axes > 2 else ("dot_general",)
-    by_op = {op: next((rule for rule in own if rule.is_for(op)), None) for op in operations}
+    operations = ("dot_general",) if axes < 3 else ("conv_general_dilated",)
+    by_op = {
+        op: next((rule for rule in own if rule.is_for(op)), None)
+        for op in (OP_NAMES if axes == 3 else operations)
+    }
     found = {op: rule for op, rule in by_op.items() if rule is not None and rule.weight_qtype}
     if len(set(found.values())) > 1:
         raise ValueError(
-            f"rules: they differ for {', '.join(found)}, and this weight may be for any of them: say "
-            "by module_path which rule is for its module"
+            f"rules: they differ for {', '.join(found)}, and a weight of three axes may be for any of "
+            "them: say by module_path which rule is for its module"
         )
     return next(iter(found.values()), None)
 

@@ -29,7 +29,9 @@ class QuantRule:
       module_path: a regular expression that the whole of Haiku's name of the module matches, as
         parameters have it: `'transformer/layer_0/linear'`, `'mlp/~/linear_1'`.
       op_names: the operations that the rule is for, of 'dot_general', 'einsum' (the same as
-        'dot_general'), 'conv_general_dilated', 'ragged_dot'; empty for all of them.
+        'dot_general'), 'conv_general_dilated', 'ragged_dot'; empty for all of them. Where weights are
+        stored, one with two axes is for the first, one with more than three for a convolution, and one
+        with three for what the rules quantize.
       weight_qtype: the format of weights, a name (see `QuantizedMatrix.quantize`) or a dtype; None
         leaves the module alone. Kept as the format's name.
       act_qtype: the format of activations, or None for dense ones.

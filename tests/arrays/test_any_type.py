@@ -114,3 +114,12 @@ def test_mixed_precision_needs_no_rule():
     assert {event.primitive for event, _ in report} == {"dot_general"}  # and not the cast
     dense = hki.materialize(params["linear"]["w"])
     np.testing.assert_allclose(got, x @ dense, rtol=0.03, atol=0.03)
+
+
+def test_a_name_that_is_no_field_is_an_error():
+    @dataclasses.dataclass
+    class Misspelt(Circulant, linear_in="colum"):
+        pass
+
+    with pytest.raises(TypeError, match="Misspelt: linear_in: it has no field colum"):
+        Misspelt(jnp.ones(3))

@@ -723,13 +723,17 @@ def test_a_rule_for_an_operation_leaves_weights_of_others_dense(edit):
     by_name = QuantRule(module_path="b", weight_qtype="int4")
     found = edit(params, [by_name, matrices])
     assert not isinstance(found["a"]["w"], jax.Array) and not isinstance(found["b"]["w"], jax.Array)
-    only_dots = {"a": params["a"], "c": {"w": normal((3, 8, 4), 1)}}
-    assert not isinstance(edit(only_dots, [kernels])["c"]["w"], jax.Array)
+    only_kernels = {"a": params["a"], "b": {"w": normal((3, 8, 4), 1)}}
+    assert not isinstance(edit(only_kernels, [kernels])["b"]["w"], jax.Array)
+    image = {"a": params["a"], "c": {"w": normal((3, 3, 8, 4), 1)}}
+    found = edit(image, [matrices, kernels])
+    assert not isinstance(found["a"]["w"], jax.Array) and not isinstance(found["c"]["w"], jax.Array)
+    assert isinstance(edit(image, [matrices])["c"]["w"], jax.Array)
 
 
 @pytest.mark.parametrize("edit", [hki.quantize_params, hki.quantization_aware])
 def test_a_matrix_is_not_a_kernel(edit):
-    params = {"a": {"w": normal((8, 4), 0)}, "b": {"w": normal((3, 8, 4), 1)}}
+    params = {"a": {"w": normal((8, 4), 0)}, "b": {"w": normal((3, 3, 8, 4), 1)}}
     found = edit(params, rules=[QuantRule(weight_qtype="int8", op_names="conv_general_dilated")])
     assert isinstance(found["a"]["w"], jax.Array)
     assert not isinstance(found["b"]["w"], jax.Array)
