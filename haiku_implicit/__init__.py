@@ -8,6 +8,7 @@ from haiku_implicit import quantization, testing
 from haiku_implicit.arrays import (
     FakeQuantized,
     LoRA,
+    MatrixView,
     QuantizedBlocks,
     QuantizedCache,
     QuantizedMatrix,
@@ -105,6 +106,7 @@ __all__ = [
     "LoRA",
     "QuantizedMatrix",
     "ScaledMatrix",
+    "MatrixView",
     "QuantizedBlocks",
     "QuantizedCache",
     "TrainedQuantized",

@@ -10,6 +10,7 @@ from haiku_implicit.arrays import (  # noqa: F401 (their rules)
 from haiku_implicit.arrays.constant import SymbolicConstant
 from haiku_implicit.arrays.fake_quantized import FakeQuantized, fake_quantize
 from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.arrays.quantized_blocks import QuantizedBlocks
 from haiku_implicit.arrays.quantized_cache import QuantizedCache
 from haiku_implicit.arrays.scaled import ScaledMatrix
@@ -21,6 +22,7 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 __all__ = [
     "FakeQuantized",
     "LoRA",
+    "MatrixView",
     "QuantizedBlocks",
     "QuantizedCache",
     "QuantizedMatrix",

@@ -112,7 +112,7 @@ def _alike(operands: Sequence[ImplicitArray]) -> bool:
 
 def _may_grow(x: ImplicitArray) -> bool:
     """Whether leaves can get new batch axes, and have all that `x` has."""
-    core = type(x).core_ndim
+    core = x.core_ndim
     return core is not None and num_batch_axes(x) == x.ndim - core
 
 
@@ -282,7 +282,7 @@ def dynamic_update_batch(
 @primitive_handler("select_n")
 def select_one(primitive: Primitive, which: jax.Array, *cases: ImplicitArray) -> Any:
     """One of several arrays as a whole."""
-    if which.ndim or type(cases[0]).core_ndim is None or not _alike(cases):
+    if which.ndim or cases[0].core_ndim is None or not _alike(cases):
         return NotImplemented
     on_leaves = functools.partial(primitive.bind, which)
     return _leafwise(primitive, cases, on_leaves, lambda: cases[0])

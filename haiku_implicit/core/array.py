@@ -170,7 +170,7 @@ class ImplicitArray(abc.ABC):
         Returns:
           The array, or `NotImplemented` if its type has no batch axes (`core_ndim=None`).
         """
-        if type(self).core_ndim is None:
+        if self.core_ndim is None:
             return NotImplemented
         leaves, treedef = flatten_one_level(self)
         leaves = [x.with_leading_axis(size) if is_implicit(x) else x for x in leaves]
@@ -412,7 +412,7 @@ def flatten_one_level(x: Any) -> tuple[list[Any], Any]:
 
 def num_batch_axes(x: ImplicitArray) -> int:
     """How many leading axes of `x` are batch axes, which every leaf has too."""
-    core = type(x).core_ndim
+    core = x.core_ndim
     if core is None:
         return 0
     children = [num_batch_axes(y) for y in flatten_one_level(x)[0] if is_implicit(y)]

@@ -1,0 +1,90 @@
+"""How the axes of a tensor are made of the axes of a matrix that holds it.
+
+An axis of the tensor is a group of factors, the outermost first. A factor `(size, stride, axis)` is a
+part of an axis of the matrix (0 for the rows, 1 for the columns): the index along that axis is the sum,
+over its factors, of `stride` times the index along the factor. So `[heads, width, m]` is held as a
+matrix `[heads * width, m]` by the groups `((heads, width, 0),), ((width, 1, 0),), ((m, 1, 1),)`. An
+axis of length one has no factors.
+
+Reshaping and transposing such a tensor changes groups and no data.
+"""
+
+import math
+from collections.abc import Sequence
+
+from jax import export
+
+Factor = tuple[int, int, int]
+Group = tuple[Factor, ...]
+Axes = tuple[Group, ...]
+
+
+def whole(sizes: Sequence[int]) -> Axes:
+    """The axes of the matrix itself."""
+    return tuple(((n, 1, i),) if n != 1 else () for i, n in enumerate(sizes))
+
+
+def of_split(sizes: Sequence[Sequence[int]], order: Sequence[int]) -> Axes:
+    """The axes of a tensor whose axes, some for the rows and then some for the columns, are reordered.
+
+    Args:
+      sizes: the lengths of the axes that make the rows, and of those that make the columns.
+      order: where among these each axis of the tensor is.
+    """
+    groups = [
+        ((n, math.prod(own[i + 1 :]), axis),) if n != 1 else ()
+        for axis, own in enumerate(sizes)
+        for i, n in enumerate(own)
+    ]
+    return tuple(groups[i] for i in order)
+
+
+def length(group: Group) -> int:
+    """The length of an axis of the tensor."""
+    return math.prod(n for n, _, _ in group)
+
+
+def shape(axes: Axes) -> tuple[int, ...]:
+    """The shape of the tensor."""
+    return tuple(map(length, axes))
+
+
+def parts(axes: Axes, axis: int) -> list[Factor]:
+    """The factors of an axis of the matrix, the outermost first."""
+    return sorted((f for group in axes for f in group if f[2] == axis), key=lambda f: -f[1])
+
+
+def reshaped(axes: Axes, new: Sequence[int]) -> Axes | None:
+    """The axes of a tensor of another shape with the same elements in the same order.
+
+    None where an axis would take parts of two factors that are not whole, or would have parts of rows
+    and of columns, so that no product could contract it.
+    """
+    left = [f for group in axes for f in group]
+    if any(export.is_symbolic_dim(n) for n in new) or 0 in new or 0 in shape(axes):
+        return None
+    out = []
+    for size in new:
+        group: list[Factor] = []
+        while size > 1:
+            n, stride, axis = left.pop(0)
+            taken = math.gcd(n, size)
+            if taken not in (n, size):
+                return None
+            group.append((taken, stride * (n // taken), axis))
+            if taken < n:
+                left.insert(0, (n // taken, stride, axis))
+            size //= taken
+        out.append(_merged(group))
+    return tuple(out) if all(len({f[2] for f in group}) < 2 for group in out) else None
+
+
+def _merged(group: Sequence[Factor]) -> Group:
+    """Factors that follow each other in the matrix, too, as one."""
+    out: list[Factor] = []
+    for n, stride, axis in group:
+        if out and out[-1][1:] == (n * stride, axis):
+            out[-1] = (out[-1][0] * n, stride, axis)
+        else:
+            out.append((n, stride, axis))
+    return tuple(out)

@@ -1,0 +1,430 @@
+"""`MatrixView`: a tensor of any axes that is held as a matrix of any type."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.arrays import axes as axes_of
+from haiku_implicit.arrays.axes import Axes
+from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dense import dense
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.interpreter import default_handler
+
+
+@dataclasses.dataclass
+class MatrixView(ImplicitArray, linear_in="matrix"):
+    """A tensor of which some axes are the rows of a matrix, and the others its columns.
+
+    So attention's weight `[inputs, heads, width]` can be one LoRA, or one quantized matrix, of
+    `[inputs, heads * width]`, with a rank and with scales of the whole, and not a stack of small
+    matrices. A product that contracts all the rows, or all the columns, is one with the matrix; reshaping
+    and transposing change static metadata alone. `matrix_axes=` of the functions that make
+    implicit parameters puts this type around them.
+
+    Attributes:
+      matrix: `[..., n, m]`, usually itself implicit. Leading axes are batch axes of the tensor, too.
+      axes: how each further axis of the tensor is made of rows or columns, see `arrays.axes`;
+        `MatrixView.of` finds it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> w = jax.random.normal(jax.random.key(0), (64, 4, 16))
+      >>> q = hki.MatrixView.of(w, inputs=[-3], outputs=[-2, -1], make=hki.QuantizedMatrix.quantize,
+      ...                       dtype='int8')
+      >>> q.shape, q.matrix.shape, q.matrix.scale.shape
+      ((64, 4, 16), (64, 64), (64, 1))
+      >>> project = hki.use_implicit_args(lambda x, w: jnp.einsum('ba,ahc->bhc', x, w))
+      >>> project(jnp.ones((2, 64)), q).shape
+      (2, 4, 16)
+    """
+
+    matrix: Any
+    axes: Axes = aux_field()
+
+    @classmethod
+    def of(
+        cls, w: Any, inputs: Sequence[int], outputs: Sequence[int], make: Any, **options: Any
+    ) -> Any:
+        """Makes an implicit array of a tensor, seen as a matrix.
+
+        Args:
+          w: the dense tensor.
+          inputs: which of its axes, from the end (negative), are the rows: usually those that are
+            contracted in products.
+          outputs: those that are the columns. All other axes are batch axes, and come first.
+          make: called as `make(matrix, **options)` with the dense matrix `[..., n, m]`; returns an
+            implicit one.
+
+        Returns:
+          The array in a `MatrixView`; as it is, where the matrix is the tensor.
+
+        Raises:
+          ValueError: for axes that are not the last ones of the tensor, each once.
+        """
+        matrix, axes = unfolded(w, inputs, outputs)
+        return view_of(make(matrix, **options), axes)
+
+    @property
+    def core_ndim(self) -> int:  # type: ignore[override]
+        """The tensor has batch axes in front of those of `axes`."""
+        return len(self.axes)
+
+    def compute_shape(self) -> tuple[int, ...]:
+        return (*np.shape(self.matrix)[:-2], *axes_of.shape(self.axes))
+
+    def compute_dtype(self) -> Any:
+        return self.matrix.dtype
+
+    def materialize(self) -> jax.Array:
+        matrix = dense(self.matrix)
+        lead = matrix.shape[:-2]
+        stored = [f for axis in (0, 1) for f in axes_of.parts(self.axes, axis)]
+        order = [stored.index(f) for group in self.axes for f in group]
+        values = matrix.reshape(*lead, *(n for n, _, _ in stored))
+        values = jnp.transpose(values, (*range(len(lead)), *(len(lead) + i for i in order)))
+        return values.reshape(self.shape)
+
+
+def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[jax.Array, Axes]:
+    """A dense tensor as a matrix `[..., n, m]`, and the axes that lead back.
+
+    Args:
+      w, inputs, outputs: as for `MatrixView.of`.
+
+    Raises:
+      ValueError: for axes that are not the last ones of the tensor, each once.
+    """
+    last = [*inputs, *outputs]
+    if not inputs or not outputs or sorted(last) != list(range(-len(last), 0)):
+        raise ValueError(
+            "matrix axes: expected inputs and outputs that are together the last axes of the tensor, "
+            f"from the end (such as [-3] and [-2, -1]), got {list(inputs)} and {list(outputs)}"
+        )
+    if len(last) > w.ndim:
+        raise ValueError(
+            f"matrix axes: inputs {list(inputs)} and outputs {list(outputs)} are {len(last)} axes, and "
+            f"the tensor has the shape {list(w.shape)}"
+        )
+    lead = w.ndim - len(last)
+    sizes = [[w.shape[i] for i in own] for own in (inputs, outputs)]
+    matrix = jnp.transpose(w, (*range(lead), *(w.ndim + i for i in last)))
+    matrix = matrix.reshape(*w.shape[:lead], *map(math.prod, sizes))
+    return matrix, axes_of.of_split(sizes, np.argsort(last).tolist())
+
+
+def view_of(matrix: Any, axes: Axes) -> Any:
+    """The tensor of a matrix; the matrix itself, where that is the tensor."""
+    return matrix if axes == axes_of.whole(matrix.shape[-2:]) else MatrixView(matrix, axes)
+
+
+def _lead(w: MatrixView) -> int:
+    """How many batch axes a tensor has."""
+    return w.ndim - len(w.axes)
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+@binary_handler("dot_general")
+def dot_with_view(call: BinaryCall, x: jax.Array, w: MatrixView) -> Any:
+    """A product with the matrix, if all of its rows (or columns) are contracted, or none of them."""
+    lead = _lead(w)
+    if call.params.get("out_sharding") is not None or any(i >= lead for i in call.batch[1]):
+        return NotImplemented
+    of_x = {i: w.axes[j - lead] for i, j in zip(*call.contracted, strict=True) if j >= lead}
+    used = [f for group in of_x.values() for f in group]
+    inner = [axis for axis in (0, 1) if any(f[2] == axis for f in used)]
+    if sorted(used) != sorted(f for axis in inner for f in axes_of.parts(w.axes, axis)):
+        return NotImplemented
+
+    # Of `x`: the axes that do not meet the matrix, and then those that do, in the order of the matrix.
+    rest = [i for i in range(x.ndim) if i not in of_x]
+    stored = [f for axis in inner for f in axes_of.parts(w.axes, axis)]
+    split = [of_x.get(i, ((n, i),)) for i, n in enumerate(x.shape)]
+    pieces: list[tuple[int, ...]] = [f for group in split for f in group]
+    order = [pieces.index((x.shape[i], i)) for i in rest] + [pieces.index(f) for f in stored]
+    x = jnp.transpose(x.reshape([f[0] for f in pieces]), order)
+    x = x.reshape(*x.shape[: len(rest)], *(w.matrix.shape[lead + axis] for axis in inner))
+
+    pairs = [(rest.index(i), j) for i, j in zip(*call.contracted, strict=True) if j < lead]
+    pairs += [(len(rest) + k, lead + axis) for k, axis in enumerate(inner)]
+    contract = tuple(zip(*pairs, strict=True)) or ((), ())
+    batch = tuple(rest.index(i) for i in call.batch[0]), call.batch[1]
+    numbers = call.ordered(*contract), call.ordered(*batch)
+    params = call.params | dict(dimension_numbers=numbers)
+    out = call.primitive.bind(*call.ordered(x, w.matrix), **params)
+
+    # The free axes of the matrix, in the result, become those of the tensor.
+    free_lead = [i for i in range(lead) if i not in (*batch[1], *contract[1])]
+    free = [axis for axis in (0, 1) if axis not in inner]
+    groups = [g for i, g in enumerate(w.axes) if lead + i not in call.contracted[1]]
+    count = len(free_lead) + len(free)
+    start = (len(batch[1]) if call.w_first else out.ndim - count) + len(free_lead)
+    return _folded(out, start, len(free), groups, free)
+
+
+def _folded(
+    x: jax.Array, start: int, count: int, groups: Sequence[axes_of.Group], inner: Sequence[int]
+) -> jax.Array:
+    """`x` with axes of the tensor in place of axes of the matrix.
+
+    Args:
+      x: an array.
+      start: where in it the axes of the matrix begin.
+      count: how many there are.
+      groups: the axes of the tensor that are made of them.
+      inner: which axes of the matrix they are.
+    """
+    before, after = x.shape[:start], x.shape[start + count :]
+    stored = [f for axis in inner for f in axes_of.parts(tuple(groups), axis)]
+    order = [start + stored.index(f) for group in groups for f in group]
+    x = x.reshape(*before, *(n for n, _, _ in stored), *after)
+    x = jnp.transpose(x, (*range(start), *order, *range(start + len(stored), x.ndim)))
+    return x.reshape(*before, *map(axes_of.length, groups), *after)
+
+
+# --- axes ----------------------------------------------------------------------------------------
+
+
+@primitive_handler("reshape")
+def reshape_view(primitive: Primitive, w: MatrixView, *, new_sizes: Any, **params: Any) -> Any:
+    """Axes of the rows are split or merged, and so are those of the columns."""
+    return _reshaped(w.matrix, w.axes, new_sizes, params)
+
+
+@primitive_handler("reshape", precedence=-1)
+def reshape_matrix(primitive: Primitive, w: ImplicitArray, *, new_sizes: Any, **params: Any) -> Any:
+    """A matrix of any type whose rows or columns are split becomes a view of itself."""
+    return _reshaped(w, _own_axes(w), new_sizes, params)
+
+
+@primitive_handler("squeeze")
+def squeeze_view(primitive: Primitive, w: MatrixView, *, dimensions: Any) -> Any:
+    """Axes of length one are dropped."""
+    new = [n for i, n in enumerate(w.shape) if i not in dimensions]
+    return _reshaped(w.matrix, w.axes, new, {})
+
+
+@primitive_handler("squeeze", precedence=-1)
+def squeeze_matrix(primitive: Primitive, w: ImplicitArray, *, dimensions: Any) -> Any:
+    """A matrix of one row, or column, becomes a view without that axis."""
+    new = [n for i, n in enumerate(w.shape) if i not in dimensions]
+    return _reshaped(w, _own_axes(w), new, {})
+
+
+@primitive_handler("broadcast_in_dim")
+def expand_view(primitive: Primitive, w: MatrixView, **params: Any) -> Any:
+    """Axes of length one are added, also between others."""
+    return _expanded(w, w.matrix, w.axes, **params)
+
+
+@primitive_handler("broadcast_in_dim", precedence=-1)
+def expand_matrix(primitive: Primitive, w: ImplicitArray, **params: Any) -> Any:
+    """A matrix of any type with an axis of length one between others becomes a view of itself."""
+    return _expanded(w, w, _own_axes(w), **params)
+
+
+def _own_axes(w: ImplicitArray) -> Axes | None:
+    """The axes of an array that is a matrix, or a stack of them; None for one that is not."""
+    return axes_of.whole(w.shape[-2:]) if w.core_ndim == 2 and w.ndim >= 2 else None
+
+
+def _expanded(
+    w: ImplicitArray,
+    matrix: Any,
+    axes: Axes | None,
+    *,
+    shape: Any,
+    broadcast_dimensions: Any,
+    sharding: Any = None,
+) -> Any:
+    places = dict(zip(broadcast_dimensions, w.shape, strict=True))
+    if any(n != places.get(i, 1) for i, n in enumerate(shape)) or sharding is not None:
+        return NotImplemented
+    return _reshaped(matrix, axes, shape, {})
+
+
+def _reshaped(matrix: Any, axes: Axes | None, new: Sequence[int], params: dict[str, Any]) -> Any:
+    """The tensor of a matrix in another shape.
+
+    Args:
+      matrix: `[..., n, m]`.
+      axes: the axes of the tensor; None if it is not one.
+      new: its new shape.
+      params: further parameters; they are not known here.
+    """
+    if axes is None or any(x is not None for x in params.values()):
+        return NotImplemented
+    *batch, rows, columns = matrix.shape
+    # The batch axes are the first ones with their number of elements, and axes of length one that the
+    # tensor did not have.
+    sizes = [math.prod(new[:i]) for i in range(len(new) + 1)]
+    if math.prod(batch) not in sizes:
+        return NotImplemented
+    n = sizes.index(math.prod(batch))
+    while len(new) - n > len(axes) and new[n] == 1:
+        n += 1
+    changed = axes_of.reshaped(axes, new[n:])
+    if changed is None:
+        return NotImplemented
+    if list(new[:n]) != batch:
+        matrix = _reshape(matrix, (*new[:n], rows, columns))
+    return view_of(matrix, changed)
+
+
+def _reshape(x: Any, shape: tuple[int, ...]) -> Any:
+    return default_handler(jax.lax.reshape_p, x, new_sizes=shape, dimensions=None, sharding=None)
+
+
+@primitive_handler("transpose")
+def transpose_view(primitive: Primitive, w: MatrixView, *, permutation: Any) -> Any:
+    """Batch axes change places, and so do all others."""
+    return _transposed(w, w.matrix, w.axes, permutation)
+
+
+@primitive_handler("transpose", precedence=-1)
+def transpose_matrix(primitive: Primitive, w: ImplicitArray, *, permutation: Any) -> Any:
+    """A matrix of a type without a rule of its own."""
+    return _transposed(w, w, _own_axes(w), permutation)
+
+
+def _transposed(
+    w: ImplicitArray, matrix: Any, axes: Axes | None, permutation: Sequence[int]
+) -> Any:
+    if axes is None:
+        return NotImplemented
+    lead = w.ndim - len(axes)
+    of_batch = tuple(permutation[:lead])
+    if any(i >= lead for i in of_batch):
+        return NotImplemented
+    if of_batch != tuple(range(lead)):
+        order = (*of_batch, lead, lead + 1)
+        matrix = default_handler(jax.lax.transpose_p, matrix, permutation=order)
+    return view_of(matrix, tuple(axes[i - lead] for i in permutation[lead:]))
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+@primitive_handler("slice")
+def slice_view(
+    primitive: Primitive, w: MatrixView, *, start_indices: Any, limit_indices: Any, strides: Any
+) -> Any:
+    """Parts of axes, where they are parts of the rows or columns that lie together."""
+    if strides is not None and any(n != 1 for n in strides):
+        return NotImplemented
+    return _part(w, start_indices, limit_indices)
+
+
+@primitive_handler("split")
+def split_view(primitive: Primitive, w: MatrixView, *, sizes: Any, axis: int) -> Any:
+    """Parts of one axis, on the same condition."""
+    out = []
+    for end, size in zip(np.cumsum(sizes).tolist(), sizes, strict=True):
+        starts, limits = [0] * w.ndim, list(w.shape)
+        starts[axis], limits[axis] = end - size, end
+        out.append(_part(w, starts, limits))
+    return NotImplemented if NotImplemented in out else out
+
+
+def _part(w: MatrixView, starts: Sequence[int], limits: Sequence[int]) -> Any:
+    """The part between two corners. `NotImplemented` where it is not a part of the matrix."""
+    lead = _lead(w)
+    low, high = list(starts[:lead]) + [0, 0], list(limits[:lead]) + list(w.matrix.shape[lead:])
+    axes = list(w.axes)
+    for i, group in enumerate(w.axes):
+        start, limit = starts[lead + i], limits[lead + i]
+        if (start, limit) == (0, w.shape[lead + i]):
+            continue
+        cut = _cut(w, group, start, limit)
+        if cut is None:
+            return NotImplemented
+        axis, low[lead + axis], high[lead + axis], axes[i] = cut
+    matrix = jax.lax.slice(w.matrix, low, high)
+    return view_of(matrix, tuple(axes))
+
+
+def _cut(
+    w: MatrixView, group: axes_of.Group, start: int, limit: int
+) -> tuple[int, int, int, axes_of.Group] | None:
+    """Which axis of the matrix to cut, where, and the axis of the tensor that is left.
+
+    The outermost factor of an axis of the matrix can be cut, between its indices.
+    """
+    n, stride, axis = group[0]
+    size = axes_of.length(group[1:])
+    outermost = n * stride == w.matrix.shape[axis - 2]
+    if not outermost or start % size or limit % size or start == limit:
+        return None
+    count = (limit - start) // size
+    left = ((count, stride, axis), *group[1:]) if count > 1 else group[1:]
+    return axis, start // size * stride, limit // size * stride, left
+
+
+@primitive_handler("dynamic_slice")
+def dynamic_slice_view(
+    primitive: Primitive, w: MatrixView, *starts: jax.Array, slice_sizes: Any
+) -> Any:
+    """The same from starts that are known where it runs."""
+    lead, sizes, axes = _lead(w), list(slice_sizes), list(w.axes)
+    at = [*starts[:lead], *[jnp.zeros_like(starts[0])] * 2]
+    of_matrix = [*sizes[:lead], *w.matrix.shape[lead:]]
+    for i, group in enumerate(w.axes):
+        if sizes[lead + i] == w.shape[lead + i]:
+            continue
+        cut = _cut(w, group, 0, sizes[lead + i])
+        if cut is None or len(group) > 1:
+            return NotImplemented
+        axis, _, of_matrix[lead + axis], axes[i] = cut
+        # (Within bounds before it is multiplied: integers may be narrow.)
+        last = w.shape[lead + i] - sizes[lead + i]
+        start = jnp.clip(starts[lead + i], 0, last).astype(jnp.int32)
+        at[lead + axis] = start * group[0][1]
+    matrix = jax.lax.dynamic_slice(w.matrix, at, of_matrix)
+    return view_of(matrix, tuple(axes))
+
+
+@primitive_handler("gather")
+def gather_from_view(primitive: Primitive, w: MatrixView, ids: jax.Array, **params: Any) -> Any:
+    """Of a matrix that is held transposed, what its own rules give."""
+    if w.axes != axes_of.whole(w.matrix.shape[-2:])[::-1]:
+        return NotImplemented
+    return primitive.bind(jnp.swapaxes(w.matrix, -1, -2), ids, **params)
+
+
+# --- elementwise ---------------------------------------------------------------------------------
+
+
+@primitive_handler(["mul", "div", "add", "sub"])
+def with_dense(primitive: Primitive, w: MatrixView, x: jax.Array) -> Any:
+    """With an operand of as many axes, in the matrix's order (a number is for all types alike)."""
+    if x.ndim != w.ndim or any(n not in (1, m) for n, m in zip(x.shape, w.shape, strict=True)):
+        return NotImplemented
+    return view_of(primitive.bind(w.matrix, _in_order(x, w)), w.axes)
+
+
+def _in_order(x: jax.Array, w: MatrixView) -> jax.Array:
+    """An array that broadcasts with the tensor as one that broadcasts with the matrix."""
+    lead = _lead(w)
+    used = {f[2] for n, group in zip(x.shape[lead:], w.axes, strict=True) if n > 1 for f in group}
+    pieces = [f for group in w.axes for f in group if f[2] in used]
+    # (An axis of the matrix whose parts are not all alike is broadcast.)
+    wide = [
+        axes_of.length(group) if any(f[2] in used for f in group) else 1 for group in w.axes
+    ]
+    x = jnp.broadcast_to(x, (*x.shape[:lead], *wide)).reshape(
+        *x.shape[:lead], *(f[0] for f in pieces)
+    )
+    stored = [f for axis in (0, 1) if axis in used for f in axes_of.parts(w.axes, axis)]
+    x = jnp.transpose(x, (*range(lead), *(lead + pieces.index(f) for f in stored)))
+    sizes = (w.matrix.shape[axis - 2] if axis in used else 1 for axis in (0, 1))
+    return x.reshape(*x.shape[:lead], *sizes)
