@@ -58,6 +58,7 @@ from haiku_implicit.params.edits import (
     zero_params,
 )
 from haiku_implicit.params.ggml import from_ggml
+from haiku_implicit.params.infer_axes import infer_matrix_axes
 from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantized_training import (
     convert_trained,
@@ -90,6 +91,7 @@ __all__ = [
     "quantize_params",
     "zero_params",
     "merge_lora",
+    "infer_matrix_axes",
     "summary",
     "from_ggml",
     "input_moments",

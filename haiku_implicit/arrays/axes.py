@@ -57,8 +57,7 @@ def parts(axes: Axes, axis: int) -> list[Factor]:
 def reshaped(axes: Axes, new: Sequence[int]) -> Axes | None:
     """The axes of a tensor of another shape with the same elements in the same order.
 
-    None where an axis would take parts of two factors that are not whole, or would have parts of rows
-    and of columns, so that no product could contract it.
+    None where an axis would take parts of two factors that are not whole.
     """
     left = [f for group in axes for f in group]
     if any(export.is_symbolic_dim(n) for n in new) or 0 in new or 0 in shape(axes):
@@ -76,7 +75,12 @@ def reshaped(axes: Axes, new: Sequence[int]) -> Axes | None:
                 left.insert(0, (n // taken, stride, axis))
             size //= taken
         out.append(_merged(group))
-    return tuple(out) if all(len({f[2] for f in group}) < 2 for group in out) else None
+    return tuple(out)
+
+
+def are_mixed(axes: Axes) -> bool:
+    """Whether an axis of the tensor has parts of several axes of the matrix."""
+    return any(len({f[2] for f in group}) > 1 for group in axes)
 
 
 def _merged(group: Sequence[Factor]) -> Group:

@@ -94,11 +94,12 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
         return values.reshape(self.shape)
 
 
-def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[jax.Array, Axes]:
+def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[Any, Axes]:
     """A dense tensor as a matrix `[..., n, m]`, and the axes that lead back.
 
     Args:
-      w, inputs, outputs: as for `MatrixView.of`.
+      w: the tensor; of a `jax.ShapeDtypeStruct` the matrix is one, too.
+      inputs, outputs: as for `MatrixView.of`.
 
     Raises:
       ValueError: for axes that are not the last ones of the tensor, each once.
@@ -109,15 +110,20 @@ def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[jax
             "matrix axes: expected inputs and outputs that are together the last axes of the tensor, "
             f"from the end (such as [-3] and [-2, -1]), got {list(inputs)} and {list(outputs)}"
         )
-    if len(last) > w.ndim:
+    if len(last) > len(w.shape):
         raise ValueError(
             f"matrix axes: inputs {list(inputs)} and outputs {list(outputs)} are {len(last)} axes, and "
             f"the tensor has the shape {list(w.shape)}"
         )
-    lead = w.ndim - len(last)
+    lead = len(w.shape) - len(last)
     sizes = [[w.shape[i] for i in own] for own in (inputs, outputs)]
-    matrix = jnp.transpose(w, (*range(lead), *(w.ndim + i for i in last)))
-    matrix = matrix.reshape(*w.shape[:lead], *map(math.prod, sizes))
+
+    def matrix_of(w: jax.Array) -> jax.Array:
+        matrix = jnp.transpose(w, (*range(lead), *(w.ndim + i for i in last)))
+        return matrix.reshape(*w.shape[:lead], *map(math.prod, sizes))
+
+    abstract = isinstance(w, jax.ShapeDtypeStruct)
+    matrix = jax.eval_shape(matrix_of, w) if abstract else matrix_of(w)
     return matrix, axes_of.of_split(sizes, np.argsort(last).tolist())
 
 
@@ -274,8 +280,8 @@ def _reshaped(matrix: Any, axes: Axes | None, new: Sequence[int], params: dict[s
     while len(new) - n > len(axes) and new[n] == 1:
         n += 1
     changed = axes_of.reshaped(axes, new[n:])
-    if changed is None:
-        return NotImplemented
+    if changed is None or axes_of.are_mixed(changed):
+        return NotImplemented  # (no product could contract an axis of rows and columns)
     if list(new[:n]) != batch:
         matrix = _reshape(matrix, (*new[:n], rows, columns))
     return view_of(matrix, changed)

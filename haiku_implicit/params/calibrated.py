@@ -1,6 +1,7 @@
 """Quantization with calibration data: weights rounded for the inputs that a model gives them."""
 
 import functools
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from haiku_implicit.core.transform import tree_leaves_with_implicit, use_implici
 from haiku_implicit.numerics import channel_scales, formats, options, scales
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import progress, trees
+from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.options import GroupSize, QuantizeOptions
 from haiku_implicit.params.selection import describe, errors_name
 from haiku_implicit.products.quant_rules import QuantRule
@@ -32,6 +34,7 @@ def input_moments(
     *,
     targets: Targets | None = None,
     exclude: Targets | None = None,
+    matrix_axes: MatrixAxesOf | None = None,
 ) -> dict[str, jax.Array]:
     """The second moments of the inputs of a model's weights.
 
@@ -44,6 +47,7 @@ def input_moments(
       batches: calibration data.
       targets: which parameters, as for `add_lora`. None: all dense weights.
       exclude: which of these are left out, as there.
+      matrix_axes: which axes of weights are their inputs, as there.
 
     Returns:
       The sum of xᵀx over the inputs x `[n, k]` of all batches, by the path (`module/name`) of each
@@ -61,9 +65,8 @@ def input_moments(
       [[1. 2.]
        [2. 4.]]
     """
-    return _collect(
-        observed.MOMENTS, jnp.add, apply, params, batches, trees.Choice(targets, exclude)
-    )
+    choice = trees.Choice(targets, exclude, matrix_axes=matrix_axes)
+    return _collect(observed.MOMENTS, jnp.add, apply, params, batches, choice)
 
 
 def input_maxima(
@@ -73,13 +76,14 @@ def input_maxima(
     *,
     targets: Targets | None = None,
     exclude: Targets | None = None,
+    matrix_axes: MatrixAxesOf | None = None,
 ) -> dict[str, jax.Array]:
     """The largest magnitudes of the inputs of a model's weights, for SmoothQuant.
 
     The model runs as for `input_moments`, under the same conditions.
 
     Args:
-      apply, params, batches, targets, exclude: as for `input_moments`.
+      apply, params, batches, targets, exclude, matrix_axes: as for `input_moments`.
 
     Returns:
       The maximum of |x| over n, for the inputs x `[n, k]` of all batches, by the path (`module/name`)
@@ -100,9 +104,8 @@ def input_maxima(
       >>> print(hki.input_maxima(model.apply, params, batches)['linear/w'])
       [3. 2.]
     """
-    return _collect(
-        observed.MAXIMA, jnp.maximum, apply, params, batches, trees.Choice(targets, exclude)
-    )
+    choice = trees.Choice(targets, exclude, matrix_axes=matrix_axes)
+    return _collect(observed.MAXIMA, jnp.maximum, apply, params, batches, choice)
 
 
 def _collect(
@@ -117,14 +120,17 @@ def _collect(
     weights = QuantizeOptions()
     parameters = trees.parameters_of(params)
     marks = trees.marks_of(parameters, choice, weights.takes, weights.wanted)
-    shapes = {p.path: p.value.shape for p, mark in zip(parameters, marks, strict=True) if mark}
+    shapes = {
+        p.path: choice.opened(p).value.shape for p in itertools.compress(parameters, marks)
+    }
 
     def total(sums: dict[str, jax.Array], batch: Any) -> jax.Array:
         def observed_weight(parameter: trees.Parameter) -> Any:
             path, value = parameter.path, parameter.value
             return Observed(value, sums[path], statistic) if path in sums else value
 
-        observing = trees.map_parameters(observed_weight, params)
+        make = trees.on_matrix(observed_weight, choice.matrix_axes)
+        observing = trees.map_parameters(make, params)
         return _total(use_implicit_args(apply)(observing, batch))
 
     zeros = {
@@ -157,8 +163,8 @@ def _warn_of_unseen(unseen: list[str], count: int) -> None:
     if unseen:
         warnings.warn(
             f"inputs of {len(unseen)} of {count} weights were not seen: the model does not use them as "
-            "x @ w, w [n, m], in a differentiable way (tables that are looked up do not count, nor do "
-            f"weights of more axes in an einsum), or all inputs were zero: {', '.join(unseen[:10])}"
+            "x @ w, w [n, m], in a differentiable way (tables that are looked up do not count; weights of "
+            f"more axes in an einsum do with matrix_axes=), or all inputs were zero: {', '.join(unseen[:10])}"
             f"{', ...' if len(unseen) > 10 else ''}. Leave them out by targets=",
             stacklevel=4,
         )
@@ -176,6 +182,7 @@ def quantize_with_inputs(
     scale_dtype: Any = None,
     activation: str | None = None,
     rules: Sequence[QuantRule] | None = None,
+    matrix_axes: MatrixAxesOf | None = None,
 ) -> Any:
     """Quantizes weights for the least error of their products with their inputs.
 
@@ -195,6 +202,7 @@ def quantize_with_inputs(
       activation: as there; 'smoothquant' needs one.
       rules: as for `quantize_params`, in place of `dtype` and the options after it but `scale_dtype`.
         Weights that they leave alone stay dense.
+      matrix_axes: as for `input_moments`, and the same.
 
     Returns:
       The parameters with `QuantizedMatrix` in place of these weights, grouped along their axis -2. All
@@ -246,7 +254,7 @@ def quantize_with_inputs(
                 _check_activation(method, own)
             return chosen.quantize(value, inputs[path], own, *numbers)
 
-    return trees.replace_marked(params, [path in inputs for path in paths], quantized)
+    return trees.replace_marked(params, [path in inputs for path in paths], quantized, matrix_axes)
 
 
 def _how_by_rule(

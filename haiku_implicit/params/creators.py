@@ -34,6 +34,8 @@ from haiku_implicit.arrays.quantized_cache import QuantizedCache
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.box import box
 from haiku_implicit.core.predicates import Predicate, Targets, path_of, predicate_of
+from haiku_implicit.params import trees
+from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.options import (
     GroupSize,
     Initializer,
@@ -103,6 +105,7 @@ def lora_creator(
     alpha: float | None = None,
     targets: Targets | None = None,
     init: Initializer | None = None,
+    matrix_axes: MatrixAxesOf | None = None,
 ) -> Creator:
     """A creator of LoRA parameters, for `hk.custom_creator`.
 
@@ -122,6 +125,7 @@ def lora_creator(
         `targets(module_name, name, value)` is true.
       init: draws `a`, as `init(key, shape, dtype)` (like those of `jax.nn.initializers`). None: uniform
         in ±1/sqrt(n), as in PEFT and the authors' own code.
+      matrix_axes: as for `add_lora`.
 
     Returns:
       A creator: `init` stores `LoRA`.
@@ -141,8 +145,10 @@ def lora_creator(
       LoRA(float32[8,4], w=float32[8,4], a=float32[8,2], b=float32[2,4], alpha=None)
     """
     options = LoRAOptions(rank, alpha, init)
-    chosen = predicate_of("targets", targets, options.takes)
-    return _creator(chosen, lambda path, value: options.put_on(path, value, hk.next_rng_key()))
+    choice = trees.Choice(targets, matrix_axes=matrix_axes)
+    return _creator(
+        choice, options.takes, lambda path, value: options.put_on(path, value, hk.next_rng_key())
+    )
 
 
 def quantize_creator(
@@ -155,6 +161,7 @@ def quantize_creator(
     calibration: str | None = None,
     scale_dtype: Any = None,
     activation: str | None = None,
+    matrix_axes: MatrixAxesOf | None = None,
 ) -> Creator:
     """A creator of quantized parameters, for `hk.custom_creator`.
 
@@ -169,6 +176,7 @@ def quantize_creator(
       calibration: how scales are found.
       scale_dtype: how they are stored.
       activation: the format that activations are quantized to in products; None: they are not.
+      matrix_axes: as for `add_lora`.
 
     Returns:
       A creator: `init` stores `QuantizedMatrix`.
@@ -190,7 +198,8 @@ def quantize_creator(
     options = QuantizeOptions(
         dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
     )
-    return _creator(predicate_of("targets", targets, options.takes), options.put_on)
+    choice = trees.Choice(targets, matrix_axes=matrix_axes)
+    return _creator(choice, options.takes, options.put_on)
 
 
 def cache_creator(
@@ -237,20 +246,32 @@ def cache_creator(
         with errors_name(path, value):
             return QuantizedCache.quantize(value, dtype, group_size, axis=-1)
 
-    return _creator(predicate_of("targets", targets, _is_cache), quantized)
+    return _creator(trees.Choice(targets), _is_cache, quantized)
 
 
 def _is_cache(module_name: str, name: str, value: Any) -> bool:
     return len(value.shape) >= 3 and is_floating(value)
 
 
-def _creator(chosen: Predicate, make: Callable[[str, jax.Array], ImplicitArray]) -> Creator:
-    """A creator that puts `make(path, value)` in place of the chosen parameters."""
+def _creator(
+    choice: trees.Choice, default: Predicate, make: Callable[[str, jax.Array], ImplicitArray]
+) -> Creator:
+    """A creator that puts `make(path, value)` in place of the chosen parameters.
+
+    Args:
+      choice: which parameters.
+      default: which, where it names none.
+      make: a function of a path and a matrix.
+    """
+    chosen = choice.predicate(default)
+    made = trees.on_matrix(lambda parameter: make(parameter.path, parameter.value), choice.matrix_axes)
 
     def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
         value = next_creator(shape, dtype, init)
         name = _final_name(context)
-        return box(make(path_of(*name), value)) if _applies(chosen, *name, value) else value
+        if not _applies(chosen, *name, value):
+            return value
+        return box(made(trees.Parameter(*name, value)))
 
     return creator
 

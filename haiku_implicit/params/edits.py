@@ -13,6 +13,7 @@ from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
+from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.options import (
     GroupSize,
     Initializer,
@@ -35,6 +36,7 @@ def add_lora(
     init: Initializer | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
+    matrix_axes: MatrixAxesOf | None = None,
 ) -> Any:
     """Puts LoRA on weights of a tree of parameters, quantized ones included.
 
@@ -57,6 +59,11 @@ def add_lora(
       exclude: which of these are left out all the same, given in the same ways. One that matches no
         parameter is an error.
       missing_ok: where nothing is left to change, return the parameters as they are, without an error.
+      matrix_axes: which axes make the matrix of a weight whose last two are not it, as attention's
+        `[inputs, heads, width]`: a mapping from `module/name`, or a regular expression that the whole
+        of it matches, to `(inputs, outputs)`, axes counted from the end, such as
+        `{'.*query_w': ([-3], [-2, -1])}`; or what `infer_matrix_axes` returns. Such a weight becomes a
+        `MatrixView` of one LoRA. Other weights of more than two axes are stacks of matrices.
 
     Returns:
       The tree with `LoRA` in place of the targets, mappings as dicts.
@@ -82,7 +89,7 @@ def add_lora(
     def make(parameter: trees.Parameter) -> LoRA:
         return options.put_on(parameter.path, parameter.value, parameter.key_from(key))
 
-    choice = trees.Choice(targets, exclude, missing_ok)
+    choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
     return trees.replace_targets(params, choice, make, options.takes, options.wanted)
 
 
@@ -100,6 +107,7 @@ def quantize_params(
     rules: Sequence[QuantRule] | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
+    matrix_axes: MatrixAxesOf | None = None,
 ) -> Any:
     """Quantizes weights of a tree of parameters; of a LoRA weight its `w`.
 
@@ -121,7 +129,7 @@ def quantize_params(
         alone. A warning names the rules that decide for no module. A rule with `act_static_scale`
         gives `StaticQuantized` weights, whose ranges come from a calibration run (`with_quant_stats`)
         and `convert_trained`.
-      exclude, missing_ok: as for `add_lora`.
+      exclude, missing_ok, matrix_axes: as for `add_lora`; `axis` is then one of the matrix.
 
     Returns:
       The tree with `QuantizedMatrix` in place of the targets, mappings as dicts.
@@ -146,7 +154,7 @@ def quantize_params(
     options = QuantizeOptions(
         dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
     )
-    choice = trees.Choice(targets, exclude, missing_ok)
+    choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
     if rules is not None:
         options.refuse_beside_rules(QuantizeOptions())
         make = functools.partial(_stored_by_rule, options)
@@ -292,7 +300,7 @@ def merge_lora(params: Any, *, requantize: bool = False) -> Any:
             return _with_structure(base, base.requantize(dense))
         return dense
 
-    return trees.map_parameters(merged, params)
+    return trees.map_matrices(merged, params)
 
 
 def _with_structure(old: Any, new: Any) -> Any:

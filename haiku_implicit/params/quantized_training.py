@@ -17,6 +17,7 @@ from haiku_implicit.numerics.operands import OperandSpec, quantize, stored_matri
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
 from haiku_implicit.params.creators import Getter, getter_of
+from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.quant_stats import fixed_stats, takes_stats
 from haiku_implicit.params.selection import (
     errors_name,
@@ -36,6 +37,7 @@ def quantized_training(
     targets: Targets | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
+    matrix_axes: MatrixAxesOf | None = None,
 ) -> Any:
     """Puts rules on the weights of a model, for quantized products and gradients in training.
 
@@ -50,7 +52,9 @@ def quantized_training(
         (`act_static_scale`) need the model wrapped in `with_quant_stats`.
       targets: which parameters, as for `add_lora`. None: floating-point parameters of two axes or more
         that are not called `b`, `bias`, `offset` or `scale`, nor as tables of positions are.
-      exclude, missing_ok: as for `add_lora`.
+      exclude, missing_ok, matrix_axes: as for `add_lora`. Training takes the scales from the axes that
+        each product contracts. `convert_trained` has to know them: give `matrix_axes` for weights that
+        are not used as `x @ w`.
 
     Returns:
       The tree with `TrainedQuantized` in place of the weights that a rule quantizes, mappings as
@@ -78,7 +82,7 @@ def quantized_training(
         stats = QuantStats(name=parameter.path) if static else None
         return TrainedQuantized(parameter.value, stats=stats, rules=own)
 
-    choice = trees.Choice(targets, exclude, missing_ok)
+    choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
     return trees.replace_by_rules(params, found, choice, make, trees.rules_of)
 
 
@@ -170,7 +174,7 @@ def with_rounding_key(params: Any, key: Any) -> Any:
             return value
         return _keyed(value, parameter.key_from(key))
 
-    return trees.map_parameters(keyed, params)
+    return trees.map_matrices(keyed, params)
 
 
 def quantization_aware(
@@ -180,6 +184,7 @@ def quantization_aware(
     targets: Targets | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
+    matrix_axes: MatrixAxesOf | None = None,
 ) -> Any:
     """Makes weights stand for their rounded values, for quantization-aware training.
 
@@ -191,7 +196,7 @@ def quantization_aware(
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
       rules: `QuantRule`s, with `weight_qtype`, `weight_calibration_method` ('minmax' with a zero
         point) and `tile_size` along axis -2, which is contracted in `x @ w`.
-      targets, exclude, missing_ok: as for `quantized_training`.
+      targets, exclude, missing_ok, matrix_axes: as for `quantized_training`.
 
     Returns:
       The tree with `FakeQuantized` in place of the weights that a rule quantizes, mappings as dicts.
@@ -224,15 +229,16 @@ def quantization_aware(
         jax.eval_shape(FakeQuantized.quantized, weight)
         return weight
 
-    return trees.replace_by_rules(params, rules, trees.Choice(targets, exclude, missing_ok), make)
+    return trees.replace_by_rules(params, rules, trees.Choice(targets, exclude, missing_ok, matrix_axes), make)
 
 
 def convert_trained(params: Any, state: Any = None) -> Any:
     """Replaces trained weights by stored ones, for inference.
 
     A `FakeQuantized` weight becomes the matrix of its rounded values. A `TrainedQuantized` weight
-    becomes the matrix of the codes that its rule quantizes it to in `x @ w` (which contracts axis -2;
-    convolution kernels share scales over all axes but the last). With static activation scales,
+    becomes the matrix of the codes that its rule quantizes it to in `x @ w` (which contracts axis -2, or
+    the inputs of the `matrix_axes` that it was trained with; convolution kernels share scales over all
+    axes but the last). With static activation scales,
     products are those of `with_quant_stats(t, update=False)` and no longer need the state. A
     `StaticQuantized` weight without ranges gets them, too.
 
@@ -276,7 +282,7 @@ def convert_trained(params: Any, state: Any = None) -> Any:
         stats = fixed_stats(parameter.path, value, stacked, state)
         return StaticQuantized.of(stored, stats, rule.act_batch_axes)
 
-    return trees.map_parameters(converted, params)
+    return trees.map_matrices(converted, params)
 
 
 def dot_general_by_bits(

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.predicates import Predicate, Targets, no_match, path_of, predicate_of
 from haiku_implicit.params import progress
+from haiku_implicit.params.matrix_axes import MatrixAxesOf, open_matrix
 from haiku_implicit.params.selection import (
     errors_name,
     in_tree,
@@ -67,13 +69,44 @@ def parameters_of(tree: Any) -> list[Parameter]:
     return found
 
 
-def replace_marked(params: Any, marks: Sequence[bool], make: Callable[[Parameter], Any]) -> Any:
-    """A tree with `make(parameter)` in place of those that are marked, under a progress bar."""
-    left = iter(marks)
+def on_matrix(
+    make: Callable[[Parameter], Any], given: MatrixAxesOf | None = None
+) -> Callable[[Parameter], Any]:
+    """`make` for parameters of which some are matrices in views: it gets and returns the matrices.
+
+    Args:
+      make: a function of a parameter.
+      given: the axes of dense parameters that are to be such matrices.
+    """
+
+    def made(parameter: Parameter) -> Any:
+        opened = open_matrix(parameter.path, parameter.value, given)
+        return opened.closed(make(parameter._replace(value=opened.matrix)))
+
+    return made
+
+
+def map_matrices(fun: Callable[[Parameter], Any], tree: Any) -> Any:
+    """`map_parameters` of the matrices in views."""
+    return map_parameters(on_matrix(fun), tree)
+
+
+def replace_marked(
+    params: Any,
+    marks: Sequence[bool],
+    make: Callable[[Parameter], Any],
+    given: MatrixAxesOf | None = None,
+) -> Any:
+    """A tree with `make(parameter)` in place of those that are marked, under a progress bar.
+
+    Args:
+      given: as for `on_matrix`.
+    """
+    left, made = iter(marks), on_matrix(make, given)
     with progress.bar("parameters", sum(marks)) as run:
 
         def replaced(parameter: Parameter) -> Any:
-            return run(parameter.path, make, parameter) if next(left) else parameter.value
+            return run(parameter.path, made, parameter) if next(left) else parameter.value
 
         return map_parameters(replaced, params)
 
@@ -85,11 +118,26 @@ class Choice(NamedTuple):
       targets: which parameters; None for the default of the function.
       exclude: which of these are left out all the same; None for none.
       missing_ok: whether there may be none left, and nothing to exclude.
+      matrix_axes: which axes of the parameters make matrices, for some.
     """
 
     targets: Targets | None
     exclude: Targets | None = None
     missing_ok: bool = False
+    matrix_axes: MatrixAxesOf | None = None
+
+    def opened(self, parameter: Parameter) -> Parameter:
+        """The parameter with a matrix, or the struct of one, for its value."""
+        value = parameter.value
+        if not is_implicit(value):
+            value = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        matrix = open_matrix(parameter.path, value, self.matrix_axes).matrix
+        return parameter._replace(value=matrix)
+
+    def predicate(self, default: Predicate | None) -> Predicate:
+        """Whether `targets` chooses a parameter; if it is None, the default of its matrix."""
+        of_matrix = default and (lambda *of: default(*self.opened(Parameter(*of))))
+        return predicate_of("targets", self.targets, of_matrix)
 
     def marks(self, parameters: Sequence[Parameter], default: Predicate | None) -> list[bool]:
         """Whether each parameter is chosen.
@@ -98,7 +146,7 @@ class Choice(NamedTuple):
           parameters: of a tree.
           default: the predicate if `targets` is None; without one, None is an error.
         """
-        chosen = predicate_of("targets", self.targets, default)
+        chosen = self.predicate(default)
         excluded = predicate_of("exclude", self.exclude, lambda *_: False)
         wanted, out = ([bool(f(*p)) for p in parameters] for f in (chosen, excluded))
         if self.exclude not in (None, False) and not any(out) and not self.missing_ok:
@@ -120,7 +168,8 @@ def replace_targets(
     wanted: str = "",
 ) -> Any:
     """A tree with `make(parameter)` in place of each target; for the others see `marks_of`."""
-    return replace_marked(params, marks_of(parameters_of(params), choice, takes, wanted), make)
+    marks = marks_of(parameters_of(params), choice, takes, wanted)
+    return replace_marked(params, marks, make, choice.matrix_axes)
 
 
 def marks_of(
@@ -206,7 +255,7 @@ def replace_by_rules(
     parameters = parameters_of(params)
     chosen = choice.marks(parameters, in_tree(is_weight))
     decided, modules = [], []
-    for p, is_chosen in zip(parameters, chosen, strict=True):
+    for p, is_chosen in zip(map(choice.opened, parameters), chosen, strict=True):
         is_target = is_chosen and is_dense_matrix(p.value)
         if is_target:
             modules.append(p.module_name)
@@ -228,6 +277,6 @@ def replace_by_rules(
         with errors_name(parameter.path, parameter.value):
             return make(parameter, next(left))
 
-    new = replace_marked(params, marks, replaced)
+    new = replace_marked(params, marks, replaced, choice.matrix_axes)
     warn_of_unused(rules, modules, stacklevel=3)
     return new

@@ -1,0 +1,144 @@
+"""`Probe`: a weight that records which of its axes products contract."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from haiku_implicit.arrays import axes as axes_of
+from haiku_implicit.arrays.axes import Axes
+from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field
+
+
+class Use(NamedTuple):
+    """One product of a weight.
+
+    Attributes:
+      contracted: the axes of the stored weight, from the end, that the product contracts.
+      free: those that are axes of its result alone.
+    """
+
+    contracted: frozenset[int]
+    free: frozenset[int]
+
+
+class Log:
+    """The uses of each weight by its path; compared by identity, as static metadata of a `Probe`."""
+
+    def __init__(self) -> None:
+        self.uses: dict[str, list[Use]] = {}
+
+
+@dataclasses.dataclass
+class Probe(Wrapper, core_ndim=0, warn_on_materialize=False):
+    """A dense weight that follows its own axes through what rearranges it, to the products.
+
+    It is for abstract runs of a model (`infer_matrix_axes`): what it stands for does not matter.
+
+    Attributes:
+      value: the weight, as it is rearranged so far.
+      axes: how its axes are made of those of the stored weight, which are counted from the end.
+      path: the name of the stored weight.
+      log: where products are recorded.
+    """
+
+    value: Any
+    axes: Axes = aux_field()
+    path: str = aux_field()
+    log: Log = aux_field()
+
+    @classmethod
+    def of(cls, value: jax.Array, path: str, log: Log) -> "Probe":
+        """A stored weight."""
+        axes = axes_of.whole(value.shape)
+        n = value.ndim
+        return cls(value, tuple(tuple((k, s, i - n) for k, s, i in g) for g in axes), path, log)
+
+    def with_leading_axis(self, size: int | None) -> Any:
+        """A scan takes the first axis away."""
+        return self._replace(axes=self.axes[1:]) if size is None else NotImplemented
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+@binary_handler("dot_general")
+def record(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
+    """Notes the axes, and is dense."""
+    contracted, batch = call.contracted[1], call.batch[1]
+
+    def stored(places: Any) -> frozenset[int]:
+        return frozenset(axis for i in places for _, _, axis in w.axes[i])
+
+    free = [i for i in range(w.ndim) if i not in (*contracted, *batch)]
+    w.log.uses.setdefault(w.path, []).append(Use(stored(contracted), stored(free)))
+    return call(x, w.value)
+
+
+# --- rearrangements ------------------------------------------------------------------------------
+
+
+@primitive_handler(["reshape", "squeeze", "broadcast_in_dim"])
+def reshape_probe(primitive: Primitive, w: Probe, **params: Any) -> Any:
+    """Axes are split and merged; what is repeated is not followed."""
+    value = primitive.bind(w.value, **params)
+    axes = axes_of.reshaped(w.axes, value.shape) if value.size == w.size else None
+    return value if axes is None else w._replace(value=value, axes=axes)
+
+
+@primitive_handler("transpose")
+def transpose_probe(primitive: Primitive, w: Probe, *, permutation: Any) -> Probe:
+    """Axes change places."""
+    value = primitive.bind(w.value, permutation=permutation)
+    return w._replace(value=value, axes=tuple(w.axes[i] for i in permutation))
+
+
+@primitive_handler(["slice", "dynamic_slice", "split", "rev"])
+def cut_probe(primitive: Primitive, w: Probe, *starts: jax.Array, **params: Any) -> Any:
+    """A part of an axis is an axis of the same stored one."""
+
+    def part(value: jax.Array) -> Any:
+        axes = []
+        for new, old, group in zip(value.shape, w.shape, w.axes, strict=True):
+            found = {f[2] for f in group}
+            if new != old and len(found) > 1:
+                return value
+            own = tuple((new, 1, axis) for axis in found) if new > 1 else ()
+            axes.append(group if new == old else own)
+        return w._replace(value=value, axes=tuple(axes))
+
+    return jax.tree.map(part, primitive.bind(w.value, *starts, **params))
+
+
+@primitive_handler(["convert_element_type", "neg", "abs", "tanh", "sign", "exp"])
+def change_probe(primitive: Primitive, w: Probe, **params: Any) -> Probe:
+    """Element by element."""
+    return w._replace(value=primitive.bind(w.value, **params))
+
+
+@binary_handler(["mul", "div", "add", "sub", "max", "min"])
+def change_with_dense(call: BinaryCall, x: jax.Array, w: Probe) -> Any:
+    """Element by element, with an operand that does not make it larger."""
+    value = call(x, w.value)
+    return w._replace(value=value) if value.shape == w.shape else value
+
+
+@primitive_handler(
+    [name for name in ("gather", "tile", "unstack") if hasattr(jax.lax, f"{name}_p")]
+)
+def leave_probe(primitive: Primitive, w: Probe, *others: jax.Array, **params: Any) -> Any:
+    """What is looked up is not followed."""
+    return primitive.bind(w.value, *others, **params)
+
+
+@primitive_handler(
+    [name for name in ("concatenate", "stack", "dynamic_update_slice", "select_n")
+     if hasattr(jax.lax, f"{name}_p")]
+)  # fmt: skip
+def leave_probes(primitive: Primitive, *operands: Probe, **params: Any) -> Any:
+    """Nor is what several weights make."""
+    return primitive.bind(*(w.value for w in operands), **params)

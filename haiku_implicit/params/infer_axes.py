@@ -1,0 +1,99 @@
+"""`infer_matrix_axes`: the axes that a model contracts of its weights, found by an abstract run."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from haiku_implicit.arrays import probe
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.containers import opened
+from haiku_implicit.core.transform import (
+    Static,
+    is_value,
+    tree_flatten_with_implicit,
+    tree_map_with_implicit,
+    use_implicit_args,
+)
+from haiku_implicit.params import trees
+from haiku_implicit.params.matrix_axes import MatrixAxes
+from haiku_implicit.params.selection import is_matrix
+
+
+def infer_matrix_axes(
+    apply: Callable[..., Any], params: Any, *args: Any, **kwargs: Any
+) -> dict[str, MatrixAxes]:
+    """Finds which axes of its weights a model contracts, by an abstract run that computes nothing.
+
+    The axes of each weight are followed through reshapes, transposes, casts, slices, loops and stacks
+    of layers to the first product (`dot_general`) that it is an operand of.
+
+    Args:
+      apply: the model, called as `apply(params, *args, **kwargs)`: `t.apply` of what `hk.transform`
+        or `transform_implicit` returns.
+      params: its parameters, or `jax.ShapeDtypeStruct`s of them.
+      *args: what else it takes. Arrays may be `jax.ShapeDtypeStruct`s.
+      **kwargs: the same by keyword.
+
+    Returns:
+      By the path (`module/name`) of a weight, its `MatrixAxes(inputs, outputs)`. Weights that no
+      product meets are missing (kernels of convolutions, tables that are looked up), and those that are
+      no matrix: all of whose axes are contracted, or where batch axes do not come first.
+
+    Raises:
+      TypeError: for `params` that are not a mapping.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> def attention(x):
+      ...   w = hk.get_parameter('query_w', [64, 4, 16], init=hk.initializers.RandomNormal())
+      ...   o = hk.get_parameter('output_w', [4, 16, 64], init=hk.initializers.RandomNormal())
+      ...   return jnp.einsum('bhc,hco->bo', jnp.einsum('ba,ahc->bhc', x, w), o)
+      >>> t = hk.without_apply_rng(hk.transform(attention))
+      >>> params = t.init(jax.random.key(0), jnp.ones((1, 64)))
+      >>> axes = hki.infer_matrix_axes(t.apply, params, jnp.ones((1, 64)))
+      >>> axes['~/query_w'], axes['~/output_w'].inputs
+      (MatrixAxes(inputs=(-3,), outputs=(-2, -1)), (-3, -2))
+      >>> hki.add_lora(params, 0, rank=2, matrix_axes=axes)['~']['output_w'].matrix
+      LoRA(float32[64,64], w=float32[64,64], a=float32[64,2], b=float32[2,64], alpha=None)
+    """
+    log = probe.Log()
+
+    def probed(parameter: trees.Parameter) -> Any:
+        value = parameter.value
+        return probe.Probe.of(value, parameter.path, log) if is_matrix(value) else value
+
+    def dense(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_implicit(x) else x
+
+    plain = tree_map_with_implicit(dense, opened(params))
+    leaves, treedef = tree_flatten_with_implicit((args, kwargs))
+    is_traced = [is_value(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    kept = tuple(None if traced else (x,) for x, traced in zip(leaves, is_traced, strict=True))
+
+    def run(params: Any, values: list[Any]) -> list[Any]:
+        args, kwargs = Static(treedef, kept).merge(values)
+        out = use_implicit_args(apply)(trees.map_parameters(probed, params), *args, **kwargs)
+        return [x for x in jax.tree.leaves(out) if is_value(x)]
+
+    jax.eval_shape(run, plain, list(itertools.compress(leaves, is_traced)))
+    found = {}
+    for parameter in trees.parameters_of(plain):
+        uses = (_axes_of_use(use, parameter.value.shape) for use in log.uses.get(parameter.path, ()))
+        axes = next(filter(None, uses), None)
+        if axes is not None:
+            found[parameter.path] = axes
+    return found
+
+
+def _axes_of_use(use: probe.Use, shape: Sequence[int]) -> MatrixAxes | None:
+    """The axes by a product of the weight; None where it is not one of a matrix."""
+    if not use.contracted or not use.free or use.contracted & use.free:
+        return None
+    first = min(use.contracted | use.free)
+    # Axes of length one between these are followed by no product.
+    free = use.free | {i for i in range(first, 0) if shape[i] == 1} - use.contracted
+    if len(use.contracted) + len(free) != -first:
+        return None
+    return MatrixAxes(tuple(sorted(use.contracted)), tuple(sorted(free)))

@@ -1,0 +1,75 @@
+"""Which axes of a weight are the rows of a matrix and which its columns."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from haiku_implicit.arrays.axes import Axes
+from haiku_implicit.arrays.matrix_view import MatrixView, unfolded, view_of
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.params.selection import errors_name
+
+
+class MatrixAxes(NamedTuple):
+    """The axes of a weight, counted from the end (negative), that make it a matrix.
+
+    Attributes:
+      inputs: the rows of the matrix: what products contract.
+      outputs: the columns. Axes that are neither come first; they are batch axes.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+# By the path (`module/name`) of a parameter, or a regular expression that the whole of it matches.
+MatrixAxesOf = Mapping[str, MatrixAxes | Sequence[Sequence[int]]]
+_LAST_TWO = MatrixAxes((-2,), (-1,))
+
+
+class Opened(NamedTuple):
+    """A matrix, and the axes of the tensor that it holds; None where it is the tensor."""
+
+    matrix: Any
+    axes: Axes | None
+
+    def closed(self, new: Any) -> Any:
+        """The tensor of another matrix in its place; dense, where that is."""
+        if self.axes is None:
+            return new
+        tensor = view_of(new, self.axes)
+        return tensor if is_implicit(new) else materialize_array(tensor)
+
+
+def open_matrix(path: str, value: Any, given: MatrixAxesOf | None = None) -> Opened:
+    """The matrix in a `MatrixView`, or that of a dense tensor whose axes are given.
+
+    Args:
+      path: of the parameter.
+      value: an array, or a `jax.ShapeDtypeStruct` to get that of the matrix.
+      given: the axes of some parameters.
+
+    Raises:
+      ValueError: for axes that do not fit.
+    """
+    if isinstance(value, MatrixView):
+        return Opened(value.matrix, value.axes)
+    axes = _given_for(path, given or {})
+    if axes is None or axes == _LAST_TWO:
+        return Opened(value, None)
+    with errors_name(path, value):
+        if is_implicit(value):
+            raise ValueError(
+                "matrix_axes: it is implicit already; give them to the function that made it so"
+            )
+        return Opened(*unfolded(value, *axes))
+
+
+def _given_for(path: str, given: MatrixAxesOf) -> MatrixAxes | None:
+    found = given.get(path)
+    if found is None:
+        found = next((axes for key, axes in given.items() if re.fullmatch(key, path)), None)
+    return None if found is None else MatrixAxes(*map(tuple, found))
