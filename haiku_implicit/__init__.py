@@ -6,6 +6,7 @@ it make them; train; see what was materialized; and for new types, the base clas
 
 from haiku_implicit import quantization, testing
 from haiku_implicit.arrays import (
+    Concatenated,
     FakeQuantized,
     LoRA,
     MatrixView,
@@ -109,6 +110,7 @@ __all__ = [
     "QuantizedMatrix",
     "ScaledMatrix",
     "MatrixView",
+    "Concatenated",
     "QuantizedBlocks",
     "QuantizedCache",
     "TrainedQuantized",

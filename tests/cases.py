@@ -43,7 +43,7 @@ class Case:
     def core_ndim(self) -> int | None:
         """That of the type, for which nothing has to be computed."""
         made = jax.eval_shape(lambda key: self.make(key, SHAPE), jax.random.key(0))
-        return type(made).core_ndim
+        return made.core_ndim
 
     def stacked(self, seed: int, length: int) -> hki.ImplicitArray:
         """Arrays of this case whose leaves are stacked from outside, as `jax.vmap` expects them."""
@@ -205,8 +205,26 @@ def make_cache(key, shape):
     return hki.QuantizedCache(codes=q.codes, scale=q.scale, format=q.format)
 
 
+def make_view(key, shape):
+    """A tensor `[m, n]` that is held as LoRA of `[n, m]`."""
+    *batch, m, n = shape
+    lora = make_lora(key, (*batch, n, m))
+    return hki.MatrixView(lora, (((m, 1, 1),), ((n, 1, 0),)))
+
+
+def make_concatenated(key, shape):
+    """LoRA beside a dense array."""
+    w = matrix(key, shape)
+    left = make_lora(key, (*shape[:-1], 3), w=lambda *_: w[..., :3])
+    return hki.Concatenated((left, w[..., 3:]), -1)
+
+
 def dense_scaled(x):
     return np.asarray(hki.materialize(x.matrix)) * np.asarray(x.scale)[..., None]
+
+
+def dense_concatenated(x):
+    return np.concatenate([dense_lora(x.parts[0]), x.parts[1]], -1)
 
 
 def dense_outer(x):
@@ -242,6 +260,8 @@ CASES = {
     "int4 groups offset": Case(int4),
     "nf4 groups last axis": quantized("nf4", group_size=2, axis=-1),
     "scaled int8": Case(make_scaled, dense_scaled),
+    "view of lora": Case(make_view, lambda x: np.swapaxes(dense_lora(x.matrix), -1, -2)),
+    "lora beside dense": Case(make_concatenated, dense_concatenated),
     "fake int8": Case(make_fake, lambda x: x.value),
     "cache int8": Case(make_cache),
     "trained": Case(lambda k, s: hki.TrainedQuantized(matrix(k, s)), lambda x: x.value),

@@ -7,6 +7,7 @@ from haiku_implicit.arrays import (  # noqa: F401 (their rules)
     quantized_rows,
     sharding,
 )
+from haiku_implicit.arrays.concatenated import Concatenated
 from haiku_implicit.arrays.constant import SymbolicConstant
 from haiku_implicit.arrays.fake_quantized import FakeQuantized, fake_quantize
 from haiku_implicit.arrays.lora import LoRA
@@ -20,6 +21,7 @@ from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 __all__ = [
+    "Concatenated",
     "FakeQuantized",
     "LoRA",
     "MatrixView",

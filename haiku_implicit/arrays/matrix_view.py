@@ -282,13 +282,14 @@ def _reshaped(matrix: Any, axes: Axes | None, new: Sequence[int], params: dict[s
     changed = axes_of.reshaped(axes, new[n:])
     if changed is None or axes_of.are_mixed(changed):
         return NotImplemented  # (no product could contract an axis of rows and columns)
+    stacked = (*new[:n], rows, columns)
     if list(new[:n]) != batch:
-        matrix = _reshape(matrix, (*new[:n], rows, columns))
+        if stacked == tuple(new):
+            return NotImplemented  # `batch_axes` does what can be done
+        matrix = default_handler(
+            jax.lax.reshape_p, matrix, new_sizes=stacked, dimensions=None, sharding=None
+        )
     return view_of(matrix, changed)
-
-
-def _reshape(x: Any, shape: tuple[int, ...]) -> Any:
-    return default_handler(jax.lax.reshape_p, x, new_sizes=shape, dimensions=None, sharding=None)
 
 
 @primitive_handler("transpose")
@@ -313,6 +314,8 @@ def _transposed(
     if any(i >= lead for i in of_batch):
         return NotImplemented
     if of_batch != tuple(range(lead)):
+        if matrix is w:
+            return NotImplemented  # `batch_axes` does what can be done
         order = (*of_batch, lead, lead + 1)
         matrix = default_handler(jax.lax.transpose_p, matrix, permutation=order)
     return view_of(matrix, tuple(axes[i - lead] for i in permutation[lead:]))
@@ -424,9 +427,7 @@ def _in_order(x: jax.Array, w: MatrixView) -> jax.Array:
     used = {f[2] for n, group in zip(x.shape[lead:], w.axes, strict=True) if n > 1 for f in group}
     pieces = [f for group in w.axes for f in group if f[2] in used]
     # (An axis of the matrix whose parts are not all alike is broadcast.)
-    wide = [
-        axes_of.length(group) if any(f[2] in used for f in group) else 1 for group in w.axes
-    ]
+    wide = [axes_of.length(group) if any(f[2] in used for f in group) else 1 for group in w.axes]
     x = jnp.broadcast_to(x, (*x.shape[:lead], *wide)).reshape(
         *x.shape[:lead], *(f[0] for f in pieces)
     )

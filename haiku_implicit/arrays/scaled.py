@@ -155,6 +155,36 @@ def transpose_scaled(
     return w._replace(matrix=matrix, scale=scale, axis=axis, shape=None, dtype=None)
 
 
+@primitive_handler(["slice", "split"])
+def cut_scaled(primitive: Primitive, w: ScaledMatrix, **params: Any) -> Any:
+    """Parts of the matrix, with their parts of the scale."""
+    kept = [i for i in range(w.ndim) if i not in (w.ndim - 2, w.ndim - 1) or i == w._scaled_axis]
+
+    def of_kept(name: str) -> Any:
+        return params[name] if params[name] is None else [params[name][i] for i in kept]
+
+    parts = primitive.bind(w.matrix, **params)
+    if primitive is jax.lax.slice_p:
+        names = ("start_indices", "limit_indices", "strides")
+        return w._replace(matrix=parts, scale=jax.lax.slice(w.scale, *map(of_kept, names)))
+    scales = [w.scale] * len(parts)
+    if params["axis"] in kept:
+        scales = jax.lax.split(w.scale, params["sizes"], kept.index(params["axis"]))
+    return [w._replace(matrix=m, scale=s) for m, s in zip(parts, scales, strict=True)]
+
+
+@primitive_handler(["mul", "div"])
+def rescale(primitive: Primitive, w: ScaledMatrix, x: jax.Array, **params: Any) -> Any:
+    """By a number or factors: the scale takes those along its axis, the matrix all others."""
+    if x.ndim not in (0, w.ndim) or any(n not in (1, m) for n, m in zip(x.shape, w.shape)):  # noqa: B905
+        return NotImplemented
+    other = w.ndim - 3 - w.axis  # the axis of the matrix that has no scale
+    if x.ndim and x.shape[other] > 1:
+        return w._replace(matrix=primitive.bind(w.matrix, x, **params))
+    apply = jnp.multiply if primitive is jax.lax.mul_p else jnp.divide
+    return w._replace(scale=apply(w.scale, x if x.ndim == 0 else jnp.squeeze(x, other)))
+
+
 @primitive_handler("convert_element_type")
 def cast_scaled(primitive: Primitive, w: ScaledMatrix, *, new_dtype: Any, **params: Any) -> Any:
     """To another floating dtype: the matrix is cast, the scale keeps its digits."""

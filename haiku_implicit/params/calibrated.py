@@ -120,9 +120,7 @@ def _collect(
     weights = QuantizeOptions()
     parameters = trees.parameters_of(params)
     marks = trees.marks_of(parameters, choice, weights.takes, weights.wanted)
-    shapes = {
-        p.path: choice.opened(p).value.shape for p in itertools.compress(parameters, marks)
-    }
+    shapes = {p.path: choice.opened(p).value.shape for p in itertools.compress(parameters, marks)}
 
     def total(sums: dict[str, jax.Array], batch: Any) -> jax.Array:
         def observed_weight(parameter: trees.Parameter) -> Any:

@@ -264,7 +264,9 @@ def _creator(
       make: a function of a path and a matrix.
     """
     chosen = choice.predicate(default)
-    made = trees.on_matrix(lambda parameter: make(parameter.path, parameter.value), choice.matrix_axes)
+    made = trees.on_matrix(
+        lambda parameter: make(parameter.path, parameter.value), choice.matrix_axes
+    )
 
     def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
         value = next_creator(shape, dtype, init)

@@ -80,7 +80,9 @@ def infer_matrix_axes(
     jax.eval_shape(run, plain, list(itertools.compress(leaves, is_traced)))
     found = {}
     for parameter in trees.parameters_of(plain):
-        uses = (_axes_of_use(use, parameter.value.shape) for use in log.uses.get(parameter.path, ()))
+        uses = (
+            _axes_of_use(use, parameter.value.shape) for use in log.uses.get(parameter.path, ())
+        )
         axes = next(filter(None, uses), None)
         if axes is not None:
             found[parameter.path] = axes

@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from haiku_implicit.arrays.axes import Axes
 from haiku_implicit.arrays.matrix_view import MatrixView, unfolded, view_of
 from haiku_implicit.core.array import is_implicit

@@ -229,7 +229,9 @@ def quantization_aware(
         jax.eval_shape(FakeQuantized.quantized, weight)
         return weight
 
-    return trees.replace_by_rules(params, rules, trees.Choice(targets, exclude, missing_ok, matrix_axes), make)
+    return trees.replace_by_rules(
+        params, rules, trees.Choice(targets, exclude, missing_ok, matrix_axes), make
+    )
 
 
 def convert_trained(params: Any, state: Any = None) -> Any:

@@ -1,0 +1,283 @@
+"""`Concatenated`: arrays side by side that stay what they are, of which some are matrices of any type."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.arrays.quantized_cache import QuantizedCache
+from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dense import dense
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.interpreter import call_interpreted
+
+# Weights beside a dense array are kept if they are at least this part of the whole. (A bias that is
+# put in front of activations is not worth it.)
+_LEAST_PART = 1 / 4
+
+
+@dataclasses.dataclass
+class Concatenated(ImplicitArray):
+    """Arrays side by side, as `jnp.concatenate` and `jnp.stack` of weights give them.
+
+    A product with it is one product for each part: the results are put side by side, or summed where
+    the products contract the axis along which the parts lie. So LoRA and quantized weights that a
+    model concatenates for one product, as those of a gated unit, stay what they are. Rules make this
+    type; there is no need to.
+
+    Attributes:
+      parts: a tuple of arrays of one dtype, dense or implicit, that differ in the length of one axis.
+      axis: this axis, from the end (negative).
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.ones((4, 3)), jnp.ones((4, 1)), jnp.ones((1, 3)))
+      >>> both = hki.use_implicit_args(lambda v, w: jnp.concatenate([v, w], -1))(w, jnp.ones((4, 2)))
+      >>> type(both).__name__, both.shape, hki.materialize(both)[0].tolist()
+      ('Concatenated', (4, 5), [2.0, 2.0, 2.0, 1.0, 1.0])
+    """
+
+    parts: Any
+    axis: int = aux_field()
+
+    @property
+    def core_ndim(self) -> int:  # type: ignore[override]
+        """The axis, those behind it, and what the parts have beside batch axes."""
+        cores = (x.core_ndim for x in self.parts if is_implicit(x))
+        return max([-self.axis, *(0 if n is None else n for n in cores)])
+
+    def compute_shape(self) -> tuple[int, ...]:
+        shape = list(np.shape(self.parts[0]))
+        shape[self.axis] = sum(self.sizes)
+        return tuple(shape)
+
+    def compute_dtype(self) -> Any:
+        return self.parts[0].dtype
+
+    def materialize(self) -> jax.Array:
+        return jnp.concatenate([dense(x) for x in self.parts], self.axis)
+
+    @property
+    def sizes(self) -> list[int]:
+        """How long each part is along the axis."""
+        return [np.shape(x)[self.axis] for x in self.parts]
+
+    @property
+    def place(self) -> int:
+        """The axis from the front."""
+        return self.ndim + self.axis
+
+    def of_each(self, fun: Callable[..., Any], *others: Any, axis: int | None = None) -> Any:
+        """The array of other parts.
+
+        Args:
+          fun: called with each part, and the values for it of `others`.
+          others: sequences of a value for each part.
+          axis: where the parts lie then, from the end; None: where they are.
+        """
+        new = tuple(map(fun, self.parts, *others))
+        return Concatenated(new, self.axis if axis is None else axis)
+
+    def split(self, x: jax.Array, axis: int) -> list[jax.Array]:
+        """An array cut in pieces as long as the parts are."""
+        return jnp.split(x, np.cumsum(self.sizes)[:-1].tolist(), axis)
+
+
+# --- how it comes about ----------------------------------------------------------------------------
+
+
+@primitive_handler("concatenate", precedence=-1)
+def concatenate(primitive: Primitive, *operands: ArrayValue, dimension: int) -> Any:
+    """Of matrices, and perhaps dense arrays, that have no rule to become one of their own type."""
+    weights = [x for x in operands if is_implicit(x)]
+    if not all(map(_is_weight, weights)):
+        return NotImplemented
+    if sum(x.size for x in weights) < _LEAST_PART * sum(math.prod(x.shape) for x in operands):
+        return NotImplemented
+    axis = dimension - operands[0].ndim
+    parts: list[Any] = []
+    for x in operands:
+        nested = isinstance(x, Concatenated) and x.axis == axis
+        parts.extend(x.parts if nested else [x])
+    return Concatenated(tuple(parts), axis)
+
+
+def _is_weight(x: ImplicitArray) -> bool:
+    """Whether an array is a matrix of some type. (A cache is an activation.)"""
+    return (x.core_ndim or 0) >= 2 and not isinstance(x, QuantizedCache)
+
+
+@primitive_handler([name for name in ["stack"] if hasattr(jax.lax, "stack_p")], precedence=-1)
+def stack(primitive: Primitive, *operands: ArrayValue, axis: int) -> Any:
+    """The same along a new axis."""
+    if not all(_is_weight(x) for x in operands if is_implicit(x)):
+        return NotImplemented
+
+    def side_by_side(*xs: jax.Array) -> jax.Array:
+        return jnp.concatenate([jnp.expand_dims(x, axis) for x in xs], axis)
+
+    return call_interpreted(side_by_side, operands)
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+@binary_handler("dot_general")
+def dot_with_parts(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
+    """A product with each part."""
+    contracted, batch = call.contracted, call.batch
+    met = dict(zip((*contracted[1], *batch[1]), (*contracted[0], *batch[0]), strict=True))
+    xs = w.split(x, met[w.place]) if w.place in met else [x] * len(w.parts)
+    if call.params.get("out_sharding") is not None:
+        return NotImplemented
+    if w.place in contracted[1]:
+        return _summed(call, xs, w)
+    outs = [call(*pair) for pair in zip(xs, w.parts, strict=True)]
+    if w.place in batch[1]:
+        return jnp.concatenate(outs, batch[1].index(w.place))
+    # `dot_general` has batch axes, then the free ones of the first operand, then of the second.
+    free = [i for i in range(w.ndim) if i not in met]
+    start = len(batch[1]) if call.w_first else outs[0].ndim - len(free)
+    return jnp.concatenate(outs, start + free.index(w.place))
+
+
+def _summed(call: BinaryCall, xs: Sequence[jax.Array], w: Concatenated) -> Any:
+    """The sum of the products, which is not rounded in between."""
+    dtype = call.params.get("preferred_element_type")
+    if dtype is None:
+        dtype = jnp.result_type(xs[0].dtype, w.dtype)
+    params = call.params
+    if jnp.issubdtype(dtype, np.inexact) and np.dtype(dtype).itemsize < 4:
+        algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
+        if isinstance(params.get("precision"), algorithm):
+            return NotImplemented  # it says how to accumulate, too
+        params = params | dict(preferred_element_type=np.dtype(np.float32))
+    wide = dataclasses.replace(call, params=params)
+    outs = [wide(*pair) for pair in zip(xs, w.parts, strict=True)]
+    return sum(outs[1:], outs[0]).astype(dtype)
+
+
+# --- axes ----------------------------------------------------------------------------------------
+
+
+@primitive_handler("transpose")
+def transpose_parts(primitive: Primitive, w: Concatenated, *, permutation: Any) -> Any:
+    """Each part, and the axis along which they lie."""
+    axis = permutation.index(w.place) - w.ndim
+    return w.of_each(lambda x: jnp.transpose(x, permutation), axis=axis)
+
+
+@primitive_handler(["reshape", "squeeze", "broadcast_in_dim"])
+def reshape_parts(primitive: Primitive, w: Concatenated, **params: Any) -> Any:
+    """Each part, where the new axes do not cut any: the axis is split between parts, or merged with
+    those behind it."""
+    if params.get("dimensions") is not None and primitive is jax.lax.reshape_p:
+        return NotImplemented
+    if params.get("sharding") is not None or 0 in w.shape:
+        return NotImplemented
+    out = jax.eval_shape(lambda x: primitive.bind(x, **params), jax.ShapeDtypeStruct(w.shape, w.dtype))
+    new = out.shape
+    if math.prod(new) != w.size:
+        return NotImplemented
+    before = [math.prod(new[:i]) for i in range(len(new))]
+    front, behind = math.prod(w.shape[: w.place]), math.prod(w.shape[w.place + 1 :])
+    # Where the axis begins among the new ones: behind those of length one, which are in front.
+    starts = [i for i, n in enumerate(before) if n == front and (new[i] > 1 or i == len(new) - 1)]
+    if not starts:
+        return NotImplemented
+    place = starts[0]
+    rest = math.prod(new[place + 1 :])
+    if any(size * behind % rest for size in w.sizes):
+        return NotImplemented
+
+    def reshape(x: jax.Array, size: int) -> jax.Array:
+        return x.reshape(*new[:place], size * behind // rest, *new[place + 1 :])
+
+    return w.of_each(reshape, w.sizes, axis=place - len(new))
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+@primitive_handler("slice")
+def slice_parts(
+    primitive: Primitive, w: Concatenated, *, start_indices: Any, limit_indices: Any, strides: Any
+) -> Any:
+    """What the slice has of each part."""
+    if strides is not None and strides[w.place] != 1:
+        return NotImplemented
+    return _between(w, start_indices, limit_indices, strides)
+
+
+@primitive_handler("split")
+def split_parts(primitive: Primitive, w: Concatenated, *, sizes: Any, axis: int) -> Any:
+    """What each piece has of each part."""
+    out = []
+    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        starts, limits = [0] * w.ndim, list(w.shape)
+        starts[axis], limits[axis] = end - size, end
+        out.append(_between(w, starts, limits, None))
+    return NotImplemented if any(x is NotImplemented for x in out) else out
+
+
+def _between(w: Concatenated, starts: Any, limits: Any, strides: Any) -> Any:
+    start, limit = starts[w.place], limits[w.place]
+    ends = itertools.accumulate(w.sizes)
+    found = []
+    for x, end, size in zip(w.parts, ends, w.sizes, strict=True):
+        low, high = max(start - end + size, 0), min(limit - end + size, size)
+        if low < high:
+            own_starts, own_limits = list(starts), list(limits)
+            own_starts[w.place], own_limits[w.place] = low, high
+            whole = strides is None and not any(own_starts) and tuple(own_limits) == x.shape
+            found.append(x if whole else jax.lax.slice(x, own_starts, own_limits, strides))
+    if len(found) < 2:
+        return found[0] if found else NotImplemented
+    return Concatenated(tuple(found), w.axis)
+
+
+@primitive_handler("dynamic_slice")
+def dynamic_slice_parts(
+    primitive: Primitive, w: Concatenated, *starts: jax.Array, slice_sizes: Any
+) -> Any:
+    """Of each part, where the axis along which they lie is taken whole."""
+    if slice_sizes[w.place] != w.shape[w.place]:
+        return NotImplemented
+
+    def cut(x: jax.Array, size: int) -> jax.Array:
+        at = [jnp.zeros_like(s) if i == w.place else s for i, s in enumerate(starts)]
+        sizes = [size if i == w.place else n for i, n in enumerate(slice_sizes)]
+        return jax.lax.dynamic_slice(x, at, sizes)
+
+    return w.of_each(cut, w.sizes)
+
+
+# --- elementwise ---------------------------------------------------------------------------------
+
+
+@primitive_handler(["convert_element_type", "neg"])
+def apply_to_parts(primitive: Primitive, w: Concatenated, **params: Any) -> Any:
+    """Each part."""
+    return w.of_each(lambda x: primitive.bind(x, **params))
+
+
+@binary_handler(["mul", "div", "add", "sub"])
+def apply_with_dense(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
+    """Each part, with its own piece of an operand that does not make it larger."""
+    if call.primitive is jax.lax.div_p and call.w_first is False:
+        return NotImplemented
+    if x.ndim != w.ndim and x.ndim:
+        return NotImplemented
+    if any(n not in (1, m) for n, m in zip(x.shape, w.shape, strict=False)):
+        return NotImplemented
+    differs = x.ndim and x.shape[w.place] > 1
+    xs = w.split(x, w.place) if differs else [x] * len(w.parts)
+    return w.of_each(lambda part, x: call(x, part), xs)
