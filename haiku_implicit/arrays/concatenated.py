@@ -1,4 +1,4 @@
-"""`Concatenated`: arrays side by side that stay what they are, of which some are matrices of any type."""
+"""`Concatenated`: weights of any types side by side, which stay what they are."""
 
 import dataclasses
 import itertools
@@ -105,13 +105,12 @@ def concatenate(primitive: Primitive, *operands: ArrayValue, dimension: int) -> 
     axis = dimension - operands[0].ndim
     parts: list[Any] = []
     for x in operands:
-        nested = isinstance(x, Concatenated) and x.axis == axis
-        parts.extend(x.parts if nested else [x])
+        parts += x.parts if isinstance(x, Concatenated) and x.axis == axis else [x]
     return Concatenated(tuple(parts), axis)
 
 
-def _is_weight(x: ImplicitArray) -> bool:
-    """Whether an array is a matrix of some type. (A cache is an activation.)"""
+def _is_weight(x: Any) -> bool:
+    """Whether an implicit array is a matrix of some type. (A cache is an activation.)"""
     return (x.core_ndim or 0) >= 2 and not isinstance(x, QuantizedCache)
 
 
@@ -183,7 +182,9 @@ def reshape_parts(primitive: Primitive, w: Concatenated, **params: Any) -> Any:
         return NotImplemented
     if params.get("sharding") is not None or 0 in w.shape:
         return NotImplemented
-    out = jax.eval_shape(lambda x: primitive.bind(x, **params), jax.ShapeDtypeStruct(w.shape, w.dtype))
+    out = jax.eval_shape(
+        lambda x: primitive.bind(x, **params), jax.ShapeDtypeStruct(w.shape, w.dtype)
+    )
     new = out.shape
     if math.prod(new) != w.size:
         return NotImplemented

@@ -26,8 +26,8 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
 
     So attention's weight `[inputs, heads, width]` can be one LoRA, or one quantized matrix, of
     `[inputs, heads * width]`, with a rank and with scales of the whole, and not a stack of small
-    matrices. A product that contracts all the rows, or all the columns, is one with the matrix; reshaping
-    and transposing change static metadata alone. `matrix_axes=` of the functions that make
+    matrices. A product that contracts all the rows, or all the columns, is one with the matrix;
+    reshaping and transposing change static metadata alone. `matrix_axes=` of the functions that make
     implicit parameters puts this type around them.
 
     Attributes:

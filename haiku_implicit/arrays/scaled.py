@@ -155,22 +155,29 @@ def transpose_scaled(
     return w._replace(matrix=matrix, scale=scale, axis=axis, shape=None, dtype=None)
 
 
-@primitive_handler(["slice", "split"])
-def cut_scaled(primitive: Primitive, w: ScaledMatrix, **params: Any) -> Any:
+@primitive_handler(["slice", "dynamic_slice"])
+def slice_scaled(
+    primitive: Primitive, w: ScaledMatrix, *starts: jax.Array, **params: Any
+) -> ScaledMatrix:
+    """A part of the matrix, with its part of the scale."""
+    kept = [*range(w.ndim - 2), w._scaled_axis]
+    of_scale = {k: v and tuple(v[i] for i in kept) for k, v in params.items()}
+    at = [starts[i] for i in kept] if starts else []
+    matrix = primitive.bind(w.matrix, *starts, **params)
+    scale = primitive.bind(w.scale, *at, **of_scale)
+    return w._replace(matrix=matrix, scale=scale, shape=None)
+
+
+@primitive_handler("split")
+def split_scaled(primitive: Primitive, w: ScaledMatrix, *, sizes: Any, axis: int) -> Any:
     """Parts of the matrix, with their parts of the scale."""
-    kept = [i for i in range(w.ndim) if i not in (w.ndim - 2, w.ndim - 1) or i == w._scaled_axis]
-
-    def of_kept(name: str) -> Any:
-        return params[name] if params[name] is None else [params[name][i] for i in kept]
-
-    parts = primitive.bind(w.matrix, **params)
-    if primitive is jax.lax.slice_p:
-        names = ("start_indices", "limit_indices", "strides")
-        return w._replace(matrix=parts, scale=jax.lax.slice(w.scale, *map(of_kept, names)))
-    scales = [w.scale] * len(parts)
-    if params["axis"] in kept:
-        scales = jax.lax.split(w.scale, params["sizes"], kept.index(params["axis"]))
-    return [w._replace(matrix=m, scale=s) for m, s in zip(parts, scales, strict=True)]
+    matrices = primitive.bind(w.matrix, sizes=sizes, axis=axis)
+    kept = [*range(w.ndim - 2), w._scaled_axis]
+    scales = [w.scale] * len(sizes)
+    if axis in kept:
+        scales = jax.lax.split(w.scale, sizes, kept.index(axis))
+    parts = zip(matrices, scales, strict=True)
+    return [w._replace(matrix=m, scale=s, shape=None) for m, s in parts]
 
 
 @primitive_handler(["mul", "div"])

@@ -161,8 +161,9 @@ def _warn_of_unseen(unseen: list[str], count: int) -> None:
     if unseen:
         warnings.warn(
             f"inputs of {len(unseen)} of {count} weights were not seen: the model does not use them as "
-            "x @ w, w [n, m], in a differentiable way (tables that are looked up do not count; weights of "
-            f"more axes in an einsum do with matrix_axes=), or all inputs were zero: {', '.join(unseen[:10])}"
+            "x @ w, w [n, m], in a differentiable way (tables that are looked up do not count; weights "
+            "of more axes in an einsum do with matrix_axes=), or all inputs were zero: "
+            f"{', '.join(unseen[:10])}"
             f"{', ...' if len(unseen) > 10 else ''}. Leave them out by targets=",
             stacklevel=4,
         )

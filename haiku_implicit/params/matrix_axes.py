@@ -8,6 +8,7 @@ from haiku_implicit.arrays.axes import Axes
 from haiku_implicit.arrays.matrix_view import MatrixView, unfolded, view_of
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.predicates import no_match
 from haiku_implicit.params.selection import errors_name
 
 
@@ -64,6 +65,13 @@ def open_matrix(path: str, value: Any, given: MatrixAxesOf | None = None) -> Ope
                 "matrix_axes: it is implicit already; give them to the function that made it so"
             )
         return Opened(*unfolded(value, *axes))
+
+
+def check_given(given: MatrixAxesOf | None, paths: Sequence[str]) -> None:
+    """Raises for axes of a parameter that there is not."""
+    for key in given or {}:
+        if key not in paths and not any(re.fullmatch(key, path) for path in paths):
+            raise no_match("matrix_axes", key, paths)
 
 
 def _given_for(path: str, given: MatrixAxesOf) -> MatrixAxes | None:

@@ -238,9 +238,9 @@ def convert_trained(params: Any, state: Any = None) -> Any:
     """Replaces trained weights by stored ones, for inference.
 
     A `FakeQuantized` weight becomes the matrix of its rounded values. A `TrainedQuantized` weight
-    becomes the matrix of the codes that its rule quantizes it to in `x @ w` (which contracts axis -2, or
-    the inputs of the `matrix_axes` that it was trained with; convolution kernels share scales over all
-    axes but the last). With static activation scales,
+    becomes the matrix of the codes that its rule quantizes it to in `x @ w` (which contracts axis -2,
+    or the inputs of the `matrix_axes` that it was trained with; convolution kernels share scales over
+    all axes but the last). With static activation scales,
     products are those of `with_quant_stats(t, update=False)` and no longer need the state. A
     `StaticQuantized` weight without ranges gets them, too.
 

@@ -9,7 +9,7 @@ import jax
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.predicates import Predicate, Targets, no_match, path_of, predicate_of
 from haiku_implicit.params import progress
-from haiku_implicit.params.matrix_axes import MatrixAxesOf, open_matrix
+from haiku_implicit.params.matrix_axes import MatrixAxesOf, check_given, open_matrix
 from haiku_implicit.params.selection import (
     errors_name,
     in_tree,
@@ -117,7 +117,7 @@ class Choice(NamedTuple):
     Attributes:
       targets: which parameters; None for the default of the function.
       exclude: which of these are left out all the same; None for none.
-      missing_ok: whether there may be none left, and nothing to exclude.
+      missing_ok: whether there may be none left, nothing to exclude, and no parameter with those axes.
       matrix_axes: which axes of the parameters make matrices, for some.
     """
 
@@ -146,6 +146,8 @@ class Choice(NamedTuple):
           parameters: of a tree.
           default: the predicate if `targets` is None; without one, None is an error.
         """
+        if not self.missing_ok:
+            check_given(self.matrix_axes, [p.path for p in parameters])
         chosen = self.predicate(default)
         excluded = predicate_of("exclude", self.exclude, lambda *_: False)
         wanted, out = ([bool(f(*p)) for p in parameters] for f in (chosen, excluded))

@@ -1,0 +1,297 @@
+"""Weights of more than two axes as one matrix: the axes given, or found by a run of the model."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+from haiku_implicit.quantization import QtRule, QuantRule
+from tests.tiers import few
+
+WIDTH, HEADS, SIZE = 32, 2, 8
+
+
+def attention(x):
+    """As AlphaFold has it: projections to heads by einsum; and a weight for the transposed product."""
+
+    def weight(name, *shape):
+        return hk.get_parameter(name, shape, init=hk.initializers.RandomNormal(0.15))
+
+    q = jnp.einsum("bta,ahc->bthc", x, weight("query_w", WIDTH, HEADS, SIZE))
+    k = jnp.einsum(
+        "bta,ahc->bthc", x, weight("key_w", WIDTH, HEADS * SIZE).reshape(WIDTH, HEADS, SIZE)
+    )
+    v = jnp.einsum("bta,hac->bthc", x, weight("value_w", HEADS, WIDTH, SIZE))
+    p = jax.nn.softmax(jnp.einsum("bqhc,bkhc->bhqk", q, k))
+    y = jnp.einsum("bhqk,bkhc->bqhc", p, v)
+    x = x + jnp.einsum("bthc,hco->bto", y, weight("output_w", HEADS, SIZE, WIDTH))
+    return x + jax.nn.gelu(x @ weight("up_w", 24, WIDTH).T) @ weight("down_w", 24, WIDTH)
+
+
+class Block(hk.Module):
+    def __call__(self, x):
+        return attention(x)
+
+
+def model(x):
+    return hk.experimental.layer_stack(2)(lambda x: Block("inner")(x))(Block("first")(x))
+
+
+T = hk.without_apply_rng(hk.transform(model))
+X = jax.random.normal(jax.random.key(1), (2, 5, WIDTH))
+PARAMS = T.init(jax.random.key(0), X)
+IMPLICIT = hki.transform_implicit(T)
+AXES = {
+    "query_w": ((-3,), (-2, -1)),
+    "key_w": ((-2,), (-1,)),
+    "output_w": ((-3, -2), (-1,)),
+    "up_w": ((-1,), (-2,)),
+    "down_w": ((-2,), (-1,)),
+}
+GIVEN = {rf".*/{name}": axes for name, axes in AXES.items()}
+FIRST, STACK = "first", "__layer_stack_no_per_layer/inner"
+
+
+def error(found, expected):
+    return float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
+
+
+def check(params, rtol=1e-5):
+    """Nothing becomes dense, and the numbers are those of the dense twin."""
+    with hki.materialization("error"):
+        found = jax.jit(IMPLICIT.apply)(params, X)
+    assert error(found, T.apply(hki.materialize(params), X)) < rtol
+
+
+def test_axes_are_found_by_an_abstract_run():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+    for apply, params, x in (
+        (T.apply, PARAMS, X),
+        (IMPLICIT.apply, shapes, jax.ShapeDtypeStruct(X.shape, X.dtype)),
+        (jax.jit(T.apply), hki.quantize_params(PARAMS), X),
+    ):
+        found = hki.infer_matrix_axes(apply, params, x)
+        # `value_w` `[heads, inputs, size]` is no matrix, as its inputs are between its outputs ...
+        expected = {f"{m}/{name}": axes for name, axes in AXES.items() for m in (FIRST, STACK)}
+        own = {path: axes for path, axes in found.items() if not path.endswith("value_w")}
+        assert own == expected
+        # ... unless the order of axes may change.
+        assert found[f"{FIRST}/value_w"] == ((-2,), (-3, -1))
+
+
+def test_weights_without_a_matrix_are_left_out():
+    def model(x, flag, ids):
+        assert flag == "a flag", "what is not an array is passed on"
+        table = hk.get_parameter("table", [7, 4], init=jnp.ones)
+        kernel = hk.Conv2D(3, 2)(x)
+        whole = hk.get_parameter("whole", [4, 2], init=jnp.ones)
+        batched = hk.get_parameter("batched", [4, 3, 5], init=jnp.ones)
+        partly = hk.get_parameter("partly", [8, 5], init=jnp.ones)
+        y = jnp.einsum("bij,ij->b", x[..., 0, :2], whole) + table[ids].sum() + kernel.sum()
+        z = jnp.einsum("ba,ahc->bhc", x[:, :, 0, 0], batched)
+        u = jnp.einsum("bh,bhc,ahc->abhc", x[:, :3, 0, 0], z, batched)
+        return y, u, jnp.einsum("ba,ahc->bhc", x[:, :, 0, 0], partly.reshape(4, 2, 5))
+
+    t = hk.transform(model)
+    args = jnp.ones((2, 4, 4, 2)), "a flag", jnp.array([1, 2])
+    params = t.init(jax.random.key(0), *args)
+    found = hki.infer_matrix_axes(t.apply, params, None, args[0], "a flag", ids=args[2])
+    assert found == {"~/batched": ((-3,), (-2, -1))}
+
+
+@pytest.mark.parametrize("axes", [GIVEN, "inferred"])
+def test_lora(axes):
+    axes = hki.infer_matrix_axes(T.apply, PARAMS, X) if axes == "inferred" else axes
+    params = hki.add_lora(PARAMS, 0, rank=3, exclude=".*/value_w", matrix_axes=axes)
+    for module, lead in ((FIRST, ()), (STACK, (2,))):
+        q, o = params[module]["query_w"], params[module]["output_w"]
+        assert q.shape == (*lead, WIDTH, HEADS, SIZE)
+        assert q.matrix.a.shape == (*lead, WIDTH, 3) and q.matrix.b.shape == (
+            *lead,
+            3,
+            HEADS * SIZE,
+        )
+        assert o.matrix.a.shape == (*lead, HEADS * SIZE, 3)
+        assert isinstance(params[module]["key_w"], hki.LoRA)
+    np.testing.assert_array_equal(
+        hki.materialize(params)[FIRST]["query_w"], PARAMS[FIRST]["query_w"]
+    )
+    noisy = jax.tree.map(lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size).reshape(x.shape)), params)
+    check(noisy)
+    merged = hki.merge_lora(noisy)
+    assert jax.tree.structure(merged) == jax.tree.structure(PARAMS)
+    assert error(T.apply(merged, X), IMPLICIT.apply(noisy, X)) < 1e-5
+
+    trained, frozen = hki.partition(noisy)
+    names = {p[-1].name for p, _ in jax.tree_util.tree_leaves_with_path(trained) if len(p) > 2}
+    assert names == {"a", "b"}
+    found = jax.grad(lambda p: jnp.sum(IMPLICIT.apply(hki.combine(p, frozen), X) ** 2))(trained)
+    expected = jax.grad(
+        lambda p: jnp.sum(T.apply(hki.materialize(hki.combine(p, frozen)), X) ** 2)
+    )(trained)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected
+    )
+
+
+INT4 = dict(dtype="int4", group_size=8)
+
+
+@pytest.mark.parametrize("options", few([dict(dtype="int8"), INT4], INT4))
+def test_quantized(options):
+    params = hki.quantize_params(PARAMS, exclude=".*/value_w", matrix_axes=GIVEN, **options)
+    check(params)
+    # One scale for each output and group of the inputs of all heads.
+    groups = 1 if "group_size" not in options else HEADS * SIZE // 8
+    assert params[FIRST]["output_w"].matrix.scale.shape == (WIDTH, groups)
+    assert params[FIRST]["up_w"].shape == (24, WIDTH)
+    of_matrix = np.asarray(PARAMS[FIRST]["output_w"]).reshape(-1, WIDTH)
+    by_hand = hki.materialize(hki.QuantizedMatrix.quantize(of_matrix, **options))
+    found = hki.materialize(params)[FIRST]["output_w"]
+    np.testing.assert_array_equal(found.reshape(-1, WIDTH), by_hand)
+    # LoRA on it needs no axes: the matrix is there.
+    lora = hki.add_lora(params, 0, rank=2, exclude=".*/value_w")
+    assert isinstance(lora[FIRST]["output_w"].matrix, hki.LoRA)
+    check(lora)
+    again = hki.merge_lora(lora, requantize=True)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    active = hki.quantize_activations(params)
+    assert active[FIRST]["query_w"].matrix.activation == "int8"
+
+
+def test_rules_see_the_matrix():
+    """A tile of the inputs; and a weight of three axes that is one for `dot_general`."""
+    rules = [
+        QuantRule(weight_qtype="int4", tile_size=8, op_names=("dot_general",)),
+        QuantRule(weight_qtype="int8", op_names=("conv_general_dilated",)),
+    ]
+    params = hki.quantize_params(PARAMS, rules=rules, exclude=".*/value_w", matrix_axes=GIVEN)
+    assert params[FIRST]["query_w"].matrix.format == "int4"
+    assert params[FIRST]["query_w"].matrix.num_groups == WIDTH // 8
+    check(params)
+
+
+@pytest.mark.parametrize("method", few(["gptq", "awq", "smoothquant"], "gptq"))
+def test_calibration(method):
+    """Inputs of weights with any axes; the error of products is less than by rounding."""
+    axes = hki.infer_matrix_axes(T.apply, PARAMS, X)
+    collect = hki.input_maxima if method == "smoothquant" else hki.input_moments
+    inputs = collect(T.apply, PARAMS, [X], matrix_axes=axes)
+    assert inputs.keys() == axes.keys()
+    assert inputs[f"{STACK}/output_w"].shape[-1] == HEADS * SIZE
+    options = dict(dtype="int4", group_size=8)
+    if method == "smoothquant":
+        options = dict(dtype="int8", activation="int8")
+    params = hki.quantize_with_inputs(PARAMS, inputs, method=method, matrix_axes=axes, **options)
+    if method != "smoothquant":  # (whose activations are rounded in products alone)
+        check(params)
+        plain = hki.quantize_params(PARAMS, matrix_axes=axes, calibration="mse", **options)
+        dense = T.apply(PARAMS, X)
+
+        def distance(params):
+            return float(jnp.linalg.norm(T.apply(hki.materialize(params), X) - dense))
+
+        assert distance(params) < distance(plain)
+    else:
+        assert error(jax.jit(IMPLICIT.apply)(params, X), T.apply(PARAMS, X)) < 0.1
+
+
+def test_inputs_of_an_einsum_are_its_second_moments():
+    t = hk.without_apply_rng(
+        hk.transform(
+            lambda x: jnp.einsum("bhc,hco->bo", x, hk.get_parameter("w", [2, 3, 4], init=jnp.ones))
+        )
+    )
+    x = jax.random.normal(jax.random.key(0), (5, 2, 3))
+    params = t.init(None, x)
+    found = hki.input_moments(t.apply, params, [x], matrix_axes={"~/w": ((-3, -2), (-1,))})["~/w"]
+    rows = np.asarray(x).reshape(5, 6)
+    np.testing.assert_allclose(found, rows.T @ rows, rtol=1e-5)
+
+
+PRODUCTS = {
+    "bta,ahc->bthc": ((-3,), (-2, -1)),
+    "bthc,hca->bta": ((-3, -2), (-1,)),
+    "bta,ca->btc": ((-1,), (-2,)),
+}
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("equation", PRODUCTS)
+def test_what_was_trained_is_what_is_stored(equation, static):
+    """`convert_trained` of weights that are used in an einsum, or transposed."""
+    sizes = dict(b=2, t=3, a=16, h=2, c=8)
+    shapes = [[sizes[i] for i in own] for own in equation.split("->")[0].split(",")]
+    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes))
+    t = hk.without_apply_rng(
+        hk.transform(
+            lambda x: jnp.einsum(equation, x, hk.get_parameter("w", w.shape, init=jnp.ones))
+        )
+    )
+    rule = QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=static)
+    axes = {"~/w": PRODUCTS[equation]}
+    params = hki.quantized_training({"~": {"w": w}}, [rule], matrix_axes=axes)
+    plain = hki.quantized_training({"~": {"w": w}}, [rule])
+    wrapped, state = hki.transform_implicit(t), None
+    if static:
+        _, state = hki.with_quant_stats(wrapped).apply(params, {}, x)
+        trained = hki.with_quant_stats(wrapped, update=False).apply(params, state, x)[0]
+    else:
+        trained = wrapped.apply(params, x)
+        # The axes make no difference to training.
+        np.testing.assert_array_equal(trained, wrapped.apply(plain, x))
+    stored = hki.convert_trained(params, state)
+    assert isinstance(stored["~"]["w"], hki.MatrixView)
+    np.testing.assert_allclose(wrapped.apply(stored, x), trained, rtol=1e-5, atol=1e-5)
+
+
+def test_quantization_aware():
+    axes = {".*query_w": AXES["query_w"]}
+    aware = hki.quantization_aware(
+        PARAMS, [QuantRule(weight_qtype="int4")], targets=".*query_w", matrix_axes=axes
+    )
+    stored = hki.convert_trained(aware)
+    np.testing.assert_array_equal(
+        *(hki.materialize(tree)[FIRST]["query_w"] for tree in (aware, stored))
+    )
+    check(aware)
+    assert stored[FIRST]["query_w"].matrix.scale.shape == (HEADS * SIZE, 1)
+
+
+@pytest.mark.parametrize(
+    "creator",
+    [
+        hki.lora_creator(2, targets=".*(query|output|up)_w", matrix_axes=GIVEN),
+        hki.quantize_creator("int8", targets=".*(query|output|up)_w", matrix_axes=GIVEN),
+    ],
+)
+def test_creators(creator):
+    def made(x):
+        with hk.custom_creator(creator):
+            return model(x)
+
+    t = hki.transform_implicit(hk.without_apply_rng(hk.transform(made)))
+    params = t.init(jax.random.key(0), X)
+    for module in (FIRST, STACK):
+        for name in ("query_w", "output_w", "up_w"):
+            assert isinstance(params[module][name], hki.MatrixView), (module, name)
+            assert params[module][name].shape == PARAMS[module][name].shape
+    check(params)
+
+
+def test_axes_that_do_not_fit_name_the_parameter():
+    with pytest.raises(
+        ValueError, match=r"first/query_w \(float32\[32,2,8\]\): matrix axes: expected"
+    ):
+        hki.add_lora(PARAMS, 0, rank=2, matrix_axes={"first/query_w": ([0], [1, 2])})
+    quantized = hki.quantize_params(PARAMS, targets="first/query_w")
+    with pytest.raises(
+        ValueError, match=r"first/query_w .*implicit already.*function that made it"
+    ):
+        hki.add_lora(quantized, 0, rank=2, targets="first/query_w", matrix_axes=GIVEN)
+    with pytest.raises(
+        ValueError, match=r"matrix_axes: 'first/qery_w' matches none.*first/query_w"
+    ):
+        hki.add_lora(PARAMS, 0, rank=2, matrix_axes={"first/qery_w": ((-3,), (-2, -1))})
