@@ -175,7 +175,7 @@ def split_scaled(primitive: Primitive, w: ScaledMatrix, *, sizes: Any, axis: int
     kept = [*range(w.ndim - 2), w._scaled_axis]
     scales = [w.scale] * len(sizes)
     if axis in kept:
-        scales = jax.lax.split(w.scale, sizes, kept.index(axis))
+        scales = list(jax.lax.split(w.scale, sizes, kept.index(axis)))
     parts = zip(matrices, scales, strict=True)
     return [w._replace(matrix=m, scale=s, shape=None) for m, s in parts]
 

@@ -86,6 +86,13 @@ def _find_reshards() -> list[Primitive]:
     return sorted(primitives - {jax.lax.sin_p}, key=str)
 
 
+def _find_custom_vmap() -> Primitive:
+    """The primitive of functions with a rule of their own for `vmap`."""
+    fun = jax.custom_batching.custom_vmap(lambda x: x * 2)
+    fun.def_vmap(lambda size, batched, x: (x * 2, batched[0]))
+    return _primitive_of(fun, _SCALAR)
+
+
 _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 remat_p = _primitive_of(jax.checkpoint(lambda x: x * 2), _SCALAR)
@@ -96,6 +103,7 @@ ragged_dot_general_p = _primitive_of(
     jax.ShapeDtypeStruct((1, 1, 1), jnp.float32),
     jax.ShapeDtypeStruct((1,), jnp.int32),
 )
+custom_vmap_p = _find_custom_vmap()
 # Before JAX 0.8 `auto_axes` has one of its own.
 RESHARDS = _find_reshards()
 add_any_p = jax.extend.core.primitives.add_jaxvals_p

@@ -52,6 +52,13 @@ def call(operands: Operands, params: Params) -> list[Any]:
     return interpret(getattr(jaxpr, "jaxpr", jaxpr), consts, operands)
 
 
+@_handles(compat.custom_vmap_p)
+def custom_vmap(operands: Operands, params: Params) -> list[Any]:
+    """A function with a rule of its own for `vmap`, which is for dense arrays: its body in place."""
+    closed = params["call"]
+    return interpret(closed.jaxpr, closed.consts, operands)
+
+
 @_handles(jex.jit_p)
 def jit(operands: Operands, params: Params) -> list[Any]:
     """`jax.jit`: a jitted call of the interpreted function, under its own name."""
