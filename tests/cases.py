@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import haiku_implicit as hki
+from haiku_implicit.arrays.deferred import Deferred
 
 SHAPE = (4, 4)
 
@@ -205,6 +206,10 @@ def make_cache(key, shape):
     return hki.QuantizedCache(codes=q.codes, scale=q.scale, format=q.format)
 
 
+def make_deferred(key, shape):
+    return Deferred(make_lora(key, shape), (("square", ()),))
+
+
 def dense_scaled(x):
     return np.asarray(hki.materialize(x.matrix)) * np.asarray(x.scale)[..., None]
 
@@ -244,6 +249,7 @@ CASES = {
     "scaled int8": Case(make_scaled, dense_scaled),
     "fake int8": Case(make_fake, lambda x: x.value),
     "cache int8": Case(make_cache),
+    "deferred": Case(make_deferred, lambda x: dense_lora(x.w) ** 2),
     "trained": Case(lambda k, s: hki.TrainedQuantized(matrix(k, s)), lambda x: x.value),
     "zeros": zeros(jnp.float32),
     "constant": constant(0.5, jnp.float32),

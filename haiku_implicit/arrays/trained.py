@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.arrays.ruled import RuledWeight
+from haiku_implicit.arrays.ruled import RuledWeight, rescale
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
@@ -95,6 +95,12 @@ def dot_of_two_trained(
         return primitive.bind(v.value, w.value, **params)
     both: Any = dict(rule=rule, key=w.first_key, stats=w.stats, lhs_is_weight=True)
     return by_rule.dot_general(v.value, w.value, **params, **both)
+
+
+@primitive_handler(["add", "sub"])
+def shift(primitive: Primitive, w: TrainedQuantized, x: jax.Array, **params: Any) -> Any:
+    """By a number, or one for each row or column, as where a weight is standardized."""
+    return rescale(primitive, w, x, **params)
 
 
 @primitive_handler("concatenate")
