@@ -28,7 +28,9 @@ def optimization_barrier(primitive: Primitive, *operands: Any) -> list[Any]:
     return treedef.unflatten(primitive.bind(*leaves))
 
 
-@primitive_handler(["broadcast_in_dim", *(["tile"] if hasattr(jax.lax, "tile_p") else [])], 1)
+@primitive_handler(
+    ["broadcast_in_dim", *(["tile"] if hasattr(jax.lax, "tile_p") else [])], precedence=1
+)
 def repeat_vector(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
     """A single row or column, as of a bias, that is repeated is dense: the result is larger."""
     out = jax.eval_shape(lambda y: primitive.bind(y, **params), dense_struct(x))

@@ -134,11 +134,9 @@ HIGHER_ORDER[jax.lax.mul_p] = _times_itself
 @primitive_handler(list(_COMBINED))
 def reduce_weight(primitive: Primitive, w: Weight, **params: Any) -> Any:
     """See `reduce_in_blocks`."""
-    return (
-        NotImplemented
-        if isinstance(w, QuantizedCache)
-        else default_handler(primitive, Deferred(w), **params)
-    )
+    if isinstance(w, QuantizedCache):
+        return NotImplemented
+    return default_handler(primitive, Deferred(w), **params)
 
 
 @primitive_handler(list(_COMBINED))

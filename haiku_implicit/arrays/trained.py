@@ -23,8 +23,8 @@ class TrainedQuantized(RuledWeight):
 
     Each product quantizes the weight, the other operand, and in the backward pass the gradient, as the
     rules say. Everything else sees the dense weight. What only rearranges or casts it (transposed,
-    sliced, split, reshaped) gives a `TrainedQuantized` again, for the product that follows.
-    `quantized_training` puts this type into a tree of parameters.
+    sliced, split, reshaped), scales or shifts it gives a `TrainedQuantized` again, for the product that
+    follows. `quantized_training` puts this type into a tree of parameters.
 
     Attributes:
       value: `[..., n, m]`, the weight. It is what is trained.

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
 from haiku_implicit.quantization import QtRule
@@ -203,6 +206,27 @@ STATISTICS = {
 }
 
 
+def temporary_bytes(program, *args):
+    return jax.jit(program).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.usefixtures("never_dense")
+@pytest.mark.parametrize("name", ["int8", "lora of int8"])
+def test_no_dense_weight_in_a_standardized_layer(name):
+    w, x = LARGE[name]((1024, 1031)), normal(5, 4, 1024)
+    gain = jnp.ones(1031)
+    layer = use(lambda w, x, gain: x @ standardized((0,), w, gain))
+    values, rebuilt = floating(w)
+    loss = lambda t, v, x, gain: jnp.sum(jnp.sin(layer(rebuilt([*v, *t]), x, gain)))  # noqa: E731
+    trained = len(values) - (2 if "lora" in name else 0)
+    args = values[trained:], values[:trained], x, gain
+    assert temporary_bytes(layer, w, x, gain) <= w.size * 4 / 8
+    assert temporary_bytes(jax.grad(loss, 2), *args) <= w.size * 4 / 8
+    # A product's gradient with respect to its scales copies the codes, a quarter of the dense weight.
+    assert temporary_bytes(jax.grad(loss, (0, 2, 3)), *args) <= w.size * 4 * (1 / 8 + 1 / 4)
+    close(layer(w, x, gain), x @ standardized((0,), dense_of(w), gain), 1e-3)
+
+
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("statistic", few(STATISTICS, "var"))
 @pytest.mark.parametrize("name", few(LARGE, "lora", "lora of int8"))
@@ -222,8 +246,7 @@ def test_no_dense_weight(name, statistic):
         (jax.grad(lambda t, v: loss([*v, *t])), (trained, values[: len(values) - len(trained)])),
     ]
     for program, args in programs:
-        memory = jax.jit(program).lower(*args).compile().memory_analysis()
-        assert memory.temp_size_in_bytes <= w.size * 4 / 8
+        assert temporary_bytes(program, *args) <= w.size * 4 / 8
     close(fun(w), STATISTICS[statistic](dense_of(w)), 1e-3)
 
 
@@ -289,6 +312,68 @@ def test_other_functions_become_dense_as_before(name):
             got = use(fun)(w)
         close(hki.materialize(got), fun(dense_of(w)))
         assert report.count == 1 or (name.startswith("lora") and fun is functions[1])
+
+
+def test_what_quantizes_activations():
+    """It still does in a shifted product; a kernel is reported, as its convolution would not."""
+    w, x = int8(SHAPE).with_activation("int8"), normal(5, 4, 8)
+    row = normal(6, 1, 6)
+    with hki.materialization("error"):
+        got = use(lambda w: x @ (w - row))(w)
+    close(got, use(lambda w: x @ w)(w) - x @ jnp.broadcast_to(row, SHAPE))
+    assert not np.allclose(got, x @ (dense_of(w) - row), atol=1e-6)
+    kernel = int8(KERNEL).with_activation("int8")
+    for fun in (lambda w: w - row, lambda w: w * normal(7, 8, 1)):
+        with pytest.raises(hki.MaterializationError), hki.materialization("error"):
+            use(fun)(kernel)
+
+
+def test_a_cache_is_not_a_weight():
+    q = int8((2, 3, *SHAPE))
+    cache = hki.QuantizedCache(codes=q.codes, scale=q.scale, format=q.format)
+    for fun in (
+        jnp.sum,
+        jnp.square,
+        lambda w: w - 1,
+        lambda w: jnp.broadcast_to(w, (2, 2, 3, 8, 6)),
+    ):
+        with hki.materialization("allow"), hki.materialization_report() as report:
+            got = use(fun)(cache)
+        close(hki.materialize(got), fun(dense_of(cache)))
+        assert isinstance(got, hki.QuantizedCache) or report.count == 1
+
+
+def test_explicit_mesh():
+    """Where axes of a mesh are explicit, results are those of the dense weight, too."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    w, x, gain = MAKE["lora of int8"](SHAPE), normal(5, 4, 8), normal(6, 6) + 1
+    model = lambda w, x: x @ standardized((0,), w, gain)  # noqa: E731
+    want = model(dense_of(w), x)
+    set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
+    with set_mesh(mesh), hki.materialization("allow"):
+        for spec in (P(None, "x"), P("x", None)):
+            specs = jax.tree.leaves(w.partition_spec(spec, mesh))
+            leaves, treedef = jax.tree.flatten(w)
+            placed = [
+                jax.device_put(y, NamedSharding(mesh, s))
+                for y, s in zip([*leaves, x], [*specs, P()], strict=True)
+            ]
+            close(jax.jit(use(model))(treedef.unflatten(placed[:-1]), placed[-1]), want)
+
+
+def test_export():
+    """A square can be written to a file and read again."""
+    w = MAKE["lora of int8"](SHAPE)
+    square = use(jnp.square)(w)
+    exported = export.export(jax.jit(use(jnp.sum)))(square)
+    again = export.deserialize(exported.serialize())
+    close(again.call(square), jnp.sum(dense_of(w) ** 2))
+    rows = MAKE["lora"]((1, 6))
+    (length,) = export.symbolic_shape("n")
+    repeat = use(lambda w, x: jnp.broadcast_to(w, x.shape) + x)
+    struct = jax.ShapeDtypeStruct((length, 6), jnp.float32)
+    exported = export.export(jax.jit(repeat))(rows, struct)
+    close(exported.call(rows, jnp.ones((3, 6))), dense_of(rows) + jnp.ones((3, 6)))
 
 
 def test_across_boundaries():
