@@ -155,7 +155,7 @@ def test_standardized_weights(name, recipe, product):
 
 
 @pytest.mark.usefixtures("never_dense")
-@pytest.mark.parametrize("axes", [(1,), (0,), (0, 1)])
+@pytest.mark.parametrize("axes", [(1,), (0, 1)])
 @pytest.mark.parametrize("name", few(MAKE, *QUICK))
 def test_other_axes(name, axes):
     """Statistics of rows, of columns, and of the whole weight."""
@@ -177,14 +177,14 @@ def test_reductions(name):
 
 
 def test_bfloat16():
-    for make in (MAKE["lora"], MAKE["lora of int4 by rows"], int8):
+    for make in (MAKE["lora of int4 by rows"], int8):
         w, x = make((64, 48)), normal(5, 4, 64).astype(jnp.bfloat16)
 
         def run(w, x):
             return x @ standardized((0,), w.astype(jnp.bfloat16), jnp.bfloat16(1.5))
 
         with hki.materialization("error"):
-            got = use(run)(w, x)
+            got = jax.jit(use(run))(w, x)
         assert got.dtype == jnp.bfloat16
         close(got, run(dense_of(w), x), 4e-2)
 
@@ -211,7 +211,7 @@ def temporary_bytes(program, *args):
 
 
 @pytest.mark.usefixtures("never_dense")
-@pytest.mark.parametrize("name", ["int8", "lora of int8"])
+@pytest.mark.parametrize("name", few(["int8", "lora of int8"], "lora of int8"))
 def test_no_dense_weight_in_a_standardized_layer(name):
     w, x = LARGE[name]((1024, 1031)), normal(5, 4, 1024)
     gain = jnp.ones(1031)
@@ -274,11 +274,13 @@ def resnet(x):
 
 
 @pytest.mark.usefixtures("never_dense")
-@pytest.mark.parametrize("kind", ["lora", "int8", "lora of int8", "trained", "qat"])
+@pytest.mark.parametrize(
+    "kind", few(["lora", "int8", "lora of int8", "trained", "qat"], "lora of int8")
+)
 def test_model(kind):
     model = hk.without_apply_rng(hk.transform(resnet))
     x = normal(1, 2, 6, 6, 4)
-    params = model.init(jax.random.key(0), x)
+    params = jax.jit(model.init)(jax.random.key(0), x)
     if "int8" in kind:
         params = hki.quantize_params(params, targets=".*/w")
     if "lora" in kind:
