@@ -386,7 +386,8 @@ def test_across_boundaries():
         square = jax.jit(jnp.square)(w)
         either = jax.lax.cond(w.sum() > 0, lambda s: s, lambda s: -s, square)
         _, sums = jax.lax.scan(lambda c, i: (c, square.sum() * i), 0, jnp.arange(3.0))
-        return square.max(0), either.sum(1), sums, jax.checkpoint(jnp.min)(square)
+        moved = jax.lax.fori_loop(0, 3, lambda i, w: w + normal(8, 1, 6), w)
+        return square.max(0), either.sum(1), sums, jax.checkpoint(jnp.min)(square), moved
 
     with hki.materialization("allow"):
         close(hki.materialize(jax.jit(use(fun))(w)), fun(dense_of(w)))
