@@ -32,7 +32,7 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.blocks import BLOCKED_FROM, over_blocks, slices
 
 # In blocks of this share, a block's values and what a gradient needs beside them are far below 1/8.
-_NUM_BLOCKS = 32
+_NUM_BLOCKS = 64
 
 _COMBINED = {
     jax.lax.reduce_sum_p: (jnp.add, 0.0),
