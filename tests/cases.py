@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import haiku_implicit as hki
+from haiku_implicit.arrays.deferred import Deferred
 
 SHAPE = (4, 4)
 
@@ -219,6 +220,10 @@ def make_concatenated(key, shape):
     return hki.Concatenated((left, w[..., 3:]), -1)
 
 
+def make_deferred(key, shape):
+    return Deferred(make_lora(key, shape), (("square", ()),))
+
+
 def dense_scaled(x):
     return np.asarray(hki.materialize(x.matrix)) * np.asarray(x.scale)[..., None]
 
@@ -264,6 +269,7 @@ CASES = {
     "lora beside dense": Case(make_concatenated, dense_concatenated),
     "fake int8": Case(make_fake, lambda x: x.value),
     "cache int8": Case(make_cache),
+    "deferred": Case(make_deferred, lambda x: dense_lora(x.w) ** 2),
     "trained": Case(lambda k, s: hki.TrainedQuantized(matrix(k, s)), lambda x: x.value),
     "zeros": zeros(jnp.float32),
     "constant": constant(0.5, jnp.float32),

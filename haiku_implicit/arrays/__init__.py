@@ -3,6 +3,7 @@
 from haiku_implicit.arrays import (  # noqa: F401 (their rules)
     any_type,
     batch_axes,
+    deferred,
     quantized,
     quantized_rows,
     sharding,

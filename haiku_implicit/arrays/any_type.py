@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.array import ImplicitArray, flatten, flatten_one_level
+from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, flatten_one_level
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
 
@@ -25,6 +26,18 @@ def optimization_barrier(primitive: Primitive, *operands: Any) -> list[Any]:
     """One barrier over the leaves of all operands."""
     leaves, treedef = flatten(list(operands))
     return treedef.unflatten(primitive.bind(*leaves))
+
+
+@primitive_handler(
+    ["broadcast_in_dim", *(["tile"] if hasattr(jax.lax, "tile_p") else [])], precedence=1
+)
+def repeat_vector(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
+    """A single row or column, as of a bias, that is repeated is dense: the result is larger."""
+    out = jax.eval_shape(lambda y: primitive.bind(y, **params), dense_struct(x))
+    lengths, repeated = ([n for n in y.shape if n != 1] for y in (x, out))
+    if x.core_ndim != 2 or len(lengths) > 1 or repeated == lengths:
+        return NotImplemented
+    return primitive.bind(dense(x), **params)
 
 
 # --- types that are `linear_in` some fields ------------------------------------------------------

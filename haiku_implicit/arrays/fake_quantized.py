@@ -97,13 +97,18 @@ class FakeQuantized(Wrapper, core_ndim=2, warn_on_materialize=False):
         return QuantizedMatrix.quantize(self.value, **dict(self.options))
 
 
-@binary_handler(["dot_general", "conv_general_dilated"])
+@binary_handler(["dot_general", "conv_general_dilated", "add", "sub", "mul", "div"])
 def multiply_by_straight_through(call: BinaryCall, x: jax.Array, w: FakeQuantized) -> jax.Array:
-    """The product with the rounded values."""
+    """A product or sum with the rounded values."""
     return call(x, w.materialize())
 
 
-@primitive_handler(["transpose", "reshape", "convert_element_type", "gather"])
+@primitive_handler(
+    [
+        "transpose", "reshape", "convert_element_type", "gather", "square", "integer_pow", "abs",
+        "reduce_sum", "reduce_max", "reduce_min",
+    ]
+)  # fmt: skip
 def apply_to_straight_through(
     primitive: Primitive, w: FakeQuantized, *others: jax.Array, **params: Any
 ) -> jax.Array:

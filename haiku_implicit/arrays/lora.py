@@ -374,8 +374,12 @@ def _summed_delta(w: LoRA, axes: Sequence[int], precision: Any) -> jax.Array:
 
 @binary_handler(["add", "sub"])
 def add_to_weight(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
-    """`(w + ab) ± x` is `(w ± x) + ab`, and `x - (w + ab)` is `(x - w) + (-a)b`."""
-    if not _fits(x, w):
+    """`(w + ab) ± x` is `(w ± x) + ab`, and `x - (w + ab)` is `(x - w) + (-a)b`.
+
+    What is constant along rows or columns is of rank one, see `deferred.shift`; so the sum is not made
+    anew where `x` depends on what is trained.
+    """
+    if not _fits(x, w) or (x.ndim and x.shape[-2:] != w.shape[-2:]):
         return NotImplemented
     negative = call.primitive is jax.lax.sub_p and not call.w_first
     return _of_parts(w, call(x, w.w), -w.a if negative else w.a, w.b)

@@ -410,7 +410,28 @@ def gather_from_view(primitive: Primitive, w: MatrixView, ids: jax.Array, **para
     return primitive.bind(jnp.swapaxes(w.matrix, -1, -2), ids, **params)
 
 
-# --- elementwise ---------------------------------------------------------------------------------
+# --- elementwise, and statistics -----------------------------------------------------------------
+
+
+@primitive_handler(["square", "integer_pow", "abs"])
+def apply_to_matrix(primitive: Primitive, w: MatrixView, **params: Any) -> Any:
+    """What statistics are made of; most types defer it until then."""
+    return view_of(primitive.bind(w.matrix, **params), w.axes)
+
+
+@primitive_handler(["reduce_sum", "reduce_max", "reduce_min"])
+def reduce_view(primitive: Primitive, w: MatrixView, *, axes: Any, **params: Any) -> Any:
+    """Over all of the rows, or of the columns."""
+    lead = _lead(w)
+    reduced = [f for i in axes if i >= lead for f in w.axes[i - lead]]
+    inner = [axis for axis in (0, 1) if any(f[2] == axis for f in reduced)]
+    if sorted(reduced) != sorted(f for axis in inner for f in axes_of.parts(w.axes, axis)):
+        return NotImplemented
+    of_matrix = (*(i for i in axes if i < lead), *(lead + axis for axis in inner))
+    out = primitive.bind(w.matrix, axes=of_matrix, **params)
+    free = [axis for axis in (0, 1) if axis not in inner]
+    groups = [g for i, g in enumerate(w.axes) if lead + i not in axes]
+    return _folded(out, out.ndim - len(free), len(free), groups, free)
 
 
 @primitive_handler(["mul", "div", "add", "sub"])

@@ -128,7 +128,7 @@ def slice_matrix(
         cut = functools.partial(_slice_leaf, *cuts[i], axis=min(i, w.ndim - 2))
         w = jax.tree.map(cut, w)
     if grouped in changed:
-        return _grouped_rows(w, jnp.arange(*cuts[grouped]))
+        return _along_groups(w, jnp.arange(*cuts[grouped]))
     return w.materialize() if w.ndim - 2 in changed else w
 
 
@@ -136,10 +136,10 @@ def slice_matrix(
 def dynamic_slice_matrix(
     primitive: Primitive, w: QuantizedMatrix, *starts: jax.Array, slice_sizes: Sequence[int]
 ) -> Any:
-    """The same from starts that are known at run time; a grouped axis -1 is not cut."""
+    """The same from starts that are known at run time; what cuts the grouped axis is dense."""
     changed = [i for i, size in enumerate(slice_sizes) if size != w.shape[i]]
     grouped = w._grouped_axis
-    if all(i < w.ndim - 2 for i in changed) or (grouped == w.ndim - 1 and grouped in changed):
+    if all(i < w.ndim - 2 for i in changed):
         return NotImplemented
     # Within bounds, as the primitive has them: to JAX's functions a negative start counts from the end.
     at = {i: jnp.clip(as_index(starts[i]), 0, w.shape[i] - slice_sizes[i]) for i in changed}
@@ -148,7 +148,7 @@ def dynamic_slice_matrix(
         w = slices(w, at[i], slice_sizes[i], axis=min(i, w.ndim - 2))
     if grouped in changed:
         steps = jnp.arange(slice_sizes[grouped], dtype=at[grouped].dtype)
-        return _grouped_rows(w, at[grouped] + steps)
+        return _along_groups(w, at[grouped] + steps)
     return w.materialize() if w.ndim - 2 in changed else w
 
 
@@ -161,10 +161,10 @@ def as_index(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
 
 
-def _grouped_rows(w: QuantizedMatrix, ids: jax.Array) -> jax.Array:
-    """Dense rows `[..., len(ids), m]` of a matrix that is grouped along axis -2."""
+def _along_groups(w: QuantizedMatrix, ids: jax.Array) -> jax.Array:
+    """Dense values at positions of the grouped axis: rows `[..., len(ids), m]` for axis -2."""
     values = _elements(w, ids, lambda leaf, index: jnp.take(leaf, index, axis=-1, mode="clip"))
-    return jnp.swapaxes(values, -1, -2)
+    return values if w.axis == -1 else jnp.swapaxes(values, -1, -2)
 
 
 def _elements(

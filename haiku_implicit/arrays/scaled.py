@@ -14,6 +14,7 @@ from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.sharding import padded_spec, split_fields
@@ -22,7 +23,7 @@ from haiku_implicit.numerics import formats
 
 
 @dataclasses.dataclass
-class ScaledMatrix(Wrapper, core_ndim=2):
+class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
     """The weight `diag(scale) @ matrix`, or `matrix @ diag(scale)`, around a matrix of any type.
 
     A product multiplies the other operand by the scale where the scaled axis is contracted, and its
@@ -75,7 +76,8 @@ class ScaledMatrix(Wrapper, core_ndim=2):
 
     def materialize(self) -> jax.Array:
         lead = range(self.ndim - 2)
-        return _times(self.matrix, self.scale, (*lead, self._scaled_axis)).astype(self.dtype)
+        values = _times(dense(self.matrix), self.scale, (*lead, self._scaled_axis))
+        return values.astype(self.dtype)
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
         """The matrix as the dense array, the scale as the axis that it is along."""
@@ -138,7 +140,25 @@ def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Any:
     return _times(out, w.scale, [in_out[i] for i in of_scale])
 
 
+@binary_handler("conv_general_dilated")
+def convolve_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> jax.Array:
+    """A convolution with the kernel, dense for it: a kernel is small beside the images."""
+    return jax.checkpoint(lambda x, w: call(x, dense(w)))(x, w)
+
+
 # --- the rest ------------------------------------------------------------------------------------
+
+
+@primitive_handler(["slice", "dynamic_slice"])
+def slice_scaled(
+    primitive: Primitive, w: ScaledMatrix, *starts: jax.Array, **params: Any
+) -> ScaledMatrix:
+    """A slice of any axes, and of the scale's among them."""
+    kept = (*range(w.ndim - 2), w._scaled_axis)
+    own = {k: v if v is None else tuple(v[i] for i in kept) for k, v in params.items()}
+    scale = primitive.bind(w.scale, *(starts[i] for i in kept if starts), **own)
+    matrix = primitive.bind(w.matrix, *starts, **params)
+    return w._replace(matrix=matrix, scale=scale, shape=None, dtype=None)
 
 
 @primitive_handler("transpose")
@@ -153,19 +173,6 @@ def transpose_scaled(
     scale = jnp.transpose(w.scale, (*permutation[:-2], w.ndim - 2))
     axis = w.axis if permutation[-1] == core[1] else -3 - w.axis
     return w._replace(matrix=matrix, scale=scale, axis=axis, shape=None, dtype=None)
-
-
-@primitive_handler(["slice", "dynamic_slice"])
-def slice_scaled(
-    primitive: Primitive, w: ScaledMatrix, *starts: jax.Array, **params: Any
-) -> ScaledMatrix:
-    """A part of the matrix, with its part of the scale."""
-    kept = [*range(w.ndim - 2), w._scaled_axis]
-    of_scale = {k: v and tuple(v[i] for i in kept) for k, v in params.items()}
-    at = [starts[i] for i in kept] if starts else []
-    matrix = primitive.bind(w.matrix, *starts, **params)
-    scale = primitive.bind(w.scale, *at, **of_scale)
-    return w._replace(matrix=matrix, scale=scale, shape=None)
 
 
 @primitive_handler("split")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.arrays.ruled import RuledWeight
+from haiku_implicit.arrays.ruled import RuledWeight, rescale
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
@@ -23,8 +23,8 @@ class TrainedQuantized(RuledWeight):
 
     Each product quantizes the weight, the other operand, and in the backward pass the gradient, as the
     rules say. Everything else sees the dense weight. What only rearranges or casts it (transposed,
-    sliced, split, reshaped) gives a `TrainedQuantized` again, for the product that follows.
-    `quantized_training` puts this type into a tree of parameters.
+    sliced, split, reshaped), scales or shifts it gives a `TrainedQuantized` again, for the product that
+    follows. `quantized_training` puts this type into a tree of parameters.
 
     Attributes:
       value: `[..., n, m]`, the weight. It is what is trained.
@@ -95,6 +95,12 @@ def dot_of_two_trained(
         return primitive.bind(v.value, w.value, **params)
     both: Any = dict(rule=rule, key=w.first_key, stats=w.stats, lhs_is_weight=True)
     return by_rule.dot_general(v.value, w.value, **params, **both)
+
+
+@primitive_handler(["add", "sub"])
+def shift(primitive: Primitive, w: TrainedQuantized, x: jax.Array, **params: Any) -> Any:
+    """By a number, or one for each row or column, as where a weight is standardized."""
+    return rescale(primitive, w, x, **params)
 
 
 @primitive_handler("concatenate")

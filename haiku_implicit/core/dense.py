@@ -7,21 +7,25 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit.core import interpreter
+from haiku_implicit.core.array import flatten_one_level, is_implicit
 
 dense_p = Primitive("dense")
 
 
 def dense(x: Any) -> jax.Array:
-    """A field of a rule's operand as a dense array, without a warning.
+    """A rule's operand, or a field of it, as a dense array, without a warning.
 
     In a rule a field reads as a dense array even if it holds an implicit one. Operations on it are
     dispatched: `w.w + delta` would find no rule for a quantized `w.w`, and would warn. A rule that
     needs the dense array in any case says so with this function.
 
     Args:
-      x: a field of an operand. A dense array is returned as it is.
+      x: an operand, or a field of one. A dense array is returned as it is.
     """
-    return dense_p.bind(x)
+    if not is_implicit(x):
+        return dense_p.bind(x)
+    parts, treedef = flatten_one_level(x)
+    return interpreter.materialize_array(treedef.unflatten(map(dense, parts)))
 
 
 dense_p.def_impl(lambda x: x)
@@ -31,8 +35,5 @@ batching.defvectorized(dense_p)
 mlir.register_lowering(dense_p, lambda _, x: [x])
 
 
-def _materialize(operands: list[Any], _: dict[str, Any]) -> list[Any]:
-    return [interpreter.materialize_array(x) for x in operands]
-
-
-interpreter.HIGHER_ORDER[dense_p] = _materialize
+# In the trace of an outer rule, fields of the operand may stand for implicit arrays in turn.
+interpreter.HIGHER_ORDER[dense_p] = lambda operands, _: list(map(dense, operands))

@@ -16,19 +16,29 @@ from haiku_implicit.core import compat
 
 Tree = TypeVar("Tree")
 
+# What has more elements than this is computed in blocks.
+BLOCKED_FROM = 1 << 18
+
 
 def over_blocks(
-    fun: Callable[[Any, int], Any], length: int, size: int, axis: int | None = None
+    fun: Callable[[Any, int], Any],
+    length: int,
+    size: int,
+    axis: int | None = None,
+    combine: Callable[[Any, Any], Any] = jnp.add,
+    start: float = 0.0,
 ) -> Any:
     """Joins what a function returns for the blocks of an axis.
 
     Args:
       fun: called as `fun(start, size)`, returns a tree of arrays.
       length: of the axis that is cut.
-      size: of the blocks, at most `length`. Where results are summed, what is left over is one more,
+      size: of the blocks, at most `length`. Where results are combined, what is left over is one more,
         which takes memory beside the others.
       axis: where blocks lie one after another in the results, not negative; None: the results are
-        summed.
+        combined.
+      combine: of two results, their sum by default.
+      start: the number that combining with changes nothing.
     """
     count, rest = divmod(length, size)
     if length == size:
@@ -36,18 +46,21 @@ def over_blocks(
     if axis is None:
 
         def add(total: Any, i: jax.Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, fun(i * size, size)), None
+            return jax.tree.map(combine, total, fun(i * size, size)), None
 
-        start = fun(count * size, rest) if rest else _zeros(jax.eval_shape(lambda: fun(0, size)))
-        return jax.lax.scan(add, start, jnp.arange(count))[0]
+        structs = None if rest else jax.eval_shape(lambda: fun(0, size))
+        first = fun(count * size, rest) if rest else _full(structs, start)
+        return jax.lax.scan(add, first, jnp.arange(count))[0]
     # The last block may overlap the one before it, so that all are computed by one program.
     starts = jnp.minimum(jnp.arange(count + bool(rest)) * size, length - size)
     _, blocks = jax.lax.scan(lambda _, start: (None, fun(start, size)), None, starts)
     return jax.tree.map(functools.partial(_joined, rest=rest, axis=axis), blocks)
 
 
-def _zeros(structs: Any) -> Any:
-    return jax.tree.map(lambda s: compat.vary_like(jnp.zeros(s.shape, s.dtype), [s]), structs)
+def _full(structs: Any, number: float) -> Any:
+    return jax.tree.map(
+        lambda s: compat.vary_like(jnp.full(s.shape, number, s.dtype), [s]), structs
+    )
 
 
 def _joined(blocks: jax.Array, rest: int, axis: int) -> jax.Array:

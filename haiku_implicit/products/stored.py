@@ -20,12 +20,11 @@ from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.options import activation_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.bilinear import product_of
-from haiku_implicit.products.blocks import over_blocks, slices
+from haiku_implicit.products.blocks import BLOCKED_FROM, over_blocks, slices
 from haiku_implicit.products.by_rule import apply, how_stored
 from haiku_implicit.products.matmul import quantized_matmul
 
-# A matrix of more elements is dequantized in so many blocks.
-_BLOCKED_FROM = 1 << 18
+# A large matrix is dequantized in so many blocks.
 _NUM_BLOCKS = 16
 
 Axes = tuple[int, ...]
@@ -234,7 +233,7 @@ def _blocks(x: jax.Array, q: QuantizedMatrix, dot: _Dot, out: Any) -> _Blocks | 
     """The blocks to cut a product in; None where it is computed in one piece."""
     algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
     if (
-        q.size <= _BLOCKED_FROM
+        q.size <= BLOCKED_FROM
         or dot.option("out_sharding") is not None
         or isinstance(dot.option("precision"), algorithm)  # it says how to accumulate, too
     ):

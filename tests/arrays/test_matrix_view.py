@@ -132,6 +132,13 @@ REARRANGED = {
     "times a number": lambda x, w: jnp.einsum("ba,ahc->bhc", x, -w * 3 / 7),
     "times heads": lambda x, w: jnp.einsum("ba,ahc->bhc", x, w * jnp.arange(1.0, 5)[:, None]),
     "times columns": lambda x, w: jnp.einsum("ba,ahc->bhc", x, w * x[:1, :6]),
+    "standardized": lambda x, w: jnp.einsum(
+        "ba,ahc->bhc",
+        x,
+        (w - w.mean(0))
+        / jnp.sqrt(jnp.square(w - w.mean(0, keepdims=True)).mean(0, keepdims=True) + 0.1),
+    ),
+    "largest": lambda x, w: abs(w).max((1, 2)) + w.max(0).sum(),
     "in a jit": lambda x, w: jax.jit(lambda w: jnp.einsum("ba,ahc->bhc", x, w))(w),
 }
 

@@ -636,8 +636,8 @@ def test_elementwise(kind, axis):
 
 
 def test_elementwise_that_is_dense(may_be_dense):
-    q, x = quantized(), normal((N, 1))
-    f = lambda w: (w * x, w + x, 2 / w, w * w, w + 1.0, w.astype(jnp.int32))  # noqa: E731
+    q, x = quantized(), normal((N, M))
+    f = lambda w: (w * x, w + x, 2 / w, w * (w + 0), w.astype(jnp.int32))  # noqa: E731
     out = hki.use_implicit_args(f)(q)
     assert all(isinstance(y, jax.Array) for y in out)
     close(out, f(hki.materialize(q)))

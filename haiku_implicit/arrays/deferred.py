@@ -1,0 +1,235 @@
+"""Weights that a model standardizes or normalizes: what becomes of one before it is multiplied.
+
+Weight standardization (NFNets) subtracts the mean of a kernel and divides by its deviation, weight
+normalization divides by a norm. None of this needs a dense weight: a subtrahend for each row or column
+is a correction of rank one (`LoRA`), a factor for each is a `ScaledMatrix`, and a sum or a maximum of
+squares is computed block after block. `Deferred` is the weight between the square and the sum.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Union, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import export
+
+from haiku_implicit.arrays.fake_quantized import FakeQuantized
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.quantized_cache import QuantizedCache
+from haiku_implicit.arrays.ruled import RuledWeight
+from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dense import dense
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.interpreter import HIGHER_ORDER, apply, default_handler
+from haiku_implicit.core.sharding import is_split
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.products.blocks import BLOCKED_FROM, over_blocks, slices
+
+# In blocks of this share, a block's values and what a gradient needs beside them are far below 1/8.
+_NUM_BLOCKS = 64
+
+_COMBINED = {
+    jax.lax.reduce_sum_p: (jnp.add, 0.0),
+    jax.lax.reduce_max_p: (jnp.maximum, -jnp.inf),
+    jax.lax.reduce_min_p: (jnp.minimum, jnp.inf),
+}
+
+Step = tuple[str, tuple[tuple[str, Any], ...]]
+
+
+@dataclasses.dataclass
+class Deferred(Wrapper, core_ndim=2):
+    """An elementwise function of a weight that is computed where its values are reduced.
+
+    Sums, maxima and minima see one block of it at a time; everything else sees the dense array, and
+    that is reported.
+
+    Attributes:
+      w: `[..., n, m]`, the weight, usually itself implicit.
+      steps: the function: primitives with their parameters, one after another, by their names (as
+        `jax.export` can write them to files).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.QuantizedMatrix.quantize(jnp.array([[3.0], [4.0]]), 'int8')
+      >>> square = hki.use_implicit_args(jax.lax.square)(w)
+      >>> square.steps
+      (('square', ()),)
+      >>> print(hki.use_implicit_args(jnp.sum)(square).round())
+      25.0
+    """
+
+    w: Any
+    steps: tuple[Step, ...] = aux_field(default=())
+
+    def materialize(self) -> jax.Array:
+        return self.applied(dense(self.w))
+
+    def applied(self, values: jax.Array) -> jax.Array:
+        """The function of values of the weight.
+
+        Args:
+          values: of any shape.
+        """
+        for name, params in self.steps:
+            values = getattr(jax.lax, f"{name}_p").bind(values, **dict(params))
+        return values
+
+    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+        """As the weight."""
+        inner = getattr(self.w, "partition_spec", None)
+        parts = spec if inner is None else inner(spec, mesh)
+        return NotImplemented if parts is NotImplemented else self._replace(w=parts)
+
+
+# Of a type that a user defines nothing is known but its rules. (Plum needs a typing.Union.)
+Weight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight]  # noqa: UP007
+AnyWeight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight, Deferred]  # noqa: UP007
+
+
+# --- functions of each element -------------------------------------------------------------------
+
+
+@primitive_handler(["square", "integer_pow", "abs"])
+def defer(primitive: Primitive, w: AnyWeight, **params: Any) -> Any:
+    """What statistics are made of is computed with them."""
+    if isinstance(w, QuantizedCache) or not jnp.issubdtype(w.dtype, jnp.floating):
+        return NotImplemented
+    step = primitive.name, tuple(params.items())
+    if isinstance(w, Deferred):
+        return w._replace(steps=(*w.steps, step))
+    return Deferred(w, (step,))
+
+
+@primitive_handler(["neg", "convert_element_type"])
+def defer_further(primitive: Primitive, w: Deferred, **params: Any) -> Any:
+    """Of weights themselves these are known."""
+    new = params.get("new_dtype", w.dtype)
+    if not jnp.issubdtype(new, jnp.floating) or params.get("sharding") is not None:
+        return NotImplemented
+    step = primitive.name, tuple(params.items())
+    return w._replace(steps=(*w.steps, step), dtype=jnp.dtype(new))
+
+
+def _times_itself(operands: list[Any], params: dict[str, Any]) -> Any:
+    """`w * w`, as norms have it. Not a rule, because to a rule both would be arrays of their own."""
+    w, other = operands
+    if w is not other or not isinstance(w, (*get_args(AnyWeight), FakeQuantized)):
+        return NotImplemented
+    return apply(jax.lax.square_p, [w], {})
+
+
+HIGHER_ORDER[jax.lax.mul_p] = _times_itself
+
+
+# --- reductions ----------------------------------------------------------------------------------
+
+
+@primitive_handler(list(_COMBINED))
+def reduce_weight(primitive: Primitive, w: Weight, **params: Any) -> Any:
+    """See `reduce_in_blocks`."""
+    if isinstance(w, QuantizedCache):
+        return NotImplemented
+    return default_handler(primitive, Deferred(w), **params)
+
+
+@primitive_handler(list(_COMBINED))
+def reduce_in_blocks(
+    primitive: Primitive, w: Deferred, *, axes: Sequence[int], **params: Any
+) -> Any:
+    """A sum, maximum or minimum that never has more of the dense array than a block, nor keeps one.
+
+    (Where several elements are the largest, all of them share the gradient, if not as equally as
+    those of a dense array when blocks are combined.)
+    """
+    is_plain = all(v is None for v in params.values()) and not is_split(w)
+    if not is_plain or 0 in w.shape or any(map(export.is_symbolic_dim, w.shape)):
+        return NotImplemented
+    cut = _axis_to_cut(w.shape, () if primitive is jax.lax.reduce_sum_p else axes)
+    length = w.shape[cut]
+    size = length if w.size <= BLOCKED_FROM else max(length // _NUM_BLOCKS, 1)
+    place = None if cut in axes else cut - sum(i < cut for i in axes)
+    # Sums of blocks are not rounded in between.
+    wide = jnp.promote_types(w.dtype, jnp.float32)
+
+    # Checkpointed, or the scan would keep each dense block for the backward pass.
+    @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
+    def block(start: Any, size: int) -> jax.Array:
+        part = w.w if size == length else slices(w.w, start, size, cut)
+        return primitive.bind(w.applied(dense(part)).astype(wide), axes=axes, **params)
+
+    return over_blocks(block, length, size, place, *_COMBINED[primitive]).astype(w.dtype)
+
+
+def _axis_to_cut(shape: Sequence[int], reduced: Sequence[int]) -> int:
+    """The last axis that is long enough; rather not a reduced one, for the sake of gradients."""
+    return max(range(len(shape)), key=lambda i: (min(shape[i], _NUM_BLOCKS), i not in reduced, i))
+
+
+# --- shifted and scaled by rows or columns -------------------------------------------------------
+
+
+@binary_handler(["add", "sub"])
+def shift(call: BinaryCall, x: jax.Array, w: Weight) -> Any:
+    """`w ± x` and `x ± w`, for one `x` or one for each row or column: a correction of rank one."""
+    along = _constant_axis(x, w)
+    if along is None or not _may_be_wrapped(w, x):
+        return NotImplemented
+    negative = call.primitive is jax.lax.sub_p
+    if negative and not call.w_first:
+        w, negative = default_handler(jax.lax.neg_p, w), False
+    *batch, n, m = w.shape
+    x = _for_each_matrix(-x if negative else x, w, along)
+    if along == -2:
+        return LoRA(w, jnp.ones((*batch, n, 1), x.dtype), x)
+    return LoRA(w, x, jnp.ones((*batch, 1, m), x.dtype))
+
+
+@primitive_handler(["mul", "div"])
+def scale(
+    primitive: Primitive, w: QuantizedMatrix | ScaledMatrix, x: jax.Array, **params: Any
+) -> Any:
+    """Factors for rows or columns that the type can't take itself."""
+    along = _constant_axis(x, w)
+    if along is None or not _may_be_wrapped(w, x):
+        return NotImplemented
+    factor = _for_each_matrix(x if primitive is jax.lax.mul_p else 1 / x, w, along)
+    if along == -1:
+        return ScaledMatrix(w, factor[..., 0], axis=-2)
+    return ScaledMatrix(w, factor[..., 0, :], axis=-1)
+
+
+def _constant_axis(x: jax.Array, w: Any) -> int | None:
+    """An axis of the matrices that an operand does not change along; None without, or for others."""
+    if not x.ndim:
+        return -2
+    fits = x.ndim == w.ndim and all(i in (1, j) for i, j in zip(x.shape, w.shape, strict=True))
+    return next((i for i in (-2, -1) if fits and x.shape[i] != w.shape[i]), None)
+
+
+def _for_each_matrix(x: jax.Array, w: Any, along: int) -> jax.Array:
+    """The operand with all axes of the weight, but for the one that it is constant along."""
+    shape = list(w.shape)
+    shape[along] = 1
+    return jnp.broadcast_to(x, shape)
+
+
+def _may_be_wrapped(w: Any, x: jax.Array) -> bool:
+    """Whether products with another type around the weight do what those with the weight do.
+
+    Convolutions would not quantize activations. And explicit axes of a mesh would split the new parts.
+    """
+    if (
+        isinstance(w, QuantizedCache)
+        or not jnp.issubdtype(w.dtype, jnp.floating)
+        or is_split([w, x])
+    ):
+        return False
+    stored = w.wrapped if isinstance(w, RuledWeight) else w
+    return w.ndim == 2 or getattr(stored, "activation", None) is None
