@@ -289,13 +289,11 @@ def select_one(primitive: Primitive, which: jax.Array, *cases: ImplicitArray) ->
 
 
 def on_batch_axes(primitive: Primitive, x: ImplicitArray, *others: Any, **params: Any) -> Any:
-    """What the rules of this file do to one array, for a type's own rule to try first.
+    """What the rules of every type do to one array, for a type's own rule to try first.
 
     `NotImplemented` where other axes are touched as well.
     """
     for rule, _ in rules_for(primitive, (ImplicitArray, *[jax.Array] * len(others))):
-        if rule.__module__ != __name__:
-            continue  # a rule of every type that changes more than batch axes
         out = rule(primitive, x, *others, **params)
         if out is not NotImplemented:
             return out

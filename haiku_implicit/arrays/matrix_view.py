@@ -11,6 +11,7 @@ import numpy as np
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.axes import Axes
+from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
@@ -240,8 +241,12 @@ def expand_matrix(primitive: Primitive, w: ImplicitArray, **params: Any) -> Any:
 
 
 def _own_axes(w: ImplicitArray) -> Axes | None:
-    """The axes of an array that is a matrix, or a stack of them; None for one that is not."""
-    return axes_of.whole(w.shape[-2:]) if w.core_ndim == 2 and w.ndim >= 2 else None
+    """The axes of an array that is a matrix, or a stack of them; None for one that is not.
+
+    And None for a `RuledWeight`, which rearranges what it holds itself.
+    """
+    is_matrix = w.core_ndim == 2 and w.ndim >= 2 and not isinstance(w, RuledWeight)
+    return axes_of.whole(w.shape[-2:]) if is_matrix else None
 
 
 def _expanded(
