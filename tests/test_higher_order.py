@@ -1204,3 +1204,31 @@ def test_a_dense_equation_is_left_alone(x):
     dense = [e for e in jax.make_jaxpr(f)(jnp.ones((4, 4)), x).eqns if e.primitive is lax.scan_p]
     implicit = [e for e in jax.make_jaxpr(use(f))(lora(), x).eqns if e.primitive is lax.scan_p]
     assert str(dense[0].params["jaxpr"]) == str(implicit[0].params["jaxpr"])
+
+
+def test_custom_vmap():
+    """A function with a rule of its own for `vmap`, as AlphaFold 3's gated unit is, and its gradients."""
+
+    @jax.custom_batching.custom_vmap
+    def product(x, w):
+        return x @ w, w
+
+    @product.def_vmap
+    def _(size, batched, x, w):
+        return (jnp.einsum("bij,jk->bik", x, w), w), (True, False)
+
+    w = hki.LoRA(jnp.eye(3), jnp.ones((3, 1)), jnp.arange(3.0)[None])
+    x = jnp.arange(6.0).reshape(2, 3)
+    fun = hki.use_implicit_args(lambda x, w: product(x, w)[0].sum())
+    with hki.materialization("error"):
+        out, kept = jax.jit(hki.use_implicit_args(product))(x, w)
+        grads = jax.grad(fun, argnums=1)(x, w)
+        mapped = jax.vmap(hki.use_implicit_args(lambda x, w: product(x, w)[0]), (0, None))(
+            x[None], w
+        )
+    assert isinstance(kept, hki.LoRA)
+    np.testing.assert_allclose(out, x @ hki.materialize(w), rtol=1e-6)
+    np.testing.assert_allclose(mapped[0], out, rtol=1e-6)
+    expected = jax.grad(lambda w: (x @ hki.materialize(w)).sum())(w)
+    np.testing.assert_allclose(grads.a, expected.a, rtol=1e-6)
+    np.testing.assert_allclose(grads.b, expected.b, rtol=1e-6)

@@ -81,6 +81,27 @@ def test_axes_are_found_by_an_abstract_run():
         assert found[f"{FIRST}/value_w"] == ((-2,), (-3, -1))
 
 
+def test_axes_are_followed_through_stacks_and_concatenations():
+    """A gated unit with weights stacked as AlphaFold 3 stacks them; one of them is held transposed."""
+
+    def gated(x):
+        gate = hk.get_parameter("gate", [8, 2, 3], init=jnp.ones)
+        value = hk.get_parameter("value", [6, 8], init=jnp.ones)
+        both = jnp.stack([gate.reshape(8, 6), value.T], axis=1)
+        w = hk.get_parameter("w", [8, 4], init=jnp.ones)
+        more = jnp.concatenate([gate.reshape(8, 6), w], 1)
+        return jnp.einsum("bk,kcn->cbn", x, both), x @ more
+
+    t = hk.without_apply_rng(hk.transform(gated))
+    x = jnp.ones((2, 8))
+    found = hki.infer_matrix_axes(t.apply, t.init(None, x), x)
+    assert found == {
+        "~/gate": ((-3,), (-2, -1)),
+        "~/value": ((-1,), (-2,)),
+        "~/w": ((-2,), (-1,)),
+    }
+
+
 def test_weights_without_a_matrix_are_left_out():
     def model(x, flag, ids):
         assert flag == "a flag", "what is not an array is passed on"

@@ -4,9 +4,11 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.axes import Axes
+from haiku_implicit.arrays.concatenated import Concatenated
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
@@ -135,10 +137,23 @@ def leave_probe(primitive: Primitive, w: Probe, *others: jax.Array, **params: An
     return primitive.bind(w.value, *others, **params)
 
 
-@primitive_handler(
-    [name for name in ("concatenate", "stack", "dynamic_update_slice", "select_n")
-     if hasattr(jax.lax, f"{name}_p")]
-)  # fmt: skip
+@primitive_handler("concatenate")
+def concatenate_probes(primitive: Primitive, *operands: Probe, dimension: int) -> Concatenated:
+    """Each is followed."""
+    return Concatenated(operands, dimension - operands[0].ndim)
+
+
+@primitive_handler([name for name in ["stack"] if hasattr(jax.lax, "stack_p")])
+def stack_probes(primitive: Primitive, *operands: Probe, axis: int) -> Concatenated:
+    """Each is followed."""
+    parts = []
+    for w in operands:
+        axes = (*w.axes[:axis], (), *w.axes[axis:])
+        parts.append(w._replace(value=jnp.expand_dims(w.value, axis), axes=axes))
+    return Concatenated(tuple(parts), axis - parts[0].ndim)
+
+
+@primitive_handler(["dynamic_update_slice", "select_n"])
 def leave_probes(primitive: Primitive, *operands: Probe, **params: Any) -> Any:
-    """Nor is what several weights make."""
+    """What is written into another, or chosen, is not."""
     return primitive.bind(*(w.value for w in operands), **params)

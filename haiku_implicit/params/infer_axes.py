@@ -9,6 +9,7 @@ import jax
 from haiku_implicit.arrays import probe
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.containers import opened
+from haiku_implicit.core.materialization import recording
 from haiku_implicit.core.transform import (
     Static,
     is_value,
@@ -77,7 +78,8 @@ def infer_matrix_axes(
         out = use_implicit_args(apply)(trees.map_parameters(probed, params), *args, **kwargs)
         return [x for x in jax.tree.leaves(out) if is_value(x)]
 
-    jax.eval_shape(run, plain, list(itertools.compress(leaves, is_traced)))
+    with recording():  # what becomes dense here says nothing of the model with its own weights
+        jax.eval_shape(run, plain, list(itertools.compress(leaves, is_traced)))
     found = {}
     for parameter in trees.parameters_of(plain):
         uses = (
