@@ -173,7 +173,7 @@ def test_summary_of_parameters():
         ["path", "type", "shape", "dtype", "bytes", "of dense bytes"],
         ["embed/embeddings", "dense", "[4,2]", "bfloat16", "16", "16"],
         ["linear/b", "dense", "[2]", "float32", "8", "8"],
-        ["linear/w", "LoRA of QuantizedMatrix", "[4,4]", "float32", "64", "64"],
+        ["linear/w", "LoRA of QuantizedMatrix int8", "[4,4]", "float32", "64", "64"],
         ["none/w", "Zeros", "[300,2]", "float32", "0", "2,400"],
         ["keys/key", "dense", "[]", "key<fry>", "8", "8"],
         ["total", "96", "2,496"],
