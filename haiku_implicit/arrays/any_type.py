@@ -35,7 +35,7 @@ def repeat_vector(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
     """A single row or column, as of a bias, that is repeated is dense: the result is larger."""
     out = jax.eval_shape(lambda y: primitive.bind(y, **params), dense_struct(x))
     lengths, repeated = ([n for n in y.shape if n != 1] for y in (x, out))
-    if x.core_ndim != 2 or len(lengths) > 1 or repeated == lengths:
+    if not x.core_ndim or len(lengths) > 1 or repeated == lengths:
         return NotImplemented
     return primitive.bind(dense(x), **params)
 
