@@ -34,6 +34,7 @@ import smollm  # noqa: E402
 from models import bert, llama  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "fidelity.json"
+GGUF_RESULTS = RESULTS.with_name("gguf_fidelity.json")  # of `benchmarks.gguf_fidelity`
 DOCUMENT = ROOT / "docs" / "fidelity.md"
 IMAGE = ROOT / "docs" / "images" / "fidelity.png"
 
@@ -154,6 +155,11 @@ def held(params: Params, chosen: Any) -> dict[str, float]:
     return dict(bits=8 * sum(x.nbytes for x in arrays) / sum(x.size for x in arrays))
 
 
+def linear_weights(params: Params) -> list[tuple[str, str]]:
+    """The modules and names of MiniLM's linear weights."""
+    return [(m, n) for m in params for n in params[m] if re.fullmatch(LINEAR, f"{m}/{n}")]
+
+
 def is_quantized(x: Any) -> bool:
     return isinstance(x, hki.QuantizedMatrix | hki.ScaledMatrix)
 
@@ -201,14 +207,15 @@ class Encoder:
     def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
         """The bits, the error of the weights, and the scores."""
         new, scored = self.inputs.quantized(options, method)
+        return dict(**held(new, is_quantized), **self.error(new), **self.score(scored))
+
+    def error(self, new: Params) -> dict[str, float]:
+        """The error of the linear weights, relative to them."""
         dense = hki.materialize(new)
-        pairs = [
-            (dense[m][n], self.params[m][n])
-            for m in new for n in new[m] if is_quantized(new[m][n])
-        ]  # fmt: skip
+        pairs = [(dense[m][n], self.params[m][n]) for m, n in linear_weights(self.params)]
         error = sum(float(jnp.sum((a - b) ** 2)) for a, b in pairs)
         total = sum(float(jnp.sum(b**2)) for _, b in pairs)
-        return dict(**held(new, is_quantized), rms=math.sqrt(error / total), **self.score(scored))
+        return dict(rms=math.sqrt(error / total))
 
     def score(self, params: Params) -> dict[str, float]:
         """The mean cosine to the dense embeddings, and Pearson's correlation with people."""
