@@ -19,18 +19,12 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from benchmarks import fidelity, result_files
-
-RESULTS = fidelity.GGUF_RESULTS
+from benchmarks import fidelity, fidelity_report, result_files
 
 LIBRARY = flags.DEFINE_string(
     "library", None, "The folder of llama.cpp's shared libraries, in llama-cpp-python's package."
 )
 
-KINDS = (
-    "Q8_0", "Q6_K", "Q5_1", "Q5_K", "Q5_0", "Q4_1", "Q4_K", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K", "IQ3_S",
-    "Q2_K",
-)  # fmt: skip
 _BLOCK = 256  # a multiple of all blocks
 
 
@@ -40,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     quantizer = Quantizer(pathlib.Path(LIBRARY.value or ""))
     encoder = fidelity.Encoder()
     results: dict[str, Any] = dict(commit=quantizer.commit, cases={})
-    for kind in (progress := tqdm(KINDS)):
+    for kind in (progress := tqdm(fidelity_report.BESIDE_GGUF)):
         for flat in (True, False):
             progress.set_description(kind)
             if not flat and quantizer.requires_importance(kind):
@@ -48,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
             bits, new = quantizer.rounded(encoder.params, kind, flat)
             record = dict(bits=bits, **encoder.error(new), **encoder.score(new))
             results["cases"][kind if flat else f"{kind}, no importance"] = record
-            result_files.write(results, RESULTS)
+            result_files.write(results, fidelity_report.GGUF_RESULTS)
 
 
 class Quantizer:
