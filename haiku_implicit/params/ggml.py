@@ -20,8 +20,8 @@ def from_ggml(data: Any, kind: Any, *, axis: int = -2, dtype: Any = jnp.float32)
     Args:
       data: `[..., rows, bytes]` uint8: the blocks of each row, one after another, as `gguf.GGUFReader`
         has them.
-      kind: 'Q4_0', 'Q4_1', 'Q5_0', 'Q5_1', 'Q8_0', 'Q2_K', 'Q3_K', 'Q4_K', 'Q5_K', 'Q6_K', 'IQ4_NL'
-        or 'IQ4_XS', or what has such a `name` (`gguf.GGMLQuantizationType`).
+      kind: 'Q4_0', 'Q4_1', 'Q5_0', 'Q5_1', 'Q8_0', 'Q2_K', 'Q3_K', 'Q4_K', 'Q5_K', 'Q6_K', 'IQ4_NL',
+        'IQ4_XS', 'TQ2_0' or 'MXFP4', or what has such a `name` (`gguf.GGMLQuantizationType`).
       axis: the axis of the weight that lies within rows: -2 for a weight `[in, out]` of Haiku, of
         which the file has rows `[out, in]`; -1 for `[rows, elements]` (an embedding).
       dtype: of the weight's values.
@@ -148,6 +148,16 @@ def _iq4_xs(d: np.ndarray, high: np.ndarray, low: np.ndarray, qs: np.ndarray) ->
     return _Parts(_unpacked(qs, 4, 16), _nested(scale, d, "int6"), None, "iq4_nl")
 
 
+def _tq2_0(qs: np.ndarray, d: np.ndarray) -> _Parts:
+    """`d * (code - 1)`"""
+    return _Parts(_unpacked(qs, 2, 32), _halves(d), None, "ternary")
+
+
+def _mxfp4(e: np.ndarray, qs: np.ndarray) -> _Parts:
+    """`2^(e - 127) * table[code]`"""
+    return _Parts(_unpacked(qs, 4, 16), e.view(jnp.float8_e8m0fnu)[..., 0], None, "fp4")
+
+
 def _unpacked(data: np.ndarray, bits: int, run: int) -> np.ndarray:
     """Numbers of a few bits: each `run` bytes hold 8 / bits times so many, the first lowest."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
@@ -181,4 +191,6 @@ _KINDS: dict[str, tuple[tuple[int, ...], Callable[..., _Parts]]] = {
     "Q6_K": ((128, 64, 16, 2), _q6_k),
     "IQ4_NL": ((2, 16), _iq4_nl),
     "IQ4_XS": ((2, 2, 4, 128), _iq4_xs),
+    "TQ2_0": ((64, 2), _tq2_0),
+    "MXFP4": ((1, 16), _mxfp4),
 }
