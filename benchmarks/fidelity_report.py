@@ -103,7 +103,7 @@ QWIX = {
     "int4 per channel": (4.07, 0.1473, 0.90327),
 }
 
-# llama.cpp's formats, and what is held in about as many bits here. (It has formats of fewer bits, too.)
+# llama.cpp's formats, and what is held in about as many bits here.
 BESIDE_GGUF = {
     "Q8_0": "int8, 32, mse",
     "Q6_K": "int6, 16, double, mse",
