@@ -29,18 +29,16 @@ class Scales(NamedTuple):
     offset: jax.Array | None = None
 
 
-Rounding = Callable[[Scales], Scales]
-
-
-def _unchanged(scales: Scales) -> Scales:
-    return scales
+# From scales to the nearest ones that can be stored: a function and the arrays that it needs.
+Rounding = jax.tree_util.Partial
+_UNCHANGED = Rounding(lambda scales: scales)
 
 
 def calibrate(
     w: jax.Array,
     fmt: Format,
     method: str | None = None,
-    rounding: Rounding = _unchanged,
+    rounding: Rounding = _UNCHANGED,
     weight: jax.Array | float = 1.0,
 ) -> Scales:
     """The scales of blocks.
@@ -117,32 +115,33 @@ def _spanning(low: jax.Array | None, high: jax.Array, fmt: Format) -> Scales:
 
 # --- searches ------------------------------------------------------------------------------------
 
-# The candidates, as parts of the range that absmax or minmax finds. With finer steps the error shrinks
-# by less than 1 %, on normal and on real weights. The first one is for scales that are powers of two:
-# it rounds up where 1 rounds down.
-_FACTORS = (1.42, *np.linspace(1.0, 0.4, 31))
-# With an offset, how much of the range is left out at either end: all pairs are tried. Finer steps, or
-# the same ones further apart, change the error by less than 0.5 %.
-_TRIMS = (0, 0.015, 0.03, 0.045, 0.06, 0.08, 0.11, 0.17, 0.3)
+# The candidates: by how many steps between codes the range that absmax or minmax finds is made shorter
+# (longer, where negative). The error goes up and down with each part of a step, however many bits codes
+# have. Twice as many candidates change it by less than 1 %.
+_CUTS = np.linspace(-2, 4.2, 32)
+# With an offset, the same for each end: all pairs are tried.
+_CUTS_OF_ENDS = (-1, -0.6, -0.2, 0.2, 0.6, 1, 1.5, 2.4, 4.5)
+# One more multiple of the scale, for scales that are powers of two: it rounds up where 1 rounds down.
+_UP = 1.42
 _HQQ_STEPS = 20
 _REFITS = 4  # how often the best candidate is refitted to its own codes
 
 
 # Jitted, like the other loops here, so that all weights of a shape share one compiled program.
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=1)
 def _mse(
     w: jax.Array,
     fmt: Format,
-    rounding: Rounding = _unchanged,
+    rounding: Rounding = _UNCHANGED,
     weight: jax.Array | float = 1.0,
 ) -> Scales:
-    """The scales of least squared error among those of smaller and smaller ranges.
+    """The scales of least squared error among those of smaller and larger ranges.
 
     Each candidate is refitted to its own codes: the scale that fits given codes best is a linear
     regression of the values on the codes, as in GGML's `make_qx_quants`.
     """
     first = _by_range(w, fmt)
-    candidates, scales_of = _within_ends(w, fmt) if fmt.offset else _shrunk(first, fmt)
+    candidates, scales_of = _cut_at_ends(w, fmt) if fmt.offset else _shrunk(first, fmt)
 
     def better(best: Any, tried: Scales) -> Any:
         tried = rounding(refit(w, tried, fmt, weight))
@@ -166,11 +165,14 @@ Candidates = tuple[list[Any], Callable[[jax.Array], Scales]]
 def _shrunk(first: Scales, fmt: Format) -> Candidates:
     """Parts of a scale; negative ones, too, where codes are not the same in both directions."""
     signs = (1.0, -1.0) if fmt.one_sided else (1.0,)
-    return [sign * f for sign in signs for f in _FACTORS], lambda f: Scales(first.scale * f)
+    # (Floats have no even steps. Of codes of few bits a step is too much.)
+    steps = 7 if fmt.is_float else max(7, 2 ** (fmt.bits - 1) - 1)
+    factors = (_UP, *(1 - _CUTS / steps))
+    return [sign * f for sign in signs for f in factors], lambda f: Scales(first.scale * f)
 
 
-def _within_ends(w: jax.Array, fmt: Format) -> Candidates:
-    """Ranges within that of the values, cut at both ends."""
+def _cut_at_ends(w: jax.Array, fmt: Format) -> Candidates:
+    """Ranges about that of the values, cut at both ends."""
     low, high = w.min(-1, keepdims=True), w.max(-1, keepdims=True)
     half = high / 2 - low / 2  # as the difference may overflow
 
@@ -178,7 +180,8 @@ def _within_ends(w: jax.Array, fmt: Format) -> Candidates:
         scale = half * (1 - cut[0] - cut[1]) / (fmt.largest / 2)
         return Scales(scale, low + 2 * cut[0] * half)
 
-    return list(itertools.product(_TRIMS, _TRIMS)), scales_of
+    cuts = np.asarray(_CUTS_OF_ENDS) / max(15, fmt.largest)
+    return list(itertools.product(cuts, cuts)), scales_of
 
 
 def refit(w: jax.Array, scales: Scales, fmt: Format, weight: jax.Array | float = 1.0) -> Scales:

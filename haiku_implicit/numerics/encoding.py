@@ -84,15 +84,19 @@ def _encoded(
     rounding = scales.rounding(scale_dtype)
     products = moments if moments is not None and moments.ndim == stored.ndim else None
     weight = 1.0 if moments is None else _importance(stored, moments, tile)
-    found = calibration.calibrate(_blocks(stored, tile), fmt, method, rounding, weight)
-    found = jax.tree.map(lambda x: x[..., 0], found)
+    blocks = _blocks(stored, tile)
+    found = calibration.calibrate(blocks, fmt, method, rounding, weight)
     scale: Any
+    offset: Any
     if scale_dtype in scales.CODES:
-        signed = fmt.one_sided and not fmt.offset
-        scale, offset = _encoded_scales(found.scale, scale_dtype, signed), found.offset
-        offset = None if offset is None else _encoded_scales(offset, scale_dtype, signed=True)
-        lost = None
+        encoded, lost = _encoded_scales(found, fmt, scale_dtype), None
+        if options.split(method)[0] == "mse":  # again, among the scales that these codes can be
+            rounding = calibration.Rounding(_nearest_of_codes, encoded)
+            found = calibration.calibrate(blocks, fmt, method, rounding, weight)
+            encoded = _in_same_blocks(encoded, found)
+        scale, offset = encoded
     else:
+        found = jax.tree.map(lambda x: x[..., 0], found)
         (scale, offset), lost = scales.store(found, fmt, scale_dtype, method)
     padding = -tile[1] % fmt.multiple
     if padding:
@@ -105,20 +109,51 @@ def _encoded(
     return Encoded(codes, scale, offset, fmt.name, padding), lost
 
 
-def _encoded_scales(scale: jax.Array, name: str, signed: bool) -> Encoded:
+# Scales, and offsets if any, that are codes themselves.
+_EncodedScales = tuple[Encoded, Encoded | None]
+
+
+def _encoded_scales(found: calibration.Scales, fmt: formats.Format, name: str) -> _EncodedScales:
     """Scales in 8 bits with scales of their own."""
     if name == "e4m3":  # NVFP4: one scale for the tensor
-        return encode_rows(scale, "fp8_e4m3", "tensor")
-    tiles, groups = scale.shape[-2:]
+        return encode_rows(found.scale[..., 0], "fp8_e4m3", "tensor"), None
+    # Codes 0 to 255 without an offset, unless some scales are negative.
+    scale = _in_blocks(found.scale, "int8" if fmt.one_sided and not fmt.offset else "uint8")
+    return scale, None if found.offset is None else _in_blocks(found.offset, "int8")
+
+
+def _in_blocks(found: jax.Array, name: str) -> Encoded:
+    """Scales `[..., tiles, groups, 1]` as codes, in blocks with a scale each."""
+    *lead, tiles, groups, _ = found.shape
     along = _largest_divisor(groups, _BLOCK)
     rows = _largest_divisor(tiles, _BLOCK // along) if along == groups else 1
-    blocks = scale.reshape(*scale.shape[:-2], tiles // rows, rows, groups // along, along)
-    # Codes 0 to 255 without an offset, unless some scales are negative.
-    largest, dtype = (127, "int8") if signed else (255, "uint8")
-    of_scale = jnp.abs(blocks).max(axis=(-1, -3)) / largest
-    whole = jnp.repeat(jnp.repeat(of_scale, rows, -2), along, -1)
-    codes = jnp.round(scale / jnp.where(whole > 0, whole, 1)).astype(dtype)
-    return Encoded(codes, of_scale, None, dtype)
+    blocks = found.reshape(*lead, tiles // rows, rows, groups // along, along)
+    of_scale = jnp.abs(blocks).max(axis=(-1, -3)) / formats.FORMATS[name].largest
+    return _coded(found, of_scale, name)
+
+
+def _in_same_blocks(held: _EncodedScales, found: calibration.Scales) -> _EncodedScales:
+    """Other scales as codes with the same scales of theirs."""
+    scale, offset = held
+    new = _coded(found.scale, scale.scale, scale.format)
+    if offset is None or found.offset is None:
+        return new, None
+    return new, _coded(found.offset, offset.scale, offset.format)
+
+
+def _nearest_of_codes(held: _EncodedScales, found: calibration.Scales) -> calibration.Scales:
+    """The nearest scales that `_in_same_blocks` can hold."""
+    scale, offset = _in_same_blocks(held, found)
+    decoded = None if offset is None else _decoded(offset)[..., None]
+    return calibration.Scales(_decoded(scale)[..., None], decoded)
+
+
+def _coded(found: jax.Array, of_scale: jax.Array, name: str) -> Encoded:
+    """Scales `[..., tiles, groups, 1]` as codes with scales of theirs."""
+    whole = formats.by_rows(of_scale, found.shape[-3])
+    blocks = found.reshape(*whole.shape, -1)
+    codes = calibration.encode(blocks, whole[..., None], None, formats.FORMATS[name])
+    return Encoded(codes.reshape(found.shape[:-1]), of_scale, None, name)
 
 
 def _largest_divisor(n: int, most: int) -> int:

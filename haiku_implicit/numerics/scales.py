@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.literals import at_trace_time
-from haiku_implicit.numerics.calibration import Scales
+from haiku_implicit.numerics.calibration import Rounding, Scales
 from haiku_implicit.numerics.formats import Format
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -95,7 +95,7 @@ def name_of(dtype: Any, fmt: Format) -> str | None:
 
 
 @functools.lru_cache  # one function for one dtype: what is compiled for it is found again
-def rounding(name: str | None) -> Callable[[Scales], Scales]:
+def rounding(name: str | None) -> Rounding:
     """A function from scales to the nearest ones that `store` can hold.
 
     It leaves scales as they are where they will be quantized themselves.
@@ -104,7 +104,7 @@ def rounding(name: str | None) -> Callable[[Scales], Scales]:
     def nearest(found: Scales) -> Scales:
         return jax.tree.map(lambda x, held: held.astype(x.dtype), found, _as_held(found, name))
 
-    return nearest
+    return Rounding(nearest)
 
 
 def _name(dtype: Any) -> str | None:

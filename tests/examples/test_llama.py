@@ -210,9 +210,9 @@ def test_truncated_real_file(tmp_path):
 
 def test_unsupported_tensor_type(tiny_tensors, tmp_path):
     name = "blk.1.ffn_up.weight"
-    types = {name: gguf.GGMLQuantizationType.Q5_1}
+    types = {name: gguf.GGMLQuantizationType.BF16}
     path = write_gguf(tmp_path / "tiny.gguf", tiny_tensors, types=types)
-    message = f"tensor '{name}' is neither F32 nor F16; kind: expected one of Q4_0, .*'Q5_1'"
+    message = f"tensor '{name}' is neither F32 nor F16; kind: expected one of Q4_0, .*'BF16'"
     expect_input_error(path, message)
 
 

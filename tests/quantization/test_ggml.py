@@ -8,7 +8,13 @@ import pytest
 
 import haiku_implicit as hki
 
-KINDS = {"Q4_0": 18 / 32, "Q4_1": 20 / 32, "Q8_0": 34 / 32, "Q4_K": 144 / 256, "Q6_K": 210 / 256}
+# Which bytes of a block are its float16 numbers.
+KINDS = {
+    "Q4_0": slice(2), "Q4_1": slice(4), "Q5_0": slice(2), "Q5_1": slice(4), "Q8_0": slice(2),
+    "Q2_K": slice(80, 84), "Q3_K": slice(108, 110), "Q4_K": slice(4), "Q5_K": slice(4),
+    "Q6_K": slice(208, 210), "IQ4_NL": slice(2), "IQ4_XS": slice(2), "TQ2_0": slice(64, 66),
+    "MXFP4": slice(0),
+}  # fmt: skip
 
 
 def blocks(name, rows=3):
@@ -17,8 +23,9 @@ def blocks(name, rows=3):
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     data = np.random.default_rng(0).integers(0, 256, (rows, 512 // elements, size)).astype(np.uint8)
     halves = np.random.default_rng(1).normal(size=(rows, 512 // elements, 2)).astype(np.float16)
-    at = slice(-2, None) if name == "Q6_K" else slice(0, 4 if name in ("Q4_1", "Q4_K") else 2)
-    data[..., at] = halves.view(np.uint8)[..., : len(range(size)[at])]
+    data[..., KINDS[name]] = halves.view(np.uint8)[..., : len(range(size)[KINDS[name]])]
+    if name == "MXFP4":
+        data[..., 0] = data[..., 0] // 16 + 120  # the exponent
     return kind, data.reshape(rows, -1)
 
 
@@ -28,8 +35,8 @@ def test_values_and_bytes(name):
     want = gguf.quants.dequantize(data, kind)
     for axis in (-1, -2):
         q = hki.from_ggml(data, kind if axis == -1 else name, axis=axis)
-        assert q.nbytes == data.nbytes == KINDS[name] * want.size and q.dtype == np.float32
-        np.testing.assert_allclose(hki.materialize(q), want if axis == -1 else want.T, rtol=1e-6)
+        assert q.nbytes == data.nbytes and q.dtype == np.float32
+        np.testing.assert_array_equal(hki.materialize(q), want if axis == -1 else want.T)
     x = np.random.default_rng(2).normal(size=(2, 512)).astype(np.float32)
     with hki.materialization("error"):
         got = jax.jit(hki.use_implicit_args(jnp.dot))(x, q)
@@ -41,7 +48,7 @@ def test_values_and_bytes(name):
 @pytest.mark.parametrize(
     "data, kind, message",
     [
-        (np.zeros((1, 18), np.uint8), "Q5_1", "kind: expected one of Q4_0, .*, got 'Q5_1'"),
+        (np.zeros((1, 98), np.uint8), "IQ3_XXS", "kind: expected one of Q4_0, .*, got 'IQ3_XXS'"),
         (np.zeros((1, 20), np.uint8), "Q4_0", "whole blocks of 18 bytes for 'Q4_0', got uint8"),
         (np.zeros((1, 18)), "Q4_0", r"expected uint8.*got float64\[1, 18\]"),
         (np.zeros(18, np.uint8), "Q4_0", r"rows, bytes\].*got uint8\[18\]"),
