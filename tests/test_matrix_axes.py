@@ -1,5 +1,7 @@
 """Weights of more than two axes as one matrix: the axes given, or found by a run of the model."""
 
+import dataclasses
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -266,6 +268,80 @@ def test_what_was_trained_is_what_is_stored(equation, static):
     stored = hki.convert_trained(params, state)
     assert isinstance(stored["~"]["w"], hki.MatrixView)
     np.testing.assert_allclose(wrapped.apply(stored, x), trained, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_stacks_of_matrices_under_any_name(static):
+    """A named stack of layers: each has scales of its own, as in training; without axes it is refused."""
+
+    def stack(x):
+        layer = lambda x: hk.Linear(16, with_bias=False)(x)  # noqa: E731
+        return hk.experimental.layer_stack(3, name="blocks")(layer)(x)
+
+    t = hki.transform_implicit(hk.without_apply_rng(hk.transform(stack)))
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    params = t.init(jax.random.key(1), x)
+    params["blocks/linear"]["w"] *= jnp.array([1.0, 2.0, 8.0])[:, None, None]
+    rule = QtRule(
+        weight_qtype="int4", act_qtype="int8" if static else None, act_static_scale=static
+    )
+    axes = hki.infer_matrix_axes(t.apply, params, x)
+    trained, state = hki.quantized_training(params, [rule], matrix_axes=axes), None
+    if static:
+        _, state = hki.with_quant_stats(t).apply(trained, {}, x)
+        out = hki.with_quant_stats(t, update=False).apply(trained, state, x)[0]
+    else:
+        out = t.apply(trained, x)
+    stored = hki.convert_trained(trained, state)
+    np.testing.assert_allclose(t.apply(stored, x), out, rtol=1e-4, atol=1e-4)
+    if not static:
+        plain = hki.quantized_training(params, [rule])
+        np.testing.assert_array_equal(out, t.apply(plain, x))
+        with pytest.raises(ValueError, match=r"blocks/linear/w .*three axes.*matrix_axes="):
+            hki.convert_trained(plain)
+        dots = dataclasses.replace(rule, op_names=("dot_general",))
+        stored = hki.convert_trained(hki.quantized_training(params, [dots]))
+        np.testing.assert_allclose(t.apply(stored, x), out, rtol=1e-4, atol=1e-4)
+
+
+def test_experts():
+    """`[experts, in, out]` in a batched product."""
+    t = hk.without_apply_rng(
+        hk.transform(
+            lambda x: jnp.einsum(
+                "ebd,edf->ebf", x, hk.get_parameter("w", [3, 16, 8], init=jnp.ones)
+            )
+        )
+    )
+    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(3, 5, 16), (3, 16, 8)]))
+    params = {"~": {"w": w * jnp.array([1.0, 3.0, 9.0])[:, None, None]}}
+    axes = hki.infer_matrix_axes(t.apply, params, x)
+    rule = QtRule(weight_qtype="int4", act_qtype="int8")
+    trained = hki.quantized_training(params, [rule], matrix_axes=axes)
+    wrapped = hki.transform_implicit(t)
+    stored = hki.convert_trained(trained)
+    np.testing.assert_allclose(
+        wrapped.apply(stored, x), wrapped.apply(trained, x), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_gradients_of_normalized_views():
+    """Weight normalization of a weight that is held transposed."""
+    params = {"l": {"w": jax.random.normal(jax.random.key(0), (8, 6))}}
+    params = hki.add_lora(params, 0, rank=2, matrix_axes={"l/w": ((-1,), (-2,))})
+    x = jax.random.normal(jax.random.key(1), (3, 8))
+
+    def loss(params, x):
+        w = params["l"]["w"]
+        return jnp.sum((x @ (w / jnp.linalg.norm(w, axis=0) * w.mean(0))) ** 2)
+
+    def of_leaves(loss):
+        return jax.grad(loss)(params, x)["l"]["w"].matrix
+
+    found = of_leaves(lambda p, x: hki.use_implicit_args(loss)(p, x))
+    expected = of_leaves(lambda p, x: loss(hki.materialize(p), x))
+    np.testing.assert_allclose(found.a, expected.a, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found.b, expected.b, rtol=1e-4, atol=1e-5)
 
 
 def test_quantization_aware():

@@ -17,6 +17,7 @@ from jax import export
 
 from haiku_implicit.arrays.fake_quantized import FakeQuantized
 from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.arrays.quantized_cache import QuantizedCache
 from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.arrays.scaled import ScaledMatrix
@@ -120,7 +121,7 @@ def defer_further(primitive: Primitive, w: Deferred, **params: Any) -> Any:
 def _times_itself(operands: list[Any], params: dict[str, Any]) -> Any:
     """`w * w`, as norms have it. Not a rule, because to a rule both would be arrays of their own."""
     w, other = operands
-    if w is not other or not isinstance(w, (*get_args(AnyWeight), FakeQuantized)):
+    if w is not other or not isinstance(w, (*get_args(AnyWeight), FakeQuantized, MatrixView)):
         return NotImplemented
     return apply(jax.lax.square_p, [w], {})
 

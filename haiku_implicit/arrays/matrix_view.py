@@ -440,11 +440,11 @@ def reduce_view(primitive: Primitive, w: MatrixView, *, axes: Any, **params: Any
 
 
 @primitive_handler(["mul", "div", "add", "sub"])
-def with_dense(primitive: Primitive, w: MatrixView, x: jax.Array) -> Any:
+def with_dense(primitive: Primitive, w: MatrixView, x: jax.Array, **params: Any) -> Any:
     """With an operand of as many axes, in the matrix's order (a number is for all types alike)."""
     if x.ndim != w.ndim or any(n not in (1, m) for n, m in zip(x.shape, w.shape, strict=True)):
         return NotImplemented
-    return view_of(primitive.bind(w.matrix, _in_order(x, w)), w.axes)
+    return view_of(primitive.bind(w.matrix, _in_order(x, w), **params), w.axes)
 
 
 def _in_order(x: jax.Array, w: MatrixView) -> jax.Array:

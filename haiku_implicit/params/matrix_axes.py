@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from haiku_implicit.arrays.axes import Axes
 from haiku_implicit.arrays.matrix_view import MatrixView, unfolded, view_of
+from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import no_match
@@ -30,17 +31,21 @@ _LAST_TWO = MatrixAxes((-2,), (-1,))
 
 
 class Opened(NamedTuple):
-    """A matrix, and the axes of the tensor that it holds; None where it is the tensor."""
+    """A matrix, and the axes of the tensor that it holds; None where nothing is known of them."""
 
     matrix: Any
     axes: Axes | None
 
     def closed(self, new: Any) -> Any:
-        """The tensor of another matrix in its place; dense, where that is."""
-        if self.axes is None:
-            return new
-        tensor = view_of(new, self.axes)
-        return tensor if is_implicit(new) else materialize_array(tensor)
+        """The tensor of another matrix in its place; dense, where that is.
+
+        A stack of matrices with rules stays a view of itself: `convert_trained` could take a tensor of
+        three axes or more for the kernel of a convolution.
+        """
+        if self.axes is None or not is_implicit(new):
+            return new if self.axes is None else materialize_array(MatrixView(new, self.axes))
+        stacked = isinstance(new, RuledWeight) and new.ndim > 2
+        return MatrixView(new, self.axes) if stacked else view_of(new, self.axes)
 
 
 def open_matrix(path: str, value: Any, given: MatrixAxesOf | None = None) -> Opened:
@@ -57,7 +62,7 @@ def open_matrix(path: str, value: Any, given: MatrixAxesOf | None = None) -> Ope
     if isinstance(value, MatrixView):
         return Opened(value.matrix, value.axes)
     axes = _given_for(path, given or {})
-    if axes is None or axes == _LAST_TWO:
+    if axes is None or (axes == _LAST_TWO and is_implicit(value)):
         return Opened(value, None)
     with errors_name(path, value):
         if is_implicit(value):

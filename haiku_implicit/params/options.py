@@ -142,7 +142,12 @@ class QuantizeOptions:
     def wanted(self) -> str:
         """What the default targets are, for errors."""
         size = self.group_size
-        return "a dense weight" + (f" whose axis {self.axis} is divided by {size}" if size else "")
+        if not size:
+            return "a dense weight"
+        return (
+            f"a dense weight whose axis {self.axis} is divided by {size} (matrix_axes= says which axes "
+            "make the matrix of a weight of more than two)"
+        )
 
     def by_rule(self, rule: QuantRule, shape: tuple[int, ...]) -> Self:
         """The same axis and dtype of scales, and all else as a rule says for a weight of this shape."""

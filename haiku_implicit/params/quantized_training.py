@@ -23,7 +23,6 @@ from haiku_implicit.params.selection import (
     errors_name,
     is_dense_matrix,
     is_weight,
-    stacked_axes,
 )
 from haiku_implicit.products import by_rule, quant_rules
 from haiku_implicit.products.activation_stats import QuantStats
@@ -131,7 +130,7 @@ def quantized_training_getter(
     def is_quantized(module_name: str, name: str, value: Any) -> bool:
         parameter = trees.Parameter(module_name, name, value)
         decided = is_dense_matrix(value) and bool(trees.rules_of(found, parameter))
-        return decided and chosen(*parameter)
+        return decided and chosen(module_name, name, value)
 
     def trained(context: Any, value: jax.Array) -> TrainedQuantized:
         parameter = trees.Parameter(context.module_name, context.name, value)
@@ -269,7 +268,7 @@ def convert_trained(params: Any, state: Any = None) -> Any:
     """
 
     def converted(parameter: trees.Parameter) -> Any:
-        value, stacked = parameter.value, stacked_axes(parameter.module_name)
+        value, stacked = parameter.value, parameter.stacked
         if isinstance(value, FakeQuantized):
             return value.quantized()
         if isinstance(value, StaticQuantized) and takes_stats(value):
@@ -278,6 +277,8 @@ def convert_trained(params: Any, state: Any = None) -> Any:
             return value
         with errors_name(parameter.path, value):
             rule = trees.rule_of(value.rules, parameter)
+            if rule is not None and value.ndim - stacked == 3:
+                stacked = _stacked_of_three(rule, stacked)
             stored = value.value if rule is None else _stored(value.value, stacked, rule)
         if rule is None or not rule.act_static_scale:
             return stored
@@ -370,6 +371,23 @@ def _keyed(weight: TrainedQuantized, key: jax.Array) -> TrainedQuantized:
 
 
 # --- stored weights ------------------------------------------------------------------------------
+
+
+def _stacked_of_three(rule: QuantRule, stacked: int) -> int:
+    """How many leading axes of a weight of three, behind those of stacked layers, stack matrices.
+
+    Raises:
+      ValueError: if that is not known. (Training sees it in each product.)
+    """
+    of_matrices = rule.is_for("dot_general")
+    if of_matrices and (rule.is_for("conv_general_dilated") or rule.is_for("ragged_dot")):
+        raise ValueError(
+            "a weight of three axes may be a stack of matrices with scales of their own, or the kernel "
+            "of a convolution (or of ragged_dot): give quantized_training its matrix_axes=, as "
+            "infer_matrix_axes finds them, or a rule for its module with op_names='dot_general', "
+            "'conv_general_dilated' or 'ragged_dot'"
+        )
+    return stacked + of_matrices
 
 
 def _stored(w: jax.Array, stacked: int, rule: QuantRule) -> QuantizedMatrix:

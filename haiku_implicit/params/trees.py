@@ -26,16 +26,28 @@ from haiku_implicit.products.quant_rules import (
 
 
 class Parameter(NamedTuple):
-    """An array of a tree, dense or implicit, and where it is."""
+    """An array of a tree, dense or implicit, and where it is.
+
+    Attributes:
+      module_name, name: where.
+      value: the array.
+      is_matrix: whether its last two axes are known to be a matrix, and all others batch axes.
+    """
 
     module_name: str
     name: str
     value: Any
+    is_matrix: bool = False
 
     @property
     def path(self) -> str:
         """`module/name`."""
         return path_of(self.module_name, self.name)
+
+    @property
+    def stacked(self) -> int:
+        """How many of its leading axes are known to stack weights."""
+        return len(self.value.shape) - 2 if self.is_matrix else stacked_axes(self.module_name)
 
     def key_from(self, key: jax.Array) -> jax.Array:
         """A random key of its own, which does not depend on other parameters."""
@@ -81,7 +93,8 @@ def on_matrix(
 
     def made(parameter: Parameter) -> Any:
         opened = open_matrix(parameter.path, parameter.value, given)
-        return opened.closed(make(parameter._replace(value=opened.matrix)))
+        known = opened.axes is not None
+        return opened.closed(make(parameter._replace(value=opened.matrix, is_matrix=known)))
 
     return made
 
@@ -131,12 +144,12 @@ class Choice(NamedTuple):
         value = parameter.value
         if not is_implicit(value):
             value = jax.ShapeDtypeStruct(value.shape, value.dtype)
-        matrix = open_matrix(parameter.path, value, self.matrix_axes).matrix
-        return parameter._replace(value=matrix)
+        opened = open_matrix(parameter.path, value, self.matrix_axes)
+        return parameter._replace(value=opened.matrix, is_matrix=opened.axes is not None)
 
     def predicate(self, default: Predicate | None) -> Predicate:
         """Whether `targets` chooses a parameter; if it is None, the default of its matrix."""
-        of_matrix = default and (lambda *of: default(*self.opened(Parameter(*of))))
+        of_matrix = default and (lambda *of: default(*self.opened(Parameter(*of))[:3]))
         return predicate_of("targets", self.targets, of_matrix)
 
     def marks(self, parameters: Sequence[Parameter], default: Predicate | None) -> list[bool]:
@@ -150,7 +163,7 @@ class Choice(NamedTuple):
             check_given(self.matrix_axes, [p.path for p in parameters])
         chosen = self.predicate(default)
         excluded = predicate_of("exclude", self.exclude, lambda *_: False)
-        wanted, out = ([bool(f(*p)) for p in parameters] for f in (chosen, excluded))
+        wanted, out = ([bool(f(*p[:3])) for p in parameters] for f in (chosen, excluded))
         if self.exclude not in (None, False) and not any(out) and not self.missing_ok:
             raise no_match("exclude", self.exclude, [p.path for p in parameters])
         left = [w and not o for w, o in zip(wanted, out, strict=True)]
@@ -224,7 +237,7 @@ def rule_of(rules: Sequence[QuantRule], parameter: Parameter) -> QuantRule | Non
         another.
     """
     own = rules_for_module(rules, parameter.module_name)
-    axes = len(parameter.value.shape) - stacked_axes(parameter.module_name)
+    axes = len(parameter.value.shape) - parameter.stacked
     operations = ("dot_general",) if axes < 3 else ("conv_general_dilated",)
     by_op = {
         op: next((rule for rule in own if rule.is_for(op)), None)

@@ -494,7 +494,8 @@ def test_ragged_products():
     t = implicit(
         lambda x: jax.lax.ragged_dot(x, hk.get_parameter("w", w.shape, init=jnp.ones), sizes)
     )
-    params = hki.quantized_training({"~": {"w": w}}, [STATIC])
+    rule = dataclasses.replace(STATIC, op_names="ragged_dot")
+    params = hki.quantized_training({"~": {"w": w}}, [rule])
     out, state = jax.jit(hki.with_quant_stats(t).apply)(params, {}, x)
     seen = np.abs(x).max(-1).mean()
     close(state["quant_stats"]["~/w"]["sum_of_absmax"][0], [[seen]])
@@ -544,7 +545,8 @@ def test_layers_picked_by_index_have_statistics_of_their_own():
     t = implicit(
         lambda x: x @ (v := hk.get_parameter("w", w.shape, init=jnp.ones))[0] + (2 * x) @ v[2]
     )
-    params = hki.quantized_training({"~": {"w": w}}, [STATIC])
+    rule = dataclasses.replace(STATIC, op_names="dot_general")
+    params = hki.quantized_training({"~": {"w": w}}, [rule])
     out, state = hki.with_quant_stats(t).apply(params, {}, x)
     seen = np.abs(x).max(-1).mean()
     sums, count = stats_of(state)["~/w"]

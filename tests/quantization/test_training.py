@@ -677,7 +677,11 @@ ROUNDED = {
 )
 def test_converted_weights_round_activations_as_trained_ones_do(model, option):
     t, x = transformed(model), normal((6, 8), 0)
-    rule = QtRule(**dict(weight_qtype="int8", act_qtype="int8") | ROUNDED[option])
+    operation = {kernel: "conv_general_dilated", experts: "ragged_dot"}.get(model)
+    rule = QtRule(
+        weight_qtype="int8", **dict(act_qtype="int8") | ROUNDED[option],
+        **({} if operation is None else dict(op_names=operation)),
+    )  # fmt: skip
     params = hki.quantized_training(t.init(jax.random.key(0), x), [rule])
     stored = hki.convert_trained(params)
     (w,) = (p["w"] for p in stored.values())
@@ -720,7 +724,7 @@ def test_a_rule_for_an_operation_leaves_weights_of_others_dense(edit):
     kernels = QuantRule(weight_qtype="int4", op_names="conv_general_dilated")
     with pytest.raises(ValueError, match="b/w .*differ for dot_general, .*conv_general_dilated"):
         edit(params, [matrices, kernels])
-    by_name = QuantRule(module_path="b", weight_qtype="int4")
+    by_name = dataclasses.replace(kernels, module_path="b")
     found = edit(params, [by_name, matrices])
     assert not isinstance(found["a"]["w"], jax.Array) and not isinstance(found["b"]["w"], jax.Array)
     only_kernels = {"a": params["a"], "b": {"w": normal((3, 8, 4), 1)}}
