@@ -277,8 +277,6 @@ def convert_trained(params: Any, state: Any = None) -> Any:
             return value
         with errors_name(parameter.path, value):
             rule = trees.rule_of(value.rules, parameter)
-            if rule is not None and value.ndim - stacked == 3:
-                stacked = _stacked_of_three(rule, stacked)
             stored = value.value if rule is None else _stored(value.value, stacked, rule)
         if rule is None or not rule.act_static_scale:
             return stored
@@ -373,6 +371,24 @@ def _keyed(weight: TrainedQuantized, key: jax.Array) -> TrainedQuantized:
 # --- stored weights ------------------------------------------------------------------------------
 
 
+def _stored(w: jax.Array, stacked: int, rule: QuantRule) -> QuantizedMatrix:
+    """The matrix of the codes that a rule quantizes a weight to.
+
+    Args:
+      w: the dense weight, `[..., n, m]`.
+      stacked: how many leading axes stack the weights of different layers.
+      rule: the rule for its products.
+    """
+    qt = quant_rules.as_training_rule(rule)
+    if w.ndim - stacked == 3:
+        stacked = _stacked_of_three(rule, stacked)
+    channels = (*range(stacked), *(() if qt.disable_channelwise_axes else (w.ndim - 1,)))
+    tile = None if qt.tile_size is None else (w.ndim - 2, qt.tile_size)
+    how = OperandSpec(qt.weight_qtype, qt.weight_calibration_method, channels, tile)
+    stored = stored_matrix(quantize(w, how), qt.weight_qtype, w.dtype)
+    return stored.with_activation(quant_rules.activation_of(rule))
+
+
 def _stacked_of_three(rule: QuantRule, stacked: int) -> int:
     """How many leading axes of a weight of three, behind those of stacked layers, stack matrices.
 
@@ -388,19 +404,3 @@ def _stacked_of_three(rule: QuantRule, stacked: int) -> int:
             "'conv_general_dilated' or 'ragged_dot'"
         )
     return stacked + of_matrices
-
-
-def _stored(w: jax.Array, stacked: int, rule: QuantRule) -> QuantizedMatrix:
-    """The matrix of the codes that a rule quantizes a weight to.
-
-    Args:
-      w: the dense weight, `[..., n, m]`.
-      stacked: how many leading axes stack the weights of different layers.
-      rule: the rule for its products.
-    """
-    qt = quant_rules.as_training_rule(rule)
-    channels = (*range(stacked), *(() if qt.disable_channelwise_axes else (w.ndim - 1,)))
-    tile = None if qt.tile_size is None else (w.ndim - 2, qt.tile_size)
-    how = OperandSpec(qt.weight_qtype, qt.weight_calibration_method, channels, tile)
-    stored = stored_matrix(quantize(w, how), qt.weight_qtype, w.dtype)
-    return stored.with_activation(quant_rules.activation_of(rule))

@@ -724,8 +724,8 @@ def test_a_rule_for_an_operation_leaves_weights_of_others_dense(edit):
     kernels = QuantRule(weight_qtype="int4", op_names="conv_general_dilated")
     with pytest.raises(ValueError, match="b/w .*differ for dot_general, .*conv_general_dilated"):
         edit(params, [matrices, kernels])
-    by_name = dataclasses.replace(kernels, module_path="b")
-    found = edit(params, [by_name, matrices])
+    by_name = QuantRule(module_path="b", weight_qtype="int4", op_names=kernels.op_names)
+    found = edit(params, [by_name, QuantRule(module_path="a", weight_qtype="int8")])
     assert not isinstance(found["a"]["w"], jax.Array) and not isinstance(found["b"]["w"], jax.Array)
     only_kernels = {"a": params["a"], "b": {"w": normal((3, 8, 4), 1)}}
     assert not isinstance(edit(only_kernels, [kernels])["b"]["w"], jax.Array)
