@@ -124,7 +124,7 @@ def test_weights_without_a_matrix_are_left_out():
     assert found == {"~/batched": ((-3,), (-2, -1))}
 
 
-@pytest.mark.parametrize("axes", [GIVEN, "inferred"])
+@pytest.mark.parametrize("axes", few([GIVEN, "inferred"], GIVEN))
 def test_lora(axes):
     axes = hki.infer_matrix_axes(T.apply, PARAMS, X) if axes == "inferred" else axes
     params = hki.add_lora(PARAMS, 0, rank=3, exclude=".*/value_w", matrix_axes=axes)
@@ -196,7 +196,7 @@ def test_rules_see_the_matrix():
     check(params)
 
 
-@pytest.mark.parametrize("method", few(["gptq", "awq", "smoothquant"], "gptq"))
+@pytest.mark.parametrize("method", few(["gptq", "awq", "smoothquant"]))
 def test_calibration(method):
     """Inputs of weights with any axes; the error of products is less than by rounding."""
     axes = hki.infer_matrix_axes(T.apply, PARAMS, X)
@@ -241,6 +241,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("equation", PRODUCTS)
 def test_what_was_trained_is_what_is_stored(equation, static):
@@ -361,7 +362,10 @@ def test_quantization_aware():
     "creator",
     [
         hki.lora_creator(2, targets=".*(query|output|up)_w", matrix_axes=GIVEN),
-        hki.quantize_creator("int8", targets=".*(query|output|up)_w", matrix_axes=GIVEN),
+        pytest.param(
+            hki.quantize_creator("int8", targets=".*(query|output|up)_w", matrix_axes=GIVEN),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_creators(creator):

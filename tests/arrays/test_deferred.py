@@ -274,9 +274,7 @@ def resnet(x):
 
 
 @pytest.mark.usefixtures("never_dense")
-@pytest.mark.parametrize(
-    "kind", few(["lora", "int8", "lora of int8", "trained", "qat"], "lora of int8")
-)
+@pytest.mark.parametrize("kind", few(["lora", "int8", "lora of int8", "trained", "qat"], "int8"))
 def test_model(kind):
     model = hk.without_apply_rng(hk.transform(resnet))
     x = normal(1, 2, 6, 6, 4)

@@ -432,7 +432,10 @@ LEAST_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name, group, scale_dtype", LEAST_ERRORS)
+@pytest.mark.parametrize(
+    "name, group, scale_dtype",
+    few(LEAST_ERRORS, ("uint4", 32, "double"), ("nf4", 32, "float16"), ("int5", 32, "float16")),
+)
 def test_searches_find_scales_of_little_error(name, group, scale_dtype):
     w = np.random.default_rng(0).standard_normal((512, 256)).astype(np.float32)
     q = quantize(jnp.asarray(w), name, group, calibration="mse", scale_dtype=scale_dtype)

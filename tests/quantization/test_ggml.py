@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.tiers import few
 
 # Which bytes of a block are its float16 numbers.
 KINDS = {
@@ -29,7 +30,7 @@ def blocks(name, rows=3):
     return kind, data.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, "Q4_0", "Q4_K", "Q3_K", "IQ4_XS"))
 def test_values_and_bytes(name):
     kind, data = blocks(name)
     want = gguf.quants.dequantize(data, kind)
