@@ -18,6 +18,7 @@ from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import call_interpreted
+from haiku_implicit.core.sharding import is_split
 
 # Weights beside a dense array are kept if they are at least this part of the whole. (A bias that is
 # put in front of activations is not worth it.)
@@ -134,9 +135,9 @@ def dot_with_parts(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
     """A product with each part."""
     contracted, batch = call.contracted, call.batch
     met = dict(zip((*contracted[1], *batch[1]), (*contracted[0], *batch[0]), strict=True))
+    if call.params.get("out_sharding") is not None or is_split([x, w]):
+        return NotImplemented  # JAX splits no axis that a mesh splits, in uneven parts
     xs = w.split(x, met[w.place]) if w.place in met else [x] * len(w.parts)
-    if call.params.get("out_sharding") is not None:
-        return NotImplemented
     if w.place in contracted[1]:
         return _summed(call, xs, w)
     outs = [call(*pair) for pair in zip(xs, w.parts, strict=True)]
