@@ -104,8 +104,6 @@ for name in few if quick else cases:
             for label, fun in functions.items():
                 if label == "random" and name != "lora of int4":  # slow to compile
                     continue
-                if (label, name) == ("rows", "lora beside dense"):
-                    continue  # JAX raises, see docs/sharp_edges.md
                 if jax.tree.leaves(made):
                     want = outcome(on_dense[label], twin, x)
                 else:  # its dense array is where JAX makes arrays

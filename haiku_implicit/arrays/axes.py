@@ -9,8 +9,9 @@ axis of length one has no factors.
 Reshaping and transposing such a tensor changes groups and no data.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jax import export
 
@@ -76,6 +77,16 @@ def reshaped(axes: Axes, new: Sequence[int]) -> Axes | None:
             size //= taken
         out.append(_merged(group))
     return tuple(out)
+
+
+def pieces(
+    shape: Sequence[int], axis: int, sizes: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The first and the last corner of each part, for a tensor that is split along an axis."""
+    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        starts, limits = [0] * len(shape), list(shape)
+        starts[axis], limits[axis] = end - size, end
+        yield starts, limits
 
 
 def are_mixed(axes: Axes) -> bool:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.quantized_cache import QuantizedCache
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit
-from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
@@ -222,11 +223,7 @@ def slice_parts(
 @primitive_handler("split")
 def split_parts(primitive: Primitive, w: Concatenated, *, sizes: Any, axis: int) -> Any:
     """What each piece has of each part."""
-    out = []
-    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
-        starts, limits = [0] * w.ndim, list(w.shape)
-        starts[axis], limits[axis] = end - size, end
-        out.append(_between(w, starts, limits, None))
+    out = [_between(w, *corners, None) for corners in axes_of.pieces(w.shape, axis, sizes)]
     return NotImplemented if any(x is NotImplemented for x in out) else out
 
 
@@ -276,9 +273,7 @@ def apply_with_dense(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
     """Each part, with its own piece of an operand that does not make it larger."""
     if call.primitive is jax.lax.div_p and call.w_first is False:
         return NotImplemented
-    if x.ndim != w.ndim and x.ndim:
-        return NotImplemented
-    if any(n not in (1, m) for n, m in zip(x.shape, w.shape, strict=False)):
+    if not fits(x, w):
         return NotImplemented
     differs = x.ndim and x.shape[w.place] > 1
     xs = w.split(x, w.place) if differs else [x] * len(w.parts)

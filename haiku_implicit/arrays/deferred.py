@@ -22,7 +22,7 @@ from haiku_implicit.arrays.quantized_cache import QuantizedCache
 from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.wrapper import Wrapper
-from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
@@ -210,8 +210,7 @@ def _constant_axis(x: jax.Array, w: Any) -> int | None:
     """An axis of the matrices that an operand does not change along; None without, or for others."""
     if not x.ndim:
         return -2
-    fits = x.ndim == w.ndim and all(i in (1, j) for i, j in zip(x.shape, w.shape, strict=True))
-    return next((i for i in (-2, -1) if fits and x.shape[i] != w.shape[i]), None)
+    return next((i for i in (-2, -1) if fits(x, w) and x.shape[i] != w.shape[i]), None)
 
 
 def _for_each_matrix(x: jax.Array, w: Any, along: int) -> jax.Array:

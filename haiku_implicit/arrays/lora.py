@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
-from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
@@ -379,7 +379,7 @@ def add_to_weight(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
     What is constant along rows or columns is of rank one, see `deferred.shift`; so the sum is not made
     anew where `x` depends on what is trained.
     """
-    if not _fits(x, w) or (x.ndim and x.shape[-2:] != w.shape[-2:]):
+    if not fits(x, w) or (x.ndim and x.shape[-2:] != w.shape[-2:]):
         return NotImplemented
     negative = call.primitive is jax.lax.sub_p and not call.w_first
     return _of_parts(w, call(x, w.w), -w.a if negative else w.a, w.b)
@@ -395,18 +395,11 @@ def negate(primitive: Primitive, w: LoRA, **params: Any) -> LoRA:
 def rescale(primitive: Primitive, w: LoRA, x: jax.Array, **params: Any) -> Any:
     """Times or divided by a number, a factor for each row (`a` takes it), or each column (`b`)."""
     by_rows = x.ndim == 0 or x.shape[-1] == 1
-    if not _fits(x, w) or not (by_rows or x.shape[-2] == 1):
+    if not fits(x, w) or not (by_rows or x.shape[-2] == 1):
         return NotImplemented
     apply = jnp.multiply if primitive is jax.lax.mul_p else jnp.divide
     a, b = (apply(w.a, x), w.b) if by_rows else (w.a, apply(w.b, x))
     return _of_parts(w, primitive.bind(w.w, x, **params), a, b)
-
-
-def _fits(x: jax.Array, w: LoRA) -> bool:
-    """Whether an operand of an elementwise primitive leaves the shape of `w` as it is."""
-    if x.ndim != w.ndim:
-        return x.ndim == 0
-    return all(i in (1, j) for i, j in zip(x.shape, w.shape, strict=True))
 
 
 @primitive_handler("convert_element_type")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.axes import Axes
 from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.core.array import ImplicitArray
-from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
@@ -86,13 +86,7 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
         return self.matrix.dtype
 
     def materialize(self) -> jax.Array:
-        matrix = dense(self.matrix)
-        lead = matrix.shape[:-2]
-        stored = [f for axis in (0, 1) for f in axes_of.parts(self.axes, axis)]
-        order = [stored.index(f) for group in self.axes for f in group]
-        values = matrix.reshape(*lead, *(n for n, _, _ in stored))
-        values = jnp.transpose(values, (*range(len(lead)), *(len(lead) + i for i in order)))
-        return values.reshape(self.shape)
+        return _folded(dense(self.matrix), _lead(self), 2, self.axes, (0, 1))
 
 
 def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[Any, Axes]:
@@ -138,6 +132,14 @@ def _lead(w: MatrixView) -> int:
     return w.ndim - len(w.axes)
 
 
+def _whole_axes(w: MatrixView, groups: Iterable[axes_of.Group]) -> list[int] | None:
+    """The axes of the matrix that these axes of the tensor make; None if they are parts of some."""
+    used = [f for group in groups for f in group]
+    inner = [axis for axis in (0, 1) if any(f[2] == axis for f in used)]
+    of_inner = [f for axis in inner for f in axes_of.parts(w.axes, axis)]
+    return inner if sorted(used) == sorted(of_inner) else None
+
+
 # --- products ------------------------------------------------------------------------------------
 
 
@@ -148,9 +150,8 @@ def dot_with_view(call: BinaryCall, x: jax.Array, w: MatrixView) -> Any:
     if call.params.get("out_sharding") is not None or any(i >= lead for i in call.batch[1]):
         return NotImplemented
     of_x = {i: w.axes[j - lead] for i, j in zip(*call.contracted, strict=True) if j >= lead}
-    used = [f for group in of_x.values() for f in group]
-    inner = [axis for axis in (0, 1) if any(f[2] == axis for f in used)]
-    if sorted(used) != sorted(f for axis in inner for f in axes_of.parts(w.axes, axis)):
+    inner = _whole_axes(w, of_x.values())
+    if inner is None:
         return NotImplemented
 
     # Of `x`: the axes that do not meet the matrix, and then those that do, in the order of the matrix.
@@ -342,12 +343,8 @@ def slice_view(
 @primitive_handler("split")
 def split_view(primitive: Primitive, w: MatrixView, *, sizes: Any, axis: int) -> Any:
     """Parts of one axis, on the same condition."""
-    out = []
-    for end, size in zip(np.cumsum(sizes).tolist(), sizes, strict=True):
-        starts, limits = [0] * w.ndim, list(w.shape)
-        starts[axis], limits[axis] = end - size, end
-        out.append(_part(w, starts, limits))
-    return NotImplemented if NotImplemented in out else out
+    out = [_part(w, *corners) for corners in axes_of.pieces(w.shape, axis, sizes)]
+    return NotImplemented if any(part is NotImplemented for part in out) else out
 
 
 def _part(w: MatrixView, starts: Sequence[int], limits: Sequence[int]) -> Any:
@@ -428,9 +425,8 @@ def apply_to_matrix(primitive: Primitive, w: MatrixView, **params: Any) -> Any:
 def reduce_view(primitive: Primitive, w: MatrixView, *, axes: Any, **params: Any) -> Any:
     """Over all of the rows, or of the columns."""
     lead = _lead(w)
-    reduced = [f for i in axes if i >= lead for f in w.axes[i - lead]]
-    inner = [axis for axis in (0, 1) if any(f[2] == axis for f in reduced)]
-    if sorted(reduced) != sorted(f for axis in inner for f in axes_of.parts(w.axes, axis)):
+    inner = _whole_axes(w, [w.axes[i - lead] for i in axes if i >= lead])
+    if inner is None:
         return NotImplemented
     of_matrix = (*(i for i in axes if i < lead), *(lead + axis for axis in inner))
     out = primitive.bind(w.matrix, axes=of_matrix, **params)
@@ -442,7 +438,7 @@ def reduce_view(primitive: Primitive, w: MatrixView, *, axes: Any, **params: Any
 @primitive_handler(["mul", "div", "add", "sub"])
 def with_dense(primitive: Primitive, w: MatrixView, x: jax.Array, **params: Any) -> Any:
     """With an operand of as many axes, in the matrix's order (a number is for all types alike)."""
-    if x.ndim != w.ndim or any(n not in (1, m) for n, m in zip(x.shape, w.shape, strict=True)):
+    if x.ndim != w.ndim or not fits(x, w):
         return NotImplemented
     return view_of(primitive.bind(w.matrix, _in_order(x, w), **params), w.axes)
 

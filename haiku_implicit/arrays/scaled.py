@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
@@ -190,7 +190,7 @@ def split_scaled(primitive: Primitive, w: ScaledMatrix, *, sizes: Any, axis: int
 @primitive_handler(["mul", "div"])
 def rescale(primitive: Primitive, w: ScaledMatrix, x: jax.Array, **params: Any) -> Any:
     """By a number or factors: the scale takes those along its axis, the matrix all others."""
-    if x.ndim not in (0, w.ndim) or any(n not in (1, m) for n, m in zip(x.shape, w.shape)):  # noqa: B905
+    if not fits(x, w):
         return NotImplemented
     other = w.ndim - 3 - w.axis  # the axis of the matrix that has no scale
     if x.ndim and x.shape[other] > 1:

@@ -46,6 +46,13 @@ class BinaryCall:
         return self.ordered(*self.params["dimension_numbers"][1])
 
 
+def fits(x: Any, w: Any) -> bool:
+    """Whether a dense operand of an elementwise primitive leaves the shape of `w` as it is."""
+    if x.ndim != w.ndim:
+        return bool(x.ndim == 0)
+    return all(i in (1, j) for i, j in zip(x.shape, w.shape, strict=True))
+
+
 Rule = Callable[[BinaryCall, Any, Any], Any]
 
 

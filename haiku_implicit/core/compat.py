@@ -156,6 +156,11 @@ def explicit_sharding(x: Any) -> jax.sharding.NamedSharding | None:
     return about.sharding if is_explicit(about.sharding) else None
 
 
+def mesh_of(x: Any) -> jax.sharding.AbstractMesh:
+    """The mesh in the type of an array."""
+    return jax.typeof(x).sharding.mesh
+
+
 def in_explicit_mesh() -> bool:
     """Whether the current mesh (`jax.set_mesh`) has axes that are a part of arrays' types."""
     return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types

@@ -6,6 +6,7 @@ public function of JAX (`jax.jit`, `jax.lax.scan`, ...) on the result. JAX's tra
 be active around the interpreter, then see an ordinary call.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -44,19 +45,16 @@ def _leaves(consts: Any, operands: Any) -> list[Any]:
     return jax.tree_util.tree_leaves((list(consts), list(operands)))
 
 
-@_handles(jex.closed_call_p, jex.call_p)
+@_handles(jex.closed_call_p, jex.call_p, compat.custom_vmap_p)
 def call(operands: Operands, params: Params) -> list[Any]:
-    """A plain call: its equations are interpreted in place."""
-    jaxpr: Any = params["call_jaxpr"]  # closed in closed_call, open in core_call
+    """A plain call: its equations are interpreted in place.
+
+    So is a function with a rule of its own for `vmap`: that rule is for dense arrays.
+    """
+    # Closed in closed_call and custom_vmap, open in core_call.
+    jaxpr: Any = params["call" if "call" in params else "call_jaxpr"]
     consts: Any = getattr(jaxpr, "consts", ())
     return interpret(getattr(jaxpr, "jaxpr", jaxpr), consts, operands)
-
-
-@_handles(compat.custom_vmap_p)
-def custom_vmap(operands: Operands, params: Params) -> list[Any]:
-    """A function with a rule of its own for `vmap`, which is for dense arrays: its body in place."""
-    closed = params["call"]
-    return interpret(closed.jaxpr, closed.consts, operands)
 
 
 @_handles(jex.jit_p)
@@ -122,10 +120,14 @@ def _reshard(primitive: compat.Primitive, operands: Operands, params: Params) ->
     Not a rule, because a rule is traced on dense parts, and these are not in the new mesh yet.
     """
     (x,) = operands
+    leaves, treedef = flatten(x)
     places = leaf_places(x, params["dst_sharding"])
     if places is NotImplemented:
-        return NotImplemented
-    leaves, treedef = flatten(x)
+        # Made dense in the mesh that it comes from, as the equations before this one were run.
+        meshes = {compat.mesh_of(leaf) for leaf in leaves}
+        with jax.sharding.use_abstract_mesh(meshes.pop()) if meshes else contextlib.nullcontext():
+            x = densify(x, primitive.name)
+        return [primitive.bind(x, **params)]
     pairs = zip(leaves, places, strict=True)
     new = [primitive.bind(leaf, **params | dict(dst_sharding=place)) for leaf, place in pairs]
     return [treedef.unflatten(new)]

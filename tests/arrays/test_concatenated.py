@@ -1,11 +1,14 @@
 """`Concatenated`: weights side by side, beside the contract for every type."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests import dense_twin
 
 SHAPE = (32, 24)
 
@@ -39,18 +42,8 @@ PAIRS = {
 }
 
 
-def close(a, b, rtol):
-    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-    np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
-
-
-def same_without_dense(fun, *args, rtol=4e-6):
-    """Compares with the dense twin, eagerly and compiled; nothing may become dense."""
-    expected = jax.jit(fun)(*hki.materialize(args))
-    with hki.materialization("error"):
-        for run in (lambda f: f, jax.jit):
-            found = hki.materialize(run(hki.use_implicit_args(fun))(*args))
-            jax.tree.map(lambda a, b: close(a, b, rtol), found, expected)
+close = functools.partial(dense_twin.close, rtol=4e-6)
+same_without_dense = functools.partial(dense_twin.same_without_dense, rtol=4e-6)
 
 
 def gated(x, v, w):
@@ -131,7 +124,7 @@ def test_gradients(pair):
     found = jax.jit(jax.grad(hki.use_implicit_args(loss), argnums=(0, 1, 2)))(x, *PAIRS[pair])
     dense = lambda x, v, w: loss(x, *hki.materialize((v, w)))  # noqa: E731
     expected = jax.grad(dense, argnums=(0, 1, 2))(x, *PAIRS[pair])
-    jax.tree.map(lambda a, b: close(a, b, 2e-5), found, expected)
+    jax.tree.map(lambda a, b: close(a, b, rtol=2e-5), found, expected)
 
 
 def test_in_loops_and_under_vmap():
@@ -145,7 +138,7 @@ def test_in_loops_and_under_vmap():
     same_without_dense(looped, x, v, w)
     mapped = jax.vmap(hki.use_implicit_args(gated), in_axes=(0, None, None))
     expected = gated(x, *hki.materialize((v, w)))
-    close(mapped(x[:, None], v, w)[:, 0], expected, 4e-6)
+    close(mapped(x[:, None], v, w)[:, 0], expected, rtol=4e-6)
 
 
 @pytest.mark.usefixtures("may_be_dense")
@@ -153,7 +146,7 @@ def test_what_is_not_a_weight_is_dense():
     """A small weight beside activations, and a cache."""
     row = lora(normal((1, 24)))
     out = hki.use_implicit_args(lambda x, w: jnp.concatenate([x, w]))(W, row)
-    close(out, np.concatenate([W, hki.materialize(row)]), 1e-6)
+    close(out, np.concatenate([W, hki.materialize(row)]), rtol=1e-6)
     assert isinstance(out, jax.Array)
     cache = hki.QuantizedCache.quantize(V, "int8", axis=-1)
     out = hki.use_implicit_args(lambda v, w: jnp.concatenate([v, w]))(cache, W)

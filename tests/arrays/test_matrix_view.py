@@ -1,12 +1,14 @@
 """`MatrixView`: tensors that are held as matrices, beside the contract for every type."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.arrays import axes as axes_of
+from tests import dense_twin
 
 SHAPE = (12, 4, 6)
 
@@ -41,18 +43,8 @@ HELD = {
 }
 
 
-def close(a, b, rtol=2e-6):
-    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-    np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
-
-
-def same_without_dense(fun, *args, rtol=2e-6):
-    """Compares with the dense twin, eagerly and compiled; nothing may become dense."""
-    expected = jax.jit(fun)(*hki.materialize(args))
-    with hki.materialization("error"):
-        for run in (lambda f: f, jax.jit):
-            found = hki.materialize(run(hki.use_implicit_args(fun))(*args))
-            jax.tree.map(lambda a, b: close(a, b, rtol), found, expected)
+close = functools.partial(dense_twin.close, rtol=2e-6)
+same_without_dense = functools.partial(dense_twin.same_without_dense, rtol=2e-6)
 
 
 # Products that contract the rows, or the columns, of a matrix by one of the ways to hold it.
@@ -91,7 +83,7 @@ def test_gradients(equation):
 
     found = jax.jit(jax.grad(hki.use_implicit_args(loss), argnums=(0, 1)))(w, x)
     expected = jax.grad(lambda w, x: loss(hki.materialize(w), x), argnums=(0, 1))(w, x)
-    jax.tree.map(lambda a, b: close(a, b, 2e-5), found, expected)
+    jax.tree.map(lambda a, b: close(a, b, rtol=2e-5), found, expected)
 
 
 @pytest.mark.parametrize("kind", ["lora", "int4"])
