@@ -1,6 +1,8 @@
 """Differences between the supported JAX versions. No other module looks at versions."""
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -115,6 +117,28 @@ IDENTITIES = [
     _primitive_of(lambda x: jax.ad_checkpoint.checkpoint_name(x, "name"), _SCALAR),
     *_find_pvary(),
 ]
+
+
+# Whether a trace is one that no other may use.
+_OWN_TRACES: Any = jax.make_user_context(False) if hasattr(jax, "make_user_context") else None
+
+
+@contextlib.contextmanager
+def own_traces() -> Iterator[None]:
+    """A context whose traces JAX's caches keep apart from those outside it."""
+    if _OWN_TRACES is not None:
+        with _OWN_TRACES(True):
+            yield
+        return
+    # Before JAX 0.8: a setting of all threads that is part of the caches' keys. Only a compiler with
+    # remote profiles, as there is in Google, reads it.
+    name = "jax_xla_profile_version"
+    old = getattr(jax.config, name)
+    jax.config.update(name, old + 1)
+    try:
+        yield
+    finally:
+        jax.config.update(name, old)
 
 
 def manual_axes(params: dict[str, Any]) -> frozenset[str]:

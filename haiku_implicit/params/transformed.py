@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -85,7 +86,19 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
     def wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
         return _keeping_state_dense(wrap(apply)) if has_state else wrap(apply)
 
-    return type(t)(init=wrap(t.init), apply=jax.tree.map(wrap_apply, t.apply))
+    new = type(t)(init=wrap(t.init), apply=jax.tree.map(wrap_apply, t.apply))
+    for original, wrapped in zip(jax.tree.leaves(t.apply), jax.tree.leaves(new.apply), strict=True):
+        _ORIGINALS[wrapped] = original
+    return new
+
+
+# By the `apply` that `transform_implicit` returned, the one that it was given.
+_ORIGINALS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def original_of(apply: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
+    """What `transform_implicit` was given for an `apply`, and whether it was given one."""
+    return _ORIGINALS.get(apply, apply), apply in _ORIGINALS
 
 
 def _keeping_state_dense(apply: Callable[..., Any]) -> Callable[..., Any]:

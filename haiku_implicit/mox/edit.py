@@ -1,0 +1,362 @@
+"""Other functions in the place of nodes.
+
+A new function is traced alone, as a Haiku function of the node's inputs, and its tree is put where the
+node was. The rest of the model is not traced again. For a node in the body of a loop or a branch, it is
+this equation that is traced again (`higher.py`).
+"""
+
+import collections
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import numpy as np
+from jax.extend.core import Var
+
+from haiku_implicit.mox import higher
+from haiku_implicit.mox.interface import Interface, Path, Slot, by_path, nested
+from haiku_implicit.mox.program import Program, program_of
+from haiku_implicit.mox.run import run
+from haiku_implicit.mox.tree import (
+    Body,
+    Equation,
+    ModuleCall,
+    Node,
+    body_of,
+    hidden,
+    needed,
+    read_counts,
+    walk,
+)
+
+# Of the input arrays of a node, the list of its results, as a Haiku function.
+ArrayFunction = Callable[..., list[Any]]
+
+
+class Site(NamedTuple):
+    """A node to replace.
+
+    Attributes:
+      node: the node.
+      path: where the modules and parameters of the new function are.
+      top: the node itself, or the equation around it that is in no other equation's body.
+    """
+
+    node: Node
+    path: str
+    top: Node
+
+
+def replace(
+    mox: Program,
+    nodes: Sequence[Node],
+    function_of: Callable[[Site], ArrayFunction],
+    path: str | Callable[[Node], str] | None,
+    keep_unused: bool,
+) -> Program:
+    """The expression with other functions in the place of nodes.
+
+    Args:
+      mox: the expression.
+      nodes: the nodes. Of those within one another the outermost is replaced.
+      function_of: gives the function for a site.
+      path: where new modules and parameters are.
+      keep_unused: whether parameters and state that nothing reads any more are kept.
+    """
+    sites = sites_of(mox.body, nodes, path)
+    functions = {id(site.node): function_of(site) for site in sites}
+    grafts: dict[int, Graft] = {}
+    added = Added()
+    for i, site in enumerate({id(site.top): site for site in sites}.values()):
+        if site.top is site.node:
+            fun = functions[id(site.node)]
+        else:
+            fun = functools.partial(higher.rerun, site.top, functions)
+        salt = zlib.crc32(f"{site.path}:{i}".encode())
+        grafts[id(site.top)] = _graft(mox, site.top, fun, salt, added)
+    return _with_grafts(mox, grafts, added, keep_unused)
+
+
+# --- sites ----------------------------------------------------------------------------------------
+
+
+def sites_of(root: Body, nodes: Sequence[Node], path: Any = None) -> list[Site]:
+    """Where nodes are in a tree: of those within one another the outermost.
+
+    The calls of one module have one path. An equation has its own, below that of its module.
+
+    Raises:
+      ValueError: if there is no node, or one that is not in the tree.
+    """
+    wanted = {id(x): x for x in nodes}
+    for deep in (False, True):
+        found = list(_search(root.children, wanted, "", deep))
+        inside = {id(x) for node, _, _ in found for x in walk(node, into_bodies=deep)}
+        if inside.issuperset(wanted):
+            break
+    else:
+        lost = next(x for key, x in wanted.items() if key not in inside)
+        raise ValueError(f"where: {lost!r} is not a node of this expression, but of another one")
+    leaves: collections.Counter[str] = collections.Counter()
+    sites = []
+    for node, module, top in found:
+        if path is not None:
+            own = path if isinstance(path, str) else path(node)
+        elif isinstance(node, ModuleCall):
+            own = node.path
+        else:
+            own = f"{module}/{node.name}" if module else node.name
+            leaves[own] += 1
+            own += f"_{leaves[own] - 1}" if leaves[own] > 1 else ""
+        sites.append(Site(node, own, top))
+    return sites
+
+
+def _search(
+    nodes: Sequence[Node], wanted: Mapping[int, Node], module: str, deep: bool, top: Any = None
+) -> Iterator[tuple[Any, str, Any]]:
+    for node in nodes:
+        if id(node) in wanted:
+            yield node, module, top or node
+        elif isinstance(node, ModuleCall):
+            yield from _search(node.children, wanted, node.path or module, deep, top)
+        elif isinstance(node, Equation) and deep:
+            for body in node.bodies:
+                yield from _search(body.children, wanted, module, deep, top or node)
+
+
+# --- grafts ---------------------------------------------------------------------------------------
+
+
+class Graft(NamedTuple):
+    """A new function in the place of a node.
+
+    Attributes:
+      node: what comes there.
+      mox: the function's own expression.
+    """
+
+    node: ModuleCall
+    mox: Program
+
+
+@dataclasses.dataclass
+class Added:
+    """What the grafts so far added to a model: parameters, and state with the last of its values."""
+
+    params: dict[Path, Slot] = dataclasses.field(default_factory=dict)
+    state: dict[Path, Slot] = dataclasses.field(default_factory=dict)
+    new_state: dict[Path, Slot] = dataclasses.field(default_factory=dict)
+    unchanged: set[Path] = dataclasses.field(default_factory=set)
+
+    def keep(self, mox: Program, node: Any) -> set[Any]:
+        """What has to be computed of a node that is replaced, and notes the state that is not.
+
+        The state of the node's own modules is not changed any more, unless others read the new one.
+        """
+        if isinstance(node, Equation):
+            return set()
+        face, below = mox.interface, f"{node.path}/"
+        own = {path: x for path, x in face.new_state.items() if f"{path[0]}/".startswith(below)}
+        kept = hidden(mox.body, node, ignored={v for x in own.values() for v in x.atoms})
+        defined = {v for x in walk(node, into_bodies=False) for v in x.outputs}
+        self.unchanged |= {
+            path
+            for path, slot in own.items()
+            if path in face.state
+            and defined.intersection(slot.atoms)
+            and not kept.intersection(slot.atoms)
+        }
+        return kept
+
+    def add(self, node: Node, face: Interface) -> list[tuple[Any, Any]]:
+        """Adds those of a function. Returns variables of its that have to be set to earlier ones."""
+        given: list[tuple[Any, Any]] = []
+        for path, slot in face.params.items():
+            given += self._shared(node, path, slot, self.params, self.params)
+        for path, slot in face.state.items():
+            given += self._shared(node, path, slot, self.state, self.new_state)
+        self.new_state |= face.new_state
+        return given
+
+    def _shared(self, node: Node, path: Path, slot: Slot, first: Any, last: Any) -> Any:
+        if path not in first:
+            first[path] = slot
+            return []
+        avals = [[v.aval.strip_weak_type() for v in x.atoms] for x in (first[path], slot)]
+        if avals[0] != avals[1]:
+            raise ValueError(
+                f"{node!r}: {'/'.join(path)!r} is {avals[1]} here, and {avals[0]} for another node. "
+                "Give each a path of its own (path=)"
+            )
+        return zip(slot.atoms, last[path].atoms, strict=True)
+
+
+def _graft(mox: Program, node: Any, fun: ArrayFunction, salt: int, added: Added) -> Graft:
+    """Traces a function for the inputs of a node.
+
+    Args:
+      mox: the expression that the node is in.
+      node: the node.
+      fun: the function.
+      salt: a number that no other function has, for its random key.
+      added: what the grafts before this one added. What has the same path is shared with them.
+    """
+    made = hk.transform_with_state(fun)
+
+    def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+        return made.apply(params, state, jax.random.fold_in(rng, salt), *arrays)
+
+    key = mox.interface.rng.atoms if "rng" in mox.interface.leading else ()
+    rng = jax.ShapeDtypeStruct(key[0].aval.shape, key[0].aval.dtype) if key else None
+    inputs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in node.inputs]
+    program = hk.TransformedWithState(made.init, apply)
+    own = program_of(program, inputs, {}, params=None, state=None, rng=rng)
+    face = own.interface
+    kept = added.keep(mox, node)
+    children = needed(own.body.children, {v for v in face.returns if isinstance(v, Var)})
+    given = [*zip(face.args.atoms, node.inputs, strict=True), *added.add(node, face)]
+    (own_key,) = face.rng.atoms
+    if own_key in read_counts(children):
+        if not key:
+            raise ValueError(
+                f"{node!r}: the replacement draws random numbers, and the model has no key"
+            )
+        given.append((own_key, key[0]))
+    group = ModuleCall(
+        call=None,
+        inputs=tuple(node.inputs),
+        children=(*needed(node.children, kept), *children),
+        returns=face.results.atoms,
+        outputs=tuple(node.outputs),
+        given=tuple(given),
+    )
+    return Graft(group, own)
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+def _with_grafts(
+    mox: Program, grafts: Mapping[int, Graft], added: Added, keep_unused: bool
+) -> Program:
+    face, body = mox.interface, mox.body
+    for kind in ("params", "state"):
+        for path in getattr(added, kind):
+            if path in getattr(face, kind):
+                raise ValueError(
+                    f"{kind}: the model has {'/'.join(path)!r}, and a replacement makes another one. "
+                    "Give it another place: path="
+                )
+    bodies = [body, *(graft.mox.body for graft in grafts.values())]
+    new = Body(
+        body.name,
+        constvars=tuple(v for x in bodies for v in x.constvars),
+        consts=tuple(c for x in bodies for c in x.consts),
+        invars=(),
+        children=_exchanged(body.children, grafts),
+        returns=(),
+    )
+    leading = face.leading
+    if added.state and not face.has_state:
+        leading = ("params", "state", *face.leading[1:])
+    face = dataclasses.replace(
+        face,
+        leading=leading,
+        params={**face.params, **added.params},
+        state={**face.state, **added.state},
+        new_state={
+            **face.new_state,
+            **{path: face.state[path] for path in added.unchanged},
+            **added.new_state,
+        },
+    )
+    if not keep_unused:
+        face = _without_unused(face, body, new, added.unchanged)
+    new = dataclasses.replace(new, invars=face.invars, returns=face.returns)
+    init = _init(mox, face, grafts)
+    return dataclasses.replace(mox, body=new, interface=face, init=init)
+
+
+def _exchanged(nodes: Sequence[Node], grafts: Mapping[int, Graft]) -> tuple[Node, ...]:
+    """Nodes with the grafts in them. Those without one are the same objects."""
+    new: list[Node] = []
+    for node in nodes:
+        if id(node) in grafts:
+            node = grafts[id(node)].node
+        elif isinstance(node, ModuleCall):
+            children = _exchanged(node.children, grafts)
+            if any(x is not y for x, y in zip(children, node.children, strict=True)):
+                node = dataclasses.replace(node, children=children)
+        new.append(node)
+    return tuple(new)
+
+
+def _without_unused(face: Interface, old: Body, new: Body, unchanged: set[Path]) -> Interface:
+    """Without the parameters that only replaced nodes read, and the state that only they changed."""
+
+    def is_read(body: Body, slot: Slot) -> bool:
+        return any(v in body.read_counts for v in slot.atoms)
+
+    params = {
+        path: slot
+        for path, slot in face.params.items()
+        if is_read(new, slot) or not is_read(old, slot)
+    }
+    gone = {path for path in unchanged if not is_read(new, face.state[path])}
+    return dataclasses.replace(
+        face,
+        params=params,
+        state={path: slot for path, slot in face.state.items() if path not in gone},
+        new_state={path: slot for path, slot in face.new_state.items() if path not in gone},
+    )
+
+
+def _init(mox: Program, face: Interface, grafts: Mapping[int, Graft]) -> Callable[..., Any] | None:
+    """The `init` of the expression with grafts: that of the model, and theirs."""
+    if mox.init is None:
+        return None
+    had_state, old_init = mox.has_state, mox.init
+
+    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
+        made = old_init(rng, *args, **kwargs)
+        params, state = made if had_state else (made, {})
+        entries = dict(params=by_path(params), state=by_path(state))
+        for i, graft in enumerate(grafts.values()):
+            key = None if rng is None else jax.random.fold_in(rng, i + 1)
+            for kind, x in zip(entries, initial(graft.mox, key), strict=True):
+                entries[kind] = {**by_path(x), **entries[kind]}
+        params, state = (
+            nested({path: entries[kind][path] for path in getattr(face, kind)}) for kind in entries
+        )
+        return (params, state) if face.has_state else params
+
+    return init
+
+
+def initial(mox: Program, rng: Any) -> Any:
+    """The parameters and the state of a graft.
+
+    Raises:
+      ValueError: if they depend on the function's inputs, which are not known.
+    """
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in mox.interface.args.atoms]
+    if not mox.interface.params and not mox.interface.state:
+        return {}, {}
+    closed, shapes = jax.make_jaxpr(mox.init, return_shape=True)(rng, *avals)
+    body = body_of("init", closed)
+    children = needed(body.children, {v for v in body.returns if isinstance(v, Var)})
+    inputs = body.invars[len(body.invars) - len(avals) :]
+    if {*read_counts(children), *body.returns}.intersection(inputs):
+        raise ValueError(
+            "the initial values of a replacement's parameters depend on its inputs, which are not "
+            "known where a model is initialized. Give the parameters yourself"
+        )
+    keys = jax.tree.leaves(rng)
+    zeros = [np.zeros(x.shape, x.dtype) for x in avals]
+    leaves = run(dataclasses.replace(body, children=children), body.consts, [*keys, *zeros])
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)

@@ -1,0 +1,254 @@
+"""What goes into a module expression and what comes out: Haiku's trees, and flat lists of arrays."""
+
+import collections
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core.array import dense_struct, is_implicit
+from haiku_implicit.core.transform import (
+    is_value,
+    tree_flatten_with_implicit,
+    tree_map_with_implicit,
+)
+from haiku_implicit.mox import marks
+
+# A module's name and the name of an entry.
+Path = tuple[str, str]
+
+
+class Slot(NamedTuple):
+    """One argument or result: its structure, and the variables of the arrays in it."""
+
+    tree: marks.Tree
+    atoms: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Interface:
+    """The arguments and results of a module expression.
+
+    Attributes:
+      leading: the first arguments of `apply`: of "params", "state", "rng" those that there are.
+      signature: of the Haiku function.
+      params: the parameters.
+      state: the state.
+      rng: the random key.
+      args: the arguments of the Haiku function, by name.
+      results: its results.
+      new_state: the state that is returned.
+    """
+
+    leading: tuple[str, ...]
+    signature: inspect.Signature
+    params: Mapping[Path, Slot]
+    state: Mapping[Path, Slot]
+    rng: Slot
+    args: Slot
+    results: Slot
+    new_state: Mapping[Path, Slot]
+
+    @property
+    def invars(self) -> tuple[Any, ...]:
+        """The variables of all arguments, in their order."""
+        return _atoms([*self.params.values(), *self.state.values(), self.rng, self.args])
+
+    @property
+    def returns(self) -> tuple[Any, ...]:
+        """The variables of all results, in their order."""
+        return _atoms([self.results, *self.new_state.values()])
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the model has state, and returns a new one."""
+        return "state" in self.leading
+
+    def with_variables(self, invars: Sequence[Any]) -> "Interface":
+        """The same with these variables for its arguments."""
+        slots = [*self.params.values(), *self.state.values(), self.rng, self.args]
+        new = iter(slots_with([slot.tree for slot in slots], invars))
+        return dataclasses.replace(
+            self,
+            params={path: next(new) for path in self.params},
+            state={path: next(new) for path in self.state},
+            rng=next(new),
+            args=next(new),
+        )
+
+    def arguments(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of `apply`, positional and by keyword, that have these arrays in them."""
+        fill = _filling(arrays)
+        params = nested({path: fill(slot) for path, slot in self.params.items()})
+        state = nested({path: fill(slot) for path, slot in self.state.items()})
+        first = dict(params=params, state=state, rng=fill(self.rng))
+        bound = inspect.BoundArguments(self.signature, collections.OrderedDict(fill(self.args)))
+        return [*(first[name] for name in self.leading), *bound.args], bound.kwargs
+
+    def merge_results(self, arrays: Sequence[Any]) -> Any:
+        """What `apply` returns, of these arrays."""
+        fill = _filling(arrays)
+        out = fill(self.results)
+        if not self.has_state:
+            return out
+        return out, nested({path: fill(slot) for path, slot in self.new_state.items()})
+
+    def split(self, read: Container[Any], args: Any, kwargs: Any) -> list[Any]:
+        """The arrays in the arguments of `apply`, checked.
+
+        Args:
+          read: the variables that the program reads.
+          args: the positional arguments of `apply`.
+          kwargs: the others.
+
+        Raises:
+          TypeError: if arguments are missing, or too many.
+          ValueError: if an argument has another structure, shape or dtype, or another constant.
+        """
+        arrays = []
+        for kind, label, slot, value in self._parts(self._named(args, kwargs)):
+            if kind == "rng":
+                value = _as_key(value, slot.atoms, read)
+            arrays += _checked(label, slot.tree, [v.aval for v in slot.atoms], value)
+        return arrays
+
+    def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        names = [name for name in self.leading if name not in kwargs]
+        if len(args) < len(names):
+            missing = ", ".join(names[len(args) :])
+            raise TypeError(f"missing: {missing}. The arguments are those of the model's apply")
+        first = dict(zip(names, args, strict=False))
+        first |= {name: kwargs[name] for name in self.leading if name in kwargs}
+        rest = {name: x for name, x in kwargs.items() if name not in self.leading}
+        return dict(first, args=named_arguments(self.signature, args[len(names) :], rest))
+
+    def _parts(self, given: Mapping[str, Any]) -> Iterator[tuple[str, str, Slot, Any]]:
+        for kind in ("params", "state"):
+            entries = by_path(given.get(kind))
+            for path, slot in getattr(self, kind).items():
+                if path not in entries:
+                    raise ValueError(
+                        f"{kind}: there is no {'/'.join(path)!r}, which the model reads"
+                    )
+                yield kind, "/".join(path), slot, entries[path]
+        yield "rng", "rng", self.rng, given.get("rng")
+        yield "args", "", self.args, given["args"]
+
+
+def _atoms(slots: Sequence[Slot]) -> tuple[Any, ...]:
+    return tuple(atom for slot in slots for atom in slot.atoms)
+
+
+def slots_with(trees: Sequence[marks.Tree], atoms: Sequence[Any]) -> list[Slot]:
+    """Slots of these structures, which these atoms are dealt out to."""
+    rest = iter(atoms)
+    return [Slot(tree, tuple(itertools.islice(rest, tree.num_arrays))) for tree in trees]
+
+
+def _filling(arrays: Sequence[Any]) -> Callable[[Slot], Any]:
+    """A function that gives the trees of slots, one after the other, with these arrays in them."""
+    rest = iter(arrays)
+    return lambda slot: slot.tree.merge([next(rest) for _ in range(slot.tree.num_arrays)])
+
+
+def named_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of the Haiku function by their names, with defaults."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def by_path(tree: Any) -> dict[Path, Any]:
+    """The entries of Haiku's parameters or state, by module and name."""
+    found = {} if tree is None else {module: dict(entries) for module, entries in tree.items()}
+    return {(module, name): x for module, entries in found.items() for name, x in entries.items()}
+
+
+def nested(entries: Mapping[Path, Any]) -> dict[str, dict[str, Any]]:
+    """Haiku's parameters or state, from entries by module and name."""
+    out: dict[str, dict[str, Any]] = {}
+    for (module, name), x in entries.items():
+        out.setdefault(module, {})[name] = x
+    return out
+
+
+def slot_of(x: Any) -> Slot:
+    """The structure of an argument, and the arrays in it; implicit ones as what they stand for."""
+    tree, arrays = marks.split(tree_map_with_implicit(dense_struct, x), is_array)
+    return Slot(tree, tuple(arrays))
+
+
+def slots_of(entries: Any) -> dict[Path, Slot]:
+    """The same of Haiku's parameters or state."""
+    return {path: slot_of(x) for path, x in by_path(entries).items()}
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf is traced. Anything else is a part of the expression."""
+    return is_value(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _as_key(key: Any, variables: Sequence[Any], read: Container[Any]) -> Any:
+    """A random key as the program takes it: of the same kind, and any if it is not read."""
+    if not variables:
+        return None
+    (variable,) = variables
+    typed = jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.prng_key)
+    if isinstance(key, int):
+        key = jax.random.PRNGKey(key)
+    if key is None or variable not in read:
+        if variable in read:
+            raise ValueError("rng: the model draws random numbers, and got None for a key")
+        return jax.random.key(0) if typed else np.zeros(variable.aval.shape, variable.aval.dtype)
+    if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key if typed else jax.random.key_data(key)
+    return jax.random.wrap_key_data(key) if typed else key
+
+
+def _checked(label: str, tree: marks.Tree, avals: Sequence[Any], value: Any) -> list[Any]:
+    """The arrays in an argument, which has to have this structure, and these shapes and dtypes."""
+    leaves, treedef = tree_flatten_with_implicit(value)
+    label = label or "the arguments"
+    if treedef != tree.treedef:
+        raise ValueError(
+            f"{label}: the expression was made for {tree.treedef}, and got {treedef}. "
+            "Make another one for other arguments"
+        )
+    expected, arrays = iter(avals), []
+    for i, (x, static) in enumerate(zip(leaves, tree.leaves, strict=True)):
+        where = functools.partial(_name_of_leaf, label, value, i)
+        if static is not None:
+            if not _same(x, static[0]):
+                raise ValueError(f"{where()}: the expression was made for {static[0]!r}, got {x!r}")
+            continue
+        aval = next(expected)
+        x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+        if not is_array(x) or x.shape != aval.shape or x.dtype != aval.dtype:
+            raise ValueError(
+                f"{where()}: the expression was made for {aval.str_short()}, got {_brief(x)}"
+            )
+        arrays.append(x)
+    return arrays
+
+
+def _same(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if isinstance(x, jax.core.Tracer) or type(x) is not type(y):
+        return False
+    return bool(np.all(x == y))
+
+
+def _brief(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if is_array(x) else repr(x)
+
+
+def _name_of_leaf(label: str, value: Any, index: int) -> str:
+    paths, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_implicit)
+    return label + jax.tree_util.keystr(paths[index][0])

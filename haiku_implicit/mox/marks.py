@@ -1,0 +1,233 @@
+"""Marks: equations of a traced program that say where a call of a Haiku module begins and ends.
+
+While a program is traced under `marking`, an interceptor puts a `begin` in front of the equations of
+each module call and an `end` behind them. Both return what they are given, so that they change no
+number. `parse.py` makes a tree of such a program, in which there are none of them left.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+from jax.interpreters import ad, batching, mlir
+
+from haiku_implicit.core import compat
+
+mark_p = compat.Primitive("module_mark")
+mark_p.multiple_results = True
+
+
+class Batched(NamedTuple):
+    """A `vmap` around a call: its size, and the mapped axis of each operand (None: not mapped)."""
+
+    size: int
+    axes: tuple[int | None, ...]
+
+
+# Classes of modules whose calls are not marked.
+UNMARKED: set[type] = set()
+
+# The transformation that makes a call and its derivative one.
+DIFFERENTIATED = "jvp"
+
+
+class Tree(NamedTuple):
+    """The structure of arguments or results. What is not traced stays in it.
+
+    Attributes:
+      treedef: the structure; None for what is no tree to JAX, which is the one leaf.
+      leaves: for each leaf that is handed on as it is, a tuple of it alone; None for an array.
+    """
+
+    treedef: Any
+    leaves: tuple[tuple[Any] | None, ...]
+
+    @property
+    def num_arrays(self) -> int:
+        """How many arrays there are in the tree."""
+        return self.leaves.count(None)
+
+    def describe(self) -> str:
+        """The structure as people write it: `(array, {'a': array})`."""
+        shown = self.merge([_Shown("array")] * self.num_arrays)
+        return repr(shown)
+
+    def merge(self, arrays: Sequence[Any]) -> Any:
+        """The tree with these arrays in it."""
+        rest = iter(arrays)
+        leaves = [next(rest) if x is None else x[0] for x in self.leaves]
+        return leaves[0] if self.treedef is None else self.treedef.unflatten(leaves)
+
+
+class _Shown(str):
+    """A text that is shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def split(tree: Any, is_array: Any = lambda x: isinstance(x, jax.core.Tracer)) -> Any:
+    """A tree's structure, and the arrays in it."""
+    try:
+        leaves, treedef = jax.tree_util.tree_flatten(tree)
+    except (TypeError, ValueError):  # a dict whose keys can't be sorted, say
+        leaves, treedef = [tree], None
+    static = tuple(None if is_array(x) else (x,) for x in leaves)
+    return Tree(treedef, static), [x for x in leaves if is_array(x)]
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """What is known of one call beside its equations. Two calls are never equal.
+
+    Attributes:
+      cls: the class of the module; None for a function that was put in.
+      path: the full name of the module; of a function, its own name.
+      method: the name of the method.
+      config: the arguments that the module was constructed with, by their names.
+      args: the structure of `(args, kwargs)`.
+      results: the structure of the results.
+    """
+
+    cls: type | None
+    path: str
+    method: str
+    config: Mapping[str, Any]
+    args: Tree
+    results: Tree | None = None
+
+
+def begin(call: Call, arrays: Sequence[Any]) -> Any:
+    """Marks the begin of a call of these arrays, and returns a token for its end."""
+    (token,) = mark_p.bind(*arrays, call=call, kind="begin", seen=())
+    return token
+
+
+def end(token: Any, call: Call, arrays: Sequence[Any]) -> list[Any]:
+    """Marks the end of a call with these results, and returns them.
+
+    The results have to be used: an argument that a module returns can't be told from the result
+    otherwise.
+    """
+    return mark_p.bind(token, *arrays, call=call, kind="end", seen=())
+
+
+_active = contextvars.ContextVar("marking", default=False)
+
+
+@contextlib.contextmanager
+def marking() -> Iterator[None]:
+    """A context in which calls of Haiku modules are marked in what is traced."""
+    configs: dict[int, tuple[Any, Any]] = {}
+    before = _active.set(True)
+    try:
+        with compat.own_traces(), hk.intercept_methods(functools.partial(_mark_call, configs)):
+            yield
+    finally:
+        _active.reset(before)
+
+
+def active() -> bool:
+    """Whether calls are marked."""
+    return _active.get()
+
+
+def _mark_call(
+    configs: dict[int, tuple[Any, Any]],
+    next_f: Any,
+    args: Any,
+    kwargs: Any,
+    about: hk.MethodContext,
+) -> Any:
+    module, method = about.module, about.method_name
+    if type(module) in UNMARKED:
+        return next_f(*args, **kwargs)
+    if method == "__init__":
+        if id(module) in configs:  # of a base class
+            return next_f(*args, **kwargs)
+        # The module is kept, so that no other has its `id`.
+        configs[id(module)] = module, _constructor_arguments(type(module), args, kwargs)
+    structure, arrays = split((args, kwargs))
+    call = Call(type(module), "", method, configs.get(id(module), (None, {}))[1], structure)
+    token = begin(call, arrays)
+    out = next_f(*args, **kwargs)
+    call.path = getattr(module, "module_name", "")
+    call.results, arrays = split(out)
+    return call.results.merge(end(token, call, arrays))
+
+
+def _constructor_arguments(cls: type, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments by their names, with defaults. Arrays in them become their shapes and dtypes."""
+    signature = _signature(cls)
+    try:
+        bound = signature.bind(None, *args, **kwargs)
+    except TypeError:  # the constructor is about to say so
+        return {}
+    bound.apply_defaults()
+    named = dict(list(bound.arguments.items())[1:])
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name, {})
+    return {name: _without_arrays(x) for name, x in named.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def _signature(cls: Any) -> inspect.Signature:
+    return inspect.signature(cls.__init__)
+
+
+def _without_arrays(x: Any) -> Any:
+    if isinstance(x, jax.core.Tracer):  # would outlive its trace
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    if isinstance(x, list | tuple | dict):
+        return jax.tree.map(_without_arrays, x) if jax.tree.leaves(x) else x
+    return x
+
+
+# --- the primitive ---------------------------------------------------------------------------------
+
+
+def _results(*operands: Any, kind: str, make_token: Any) -> list[Any]:
+    return [make_token()] if kind == "begin" else list(operands[1:])
+
+
+@mark_p.def_impl
+def _run(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
+    return _results(*operands, kind=kind, make_token=lambda: jax.numpy.zeros((), jax.numpy.int32))
+
+
+@mark_p.def_abstract_eval
+def _abstract(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
+    token = jax.core.ShapedArray((), jax.numpy.int32)
+    return _results(*operands, kind=kind, make_token=lambda: token)
+
+
+def _lower(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
+    return _results(*operands, kind=kind, make_token=lambda: jax.numpy.zeros((), jax.numpy.int32))
+
+
+mlir.register_lowering(mark_p, mlir.lower_fun(_lower, multiple_results=True))
+
+
+def _differentiate(primals: Any, tangents: Any, *, call: Call, kind: str, seen: Any) -> Any:
+    out = mark_p.bind(*primals, call=call, kind=kind, seen=(*seen, DIFFERENTIATED))
+    if kind == "begin":
+        return out, [ad.Zero.from_primal_value(out[0])]
+    return out, list(tangents[1:])
+
+
+def _batch(operands: Any, axes: Any, *, call: Call, kind: str, seen: Any) -> Any:
+    sizes = {x.shape[i] for x, i in zip(operands, axes, strict=True) if i is not None}
+    own = Batched(sizes.pop(), tuple(axes if kind == "begin" else axes[1:]))
+    out = mark_p.bind(*operands, call=call, kind=kind, seen=(*seen, own))
+    return out, ([None] if kind == "begin" else list(axes[1:]))
+
+
+ad.primitive_jvps[mark_p] = _differentiate
+batching.primitive_batchers[mark_p] = _batch

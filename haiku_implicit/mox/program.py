@@ -1,0 +1,159 @@
+"""The program of a model: the tree, with what goes in and comes out."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.transform import tree_leaves_with_implicit
+from haiku_implicit.mox import marks
+from haiku_implicit.mox.interface import (
+    Interface,
+    Path,
+    by_path,
+    is_array,
+    named_arguments,
+    slot_of,
+    slots_of,
+    slots_with,
+)
+from haiku_implicit.mox.run import run
+from haiku_implicit.mox.tree import Body, body_of
+from haiku_implicit.params.transformed import original_of, transform_implicit
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Program:
+    """The program of a Haiku model, as a tree of its modules' calls.
+
+    Attributes:
+      body: the tree.
+      interface: what goes in and comes out.
+      init: the model's `init`.
+      implicit: whether it is the program of a model that makes implicit arrays itself.
+    """
+
+    body: Body
+    interface: Interface
+    init: Callable[..., Any] | None
+    implicit: bool = False
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the model has state, and returns a new one."""
+        return self.interface.has_state
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's `apply` gives, bit for bit: see `eval_mox`."""
+        leaves = tree_leaves_with_implicit((args, kwargs))
+        if self.implicit or any(map(is_implicit, leaves)):
+            return self._on_implicit.apply(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    @functools.cached_property
+    def _on_implicit(self) -> Any:
+        kind = hk.TransformedWithState if self.has_state else hk.Transformed
+        return transform_implicit(kind(init=self._run, apply=self._run))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        arrays = self.interface.split(self.body.read, args, kwargs)
+        return self.interface.merge_results(run(self.body, self.body.consts, arrays))
+
+    def transformed(self) -> hk.Transformed | hk.TransformedWithState:
+        """As a transformed function: see `to_transformed`."""
+        kind = hk.TransformedWithState if self.has_state else hk.Transformed
+        return kind(init=self.init, apply=self.apply)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+
+# --- making ---------------------------------------------------------------------------------------
+
+
+def program_of(transformed: Any, args: Any, kwargs: Any, **given: Any) -> Program:
+    """Traces a transformed function for these arguments.
+
+    Args:
+      transformed: what Haiku's `transform` or `transform_with_state` returns.
+      args: the arguments of the Haiku function: arrays, `jax.ShapeDtypeStruct`s and constants.
+      kwargs: the others.
+      **given: `params`, `state` and `rng`; None for those whose shapes `init` says.
+    """
+    has_state = isinstance(transformed, hk.TransformedWithState)
+    apply, implicit = original_of(transformed.apply)
+    leading, signature = _split_signature(apply, has_state)
+    named = named_arguments(signature, args, kwargs)
+    given = _with_shapes(given, transformed.init, has_state, args, kwargs)
+    interface = Interface(
+        leading,
+        signature,
+        params=slots_of(given["params"]),
+        state=slots_of(given["state"]),
+        rng=slot_of(given["rng"]),
+        args=slot_of(named),
+        results=slot_of(None),
+        new_state={},
+    )
+    results: Any = None
+
+    def on_arrays(*arrays: Any) -> list[Any]:
+        nonlocal results
+        args, kwargs = interface.arguments(arrays)
+        out = apply(*args, **kwargs)
+        out, state = out if has_state else (out, None)
+        results = [marks.split(out), *(marks.split(x) for x in by_path(state).values())]
+        paths.extend(by_path(state))
+        return [x for _, arrays in results for x in arrays]
+
+    paths: list[Path] = []
+    with marks.marking():
+        closed = jax.make_jaxpr(on_arrays)(*interface.invars)
+    body = body_of("model", closed)
+    out, *new_state = slots_with([tree for tree, _ in results], body.returns)
+    return Program(
+        body,
+        dataclasses.replace(
+            interface.with_variables(body.invars),
+            results=out,
+            new_state=dict(zip(paths, new_state, strict=True)),
+        ),
+        transformed.init,
+        implicit,
+    )
+
+
+def _split_signature(apply: Any, has_state: bool) -> tuple[tuple[str, ...], inspect.Signature]:
+    """The first arguments of an `apply`, and the signature of the Haiku function."""
+    parameters = list(inspect.signature(apply).parameters.values())
+    leading: tuple[str, ...] = ("params", "state") if has_state else ("params",)
+    following = parameters[len(leading) : len(leading) + 1]
+    if not following or following[0].name == "rng" or following[0].kind in _VARIADIC:
+        leading = (*leading, "rng")
+    return leading, inspect.Signature([p for p in parameters if p.name not in leading])
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _with_shapes(given: Any, init: Any, has_state: bool, args: Any, kwargs: Any) -> dict[str, Any]:
+    """`params`, `state` and `rng`; the shapes of those that are None."""
+    given = dict(given)
+    if given["rng"] is None:
+        given["rng"] = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    if given["params"] is not None and (given["state"] is not None or not has_state):
+        return given
+    structure, arrays = marks.split((given["rng"], args, kwargs), is_array)
+
+    def on_arrays(*arrays: Any) -> Any:
+        rng, args, kwargs = structure.merge(arrays)
+        return init(rng, *args, **kwargs)
+
+    made = jax.eval_shape(on_arrays, *arrays)
+    made = dict(zip(("params", "state"), made if has_state else (made, None), strict=True))
+    return given | {name: x for name, x in made.items() if given[name] is None}

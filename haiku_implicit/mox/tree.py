@@ -1,0 +1,415 @@
+"""The tree of a program: calls of modules, the equations in them, and the bodies of these."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, Union
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from haiku_implicit.mox.marks import DIFFERENTIATED, Call, mark_p
+
+Atom = Union[Var, Literal]  # noqa: UP007
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Equation:
+    """A leaf: one equation of the program. Of a loop, a branch or a call, the parent of its bodies.
+
+    Attributes:
+      eqn: the equation, as JAX has it.
+      marked: its parameters with marks in their jaxprs; None if there are none.
+    """
+
+    eqn: JaxprEqn
+    marked: Mapping[str, Any] | None = None
+
+    @property
+    def primitive(self) -> Any:
+        """The primitive that the equation binds."""
+        return self.eqn.primitive
+
+    @property
+    def inputs(self) -> Sequence[Atom]:
+        """What the equation reads."""
+        return self.eqn.invars
+
+    @property
+    def outputs(self) -> Sequence[Var]:
+        """What the equation defines."""
+        return self.eqn.outvars
+
+    @property
+    def name(self) -> str:
+        """The name of the function in it, if it is a call of one; else that of the primitive."""
+        return function_name(self.eqn) or self.primitive.name
+
+    @functools.cached_property
+    def bodies(self) -> tuple["Body", ...]:
+        """The programs in its parameters: the body of a loop, the branches of a condition."""
+        from_params = self.eqn.params if self.marked is None else self.marked
+        return tuple(body_of(name, jaxpr) for name, jaxpr in jaxprs_of(from_params))
+
+    def params_to_bind(self, marked: bool) -> Mapping[str, Any]:
+        """The parameters, with or without marks in their jaxprs."""
+        return self.eqn.params if self.marked is None or not marked else self.marked
+
+    @property
+    def children(self) -> tuple["Node", ...]:
+        """The bodies."""
+        return self.bodies
+
+    def __repr__(self) -> str:
+        return f"<{self.primitive.name}{_label(self)}: {_avals(self.inputs)} -> {_avals(self.outputs)}>"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ModuleCall:
+    """One call of a method of a Haiku module, or of a function that was put in.
+
+    Attributes:
+      call: its module, arguments and results; None for a group of nodes that is not seen as one.
+      inputs: the arrays among its arguments.
+      children: what runs in it.
+      returns: what of it comes back.
+      outputs: the variables that the rest of the program has for `returns`.
+      seen: the transformations of JAX that were applied to it, the first one first.
+      given: variables that are set before it runs, and what they are set to.
+    """
+
+    call: Call | None
+    inputs: tuple[Atom, ...]
+    children: tuple["Node", ...]
+    returns: tuple[Atom, ...]
+    outputs: tuple[Var, ...]
+    seen: tuple[Any, ...] = ()
+    given: tuple[tuple[Var, Atom], ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The full name of the module, as in the parameters."""
+        return self.call.path if self.call else ""
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def cls(self) -> type | None:
+        """The class of the module; None for a function."""
+        return self.call.cls if self.call else None
+
+    @property
+    def type_name(self) -> str:
+        """The name of the class."""
+        return self.cls.__name__ if self.cls is not None else ""
+
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        return self.call.method if self.call else ""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The arguments that the module was constructed with, by their names."""
+        return self.call.config if self.call else {}
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether the call and its derivative are one."""
+        return DIFFERENTIATED in self.seen
+
+    def __repr__(self) -> str:
+        method = "" if self.method in ("", "__call__") else f".{self.method}"
+        label = f"{self.path}{method}: {self.type_name or 'function'}"
+        return f"<{label}: {_avals(self.inputs)} -> {_avals(self.outputs)}>"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Body:
+    """A program: that of the whole model, or one in the parameters of an equation.
+
+    Attributes:
+      name: of the parameter that it is, `branches[0]` say.
+      constvars: the variables of its constants.
+      consts: their values; empty where an equation hands them over.
+      invars: the variables of its arguments.
+      children: what runs in it.
+      returns: its results.
+    """
+
+    name: str
+    constvars: tuple[Var, ...]
+    consts: tuple[Any, ...]
+    invars: tuple[Var, ...]
+    children: tuple["Node", ...]
+    returns: tuple[Atom, ...]
+
+    @property
+    def inputs(self) -> tuple[Var, ...]:
+        """Its arguments."""
+        return self.invars
+
+    @property
+    def outputs(self) -> tuple[Atom, ...]:
+        """Its results."""
+        return self.returns
+
+    @functools.cached_property
+    def read(self) -> frozenset[Var]:
+        """The variables that its nodes read, or that it returns."""
+        found = {v for v in self.returns if isinstance(v, Var)}
+        return frozenset(found | set(self.read_counts))
+
+    @functools.cached_property
+    def read_counts(self) -> collections.Counter[Var]:
+        """How often its nodes read each variable."""
+        return read_counts(self.children)
+
+    @functools.cached_property
+    def last_uses(self) -> dict[int, list[Var]]:
+        """By the `id` of a node, the variables that nothing behind it reads: their values can go."""
+        alive = {v for v in self.returns if isinstance(v, Var)} | {*self.constvars, *self.invars}
+        uses: dict[int, list[Var]] = {}
+
+        def visit(nodes: Sequence[Node]) -> None:
+            for node in reversed(nodes):
+                if isinstance(node, Equation):
+                    last(node, (*node.inputs, *node.outputs))
+                else:
+                    given = [atom for pair in node.given for atom in pair]
+                    last(node, (*node.inputs, *node.returns, *node.outputs, *given))
+                    visit(node.children)
+
+        def last(node: Node, atoms: Sequence[Atom]) -> None:
+            new = {v for v in atoms if isinstance(v, Var)} - alive
+            alive.update(new)
+            uses[id(node)] = list(new)
+
+        visit(self.children)
+        return uses
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {len(self.children)} nodes>"
+
+
+Node = Union[ModuleCall, Equation, Body]  # noqa: UP007
+
+
+def read_counts(nodes: Sequence[Node]) -> collections.Counter[Var]:
+    """How often nodes, and those in them, read each variable."""
+    found: collections.Counter[Var] = collections.Counter()
+    for top in nodes:
+        for node in walk(top, into_bodies=False):
+            found.update(v for v in reads(node) if isinstance(v, Var))
+    return found
+
+
+def reads(node: Any) -> Sequence[Atom]:
+    """What a node reads itself, without those in it."""
+    if isinstance(node, Equation):
+        return node.inputs
+    return [*node.inputs, *node.returns, *(atom for _, atom in node.given)]
+
+
+def needed(nodes: Sequence[Node], wanted: set[Var]) -> tuple[Node, ...]:
+    """Those nodes that variables depend on, and that is added to these."""
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if isinstance(node, ModuleCall):
+            pairs = [p for p in zip(node.outputs, node.returns, strict=True) if p[0] in wanted]
+            wanted.update(atom for _, atom in pairs if isinstance(atom, Var))
+            children = needed(node.children, wanted)
+            if not pairs and not children:
+                continue
+            if len(children) < len(node.children) or len(pairs) < len(node.outputs):
+                node = dataclasses.replace(
+                    node,
+                    children=children,
+                    outputs=tuple(v for v, _ in pairs),
+                    returns=tuple(atom for _, atom in pairs),
+                )
+        elif not (isinstance(node, Equation) and wanted.intersection(node.outputs)):
+            continue
+        wanted.update(v for v in reads(node) if isinstance(v, Var))
+        kept.append(node)
+    return tuple(reversed(kept))
+
+
+def hidden(body: Body, node: Node, ignored: Container[Any] = ()) -> set[Var]:
+    """The variables that are defined in a node and read outside it, beside its results.
+
+    The first dropout of a model draws the block of random keys that the next ones use, and a
+    normalization writes state.
+
+    Args:
+      body: where the node is.
+      node: the node.
+      ignored: results of the body that do not count.
+    """
+    if isinstance(node, Equation):
+        return set()
+    own, of_all = read_counts([node]), body.read_counts
+    returned = {v for v in body.returns if isinstance(v, Var) and v not in ignored}
+    defined = {v for x in walk(node, into_bodies=False) for v in x.outputs} - set(node.outputs)
+    return {v for v in defined if of_all[v] > own[v] or v in returned}
+
+
+def walk(node: Any, into_bodies: bool = True) -> Iterator[Node]:
+    """A node and all that is in it, in the order in which it runs."""
+    yield node
+    if into_bodies or not isinstance(node, Equation):
+        for child in node.children:
+            yield from walk(child, into_bodies)
+
+
+def jaxprs_of(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The jaxprs among the parameters of an equation, closed or open, and what they are called."""
+    for name, value in params.items():
+        if isinstance(value, Jaxpr | ClosedJaxpr):
+            yield name, value
+        elif isinstance(value, tuple | list):
+            for i, x in enumerate(value):
+                if isinstance(x, Jaxpr | ClosedJaxpr):
+                    yield f"{name}[{i}]", x
+
+
+def function_name(eqn: JaxprEqn) -> str:
+    """The name of the function that an equation calls; empty if it calls none.
+
+    That is the parameter `name` where there is one (`jit`), or that of a function with a derivative
+    rule of its own.
+    """
+    name = eqn.params.get("name")
+    if isinstance(name, str):
+        return name
+    called = eqn.params.get("call_jaxpr")
+    jaxpr = getattr(called, "jaxpr", called)
+    return jaxpr.debug_info.func_name if isinstance(jaxpr, Jaxpr) else ""
+
+
+def _label(node: Equation) -> str:
+    name = function_name(node.eqn)
+    return f" {name}" if name else ""
+
+
+def _avals(atoms: Sequence[Atom]) -> str:
+    return ", ".join(atom.aval.str_short(short_dtypes=True) for atom in atoms) or "()"
+
+
+# --- from a jaxpr ----------------------------------------------------------------------------------
+
+
+def body_of(name: str, jaxpr: Any) -> Body:
+    """The tree of a jaxpr, with its marks made to calls of modules."""
+    consts: tuple[Any, ...] = ()
+    if isinstance(jaxpr, ClosedJaxpr):
+        jaxpr, consts = jaxpr.jaxpr, tuple(jaxpr.consts)
+    returns = tuple(jaxpr.outvars)
+    return Body(name, tuple(jaxpr.constvars), consts, tuple(jaxpr.invars), _nodes(jaxpr), returns)
+
+
+def _nodes(jaxpr: Jaxpr) -> tuple[Node, ...]:
+    """The nodes of a program's equations.
+
+    An inner derivative may leave a `begin` without its `end`, or the other way round. The equations
+    are the same then, and the call has fewer of them, or none.
+    """
+    open_calls: list[tuple[Any, list[Node]]] = [(None, [])]
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is not mark_p:
+            open_calls[-1][1].append(_leaf(eqn))
+        elif eqn.params["kind"] == "begin":
+            open_calls.append((eqn, []))
+        else:
+            started, children = _close(open_calls, eqn.params["call"])
+            open_calls[-1][1].append(_module_call(started, eqn, children))
+    while len(open_calls) > 1:
+        _merge_last(open_calls)
+    return tuple(open_calls[0][1])
+
+
+def _close(open_calls: list[tuple[Any, list[Node]]], call: Call) -> tuple[Any, list[Node]]:
+    """Takes the begin of a call, and what came after it, from those that are open."""
+    if not any(eqn is not None and eqn.params["call"] is call for eqn, _ in open_calls):
+        return None, []
+    while open_calls[-1][0].params["call"] is not call:
+        _merge_last(open_calls)
+    return open_calls.pop()
+
+
+def _merge_last(open_calls: list[tuple[Any, list[Node]]]) -> None:
+    _, children = open_calls.pop()
+    open_calls[-1][1].extend(children)
+
+
+def _module_call(begin: Any, end: JaxprEqn, children: Sequence[Node]) -> ModuleCall:
+    return ModuleCall(
+        end.params["call"],
+        tuple(begin.invars) if begin is not None else (),
+        tuple(children),
+        tuple(end.invars[1:]),
+        tuple(end.outvars),
+        end.params["seen"] if begin is None else begin.params["seen"],
+    )
+
+
+def _leaf(eqn: JaxprEqn) -> Equation:
+    params = _without_marks_in(eqn.params)
+    return (
+        Equation(eqn) if params is eqn.params else Equation(eqn.replace(params=params), eqn.params)
+    )
+
+
+def _without_marks_in(params: Any) -> Any:
+    """The parameters of an equation with no marks in their jaxprs; the same object without any."""
+    found = {name: jaxpr for name, jaxpr in jaxprs_of(params) if _has_marks(_open(jaxpr))}
+    if not found:
+        return params
+    new = dict(params)
+    for name, value in params.items():
+        if name in found:
+            new[name] = _closed_like(value)
+        elif isinstance(value, tuple | list):
+            clean = [_closed_like(x) if f"{name}[{i}]" in found else x for i, x in enumerate(value)]
+            new[name] = type(value)(clean)
+    return new
+
+
+def _open(jaxpr: Any) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def _closed_like(jaxpr: Any) -> Any:
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.replace(jaxpr=without_marks(jaxpr.jaxpr))
+    return without_marks(jaxpr)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_marks(jaxpr: Jaxpr) -> bool:
+    inner = (x for eqn in jaxpr.eqns for _, x in jaxprs_of(eqn.params))
+    own = any(eqn.primitive is mark_p for eqn in jaxpr.eqns)
+    return own or any(_has_marks(_open(x)) for x in inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def without_marks(jaxpr: Jaxpr) -> Jaxpr:
+    """The program with what marks return replaced by what they are given."""
+    known: dict[Any, Atom] = {}
+
+    def read(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else known.get(atom, atom)
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is mark_p:
+            if eqn.params["kind"] == "end":
+                known |= zip(eqn.outvars, map(read, eqn.invars[1:]), strict=True)
+            continue
+        invars, params = list(map(read, eqn.invars)), _without_marks_in(eqn.params)
+        changed = params is not eqn.params or invars != eqn.invars
+        eqns.append(eqn.replace(invars=invars, params=params) if changed else eqn)
+    return jaxpr.replace(eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
