@@ -4,7 +4,7 @@ The names, in the order of the data's way: wrap a model; put implicit arrays in 
 it make them; train; see what was materialized; and for new types, the base class and the rules.
 """
 
-from haiku_implicit import quantization, testing
+from haiku_implicit import mox, quantization, testing
 from haiku_implicit.arrays import (
     Concatenated,
     FakeQuantized,
@@ -139,6 +139,8 @@ __all__ = [
     "freeze_subtrees",
     "apply_updates",
     "quantized_state",
+    # models as trees of their modules' calls
+    "mox",
     # dense arrays, and what became dense
     "materialize",
     "materialization",

@@ -20,6 +20,7 @@ FLOORS = [
     ["arrays"],
     ["training"],
     ["params"],
+    ["mox"],
     ["quantization", "testing"],
     [""],  # what `import haiku_implicit` gives
 ]

@@ -7,7 +7,6 @@ this equation that is traced again (`higher.py`).
 
 import collections
 import dataclasses
-import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from haiku_implicit.mox import higher
 from haiku_implicit.mox.interface import Interface, Path, Slot, by_path, nested
 from haiku_implicit.mox.program import Program, program_of
 from haiku_implicit.mox.run import run
+from haiku_implicit.mox.sources import Sources, prefix_of_paths, sources_in, sources_of_body
 from haiku_implicit.mox.tree import (
     Body,
     Equation,
@@ -43,12 +43,17 @@ class Site(NamedTuple):
     Attributes:
       node: the node.
       path: where the modules and parameters of the new function are.
-      top: the node itself, or the equation around it that is in no other equation's body.
+      within: the equations whose bodies it is in, the outermost first.
     """
 
-    node: Node
+    node: Any
     path: str
-    top: Node
+    within: tuple[Equation, ...] = ()
+
+    @property
+    def top(self) -> Any:
+        """The node itself, or the equation around it that is in no other one's body."""
+        return self.within[0] if self.within else self.node
 
 
 def replace(
@@ -67,24 +72,47 @@ def replace(
       path: where new modules and parameters are.
       keep_unused: whether parameters and state that nothing reads any more are kept.
     """
-    sites = sites_of(mox.body, nodes, path)
-    functions = {id(site.node): function_of(site) for site in sites}
+    params = {v: name for name, slot in mox.interface.params.items() for v in slot.atoms}
+    sites = sites_of(mox.body, nodes, path, params)
+    pieces = {id(site.node): _piece(site, function_of(site)) for site in sites}
+    holders = {id(equation) for site in sites for equation in site.within}
+    known = higher.from_parameters(mox.body, set(params)) if holders else set()
     grafts: dict[int, Graft] = {}
     added = Added()
     for i, site in enumerate({id(site.top): site for site in sites}.values()):
-        if site.top is site.node:
-            fun = functions[id(site.node)]
+        top = site.top
+        if id(top) in pieces:
+            piece = pieces[id(top)]
         else:
-            fun = functools.partial(higher.rerun, site.top, functions)
+            piece = higher.piece_of_equation(top, pieces, holders, known)
         salt = zlib.crc32(f"{site.path}:{i}".encode())
-        grafts[id(site.top)] = _graft(mox, site.top, fun, salt, added)
+        grafts[id(top)] = _graft(mox, top, piece, salt, added)
     return _with_grafts(mox, grafts, added, keep_unused)
+
+
+def _piece(site: Site, fun: ArrayFunction) -> higher.Piece:
+    """The parameters, state and results of the function for a node.
+
+    Raises:
+      ValueError: if the node can't be replaced.
+    """
+    piece = hk.transform_with_state(fun)
+    if isinstance(site.node, Equation):
+        return piece
+    if site.node.is_differentiated:
+        raise ValueError(
+            f"{site.node!r} can't be replaced: the model differentiates it (an inner jax.grad), and so "
+            "its equations are those of the call and of its derivative"
+        )
+    return higher.under_vmap(piece, site.node)
 
 
 # --- sites ----------------------------------------------------------------------------------------
 
 
-def sites_of(root: Body, nodes: Sequence[Node], path: Any = None) -> list[Site]:
+def sites_of(
+    root: Body, nodes: Sequence[Node], path: Any = None, params: Mapping[Any, Path] | None = None
+) -> list[Site]:
     """Where nodes are in a tree: of those within one another the outermost.
 
     The calls of one module have one path. An equation has its own, below that of its module.
@@ -94,8 +122,9 @@ def sites_of(root: Body, nodes: Sequence[Node], path: Any = None) -> list[Site]:
     """
     wanted = {id(x): x for x in nodes}
     for deep in (False, True):
-        found = list(_search(root.children, wanted, "", deep))
-        inside = {id(x) for node, _, _ in found for x in walk(node, into_bodies=deep)}
+        known = sources_in(root, params or {}) if deep else {}
+        found = list(_search(root.children, wanted, Place("", "", (), known), deep))
+        inside = {id(x) for node, _ in found for x in walk(node, into_bodies=deep)}
         if inside.issuperset(wanted):
             break
     else:
@@ -103,30 +132,57 @@ def sites_of(root: Body, nodes: Sequence[Node], path: Any = None) -> list[Site]:
         raise ValueError(f"where: {lost!r} is not a node of this expression, but of another one")
     leaves: collections.Counter[str] = collections.Counter()
     sites = []
-    for node, module, top in found:
+    for node, place in found:
         if path is not None:
             own = path if isinstance(path, str) else path(node)
         elif isinstance(node, ModuleCall):
-            own = node.path
+            own = place.path_of(node)
         else:
+            module = place.module or place.prefix
             own = f"{module}/{node.name}" if module else node.name
             leaves[own] += 1
             own += f"_{leaves[own] - 1}" if leaves[own] > 1 else ""
-        sites.append(Site(node, own, top))
+        sites.append(Site(node, own, place.within))
     return sites
 
 
+class Place(NamedTuple):
+    """Where a search is.
+
+    Attributes:
+      module: the full path of the module.
+      prefix: what is in front of the paths in the body.
+      within: the equations around it.
+      known: the parameters in reach.
+    """
+
+    module: str
+    prefix: str
+    within: tuple[Equation, ...]
+    known: Sources
+
+    def path_of(self, node: ModuleCall) -> str:
+        """The full path of a module."""
+        if not node.path:
+            return self.module
+        return f"{self.prefix}/{node.path}" if self.prefix else node.path
+
+
 def _search(
-    nodes: Sequence[Node], wanted: Mapping[int, Node], module: str, deep: bool, top: Any = None
-) -> Iterator[tuple[Any, str, Any]]:
+    nodes: Sequence[Node], wanted: Mapping[int, Node], place: Place, deep: bool
+) -> Iterator[tuple[Any, Place]]:
     for node in nodes:
         if id(node) in wanted:
-            yield node, module, top or node
+            yield node, place
         elif isinstance(node, ModuleCall):
-            yield from _search(node.children, wanted, node.path or module, deep, top)
+            inner = place._replace(module=place.path_of(node))
+            yield from _search(node.children, wanted, inner, deep)
         elif isinstance(node, Equation) and deep:
             for body in node.bodies:
-                yield from _search(body.children, wanted, module, deep, top or node)
+                known = sources_of_body(node, body, place.known)
+                prefix, within = prefix_of_paths(body, known), (*place.within, node)
+                inner = Place(place.module, prefix, within, known)
+                yield from _search(body.children, wanted, inner, deep)
 
 
 # --- grafts ---------------------------------------------------------------------------------------
@@ -196,32 +252,32 @@ class Added:
         return zip(slot.atoms, last[path].atoms, strict=True)
 
 
-def _graft(mox: Program, node: Any, fun: ArrayFunction, salt: int, added: Added) -> Graft:
+def _graft(mox: Program, node: Any, piece: higher.Piece, salt: int, added: Added) -> Graft:
     """Traces a function for the inputs of a node.
 
     Args:
       mox: the expression that the node is in.
       node: the node.
-      fun: the function.
+      piece: the function, with its parameters and state.
       salt: a number that no other function has, for its random key.
       added: what the grafts before this one added. What has the same path is shared with them.
     """
-    made = hk.transform_with_state(fun)
 
     def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
-        return made.apply(params, state, jax.random.fold_in(rng, salt), *arrays)
+        return piece.apply(params, state, jax.random.fold_in(rng, salt), *arrays)
 
     key = mox.interface.rng.atoms if "rng" in mox.interface.leading else ()
     rng = jax.ShapeDtypeStruct(key[0].aval.shape, key[0].aval.dtype) if key else None
     inputs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in node.inputs]
-    program = hk.TransformedWithState(made.init, apply)
-    own = program_of(program, inputs, {}, params=None, state=None, rng=rng)
-    face = own.interface
+    program = hk.TransformedWithState(piece.init, apply)
+    own = program_of(program, inputs, {}, params=None, state=None, rng=rng, prune=True)
+    face, children = own.interface, own.body.children
     kept = added.keep(mox, node)
-    children = needed(own.body.children, {v for v in face.returns if isinstance(v, Var)})
-    given = [*zip(face.args.atoms, node.inputs, strict=True), *added.add(node, face)]
+    read = {*read_counts(children), *face.returns}
+    pairs = [*zip(face.args.atoms, node.inputs, strict=True), *added.add(node, face)]
+    given = [pair for pair in pairs if pair[0] in read]
     (own_key,) = face.rng.atoms
-    if own_key in read_counts(children):
+    if own_key in read:
         if not key:
             raise ValueError(
                 f"{node!r}: the replacement draws random numbers, and the model has no key"
@@ -229,7 +285,7 @@ def _graft(mox: Program, node: Any, fun: ArrayFunction, salt: int, added: Added)
         given.append((own_key, key[0]))
     group = ModuleCall(
         call=None,
-        inputs=tuple(node.inputs),
+        inputs=(),
         children=(*needed(node.children, kept), *children),
         returns=face.results.atoms,
         outputs=tuple(node.outputs),
@@ -345,9 +401,10 @@ def initial(mox: Program, rng: Any) -> Any:
       ValueError: if they depend on the function's inputs, which are not known.
     """
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in mox.interface.args.atoms]
+    init: Any = mox.init
     if not mox.interface.params and not mox.interface.state:
         return {}, {}
-    closed, shapes = jax.make_jaxpr(mox.init, return_shape=True)(rng, *avals)
+    closed, shapes = jax.make_jaxpr(init, return_shape=True)(rng, *avals)
     body = body_of("init", closed)
     children = needed(body.children, {v for v in body.returns if isinstance(v, Var)})
     inputs = body.invars[len(body.invars) - len(avals) :]

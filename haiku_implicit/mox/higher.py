@@ -1,11 +1,303 @@
-"""Equations with bodies, run again with other functions in them."""
+"""New functions in the bodies of equations: loops, branches and calls are made anew around them.
 
-from collections.abc import Callable, Mapping
+A piece is a pair of functions of arrays, as Haiku has them: `init(rng, *arrays)` gives parameters and
+state, `apply(params, state, rng, *arrays)` results and new state. That of an equation is made of those
+of the nodes in its bodies.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import haiku as hk
+import jax
+from jax.extend.core import Literal, Var
+from jax.extend.core import primitives as jex
 
-def rerun(node: Any, replaced: Mapping[int, Callable[..., Any]], *operands: Any) -> list[Any]:
-    """Runs an equation whose bodies have nodes that are replaced, within a Haiku function."""
-    raise NotImplementedError(
-        f"{node!r}: nodes in the bodies of {node.primitive.name} can't be replaced yet"
-    )
+from haiku_implicit.core import compat
+from haiku_implicit.mox.interface import by_path, nested
+from haiku_implicit.mox.run import run
+from haiku_implicit.mox.tree import Body, Equation, walk
+
+Piece = hk.TransformedWithState
+# By the `id` of a node, what comes in its place.
+Pieces = Mapping[int, Piece]
+
+
+def piece_of_equation(
+    node: Any, pieces: Pieces, holders: Collection[int], known: set[Var]
+) -> Piece:
+    """The piece of an equation that has replaced nodes in its bodies.
+
+    Args:
+      node: the equation.
+      pieces: those of the nodes.
+      holders: the `id`s of the equations around the nodes.
+      known: the variables in reach of the equation that come from parameters alone.
+
+    Raises:
+      ValueError: for an equation in which nothing can be replaced.
+    """
+    make = _MAKERS.get(node.primitive)
+    if make is None:
+        raise ValueError(
+            f"nothing can be replaced in the body of {node!r}"
+            + _REASONS.get(node.primitive, f": there is no rule for {node.primitive.name}")
+        )
+    flags = [_is_known(atom, known) for atom in node.inputs]
+
+    def of_body(body: Body, operands: Sequence[bool]) -> Piece:
+        own = {v for v, flag in zip(body.invars, operands, strict=True) if flag}
+        return _piece_of_body(body, pieces, holders, own)
+
+    return make(node, of_body, flags)
+
+
+def from_parameters(body: Body, known: set[Var]) -> set[Var]:
+    """The variables in a program that are made of parameters alone.
+
+    Args:
+      body: the program.
+      known: those of its arguments that are.
+    """
+    known = set(known)
+    for node in walk(body, into_bodies=False):
+        if isinstance(node, Equation):
+            atoms = [x for x in node.inputs if isinstance(x, Var)]
+            if atoms and known.issuperset(atoms):
+                known.update(node.outputs)
+        elif node is not body:
+            pairs: Any = zip(node.outputs, node.returns, strict=True)
+            known.update(v for v, atom in pairs if _is_known(atom, known))
+    return known
+
+
+def _is_known(atom: Any, known: set[Var]) -> bool:
+    return not isinstance(atom, Literal) and atom in known
+
+
+def _piece_of_body(body: Body, pieces: Pieces, holders: Collection[int], known: set[Var]) -> Piece:
+    """The piece of a program: its equations, with those of the nodes in it."""
+    inside = list(walk(body, into_bodies=False))
+    known = from_parameters(body, known)
+    own = {id(node): pieces[id(node)] for node in inside if id(node) in pieces}
+    own |= {
+        id(node): piece_of_equation(node, pieces, holders, known)
+        for node in inside
+        if id(node) in holders
+    }
+
+    def init(rng: Any, *arrays: Any) -> Any:
+        params: dict[Any, Any] = {}
+        state: dict[Any, Any] = {}
+
+        def piece(made: Piece, key: Any, *arrays: Any) -> Any:
+            for entries, new in zip((params, state), made.init(key, *arrays), strict=True):
+                entries |= {path: x for path, x in by_path(new).items() if path not in entries}
+            return made.apply(nested(params), nested(state), key, *arrays)[0]
+
+        run(body, body.consts, arrays, _with_keys(own, rng, piece))
+        return nested(params), nested(state)
+
+    def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+        def piece(made: Piece, key: Any, *arrays: Any) -> Any:
+            nonlocal state
+            out, new = made.apply(params, state, key, *arrays)
+            state = nested(by_path(state) | by_path(new))
+            return out
+
+        return run(body, body.consts, arrays, _with_keys(own, rng, piece)), state
+
+    return Piece(init, apply)
+
+
+def _with_keys(pieces: Pieces, rng: Any, fun: Callable[..., Any]) -> dict[int, Callable[..., Any]]:
+    keys = [None if rng is None else jax.random.fold_in(rng, i) for i in range(len(pieces))]
+    pairs = zip(pieces.items(), keys, strict=True)
+    return {node: functools.partial(fun, piece, key) for (node, piece), key in pairs}
+
+
+# --- the equations ---------------------------------------------------------------------------------
+
+OfBody = Callable[[Body, Sequence[bool]], Piece]
+
+
+def _call(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
+    """`jit`, and other calls: the equations of the body in their place."""
+    (body,) = node.bodies
+    return of_body(body, known)
+
+
+def _remat(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
+    """`jax.checkpoint`."""
+    piece, params = _call(node, of_body, known), node.eqn.params
+    options = dict(policy=params["policy"], prevent_cse=params["prevent_cse"])
+    return Piece(piece.init, jax.checkpoint(piece.apply, **options))
+
+
+def _cond(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
+    """`jax.lax.switch` and `cond`: each branch has the state of all."""
+    if node.eqn.params.get("branches_platforms"):
+        raise ValueError(f"nothing can be replaced in {node!r}, whose branches are for platforms")
+    branches = [of_body(body, known[1:]) for body in node.bodies]
+
+    def init(rng: Any, index: Any, *arrays: Any) -> Any:
+        made = [branch.init(rng, *arrays) for branch in branches]
+        params, state = (
+            nested(dict(collections.ChainMap(*map(by_path, entries))))
+            for entries in zip(*made, strict=True)
+        )
+        return params, state
+
+    def apply(params: Any, state: Any, rng: Any, index: Any, *arrays: Any) -> Any:
+        return jax.lax.switch(
+            index, [branch.apply for branch in branches], params, state, rng, *arrays
+        )
+
+    return Piece(init, apply)
+
+
+def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
+    """`jax.lax.while_loop`: state and the random key are carried."""
+    params = node.eqn.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    bodies = {body.name: body for body in node.bodies}
+    carried = known[num_cond + num_body :]
+    cond = of_body(bodies["cond_jaxpr"], [*known[:num_cond], *carried])
+    step = of_body(bodies["body_jaxpr"], [*known[num_cond:][:num_body], *carried])
+
+    def split(arrays: Sequence[Any]) -> Any:
+        return arrays[:num_cond], arrays[num_cond:][:num_body], arrays[num_cond + num_body :]
+
+    def init(rng: Any, *arrays: Any) -> Any:
+        cond_consts, body_consts, carry = split(arrays)
+        first, second = cond.init(rng, *cond_consts, *carry), step.init(rng, *body_consts, *carry)
+        if by_path(first[1]):
+            raise ValueError(
+                f"{node!r}: a replacement in its condition has state, which can't change"
+            )
+        return nested(by_path(first[0]) | by_path(second[0])), second[1]
+
+    def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+        cond_consts, body_consts, carry = split(arrays)
+
+        def goes_on(carried: Any) -> Any:
+            return cond.apply(params, {}, rng, *cond_consts, *carried[0])[0][0]
+
+        def body(carried: Any) -> Any:
+            carry, state, key = carried
+            key, own = (None, None) if key is None else jax.random.split(key)
+            new, state = step.apply(params, state, own, *body_consts, *carry)
+            return new, state, key
+
+        out, state, _ = jax.lax.while_loop(goes_on, body, (list(carry), state, rng))
+        return out, state
+
+    return Piece(init, apply)
+
+
+def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
+    """`jax.lax.scan`.
+
+    Where what it scans over comes from parameters, it is a stack of layers, and each has parameters
+    and state of its own. Otherwise they are those of all steps.
+    """
+    params = node.eqn.params
+    num_consts, num_carry = compat.scan_arity(params, list(node.inputs))
+    (body,) = node.bodies
+    step = of_body(body, known)
+    stacked, length = any(known[num_consts + num_carry :]), params["length"]
+    options = {name: params[name] for name in ("reverse", "unroll") if name in params}
+
+    def split(arrays: Sequence[Any]) -> Any:
+        return (
+            arrays[:num_consts],
+            list(arrays[num_consts:][:num_carry]),
+            list(arrays[num_consts + num_carry :]),
+        )
+
+    def keys(rng: Any) -> Any:
+        return None if rng is None else jax.random.split(rng, length)
+
+    def init(rng: Any, *arrays: Any) -> Any:
+        consts, carry, xs = split(arrays)
+        if not stacked:
+            return step.init(rng, *consts, *carry, *(x[0] for x in xs))
+        return jax.vmap(lambda key, xs: step.init(key, *consts, *carry, *xs))(keys(rng), xs)
+
+    def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+        consts, carry, xs = split(arrays)
+        per_layer = (params, state) if stacked else ({}, {})
+
+        def one(carried: Any, slices: Any) -> Any:
+            (carry, shared), (xs, key, own) = carried, slices
+            own = own if stacked else (params, shared)
+            out, new = step.apply(*own, key, *consts, *carry, *xs)
+            rest = (out[num_carry:], new if stacked else {})
+            return (out[:num_carry], {} if stacked else new), rest
+
+        first = carry, {} if stacked else state
+        slices = xs, keys(rng), per_layer
+        (carry, shared), (ys, new) = jax.lax.scan(one, first, slices, length=length, **options)
+        return [*carry, *ys], (new if stacked else shared)
+
+    return Piece(init, apply)
+
+
+_MAKERS: dict[Any, Callable[[Any, OfBody, Sequence[bool]], Piece]] = {
+    jex.jit_p: _call,
+    jex.closed_call_p: _call,
+    jex.call_p: _call,
+    compat.custom_vmap_p: _call,
+    compat.remat_p: _remat,
+    jex.cond_p: _cond,
+    jex.while_p: _while,
+    jex.scan_p: _scan,
+}
+
+_OWN_DERIVATIVE = (
+    ": the function has a derivative of its own, which would be that of the old body. Replace it as a "
+    "whole"
+)
+_REASONS = {jex.custom_jvp_call_p: _OWN_DERIVATIVE, jex.custom_vjp_call_p: _OWN_DERIVATIVE}
+
+
+# --- vmap ------------------------------------------------------------------------------------------
+
+
+def under_vmap(piece: Piece, node: Any) -> Piece:
+    """The piece for a node that has the axes of a `vmap` around it, from that for one element.
+
+    Raises:
+      ValueError: if it is under `vmap`, and JAX changed its arguments and results in different ways.
+    """
+    inner: list[Any] = [None] * len(node.seen_results)
+    seen, seen_results = node.seen or inner, node.seen_results
+    if len(seen) != len(seen_results):
+        raise ValueError(f"{node!r} can't be replaced: it is under vmap in parts")
+    for arguments, results in zip(seen, seen_results, strict=True):
+        axes = arguments.axes if arguments else (None,) * len(node.inputs)
+        piece = _batched(piece, repr(node), results.size, axes, results.axes)
+    return piece
+
+
+def _batched(piece: Piece, what: str, size: int, axes: Any, out_axes: Any) -> Piece:
+    def init(rng: Any, *arrays: Any) -> Any:
+        pairs = zip(arrays, axes, strict=True)
+        first = [x if i is None else jax.lax.index_in_dim(x, 0, i, False) for x, i in pairs]
+        params, state = piece.init(rng, *first)
+        if by_path(state):
+            raise ValueError(f"{what}: the replacement has state, and is under vmap")
+        return params, state
+
+    def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+        keys = None if rng is None else jax.random.split(rng, size)
+
+        def one(key: Any, *arrays: Any) -> Any:
+            return piece.apply(params, state, key, *arrays)[0]
+
+        mapped = jax.vmap(one, in_axes=(0, *axes), out_axes=list(out_axes), axis_size=size)
+        return mapped(keys, *arrays), state
+
+    return Piece(init, apply)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,11 +99,11 @@ class Interface:
             return out
         return out, nested({path: fill(slot) for path, slot in self.new_state.items()})
 
-    def split(self, read: Container[Any], args: Any, kwargs: Any) -> list[Any]:
+    def split(self, draws: Callable[[], bool], args: Any, kwargs: Any) -> list[Any]:
         """The arrays in the arguments of `apply`, checked.
 
         Args:
-          read: the variables that the program reads.
+          draws: whether results depend on the random key.
           args: the positional arguments of `apply`.
           kwargs: the others.
 
@@ -114,7 +114,7 @@ class Interface:
         arrays = []
         for kind, label, slot, value in self._parts(self._named(args, kwargs)):
             if kind == "rng":
-                value = _as_key(value, slot.atoms, read)
+                value = _as_key(value, slot.atoms, draws)
             arrays += _checked(label, slot.tree, [v.aval for v in slot.atoms], value)
         return arrays
 
@@ -194,16 +194,16 @@ def is_array(x: Any) -> bool:
     return is_value(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _as_key(key: Any, variables: Sequence[Any], read: Container[Any]) -> Any:
-    """A random key as the program takes it: of the same kind, and any if it is not read."""
+def _as_key(key: Any, variables: Sequence[Any], draws: Callable[[], bool]) -> Any:
+    """A random key as the program takes it: of the same kind, and any one if nothing depends on it."""
     if not variables:
         return None
     (variable,) = variables
     typed = jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.prng_key)
     if isinstance(key, int):
         key = jax.random.PRNGKey(key)
-    if key is None or variable not in read:
-        if variable in read:
+    if key is None:
+        if draws():
             raise ValueError("rng: the model draws random numbers, and got None for a key")
         return jax.random.key(0) if typed else np.zeros(variable.aval.shape, variable.aval.dtype)
     if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):

@@ -4,12 +4,12 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import haiku as hk
 
 from haiku_implicit.mox import edit, view
-from haiku_implicit.mox.program import Program, program_of
+from haiku_implicit.mox.program import ANY_KEY, Program, program_of
 from haiku_implicit.mox.replacement import function_for
 from haiku_implicit.mox.tree import Node
 
@@ -131,7 +131,8 @@ class Mox(Program):
         def function_of(site: edit.Site) -> edit.ArrayFunction:
             return function_for(site.node, replacement, site.path)
 
-        return edit.replace(self, nodes, function_of, path, keep_unused)
+        new = edit.replace(self, nodes, function_of, path, keep_unused)
+        return cast(Mox, new)
 
 
 def make_mox(transformed: Any) -> Callable[..., Any]:
@@ -164,7 +165,7 @@ def make_mox(transformed: Any) -> Callable[..., Any]:
         )
 
     def make(
-        *args: Any, params: Any = None, state: Any = None, rng: Any = None, **kwargs: Any
+        *args: Any, params: Any = None, state: Any = None, rng: Any = ANY_KEY, **kwargs: Any
     ) -> Mox:
         program = program_of(transformed, args, kwargs, params=params, state=state, rng=rng)
         return Mox(program.body, program.interface, program.init, program.implicit)

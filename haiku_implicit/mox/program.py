@@ -8,13 +8,13 @@ from typing import Any
 
 import haiku as hk
 import jax
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.transform import tree_leaves_with_implicit
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.interface import (
     Interface,
-    Path,
     by_path,
     is_array,
     named_arguments,
@@ -48,6 +48,17 @@ class Program:
         """Whether the model has state, and returns a new one."""
         return self.interface.has_state
 
+    @functools.cached_property
+    def draws_random(self) -> bool:
+        """Whether a result depends on the random key."""
+        if not any(v in self.body.read for v in self.interface.rng.atoms):
+            return False
+        invars = self.interface.invars
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
+        jaxpr = jax.make_jaxpr(lambda *xs: run(self.body, self.body.consts, xs))(*shapes).jaxpr
+        _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=False)
+        return any(used[invars.index(v)] for v in self.interface.rng.atoms)
+
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's `apply` gives, bit for bit: see `eval_mox`."""
         leaves = tree_leaves_with_implicit((args, kwargs))
@@ -61,36 +72,43 @@ class Program:
         return transform_implicit(kind(init=self._run, apply=self._run))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        arrays = self.interface.split(self.body.read, args, kwargs)
+        arrays = self.interface.split(lambda: self.draws_random, args, kwargs)
         return self.interface.merge_results(run(self.body, self.body.consts, arrays))
 
     def transformed(self) -> hk.Transformed | hk.TransformedWithState:
         """As a transformed function: see `to_transformed`."""
-        kind = hk.TransformedWithState if self.has_state else hk.Transformed
+        kind: Any = hk.TransformedWithState if self.has_state else hk.Transformed
         return kind(init=self.init, apply=self.apply)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
 
 
+ANY_KEY = "any key"
+
+
 # --- making ---------------------------------------------------------------------------------------
 
 
-def program_of(transformed: Any, args: Any, kwargs: Any, **given: Any) -> Program:
+def program_of(
+    transformed: Any, args: Any, kwargs: Any, *, prune: bool = False, **given: Any
+) -> Program:
     """Traces a transformed function for these arguments.
 
     Args:
       transformed: what Haiku's `transform` or `transform_with_state` returns.
       args: the arguments of the Haiku function: arrays, `jax.ShapeDtypeStruct`s and constants.
       kwargs: the others.
-      **given: `params`, `state` and `rng`; None for those whose shapes `init` says.
+      prune: whether equations that nothing depends on are left out.
+      **given: `params` and `state`, None for those whose shapes `init` says; and `rng`, None for no
+        key, and `ANY_KEY` for one of the usual kind.
     """
     has_state = isinstance(transformed, hk.TransformedWithState)
     apply, implicit = original_of(transformed.apply)
     leading, signature = _split_signature(apply, has_state)
     named = named_arguments(signature, args, kwargs)
     given = _with_shapes(given, transformed.init, has_state, args, kwargs)
-    interface = Interface(
+    face = Interface(
         leading,
         signature,
         params=slots_of(given["params"]),
@@ -100,32 +118,32 @@ def program_of(transformed: Any, args: Any, kwargs: Any, **given: Any) -> Progra
         results=slot_of(None),
         new_state={},
     )
-    results: Any = None
+    returned: dict[Any, marks.Tree] = {}
 
     def on_arrays(*arrays: Any) -> list[Any]:
-        nonlocal results
-        args, kwargs = interface.arguments(arrays)
+        args, kwargs = face.arguments(arrays)
         out = apply(*args, **kwargs)
         out, state = out if has_state else (out, None)
-        results = [marks.split(out), *(marks.split(x) for x in by_path(state).values())]
-        paths.extend(by_path(state))
-        return [x for _, arrays in results for x in arrays]
+        parts = {path: marks.split(x) for path, x in {_OUT: out, **by_path(state)}.items()}
+        returned.update({path: tree for path, (tree, _) in parts.items()})
+        return [x for _, arrays in parts.values() for x in arrays]
 
-    paths: list[Path] = []
     with marks.marking():
-        closed = jax.make_jaxpr(on_arrays)(*interface.invars)
+        closed = jax.make_jaxpr(on_arrays)(*face.invars)
+    if prune:
+        used, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+        closed = closed.replace(jaxpr=used)
     body = body_of("model", closed)
-    out, *new_state = slots_with([tree for tree, _ in results], body.returns)
-    return Program(
-        body,
-        dataclasses.replace(
-            interface.with_variables(body.invars),
-            results=out,
-            new_state=dict(zip(paths, new_state, strict=True)),
-        ),
-        transformed.init,
-        implicit,
+    slots = slots_with(list(returned.values()), body.returns)
+    new_state = dict(zip(returned, slots, strict=True))
+    face = dataclasses.replace(
+        face.with_variables(body.invars), results=new_state.pop(_OUT), new_state=new_state
     )
+    return Program(body, face, transformed.init, implicit)
+
+
+# Beside the paths of the state that is returned.
+_OUT = ("", "")
 
 
 def _split_signature(apply: Any, has_state: bool) -> tuple[tuple[str, ...], inspect.Signature]:
@@ -142,9 +160,9 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _with_shapes(given: Any, init: Any, has_state: bool, args: Any, kwargs: Any) -> dict[str, Any]:
-    """`params`, `state` and `rng`; the shapes of those that are None."""
+    """`params`, `state` and `rng`; the shapes of those that are not given."""
     given = dict(given)
-    if given["rng"] is None:
+    if given["rng"] is ANY_KEY:
         given["rng"] = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     if given["params"] is not None and (given["state"] is not None or not has_state):
         return given

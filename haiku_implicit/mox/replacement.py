@@ -62,8 +62,9 @@ def _structures(node: Any) -> tuple[marks.Tree, marks.Tree]:
     outputs: Any = [v.aval for v in node.outputs]
     if len(outputs) == 1:
         (outputs,) = outputs
-    structures = (marks.split(x, lambda x: True)[0] for x in ((tuple(node.inputs), {}), outputs))
-    return next(structures), next(structures)
+    every: Any = ((tuple(node.inputs), {}), outputs)
+    args, results = (marks.split(x, lambda leaf: True)[0] for x in every)
+    return args, results
 
 
 def _callable(node: Any, replacement: Any) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ def run(
     def read(atom: Atom) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
 
-    def visit(nodes: Sequence[Node]) -> None:
+    def visit(nodes: Sequence[Any]) -> None:
         for node in nodes:
             if id(node) in replaced:
                 results = replaced[id(node)](*map(read, node.inputs))
@@ -69,7 +69,7 @@ def run(
         info = eqn.source_info
         stack = outer + info.name_stack
         with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
-            return compat.bind(eqn.primitive, operands, node.params_to_bind(marked))
+            return compat.bind(eqn.primitive, operands, dict(node.params_to_bind(marked)))
 
     visit(body.children)
     return list(map(read, body.returns))

@@ -74,7 +74,8 @@ class ModuleCall:
       children: what runs in it.
       returns: what of it comes back.
       outputs: the variables that the rest of the program has for `returns`.
-      seen: the transformations of JAX that were applied to it, the first one first.
+      seen: the transformations of JAX that were applied to its arguments, the first one first.
+      seen_results: the same of its results.
       given: variables that are set before it runs, and what they are set to.
     """
 
@@ -84,6 +85,7 @@ class ModuleCall:
     returns: tuple[Atom, ...]
     outputs: tuple[Var, ...]
     seen: tuple[Any, ...] = ()
+    seen_results: tuple[Any, ...] = ()
     given: tuple[tuple[Var, Atom], ...] = ()
 
     @property
@@ -119,7 +121,7 @@ class ModuleCall:
     @property
     def is_differentiated(self) -> bool:
         """Whether the call and its derivative are one."""
-        return DIFFERENTIATED in self.seen
+        return DIFFERENTIATED in (*self.seen, *self.seen_results)
 
     def __repr__(self) -> str:
         method = "" if self.method in ("", "__call__") else f".{self.method}"
@@ -174,7 +176,7 @@ class Body:
         alive = {v for v in self.returns if isinstance(v, Var)} | {*self.constvars, *self.invars}
         uses: dict[int, list[Var]] = {}
 
-        def visit(nodes: Sequence[Node]) -> None:
+        def visit(nodes: Sequence[Any]) -> None:
             for node in reversed(nodes):
                 if isinstance(node, Equation):
                     last(node, (*node.inputs, *node.outputs))
@@ -253,7 +255,8 @@ def hidden(body: Body, node: Node, ignored: Container[Any] = ()) -> set[Var]:
         return set()
     own, of_all = read_counts([node]), body.read_counts
     returned = {v for v in body.returns if isinstance(v, Var) and v not in ignored}
-    defined = {v for x in walk(node, into_bodies=False) for v in x.outputs} - set(node.outputs)
+    defined: set[Any] = {v for x in walk(node, into_bodies=False) for v in x.outputs}
+    defined -= set(node.outputs)
     return {v for v in defined if of_all[v] > own[v] or v in returned}
 
 
@@ -352,7 +355,8 @@ def _module_call(begin: Any, end: JaxprEqn, children: Sequence[Node]) -> ModuleC
         tuple(children),
         tuple(end.invars[1:]),
         tuple(end.outvars),
-        end.params["seen"] if begin is None else begin.params["seen"],
+        () if begin is None else begin.params["seen"],
+        end.params["seen"],
     )
 
 

@@ -57,12 +57,9 @@ class View:
         """The view as XML."""
         return str(self.etree.tostring(self.root, encoding="unicode", pretty_print=True))
 
-    def _is_hidden(self, node: ModuleCall) -> bool:
-        return node.call is None or (node.method == "__init__" and not self.constructors)
-
-    def _add(self, parent: Any, node: Node) -> None:
+    def _add(self, parent: Any, node: Any) -> None:
         for child in node.children:
-            if isinstance(child, ModuleCall) and self._is_hidden(child):
+            if _is_hidden(child) and not (self.constructors and child.method):
                 self._add(parent, child)
                 continue
             element = self.etree.SubElement(parent, tag_of(child), attributes_of(child))
@@ -137,11 +134,7 @@ def _name_of(x: Any) -> str:
     name = getattr(x, "__name__", None)
     if isinstance(name, str):
         return name
-    return (
-        str(x)
-        if type(x).__str__ is not object.__str__ and " at 0x" not in str(x)
-        else type(x).__name__
-    )
+    return str(x) if " at 0x" not in str(x) else type(x).__name__
 
 
 def _avals(atoms: Sequence[Any]) -> str:
@@ -172,8 +165,13 @@ def _lxml() -> Any:
 def calls(root: Body) -> Iterator[ModuleCall]:
     """The calls of modules in a tree, without those of constructors."""
     for node in walk(root):
-        if isinstance(node, ModuleCall) and node.call and node.method != "__init__":
+        if isinstance(node, ModuleCall) and not _is_hidden(node):
             yield node
+
+
+def _is_hidden(node: Any) -> bool:
+    """Whether a node is a constructor's call, or a group that is not seen as one."""
+    return isinstance(node, ModuleCall) and (node.call is None or node.method == "__init__")
 
 
 def matches_glob(path: str, pattern: str) -> bool:
@@ -211,7 +209,9 @@ def find(mox: Any, where: Where) -> list[Node]:
     """
     if isinstance(where, str):
         found = mox.query(where) if is_xpath(where) else mox[where]
-        if not isinstance(found, list) or not all(isinstance(x, Node) for x in found):
+        if not isinstance(found, list) or not all(
+            isinstance(x, ModuleCall | Equation | Body) for x in found
+        ):
             raise ValueError(f"where: {where!r} gives {found!r}, and not nodes")
         return found
     if isinstance(where, ModuleCall | Equation | Body):
@@ -225,4 +225,4 @@ def select(root: Body, what: type | Callable[[Node], Any]) -> list[Node]:
     """The calls of a class of modules, or the nodes for which a function is true."""
     if isinstance(what, type):
         return [x for x in calls(root) if x.cls is not None and issubclass(x.cls, what)]
-    return [x for x in walk(root) if not (isinstance(x, ModuleCall) and x.call is None) and what(x)]
+    return [x for x in walk(root) if not _is_hidden(x) and what(x)]
