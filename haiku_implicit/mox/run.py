@@ -8,7 +8,7 @@ from jax.extend.core import Literal
 
 from haiku_implicit.core import compat
 from haiku_implicit.mox import marks
-from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, Node, hidden, needed
+from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, needed
 
 # Of input arrays, the list of results.
 Replacements = Mapping[int, Callable[..., Sequence[Any]]]
