@@ -285,7 +285,6 @@ def _graft(mox: Program, node: Any, piece: higher.Piece, salt: int, added: Added
         given.append((own_key, key[0]))
     group = ModuleCall(
         call=None,
-        inputs=(),
         children=(*needed(node.children, kept), *children),
         returns=face.results.atoms,
         outputs=tuple(node.outputs),

@@ -68,7 +68,7 @@ def from_parameters(body: Body, known: set[Var]) -> set[Var]:
             if atoms and known.issuperset(atoms):
                 known.update(node.outputs)
         elif node is not body:
-            pairs: Any = zip(node.outputs, node.returns, strict=True)
+            pairs: Any = [*node.given, *zip(node.outputs, node.returns, strict=True)]
             known.update(v for v, atom in pairs if _is_known(atom, known))
     return known
 

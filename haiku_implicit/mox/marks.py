@@ -103,10 +103,15 @@ class Call:
     results: Tree | None = None
 
 
-def begin(call: Call, arrays: Sequence[Any]) -> Any:
-    """Marks the begin of a call of these arrays, and returns a token for its end."""
-    (token,) = mark_p.bind(*arrays, call=call, kind="begin", seen=())
-    return token
+def begin(call: Call, arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Marks the begin of a call of these arrays.
+
+    Returns:
+      A token for the end of the call, and the arrays. They have to be used in the call: what it reads
+      of its arguments can't be told from what it reads beside them otherwise.
+    """
+    token, *arrays = mark_p.bind(*arrays, call=call, kind="begin", seen=())
+    return token, list(arrays)
 
 
 def end(token: Any, call: Call, arrays: Sequence[Any]) -> list[Any]:
@@ -155,11 +160,36 @@ def _mark_call(
         configs[id(module)] = module, _constructor_arguments(type(module), args, kwargs)
     structure, arrays = split((args, kwargs))
     call = Call(type(module), "", method, configs.get(id(module), (None, {}))[1], structure)
-    token = begin(call, arrays)
+    token, arrays = begin(call, arrays)
+    if structure.treedef is not None:
+        rest = iter(arrays)
+        args = _refilled(args, rest, in_place=False)
+        kwargs = {name: _refilled(kwargs[name], rest, in_place=False) for name in sorted(kwargs)}
     out = next_f(*args, **kwargs)
     call.path = getattr(module, "module_name", "")
     call.results, arrays = split(out)
-    return call.results.merge(end(token, call, arrays))
+    arrays = end(token, call, arrays)
+    return out if call.results.treedef is None else _refilled(out, iter(arrays), in_place=True)
+
+
+def _refilled(x: Any, arrays: Iterator[Any], in_place: bool) -> Any:
+    """A tree with these arrays in the place of its own.
+
+    Containers that can be changed are not made anew, since others may hold them, too. They are
+    changed, or left as they are.
+    """
+    if isinstance(x, jax.core.Tracer):
+        return next(arrays)
+    if isinstance(x, tuple):
+        items = [_refilled(y, arrays, in_place) for y in x]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    if type(x) in (list, dict) and in_place:
+        for key in range(len(x)) if isinstance(x, list) else sorted(x):
+            x[key] = _refilled(x[key], arrays, in_place)
+        return x
+    structure, own = split(x)
+    new = [next(arrays) for _ in own]
+    return structure.merge(new) if in_place and own else x
 
 
 def _constructor_arguments(cls: type, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -194,7 +224,7 @@ def _without_arrays(x: Any) -> Any:
 
 
 def _results(*operands: Any, kind: str, make_token: Any) -> list[Any]:
-    return [make_token()] if kind == "begin" else list(operands[1:])
+    return [make_token(), *operands] if kind == "begin" else list(operands[1:])
 
 
 @mark_p.def_impl
@@ -219,7 +249,7 @@ def _differentiate(primals: Any, tangents: Any, *, call: Call, kind: str, seen: 
     out = mark_p.bind(*primals, call=call, kind=kind, seen=(*seen, DIFFERENTIATED))
     if kind == "begin":
         zero: Any = ad.Zero
-        return out, [zero.from_primal_value(out[0])]
+        return out, [zero.from_primal_value(out[0]), *tangents]
     return out, list(tangents[1:])
 
 
@@ -227,7 +257,7 @@ def _batch(operands: Any, axes: Any, *, call: Call, kind: str, seen: Any) -> Any
     sizes = {x.shape[i] for x, i in zip(operands, axes, strict=True) if i is not None}
     own = Batched(sizes.pop(), tuple(axes if kind == "begin" else axes[1:]))
     out = mark_p.bind(*operands, call=call, kind=kind, seen=(*seen, own))
-    return out, ([None] if kind == "begin" else list(axes[1:]))
+    return out, ([None, *axes] if kind == "begin" else list(axes[1:]))
 
 
 ad.primitive_jvps[mark_p] = _differentiate

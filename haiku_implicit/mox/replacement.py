@@ -42,7 +42,9 @@ def function_for(node: Any, replacement: Any, path: str) -> Callable[..., list[A
 
     def on_arrays(*arrays: Any) -> list[Any]:
         call = marks.Call(None, path, "", {}, structure, results)
-        token = marks.begin(call, arrays) if marks.active() else None
+        token = None
+        if marks.active():
+            token, arrays = marks.begin(call, arrays)
         args, kwargs = structure.merge(arrays)
         out = _Site(name=hk.force_name(path))(fun, *args, **kwargs)
         new = _checked(node, results, out)

@@ -55,9 +55,10 @@ def run(
             call(node)
 
     def call(node: ModuleCall) -> None:
-        env.update((var, read(atom)) for var, atom in node.given)
+        values = [read(atom) for _, atom in node.given]
         if marked and node.call:
-            token = marks.begin(node.call, list(map(read, node.inputs)))
+            token, values = marks.begin(node.call, values)
+        env.update(zip((var for var, _ in node.given), values, strict=True))
         visit(node.children)
         results = list(map(read, node.returns))
         if marked and node.call:

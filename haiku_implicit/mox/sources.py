@@ -23,7 +23,7 @@ def sources_in(body: Body, known: Mapping[Any, Path]) -> Sources:
     found = dict(known)
     for node in walk(body, into_bodies=False):
         if isinstance(node, ModuleCall):
-            pairs = [*node.given, *zip(node.outputs, node.returns, strict=True)]
+            pairs: Any = [*node.given, *zip(node.outputs, node.returns, strict=True)]
             found |= {v: found[x] for v, x in pairs if not isinstance(x, Literal) and x in found}
     return found
 

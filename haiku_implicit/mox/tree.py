@@ -70,23 +70,26 @@ class ModuleCall:
 
     Attributes:
       call: its module, arguments and results; None for a group of nodes that is not seen as one.
-      inputs: the arrays among its arguments.
+      given: the variables of the arrays among its arguments, and what they are set to.
       children: what runs in it.
       returns: what of it comes back.
       outputs: the variables that the rest of the program has for `returns`.
       seen: the transformations of JAX that were applied to its arguments, the first one first.
       seen_results: the same of its results.
-      given: variables that are set before it runs, and what they are set to.
     """
 
     call: Call | None
-    inputs: tuple[Atom, ...]
+    given: tuple[tuple[Var, Atom], ...]
     children: tuple["Node", ...]
     returns: tuple[Atom, ...]
     outputs: tuple[Var, ...]
     seen: tuple[Any, ...] = ()
     seen_results: tuple[Any, ...] = ()
-    given: tuple[tuple[Var, Atom], ...] = ()
+
+    @property
+    def inputs(self) -> tuple[Atom, ...]:
+        """The arrays among its arguments."""
+        return tuple(atom for _, atom in self.given)
 
     @property
     def path(self) -> str:
@@ -182,7 +185,7 @@ class Body:
                     last(node, (*node.inputs, *node.outputs))
                 else:
                     given = [atom for pair in node.given for atom in pair]
-                    last(node, (*node.inputs, *node.returns, *node.outputs, *given))
+                    last(node, (*node.returns, *node.outputs, *given))
                     visit(node.children)
 
         def last(node: Node, atoms: Sequence[Atom]) -> None:
@@ -213,7 +216,7 @@ def reads(node: Any) -> Sequence[Atom]:
     """What a node reads itself, without those in it."""
     if isinstance(node, Equation):
         return node.inputs
-    return [*node.inputs, *node.returns, *(atom for _, atom in node.given)]
+    return [*node.inputs, *node.returns]
 
 
 def needed(nodes: Sequence[Node], wanted: set[Var]) -> tuple[Node, ...]:
@@ -351,7 +354,7 @@ def _merge_last(open_calls: list[tuple[Any, list[Node]]]) -> None:
 def _module_call(begin: Any, end: JaxprEqn, children: Sequence[Node]) -> ModuleCall:
     return ModuleCall(
         end.params["call"],
-        tuple(begin.invars) if begin is not None else (),
+        () if begin is None else tuple(zip(begin.outvars[1:], begin.invars, strict=True)),
         tuple(children),
         tuple(end.invars[1:]),
         tuple(end.outvars),
@@ -412,6 +415,8 @@ def without_marks(jaxpr: Jaxpr) -> Jaxpr:
         if eqn.primitive is mark_p:
             if eqn.params["kind"] == "end":
                 known |= zip(eqn.outvars, map(read, eqn.invars[1:]), strict=True)
+            else:
+                known |= zip(eqn.outvars[1:], map(read, eqn.invars), strict=True)
             continue
         invars, params = list(map(read, eqn.invars)), _without_marks_in(eqn.params)
         changed = params is not eqn.params or invars != eqn.invars
