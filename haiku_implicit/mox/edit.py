@@ -8,7 +8,7 @@ this equation that is traced again (`higher.py`).
 import collections
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -19,6 +19,7 @@ from jax.extend.core import Var
 from haiku_implicit.mox import higher
 from haiku_implicit.mox.interface import Interface, Path, Slot, by_path, nested
 from haiku_implicit.mox.program import Program, program_of
+from haiku_implicit.mox.replacement import Replacement
 from haiku_implicit.mox.run import run
 from haiku_implicit.mox.sources import Sources, prefix_of_paths, sources_in, sources_of_body
 from haiku_implicit.mox.tree import (
@@ -30,11 +31,9 @@ from haiku_implicit.mox.tree import (
     hidden,
     needed,
     read_counts,
+    shape_of,
     walk,
 )
-
-# Of the input arrays of a node, the list of its results, as a Haiku function.
-ArrayFunction = Callable[..., list[Any]]
 
 
 class Site(NamedTuple):
@@ -42,11 +41,13 @@ class Site(NamedTuple):
 
     Attributes:
       node: the node.
+      body: the program that it is in.
       path: where the modules and parameters of the new function are.
       within: the equations whose bodies it is in, the outermost first.
     """
 
     node: Any
+    body: Body
     path: str
     within: tuple[Equation, ...] = ()
 
@@ -59,7 +60,7 @@ class Site(NamedTuple):
 def replace(
     mox: Program,
     nodes: Sequence[Node],
-    function_of: Callable[[Site], ArrayFunction],
+    replacement_of: Callable[[Site], Replacement],
     path: str | Callable[[Node], str] | None,
     keep_unused: bool,
 ) -> Program:
@@ -68,13 +69,13 @@ def replace(
     Args:
       mox: the expression.
       nodes: the nodes. Of those within one another the outermost is replaced.
-      function_of: gives the function for a site.
+      replacement_of: gives what comes in the place of a site's node.
       path: where new modules and parameters are.
       keep_unused: whether parameters and state that nothing reads any more are kept.
     """
     params = {v: name for name, slot in mox.interface.params.items() for v in slot.atoms}
     sites = sites_of(mox.body, nodes, path, params)
-    pieces = {id(site.node): _piece(site, function_of(site)) for site in sites}
+    pieces = {id(site.node): _piece(site, replacement_of(site)) for site in sites}
     holders = {id(equation) for site in sites for equation in site.within}
     known = higher.from_parameters(mox.body, set(params)) if holders else set()
     grafts: dict[int, Graft] = {}
@@ -90,13 +91,14 @@ def replace(
     return _with_grafts(mox, grafts, added, keep_unused)
 
 
-def _piece(site: Site, fun: ArrayFunction) -> higher.Piece:
+def _piece(site: Site, new: Replacement) -> higher.Piece:
     """The parameters, state and results of the function for a node.
 
     Raises:
       ValueError: if the node can't be replaced.
     """
-    piece = hk.transform_with_state(fun)
+    made = hk.transform_with_state(new.fun)
+    piece = higher.Piece(new.inputs, new.outputs, made.init, made.apply)
     if isinstance(site.node, Equation):
         return piece
     if site.node.is_differentiated:
@@ -123,7 +125,7 @@ def sites_of(
     wanted = {id(x): x for x in nodes}
     for deep in (False, True):
         known = sources_in(root, params or {}) if deep else {}
-        found = list(_search(root.children, wanted, Place("", "", (), known), deep))
+        found = list(_search(root.children, wanted, Place("", "", (), root, known), deep))
         inside = {id(x) for node, _ in found for x in walk(node, into_bodies=deep)}
         if inside.issuperset(wanted):
             break
@@ -142,7 +144,7 @@ def sites_of(
             own = f"{module}/{node.name}" if module else node.name
             leaves[own] += 1
             own += f"_{leaves[own] - 1}" if leaves[own] > 1 else ""
-        sites.append(Site(node, own, place.within))
+        sites.append(Site(node, place.body, own, place.within))
     return sites
 
 
@@ -153,12 +155,14 @@ class Place(NamedTuple):
       module: the full path of the module.
       prefix: what is in front of the paths in the body.
       within: the equations around it.
+      body: the program.
       known: the parameters in reach.
     """
 
     module: str
     prefix: str
     within: tuple[Equation, ...]
+    body: Body
     known: Sources
 
     def path_of(self, node: ModuleCall) -> str:
@@ -181,7 +185,7 @@ def _search(
             for body in node.bodies:
                 known = sources_of_body(node, body, place.known)
                 prefix, within = prefix_of_paths(body, known), (*place.within, node)
-                inner = Place(place.module, prefix, within, known)
+                inner = Place(place.module, prefix, within, body, known)
                 yield from _search(body.children, wanted, inner, deep)
 
 
@@ -209,7 +213,7 @@ class Added:
     new_state: dict[Path, Slot] = dataclasses.field(default_factory=dict)
     unchanged: set[Path] = dataclasses.field(default_factory=set)
 
-    def keep(self, mox: Program, node: Any) -> set[Any]:
+    def keep(self, mox: Program, node: Any, outputs: Collection[Any]) -> set[Any]:
         """What has to be computed of a node that is replaced, and notes the state that is not.
 
         The state of the node's own modules is not changed any more, unless others read the new one.
@@ -226,6 +230,7 @@ class Added:
             if path in face.state
             and defined.intersection(slot.atoms)
             and not kept.intersection(slot.atoms)
+            and not set(outputs).intersection(slot.atoms)
         }
         return kept
 
@@ -267,14 +272,14 @@ def _graft(mox: Program, node: Any, piece: higher.Piece, salt: int, added: Added
         return piece.apply(params, state, jax.random.fold_in(rng, salt), *arrays)
 
     key = mox.interface.rng.atoms if "rng" in mox.interface.leading else ()
-    rng = jax.ShapeDtypeStruct(key[0].aval.shape, key[0].aval.dtype) if key else None
-    inputs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in node.inputs]
+    rng = shape_of(key[0]) if key else None
+    inputs = [shape_of(x) for x in piece.inputs]
     program = hk.TransformedWithState(piece.init, apply)
     own = program_of(program, inputs, {}, params=None, state=None, rng=rng, prune=True)
     face, children = own.interface, own.body.children
-    kept = added.keep(mox, node)
+    kept = added.keep(mox, node, piece.outputs)
     read = {*read_counts(children), *face.returns}
-    pairs = [*zip(face.args.atoms, node.inputs, strict=True), *added.add(node, face)]
+    pairs = [*zip(face.args.atoms, piece.inputs, strict=True), *added.add(node, face)]
     given = [pair for pair in pairs if pair[0] in read]
     (own_key,) = face.rng.atoms
     if own_key in read:
@@ -285,9 +290,9 @@ def _graft(mox: Program, node: Any, piece: higher.Piece, salt: int, added: Added
         given.append((own_key, key[0]))
     group = ModuleCall(
         call=None,
-        children=(*needed(node.children, kept), *children),
+        children=(*needed(node.children, kept.difference(piece.outputs)), *children),
         returns=face.results.atoms,
-        outputs=tuple(node.outputs),
+        outputs=piece.outputs,
         given=tuple(given),
     )
     return Graft(group, own)
@@ -399,7 +404,7 @@ def initial(mox: Program, rng: Any) -> Any:
     Raises:
       ValueError: if they depend on the function's inputs, which are not known.
     """
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in mox.interface.args.atoms]
+    avals = list(map(shape_of, mox.interface.args.atoms))
     init: Any = mox.init
     if not mox.interface.params and not mox.interface.state:
         return {}, {}

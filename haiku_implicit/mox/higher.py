@@ -6,21 +6,38 @@ of the nodes in its bodies.
 """
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import haiku as hk
 import jax
 from jax.extend.core import Literal, Var
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
 from haiku_implicit.mox.interface import by_path, nested
-from haiku_implicit.mox.run import run
-from haiku_implicit.mox.tree import Body, Equation, walk
+from haiku_implicit.mox.run import Substitute, run
+from haiku_implicit.mox.tree import Atom, Body, Equation, walk
 
-Piece = hk.TransformedWithState
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What comes in the place of a node.
+
+    Attributes:
+      inputs: what it is given.
+      outputs: what it defines.
+      init: its parameters and state, of a random key and arrays.
+      apply: its results and new state, of parameters, state, a random key and arrays.
+    """
+
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Var, ...]
+    init: Callable[..., Any]
+    apply: Callable[..., Any]
+
+
 # By the `id` of a node, what comes in its place.
 Pieces = Mapping[int, Piece]
 
@@ -51,7 +68,8 @@ def piece_of_equation(
         own = {v for v, flag in zip(body.invars, operands, strict=True) if flag}
         return _piece_of_body(body, pieces, holders, own)
 
-    return make(node, of_body, flags)
+    init, apply = make(node, of_body, flags)
+    return Piece(tuple(node.inputs), tuple(node.outputs), init, apply)
 
 
 def from_parameters(body: Body, known: set[Var]) -> set[Var]:
@@ -62,6 +80,7 @@ def from_parameters(body: Body, known: set[Var]) -> set[Var]:
       known: those of its arguments that are.
     """
     known = set(known)
+    node: Any
     for node in walk(body, into_bodies=False):
         if isinstance(node, Equation):
             atoms = [x for x in node.inputs if isinstance(x, Var)]
@@ -97,7 +116,7 @@ def _piece_of_body(body: Body, pieces: Pieces, holders: Collection[int], known: 
                 entries |= {path: x for path, x in by_path(new).items() if path not in entries}
             return made.apply(nested(params), nested(state), key, *arrays)[0]
 
-        run(body, body.consts, arrays, _with_keys(own, rng, piece))
+        run(body, body.consts, arrays, _substitutes(own, rng, piece))
         return nested(params), nested(state)
 
     def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
@@ -107,36 +126,42 @@ def _piece_of_body(body: Body, pieces: Pieces, holders: Collection[int], known: 
             state = nested(by_path(state) | by_path(new))
             return out
 
-        return run(body, body.consts, arrays, _with_keys(own, rng, piece)), state
+        return run(body, body.consts, arrays, _substitutes(own, rng, piece)), state
 
-    return Piece(init, apply)
+    return Piece(body.invars, (), init, apply)
 
 
-def _with_keys(pieces: Pieces, rng: Any, fun: Callable[..., Any]) -> dict[int, Callable[..., Any]]:
-    keys = [None if rng is None else jax.random.fold_in(rng, i) for i in range(len(pieces))]
-    pairs = zip(pieces.items(), keys, strict=True)
-    return {node: functools.partial(fun, piece, key) for (node, piece), key in pairs}
+def _substitutes(pieces: Pieces, rng: Any, fun: Callable[..., Any]) -> dict[int, Substitute]:
+    """What `run` takes for pieces that are called by a function of the piece, a key and arrays."""
+    found = {}
+    for i, (node, piece) in enumerate(pieces.items()):
+        key = None if rng is None else jax.random.fold_in(rng, i)
+        found[node] = Substitute(piece.inputs, piece.outputs, functools.partial(fun, piece, key))
+    return found
 
 
 # --- the equations ---------------------------------------------------------------------------------
 
 OfBody = Callable[[Body, Sequence[bool]], Piece]
+Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-def _call(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
+def _call(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     """`jit`, and other calls: the equations of the body in their place."""
     (body,) = node.bodies
-    return of_body(body, known)
+    piece = of_body(body, known)
+    return piece.init, piece.apply
 
 
-def _remat(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
+def _remat(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     """`jax.checkpoint`."""
-    piece, params = _call(node, of_body, known), node.eqn.params
+    init, apply = _call(node, of_body, known)
+    params = node.eqn.params
     options = dict(policy=params["policy"], prevent_cse=params["prevent_cse"])
-    return Piece(piece.init, jax.checkpoint(piece.apply, **options))
+    return init, jax.checkpoint(apply, **options)
 
 
-def _cond(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
+def _cond(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     """`jax.lax.switch` and `cond`: each branch has the state of all."""
     if node.eqn.params.get("branches_platforms"):
         raise ValueError(f"nothing can be replaced in {node!r}, whose branches are for platforms")
@@ -155,10 +180,10 @@ def _cond(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
             index, [branch.apply for branch in branches], params, state, rng, *arrays
         )
 
-    return Piece(init, apply)
+    return init, apply
 
 
-def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
+def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     """`jax.lax.while_loop`: state and the random key are carried."""
     params = node.eqn.params
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
@@ -194,10 +219,10 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
         out, state, _ = jax.lax.while_loop(goes_on, body, (list(carry), state, rng))
         return out, state
 
-    return Piece(init, apply)
+    return init, apply
 
 
-def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
+def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     """`jax.lax.scan`.
 
     Where what it scans over comes from parameters, it is a stack of layers, and each has parameters
@@ -242,10 +267,10 @@ def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Piece:
         (carry, shared), (ys, new) = jax.lax.scan(one, first, slices, length=length, **options)
         return [*carry, *ys], (new if stacked else shared)
 
-    return Piece(init, apply)
+    return init, apply
 
 
-_MAKERS: dict[Any, Callable[[Any, OfBody, Sequence[bool]], Piece]] = {
+_MAKERS: dict[Any, Callable[[Any, OfBody, Sequence[bool]], Functions]] = {
     jex.jit_p: _call,
     jex.closed_call_p: _call,
     jex.call_p: _call,
@@ -278,11 +303,12 @@ def under_vmap(piece: Piece, node: Any) -> Piece:
         raise ValueError(f"{node!r} can't be replaced: it is under vmap in parts")
     for arguments, results in zip(seen, seen_results, strict=True):
         axes = arguments.axes if arguments else (None,) * len(node.inputs)
-        piece = _batched(piece, repr(node), results.size, axes, results.axes)
+        init, apply = _batched(piece, repr(node), results.size, axes, results.axes)
+        piece = dataclasses.replace(piece, init=init, apply=apply)
     return piece
 
 
-def _batched(piece: Piece, what: str, size: int, axes: Any, out_axes: Any) -> Piece:
+def _batched(piece: Piece, what: str, size: int, axes: Any, out_axes: Any) -> Functions:
     def init(rng: Any, *arrays: Any) -> Any:
         pairs = zip(arrays, axes, strict=True)
         first = [x if i is None else jax.lax.index_in_dim(x, 0, i, False) for x, i in pairs]
@@ -300,4 +326,4 @@ def _batched(piece: Piece, what: str, size: int, axes: Any, out_axes: Any) -> Pi
         mapped = jax.vmap(one, in_axes=(0, *axes), out_axes=list(out_axes), axis_size=size)
         return mapped(keys, *arrays), state
 
-    return Piece(init, apply)
+    return init, apply

@@ -53,6 +53,13 @@ class Tree(NamedTuple):
         """How many arrays there are in the tree."""
         return self.leaves.count(None)
 
+    def like(self, other: "Tree") -> bool:
+        """Whether this is another tree's structure, with arrays in the same places."""
+        return self.treedef == other.treedef and self._places() == other._places()
+
+    def _places(self) -> list[bool]:
+        return [x is None for x in self.leaves]
+
     def describe(self) -> str:
         """The structure as people write it: `(array, {'a': array})`."""
         shown = self.merge([_Shown("array")] * self.num_arrays)

@@ -10,7 +10,7 @@ import haiku as hk
 
 from haiku_implicit.mox import edit, view
 from haiku_implicit.mox.program import ANY_KEY, Program, program_of
-from haiku_implicit.mox.replacement import function_for
+from haiku_implicit.mox.replacement import Replacement, after, around, before, instead
 from haiku_implicit.mox.tree import Node
 
 
@@ -124,15 +124,82 @@ class Mox(Program):
           >>> smooth.query('count(//function)')
           1.0
         """
+        return self._with(
+            where, lambda site: instead(site.node, site.path, replacement), path, keep_unused
+        )
+
+    def wrap(self, where: view.Where, function: Callable[..., Any], *, path: Any = None) -> "Mox":
+        """The expression with a function around nodes.
+
+        Args:
+          where: the nodes, as for `sub`.
+          function: what is called with the original node, as a function, and the node's arguments. It
+            may use Haiku, and call the original with other arguments of the same structure, shapes and
+            dtypes. State is what the last call of the original leaves.
+          path: as for `sub`.
+
+        Returns:
+          The new expression.
+
+        Example:
+          >>> import haiku as hk, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 8])(x)))(jnp.ones((2, 8)))
+          >>> skips = mox.wrap(hk.Linear, lambda linear, x: x + linear(x))
+        """
+        return self._with(
+            where, lambda site: around(site.body, site.node, site.path, function), path
+        )
+
+    def insert_before(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
+        """The expression with a function in front of nodes.
+
+        Args:
+          where: the nodes, as for `sub`.
+          function: a function, a module factory, a module expression or a transformed function. It is
+            called with the node's positional arguments that are arrays or have arrays in them, and
+            returns what is to be there in their place: a tuple where there are several.
+          path: as for `sub`.
+        """
+        return self._with(
+            where, lambda site: before(site.body, site.node, site.path, function), path
+        )
+
+    def insert_after(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
+        """The expression with a function behind nodes.
+
+        Args:
+          where: the nodes, as for `sub`.
+          function: a function, a module factory, a module expression or a transformed function. It is
+            called with what the node returns, and returns what is to be there in its place.
+          path: as for `sub`.
+
+        Example: adapters of Houlsby et al., 2019 (https://arxiv.org/abs/1902.00751).
+
+          >>> import haiku as hk, jax, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> def adapter(x):
+          ...   return x + hk.Linear(x.shape[-1], name='up')(jax.nn.gelu(hk.Linear(2, name='down')(x)))
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 8])(x)))(jnp.ones((2, 8)))
+          >>> new = mox.insert_after(hk.Linear, adapter)
+          >>> sorted(new.init(jax.random.key(0), jnp.ones((2, 8))))[1:3]
+          ['mlp/~/linear_0/down', 'mlp/~/linear_0/up']
+        """
+        return self._with(
+            where, lambda site: after(site.body, site.node, site.path, function), path
+        )
+
+    def _with(
+        self,
+        where: view.Where,
+        put: Callable[[edit.Site], Replacement],
+        path: str | Callable[[Node], str] | None,
+        keep_unused: bool = False,
+    ) -> "Mox":
         nodes = view.find(self, where)
         if not nodes:
             raise ValueError(f"where: nothing in the expression is {where!r}")
-
-        def function_of(site: edit.Site) -> edit.ArrayFunction:
-            return function_for(site.node, replacement, site.path)
-
-        new = edit.replace(self, nodes, function_of, path, keep_unused)
-        return cast(Mox, new)
+        return cast(Mox, edit.replace(self, nodes, put, path, keep_unused))
 
 
 def make_mox(transformed: Any) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from haiku_implicit.mox.interface import (
     slots_with,
 )
 from haiku_implicit.mox.run import run
-from haiku_implicit.mox.tree import Body, body_of
+from haiku_implicit.mox.tree import Body, body_of, shape_of
 from haiku_implicit.params.transformed import original_of, transform_implicit
 
 
@@ -54,8 +54,9 @@ class Program:
         if not any(v in self.body.read for v in self.interface.rng.atoms):
             return False
         invars = self.interface.invars
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
-        jaxpr = jax.make_jaxpr(lambda *xs: run(self.body, self.body.consts, xs))(*shapes).jaxpr
+        jaxpr = jax.make_jaxpr(lambda *xs: run(self.body, self.body.consts, xs))(
+            *map(shape_of, invars)
+        ).jaxpr
         _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=False)
         return any(used[invars.index(v)] for v in self.interface.rng.atoms)
 

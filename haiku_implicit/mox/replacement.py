@@ -1,18 +1,21 @@
 """What may be put in the place of a node, as a function of the node's arrays."""
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal, Var
 
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.interface import is_array
 from haiku_implicit.mox.program import Program
-from haiku_implicit.mox.tree import Equation, ModuleCall
+from haiku_implicit.mox.run import bind, run
+from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, read_counts, walk
 
 
 class _Site(hk.Module):
@@ -25,35 +28,164 @@ class _Site(hk.Module):
 marks.UNMARKED.add(_Site)
 
 
-def function_for(node: Any, replacement: Any, path: str) -> Callable[..., list[Any]]:
-    """The Haiku function that a replacement stands for.
+class Replacement(NamedTuple):
+    """A Haiku function of arrays for the place of a node.
+
+    Attributes:
+      inputs: what it is given.
+      outputs: what it defines.
+      fun: the function, to a list of arrays.
+    """
+
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Var, ...]
+    fun: Callable[..., list[Any]]
+
+
+def instead(node: Any, path: str, replacement: Any) -> Replacement:
+    """What is called with the arguments of a node, in its place.
 
     Args:
-      node: the node that it replaces.
-      replacement: a function of the node's arguments, a class or a factory of modules, a module
-        expression, a transformed function, or None for what returns its argument.
-      path: where its modules and parameters are.
-
-    Returns:
-      A function of the node's input arrays. It gives a list of arrays like those that the node defines.
+      node: the node.
+      path: where the modules and parameters of the replacement are.
+      replacement: a function, a class or a factory of modules, a module expression, a transformed
+        function, or None for what returns its argument.
     """
-    structure, results = _structures(node)
-    fun = _callable(node, replacement)
+    structure, results = structures_of(node)
+    method, config = getattr(node, "method", ""), getattr(node, "config", {})
+    fun = callable_of(replacement, structure, method, config)
 
     def on_arrays(*arrays: Any) -> list[Any]:
         call = marks.Call(None, path, "", {}, structure, results)
-        token = None
-        if marks.active():
-            token, arrays = marks.begin(call, arrays)
-        args, kwargs = structure.merge(arrays)
-        out = _Site(name=hk.force_name(path))(fun, *args, **kwargs)
-        new = _checked(node, results, out)
-        return marks.end(token, call, new) if marks.active() else new
+        return _at_site(path, call, fun, arrays, functools.partial(_checked, node))
 
-    return on_arrays
+    return Replacement(tuple(node.inputs), tuple(node.outputs), on_arrays)
 
 
-def _structures(node: Any) -> tuple[marks.Tree, marks.Tree]:
+def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Replacement:
+    """What is called with the original, and its arguments, in the place of a node.
+
+    Args:
+      body: the program that the node is in.
+      node: the node.
+      path: where the function's modules and parameters are.
+      function: the function. The original is a function of arguments of the same structure.
+    """
+    structure, results = structures_of(node)
+    original = Original(body, node)
+    name = getattr(function, "__name__", "function").strip("<>")
+
+    def on_arrays(*arrays: Any) -> list[Any]:
+        arguments, captured = arrays[: len(node.inputs)], arrays[len(node.inputs) :]
+        others: list[Any] = []
+
+        def call_original(*args: Any, **kwargs: Any) -> Any:
+            given, new = marks.split((args, kwargs), is_array)
+            if not given.like(structure):
+                raise ValueError(
+                    f"{node!r}: the original takes {structure.describe()}, and was given "
+                    f"{given.describe()}"
+                )
+            out, others[:] = original(new, captured)
+            return results.merge(out)
+
+        def fun(*args: Any, **kwargs: Any) -> Any:
+            return function(call_original, *args, **kwargs)
+
+        call = marks.Call(None, f"{path}/{name}", "", {}, structure, results)
+        out = _at_site(path, call, fun, arguments, functools.partial(_checked, node))
+        return [*out, *(others or original(arguments, captured)[1])]
+
+    inputs = (*node.inputs, *original.captured)
+    return Replacement(inputs, (*node.outputs, *original.hidden), on_arrays)
+
+
+def before(body: Body, node: Any, path: str, function: Any) -> Replacement:
+    """What calls a function with the arrays among a node's positional arguments, and then the node."""
+    structure, _ = structures_of(node)
+    args, _ = structure.merge([_ARRAY] * structure.num_arrays)
+    places = [i for i, x in enumerate(args) if any(y is _ARRAY for y in jax.tree.leaves(x))]
+    taken, _ = marks.split((tuple(args[i] for i in places), {}), lambda x: x is _ARRAY)
+    fun = callable_of(function, taken)
+
+    def with_new_arguments(original: Any, *args: Any, **kwargs: Any) -> Any:
+        new = fun(*(args[i] for i in places))
+        pairs = dict(zip(places, new if len(places) > 1 else [new], strict=True))
+        return original(*(pairs.get(i, x) for i, x in enumerate(args)), **kwargs)
+
+    return around(body, node, path, with_new_arguments)
+
+
+# Stands for an array.
+_ARRAY = object()
+
+
+def after(body: Body, node: Any, path: str, function: Any) -> Replacement:
+    """What calls a function with what a node returns."""
+    _, results = structures_of(node)
+    out = results.merge([_ARRAY] * results.num_arrays)
+    taken, _ = marks.split(((out,), {}), lambda x: x is _ARRAY)
+    fun = callable_of(function, taken)
+
+    def with_new_results(original: Any, *args: Any, **kwargs: Any) -> Any:
+        return fun(original(*args, **kwargs))
+
+    return around(body, node, path, with_new_results)
+
+
+class Original:
+    """A node as a function of other arguments than its own.
+
+    Attributes:
+      captured: what it reads beside its arguments.
+      hidden: what others read of it beside its results.
+    """
+
+    def __init__(self, body: Body, node: Any):
+        self.captured: tuple[Var, ...] = ()
+        self.hidden: tuple[Var, ...] = ()
+        self._node, self._body = node, None
+        if isinstance(node, Equation):
+            return
+        read = {*read_counts(node.children), *(x for x in node.returns if isinstance(x, Var))}
+        # An array in a list or a dict has no variable of its own within the call.
+        own = [v if v in read or isinstance(x, Literal) else x for v, x in node.given]
+        defined = {v for x in walk(node, into_bodies=False) for v in x.outputs}
+        defined |= {
+            v
+            for x in walk(node, into_bodies=False)
+            if x is not node and isinstance(x, ModuleCall)
+            for v, _ in x.given
+        }
+        self.captured = tuple(v for v in read if v not in defined and v not in own)
+        self.hidden = tuple(hidden(body, node))
+        same = dataclasses.replace(
+            node, given=tuple(zip((v for v, _ in node.given), own, strict=True))
+        )
+        invars = (*own, *self.captured)
+        self._body = Body("", (), (), invars, (same,), (*node.outputs, *self.hidden))
+
+    def __call__(
+        self, arguments: Sequence[Any], captured: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """The results for these arguments, and the values of `hidden`."""
+        if self._body is None:
+            return bind(self._node, arguments), []
+        out = run(self._body, (), (*arguments, *captured))
+        return out[: len(self._node.outputs)], out[len(self._node.outputs) :]
+
+
+def _at_site(path: str, call: marks.Call, fun: Any, arrays: Sequence[Any], check: Any) -> list[Any]:
+    """Calls a function where its modules and parameters are, with marks around it."""
+    token = None
+    if marks.active():
+        token, arrays = marks.begin(call, arrays)
+    args, kwargs = call.args.merge(arrays)
+    new = check(call.results, _Site(name=hk.force_name(path))(fun, *args, **kwargs))
+    return marks.end(token, call, new) if marks.active() else new
+
+
+def structures_of(node: Any) -> tuple[marks.Tree, marks.Tree]:
     """The structures of a node's arguments `(args, kwargs)` and of its results."""
     if isinstance(node, ModuleCall) and node.call and node.call.results:
         return node.call.args, node.call.results
@@ -69,9 +201,18 @@ def _structures(node: Any) -> tuple[marks.Tree, marks.Tree]:
     return args, results
 
 
-def _callable(node: Any, replacement: Any) -> Callable[..., Any]:
-    """A replacement as a function of the node's arguments."""
-    method = getattr(node, "method", "") or "__call__"
+def callable_of(
+    replacement: Any, arguments: marks.Tree, method: str = "", config: Mapping[str, Any] = {}
+) -> Callable[..., Any]:
+    """A replacement as a function.
+
+    Args:
+      replacement: as for `instead`.
+      arguments: the structure of the arguments that it will be given.
+      method: the method that is called of a module.
+      config: what the old module was constructed with.
+    """
+    method = method or "__call__"
     if replacement is None:
         return _same
     if isinstance(replacement, Program):
@@ -79,14 +220,13 @@ def _callable(node: Any, replacement: Any) -> Callable[..., Any]:
     if isinstance(replacement, hk.Transformed | hk.TransformedWithState):
         return functools.partial(_lifted, replacement)
     if isinstance(replacement, type) and issubclass(replacement, hk.Module):
-        config = _config_for(replacement, getattr(node, "config", {}))
-        replacement = functools.partial(replacement, **config)
+        replacement = functools.partial(replacement, **_config_for(replacement, config))
     if not callable(replacement):
         raise TypeError(
             "replacement: expected a function, a class or a factory of modules, a module expression, "
             f"a transformed function or None, got {type(replacement).__name__}"
         )
-    if _is_factory(replacement, node):
+    if _is_factory(replacement, arguments):
         return lambda *args, **kwargs: getattr(replacement(), method)(*args, **kwargs)
     return replacement
 
@@ -119,12 +259,11 @@ def _config_for(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in config.items() if name in parameters and name != "name"}
 
 
-def _is_factory(fun: Any, node: Any) -> bool:
-    """Whether a function makes a module, rather than takes the node's arguments."""
+def _is_factory(fun: Any, arguments: marks.Tree) -> bool:
+    """Whether a function makes a module, rather than takes these arguments."""
     if isinstance(fun, functools.partial) and isinstance(fun.func, type):
         return issubclass(fun.func, hk.Module)
-    structure, _ = _structures(node)
-    args, kwargs = structure.merge([None] * structure.num_arrays)
+    args, kwargs = arguments.merge([None] * arguments.num_arrays)
     return not _takes(fun, args, kwargs) and _takes(fun, (), {})
 
 
@@ -139,7 +278,7 @@ def _takes(fun: Any, args: Any, kwargs: Any) -> bool:
 def _checked(node: Any, results: marks.Tree, out: Any) -> list[Any]:
     """The arrays that a new function gave, which have to be as those of the node."""
     structure, arrays = marks.split(out, is_array)
-    if structure.treedef != results.treedef or structure.num_arrays != results.num_arrays:
+    if not structure.like(results):
         raise ValueError(
             f"{node!r}: the replacement has to return {results.describe()}, and returned "
             f"{structure.describe()}"

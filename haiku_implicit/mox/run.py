@@ -1,21 +1,35 @@
 """Running a tree of equations."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from haiku_implicit.core import compat
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, needed
 
-# Of input arrays, the list of results.
-Replacements = Mapping[int, Callable[..., Sequence[Any]]]
+
+class Substitute(NamedTuple):
+    """What runs in the place of a node.
+
+    Attributes:
+      inputs: what it is given.
+      outputs: what it defines.
+      fun: the function, of arrays, to a list of arrays.
+    """
+
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Var, ...]
+    fun: Callable[..., Sequence[Any]]
 
 
 def run(
-    body: Body, consts: Sequence[Any], args: Sequence[Any], replaced: Replacements | None = None
+    body: Body,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    substitutes: Mapping[int, Substitute] | None = None,
 ) -> list[Any]:
     """Binds the equations of a program, in their order, to these values.
 
@@ -25,37 +39,33 @@ def run(
       body: the program.
       consts: values of its `constvars`.
       args: values of its `invars`.
-      replaced: by the `id` of a node, the function that is called in its place.
+      substitutes: by the `id` of a node, what runs in its place.
 
     Returns:
       Its results.
     """
-    env = dict(zip((*body.constvars, *body.invars), (*consts, *args), strict=True))
+    variables: Any = (*body.constvars, *body.invars)
+    env: dict[Any, Any] = dict(zip(variables, (*consts, *args), strict=True))
     outer, last_uses, marked = source_info_util.current_name_stack(), body.last_uses, marks.active()
-    replaced = replaced or {}
+    substitutes = substitutes or {}
 
-    def read(atom: Atom) -> Any:
+    def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
 
     def visit(nodes: Sequence[Any]) -> None:
         for node in nodes:
-            if id(node) in replaced:
-                results = replaced[id(node)](*map(read, node.inputs))
-                visit(needed(node.children, hidden(body, node)))
+            if id(node) in substitutes:
+                substitute(node, substitutes[id(node)])
+            elif isinstance(node, Equation):
+                results = bind(node, list(map(read, node.inputs)), outer)
                 env.update(zip(node.outputs, results, strict=True))
             else:
-                visit_one(node)
+                call(node)
             for var in last_uses.get(id(node), ()):
                 env.pop(var, None)
 
-    def visit_one(node: Any) -> None:
-        if isinstance(node, Equation):
-            env.update(zip(node.outputs, bind(node, list(map(read, node.inputs))), strict=True))
-        else:
-            call(node)
-
     def call(node: ModuleCall) -> None:
-        values = [read(atom) for _, atom in node.given]
+        values = list(map(read, node.inputs))
         if marked and node.call:
             token, values = marks.begin(node.call, values)
         env.update(zip((var for var, _ in node.given), values, strict=True))
@@ -65,12 +75,26 @@ def run(
             results = marks.end(token, node.call, results)
         env.update(zip(node.outputs, results, strict=True))
 
-    def bind(node: Equation, operands: list[Any]) -> list[Any]:
-        eqn = node.eqn
-        info = eqn.source_info
-        stack = outer + info.name_stack
-        with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
-            return compat.bind(eqn.primitive, operands, dict(node.params_to_bind(marked)))
+    def substitute(node: Any, new: Substitute) -> None:
+        results = new.fun(*map(read, new.inputs))
+        visit(needed(node.children, hidden(body, node).difference(new.outputs)))
+        env.update(zip(new.outputs, results, strict=True))
 
     visit(body.children)
     return list(map(read, body.returns))
+
+
+def bind(node: Equation, operands: Sequence[Any], outer: Any = None) -> list[Any]:
+    """Binds the primitive of an equation, with the name stack and the settings it was traced with.
+
+    Args:
+      node: the equation.
+      operands: its operands.
+      outer: the name stack around it; by default the current one.
+    """
+    eqn = node.eqn
+    info = eqn.source_info
+    stack = (source_info_util.current_name_stack() if outer is None else outer) + info.name_stack
+    params = dict(node.params_to_bind(marks.active()))
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        return compat.bind(eqn.primitive, list(operands), params)

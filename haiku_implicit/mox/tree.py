@@ -6,6 +6,7 @@ import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Union
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from haiku_implicit.mox.marks import DIFFERENTIATED, Call, mark_p
@@ -261,6 +262,11 @@ def hidden(body: Body, node: Node, ignored: Container[Any] = ()) -> set[Var]:
     defined: set[Any] = {v for x in walk(node, into_bodies=False) for v in x.outputs}
     defined -= set(node.outputs)
     return {v for v in defined if of_all[v] > own[v] or v in returned}
+
+
+def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a variable."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
 def walk(node: Any, into_bodies: bool = True) -> Iterator[Node]:
