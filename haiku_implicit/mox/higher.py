@@ -18,7 +18,7 @@ from jax.extend.core import primitives as jex
 from haiku_implicit.core import compat
 from haiku_implicit.mox.interface import by_path, nested
 from haiku_implicit.mox.run import Substitute, run
-from haiku_implicit.mox.tree import Atom, Body, Equation, walk
+from haiku_implicit.mox.tree import Atom, Body, steps, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +80,12 @@ def from_parameters(body: Body, known: set[Var]) -> set[Var]:
       known: those of its arguments that are.
     """
     known = set(known)
-    node: Any
-    for node in walk(body, into_bodies=False):
-        if isinstance(node, Equation):
-            atoms = [x for x in node.inputs if isinstance(x, Var)]
-            if atoms and known.issuperset(atoms):
-                known.update(node.outputs)
-        elif node is not body:
-            pairs: Any = [*node.given, *zip(node.outputs, node.returns, strict=True)]
-            known.update(v for v, atom in pairs if _is_known(atom, known))
+    for step in steps(body.children):
+        if isinstance(step, tuple):
+            known |= {step[0]} if _is_known(step[1], known) else set()
+        else:
+            atoms = [x for x in step.inputs if isinstance(x, Var)]
+            known.update(step.outputs if atoms and known.issuperset(atoms) else ())
     return known
 
 

@@ -23,7 +23,8 @@ from haiku_implicit.mox.interface import (
     slots_with,
 )
 from haiku_implicit.mox.run import run
-from haiku_implicit.mox.tree import Body, body_of, shape_of
+from haiku_implicit.mox.sources import depends
+from haiku_implicit.mox.tree import Body, body_of
 from haiku_implicit.params.transformed import original_of, transform_implicit
 
 
@@ -53,12 +54,8 @@ class Program:
         """Whether a result depends on the random key."""
         if not any(v in self.body.read for v in self.interface.rng.atoms):
             return False
-        invars = self.interface.invars
-        jaxpr = jax.make_jaxpr(lambda *xs: run(self.body, self.body.consts, xs))(
-            *map(shape_of, invars)
-        ).jaxpr
-        _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=False)
-        return any(used[invars.index(v)] for v in self.interface.rng.atoms)
+        keys = set(self.interface.rng.atoms)
+        return any(depends(self.body, [v in keys for v in self.body.invars]))
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's `apply` gives, bit for bit: see `eval_mox`."""

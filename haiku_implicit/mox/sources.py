@@ -1,13 +1,14 @@
 """Which parameters the variables of a tree are, also in the bodies of loops and calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 from jax.extend.core import primitives as jex
 
+from haiku_implicit.core import compat
 from haiku_implicit.mox.interface import Path
-from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, reads, walk
+from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, reads, steps, walk
 
 # By variable, the module and the name of the parameter that it is (or a slice of it, one a layer).
 Sources = dict[Any, Path]
@@ -21,10 +22,9 @@ def sources_in(body: Body, known: Mapping[Any, Path]) -> Sources:
       known: those that are its arguments.
     """
     found = dict(known)
-    for node in walk(body, into_bodies=False):
-        if isinstance(node, ModuleCall):
-            pairs: Any = [*node.given, *zip(node.outputs, node.returns, strict=True)]
-            found |= {v: found[x] for v, x in pairs if not isinstance(x, Literal) and x in found}
+    for step in steps(body.children):
+        if isinstance(step, tuple) and not isinstance(step[1], Literal) and step[1] in found:
+            found[step[0]] = found[step[1]]
     return found
 
 
@@ -75,3 +75,68 @@ def read_by(node: Node, known: Sources) -> Iterator[Path]:
                 inner = sources_of_body(x, body, known)
                 for child in body.children:
                     yield from read_by(child, inner)
+
+
+# --- dependence ------------------------------------------------------------------------------------
+
+
+def depends(body: Body, flags: Sequence[bool]) -> list[bool]:
+    """Which results of a program depend on some of its arguments.
+
+    Args:
+      body: the program.
+      flags: for each argument, whether it is one of them.
+    """
+    found = {v for v, flag in zip(body.invars, flags, strict=True) if flag}
+    for step in steps(body.children):
+        if isinstance(step, tuple):
+            found |= {step[0]} if _any_of([step[1]], found) else set()
+        elif _any_of(step.inputs, found):
+            found.update(
+                v for v, flag in zip(step.outputs, _of_results(step, found), strict=True) if flag
+            )
+    return [_any_of([x], found) for x in body.returns]
+
+
+def _any_of(atoms: Sequence[Any], found: Container[Any]) -> bool:
+    return any(not isinstance(x, Literal) and x in found for x in atoms)
+
+
+def _of_results(node: Equation, found: Container[Any]) -> list[bool]:
+    """Which results of an equation depend on variables."""
+    everything = [True] * len(node.outputs)
+    if node.primitive in (jex.scan_p, jex.while_p):
+        return _of_loop(node, found)
+    if node.primitive is jex.cond_p and _any_of(node.inputs[:1], found):
+        return everything
+    whole = [len(body.returns) == len(node.outputs) for body in node.bodies]
+    if not whole or not all(whole) or any(len(x.invars) > len(node.inputs) for x in node.bodies):
+        return everything
+    flags = [
+        depends(body, [_any_of([x], found) for x in arguments_of(node, body)])
+        for body in node.bodies
+    ]
+    return [any(each) for each in zip(*flags, strict=True)]
+
+
+def _of_loop(node: Equation, found: Container[Any]) -> list[bool]:
+    """The same of a loop: what is carried depends on what it depended on before."""
+    body = next(x for x in node.bodies if x.name != "cond_jaxpr")
+    flags = [_any_of([x], found) for x in arguments_of(node, body)]
+    if node.primitive is jex.while_p:
+        num_carry = len(node.outputs)
+        start = len(body.invars) - num_carry
+    else:
+        start, num_carry = compat.scan_arity(node.eqn.params, list(node.inputs))
+    while True:
+        results = depends(body, flags)
+        carry = [x or y for x, y in zip(flags[start:], results[:num_carry], strict=False)]
+        new = [*flags[:start], *carry[:num_carry], *flags[start + num_carry :]]
+        if new == flags:
+            break
+        flags = new
+    for cond in (x for x in node.bodies if x.name == "cond_jaxpr"):
+        consts = arguments_of(node, cond)[: len(cond.invars) - num_carry]
+        if any(depends(cond, [*(_any_of([x], found) for x in consts), *flags[start:]])):
+            return [True] * len(node.outputs)
+    return [*flags[start:][:num_carry], *results[num_carry:]]

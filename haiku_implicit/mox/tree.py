@@ -264,6 +264,17 @@ def hidden(body: Body, node: Node, ignored: Container[Any] = ()) -> set[Var]:
     return {v for v in defined if of_all[v] > own[v] or v in returned}
 
 
+def steps(nodes: Sequence[Node]) -> Iterator[Equation | tuple[Var, Atom]]:
+    """What nodes do, in their order: equations, and variables that are set to others."""
+    for node in nodes:
+        if isinstance(node, Equation):
+            yield node
+        elif isinstance(node, ModuleCall):
+            yield from node.given
+            yield from steps(node.children)
+            yield from zip(node.outputs, node.returns, strict=True)
+
+
 def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a variable."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
