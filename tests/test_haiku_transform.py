@@ -436,3 +436,14 @@ def test_averages_of_factors_are_taken_leaf_by_leaf():
     average = optax.incremental_update(other, trainable, 0.25)
     assert jax.tree.structure(average) == jax.tree.structure(trainable)
     close(average["w"].a, 0.25 * other["w"].a + 0.75 * trainable["w"].a)
+
+
+def test_the_average_of_one_part_of_a_partition_says_what_to_do():
+    """Haiku's module averages arrays, and a part has None for the other one's."""
+    model = hk.transform(lambda x: hk.Linear(8)(x))
+    params = model.init(jax.random.key(0), jnp.ones((2, 4)))
+    trainable, _ = hki.partition(hki.add_lora(params, 1, rank=2))
+    average = hk.transform_with_state(lambda tree: hk.EMAParamsTree(0.5)(tree))
+    for t in (average, hki.transform_implicit(average)):
+        with pytest.raises((TypeError, AttributeError), match="haiku_implicit.(combine|materialize)"):
+            t.init(None, trainable)
