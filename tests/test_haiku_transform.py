@@ -445,5 +445,7 @@ def test_the_average_of_one_part_of_a_partition_says_what_to_do():
     trainable, _ = hki.partition(hki.add_lora(params, 1, rank=2))
     average = hk.transform_with_state(lambda tree: hk.EMAParamsTree(0.5)(tree))
     for t in (average, hki.transform_implicit(average)):
-        with pytest.raises((TypeError, AttributeError), match="haiku_implicit.(combine|materialize)"):
+        with pytest.raises(
+            (TypeError, AttributeError), match="haiku_implicit.(combine|materialize)"
+        ):
             t.init(None, trainable)
