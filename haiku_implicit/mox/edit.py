@@ -8,26 +8,30 @@ this equation that is traced again (`higher.py`).
 import collections
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
-import numpy as np
 from jax.extend.core import Var
 
 from haiku_implicit.mox import higher
-from haiku_implicit.mox.interface import Interface, Path, Slot, by_path, nested
-from haiku_implicit.mox.program import Program, program_of
+from haiku_implicit.mox.graft import Graft, init_of
+from haiku_implicit.mox.interface import Interface, Path, Slot
+from haiku_implicit.mox.program import ANY_KEY, Program, program_of
 from haiku_implicit.mox.replacement import Replacement
-from haiku_implicit.mox.run import run
-from haiku_implicit.mox.sources import Sources, prefix_of_paths, sources_in, sources_of_body
+from haiku_implicit.mox.sources import (
+    Sources,
+    prefix_of_paths,
+    sources_in,
+    sources_of_body,
+)
 from haiku_implicit.mox.tree import (
     Body,
     Equation,
     ModuleCall,
     Node,
-    body_of,
+    calls,
     hidden,
     needed,
     read_counts,
@@ -75,9 +79,12 @@ def replace(
     """
     params = {v: name for name, slot in mox.interface.params.items() for v in slot.atoms}
     sites = sites_of(mox.body, nodes, path, params)
-    pieces = {id(site.node): _piece(site, replacement_of(site)) for site in sites}
+    replacements = {id(site.node): replacement_of(site) for site in sites}
+    pieces = {id(site.node): _piece(site, replacements[id(site.node)]) for site in sites}
     holders = {id(equation) for site in sites for equation in site.within}
     known = higher.from_parameters(mox.body, set(params)) if holders else set()
+    ended = _ended_state(mox, [site for site in sites if replacements[id(site.node)].replaces])
+    ignored = {v for path in ended for v in mox.interface.new_state[path].atoms}
     grafts: dict[int, Graft] = {}
     added = Added()
     for i, site in enumerate({id(site.top): site for site in sites}.values()):
@@ -87,8 +94,31 @@ def replace(
         else:
             piece = higher.piece_of_equation(top, pieces, holders, known)
         salt = zlib.crc32(f"{site.path}:{i}".encode())
-        grafts[id(top)] = _graft(mox, top, piece, salt, added)
+        grafts[id(top)] = _graft(mox, top, piece, salt, added, ignored, id(top) not in pieces)
+    defined: set[Any] = {v for graft in grafts.values() for v in graft.node.outputs}
+    defined |= {v for graft in grafts.values() for x in walk(graft.node, False) for v in x.outputs}
+    added.unchanged = {
+        path
+        for path in ended
+        if path in mox.interface.state
+        and not defined.intersection(mox.interface.new_state[path].atoms)
+    }
     return _with_grafts(mox, grafts, added, keep_unused)
+
+
+def _ended_state(mox: Program, sites: Sequence[Site]) -> set[Path]:
+    """The state of modules none of whose calls is left."""
+    sites = [site for site in sites if isinstance(site.node, ModuleCall)]
+    replaced = collections.Counter(site.node.path for site in sites)
+    if not mox.interface.new_state or not replaced:
+        return set()
+    of_all = collections.Counter(call.path for call in calls(mox.body))
+    ended = {site.path for site in sites if of_all[site.node.path] == replaced[site.node.path]}
+    return {
+        path
+        for path in mox.interface.new_state
+        if any(f"{path[0]}/".startswith(f"{module}/") for module in ended)
+    }
 
 
 def _piece(site: Site, new: Replacement) -> higher.Piece:
@@ -192,18 +222,6 @@ def _search(
 # --- grafts ---------------------------------------------------------------------------------------
 
 
-class Graft(NamedTuple):
-    """A new function in the place of a node.
-
-    Attributes:
-      node: what comes there.
-      mox: the function's own expression.
-    """
-
-    node: ModuleCall
-    mox: Program
-
-
 @dataclasses.dataclass
 class Added:
     """What the grafts so far added to a model: parameters, and state with the last of its values."""
@@ -212,27 +230,6 @@ class Added:
     state: dict[Path, Slot] = dataclasses.field(default_factory=dict)
     new_state: dict[Path, Slot] = dataclasses.field(default_factory=dict)
     unchanged: set[Path] = dataclasses.field(default_factory=set)
-
-    def keep(self, mox: Program, node: Any, outputs: Collection[Any]) -> set[Any]:
-        """What has to be computed of a node that is replaced, and notes the state that is not.
-
-        The state of the node's own modules is not changed any more, unless others read the new one.
-        """
-        if isinstance(node, Equation):
-            return set()
-        face, below = mox.interface, f"{node.path}/"
-        own = {path: x for path, x in face.new_state.items() if f"{path[0]}/".startswith(below)}
-        kept = hidden(mox.body, node, ignored={v for x in own.values() for v in x.atoms})
-        defined = {v for x in walk(node, into_bodies=False) for v in x.outputs}
-        self.unchanged |= {
-            path
-            for path, slot in own.items()
-            if path in face.state
-            and defined.intersection(slot.atoms)
-            and not kept.intersection(slot.atoms)
-            and not set(outputs).intersection(slot.atoms)
-        }
-        return kept
 
     def add(self, node: Node, face: Interface) -> list[tuple[Any, Any]]:
         """Adds those of a function. Returns variables of its that have to be set to earlier ones."""
@@ -257,7 +254,15 @@ class Added:
         return zip(slot.atoms, last[path].atoms, strict=True)
 
 
-def _graft(mox: Program, node: Any, piece: higher.Piece, salt: int, added: Added) -> Graft:
+def _graft(
+    mox: Program,
+    node: Any,
+    piece: higher.Piece,
+    salt: int,
+    added: Added,
+    ignored: Container[Any],
+    prune: bool,
+) -> Graft:
     """Traces a function for the inputs of a node.
 
     Args:
@@ -266,19 +271,28 @@ def _graft(mox: Program, node: Any, piece: higher.Piece, salt: int, added: Added
       piece: the function, with its parameters and state.
       salt: a number that no other function has, for its random key.
       added: what the grafts before this one added. What has the same path is shared with them.
+      ignored: results of the model that are not needed any more.
+      prune: whether loops in it may carry what is not needed any more.
     """
+    wanted = hidden(mox.body, node, ignored)
+    used = [i for i, v in enumerate(piece.outputs) if v in wanted]
 
     def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
-        return piece.apply(params, state, jax.random.fold_in(rng, salt), *arrays)
+        key = jax.random.fold_in(rng, salt)
+        out, state = piece.apply(params, state, key, *arrays)
+        return [out[i] for i in used], state
 
     key = mox.interface.rng.atoms if "rng" in mox.interface.leading else ()
-    rng = shape_of(key[0]) if key else None
+    rng = shape_of(key[0]) if key else ANY_KEY
     inputs = [shape_of(x) for x in piece.inputs]
     program = hk.TransformedWithState(piece.init, apply)
-    own = program_of(program, inputs, {}, params=None, state=None, rng=rng, prune=True)
-    face, children = own.interface, own.body.children
-    kept = added.keep(mox, node, piece.outputs)
-    read = {*read_counts(children), *face.returns}
+    own = program_of(
+        program, inputs, {}, params=None, state=None, rng=rng, prune=prune
+    )
+    face = own.interface
+    returned = {v for v in face.returns if isinstance(v, Var)}
+    children = needed(own.body.children, returned, effects=True)
+    read = {*read_counts(children), *(v for v in face.returns if isinstance(v, Var))}
     pairs = [*zip(face.args.atoms, piece.inputs, strict=True), *added.add(node, face)]
     given = [pair for pair in pairs if pair[0] in read]
     (own_key,) = face.rng.atoms
@@ -288,14 +302,17 @@ def _graft(mox: Program, node: Any, piece: higher.Piece, salt: int, added: Added
                 f"{node!r}: the replacement draws random numbers, and the model has no key"
             )
         given.append((own_key, key[0]))
+    rest = needed(node.children, wanted.difference(piece.outputs))
+    if rest and isinstance(node, ModuleCall):
+        given += node.given
     group = ModuleCall(
         call=None,
-        children=(*needed(node.children, kept.difference(piece.outputs)), *children),
+        children=(*rest, *children),
         returns=face.results.atoms,
-        outputs=piece.outputs,
+        outputs=tuple(piece.outputs[i] for i in used),
         given=tuple(given),
     )
-    return Graft(group, own)
+    return Graft(group, own, piece.inputs, salt)
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -338,7 +355,7 @@ def _with_grafts(
     if not keep_unused:
         face = _without_unused(face, body, new, added.unchanged)
     new = dataclasses.replace(new, invars=face.invars, returns=face.returns)
-    init = _init(mox, face, grafts)
+    init = init_of(mox, new, face, list(grafts.values()))
     return dataclasses.replace(mox, body=new, interface=face, init=init)
 
 
@@ -374,50 +391,3 @@ def _without_unused(face: Interface, old: Body, new: Body, unchanged: set[Path])
         state={path: slot for path, slot in face.state.items() if path not in gone},
         new_state={path: slot for path, slot in face.new_state.items() if path not in gone},
     )
-
-
-def _init(mox: Program, face: Interface, grafts: Mapping[int, Graft]) -> Callable[..., Any] | None:
-    """The `init` of the expression with grafts: that of the model, and theirs."""
-    if mox.init is None:
-        return None
-    had_state, old_init = mox.has_state, mox.init
-
-    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
-        made = old_init(rng, *args, **kwargs)
-        params, state = made if had_state else (made, {})
-        entries = dict(params=by_path(params), state=by_path(state))
-        for i, graft in enumerate(grafts.values()):
-            key = None if rng is None else jax.random.fold_in(rng, i + 1)
-            for kind, x in zip(entries, initial(graft.mox, key), strict=True):
-                entries[kind] = {**by_path(x), **entries[kind]}
-        params, state = (
-            nested({path: entries[kind][path] for path in getattr(face, kind)}) for kind in entries
-        )
-        return (params, state) if face.has_state else params
-
-    return init
-
-
-def initial(mox: Program, rng: Any) -> Any:
-    """The parameters and the state of a graft.
-
-    Raises:
-      ValueError: if they depend on the function's inputs, which are not known.
-    """
-    avals = list(map(shape_of, mox.interface.args.atoms))
-    init: Any = mox.init
-    if not mox.interface.params and not mox.interface.state:
-        return {}, {}
-    closed, shapes = jax.make_jaxpr(init, return_shape=True)(rng, *avals)
-    body = body_of("init", closed)
-    children = needed(body.children, {v for v in body.returns if isinstance(v, Var)})
-    inputs = body.invars[len(body.invars) - len(avals) :]
-    if {*read_counts(children), *body.returns}.intersection(inputs):
-        raise ValueError(
-            "the initial values of a replacement's parameters depend on its inputs, which are not "
-            "known where a model is initialized. Give the parameters yourself"
-        )
-    keys = jax.tree.leaves(rng)
-    zeros = [np.zeros(x.shape, x.dtype) for x in avals]
-    leaves = run(dataclasses.replace(body, children=children), body.consts, [*keys, *zeros])
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)

@@ -70,6 +70,13 @@ class Interface:
         """Whether the model has state, and returns a new one."""
         return "state" in self.leading
 
+    @property
+    def signature_of_apply(self) -> inspect.Signature:
+        """The signature of `apply`."""
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        first = [inspect.Parameter(name, kind) for name in self.leading]
+        return inspect.Signature([*first, *self.signature.parameters.values()])
+
     def with_variables(self, invars: Sequence[Any]) -> "Interface":
         """The same with these variables for its arguments."""
         slots = [*self.params.values(), *self.state.values(), self.rng, self.args]
@@ -114,9 +121,17 @@ class Interface:
         arrays = []
         for kind, label, slot, value in self._parts(self._named(args, kwargs)):
             if kind == "rng":
-                value = _as_key(value, slot.atoms, draws)
+                value = key_like(value, slot.atoms, draws)
             arrays += _checked(label, slot.tree, [v.aval for v in slot.atoms], value)
         return arrays
+
+    def arrays_of_arguments(self, args: Any, kwargs: Any) -> list[Any]:
+        """The arrays in the arguments of the Haiku function alone, checked."""
+        given, avals = (
+            named_arguments(self.signature, args, kwargs),
+            [v.aval for v in self.args.atoms],
+        )
+        return _checked("", self.args.tree, avals, given)
 
     def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
         names = [name for name in self.leading if name not in kwargs]
@@ -194,7 +209,7 @@ def is_array(x: Any) -> bool:
     return is_value(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _as_key(key: Any, variables: Sequence[Any], draws: Callable[[], bool]) -> Any:
+def key_like(key: Any, variables: Sequence[Any], draws: Callable[[], bool]) -> Any:
     """A random key as the program takes it: of the same kind, and any one if nothing depends on it."""
     if not variables:
         return None

@@ -11,7 +11,7 @@ import haiku as hk
 from haiku_implicit.mox import edit, view
 from haiku_implicit.mox.program import ANY_KEY, Program, program_of
 from haiku_implicit.mox.replacement import Replacement, after, around, before, instead
-from haiku_implicit.mox.tree import Node
+from haiku_implicit.mox.tree import Node, calls
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -73,9 +73,9 @@ class Mox(Program):
         Raises:
           KeyError: if there is none.
         """
-        found: list[Node] = [x for x in view.calls(self.body) if view.matches_glob(x.path, pattern)]
+        found: list[Node] = [x for x in calls(self.body) if view.matches_glob(x.path, pattern)]
         if not found:
-            paths = sorted({x.path for x in view.calls(self.body)})
+            paths = sorted({x.path for x in calls(self.body)})
             close = difflib.get_close_matches(pattern, paths) or paths[:5]
             raise KeyError(f"no module has the path {pattern!r}. There are {', '.join(close)}")
         return found

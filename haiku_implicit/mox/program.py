@@ -76,7 +76,12 @@ class Program:
     def transformed(self) -> hk.Transformed | hk.TransformedWithState:
         """As a transformed function: see `to_transformed`."""
         kind: Any = hk.TransformedWithState if self.has_state else hk.Transformed
-        return kind(init=self.init, apply=self.apply)
+
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            return self.apply(*args, **kwargs)
+
+        apply.__signature__ = self.interface.signature_of_apply  # type: ignore[attr-defined]
+        return kind(init=self.init, apply=apply)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -103,7 +108,7 @@ def program_of(
     """
     has_state = isinstance(transformed, hk.TransformedWithState)
     apply, implicit = original_of(transformed.apply)
-    leading, signature = _split_signature(apply, has_state)
+    leading, signature = split_signature(apply, has_state)
     named = named_arguments(signature, args, kwargs)
     given = _with_shapes(given, transformed.init, has_state, args, kwargs)
     face = Interface(
@@ -144,7 +149,7 @@ def program_of(
 _OUT = ("", "")
 
 
-def _split_signature(apply: Any, has_state: bool) -> tuple[tuple[str, ...], inspect.Signature]:
+def split_signature(apply: Any, has_state: bool) -> tuple[tuple[str, ...], inspect.Signature]:
     """The first arguments of an `apply`, and the signature of the Haiku function."""
     parameters = list(inspect.signature(apply).parameters.values())
     leading: tuple[str, ...] = ("params", "state") if has_state else ("params",)

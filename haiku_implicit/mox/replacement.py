@@ -13,7 +13,7 @@ from jax.extend.core import Literal, Var
 
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.interface import is_array
-from haiku_implicit.mox.program import Program
+from haiku_implicit.mox.program import Program, split_signature
 from haiku_implicit.mox.run import bind, run
 from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, read_counts, walk
 
@@ -35,11 +35,13 @@ class Replacement(NamedTuple):
       inputs: what it is given.
       outputs: what it defines.
       fun: the function, to a list of arrays.
+      replaces: whether the node is not run any more.
     """
 
     inputs: tuple[Atom, ...]
     outputs: tuple[Var, ...]
     fun: Callable[..., list[Any]]
+    replaces: bool = True
 
 
 def instead(node: Any, path: str, replacement: Any) -> Replacement:
@@ -97,7 +99,8 @@ def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Re
         return [*out, *(others or original(arguments, captured)[1])]
 
     inputs = (*node.inputs, *original.captured)
-    return Replacement(inputs, (*node.outputs, *original.hidden), on_arrays)
+    outputs = (*node.outputs, *original.hidden)
+    return Replacement(inputs, outputs, on_arrays, replaces=False)
 
 
 def before(body: Body, node: Any, path: str, function: Any) -> Replacement:
@@ -158,7 +161,7 @@ class Original:
             for v, _ in x.given
         }
         self.captured = tuple(v for v in read if v not in defined and v not in own)
-        self.hidden = tuple(hidden(body, node))
+        self.hidden = tuple(hidden(body, node).difference(node.outputs))
         same = dataclasses.replace(
             node, given=tuple(zip((v for v, _ in node.given), own, strict=True))
         )
@@ -239,18 +242,17 @@ def _same(*args: Any, **kwargs: Any) -> Any:
 
 def _lifted(transformed: Any, *args: Any, **kwargs: Any) -> Any:
     """A transformed function as a part of another Haiku function."""
-    parameters = list(inspect.signature(transformed.apply).parameters)
+    has_state = isinstance(transformed, hk.TransformedWithState)
     key = hk.maybe_next_rng_key()
-    if isinstance(transformed, hk.TransformedWithState):
-        init, updater = hk.transparent_lift_with_state(transformed.init)
-        params, state = init(key, *args, **kwargs)
-        keys = [key] if parameters[2:3] != ["args"] and parameters[2:3] == ["rng"] else []
-        out, state = transformed.apply(params, state, *keys, *args, **kwargs)
-        updater.update(state)
-        return out
-    params = hk.transparent_lift(transformed.init)(key, *args, **kwargs)
-    keys = [key] if parameters[1:2] == ["rng"] else []
-    return transformed.apply(params, *keys, *args, **kwargs)
+    keys = [key] if "rng" in split_signature(transformed.apply, has_state)[0] else []
+    if not has_state:
+        params = hk.transparent_lift(transformed.init)(key, *args, **kwargs)
+        return transformed.apply(params, *keys, *args, **kwargs)
+    init, updater = hk.transparent_lift_with_state(transformed.init)
+    params, state = init(key, *args, **kwargs)
+    out, state = transformed.apply(params, state, *keys, *args, **kwargs)
+    updater.update(state)
+    return out
 
 
 def _config_for(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:

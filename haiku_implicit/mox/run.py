@@ -77,7 +77,10 @@ def run(
 
     def substitute(node: Any, new: Substitute) -> None:
         results = new.fun(*map(read, new.inputs))
-        visit(needed(node.children, hidden(body, node).difference(new.outputs)))
+        others = needed(node.children, hidden(body, node).difference(new.outputs))
+        if others:
+            env.update((var, read(atom)) for var, atom in node.given)
+            visit(others)
         env.update(zip(new.outputs, results, strict=True))
 
     visit(body.children)

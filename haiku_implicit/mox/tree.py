@@ -220,14 +220,20 @@ def reads(node: Any) -> Sequence[Atom]:
     return [*node.inputs, *node.returns]
 
 
-def needed(nodes: Sequence[Node], wanted: set[Var]) -> tuple[Node, ...]:
-    """Those nodes that variables depend on, and that is added to these."""
+def needed(nodes: Sequence[Node], wanted: set[Var], effects: bool = False) -> tuple[Node, ...]:
+    """Those nodes that variables depend on, and that is added to these.
+
+    Args:
+      nodes: the nodes.
+      wanted: the variables.
+      effects: whether equations that do something beside are among them (`jax.debug.print`).
+    """
     kept: list[Node] = []
     for node in reversed(nodes):
         if isinstance(node, ModuleCall):
             pairs = [p for p in zip(node.outputs, node.returns, strict=True) if p[0] in wanted]
             wanted.update(atom for _, atom in pairs if isinstance(atom, Var))
-            children = needed(node.children, wanted)
+            children = needed(node.children, wanted, effects)
             if not pairs and not children:
                 continue
             if len(children) < len(node.children) or len(pairs) < len(node.outputs):
@@ -237,7 +243,9 @@ def needed(nodes: Sequence[Node], wanted: set[Var]) -> tuple[Node, ...]:
                     outputs=tuple(v for v, _ in pairs),
                     returns=tuple(atom for _, atom in pairs),
                 )
-        elif not (isinstance(node, Equation) and wanted.intersection(node.outputs)):
+        elif isinstance(node, Body) or not (
+            wanted.intersection(node.outputs) or (effects and node.eqn.effects)
+        ):
             continue
         wanted.update(v for v in reads(node) if isinstance(v, Var))
         kept.append(node)
@@ -245,22 +253,19 @@ def needed(nodes: Sequence[Node], wanted: set[Var]) -> tuple[Node, ...]:
 
 
 def hidden(body: Body, node: Node, ignored: Container[Any] = ()) -> set[Var]:
-    """The variables that are defined in a node and read outside it, beside its results.
+    """The variables that are defined in a node and read outside it.
 
-    The first dropout of a model draws the block of random keys that the next ones use, and a
-    normalization writes state.
+    Beside its results there may be others. The first dropout of a model draws the block of random keys
+    that the next ones use, and a normalization writes state.
 
     Args:
       body: where the node is.
       node: the node.
       ignored: results of the body that do not count.
     """
-    if isinstance(node, Equation):
-        return set()
     own, of_all = read_counts([node]), body.read_counts
     returned = {v for v in body.returns if isinstance(v, Var) and v not in ignored}
     defined: set[Any] = {v for x in walk(node, into_bodies=False) for v in x.outputs}
-    defined -= set(node.outputs)
     return {v for v in defined if of_all[v] > own[v] or v in returned}
 
 
@@ -286,6 +291,15 @@ def walk(node: Any, into_bodies: bool = True) -> Iterator[Node]:
     if into_bodies or not isinstance(node, Equation):
         for child in node.children:
             yield from walk(child, into_bodies)
+
+
+def calls(root: Any) -> Iterator[ModuleCall]:
+    """The calls of modules in a tree, without those of constructors, and of functions put in."""
+    for node in root.children:
+        if isinstance(node, ModuleCall) and node.call and node.method != "__init__":
+            yield node
+        if not isinstance(node, Equation) or node.marked is not None:
+            yield from calls(node)
 
 
 def jaxprs_of(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -364,8 +378,9 @@ def _close(open_calls: list[tuple[Any, list[Node]]], call: Call) -> tuple[Any, l
 
 
 def _merge_last(open_calls: list[tuple[Any, list[Node]]]) -> None:
-    _, children = open_calls.pop()
-    open_calls[-1][1].extend(children)
+    begin, children = open_calls.pop()
+    given = tuple(zip(begin.outvars[1:], begin.invars, strict=True))
+    open_calls[-1][1].extend([ModuleCall(None, given, (), (), ()), *children])
 
 
 def _module_call(begin: Any, end: JaxprEqn, children: Sequence[Node]) -> ModuleCall:

@@ -4,14 +4,14 @@ import enum
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, function_name, walk
+from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, calls, function_name, walk
 
 # The attributes of every call of a module. Arguments of constructors with one of these names have
 # `arg.` in front.
@@ -160,13 +160,6 @@ def _lxml() -> Any:
 
 
 # --- without XML -----------------------------------------------------------------------------------
-
-
-def calls(root: Body) -> Iterator[ModuleCall]:
-    """The calls of modules in a tree, without those of constructors."""
-    for node in walk(root):
-        if isinstance(node, ModuleCall) and not _is_hidden(node):
-            yield node
 
 
 def _is_hidden(node: Any) -> bool:

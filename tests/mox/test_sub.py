@@ -86,7 +86,11 @@ def stacked_twice(act, x):
 
 
 def transparent(act, x):
-    class Map(hk.experimental.LayerStackTransparencyMapping if hasattr(hk.experimental, "LayerStackTransparencyMapping") else object):
+    class Map(
+        hk.experimental.LayerStackTransparencyMapping
+        if hasattr(hk.experimental, "LayerStackTransparencyMapping")
+        else object
+    ):
         pass
 
     return Block(act)(x)
@@ -129,7 +133,9 @@ def mapped(act, x):
 def mapped_twice(act, x):
     block = Block(act)
     inner = hk.vmap(block, in_axes=1, out_axes=1, split_rng=False)
-    return hk.vmap(inner, split_rng=False)(x.reshape(2, 2, 8).transpose(0, 2, 1)[..., None, :].swapaxes(1, 3))
+    return hk.vmap(inner, split_rng=False)(
+        x.reshape(2, 2, 8).transpose(0, 2, 1)[..., None, :].swapaxes(1, 3)
+    )
 
 
 def recurrent(act, x):
@@ -284,3 +290,252 @@ def test_layers_of_a_stack_have_parameters_of_their_own(model):
     close(eval_mox(changed, params, None, X), hand.apply(params, None, X))
     got, want = (jax.grad(loss(f))(params, X) for f in (to_transformed(changed).apply, hand.apply))
     close(got, want)
+
+
+def test_stacks_and_steps_in_one_another():
+    mox = make_mox(hk.transform(functools.partial(stacked_twice, jax.nn.relu)))(X)
+    params = mox.sub(relus(mox), scaled(jnp.tanh)).init(jax.random.key(3), X)
+    shapes = {name: entries["gain"].shape for name, entries in params.items() if "gain" in entries}
+    assert shapes == {"outer/inner/block/relu": (3, 2, 16)}
+
+
+# --- state and random numbers ----------------------------------------------------------------------
+
+
+def normalized(norm, place):
+    """A model with batch normalization, or something else, in three places."""
+
+    def model(x, is_training):
+        x = hk.Linear(8, name="first")(x)
+        call = functools.partial(norm(), is_training=is_training)
+        x = call(x) if place == "top" else x
+        if place == "scan":
+            x = hk.scan(lambda c, _: (call(c), None), x, None, length=3)[0]
+        if place == "cond":
+            if hk.running_init():
+                call(x)
+            else:
+                x = hk.cond(x.sum() > 0, call, lambda x: x * 2, x)
+        return hk.Linear(2, name="last")(x)
+
+    return hk.transform_with_state(model)
+
+
+def batch_norm(name="norm"):
+    return hk.BatchNorm(True, True, 0.9, name=name)
+
+
+def tanh():
+    return lambda x, is_training: jnp.tanh(x)
+
+
+PLACES = ["top", "scan", "cond"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_state_is_added(place):
+    """By hand: the normalization where `tanh` was, with the same name."""
+    old = normalized(tanh, place)
+    mox = make_mox(old)(X, True)
+    changed = mox.sub("//tanh", lambda x: batch_norm()(x, True), path="site")
+    assert isinstance(to_transformed(changed), hk.TransformedWithState)
+    params, state = changed.init(jax.random.key(0), X, True)
+    assert {name.split("/")[0] for name in state} == {"site"}
+
+    hand = normalized(lambda: batch_norm(hk.force_name("site/norm")), place)
+    want_params, want_state = hand.init(jax.random.key(0), X, True)
+    assert jax.tree.map(jnp.shape, (params, state)) == jax.tree.map(
+        jnp.shape, (want_params, want_state)
+    )
+    want = hand.apply(params, state, None, X, True)
+    close(eval_mox(changed, params, state, None, X, True), want)
+    again = hand.apply(params, want[1], None, X + 1, True)
+    close(eval_mox(changed, params, want[1], None, X + 1, True), again)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_state_and_parameters_that_nobody_reads_are_left_out_or_kept(place):
+    mox = make_mox(normalized(batch_norm, place))(X, True)
+    params, state = mox.init(jax.random.key(0), X, True)
+    hand = normalized(tanh, place)
+    want, _ = hand.apply(params, {}, None, X, True)
+    instead = lambda x, is_training: jnp.tanh(x)  # noqa: E731
+    less, kept = (mox.sub(hk.BatchNorm, instead, keep_unused=keep) for keep in (False, True))
+    out, new = eval_mox(kept, params, state, None, X, True)
+    close(out, want)
+    same(new, state)
+    out, new = eval_mox(less, params, state, None, X, True)
+    close(out, want)
+    assert list(less.init(jax.random.key(0), X, True)[0]) == ["first", "last"]
+    assert new == {} == less.init(jax.random.key(0), X, True)[1]
+    assert set(kept.init(jax.random.key(0), X, True)[0]) == set(params)
+
+
+def dropouts(rates):
+    def model(x):
+        for i, rate in enumerate(rates):
+            x = hk.Linear(8, name=f"l{i}")(x)
+            if rate:
+                x = Drop(rate, name=f"d{i}")(x)
+        return x
+
+    return hk.transform(model)
+
+
+class Drop(hk.Module):
+    def __init__(self, rate, name=None):
+        super().__init__(name=name)
+        self.rate = rate
+
+    def __call__(self, x):
+        return hk.dropout(hk.next_rng_key(), self.rate, x)
+
+
+def test_the_random_numbers_of_others_stay():
+    """The first dropout draws the block of keys that the other ones use."""
+    model = dropouts([0.5, 0.5, 0.5])
+    params, rng = model.init(jax.random.key(0), X), jax.random.PRNGKey(7)
+    mox = make_mox(model)(X)
+    (first, *_), taps = mox.select(Drop), []
+
+    def keep(original, x):
+        taps.append(1)
+        return original(x)
+
+    same(eval_mox(mox.wrap(first, keep), params, rng, X), model.apply(params, rng, X))
+    assert taps
+    dropped = mox.sub(first, None)
+    got = eval_mox(dropped, params, rng, X)
+
+    class Quiet(Drop):
+        def __call__(self, x):
+            hk.dropout(hk.next_rng_key(), self.rate, x)
+            return x
+
+    def hand(x):
+        x = Quiet(0.5)(hk.Linear(8, name="l0")(x))
+        x = Drop(0.5)(hk.Linear(8, name="l1")(x))
+        return Drop(0.5)(hk.Linear(8, name="l2")(x))
+
+    close(got, hk.transform(hand).apply(params, rng, X))
+
+
+@pytest.mark.parametrize("model", [plain, scanned, stacked, looped, mapped, rematted])
+def test_new_random_numbers_differ_from_place_to_place(model):
+    def masked(x):
+        return x * 0 + jax.random.uniform(hk.next_rng_key(), x.shape)
+
+    old = hk.transform(functools.partial(model, lambda x: jax.nn.relu(x)))
+    params = old.init(jax.random.key(0), X)
+    mox = make_mox(old)(X)
+    changed = mox.sub(relus(mox), masked)
+    one, two, again = (
+        jax.tree.leaves(eval_mox(changed, params, jax.random.key(seed), X))[0] for seed in (1, 2, 1)
+    )
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(one - two).min() > 0
+    with pytest.raises(ValueError, match="rng: the model draws random numbers"):
+        eval_mox(changed, params, None, X)
+
+
+def test_a_model_without_a_key_can_not_draw():
+    mox = make_mox(hk.without_apply_rng(hk.transform(mlp)))(X)
+    with pytest.raises(ValueError, match="draws random numbers, and the model has no key"):
+        mox.sub(relus(mox), lambda x: hk.dropout(hk.next_rng_key(), 0.5, x))
+
+
+# --- what a replacement may be ---------------------------------------------------------------------
+
+
+def mlp(x):
+    return hk.nets.MLP([8, 8, 8])(x)
+
+
+class Wide(hk.Module):
+    def __init__(self, output_size, with_bias=True, name=None):
+        super().__init__(name=name)
+        self.output_size = output_size
+
+    def __call__(self, x):
+        return hk.Linear(self.output_size, name="lin")(jnp.tanh(x))
+
+
+INNER = hk.transform(lambda x: hk.Linear(8, name="lin")(jnp.tanh(x)))
+KINDS = dict(
+    function=lambda x: hk.Linear(8, name="lin")(jnp.tanh(x)),
+    cls=Wide,
+    partial=functools.partial(Wide, 8),
+    factory=lambda: Wide(8, name="wide"),
+    transformed=INNER,
+    without_rng=hk.without_apply_rng(INNER),
+    with_state=hk.transform_with_state(lambda x: hk.Linear(8, name="lin")(jnp.tanh(x))),
+    mox=make_mox(INNER)(X),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replacements(kind):
+    mox = make_mox(hk.transform(mlp))(X)
+    changed = mox.sub("**/linear_1", KINDS[kind])
+    params = changed.init(jax.random.key(0), X)
+    (new,) = (name for name in params if name.endswith("/lin"))
+    assert new.startswith("mlp/~/linear_1/")
+
+    def hand(x):
+        x = jax.nn.relu(hk.Linear(8, name=hk.force_name("mlp/~/linear_0"))(x))
+        x = jax.nn.relu(hk.Linear(8, name=hk.force_name(new))(jnp.tanh(x)))
+        return hk.Linear(8, name=hk.force_name("mlp/~/linear_2"))(x)
+
+    close(eval_mox(changed, params, None, X), hk.transform(hand).apply(params, None, X))
+
+
+def test_a_module_that_is_called_twice_shares_what_is_created():
+    def twice(make):
+        def model(x):
+            layer = make()
+            return layer(layer(x)) + x
+
+        return hk.transform(model)
+
+    mox = make_mox(twice(lambda: hk.Linear(8, name="one")))(X)
+    changed = mox.sub(hk.Linear, lambda x: hk.Linear(8, name="new")(jnp.sin(x)))
+    params = changed.init(jax.random.key(0), X)
+    assert list(params) == ["one/new"]
+    hand = twice(lambda: lambda x: hk.Linear(8, name=hk.force_name("one/new"))(jnp.sin(x)))
+    close(eval_mox(changed, params, None, X), hand.apply(params, None, X))
+
+
+def test_a_module_that_returns_its_input():
+    class Same(hk.Module):
+        def __call__(self, x):
+            return x
+
+    def model(same):
+        def f(x):
+            h = jnp.sin(x)
+            return h + same(h) + h * 2
+
+        return hk.transform(f)
+
+    mox = make_mox(model(lambda h: Same()(h)))(X)
+    got = eval_mox(mox.sub(Same, lambda h: h * 10), {}, None, X)
+    close(got, model(lambda h: h * 10).apply({}, None, X))
+
+
+def test_of_nodes_in_one_another_the_outermost_is_replaced():
+    mox = make_mox(hk.transform(mlp))(X)
+    changed = mox.sub("//module_call", jnp.tanh)
+    assert not changed.select(hk.Module)
+    same(eval_mox(changed, {}, None, X), jnp.tanh(X))
+    assert mox.select(hk.Linear) and len(mox.select(hk.Module)) == 4
+
+
+def test_changes_compose():
+    mox = make_mox(hk.transform(mlp))(X)
+    once = mox.sub("**/linear_0", lambda x: hk.nets.MLP([4, 8], name="inner")(x))
+    twice = once.sub(once["**/inner/~/linear_0"], lambda x: hk.Linear(4, name="deep")(jnp.sin(x)))
+    again = make_mox(to_transformed(twice))(X)
+    params = again.init(jax.random.key(0), X)
+    assert "mlp/~/linear_0/inner/~/linear_0/deep" in params
+    same(eval_mox(again, params, None, X), eval_mox(twice, params, None, X))
+    assert again.query("//module_call/@path") == twice.query("//module_call/@path")
