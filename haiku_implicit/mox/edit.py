@@ -81,8 +81,8 @@ def replace(
     sites = sites_of(mox.body, nodes, path, params)
     replacements = {id(site.node): replacement_of(site) for site in sites}
     pieces = {id(site.node): _piece(site, replacements[id(site.node)]) for site in sites}
-    holders = {id(equation) for site in sites for equation in site.within}
-    known = higher.from_parameters(mox.body, set(params)) if holders else set()
+    changes = higher.Changes(pieces, {}, holders_of(sites))
+    known = higher.from_parameters(mox.body, set(params)) if changes.holders else set()
     ended = _ended_state(mox, [site for site in sites if replacements[id(site.node)].replaces])
     ignored = {v for path in ended for v in mox.interface.new_state[path].atoms}
     grafts: dict[int, Graft] = {}
@@ -92,9 +92,9 @@ def replace(
         if id(top) in pieces:
             piece = pieces[id(top)]
         else:
-            piece = higher.piece_of_equation(top, pieces, holders, known)
+            piece = higher.piece_of_equation(top, changes, known)
         salt = zlib.crc32(f"{site.path}:{i}".encode())
-        grafts[id(top)] = _graft(mox, top, piece, salt, added, ignored, id(top) not in pieces)
+        grafts[id(top)] = grafted(mox, top, piece, salt, added, ignored, id(top) not in pieces)
     defined: set[Any] = {v for graft in grafts.values() for v in graft.node.outputs}
     defined |= {v for graft in grafts.values() for x in walk(graft.node, False) for v in x.outputs}
     added.unchanged = {
@@ -103,7 +103,12 @@ def replace(
         if path in mox.interface.state
         and not defined.intersection(mox.interface.new_state[path].atoms)
     }
-    return _with_grafts(mox, grafts, added, keep_unused)
+    return with_grafts(mox, grafts, added, keep_unused)
+
+
+def holders_of(sites: Sequence[Site]) -> set[int]:
+    """The `id`s of the equations around sites."""
+    return {id(equation) for site in sites for equation in site.within}
 
 
 def _ended_state(mox: Program, sites: Sequence[Site]) -> set[Path]:
@@ -128,7 +133,11 @@ def _piece(site: Site, new: Replacement) -> higher.Piece:
       ValueError: if the node can't be replaced.
     """
     made = hk.transform_with_state(new.fun)
-    piece = higher.Piece(new.inputs, new.outputs, made.init, made.apply)
+
+    def apply(*args: Any) -> Any:
+        return *made.apply(*args), {}
+
+    piece = higher.Piece(new.inputs, new.outputs, made.init, apply)
     if isinstance(site.node, Equation):
         return piece
     if site.node.is_differentiated:
@@ -143,9 +152,15 @@ def _piece(site: Site, new: Replacement) -> higher.Piece:
 
 
 def sites_of(
-    root: Body, nodes: Sequence[Node], path: Any = None, params: Mapping[Any, Path] | None = None
+    root: Body,
+    nodes: Sequence[Node],
+    path: Any = None,
+    params: Mapping[Any, Path] | None = None,
+    inner: bool = False,
 ) -> list[Site]:
-    """Where nodes are in a tree: of those within one another the outermost.
+    """Where nodes are in a tree.
+
+    Of those within one another there is the outermost, or with `inner` all of them.
 
     The calls of one module have one path. An equation has its own, below that of its module.
 
@@ -155,7 +170,7 @@ def sites_of(
     wanted = {id(x): x for x in nodes}
     for deep in (False, True):
         known = sources_in(root, params or {}) if deep else {}
-        found = list(_search(root.children, wanted, Place("", "", (), root, known), deep))
+        found = list(_search(root.children, wanted, Place("", "", (), root, known), deep, inner))
         inside = {id(x) for node, _ in found for x in walk(node, into_bodies=deep)}
         if inside.issuperset(wanted):
             break
@@ -203,20 +218,22 @@ class Place(NamedTuple):
 
 
 def _search(
-    nodes: Sequence[Node], wanted: Mapping[int, Node], place: Place, deep: bool
+    nodes: Sequence[Node], wanted: Mapping[int, Node], place: Place, deep: bool, inner: bool
 ) -> Iterator[tuple[Any, Place]]:
     for node in nodes:
         if id(node) in wanted:
             yield node, place
-        elif isinstance(node, ModuleCall):
-            inner = place._replace(module=place.path_of(node))
-            yield from _search(node.children, wanted, inner, deep)
+            if not inner:
+                continue
+        if isinstance(node, ModuleCall):
+            below = place._replace(module=place.path_of(node))
+            yield from _search(node.children, wanted, below, deep, inner)
         elif isinstance(node, Equation) and deep:
             for body in node.bodies:
                 known = sources_of_body(node, body, place.known)
                 prefix, within = prefix_of_paths(body, known), (*place.within, node)
-                inner = Place(place.module, prefix, within, body, known)
-                yield from _search(body.children, wanted, inner, deep)
+                below = Place(place.module, prefix, within, body, known)
+                yield from _search(body.children, wanted, below, deep, inner)
 
 
 # --- grafts ---------------------------------------------------------------------------------------
@@ -254,7 +271,7 @@ class Added:
         return zip(slot.atoms, last[path].atoms, strict=True)
 
 
-def _graft(
+def grafted(
     mox: Program,
     node: Any,
     piece: higher.Piece,
@@ -279,16 +296,14 @@ def _graft(
 
     def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
         key = jax.random.fold_in(rng, salt)
-        out, state = piece.apply(params, state, key, *arrays)
-        return [out[i] for i in used], state
+        out, state, taps = piece.apply(params, state, key, *arrays)
+        return [out[i] for i in used] + jax.tree.leaves(taps), state
 
     key = mox.interface.rng.atoms if "rng" in mox.interface.leading else ()
     rng = shape_of(key[0]) if key else ANY_KEY
     inputs = [shape_of(x) for x in piece.inputs]
     program = hk.TransformedWithState(piece.init, apply)
-    own = program_of(
-        program, inputs, {}, params=None, state=None, rng=rng, prune=prune
-    )
+    own = program_of(program, inputs, {}, params=None, state=None, rng=rng, prune=prune)
     face = own.interface
     returned = {v for v in face.returns if isinstance(v, Var)}
     children = needed(own.body.children, returned, effects=True)
@@ -305,20 +320,21 @@ def _graft(
     rest = needed(node.children, wanted.difference(piece.outputs))
     if rest and isinstance(node, ModuleCall):
         given += node.given
+    results, taps = face.results.atoms[: len(used)], face.results.atoms[len(used) :]
     group = ModuleCall(
         call=None,
         children=(*rest, *children),
-        returns=face.results.atoms,
+        returns=results,
         outputs=tuple(piece.outputs[i] for i in used),
         given=tuple(given),
     )
-    return Graft(group, own, piece.inputs, salt)
+    return Graft(group, own, piece.inputs, salt, taps)
 
 
 # --- the whole ------------------------------------------------------------------------------------
 
 
-def _with_grafts(
+def with_grafts(
     mox: Program, grafts: Mapping[int, Graft], added: Added, keep_unused: bool
 ) -> Program:
     face, body = mox.interface, mox.body

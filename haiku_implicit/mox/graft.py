@@ -23,12 +23,14 @@ class Graft(NamedTuple):
       mox: the function's own expression.
       inputs: what it is given.
       salt: a number that no other function has, for its random keys.
+      taps: the variables of what is tapped in it.
     """
 
     node: ModuleCall
     mox: Program
     inputs: tuple[Atom, ...]
     salt: int
+    taps: tuple[Atom, ...]
 
 
 def init_of(

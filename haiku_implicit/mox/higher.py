@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Literal, Var
@@ -29,7 +29,8 @@ class Piece:
       inputs: what it is given.
       outputs: what it defines.
       init: its parameters and state, of a random key and arrays.
-      apply: its results and new state, of parameters, state, a random key and arrays.
+      apply: its results, new state, and values that are tapped, by name; of parameters, state, a
+        random key and arrays.
     """
 
     inputs: tuple[Atom, ...]
@@ -38,19 +39,26 @@ class Piece:
     apply: Callable[..., Any]
 
 
-# By the `id` of a node, what comes in its place.
-Pieces = Mapping[int, Piece]
+class Changes(NamedTuple):
+    """What is changed in the bodies of equations.
+
+    Attributes:
+      pieces: by the `id` of a node, what comes in its place.
+      taps: by the `id` of a body, the values in it that are wanted, by name.
+      holders: the `id`s of the equations around these.
+    """
+
+    pieces: Mapping[int, Piece]
+    taps: Mapping[int, Mapping[str, Sequence[Any]]]
+    holders: Collection[int]
 
 
-def piece_of_equation(
-    node: Any, pieces: Pieces, holders: Collection[int], known: set[Var]
-) -> Piece:
+def piece_of_equation(node: Any, changes: Changes, known: set[Var]) -> Piece:
     """The piece of an equation that has replaced nodes in its bodies.
 
     Args:
       node: the equation.
-      pieces: those of the nodes.
-      holders: the `id`s of the equations around the nodes.
+      changes: what is changed in its bodies.
       known: the variables in reach of the equation that come from parameters alone.
 
     Raises:
@@ -66,7 +74,7 @@ def piece_of_equation(
 
     def of_body(body: Body, operands: Sequence[bool]) -> Piece:
         own = {v for v, flag in zip(body.invars, operands, strict=True) if flag}
-        return _piece_of_body(body, pieces, holders, own)
+        return _piece_of_body(body, changes, own)
 
     init, apply = make(node, of_body, flags)
     return Piece(tuple(node.inputs), tuple(node.outputs), init, apply)
@@ -93,16 +101,16 @@ def _is_known(atom: Any, known: set[Var]) -> bool:
     return not isinstance(atom, Literal) and atom in known
 
 
-def _piece_of_body(body: Body, pieces: Pieces, holders: Collection[int], known: set[Var]) -> Piece:
+def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
     """The piece of a program: its equations, with those of the nodes in it."""
     inside = list(walk(body, into_bodies=False))
     known = from_parameters(body, known)
-    own = {id(node): pieces[id(node)] for node in inside if id(node) in pieces}
-    own |= {
-        id(node): piece_of_equation(node, pieces, holders, known)
-        for node in inside
-        if id(node) in holders
-    }
+    own = {id(x): changes.pieces[id(x)] for x in inside if id(x) in changes.pieces}
+    own |= {id(x): piece_of_equation(x, changes, known) for x in inside if id(x) in changes.holders}
+    wanted = changes.taps.get(id(body), {})
+    tapped = [atom for atoms in wanted.values() for atom in atoms]
+    num_results = len(body.returns)
+    body = dataclasses.replace(body, returns=(*body.returns, *tapped))
 
     def init(rng: Any, *arrays: Any) -> Any:
         params: dict[Any, Any] = {}
@@ -117,18 +125,26 @@ def _piece_of_body(body: Body, pieces: Pieces, holders: Collection[int], known: 
         return nested(params), nested(state)
 
     def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+        taps: dict[str, Any] = {}
+
         def piece(made: Piece, key: Any, *arrays: Any) -> Any:
             nonlocal state
-            out, new = made.apply(params, state, key, *arrays)
+            out, new, tapped = made.apply(params, state, key, *arrays)
             state = nested(by_path(state) | by_path(new))
+            taps.update(tapped)
             return out
 
-        return run(body, body.consts, arrays, _substitutes(own, rng, piece)), state
+        out = run(body, body.consts, arrays, _substitutes(own, rng, piece))
+        rest = iter(out[num_results:])
+        taps |= {name: [next(rest) for _ in atoms] for name, atoms in wanted.items()}
+        return out[:num_results], state, taps
 
     return Piece(body.invars, (), init, apply)
 
 
-def _substitutes(pieces: Pieces, rng: Any, fun: Callable[..., Any]) -> dict[int, Substitute]:
+def _substitutes(
+    pieces: Mapping[int, Piece], rng: Any, fun: Callable[..., Any]
+) -> dict[int, Substitute]:
     """What `run` takes for pieces that are called by a function of the piece, a key and arrays."""
     found = {}
     for i, (node, piece) in enumerate(pieces.items()):
@@ -173,9 +189,11 @@ def _cond(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
         return params, state
 
     def apply(params: Any, state: Any, rng: Any, index: Any, *arrays: Any) -> Any:
-        return jax.lax.switch(
-            index, [branch.apply for branch in branches], params, state, rng, *arrays
-        )
+        def no_taps(branch: Piece) -> Callable[..., Any]:
+            return lambda *args: _without_taps(node, branch.apply(*args))
+
+        functions = list(map(no_taps, branches))
+        return *jax.lax.switch(index, functions, params, state, rng, *arrays), {}
 
     return init, apply
 
@@ -210,11 +228,12 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
         def body(carried: Any) -> Any:
             carry, state, key = carried
             key, own = (None, None) if key is None else jax.random.split(key)
-            new, state = step.apply(params, state, own, *body_consts, *carry)
+            made = step.apply(params, state, own, *body_consts, *carry)
+            new, state = _without_taps(node, made)
             return new, state, key
 
         out, state, _ = jax.lax.while_loop(goes_on, body, (list(carry), state, rng))
-        return out, state
+        return out, state, {}
 
     return init, apply
 
@@ -255,16 +274,27 @@ def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
         def one(carried: Any, slices: Any) -> Any:
             (carry, shared), (xs, key, own) = carried, slices
             own = own if stacked else (params, shared)
-            out, new = step.apply(*own, key, *consts, *carry, *xs)
-            rest = (out[num_carry:], new if stacked else {})
+            out, new, taps = step.apply(*own, key, *consts, *carry, *xs)
+            rest = (out[num_carry:], new if stacked else {}, taps)
             return (out[:num_carry], {} if stacked else new), rest
 
         first = carry, {} if stacked else state
         slices = xs, keys(rng), per_layer
-        (carry, shared), (ys, new) = jax.lax.scan(one, first, slices, length=length, **options)
-        return [*carry, *ys], (new if stacked else shared)
+        (carry, shared), (ys, new, taps) = jax.lax.scan(
+            one, first, slices, length=length, **options
+        )
+        return [*carry, *ys], (new if stacked else shared), taps
 
     return init, apply
+
+
+def _without_taps(node: Any, made: Any) -> Any:
+    out, state, taps = made
+    if taps:
+        raise ValueError(
+            f"no value can be tapped in the body of {node!r}: it runs an unknown number of times, or not"
+        )
+    return out, state
 
 
 _MAKERS: dict[Any, Callable[[Any, OfBody, Sequence[bool]], Functions]] = {
@@ -321,6 +351,6 @@ def _batched(piece: Piece, what: str, size: int, axes: Any, out_axes: Any) -> Fu
             return piece.apply(params, state, key, *arrays)[0]
 
         mapped = jax.vmap(one, in_axes=(0, *axes), out_axes=list(out_axes), axis_size=size)
-        return mapped(keys, *arrays), state
+        return mapped(keys, *arrays), state, {}
 
     return init, apply
