@@ -7,8 +7,11 @@ from typing import Any, Union
 
 # Of a module's name, a parameter's name and the parameter, as Haiku's own predicates are.
 Predicate = Callable[[str, str, Any], bool]
-# A predicate; a regular expression that the whole of `module/name` has to match; all; none.
-Targets = Union[Predicate, str, re.Pattern[str], bool]  # noqa: UP007 (a callable can't be or-ed)
+# A predicate; a regular expression that the whole of `module/name` has to match; a list of names
+# `module/name`; all; none.
+Targets = Union[  # noqa: UP007 (a callable can't be or-ed)
+    Predicate, str, re.Pattern[str], Sequence[str], bool
+]
 
 
 def path_of(module_name: str, name: str) -> str:
@@ -37,16 +40,38 @@ def predicate_of(
         return lambda module_name, name, value: constant
     if callable(targets):
         return targets
+    if is_list_of_paths(targets):
+        paths = frozenset(targets)  # type: ignore[arg-type]
+        return lambda module_name, name, value: path_of(module_name, name) in paths
     if not isinstance(targets, str | re.Pattern):
         raise TypeError(
-            f"{argument}: expected a regular expression over 'module/name', a predicate "
-            f"(module_name, name, value) -> bool, True or False, got {targets!r}"
+            f"{argument}: expected a regular expression over 'module/name', a list of such names, a "
+            f"predicate (module_name, name, value) -> bool, True or False, got {targets!r}"
         )
     try:
         pattern = re.compile(targets)
     except re.error as e:
         raise ValueError(f"{argument}: {targets!r} is not a regular expression: {e}") from None
     return lambda module_name, name, value: bool(pattern.fullmatch(path_of(module_name, name)))
+
+
+def is_list_of_paths(targets: Any) -> bool:
+    """Whether an argument like `targets` is a list, a tuple or a set of names `module/name`."""
+    return isinstance(targets, list | tuple | set | frozenset) and all(
+        isinstance(x, str) for x in targets
+    )
+
+
+def check_paths(argument: str, targets: Any, paths: Sequence[str]) -> None:
+    """Checks that the names in a list of them are names of parameters.
+
+    Raises:
+      ValueError: if one is not.
+    """
+    for name in targets if is_list_of_paths(targets) else ():
+        if name not in paths:
+            nearest = difflib.get_close_matches(name, paths, n=5, cutoff=0.0)
+            raise ValueError(f"{argument}: no parameter is {name!r}. Nearest: {', '.join(nearest)}")
 
 
 def no_match(

@@ -1,5 +1,5 @@
 """Module expressions: a Haiku model as a tree of its modules' calls, to see, query and change."""
 
-from haiku_implicit.mox.mox import Mox, eval_mox, make_mox, to_transformed
+from haiku_implicit.mox.mox import Mox, diff, eval_mox, make_mox, map_mox, to_transformed
 
-__all__ = ["Mox", "eval_mox", "make_mox", "to_transformed"]
+__all__ = ["Mox", "diff", "eval_mox", "make_mox", "map_mox", "to_transformed"]

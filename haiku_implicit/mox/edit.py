@@ -48,12 +48,14 @@ class Site(NamedTuple):
       body: the program that it is in.
       path: where the modules and parameters of the new function are.
       within: the equations whose bodies it is in, the outermost first.
+      known: the parameters in reach, where it was asked for.
     """
 
     node: Any
     body: Body
     path: str
     within: tuple[Equation, ...] = ()
+    known: Sources = {}
 
     @property
     def top(self) -> Any:
@@ -162,22 +164,22 @@ def sites_of(
 
     Of those within one another there is the outermost, or with `inner` all of them.
 
-    The calls of one module have one path. An equation has its own, below that of its module.
+    The calls of one module have one path. An equation has its own in a call, below that of its module.
 
     Raises:
       ValueError: if there is no node, or one that is not in the tree.
     """
     wanted = {id(x): x for x in nodes}
     for deep in (False, True):
-        known = sources_in(root, params or {}) if deep else {}
-        found = list(_search(root.children, wanted, Place("", "", (), root, known), deep, inner))
+        known = sources_in(root, params or {}) if deep or inner else {}
+        found = list(_search(root.children, wanted, Place("", 0, "", (), root, known), deep, inner))
         inside = {id(x) for node, _ in found for x in walk(node, into_bodies=deep)}
         if inside.issuperset(wanted):
             break
     else:
         lost = next(x for key, x in wanted.items() if key not in inside)
         raise ValueError(f"where: {lost!r} is not a node of this expression, but of another one")
-    leaves: collections.Counter[str] = collections.Counter()
+    leaves: collections.Counter[Any] = collections.Counter()
     sites = []
     for node, place in found:
         if path is not None:
@@ -187,9 +189,10 @@ def sites_of(
         else:
             module = place.module or place.prefix
             own = f"{module}/{node.name}" if module else node.name
-            leaves[own] += 1
-            own += f"_{leaves[own] - 1}" if leaves[own] > 1 else ""
-        sites.append(Site(node, place.body, own, place.within))
+            leaves[place.call, own] += 1
+            count = leaves[place.call, own]
+            own += f"_{count - 1}" if count > 1 else ""
+        sites.append(Site(node, place.body, own, place.within, place.known))
     return sites
 
 
@@ -198,6 +201,7 @@ class Place(NamedTuple):
 
     Attributes:
       module: the full path of the module.
+      call: the `id` of its call.
       prefix: what is in front of the paths in the body.
       within: the equations around it.
       body: the program.
@@ -205,6 +209,7 @@ class Place(NamedTuple):
     """
 
     module: str
+    call: int
     prefix: str
     within: tuple[Equation, ...]
     body: Body
@@ -226,13 +231,13 @@ def _search(
             if not inner:
                 continue
         if isinstance(node, ModuleCall):
-            below = place._replace(module=place.path_of(node))
+            below = place._replace(module=place.path_of(node), call=id(node))
             yield from _search(node.children, wanted, below, deep, inner)
         elif isinstance(node, Equation) and deep:
             for body in node.bodies:
                 known = sources_of_body(node, body, place.known)
                 prefix, within = prefix_of_paths(body, known), (*place.within, node)
-                below = Place(place.module, prefix, within, body, known)
+                below = Place(place.module, place.call, prefix, within, body, known)
                 yield from _search(body.children, wanted, below, deep, inner)
 
 

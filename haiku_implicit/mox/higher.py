@@ -292,7 +292,7 @@ def _without_taps(node: Any, made: Any) -> Any:
     out, state, taps = made
     if taps:
         raise ValueError(
-            f"no value can be tapped in the body of {node!r}: it runs an unknown number of times, or not"
+            f"no value can be tapped in the body of {node!r}: it runs an unknown number of times"
         )
     return out, state
 

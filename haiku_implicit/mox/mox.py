@@ -3,12 +3,12 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import haiku as hk
 
-from haiku_implicit.mox import edit, view
+from haiku_implicit.mox import edit, parts, view
 from haiku_implicit.mox.program import ANY_KEY, Program, program_of
 from haiku_implicit.mox.replacement import Replacement, after, around, before, instead
 from haiku_implicit.mox.tree import Node, calls
@@ -189,6 +189,139 @@ class Mox(Program):
             where, lambda site: after(site.body, site.node, site.path, function), path
         )
 
+    def parameters(self, where: view.Where) -> list[str]:
+        """The parameters that nodes read: `module/name` of each.
+
+        Args:
+          where: the nodes, as for `sub`.
+
+        Example:
+          >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+          >>> from haiku_implicit.mox import make_mox
+          >>> model = hk.transform(lambda x: hk.nets.MLP([8, 3])(x))
+          >>> x = jnp.ones((2, 4))
+          >>> wide = make_mox(model)(x).parameters('//module_call[@output_size > 5]')
+          >>> wide
+          ['mlp/~/linear_0/b', 'mlp/~/linear_0/w']
+        """
+        return parts.parameters_of(self, self._nodes(where))
+
+    def taps(self, where: view.Where) -> "Mox":
+        """The expression that returns values within it, too.
+
+        Args:
+          where: the nodes, as for `sub`; those in one another as well.
+
+        Returns:
+          The expression of a function that returns the model's results and a dict: for each node, by
+          its path, what it returns. More calls of one module have `:1` and so on behind the path. What
+          is in a loop has one more axis in front, of its steps. Derivatives go through the values.
+
+        Raises:
+          ValueError: for nodes in branches or in loops of unknown length.
+
+        Example:
+          >>> import haiku as hk, jax, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> model = hk.transform(lambda x: hk.nets.MLP([8, 3])(x))
+          >>> x = jnp.ones((2, 4))
+          >>> params = model.init(jax.random.key(0), x)
+          >>> out, values = make_mox(model)(x).taps('**/linear_*').apply(params, None, x)
+          >>> {path: value.shape for path, value in values.items()}
+          {'mlp/~/linear_0': (2, 8), 'mlp/~/linear_1': (2, 3)}
+        """
+        return cast(Mox, parts.with_taps(self, self._nodes(where)))
+
+    def truncate(self, where: view.Where) -> "Mox":
+        """The expression up to one node, whose value is the result: a model's features.
+
+        What comes after it is left out, with its parameters. Of a node in a loop, the values of all
+        steps are the result.
+
+        Args:
+          where: the node, as for `sub`.
+        """
+        return cast(Mox, parts.truncated(self, self._one(where)))
+
+    def extract(self, where: view.Where) -> "Mox":
+        """One call of a module as an expression of its own, of the arguments of the module.
+
+        Its `apply` takes the parameters of the whole model as well, and reads its own.
+
+        Args:
+          where: the call, as for `sub`.
+
+        Raises:
+          ValueError: if the module reads what is computed from the model's arguments beside its own, or
+            is in a loop or a branch.
+        """
+        return cast(Mox, parts.extracted(self, self._one(where)))
+
+    def patch(self, where: view.Where, value: Any) -> "Mox":
+        """The expression with other values in the place of what nodes return.
+
+        Args:
+          where: the nodes, as for `sub`.
+          value: an array, or a tree of arrays as the node returns; or a function of what it returns.
+
+        Example: the gradient with respect to a value within a model.
+
+          >>> import haiku as hk, jax, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> model = hk.transform(lambda x: hk.nets.MLP([8, 3])(x))
+          >>> x = jnp.ones((2, 4))
+          >>> params, mox = model.init(jax.random.key(0), x), make_mox(model)(x)
+          >>> def loss(change):
+          ...   return mox.patch('**/linear_0', lambda h: h + change).apply(params, None, x).sum()
+          >>> jax.grad(loss)(jnp.zeros((2, 8))).shape
+          (2, 8)
+        """
+        if callable(value):
+            return self.insert_after(where, value)
+        return self._with(
+            where,
+            lambda site: instead(site.node, site.path, lambda *args, **kwargs: value),
+            None,
+            True,
+        )
+
+    def share(self, taking: Mapping[str, str]) -> "Mox":
+        """The expression in which modules have the parameters of others.
+
+        Args:
+          taking: by the path of a module, the path of the one whose parameters it takes.
+
+        Raises:
+          ValueError: if there is no such module, or its parameters have other names, shapes or dtypes.
+        """
+        return cast(Mox, parts.shared(self, taking))
+
+    def rename(self, where: view.Where, name: str | Callable[[str], str]) -> "Mox":
+        """The expression with other names for modules, and for their parameters and state.
+
+        Args:
+          where: calls of modules, as for `sub`. All calls of one module have one name.
+          name: the new last part of the path, the whole new path, or a function of the old one.
+
+        Raises:
+          ValueError: if two modules would have one name.
+        """
+        return cast(Mox, parts.renamed(self, self._nodes(where), name))
+
+    def _nodes(self, where: view.Where) -> list[Node]:
+        nodes = view.find(self, where)
+        if not nodes:
+            raise ValueError(f"where: nothing in the expression is {where!r}")
+        return nodes
+
+    def _one(self, where: view.Where) -> Node:
+        nodes = self._nodes(where)
+        if len(nodes) > 1:
+            raise ValueError(
+                f"where: {where!r} is {len(nodes)} nodes, and has to be one: {nodes[:5]}"
+            )
+        return nodes[0]
+
     def _with(
         self,
         where: view.Where,
@@ -196,10 +329,7 @@ class Mox(Program):
         path: str | Callable[[Node], str] | None,
         keep_unused: bool = False,
     ) -> "Mox":
-        nodes = view.find(self, where)
-        if not nodes:
-            raise ValueError(f"where: nothing in the expression is {where!r}")
-        return cast(Mox, edit.replace(self, nodes, put, path, keep_unused))
+        return cast(Mox, edit.replace(self, self._nodes(where), put, path, keep_unused))
 
 
 def make_mox(transformed: Any) -> Callable[..., Any]:
@@ -266,3 +396,41 @@ def to_transformed(mox: Mox) -> hk.Transformed | hk.TransformedWithState:
       `eval_mox`.
     """
     return mox.transformed()
+
+
+def map_mox(fun: Callable[[Node], Any], mox: Mox) -> list[Any]:
+    """What a function gives for each node of a module expression, in the order in which they run."""
+    return [fun(node) for node in mox.select(lambda node: True)]
+
+
+def diff(a: Mox, b: Mox) -> str:
+    """What is different between two module expressions: a line for each node.
+
+    Args:
+      a: a module expression.
+      b: another one.
+
+    Returns:
+      Lines that begin with `-` for what only `a` has, and with `+` for what only `b` has; an empty text
+      if there is no difference.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp
+      >>> from haiku_implicit.mox import diff, make_mox
+      >>> mox = make_mox(hk.transform(lambda x: jnp.sin(hk.Linear(3)(x))))(jnp.ones((2, 4)))
+      >>> print(diff(mox, mox.sub('//sin', jnp.cos)))
+      -<sin: f32[2,3] -> f32[2,3]>
+      +<sin: function: f32[2,3] -> f32[2,3]>
+      +  <cos: f32[2,3] -> f32[2,3]>
+    """
+    old, new = (list(_lines(x.body, 0)) for x in (a, b))
+    lines = difflib.unified_diff(old, new, n=0, lineterm="")
+    return "\n".join(x for x in lines if not x.startswith(("---", "+++", "@@")))
+
+
+def _lines(node: Node, depth: int) -> Iterator[str]:
+    for child in node.children:
+        hidden = view.is_hidden(child)
+        if not hidden:
+            yield "  " * depth + repr(child)
+        yield from _lines(child, depth + (not hidden))

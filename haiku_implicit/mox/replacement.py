@@ -142,15 +142,19 @@ class Original:
     Attributes:
       captured: what it reads beside its arguments.
       hidden: what others read of it beside its results.
+      arguments: the variables that are set to its arguments.
+      call: the node, with these.
     """
 
     def __init__(self, body: Body, node: Any):
         self.captured: tuple[Var, ...] = ()
         self.hidden: tuple[Var, ...] = ()
-        self._node, self._body = node, None
+        self.arguments: tuple[Atom, ...] = tuple(node.inputs)
+        self.call, self._body = node, None
         if isinstance(node, Equation):
             return
-        read = {*read_counts(node.children), *(x for x in node.returns if isinstance(x, Var))}
+        returned = dict.fromkeys(x for x in node.returns if isinstance(x, Var))
+        read = {**read_counts(node.children), **returned}
         # An array in a list or a dict has no variable of its own within the call.
         own = [v if v in read or isinstance(x, Literal) else x for v, x in node.given]
         defined = {v for x in walk(node, into_bodies=False) for v in x.outputs}
@@ -161,21 +165,23 @@ class Original:
             for v, _ in x.given
         }
         self.captured = tuple(v for v in read if v not in defined and v not in own)
-        self.hidden = tuple(hidden(body, node).difference(node.outputs))
-        same = dataclasses.replace(
-            node, given=tuple(zip((v for v, _ in node.given), own, strict=True))
-        )
-        invars = (*own, *self.captured)
-        self._body = Body("", (), (), invars, (same,), (*node.outputs, *self.hidden))
+        others = hidden(body, node).difference(node.outputs)
+        inside = walk(node, into_bodies=False)
+        self.hidden = tuple(dict.fromkeys(v for x in inside for v in x.outputs if v in others))
+        self.arguments = tuple(own)
+        given = tuple(zip((v for v, _ in node.given), own, strict=True))
+        self.call = dataclasses.replace(node, given=given)
+        invars: Any = (*own, *self.captured)
+        self._body = Body("", (), (), invars, (self.call,), (*node.outputs, *self.hidden))
 
     def __call__(
         self, arguments: Sequence[Any], captured: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """The results for these arguments, and the values of `hidden`."""
         if self._body is None:
-            return bind(self._node, arguments), []
+            return bind(self.call, arguments), []
         out = run(self._body, (), (*arguments, *captured))
-        return out[: len(self._node.outputs)], out[len(self._node.outputs) :]
+        return out[: len(self.call.outputs)], out[len(self.call.outputs) :]
 
 
 def _at_site(path: str, call: marks.Call, fun: Any, arrays: Sequence[Any], check: Any) -> list[Any]:

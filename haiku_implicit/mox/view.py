@@ -59,7 +59,7 @@ class View:
 
     def _add(self, parent: Any, node: Any) -> None:
         for child in node.children:
-            if _is_hidden(child) and not (self.constructors and child.method):
+            if is_hidden(child) and not (self.constructors and child.method):
                 self._add(parent, child)
                 continue
             element = self.etree.SubElement(parent, tag_of(child), attributes_of(child))
@@ -162,7 +162,7 @@ def _lxml() -> Any:
 # --- without XML -----------------------------------------------------------------------------------
 
 
-def _is_hidden(node: Any) -> bool:
+def is_hidden(node: Any) -> bool:
     """Whether a node is a constructor's call, or a group that is not seen as one."""
     return isinstance(node, ModuleCall) and (node.call is None or node.method == "__init__")
 
@@ -218,4 +218,4 @@ def select(root: Body, what: type | Callable[[Node], Any]) -> list[Node]:
     """The calls of a class of modules, or the nodes for which a function is true."""
     if isinstance(what, type):
         return [x for x in calls(root) if x.cls is not None and issubclass(x.cls, what)]
-    return [x for x in walk(root) if not _is_hidden(x) and what(x)]
+    return [x for x in walk(root) if not is_hidden(x) and what(x)]

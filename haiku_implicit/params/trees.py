@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 import jax
 
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.predicates import Predicate, Targets, no_match, path_of, predicate_of
+from haiku_implicit.core.predicates import (
+    Predicate,
+    Targets,
+    check_paths,
+    no_match,
+    path_of,
+    predicate_of,
+)
 from haiku_implicit.params import progress
 from haiku_implicit.params.matrix_axes import MatrixAxesOf, check_given, open_matrix
 from haiku_implicit.params.selection import (
@@ -160,7 +167,10 @@ class Choice(NamedTuple):
           default: the predicate if `targets` is None; without one, None is an error.
         """
         if not self.missing_ok:
-            check_given(self.matrix_axes, [p.path for p in parameters])
+            paths = [p.path for p in parameters]
+            check_given(self.matrix_axes, paths)
+            check_paths("targets", self.targets, paths)
+            check_paths("exclude", self.exclude, paths)
         chosen = self.predicate(default)
         excluded = predicate_of("exclude", self.exclude, lambda *_: False)
         wanted, out = ([bool(f(*p[:3])) for p in parameters] for f in (chosen, excluded))
@@ -168,9 +178,9 @@ class Choice(NamedTuple):
             raise no_match("exclude", self.exclude, [p.path for p in parameters])
         left = [w and not o for w, o in zip(wanted, out, strict=True)]
         if any(wanted) and not any(left) and not self.missing_ok:
-            paths = ", ".join(p.path for p, w in zip(parameters, wanted, strict=True) if w)
+            names = ", ".join(p.path for p, w in zip(parameters, wanted, strict=True) if w)
             raise ValueError(
-                f"exclude: it leaves out all {sum(wanted)} that targets chooses: {paths}"
+                f"exclude: it leaves out all {sum(wanted)} that targets chooses: {names}"
             )
         return left
 

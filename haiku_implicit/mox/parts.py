@@ -1,0 +1,417 @@
+"""Parts of a model: values within it, the model up to a node, one module of it."""
+
+import collections
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+from haiku_implicit.mox import higher, marks
+from haiku_implicit.mox.edit import Added, Site, grafted, holders_of, sites_of, with_grafts
+from haiku_implicit.mox.graft import Graft
+from haiku_implicit.mox.interface import Interface, Path, Slot, by_path, nested
+from haiku_implicit.mox.program import Program
+from haiku_implicit.mox.replacement import Original, structures_of
+from haiku_implicit.mox.sources import read_by
+from haiku_implicit.mox.tree import Body, ModuleCall, Node, needed, read_counts, steps
+
+
+def parameters_of(mox: Program, nodes: Sequence[Node]) -> list[str]:
+    """The parameters that nodes read, `module/name` of each, in the order of the model's."""
+    params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
+    found = set()
+    for site in sites_of(mox.body, nodes, params=params, inner=True):
+        found |= set(read_by(site.node, site.known))
+    return ["/".join(path) for path in mox.interface.params if path in found]
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot]]:
+    """The expression with the values of nodes in reach of its results, and their variables.
+
+    Values in a loop have one more axis in front, of its steps.
+    """
+    params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
+    sites = sites_of(mox.body, nodes, params=params, inner=True)
+    names = _names(sites)
+    taps: dict[int, dict[str, Any]] = collections.defaultdict(dict)
+    values: dict[str, Any] = {}
+    for name, site in names.items():
+        if site.within:
+            taps[id(site.body)][name] = site.node.outputs
+        else:
+            values[name] = site.node.outputs
+    changes = higher.Changes({}, taps, holders_of(sites))
+    known = higher.from_parameters(mox.body, set(params)) if changes.holders else set()
+    grafts: dict[int, Graft] = {}
+    for site in {id(site.top): site for site in sites if site.within}.values():
+        piece = higher.piece_of_equation(site.top, changes, known)
+        graft = grafted(mox, site.top, piece, 0, Added(), (), True)
+        grafts[id(site.top)] = graft
+        own = sorted(name for name, x in names.items() if x.within and x.top is site.top)
+        rest = iter(graft.taps)
+        values |= {name: tuple(next(rest) for _ in names[name].node.outputs) for name in own}
+    new = with_grafts(mox, grafts, Added(), keep_unused=True)
+    slots = {name: Slot(structures_of(names[name].node)[1], values[name]) for name in names}
+    return new, slots
+
+
+def _names(sites: Sequence[Site]) -> dict[str, Site]:
+    """Names of sites: their paths, with `:1` and so on for more calls of one module."""
+    counts: collections.Counter[str] = collections.Counter()
+    names = {}
+    for site in sites:
+        number = counts[site.path]
+        counts[site.path] += 1
+        names[f"{site.path}:{number}" if number else site.path] = site
+    return names
+
+
+def with_taps(mox: Program, nodes: Sequence[Node]) -> Program:
+    """The expression that returns its results and the values of nodes, by path."""
+    new, slots = tapped(mox, nodes)
+    results = joined((new.interface.results, slots))
+    face = dataclasses.replace(new.interface, results=results)
+    return dataclasses.replace(new, body=_returning(new.body, face), interface=face)
+
+
+def joined(tree: Any) -> Slot:
+    """A tree of slots as one."""
+
+    def filled(slot: Slot) -> Any:
+        return slot.tree.merge([_Variable(v) for v in slot.atoms])
+
+    whole = jax.tree.map(filled, tree, is_leaf=lambda x: isinstance(x, Slot))
+    structure, variables = marks.split(whole, lambda x: isinstance(x, _Variable))
+    return Slot(structure, tuple(x.atom for x in variables))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Variable:
+    atom: Any
+
+
+def _returning(body: Body, face: Interface) -> Body:
+    return dataclasses.replace(body, invars=face.invars, returns=face.returns)
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def truncated(mox: Program, node: Node) -> Program:
+    """The expression up to a node, whose value is the result."""
+    new, slots = tapped(mox, [node])
+    ((_, result),) = slots.items()
+    defined = _defined_before(new.body, set(result.atoms))
+    face = new.interface
+    state = {
+        path: slot if defined.issuperset(slot.atoms) else face.state[path]
+        for path, slot in face.new_state.items()
+        if path in face.state or defined.issuperset(slot.atoms)
+    }
+    face = dataclasses.replace(face, results=result, new_state=state)
+    return _pruned(new, face, new.body.children)
+
+
+def _defined_before(body: Body, wanted: set[Any]) -> set[Any]:
+    """The variables that there are when these have been computed."""
+    defined: set[Any] = {*body.invars, *body.constvars}
+    for step in steps(body.children):
+        if defined.issuperset(x for x in wanted if not isinstance(x, Literal)):
+            break
+        defined |= {step[0]} if isinstance(step, tuple) else set(step.outputs)
+    return defined
+
+
+def _pruned(mox: Program, face: Interface, children: Sequence[Node]) -> Program:
+    """The expression with other results, without the nodes and parameters that they don't need."""
+    children = needed(children, {v for v in face.returns if isinstance(v, Var)})
+    read = {*read_counts(children), *(v for v in face.results.atoms if isinstance(v, Var))}
+    params = {path: x for path, x in face.params.items() if read.intersection(x.atoms)}
+    gone = {
+        path
+        for path, x in face.state.items()
+        if not read.intersection(x.atoms) and face.new_state.get(path, x).atoms == x.atoms
+    }
+    state, new_state = (
+        {path: x for path, x in entries.items() if path not in gone}
+        for entries in (face.state, face.new_state)
+    )
+    face = dataclasses.replace(face, params=params, state=state, new_state=new_state)
+    body = dataclasses.replace(mox.body, children=children)
+    init = _init_of_part(mox, face)
+    return dataclasses.replace(mox, body=_returning(body, face), interface=face, init=init)
+
+
+def _init_of_part(mox: Program, face: Interface) -> Callable[..., Any] | None:
+    old, had_state = mox.init, mox.has_state
+    if old is None:
+        return None
+
+    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
+        made = old(rng, *args, **kwargs)
+        return _part_of(made if had_state else (made, {}), face)
+
+    return init
+
+
+def _part_of(made: Any, face: Interface) -> Any:
+    """Of parameters and state those that an expression has."""
+    pairs = zip((face.params, face.state), map(by_path, made), strict=True)
+    params, state = (nested({path: entries[path] for path in own}) for own, entries in pairs)
+    return (params, state) if face.has_state else params
+
+
+def extracted(mox: Program, node: Any) -> Program:
+    """One call of a module as an expression of its own, of its arguments."""
+    if not isinstance(node, ModuleCall) or node.call is None:
+        raise ValueError(f"where: expected the call of a module, got {node!r}")
+    (site,) = sites_of(mox.body, [node])
+    if site.within:
+        raise ValueError(
+            f"{node!r} can't be extracted: it is in the body of {site.within[0]!r}, which runs it with "
+            "parameters of its own in each step, or not at all"
+        )
+    original, face = Original(mox.body, node), mox.interface
+    children = needed(mox.body.children, set(original.captured))
+    read = {*read_counts(children), *original.captured}
+    if read.intersection(face.args.atoms):
+        raise ValueError(
+            f"{node!r} can't be extracted: beside its arguments it reads what is computed from the "
+            "model's arguments"
+        )
+    structure, results = structures_of(node)
+    args, kwargs = structure.merge([_Variable(v) for v in original.arguments])
+    signature = inspect.Signature(_ANY)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    tree, variables = marks.split(dict(bound.arguments), lambda x: isinstance(x, _Variable))
+    new_state = {
+        path: slot
+        for path, slot in face.new_state.items()
+        if set(original.hidden).intersection(slot.atoms) or path in face.state
+    }
+    changed = {*original.hidden, *node.outputs}
+    new_state = {
+        path: slot if changed.issuperset(slot.atoms) else face.state[path]
+        for path, slot in new_state.items()
+    }
+    uses_state = any(changed.intersection(slot.atoms) for slot in face.new_state.values()) or any(
+        read.intersection(slot.atoms) for slot in face.state.values()
+    )
+    leading = tuple(name for name in face.leading if name != "state" or uses_state)
+    own = dataclasses.replace(
+        face,
+        leading=leading,
+        signature=signature,
+        args=Slot(tree, tuple(x.atom for x in variables)),
+        results=Slot(results, tuple(node.outputs)),
+        new_state=new_state if uses_state else {},
+        state=face.state if uses_state else {},
+    )
+    part = _pruned(mox, own, (*children, original.call))
+    return dataclasses.replace(part, init=_init_on_zeros(mox, part.interface))
+
+
+_ANY = [
+    inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+    inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+]
+
+
+def _init_on_zeros(mox: Program, face: Interface) -> Callable[..., Any] | None:
+    """The `init` of a module: of its model's, for arguments that are zeros."""
+    old = mox.init
+    if old is None:
+        return None
+
+    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = mox.interface.args
+        zeros = [np.zeros(v.aval.shape, v.aval.dtype) for v in slot.atoms]
+        given = inspect.BoundArguments(
+            mox.interface.signature, collections.OrderedDict(slot.tree.merge(zeros))
+        )
+        made = old(rng, *given.args, **given.kwargs)
+        return _part_of(made if mox.has_state else (made, {}), face)
+
+    return init
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def shared(mox: Program, taking: Mapping[str, str]) -> Program:
+    """The expression in which modules have the parameters of others.
+
+    Args:
+      mox: the expression.
+      taking: by the path of a module, the path of the one whose parameters it takes.
+
+    Raises:
+      ValueError: if there is no such module, or its parameters have other names, shapes or dtypes.
+    """
+    face, params = mox.interface, dict(mox.interface.params)
+    given: list[tuple[Any, Any]] = []
+    for module, of in taking.items():
+        own, other = (_below(face.params, path) for path in (module, of))
+        for name, found in ((module, own), (of, other)):
+            if not found:
+                raise ValueError(f"no parameter of the model is below {name!r}")
+        for path, slot in own.items():
+            source = other.get(path)
+            shapes = [
+                [(v.aval.shape, v.aval.dtype) for v in x.atoms] for x in (slot, source or slot)
+            ]
+            if source is None or shapes[0] != shapes[1]:
+                there = "missing" if source is None else str(shapes[1])
+                name = "/".join(path).lstrip("/")
+                raise ValueError(
+                    f"{module!r} can't have the parameters of {of!r}: {name!r} is {shapes[0]}, and "
+                    f"there it is {there}"
+                )
+            given += zip(slot.atoms, source.atoms, strict=True)
+            del params[f"{module}{path[0]}", path[1]]
+    face = dataclasses.replace(face, params=params)
+    children = (ModuleCall(None, tuple(given), (), (), ()), *mox.body.children)
+    body = dataclasses.replace(mox.body, children=children)
+    init = _init_of_part(mox, face)
+    return dataclasses.replace(mox, body=_returning(body, face), interface=face, init=init)
+
+
+def _below(entries: Mapping[Path, Slot], module: str) -> dict[Path, Slot]:
+    """The entries of a module and of those in it, by the rest of their path."""
+    return {
+        (path[0][len(module) :], path[1]): slot
+        for path, slot in entries.items()
+        if f"{path[0]}/".startswith(f"{module}/")
+    }
+
+
+def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str]) -> Program:
+    """The expression with other names for modules, and for their parameters and state.
+
+    Args:
+      mox: the expression.
+      nodes: calls of modules.
+      name: the new last part of the path, the whole new path, or a function of the old one.
+
+    Raises:
+      ValueError: if two modules would have one name.
+    """
+    params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
+    sites = sites_of(mox.body, nodes, params=params, inner=True)
+    whole, within = {}, {}
+    for site in sites:
+        old, own = site.path, getattr(site.node, "path", "")
+        if not own:
+            raise ValueError(f"where: {site.node!r} has no name: choose calls of modules")
+        new = name(old) if callable(name) else name
+        new = new if "/" in new or callable(name) else "/".join([*old.split("/")[:-1], new])
+        whole[old] = new
+        prefix = old[: len(old) - len(own)]
+        within[own] = new[len(prefix) :] if new.startswith(prefix) else new
+    if len(whole) > 1 and not callable(name):
+        raise ValueError(
+            f"{name!r} can't be the name of {', '.join(whole)}: give a function of the path"
+        )
+    face = mox.interface
+    face = dataclasses.replace(
+        face,
+        params=_with_names(face.params, whole),
+        state=_with_names(face.state, whole),
+        new_state=_with_names(face.new_state, whole),
+    )
+    children = _Renaming(whole, within, holders_of(sites)).nodes(mox.body.children)
+    body = dataclasses.replace(mox.body, children=children)
+    init = mox.init and _renamed_init(mox, whole)
+    return dataclasses.replace(mox, body=body, interface=face, init=init)
+
+
+def _new_name(path: str, names: Mapping[str, str]) -> str:
+    for old in sorted(names, key=len, reverse=True):
+        if f"{path}/".startswith(f"{old}/"):
+            return names[old] + path[len(old) :]
+    return path
+
+
+def _with_names(entries: Mapping[Path, Any], names: Mapping[str, str]) -> dict[Path, Any]:
+    new: dict[Path, Any] = {}
+    for (module, name), x in entries.items():
+        path = _new_name(module, names), name
+        if path in new:
+            raise ValueError(f"there would be two {'/'.join(path)!r}: give the module another name")
+        new[path] = x
+    return new
+
+
+def _renamed_init(mox: Program, names: Mapping[str, str]) -> Callable[..., Any]:
+    def init(*args: Any, **kwargs: Any) -> Any:
+        assert mox.init is not None
+        made = mox.init(*args, **kwargs)
+        parts = made if mox.has_state else (made,)
+        new = tuple(nested(_with_names(by_path(x), names)) for x in parts)
+        return new if mox.has_state else new[0]
+
+    return init
+
+
+class _Renaming:
+    """Other names for the modules in a tree.
+
+    Args:
+      whole: new paths, by the old ones.
+      within: the same in the bodies around the renamed nodes, where paths may begin anew.
+      holders: the `id`s of the equations that these are in.
+    """
+
+    def __init__(self, whole: Mapping[str, str], within: Mapping[str, str], holders: set[int]):
+        self.whole, self.within, self.holders = whole, within, holders
+        self.calls: dict[Any, marks.Call] = {}
+
+    def nodes(self, nodes: Sequence[Any]) -> tuple[Any, ...]:
+        """The nodes with new names."""
+        new = []
+        for node in nodes:
+            if isinstance(node, ModuleCall):
+                call = node.call and self._call(node.call, self.whole)
+                node = dataclasses.replace(node, call=call, children=self.nodes(node.children))
+            elif node.marked is not None:
+                names = {**self.within, **self.whole} if id(node) in self.holders else self.whole
+                node = dataclasses.replace(node, marked=self._params(node.marked, names))
+            new.append(node)
+        return tuple(new)
+
+    def _call(self, call: marks.Call, names: Mapping[str, str]) -> marks.Call:
+        path = _new_name(call.path, names)
+        if path == call.path:
+            return call
+        return self.calls.setdefault((call, path), dataclasses.replace(call, path=path))
+
+    def _params(self, params: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+        rename = functools.partial(self._jaxpr, names=names)
+        return {
+            key: type(x)(map(rename, x)) if type(x) in (tuple, list) else rename(x)
+            for key, x in params.items()
+        }
+
+    def _jaxpr(self, x: Any, names: Mapping[str, str]) -> Any:
+        if isinstance(x, ClosedJaxpr):
+            return x.replace(jaxpr=self._jaxpr(x.jaxpr, names))
+        if not isinstance(x, Jaxpr):
+            return x
+        eqns = []
+        for eqn in x.eqns:
+            if eqn.primitive is marks.mark_p:
+                call = self._call(eqn.params["call"], names)
+                eqn = eqn.replace(params={**eqn.params, "call": call})
+            else:
+                eqn = eqn.replace(params=self._params(eqn.params, names))
+            eqns.append(eqn)
+        return x.replace(eqns=eqns)

@@ -1,0 +1,354 @@
+"""Values within models, parts of them, and other names: against models that are written that way."""
+
+import functools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+from haiku_implicit.mox import diff, eval_mox, make_mox, map_mox, to_transformed
+
+X = jax.random.normal(jax.random.key(1), (4, 8))
+
+
+def same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def close(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), got, want)
+
+
+def mlp(x):
+    return hk.nets.MLP([8, 8, 3])(x)
+
+
+def stack(x):
+    def layer(x):
+        return x + hk.Linear(8, name="out")(jax.nn.relu(hk.Linear(16, name="in")(x)))
+
+    return hk.Linear(3, name="head")(hk.layer_stack(3, name="stack")(layer)(x))
+
+
+def made(f):
+    t = hk.transform_with_state(f) if f is trained else hk.transform(f)
+    return t, make_mox(t)(X), t.init(jax.random.key(0), X)
+
+
+def trained(x):
+    x = hk.BatchNorm(True, True, 0.9, name="first")(hk.Linear(8, name="a")(x), True)
+    x = hk.Linear(8, name="b")(x)
+    return hk.Linear(2, name="c")(hk.BatchNorm(True, True, 0.9, name="second")(x, True))
+
+
+# --- wrap, insert ---------------------------------------------------------------------------------
+
+
+def test_wrap_gives_the_original_as_a_function():
+    _, mox, params = made(mlp)
+    twice = mox.wrap("**/linear_1", lambda linear, x: linear(x) - 2 * linear(jnp.sin(x)))
+    w, b = (params["mlp/~/linear_1"][name] for name in "wb")
+
+    def hand(x):
+        x = jax.nn.relu(hk.Linear(8, name=hk.force_name("mlp/~/linear_0"))(x))
+        x = jax.nn.relu((x @ w + b) - 2 * (jnp.sin(x) @ w + b))
+        return hk.Linear(3, name=hk.force_name("mlp/~/linear_2"))(x)
+
+    close(eval_mox(twice, params, None, X), hk.transform(hand).apply(params, None, X))
+    assert len(twice["**/linear_1"]) == 2
+    never = mox.wrap("**/linear_1", lambda linear, x: x * 2)
+    close(
+        eval_mox(never, params, None, X),
+        eval_mox(mox.sub("**/linear_1", lambda x: x * 2), params, None, X),
+    )
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_state_is_what_the_last_call_of_the_original_leaves(calls):
+    t, mox, (params, state) = made(trained)
+
+    def around(norm, x, is_training):
+        for i in range(calls):
+            y = norm(x * (i + 1), is_training)
+        return y if calls else x
+
+    got, new = eval_mox(mox.wrap("first", around), params, state, None, X)
+    h = hk.transform(lambda x: hk.Linear(8, name="a")(x)).apply(params, None, X)
+    norm = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9, name="first")(x, True))
+    _, want = norm.apply(params, state, None, h * max(calls, 1))
+    first = [name for name in want if name.startswith("first")]
+    close({name: new[name] for name in first}, {name: want[name] for name in first})
+
+
+def test_before_and_after_in_a_stack():
+    """Adapters of Houlsby et al. in each layer, by hand and put there."""
+    _, mox, params = made(stack)
+
+    def adapter(x):
+        return x + hk.Linear(8, name="up")(jnp.tanh(hk.Linear(2, name="down")(x)))
+
+    changed = mox.insert_after("out", adapter).insert_before(
+        "in", lambda x: hk.LayerNorm(-1, True, True)(x)
+    )
+    new = changed.init(jax.random.key(0), X)
+    assert new["stack/out/down"]["w"].shape == (3, 8, 2)
+    assert new["stack/in/layer_norm"]["scale"].shape == (3, 8)
+
+    def hand(x):
+        def layer(x):
+            h = hk.LayerNorm(-1, True, True, name=hk.force_name("in/layer_norm"))(x)
+            h = hk.Linear(8, name="out")(jax.nn.relu(hk.Linear(16, name="in")(h)))
+            down = hk.Linear(2, name=hk.force_name("out/down"))(h)
+            return x + h + hk.Linear(8, name=hk.force_name("out/up"))(jnp.tanh(down))
+
+        return hk.Linear(3, name="head")(hk.layer_stack(3, name="stack")(layer)(x))
+
+    apply = hk.transform(hand).apply
+    close(eval_mox(changed, new, None, X), apply(new, None, X))
+    grads = (
+        jax.grad(lambda p, f=f: (f(p, None, X) ** 2).sum())(new) for f in (changed.apply, apply)
+    )
+    close(*grads)
+
+
+def test_before_a_call_with_several_arrays_and_flags():
+    def model(x):
+        return hk.MultiHeadAttention(2, 4, w_init=hk.initializers.RandomNormal(), model_size=8)(
+            x, x + 1, value=x
+        )
+
+    _, mox, params = made(model)
+    changed = mox.insert_before(hk.MultiHeadAttention, lambda q, k: (q * 2, jnp.sin(k)))
+
+    def hand(x):
+        return hk.MultiHeadAttention(2, 4, w_init=hk.initializers.RandomNormal(), model_size=8)(
+            x * 2, jnp.sin(x + 1), value=x
+        )
+
+    close(eval_mox(changed, params, None, X), hk.transform(hand).apply(params, None, X))
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def test_taps_at_the_top_and_in_loops():
+    _, mox, params = made(stack)
+    out, values = eval_mox(
+        mox.taps("//module_call[@name='in'] | //custom_jvp_call | //module_call[@name='head']"),
+        params,
+        None,
+        X,
+    )
+    same(out, eval_mox(mox, params, None, X))
+    h, want = X, []
+    for i in range(3):
+        pre = h @ params["stack/in"]["w"][i] + params["stack/in"]["b"][i]
+        want.append(pre)
+        h = h + jax.nn.relu(pre) @ params["stack/out"]["w"][i] + params["stack/out"]["b"][i]
+    assert set(values) == {"stack/in", "stack/relu", "head"}
+    close(values["stack/in"], jnp.stack(want))
+    close(values["stack/relu"], jax.nn.relu(jnp.stack(want)))
+    same(values["head"], out)
+
+    def penalty(apply_values):
+        return lambda p: sum((v**2).sum() for v in apply_values(p))
+
+    def by_hand(p):
+        h, found = X, []
+        for i in range(3):
+            found.append(h @ p["stack/in"]["w"][i] + p["stack/in"]["b"][i])
+            h = h + jax.nn.relu(found[-1]) @ p["stack/out"]["w"][i] + p["stack/out"]["b"][i]
+        return found
+
+    tapped = mox.taps("in")
+    got = jax.jit(jax.grad(penalty(lambda p: [eval_mox(tapped, p, None, X)[1]["stack/in"]])))(
+        params
+    )
+    close(got, jax.grad(penalty(by_hand))(params))
+
+
+def test_taps_of_modules_in_one_another_and_of_repeated_calls():
+    def model(x):
+        layer = hk.nets.MLP([8], name="net")
+        return layer(layer(x))
+
+    _, mox, params = made(model)
+    _, values = eval_mox(mox.taps("**"), params, None, X)
+    assert set(values) == {"net", "net/~/linear_0", "net:1", "net/~/linear_0:1"}
+    same(values["net"], values["net/~/linear_0"])
+    once = eval_mox(mox.truncate(mox["net"][0]), params, None, X)
+    same(once, values["net"])
+
+
+def test_taps_in_branches_are_refused():
+    def model(x):
+        layer = hk.Linear(8)
+        if hk.running_init():
+            return layer(x)
+        return hk.cond(x.sum() > 0, layer, lambda x: x, x)
+
+    _, mox, _ = made(model)
+    with pytest.raises(ValueError, match="no value can be tapped in the body of <cond"):
+        mox.taps(hk.Linear)
+
+
+@pytest.mark.parametrize("kind", ["function", "value"])
+def test_patch(kind):
+    _, mox, params = made(mlp)
+    value = jnp.cos(X)
+    patched = mox.patch("**/linear_1", jnp.cos if kind == "function" else value)
+    w = params["mlp/~/linear_2"]
+    h = jax.nn.relu(
+        jnp.cos(eval_mox(mox.taps("**/linear_1"), params, None, X)[1]["mlp/~/linear_1"])
+        if kind == "function"
+        else value
+    )
+    close(eval_mox(patched, params, None, X), h @ w["w"] + w["b"])
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def test_truncate_gives_features_without_what_comes_after():
+    t, mox, (params, state) = made(trained)
+    features = mox.truncate("b")
+    assert list(features.init(jax.random.key(0), X)[0]) == ["a", "b", "first"]
+    got, new = eval_mox(features, params, state, None, X)
+
+    def hand(x):
+        x = hk.BatchNorm(True, True, 0.9, name="first")(hk.Linear(8, name="a")(x), True)
+        return hk.Linear(8, name="b")(x)
+
+    want, want_state = hk.transform_with_state(hand).apply(params, state, None, X)
+    close(got, want)
+    assert set(new) == {"first/~/mean_ema", "first/~/var_ema"}
+    close(new, {name: want_state[name] for name in new})
+
+
+def test_extract_gives_a_module_of_its_own():
+    t, mox, (params, state) = made(trained)
+    norm = mox.extract("first")
+    got, new = eval_mox(norm, params, state, None, X, True)
+    hand = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9, name="first")(x, True))
+    want, want_state = hand.apply(params, state, None, X)
+    close(got, want)
+    close(new, {name: want_state[name] for name in new})
+    own, own_state = norm.init(jax.random.key(0), X, True)
+    assert list(own) == ["first"] and set(own_state) == {"first/~/mean_ema", "first/~/var_ema"}
+
+    _, mox, params = made(mlp)
+    linear = mox.extract("**/linear_1")
+    close(
+        to_transformed(linear).apply(params, None, X),
+        X @ params["mlp/~/linear_1"]["w"] + params["mlp/~/linear_1"]["b"],
+    )
+    assert list(linear.init(jax.random.key(0), X)) == ["mlp/~/linear_1"]
+
+
+def test_what_can_not_be_extracted():
+    _, mox, _ = made(stack)
+    with pytest.raises(ValueError, match="can't be extracted: it is in the body of <scan"):
+        mox.extract("in")
+
+    def closing(x):
+        h = jnp.sin(x)
+
+        class Adding(hk.Module):
+            def __call__(self, y):
+                return y + h
+
+        return Adding()(x)
+
+    _, mox, _ = made(closing)
+    with pytest.raises(ValueError, match="computed from the model's arguments"):
+        mox.extract("adding")
+    _, mox, _ = made(mlp)
+    with pytest.raises(ValueError, match="is 3 nodes, and has to be one"):
+        mox.extract(hk.Linear)
+
+
+def test_share():
+    _, mox, params = made(mlp)
+    tied = mox.share({"mlp/~/linear_1": "mlp/~/linear_0"})
+    both = dict(params) | {"mlp/~/linear_1": params["mlp/~/linear_0"]}
+    same(eval_mox(tied, params, None, X), eval_mox(mox, both, None, X))
+    assert "mlp/~/linear_1" not in tied.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=r"'b' is .*3.*there it is .*8"):
+        mox.share({"mlp/~/linear_2": "mlp/~/linear_0"})
+    with pytest.raises(ValueError, match="no parameter of the model is below 'other'"):
+        mox.share({"other": "mlp/~/linear_0"})
+
+
+@pytest.mark.parametrize("where", ["mlp", "**/linear_1"])
+def test_rename(where):
+    t, mox, params = made(mlp)
+    new = mox.rename(where, "new")
+    old_path = mox[where][0].path
+    path = "/".join([*old_path.split("/")[:-1], "new"])
+    renamed = {
+        f"{path}{k[len(old_path) :]}" if f"{k}/".startswith(f"{old_path}/") else k: v
+        for k, v in params.items()
+    }
+    same(eval_mox(new, renamed, None, X), t.apply(params, None, X))
+    same(new.init(jax.random.key(0), X), renamed)
+    assert new[path] and not set(new.query("//module_call/@path")) & {old_path}
+    again = make_mox(to_transformed(new))(X)
+    assert again.query("//module_call/@path") == new.query("//module_call/@path")
+
+
+def test_rename_in_a_stack():
+    t, mox, params = made(stack)
+    new = mox.rename("in", "wide")
+    names = {"stack/in": "stack/wide"}
+    same(
+        eval_mox(new, {names.get(k, k): v for k, v in params.items()}, None, X),
+        t.apply(params, None, X),
+    )
+    assert new["wide"] and mox["in"]
+    both = hk.transform(lambda x: hk.Linear(3, name="b")(hk.Linear(3, name="a")(x)))
+    with pytest.raises(ValueError, match="there would be two 'b/b'"):
+        make_mox(both)(X).rename("a", "b")
+
+
+# --- lists of paths -------------------------------------------------------------------------------
+
+
+def test_parameters_of_nodes_also_in_loops():
+    _, mox, params = made(stack)
+    assert mox.parameters("in") == ["stack/in/b", "stack/in/w"]
+    assert mox.parameters("//scan") == ["stack/in/b", "stack/in/w", "stack/out/b", "stack/out/w"]
+    assert mox.parameters("//module_call[@name='head']//dot_general") == ["head/w"]
+
+
+def test_map_and_diff():
+    _, mox, _ = made(mlp)
+    names = map_mox(lambda node: getattr(node, "path", ""), mox)
+    assert [name for name in names if name] == mox.query("//module_call/@path")
+    assert diff(mox, mox) == diff(mox, make_mox(hk.transform(mlp))(X)) == ""
+    changed = mox.sub("**/linear_1", lambda x: x)
+    lines = diff(mox, changed).splitlines()
+    assert lines[-1] == "+  <mlp/~/linear_1: function: f32[4,8] -> f32[4,8]>"
+    assert [line[0] for line in lines] == ["-"] * (len(lines) - 1) + ["+"]
+
+
+def test_implicit_parameters_by_query():
+    _, mox, params = made(mlp)
+    chosen = mox.parameters("//module_call[@type='Linear' and @output_size > 5]//dot_general")
+    assert chosen == ["mlp/~/linear_0/w", "mlp/~/linear_1/w"]
+    lora = hki.add_lora(params, 0, rank=2, targets=chosen)
+    assert [k for k in params if isinstance(lora[k]["w"], hki.LoRA)] == [
+        "mlp/~/linear_0",
+        "mlp/~/linear_1",
+    ]
+    quantized = hki.quantize_params(params, targets=chosen)
+    assert [k for k in params if isinstance(quantized[k]["w"], hki.QuantizedMatrix)] == [
+        "mlp/~/linear_0",
+        "mlp/~/linear_1",
+    ]
+    with pytest.raises(ValueError, match="'mlp/w'"):
+        hki.add_lora(params, 0, rank=2, targets=["mlp/w"])
