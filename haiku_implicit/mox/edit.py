@@ -170,6 +170,9 @@ def sites_of(
       ValueError: if there is no node, or one that is not in the tree.
     """
     wanted = {id(x): x for x in nodes}
+    for node in nodes:
+        if isinstance(node, Body):
+            raise ValueError(f"where: {node!r} is a body: choose calls of modules, or equations")
     for deep in (False, True):
         known = sources_in(root, params or {}) if deep or inner else {}
         found = list(_search(root.children, wanted, Place("", 0, "", (), root, known), deep, inner))

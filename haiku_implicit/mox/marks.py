@@ -255,8 +255,8 @@ mlir.register_lowering(mark_p, mlir.lower_fun(_lower, multiple_results=True))
 def _differentiate(primals: Any, tangents: Any, *, call: Call, kind: str, seen: Any) -> Any:
     out = mark_p.bind(*primals, call=call, kind=kind, seen=(*seen, DIFFERENTIATED))
     if kind == "begin":
-        zero: Any = ad.Zero
-        return out, [zero.from_primal_value(out[0]), *tangents]
+        zero = ad.Zero(jax.typeof(out[0]).to_tangent_aval())
+        return out, [zero, *tangents]
     return out, list(tangents[1:])
 
 

@@ -74,6 +74,11 @@ def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Re
       function: the function. The original is a function of arguments of the same structure.
     """
     structure, results = structures_of(node)
+    if getattr(node, "seen_results", ()):
+        raise ValueError(
+            f"{node!r} is under vmap, and can't be run for one element: give another function in its "
+            "place (sub)"
+        )
     original = Original(body, node)
     name = getattr(function, "__name__", "function").strip("<>")
 
@@ -198,10 +203,6 @@ def structures_of(node: Any) -> tuple[marks.Tree, marks.Tree]:
     """The structures of a node's arguments `(args, kwargs)` and of its results."""
     if isinstance(node, ModuleCall) and node.call and node.call.results:
         return node.call.args, node.call.results
-    if not isinstance(node, Equation):
-        raise ValueError(
-            f"where: {node!r} can't be replaced: choose calls of modules, or equations"
-        )
     outputs: Any = [v.aval for v in node.outputs]
     if len(outputs) == 1:
         (outputs,) = outputs
@@ -291,10 +292,20 @@ def _checked(node: Any, results: marks.Tree, out: Any) -> list[Any]:
             f"{node!r}: the replacement has to return {results.describe()}, and returned "
             f"{structure.describe()}"
         )
-    return [
-        _as(f"{node!r}: result {i}", v.aval, x)
-        for i, (v, x) in enumerate(zip(node.outputs, arrays, strict=True))
-    ]
+    pairs = zip(_avals_of_element(node), arrays, strict=True)
+    return [_as(f"{node!r}: result {i}", aval, x) for i, (aval, x) in enumerate(pairs)]
+
+
+def _avals_of_element(node: Any) -> list[Any]:
+    """The shapes and dtypes of a node's results, without the axes of a `vmap` around it."""
+    avals = [v.aval for v in node.outputs]
+    for batched in reversed(getattr(node, "seen_results", ())):
+        axes = batched.axes
+        avals = [
+            x if i is None else x.update(shape=(*x.shape[:i], *x.shape[i + 1 :]))
+            for x, i in zip(avals, axes, strict=True)
+        ]
+    return avals
 
 
 def _as(what: str, aval: Any, x: Any) -> Any:

@@ -186,7 +186,7 @@ def _match(parts: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
 
 def is_xpath(where: str) -> bool:
     """Whether a text is an XPath rather than a glob."""
-    return where.startswith(("/", "(", ".")) or "::" in where or "[@" in where
+    return where.startswith((".", "/")) or any(x in where for x in ("(", "::", "//", "[@"))
 
 
 Where = Any

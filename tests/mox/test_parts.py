@@ -1,7 +1,5 @@
 """Values within models, parts of them, and other names: against models that are written that way."""
 
-import functools
-
 import haiku as hk
 import jax
 import jax.numpy as jnp

@@ -85,17 +85,6 @@ def stacked_twice(act, x):
     return hk.layer_stack(3, name="outer")(inner)(x)
 
 
-def transparent(act, x):
-    class Map(
-        hk.experimental.LayerStackTransparencyMapping
-        if hasattr(hk.experimental, "LayerStackTransparencyMapping")
-        else object
-    ):
-        pass
-
-    return Block(act)(x)
-
-
 def branches(act, x):
     first, second = Block(act, name="a"), Block(act, name="b")
     if hk.running_init():
@@ -130,12 +119,10 @@ def mapped(act, x):
     return hk.vmap(Block(act), split_rng=False)(x)
 
 
-def mapped_twice(act, x):
+def mapped_in_two_axes(act, x):
     block = Block(act)
     inner = hk.vmap(block, in_axes=1, out_axes=1, split_rng=False)
-    return hk.vmap(inner, split_rng=False)(
-        x.reshape(2, 2, 8).transpose(0, 2, 1)[..., None, :].swapaxes(1, 3)
-    )
+    return hk.vmap(inner, split_rng=False)(x.reshape(2, 2, 8)[:, None])
 
 
 def recurrent(act, x):
@@ -165,6 +152,7 @@ MODELS = [
     counted,
     rematted,
     mapped,
+    mapped_in_two_axes,
     recurrent,
 ]
 
@@ -539,3 +527,128 @@ def test_changes_compose():
     assert "mlp/~/linear_0/inner/~/linear_0/deep" in params
     same(eval_mox(again, params, None, X), eval_mox(twice, params, None, X))
     assert again.query("//module_call/@path") == twice.query("//module_call/@path")
+
+
+def test_modules_under_vmap():
+    """Of modules, and not of equations, it is known which axis is that of the elements."""
+
+    def norm(x):
+        return (x - x.mean()) / (x.std() + 1)
+
+    def model(layer):
+        return hk.transform(lambda x: hk.vmap(layer(), in_axes=1, out_axes=1, split_rng=False)(x))
+
+    mox = make_mox(model(lambda: hk.Linear(8)))(X.T)
+    changed = mox.sub(hk.Linear, lambda x: norm(hk.Linear(8, name="new")(x)))
+    params = changed.init(jax.random.key(0), X.T)
+    assert params["linear/new"]["w"].shape == (8, 8)
+    name = hk.force_name("linear/new")
+    hand = model(lambda: (lambda layer: lambda x: norm(layer(x)))(hk.Linear(8, name=name)))
+    close(eval_mox(changed, params, None, X.T), hand.apply(params, None, X.T))
+    with pytest.raises(ValueError, match="is under vmap, and can't be run for one element"):
+        mox.insert_after(hk.Linear, norm)
+
+
+# --- what can't be right is refused ----------------------------------------------------------------
+
+
+def differentiated(x):
+    layer = hk.Linear(8)
+    layer(x)
+    w = hk.get_parameter("w", (8, 8), init=jnp.ones)
+    inner = lambda x: (Block(jnp.tanh)(x @ w) ** 2).sum()  # noqa: E731
+    if hk.running_init():
+        return inner(x)
+    return hk.grad(inner)(x)
+
+
+@jax.custom_jvp
+def custom(x):
+    return jnp.sin(x) * 2
+
+
+custom.defjvps(lambda t, out, x: t * jnp.cos(x) * 2)
+
+
+@jax.custom_vjp
+def reversed_custom(x):
+    return jnp.sin(x) * 2
+
+
+reversed_custom.defvjp(lambda x: (reversed_custom(x), x), lambda x, g: (g * jnp.cos(x) * 2,))
+
+
+@pytest.mark.parametrize(
+    "model, where, message",
+    [
+        (differentiated, Block, "can't be replaced: the model differentiates it"),
+        (custom, "//sin", "has a derivative of its own.*Replace it as a whole"),
+        (reversed_custom, "//sin", "has a derivative of its own.*Replace it as a whole"),
+        (mlp, "//cos", "nothing in the expression is '//cos'"),
+        (mlp, "//*[", "is not an XPath"),
+        (mlp, "count(//*)", "gives .*, and not nodes"),
+        (mlp, lambda node: False, "nothing in the expression"),
+        (mlp, "/mox", "is a body: choose calls of modules, or equations"),
+    ],
+)
+def test_nodes_that_can_not_be_replaced(model, where, message):
+    mox = make_mox(hk.transform(model))(X)
+    with pytest.raises(ValueError, match=message):
+        mox.sub(where, lambda x: x)
+
+
+def test_a_path_that_no_module_has():
+    mox = make_mox(hk.transform(mlp))(X)
+    with pytest.raises(KeyError, match="no module has the path 'mlp/linear_0'.*mlp/~/linear_0"):
+        mox.sub("mlp/linear_0", None)
+
+
+@pytest.mark.parametrize(
+    "replacement, message",
+    [
+        (lambda x: x[:2], r"linear_1.*has to be float32\[4,8\], and is float32\[2,8\]"),
+        (lambda x: x.astype(jnp.bfloat16), r"has to be float32\[4,8\], and is bfloat16\[4,8\]"),
+        (lambda x: (x, x), r"has to return array, and returned \(array, array\)"),
+        (lambda x: None, "has to return array, and returned None"),
+        (
+            lambda x: hk.get_parameter("w", (8, 8), init=jnp.ones) @ x.T,
+            "has to be|makes another one",
+        ),
+    ],
+)
+def test_results_of_another_kind(replacement, message):
+    mox = make_mox(hk.transform(mlp))(X)
+    with pytest.raises(ValueError, match=message):
+        mox.sub("**/linear_1", replacement)
+
+
+def test_names_that_are_taken():
+    mox = make_mox(hk.transform(mlp))(X)
+    with pytest.raises(ValueError, match="has 'mlp/~/linear_1/w', and a replacement makes another"):
+        mox.sub(
+            "**/linear_1",
+            lambda x: x @ hk.get_parameter("w", (8, 8), init=jnp.ones),
+            keep_unused=True,
+        )
+    made = mox.sub("**/linear_1", lambda x: hk.Linear(8, name="linear_1")(x), path="other")
+    assert "other/linear_1" in made.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="Give each a path of its own"):
+        wide = lambda x: hk.Linear(x.shape[-1], name="l")(x)[:, : x.shape[-1]]  # noqa: E731
+        odd = make_mox(hk.transform(lambda x: (jnp.sin(x), jnp.sin(x[:, :4]))))(X)
+        odd.sub("//sin", wide, path="one")
+
+
+def test_a_node_of_another_expression():
+    one, other = (make_mox(hk.transform(mlp))(X) for _ in range(2))
+    with pytest.raises(ValueError, match="is not a node of this expression"):
+        one.sub(other["**/linear_0"], None)
+
+
+def test_what_is_no_replacement():
+    mox = make_mox(hk.transform(mlp))(X)
+    with pytest.raises(TypeError, match="replacement: expected a function.*got int"):
+        mox.sub("**/linear_0", 3)
+    with pytest.raises(ValueError, match="has to return array"):
+        make_mox(hk.transform(lambda x: hk.MultiHeadAttention(2, 4, w_init=jnp.ones)(x, x, x)))(
+            X
+        ).sub(hk.MultiHeadAttention, None)
