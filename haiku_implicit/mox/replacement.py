@@ -195,7 +195,12 @@ def _at_site(path: str, call: marks.Call, fun: Any, arrays: Sequence[Any], check
     if marks.active():
         token, arrays = marks.begin(call, arrays)
     args, kwargs = call.args.merge(arrays)
-    new = check(call.results, _Site(name=hk.force_name(path))(fun, *args, **kwargs))
+    try:
+        out = _Site(name=hk.force_name(path))(fun, *args, **kwargs)
+    except Exception as error:
+        error.add_note(f"This was in the replacement at {path!r}.")
+        raise
+    new = check(call.results, out)
     return marks.end(token, call, new) if marks.active() else new
 
 
