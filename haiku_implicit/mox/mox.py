@@ -1,7 +1,6 @@
 """`Mox`, a module expression, with `make_mox`, `eval_mox` and `to_transformed`."""
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -9,6 +8,7 @@ from typing import Any, cast
 import haiku as hk
 
 from haiku_implicit.mox import edit, view
+from haiku_implicit.mox.interface import Path
 from haiku_implicit.mox.program import ANY_KEY, Program, program_of
 from haiku_implicit.mox.replacement import function_for
 from haiku_implicit.mox.tree import Node
@@ -61,11 +61,15 @@ class Mox(Program):
 
     @functools.cached_property
     def _view(self) -> view.View:
-        return view.View(self.body)
+        return view.View(self.body, self._params)
 
     @functools.cached_property
     def _whole_view(self) -> view.View:
-        return view.View(self.body, constructors=True)
+        return view.View(self.body, self._params, constructors=True)
+
+    @property
+    def _params(self) -> dict[Any, Path]:
+        return {v: path for path, slot in self.interface.params.items() for v in slot.atoms}
 
     def __getitem__(self, pattern: str) -> list[Node]:
         """The calls of modules whose path matches a glob: `mox['**/linear_*']`.
@@ -73,12 +77,7 @@ class Mox(Program):
         Raises:
           KeyError: if there is none.
         """
-        found: list[Node] = [x for x in view.calls(self.body) if view.matches_glob(x.path, pattern)]
-        if not found:
-            paths = sorted({x.path for x in view.calls(self.body)})
-            close = difflib.get_close_matches(pattern, paths) or paths[:5]
-            raise KeyError(f"no module has the path {pattern!r}. There are {', '.join(close)}")
-        return found
+        return view.with_path(self.body, self._params, pattern)
 
     def select(self, what: type | Callable[[Node], Any]) -> list[Node]:
         """The calls of a class of modules (and those derived from it), or the nodes of a predicate."""
