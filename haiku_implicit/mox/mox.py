@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import haiku as hk
 
-from haiku_implicit.mox import edit, view
+from haiku_implicit.mox import edit, outline, view
 from haiku_implicit.mox.interface import Path
 from haiku_implicit.mox.program import ANY_KEY, Program, program_of
 from haiku_implicit.mox.replacement import function_for
@@ -66,6 +66,44 @@ class Mox(Program):
     @functools.cached_property
     def _whole_view(self) -> view.View:
         return view.View(self.body, self._params, constructors=True)
+
+    def show(self, depth: int | None = None) -> str:
+        """The expression as text: a line for each call of a module, and totals at the end.
+
+        A line has the name of the module, its class, the shapes of arguments and results, and how many
+        parameters it reads. Modules that follow one another and differ only by the numbers in their
+        names are one line, as are repeated groups of modules. A loop or a branch with modules in it has
+        a line, too. `str(mox)`, and so `print(mox)`, is this to the depth at which it stays short.
+
+        Args:
+          depth: how many levels of modules to show; None for all.
+
+        Raises:
+          ValueError: if `depth` is not a number of levels.
+
+        Example:
+          >>> import haiku as hk, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 8, 8, 3])(x)))(jnp.ones((2, 8)))
+          >>> print(mox)
+          model: f32[2,8] -> f32[2,3]
+            mlp: MLP  f32[2,8] -> f32[2,3]  243 parameters
+              linear_{0..2} × 3: Linear  f32[2,8] -> f32[2,8]  72 parameters each
+              linear_3: Linear  f32[2,8] -> f32[2,3]  27 parameters
+          243 parameters (972 B), ... equations, 966 flop
+        """
+        return outline.text(self._outline, outline.Sizes(self.interface), depth)
+
+    def __str__(self) -> str:
+        return outline.short_text(self._outline, outline.Sizes(self.interface))
+
+    def __repr__(self) -> str:
+        own, sizes = self._outline, outline.Sizes(self.interface)
+        return f"<{type(self).__name__}: {own.shapes}: {outline.totals(own, sizes)}>"
+
+    @functools.cached_property
+    def _outline(self) -> outline.Row:
+        return outline.outline(self.body, self.interface, self._params)
 
     @property
     def _params(self) -> dict[Any, Path]:
