@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import haiku as hk
 
-from haiku_implicit.mox import edit, outline, view
+from haiku_implicit.mox import dot, edit, html, outline, view
 from haiku_implicit.mox.interface import Path
 from haiku_implicit.mox.program import ANY_KEY, Program, program_of
 from haiku_implicit.mox.replacement import function_for
@@ -100,6 +101,70 @@ class Mox(Program):
     def __repr__(self) -> str:
         own, sizes = self._outline, outline.Sizes(self.interface)
         return f"<{type(self).__name__}: {own.shapes}: {outline.totals(own, sizes)}>"
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The expression as a page: a tree of modules that folds, with a search box and colors.
+
+        The page needs nothing else, and no network. For each module it shows the class, the shapes,
+        the parameters that it reads and their bytes as dense arrays, and the floating-point operations
+        (`haiku_implicit.mox.flops` says how they are counted), and below it its path, its equations and
+        its parameters. A search without a slash looks at names, classes and primitives, with one at
+        paths.
+
+        Args:
+          path: the file to write; None for none.
+          values: numbers by the path of a module (`mlp/~/linear_0`) or of a parameter
+            (`mlp/~/linear_0/w`), to be shown in color, the error of a quantization, say. A module
+            without one has the largest of those in it. By default bytes of parameters are shown.
+
+        Returns:
+          The page.
+
+        Raises:
+          ValueError: if the model has no such path, or a value is not a number.
+        """
+        sizes = outline.Sizes(self.interface)
+        page = html.page(self._outline, sizes, values)
+        if path is not None:
+            html.write(path, page)
+        return page
+
+    def to_dot(self, depth: int | None = None) -> str:
+        """The expression as a graph, in the language of Graphviz (`dot -Tsvg`).
+
+        Boxes are equations, with the names of the parameters that they read, and clusters modules.
+        Lines are the values that go from one to another; those of state that is returned are left out.
+
+        Args:
+          depth: how many levels of modules to draw, of which the last ones are boxes; None for all.
+
+        Raises:
+          ValueError: if `depth` is not a number of levels.
+
+        Example:
+          >>> import haiku as hk, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 3])(x)))(jnp.ones((2, 4)))
+          >>> print(mox.to_dot(depth=1))
+          digraph model {
+            node [shape="box", fontname="sans-serif", fontsize="10"];
+            graph [fontname="sans-serif", fontsize="10"];
+            n0 [label="x", shape="ellipse"];
+            n1 [label="mlp\\nMLP"];
+            n2 [label="result", shape="ellipse"];
+            n0 -> n1;
+            n1 -> n2;
+          }
+          <BLANKLINE>
+        """
+        return dot.dot(self.body, self.interface, depth)
+
+    def _repr_html_(self) -> str:
+        return html.frame(self.to_html())
 
     @functools.cached_property
     def _outline(self) -> outline.Row:

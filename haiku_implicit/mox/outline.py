@@ -56,6 +56,17 @@ class Row:
         method = "" if self.node.method in ("", "__call__") else f".{self.node.method}"
         return f"{self.node.type_name or 'function'}{method}"
 
+    @property
+    def own_primitives(self) -> collections.Counter[str]:
+        """How many equations of each primitive are in it, without those in its rows."""
+        inner = (row.primitives for row in self.rows)
+        return self.primitives - sum(inner, collections.Counter())
+
+    @property
+    def own_parameters(self) -> list[Path]:
+        """The parameters that are read in it, without those of its rows."""
+        return sorted(self.read.difference(*(row.read for row in self.rows)))
+
     @functools.cached_property
     def look(self) -> Any:
         """What is equal for rows that differ in the numbers in their names alone."""
@@ -83,6 +94,10 @@ class Sizes:
 
     def __init__(self, interface: Interface):
         self.avals = {path: [v.aval for v in slot.atoms] for path, slot in interface.params.items()}
+
+    def shape(self, path: Path) -> str:
+        """The dtype and shape of a parameter: `f32[2,3]`."""
+        return ", ".join(map(_shape, self.avals[path]))
 
     def count(self, paths: Any) -> int:
         """The number of elements of parameters."""

@@ -97,14 +97,14 @@ def _of_equation(node: Equation) -> dict[str, str]:
     if params := node.eqn.params:
         _put_texts(found, params, ("inputs", "outputs"))
         if name := function_name(node.eqn):
-            found["name"] = _clean(name)
+            found["name"] = clean(name)
     return found
 
 
 def _of_call(node: ModuleCall, path: str) -> dict[str, str]:
     """The attributes of a call's element."""
     found = dict(type=node.type_name, name=node.name, path=path, method=node.method)
-    found = {name: _clean(text) for name, text in found.items()}
+    found = {name: clean(text) for name, text in found.items()}
     found |= dict(inputs=_avals(node.inputs), outputs=_avals(node.outputs))
     _put_texts(found, node.config, _OWN)
     return found
@@ -118,9 +118,9 @@ def _put_texts(found: dict[str, str], values: Mapping[str, Any], reserved: Seque
         name = _xml_name(f"arg.{name}" if name in reserved else name)
         text = _text(value)
         if text is not None:
-            found[name] = _clean(text)
+            found[name] = clean(text)
         if isinstance(value, tuple | list):
-            found[f"{name}.given"] = _clean(str(value))
+            found[f"{name}.given"] = clean(str(value))
 
 
 def _text(x: Any) -> str | None:
@@ -189,7 +189,7 @@ def _xml_name(name: str) -> str:
 _NO_XML_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """Without the control characters that XML can't have."""
     return text if text.isascii() and text.isprintable() else _NO_XML_TEXT.sub("\ufffd", text)
 
