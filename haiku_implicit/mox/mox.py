@@ -30,11 +30,12 @@ class Mox(Program):
         """What an XPath finds in the tree, in the order in which it runs.
 
         A call of a module is an element `module_call` with the attributes `type` (its class), `name`
-        (the last part of its path), `path`, `method`, `inputs`, `outputs`, and the arguments that it
-        was constructed with. An equation is an element named after its primitive, with its parameters
-        as attributes; one that calls a function has its `name`. What is False or None is no
-        attribute, so that `[@with_bias]` and `[not(@with_bias)]` say what they seem to. A sequence of
-        one value, such as a stride `(2, 2)`, is written as this value; `stride.given` has it as it is.
+        (the last part of its path), `path` (the full one, as in the parameters, in stacks of layers
+        too), `method`, `inputs`, `outputs`, and the arguments that it was constructed with. An equation
+        is an element named after its primitive, with its parameters as attributes; one that calls a
+        function has its `name`. What is False or None is no attribute, so that `[@with_bias]` and
+        `[not(@with_bias)]` say what they seem to. A sequence of one value, such as a stride `(2, 2)`,
+        is written as this value; `stride.given` has it as it is.
         An argument of a constructor that is called `name`, `type`, `path` or `method` is
         `arg.name` and so on.
 
@@ -46,7 +47,7 @@ class Mox(Program):
           A list of nodes, or of texts for attributes; or a number, a text or a boolean.
 
         Raises:
-          ValueError: if it is not an XPath.
+          ValueError: if it is not an XPath, or compares an attribute with the text 'true' or 'false'.
           ImportError: without lxml.
 
         Example:
@@ -126,6 +127,14 @@ class Mox(Program):
 
         Raises:
           ValueError: if the model has no such path, or a value is not a number.
+
+        Example:
+          >>> import haiku as hk, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 3])(x)))(jnp.ones((2, 4)))
+          >>> page = mox.to_html(values={"mlp/~/linear_0/w": 0.02, "mlp/~/linear_1/w": 0.05})
+          >>> page[:15], page.count("<details")
+          ('<!DOCTYPE html>', 3)
         """
         sizes = outline.Sizes(self.interface)
         page = html.page(self._outline, sizes, values)
@@ -177,8 +186,10 @@ class Mox(Program):
     def __getitem__(self, pattern: str) -> list[Node]:
         """The calls of modules whose path matches a glob: `mox['**/linear_*']`.
 
+        `*` stands for anything within a part of the path, `**` for any number of parts.
+
         Raises:
-          KeyError: if there is none.
+          KeyError: if there is none. It names paths that are close.
         """
         return view.with_path(self.body, self._params, pattern)
 
