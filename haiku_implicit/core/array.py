@@ -290,6 +290,22 @@ class ImplicitArray(abc.ABC):
         parts += [f"{name}={getattr(self, name, None)!r}" for name in _own_aux_names(type(self))]
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """What treescope, which alone calls this, shows: shape and dtype, bytes, and the fields."""
+        from treescope import rendering_parts, repr_lib
+
+        # Without its arrays, as a part that `partition` gives, it has no shape.
+        known = ("shape", "dtype") if (logical := short(self)) != "?" else ()
+        names = (*known, *data_names(type(self)), *_own_aux_names(type(self)))
+        fields = {name: getattr(self, name, None) for name in names}
+        shown = repr_lib.render_object_constructor(type(self), fields, path, subtree_renderer)
+        if not known:
+            return shown
+        dense = self.size * self.dtype.itemsize
+        about = f" # {logical}, {dense:,} bytes as a dense array, {self.nbytes:,} held"
+        comment = rendering_parts.comment_color(rendering_parts.text(about))
+        return rendering_parts.siblings_with_annotations(shown, extra_annotations=[comment])
+
     def _replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, without running the constructor's validation."""
         new = object.__new__(type(self))

@@ -3,15 +3,17 @@
 import dataclasses
 import difflib
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import haiku as hk
 
-from haiku_implicit.mox import edit, parts, view
+from haiku_implicit.mox import dot, edit, html, outline, parts, view
+from haiku_implicit.mox.interface import Path
 from haiku_implicit.mox.program import ANY_KEY, Program, program_of
 from haiku_implicit.mox.replacement import Replacement, after, around, before, instead
-from haiku_implicit.mox.tree import Node, calls
+from haiku_implicit.mox.tree import Node
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -29,11 +31,12 @@ class Mox(Program):
         """What an XPath finds in the tree, in the order in which it runs.
 
         A call of a module is an element `module_call` with the attributes `type` (its class), `name`
-        (the last part of its path), `path`, `method`, `inputs`, `outputs`, and the arguments that it
-        was constructed with. An equation is an element named after its primitive, with its parameters
-        as attributes; one that calls a function has its `name`. What is False or None is no
-        attribute, so that `[@with_bias]` and `[not(@with_bias)]` say what they seem to. A sequence of
-        one value, such as a stride `(2, 2)`, is written as this value; `stride.given` has it as it is.
+        (the last part of its path), `path` (the full one, as in the parameters, in stacks of layers
+        too), `method`, `inputs`, `outputs`, and the arguments that it was constructed with. An equation
+        is an element named after its primitive, with its parameters as attributes; one that calls a
+        function has its `name`. What is False or None is no attribute, so that `[@with_bias]` and
+        `[not(@with_bias)]` say what they seem to. A sequence of one value, such as a stride `(2, 2)`,
+        is written as this value; `stride.given` has it as it is.
         An argument of a constructor that is called `name`, `type`, `path` or `method` is
         `arg.name` and so on.
 
@@ -45,7 +48,7 @@ class Mox(Program):
           A list of nodes, or of texts for attributes; or a number, a text or a boolean.
 
         Raises:
-          ValueError: if it is not an XPath.
+          ValueError: if it is not an XPath, or compares an attribute with the text 'true' or 'false'.
           ImportError: without lxml.
 
         Example:
@@ -61,24 +64,135 @@ class Mox(Program):
 
     @functools.cached_property
     def _view(self) -> view.View:
-        return view.View(self.body)
+        return view.View(self.body, self._params)
 
     @functools.cached_property
     def _whole_view(self) -> view.View:
-        return view.View(self.body, constructors=True)
+        return view.View(self.body, self._params, constructors=True)
+
+    def show(self, depth: int | None = None) -> str:
+        """The expression as text: a line for each call of a module, and totals at the end.
+
+        A line has the name of the module, its class, the shapes of arguments and results, and how many
+        parameters it reads. Modules that follow one another and differ only by the numbers in their
+        names are one line, as are repeated groups of modules. A loop or a branch with modules in it has
+        a line, too. `str(mox)`, and so `print(mox)`, is this to the depth at which it stays short.
+
+        Args:
+          depth: how many levels of modules to show; None for all.
+
+        Raises:
+          ValueError: if `depth` is not a number of levels.
+
+        Example:
+          >>> import haiku as hk, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 8, 8, 3])(x)))(jnp.ones((2, 8)))
+          >>> print(mox)
+          model: f32[2,8] -> f32[2,3]
+            mlp: MLP  f32[2,8] -> f32[2,3]  243 parameters
+              linear_{0..2} × 3: Linear  f32[2,8] -> f32[2,8]  72 parameters each
+              linear_3: Linear  f32[2,8] -> f32[2,3]  27 parameters
+          243 parameters (972 B), ... equations, 966 flop
+        """
+        return outline.text(self._outline, outline.Sizes(self.interface), depth)
+
+    def __str__(self) -> str:
+        return outline.short_text(self._outline, outline.Sizes(self.interface))
+
+    def __repr__(self) -> str:
+        own, sizes = self._outline, outline.Sizes(self.interface)
+        return f"<{type(self).__name__}: {own.shapes}: {outline.totals(own, sizes)}>"
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The expression as a page: a tree of modules that folds, with a search box and colors.
+
+        The page needs nothing else, and no network. For each module it shows the class, the shapes,
+        the parameters that it reads and their bytes as dense arrays, and the floating-point operations
+        (`haiku_implicit.mox.flops` says how they are counted), and below it its path, its equations and
+        its parameters. A search without a slash looks at names, classes and primitives, with one at
+        paths.
+
+        Args:
+          path: the file to write; None for none.
+          values: numbers by the path of a module (`mlp/~/linear_0`) or of a parameter
+            (`mlp/~/linear_0/w`), to be shown in color, the error of a quantization, say. A module
+            without one has the largest of those in it. By default bytes of parameters are shown.
+
+        Returns:
+          The page.
+
+        Raises:
+          ValueError: if the model has no such path, or a value is not a number.
+
+        Example:
+          >>> import haiku as hk, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 3])(x)))(jnp.ones((2, 4)))
+          >>> page = mox.to_html(values={"mlp/~/linear_0/w": 0.02, "mlp/~/linear_1/w": 0.05})
+          >>> page[:15], page.count("<details")
+          ('<!DOCTYPE html>', 3)
+        """
+        sizes = outline.Sizes(self.interface)
+        page = html.page(self._outline, sizes, values)
+        if path is not None:
+            html.write(path, page)
+        return page
+
+    def to_dot(self, depth: int | None = None) -> str:
+        """The expression as a graph, in the language of Graphviz (`dot -Tsvg`).
+
+        Boxes are equations, with the names of the parameters that they read, and clusters modules.
+        Lines are the values that go from one to another; those of state that is returned are left out.
+
+        Args:
+          depth: how many levels of modules to draw, of which the last ones are boxes; None for all.
+
+        Raises:
+          ValueError: if `depth` is not a number of levels.
+
+        Example:
+          >>> import haiku as hk, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 3])(x)))(jnp.ones((2, 4)))
+          >>> print(mox.to_dot(depth=1))
+          digraph model {
+            node [shape="box", fontname="sans-serif", fontsize="10"];
+            graph [fontname="sans-serif", fontsize="10"];
+            n0 [label="x", shape="ellipse"];
+            n1 [label="mlp\\nMLP"];
+            n2 [label="result", shape="ellipse"];
+            n0 -> n1;
+            n1 -> n2;
+          }
+          <BLANKLINE>
+        """
+        return dot.dot(self.body, self.interface, depth)
+
+    def _repr_html_(self) -> str:
+        return html.frame(self.to_html())
+
+    @functools.cached_property
+    def _outline(self) -> outline.Row:
+        return outline.outline(self.body, self.interface, self._params)
+
+    @property
+    def _params(self) -> dict[Any, Path]:
+        return {v: path for path, slot in self.interface.params.items() for v in slot.atoms}
 
     def __getitem__(self, pattern: str) -> list[Node]:
         """The calls of modules whose path matches a glob: `mox['**/linear_*']`.
 
+        `*` stands for anything within a part of the path, `**` for any number of parts.
+
         Raises:
-          KeyError: if there is none.
+          KeyError: if there is none. It names paths that are close.
         """
-        found: list[Node] = [x for x in calls(self.body) if view.matches_glob(x.path, pattern)]
-        if not found:
-            paths = sorted({x.path for x in calls(self.body)})
-            close = difflib.get_close_matches(pattern, paths) or paths[:5]
-            raise KeyError(f"no module has the path {pattern!r}. There are {', '.join(close)}")
-        return found
+        return view.with_path(self.body, self._params, pattern)
 
     def select(self, what: type | Callable[[Node], Any]) -> list[Node]:
         """The calls of a class of modules (and those derived from it), or the nodes of a predicate."""

@@ -1,23 +1,31 @@
 """Looking nodes up: an XML view of the tree for XPath, globs over module paths, and predicates."""
 
+import dataclasses
+import difflib
 import enum
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, calls, function_name, walk
+from haiku_implicit.mox.interface import Path
+from haiku_implicit.mox.sources import Sources, prefix_of_paths, sources_in, sources_of_body
+from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, function_name
 
 # The attributes of every call of a module. Arguments of constructors with one of these names have
 # `arg.` in front.
 _OWN = ("type", "name", "path", "method", "inputs", "outputs")
 
-_BOOLEAN_AS_TEXT = re.compile(r"""@([\w.-]+)\s*!?=\s*(["'])(true|false|none)\2""", re.IGNORECASE)
+_BOOLEAN_AS_TEXT = re.compile(
+    r"""(?:@|attribute::)(?P<name>[\w.-]+)\s*!?=\s*(?P<q>["'])(?P<text>true|false|none)(?P=q)"""
+    r"""|(?P<q2>["'])(?P<text2>true|false|none)(?P=q2)\s*!?=\s*(?:@|attribute::)(?P<name2>[\w.-]+)""",
+    re.IGNORECASE,
+)
 
 
 class View:
@@ -25,84 +33,94 @@ class View:
 
     Args:
       root: the tree.
+      params: the parameters, by variable. They tell the paths of modules in stacks of layers.
       constructors: whether calls of `__init__` are elements. Without them their equations, if any, are
         those of the caller.
     """
 
-    def __init__(self, root: Body, constructors: bool = False):
+    def __init__(self, root: Body, params: Mapping[Any, Path], constructors: bool = False):
         self.etree = _lxml()
         self.constructors = constructors
         self.root = self.etree.Element("mox")
         self.nodes: dict[Any, Node] = {self.root: root}
-        self._add(self.root, root)
+        self._add(self.root, root, Place(root, params))
 
     def query(self, xpath: str) -> Any:
         """The nodes that an XPath finds, in the order in which they run; or its text or number."""
-        found = _BOOLEAN_AS_TEXT.search(xpath)
-        if found:
-            name, text = found[1], found[3]
-            raise ValueError(
-                f"query: an attribute that is False or None is not there. In place of {found[0]} write "
-                + (f"@{name}" if text.lower() == "true" else f"not(@{name})")
-            )
+        self._check_booleans(xpath)
         try:
             result = self.root.xpath(xpath, smart_strings=False)
-        except self.etree.XPathError as e:
+        except (self.etree.XPathError, ValueError) as e:
             raise ValueError(f"query: {xpath!r} is not an XPath expression: {e}") from None
         if not isinstance(result, list):
             return result
         return [self.nodes.get(x, x) if self.etree.iselement(x) else x for x in result]
 
+    def _check_booleans(self, xpath: str) -> None:
+        """Raises for the comparison of an attribute with a text that means True, False or None."""
+        for found in _BOOLEAN_AS_TEXT.finditer(xpath):
+            name, text = found["name"] or found["name2"], found["text"] or found["text2"]
+            if text != "true" and self.root.xpath("//@*[name()=$n and .=$t]", n=name, t=text):
+                continue  # somebody gave this text
+            means = f"@{name}" if text.lower() == "true" else f"not(@{name})"
+            raise ValueError(
+                "query: an attribute that is False or None is not there. In place of "
+                f"{found[0]} write {means}"
+            )
+
     def text(self) -> str:
         """The view as XML."""
         return str(self.etree.tostring(self.root, encoding="unicode", pretty_print=True))
 
-    def _add(self, parent: Any, node: Any) -> None:
+    def _add(self, parent: Any, node: Any, place: "Place") -> None:
+        make, nodes = self.etree.SubElement, self.nodes
         for child in node.children:
-            if is_hidden(child) and not (self.constructors and child.method):
-                self._add(parent, child)
+            if isinstance(child, Equation):
+                element = make(parent, _xml_name(child.primitive.name), _of_equation(child))
+                for body in child.bodies:
+                    inner = make(element, "body", {"name": body.name})
+                    nodes[inner] = body
+                    self._add(inner, body, place.within(child, body))
+            elif is_hidden(child) and not (self.constructors and child.method):
+                self._add(parent, child, place)
                 continue
-            element = self.etree.SubElement(parent, tag_of(child), attributes_of(child))
-            self.nodes[element] = child
-            self._add(element, child)
+            else:
+                tag = "function" if child.cls is None else "module_call"
+                element = make(parent, tag, _of_call(child, place.path_of(child)))
+                self._add(element, child, place)
+            nodes[element] = child
 
 
-def tag_of(node: Node) -> str:
-    """The name of a node's element."""
-    if isinstance(node, Equation):
-        return _xml_name(node.primitive.name)
-    if isinstance(node, Body):
-        return "body"
-    return "function" if node.cls is None else "module_call"
+def _of_equation(node: Equation) -> dict[str, str]:
+    """The attributes of an equation's element."""
+    found = {"inputs": _avals(node.inputs), "outputs": _avals(node.outputs)}
+    if params := node.eqn.params:
+        _put_texts(found, params, ("inputs", "outputs"))
+        if name := function_name(node.eqn):
+            found["name"] = clean(name)
+    return found
 
 
-def attributes_of(node: Node) -> dict[str, str]:
-    """The attributes of a node's element."""
-    if isinstance(node, Body):
-        return {"name": node.name}
-    if isinstance(node, Equation):
-        jaxprs = Jaxpr | ClosedJaxpr
-        params = {k: v for k, v in node.eqn.params.items() if not isinstance(v, jaxprs)}
-        own = {"inputs": _avals(node.inputs), "outputs": _avals(node.outputs)}
-        name = function_name(node.eqn)
-        return own | _texts(params, own) | ({"name": _clean(name)} if name else {})
-    own = dict(type=node.type_name, name=node.name, path=node.path, method=node.method)
-    own |= dict(inputs=_avals(node.inputs), outputs=_avals(node.outputs))
-    return own | _texts(node.config, _OWN)
+def _of_call(node: ModuleCall, path: str) -> dict[str, str]:
+    """The attributes of a call's element."""
+    found = dict(type=node.type_name, name=node.name, path=path, method=node.method)
+    found = {name: clean(text) for name, text in found.items()}
+    found |= dict(inputs=_avals(node.inputs), outputs=_avals(node.outputs))
+    _put_texts(found, node.config, _OWN)
+    return found
 
 
-def _texts(values: Mapping[str, Any], reserved: Any) -> dict[str, str]:
-    """Attributes for the values that are neither None nor False."""
-    found = {}
+def _put_texts(found: dict[str, str], values: Mapping[str, Any], reserved: Sequence[str]) -> None:
+    """Adds attributes for the values that are neither None nor False, and are not programs."""
     for name, value in values.items():
-        text = _text(value)
-        if text is None:
+        if value is None or value is False or isinstance(value, Jaxpr | ClosedJaxpr):
             continue
         name = _xml_name(f"arg.{name}" if name in reserved else name)
-        found[name] = _clean(text)
+        text = _text(value)
+        if text is not None:
+            found[name] = clean(text)
         if isinstance(value, tuple | list):
-            found[f"{name}.given"] = _clean(str(value))
-    return found
+            found[f"{name}.given"] = clean(str(value))
 
 
 def _text(x: Any) -> str | None:
@@ -111,44 +129,69 @@ def _text(x: Any) -> str | None:
         return None
     if x is True:
         return "true"
-    if isinstance(x, str):
-        return x
     if isinstance(x, enum.Enum):
         return x.name
-    if isinstance(x, int | float | complex | np.generic):
+    if isinstance(x, str | int | float | complex | np.generic):
         return str(x)
     if isinstance(x, tuple | list) and not hasattr(x, "_fields"):
-        texts = [str(y) if isinstance(y, tuple | list) else _text(y) or str(y) for y in x]
-        return texts[0] if texts and len(set(texts)) == 1 else " ".join(texts)
+        return _text_of_sequence(x)
+    if isinstance(x, Mapping):
+        return " ".join(f"{key}={_text(value)}" for key, value in x.items())
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    if isinstance(x, np.dtype):
+        return _dtype_name(x)
     return _name_of(x)
 
 
+def _text_of_sequence(xs: Sequence[Any]) -> str | None:
+    texts = [str(x) if isinstance(x, tuple | list) else _text(x) or str(x) for x in xs]
+    return _text(xs[0]) if texts and len(set(texts)) == 1 else " ".join(texts)
+
+
+_dtype_name = functools.lru_cache(lambda dtype: dtype.name)
+
+
 def _name_of(x: Any) -> str:
-    """What an object is called: a function, a class, a dtype, or the class of it."""
+    """What an object is called: a function, a class, or the class of it."""
     if isinstance(x, functools.partial):
         return _name_of(x.func)
-    if isinstance(x, np.dtype):
-        return x.name
     name = getattr(x, "__name__", None)
     if isinstance(name, str):
         return name
-    return str(x) if " at 0x" not in str(x) else type(x).__name__
+    return type(x).__name__ if " at 0x" in (text := str(x)) else text
 
 
 def _avals(atoms: Sequence[Any]) -> str:
-    return " ".join(atom.aval.str_short() for atom in atoms)
+    return " ".join([_aval(atom.aval) for atom in atoms])
 
 
+@functools.lru_cache(maxsize=4096)
+def _aval(aval: Any) -> str:
+    return str(aval.str_short())
+
+
+# What XML allows in a name, without the colon.
+_START = (
+    "A-Za-z_\xc0-\xd6\xd8-\xf6\xf8-\u02ff\u0370-\u037d\u037f-\u1fff\u200c\u200d\u2070-\u218f"
+    "\u2c00-\u2fef\u3001-\ud7ff\uf900-\ufdcf\ufdf0-\ufffd\U00010000-\U000effff"
+)
+_NO_XML_NAME = re.compile(f"[^{_START}0-9.\xb7\u0300-\u036f\u203f\u2040-]")
+_XML_START = re.compile(f"[{_START}]")
+
+
+@functools.lru_cache(maxsize=4096)
 def _xml_name(name: str) -> str:
-    name = re.sub(r"[^\w.-]", "_", name)
-    return name if re.match(r"[^\W\d]", name) else f"_{name}"
+    name = _NO_XML_NAME.sub("_", name)
+    return name if _XML_START.match(name) else f"_{name}"
 
 
-def _clean(text: str) -> str:
+_NO_XML_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def clean(text: str) -> str:
     """Without the control characters that XML can't have."""
-    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
+    return text if text.isascii() and text.isprintable() else _NO_XML_TEXT.sub("\ufffd", text)
 
 
 def _lxml() -> Any:
@@ -160,6 +203,86 @@ def _lxml() -> Any:
 
 
 # --- without XML -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one is in a tree: what tells the full paths of the modules there.
+
+    Attributes:
+      body: the body.
+      params: the parameters among its arguments, by variable.
+      prefix: what is in front of the paths in it: those in a stack of layers begin anew.
+    """
+
+    body: Body
+    params: Mapping[Any, Path]
+    prefix: str = ""
+
+    @functools.cached_property
+    def known(self) -> Sources:
+        """The parameters in reach, by variable."""
+        return sources_in(self.body, self.params)
+
+    def within(self, node: Equation, body: Body) -> "Place":
+        """The place of a body of an equation."""
+        if node.marked is None:  # there are no modules in it
+            return Place(body, {}, self.prefix)
+        known = sources_of_body(node, body, self.known)
+        return Place(body, known, prefix_of_paths(body, known) or self.prefix)
+
+    def path_of(self, node: ModuleCall) -> str:
+        """The full path of a module, as in the parameters."""
+        return f"{self.prefix}/{node.path}" if self.prefix and node.path else node.path
+
+
+def walk_places(root: Body, params: Mapping[Any, Path]) -> Iterator[tuple[Node, Place]]:
+    """The nodes of a tree and where they are, without calls of constructors, in their order."""
+
+    def visit(node: Any, place: Place) -> Iterator[tuple[Node, Place]]:
+        for child in node.children:
+            if not is_hidden(child):
+                yield child, place
+            if isinstance(child, Equation):
+                for body in child.bodies:
+                    inner = place.within(child, body)
+                    yield body, inner
+                    yield from visit(body, inner)
+            else:
+                yield from visit(child, place)
+
+    yield root, (place := Place(root, params))
+    yield from visit(root, place)
+
+
+def calls(root: Body, params: Mapping[Any, Path]) -> Iterator[tuple[ModuleCall, str]]:
+    """The calls of modules in a tree and their full paths, without those of constructors."""
+    for node, place in walk_places(root, params):
+        if isinstance(node, ModuleCall):
+            yield node, place.path_of(node)
+
+
+def with_path(root: Body, params: Mapping[Any, Path], pattern: str) -> list[Node]:
+    """The calls of modules whose path matches a glob.
+
+    Raises:
+      KeyError: if there is none.
+    """
+    there = list(calls(root, params))
+    found: list[Node] = [node for node, path in there if matches_glob(path, pattern)]
+    if not found:
+        paths = list(dict.fromkeys(path for _, path in there))
+        close = difflib.get_close_matches(pattern, paths) or _with_close_names(pattern, paths)
+        raise KeyError(
+            f"no module has the path {pattern!r}. There are {', '.join(close or paths[:5])}"
+        )
+    return found
+
+
+def _with_close_names(pattern: str, paths: Sequence[str]) -> list[str]:
+    """Paths whose last part is like that of a pattern."""
+    names = {path.rpartition("/")[2]: path for path in reversed(paths)}
+    return [names[x] for x in difflib.get_close_matches(pattern.rpartition("/")[2], names)]
 
 
 def is_hidden(node: Any) -> bool:
@@ -217,5 +340,9 @@ def find(mox: Any, where: Where) -> list[Node]:
 def select(root: Body, what: type | Callable[[Node], Any]) -> list[Node]:
     """The calls of a class of modules, or the nodes for which a function is true."""
     if isinstance(what, type):
-        return [x for x in calls(root) if x.cls is not None and issubclass(x.cls, what)]
-    return [x for x in walk(root) if not is_hidden(x) and what(x)]
+        return [x for x, _ in calls(root, {}) if x.cls is not None and issubclass(x.cls, what)]
+    if not callable(what):
+        raise TypeError(
+            f"select: expected a class of modules or a function of a node, got {what!r}"
+        )
+    return [x for x, _ in walk_places(root, {}) if what(x)]

@@ -90,8 +90,8 @@ def test_before_and_after_in_a_stack():
     def adapter(x):
         return x + hk.Linear(8, name="up")(jnp.tanh(hk.Linear(2, name="down")(x)))
 
-    changed = mox.insert_after("out", adapter).insert_before(
-        "in", lambda x: hk.LayerNorm(-1, True, True)(x)
+    changed = mox.insert_after("stack/out", adapter).insert_before(
+        "stack/in", lambda x: hk.LayerNorm(-1, True, True)(x)
     )
     new = changed.init(jax.random.key(0), X)
     assert new["stack/out/down"]["w"].shape == (3, 8, 2)
@@ -163,7 +163,7 @@ def test_taps_at_the_top_and_in_loops():
             h = h + jax.nn.relu(found[-1]) @ p["stack/out"]["w"][i] + p["stack/out"]["b"][i]
         return found
 
-    tapped = mox.taps("in")
+    tapped = mox.taps("stack/in")
     got = jax.jit(jax.grad(penalty(lambda p: [eval_mox(tapped, p, None, X)[1]["stack/in"]])))(
         params
     )
@@ -251,7 +251,7 @@ def test_extract_gives_a_module_of_its_own():
 def test_what_can_not_be_extracted():
     _, mox, _ = made(stack)
     with pytest.raises(ValueError, match="can't be extracted: it is in the body of <scan"):
-        mox.extract("in")
+        mox.extract("stack/in")
 
     def closing(x):
         h = jnp.sin(x)
@@ -301,13 +301,13 @@ def test_rename(where):
 
 def test_rename_in_a_stack():
     t, mox, params = made(stack)
-    new = mox.rename("in", "wide")
+    new = mox.rename("stack/in", "wide")
     names = {"stack/in": "stack/wide"}
     same(
         eval_mox(new, {names.get(k, k): v for k, v in params.items()}, None, X),
         t.apply(params, None, X),
     )
-    assert new["wide"] and mox["in"]
+    assert new["stack/wide"] and mox["stack/in"]
     both = hk.transform(lambda x: hk.Linear(3, name="b")(hk.Linear(3, name="a")(x)))
     with pytest.raises(ValueError, match="there would be two 'b/b'"):
         make_mox(both)(X).rename("a", "b")
@@ -318,7 +318,7 @@ def test_rename_in_a_stack():
 
 def test_parameters_of_nodes_also_in_loops():
     _, mox, params = made(stack)
-    assert mox.parameters("in") == ["stack/in/b", "stack/in/w"]
+    assert mox.parameters("stack/in") == ["stack/in/b", "stack/in/w"]
     assert mox.parameters("//scan") == ["stack/in/b", "stack/in/w", "stack/out/b", "stack/out/w"]
     assert mox.parameters("//module_call[@name='head']//dot_general") == ["head/w"]
 

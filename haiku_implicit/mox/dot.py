@@ -1,0 +1,149 @@
+"""A module expression as a graph, in the language of Graphviz."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Var
+
+from haiku_implicit.mox.flops import times
+from haiku_implicit.mox.interface import Interface, Slot
+from haiku_implicit.mox.sources import arguments_of
+from haiku_implicit.mox.tree import Body, Equation, ModuleCall, function_name, reads, walk
+from haiku_implicit.mox.view import Place, clean, is_hidden
+
+# By variable, the names of the boxes that its value comes from.
+Origins = dict[Any, set[str]]
+
+
+def dot(body: Body, interface: Interface, depth: int | None = None) -> str:
+    """The graph: see `Mox.to_dot`."""
+    if depth is not None and (not isinstance(depth, int) or depth < 1):
+        raise ValueError(f"depth: expected a number of levels, 1 or more, or None, got {depth!r}")
+    return "\n".join(_Graph(depth).lines(body, interface)) + "\n"
+
+
+class _Graph:
+    """What makes the lines of a graph.
+
+    Args:
+      depth: how many levels of modules are drawn; the last of them as boxes.
+    """
+
+    def __init__(self, depth: int | None):
+        self.depth = depth
+        self.numbers = itertools.count()
+        self.edges: dict[tuple[str, str], None] = {}
+
+    def lines(self, body: Body, interface: Interface) -> Iterator[str]:
+        """All lines."""
+        yield "digraph model {"
+        yield '  node [shape="box", fontname="sans-serif", fontsize="10"];'
+        yield '  graph [fontname="sans-serif", fontsize="10"];'
+        origins: Origins = {}
+        for label, atom in [*_arrays(interface.args), *(("rng", v) for v in interface.rng.atoms)]:
+            if atom in body.read:
+                name = self._name()
+                origins[atom] = {name}
+                yield f'  {name} [label={_quoted(label)}, shape="ellipse"];'
+        entries = [*interface.params.items(), *interface.state.items()]
+        names = {v: path for path, slot in entries for v in slot.atoms}
+        yield from self._nodes(body.children, Place(body, names), origins, 1)
+        name = self._name()
+        yield f'  {name} [label="result", shape="ellipse"];'
+        self._connect(interface.results.atoms, origins, name)
+        yield from (f"  {start} -> {end};" for start, end in self.edges)
+        yield "}"
+
+    def _nodes(
+        self, nodes: Sequence[Any], place: Place, origins: Origins, level: int
+    ) -> Iterator[str]:
+        """The lines of nodes. Where the values of their variables come from is added to `origins`."""
+        for node in nodes:
+            if isinstance(node, Equation):
+                if node.marked is None:
+                    yield self._box(node, _label(node, place), origins)
+                elif level == self.depth:
+                    yield self._box(node, _label_of_loop(node), origins)
+                else:
+                    inner = self._bodies(node, place, origins, level + 1)
+                    yield from self._cluster(_label_of_loop(node), inner)
+                continue
+            if level == self.depth and not is_hidden(node):
+                yield self._box(node, f"{node.name}\n{node.type_name}", origins)
+                continue
+            origins |= {v: _boxes(origins, x) for v, x in node.given}
+            if is_hidden(node):
+                yield from self._nodes(node.children, place, origins, level)
+            else:
+                inner = self._nodes(node.children, place, origins, level + 1)
+                yield from self._cluster(f"{node.name}: {node.type_name or 'function'}", inner)
+            pairs = zip(node.outputs, node.returns, strict=True)
+            origins |= {v: _boxes(origins, x) for v, x in pairs}
+
+    def _bodies(self, node: Equation, place: Place, origins: Origins, level: int) -> Iterator[str]:
+        """The lines of the bodies of an equation."""
+        for body in node.bodies:
+            given = zip(body.invars, arguments_of(node, body), strict=False)
+            inner = {v: _boxes(origins, x) for v, x in given}
+            lines = self._nodes(body.children, place.within(node, body), inner, level)
+            yield from lines if len(node.bodies) == 1 else self._cluster(body.name, lines)
+            if body.name != "cond_jaxpr":
+                for v, x in zip(node.outputs, body.returns, strict=False):
+                    origins[v] = _boxes(origins, v) | _boxes(inner, x)
+
+    def _box(self, node: Any, label: str, origins: Origins) -> str:
+        """The line of a node that is drawn without what is in it."""
+        name = self._name()
+        inside: list[Any] = list(walk(node, into_bodies=False))
+        own = {v for x in inside for v in x.outputs}
+        own |= {v for x in inside if isinstance(x, ModuleCall) for v, _ in x.given}
+        read = (x for part in inside for x in reads(part))
+        self._connect([x for x in read if isinstance(x, Var) and x not in own], origins, name)
+        origins |= {v: {name} for v in own}
+        return f"  {name} [label={_quoted(label)}];"
+
+    def _cluster(self, label: str, lines: Iterable[str]) -> Iterator[str]:
+        yield f"  subgraph cluster_{self._name()} {{"
+        yield f"    label={_quoted(label)};"
+        yield from (f"  {line}" for line in lines)
+        yield "  }"
+
+    def _connect(self, atoms: Iterable[Any], origins: Origins, name: str) -> None:
+        for atom in atoms:
+            self.edges |= {(start, name): None for start in sorted(_boxes(origins, atom))}
+
+    def _name(self) -> str:
+        return f"n{next(self.numbers)}"
+
+
+def _boxes(origins: Origins, atom: Any) -> set[str]:
+    """The boxes that a value comes from; none for a number, or a parameter."""
+    return origins.get(atom, set()) if isinstance(atom, Var) else set()
+
+
+def _arrays(slot: Slot) -> Iterator[tuple[str, Any]]:
+    """The arrays among arguments, and what they are called."""
+    named, _ = jax.tree_util.tree_flatten_with_path(slot.tree.merge(slot.atoms))
+    for path, x in named:
+        if isinstance(x, Var):
+            yield jax.tree_util.keystr(path, simple=True, separator="."), x
+
+
+def _label(node: Equation, place: Place) -> str:
+    """The primitive, and the names of the parameters that an equation reads."""
+    known = place.known
+    read = (known[v][1] for v in node.inputs if isinstance(v, Var) and v in known)
+    name = f"{node.primitive.name} {function_name(node.eqn)}".strip()
+    return "\n".join([name, *dict.fromkeys(read)])
+
+
+def _label_of_loop(node: Equation) -> str:
+    number = times(node)
+    return f"{node.primitive.name} × {number}" if number != 1 else node.primitive.name
+
+
+def _quoted(text: str) -> str:
+    text = clean(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{text}"'

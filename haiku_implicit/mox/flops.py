@@ -1,0 +1,119 @@
+"""How many floating-point operations equations take: a count over shapes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from haiku_implicit.mox.tree import Equation, Node
+
+
+def flops(node: Node) -> int:
+    """The floating-point operations of a node: a count over its equations.
+
+    - A product (`dot_general`, a convolution) takes two for each pair of numbers that it multiplies;
+      the padding of a convolution counts nothing.
+    - A reduction takes one for each number that it adds to another.
+    - What only moves data takes none.
+    - Anything else takes one for each element of its results, an `exp` as a sum.
+    - The body of a scan counts as often as it runs, and that of a `while` once, because nobody knows.
+      Of the branches of a condition the most expensive one counts.
+
+    That is XLA's own count (`jax.jit(f).lower(x).cost_analysis()`, flops and transcendentals added up)
+    but for loops, whose bodies XLA counts once, cumulative sums and random numbers.
+    """
+    if not isinstance(node, Equation):
+        return sum(map(flops, node.children))
+    name = node.primitive.name
+    if name in _MOVES:
+        return 0
+    if name in _RULES:
+        return _RULES[name](node.eqn)
+    if node.bodies:
+        of_bodies = [flops(body) for body in node.bodies]
+        return times(node) * (max(of_bodies) if name == "cond" else sum(of_bodies))
+    return sum(map(_size, node.outputs))
+
+
+def times(node: Equation) -> int:
+    """How often the bodies of an equation run, as far as is known."""
+    return int(node.eqn.params["length"]) if node.primitive.name == "scan" else 1
+
+
+def _size(atom: Any) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))
+
+
+def _of_dot(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return 2 * _size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
+
+
+def _of_ragged_dot(eqn: Any) -> int:
+    """Each row is multiplied with one of the matrices."""
+    (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    shape = eqn.invars[0].aval.shape
+    return 2 * _size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
+
+
+def _of_conv(eqn: Any) -> int:
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    lhs, rhs, out = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
+    pairs = lhs[numbers.lhs_spec[0]] // params["batch_group_count"]
+    pairs *= rhs[numbers.rhs_spec[0]] * rhs[numbers.rhs_spec[1]]
+    for i, stride in enumerate(params["window_strides"]):
+        pairs *= _num_inside(
+            lhs[numbers.lhs_spec[2 + i]],
+            rhs[numbers.rhs_spec[2 + i]],
+            out[numbers.out_spec[2 + i]],
+            stride,
+            params["padding"][i][0],
+            params["lhs_dilation"][i],
+            params["rhs_dilation"][i],
+        )
+    return 2 * pairs
+
+
+def _num_inside(
+    lhs: int, rhs: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
+) -> int:
+    """How many pairs of a place of the kernel and one of the result meet a number, and no padding."""
+    at = np.arange(out)[:, None] * stride + np.arange(rhs) * rhs_dilation - low
+    return int(((at >= 0) & (at % lhs_dilation == 0) & (at // lhs_dilation < lhs)).sum())
+
+
+def _of_reduction(eqn: Any) -> int:
+    return sum(map(_size, eqn.invars)) - sum(map(_size, eqn.outvars))
+
+
+def _of_windows(eqn: Any) -> int:
+    return _size(eqn.outvars[0]) * (math.prod(eqn.params["window_dimensions"]) - 1)
+
+
+def _of_scatter(eqn: Any) -> int:
+    return _size(eqn.invars[-1])
+
+
+_MOVES = frozenset(
+    "all_gather bitcast_convert_type broadcast_in_dim concatenate copy copy_p device_put dynamic_slice "
+    "dynamic_update_slice expand_dims gather iota optimization_barrier pad pvary random_seed "
+    "random_unwrap random_wrap reshape rev scatter sharding_constraint slice split squeeze "
+    "stop_gradient transpose".split()
+)
+
+_RULES: dict[str, Callable[[Any], int]] = {
+    "dot_general": _of_dot,
+    "ragged_dot_general": _of_ragged_dot,
+    "conv_general_dilated": _of_conv,
+    **dict.fromkeys(
+        "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
+        "reduce_xor".split(),
+        _of_reduction,
+    ),
+    **dict.fromkeys(
+        "reduce_window reduce_window_max reduce_window_min reduce_window_sum".split(), _of_windows
+    ),
+    **dict.fromkeys("scatter-add scatter-mul scatter-min scatter-max".split(), _of_scatter),
+}
