@@ -45,11 +45,22 @@ def test_the_three_lines_run():
 
 def test_example_prints_what_the_readme_shows():
     ((code, shown),) = [(code, shown) for code, shown in code_blocks(README) if shown]
+    assert printed_by(code, README) == shown
+    assert len([line for line in code.splitlines() if line]) <= 15
+
+
+def printed_by(code, document):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, str(README), "exec"), {})
-    assert printed.getvalue() == shown
-    assert len([line for line in code.splitlines() if line]) <= 15
+        exec(compile(code, str(document), "exec"), {})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_print_what_the_pages_show(page):
+    for code, shown in code_blocks(page):
+        if shown:
+            assert printed_by(code, page) == shown
 
 
 @functools.cache
