@@ -125,6 +125,9 @@ def _text(x: Any) -> str | None:
     return _name_of(x)
 
 
+text_of = _text
+
+
 def _name_of(x: Any) -> str:
     """What an object is called: a function, a class, a dtype, or the class of it."""
     if isinstance(x, functools.partial):
