@@ -232,18 +232,33 @@ def _read_scan(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
 
 
 def _scan(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """The same through `jax.lax.scan`."""
+    """The same where a scan has trees of its operands and results (from JAX 0.11 on)."""
     num_consts, num_carry = params["num_consts"], params["num_carry"]
-    fun = jaxpr_as_fun(params["jaxpr"])
+    num_xs = len(operands) - num_consts - num_carry
+    num_ys = len(_out_avals(params["jaxpr"])) - num_carry
+    new = dict(_flat_scan(num_consts, num_carry, num_xs, num_ys))
+    new |= {name: params[name] for name in ("jaxpr", "length", "reverse", "unroll")}
+    return compat.bind(jex.scan_p, operands, new)
 
-    def step(carry: Any, xs: Any) -> Any:
-        out = fun(*operands[:num_consts], *carry, *xs)
-        return out[:num_carry], out[num_carry:]
 
-    carry, xs = operands[num_consts:][:num_carry], operands[num_consts + num_carry :]
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, list(carry), list(xs), **options)
-    return [*carry, *ys]
+@functools.lru_cache(maxsize=1024)
+def _flat_scan(num_consts: int, num_carry: int, num_xs: int, num_ys: int) -> dict[str, Any]:
+    """The parameters of a scan made now that has so many operands and results, in flat lists."""
+
+    def fun(consts: Any, carry: Any, xs: Any) -> Any:
+        def step(carry: Any, xs: Any) -> Any:
+            for x in consts:
+                jnp.sin(x)
+            return list(map(jnp.sin, carry)), [jnp.ones(()) * i for i in range(num_ys)]
+
+        return jax.lax.scan(step, carry, xs, length=1)
+
+    one, row = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.float32)
+    jaxpr = jax.make_jaxpr(fun)([one] * num_consts, [one] * num_carry, [row] * num_xs)
+    eqn = next(eqn for eqn in jaxpr.eqns if eqn.primitive is jex.scan_p)
+    arity = compat.scan_arity(eqn.params, list(eqn.invars)), len(eqn.invars), len(eqn.outvars)
+    assert arity == ((num_consts, num_carry), num_consts + num_carry + num_xs, num_carry + num_ys)
+    return dict(eqn.params)
 
 
 def _read_call(params: dict[str, Any], operands: Sequence[Any], primitive: Any) -> list[Any]:

@@ -14,6 +14,7 @@ import jax
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.interface import is_array, slot_of
 from haiku_implicit.mox.mox import Mox
+from haiku_implicit.mox.plain import of_type
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.reading import Misplaced, Reader, at
 from haiku_implicit.mox.tree import body_of
@@ -100,13 +101,11 @@ def load(path: PathLike, *, types: Iterable[type] = ()) -> Mox:
 def _to_json(mox: Mox) -> dict[str, Any]:
     writer = Writer()
     model = writer.program(mox)
-    init = None
     writing = Writer()
     try:
-        found = _init_program(mox)
-        init = None if found is None else {**writing.tables(), **writing.program(found)}
-    except Exception:  # what `init` runs is not in the expression, and may be anything
-        init = None
+        init = writing.program(_init_program(mox)) | writing.tables()
+    except Exception as e:  # what `init` runs is not in the expression, and may be anything
+        init = {"missing": f"{type(e).__name__}: {e}"}
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -117,10 +116,10 @@ def _to_json(mox: Mox) -> dict[str, Any]:
     }
 
 
-def _init_program(mox: Mox) -> Program | None:
+def _init_program(mox: Mox) -> Program:
     """The program of the model's `init`, for arguments of the same shapes."""
     if mox.init is None:
-        return None
+        raise ValueError("the expression had none")
     old, init = mox.interface, mox.init
     rng = old.rng
     if not rng.tree.num_arrays:
@@ -153,33 +152,34 @@ def _from_text(text: str, types: Mapping[str, type]) -> Mox:
         raise Misplaced("version", f"it has version {read.get('version')!r}, expected {VERSION}")
     with at("model"):
         model = _program(read.get("model"), types)
-    init: Callable[..., Any] = _no_init
-    if read.get("init") is not None:
-        with at("init"):
-            init = _initializer(_program(read["init"], types))
+    with at("init"):
+        init = _initializer(read.get("init"), types)
     if type(read.get("implicit")) is not bool:
         raise Misplaced("implicit", "it has to be a boolean")
     return Mox(model.body, model.interface, init, read["implicit"])
 
 
 def _program(x: Any, types: Mapping[str, type]) -> Program:
-    if type(x) is not dict:
-        raise ValueError("it has to be an object")
-    return Reader(x, types).program(x, None, False)
+    return Reader(of_type(x, dict, "a program"), types).program(x, None, False)
 
 
-def _initializer(program: Program) -> Callable[..., Any]:
+def _initializer(x: Any, types: Mapping[str, type]) -> Callable[..., Any]:
+    if type(x) is dict and "missing" in x:
+        why = of_type(x["missing"], str, "missing")
+
+        def missing(*args: Any, **kwargs: Any) -> Any:
+            raise ValueError(
+                "init: the file of this expression has none, as that of the model could not be saved "
+                f"({why}). Parameters have to come from elsewhere"
+            )
+
+        return missing
+    program = _program(x, types)
+
     def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
         return program.apply(rng, *args, **kwargs)
 
     return init
-
-
-def _no_init(*args: Any, **kwargs: Any) -> Any:
-    raise ValueError(
-        "init: the file of this expression has no init, as that of its model could not be saved. "
-        "Parameters have to come from elsewhere"
-    )
 
 
 def _no_constant(name: str) -> Any:
