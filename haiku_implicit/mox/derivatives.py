@@ -135,5 +135,6 @@ def with_vjp(body: Run, fwd: Run, bwd: Run, avals: Sequence[Any], outs: Sequence
         found = iter(bwd(*residuals, *without_zeros(outs, cotangents)))
         return tuple(next(found) if has_tangent(x) else None for x in avals)
 
+    backward.__name__ = getattr(bwd, "__name__", "backward")
     fun.defvjp(forward, backward)
     return fun

@@ -302,6 +302,8 @@ def _special_to_json(x: Any, other: Other) -> Any:
         return {"aval": type_to_json(x)}
     if x is compat.UNSPECIFIED:
         return {"unspecified": True}
+    if isinstance(x, jax.sharding.NamedSharding) and x.mesh.empty and not any(x.spec):
+        return {"unsharded": len(x.spec)}
     for tag, (_, _, impl) in key_kinds().items():
         if type(x) is type(impl) and x == impl:
             return {"keys": tag}
@@ -374,6 +376,12 @@ def _float_from_json(x: Any, other: Any) -> float:
     return float(x)
 
 
+def _unsharded(x: Any, other: Any) -> jax.sharding.NamedSharding:
+    require(0 <= of_type(x, int, "the number of axes") < 1000, f"there are no {x} axes")
+    mesh = jax.sharding.AbstractMesh((), ())
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * x))
+
+
 def _shown_from_json(x: Any, other: Any) -> Shown:
     require(len(of_type(x, list, "a text")) == 2, "what is shown has to be two texts")
     return Shown(of_type(x[0], str, "a text"), of_type(x[1], str, "a text"))
@@ -425,6 +433,7 @@ _READERS: dict[str, Any] = {
     ),
     "struct": lambda x, other: type_from_json(x),
     "unspecified": lambda x, other: compat.UNSPECIFIED,
+    "unsharded": _unsharded,
     "keys": lambda x, other: _one_of(key_kinds(), "kind of keys", x)[2],
     "policy": lambda x, other: _one_of(_policies(), "policy", x),
     "shown": _shown_from_json,

@@ -135,11 +135,17 @@ class Reader:
 
         def rule(name: str) -> Callable[..., Any]:
             holder = self._holders[index, name]
-            return lambda *arrays: holder[0](*arrays)
+
+            def run(*arrays: Any) -> Any:
+                require(holder, f"the file has no derivative of {x.get('name')!r} of so high an order")
+                return holder[0](*arrays)
+
+            return run
 
         if kind == "custom_jvp_call":
             return derivatives.with_jvp(body, rule("jvp"), avals, outs)
-        return derivatives.with_vjp(body, rule("fwd"), rule("bwd"), avals, outs)
+        bwd = _named(rule("bwd"), of_type(x.get("bwd_name"), str, "bwd_name"))
+        return derivatives.with_vjp(body, rule("fwd"), bwd, avals, outs)
 
     def _add_rules(self, index: int) -> None:
         x = self._listed[index]
@@ -147,6 +153,8 @@ class Reader:
         closed = self.body(x["body"])
         avals, outs = list(closed.in_avals), list(closed.out_avals)
         tangents, out_tangents = (derivatives.without_zeros(y, y) for y in (avals, outs))
+        if not {"jvp", "fwd", "bwd"}.intersection(x):
+            return
         if x["kind"] == "custom_jvp_call":
             self._add_rule(index, "jvp", [*avals, *tangents], [*outs, *out_tangents])
             return

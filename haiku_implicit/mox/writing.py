@@ -40,7 +40,10 @@ class Writer:
         self._known: dict[Any, int] = {}
         # What is looked up by its `id`, which no other object has as long as it is kept.
         self._kept: dict[int, Any] = {}
-        self._rules: dict[int, Any] = {}
+        self._rules: dict[Any, Any] = {}
+        # Of functions in whose rules are ever new ones, as of a series: how deep this one is in rules.
+        self._order = 0
+        self._without_rule: set[int] = set()
 
     def tables(self) -> dict[str, Any]:
         """The tables as JSON."""
@@ -92,21 +95,26 @@ class Writer:
         if self._depth is not None:
             return self._signature(node, self._depth, module)
         key = self._signature(node, 2, module)
-        if key not in self._known:
-            self._known[key] = place = len(self.functions)
-            if place >= MOST_FUNCTIONS:
-                raise Unsaveable("its derivative calls ever new functions")
-            self.functions.append(None)
-            self.functions[place] = self._function(node, module)
-        return self._known[key]
+        known = key in self._known
+        place = self._place(key, self.functions, None)
+        if not known or (place in self._without_rule and self._order <= HIGHEST_ORDER):
+            self._order += 1
+            self._without_rule.discard(place)
+            self.functions[place] = self._function(node, module, self._order <= HIGHEST_ORDER)
+            if self._order > HIGHEST_ORDER:
+                self._without_rule.add(place)
+            self._order -= 1
+        return place
 
-    def _function(self, node: Equation, module: str, deep: bool = True) -> dict[str, Any]:
+    def _function(self, node: Equation, module: str, deep: bool) -> dict[str, Any]:
         params = node.eqn.params if node.marked is None else node.marked
         new = {
             "kind": node.primitive.name,
             "name": function_name(node.eqn),
             "body": self.jaxpr(params["call_jaxpr"], module),
         }
+        if "bwd" in params:  # which a query can see
+            new["bwd_name"] = getattr(params["bwd"], "__name__", "")
         if deep:
             rules = self._rules_of(node)._asdict()
             new |= {k: self.jaxpr(x, module) for k, x in rules.items() if x is not None}
@@ -134,7 +142,8 @@ class Writer:
         return self._rules[key]
 
 
-MOST_FUNCTIONS = 10_000
+# Of derivatives, where the derivative of a function is another function, and so on without end.
+HIGHEST_ORDER = 6
 
 
 def _digest(x: Any) -> str:
