@@ -17,6 +17,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from haiku_implicit.core import compat
 
 
+class NoRule(ValueError):
+    """A function from a file that has no rule for it."""
+
+
 class Rules(NamedTuple):
     """What a function does when it is differentiated.
 

@@ -52,10 +52,17 @@ def primitives() -> dict[str, Primitive]:
         (lambda k: jax.random.bits(k, (2,)), key),
         (lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), x),
         (jax.lax.composite(jnp.sin, "probe"), x),
-        (lambda i: jax.lax.linalg.lu_pivots_to_permutation(i, 2), jax.ShapeDtypeStruct((2,), "int32")),
+        (
+            lambda i: jax.lax.linalg.lu_pivots_to_permutation(i, 2),
+            jax.ShapeDtypeStruct((2,), "int32"),
+        ),
     ]
     public = [
-        *(getattr(module, name) for module in (jax.lax, jax.lax.linalg, jex) for name in dir(module)),
+        *(
+            getattr(module, name)
+            for module in (jax.lax, jax.lax.linalg, jex)
+            for name in dir(module)
+        ),
         *compat.IDENTITIES,
         compat.remat_p,
         compat.ragged_dot_general_p,
@@ -219,7 +226,9 @@ def _read_scan(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     check_types("the body of the scan", jaxpr, [*types[: num_consts + num_carry], *inner])
     carry = _in_avals(jaxpr)[num_consts:][:num_carry]
     out = _out_avals(jaxpr)[:num_carry]
-    require(_same_types(carry, out), f"the scan has {_str(carry)} before a step, and then {_str(out)}")
+    require(
+        _same_types(carry, out), f"the scan has {_str(carry)} before a step, and then {_str(out)}"
+    )
     template = _template("scan")
     if "num_consts" not in template:
         return _scan(params, operands)
@@ -284,7 +293,9 @@ def _read_cond(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
 def _read_while(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     for x in (num_cond, num_body):
-        require(type(x) is int and 0 <= x <= len(operands), "a while has another number of operands")
+        require(
+            type(x) is int and 0 <= x <= len(operands), "a while has another number of operands"
+        )
     carry = operands[num_cond + num_body :]
     check_operands("cond_jaxpr", params["cond_jaxpr"], [*operands[:num_cond], *carry])
     check_operands("body_jaxpr", params["body_jaxpr"], operands[num_cond:])

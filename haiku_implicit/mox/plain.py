@@ -114,7 +114,9 @@ def key_kinds() -> dict[str, tuple[str, Any, Any]]:
 @functools.cache
 def _policies() -> dict[str, Any]:
     """What `jax.checkpoint` may keep: the policies that are plain functions."""
-    names = (x for x in dir(jax.checkpoint_policies) if not x.startswith(("_", "save_", "offload_")))
+    names = (
+        x for x in dir(jax.checkpoint_policies) if not x.startswith(("_", "save_", "offload_"))
+    )
     found = {name: getattr(jax.checkpoint_policies, name) for name in names}
     return {name: x for name, x in found.items() if callable(x)}
 
@@ -229,11 +231,28 @@ def array_from_json(x: Any) -> Any:
     )
     array: Any = np.frombuffer(data, dtype).reshape(struct.shape)
     if dtype == bool:
-        require((array.view(np.uint8) < 2).all(), "an array of booleans has other bytes than 0 and 1")
+        require(
+            (array.view(np.uint8) < 2).all(), "an array of booleans has other bytes than 0 and 1"
+        )
     if "key" not in x:
         return array
-    require(f"{x['key']}" in {f"key<{tag}>" for tag in key_kinds()}, "there is no such kind of keys")
+    require(
+        f"{x['key']}" in {f"key<{tag}>" for tag in key_kinds()}, "there is no such kind of keys"
+    )
     return jax.random.wrap_key_data(array, impl=key_kinds()[x["key"][4:-1]][0])
+
+
+def constant_from_json(x: Any) -> Any:
+    """An array of JAX."""
+    array = array_from_json(x)
+    if array.dtype == jax.dtypes.float0:
+        return array
+    new = jnp.asarray(array)
+    require(new.dtype == array.dtype, f"an array of {array.dtype} needs jax_enable_x64")
+    if type_from_json(x["type"]).weak_type:
+        params = dict(new_dtype=new.dtype, weak_type=True, sharding=None)
+        (new,) = compat.bind(jax.lax.convert_element_type_p, [new], params)
+    return new
 
 
 def number_of(x: Any, dtype: Any) -> Any:
@@ -254,6 +273,13 @@ Other = Callable[[Any], Any]
 def refuse(x: Any) -> Any:
     """The `Other` that raises for anything."""
     raise Unsaveable(f"{_brief(x)} is not a value that a file can have")
+
+
+def constant(x: Any) -> Any:
+    """The `Other` that writes arrays."""
+    if isinstance(x, jax.Array):
+        return {"constant": array_to_json(x)}
+    return {"ndarray": array_to_json(x)} if type(x) is np.ndarray else refuse(x)
 
 
 def shown(x: Any) -> Any:
@@ -289,7 +315,9 @@ def _special_to_json(x: Any, other: Other) -> Any:
     if cls is not None:
         if isinstance(x, enum.Enum):
             return {"enum": [cls, x.name]}
-        return {"record": [cls, *(to_json(getattr(x, name), other) for name in _fields_of(type(x)))]}
+        return {
+            "record": [cls, *(to_json(getattr(x, name), other) for name in _fields_of(type(x)))]
+        }
     if isinstance(x, np.dtype) or any(type(x) is type(y) for _, y, _ in key_kinds().values()):
         return {"dtype": dtype_to_json(x)}
     if isinstance(x, type) and issubclass(x, np.generic):
@@ -324,7 +352,9 @@ def from_json(x: Any, other: Mapping[str, Callable[[Any], Any]]) -> Any:
         return x
     if type(x) is list:
         return tuple(from_json(y, other) for y in x)
-    require(len(of_type(x, dict, "a value")) == 1, "a value has to have one key, which says what it is")
+    require(
+        len(of_type(x, dict, "a value")) == 1, "a value has to have one key, which says what it is"
+    )
     ((tag, value),) = x.items()
     if tag in other:
         return other[tag](value)
@@ -426,6 +456,8 @@ _READERS: dict[str, Any] = {
     "record": _record_from_json,
     "dtype": lambda x, other: dtype_from_json(x),
     "numpy": lambda x, other: dtype_from_json(x).type,
+    "ndarray": lambda x, other: array_from_json(x),
+    "constant": lambda x, other: constant_from_json(x),
     "jnp": lambda x, other: _one_of(_scalars(), "type of numbers", x),
     "number": lambda x, other: array_from_json(x)[()],
     "aval": lambda x, other: jax.core.ShapedArray(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
@@ -65,17 +64,17 @@ class Reader:
         self.bodies: list[ClosedJaxpr] = []
         self._sizes: list[tuple[int, int]] = []
         for i, x in enumerate(_list(tables, "arrays")):
-            with at(f"arrays[{i}]"):
-                self.arrays.append(_on_device(plain.array_from_json(x)))
+            with at(f".arrays[{i}]"):
+                self.arrays.append(plain.constant_from_json(x))
         self._listed = [of_type(x, dict, "a function") for x in _list(tables, "functions")]
         self._functions: dict[int, Callable[..., Any]] = {}
         self._holders: dict[tuple[int, str], Any] = collections.defaultdict(list)
         with marks.marking(), jax.threefry_partitionable(True):
             for i, x in enumerate(_list(tables, "bodies")):
-                with at(f"bodies[{i}]"):
+                with at(f".bodies[{i}]"):
                     self._add_body(of_type(x, dict, "a body"))
         for i in range(len(self._listed)):
-            with at(f"functions[{i}]"):
+            with at(f".functions[{i}]"):
                 self._add_rules(i)
 
     def program(self, x: Any, init: Any, implicit: bool) -> Program:
@@ -137,7 +136,10 @@ class Reader:
             holder = self._holders[index, name]
 
             def run(*arrays: Any) -> Any:
-                require(holder, f"the file has no derivative of {x.get('name')!r} of so high an order")
+                if not holder:
+                    raise derivatives.NoRule(
+                        f"the file has no derivative of {x.get('name')!r} of so high an order"
+                    )
                 return holder[0](*arrays)
 
             return run
@@ -191,21 +193,17 @@ def _list(x: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _place(index: Any, table: Sequence[Any], what: str) -> int:
-    require(0 <= of_type(index, int, f"the place of a {what}") < len(table), f"no {what} {index} yet")
+    require(
+        0 <= of_type(index, int, f"the place of a {what}") < len(table), f"no {what} {index} yet"
+    )
     return index
-
-
-def _on_device(x: Any) -> Any:
-    if x.dtype == jax.dtypes.float0:
-        return x
-    new = jnp.asarray(x)
-    require(new.dtype == x.dtype, f"an array of {x.dtype} needs jax.config.jax_enable_x64")
-    return new
 
 
 def _fits(what: str, slots: Sequence[Slot], atoms: Sequence[Any]) -> None:
     count = sum(slot.tree.num_arrays for slot in slots)
-    require(count == len(atoms), f"there are {count} arrays in the {what}, and {len(atoms)} in the body")
+    require(
+        count == len(atoms), f"there are {count} arrays in the {what}, and {len(atoms)} in the body"
+    )
 
 
 class _BodyReader:
@@ -246,9 +244,13 @@ class _BodyReader:
 
     def define(self, variables: Any, values: Sequence[Any]) -> None:
         of_type(variables, list, "a list of variables")
-        require(len(variables) == len(values), f"{len(values)} results have {len(variables)} variables")
+        require(
+            len(variables) == len(values), f"{len(values)} results have {len(variables)} variables"
+        )
         for v, value in zip(variables, values, strict=True):
-            require(of_type(v, int, "a variable") not in self.values, f"variable {v} is there already")
+            require(
+                of_type(v, int, "a variable") not in self.values, f"variable {v} is there already"
+            )
             self.values[v] = value
 
     def array(self, index: Any) -> Any:
@@ -310,7 +312,10 @@ class _BodyReader:
             _class(x.get("module"), types),
             of_type(x.get("path"), str, "path"),
             of_type(x.get("method"), str, "method"),
-            {k: plain.from_json(y, {}) for k, y in of_type(x.get("config"), dict, "config").items()},
+            {
+                k: plain.from_json(y, {})
+                for k, y in of_type(x.get("config"), dict, "config").items()
+            },
             tree_from_json(x.get("args"), types),
             None if results is None else tree_from_json(results, types),
         )
@@ -416,8 +421,10 @@ def interface_from_json(x: Any, types: Mapping[str, type]) -> Interface:
     args = Slot(tree_from_json(x.get("args"), types), ())
     named = args.tree.merge([None] * args.tree.num_arrays)
     require(type(named) is dict, "args has to be a dict")
-    require(list(named) == list(signature.parameters) or set(named) == set(signature.parameters),
-            "args has to have the names of the signature")
+    require(
+        list(named) == list(signature.parameters) or set(named) == set(signature.parameters),
+        "args has to have the names of the signature",
+    )
     return Interface(
         leading,
         signature,
@@ -441,7 +448,10 @@ def _parameter(x: Any) -> inspect.Parameter:
 def _slots(x: Any, name: str, types: Mapping[str, type]) -> dict[Path, Slot]:
     found: dict[Path, Slot] = {}
     for entry in _list(x, name):
-        require(len(of_type(entry, list, "an entry")) == 3, "an entry has to be [module, name, structure]")
+        require(
+            len(of_type(entry, list, "an entry")) == 3,
+            "an entry has to be [module, name, structure]",
+        )
         path = of_type(entry[0], str, "a module"), of_type(entry[1], str, "a name")
         require(path not in found, f"{name} has {'/'.join(path)!r} twice")
         found[path] = Slot(tree_from_json(entry[2], types), ())

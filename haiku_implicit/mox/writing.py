@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from haiku_implicit.mox import equations, plain
-from haiku_implicit.mox.derivatives import rules_of
+from haiku_implicit.mox.derivatives import NoRule, Rules, rules_of
 from haiku_implicit.mox.interface import Interface
 from haiku_implicit.mox.marks import Batched, Call, Tree
 from haiku_implicit.mox.plain import Unsaveable
@@ -54,25 +54,29 @@ class Writer:
         body = self.body(program.body, "model", "")
         return {"body": body, "interface": interface_to_json(program.interface)}
 
-    def body(self, body: Body, name: str, module: str) -> int:
+    def body(self, body: Body, name: str, module: str, scopes: bool = True) -> int:
         """The place of a body in the table.
 
         Args:
           body: the body.
           name: of its function.
           module: the path of the module that it is in.
+          scopes: whether equations have the names of scopes around them. In a rule, these are those of
+            JAX's differentiation, which comes again.
         """
-        new = _BodyWriter(self, module).write(body, name)
+        new = _BodyWriter(self, module, scopes).write(body, name)
         self.bodies.append(new)
         return len(self.bodies) - 1
 
-    def jaxpr(self, jaxpr: Any, module: str) -> int:
+    def jaxpr(self, jaxpr: Any, module: str, scopes: bool = True) -> int:
         """The place of a jaxpr in the table. The same jaxpr has one place."""
         key = id(jaxpr)
         if key not in self._known:
             self._kept[key] = jaxpr
             inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-            self._known[key] = self.body(body_of("", jaxpr), inner.debug_info.func_name, module)
+            self._known[key] = self.body(
+                body_of("", jaxpr), inner.debug_info.func_name, module, scopes
+            )
         return self._known[key]
 
     def array(self, x: Any) -> int:
@@ -117,7 +121,9 @@ class Writer:
             new["bwd_name"] = getattr(params["bwd"], "__name__", "")
         if deep:
             rules = self._rules_of(node)._asdict()
-            new |= {k: self.jaxpr(x, module) for k, x in rules.items() if x is not None}
+            new |= {
+                k: self.jaxpr(x, module, scopes=False) for k, x in rules.items() if x is not None
+            }
         return new
 
     def _signature(self, node: Equation, depth: int, module: str) -> str:
@@ -137,6 +143,8 @@ class Writer:
             self._kept[id(node.eqn)] = node.eqn
             try:
                 self._rules[key] = rules_of(node.eqn)
+            except NoRule:
+                self._rules[key] = Rules()
             except Exception as e:  # from the user's rule
                 raise Unsaveable(f"its rule can't be traced: {type(e).__name__}: {e}") from e
         return self._rules[key]
@@ -153,9 +161,10 @@ def _digest(x: Any) -> str:
 class _BodyWriter:
     """Writes one body: its variables are numbers, in the order in which they are defined."""
 
-    def __init__(self, writer: Writer, module: str):
+    def __init__(self, writer: Writer, module: str, scopes: bool):
         self.writer = writer
         self.module = module
+        self.scopes = scopes
         self.numbers: dict[Any, int] = {}
         self.same: dict[Any, Any] = {}
 
@@ -222,7 +231,9 @@ class _BodyWriter:
         try:
             return self._equation(node)
         except Unsaveable as e:
-            where = f"module {self.module!r}" if self.module else "the model, outside of its modules"
+            where = (
+                f"module {self.module!r}" if self.module else "the model, outside of its modules"
+            )
             raise ValueError(f"save: {node!r} in {where} can't be saved: {e}") from e
 
     def _equation(self, node: Equation) -> dict[str, Any]:
@@ -235,7 +246,7 @@ class _BodyWriter:
             new["params"] = {k: plain.to_json(x, self.other) for k, x in params.items()}
         new["types"] = [plain.type_to_json(v.aval) for v in eqn.outvars]
         new["out"] = self.define(eqn.outvars)
-        return new | _context(eqn)
+        return new | _context(eqn, self.scopes)
 
     def other(self, x: Any) -> Any:
         """What parameters have beside plain values: programs, and arrays."""
@@ -254,7 +265,9 @@ def _literal(x: Literal) -> dict[str, Any]:
     value = np.asarray(x.val, x.aval.dtype)
     if len(type_) == 3 or x.aval.shape == ():
         number = value.item() if len(type_) < 3 else _number(x.val)
-        plain_number = plain.to_json(number) if type(number) in (bool, int, float, complex) else None
+        plain_number = (
+            plain.to_json(number) if type(number) in (bool, int, float, complex) else None
+        )
         again = None if plain_number is None else np.asarray(number, x.aval.dtype)
         if again is not None and again.tobytes() == value.tobytes():
             return {"value": plain_number, "type": type_}
@@ -269,7 +282,7 @@ def _number(x: Any) -> Any:
     return np.asarray(x).item()
 
 
-def _context(eqn: Any) -> dict[str, Any]:
+def _context(eqn: Any, scopes: bool) -> dict[str, Any]:
     """What an equation has around it: the names of scopes, and settings that change numbers."""
     ctx, new = eqn.ctx, {}
     for name in ("compute_type", "xla_metadata"):
@@ -278,7 +291,7 @@ def _context(eqn: Any) -> dict[str, Any]:
     if not getattr(ctx.cur_abstract_mesh, "empty", True):
         raise Unsaveable(f"it runs on a mesh: {ctx.cur_abstract_mesh}")
     scope = str(eqn.source_info.name_stack)
-    if scope:
+    if scope and scopes:
         new["scope"] = scope
     if not ctx.threefry_partitionable:
         new["threefry_partitionable"] = False
@@ -307,7 +320,7 @@ def tree_to_json(tree: Tree, other: plain.Other) -> Any:
 
     Args:
       tree: the structure.
-      other: what becomes of a value that is not plain. With `plain.refuse` an unknown container is
+      other: what becomes of a value that is not plain. With `plain.constant` an unknown container is
         refused, too; otherwise it is written as a tuple.
     """
     if tree.treedef is None:
@@ -327,7 +340,7 @@ def _node(x: Any, other: plain.Other) -> Any:
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         parts = [[name, _node(y, other)] for name, y in zip(x._fields, x, strict=True)]
         return {"namedtuple": [type(x).__name__, *parts]}
-    if other is plain.refuse:
+    if other is plain.constant:
         raise Unsaveable(
             f"it has a {type(x).__name__}. A file can have dicts, lists, tuples, named tuples and None"
         )
@@ -356,6 +369,6 @@ def interface_to_json(face: Interface) -> dict[str, Any]:
 
 def _named(what: str, write: Any, x: Any) -> Any:
     try:
-        return write(x, plain.refuse)
+        return write(x, plain.constant)
     except Unsaveable as e:
         raise ValueError(f"save: {what} can't be saved: {e}") from e
