@@ -1,8 +1,11 @@
 """Rules of functions with derivatives of their own, as programs.
 
-A `jax.custom_jvp` or `jax.custom_vjp` function is an equation with Python functions in it. Its rule comes
-out of differentiating the equation while JAX traces: `jax.jvp` and `jax.vjp` call it, and what it does are
-equations again. `with_jvp` and `with_vjp` make such a function of programs.
+A `jax.custom_jvp` or `jax.custom_vjp` function is an equation with Python functions in it. Its rule
+comes out of differentiating the equation while JAX traces: `jax.jvp` and `jax.vjp` call it, and what it
+does are equations again. `with_jvp` and `with_vjp` make such a function of programs.
+
+Rules are traced with all tangents. One with `symbolic_zeros=True` may do less where some are zero; its
+program in a file then computes these zeros.
 """
 
 import functools

@@ -28,8 +28,10 @@ PathLike = str | os.PathLike[str]
 def save(path: PathLike, mox: Mox) -> None:
     """Writes a module expression to a file, as JSON.
 
-    The file has the whole program with the tree of its modules, the rules of functions with derivatives of
-    their own, and the model's `init` where that can be written. It has no parameters: they are arguments.
+    The file has the whole program with the tree of its modules, the rules of functions with derivatives
+    of their own, and the model's `init` where that can be written. It has no parameters: they are
+    arguments. Another version of JAX reads it if its primitives have the same parameters, and says so if
+    they have not.
 
     Args:
       path: the file. One that is there already stays as it is until the new one is complete.
@@ -74,9 +76,9 @@ def load(path: PathLike, *, types: Iterable[type] = ()) -> Mox:
     """Reads a module expression that `save` wrote.
 
     It evaluates to the same bits as the original, has the same derivatives, and a query finds the same.
-    Nothing in a file is run or imported: a module's class is an empty one of the same name, what a module
-    was constructed with is only shown if it is not a plain value (an initializer), and a named tuple is
-    one made anew with the same name and fields.
+    Nothing in a file is run or imported: a module's class is an empty one of the same name, what a
+    module was constructed with is only shown if it is not a plain value (an initializer), and a named
+    tuple is one made anew with the same name and fields.
 
     Args:
       path: the file.
@@ -150,12 +152,18 @@ def _from_text(text: str, types: Mapping[str, type]) -> Mox:
         raise Misplaced("format", f"expected {FORMAT!r}")
     if type(read.get("version")) is not int or read["version"] != VERSION:
         raise Misplaced("version", f"it has version {read.get('version')!r}, expected {VERSION}")
-    with at("model"):
-        model = _program(read.get("model"), types)
-    with at("init"):
-        init = _initializer(read.get("init"), types)
     if type(read.get("implicit")) is not bool:
         raise Misplaced("implicit", "it has to be a boolean")
+    try:
+        with at("model"):
+            model = _program(read.get("model"), types)
+        with at("init"):
+            init = _initializer(read.get("init"), types)
+    except Misplaced as e:
+        if read.get("jax") == jax.__version__:
+            raise
+        versions = f"The file is from JAX {read.get('jax')!r}, and this is {jax.__version__}"
+        raise Misplaced(e.place, f"{e.reason}. {versions}") from e
     return Mox(model.body, model.interface, init, read["implicit"])
 
 

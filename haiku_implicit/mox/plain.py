@@ -1,7 +1,8 @@
 """Plain values of an expression as JSON and back: numbers, types, arrays, JAX's own constants.
 
-JSON has texts, numbers, booleans and null as they are, and a tuple as a list. Anything else is an object
-with one key, which says what it is. Reading makes values of the classes listed here, and of no others.
+JSON has texts, numbers, booleans and null as they are, and a tuple as a list. Anything else is an
+object with one key, which says what it is. Reading makes values of the classes listed here, and of no
+others.
 """
 
 import base64
@@ -230,7 +231,7 @@ def array_from_json(x: Any) -> Any:
         f"an array {dtype.name}{list(struct.shape)} has {expected} bytes, got {len(data)}",
     )
     array: Any = np.frombuffer(data, dtype).reshape(struct.shape)
-    if dtype == bool:
+    if dtype.kind == "b":
         require(
             (array.view(np.uint8) < 2).all(), "an array of booleans has other bytes than 0 and 1"
         )

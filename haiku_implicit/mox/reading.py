@@ -405,9 +405,13 @@ def _node(x: Any, types: Mapping[str, type]) -> Any:
     names = tuple(of_type(y[0], str, "a field") for y in fields)
     cls: Any = types.get(of_type(name, str, "the name of a class"))
     if cls is None:
-        cls = collections.namedtuple(name, names)  # type: ignore[misc]
+        cls = _new_namedtuple(name, names)
     require(getattr(cls, "_fields", None) == names, f"{name} has other fields than {list(names)}")
     return cls(*(_node(y[1], types) for y in fields))
+
+
+# Its arguments are checked by Python, which has no way to write them for a type checker.
+_new_namedtuple: Any = collections.namedtuple
 
 
 def interface_from_json(x: Any, types: Mapping[str, type]) -> Interface:
@@ -437,9 +441,12 @@ def interface_from_json(x: Any, types: Mapping[str, type]) -> Interface:
     )
 
 
+_PARAMETER_KINDS: Any = type(inspect.Parameter.VAR_KEYWORD)
+
+
 def _parameter(x: Any) -> inspect.Parameter:
     require(len(of_type(x, list, "a parameter")) in (2, 3), "a parameter has to be [name, kind]")
-    kinds = {kind.name: kind for kind in type(inspect.Parameter.VAR_KEYWORD)}
+    kinds: dict[str, Any] = {kind.name: kind for kind in _PARAMETER_KINDS}
     require(type(x[1]) is str and x[1] in kinds, f"there is no kind of parameter {x[1]!r}")
     default = plain.from_json(x[2], {}) if len(x) == 3 else inspect.Parameter.empty
     return inspect.Parameter(of_type(x[0], str, "a name"), kinds[x[1]], default=default)

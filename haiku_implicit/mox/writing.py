@@ -261,30 +261,27 @@ class _BodyWriter:
 
 def _literal(x: Literal) -> dict[str, Any]:
     """A literal with its exact bits: as a number, where that has them."""
-    type_ = plain.type_to_json(x.aval)
-    value = np.asarray(x.val, x.aval.dtype)
-    if len(type_) == 3 or x.aval.shape == ():
-        number = value.item() if len(type_) < 3 else _number(x.val)
-        plain_number = (
-            plain.to_json(number) if type(number) in (bool, int, float, complex) else None
-        )
-        again = None if plain_number is None else np.asarray(number, x.aval.dtype)
-        if again is not None and again.tobytes() == value.tobytes():
-            return {"value": plain_number, "type": type_}
+    aval: Any = x.aval
+    type_, value = plain.type_to_json(aval), np.asarray(x.val, aval.dtype)
+    if aval.shape == ():
+        number: Any = _number(x.val) if aval.weak_type else value.item()
+        is_plain = type(number) in (bool, int, float, complex)
+        if is_plain and np.asarray(number, aval.dtype).tobytes() == value.tobytes():
+            return {"value": plain.to_json(number), "type": type_}
     return {"bits": plain.array_to_json(value), "type": type_}
 
 
 def _number(x: Any) -> Any:
     """A weakly typed literal as the number that Python has for it."""
-    for kind in (bool, int, float, complex):
-        if isinstance(x, kind):
-            return kind(x)
-    return np.asarray(x).item()
+    kinds: tuple[Any, ...] = (bool, int, float, complex)
+    kind = next((kind for kind in kinds if isinstance(x, kind)), None)
+    return np.asarray(x).item() if kind is None else kind(x)
 
 
 def _context(eqn: Any, scopes: bool) -> dict[str, Any]:
     """What an equation has around it: the names of scopes, and settings that change numbers."""
-    ctx, new = eqn.ctx, {}
+    ctx: Any = eqn.ctx
+    new: dict[str, Any] = {}
     for name in ("compute_type", "xla_metadata"):
         if getattr(ctx, name, None):
             raise Unsaveable(f"it has {name} {getattr(ctx, name)}")
@@ -352,10 +349,10 @@ def interface_to_json(face: Interface) -> dict[str, Any]:
     """The arguments and results of a program."""
     new: dict[str, Any] = {"leading": list(face.leading), "signature": []}
     for name, parameter in face.signature.parameters.items():
-        kind = [name, parameter.kind.name]
+        written = [name, parameter.kind.name]
         if parameter.default is not inspect.Parameter.empty:
-            kind.append(_named(f"the default of {name}", plain.to_json, parameter.default))
-        new["signature"].append(kind)
+            written.append(_named(f"the default of {name}", plain.to_json, parameter.default))
+        new["signature"].append(written)
     for kind in ("params", "state", "new_state"):
         slots: Mapping[Any, Any] = getattr(face, kind)
         new[kind] = [
