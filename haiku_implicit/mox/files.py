@@ -30,8 +30,8 @@ def save(path: PathLike, mox: Mox) -> None:
 
     The file has the whole program with the tree of its modules, the rules of functions with derivatives
     of their own, and the model's `init` where that can be written. It has no parameters: they are
-    arguments. Another version of JAX reads it if its primitives have the same parameters, and says so if
-    they have not.
+    arguments. Another version of JAX reads it if its primitives have the same parameters, and says so
+    if they have not.
 
     Args:
       path: the file. One that is there already stays as it is until the new one is complete.
