@@ -62,6 +62,14 @@ class Mox(Program):
         """
         return (self._whole_view if constructors else self._view).query(xpath)
 
+    def xml(self) -> str:
+        """The tree as XML: what queries see. It is not a file format; see `save`.
+
+        Raises:
+          ImportError: without lxml.
+        """
+        return self._view.text()
+
     @functools.cached_property
     def _view(self) -> view.View:
         return view.View(self.body, self._params)

@@ -150,6 +150,7 @@ def _text_of_sequence(xs: Sequence[Any]) -> str | None:
 
 
 _dtype_name = functools.lru_cache(lambda dtype: dtype.name)
+text_of = _text
 
 
 def _name_of(x: Any) -> str:

@@ -1,0 +1,201 @@
+"""`save` and `load`: module expressions in files."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import haiku as hk
+import jax
+
+from haiku_implicit.mox import marks
+from haiku_implicit.mox.interface import is_array, slot_of
+from haiku_implicit.mox.mox import Mox
+from haiku_implicit.mox.plain import of_type
+from haiku_implicit.mox.program import Program
+from haiku_implicit.mox.reading import Misplaced, Reader, at
+from haiku_implicit.mox.tree import body_of
+from haiku_implicit.mox.writing import Writer
+
+FORMAT, VERSION = "haiku_implicit.mox", 1
+
+PathLike = str | os.PathLike[str]
+
+
+def save(path: PathLike, mox: Mox) -> None:
+    """Writes a module expression to a file, as JSON.
+
+    The file has the whole program with the tree of its modules, the rules of functions with derivatives
+    of their own, and the model's `init` where that can be written. It has no parameters: they are
+    arguments. Another version of JAX reads it if its primitives have the same parameters, and says so
+    if they have not.
+
+    Args:
+      path: the file. One that is there already stays as it is until the new one is complete.
+      mox: the module expression.
+
+    Raises:
+      ValueError: if it has what a file can't have: callbacks, Pallas kernels, `shard_map`, foreign
+        functions, functions with a rule of their own for `vmap`, implicit arrays that the model makes
+        itself, arrays on meshes. The error names the equation and its module. Or if an argument or a
+        result is a container other than a dict, a list, a tuple, a named tuple or None, or an argument
+        that became a part of the expression is not a plain value.
+
+    Example:
+      >>> import tempfile, haiku as hk, jax, jax.numpy as jnp
+      >>> from haiku_implicit.mox import eval_mox, load, make_mox, save
+      >>> model = hk.transform(lambda x: hk.nets.MLP([8, 3])(x))
+      >>> x = jnp.ones((2, 4))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save(f"{folder}/mlp.json", make_mox(model)(x))
+      ...     mox = load(f"{folder}/mlp.json")
+      >>> params = model.init(jax.random.key(0), x)
+      >>> bool((eval_mox(mox, params, None, x) == model.apply(params, None, x)).all())
+      True
+      >>> mox.query('//module_call[@type="Linear"]/@path')
+      ['mlp/~/linear_0', 'mlp/~/linear_1']
+    """
+    text = json.dumps(_to_json(mox), separators=(",", ":"), allow_nan=False)
+    _from_text(text, {})  # what is written can be read
+    target = pathlib.Path(path)
+    new = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        with new.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def load(path: PathLike, *, types: Iterable[type] = ()) -> Mox:
+    """Reads a module expression that `save` wrote.
+
+    It evaluates to the same bits as the original, has the same derivatives, and a query finds the same.
+    Nothing in a file is run or imported: a module's class is an empty one of the same name, what a
+    module was constructed with is only shown if it is not a plain value (an initializer), and a named
+    tuple is one made anew with the same name and fields.
+
+    Args:
+      path: the file.
+      types: classes that the file names, to be used as they are: named tuples of arguments and results,
+        and classes of modules, which `select` then finds. `hk.LSTMState` is known.
+
+    Raises:
+      ValueError: if the file is not such a file, or is not valid; it names the place.
+      OSError: if the file can't be read.
+    """
+    known = {cls.__name__: cls for cls in (hk.LSTMState, *types)}
+    data = pathlib.Path(path).read_bytes()
+    try:
+        return _from_text(data.decode("utf-8"), known)
+    except (Misplaced, UnicodeDecodeError) as e:
+        raise ValueError(f"{os.fspath(path)} is not a valid module expression: {e}") from e
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def _to_json(mox: Mox) -> dict[str, Any]:
+    writer = Writer()
+    model = writer.program(mox)
+    writing = Writer()
+    try:
+        init = writing.program(_init_program(mox)) | writing.tables()
+    except Exception as e:  # what `init` runs is not in the expression, and may be anything
+        init = {"missing": f"{type(e).__name__}: {e}"}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "jax": jax.__version__,
+        "implicit": mox.implicit,
+        "model": {**writer.tables(), **model},
+        "init": init,
+    }
+
+
+def _init_program(mox: Mox) -> Program:
+    """The program of the model's `init`, for arguments of the same shapes."""
+    if mox.init is None:
+        raise ValueError("the expression had none")
+    old, init = mox.interface, mox.init
+    rng = old.rng
+    if not rng.tree.num_arrays:
+        rng = slot_of(jax.eval_shape(lambda: jax.random.PRNGKey(0)))
+    face = dataclasses.replace(old, leading=("rng",), params={}, state={}, rng=rng, new_state={})
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in face.invars]
+    trees: list[marks.Tree] = []
+
+    def on_arrays(*arrays: Any) -> list[Any]:
+        args, kwargs = face.arguments(arrays)
+        tree, out = marks.split(init(*args, **kwargs), is_array)
+        trees.append(tree)
+        return out
+
+    body = body_of("init", jax.make_jaxpr(on_arrays)(*shapes))
+    face = face.with_variables(body.invars)
+    results = face.results._replace(tree=trees[-1], atoms=body.returns)
+    return Program(body, dataclasses.replace(face, results=results), None)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _from_text(text: str, types: Mapping[str, type]) -> Mox:
+    with at("the file"):
+        read = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
+    if not isinstance(read, dict) or read.get("format") != FORMAT:
+        raise Misplaced("format", f"expected {FORMAT!r}")
+    if type(read.get("version")) is not int or read["version"] != VERSION:
+        raise Misplaced("version", f"it has version {read.get('version')!r}, expected {VERSION}")
+    if type(read.get("implicit")) is not bool:
+        raise Misplaced("implicit", "it has to be a boolean")
+    try:
+        with at("model"):
+            model = _program(read.get("model"), types)
+        with at("init"):
+            init = _initializer(read.get("init"), types)
+    except Misplaced as e:
+        if read.get("jax") == jax.__version__:
+            raise
+        versions = f"The file is from JAX {read.get('jax')!r}, and this is {jax.__version__}"
+        raise Misplaced(e.place, f"{e.reason}. {versions}") from e
+    return Mox(model.body, model.interface, init, read["implicit"])
+
+
+def _program(x: Any, types: Mapping[str, type]) -> Program:
+    return Reader(of_type(x, dict, "a program"), types).program(x, None, False)
+
+
+def _initializer(x: Any, types: Mapping[str, type]) -> Callable[..., Any]:
+    if type(x) is dict and "missing" in x:
+        why = of_type(x["missing"], str, "missing")
+
+        def missing(*args: Any, **kwargs: Any) -> Any:
+            raise ValueError(
+                "init: the file of this expression has none, as that of the model could not be saved "
+                f"({why}). Parameters have to come from elsewhere"
+            )
+
+        return missing
+    program = _program(x, types)
+
+    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
+        return program.apply(rng, *args, **kwargs)
+
+    return init
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
