@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.array import dense_struct, is_implicit
+from haiku_implicit.core.literals import as_literal
 from haiku_implicit.core.transform import (
     is_value,
     tree_flatten_with_implicit,
@@ -93,7 +94,7 @@ class Interface:
 
     def merge_results(self, arrays: Sequence[Any]) -> Any:
         """What `apply` returns, of these arrays."""
-        fill = _filling(arrays)
+        fill = _filling([literal.array() if (literal := as_literal(x)) else x for x in arrays])
         out = fill(self.results)
         if not self.has_state:
             return out
@@ -233,7 +234,8 @@ def _checked(label: str, tree: marks.Tree, avals: Sequence[Any], value: Any) -> 
             raise ValueError(
                 f"{where()}: the expression was made for {aval.str_short()}, got {_brief(x)}"
             )
-        arrays.append(x)
+        weak = getattr(x, "weak_type", False) and not aval.weak_type
+        arrays.append(jax.lax.convert_element_type(x, aval.dtype) if weak else x)
     return arrays
 
 
