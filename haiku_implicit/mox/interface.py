@@ -119,25 +119,37 @@ class Interface:
             arrays += _checked(label, slot.tree, [v.aval for v in slot.atoms], value)
         return arrays
 
+    @property
+    def apply_signature(self) -> inspect.Signature:
+        """The signature of `apply`."""
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        leading = [inspect.Parameter(name, kind) for name in self.leading]
+        return self.signature.replace(parameters=[*leading, *self.signature.parameters.values()])
+
     def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
         names = [name for name in self.leading if name not in kwargs]
         if len(args) < len(names):
             missing = ", ".join(names[len(args) :])
-            raise TypeError(f"missing: {missing}. The arguments are those of the model's apply")
+            raise TypeError(f"missing: {missing}. The arguments are {self.apply_signature}")
         first = dict(zip(names, args, strict=False))
         first |= {name: kwargs[name] for name in self.leading if name in kwargs}
         rest = {name: x for name, x in kwargs.items() if name not in self.leading}
-        return dict(first, args=named_arguments(self.signature, args[len(names) :], rest))
+        try:
+            named = named_arguments(self.signature, args[len(names) :], rest)
+        except TypeError as e:
+            raise TypeError(f"{e}. The arguments are {self.apply_signature}") from None
+        return dict(first, args=named)
 
     def _parts(self, given: Mapping[str, Any]) -> Iterator[tuple[str, str, Slot, Any]]:
         for kind in ("params", "state"):
-            entries = by_path(given.get(kind))
+            entries = by_path(given.get(kind), kind)
             for path, slot in getattr(self, kind).items():
                 if path not in entries:
                     raise ValueError(
-                        f"{kind}: there is no {'/'.join(path)!r}, which the model reads"
+                        f"{kind}: there is no {'/'.join(path)!r}, which the model reads. Pass all that "
+                        "init gives"
                     )
-                yield kind, "/".join(path), slot, entries[path]
+                yield kind, f"{kind}: {'/'.join(path)}", slot, entries[path]
         yield "rng", "rng", self.rng, given.get("rng")
         yield "args", "", self.args, given["args"]
 
@@ -165,8 +177,19 @@ def named_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dic
     return dict(bound.arguments)
 
 
-def by_path(tree: Any) -> dict[Path, Any]:
-    """The entries of Haiku's parameters or state, by module and name."""
+def by_path(tree: Any, kind: str = "params") -> dict[Path, Any]:
+    """The entries of Haiku's parameters or state, by module and name.
+
+    Raises:
+      TypeError: if it is something else.
+    """
+    if not isinstance(tree, Mapping | None) or not all(
+        isinstance(entries, Mapping) for entries in (tree or {}).values()
+    ):
+        raise TypeError(
+            f"{kind}: expected what init gives, a dictionary by module and name, got "
+            f"{type(tree).__name__}"
+        )
     found = {} if tree is None else {module: dict(entries) for module, entries in tree.items()}
     return {(module, name): x for module, entries in found.items() for name, x in entries.items()}
 
@@ -180,7 +203,11 @@ def nested(entries: Mapping[Path, Any]) -> dict[str, dict[str, Any]]:
 
 
 def slot_of(x: Any) -> Slot:
-    """The structure of an argument, and the arrays in it; implicit ones as what they stand for."""
+    """The structure of an argument, and the arrays in it; implicit ones as what they stand for.
+
+    Raises:
+      TypeError, ValueError: if JAX can't take it apart: a dictionary whose keys can't be sorted, say.
+    """
     tree, arrays = marks.split(tree_map_with_implicit(dense_struct, x), is_array)
     return Slot(tree, tuple(arrays))
 
@@ -192,51 +219,84 @@ def slots_of(entries: Any) -> dict[Path, Slot]:
 
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced. Anything else is a part of the expression."""
-    return is_value(x) or isinstance(x, jax.ShapeDtypeStruct)
+    return is_value(x) or isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
 
 
 def _as_key(key: Any, variables: Sequence[Any], draws: Callable[[], bool]) -> Any:
     """A random key as the program takes it: of the same kind, and any one if nothing depends on it."""
     if not variables:
+        if key is not None:
+            raise ValueError(
+                "rng: the expression was made without a key, and got one. Make another: rng=key"
+            )
         return None
     (variable,) = variables
     typed = jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.prng_key)
-    if isinstance(key, int):
-        key = jax.random.PRNGKey(key)
     if key is None:
         if draws():
-            raise ValueError("rng: the model draws random numbers, and got None for a key")
+            raise ValueError(
+                "rng: the expression draws random numbers, and got None for a key. Pass a key, or make "
+                "one without: rng=None"
+            )
         return jax.random.key(0) if typed else np.zeros(variable.aval.shape, variable.aval.dtype)
+    key = as_key(key)
+    if not is_array(key):
+        return key
     if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key if typed else jax.random.key_data(key)
     return jax.random.wrap_key_data(key) if typed else key
 
 
+def as_key(key: Any) -> Any:
+    """A random key, from a seed too."""
+    return jax.random.PRNGKey(key) if isinstance(key, int | np.integer) else key
+
+
 def _checked(label: str, tree: marks.Tree, avals: Sequence[Any], value: Any) -> list[Any]:
-    """The arrays in an argument, which has to have this structure, and these shapes and dtypes."""
+    """The arrays in an argument, which has to have this structure, and these shapes and dtypes.
+
+    A weak type is not looked at, as in what JAX compiles ahead of time.
+    """
     leaves, treedef = tree_flatten_with_implicit(value)
-    label = label or "the arguments"
     if treedef != tree.treedef:
-        raise ValueError(
-            f"{label}: the expression was made for {tree.treedef}, and got {treedef}. "
-            "Make another one for other arguments"
-        )
+        raise ValueError(_other_structure(label, tree.merge(avals), value))
     expected, arrays = iter(avals), []
     for i, (x, static) in enumerate(zip(leaves, tree.leaves, strict=True)):
         where = functools.partial(_name_of_leaf, label, value, i)
         if static is not None:
             if not _same(x, static[0]):
-                raise ValueError(f"{where()}: the expression was made for {static[0]!r}, got {x!r}")
+                raise ValueError(
+                    f"{where()}: the expression was made for {static[0]!r}, got {x!r}. {_ANOTHER}"
+                )
             continue
         aval = next(expected)
         x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
         if not is_array(x) or x.shape != aval.shape or x.dtype != aval.dtype:
             raise ValueError(
-                f"{where()}: the expression was made for {aval.str_short()}, got {_brief(x)}"
+                f"{where()}: the expression was made for {_brief(aval)}, got {_brief(x)}. {_ANOTHER}"
             )
         weak = getattr(x, "weak_type", False) and not aval.weak_type
         arrays.append(jax.lax.convert_element_type(x, aval.dtype) if weak else x)
     return arrays
+
+
+_ANOTHER = "Make another one for other arguments"
+
+
+def _other_structure(label: str, expected: Any, value: Any) -> str:
+    """What to say where an argument has another structure, of the arguments the first that has."""
+    if not label:
+        structures = [{k: _described(x) for k, x in tree.items()} for tree in (expected, value)]
+        label = next(k for k in value if structures[0].get(k) != structures[1][k])
+        expected, value = expected.get(label), value[label]
+    return (
+        f"{label}: the expression was made for {_described(expected)}, got {_described(value)}. "
+        f"{_ANOTHER}"
+    )
+
+
+def _described(x: Any) -> str:
+    return slot_of(x).tree.describe()
 
 
 def _same(x: Any, y: Any) -> bool:
@@ -248,9 +308,13 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _brief(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if is_array(x) else repr(x)
+    shaped = hasattr(x, "shape") and hasattr(x, "dtype")
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]" if shaped else repr(x)
 
 
 def _name_of_leaf(label: str, value: Any, index: int) -> str:
     paths, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_implicit)
-    return label + jax.tree_util.keystr(paths[index][0])
+    path = paths[index][0]
+    if label:
+        return label + jax.tree_util.keystr(path)
+    return str(path[0].key) + jax.tree_util.keystr(path[1:])

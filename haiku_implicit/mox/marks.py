@@ -202,10 +202,12 @@ def _run(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
     return _results(*operands, kind=kind, make_token=lambda: jax.numpy.zeros((), jax.numpy.int32))
 
 
+_TOKEN = jax.core.ShapedArray((), jax.numpy.int32)
+
+
 @mark_p.def_abstract_eval
 def _abstract(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
-    token = jax.core.ShapedArray((), jax.numpy.int32)
-    return _results(*operands, kind=kind, make_token=lambda: token)
+    return _results(*operands, kind=kind, make_token=lambda: _TOKEN)
 
 
 def _lower(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
