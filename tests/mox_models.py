@@ -15,7 +15,7 @@ import numpy as np
 from haiku._src.integration import descriptors
 
 from tests import haiku_models
-from tests.haiku_models import RNG, X, Block, noise
+from tests.haiku_models import RNG, Block, X, noise
 
 MODELS = {}
 
@@ -412,5 +412,7 @@ def resnet50(x):
     return hk.nets.ResNet50(5)(x, is_training=True)
 
 
-LARGE = {"ResNet50": Model(resnet50, (jnp.cos(jnp.arange(32 * 32 * 3.0)).reshape(1, 32, 32, 3),), {})}
+LARGE = {
+    "ResNet50": Model(resnet50, (jnp.cos(jnp.arange(32 * 32 * 3.0)).reshape(1, 32, 32, 3),), {})
+}
 ALL = {**MODELS, **FROM_PARAMETERS, **OF_HAIKU, **LARGE}

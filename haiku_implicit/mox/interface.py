@@ -171,9 +171,18 @@ def _filling(arrays: Sequence[Any]) -> Callable[[Slot], Any]:
 
 
 def named_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of the Haiku function by their names, with defaults."""
+    """The arguments of the Haiku function by their names, with defaults.
+
+    Raises:
+      TypeError: if they are others than the function's, or no trees.
+    """
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
+    for name, x in bound.arguments.items():
+        try:
+            jax.tree.structure(x)
+        except (TypeError, ValueError) as e:
+            raise TypeError(f"{name}: expected arrays in a tree of JAX's. {e}") from None
     return dict(bound.arguments)
 
 
@@ -203,11 +212,7 @@ def nested(entries: Mapping[Path, Any]) -> dict[str, dict[str, Any]]:
 
 
 def slot_of(x: Any) -> Slot:
-    """The structure of an argument, and the arrays in it; implicit ones as what they stand for.
-
-    Raises:
-      TypeError, ValueError: if JAX can't take it apart: a dictionary whose keys can't be sorted, say.
-    """
+    """The structure of an argument, and the arrays in it; implicit ones as what they stand for."""
     tree, arrays = marks.split(tree_map_with_implicit(dense_struct, x), is_array)
     return Slot(tree, tuple(arrays))
 
@@ -249,7 +254,7 @@ def _as_key(key: Any, variables: Sequence[Any], draws: Callable[[], bool]) -> An
 
 def as_key(key: Any) -> Any:
     """A random key, from a seed too."""
-    return jax.random.PRNGKey(key) if isinstance(key, int | np.integer) else key
+    return jax.random.PRNGKey(key) if isinstance(key, int) else key
 
 
 def _checked(label: str, tree: marks.Tree, avals: Sequence[Any], value: Any) -> list[Any]:

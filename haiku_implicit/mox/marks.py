@@ -118,14 +118,20 @@ def end(token: Any, call: Call, arrays: Sequence[Any]) -> list[Any]:
     return mark_p.bind(token, *arrays, call=call, kind="end", seen=())
 
 
-_active = contextvars.ContextVar("marking", default=False)
+# By the `id` of a module, the module (so that no other has its `id`) and its constructor's arguments.
+_Configs = dict[int, tuple[Any, dict[str, Any]]]
+# Of the modules of the program that is marked; None if none is.
+_active: contextvars.ContextVar[_Configs | None] = contextvars.ContextVar("marking", default=None)
 
 
 @contextlib.contextmanager
 def marking() -> Iterator[None]:
-    """A context in which calls of Haiku modules are marked in what is traced."""
-    configs: dict[int, tuple[Any, Any]] = {}
-    before = _active.set(True)
+    """A context in which calls of Haiku modules are marked in what is traced.
+
+    Within one another, only the innermost context marks.
+    """
+    configs: _Configs = {}
+    before = _active.set(configs)
     try:
         with compat.own_traces(), hk.intercept_methods(functools.partial(_mark_call, configs)):
             yield
@@ -135,23 +141,18 @@ def marking() -> Iterator[None]:
 
 def active() -> bool:
     """Whether calls are marked."""
-    return _active.get()
+    return _active.get() is not None
 
 
 def _mark_call(
-    configs: dict[int, tuple[Any, Any]],
-    next_f: Any,
-    args: Any,
-    kwargs: Any,
-    about: hk.MethodContext,
+    configs: _Configs, next_f: Any, args: Any, kwargs: Any, about: hk.MethodContext
 ) -> Any:
     module, method = about.module, about.method_name
-    if type(module) in UNMARKED:
+    if type(module) in UNMARKED or _active.get() is not configs:
         return next_f(*args, **kwargs)
     if method == "__init__":
         if id(module) in configs:  # of a base class
             return next_f(*args, **kwargs)
-        # The module is kept, so that no other has its `id`.
         configs[id(module)] = module, _constructor_arguments(type(module), args, kwargs)
     structure, arrays = split((args, kwargs))
     call = Call(type(module), "", method, configs.get(id(module), (None, {}))[1], structure)

@@ -113,11 +113,11 @@ def program_of(
     apply, implicit = original_of(transformed.apply)
     leading, signature = _split_signature(apply, has_state)
     try:
-        named = named_arguments(signature, args, kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError:
         # The signature lacks arguments of the same names as those that Haiku adds (an RNN's `state`).
         signature = inspect.signature(lambda *args, **kwargs: None)
-        named = named_arguments(signature, args, kwargs)
+    named = named_arguments(signature, args, kwargs)
     given = with_shapes(transformed, args, kwargs, **given)
     face = Interface(
         leading,
