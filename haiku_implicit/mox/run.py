@@ -6,7 +6,7 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
-from haiku_implicit.core import compat
+from haiku_implicit.core.bind import bind
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, needed
 
@@ -50,7 +50,7 @@ def run(
 
     def visit_one(node: Any) -> None:
         if isinstance(node, Equation):
-            env.update(zip(node.outputs, bind(node, list(map(read, node.inputs))), strict=True))
+            env.update(zip(node.outputs, bind_one(node, list(map(read, node.inputs))), strict=True))
         else:
             call(node)
 
@@ -64,12 +64,12 @@ def run(
             results = marks.end(token, node.call, results)
         env.update(zip(node.outputs, results, strict=True))
 
-    def bind(node: Equation, operands: list[Any]) -> list[Any]:
+    def bind_one(node: Equation, operands: list[Any]) -> list[Any]:
         eqn = node.eqn
         info = eqn.source_info
         stack = outer + info.name_stack
         with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
-            return compat.bind(eqn.primitive, operands, dict(node.params_to_bind(marked)))
+            return bind(eqn.primitive, operands, dict(node.params_to_bind(marked)))
 
     visit(body.children)
     return list(map(read, body.returns))

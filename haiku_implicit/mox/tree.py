@@ -403,7 +403,8 @@ _WITHOUT_MARKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary(
 
 
 def _remove_marks(jaxpr: Any) -> Any:
-    if isinstance(jaxpr, ClosedJaxpr):
+    # From JAX 0.12 on both kinds are one, which is its own `jaxpr`.
+    if isinstance(jaxpr, ClosedJaxpr) and jaxpr.jaxpr is not jaxpr:
         new = without_marks(jaxpr.jaxpr)
         return jaxpr if new is jaxpr.jaxpr else jaxpr.replace(jaxpr=new)
     known: dict[Any, Atom] = {}

@@ -1,5 +1,6 @@
 """Arguments of `make_mox` and `eval_mox`: how they are bound, and what wrong ones raise."""
 
+import functools
 import re
 
 import haiku as hk
@@ -186,9 +187,9 @@ def test_multi_transform_with_state(implicit, apply_rng):
     t = t if apply_rng else hk.without_apply_rng(t)
     t = hki.transform_implicit(t) if implicit else t
     for mox, apply in zip(make_mox(t)(X), t.apply, strict=True):
-        wanted = apply(params, state, *keys, X)
-        jax.tree.map(same, eval_mox(mox, params, state, *keys, X), wanted)
-        jax.tree.map(same, to_transformed(mox).apply(params, state, *keys, X), wanted)
+        wanted = jax.jit(apply)(params, state, *keys, X)
+        for evaluate in (functools.partial(eval_mox, mox), to_transformed(mox).apply):
+            jax.tree.map(same, jax.jit(evaluate)(params, state, *keys, X), wanted)
 
 
 # --- wrong ones -----------------------------------------------------------------------------------
