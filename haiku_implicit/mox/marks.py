@@ -156,7 +156,8 @@ def _mark_call(
         configs[id(module)] = module, _constructor_arguments(type(module), args, kwargs)
     structure, arrays = split((args, kwargs))
     call = Call(type(module), "", method, configs.get(id(module), (None, {}))[1], structure)
-    token = begin(call, arrays)
+    # Half of all calls are constructors'. Most take no arrays and run nothing: one mark is enough.
+    token = begin(call, arrays) if arrays or method != "__init__" else 0
     out = next_f(*args, **kwargs)
     call.path = getattr(module, "module_name", "")
     call.results, arrays = split(out)

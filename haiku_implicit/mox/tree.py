@@ -319,8 +319,8 @@ def body_of(name: str, jaxpr: Any) -> Body:
 def _nodes(jaxpr: Jaxpr) -> tuple[Node, ...]:
     """The nodes of a program's equations.
 
-    An inner derivative may leave a `begin` without its `end`, or the other way round. The equations
-    are the same then, and the call has fewer of them, or none.
+    An inner derivative may leave a `begin` without its `end`, or the other way round, and constructors
+    have only an `end`. The equations are the same then, and the call has fewer of them, or none.
     """
     open_calls: list[tuple[Any, list[Node]]] = [(None, [])]
     for eqn in jaxpr.eqns:

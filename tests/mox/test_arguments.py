@@ -71,6 +71,7 @@ def scaled(params, x):
     return hk.Linear(4)(x) * params
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("apply_rng", [True, False])
 @pytest.mark.parametrize("fun, first", [(recurrent, X), (keyed, KEY), (scaled, X)])
 def test_arguments_with_the_names_that_haiku_adds(fun, first, apply_rng):
@@ -165,6 +166,7 @@ def test_multi_transform():
     assert len(makers["encode"](X).interface.params) == 4  # of all functions, as init says
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("implicit", [False, True])
 @pytest.mark.parametrize("apply_rng", [True, False])
 def test_multi_transform_with_state(implicit, apply_rng):

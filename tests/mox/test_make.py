@@ -36,11 +36,11 @@ def is_array(x):
 
 
 class Case:
-    """A model with its expression, both as functions of parameters, state and first argument."""
+    """A model with its expression, both as functions of the variables and the first argument."""
 
     def __init__(self, name):
         self.model = ALL[name]
-        self.params, self.state = self.model.variables()
+        self.variables = self.model.variables()
         first, *self.rest = self.model.args
         arrays, self.structure = jax.tree.flatten(first)
         self.arrays = list(map(jnp.asarray, arrays))
@@ -54,9 +54,9 @@ class Case:
         return [self.of_arrays(apply) for apply in (self.model.transformed.apply, evaluate)]
 
     def of_arrays(self, apply):
-        def fun(params, arrays):
+        def fun(variables, arrays):
             first = self.structure.unflatten(arrays)
-            return apply(params, self.state, RNG, first, *self.rest, **self.model.kwargs)
+            return apply(*variables, RNG, first, *self.rest, **self.model.kwargs)
 
         return fun
 
@@ -77,24 +77,28 @@ def batches(arrays):
 
 
 def scanned(fun):
-    def loop(params, arrays):
-        return jax.lax.scan(lambda c, x: (c, fun(params, x)), 0, batches(arrays))
+    def loop(variables, arrays):
+        return jax.lax.scan(lambda c, x: (c, fun(variables, x)), 0, batches(arrays))
 
     return loop
 
 
-# Of a function of parameters and a list of arrays, one that JAX transforms.
+# Of a function of variables and a list of arrays, one that JAX transforms.
 WAYS = {
     "plain": lambda fun: fun,
     "grad": lambda fun: jax.grad(number(fun), (0, 1), allow_int=True),
     "vmap": lambda fun: (
-        lambda params, xs: jax.vmap(arrays_only(fun), (None, 0))(params, batches(xs))
+        lambda variables, xs: jax.vmap(arrays_only(fun), (None, 0))(variables, batches(xs))
     ),
     "jvp": lambda fun: (
-        lambda params, xs: jax.jvp(lambda x: number(fun)(params, [x, *xs[1:]]), xs[:1], xs[:1])
+        lambda variables, xs: jax.jvp(
+            lambda x: number(fun)(variables, [x, *xs[1:]]), xs[:1], xs[:1]
+        )
     ),
     "hessian": lambda fun: (
-        lambda params, xs: jax.hessian(lambda t: number(fun)(params, [t * xs[0], *xs[1:]]))(1.0)
+        lambda variables, xs: jax.hessian(lambda t: number(fun)(variables, [t * xs[0], *xs[1:]]))(
+            1.0
+        )
     ),
     "scan": lambda fun: scanned(arrays_only(fun)),
     "checkpoint": lambda fun: jax.grad(jax.checkpoint(number(fun)), allow_int=True),
@@ -133,8 +137,6 @@ QUICK = {
     "jitted_modules": "plain",
     "lifted": "plain",
     "constants": "plain",
-    "batch_norm_trained": "grad",
-    "MultiHeadAttention": "plain",
 }
 
 
@@ -146,14 +148,14 @@ def program(fun, *args):
 def test_compiles_to_the_same(name, way):
     """What XLA is given is the same text, and so are the numbers."""
     c = case(name)
-    original, evaluated = (program(WAYS[way](fun), c.params, c.arrays) for fun in c.functions())
+    original, evaluated = (program(WAYS[way](fun), c.variables, c.arrays) for fun in c.functions())
     assert evaluated == original
 
 
 # XLA fuses what a function of `jax.numpy` does, and each equation is a program of its own here.
 FUSED = {"dropout", "derivatives"}
 EAGER = ["returned_inputs", "structures", "integers_and_booleans", "constants", "shared_module"]
-EAGER += ["numpy_arguments", "dataclass_modules", "Linear"]
+EAGER += ["numpy_arguments", "dataclass_modules"]
 
 
 @pytest.mark.parametrize("name", few(ALL, *EAGER))
@@ -165,7 +167,8 @@ def test_eager(name):
     original = m.transformed.apply(params, state, RNG, *m.args, **m.kwargs)
     evaluated = eval_mox(mox, params, state, RNG, *m.args, **m.kwargs)
     if name in FUSED:
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), evaluated, original)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+        jax.tree.map(close, evaluated, original)
     else:
         assert_same(evaluated, original)
 
@@ -174,7 +177,7 @@ def test_eager(name):
 @pytest.mark.parametrize("way", WAYS)
 def test_numbers(way):
     c = case("layer_stack_of_blocks")
-    original, evaluated = (jax.jit(WAYS[way](fun))(c.params, c.arrays) for fun in c.functions())
+    original, evaluated = (jax.jit(WAYS[way](fun))(c.variables, c.arrays) for fun in c.functions())
     assert_same(evaluated, original)
 
 
@@ -285,14 +288,13 @@ def test_threads():
 
 def test_names_of_modules_in_profiles():
     """Operations have the names that they have in the original."""
-    m = ALL["grad_over_scan_and_remat"]
+    m = ALL["layer_stack"]
     params, state = m.variables()
     evaluate = functools.partial(eval_mox, make_mox(m.transformed)(X))
 
     def names(apply):
         lowered = jax.jit(lambda *args: apply(*args)).lower(params, state, None, X)
         text = lowered.as_text(debug_info=True)
-        return sorted(re.findall(r'loc\("(jit[^"]*)"', text))
+        return sorted(re.findall(r'loc\("([^"]*linear/[^"]*)"', text))
 
-    assert any("cell" in name for name in names(evaluate))
-    assert names(evaluate) == names(m.transformed.apply)
+    assert names(evaluate) == names(m.transformed.apply) != []
