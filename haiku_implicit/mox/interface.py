@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.array import dense_struct, is_implicit
+from haiku_implicit.core.literals import as_literal
 from haiku_implicit.core.transform import (
     is_value,
     tree_flatten_with_implicit,
@@ -70,13 +71,6 @@ class Interface:
         """Whether the model has state, and returns a new one."""
         return "state" in self.leading
 
-    @property
-    def signature_of_apply(self) -> inspect.Signature:
-        """The signature of `apply`."""
-        kind = inspect.Parameter.POSITIONAL_ONLY
-        first = [inspect.Parameter(name, kind) for name in self.leading]
-        return inspect.Signature([*first, *self.signature.parameters.values()])
-
     def with_variables(self, invars: Sequence[Any]) -> "Interface":
         """The same with these variables for its arguments."""
         slots = [*self.params.values(), *self.state.values(), self.rng, self.args]
@@ -100,7 +94,7 @@ class Interface:
 
     def merge_results(self, arrays: Sequence[Any]) -> Any:
         """What `apply` returns, of these arrays."""
-        fill = _filling(arrays)
+        fill = _filling([literal.array() if (literal := as_literal(x)) else x for x in arrays])
         out = fill(self.results)
         if not self.has_state:
             return out
@@ -127,31 +121,40 @@ class Interface:
 
     def arrays_of_arguments(self, args: Any, kwargs: Any) -> list[Any]:
         """The arrays in the arguments of the Haiku function alone, checked."""
-        given, avals = (
-            named_arguments(self.signature, args, kwargs),
-            [v.aval for v in self.args.atoms],
-        )
-        return _checked("", self.args.tree, avals, given)
+        given = named_arguments(self.signature, args, kwargs)
+        return _checked("", self.args.tree, [v.aval for v in self.args.atoms], given)
+
+    @property
+    def apply_signature(self) -> inspect.Signature:
+        """The signature of `apply`."""
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        leading = [inspect.Parameter(name, kind) for name in self.leading]
+        return self.signature.replace(parameters=[*leading, *self.signature.parameters.values()])
 
     def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
         names = [name for name in self.leading if name not in kwargs]
         if len(args) < len(names):
             missing = ", ".join(names[len(args) :])
-            raise TypeError(f"missing: {missing}. The arguments are those of the model's apply")
+            raise TypeError(f"missing: {missing}. The arguments are {self.apply_signature}")
         first = dict(zip(names, args, strict=False))
         first |= {name: kwargs[name] for name in self.leading if name in kwargs}
         rest = {name: x for name, x in kwargs.items() if name not in self.leading}
-        return dict(first, args=named_arguments(self.signature, args[len(names) :], rest))
+        try:
+            named = named_arguments(self.signature, args[len(names) :], rest)
+        except TypeError as e:
+            raise TypeError(f"{e}. The arguments are {self.apply_signature}") from None
+        return dict(first, args=named)
 
     def _parts(self, given: Mapping[str, Any]) -> Iterator[tuple[str, str, Slot, Any]]:
         for kind in ("params", "state"):
-            entries = by_path(given.get(kind))
+            entries = by_path(given.get(kind), kind)
             for path, slot in getattr(self, kind).items():
                 if path not in entries:
                     raise ValueError(
-                        f"{kind}: there is no {'/'.join(path)!r}, which the model reads"
+                        f"{kind}: there is no {'/'.join(path)!r}, which the model reads. Pass all that "
+                        "init gives"
                     )
-                yield kind, "/".join(path), slot, entries[path]
+                yield kind, f"{kind}: {'/'.join(path)}", slot, entries[path]
         yield "rng", "rng", self.rng, given.get("rng")
         yield "args", "", self.args, given["args"]
 
@@ -173,14 +176,34 @@ def _filling(arrays: Sequence[Any]) -> Callable[[Slot], Any]:
 
 
 def named_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of the Haiku function by their names, with defaults."""
+    """The arguments of the Haiku function by their names, with defaults.
+
+    Raises:
+      TypeError: if they are others than the function's, or no trees.
+    """
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
+    for name, x in bound.arguments.items():
+        try:
+            jax.tree.structure(x)
+        except (TypeError, ValueError) as e:
+            raise TypeError(f"{name}: expected arrays in a tree of JAX's. {e}") from None
     return dict(bound.arguments)
 
 
-def by_path(tree: Any) -> dict[Path, Any]:
-    """The entries of Haiku's parameters or state, by module and name."""
+def by_path(tree: Any, kind: str = "params") -> dict[Path, Any]:
+    """The entries of Haiku's parameters or state, by module and name.
+
+    Raises:
+      TypeError: if it is something else.
+    """
+    if not isinstance(tree, Mapping | None) or not all(
+        isinstance(entries, Mapping) for entries in (tree or {}).values()
+    ):
+        raise TypeError(
+            f"{kind}: expected what init gives, a dictionary by module and name, got "
+            f"{type(tree).__name__}"
+        )
     found = {} if tree is None else {module: dict(entries) for module, entries in tree.items()}
     return {(module, name): x for module, entries in found.items() for name, x in entries.items()}
 
@@ -206,50 +229,90 @@ def slots_of(entries: Any) -> dict[Path, Slot]:
 
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced. Anything else is a part of the expression."""
-    return is_value(x) or isinstance(x, jax.ShapeDtypeStruct)
+    return is_value(x) or isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
 
 
 def key_like(key: Any, variables: Sequence[Any], draws: Callable[[], bool]) -> Any:
     """A random key as the program takes it: of the same kind, and any one if nothing depends on it."""
     if not variables:
+        if key is not None:
+            raise ValueError(
+                "rng: the expression was made without a key, and got one. Make another: rng=key"
+            )
         return None
     (variable,) = variables
     typed = jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.prng_key)
-    if isinstance(key, int):
-        key = jax.random.PRNGKey(key)
     if key is None:
         if draws():
-            raise ValueError("rng: the model draws random numbers, and got None for a key")
+            raise ValueError(
+                "rng: the expression draws random numbers, and got None for a key. Pass a key, or make "
+                "one without: rng=None"
+            )
         return jax.random.key(0) if typed else np.zeros(variable.aval.shape, variable.aval.dtype)
+    key = as_key(key)
+    if not is_array(key):
+        return key
     if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key if typed else jax.random.key_data(key)
     return jax.random.wrap_key_data(key) if typed else key
 
 
+def as_key(key: Any) -> Any:
+    """A random key, from a seed too."""
+    return jax.random.PRNGKey(key) if isinstance(key, int) else key
+
+
 def _checked(label: str, tree: marks.Tree, avals: Sequence[Any], value: Any) -> list[Any]:
-    """The arrays in an argument, which has to have this structure, and these shapes and dtypes."""
+    """The arrays in an argument, which has to have this structure, and these shapes and dtypes.
+
+    A weak type is not looked at, as in what JAX compiles ahead of time.
+    """
     leaves, treedef = tree_flatten_with_implicit(value)
-    label = label or "the arguments"
     if treedef != tree.treedef:
-        raise ValueError(
-            f"{label}: the expression was made for {tree.treedef}, and got {treedef}. "
-            "Make another one for other arguments"
-        )
+        raise ValueError(_other_structure(label, tree.merge(avals), value))
     expected, arrays = iter(avals), []
     for i, (x, static) in enumerate(zip(leaves, tree.leaves, strict=True)):
         where = functools.partial(_name_of_leaf, label, value, i)
         if static is not None:
             if not _same(x, static[0]):
-                raise ValueError(f"{where()}: the expression was made for {static[0]!r}, got {x!r}")
+                raise ValueError(
+                    f"{where()}: the expression was made for {static[0]!r}, got {x!r}. {_ANOTHER}"
+                )
             continue
         aval = next(expected)
         x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
         if not is_array(x) or x.shape != aval.shape or x.dtype != aval.dtype:
             raise ValueError(
-                f"{where()}: the expression was made for {aval.str_short()}, got {_brief(x)}"
+                f"{where()}: the expression was made for {_brief(aval)}, got {_brief(x)}. {_ANOTHER}"
             )
-        arrays.append(x)
+        weak = getattr(x, "weak_type", False) and not aval.weak_type
+        arrays.append(jax.lax.convert_element_type(x, aval.dtype) if weak else x)
     return arrays
+
+
+_ANOTHER = "Make another one for other arguments"
+
+
+def _other_structure(label: str, expected: Any, value: Any) -> str:
+    """What to say where an argument has another structure, of the arguments the first that has."""
+    if not label:
+        structures = [{k: _described(x) for k, x in tree.items()} for tree in (expected, value)]
+        other = [k for k in value if structures[0].get(k) != structures[1][k]]
+        if not other:
+            return (
+                "the arguments: the expression was made for containers of other classes, which have the "
+                f"same names and fields. {_ANOTHER}, or load it with types="
+            )
+        label = other[0]
+        expected, value = expected.get(label), value[label]
+    return (
+        f"{label}: the expression was made for {_described(expected)}, got {_described(value)}. "
+        f"{_ANOTHER}"
+    )
+
+
+def _described(x: Any) -> str:
+    return slot_of(x).tree.describe()
 
 
 def _same(x: Any, y: Any) -> bool:
@@ -261,9 +324,13 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _brief(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if is_array(x) else repr(x)
+    shaped = hasattr(x, "shape") and hasattr(x, "dtype")
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]" if shaped else repr(x)
 
 
 def _name_of_leaf(label: str, value: Any, index: int) -> str:
     paths, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_implicit)
-    return label + jax.tree_util.keystr(paths[index][0])
+    path = paths[index][0]
+    if label:
+        return label + jax.tree_util.keystr(path)
+    return str(path[0].key) + jax.tree_util.keystr(path[1:])

@@ -130,14 +130,20 @@ def end(token: Any, call: Call, arrays: Sequence[Any]) -> list[Any]:
     return mark_p.bind(token, *arrays, call=call, kind="end", seen=())
 
 
-_active = contextvars.ContextVar("marking", default=False)
+# By the `id` of a module, the module (so that no other has its `id`) and its constructor's arguments.
+_Configs = dict[int, tuple[Any, dict[str, Any]]]
+# Of the modules of the program that is marked; None if none is.
+_active: contextvars.ContextVar[_Configs | None] = contextvars.ContextVar("marking", default=None)
 
 
 @contextlib.contextmanager
 def marking() -> Iterator[None]:
-    """A context in which calls of Haiku modules are marked in what is traced."""
-    configs: dict[int, tuple[Any, Any]] = {}
-    before = _active.set(True)
+    """A context in which calls of Haiku modules are marked in what is traced.
+
+    Within one another, only the innermost context marks.
+    """
+    configs: _Configs = {}
+    before = _active.set(configs)
     try:
         with compat.own_traces(), hk.intercept_methods(functools.partial(_mark_call, configs)):
             yield
@@ -147,27 +153,25 @@ def marking() -> Iterator[None]:
 
 def active() -> bool:
     """Whether calls are marked."""
-    return _active.get()
+    return _active.get() is not None
 
 
 def _mark_call(
-    configs: dict[int, tuple[Any, Any]],
-    next_f: Any,
-    args: Any,
-    kwargs: Any,
-    about: hk.MethodContext,
+    configs: _Configs, next_f: Any, args: Any, kwargs: Any, about: hk.MethodContext
 ) -> Any:
     module, method = about.module, about.method_name
-    if type(module) in UNMARKED:
+    if type(module) in UNMARKED or _active.get() is not configs:
         return next_f(*args, **kwargs)
     if method == "__init__":
         if id(module) in configs:  # of a base class
             return next_f(*args, **kwargs)
-        # The module is kept, so that no other has its `id`.
         configs[id(module)] = module, _constructor_arguments(type(module), args, kwargs)
     structure, arrays = split((args, kwargs))
     call = Call(type(module), "", method, configs.get(id(module), (None, {}))[1], structure)
-    token, arrays = begin(call, arrays)
+    # Half of all calls are constructors'. Most take no arrays and run nothing: one mark is enough.
+    token: Any = 0
+    if arrays or method != "__init__":
+        token, arrays = begin(call, arrays)
     if structure.treedef is not None:
         rest = iter(arrays)
         args = _refilled(args, rest, in_place=False)
@@ -239,10 +243,12 @@ def _run(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
     return _results(*operands, kind=kind, make_token=lambda: jax.numpy.zeros((), jax.numpy.int32))
 
 
+_TOKEN = jax.core.ShapedArray((), jax.numpy.int32)
+
+
 @mark_p.def_abstract_eval
 def _abstract(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
-    token = jax.core.ShapedArray((), jax.numpy.int32)
-    return _results(*operands, kind=kind, make_token=lambda: token)
+    return _results(*operands, kind=kind, make_token=lambda: _TOKEN)
 
 
 def _lower(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import haiku as hk
+import jax
 
 from haiku_implicit.mox import dot, edit, html, outline, parts, view
 from haiku_implicit.mox.interface import Path
-from haiku_implicit.mox.program import ANY_KEY, Program, program_of
+from haiku_implicit.mox.program import ANY_KEY, Program, program_of, with_shapes
 from haiku_implicit.mox.replacement import Replacement, after, around, before, instead
 from haiku_implicit.mox.tree import Node
 
@@ -454,17 +455,68 @@ class Mox(Program):
         return cast(Mox, edit.replace(self, self._nodes(where), put, path, keep_unused))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """Makes module expressions of a transformed function: see `make_mox`."""
+
+    transformed: Any
+
+    def __call__(
+        self, *args: Any, params: Any = None, state: Any = None, rng: Any = ANY_KEY, **kwargs: Any
+    ) -> Mox:
+        given = dict(params=params, state=state, rng=rng)
+        program = program_of(self.transformed, args, kwargs, **given)
+        return Mox(program.body, program.interface, program.init, program.implicit)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MultiMaker:
+    """The same for each function of a multi-transform.
+
+    Attributes:
+      transformed: the multi-transform.
+      apply: its tree of functions, each of which makes the expression of one of them.
+    """
+
+    transformed: Any
+
+    @functools.cached_property
+    def apply(self) -> Any:
+        has_state = isinstance(self.transformed, hk.MultiTransformedWithState)
+        kind: Any = hk.TransformedWithState if has_state else hk.Transformed
+        return jax.tree.map(
+            lambda apply: _Maker(kind(self.transformed.init, apply)), self.transformed.apply
+        )
+
+    def __call__(
+        self, *args: Any, params: Any = None, state: Any = None, rng: Any = ANY_KEY, **kwargs: Any
+    ) -> Any:
+        given = dict(params=params, state=state, rng=rng)
+        given = with_shapes(self.transformed, args, kwargs, **given)
+        return jax.tree.map(lambda make: make(*args, **given, **kwargs), self.apply)
+
+
 def make_mox(transformed: Any) -> Callable[..., Any]:
     """Makes the module expression of a transformed Haiku function.
 
+    A function with a derivative rule of its own keeps it. Only JAX's transformations *within* the
+    model see such a rule with the model's modules, as in a jitted model.
+
     Args:
-      transformed: what `hk.transform`, `hk.transform_with_state`, `hk.without_apply_rng` or
-        `transform_implicit` returns.
+      transformed: what `hk.transform`, `hk.transform_with_state`, `hk.multi_transform`,
+        `hk.multi_transform_with_state`, `hk.without_apply_rng` or `transform_implicit` returns.
 
     Returns:
       A function of the arguments of the Haiku function: arrays or `jax.ShapeDtypeStruct`s; anything
       else (flags, numbers, strings) becomes a part of the expression. It takes `params=`, `state=` and
-      `rng=`, too; without them their shapes come from `init`.
+      `rng=`, too; without them their shapes come from `init`, which takes longer than making.
+      `rng=None` makes the expression of the model without a key.
+
+      Of a multi-transform, it gives a tree of expressions, like `apply`. Its attribute `apply` is the
+      tree of the functions that make one each: for functions of different arguments.
+
+    Raises:
+      TypeError: for anything else.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp
@@ -475,25 +527,35 @@ def make_mox(transformed: Any) -> Callable[..., Any]:
       >>> params = model.init(jax.random.key(0), x)
       >>> bool((eval_mox(mox, params, None, x) == model.apply(params, None, x)).all())
       True
+
+      Functions that share parameters, each with its own arguments:
+
+      >>> def coder():
+      ...   encoder, decoder = hk.Linear(2, name="encoder"), hk.Linear(4, name="decoder")
+      ...   return lambda x: decoder(encoder(x)), (encoder, decoder)
+      >>> coder = hk.multi_transform(coder)
+      >>> params = coder.init(jax.random.key(0), x)
+      >>> encode, decode = make_mox(coder).apply
+      >>> encode(x, params=params).select(hk.Linear)
+      [<encoder: Linear: f32[2,4] -> f32[2,2]>]
     """
+    if isinstance(transformed, hk.MultiTransformed | hk.MultiTransformedWithState):
+        return _MultiMaker(transformed)
     if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):
         raise TypeError(
-            "transformed: expected what hk.transform, hk.transform_with_state or "
+            "transformed: expected what hk.transform, hk.transform_with_state, hk.multi_transform or "
             f"transform_implicit returns, got {type(transformed).__name__}. A function is "
             "transformed first: make_mox(hk.transform(f))"
         )
-
-    def make(
-        *args: Any, params: Any = None, state: Any = None, rng: Any = ANY_KEY, **kwargs: Any
-    ) -> Mox:
-        program = program_of(transformed, args, kwargs, params=params, state=state, rng=rng)
-        return Mox(program.body, program.interface, program.init, program.implicit)
-
-    return make
+    return _Maker(transformed)
 
 
 def eval_mox(mox: Mox, *args: Any, **kwargs: Any) -> Any:
     """Runs a module expression: what the `apply` of its model gives, bit for bit.
+
+    Compiled, it is the same program, but for loops that do nothing except hand a value through modules,
+    which JAX would leave out. Called eagerly, each of its equations is a program of its own, where
+    functions of `jax.numpy` are one: XLA may round a number there that it fuses with another here.
 
     Args:
       mox: the module expression.
@@ -505,6 +567,7 @@ def eval_mox(mox: Mox, *args: Any, **kwargs: Any) -> Any:
       What `apply` returns.
 
     Raises:
+      TypeError: if there are too few arguments, or too many.
       ValueError: if an argument is not what the expression was made for.
     """
     return mox.apply(*args, **kwargs)

@@ -15,6 +15,7 @@ from haiku_implicit.core.transform import tree_leaves_with_implicit
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.interface import (
     Interface,
+    as_key,
     by_path,
     is_array,
     named_arguments,
@@ -75,12 +76,12 @@ class Program:
 
     def transformed(self) -> hk.Transformed | hk.TransformedWithState:
         """As a transformed function: see `to_transformed`."""
-        kind: Any = hk.TransformedWithState if self.has_state else hk.Transformed
 
         def apply(*args: Any, **kwargs: Any) -> Any:
             return self.apply(*args, **kwargs)
 
-        apply.__signature__ = self.interface.signature_of_apply  # type: ignore[attr-defined]
+        apply.__signature__ = self.interface.apply_signature  # type: ignore[attr-defined]
+        kind: Any = hk.TransformedWithState if self.has_state else hk.Transformed
         return kind(init=self.init, apply=apply)
 
     def __repr__(self) -> str:
@@ -109,8 +110,13 @@ def program_of(
     has_state = isinstance(transformed, hk.TransformedWithState)
     apply, implicit = original_of(transformed.apply)
     leading, signature = split_signature(apply, has_state)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        # The signature lacks arguments of the same names as those that Haiku adds (an RNN's `state`).
+        signature = inspect.signature(lambda *args, **kwargs: None)
     named = named_arguments(signature, args, kwargs)
-    given = _with_shapes(given, transformed.init, has_state, args, kwargs)
+    given = with_shapes(transformed, args, kwargs, **given)
     face = Interface(
         leading,
         signature,
@@ -150,31 +156,39 @@ _OUT = ("", "")
 
 
 def split_signature(apply: Any, has_state: bool) -> tuple[tuple[str, ...], inspect.Signature]:
-    """The first arguments of an `apply`, and the signature of the Haiku function."""
+    """The first arguments of an `apply`, and the signature of the Haiku function.
+
+    A function of `*args` alone takes what Haiku's take.
+    """
     parameters = list(inspect.signature(apply).parameters.values())
     leading: tuple[str, ...] = ("params", "state") if has_state else ("params",)
     following = parameters[len(leading) : len(leading) + 1]
-    if not following or following[0].name == "rng" or following[0].kind in _VARIADIC:
+    unknown = not parameters or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
+    if unknown or (following and following[0].name == "rng"):
         leading = (*leading, "rng")
-    return leading, inspect.Signature([p for p in parameters if p.name not in leading])
+    skipped = 0 if unknown else len(leading)
+    return leading, inspect.Signature(parameters[skipped:])
 
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def _with_shapes(given: Any, init: Any, has_state: bool, args: Any, kwargs: Any) -> dict[str, Any]:
+def with_shapes(
+    transformed: Any, args: Any, kwargs: Any, *, params: Any, state: Any, rng: Any
+) -> dict[str, Any]:
     """`params`, `state` and `rng`; the shapes of those that are not given."""
-    given = dict(given)
-    if given["rng"] is ANY_KEY:
-        given["rng"] = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-    if given["params"] is not None and (given["state"] is not None or not has_state):
+    rng = jax.eval_shape(lambda: jax.random.PRNGKey(0)) if rng is ANY_KEY else as_key(rng)
+    has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
+    given = dict(params=params, state=state, rng=rng)
+    if params is not None and (state is not None or not has_state):
         return given
-    structure, arrays = marks.split((given["rng"], args, kwargs), is_array)
+    structure, arrays = marks.split((rng, args, kwargs), is_array)
 
     def on_arrays(*arrays: Any) -> Any:
         rng, args, kwargs = structure.merge(arrays)
-        return init(rng, *args, **kwargs)
+        return transformed.init(rng, *args, **kwargs)
 
-    made = jax.eval_shape(on_arrays, *arrays)
+    try:
+        made = jax.eval_shape(on_arrays, *arrays)
+    except Exception as e:
+        e.add_note("init was called for the shapes of the parameters. If you have them: params=")
+        raise
     made = dict(zip(("params", "state"), made if has_state else (made, None), strict=True))
     return given | {name: x for name, x in made.items() if given[name] is None}

@@ -14,7 +14,7 @@ from jax.extend.core import Literal, Var
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.interface import is_array
 from haiku_implicit.mox.program import Program, split_signature
-from haiku_implicit.mox.run import bind, run
+from haiku_implicit.mox.run import run, run_equation
 from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, read_counts, walk
 
 
@@ -184,7 +184,7 @@ class Original:
     ) -> tuple[list[Any], list[Any]]:
         """The results for these arguments, and the values of `hidden`."""
         if self._body is None:
-            return bind(self.call, arguments), []
+            return run_equation(self.call, arguments), []
         out = run(self._body, (), (*arguments, *captured))
         return out[: len(self.call.outputs)], out[len(self.call.outputs) :]
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Var
 
-from haiku_implicit.core import compat
+from haiku_implicit.core.bind import bind
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, needed
 
@@ -57,7 +57,7 @@ def run(
             if id(node) in substitutes:
                 substitute(node, substitutes[id(node)])
             elif isinstance(node, Equation):
-                results = bind(node, list(map(read, node.inputs)), outer)
+                results = run_equation(node, list(map(read, node.inputs)), outer)
                 env.update(zip(node.outputs, results, strict=True))
             else:
                 call(node)
@@ -87,7 +87,7 @@ def run(
     return list(map(read, body.returns))
 
 
-def bind(node: Equation, operands: Sequence[Any], outer: Any = None) -> list[Any]:
+def run_equation(node: Equation, operands: Sequence[Any], outer: Any = None) -> list[Any]:
     """Binds the primitive of an equation, with the name stack and the settings it was traced with.
 
     Args:
@@ -100,4 +100,4 @@ def bind(node: Equation, operands: Sequence[Any], outer: Any = None) -> list[Any
     stack = (source_info_util.current_name_stack() if outer is None else outer) + info.name_stack
     params = dict(node.params_to_bind(marks.active()))
     with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
-        return compat.bind(eqn.primitive, list(operands), params)
+        return bind(eqn.primitive, list(operands), params)

@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import functools
+import operator
+import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Union
 
@@ -351,8 +353,8 @@ def body_of(name: str, jaxpr: Any) -> Body:
 def _nodes(jaxpr: Jaxpr) -> tuple[Node, ...]:
     """The nodes of a program's equations.
 
-    An inner derivative may leave a `begin` without its `end`, or the other way round. The equations
-    are the same then, and the call has fewer of them, or none.
+    An inner derivative may leave a `begin` without its `end`, or the other way round, and constructors
+    have only an `end`. The equations are the same then, and the call has fewer of them, or none.
     """
     open_calls: list[tuple[Any, list[Node]]] = [(None, [])]
     for eqn in jaxpr.eqns:
@@ -404,39 +406,42 @@ def _leaf(eqn: JaxprEqn) -> Equation:
 
 def _without_marks_in(params: Any) -> Any:
     """The parameters of an equation with no marks in their jaxprs; the same object without any."""
-    found = {name: jaxpr for name, jaxpr in jaxprs_of(params) if _has_marks(_open(jaxpr))}
-    if not found:
-        return params
-    new = dict(params)
-    for name, value in params.items():
-        if name in found:
-            new[name] = _closed_like(value)
-        elif isinstance(value, tuple | list):
-            clean = [_closed_like(x) if f"{name}[{i}]" in found else x for i, x in enumerate(value)]
-            new[name] = type(value)(clean)
-    return new
+    found = [name for name, value in params.items() if _clean(value) is not value]
+    return dict(params) | {name: _clean(params[name]) for name in found} if found else params
 
 
-def _open(jaxpr: Any) -> Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+def _clean(value: Any) -> Any:
+    """A parameter with no marks in it; the same object without any."""
+    if isinstance(value, Jaxpr | ClosedJaxpr):
+        return without_marks(value)
+    if isinstance(value, tuple | list):
+        clean = [_clean(x) for x in value]
+        if any(x is not y for x, y in zip(clean, value, strict=True)):
+            return type(value)(clean)
+    return value
 
 
-def _closed_like(jaxpr: Any) -> Any:
-    if isinstance(jaxpr, ClosedJaxpr):
-        return jaxpr.replace(jaxpr=without_marks(jaxpr.jaxpr))
-    return without_marks(jaxpr)
+def without_marks(jaxpr: Any) -> Any:
+    """The program with what marks return replaced by what they are given.
+
+    It is the same object if there are none. JAX compiles a function that is called at several places
+    once, which it knows by its program, so that this is one object, too.
+    """
+    if jaxpr not in _WITHOUT_MARKS:
+        new = _remove_marks(jaxpr)
+        _WITHOUT_MARKS[jaxpr] = None if new is jaxpr else new
+    return _WITHOUT_MARKS[jaxpr] or jaxpr
 
 
-@functools.lru_cache(maxsize=4096)
-def _has_marks(jaxpr: Jaxpr) -> bool:
-    inner = (x for eqn in jaxpr.eqns for _, x in jaxprs_of(eqn.params))
-    own = any(eqn.primitive is mark_p for eqn in jaxpr.eqns)
-    return own or any(_has_marks(_open(x)) for x in inner)
+# By program. None for those that have no marks.
+_WITHOUT_MARKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-@functools.lru_cache(maxsize=4096)
-def without_marks(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with what marks return replaced by what they are given."""
+def _remove_marks(jaxpr: Any) -> Any:
+    # From JAX 0.12 on both kinds are one, which is its own `jaxpr`.
+    if isinstance(jaxpr, ClosedJaxpr) and jaxpr.jaxpr is not jaxpr:
+        new = without_marks(jaxpr.jaxpr)
+        return jaxpr if new is jaxpr.jaxpr else jaxpr.replace(jaxpr=new)
     known: dict[Any, Atom] = {}
 
     def read(atom: Atom) -> Atom:
@@ -453,4 +458,6 @@ def without_marks(jaxpr: Jaxpr) -> Jaxpr:
         invars, params = list(map(read, eqn.invars)), _without_marks_in(eqn.params)
         changed = params is not eqn.params or invars != eqn.invars
         eqns.append(eqn.replace(invars=invars, params=params) if changed else eqn)
+    if len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns)):
+        return jaxpr
     return jaxpr.replace(eqns=eqns, outvars=list(map(read, jaxpr.outvars)))

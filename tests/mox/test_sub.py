@@ -422,7 +422,7 @@ def test_new_random_numbers_differ_from_place_to_place(model):
     )
     np.testing.assert_array_equal(one, again)
     assert np.abs(one - two).min() > 0
-    with pytest.raises(ValueError, match="rng: the model draws random numbers"):
+    with pytest.raises(ValueError, match="rng: the expression draws random numbers"):
         eval_mox(changed, params, None, X)
 
 
