@@ -300,8 +300,8 @@ def _other_structure(label: str, expected: Any, value: Any) -> str:
         other = [k for k in value if structures[0].get(k) != structures[1][k]]
         if not other:
             return (
-                "the arguments: the expression was made for containers of other classes, which have the "
-                f"same names and fields. {_ANOTHER}, or load it with types="
+                "the arguments: the expression was made for containers of other classes, which have "
+                f"the same names and fields. {_ANOTHER}, or load it with types="
             )
         label = other[0]
         expected, value = expected.get(label), value[label]

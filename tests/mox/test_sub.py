@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from haiku_implicit.mox import eval_mox, make_mox, to_transformed
+from tests.tiers import few
 
 X = jax.random.normal(jax.random.key(1), (4, 8))
 
@@ -157,7 +158,10 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
+QUICK = plain, stacked_with_inputs, switched, looped, mapped, scanned
+
+
+@pytest.mark.parametrize("model", few(MODELS, *QUICK), ids=lambda m: m.__name__)
 def test_another_function_for_an_equation_in_every_place(model):
     old, new = (hk.transform(functools.partial(model, act)) for act in (jax.nn.relu, jax.nn.gelu))
     params = old.init(jax.random.key(0), X)
@@ -239,7 +243,7 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("model", PATHS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("model", few(PATHS, branches, scanned), ids=lambda m: m.__name__)
 def test_new_parameters_are_created_by_haiku(model):
     old = hk.transform(functools.partial(model, jax.nn.relu))
     mox = make_mox(old)(X)
@@ -261,7 +265,9 @@ def test_new_parameters_are_created_by_haiku(model):
     close(jax.jit(to_transformed(changed).apply)(params, None, X), want)
 
 
-@pytest.mark.parametrize("model", [stacked, stacked_with_inputs], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "model", few([stacked, stacked_with_inputs], stacked), ids=lambda m: m.__name__
+)
 def test_layers_of_a_stack_have_parameters_of_their_own(model):
     """By hand: the stack with the new function in its layer."""
     mox = make_mox(hk.transform(functools.partial(model, jax.nn.relu)))(X)
