@@ -9,9 +9,9 @@ from jax.extend.core import Var
 
 from haiku_implicit.mox.flops import times
 from haiku_implicit.mox.interface import Interface, Slot
-from haiku_implicit.mox.sources import arguments_of
+from haiku_implicit.mox.sources import Place, arguments_of
 from haiku_implicit.mox.tree import Body, Equation, ModuleCall, function_name, reads, walk
-from haiku_implicit.mox.view import Place, clean, is_hidden
+from haiku_implicit.mox.view import clean, is_hidden
 
 # By variable, the names of the boxes that its value comes from.
 Origins = dict[Any, set[str]]
@@ -87,7 +87,7 @@ class _Graph:
         for body in node.bodies:
             given = zip(body.invars, arguments_of(node, body), strict=False)
             inner = {v: _boxes(origins, x) for v, x in given}
-            lines = self._nodes(body.children, place.within(node, body), inner, level)
+            lines = self._nodes(body.children, place.inside(node, body), inner, level)
             yield from lines if len(node.bodies) == 1 else self._cluster(body.name, lines)
             if body.name != "cond_jaxpr":
                 for v, x in zip(node.outputs, body.returns, strict=False):

@@ -20,12 +20,7 @@ from haiku_implicit.mox.graft import Graft, init_of
 from haiku_implicit.mox.interface import Interface, Path, Slot
 from haiku_implicit.mox.program import ANY_KEY, Program, program_of
 from haiku_implicit.mox.replacement import Replacement
-from haiku_implicit.mox.sources import (
-    Sources,
-    prefix_of_paths,
-    sources_in,
-    sources_of_body,
-)
+from haiku_implicit.mox.sources import Place
 from haiku_implicit.mox.tree import (
     Body,
     Equation,
@@ -45,22 +40,18 @@ class Site(NamedTuple):
 
     Attributes:
       node: the node.
-      body: the program that it is in.
       path: where the modules and parameters of the new function are.
-      within: the equations whose bodies it is in, the outermost first.
-      known: the parameters in reach, where it was asked for.
+      place: where the node is.
     """
 
     node: Any
-    body: Body
     path: str
-    within: tuple[Equation, ...] = ()
-    known: Sources = {}
+    place: Place
 
     @property
     def top(self) -> Any:
         """The node itself, or the equation around it that is in no other one's body."""
-        return self.within[0] if self.within else self.node
+        return self.place.around[0] if self.place.around else self.node
 
 
 def replace(
@@ -110,7 +101,7 @@ def replace(
 
 def holders_of(sites: Sequence[Site]) -> set[int]:
     """The `id`s of the equations around sites."""
-    return {id(equation) for site in sites for equation in site.within}
+    return {id(equation) for site in sites for equation in site.place.around}
 
 
 def _ended_state(mox: Program, sites: Sequence[Site]) -> set[Path]:
@@ -174,9 +165,10 @@ def sites_of(
         if isinstance(node, Body):
             raise ValueError(f"where: {node!r} is a body: choose calls of modules, or equations")
     for deep in (False, True):
-        known = sources_in(root, params or {}) if deep or inner else {}
-        found = list(_search(root.children, wanted, Place("", 0, "", (), root, known), deep, inner))
-        inside = {id(x) for node, _ in found for x in walk(node, into_bodies=deep)}
+        found = list(
+            _search(root.children, wanted, Place(root, params or {}), ("", 0), deep, inner)
+        )
+        inside = {id(x) for node, _, _ in found for x in walk(node, into_bodies=deep)}
         if inside.issuperset(wanted):
             break
     else:
@@ -184,64 +176,40 @@ def sites_of(
         raise ValueError(f"where: {lost!r} is not a node of this expression, but of another one")
     leaves: collections.Counter[Any] = collections.Counter()
     sites = []
-    for node, place in found:
+    for node, place, (module, call) in found:
         if path is not None:
             own = path if isinstance(path, str) else path(node)
         elif isinstance(node, ModuleCall):
-            own = place.path_of(node)
+            own = place.path_of(node) or module
         else:
-            module = place.module or place.prefix
-            own = f"{module}/{node.name}" if module else node.name
-            leaves[place.call, own] += 1
-            count = leaves[place.call, own]
-            own += f"_{count - 1}" if count > 1 else ""
-        sites.append(Site(node, place.body, own, place.within, place.known))
+            own = "/".join(filter(None, [module or place.prefix, node.name]))
+            leaves[call, own] += 1
+            own += f"_{leaves[call, own] - 1}" if leaves[call, own] > 1 else ""
+        sites.append(Site(node, own, place))
     return sites
 
 
-class Place(NamedTuple):
-    """Where a search is.
-
-    Attributes:
-      module: the full path of the module.
-      call: the `id` of its call.
-      prefix: what is in front of the paths in the body.
-      within: the equations around it.
-      body: the program.
-      known: the parameters in reach.
-    """
-
-    module: str
-    call: int
-    prefix: str
-    within: tuple[Equation, ...]
-    body: Body
-    known: Sources
-
-    def path_of(self, node: ModuleCall) -> str:
-        """The full path of a module."""
-        if not node.path:
-            return self.module
-        return f"{self.prefix}/{node.path}" if self.prefix else node.path
-
-
 def _search(
-    nodes: Sequence[Node], wanted: Mapping[int, Node], place: Place, deep: bool, inner: bool
-) -> Iterator[tuple[Any, Place]]:
+    nodes: Sequence[Node],
+    wanted: Mapping[int, Node],
+    place: Place,
+    caller: tuple[str, int],
+    deep: bool,
+    inner: bool,
+) -> Iterator[tuple[Any, Place, tuple[str, int]]]:
+    """The wanted nodes, where they are, and the path of the module that they are in, with its call."""
     for node in nodes:
         if id(node) in wanted:
-            yield node, place
+            yield node, place, caller
             if not inner:
                 continue
         if isinstance(node, ModuleCall):
-            below = place._replace(module=place.path_of(node), call=id(node))
-            yield from _search(node.children, wanted, below, deep, inner)
+            own = place.path_of(node) or caller[0], id(node)
+            yield from _search(node.children, wanted, place, own, deep, inner)
         elif isinstance(node, Equation) and deep:
             for body in node.bodies:
-                known = sources_of_body(node, body, place.known)
-                prefix, within = prefix_of_paths(body, known), (*place.within, node)
-                below = Place(place.module, place.call, prefix, within, body, known)
-                yield from _search(body.children, wanted, below, deep, inner)
+                below = place.inside(node, body)
+                yield from _search(body.children, wanted, below, caller, deep, inner)
 
 
 # --- grafts ---------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ class Mox(Program):
           >>> skips = mox.wrap(hk.Linear, lambda linear, x: x + linear(x))
         """
         return self._with(
-            where, lambda site: around(site.body, site.node, site.path, function), path
+            where, lambda site: around(site.place.body, site.node, site.path, function), path
         )
 
     def insert_before(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
@@ -285,7 +285,7 @@ class Mox(Program):
           path: as for `sub`.
         """
         return self._with(
-            where, lambda site: before(site.body, site.node, site.path, function), path
+            where, lambda site: before(site.place.body, site.node, site.path, function), path
         )
 
     def insert_after(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
@@ -309,7 +309,7 @@ class Mox(Program):
           ['mlp/~/linear_0/down', 'mlp/~/linear_0/up']
         """
         return self._with(
-            where, lambda site: after(site.body, site.node, site.path, function), path
+            where, lambda site: after(site.place.body, site.node, site.path, function), path
         )
 
     def parameters(self, where: view.Where) -> list[str]:

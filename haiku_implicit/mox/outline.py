@@ -12,8 +12,9 @@ from jax.extend.core import Var
 
 from haiku_implicit.mox.flops import flops, times
 from haiku_implicit.mox.interface import Interface, Path
+from haiku_implicit.mox.sources import Place
 from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, walk
-from haiku_implicit.mox.view import Place, is_hidden
+from haiku_implicit.mox.view import is_hidden
 
 
 @dataclasses.dataclass(eq=False)
@@ -151,7 +152,7 @@ def _add_bodies(row: Row, node: Equation, place: Place) -> None:
     outer.primitives[node.primitive.name] += 1
     for body in node.bodies:
         inner = outer if len(node.bodies) == 1 else _row(body, row.path, outer.times)
-        _fill(inner, body.children, place.within(node, body))
+        _fill(inner, body.children, place.inside(node, body))
         if inner is not outer:
             _add(outer, inner)
     if node.primitive.name == "cond" and len(node.bodies) > 1:

@@ -26,7 +26,7 @@ def parameters_of(mox: Program, nodes: Sequence[Node]) -> list[str]:
     params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
     found = set()
     for site in sites_of(mox.body, nodes, params=params, inner=True):
-        found |= set(read_by(site.node, site.known))
+        found |= set(read_by(site.node, site.place.known))
     return ["/".join(path) for path in mox.interface.params if path in found]
 
 
@@ -44,18 +44,18 @@ def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot
     taps: dict[int, dict[str, Any]] = collections.defaultdict(dict)
     values: dict[str, Any] = {}
     for name, site in names.items():
-        if site.within:
-            taps[id(site.body)][name] = site.node.outputs
+        if site.place.around:
+            taps[id(site.place.body)][name] = site.node.outputs
         else:
             values[name] = site.node.outputs
     changes = higher.Changes({}, taps, holders_of(sites))
     known = higher.from_parameters(mox.body, set(params)) if changes.holders else set()
     grafts: dict[int, Graft] = {}
-    for site in {id(site.top): site for site in sites if site.within}.values():
+    for site in {id(site.top): site for site in sites if site.place.around}.values():
         piece = higher.piece_of_equation(site.top, changes, known)
         graft = grafted(mox, site.top, piece, 0, Added(), (), True)
         grafts[id(site.top)] = graft
-        own = sorted(name for name, x in names.items() if x.within and x.top is site.top)
+        own = sorted(name for name, x in names.items() if x.place.around and x.top is site.top)
         rest = iter(graft.taps)
         values |= {name: tuple(next(rest) for _ in names[name].node.outputs) for name in own}
     new = with_grafts(mox, grafts, Added(), keep_unused=True)
@@ -174,9 +174,9 @@ def extracted(mox: Program, node: Any) -> Program:
     if not isinstance(node, ModuleCall) or node.call is None:
         raise ValueError(f"where: expected the call of a module, got {node!r}")
     (site,) = sites_of(mox.body, [node])
-    if site.within:
+    if site.place.around:
         raise ValueError(
-            f"{node!r} can't be extracted: it is in the body of {site.within[0]!r}, which runs it with "
+            f"{node!r} can't be extracted: it is in the body of {site.top!r}, which runs it with "
             "parameters of its own in each step, or not at all"
         )
     original, face = Original(mox.body, node), mox.interface

@@ -1,5 +1,7 @@
 """Which parameters the variables of a tree are, also in the bodies of loops and calls."""
 
+import dataclasses
+import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,6 +62,44 @@ def prefix_of_paths(body: Body, known: Sources) -> str:
                 if f"/{module}".endswith(f"/{node.path}"):
                     return module[: -len(node.path)].rstrip("/")
     return ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Where one is in a tree: what tells the full paths of the modules there.
+
+    Attributes:
+      body: the body.
+      params: the parameters among the arguments of the whole tree, by variable.
+      prefix: what is in front of the paths in the body.
+      around: the equations that it is in, the outermost first.
+      outer: where the last of these is; None in the whole tree.
+    """
+
+    body: Body
+    params: Mapping[Any, Path]
+    prefix: str = ""
+    around: tuple[Equation, ...] = ()
+    outer: "Place | None" = None
+
+    @functools.cached_property
+    def known(self) -> Sources:
+        """The parameters in reach, by variable."""
+        if self.outer is None:
+            return sources_in(self.body, self.params)
+        return sources_of_body(self.around[-1], self.body, self.outer.known)
+
+    def inside(self, node: Equation, body: Body) -> "Place":
+        """The place of a body of an equation."""
+        new = Place(body, self.params, self.prefix, (*self.around, node), self)
+        if node.marked is None:  # there are no modules in it
+            return new
+        prefix = prefix_of_paths(body, new.known)
+        return dataclasses.replace(new, prefix=prefix) if prefix else new
+
+    def path_of(self, node: ModuleCall) -> str:
+        """The full path of a module, as in the parameters."""
+        return f"{self.prefix}/{node.path}" if self.prefix and node.path else node.path
 
 
 def read_by(node: Node, known: Sources) -> Iterator[Path]:

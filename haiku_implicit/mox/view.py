@@ -1,6 +1,5 @@
 """Looking nodes up: an XML view of the tree for XPath, globs over module paths, and predicates."""
 
-import dataclasses
 import difflib
 import enum
 import fnmatch
@@ -14,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from haiku_implicit.mox.interface import Path
-from haiku_implicit.mox.sources import Sources, prefix_of_paths, sources_in, sources_of_body
+from haiku_implicit.mox.sources import Place
 from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, function_name
 
 # The attributes of every call of a module. Arguments of constructors with one of these names have
@@ -80,7 +79,7 @@ class View:
                 for body in child.bodies:
                     inner = make(element, "body", {"name": body.name})
                     nodes[inner] = body
-                    self._add(inner, body, place.within(child, body))
+                    self._add(inner, body, place.inside(child, body))
             elif is_hidden(child) and not (self.constructors and child.method):
                 self._add(parent, child, place)
                 continue
@@ -206,37 +205,6 @@ def _lxml() -> Any:
 # --- without XML -----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where one is in a tree: what tells the full paths of the modules there.
-
-    Attributes:
-      body: the body.
-      params: the parameters among its arguments, by variable.
-      prefix: what is in front of the paths in it: those in a stack of layers begin anew.
-    """
-
-    body: Body
-    params: Mapping[Any, Path]
-    prefix: str = ""
-
-    @functools.cached_property
-    def known(self) -> Sources:
-        """The parameters in reach, by variable."""
-        return sources_in(self.body, self.params)
-
-    def within(self, node: Equation, body: Body) -> "Place":
-        """The place of a body of an equation."""
-        if node.marked is None:  # there are no modules in it
-            return Place(body, {}, self.prefix)
-        known = sources_of_body(node, body, self.known)
-        return Place(body, known, prefix_of_paths(body, known) or self.prefix)
-
-    def path_of(self, node: ModuleCall) -> str:
-        """The full path of a module, as in the parameters."""
-        return f"{self.prefix}/{node.path}" if self.prefix and node.path else node.path
-
-
 def walk_places(root: Body, params: Mapping[Any, Path]) -> Iterator[tuple[Node, Place]]:
     """The nodes of a tree and where they are, without calls of constructors, in their order."""
 
@@ -246,7 +214,7 @@ def walk_places(root: Body, params: Mapping[Any, Path]) -> Iterator[tuple[Node, 
                 yield child, place
             if isinstance(child, Equation):
                 for body in child.bodies:
-                    inner = place.within(child, body)
+                    inner = place.inside(child, body)
                     yield body, inner
                     yield from visit(body, inner)
             else:
