@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import haiku as hk
 import jax
@@ -42,11 +42,13 @@ class Site(NamedTuple):
       node: the node.
       path: where the modules and parameters of the new function are.
       place: where the node is.
+      callers: the `id`s of the calls that `top` is in.
     """
 
     node: Any
     path: str
     place: Place
+    callers: tuple[int, ...]
 
     @property
     def top(self) -> Any:
@@ -96,7 +98,7 @@ def replace(
         if path in mox.interface.state
         and not defined.intersection(mox.interface.new_state[path].atoms)
     }
-    return with_grafts(mox, grafts, added, keep_unused)
+    return with_grafts(mox, sites, grafts, added, keep_unused)
 
 
 def holders_of(sites: Sequence[Site]) -> set[int]:
@@ -165,9 +167,8 @@ def sites_of(
         if isinstance(node, Body):
             raise ValueError(f"where: {node!r} is a body: choose calls of modules, or equations")
     for deep in (False, True):
-        found = list(
-            _search(root.children, wanted, Place(root, params or {}), ("", 0), deep, inner)
-        )
+        place = Place(root, params or {})
+        found = list(_search(root.children, wanted, place, _Caller("", 0, ()), deep, inner))
         inside = {id(x) for node, _, _ in found for x in walk(node, into_bodies=deep)}
         if inside.issuperset(wanted):
             break
@@ -176,35 +177,51 @@ def sites_of(
         raise ValueError(f"where: {lost!r} is not a node of this expression, but of another one")
     leaves: collections.Counter[Any] = collections.Counter()
     sites = []
-    for node, place, (module, call) in found:
+    for node, place, caller in found:
         if path is not None:
             own = path if isinstance(path, str) else path(node)
         elif isinstance(node, ModuleCall):
-            own = place.path_of(node) or module
+            own = place.path_of(node) or caller.module
         else:
-            own = "/".join(filter(None, [module or place.prefix, node.name]))
-            leaves[call, own] += 1
-            own += f"_{leaves[call, own] - 1}" if leaves[call, own] > 1 else ""
-        sites.append(Site(node, own, place))
+            own = "/".join(filter(None, [caller.module or place.prefix, node.name]))
+            leaves[caller.call, own] += 1
+            count = leaves[caller.call, own]
+            own += f"_{count - 1}" if count > 1 else ""
+        sites.append(Site(node, own, place, caller.callers))
     return sites
+
+
+class _Caller(NamedTuple):
+    """The call of a module that a node is in.
+
+    Attributes:
+      module: the full path of the module.
+      call: the `id` of the call.
+      callers: the `id`s of this and of the calls around it, up to the body of an equation.
+    """
+
+    module: str
+    call: int
+    callers: tuple[int, ...]
 
 
 def _search(
     nodes: Sequence[Node],
     wanted: Mapping[int, Node],
     place: Place,
-    caller: tuple[str, int],
+    caller: _Caller,
     deep: bool,
     inner: bool,
-) -> Iterator[tuple[Any, Place, tuple[str, int]]]:
-    """The wanted nodes, where they are, and the path of the module that they are in, with its call."""
+) -> Iterator[tuple[Any, Place, _Caller]]:
+    """The wanted nodes, where they are, and the call of a module that they are in."""
     for node in nodes:
         if id(node) in wanted:
             yield node, place, caller
             if not inner:
                 continue
         if isinstance(node, ModuleCall):
-            own = place.path_of(node) or caller[0], id(node)
+            callers = caller.callers if place.around else (*caller.callers, id(node))
+            own = _Caller(place.path_of(node) or caller.module, id(node), callers)
             yield from _search(node.children, wanted, place, own, deep, inner)
         elif isinstance(node, Equation) and deep:
             for body in node.bodies:
@@ -311,8 +328,13 @@ def grafted(
 
 
 def with_grafts(
-    mox: Program, grafts: Mapping[int, Graft], added: Added, keep_unused: bool
+    mox: Program,
+    sites: Sequence[Site],
+    grafts: Mapping[int, Graft],
+    added: Added,
+    keep_unused: bool,
 ) -> Program:
+    """The expression with the grafts in the place of what is at the top of the sites."""
     face, body = mox.interface, mox.body
     for kind in ("params", "state"):
         for path in getattr(added, kind):
@@ -327,9 +349,11 @@ def with_grafts(
         constvars=tuple(v for x in bodies for v in x.constvars),
         consts=tuple(c for x in bodies for c in x.consts),
         invars=(),
-        children=_exchanged(body.children, grafts),
+        children=_exchanged(body.children, grafts, {x for site in sites for x in site.callers}),
         returns=(),
     )
+    tops = {id(site.top): site.top for site in sites}.values()
+    counts = body.counts_with(tops, [graft.node for graft in grafts.values()])
     leading = face.leading
     if added.state and not face.has_state:
         leading = ("params", "state", *face.leading[1:])
@@ -345,31 +369,35 @@ def with_grafts(
         },
     )
     if not keep_unused:
-        face = _without_unused(face, body, new, added.unchanged)
+        face = _without_unused(face, body.read_counts, counts, added.unchanged)
     new = dataclasses.replace(new, invars=face.invars, returns=face.returns)
+    vars(new)["read_counts"] = counts  # the cached property, known already
     init = init_of(mox, new, face, list(grafts.values()))
     return dataclasses.replace(mox, body=new, interface=face, init=init)
 
 
-def _exchanged(nodes: Sequence[Node], grafts: Mapping[int, Graft]) -> tuple[Node, ...]:
-    """Nodes with the grafts in them. Those without one are the same objects."""
+def _exchanged(
+    nodes: Sequence[Node], grafts: Mapping[int, Graft], callers: Container[int]
+) -> tuple[Node, ...]:
+    """Nodes with the grafts in them, which are in these calls. Other nodes are the same objects."""
     new: list[Node] = []
     for node in nodes:
         if id(node) in grafts:
             node = grafts[id(node)].node
-        elif isinstance(node, ModuleCall):
-            children = _exchanged(node.children, grafts)
-            if any(x is not y for x, y in zip(children, node.children, strict=True)):
-                node = dataclasses.replace(node, children=children)
+        elif id(node) in callers:
+            children = _exchanged(node.children, grafts, callers)
+            node = dataclasses.replace(cast(ModuleCall, node), children=children)
         new.append(node)
     return tuple(new)
 
 
-def _without_unused(face: Interface, old: Body, new: Body, unchanged: set[Path]) -> Interface:
+def _without_unused(
+    face: Interface, old: Container[Any], new: Container[Any], unchanged: set[Path]
+) -> Interface:
     """Without the parameters that only replaced nodes read, and the state that only they changed."""
 
-    def is_read(body: Body, slot: Slot) -> bool:
-        return any(v in body.read_counts for v in slot.atoms)
+    def is_read(counts: Container[Any], slot: Slot) -> bool:
+        return any(v in counts for v in slot.atoms)
 
     params = {
         path: slot

@@ -58,7 +58,8 @@ def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot
         own = sorted(name for name, x in names.items() if x.place.around and x.top is site.top)
         rest = iter(graft.taps)
         values |= {name: tuple(next(rest) for _ in names[name].node.outputs) for name in own}
-    new = with_grafts(mox, grafts, Added(), keep_unused=True)
+    looped = [site for site in sites if site.place.around]
+    new = with_grafts(mox, looped, grafts, Added(), keep_unused=True)
     slots = {name: Slot(structures_of(names[name].node)[1], values[name]) for name in names}
     return new, slots
 

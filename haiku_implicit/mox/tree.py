@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union
 
 import jax
@@ -175,6 +175,18 @@ class Body:
     def read_counts(self) -> collections.Counter[Var]:
         """How often its nodes read each variable."""
         return read_counts(self.children)
+
+    def counts_with(
+        self, removed: Iterable["Node"], added: Sequence["Node"]
+    ) -> collections.Counter[Var]:
+        """`read_counts` of the body with nodes in the place of others."""
+        counts, gone = self.read_counts.copy(), read_counts(list(removed))
+        counts.update(read_counts(added))
+        counts.subtract(gone)
+        for v in gone:
+            if not counts[v]:
+                del counts[v]
+        return counts
 
     @functools.cached_property
     def last_uses(self) -> dict[int, list[Var]]:
