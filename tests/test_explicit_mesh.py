@@ -267,7 +267,8 @@ def indented(program):
     return "\n".join("    " + line for line in program.splitlines())
 
 
-@pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["few", "all"])
 def test_replicated_weights_are_what_the_dense_twin_is(which):
     assert run(FUNCTIONS, which) == "done"
 

@@ -83,6 +83,7 @@ def test_state_is_what_the_last_call_of_the_original_leaves(calls):
     close({name: new[name] for name in first}, {name: want[name] for name in first})
 
 
+@pytest.mark.slow
 def test_before_and_after_in_a_stack():
     """Adapters of Houlsby et al. in each layer, by hand and put there."""
     _, mox, params = made(stack)

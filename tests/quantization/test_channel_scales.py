@@ -253,7 +253,7 @@ def stacked(x):
     return hk.experimental.layer_stack(3)(layer)(x)
 
 
-@pytest.mark.parametrize("method", few(["awq", "awq+gptq", "smoothquant"], "smoothquant"))
+@pytest.mark.parametrize("method", few(["awq", "awq+gptq", "smoothquant"]))
 def test_stacked_layers(method, never_dense):
     t = hk.without_apply_rng(hk.transform(stacked))
     x = normal((64, 32))
