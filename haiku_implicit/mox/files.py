@@ -4,14 +4,13 @@ import dataclasses
 import json
 import os
 import pathlib
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import haiku as hk
 import jax
 
-from haiku_implicit.mox import marks
+from haiku_implicit.mox import marks, text_file
 from haiku_implicit.mox.interface import is_array, slot_of
 from haiku_implicit.mox.mox import Mox
 from haiku_implicit.mox.plain import of_type
@@ -22,10 +21,8 @@ from haiku_implicit.mox.writing import Writer
 
 FORMAT, VERSION = "haiku_implicit.mox", 1
 
-PathLike = str | os.PathLike[str]
 
-
-def save(path: PathLike, mox: Mox) -> None:
+def save(path: text_file.PathLike, mox: Mox) -> None:
     """Writes a module expression to a file, as JSON.
 
     The file has the whole program with the tree of its modules, the rules of functions with derivatives
@@ -60,19 +57,10 @@ def save(path: PathLike, mox: Mox) -> None:
     """
     text = json.dumps(_to_json(mox), separators=(",", ":"), allow_nan=False)
     _from_text(text, {})  # what is written can be read
-    target = pathlib.Path(path)
-    new = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with new.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, target)
-    finally:
-        new.unlink(missing_ok=True)
+    text_file.write(path, text)
 
 
-def load(path: PathLike, *, types: Iterable[type] = ()) -> Mox:
+def load(path: text_file.PathLike, *, types: Iterable[type] = ()) -> Mox:
     """Reads a module expression that `save` wrote.
 
     It evaluates to the same bits as the original, has the same derivatives, and a query finds the same.

@@ -5,9 +5,6 @@ import difflib
 import hashlib
 import html
 import math
-import os
-import pathlib
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -120,26 +117,6 @@ def frame(page: str) -> str:
         f'<iframe srcdoc="{source}" sandbox="allow-scripts" '
         'style="width:100%;height:32em;border:1px solid #8888"></iframe>'
     )
-
-
-def write(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file that is there whole, or not at all."""
-    path = pathlib.Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        pathlib.Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _all(row: Row) -> Iterator[Row]:

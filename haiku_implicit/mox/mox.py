@@ -1,4 +1,4 @@
-"""`Mox`, a module expression, with `make_mox`, `eval_mox` and `to_transformed`."""
+"""`Mox`, a module expression, and what is different between two."""
 
 import dataclasses
 import difflib
@@ -7,12 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-import haiku as hk
-import jax
-
-from haiku_implicit.mox import dot, edit, html, outline, parts, view
+from haiku_implicit.mox import dot, edit, html, outline, parts, text_file, view
 from haiku_implicit.mox.interface import Path
-from haiku_implicit.mox.program import ANY_KEY, Program, program_of, with_shapes
+from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.replacement import Replacement, after, around, before, instead
 from haiku_implicit.mox.tree import Node
 
@@ -149,7 +146,7 @@ class Mox(Program):
         sizes = outline.Sizes(self.interface)
         page = html.page(self._outline, sizes, values)
         if path is not None:
-            html.write(path, page)
+            text_file.write(path, page)
         return page
 
     def to_dot(self, depth: int | None = None) -> str:
@@ -270,9 +267,7 @@ class Mox(Program):
           >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 8])(x)))(jnp.ones((2, 8)))
           >>> skips = mox.wrap(hk.Linear, lambda linear, x: x + linear(x))
         """
-        return self._with(
-            where, lambda site: around(site.place.body, site.node, site.path, function), path
-        )
+        return self._around(where, around, function, path)
 
     def insert_before(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
         """The expression with a function in front of nodes.
@@ -284,9 +279,7 @@ class Mox(Program):
             returns what is to be there in their place: a tuple where there are several.
           path: as for `sub`.
         """
-        return self._with(
-            where, lambda site: before(site.place.body, site.node, site.path, function), path
-        )
+        return self._around(where, before, function, path)
 
     def insert_after(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
         """The expression with a function behind nodes.
@@ -308,9 +301,7 @@ class Mox(Program):
           >>> sorted(new.init(jax.random.key(0), jnp.ones((2, 8))))[1:3]
           ['mlp/~/linear_0/down', 'mlp/~/linear_0/up']
         """
-        return self._with(
-            where, lambda site: after(site.place.body, site.node, site.path, function), path
-        )
+        return self._around(where, after, function, path)
 
     def parameters(self, where: view.Where) -> list[str]:
         """The parameters that nodes read: `module/name` of each.
@@ -445,6 +436,12 @@ class Mox(Program):
             )
         return nodes[0]
 
+    def _around(self, where: view.Where, kind: Any, function: Any, path: Any) -> "Mox":
+        def put(site: edit.Site) -> Replacement:
+            return kind(site.place.body, site.node, site.path, function)
+
+        return self._with(where, put, path)
+
     def _with(
         self,
         where: view.Where,
@@ -453,134 +450,6 @@ class Mox(Program):
         keep_unused: bool = False,
     ) -> "Mox":
         return cast(Mox, edit.replace(self, self._nodes(where), put, path, keep_unused))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Maker:
-    """Makes module expressions of a transformed function: see `make_mox`."""
-
-    transformed: Any
-
-    def __call__(
-        self, *args: Any, params: Any = None, state: Any = None, rng: Any = ANY_KEY, **kwargs: Any
-    ) -> Mox:
-        given = dict(params=params, state=state, rng=rng)
-        program = program_of(self.transformed, args, kwargs, **given)
-        return Mox(program.body, program.interface, program.init, program.implicit)
-
-
-@dataclasses.dataclass(frozen=True)
-class _MultiMaker:
-    """The same for each function of a multi-transform.
-
-    Attributes:
-      transformed: the multi-transform.
-      apply: its tree of functions, each of which makes the expression of one of them.
-    """
-
-    transformed: Any
-
-    @functools.cached_property
-    def apply(self) -> Any:
-        has_state = isinstance(self.transformed, hk.MultiTransformedWithState)
-        kind: Any = hk.TransformedWithState if has_state else hk.Transformed
-        return jax.tree.map(
-            lambda apply: _Maker(kind(self.transformed.init, apply)), self.transformed.apply
-        )
-
-    def __call__(
-        self, *args: Any, params: Any = None, state: Any = None, rng: Any = ANY_KEY, **kwargs: Any
-    ) -> Any:
-        given = dict(params=params, state=state, rng=rng)
-        given = with_shapes(self.transformed, args, kwargs, **given)
-        return jax.tree.map(lambda make: make(*args, **given, **kwargs), self.apply)
-
-
-def make_mox(transformed: Any) -> Callable[..., Any]:
-    """Makes the module expression of a transformed Haiku function.
-
-    A function with a derivative rule of its own keeps it. Only JAX's transformations *within* the
-    model see such a rule with the model's modules, as in a jitted model.
-
-    Args:
-      transformed: what `hk.transform`, `hk.transform_with_state`, `hk.multi_transform`,
-        `hk.multi_transform_with_state`, `hk.without_apply_rng` or `transform_implicit` returns.
-
-    Returns:
-      A function of the arguments of the Haiku function: arrays or `jax.ShapeDtypeStruct`s; anything
-      else (flags, numbers, strings) becomes a part of the expression. It takes `params=`, `state=` and
-      `rng=`, too; without them their shapes come from `init`, which takes longer than making.
-      `rng=None` makes the expression of the model without a key.
-
-      Of a multi-transform, it gives a tree of expressions, like `apply`. Its attribute `apply` is the
-      tree of the functions that make one each: for functions of different arguments.
-
-    Raises:
-      TypeError: for anything else.
-
-    Example:
-      >>> import haiku as hk, jax, jax.numpy as jnp
-      >>> from haiku_implicit.mox import eval_mox, make_mox
-      >>> model = hk.transform(lambda x: hk.nets.MLP([8, 3])(x))
-      >>> x = jnp.ones((2, 4))
-      >>> mox = make_mox(model)(x)
-      >>> params = model.init(jax.random.key(0), x)
-      >>> bool((eval_mox(mox, params, None, x) == model.apply(params, None, x)).all())
-      True
-
-      Functions that share parameters, each with its own arguments:
-
-      >>> def coder():
-      ...   encoder, decoder = hk.Linear(2, name="encoder"), hk.Linear(4, name="decoder")
-      ...   return lambda x: decoder(encoder(x)), (encoder, decoder)
-      >>> coder = hk.multi_transform(coder)
-      >>> params = coder.init(jax.random.key(0), x)
-      >>> encode, decode = make_mox(coder).apply
-      >>> encode(x, params=params).select(hk.Linear)
-      [<encoder: Linear: f32[2,4] -> f32[2,2]>]
-    """
-    if isinstance(transformed, hk.MultiTransformed | hk.MultiTransformedWithState):
-        return _MultiMaker(transformed)
-    if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):
-        raise TypeError(
-            "transformed: expected what hk.transform, hk.transform_with_state, hk.multi_transform or "
-            f"transform_implicit returns, got {type(transformed).__name__}. A function is "
-            "transformed first: make_mox(hk.transform(f))"
-        )
-    return _Maker(transformed)
-
-
-def eval_mox(mox: Mox, *args: Any, **kwargs: Any) -> Any:
-    """Runs a module expression: what the `apply` of its model gives, bit for bit.
-
-    Compiled, it is the same program, but for loops that do nothing except hand a value through modules,
-    which JAX would leave out. Called eagerly, each of its equations is a program of its own, where
-    functions of `jax.numpy` are one: XLA may round a number there that it fuses with another here.
-
-    Args:
-      mox: the module expression.
-      *args: as for the model's `apply`: parameters, state where there is one, the random key, and the
-        arguments of the Haiku function, of the shapes that the expression was made with.
-      **kwargs: as for `apply`.
-
-    Returns:
-      What `apply` returns.
-
-    Raises:
-      TypeError: if there are too few arguments, or too many.
-      ValueError: if an argument is not what the expression was made for.
-    """
-    return mox.apply(*args, **kwargs)
-
-
-def to_transformed(mox: Mox) -> hk.Transformed | hk.TransformedWithState:
-    """A module expression as a transformed function again.
-
-    Returns:
-      `hk.Transformed`, or `hk.TransformedWithState` where the model has state. `apply` is that of
-      `eval_mox`.
-    """
-    return mox.transformed()
 
 
 def map_mox(fun: Callable[[Node], Any], mox: Mox) -> list[Any]:

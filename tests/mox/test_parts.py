@@ -3,23 +3,13 @@
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.mox import diff, eval_mox, make_mox, map_mox, to_transformed
+from tests.mox.compare import close, same
 
 X = jax.random.normal(jax.random.key(1), (4, 8))
-
-
-def same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-def close(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), got, want)
 
 
 def mlp(x):

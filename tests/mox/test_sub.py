@@ -10,19 +10,10 @@ import numpy as np
 import pytest
 
 from haiku_implicit.mox import eval_mox, make_mox, to_transformed
+from tests.mox.compare import close, same
 from tests.tiers import few
 
 X = jax.random.normal(jax.random.key(1), (4, 8))
-
-
-def same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-def close(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), got, want)
 
 
 def relus(mox):
