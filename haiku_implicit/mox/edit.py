@@ -15,7 +15,7 @@ import haiku as hk
 import jax
 from jax.extend.core import Var
 
-from haiku_implicit.mox import higher
+from haiku_implicit.mox import higher, mapped
 from haiku_implicit.mox.graft import Graft, init_of
 from haiku_implicit.mox.interface import Interface, Path, Slot
 from haiku_implicit.mox.program import ANY_KEY, Program, program_of
@@ -140,7 +140,7 @@ def _piece(site: Site, new: Replacement) -> higher.Piece:
             f"{site.node!r} can't be replaced: the model differentiates it (an inner jax.grad), and so "
             "its equations are those of the call and of its derivative"
         )
-    return higher.under_vmap(piece, site.node)
+    return mapped.for_all_elements(piece, site.node)
 
 
 # --- sites ----------------------------------------------------------------------------------------

@@ -110,24 +110,29 @@ class Call:
     results: Tree | None = None
 
 
-def begin(call: Call, arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
+def begin(call: Call, arrays: Sequence[Any], seen: Any = ()) -> tuple[Any, list[Any]]:
     """Marks the begin of a call of these arrays.
+
+    Args:
+      call: the call.
+      arrays: its arguments.
+      seen: transformations that were applied to them already.
 
     Returns:
       A token for the end of the call, and the arrays. They have to be used in the call: what it reads
       of its arguments can't be told from what it reads beside them otherwise.
     """
-    token, *arrays = mark_p.bind(*arrays, call=call, kind="begin", seen=())
+    token, *arrays = mark_p.bind(*arrays, call=call, kind="begin", seen=seen)
     return token, list(arrays)
 
 
-def end(token: Any, call: Call, arrays: Sequence[Any]) -> list[Any]:
+def end(token: Any, call: Call, arrays: Sequence[Any], seen: Any = ()) -> list[Any]:
     """Marks the end of a call with these results, and returns them.
 
     The results have to be used: an argument that a module returns can't be told from the result
     otherwise.
     """
-    return mark_p.bind(token, *arrays, call=call, kind="end", seen=())
+    return mark_p.bind(token, *arrays, call=call, kind="end", seen=seen)
 
 
 # By the `id` of a module, the module (so that no other has its `id`) and its constructor's arguments.

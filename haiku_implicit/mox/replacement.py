@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
-from haiku_implicit.mox import marks
+from haiku_implicit.mox import mapped, marks
 from haiku_implicit.mox.interface import is_array
 from haiku_implicit.mox.program import Program, split_signature
 from haiku_implicit.mox.run import run, run_equation
@@ -74,11 +74,6 @@ def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Re
       function: the function. The original is a function of arguments of the same structure.
     """
     structure, results = structures_of(node)
-    if getattr(node, "seen_results", ()):
-        raise ValueError(
-            f"{node!r} is under vmap, and can't be run for one element: give another function in its "
-            "place (sub)"
-        )
     original = Original(body, node)
     name = getattr(function, "__name__", "function").strip("<>")
 
@@ -185,8 +180,17 @@ class Original:
         """The results for these arguments, and the values of `hidden`."""
         if self._body is None:
             return run_equation(self.call, arguments), []
-        out = run(self._body, (), (*arguments, *captured))
+        whole = functools.partial(_run_on, self._body)
+        arrays = (*arguments, *captured)
+        if self.call.seen_results:
+            out = mapped.of_one_element(self.call, whole, arrays, self.hidden)
+        else:
+            out = whole(*arrays)
         return out[: len(self.call.outputs)], out[len(self.call.outputs) :]
+
+
+def _run_on(body: Body, *arrays: Any) -> list[Any]:
+    return run(body, (), arrays)
 
 
 def _at_site(path: str, call: marks.Call, fun: Any, arrays: Sequence[Any], check: Any) -> list[Any]:
@@ -297,20 +301,8 @@ def _checked(node: Any, results: marks.Tree, out: Any) -> list[Any]:
             f"{node!r}: the replacement has to return {results.describe()}, and returned "
             f"{structure.describe()}"
         )
-    pairs = zip(_avals_of_element(node), arrays, strict=True)
+    pairs = zip(mapped.element_results(node), arrays, strict=True)
     return [_as(f"{node!r}: result {i}", aval, x) for i, (aval, x) in enumerate(pairs)]
-
-
-def _avals_of_element(node: Any) -> list[Any]:
-    """The shapes and dtypes of a node's results, without the axes of a `vmap` around it."""
-    avals = [v.aval for v in node.outputs]
-    for batched in reversed(getattr(node, "seen_results", ())):
-        axes = batched.axes
-        avals = [
-            x if i is None else x.update(shape=(*x.shape[:i], *x.shape[i + 1 :]))
-            for x, i in zip(avals, axes, strict=True)
-        ]
-    return avals
 
 
 def _as(what: str, aval: Any, x: Any) -> Any:

@@ -67,12 +67,12 @@ def run(
     def call(node: ModuleCall) -> None:
         values = list(map(read, node.inputs))
         if marked and node.call:
-            token, values = marks.begin(node.call, values)
+            token, values = marks.begin(node.call, values, node.seen)
         env.update(zip((var for var, _ in node.given), values, strict=True))
         visit(node.children)
         results = list(map(read, node.returns))
         if marked and node.call:
-            results = marks.end(token, node.call, results)
+            results = marks.end(token, node.call, results, node.seen_results)
         env.update(zip(node.outputs, results, strict=True))
 
     def substitute(node: Any, new: Substitute) -> None:

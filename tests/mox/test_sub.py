@@ -534,18 +534,24 @@ def test_modules_under_vmap():
     def norm(x):
         return (x - x.mean()) / (x.std() + 1)
 
+    def norm_of_linear(x):
+        return norm(hk.Linear(8, name="new")(x))
+
     def model(layer):
         return hk.transform(lambda x: hk.vmap(layer(), in_axes=1, out_axes=1, split_rng=False)(x))
 
     mox = make_mox(model(lambda: hk.Linear(8)))(X.T)
-    changed = mox.sub(hk.Linear, lambda x: norm(hk.Linear(8, name="new")(x)))
+    changed = mox.sub(hk.Linear, norm_of_linear)
     params = changed.init(jax.random.key(0), X.T)
     assert params["linear/new"]["w"].shape == (8, 8)
     name = hk.force_name("linear/new")
     hand = model(lambda: (lambda layer: lambda x: norm(layer(x)))(hk.Linear(8, name=name)))
     close(eval_mox(changed, params, None, X.T), hand.apply(params, None, X.T))
-    with pytest.raises(ValueError, match="is under vmap, and can't be run for one element"):
-        mox.insert_after(hk.Linear, norm)
+    again = make_mox(to_transformed(mox))(X.T)
+    close(
+        eval_mox(again.sub(hk.Linear, norm_of_linear), params, None, X.T),
+        eval_mox(changed, params, None, X.T),
+    )
 
 
 # --- what can't be right is refused ----------------------------------------------------------------

@@ -1,0 +1,167 @@
+"""New functions for nodes under `vmap`: they are written for one element, and the node runs for all."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import batching
+
+from haiku_implicit.core import compat
+from haiku_implicit.mox.higher import Piece
+from haiku_implicit.mox.interface import by_path
+from haiku_implicit.mox.tree import ModuleCall
+
+
+class Level(NamedTuple):
+    """One `vmap` around a call.
+
+    Attributes:
+      name: of its axis.
+      size: how many elements there are.
+      axes: the mapped axis of each argument; None for what is the same for all elements.
+      out_axes: the mapped axis of each result.
+    """
+
+    name: str
+    size: int
+    axes: tuple[int | None, ...]
+    out_axes: tuple[int | None, ...]
+
+
+def levels_of(node: ModuleCall) -> tuple[Level, ...]:
+    """The `vmap`s around a call, the innermost first.
+
+    Raises:
+      ValueError: if JAX changed its arguments and results in different ways.
+    """
+    inner: list[Any] = [None] * len(node.seen_results)
+    seen, seen_results = node.seen or inner, node.seen_results
+    if len(seen) != len(seen_results):
+        raise ValueError(f"{node!r} can't be replaced: it is under vmap in parts")
+    unmapped = (None,) * len(node.inputs)
+    return tuple(
+        Level(
+            f"elements {i} of {node!r}",
+            results.size,
+            given.axes if given else unmapped,
+            results.axes,
+        )
+        for i, (given, results) in enumerate(zip(seen, seen_results, strict=True))
+    )
+
+
+def element_results(node: Any) -> list[Any]:
+    """The shapes and dtypes of a node's results, without the axes of the `vmap`s around it."""
+    avals = [v.aval for v in node.outputs]
+    for batched in reversed(getattr(node, "seen_results", ())):
+        avals = [
+            x if i is None else x.update(shape=(*x.shape[:i], *x.shape[i + 1 :]))
+            for x, i in zip(avals, batched.axes, strict=True)
+        ]
+    return avals
+
+
+def for_all_elements(piece: Piece, node: ModuleCall) -> Piece:
+    """The piece for a node that has the axes of a `vmap` around it, from that for one element.
+
+    Inputs and outputs of the piece beyond those of the node are the same for all elements.
+    """
+    for level in levels_of(node):
+        piece = _mapped(piece, repr(node), level)
+    return piece
+
+
+def _mapped(piece: Piece, what: str, level: Level) -> Piece:
+    same = len(piece.inputs) - len(level.axes), len(piece.outputs) - len(level.out_axes)
+    axes, out_axes = (*level.axes, *[None] * same[0]), [*level.out_axes, *[None] * same[1]]
+    options: Any = dict(axis_size=level.size, axis_name=level.name)
+
+    def init(rng: Any, *arrays: Any) -> Any:
+        def one(*arrays: Any) -> Any:
+            return piece.init(rng, *arrays)
+
+        params, state = jax.vmap(one, in_axes=axes, out_axes=None, **options)(*arrays)
+        if by_path(state):
+            raise ValueError(f"{what}: the replacement has state, and is under vmap")
+        return params, state
+
+    def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+        keys = None if rng is None else jax.random.split(rng, level.size)
+
+        def one(key: Any, *arrays: Any) -> Any:
+            return piece.apply(params, state, key, *arrays)[0]
+
+        mapped = jax.vmap(one, in_axes=(0, *axes), out_axes=out_axes, **options)
+        return mapped(keys, *arrays), state, {}
+
+    return dataclasses.replace(piece, init=init, apply=apply)
+
+
+# --- the node itself, as a function of one element --------------------------------------------------
+
+
+def of_one_element(
+    node: ModuleCall, fun: Callable[..., Any], arrays: Sequence[Any], hidden: Sequence[Any]
+) -> list[Any]:
+    """Calls a function of all elements with those that the mapped arrays of one element stand for.
+
+    This is for functions that `for_all_elements` maps.
+
+    Args:
+      node: a call with `vmap`s around it.
+      fun: a function of arrays as the call has them, and of others, to a list of arrays.
+      arrays: the arguments of one element, and the others.
+      hidden: the variables of results beyond those of the call.
+    """
+    levels = levels_of(node)
+    # With these, the primitive is mapped at each level, also if no argument is.
+    indices = [jax.lax.axis_index(level.name) for level in levels]
+    out = (*element_results(node), *(v.aval for v in hidden))
+    return element_p.bind(*indices, *arrays, fun=fun, levels=levels, out=out)
+
+
+element_p = compat.Primitive("call_of_one_element")
+element_p.multiple_results = True
+
+
+@element_p.def_abstract_eval
+def _abstract(*operands: Any, fun: Any, levels: Any, out: Sequence[Any]) -> list[Any]:
+    return list(out)
+
+
+def _batch(operands: Any, axes: Any, *, fun: Any, levels: Any, out: Any) -> Any:
+    """Runs the call when all its levels are mapped, which come from the innermost one outwards."""
+    level, *rest = levels
+    indices, arrays = operands[1 : len(levels)], operands[len(levels) :]
+    wanted = (*level.axes, *[None] * (len(arrays) - len(level.axes)))
+    moved = [
+        _moved(level, x, has, want)
+        for x, has, want in zip(arrays, axes[len(levels) :], wanted, strict=True)
+    ]
+    out_axes = [*level.out_axes, *[None] * (len(out) - len(level.out_axes))]
+    if not rest:
+        return fun(*moved), out_axes
+    out = tuple(
+        x if i is None else x.update(shape=(*x.shape[:i], level.size, *x.shape[i:]))
+        for x, i in zip(out, out_axes, strict=True)
+    )
+    return element_p.bind(*indices, *moved, fun=fun, levels=tuple(rest), out=out), out_axes
+
+
+def _moved(level: Level, x: Any, has: int | None, wanted: int | None) -> Any:
+    """An array with its mapped axis where the call has it."""
+    if wanted is None:
+        if has is None:
+            return x
+        raise ValueError(
+            f"{level.name}: the original takes one array for all elements here, and was given one for "
+            "each. Give another function in its place (sub)"
+        )
+    if has is None:
+        x, has = jnp.broadcast_to(x, (level.size, *x.shape)), 0
+    return jnp.moveaxis(x, has, wanted)
+
+
+batching.primitive_batchers[element_p] = _batch
