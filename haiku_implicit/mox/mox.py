@@ -4,10 +4,10 @@ import dataclasses
 import difflib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from haiku_implicit.mox import dot, edit, html, outline, parts, text_file, view
+from haiku_implicit.mox import dot, edit, extract, html, outline, parts, text_file, view
 from haiku_implicit.mox.interface import Path
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.replacement import Replacement, after, around, before, instead
@@ -357,19 +357,33 @@ class Mox(Program):
         """
         return cast(Mox, parts.truncated(self, self._one(where)))
 
-    def extract(self, where: view.Where) -> "Mox":
+    def extract(self, where: view.Where, *, layer: int | Sequence[int] | None = None) -> "Mox":
         """One call of a module as an expression of its own, of the arguments of the module.
 
         Its `apply` takes the parameters of the whole model as well, and reads its own.
 
         Args:
           where: the call, as for `sub`.
+          layer: which layer is meant of a stack (a scan) that the call is in, from 0 on; of stacks in
+            one another a number for each, the outermost first.
 
         Raises:
           ValueError: if the module reads what is computed from the model's arguments beside its own, or
-            is in a loop or a branch.
+            what a loop carries from step to step.
+
+        Example: the second of three layers, which are one stack in the parameters.
+
+          >>> import haiku as hk, jax, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> model = hk.transform(lambda x: hk.layer_stack(3)(hk.Linear(4))(x))
+          >>> x = jnp.ones((2, 4))
+          >>> params = model.init(jax.random.key(0), x)
+          >>> second = make_mox(model)(x).extract(hk.Linear, layer=1)
+          >>> w = params["__layer_stack_no_per_layer/linear"]["w"]
+          >>> bool(jnp.allclose(second.apply(params, None, x), x @ w[1]))
+          True
         """
-        return cast(Mox, parts.extracted(self, self._one(where)))
+        return cast(Mox, extract.extracted(self, self._one(where), layer))
 
     def patch(self, where: view.Where, value: Any) -> "Mox":
         """The expression with other values in the place of what nodes return.

@@ -3,12 +3,10 @@
 import collections
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from haiku_implicit.mox import higher, marks
@@ -16,7 +14,7 @@ from haiku_implicit.mox.edit import Added, Site, grafted, holders_of, sites_of, 
 from haiku_implicit.mox.graft import Graft
 from haiku_implicit.mox.interface import Interface, Path, Slot, by_path, nested
 from haiku_implicit.mox.program import Program
-from haiku_implicit.mox.replacement import Original, structures_of
+from haiku_implicit.mox.replacement import structures_of
 from haiku_implicit.mox.sources import read_by
 from haiku_implicit.mox.tree import Body, ModuleCall, Node, needed, read_counts, steps
 
@@ -87,15 +85,15 @@ def joined(tree: Any) -> Slot:
     """A tree of slots as one."""
 
     def filled(slot: Slot) -> Any:
-        return slot.tree.merge([_Variable(v) for v in slot.atoms])
+        return slot.tree.merge([Variable(v) for v in slot.atoms])
 
     whole = jax.tree.map(filled, tree, is_leaf=lambda x: isinstance(x, Slot))
-    structure, variables = marks.split(whole, lambda x: isinstance(x, _Variable))
+    structure, variables = marks.split(whole, lambda x: isinstance(x, Variable))
     return Slot(structure, tuple(x.atom for x in variables))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Variable:
+class Variable:
     atom: Any
 
 
@@ -118,7 +116,7 @@ def truncated(mox: Program, node: Node) -> Program:
         if path in face.state or defined.issuperset(slot.atoms)
     }
     face = dataclasses.replace(face, results=result, new_state=state)
-    return _pruned(new, face, new.body.children)
+    return pruned(new, face, new.body.children)
 
 
 def _defined_before(body: Body, wanted: set[Any]) -> set[Any]:
@@ -131,7 +129,7 @@ def _defined_before(body: Body, wanted: set[Any]) -> set[Any]:
     return defined
 
 
-def _pruned(mox: Program, face: Interface, children: Sequence[Node]) -> Program:
+def pruned(mox: Program, face: Interface, children: Sequence[Node]) -> Program:
     """The expression with other results, without the nodes and parameters that they don't need."""
     children = needed(children, {v for v in face.returns if isinstance(v, Var)})
     read = {*read_counts(children), *(v for v in face.results.atoms if isinstance(v, Var))}
@@ -158,91 +156,16 @@ def _init_of_part(mox: Program, face: Interface) -> Callable[..., Any] | None:
 
     def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
         made = old(rng, *args, **kwargs)
-        return _part_of(made if had_state else (made, {}), face)
+        return part_of(made if had_state else (made, {}), face)
 
     return init
 
 
-def _part_of(made: Any, face: Interface) -> Any:
+def part_of(made: Any, face: Interface) -> Any:
     """Of parameters and state those that an expression has."""
     pairs = zip((face.params, face.state), map(by_path, made), strict=True)
     params, state = (nested({path: entries[path] for path in own}) for own, entries in pairs)
     return (params, state) if face.has_state else params
-
-
-def extracted(mox: Program, node: Any) -> Program:
-    """One call of a module as an expression of its own, of its arguments."""
-    if not isinstance(node, ModuleCall) or node.call is None:
-        raise ValueError(f"where: expected the call of a module, got {node!r}")
-    (site,) = sites_of(mox.body, [node])
-    if site.place.around:
-        raise ValueError(
-            f"{node!r} can't be extracted: it is in the body of {site.top!r}, which runs it with "
-            "parameters of its own in each step, or not at all"
-        )
-    original, face = Original(mox.body, node), mox.interface
-    children = needed(mox.body.children, set(original.captured))
-    read = {*read_counts(children), *original.captured}
-    if read.intersection(face.args.atoms):
-        raise ValueError(
-            f"{node!r} can't be extracted: beside its arguments it reads what is computed from the "
-            "model's arguments"
-        )
-    structure, results = structures_of(node)
-    args, kwargs = structure.merge([_Variable(v) for v in original.arguments])
-    signature = inspect.Signature(_ANY)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    tree, variables = marks.split(dict(bound.arguments), lambda x: isinstance(x, _Variable))
-    new_state = {
-        path: slot
-        for path, slot in face.new_state.items()
-        if set(original.hidden).intersection(slot.atoms) or path in face.state
-    }
-    changed = {*original.hidden, *node.outputs}
-    new_state = {
-        path: slot if changed.issuperset(slot.atoms) else face.state[path]
-        for path, slot in new_state.items()
-    }
-    uses_state = any(changed.intersection(slot.atoms) for slot in face.new_state.values()) or any(
-        read.intersection(slot.atoms) for slot in face.state.values()
-    )
-    leading = tuple(name for name in face.leading if name != "state" or uses_state)
-    own = dataclasses.replace(
-        face,
-        leading=leading,
-        signature=signature,
-        args=Slot(tree, tuple(x.atom for x in variables)),
-        results=Slot(results, tuple(node.outputs)),
-        new_state=new_state if uses_state else {},
-        state=face.state if uses_state else {},
-    )
-    part = _pruned(mox, own, (*children, original.call))
-    return dataclasses.replace(part, init=_init_on_zeros(mox, part.interface))
-
-
-_ANY = [
-    inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
-    inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
-]
-
-
-def _init_on_zeros(mox: Program, face: Interface) -> Callable[..., Any] | None:
-    """The `init` of a module: of its model's, for arguments that are zeros."""
-    old = mox.init
-    if old is None:
-        return None
-
-    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = mox.interface.args
-        zeros = [np.zeros(v.aval.shape, v.aval.dtype) for v in slot.atoms]
-        given = inspect.BoundArguments(
-            mox.interface.signature, collections.OrderedDict(slot.tree.merge(zeros))
-        )
-        made = old(rng, *given.args, **given.kwargs)
-        return _part_of(made if mox.has_state else (made, {}), face)
-
-    return init
 
 
 # --- names ----------------------------------------------------------------------------------------

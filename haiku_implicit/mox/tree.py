@@ -248,7 +248,9 @@ def needed(nodes: Sequence[Node], wanted: set[Var], effects: bool = False) -> tu
             pairs = [p for p in zip(node.outputs, node.returns, strict=True) if p[0] in wanted]
             wanted.update(atom for _, atom in pairs if isinstance(atom, Var))
             children = needed(node.children, wanted, effects)
-            if not pairs and not children:
+            # A module may read the arguments of its constructor later on.
+            given = any(v in wanted for v, _ in node.given)
+            if not pairs and not children and not given:
                 continue
             if len(children) < len(node.children) or len(pairs) < len(node.outputs):
                 node = dataclasses.replace(

@@ -239,10 +239,71 @@ def test_extract_gives_a_module_of_its_own():
     assert list(linear.init(jax.random.key(0), X)) == ["mlp/~/linear_1"]
 
 
+def noisy_stacks(x):
+    """Two stacks in one another, with random keys and remat."""
+
+    class Block(hk.Module):
+        def __call__(self, x):
+            x = jnp.tanh(hk.nets.MLP([8, 8], name="mlp")(x))
+            return hk.dropout(hk.next_rng_key(), 0.5, x)
+
+    def inner(x):
+        return hk.layer_stack(2, name="inner")(lambda x: hk.remat(Block(name="block"))(x))(x)
+
+    return hk.layer_stack(3, name="outer")(inner)(x)
+
+
+@pytest.mark.parametrize("layer", [(0, 0), (2, 1)])
+def test_extract_a_layer_of_a_stack(layer):
+    """As the module with that layer's parameters."""
+    _, mox, params = made(noisy_stacks)
+    linear = mox.extract("**/linear_1", layer=layer)
+    (name,) = linear.init(jax.random.key(0), X)
+    own = jax.tree.map(lambda x: x[layer], params[name])
+    for apply in (linear.apply, jax.jit(linear.apply)):
+        close(apply(params, jax.random.key(2), X), X @ own["w"] + own["b"])
+    gradient = jax.grad(lambda p: linear.apply(p, None, X).sum())({name: params[name]})[name]["w"]
+    assert (gradient != 0).any((-2, -1)).sum() == 1 and (gradient[layer] != 0).all()
+    assert linear.query("//module_call/@path") == [name]
+    same(
+        make_mox(to_transformed(linear))(X, params={name: params[name]}).apply(params, None, X),
+        linear.apply(params, None, X),
+    )
+
+    # A whole block, whose random keys are those of its layer.
+    key = jax.random.PRNGKey(2)
+    h = X
+    for i in range(3):
+        for j in range(2):
+            h = mox.extract("**/block", layer=(i, j)).apply(params, key, h)
+    close(h, mox.apply(params, key, X))
+
+
+class Adds(hk.Module):
+    def __init__(self, total):
+        super().__init__()
+        self.total = total
+
+    def __call__(self, y):
+        return y + self.total
+
+
 def test_what_can_not_be_extracted():
     _, mox, _ = made(stack)
-    with pytest.raises(ValueError, match="can't be extracted: it is in the body of <scan"):
+    with pytest.raises(
+        ValueError, match="stack of 3 layers. Say which one is meant, from 0 on: layer="
+    ):
         mox.extract("stack/in")
+    for layer in (3, -1, (0, 0), ()):
+        with pytest.raises(ValueError, match=r"is in 1 stacks, of \[3\] layers: expected as many"):
+            mox.extract("stack/in", layer=layer)
+
+    def loop(x):
+        return hk.scan(lambda total, y: (total + 1, Adds(total)(y)), 0.0, x)
+
+    _, mox, _ = made(loop)
+    with pytest.raises(ValueError, match="what a loop around it computes from step to step"):
+        mox.extract("adds", layer=1)
 
     def closing(x):
         h = jnp.sin(x)
@@ -256,6 +317,9 @@ def test_what_can_not_be_extracted():
     _, mox, _ = made(closing)
     with pytest.raises(ValueError, match="computed from the model's arguments"):
         mox.extract("adding")
+    _, mox, _ = made(lambda x: Adds(jnp.sin(x))(x))
+    with pytest.raises(ValueError, match="computed from the model's arguments"):
+        mox.extract("adds")
     _, mox, _ = made(mlp)
     with pytest.raises(ValueError, match="is 3 nodes, and has to be one"):
         mox.extract(hk.Linear)

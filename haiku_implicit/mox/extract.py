@@ -1,0 +1,229 @@
+"""One module of a model, as an expression of its own."""
+
+import collections
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import Var
+from jax.extend.core import primitives as jex
+
+from haiku_implicit.core import compat
+from haiku_implicit.mox import marks
+from haiku_implicit.mox.edit import Site, sites_of
+from haiku_implicit.mox.interface import Interface, Slot
+from haiku_implicit.mox.parts import Variable, part_of, pruned
+from haiku_implicit.mox.program import Program
+from haiku_implicit.mox.replacement import Original, structures_of
+from haiku_implicit.mox.sources import arguments_of
+from haiku_implicit.mox.tree import (
+    Atom,
+    Body,
+    Equation,
+    ModuleCall,
+    Node,
+    body_of,
+    needed,
+    read_counts,
+    shape_of,
+    steps,
+)
+
+
+def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None) -> Program:
+    """One call of a module as an expression of its own, of its arguments.
+
+    Args:
+      mox: the expression of the model.
+      node: the call.
+      layer: which layer is meant of a stack that the call is in; of stacks in one another, one each.
+    """
+    if not isinstance(node, ModuleCall) or node.call is None:
+        raise ValueError(f"where: expected the call of a module, got {node!r}")
+    params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
+    (site,) = sites_of(mox.body, [node], params=params)
+    node = _with_prefix(node, site.place.prefix)
+    scope = _scope_of(mox.body, site, layer)
+    original, face = Original(site.place.body, node), mox.interface
+    # One by one: a call of a module would need all of its arguments, for one of its results too.
+    single = [x if isinstance(x, Equation) else _setting(*x) for x in steps(scope.children)]
+    children = needed(single, set(original.captured))
+    read = {*read_counts(children), *original.captured}
+    for v, reason in [*((v, _ARGUMENTS) for v in face.args.atoms), *scope.unknown.items()]:
+        if v in read:
+            raise ValueError(f"{node!r} can't be extracted: {reason}")
+    structure, results = structures_of(node)
+    args, kwargs = structure.merge([Variable(v) for v in original.arguments])
+    signature = inspect.Signature(_ANY)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    tree, variables = marks.split(dict(bound.arguments), lambda x: isinstance(x, Variable))
+    new_state = {
+        path: slot
+        for path, slot in face.new_state.items()
+        if set(original.hidden).intersection(slot.atoms) or path in face.state
+    }
+    changed = {*original.hidden, *node.outputs}
+    new_state = {
+        path: slot if changed.issuperset(slot.atoms) else face.state[path]
+        for path, slot in new_state.items()
+    }
+    uses_state = any(changed.intersection(slot.atoms) for slot in face.new_state.values()) or any(
+        read.intersection(slot.atoms) for slot in face.state.values()
+    )
+    leading = tuple(name for name in face.leading if name != "state" or uses_state)
+    own = dataclasses.replace(
+        face,
+        leading=leading,
+        signature=signature,
+        args=Slot(tree, tuple(x.atom for x in variables)),
+        results=Slot(results, tuple(node.outputs)),
+        new_state=new_state if uses_state else {},
+        state=face.state if uses_state else {},
+    )
+    whole = dataclasses.replace(mox, body=scope.body)
+    part = pruned(whole, own, (*children, original.call))
+    return dataclasses.replace(part, init=_init_on_zeros(mox, part.interface))
+
+
+def _with_prefix(node: Any, prefix: str) -> Any:
+    """A call, and those in it, with whole paths: those in a stack of layers begin anew."""
+    if not prefix or not isinstance(node, ModuleCall):
+        return node
+    children = tuple(_with_prefix(child, prefix) for child in node.children)
+    path = f"{prefix}/{node.path}" if node.path else ""
+    call = node.call and dataclasses.replace(node.call, path=path)
+    return dataclasses.replace(node, call=call, children=children)
+
+
+_ANY = [
+    inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+    inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+]
+
+
+# --- what there is where a call is -------------------------------------------------------------------
+
+_ARGUMENTS = "beside its arguments it reads what is computed from the model's arguments"
+_CARRIED = "beside its arguments it reads what a loop around it computes from step to step"
+
+
+class _Scope(NamedTuple):
+    """The nodes that are in reach of a call, with those of the bodies that it is in.
+
+    Attributes:
+      body: the whole program, with the constants of all bodies.
+      children: the nodes.
+      unknown: variables that have no value outside the loops around the call, and why.
+    """
+
+    body: Body
+    children: tuple[Node, ...]
+    unknown: dict[Var, str]
+
+
+def _scope_of(root: Body, site: Site, layer: int | Sequence[int] | None) -> _Scope:
+    """The scope of a call, in some layer of each stack around it."""
+    layers = iter(_checked_layers(site, layer))
+    places = []
+    place: Any = site.place
+    while place.outer is not None:
+        places.append(place)
+        place = place.outer
+    children, unknown = [*root.children], {}
+    bodies = [root, *(place.body for place in reversed(places))]
+    for place in reversed(places):
+        equation = place.around[-1]
+        number = next(layers) if equation.primitive is jex.scan_p else None
+        for v, outer in _arguments(equation, place.body, number):
+            if isinstance(outer, str):
+                unknown[v] = outer
+            else:
+                children.append(outer)
+        children += place.body.children
+    whole = dataclasses.replace(
+        root,
+        constvars=tuple(v for body in bodies for v in body.constvars),
+        consts=tuple(x for body in bodies for x in body.consts),
+    )
+    return _Scope(whole, tuple(children), unknown)
+
+
+def _checked_layers(site: Site, layer: int | Sequence[int] | None) -> Sequence[int | None]:
+    """The layer of each stack around a call; None where none is given."""
+    lengths = [x.eqn.params["length"] for x in site.place.around if x.primitive is jex.scan_p]
+    if layer is None:
+        return [None] * len(lengths)
+    given = list(layer) if isinstance(layer, Sequence) else [layer]
+    if len(given) != len(lengths) or not all(
+        0 <= i < n for i, n in zip(given, lengths, strict=True)
+    ):
+        raise ValueError(
+            f"layer: {site.node!r} is in {len(lengths)} stacks, of {lengths} layers: expected as many "
+            f"numbers, from 0 on, got {layer!r}"
+        )
+    return given
+
+
+def _arguments(
+    equation: Equation, body: Body, layer: int | None
+) -> Iterator[tuple[Var, ModuleCall | str]]:
+    """What sets the variables of a body, as a node, or why there is nothing that does."""
+    given = list(zip(body.invars, arguments_of(equation, body), strict=True))
+    constants = carried = len(given)
+    if equation.primitive is jex.scan_p:
+        constants, num_carry = compat.scan_arity(equation.eqn.params, list(equation.inputs))
+        carried = constants + num_carry
+    elif equation.primitive is jex.while_p:
+        constants -= len(equation.outputs)
+    for i, (v, outer) in enumerate(given):
+        if i < constants:
+            yield v, _setting(v, outer)
+        elif i < carried:
+            yield v, _CARRIED
+        elif layer is None:
+            length = equation.eqn.params["length"]
+            yield (
+                v,
+                f"it is in a stack of {length} layers. Say which one is meant, from 0 on: layer=",
+            )
+        else:
+            yield v, _element(v, outer, layer)
+
+
+def _setting(v: Var, atom: Atom) -> ModuleCall:
+    """A node that sets a variable to another one."""
+    return ModuleCall(None, ((v, atom),), (), (), ())
+
+
+def _element(v: Var, stacked: Atom, index: int) -> ModuleCall:
+    """A node that sets a variable to an element of an array."""
+    closed = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, index, keepdims=False))(
+        shape_of(stacked)
+    )
+    body = body_of("", closed)
+    return ModuleCall(None, ((body.invars[0], stacked),), body.children, body.returns, (v,))
+
+
+# --- its parameters ----------------------------------------------------------------------------------
+
+
+def _init_on_zeros(mox: Program, face: Interface) -> Callable[..., Any] | None:
+    """The `init` of a module: of its model's, for arguments that are zeros."""
+    old = mox.init
+    if old is None:
+        return None
+
+    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = mox.interface.args
+        zeros = [np.zeros(v.aval.shape, v.aval.dtype) for v in slot.atoms]
+        given = inspect.BoundArguments(
+            mox.interface.signature, collections.OrderedDict(slot.tree.merge(zeros))
+        )
+        made = old(rng, *given.args, **given.kwargs)
+        return part_of(made if mox.has_state else (made, {}), face)
+
+    return init
