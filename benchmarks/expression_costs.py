@@ -11,7 +11,10 @@ that has traced the model before; a turn that fills them is not counted. With th
 every trace of the model takes some 15 ms longer at any depth, and the ratios are smaller.
 
 Times are processor time, since all of this runs in one thread. They are taken in turns, each with
-another one first, and ratios within a turn. Garbage is collected between turns alone.
+another one first, and ratios within a turn. Garbage is collected between turns alone: how long that
+takes depends on what else is in the memory. Where it was collected at any time, the ratios at 96 layers
+were 1.57 for making with `params=`, 2.95 without, and 0.57 for evaluating, of nine turns with one other
+expression in the memory.
 
 An expression keeps what it computes at first use. So evaluating and the view are timed on expressions
 that nothing was done with before, and the first change on one in which a node was looked up by a glob.
