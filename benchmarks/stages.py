@@ -48,7 +48,7 @@ def measure(
     tokens, params = example(sizes)
     records: dict[str, Record] = {name: dict(trace=[], lower=[]) for name in names}
     for turn in range(-1, repeats):  # the first turn, which imports and warms up, is not counted
-        for name in _in_turn(names, turn):
+        for name in in_turn(names, turn):
             lowered = _trace_and_lower(name, sizes, params, tokens, records[name])
             if turn == repeats - 1:
                 records[name]["hlo_lines"] = lowered.as_text().count("\n")
@@ -65,7 +65,7 @@ def _run(records: dict[str, Record], names: list[str], runs: int) -> None:
     steps = {name: records[name].pop("step") for name in names}
     _check_equal(records)
     for turn in range(runs):
-        for name in _in_turn(names, turn):
+        for name in in_turn(names, turn):
             records[name].setdefault("run", []).append(_seconds(steps[name]))
 
 
@@ -96,7 +96,7 @@ def _trace_and_lower(
     step = jax.jit(training_step(implementations.available()[name](sizes)))
     arguments = implementations.arguments(name, params)
     jax.clear_caches()
-    with _no_garbage_collection():
+    with no_garbage_collection():
         start = time.perf_counter()
         traced = step.trace(*arguments, tokens)
         between = time.perf_counter()
@@ -148,11 +148,11 @@ def trace_again(sizes: models.Sizes, names: list[str], repeats: int) -> dict[str
         if turn <= 0:
             records = {name: {kind: [] for kind in transforms} for name in names}
         for kind, transform in transforms.items():
-            for name in _in_turn(names, turn):
+            for name in in_turn(names, turn):
                 # A new function, since JAX keeps what it has traced by function.
                 step = jax.jit(transform(lambda *args, name=name: losses[name](*args)))
                 arguments = implementations.arguments(name, params)
-                with _no_garbage_collection():
+                with no_garbage_collection():
                     start = time.process_time()
                     step.trace(*arguments, tokens)
                     records[name][kind].append(time.process_time() - start)
@@ -186,7 +186,7 @@ def eager_calls(sizes: models.Sizes, calls: int) -> Record:
     traces = 0
     seconds: Record = {name: [] for name in functions}
     for turn in range(calls):
-        for name in _in_turn(list(functions), turn):
+        for name in in_turn(list(functions), turn):
             seconds[name].append(
                 _seconds(lambda name=name: jax.block_until_ready(functions[name]()))
             )
@@ -194,7 +194,7 @@ def eager_calls(sizes: models.Sizes, calls: int) -> Record:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Collects garbage, and then not again while this is timed."""
     gc.collect()
     gc.disable()
@@ -204,7 +204,7 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _in_turn(names: list[str], turn: int) -> list[str]:
+def in_turn(names: list[str], turn: int) -> list[str]:
     """The names, each turn beginning with another one."""
     shift = turn % len(names)
     return names[shift:] + names[:shift]
