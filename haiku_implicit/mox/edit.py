@@ -220,6 +220,8 @@ def _search(
             if not inner:
                 continue
         if isinstance(node, ModuleCall):
+            if not deep and node.inside.isdisjoint(wanted):
+                continue
             callers = caller.callers if place.around else (*caller.callers, id(node))
             own = _Caller(place.path_of(node) or caller.module, id(node), callers)
             yield from _search(node.children, wanted, place, own, deep, inner)
