@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haiku._src.integration import descriptors
+from jax.experimental import pallas
 
 from haiku_implicit.mox import eval_mox, load, make_mox, save, to_transformed
 from tests.haiku_models import MODELS, RNG, X
@@ -392,6 +393,13 @@ def own_vmap(x):
     return fun(x)
 
 
+def kernel(x):
+    def double(ref, out):
+        out[...] = 2 * ref[...]
+
+    return pallas.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
 def callback_in_rule(x):
     fun = jax.custom_vjp(lambda x: x)
     fun.defvjp(lambda x: (x, x), lambda x, g: (callback(g),))
@@ -405,6 +413,7 @@ NOT_SAVED = {
     constrained: "sharding_constraint",
     foreign: "ffi_call",
     own_vmap: "custom_vmap_call",
+    kernel: "pallas_call",
     callback_in_rule: "pure_callback",
 }
 
