@@ -28,15 +28,21 @@ def case(name):
     return model, make_mox(model.transformed)(*model.args, params=model.params)
 
 
+def lowered(apply, arguments):
+    """Of a new function, since JAX keeps what it has traced, and a model may have been changed."""
+    return jax.jit(lambda *args: apply(*args)).lower(*arguments)
+
+
 @functools.cache
-def result(name):
+def original(name):
+    """The model itself: the operations of its program, and its results."""
     model, _ = case(name)
-    return compiled(model.transformed.apply)(*model.arguments)
+    program = lowered(model.transformed.apply, model.arguments)
+    return operations(program), program.compile()(*model.arguments)
 
 
-def compiled(apply):
-    """Not JAX's own cache of `apply`, so that a changed model is traced anew."""
-    return jax.jit(lambda *args: apply(*args))
+def result(apply, model):
+    return lowered(apply, model.arguments).compile()(*model.arguments)
 
 
 def reloaded(mox, folder):
@@ -50,27 +56,32 @@ def loss(apply, params, args):
     return sum(jnp.sin(x).mean() for x in floats)
 
 
-def operations(apply, arguments):
-    """What XLA is given, without the names of values: loops take theirs in another order."""
-    lowered = compiled(apply).lower(*arguments).as_text()
-    return re.findall(r"stablehlo\.\w+|call @\w+", lowered)
+def operations(program):
+    """Without the names of values: loops take theirs in another order."""
+    return re.findall(r"stablehlo\.\w+|call @\w+", program.as_text())
 
 
 @pytest.mark.parametrize("name", published.MODELS)
 def test_evaluates_to_the_same_bits(name):
     model, mox = case(name)
-    apply = model.transformed.apply
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(result(name)))
-    same_bits(compiled(mox.apply)(*model.arguments), result(name))
-    same_bits(mox.apply(*model.arguments), apply(*model.arguments))
-    assert operations(mox.apply, model.arguments) == operations(apply, model.arguments)
+    wanted, results = original(name)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
+    program = lowered(mox.apply, model.arguments)
+    assert operations(program) == wanted
+    same_bits(program.compile()(*model.arguments), results)
+
+
+@pytest.mark.parametrize("name", published.MODELS)
+def test_evaluates_to_the_same_bits_without_jit(name):
+    model, mox = case(name)
+    same_bits(mox.apply(*model.arguments), model.transformed.apply(*model.arguments))
 
 
 @pytest.mark.parametrize("name", published.MODELS)
 def test_saved_and_loaded(name, tmp_path):
     model, mox = case(name)
     new = reloaded(mox, tmp_path)
-    same_bits(compiled(new.apply)(*model.arguments), result(name))
+    same_bits(result(new.apply, model), original(name)[1])
     assert new.query("//module_call/@path") == mox.query("//module_call/@path")
 
 
@@ -112,11 +123,11 @@ def test_another_activation_within_the_stacks(name):
     """As the model is that was written with it."""
     model, mox = case(name)
     with mock.patch.object(jax.nn, "relu", jax.nn.gelu):
-        written = compiled(model.transformed.apply)(*model.arguments)
+        written = result(model.transformed.apply, model)
     changed = mox.sub('//custom_jvp_call[@name="relu"]', jax.nn.gelu)
     assert changed.query('count(//custom_jvp_call[@name="relu"])') == 0
-    same_bits(compiled(changed.apply)(*model.arguments), written)
-    one, other = jax.tree.leaves(written), jax.tree.leaves(result(name))
+    same_bits(result(changed.apply, model), written)
+    one, other = jax.tree.leaves(written), jax.tree.leaves(original(name)[1])
     assert any(np.any(x != y) for x, y in zip(one, other, strict=True))
 
 
