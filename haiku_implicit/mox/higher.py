@@ -12,12 +12,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
 from haiku_implicit.mox.interface import by_path, nested
 from haiku_implicit.mox.run import Substitute, run
+from haiku_implicit.mox.sources import arguments_of
 from haiku_implicit.mox.tree import Atom, Body, steps, walk
 
 
@@ -242,13 +244,21 @@ def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     """`jax.lax.scan`.
 
     Where what it scans over comes from parameters, it is a stack of layers, and each has parameters
-    and state of its own. Otherwise they are those of all steps.
+    and state of its own. So it is where each step takes its slice of a parameter, by a number that is
+    scanned over (AlphaFold's stacks). Otherwise they are those of all steps.
     """
     params = node.eqn.params
     num_consts, num_carry = compat.scan_arity(params, list(node.inputs))
     (body,) = node.bodies
     step = of_body(body, known)
-    stacked, length = any(known[num_consts + num_carry :]), params["length"]
+    length = params["length"]
+    scanned = body.invars[num_consts + num_carry :]
+    stacked = any(known[num_consts + num_carry :]) or _takes_slices(
+        body,
+        {v for v, flag in zip(body.invars, known, strict=True) if flag},
+        {v for v in scanned if not v.aval.shape and jnp.issubdtype(v.aval.dtype, jnp.integer)},
+        length,
+    )
     options = {name: params[name] for name in ("reverse", "unroll") if name in params}
 
     def split(arrays: Sequence[Any]) -> Any:
@@ -286,6 +296,35 @@ def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
         return [*carry, *ys], (new if stacked else shared), taps
 
     return init, apply
+
+
+def _takes_slices(body: Body, params: set[Var], numbers: set[Var], length: int) -> bool:
+    """Whether a program takes one of `length` slices of a parameter, by a number it is given.
+
+    Args:
+      body: the program.
+      params: those of its arguments that come from parameters.
+      numbers: those that the number may be.
+      length: how many slices there are.
+    """
+    params, numbers = (from_parameters(body, x) for x in (params, numbers))
+    for step in steps(body.children):
+        if isinstance(step, tuple):
+            continue
+        operands = step.inputs
+        if step.primitive is jex.dynamic_slice_p and _is_known(operands[0], params):
+            operand: Any = operands[0]
+            sizes = zip(operand.aval.shape, step.eqn.params["slice_sizes"], strict=True)
+            axes = zip(operands[1:], sizes, strict=True)
+            if any(_is_known(i, numbers) and size == (length, 1) for i, size in axes):
+                return True
+        for inner in step.bodies:
+            pairs = list(zip(inner.invars, arguments_of(step, inner), strict=True))
+            own_params = {v for v, x in pairs if _is_known(x, params)}
+            own_numbers = {v for v, x in pairs if _is_known(x, numbers)}
+            if _takes_slices(inner, own_params, own_numbers, length):
+                return True
+    return False
 
 
 def _without_taps(node: Any, made: Any) -> Any:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haiku._src.integration import descriptors
+from jax.experimental import pallas
 
 from haiku_implicit.mox import eval_mox, load, make_mox, save, to_transformed
 from tests.haiku_models import MODELS, RNG, X
@@ -298,6 +299,14 @@ def test_modules_of_haiku(module, tmp_path):
     assert program_of(new, arguments) == program_of(mox, arguments)
     assert new.xml() == mox.xml()
     assert_same(to_transformed(new).init(RNG, x), to_transformed(mox).init(RNG, x))
+    evaluate_to_the_same(fun, [mox, new], arguments)
+
+
+def evaluate_to_the_same(fun, moxes, arguments):
+    """The bits of the model itself."""
+    original = jax.jit(hk.transform_with_state(fun).apply)(*arguments)
+    for mox in moxes:
+        assert_same(jax.jit(functools.partial(eval_mox, mox))(*arguments), original)
 
 
 def resnet(x):
@@ -319,10 +328,19 @@ def llama_model(x):
     return llama.Llama(config)((jnp.abs(x) * 49).astype(jnp.int32))
 
 
+def decoding_llama(x):
+    """With its cache of keys and values, in Haiku's state."""
+    from examples.models import llama
+
+    config = llama.LlamaConfig(50, 16, 2, 2, 2, 32)
+    return llama.Llama(config)((jnp.abs(x) * 49).astype(jnp.int32), cache_length=12)
+
+
 LARGE = {
     "resnet": (resnet, (1, 32, 32, 3)),
     "bert": (bert_model, (2, 8)),
     "llama": (llama_model, (2, 8)),
+    "decoding_llama": (decoding_llama, (2, 8)),
 }
 
 
@@ -336,6 +354,7 @@ def test_large_models(name, tmp_path):
     assert program_of(new, arguments) == program_of(mox, arguments)
     assert hlo_of(new, arguments) == hlo_of(mox, arguments)
     assert new.xml() == mox.xml()
+    evaluate_to_the_same(fun, [mox, new], arguments)
     ways = [jax.jit(jax.grad(functools.partial(loss, y, arguments[1:-1]))) for y in (mox, new)]
     assert_same(*(fun(arguments[0], x) for fun in ways))
 
@@ -374,6 +393,13 @@ def own_vmap(x):
     return fun(x)
 
 
+def kernel(x):
+    def double(ref, out):
+        out[...] = 2 * ref[...]
+
+    return pallas.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
 def callback_in_rule(x):
     fun = jax.custom_vjp(lambda x: x)
     fun.defvjp(lambda x: (x, x), lambda x, g: (callback(g),))
@@ -387,6 +413,7 @@ NOT_SAVED = {
     constrained: "sharding_constraint",
     foreign: "ffi_call",
     own_vmap: "custom_vmap_call",
+    kernel: "pallas_call",
     callback_in_rule: "pure_callback",
 }
 

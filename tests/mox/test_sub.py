@@ -77,6 +77,34 @@ def stacked_twice(act, x):
     return hk.layer_stack(3, name="outer")(inner)(x)
 
 
+def stacked_by_number(act, x, wrap=lambda f: f):
+    """A stack of layers that takes its slices of the parameters by the number of the layer."""
+
+    def slice_of(i):
+        def getter(next_getter, value, context):
+            return next_getter(jax.lax.dynamic_index_in_dim(value, i, 0, keepdims=False))
+
+        return getter
+
+    def stacked(next_creator, shape, dtype, init, context):
+        return next_creator((3, *shape), dtype, init)
+
+    layer = wrap(lambda x: Block(act, name="block")(x))
+    if hk.running_init():
+        with hk.custom_creator(stacked), hk.custom_getter(slice_of(0)):
+            return layer(x)
+
+    def step(x, i):
+        with hk.custom_getter(slice_of(i)):
+            return layer(x), None
+
+    return hk.scan(step, x, jnp.arange(3))[0]
+
+
+def stacked_by_number_in_remat(act, x):
+    return stacked_by_number(act, x, hk.remat)
+
+
 def branches(act, x):
     first, second = Block(act, name="a"), Block(act, name="b")
     if hk.running_init():
@@ -138,6 +166,8 @@ MODELS = [
     stacked,
     stacked_with_inputs,
     stacked_twice,
+    stacked_by_number,
+    stacked_by_number_in_remat,
     branches,
     switched,
     looped,
@@ -257,7 +287,13 @@ def test_new_parameters_are_created_by_haiku(model):
 
 
 @pytest.mark.parametrize(
-    "model", few([stacked, stacked_with_inputs], stacked), ids=lambda m: m.__name__
+    "model",
+    few(
+        [stacked, stacked_with_inputs, stacked_by_number, stacked_by_number_in_remat],
+        stacked_by_number_in_remat,
+        stacked,
+    ),
+    ids=lambda m: m.__name__,
 )
 def test_layers_of_a_stack_have_parameters_of_their_own(model):
     """By hand: the stack with the new function in its layer."""
@@ -266,8 +302,8 @@ def test_layers_of_a_stack_have_parameters_of_their_own(model):
     params = changed.init(jax.random.key(3), X)
     gain = {name: entries for name, entries in params.items() if "gain" in entries}
     ((name, entries),) = gain.items()
-    assert name.endswith("/block/relu")
-    layers = 3 if model is stacked else 4
+    assert f"/{name}".endswith("/block/relu")
+    layers = 4 if model is stacked_with_inputs else 3
     assert entries["gain"].shape == (layers, 16)
     assert len(np.unique(entries["gain"])) == layers * 16
 
