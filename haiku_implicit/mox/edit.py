@@ -7,6 +7,7 @@ this equation that is traced again (`higher.py`).
 
 import collections
 import dataclasses
+import re
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -133,13 +134,13 @@ def _piece(site: Site, new: Replacement) -> higher.Piece:
         return *made.apply(*args), {}
 
     piece = higher.Piece(new.inputs, new.outputs, made.init, apply)
+    if any(x.is_differentiated for x in (*site.place.around, site.node)):
+        raise ValueError(
+            f"{site.node!r} can't be replaced: the model differentiates it (an inner jax.grad), and "
+            "the equations of its derivative would stay what they are"
+        )
     if isinstance(site.node, Equation):
         return piece
-    if site.node.is_differentiated:
-        raise ValueError(
-            f"{site.node!r} can't be replaced: the model differentiates it (an inner jax.grad), and so "
-            "its equations are those of the call and of its derivative"
-        )
     return mapped.for_all_elements(piece, site.node)
 
 
@@ -183,12 +184,17 @@ def sites_of(
         elif isinstance(node, ModuleCall):
             own = place.path_of(node) or caller.module
         else:
-            own = "/".join(filter(None, [caller.module or place.prefix, node.name]))
+            name = _NO_NAME.sub("_", node.name)
+            own = "/".join(filter(None, [caller.module or place.prefix, name]))
             leaves[caller.call, own] += 1
             count = leaves[caller.call, own]
             own += f"_{count - 1}" if count > 1 else ""
         sites.append(Site(node, own, place, caller.callers))
     return sites
+
+
+# What Haiku does not allow in the name of a module: `scatter-add`, `<lambda>`.
+_NO_NAME = re.compile(r"\W|^(?=\d)")
 
 
 class _Caller(NamedTuple):

@@ -116,13 +116,13 @@ class Interface:
         for kind, label, slot, value in self._parts(self._named(args, kwargs)):
             if kind == "rng":
                 value = key_like(value, slot.atoms, draws)
-            arrays += _checked(label, slot.tree, [v.aval for v in slot.atoms], value)
+            arrays += checked(label, slot.tree, [v.aval for v in slot.atoms], value)
         return arrays
 
     def arrays_of_arguments(self, args: Any, kwargs: Any) -> list[Any]:
         """The arrays in the arguments of the Haiku function alone, checked."""
         given = named_arguments(self.signature, args, kwargs)
-        return _checked("", self.args.tree, [v.aval for v in self.args.atoms], given)
+        return checked("", self.args.tree, [v.aval for v in self.args.atoms], given)
 
     @property
     def apply_signature(self) -> inspect.Signature:
@@ -262,7 +262,7 @@ def as_key(key: Any) -> Any:
     return jax.random.PRNGKey(key) if isinstance(key, int) else key
 
 
-def _checked(label: str, tree: marks.Tree, avals: Sequence[Any], value: Any) -> list[Any]:
+def checked(label: str, tree: marks.Tree, avals: Sequence[Any], value: Any) -> list[Any]:
     """The arrays in an argument, which has to have this structure, and these shapes and dtypes.
 
     A weak type is not looked at, as in what JAX compiles ahead of time.

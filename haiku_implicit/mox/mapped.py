@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import batching
+from jax.interpreters import ad, batching
 
 from haiku_implicit.core import compat
 from haiku_implicit.mox.higher import Piece
@@ -54,11 +54,21 @@ def levels_of(node: ModuleCall) -> tuple[Level, ...]:
 
 def element_results(node: Any) -> list[Any]:
     """The shapes and dtypes of a node's results, without the axes of the `vmap`s around it."""
-    avals = [v.aval for v in node.outputs]
-    for batched in reversed(getattr(node, "seen_results", ())):
+    seen = getattr(node, "seen_results", ())
+    return _elements([v.aval for v in node.outputs], [x.axes for x in seen])
+
+
+def element_arguments(node: Any) -> list[Any]:
+    """The same of the arrays among a node's arguments."""
+    seen = getattr(node, "seen", ())
+    return _elements([v.aval for v in node.inputs], [x.axes for x in seen])
+
+
+def _elements(avals: list[Any], axes: Sequence[tuple[int | None, ...]]) -> list[Any]:
+    for own in reversed(axes):
         avals = [
             x if i is None else x.update(shape=(*x.shape[:i], *x.shape[i + 1 :]))
-            for x, i in zip(avals, batched.axes, strict=True)
+            for x, i in zip(avals, own, strict=True)
         ]
     return avals
 
@@ -164,4 +174,11 @@ def _moved(level: Level, x: Any, has: int | None, wanted: int | None) -> Any:
     return jnp.moveaxis(x, has, wanted)
 
 
+def _differentiate(*_: Any, levels: Any, **__: Any) -> Any:
+    raise ValueError(
+        f"{levels[0].name}: the original can't be differentiated within the function, under vmap"
+    )
+
+
 batching.primitive_batchers[element_p] = _batch
+ad.primitive_jvps[element_p] = _differentiate

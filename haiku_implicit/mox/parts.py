@@ -326,7 +326,8 @@ class _Renaming:
         }
 
     def _jaxpr(self, x: Any, names: Mapping[str, str]) -> Any:
-        if isinstance(x, ClosedJaxpr):
+        # From JAX 0.12 on both kinds are one, which is its own `jaxpr`.
+        if isinstance(x, ClosedJaxpr) and x.jaxpr is not x:
             return x.replace(jaxpr=self._jaxpr(x.jaxpr, names))
         if not isinstance(x, Jaxpr):
             return x

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
 from haiku_implicit.mox import mapped, marks
-from haiku_implicit.mox.interface import is_array
+from haiku_implicit.mox.interface import checked, is_array
 from haiku_implicit.mox.program import Program, split_signature
 from haiku_implicit.mox.run import run, run_equation
 from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, read_counts, walk
@@ -74,7 +74,8 @@ def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Re
       function: the function. The original is a function of arguments of the same structure.
     """
     structure, results = structures_of(node)
-    original = Original(body, node)
+    original, avals = Original(body, node), mapped.element_arguments(node)
+    what = f"{node!r}: (args, kwargs) of the original"
     name = getattr(function, "__name__", "function").strip("<>")
 
     def on_arrays(*arrays: Any) -> list[Any]:
@@ -82,12 +83,7 @@ def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Re
         others: list[Any] = []
 
         def call_original(*args: Any, **kwargs: Any) -> Any:
-            given, new = marks.split((args, kwargs), is_array)
-            if not given.like(structure):
-                raise ValueError(
-                    f"{node!r}: the original takes {structure.describe()}, and was given "
-                    f"{given.describe()}"
-                )
+            new = checked(what, structure, avals, (args, kwargs))
             out, others[:] = original(new, captured)
             return results.merge(out)
 
@@ -108,6 +104,11 @@ def before(body: Body, node: Any, path: str, function: Any) -> Replacement:
     structure, _ = structures_of(node)
     args, _ = structure.merge([_ARRAY] * structure.num_arrays)
     places = [i for i, x in enumerate(args) if any(y is _ARRAY for y in jax.tree.leaves(x))]
+    if not places:
+        raise ValueError(
+            f"{node!r} is given no arrays by position, but {structure.describe()}. Take them by their "
+            "names: wrap(where, lambda original, **kwargs: original(...))"
+        )
     taken, _ = marks.split((tuple(args[i] for i in places), {}), lambda x: x is _ARRAY)
     fun = callable_of(function, taken)
 
@@ -251,8 +252,8 @@ def callable_of(
 
 
 def _same(*args: Any, **kwargs: Any) -> Any:
-    """What comes in: the one argument, or all of them."""
-    arrays = jax.tree.leaves((args, kwargs))
+    """The arrays that come in: the one, or a list of them."""
+    arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
     return arrays[0] if len(arrays) == 1 else arrays
 
 

@@ -48,6 +48,14 @@ class Equation:
         """The name of the function in it, if it is a call of one; else that of the primitive."""
         return function_name(self.eqn) or self.primitive.name
 
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether it computes a value and a derivative of it is computed elsewhere, or is part of one.
+
+        That is so within an inner `jax.grad`. Equations in the body of such a one do not know it.
+        """
+        return "jvp(" in str(self.eqn.source_info.name_stack)
+
     @functools.cached_property
     def bodies(self) -> tuple["Body", ...]:
         """The programs in its parameters: the body of a loop, the branches of a condition."""

@@ -199,3 +199,11 @@ def test_one_argument_for_all_elements_stays_one():
         ValueError, match="takes one array for all elements here, and was given one"
     ):
         mox.wrap(Layer, lambda original, x, y: original(x, x + y))
+
+
+def test_the_original_is_not_differentiated():
+    model = hk.transform(functools.partial(one_axis, lambda layer: layer))
+    with pytest.raises(
+        ValueError, match="the original can't be differentiated within the function"
+    ):
+        make_mox(model)(X).wrap(Layer, lambda f, x: jax.grad(lambda x: f(x).sum())(x))

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_implicit.mox import eval_mox, make_mox, to_transformed
+from haiku_implicit.mox import eval_mox, load, make_mox, save, to_transformed
 from tests.mox.compare import close, same
 from tests.tiers import few
 
 X = jax.random.normal(jax.random.key(1), (4, 8))
+RNG = jax.random.PRNGKey(0)
 
 
 def relus(mox):
@@ -636,6 +637,102 @@ def test_nodes_that_can_not_be_replaced(model, where, message):
     mox = make_mox(hk.transform(model))(X)
     with pytest.raises(ValueError, match=message):
         mox.sub(where, lambda x: x)
+
+
+def doubled(f):
+    return lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]
+
+
+DERIVATIVES = {
+    "grad": lambda f: jax.grad(lambda x: f(x).sum()),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
+    "vjp": lambda f: lambda x: jax.vjp(f, x)[1](x)[0],
+    "jit of grad": lambda f: jax.jit(jax.grad(lambda x: f(x).sum())),
+    "grad of jit": lambda f: jax.grad(lambda x: jax.jit(f)(x).sum()),
+    "grad of remat": lambda f: jax.grad(lambda x: jax.checkpoint(f)(x).sum()),
+    "grad of a loop": lambda f: jax.grad(lambda x: doubled(f)(x).sum()),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(lambda x: f(x).sum())),
+    "hessian": lambda f: lambda x: jax.hessian(lambda x: f(x).sum())(x).sum((0, 1)),
+}
+
+
+@pytest.mark.parametrize("derivative", few(list(DERIVATIVES), "grad", "grad of a loop"))
+def test_equations_that_the_model_differentiates_are_refused(derivative, tmp_path):
+    """Without modules, too, and after loading. Those beside can be replaced."""
+
+    def model(act, beside, x):
+        return DERIVATIVES[derivative](lambda x: act(x) * 2)(x) + beside(x)
+
+    mox = make_mox(hk.transform(functools.partial(model, jnp.tanh, jnp.cos)))(X)
+    save(tmp_path / "mox.json", mox)
+    for made in (mox, load(tmp_path / "mox.json")):
+        for change in (made.sub, made.insert_after, made.patch):
+            with pytest.raises(ValueError, match="the model differentiates it"):
+                change("//tanh", jnp.sin)
+        beside = made.query("/mox/cos")[-1]
+        want = model(jnp.tanh, jnp.exp, X)
+        close(made.sub(beside, jnp.exp).apply({}, None, X), want)
+
+
+def test_the_original_is_called_with_what_it_was_made_for():
+    class Scaled(hk.Module):
+        def __call__(self, x, scale, is_training):
+            return x * scale - is_training
+
+    mox = make_mox(hk.transform(lambda x: Scaled(name="a")(x, 2.0, is_training=True)))(X)
+    calls = {
+        r"\[1\]\['is_training'\]: .* made for True, got False": lambda f, x, s, is_training: f(
+            x, s, is_training=False
+        ),
+        r"\[0\]\[1\]: .* made for 2.0, got 3.0": lambda f, x, s, is_training: f(
+            x, 3.0, is_training=is_training
+        ),
+        r"\[0\]\[0\]: .* made for float32\[4,8\], got float32\[1,8\]": lambda f, x, *a, **k: (
+            f(x[:1], *a, **k) + x * 0
+        ),
+        "made for float32.*, got bfloat16": lambda f, x, *a, **k: f(x.astype("bfloat16"), *a, **k),
+        "made for .*array.*, got": lambda f, x, s, is_training: f(x, is_training=is_training),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=f"<a: Scaled.*{message}"):
+            mox.wrap("a", call)
+    changed = mox.wrap("a", lambda f, x, *a, **k: f(x, *a, **k) * 3)
+    close(changed.apply({}, None, X), (X * 2 - 1) * 3)
+
+
+def test_flags_beside_what_is_handed_through():
+    mox = make_mox(
+        hk.transform_with_state(
+            lambda x: hk.BatchNorm(True, True, 0.9, name="norm")(x, is_training=True)
+        )
+    )(X)
+    same(mox.sub("norm", None).apply({}, {}, None, X)[0], X)
+    with pytest.raises(ValueError, match="no arrays by position.*query.*wrap"):
+        make_mox(hk.transform(attention_by_keywords))(X).insert_before("attention", lambda x: x)
+
+
+def attention_by_keywords(x):
+    layer = hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling(), name="attention")
+    return layer(query=x, key=x, value=x)
+
+
+def test_names_that_haiku_does_not_allow():
+    """Of primitives and functions; new parameters have the nearest name that it does."""
+
+    def model(x):
+        x = jax.jit(lambda x: x * 2)(x)
+        return jax.ops.segment_sum(x, jnp.array([0, 0, 1, 1]), 2)
+
+    mox = make_mox(hk.transform(model))(X)
+
+    def gain(x):
+        return x * hk.get_parameter("gain", (8,), init=jnp.ones)
+
+    changed = mox.insert_after("//*[name()='scatter-add']", gain)
+    changed = changed.insert_after('//jit[@name="<lambda>"]', gain)
+    params = changed.init(RNG, X)
+    assert set(params) == {"scatter_add", "_lambda_"}
+    same(changed.apply(params, None, X), mox.apply({}, None, X))
 
 
 def test_a_path_that_no_module_has():

@@ -1,0 +1,218 @@
+"""A model from somebody's own checkout, with other weights in it, beside its dense twin.
+
+What `alphafold3.py` and `alphagenome.py` share: importing from a checkout, the changes of the weights,
+and the table of what they cost and how far the results are off.
+"""
+
+import importlib
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+import haiku_implicit as hki
+
+LIMIT = 64_000  # bytes: what is smaller may become dense
+
+
+class InputError(Exception):
+    """A checkout or weights that cannot be used; the message is one line that says what is wrong."""
+
+
+class Part(NamedTuple):
+    """A part of a model: a transformed function, its parameters, and the arguments of `apply`."""
+
+    name: str
+    transformed: Any
+    params: Any
+    args: tuple[Any, ...]
+
+
+def modules_of(repo: str | None, names: list[str]) -> list[Any]:
+    """Imports modules, from the folder `src` of a checkout if one is given.
+
+    Raises:
+      InputError: if there is no such folder, or something can't be imported.
+    """
+    if repo:
+        source = pathlib.Path(repo).expanduser() / "src"
+        if not source.is_dir():
+            raise InputError(f"--repo: there is no folder {source}")
+        sys.path.insert(0, str(source))
+    try:
+        return [importlib.import_module(name) for name in names]
+    except ImportError as error:
+        where = f"from {repo}" if repo else "without --repo"
+        raise InputError(
+            f"{names[0].partition('.')[0]} could not be imported {where}: {error}. Give the folder "
+            "of a checkout (--repo), and install what it depends on"
+        ) from error
+
+
+# --- weights ----------------------------------------------------------------------------------------
+
+
+def random_params(transformed: Any, *args: Any) -> tuple[Any, Any]:
+    """Random parameters and state of a model, without the zeros that many layers start from.
+
+    Matrices have the scale of their number of inputs, vectors are close to one.
+
+    Args:
+      transformed: what `hk.transform_with_state` returns.
+      *args: the arguments of the Haiku function.
+    """
+    shapes, state = jax.eval_shape(transformed.init, jax.random.PRNGKey(0), *args)
+    rng = np.random.default_rng(0)
+
+    def values(x: Any) -> jax.Array:
+        noise = rng.standard_normal(x.shape, np.float32)
+        if x.ndim > 1 and x.size > max(x.shape):
+            return jnp.asarray(noise * x.shape[-2] ** -0.5, x.dtype)
+        return jnp.asarray(1 + noise / 10, x.dtype)
+
+    return jax.tree.map(values, shapes), jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), state)
+
+
+def params_from(weights: Mapping[str, Mapping[str, Any]], shapes: Any) -> dict[str, Any]:
+    """The parameters of a part, out of those of the whole model.
+
+    A module of the part is the one module of the model whose path ends as its own does; the number of
+    a stack of layers in front does not count. Of a stack there may be more layers than the part has.
+
+    Raises:
+      InputError: if there is no such module, or more than one, or a shape is another.
+    """
+    found: dict[str, Any] = {}
+    for module, entries in shapes.items():
+        own = module.split("/")
+        end = "/" + "/".join(own[1:] if own[0].startswith("__layer_stack") else own)
+        there = [path for path in weights if f"/{path}".endswith(end)]
+        if len(there) != 1:
+            raise InputError(f"--weights: {len(there)} modules are called ...{end}, expected one")
+        found[module] = {}
+        for name, x in entries.items():
+            value = weights[there[0]].get(name)
+            if value is None or value.shape[1:] != x.shape[1:] or len(value) < len(x):
+                shape = "missing" if value is None else value.shape
+                raise InputError(f"--weights: {there[0]}/{name} is {shape}, expected {x.shape}")
+            found[module][name] = jnp.asarray(value[: len(x)], x.dtype)
+    return found
+
+
+# --- the comparison ---------------------------------------------------------------------------------
+
+
+def changes(part: Part) -> Iterator[tuple[str, Any]]:
+    """The parameters of a part in other forms, and what these are called."""
+    axes = hki.infer_matrix_axes(part.transformed.apply, part.params, *part.args)
+
+    def quantized(dtype: str) -> Any:
+        return hki.quantize_params(part.params, dtype=dtype, group_size=32, matrix_axes=axes)
+
+    def with_lora(params: Any) -> Any:
+        params = hki.add_lora(params, jax.random.key(0), rank=4, matrix_axes=axes)
+        trained, frozen = hki.partition(params, trainable_dense=False)
+        # The factors `b` start at zero, and nothing could be seen.
+        return hki.combine(jax.tree.map(lambda x: x + 0.01, trained), frozen)
+
+    yield "int8", quantized("int8")
+    int4 = quantized("int4")
+    yield "int4", int4
+    yield "LoRA", with_lora(part.params)
+    yield "LoRA on int4", with_lora(int4)
+
+
+def compare(part: Part, rtol: float, runs: int) -> None:
+    """Prints what a part costs with each change, and how far it is from its dense twin.
+
+    The dense twin has the same weights as plain arrays, and runs without this library.
+
+    Args:
+      part: the part.
+      rtol: how far results may be off, relative to the greatest one.
+      runs: how often each program is timed.
+    """
+    seconds, _ = timed(jax.jit(part.transformed.apply), (part.params, *part.args), runs)
+    rows = [Row("dense", size_of(part.params), seconds)]
+    bar = tqdm.tqdm(list(changes(part)), desc=part.name, leave=False, disable=not sys.stderr.isatty())
+    for name, params in bar:
+        bar.set_postfix_str(name)
+        rows.append(measured(part, name, params, runs))
+    count = sum(x.size for x in jax.tree.leaves(part.params))
+    print(f"\n{part.name}: {count / 1e6:.1f} M parameters")
+    print(f"{'':14}{'MB':>8}{'ms':>9}{'off by':>10}{'gradients':>11}  became dense")
+    for row in rows:
+        off = [f"{x:.1e}" if x is not None else "" for x in (row.off_by, row.gradients_off_by)]
+        print(
+            f"{row.name:14}{row.size / 1e6:8.1f}{row.seconds * 1e3:9.1f}{off[0]:>10}{off[1]:>11}"
+            f"  {row.became_dense}"
+        )
+    for row in rows:
+        assert max(row.off_by or 0, row.gradients_off_by or 0) <= rtol, f"{row} is off by > {rtol}"
+
+
+class Row(NamedTuple):
+    """What a form of the parameters costs: bytes, seconds of a call, and relative errors."""
+
+    name: str
+    size: int
+    seconds: float
+    off_by: float | None = None
+    gradients_off_by: float | None = None
+    became_dense: str = ""
+
+
+def measured(part: Part, name: str, params: Any, runs: int) -> Row:
+    """Runs a part with these parameters, and its dense twin."""
+    dense, implicit = part.transformed.apply, hki.transform_implicit(part.transformed).apply
+    with hki.materialization("allow"), hki.materialization_report() as report:
+        run = jax.jit(implicit).lower(params, *part.args).compile()
+    assert all(event.nbytes <= LIMIT for event, _ in report), f"{part.name}, {name}:\n{report}"
+    became_dense = f"{report.count} arrays, {report.nbytes / 1e3:.1f} kB" if report else "nothing"
+    seconds, got = timed(run, (params, *part.args), runs)
+    want = jax.jit(dense)(hki.materialize(params), *part.args)
+    row = Row(name, size_of(params), seconds, difference(got, want), None, became_dense)
+    if not name.startswith("LoRA"):
+        return row
+    factors, frozen = hki.partition(params, trainable_dense=False)
+
+    def loss(apply: Any, factors: Any) -> jax.Array:
+        out = jax.tree.leaves(apply(hki.combine(factors, frozen), *part.args))
+        return sum(jnp.mean(x.astype(jnp.float32) ** 2) for x in out)
+
+    def twin(params: Any, *args: Any) -> Any:
+        return dense(hki.materialize(params), *args)
+
+    gradients = [jax.jit(jax.grad(lambda x, f=f: loss(f, x)))(factors) for f in (implicit, twin)]
+    return row._replace(gradients_off_by=difference(*gradients))
+
+
+def size_of(params: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(params))
+
+
+def timed(run: Callable[..., Any], args: Any, runs: int) -> tuple[float, Any]:
+    """The median seconds of a call, after a first one, and what it returns."""
+    out = jax.block_until_ready(run(*args))
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times), out
+
+
+def difference(got: Any, want: Any) -> float:
+    """The greatest difference, relative to the greatest value of each array."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(
+        float(np.abs(x - y).max() / np.abs(y).max())
+        for x, y in (tuple(np.asarray(z, np.float32) for z in pair) for pair in pairs)
+    )
