@@ -274,9 +274,8 @@ def check_tensors(
 
 def check_unused(family: Family, short: str, tensors: Mapping[str, Tensor]) -> None:
     """A tensor that is not read is a buffer, or a copy of one that is."""
-    tensor = tensors[short]
-    if short in family.copies:
-        original = tensors[family.copies[short]]
+    tensor, original = tensors[short], tensors.get(family.copies.get(short, ""))
+    if original is not None:
         if not np.array_equal(tensor.read(), original.read()):
             raise InputError(
                 f"{tensor.path}: tensor {tensor.name!r} differs from {original.name!r}, "

@@ -205,7 +205,7 @@ def bert_config(settings: Settings, names: Set[str]) -> bert.BertConfig:
         hidden_dim=settings.size("intermediate_size"),
         max_positions=settings.size("max_position_embeddings"),
         norm_eps=settings.number("layer_norm_eps"),
-        masked_lm=settings.get("architectures", ["BertModel"]) != ["BertModel"],
+        masked_lm=(settings.get("architectures") or ["BertModel"]) != ["BertModel"],
     )
 
 
@@ -249,12 +249,15 @@ BERT = Family(
 
 
 def llama_config(settings: Settings, names: Set[str]) -> llama.LlamaConfig:
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise InputError(
-            f"rotary positions of type {kind!r}, expected 'default', which scales none"
-        )
+    rope = Settings()
+    for key in ("rope_scaling", "rope_parameters"):
+        rope |= settings.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise InputError(
+                f"{key!r} is of type {kind!r}, expected 'default', which scales nothing"
+            )
+    rope.expect({"partial_rotary_factor": 1.0})
     dim, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
     config = llama.LlamaConfig(
         vocab_size=settings.size("vocab_size"),

@@ -133,6 +133,7 @@ BAD_TENSORS = {
     "axes": (lambda t: t.update({FIRST: t[FIRST][0]}), r"has shape \(64,\), expected \(16, 64\)"),
     "integers": (lambda t: t.update({FIRST: t[FIRST].astype(np.int8)}), f"{FIRST}' is I8, expected F32, F16 or BF16"),
     "other head": (lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1}), "'lm_head.weight' differs from 'transformer.wte.weight'"),
+    "head of another class": (lambda t: t.update({"score.weight": np.zeros((2, 16), np.float32)}), "'score.weight' is not of the model"),
     "twice": (lambda t: t.update({"wte.weight": t["transformer.wte.weight"]}), "'wte.weight' is 'transformer.wte.weight' of model.safetensors, too"),
 }  # fmt: skip
 
@@ -161,6 +162,8 @@ BAD_SETTINGS = [
     ("bert", dict(tie_word_embeddings=False), "'tie_word_embeddings' is False"),
     ("llama", dict(rope_parameters=dict(rope_type="llama3", factor=8.0)), "type 'llama3'"),
     ("llama", dict(rope_parameters=None, rope_scaling=dict(type="linear")), "type 'linear'"),
+    ("llama", dict(rope_scaling=dict(rope_type="yarn")), "'rope_scaling' is of type 'yarn'"),
+    ("llama", dict(rope_parameters=dict(partial_rotary_factor=0.5)), "'partial_rotary_factor' is 0.5"),
     ("llama", dict(attention_bias=True), "'attention_bias' is True"),
     ("llama", dict(head_dim=8), "'head_dim' is 8, expected 4"),
     ("llama", dict(num_key_value_heads=3), "num_heads 4 is not a multiple of num_kv_heads 3"),
@@ -257,6 +260,26 @@ def test_implicit_parameters_stay_implicit(name, way):
     _, model, params = hub.load(ROOT / name)
     arguments, _ = expected(ROOT / name)
     same_without_dense(model.apply, WAYS[way](params), *arguments, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_lora_are_those_of_the_dense_weights(name, never_dense):
+    _, model, params = hub.load(ROOT / name)
+    arguments, _ = expected(ROOT / name)
+    trained, frozen = hki.partition(with_lora(params), trainable_dense=False)
+
+    def loss(params):
+        return (model.apply(params, *arguments) ** 2).mean()
+
+    def implicit(trained):
+        return hki.use_implicit_args(loss)(hki.combine(trained, frozen))
+
+    def dense(trained):
+        return loss(hki.materialize(hki.combine(trained, frozen)))
+
+    found, want = (jax.jit(jax.grad(f))(trained) for f in (implicit, dense))
+    jax.tree.map(lambda a, b: close(a, b, 1e-4), found, want)
 
 
 # --- T5's relative positions ----------------------------------------------------------------------
