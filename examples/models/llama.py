@@ -1,7 +1,7 @@
 """A Llama language model in plain Haiku, after https://arxiv.org/abs/2302.13971.
 
 RMSNorm before each block, rotary positions, grouped-query attention, a SwiGLU feed-forward network
-and an embedding that is shared with the output projection.
+and an embedding that may be shared with the output projection.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ class LlamaConfig:
             head, as the paper and llama.cpp have it, or ``(i, i + head_dim / 2)``, as Hugging Face
             has it. The two are the same model with the outputs of the query and key projections in
             another order.
+        tied: Whether the embedding is the output projection, too.
     """
 
     vocab_size: int
@@ -39,6 +40,7 @@ class LlamaConfig:
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
     rope_interleaved: bool = False
+    tied: bool = True
 
     def __post_init__(self):
         if self.dim % self.num_heads or self.head_dim % 2:
@@ -202,4 +204,7 @@ class Llama(hk.Module):
         for i in range(self.config.num_layers):
             x = Layer(self.config, name=f"layer_{i}")(x, cache_length)
         x = rms_norm(self.config, "final_norm")(x)
-        return jnp.einsum("btd,vd->btv", x, embed.embeddings).astype(jnp.float32)
+        if self.config.tied:
+            return jnp.einsum("btd,vd->btv", x, embed.embeddings).astype(jnp.float32)
+        head = hk.Linear(self.config.vocab_size, with_bias=False, name="lm_head")
+        return head(x).astype(jnp.float32)

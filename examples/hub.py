@@ -1,0 +1,297 @@
+"""Models from folders in the layout of the Hugging Face hub: BERT, GPT-2, Llama, T5 and ViT.
+
+A folder has a `config.json`, and its weights in `model.safetensors` or in the files that
+`model.safetensors.index.json` lists. `hub_families.py` has the table of names of each model.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from errors import InputError
+from hub_families import FAMILIES, Family, Settings
+
+Params = dict[str, dict[str, jax.Array]]
+INDEX = "model.safetensors.index.json"
+
+
+class Loaded(NamedTuple):
+    """What a folder holds.
+
+    Attributes:
+        config: The sizes of the model, for example a `models.gpt2.Gpt2Config`.
+        model: The model; `model.apply(params, ...)` takes no random key.
+        params: Its parameters, float32.
+    """
+
+    config: Any
+    model: hk.Transformed
+    params: Params
+
+
+class Tensor(NamedTuple):
+    """A tensor of an open file, which is read when it is asked for."""
+
+    name: str
+    path: pathlib.Path
+    file: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    @property
+    def dtype(self) -> str:
+        return self.file.get_slice(self.name).get_dtype()
+
+    def read(self) -> np.ndarray:
+        return self.file.get_tensor(self.name)
+
+
+class Source(NamedTuple):
+    """Where a parameter is: the tensor, and which of its axes each axis of the parameter is."""
+
+    tensor: str
+    axes: tuple[int, ...]
+
+
+def fetch(repo: str) -> pathlib.Path:
+    """Downloads a repository of the hub; returns the folder, for `load`.
+
+    Args:
+        repo: For example ``"openai-community/gpt2"``.
+
+    Raises:
+        InputError: If `huggingface_hub` is not installed, or the download fails.
+    """
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise InputError(
+            "downloading needs huggingface_hub: pip install 'haiku-implicit[hub]'"
+        ) from error
+    try:
+        files = ["config.json", "model*.safetensors", INDEX, "tokenizer*"]
+        return pathlib.Path(huggingface_hub.snapshot_download(repo, allow_patterns=files))
+    except Exception as error:  # What networks and the hub raise has no narrower class.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{repo}: could not be downloaded ({reason})") from error
+
+
+def load(folder: str | os.PathLike) -> Loaded:
+    """Reads a model and its weights.
+
+    Args:
+        folder: For example ``fetch("openai-community/gpt2")``.
+
+    Raises:
+        InputError: If a file is missing, damaged or holds something other than the models here.
+            It names the file, and the setting or tensor.
+    """
+    folder = pathlib.Path(folder)
+    with contextlib.ExitStack() as stack:
+        with named(folder / "config.json"):
+            settings = Settings(read_json(folder / "config.json"))
+            family = find_family(settings)
+        tensors = open_tensors(folder, family.prefix, stack)
+        with named(folder / "config.json"):
+            config = read_config(family, settings, tensors)
+        model = hk.without_apply_rng(hk.transform(lambda *args: family.model(config)(*args)))
+        shapes = jax.eval_shape(model.init, jax.random.key(0), *family.inputs(config))
+        sources = find_sources(family, shapes)
+        check_tensors(family, shapes, sources, tensors, folder)
+        params = {
+            module: {name: read(tensors, sources[module, name]) for name in own}
+            for module, own in shapes.items()
+        }
+    return Loaded(config, model, params)
+
+
+@contextlib.contextmanager
+def named(path: pathlib.Path) -> Iterator[None]:
+    """Puts the path before what an `InputError` says."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+# --- The files ------------------------------------------------------------------------------------
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(error.strerror) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise InputError(f"holds {type(found).__name__}, expected an object")
+    return found
+
+
+def open_tensors(
+    folder: pathlib.Path, prefix: str, stack: contextlib.ExitStack
+) -> dict[str, Tensor]:
+    """The tensors of all files by their short names; the stack closes the files."""
+    tensors: dict[str, Tensor] = {}
+    for path, listed in weight_files(folder).items():
+        with named(path):
+            file = stack.enter_context(open_safetensors(path))
+            names = set(file.keys())
+            for name in sorted(listed - names):
+                raise InputError(f"tensor {name!r}, which {INDEX} lists, is missing")
+            for name in sorted(names):
+                short = short_name(name, prefix)
+                if short in tensors:
+                    other = tensors[short]
+                    raise InputError(f"tensor {name!r} is {other.name!r} of {other.path.name}, too")
+                tensors[short] = Tensor(name, path, file)
+    return tensors
+
+
+def short_name(name: str, prefix: str) -> str:
+    """The name as the tables have it: without the prefix, and not as old files have norms.
+
+    >>> short_name("bert.embeddings.LayerNorm.gamma", "bert.")
+    'embeddings.LayerNorm.weight'
+    """
+    head, _, last = name.removeprefix(prefix).rpartition(".")
+    last = {"gamma": "weight", "beta": "bias"}.get(last, last)
+    return f"{head}.{last}" if head else last
+
+
+def weight_files(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
+    """The files with weights, and the tensors that have to be in each by the index."""
+    whole, index = folder / "model.safetensors", folder / INDEX
+    if whole.exists():
+        return {whole: set()}
+    if not index.exists():
+        pickled = "; pickled weights (.bin) are not read, save the model as safetensors"
+        hint = pickled if any(folder.glob("*.bin")) else ""
+        raise InputError(f"{folder}: neither {whole.name} nor {INDEX} is there{hint}")
+    files: dict[pathlib.Path, set[str]] = {}
+    with named(index):
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise InputError("'weight_map' is missing")
+        for name, file in listed.items():
+            if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+                raise InputError(f"'weight_map' names {file!r}, expected a file beside it")
+            files.setdefault(folder / file, set()).add(name)
+    return files
+
+
+def open_safetensors(path: pathlib.Path) -> Any:
+    """The file, mapped into memory."""
+    try:
+        return safetensors.safe_open(path, framework="numpy")
+    except OSError as error:
+        raise InputError(error.strerror or "No such file or directory") from error
+    except safetensors.SafetensorError as error:
+        raise InputError(f"truncated or damaged safetensors file ({error})") from error
+
+
+# --- The model ------------------------------------------------------------------------------------
+
+
+def find_family(settings: Settings) -> Family:
+    """What kind of model it is; classes and settings that are not computed here are refused."""
+    kind = settings["model_type"]
+    if kind not in FAMILIES:
+        raise InputError(f"'model_type' is {kind!r}, expected one of {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[kind]
+    for architecture in settings.get("architectures") or ():
+        if architecture not in family.architectures:
+            expected = " or ".join(family.architectures)
+            raise InputError(f"'architectures' has {architecture!r}, expected {expected}")
+    settings.expect({"quantization_config": None, **family.expected})
+    return family
+
+
+def read_config(family: Family, settings: Settings, tensors: Mapping[str, Tensor]) -> Any:
+    """The config of the model."""
+    try:
+        return family.config(settings, tensors.keys())
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def find_sources(
+    family: Family, shapes: Mapping[str, Mapping[str, Any]]
+) -> dict[tuple[str, str], Source]:
+    """Where each parameter of the model is, by the table of names."""
+    sources = {}
+    for theirs, ours, kind in family.rows:
+        for i in itertools.count() if "{i}" in ours else (0,):
+            module = ours.format(i=i)
+            if module not in shapes:
+                break
+            for suffix, (name, axes) in kind.items():
+                if name in shapes[module]:
+                    sources[module, name] = Source(f"{theirs.format(i=i)}.{suffix}", axes)
+    return sources
+
+
+def check_tensors(
+    family: Family,
+    shapes: Mapping[str, Mapping[str, Any]],
+    sources: Mapping[tuple[str, str], Source],
+    tensors: Mapping[str, Tensor],
+    folder: pathlib.Path,
+) -> None:
+    """Every parameter has its tensor, of the right shape, and there are no others."""
+    for (module, name), (wanted, axes) in sources.items():
+        if wanted not in tensors:
+            raise InputError(f"{folder}: tensor {wanted!r} ({module}/{name}) is missing")
+        tensor, shape = tensors[wanted], shapes[module][name].shape
+        shape = tuple(shape[axes.index(i)] for i in range(len(axes)))
+        if tensor.shape != shape:
+            raise InputError(
+                f"{tensor.path}: tensor {tensor.name!r} has shape {tensor.shape}, "
+                f"expected {shape} by config.json"
+            )
+        if tensor.dtype not in ("F32", "F16", "BF16"):
+            raise InputError(
+                f"{tensor.path}: tensor {tensor.name!r} is {tensor.dtype}, "
+                "expected F32, F16 or BF16"
+            )
+    for short in sorted(tensors.keys() - {source.tensor for source in sources.values()}):
+        check_unused(family, short, tensors)
+
+
+def check_unused(family: Family, short: str, tensors: Mapping[str, Tensor]) -> None:
+    """A tensor that is not read is a buffer, or a copy of one that is."""
+    tensor, original = tensors[short], tensors.get(family.copies.get(short, ""))
+    if original is not None:
+        if not np.array_equal(tensor.read(), original.read()):
+            raise InputError(
+                f"{tensor.path}: tensor {tensor.name!r} differs from {original.name!r}, "
+                "with which config.json shares it (tie_word_embeddings)"
+            )
+    elif not re.fullmatch(family.unused, short):
+        raise InputError(
+            f"{tensor.path}: tensor {tensor.name!r} is not of the model in config.json"
+        )
+
+
+def read(tensors: Mapping[str, Tensor], source: Source) -> jax.Array:
+    """The parameter in float32, its axes in Haiku's order."""
+    tensor = tensors[source.tensor]
+    try:
+        return jnp.asarray(tensor.read().transpose(source.axes), jnp.float32)
+    # bfloat16 needs a newer version than the oldest that reads the others.
+    except (TypeError, safetensors.SafetensorError) as error:
+        raise InputError(f"{tensor.path}: tensor {tensor.name!r}: {error}") from error
