@@ -101,13 +101,12 @@ def _broadcast(
     short = [old.get(i, 1) for i in range(len(shape))]
     longer = [i for i, n in enumerate(shape) if n != short[i]]
     # (What is repeated along the first axis is a stack, as of beams, which a loop may write into.)
-    if not longer or 0 in (*longer, *shape) or sharding is not None:
+    if 0 in (*longer, *shape) or sharding is not None:
         return NotImplemented
     if any(export.is_symbolic_dim(n) for n in shape):
         return NotImplemented
-    out = default_handler(
-        primitive, w, shape=tuple(short), broadcast_dimensions=broadcast_dimensions, sharding=None
-    )
+    params = dict(new_sizes=tuple(short), dimensions=None, sharding=None)
+    out = default_handler(jax.lax.reshape_p, w, **params) if tuple(short) != w.shape else w
     for i in longer:
         out = Repeated(out, i - len(shape), shape[i])
     return out
