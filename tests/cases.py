@@ -272,7 +272,9 @@ CASES = {
     "nf4 groups last axis": quantized("nf4", group_size=2, axis=-1),
     "scaled int8": Case(make_scaled, dense_scaled),
     "view of lora": Case(make_view, lambda x: np.swapaxes(dense_lora(x.matrix), -1, -2)),
-    "lora, repeated": Case(make_repeated, lambda x: np.repeat(dense_lora(x.array), 2, -2)),
+    "lora, repeated": Case(
+        make_repeated, lambda x: np.repeat(dense_lora(x.array), 2, -2), singular=True
+    ),
     "lora beside dense": Case(make_concatenated, dense_concatenated),
     "fake int8": Case(make_fake, lambda x: x.value),
     "cache int8": Case(make_cache),

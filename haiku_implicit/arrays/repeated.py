@@ -179,6 +179,17 @@ def squeeze_repeated(primitive: Primitive, x: Repeated, *, dimensions: Sequence[
     return Repeated(jnp.squeeze(x.array, dimensions), x.axis + gone_behind, x.count)
 
 
+@primitive_handler("convert_element_type")
+def cast_repeated(primitive: Primitive, x: Repeated, *, new_dtype: Any, **params: Any) -> Any:
+    """To a wider dtype; in a narrower one the gradients of the repetitions would be summed in that."""
+    if not jnp.issubdtype(new_dtype, np.inexact):
+        return NotImplemented
+    wider = jnp.promote_types(x.dtype, new_dtype) == new_dtype
+    array = x.array if wider else _copied(x)
+    array = default_handler(primitive, array, new_dtype=new_dtype, **params)
+    return Repeated(array, x.axis, x.count) if wider else array
+
+
 @primitive_handler(["slice", "dynamic_slice", "gather", "dynamic_update_slice", "scatter"])
 def change_copy(primitive: Primitive, x: Repeated, *others: jax.Array, **params: Any) -> Any:
     """Parts, and writes: of the array with its entries repeated."""

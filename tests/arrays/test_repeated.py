@@ -1,5 +1,7 @@
 """`Repeated`: key heads that query heads share are held, and read, once."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,6 +131,16 @@ def test_gradients_of_a_repeated_lora_go_to_its_factors(never_dense):
     np.testing.assert_allclose(got.b, dense[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(B, N, 1, D), (B, 1, S, D), (1, 1, 1, D)])
+def test_an_axis_of_length_one_anywhere(shape, never_dense):
+    for axis in range(4):
+        fun = functools.partial(jnp.expand_dims, axis=axis)
+        x = cache(shape=shape)
+        got = use(fun)(x)
+        assert got.nbytes == x.nbytes
+        np.testing.assert_array_equal(hki.materialize(got), fun(hki.materialize(x)))
+
+
 # What writes or cuts does so in a copy of the codes, which is a cache again.
 COPIES = {
     "write": (lambda x: x.at[:, :, 1].set(1.0), hki.QuantizedCache),
@@ -142,7 +154,11 @@ COPIES = {
     "heads join the batch": (lambda x: x.reshape(B * N * R, S, D), hki.QuantizedCache),
     "one of the batch": (lambda x: x[1], hki.QuantizedCache),
     "times a number": (lambda x: 2.0 * x, hki.Repeated),
-    "in bfloat16": (lambda x: x.astype(jnp.bfloat16), hki.Repeated),
+    "in bfloat16": (lambda x: x.astype(jnp.bfloat16), hki.QuantizedCache),
+    "in bfloat16 before": (
+        lambda x: jnp.repeat(x[:, ::R].astype(jnp.bfloat16), R, axis=1).astype(jnp.float32),
+        hki.Repeated,
+    ),
     "without an axis": (lambda x: x[:1].reshape(N * R, S, D), None),
 }
 
