@@ -20,7 +20,7 @@ FLOORS = [
     ["arrays"],
     ["training"],
     ["params"],
-    ["mox"],
+    ["layers", "mox"],
     ["quantization", "testing"],
     [""],  # what `import haiku_implicit` gives
 ]
