@@ -1,13 +1,13 @@
 """Functions over implicit parameters, sent to a process that keeps what it has compiled.
 
-A worker runs beside the program and takes functions from it, pickled by cloudpickle, and their arguments.
-It keeps the compiled functions, so that only the first call compiles. A second worker finds the
-programs of the first in JAX's persistent cache, and compiles nothing.
+A worker runs beside the program and takes functions and their arguments from it, pickled by
+cloudpickle. It keeps the compiled functions, so that only the first call compiles. A second worker finds
+the programs of the first in JAX's persistent cache, and compiles nothing.
 
 Whoever may send a pickle to a process may run any code in it. So the worker listens on 127.0.0.1 only,
 and a connection has to prove that it knows a random key (by HMAC, in `multiprocessing.connection`),
-which the worker gets through a pipe at its start. The bytes are not encrypted. Do not bind it to another
-address: between machines, use ssh's port forwarding.
+which the worker gets through a pipe at its start. The bytes are not encrypted. Do not bind it to
+another address: between machines, use ssh's port forwarding.
 
     python examples/remote_functions.py
 """
