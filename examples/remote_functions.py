@@ -1,8 +1,8 @@
 """Functions over implicit parameters, sent to a process that keeps what it has compiled.
 
 A worker runs beside the program and takes functions and their arguments from it, pickled by
-cloudpickle. It keeps the compiled functions, so that only the first call compiles. A second worker finds
-the programs of the first in JAX's persistent cache, and compiles nothing.
+cloudpickle. It keeps the compiled functions, so that only the first call compiles. A second worker
+finds the programs of the first in JAX's persistent cache, and compiles nothing.
 
 Whoever may send a pickle to a process may run any code in it. So the worker listens on 127.0.0.1 only,
 and a connection has to prove that it knows a random key (by HMAC, in `multiprocessing.connection`),
