@@ -28,8 +28,9 @@ def main(argv: list[str]) -> None:
     branches()
     nan_lesson()
     batched_cond()
-    loops_of_fixed_length()
-    loops_that_end_early()
+    with hki.materialization("error"):  # no loop makes the matrix dense
+        loops_of_fixed_length()
+        loops_that_end_early()
 
 
 # --- branches ---------------------------------------------------------------------------------------

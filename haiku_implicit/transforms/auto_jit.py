@@ -193,6 +193,15 @@ class _Tree(_Part):
         return self.treedef.unflatten([x.rebuild(made) for x in self.leaves])
 
 
+def _copy(x: Any) -> Any:
+    """Another object with the attributes of `x`, also where `copy` gives `x` itself."""
+    other = copy.copy(x)
+    if other is x:
+        other = object.__new__(type(x))
+        vars(other).update(vars(x))
+    return other
+
+
 @dataclasses.dataclass(frozen=True)
 class _Object(_Part):
     """An object that is taken apart into its attributes."""
@@ -202,7 +211,7 @@ class _Object(_Part):
     attributes: tuple[_Tree, ...]
 
     def rebuild(self, made: _Rebuilt) -> Any:
-        x = copy.copy(self.itself.rebuild(made))
+        x = _copy(self.itself.rebuild(made))
         values = [y.rebuild(made) for y in self.attributes]
         vars(x).update(zip(self.names, values, strict=True))
         before = {name: tree_flatten_with_implicit(vars(x)[name]) for name in self.names}

@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import gc
+import logging
+import operator
+import threading
 import weakref
 
 import jax
@@ -241,6 +244,37 @@ def test_functions_are_told_apart_and_not_kept_alive():
     del g
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
+
+
+class Single(Model):
+    """An object of which `copy.copy` makes no other."""
+
+    def __copy__(self):
+        return self
+
+
+def test_an_object_that_is_its_own_copy_keeps_its_attributes():
+    model = Single(CASES["lora"](0))
+    weight = model.params["w"]
+    np.testing.assert_allclose(
+        model.step(jnp.ones((2, 4))), model.plain(jnp.ones((2, 4))), rtol=1e-5
+    )
+    assert model.params["w"] is weight
+
+
+def test_objects_of_jax_and_python_are_static():
+    f, traces = counted(lambda g, x, *others: g(x, x))
+    others = (
+        jax.devices()[0],
+        threading.Lock(),
+        logging.getLogger("a"),
+        jax.sharding.PartitionSpec("x"),
+    )
+    functions = jnp.add, operator.add, jax.jit(jnp.add), functools.partial(jnp.where, True)
+    for g in functions:
+        for _ in range(2):
+            np.testing.assert_allclose(f(g, jnp.ones(2), *others), g(jnp.ones(2), jnp.ones(2)))
+    assert len(traces) == len(functions)
 
 
 @dataclasses.dataclass
