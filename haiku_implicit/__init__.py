@@ -80,6 +80,8 @@ from haiku_implicit.training.optimizers import (
     freeze_subtrees,
 )
 from haiku_implicit.training.quantized_state import quantized_state
+from haiku_implicit.transforms.auto_axes import auto_in_axes
+from haiku_implicit.transforms.auto_jit import auto_jit
 
 __version__ = "0.1.0"
 
@@ -145,6 +147,9 @@ __all__ = [
     "mox",
     # heads, rotary positions, meshes and policies, under EasyDeL's names
     "layers",
+    # JAX's transformations with less to say
+    "auto_in_axes",
+    "auto_jit",
     # dense arrays, and what became dense
     "materialize",
     "materialization",

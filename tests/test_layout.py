@@ -18,7 +18,7 @@ FLOORS = [
     ["products.cpu", "products.gpu"],
     ["products"],
     ["arrays"],
-    ["training"],
+    ["training", "transforms"],
     ["params"],
     ["layers", "mox"],
     ["quantization", "testing"],
