@@ -70,11 +70,11 @@ class Mox(Program):
 
     @functools.cached_property
     def _view(self) -> view.View:
-        return view.View(self.body, self._params)
+        return view.View(self.body)
 
     @functools.cached_property
     def _whole_view(self) -> view.View:
-        return view.View(self.body, self._params, constructors=True)
+        return view.View(self.body, constructors=True)
 
     def show(self, depth: int | None = None) -> str:
         """The expression as text: a line for each call of a module, and totals at the end.
@@ -198,10 +198,30 @@ class Mox(Program):
         Raises:
           KeyError: if there is none. It names paths that are close.
         """
-        return view.with_path(self.body, self._params, pattern)
+        return view.with_path(self.body, pattern)
 
     def select(self, what: type | Callable[[Node], Any]) -> list[Node]:
-        """The calls of a class of modules (and those derived from it), or the nodes of a predicate."""
+        """The calls of a class of modules (and those derived from it), or the nodes of a predicate.
+
+        The calls of modules have `path` (the full one), `name`, `cls`, `type_name`, `method` and
+        `config` (the arguments of the constructor), equations have `primitive`, `name` and `eqn`; both
+        have `inputs` and `outputs`, whose `aval` is the shape and dtype.
+
+        Args:
+          what: a class of modules, or a function of a node that returns whether it is chosen.
+
+        Raises:
+          TypeError: for anything else.
+
+        Example:
+          >>> import haiku as hk, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 3])(x)))(jnp.ones((2, 4)))
+          >>> mox.select(lambda node: getattr(node, "config", {}).get("output_size") == 3)
+          [<mlp/~/linear_1: Linear: f32[2,8] -> f32[2,3]>]
+          >>> mox.select(lambda node: node.name == "dot_general")[1:]
+          [<dot_general: f32[2,8], f32[8,3] -> f32[2,3]>]
+        """
         return view.select(self.body, what)
 
     def sub(
@@ -305,6 +325,11 @@ class Mox(Program):
 
     def parameters(self, where: view.Where) -> list[str]:
         """The parameters that nodes read: `module/name` of each.
+
+        A module's are those that it, or what is in it, reads otherwise than through its arguments: if
+        it is applied to a parameter of another module (learned queries), that one is an input. So it is
+        for the equations in it. What a module hands to a method of its own, or below it, stays its own.
+        An equation outside of modules reads what it is given.
 
         Args:
           where: the nodes, as for `sub`.

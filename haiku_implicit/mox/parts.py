@@ -2,17 +2,17 @@
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import Literal, Var
 
 from haiku_implicit.mox import higher, marks
 from haiku_implicit.mox.edit import Added, Site, grafted, holders_of, sites_of, with_grafts
 from haiku_implicit.mox.graft import Graft
 from haiku_implicit.mox.interface import Interface, Path, Slot, by_path, nested
+from haiku_implicit.mox.paths import with_new_paths
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.replacement import structures_of
 from haiku_implicit.mox.sources import read_by
@@ -231,30 +231,28 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
     """
     params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
     sites = sites_of(mox.body, nodes, params=params, inner=True)
-    whole, within = {}, {}
+    names = {}
     for site in sites:
-        old, own = site.path, getattr(site.node, "path", "")
-        if not own:
+        old = getattr(site.node, "path", "")
+        if not old:
             raise ValueError(f"where: {site.node!r} has no name: choose calls of modules")
         new = name(old) if callable(name) else name
         new = new if "/" in new or callable(name) else "/".join([*old.split("/")[:-1], new])
-        whole[old] = new
-        prefix = old[: len(old) - len(own)]
-        within[own] = new[len(prefix) :] if new.startswith(prefix) else new
-    if len(whole) > 1 and not callable(name):
+        names[old] = new
+    if len(names) > 1 and not callable(name):
         raise ValueError(
-            f"{name!r} can't be the name of {', '.join(whole)}: give a function of the path"
+            f"{name!r} can't be the name of {', '.join(names)}: give a function of the path"
         )
     face = mox.interface
     face = dataclasses.replace(
         face,
-        params=_with_names(face.params, whole),
-        state=_with_names(face.state, whole),
-        new_state=_with_names(face.new_state, whole),
+        params=_with_names(face.params, names),
+        state=_with_names(face.state, names),
+        new_state=_with_names(face.new_state, names),
     )
-    children = _Renaming(whole, within, holders_of(sites)).nodes(mox.body.children)
+    children = with_new_paths(mox.body.children, lambda path: _new_name(path, names))
     body = dataclasses.replace(mox.body, children=children)
-    init = mox.init and _renamed_init(mox, whole)
+    init = mox.init and _renamed_init(mox, names)
     return dataclasses.replace(mox, body=body, interface=face, init=init)
 
 
@@ -284,58 +282,3 @@ def _renamed_init(mox: Program, names: Mapping[str, str]) -> Callable[..., Any]:
         return new if mox.has_state else new[0]
 
     return init
-
-
-class _Renaming:
-    """Other names for the modules in a tree.
-
-    Args:
-      whole: new paths, by the old ones.
-      within: the same in the bodies around the renamed nodes, where paths may begin anew.
-      holders: the `id`s of the equations that these are in.
-    """
-
-    def __init__(self, whole: Mapping[str, str], within: Mapping[str, str], holders: set[int]):
-        self.whole, self.within, self.holders = whole, within, holders
-        self.calls: dict[Any, marks.Call] = {}
-
-    def nodes(self, nodes: Sequence[Any]) -> tuple[Any, ...]:
-        """The nodes with new names."""
-        new = []
-        for node in nodes:
-            if isinstance(node, ModuleCall):
-                call = node.call and self._call(node.call, self.whole)
-                node = dataclasses.replace(node, call=call, children=self.nodes(node.children))
-            elif node.marked is not None:
-                names = {**self.within, **self.whole} if id(node) in self.holders else self.whole
-                node = dataclasses.replace(node, marked=self._params(node.marked, names))
-            new.append(node)
-        return tuple(new)
-
-    def _call(self, call: marks.Call, names: Mapping[str, str]) -> marks.Call:
-        path = _new_name(call.path, names)
-        if path == call.path:
-            return call
-        return self.calls.setdefault((call, path), dataclasses.replace(call, path=path))
-
-    def _params(self, params: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-        rename = functools.partial(self._jaxpr, names=names)
-        return {
-            key: type(x)(map(rename, x)) if type(x) in (tuple, list) else rename(x)
-            for key, x in params.items()
-        }
-
-    def _jaxpr(self, x: Any, names: Mapping[str, str]) -> Any:
-        if isinstance(x, ClosedJaxpr):
-            return x.replace(jaxpr=self._jaxpr(x.jaxpr, names))
-        if not isinstance(x, Jaxpr):
-            return x
-        eqns = []
-        for eqn in x.eqns:
-            if eqn.primitive is marks.mark_p:
-                call = self._call(eqn.params["call"], names)
-                eqn = eqn.replace(params={**eqn.params, "call": call})
-            else:
-                eqn = eqn.replace(params=self._params(eqn.params, names))
-            eqns.append(eqn)
-        return x.replace(eqns=eqns)

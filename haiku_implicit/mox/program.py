@@ -23,6 +23,7 @@ from haiku_implicit.mox.interface import (
     slots_of,
     slots_with,
 )
+from haiku_implicit.mox.paths import with_full_paths
 from haiku_implicit.mox.run import run
 from haiku_implicit.mox.sources import depends
 from haiku_implicit.mox.tree import Body, body_of
@@ -148,6 +149,8 @@ def program_of(
     face = dataclasses.replace(
         face.with_variables(body.invars), results=new_state.pop(_OUT), new_state=new_state
     )
+    entries = [*face.params.items(), *face.state.items()]
+    body = with_full_paths(body, {v: path for path, slot in entries for v in slot.atoms})
     return Program(body, face, transformed.init, implicit)
 
 

@@ -405,3 +405,57 @@ def test_implicit_parameters_by_query():
     ]
     with pytest.raises(ValueError, match="'mlp/w'"):
         hki.add_lora(params, 0, rank=2, targets=["mlp/w"])
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def latents(x):
+    """Learned queries, which a module is given as an argument, and a method that is given its own."""
+
+    class Tied(hk.Module):
+        def __call__(self, x):
+            w = hk.get_parameter("w", (8, 8), init=hk.initializers.RandomNormal())
+            return self.twice(w, x)
+
+        def twice(self, w, x):
+            return x @ w @ w
+
+    queries = hk.get_parameter("queries", (3, 8), init=hk.initializers.RandomNormal())
+    h = hk.Linear(8, name="query")(queries) @ Tied(name="tied")(x).T
+    return jax.lax.scan(lambda c, row: (c, hk.Linear(8, name="last")(row)), 0, h)[1]
+
+
+def given(x):
+    class Outer(hk.Module):
+        def __call__(self, x):
+            queries = hk.get_parameter("queries", (3, 8), init=hk.initializers.RandomNormal())
+            return hk.Linear(8, name="inner")(queries) @ x.T
+
+    return Outer(name="outer")(x)
+
+
+@pytest.mark.parametrize(
+    "model, where, parameters",
+    [
+        (latents, "query", ["query/b", "query/w"]),
+        (latents, "//module_call[@type='Linear']//dot_general", ["query/w", "last/w"]),
+        (latents, "tied", ["tied/w"]),
+        (latents, "//module_call[@method='twice']//dot_general", ["tied/w"]),
+        (given, "outer", ["outer/inner/b", "outer/inner/w", "outer/queries"]),
+        (given, "outer/inner", ["outer/inner/b", "outer/inner/w"]),
+        (given, "//dot_general", ["outer/inner/w"]),
+    ],
+)
+def test_arguments_are_no_parameters_of_a_module(model, where, parameters):
+    _, mox, _ = made(model)
+    assert sorted(mox.parameters(where)) == sorted(parameters)
+    around = mox.wrap("//dot_general", lambda original, x, y: original(x, y))
+    assert sorted(around.parameters(where)) == sorted(parameters)
+
+
+def test_what_shows_parameters_leaves_out_arguments():
+    _, mox, _ = made(given)
+    lines = [line.split("  ")[-1] for line in mox.show().split("\n")]
+    assert lines[1:3] == ["96 parameters", "72 parameters"]
+    assert mox.to_dot().count("queries") == 0
