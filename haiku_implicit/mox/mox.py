@@ -442,10 +442,21 @@ class Mox(Program):
         """The expression in which modules have the parameters of others.
 
         Args:
-          taking: by the path of a module, the path of the one whose parameters it takes.
+          taking: by the path of a module, the path of the one whose parameters it takes. If that takes
+            those of a third one, so does the first.
 
         Raises:
-          ValueError: if there is no such module, or its parameters have other names, shapes or dtypes.
+          ValueError: if there is no such module, or its parameters have other names, shapes or dtypes;
+            if a module would take its own, directly or by way of others, or those of two.
+          TypeError: if `taking` is not a dictionary.
+
+        Example:
+          >>> import haiku as hk, jax, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> x = jnp.ones((2, 8))
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 8])(x)))(x)
+          >>> list(mox.share({"mlp/~/linear_1": "mlp/~/linear_0"}).init(jax.random.key(0), x))
+          ['mlp/~/linear_0']
         """
         return cast(Mox, parts.shared(self, taking))
 

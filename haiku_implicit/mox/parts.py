@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -179,34 +179,62 @@ def shared(mox: Program, taking: Mapping[str, str]) -> Program:
       taking: by the path of a module, the path of the one whose parameters it takes.
 
     Raises:
-      ValueError: if there is no such module, or its parameters have other names, shapes or dtypes.
+      ValueError: if there is no such module, or its parameters have other names, shapes or dtypes; if a
+        module would take its own parameters, directly or by way of others, or those of two modules.
     """
-    face, params = mox.interface, dict(mox.interface.params)
-    given: list[tuple[Any, Any]] = []
+    old: Mapping[Path, Slot] = mox.interface.params
+    sources: dict[Path, Path] = {}
     for module, of in taking.items():
-        own, other = (_below(face.params, path) for path in (module, of))
-        for name, found in ((module, own), (of, other)):
-            if not found:
-                raise ValueError(f"no parameter of the model is below {name!r}")
-        for path, slot in own.items():
-            source = other.get(path)
-            shapes = [
-                [(v.aval.shape, v.aval.dtype) for v in x.atoms] for x in (slot, source or slot)
-            ]
-            if source is None or shapes[0] != shapes[1]:
-                there = "missing" if source is None else str(shapes[1])
-                name = "/".join(path).lstrip("/")
+        for path, source in _pairs(old, module, of):
+            if sources.setdefault(path, source) != source:
                 raise ValueError(
-                    f"{module!r} can't have the parameters of {of!r}: {name!r} is {shapes[0]}, and "
-                    f"there it is {there}"
+                    f"share: {'/'.join(path)!r} would take those of {'/'.join(sources[path])!r} and of "
+                    f"{'/'.join(source)!r}: give each module one other"
                 )
-            given += zip(slot.atoms, source.atoms, strict=True)
-            del params[f"{module}{path[0]}", path[1]]
-    face = dataclasses.replace(face, params=params)
+    last = {path: _last_source(path, sources) for path in sources}
+    given = [
+        pair
+        for path, source in last.items()
+        for pair in zip(old[path].atoms, old[source].atoms, strict=True)
+    ]
+    params = {path: slot for path, slot in old.items() if path not in sources}
+    face = dataclasses.replace(mox.interface, params=params)
     children = (ModuleCall(None, tuple(given), (), (), ()), *mox.body.children)
     body = dataclasses.replace(mox.body, children=children)
     init = _init_of_part(mox, face)
     return dataclasses.replace(mox, body=_returning(body, face), interface=face, init=init)
+
+
+def _pairs(entries: Mapping[Path, Slot], module: str, of: str) -> Iterator[tuple[Path, Path]]:
+    """The parameters of a module, and those of another one in their place."""
+    own, other = (_below(entries, path) for path in (module, of))
+    for name, found in ((module, own), (of, other)):
+        if not found:
+            raise ValueError(f"share: no parameter of the model is below {name!r}")
+    for (rest, name), slot in own.items():
+        source = other.get((rest, name))
+        there, here = ([v.aval.str_short() for v in x.atoms] for x in (source or slot, slot))
+        if source is None or there != here:
+            raise ValueError(
+                f"share: {module!r} can't have the parameters of {of!r}: "
+                f"{f'{rest}/{name}'.lstrip('/')!r} is {', '.join(here)}, and there it is "
+                f"{'missing' if source is None else ', '.join(there)}"
+            )
+        yield (f"{module}{rest}", name), (f"{of}{rest}", name)
+
+
+def _last_source(path: Path, sources: Mapping[Path, Path]) -> Path:
+    """The parameter that is taken in the end, where what is taken takes another one."""
+    way = [path]
+    while way[-1] in sources:
+        way.append(sources[way[-1]])
+        if way[-1] in way[:-1]:
+            circle = ", ".join(module for module, _ in way[way.index(way[-1]) :])
+            raise ValueError(
+                f"share: each of these modules takes the parameters of the next one, in a circle: {circle}."
+                " Leave one out; to exchange their parameters, rename them"
+            )
+    return way[-1]
 
 
 def _below(entries: Mapping[Path, Slot], module: str) -> dict[Path, Slot]:

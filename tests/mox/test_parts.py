@@ -407,6 +407,52 @@ def test_implicit_parameters_by_query():
         hki.add_lora(params, 0, rank=2, targets=["mlp/w"])
 
 
+@pytest.mark.parametrize(
+    "taking, sources",
+    [
+        ({"b": "a", "c": "b"}, {"b": "a", "c": "a"}),
+        ({"c": "b", "b": "a"}, {"b": "a", "c": "a"}),
+        ({"d": "c", "c": "b", "b": "a"}, {"b": "a", "c": "a", "d": "a"}),
+        ({"c": "a", "d": "c"}, {"c": "a", "d": "a"}),
+    ],
+)
+def test_modules_share_along_a_chain(taking, sources):
+    t = hk.transform(lambda x: four("abcd", x))
+    params = t.init(jax.random.key(0), X)
+    shared = make_mox(t)(X).share(taking)
+    assert set(shared.init(jax.random.key(0), X)) == set(params) - set(sources)
+    full = {name: params[sources.get(name, name)] for name in params}
+    close(shared.apply(params, None, X), t.apply(full, None, X))
+
+
+def four(names, x):
+    for name in names:
+        x = jnp.sin(hk.Linear(8, name=name)(x))
+    return x
+
+
+@pytest.mark.parametrize(
+    "taking, circle",
+    [
+        ({"a": "a"}, "a, a"),
+        ({"a": "b", "b": "a"}, "a, b, a"),
+        ({"a": "b", "b": "c", "c": "a"}, "a, b, c, a"),
+        ({"d": "a", "a": "b", "b": "a"}, "a, b, a"),
+    ],
+)
+def test_modules_that_would_share_with_themselves(taking, circle):
+    mox = make_mox(hk.transform(lambda x: four("abcd", x)))(X)
+    with pytest.raises(ValueError, match=rf"share: .* in a circle: {circle}\. .*rename"):
+        mox.share(taking)
+
+
+def test_a_module_can_take_the_parameters_of_one_only():
+    t = hk.transform(lambda x: hk.nets.MLP([8], name="m")(hk.nets.MLP([8], name="n")(four("a", x))))
+    message = "share: .n/~/linear_0/b. would take those of .m/~/linear_0/b. and"
+    with pytest.raises(ValueError, match=message):
+        make_mox(t)(X).share({"n": "m", "n/~/linear_0": "a"})
+
+
 # --- parameters -----------------------------------------------------------------------------------
 
 
