@@ -1,13 +1,22 @@
 """`Mox`, a module expression, and what is different between two."""
 
 import dataclasses
-import difflib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from haiku_implicit.mox import dot, edit, extract, html, outline, parts, text_file, view
+from haiku_implicit.mox import (
+    differences,
+    dot,
+    edit,
+    extract,
+    html,
+    outline,
+    parts,
+    text_file,
+    view,
+)
 from haiku_implicit.mox.interface import Path
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.replacement import Replacement, after, around, before, instead
@@ -508,15 +517,22 @@ def map_mox(fun: Callable[[Node], Any], mox: Mox) -> list[Any]:
 
 
 def diff(a: Mox, b: Mox) -> str:
-    """What is different between two module expressions: a line for each node.
+    """What is different between two module expressions, as lines.
+
+    Arguments, results, parameters and state are compared, and nodes: calls of modules by path, class
+    and shapes, equations by primitive, shapes, parameters, operands and the constants among these. Not
+    compared are `init`, what modules were constructed with, and derivative rules of functions.
 
     Args:
       a: a module expression.
       b: another one.
 
     Returns:
-      Lines that begin with `-` for what only `a` has, and with `+` for what only `b` has; an empty text
-      if there is no difference.
+      Lines that begin with `-` for what only `a` has, and with `+` for what only `b` has. If a node is
+      in both and reads other values, the lines say which. An empty text if there is no difference.
+
+    Raises:
+      TypeError: if these are not module expressions.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp
@@ -526,15 +542,10 @@ def diff(a: Mox, b: Mox) -> str:
       -<sin: f32[2,3] -> f32[2,3]>
       +<sin: function: f32[2,3] -> f32[2,3]>
       +  <cos: f32[2,3] -> f32[2,3]>
+      >>> twice = make_mox(hk.transform(lambda x: x * 2.0))(jnp.ones(3))
+      >>> thrice = make_mox(hk.transform(lambda x: x * 3.0))(jnp.ones(3))
+      >>> print(diff(twice, thrice))
+      -<mul: f32[3], f32[] -> f32[3]>: operand 1 is 2.0
+      +<mul: f32[3], f32[] -> f32[3]>: operand 1 is 3.0
     """
-    old, new = (list(_lines(x.body, 0)) for x in (a, b))
-    lines = difflib.unified_diff(old, new, n=0, lineterm="")
-    return "\n".join(x for x in lines if not x.startswith(("---", "+++", "@@")))
-
-
-def _lines(node: Node, depth: int) -> Iterator[str]:
-    for child in node.children:
-        hidden = view.is_hidden(child)
-        if not hidden:
-            yield "  " * depth + repr(child)
-        yield from _lines(child, depth + (not hidden))
+    return "\n".join(differences.differences(a, b))

@@ -231,8 +231,8 @@ def _last_source(path: Path, sources: Mapping[Path, Path]) -> Path:
         if way[-1] in way[:-1]:
             circle = ", ".join(module for module, _ in way[way.index(way[-1]) :])
             raise ValueError(
-                f"share: each of these modules takes the parameters of the next one, in a circle: {circle}."
-                " Leave one out; to exchange their parameters, rename them"
+                "share: each of these modules takes the parameters of the next one, in a circle: "
+                f"{circle}. Leave one out; to exchange their parameters, rename them"
             )
     return way[-1]
 
