@@ -202,7 +202,9 @@ class Mox(Program):
     def __getitem__(self, pattern: str) -> list[Node]:
         """The calls of modules whose path matches a glob: `mox['**/linear_*']`.
 
-        `*` stands for anything within a part of the path, `**` for any number of parts.
+        `*` stands for anything within a part of the path, `**` for any number of parts. Other methods
+        and properties of a module (`initial_state`, `embeddings`) are left out if the expression calls
+        the module itself; XPath finds them: `'//module_call[@method="initial_state"]'`.
 
         Raises:
           KeyError: if there is none. It names paths that are close.
@@ -211,6 +213,8 @@ class Mox(Program):
 
     def select(self, what: type | Callable[[Node], Any]) -> list[Node]:
         """The calls of a class of modules (and those derived from it), or the nodes of a predicate.
+
+        By class, other methods of a module are left out as by a glob.
 
         The calls of modules have `path` (the full one), `name`, `cls`, `type_name`, `method` and
         `config` (the arguments of the constructor), equations have `primitive`, `name` and `eqn`; both
@@ -245,8 +249,7 @@ class Mox(Program):
 
         Args:
           where: the nodes: an XPath, a glob over the paths of modules, a class of modules, a predicate
-            of nodes, a node, or a list of nodes. Of nodes within one another the outermost is
-            replaced.
+            of nodes, a node, or a list of these. Of nodes within one another the outermost is replaced.
           replacement: what is called with the node's arguments: a function, which may use Haiku; a
             class of modules, made with those of the old one's constructor arguments that it takes; a
             function of no arguments that makes a module; a module expression; a transformed function.
@@ -352,7 +355,7 @@ class Mox(Program):
           >>> wide
           ['mlp/~/linear_0/b', 'mlp/~/linear_0/w']
         """
-        return parts.parameters_of(self, self._nodes(where))
+        return parts.parameters_of(self, view.find(self, where))
 
     def taps(self, where: view.Where) -> "Mox":
         """The expression that returns values within it, too.
@@ -378,7 +381,7 @@ class Mox(Program):
           >>> {path: value.shape for path, value in values.items()}
           {'mlp/~/linear_0': (2, 8), 'mlp/~/linear_1': (2, 3)}
         """
-        return cast(Mox, parts.with_taps(self, self._nodes(where)))
+        return cast(Mox, parts.with_taps(self, view.find(self, where)))
 
     def truncate(self, where: view.Where) -> "Mox":
         """The expression up to one node, whose value is the result: a model's features.
@@ -479,21 +482,16 @@ class Mox(Program):
         Raises:
           ValueError: if two modules would have one name.
         """
-        return cast(Mox, parts.renamed(self, self._nodes(where), name))
-
-    def _nodes(self, where: view.Where) -> list[Node]:
-        nodes = view.find(self, where)
-        if not nodes:
-            raise ValueError(f"where: nothing in the expression is {where!r}")
-        return nodes
+        return cast(Mox, parts.renamed(self, view.find(self, where), name))
 
     def _one(self, where: view.Where) -> Node:
-        nodes = self._nodes(where)
-        if len(nodes) > 1:
+        sites = edit.sites_of(self.body, view.find(self, where))
+        if len(sites) > 1:
+            found = ", ".join(repr(site.node) for site in sites[:5])
             raise ValueError(
-                f"where: {where!r} is {len(nodes)} nodes, and has to be one: {nodes[:5]}"
+                f"where: {where!r} is {len(sites)} nodes, and has to be one: {found}. Give one of them"
             )
-        return nodes[0]
+        return sites[0].node
 
     def _around(self, where: view.Where, kind: Any, function: Any, path: Any) -> "Mox":
         def put(site: edit.Site) -> Replacement:
@@ -508,7 +506,7 @@ class Mox(Program):
         path: str | Callable[[Node], str] | None,
         keep_unused: bool = False,
     ) -> "Mox":
-        return cast(Mox, edit.replace(self, self._nodes(where), put, path, keep_unused))
+        return cast(Mox, edit.replace(self, view.find(self, where), put, path, keep_unused))
 
 
 def map_mox(fun: Callable[[Node], Any], mox: Mox) -> list[Any]:

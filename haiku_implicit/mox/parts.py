@@ -63,13 +63,15 @@ def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot
 
 
 def _names(sites: Sequence[Site]) -> dict[str, Site]:
-    """Names of sites: their paths, with `:1` and so on for more calls of one module."""
+    """Names of sites: their paths and methods, with `:1` and so on for more calls."""
     counts: collections.Counter[str] = collections.Counter()
     names = {}
     for site in sites:
-        number = counts[site.path]
-        counts[site.path] += 1
-        names[f"{site.path}:{number}" if number else site.path] = site
+        method = getattr(site.node, "method", "")
+        name = site.path if method in ("", "__call__") else f"{site.path}.{method}"
+        number = counts[name]
+        counts[name] += 1
+        names[f"{name}:{number}" if number else name] = site
     return names
 
 

@@ -177,21 +177,23 @@ def with_shapes(
     transformed: Any, args: Any, kwargs: Any, *, params: Any, state: Any, rng: Any
 ) -> dict[str, Any]:
     """`params`, `state` and `rng`; the shapes of those that are not given."""
-    rng = jax.eval_shape(lambda: jax.random.PRNGKey(0)) if rng is ANY_KEY else as_key(rng)
+    rng = _usual_key() if rng is ANY_KEY else as_key(rng)
     has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
     given = dict(params=params, state=state, rng=rng)
     if params is not None and (state is not None or not has_state):
         return given
-    structure, arrays = marks.split((rng, args, kwargs), is_array)
+    # An initializer may need a key where the model gets none.
+    key = _usual_key() if rng is None else rng
+    structure, arrays = marks.split((key, args, kwargs), is_array)
 
     def on_arrays(*arrays: Any) -> Any:
-        rng, args, kwargs = structure.merge(arrays)
-        return transformed.init(rng, *args, **kwargs)
+        key, args, kwargs = structure.merge(arrays)
+        return transformed.init(key, *args, **kwargs)
 
-    try:
-        made = jax.eval_shape(on_arrays, *arrays)
-    except Exception as e:
-        e.add_note("init was called for the shapes of the parameters. If you have them: params=")
-        raise
+    made = jax.eval_shape(on_arrays, *arrays)
     made = dict(zip(("params", "state"), made if has_state else (made, None), strict=True))
     return given | {name: x for name, x in made.items() if given[name] is None}
+
+
+def _usual_key() -> Any:
+    return jax.eval_shape(lambda: jax.random.PRNGKey(0))

@@ -208,8 +208,16 @@ def visible(root: Body) -> Iterator[Node]:
 
 
 def calls(root: Body) -> list[ModuleCall]:
-    """The calls of modules in a tree, without those of constructors."""
-    return [node for node in visible(root) if isinstance(node, ModuleCall)]
+    """The calls of modules in a tree, without those of constructors.
+
+    Of a module that is called itself, its other methods and properties are left out.
+    """
+    found = [node for node in visible(root) if isinstance(node, ModuleCall)]
+    itself = {node.path for node in found if node.method in _CALLS}
+    return [x for x in found if x.method in _CALLS or x.path not in itself]
+
+
+_CALLS = ("__call__", "")  # of a module, and of a function that was put in
 
 
 def with_path(root: Body, pattern: str) -> list[Node]:
@@ -223,9 +231,8 @@ def with_path(root: Body, pattern: str) -> list[Node]:
     if not found:
         paths = list(dict.fromkeys(node.path for node in there))
         close = difflib.get_close_matches(pattern, paths) or _with_close_names(pattern, paths)
-        raise KeyError(
-            f"no module has the path {pattern!r}. There are {', '.join(close or paths[:5])}"
-        )
+        there_are = ", ".join(close or paths[:5]) or "no modules"
+        raise KeyError(f"no module has the path {pattern!r}. There are {there_are}")
     return found
 
 
@@ -271,20 +278,68 @@ def find(mox: Any, where: Where) -> list[Node]:
     Args:
       mox: a module expression.
       where: an XPath, a glob over the paths of modules, a class of modules, a predicate of nodes, a
-        node, or a list of nodes.
+        node, or a list of these.
+
+    Raises:
+      ValueError: if there is none. It says what there is.
+      TypeError: if it is something else.
     """
+    if isinstance(where, ModuleCall | Equation | Body):
+        return [where]
     if isinstance(where, str):
         found = mox.query(where) if is_xpath(where) else mox[where]
         if not isinstance(found, list) or not all(
             isinstance(x, ModuleCall | Equation | Body) for x in found
         ):
             raise ValueError(f"where: {where!r} gives {found!r}, and not nodes")
-        return found
-    if isinstance(where, ModuleCall | Equation | Body):
-        return [where]
-    if isinstance(where, Sequence):
-        return list(where)
-    return mox.select(where)
+    elif isinstance(where, Sequence):
+        found = _in_order(mox.body, [x for part in where for x in find(mox, part)])
+    elif callable(where):
+        found = mox.select(where)
+    else:
+        raise TypeError(
+            "where: expected an XPath, a glob over paths, a class of modules, a function of a node, a "
+            f"node, or a list of these, got {type(where).__name__}"
+        )
+    if not found:
+        raise ValueError(
+            f"where: nothing in the expression is {where!r}. {_what_there_is(mox, where)}"
+        )
+    return found
+
+
+def _in_order(root: Body, nodes: Sequence[Node]) -> list[Node]:
+    """Nodes without repetitions, in the order in which they run."""
+    places = {id(node): i for i, node in enumerate(walk(root))}
+    unique = {id(node): node for node in nodes}
+    return sorted(unique.values(), key=lambda node: places.get(id(node), 0))
+
+
+def _what_there_is(mox: Any, where: Where) -> str:
+    """What to say where nothing was found: what is close to it, or what there is."""
+    nodes = list(visible(mox.body))
+    modules = [x for x in nodes if isinstance(x, ModuleCall) and x.cls is not None]
+    types = sorted({x.type_name for x in modules})
+    if isinstance(where, type) and where.__name__ in types:
+        return (
+            f"It has modules of another class {where.__name__}. If it was loaded, give the class: "
+            f"load(path, types=[{where.__name__}]); or look for the name: "
+            f"'//module_call[@type=\"{where.__name__}\"]'"
+        )
+    primitives = sorted({x.primitive.name for x in nodes if isinstance(x, Equation)})
+    if isinstance(where, str):
+        names = {x for node in modules for x in (node.name, node.path)}
+        known = {*names, *types, *primitives, "module_call", "function", "body"}
+        parts = [x for x in re.findall(r"[\w~/.-]*\w", where) if x.strip("/") not in known]
+        close = [y for x in parts for y in difflib.get_close_matches(x.strip("/"), known)]
+        if close:
+            return f"There are {', '.join(dict.fromkeys(close))}"
+    kinds = "" if isinstance(where, type) else f", and the equations {_listed(primitives)}"
+    return f"There are modules of the classes {_listed(types)}{kinds}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:12], *(["..."] if len(names) > 12 else [])]) or "(none)"
 
 
 def select(root: Body, what: type | Callable[[Node], Any]) -> list[Node]:
