@@ -109,17 +109,20 @@ def holders_of(sites: Sequence[Site]) -> set[int]:
 
 
 def _ended_state(mox: Program, sites: Sequence[Site]) -> set[Path]:
-    """The state of modules none of whose calls is left."""
-    sites = [site for site in sites if isinstance(site.node, ModuleCall)]
-    replaced = collections.Counter(site.node.path for site in sites)
+    """The state of modules none of whose calls is left, and of those below them.
+
+    Calls in a replaced node are gone, as those of a module's own properties in its `__call__`.
+    """
+    replaced = [site for site in sites if isinstance(site.node, ModuleCall)]
     if not mox.interface.new_state or not replaced:
         return set()
-    of_all = collections.Counter(call.path for call in calls(mox.body))
-    ended = {site.path for site in sites if of_all[site.node.path] == replaced[site.node.path]}
+    gone = {id(x) for site in replaced for x in walk(site.node)}
+    left = {call.path for call in calls(mox.body) if id(call) not in gone}
+    ended = {site.path for site in replaced if site.node.path not in left}
     return {
         path
         for path in mox.interface.new_state
-        if any(f"{path[0]}/".startswith(f"{module}/") for module in ended)
+        if path[0] not in left and any(f"{path[0]}/".startswith(f"{x}/") for x in ended)
     }
 
 
