@@ -9,7 +9,7 @@ import haiku as hk
 import jax
 
 from haiku_implicit.mox.mox import Mox
-from haiku_implicit.mox.program import ANY_KEY, program_of, with_shapes
+from haiku_implicit.mox.program import ANY_KEY, checked, program_of, with_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +143,7 @@ def eval_mox(mox: Mox, *args: Any, **kwargs: Any) -> Any:
       TypeError: if there are too few arguments, or too many.
       ValueError: if an argument is not what the expression was made for.
     """
+    checked("eval_mox(mox, params, ...)", mox)
     return mox.apply(*args, **kwargs)
 
 
@@ -153,4 +154,5 @@ def to_transformed(mox: Mox) -> hk.Transformed | hk.TransformedWithState:
       `hk.Transformed`, or `hk.TransformedWithState` where the model has state. `apply` is that of
       `eval_mox`.
     """
+    checked("to_transformed(mox)", mox)
     return mox.transformed()

@@ -18,7 +18,7 @@ from haiku_implicit.mox import (
     view,
 )
 from haiku_implicit.mox.interface import Path
-from haiku_implicit.mox.program import Program
+from haiku_implicit.mox.program import Program, checked
 from haiku_implicit.mox.replacement import Replacement, after, around, before, instead
 from haiku_implicit.mox.tree import Node
 
@@ -143,6 +143,7 @@ class Mox(Program):
 
         Raises:
           ValueError: if the model has no such path, or a value is not a number.
+          TypeError: if `values` is not a dictionary.
 
         Example:
           >>> import haiku as hk, jax.numpy as jnp
@@ -152,6 +153,11 @@ class Mox(Program):
           >>> page[:15], page.count("<details")
           ('<!DOCTYPE html>', 3)
         """
+        if not isinstance(values, Mapping | None):
+            raise TypeError(
+                "values: expected a dictionary of numbers by the path of a module or a parameter, got "
+                f"{type(values).__name__}"
+            )
         sizes = outline.Sizes(self.interface)
         page = html.page(self._outline, sizes, values)
         if path is not None:
@@ -470,6 +476,11 @@ class Mox(Program):
           >>> list(mox.share({"mlp/~/linear_1": "mlp/~/linear_0"}).init(jax.random.key(0), x))
           ['mlp/~/linear_0']
         """
+        if not isinstance(taking, Mapping):
+            raise TypeError(
+                "taking: expected a dictionary, by the path of a module the path of the one whose "
+                f"parameters it takes, got {type(taking).__name__}"
+            )
         return cast(Mox, parts.shared(self, taking))
 
     def rename(self, where: view.Where, name: str | Callable[[str], str]) -> "Mox":
@@ -511,6 +522,7 @@ class Mox(Program):
 
 def map_mox(fun: Callable[[Node], Any], mox: Mox) -> list[Any]:
     """What a function gives for each node of a module expression, in the order in which they run."""
+    checked("map_mox(fun, mox)", mox)
     return [fun(node) for node in mox.select(lambda node: True)]
 
 
@@ -546,4 +558,6 @@ def diff(a: Mox, b: Mox) -> str:
       -<mul: f32[3], f32[] -> f32[3]>: operand 1 is 2.0
       +<mul: f32[3], f32[] -> f32[3]>: operand 1 is 3.0
     """
+    for mox in (a, b):
+        checked("diff(mox, other_mox)", mox)
     return "\n".join(differences.differences(a, b))

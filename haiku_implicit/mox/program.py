@@ -89,6 +89,22 @@ class Program:
         return f"<{type(self).__name__}>"
 
 
+def checked(call: str, x: Any) -> None:
+    """Raises a TypeError unless something is a module expression.
+
+    Args:
+      call: how it is given: `save(path, mox)`.
+      x: what was given.
+    """
+    if not isinstance(x, Program):
+        made = ": make one with make_mox(model)(*args)" if _is_transformed(x) else ""
+        raise TypeError(f"{call}: mox has to be a module expression, got {type(x).__name__}{made}")
+
+
+def _is_transformed(x: Any) -> bool:
+    return isinstance(x, hk.Transformed | hk.TransformedWithState)
+
+
 ANY_KEY = "any key"
 
 

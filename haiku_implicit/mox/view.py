@@ -328,6 +328,9 @@ def _what_there_is(mox: Any, where: Where) -> str:
         )
     primitives = sorted({x.primitive.name for x in nodes if isinstance(x, Equation)})
     if isinstance(where, str):
+        for element in re.findall(r"/(\w+)", where):
+            if element in types:
+                return f"Calls of {element} are '//module_call[@type=\"{element}\"]'"
         names = {x for node in modules for x in (node.name, node.path)}
         known = {*names, *types, *primitives, "module_call", "function", "body"}
         parts = [x for x in re.findall(r"[\w~/.-]*\w", where) if x.strip("/") not in known]
@@ -350,4 +353,11 @@ def select(root: Body, what: type | Callable[[Node], Any]) -> list[Node]:
         raise TypeError(
             f"select: expected a class of modules or a function of a node, got {what!r}"
         )
-    return [x for x in visible(root) if what(x)]
+    try:
+        return [x for x in visible(root) if what(x)]
+    except AttributeError as e:
+        e.add_note(
+            "A predicate is called with calls of modules, equations and bodies. An equation has no path, "
+            "say: use getattr(node, 'path', '')"
+        )
+        raise

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.mox import eval_mox, make_mox, to_transformed
+from haiku_implicit.mox import diff, eval_mox, make_mox, map_mox, save, to_transformed
 from tests.haiku_models import RNG, X
 from tests.mox_models import ALL
 
@@ -307,3 +307,40 @@ def test_arguments_that_are_no_trees():
     t = hk.transform(lambda batch: batch["a"])
     with pytest.raises((TypeError, ValueError), match="batch.*keys"):
         make_mox(t)({"a": X, 1: X}, params={})
+
+
+LINEAR = hk.transform(lambda x: hk.Linear(4)(x))
+SWAPPED = {
+    "save": (lambda mox, path: save(mox, path), "save(path, mox): mox has to be .* got PosixPath"),
+    "save a model": (
+        lambda mox, path: save(path, LINEAR),
+        "save(path, mox): mox has to be a module expression, got Transformed: make one with make_mox",
+    ),
+    "diff": (
+        lambda mox, path: diff(mox, LINEAR),
+        "diff(mox, other_mox): mox has to be .* make_mox",
+    ),
+    "diff a text": (lambda mox, path: diff("a", mox), "diff(mox, other_mox): .* got str"),
+    "map": (lambda mox, path: map_mox(mox, len), "map_mox(fun, mox): .* got builtin"),
+    "eval": (
+        lambda mox, path: eval_mox(LINEAR, {}, None, X),
+        "eval_mox(mox, params, ...): .* make_mox",
+    ),
+    "to_transformed": (
+        lambda mox, path: to_transformed(LINEAR),
+        "to_transformed(mox): .* make_mox",
+    ),
+    "share": (lambda mox, path: mox.share("a"), "taking: expected a dictionary, .* got str"),
+    "values": (
+        lambda mox, path: mox.to_html(values=[1]),
+        "values: expected a dictionary .* got list",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_arguments_in_another_order_or_of_another_type(name, tmp_path):
+    run, message = SWAPPED[name]
+    pattern = ".*".join(map(re.escape, message.split(".*")))
+    with pytest.raises(TypeError, match=f"^{pattern}"):
+        run(make_mox(LINEAR)(X), tmp_path / "mox.json")

@@ -340,6 +340,7 @@ def test_a_list_of_anything():
     [
         (hk.Conv2D, "There are modules of the classes LayerNorm, Linear"),
         ("//erf_inv", "classes LayerNorm, Linear, and the equations add, broadcast_in_dim"),
+        ("//Linear", "Calls of Linear are .//module_call"),
         ("//dot_generl", "There are dot_general"),
         ('//module_call[@type="Liner"]', "There are Linear"),
         ('//module_call[@name="haed"]', "There are head"),
@@ -364,3 +365,9 @@ def test_a_class_that_a_file_only_names(tmp_path):
 def test_what_does_not_choose_nodes(where):
     with pytest.raises(TypeError, match="^where: expected an XPath, a glob"):
         small().sub(where, None)
+
+
+def test_a_predicate_that_not_every_node_has_an_answer_to():
+    with pytest.raises(AttributeError) as e:
+        small().select(lambda node: node.path == "head")
+    assert any("getattr(node, 'path', '')" in note for note in e.value.__notes__)
