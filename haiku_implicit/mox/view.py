@@ -357,7 +357,7 @@ def select(root: Body, what: type | Callable[[Node], Any]) -> list[Node]:
         return [x for x in visible(root) if what(x)]
     except AttributeError as e:
         e.add_note(
-            "A predicate is called with calls of modules, equations and bodies. An equation has no path, "
-            "say: use getattr(node, 'path', '')"
+            "A predicate is called with calls of modules, equations and bodies. An equation has no "
+            "path, say: use getattr(node, 'path', '')"
         )
         raise
