@@ -394,7 +394,9 @@ def with_grafts(
     )
     if not keep_unused:
         lost = {v for path in added.unchanged for v in face.state[path].atoms}
-        inside = {v for top in tops for x in walk(top, into_bodies=False) for v in x.outputs}
+        gone = [x for top in tops for x in walk(top, into_bodies=False)]
+        inside = {v for x in gone for v in x.outputs}
+        inside |= {v for x in gone if isinstance(x, ModuleCall) for v, _ in x.given}
         lost |= {v for v in read_counts(list(tops)) if not counts[v]}.difference(
             inside, body.invars
         )
@@ -448,19 +450,26 @@ def _handed_on(
       read: how often variables are read now. The reads of such calls are taken off.
       returned: the results of the new program.
     """
+    if not lost:
+        return set()
     handed: dict[Any, Any] = {}
-    for node in walk(body, into_bodies=False) if lost else ():
+    nodes = list(body.children)
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ModuleCall):
-            pairs = zip(node.outputs, node.returns, strict=True)
-            handed |= {v: x for v, x in pairs if isinstance(x, Var)}
-    rest, found = [v for v, x in handed.items() if v in lost or x in lost], set[Var]()
+            handed.update(zip(node.outputs, node.returns, strict=True))
+            nodes += node.children
+    rest, found = (
+        [v for v, x in handed.items() if v in lost or (isinstance(x, Var) and x in lost)],
+        set[Var](),
+    )
     while rest:
         v = rest.pop()
         if v in handed and v not in found and not read[v] and v not in returned:
             found.add(v)
-            x = handed[v]
-            read[x] -= 1
-            rest.append(x)
+            if isinstance(x := handed[v], Var):
+                read[x] -= 1
+                rest.append(x)
     return found
 
 

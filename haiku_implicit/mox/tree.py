@@ -175,6 +175,11 @@ class Body:
         return self.invars
 
     @property
+    def is_differentiated(self) -> bool:
+        """That is said of the equation that it is a body of."""
+        return False
+
+    @property
     def outputs(self) -> tuple[Atom, ...]:
         """Its results."""
         return self.returns
