@@ -97,7 +97,9 @@ def show(model: Any, args: Any, weights: Any) -> None:
     params, _ = dense_twin.random_params(with_state, *args)
     if weights is not None:
         params = dense_twin.params_from(weights, params)
-    name = {"pairformer": "Pairformer"}.get(model.__qualname__.split(".")[0], "diffusion transformer")
+    name = {"pairformer": "Pairformer"}.get(
+        model.__qualname__.split(".")[0], "diffusion transformer"
+    )
     part = dense_twin.Part(name, hk.transform(model), params, (jax.random.PRNGKey(0), *args))
     dense_twin.compare(part, rtol=1e-4 if _DTYPE.value == "float32" else 0.05, runs=_RUNS.value)
 

@@ -141,7 +141,9 @@ def compare(part: Part, rtol: float, runs: int) -> None:
     """
     seconds, _ = timed(jax.jit(part.transformed.apply), (part.params, *part.args), runs)
     rows = [Row("dense", size_of(part.params), seconds)]
-    bar = tqdm.tqdm(list(changes(part)), desc=part.name, leave=False, disable=not sys.stderr.isatty())
+    bar = tqdm.tqdm(
+        list(changes(part)), desc=part.name, leave=False, disable=not sys.stderr.isatty()
+    )
     for name, params in bar:
         bar.set_postfix_str(name)
         rows.append(measured(part, name, params, runs))

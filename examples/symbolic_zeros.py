@@ -80,7 +80,8 @@ def run() -> None:
     kinds = {"as they were": params, "dense zeros": dense, "symbolic zeros": symbolic}
     with hki.materialization("error"):
         found = {
-            name: measure(model, p, tokens) for name, p in tqdm(kinds.items(), "three kinds", leave=False)
+            name: measure(model, p, tokens)
+            for name, p in tqdm(kinds.items(), "three kinds", leave=False)
         }
     table(
         ["biases", "bytes", "additions", "after XLA", "FLOPs", "ms", "last logits, mean"],
@@ -107,7 +108,9 @@ def check(params: Any, symbolic: Any, original: Outcome, dense: Outcome, new: Ou
     difference = float(abs(new.logits - dense.logits).max())
     exact = np.array_equal(new.logits, dense.logits)
     print(f"\n{len(biases)} biases became symbolic, and {saved} additions are gone")
-    print(f"logits of dense and symbolic zeros: {'the same bits' if exact else f'{difference:.1e}'}")
+    print(
+        f"logits of dense and symbolic zeros: {'the same bits' if exact else f'{difference:.1e}'}"
+    )
     assert saved == len(biases)
     assert new.compiled < dense.compiled and new.flops < dense.flops
     assert new.nbytes == 0 < dense.nbytes == original.nbytes
