@@ -48,50 +48,61 @@ class LoraLinear(hk.Linear):
         return out + jnp.broadcast_to(bias, out.shape)
 
 
+@dataclasses.dataclass
+class Linears:
+    """Makes the linear layers of this kind of model: by hand with LoRA in them, or Haiku's."""
+
+    sizes: Sizes
+    by_hand: bool = False
+
+    def __call__(self, output_size: int, name: str) -> hk.Module:
+        if self.by_hand:
+            return LoraLinear(output_size, rank=self.sizes.rank, alpha=self.sizes.alpha, name=name)
+        return hk.Linear(output_size, name=name)
+
+
 class Transformer(hk.Module):
-    """A causal transformer of pre-normalized blocks.
+    """A causal transformer of pre-normalized blocks, each with weights of its own."""
 
-    Attributes:
-      sizes: its sizes.
-      by_hand: whether its linear layers are `LoraLinear` instead of `hk.Linear`.
-    """
-
-    def __init__(self, sizes: Sizes, by_hand: bool = False):
+    def __init__(self, linears: Linears):
         super().__init__(name="transformer")
-        self.sizes, self.by_hand = sizes, by_hand
+        self.sizes, self.linear = linears.sizes, linears
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits `[batch, length, vocabulary]` for tokens `int32[batch, length]`."""
         x = hk.Embed(self.sizes.vocabulary, self.sizes.width)(tokens)
         if self.sizes.stacked:
-            x = hk.experimental.layer_stack(self.sizes.depth)(self.block)(x)
+            stack = hk.experimental.layer_stack(self.sizes.depth)
+            x = stack(lambda x: Block(self.linear)(x))(x)
         else:
             for _ in range(self.sizes.depth):
-                x = self.block(x)
+                x = Block(self.linear)(x)
         return self.linear(self.sizes.vocabulary, "logits")(norm(x))
 
-    def block(self, x: jax.Array) -> jax.Array:
-        """Attention, then a multilayer perceptron, each added to its input."""
+
+class Block(hk.Module):
+    """Attention, then a multilayer perceptron, each added to its input."""
+
+    def __init__(self, linears: Linears):
+        super().__init__(name="block")
+        self.heads, self.linear = linears.sizes.heads, linears
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `[batch, length, width]` to the same."""
         x = x + self.attention(norm(x))
-        hidden = jax.nn.gelu(self.linear(4 * self.sizes.width, "up")(norm(x)))
-        return x + self.linear(self.sizes.width, "down")(hidden)
+        hidden = jax.nn.gelu(self.linear(4 * x.shape[-1], "up")(norm(x)))
+        return x + self.linear(x.shape[-1], "down")(hidden)
 
     def attention(self, x: jax.Array) -> jax.Array:
         """Causal attention of several heads."""
         *batch, length, width = x.shape
-        split = (*batch, length, self.sizes.heads, width // self.sizes.heads)
+        split = (*batch, length, self.heads, width // self.heads)
         q, k, v = (self.linear(width, name)(x).reshape(split) for name in ("q", "k", "v"))
         scores = jnp.einsum("...thd,...Thd->...htT", q, k) * split[-1] ** -0.5
         causal = jnp.tril(jnp.ones((length, length), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e30))
         mixed = jnp.einsum("...htT,...Thd->...thd", weights, v)
         return self.linear(width, "out")(mixed.reshape(x.shape))
-
-    def linear(self, output_size: int, name: str) -> hk.Module:
-        """The linear layer of this kind of model."""
-        if self.by_hand:
-            return LoraLinear(output_size, rank=self.sizes.rank, alpha=self.sizes.alpha, name=name)
-        return hk.Linear(output_size, name=name)
 
 
 def norm(x: jax.Array) -> jax.Array:
@@ -101,7 +112,9 @@ def norm(x: jax.Array) -> jax.Array:
 
 def transformed(sizes: Sizes, by_hand: bool = False) -> hk.Transformed:
     """The transformer as functions `init(rng, tokens)` and `apply(params, tokens)`."""
-    return hk.without_apply_rng(hk.transform(lambda tokens: Transformer(sizes, by_hand)(tokens)))
+    return hk.without_apply_rng(
+        hk.transform(lambda tokens: Transformer(Linears(sizes, by_hand))(tokens))
+    )
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -171,7 +171,7 @@ def eager_calls(sizes: models.Sizes, calls: int) -> Record:
     def counted(tokens: jax.Array) -> jax.Array:
         nonlocal traces
         traces += 1
-        return models.Transformer(sizes)(tokens)
+        return models.Transformer(models.Linears(sizes))(tokens)
 
     tokens, params = example(sizes)
     trainable, frozen = implementations.split(params)

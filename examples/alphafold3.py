@@ -33,8 +33,8 @@ def main(argv: list[str]) -> None:
         others = ["alphafold3.model.components.utils", "alphafold3.model.model_config"]
         modules = dense_twin.modules_of(_REPO.value, names + others)
         weights = read_weights(_WEIGHTS.value) if _WEIGHTS.value else None
-        for model, args in (pairformer(*modules), diffusion_transformer(*modules)):
-            show(model, args, weights)
+        show("Pairformer", *pairformer(*modules), weights)
+        show("diffusion transformer", *diffusion_transformer(*modules), weights)
     except dense_twin.InputError as error:
         sys.exit(f"error: {error}")
 
@@ -91,17 +91,16 @@ def normal(shape: tuple[int, ...]) -> jax.Array:
     return jax.random.normal(jax.random.key(len(shape)), shape).astype(_DTYPE.value)
 
 
-def show(model: Any, args: Any, weights: Any) -> None:
+def show(name: str, model: Any, args: Any, weights: Any) -> None:
     """Compares a part of the model with its dense twin, in a table."""
     with_state = hk.transform_with_state(model)
     params, _ = dense_twin.random_params(with_state, *args)
     if weights is not None:
         params = dense_twin.params_from(weights, params)
-    name = {"pairformer": "Pairformer"}.get(
-        model.__qualname__.split(".")[0], "diffusion transformer"
-    )
     part = dense_twin.Part(name, hk.transform(model), params, (jax.random.PRNGKey(0), *args))
-    dense_twin.compare(part, rtol=1e-4 if _DTYPE.value == "float32" else 0.05, runs=_RUNS.value)
+    # Weights that are off by their last bit change the diffusion transformer's result by 1e-4 of the
+    # greatest value in float32, and gradients by ten times as much.
+    dense_twin.compare(part, rtol=5e-3 if _DTYPE.value == "float32" else 0.1, runs=_RUNS.value)
 
 
 if __name__ == "__main__":

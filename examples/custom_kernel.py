@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 
 import haiku_implicit as hki
 import hub
+from dense_twin import difference
 from errors import InputError
 from models import gpt2
 from printing import heading, table
@@ -176,13 +177,7 @@ def run() -> None:
 
 def check(rows: list[list[Any]], kernel: Any, dense: Any, weights: int) -> None:
     """The same numbers; a call of the kernel for each product with a weight, and its derivative."""
-    errors = [
-        max(
-            float(abs(x - y).max() / abs(y).max())
-            for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-        )
-        for one, other in ((kernel[0], dense[0]), (kernel[1], dense[1]))
-    ]
+    errors = [difference(*pair) for pair in zip(kernel, dense, strict=True)]
     print(f"largest difference: of logits {errors[0]:.0e}, of gradients {errors[1]:.0e}")
     print("(relative to the largest; the gradients are those of embeddings, norms and biases)")
     assert max(errors) < 1e-4, errors
@@ -220,10 +215,9 @@ def has_equations(x: Any) -> bool:
 def load() -> tuple[hk.Transformed, Any, gpt2.Gpt2Config]:
     """The model that the flags name, or one with random weights."""
     if _REPO.value or _FOLDER.value:
-        loaded = hub.load(_FOLDER.value or hub.fetch(_REPO.value))
-        if not isinstance(loaded.config, gpt2.Gpt2Config):
-            raise InputError(f"expected a GPT-2, got {type(loaded.config).__name__}")
-        return loaded.model, loaded.params, loaded.config
+        folder = _FOLDER.value or hub.fetch(_REPO.value)
+        config, model, params = hub.load_as(gpt2.Gpt2Config, folder)
+        return model, params, config
     width = _WIDTH.value
     config = gpt2.Gpt2Config(256, width, _LAYERS.value, 4, 4 * width, 64)
     model = hk.without_apply_rng(hk.transform(lambda tokens: gpt2.Gpt2(config)(tokens)))

@@ -4,6 +4,7 @@ What `alphafold3.py` and `alphagenome.py` share: importing from a checkout, the 
 and the table of what they cost and how far the results are off.
 """
 
+import functools
 import importlib
 import pathlib
 import statistics
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +20,9 @@ import numpy as np
 import tqdm
 
 import haiku_implicit as hki
+from errors import InputError
 
 LIMIT = 64_000  # bytes: what is smaller may become dense
-
-
-class InputError(Exception):
-    """A checkout or weights that cannot be used; the message is one line that says what is wrong."""
 
 
 class Part(NamedTuple):
@@ -41,18 +40,20 @@ def modules_of(repo: str | None, names: list[str]) -> list[Any]:
     Raises:
       InputError: if there is no such folder, or something can't be imported.
     """
-    if repo:
-        source = pathlib.Path(repo).expanduser() / "src"
-        if not source.is_dir():
-            raise InputError(f"--repo: there is no folder {source}")
-        sys.path.insert(0, str(source))
+    source = [str(pathlib.Path(repo).expanduser() / "src")] if repo else []
+    if source and not pathlib.Path(source[0]).is_dir():
+        raise InputError(f"--repo: there is no folder {source[0]}")
+    # Without the folder of these scripts, whose names are those of the packages that they import.
+    here = pathlib.Path(__file__).resolve().parent
+    others = [path for path in sys.path if pathlib.Path(path).resolve() != here]
     try:
-        return [importlib.import_module(name) for name in names]
+        with mock.patch.object(sys, "path", [*source, *others]):
+            return [importlib.import_module(name) for name in names]
     except ImportError as error:
         where = f"from {repo}" if repo else "without --repo"
         raise InputError(
-            f"{names[0].partition('.')[0]} could not be imported {where}: {error}. Give the folder "
-            "of a checkout (--repo), and install what it depends on"
+            f"{names[0]} could not be imported {where}: {error}. Give the folder of a checkout "
+            "(--repo), and install what it depends on"
         ) from error
 
 
@@ -181,19 +182,22 @@ def measured(part: Part, name: str, params: Any, runs: int) -> Row:
     seconds, got = timed(run, (params, *part.args), runs)
     want = jax.jit(dense)(hki.materialize(params), *part.args)
     row = Row(name, size_of(params), seconds, difference(got, want), None, became_dense)
-    if not name.startswith("LoRA"):
+    if name != "LoRA on int4":
         return row
     factors, frozen = hki.partition(params, trainable_dense=False)
 
-    def loss(apply: Any, factors: Any) -> jax.Array:
-        out = jax.tree.leaves(apply(hki.combine(factors, frozen), *part.args))
+    def loss(apply: Any, factors: Any, frozen: Any, *args: Any) -> jax.Array:
+        out = jax.tree.leaves(apply(hki.combine(factors, frozen), *args))
         return sum(jnp.mean(x.astype(jnp.float32) ** 2) for x in out)
 
     def twin(params: Any, *args: Any) -> Any:
         return dense(hki.materialize(params), *args)
 
-    gradients = [jax.jit(jax.grad(lambda x, f=f: loss(f, x)))(factors) for f in (implicit, twin)]
-    return row._replace(gradients_off_by=difference(*gradients))
+    got, want = (
+        jax.jit(jax.grad(functools.partial(loss, apply)))(factors, frozen, *part.args)
+        for apply in (implicit, twin)
+    )
+    return row._replace(gradients_off_by=difference(got, want))
 
 
 def size_of(params: Any) -> int:
@@ -212,9 +216,12 @@ def timed(run: Callable[..., Any], args: Any, runs: int) -> tuple[float, Any]:
 
 
 def difference(got: Any, want: Any) -> float:
-    """The greatest difference, relative to the greatest value of each array."""
+    """The greatest difference, relative to the greatest value of an array.
+
+    Arrays that are less than a ten thousandth of the greatest are compared with that: gradients of
+    what does not matter are zeros with rounding.
+    """
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(
-        float(np.abs(x - y).max() / np.abs(y).max())
-        for x, y in (tuple(np.asarray(z, np.float32) for z in pair) for pair in pairs)
-    )
+    arrays = [[np.asarray(x, np.float32) for x in pair] for pair in pairs]
+    least = 1e-4 * max(np.abs(y).max() for _, y in arrays)
+    return max(float(np.abs(x - y).max() / max(np.abs(y).max(), least)) for x, y in arrays)

@@ -122,9 +122,7 @@ def load() -> tuple[hk.Transformed, Any, t5.T5Config, tuple[Any, Any]]:
     """The model that the flags name or one with random weights, and the pair of token ids."""
     if _REPO.value or _FOLDER.value:
         folder = pathlib.Path(_FOLDER.value or hub.fetch(_REPO.value))
-        config, model, params = hub.load(folder)
-        if not isinstance(config, t5.T5Config):
-            raise InputError(f"expected a T5, got {type(config).__name__}")
+        config, model, params = hub.load_as(t5.T5Config, folder)
         return model, params, config, encode(folder / "tokenizer.json")
     width = _WIDTH.value
     config = t5.T5Config(

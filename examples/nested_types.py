@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 import haiku_implicit as hki
 import hub
+from dense_twin import difference, size_of
 from errors import InputError
 from models import gpt2
 from printing import heading, table
@@ -150,7 +151,7 @@ def in_a_model() -> None:
     model, params, config = load()
     tokens = jnp.arange(2 * 16).reshape(2, 16) % config.vocab_size
     tokens = tokens[:, : config.max_positions]
-    dense_bytes = nbytes(params)
+    dense_bytes = size_of(params)
     rows = []
     for name, make in (bar := tqdm(NESTINGS.items(), "GPT-2", leave=False)):
         bar.set_postfix_str(name)
@@ -203,27 +204,16 @@ def compare(model: hk.Transformed, params: Any, tokens: jax.Array) -> list[Any]:
         y, grads = run(apply)
     want, want_grads = run(lambda params, x: model.apply(hki.materialize(params), x))
     operations = jax.jit(apply).lower(params, tokens).as_text().count("stablehlo.")
-    errors = [largest_error(y, want), largest_error(grads, want_grads)]
-    return [nbytes(params), operations, *errors, report.count]
-
-
-def largest_error(tree: Any, want: Any) -> float:
-    """The largest difference of two trees, relative to the largest magnitude of each array."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(want), strict=True)
-    return max(float(abs(x - y).max() / (abs(y).max() + 1e-9)) for x, y in pairs)
-
-
-def nbytes(tree: Any) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(tree))
+    errors = [difference(y, want), difference(grads, want_grads)]
+    return [size_of(params), operations, *errors, report.count]
 
 
 def load() -> tuple[hk.Transformed, Any, gpt2.Gpt2Config]:
     """The model that the flags name, or one with random weights."""
     if _REPO.value or _FOLDER.value:
-        loaded = hub.load(_FOLDER.value or hub.fetch(_REPO.value))
-        if not isinstance(loaded.config, gpt2.Gpt2Config):
-            raise InputError(f"expected a GPT-2, got {type(loaded.config).__name__}")
-        return loaded.model, loaded.params, loaded.config
+        folder = _FOLDER.value or hub.fetch(_REPO.value)
+        config, model, params = hub.load_as(gpt2.Gpt2Config, folder)
+        return model, params, config
     width = _WIDTH.value
     config = gpt2.Gpt2Config(256, width, _LAYERS.value, 4, 4 * width, 64)
     model = hk.without_apply_rng(hk.transform(lambda tokens: gpt2.Gpt2(config)(tokens)))

@@ -19,6 +19,7 @@ import numpy as np
 from absl import app, flags
 
 import haiku_implicit as hki
+from dense_twin import difference, size_of
 from models import gpt2
 from printing import heading, table
 
@@ -331,19 +332,11 @@ def compare(label: str, model: hk.Transformed, params: Any, x: jax.Array) -> lis
 
     dense = both(twin)
     ((_, y), grads), ((_, want), want_grads) = implicit(params), dense(params)
-    errors = [largest_error(y, want), largest_error(grads, want_grads)]
+    errors = [difference(y, want), difference(grads, want_grads)]
     assert max(errors) < 1e-4 and report.count == 0, (errors, str(report))
     flops = [f"{run.cost_analysis()['flops'] / 1e6:.2f} M" for run in (implicit, dense)]
-    sizes = [
-        f"{sum(x.nbytes for x in jax.tree.leaves(p)):,}" for p in (params, hki.materialize(params))
-    ]
+    sizes = [f"{size_of(p):,}" for p in (params, hki.materialize(params))]
     return [label, *sizes, *flops, *(f"{error:.0e}" for error in errors), report.count]
-
-
-def largest_error(tree: Any, want: Any) -> float:
-    """The largest difference of two trees, relative to the largest magnitude of each array."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(want), strict=True)
-    return max(float(abs(x - y).max() / abs(y).max()) for x, y in pairs)
 
 
 def brief(x: Any) -> str:

@@ -1,14 +1,15 @@
-"""What programs here print: headings and tables."""
+"""Headings and tables, as the scripts print them."""
 
 from typing import Any
 
 
 def heading(text: str) -> None:
+    """Prints a line that is underlined."""
     print(f"\n{text}\n{'-' * len(text)}")
 
 
 def table(names: list[str], rows: list[list[Any]]) -> None:
-    """Columns as wide as they have to be."""
+    """Prints columns of what the rows hold, below their names."""
     texts = [names, *([str(x) for x in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for row in texts:

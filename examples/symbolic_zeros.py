@@ -129,10 +129,9 @@ def is_zeros(x: Any) -> bool:
 def load() -> tuple[hk.Transformed, dict[str, dict[str, jax.Array]], gpt2.Gpt2Config]:
     """The model that the flags name, or one with random weights."""
     if _REPO.value or _FOLDER.value:
-        loaded = hub.load(_FOLDER.value or hub.fetch(_REPO.value))
-        if not isinstance(loaded.config, gpt2.Gpt2Config):
-            raise InputError(f"expected a GPT-2, got {type(loaded.config).__name__}")
-        return loaded.model, loaded.params, loaded.config
+        folder = _FOLDER.value or hub.fetch(_REPO.value)
+        config, model, params = hub.load_as(gpt2.Gpt2Config, folder)
+        return model, params, config
     width = _WIDTH.value
     config = gpt2.Gpt2Config(dim=width, num_layers=_LAYERS.value, hidden_dim=4 * width)
     model = hk.without_apply_rng(hk.transform(lambda tokens: gpt2.Gpt2(config)(tokens)))

@@ -4,7 +4,7 @@ The names, in the order of the data's way: wrap a model; put implicit arrays in 
 it make them; train; see what was materialized; and for new types, the base class and the rules.
 """
 
-from haiku_implicit import mox, quantization, testing
+from haiku_implicit import layers, mox, quantization, testing
 from haiku_implicit.arrays import (
     Concatenated,
     FakeQuantized,
@@ -13,6 +13,7 @@ from haiku_implicit.arrays import (
     QuantizedBlocks,
     QuantizedCache,
     QuantizedMatrix,
+    Repeated,
     ScaledMatrix,
     StaticQuantized,
     SymbolicConstant,
@@ -79,6 +80,8 @@ from haiku_implicit.training.optimizers import (
     freeze_subtrees,
 )
 from haiku_implicit.training.quantized_state import quantized_state
+from haiku_implicit.transforms.auto_axes import auto_in_axes
+from haiku_implicit.transforms.auto_jit import auto_jit
 
 __version__ = "0.1.0"
 
@@ -113,6 +116,7 @@ __all__ = [
     "Concatenated",
     "QuantizedBlocks",
     "QuantizedCache",
+    "Repeated",
     "TrainedQuantized",
     "StaticQuantized",
     "FakeQuantized",
@@ -141,6 +145,11 @@ __all__ = [
     "quantized_state",
     # models as trees of their modules' calls
     "mox",
+    # heads, rotary positions, meshes and policies, under EasyDeL's names
+    "layers",
+    # JAX's transformations with less to say
+    "auto_in_axes",
+    "auto_jit",
     # dense arrays, and what became dense
     "materialize",
     "materialization",

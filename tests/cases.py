@@ -213,6 +213,12 @@ def make_view(key, shape):
     return hki.MatrixView(lora, (((m, 1, 1),), ((n, 1, 0),)))
 
 
+def make_repeated(key, shape):
+    """LoRA of which each row is there twice."""
+    *batch, n, m = shape
+    return hki.Repeated(make_lora(key, (*batch, n // 2, m)), -2, 2)
+
+
 def make_concatenated(key, shape):
     """LoRA beside a dense array."""
     w = matrix(key, shape)
@@ -266,6 +272,9 @@ CASES = {
     "nf4 groups last axis": quantized("nf4", group_size=2, axis=-1),
     "scaled int8": Case(make_scaled, dense_scaled),
     "view of lora": Case(make_view, lambda x: np.swapaxes(dense_lora(x.matrix), -1, -2)),
+    "lora, repeated": Case(
+        make_repeated, lambda x: np.repeat(dense_lora(x.array), 2, -2), singular=True
+    ),
     "lora beside dense": Case(make_concatenated, dense_concatenated),
     "fake int8": Case(make_fake, lambda x: x.value),
     "cache int8": Case(make_cache),

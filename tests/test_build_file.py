@@ -166,7 +166,9 @@ def test_globs_stop_at_packages():
 
 
 def test_every_folder_with_sources_has_a_build_file():
-    assert {folder_of(name) for name in SOURCES} <= set(PACKAGES)
+    # A stand-in has the folders of what it stands in for, and is one library.
+    sources = [name for name in SOURCES if "/stand_ins/" not in name]
+    assert {folder_of(name) for name in sources} <= set(PACKAGES)
 
 
 def test_names_are_unique():

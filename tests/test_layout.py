@@ -18,9 +18,9 @@ FLOORS = [
     ["products.cpu", "products.gpu"],
     ["products"],
     ["arrays"],
-    ["training"],
+    ["training", "transforms"],
     ["params"],
-    ["mox"],
+    ["layers", "mox"],
     ["quantization", "testing"],
     [""],  # what `import haiku_implicit` gives
 ]

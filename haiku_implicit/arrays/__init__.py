@@ -15,6 +15,7 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.arrays.quantized_blocks import QuantizedBlocks
 from haiku_implicit.arrays.quantized_cache import QuantizedCache
+from haiku_implicit.arrays.repeated import Repeated
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
@@ -29,6 +30,7 @@ __all__ = [
     "QuantizedBlocks",
     "QuantizedCache",
     "QuantizedMatrix",
+    "Repeated",
     "ScaledMatrix",
     "StaticQuantized",
     "SymbolicConstant",

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.core.array import flatten
-from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.compat import Primitive, vary_like
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
@@ -116,6 +116,8 @@ def _write(
     """Writes each leaf of quantized vectors."""
     leaves, treedef = flatten(w)
     updates = jax.tree.leaves(new)
+    # In `shard_map`: scales that devices share differ after a write to their parts.
+    leaves = [vary_like(x, (*leaves, *updates)) for x in leaves]
     return treedef.unflatten(
         [write(x, update.astype(x.dtype)) for x, update in zip(leaves, updates, strict=True)]
     )

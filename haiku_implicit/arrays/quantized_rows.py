@@ -31,8 +31,14 @@ _Modes = jax.lax.GatherScatterMode
 def transpose_matrix(
     primitive: Primitive, w: QuantizedMatrix, *, permutation: Any, **params: Any
 ) -> Any:
-    """The two axes of the matrix change places by name alone; batch axes in any order."""
+    """The two axes of the matrix change places by name alone; batch axes in any order.
+
+    Rows that are stored one by one may change places with batch axes, too.
+    """
     core = (w.ndim - 2, w.ndim - 1)
+    if w.axis == -1 and permutation[-1] == core[1] and permutation[-2] != core[0]:
+        move = functools.partial(primitive.bind, permutation=permutation, **params)
+        return jax.tree.map(move, w.with_row_scales())
     if tuple(sorted(permutation[-2:])) != core:
         return NotImplemented
     order = (*permutation[:-2], *core)

@@ -259,3 +259,13 @@ def test_decoding_in_a_scan_keeps_the_cache_quantized(never_dense):
     same(got.codes, want.codes)
     # (A quotient may differ in its last bit between a compiled loop and single operations.)
     np.testing.assert_allclose(got.scale, want.scale, rtol=1e-6)
+
+
+def test_heads_and_time_change_places(never_dense):
+    """Vectors with scales of their own, in any order; also a group of rows with one scale."""
+    tiled = hki.QuantizedMatrix.quantize(normal((B, T, 4, D)), "int8", (2, D), axis=-1)
+    for old in (cache(), cache("int4", 4), cache("uint4"), tiled):
+        for order in ((0, 2, 1, 3), (2, 0, 1, 3), (2, 1, 0, 3)):
+            got = use(lambda c, order=order: c.transpose(order))(old)
+            assert isinstance(got, hki.QuantizedMatrix)
+            same([hki.materialize(got)], [hki.materialize(old).transpose(order)])

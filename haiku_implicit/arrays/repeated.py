@@ -1,0 +1,196 @@
+"""`Repeated`: each entry along an axis several times, as query heads share keys, held once."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.arrays.quantized_cache import QuantizedCache
+from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dense import dense
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.interpreter import default_handler
+
+
+@dataclasses.dataclass
+class Repeated(ImplicitArray, linear_in="array"):
+    """An array whose entries along one axis are repeated: `jnp.repeat(array, count, axis)`.
+
+    What a model makes of a `QuantizedCache`, or of a `MatrixView`, when it broadcasts it: of key heads
+    `[batch, heads, time, depth]` those for `count` query heads each. A product with it is one with the
+    array, which is read once. What writes into it, or cuts parts out, does so in a copy.
+
+    Attributes:
+      array: `[...]`, usually itself implicit.
+      axis: the axis, counted from the end (negative).
+      count: how often each entry is there.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> keys = hki.QuantizedCache.quantize(jnp.ones((1, 2, 16, 64)), 'int8', axis=-1)
+      >>> attend = hki.use_implicit_args(
+      ...     lambda q, k: jnp.einsum('bhd,bhsd->bhs', q, jnp.repeat(k, 4, axis=1)))
+      >>> attend(jnp.ones((1, 8, 64)), keys).shape
+      (1, 8, 16)
+    """
+
+    array: Any
+    axis: int = aux_field()
+    count: int = aux_field()
+
+    @property
+    def core_ndim(self) -> int:  # type: ignore[override]
+        """Axes in front of the repeated one and of the array's own are batch axes."""
+        return max(-self.axis, getattr(self.array, "core_ndim", None) or 0)
+
+    def compute_shape(self) -> tuple[int, ...]:
+        shape = list(np.shape(self.array))
+        shape[self.axis] *= self.count
+        return tuple(shape)
+
+    def compute_dtype(self) -> Any:
+        return self.array.dtype
+
+    def materialize(self) -> jax.Array:
+        return jnp.repeat(dense(self.array), self.count, axis=self.axis)
+
+
+def _place(x: Repeated) -> int:
+    return x.ndim + x.axis
+
+
+def _copied(x: Repeated) -> Any:
+    """The array with its entries repeated: by a gather, as each type has rules for that."""
+    ids = jnp.arange(x.shape[x.axis]) // x.count
+    return jnp.take(x.array, ids, axis=_place(x), mode="clip")
+
+
+# --- where they come from ------------------------------------------------------------------------
+
+
+@primitive_handler("broadcast_in_dim")
+def repeat_cache(primitive: Primitive, w: QuantizedCache, **params: Any) -> Any:
+    """New axes, and axes of length one that become longer."""
+    return _broadcast(primitive, w, **params)
+
+
+@primitive_handler("broadcast_in_dim", precedence=1)
+def repeat_view(primitive: Primitive, w: MatrixView, **params: Any) -> Any:
+    """The same; new axes of length one are a view of the same matrix."""
+    return _broadcast(primitive, w, **params)
+
+
+def _broadcast(
+    primitive: Primitive,
+    w: ImplicitArray,
+    *,
+    shape: Sequence[int],
+    broadcast_dimensions: Sequence[int],
+    sharding: Any = None,
+) -> Any:
+    old = dict(zip(broadcast_dimensions, w.shape, strict=True))
+    short = [old.get(i, 1) for i in range(len(shape))]
+    longer = [i for i, n in enumerate(shape) if n != short[i]]
+    # (What is repeated along the first axis is a stack, as of beams, which a loop may write into.)
+    if 0 in (*longer, *shape) or sharding is not None:
+        return NotImplemented
+    if any(export.is_symbolic_dim(n) for n in shape):
+        return NotImplemented
+    params = dict(new_sizes=tuple(short), dimensions=None, sharding=None)
+    out = default_handler(jax.lax.reshape_p, w, **params) if tuple(short) != w.shape else w
+    for i in longer:
+        out = Repeated(out, i - len(shape), shape[i])
+    return out
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+@binary_handler("dot_general")
+def dot_with_repeated(call: BinaryCall, x: jax.Array, w: Repeated) -> Any:
+    """A product with the array: of heads that share an entry together, or with a repeated result."""
+    axis = _place(w)
+    if axis in call.contracted[1] or call.params.get("out_sharding") is not None:
+        return NotImplemented
+    free_of_w = [i for i in range(w.ndim) if i not in (*call.contracted[1], *call.batch[1])]
+    lead = len(call.batch[1])
+    if axis in free_of_w:
+        out = call(x, w.array)
+        before = 0 if call.w_first else out.ndim - lead - len(free_of_w)
+        return jnp.repeat(out, w.count, axis=lead + before + free_of_w.index(axis))
+
+    # Of `x` the axis that meets the repeated one is cut in two: one that meets the entries, and the
+    # repetitions behind it, a free axis.
+    at = call.batch[1].index(axis)
+    cut = call.batch[0][at]
+    x = x.reshape(*x.shape[:cut], -1, w.count, *x.shape[cut + 1 :])
+    of_x = [tuple(i + (i > cut) for i in axes) for axes in (call.contracted[0], call.batch[0])]
+    numbers = tuple(
+        call.ordered(own, other)
+        for own, other in zip(of_x, (call.contracted[1], call.batch[1]), strict=True)
+    )
+    params = call.params | dict(dimension_numbers=numbers)
+    out = default_handler(call.primitive, *call.ordered(x, w.array), **params)
+    free_of_x = [i for i in range(x.ndim) if i not in (*of_x[0], *of_x[1])]
+    repetitions = lead + (len(free_of_w) if call.w_first else 0) + free_of_x.index(cut + 1)
+    out = jnp.moveaxis(out, repetitions, at + 1)
+    return out.reshape(*out.shape[:at], -1, *out.shape[at + 2 :])
+
+
+# --- axes ----------------------------------------------------------------------------------------
+
+
+@primitive_handler("reshape")
+def reshape_repeated(
+    primitive: Primitive, x: Repeated, *, new_sizes: Sequence[int], **params: Any
+) -> Any:
+    """The repeated axis joins those before it, or is divided between entries; else in a copy."""
+    behind = math.prod(x.shape[_place(x) + 1 :])
+    for i, n in enumerate(new_sizes):
+        fits = math.prod(new_sizes[i + 1 :]) == behind and n % x.count == 0
+        if i and fits and not any(p is not None for p in params.values()):
+            new = (*new_sizes[:i], n // x.count, *new_sizes[i + 1 :])
+            return Repeated(x.array.reshape(new), i - len(new), x.count)
+    return default_handler(primitive, _copied(x), new_sizes=new_sizes, **params)
+
+
+@primitive_handler("transpose")
+def transpose_repeated(primitive: Primitive, x: Repeated, *, permutation: Sequence[int]) -> Any:
+    """The axis is another one."""
+    array = jnp.transpose(x.array, permutation)
+    return Repeated(array, tuple(permutation).index(_place(x)) - x.ndim, x.count)
+
+
+@primitive_handler("squeeze")
+def squeeze_repeated(primitive: Primitive, x: Repeated, *, dimensions: Sequence[int]) -> Any:
+    """Other axes, of length one, are dropped."""
+    if _place(x) in dimensions:
+        return NotImplemented
+    gone_behind = sum(i > _place(x) for i in dimensions)
+    return Repeated(jnp.squeeze(x.array, dimensions), x.axis + gone_behind, x.count)
+
+
+@primitive_handler("convert_element_type")
+def cast_repeated(primitive: Primitive, x: Repeated, *, new_dtype: Any, **params: Any) -> Any:
+    """To a wider dtype; in a narrower one the gradients of the repetitions would be summed in that."""
+    if not jnp.issubdtype(new_dtype, np.inexact):
+        return NotImplemented
+    wider = jnp.promote_types(x.dtype, new_dtype) == new_dtype
+    array = x.array if wider else _copied(x)
+    array = default_handler(primitive, array, new_dtype=new_dtype, **params)
+    return Repeated(array, x.axis, x.count) if wider else array
+
+
+@primitive_handler(["slice", "dynamic_slice", "gather", "dynamic_update_slice", "scatter"])
+def change_copy(primitive: Primitive, x: Repeated, *others: jax.Array, **params: Any) -> Any:
+    """Parts, and writes: of the array with its entries repeated."""
+    return default_handler(primitive, _copied(x), *others, **params)

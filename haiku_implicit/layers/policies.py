@@ -1,0 +1,113 @@
+"""What is kept for the backward pass, and products in few bits, by name."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+from haiku_implicit.core.compat import ragged_dot_general_p
+from haiku_implicit.params.quantized_training import dot_general_by_bits
+from haiku_implicit.products.matmul import quantized_matmul_p
+
+# Of which no operand is a part of a weight whose dense value they would make.
+_PRODUCTS = (
+    jax.lax.conv_general_dilated_p,
+    ragged_dot_general_p,
+    quantized_matmul_p,
+)
+
+
+def _no_dequantized_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Saves the results of products; of dense ones, where they are no larger than the operands."""
+    if primitive is not jax.lax.dot_general_p:
+        return primitive in _PRODUCTS
+    out = jax.eval_shape(functools.partial(primitive.bind, **params), *operands)
+    return math.prod(out.shape) <= sum(math.prod(x.shape) for x in operands)
+
+
+_OF_JAX = (
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "checkpoint_dots",
+    "dots_with_no_batch_dims_saveable",
+    "checkpoint_dots_with_no_batch_dims",
+    "save_anything_except_these_names",
+    "save_any_names_but_these",
+    "save_only_these_names",
+    "save_from_both_policies",
+)
+_POLICIES = {name: getattr(jax.checkpoint_policies, name) for name in _OF_JAX}
+_POLICIES["no_dequantized_saveable"] = _no_dequantized_saveable
+
+
+def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
+    """A policy for `jax.checkpoint(policy=)`: which intermediate values are kept for the gradient.
+
+    Args:
+      name: of a policy of `jax.checkpoint_policies`: 'everything_saveable', 'nothing_saveable',
+        'dots_saveable' (also 'checkpoint_dots'), 'dots_with_no_batch_dims_saveable' (also
+        'checkpoint_dots_with_no_batch_dims'). Or of a function there that makes one, of names
+        ('save_anything_except_these_names', 'save_any_names_but_these', 'save_only_these_names') or of
+        two policies ('save_from_both_policies'). Or 'no_dequantized_saveable', of this library: see
+        below.
+
+    'no_dequantized_saveable' keeps the results of products with quantized weights, of convolutions and
+    ragged products, and of dense products that are no larger than their operands together; nothing
+    else. So no dequantized weight is kept, since that is not the result of a product. The product of a
+    LoRA's factors is one, where a LoRA becomes dense, but it is larger than these (for ranks below half
+    of the smaller axis). The policies of JAX that keep dots recompute products with quantized weights.
+
+    Returns:
+      The policy, or the function that makes it.
+
+    Raises:
+      ValueError: for another name. (EasyDeL's own code raises a bare KeyError.)
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> policy = hki.layers.get_gradient_checkpoint_policy('no_dequantized_saveable')
+      >>> w = hki.QuantizedMatrix.quantize(jnp.eye(64), 'int8')
+      >>> layer = lambda x, w: jnp.sin(jnp.sin(x @ w) @ w)
+      >>> run = jax.checkpoint(hki.use_implicit_args(layer), policy=policy)
+      >>> _, pullback = jax.vjp(lambda x: run(x, w), jnp.ones((2, 64)))
+      >>> any(y.shape == w.shape and y.dtype == w.dtype for y in jax.tree.leaves(pullback))
+      False
+    """
+    if name not in _POLICIES:
+        raise ValueError(f"name: expected one of {', '.join(_POLICIES)}, got {name!r}")
+    return _POLICIES[name]
+
+
+def get_dot_general_by_bits(
+    bits: int | None = None, mode: Literal["train", "serve", "convert"] = "train"
+) -> dict[str, Any]:
+    """Products in integers of n bits, forward and backward, as keyword arguments of a layer.
+
+    Args:
+      bits: 2, 3, 4, 5, 6 or 8; None for dense products.
+      mode: 'train', 'serve' or 'convert', as for `haiku_implicit.dot_general_by_bits`, which gives the
+        function itself.
+
+    Returns:
+      `{'dot_general_cls': make}`, where `make()` is what `dot_general_by_bits(bits, bits, mode)` gives:
+      a function like `jax.lax.dot_general` ('convert': one of a weight). Without bits an empty dict.
+
+    Raises:
+      ValueError: for other numbers of bits, or another mode, at once.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from haiku_implicit import layers
+      >>> layers.get_dot_general_by_bits()
+      {}
+      >>> dot = layers.get_dot_general_by_bits(8)['dot_general_cls']()
+      >>> numbers = (((0,), (0,)), ((), ()))
+      >>> print(dot(jnp.array([1.0, 0.5]), jnp.array([[1.0], [-1.0]]), numbers).round(1))
+      [0.5]
+    """
+    make = functools.partial(dot_general_by_bits, bits, bits, mode)
+    make()  # raises for what it does not know
+    return {} if bits is None else {"dot_general_cls": make}

@@ -1,0 +1,1 @@
+"""JAX's own transformations with less to say: which axes are mapped, and which arguments are static."""

@@ -1,0 +1,334 @@
+"""`auto_jit`: `jax.jit` that finds out by itself which leaves of its arguments are static."""
+
+import abc
+import copy
+import dataclasses
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
+
+
+def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
+    """`jax.jit` to which all arrays are traced, and all else is static, at any depth of the arguments.
+
+    Arrays are those of JAX and NumPy, tracers, and implicit arrays. All other leaves of the arguments
+    (flags, strings, functions, *Python numbers*) are seen by the function as they are, and each
+    combination of them is compiled once. Give a number that changes often as an array. For
+    an unknown function it is `auto_jit(hki.use_implicit_args(fun))`, as with `jax.jit`.
+
+    Static leaves are told apart by their type, `==` and hash (floats by their digits, so that 0.0 is
+    not -0.0). Objects that have no `==` of their own, and functions, are told apart by identity, and
+    are not kept alive.
+
+    Methods work, whether the decorator is in the class or the method is bound. An object that is
+    an argument, such as `self`, and is neither a pytree nor hashable by its contents, is taken apart:
+    arrays (in trees, too) in its attributes are traced, the other attributes are static, so that
+    a change in either is seen. The function gets a copy of it. Objects within its attributes
+    count by identity; make them pytrees (`jax.tree_util.register_dataclass`) if they change.
+
+    This is the `AutoJIT` of Dyro and Richards' JAX tutorial, which differs in that it decides about
+    static arguments at its first call; takes trees, NumPy arrays and implicit arrays for static
+    ones; and, in the variant for trees, calls without the keyword arguments and keeps all that it has
+    compiled.
+
+    Args:
+      fun: a function or method that JAX can trace, given the static leaves. Without it, a decorator
+        is returned, as in `@auto_jit(cache_size=8)`.
+      cache_size: for how many combinations of structures and static leaves compiled functions are
+        kept. Those that were not used for longest are dropped.
+
+    Returns:
+      The compiled function, with the same signature. Its `cache_info()` is that of
+      `functools.lru_cache`.
+
+    Raises:
+      TypeError: when called, for a leaf that is neither an array nor hashable (with the way to it from
+        the arguments), and where the function sets attributes of an argument, which would be lost.
+      ValueError: where `cache_size` is not positive.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> class Solver:
+      ...   def __init__(self, A, kind):
+      ...     self.A, self.kind = A, kind
+      ...   @hki.auto_jit
+      ...   def residual(self, x, options):
+      ...     out = hki.use_implicit_args(jnp.matmul)(self.A, x)
+      ...     norm = jnp.sum if self.kind == 'l1' else jnp.max
+      ...     return norm(jnp.abs(out)) if options['reduce'] else out
+      >>> solver = Solver(hki.LoRA(jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2))), 'l1')
+      >>> print(solver.residual(jnp.arange(2.0), {'reduce': True}))
+      3.0
+      >>> solver.kind = 'max'
+      >>> print(solver.residual(jnp.arange(2.0), options={'reduce': True}))
+      2.0
+      >>> Solver.residual.cache_info().currsize
+      2
+    """
+    if fun is None:
+        return functools.partial(auto_jit, cache_size=cache_size)
+    if not isinstance(cache_size, int) or cache_size < 1:
+        raise ValueError(
+            f"auto_jit: cache_size must be an integer of 1 or more, got {cache_size!r}"
+        )
+
+    @functools.lru_cache(maxsize=cache_size)
+    def compiled(static: _Part) -> Callable[[list[Any]], Any]:
+        def run(values: list[Any]) -> Any:
+            made = _Rebuilt(iter(values))
+            fun, args, kwargs = static.rebuild(made)
+            out = fun(*args, **kwargs)
+            made.check_unchanged()
+            return out
+
+        run.__name__ = getattr(fun, "__name__", type(fun).__name__)
+        return jax.jit(run)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        values: list[Any] = []
+        try:
+            static = _tree((fun, args, kwargs), values, _argument)
+            program = compiled(static)
+        except _NotHashable as e:
+            raise _named(fun, args, kwargs, e) from None
+        return program(values)
+
+    wrapped.cache_info = compiled.cache_info  # type: ignore[attr-defined]
+    return wrapped
+
+
+# --- what is static of the arguments -----------------------------------------------------------------
+
+
+class _Rebuilt:
+    """The values for what is being rebuilt, and the objects among it with their attributes."""
+
+    def __init__(self, values: Iterator[Any]):
+        self.values = values
+        self.objects: list[tuple[Any, list[str], Any]] = []
+
+    def check_unchanged(self) -> None:
+        """Raises if an object has other attributes than it was rebuilt with."""
+        for x, names, before in self.objects:
+            for name in names:
+                leaves, treedef = tree_flatten_with_implicit(vars(x).get(name))
+                old_leaves, old_treedef = before[name]
+                if treedef != old_treedef or any(
+                    a is not b for a, b in zip(leaves, old_leaves, strict=True)
+                ):
+                    raise TypeError(
+                        f"auto_jit: the function sets the attribute {name!r} of a "
+                        f"{type(x).__name__}, which would be lost: it has a copy of the object. "
+                        "Return the new value, and set the attribute outside"
+                    )
+
+
+class _Part(abc.ABC):
+    """A part of the arguments without its values, hashable. Values are taken in their order."""
+
+    @abc.abstractmethod
+    def rebuild(self, made: _Rebuilt) -> Any:
+        """The part with values in it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value(_Part):
+    """An array, dense or implicit."""
+
+    def rebuild(self, made: _Rebuilt) -> Any:
+        return next(made.values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant(_Part):
+    """A static leaf that is told apart by its contents."""
+
+    kind: type
+    contents: Any
+    value: Any = dataclasses.field(compare=False)
+
+    def rebuild(self, made: _Rebuilt) -> Any:
+        return self.value
+
+
+class _Identity(_Part):
+    """A static leaf that is told apart by identity, and not kept alive where Python can do without."""
+
+    def __init__(self, x: Any):
+        self.id = id(x)
+        try:
+            self.get: Callable[[], Any] = weakref.ref(x)
+        except TypeError:
+            self.get = lambda: x
+
+    def __hash__(self) -> int:
+        return self.id
+
+    def __eq__(self, other: Any) -> bool:
+        # An id is used again when its object is gone; that object is then no longer what `get` gives.
+        return isinstance(other, _Identity) and self.get() is other.get() is not None
+
+    def rebuild(self, made: _Rebuilt) -> Any:
+        return self.get()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tree(_Part):
+    """A tree, in which an implicit array is one leaf."""
+
+    treedef: Any
+    leaves: tuple[_Part, ...]
+
+    def rebuild(self, made: _Rebuilt) -> Any:
+        return self.treedef.unflatten([x.rebuild(made) for x in self.leaves])
+
+
+def _copy(x: Any) -> Any:
+    """Another object with the attributes of `x`, also where `copy` gives `x` itself."""
+    other = copy.copy(x)
+    if other is x:
+        other = object.__new__(type(x))
+        vars(other).update(vars(x))
+    return other
+
+
+@dataclasses.dataclass(frozen=True)
+class _Object(_Part):
+    """An object that is taken apart into its attributes."""
+
+    itself: _Identity
+    names: tuple[str, ...]
+    attributes: tuple[_Tree, ...]
+
+    def rebuild(self, made: _Rebuilt) -> Any:
+        x = _copy(self.itself.rebuild(made))
+        values = [y.rebuild(made) for y in self.attributes]
+        vars(x).update(zip(self.names, values, strict=True))
+        before = {name: tree_flatten_with_implicit(vars(x)[name]) for name in self.names}
+        made.objects.append((x, list(self.names), before))
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class _Method(_Part):
+    """A bound method."""
+
+    fun: _Identity
+    of: _Part
+
+    def rebuild(self, made: _Rebuilt) -> Any:
+        return types.MethodType(self.fun.rebuild(made), self.of.rebuild(made))
+
+
+class _NotHashable(Exception):
+    """A leaf that cannot be static.
+
+    Attributes:
+      x: what it is.
+      leaf: the leaf of the arguments that it is, or that it belongs to as an attribute.
+      path: the way from that leaf to it.
+    """
+
+    def __init__(self, x: Any, leaf: Any, path: str = ""):
+        self.x, self.leaf, self.path = x, leaf, path
+
+
+def _tree(tree: Any, values: list[Any], leaf: Callable[[Any, list[Any]], _Part]) -> _Tree:
+    """The tree without its values, which are added to `values`."""
+    leaves, treedef = tree_flatten_with_implicit(tree)
+    return _Tree(treedef, tuple([leaf(x, values) for x in leaves]))
+
+
+# What is a function, or made of one, has no attributes that it computes with.
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    type,
+    functools.partial,
+    np.ufunc,
+    jax.custom_jvp,
+    jax.custom_vjp,
+    type(jax.jit(lambda: None)),
+)
+
+
+def _argument(x: Any, values: list[Any]) -> _Part:
+    """A leaf of the arguments. Objects are taken apart, and so is the `self` of a bound method."""
+    if isinstance(x, types.MethodType):
+        return _Method(_Identity(x.__func__), _argument(x.__self__, values))
+    if isinstance(x, _FUNCTIONS) or not hasattr(x, "__dict__") or is_value(x) or _has_contents(x):
+        return _leaf(x, values)
+    names, attributes = tuple(sorted(vars(x))), []
+    for name in names:
+        try:
+            attributes.append(_tree(vars(x)[name], values, _leaf))
+        except _NotHashable as e:
+            path = "/".join((name, *_path_to(e.leaf, vars(x)[name])))
+            raise _NotHashable(e.x, x, f".{path}") from None
+    return _Object(_Identity(x), names, tuple(attributes))
+
+
+def _leaf(x: Any, values: list[Any]) -> _Part:
+    """A value, or what is static as it is."""
+    if is_value(x):
+        values.append(x)
+        return _Value()
+    if isinstance(x, types.MethodType):
+        return _Method(_Identity(x.__func__), _Identity(x.__self__))
+    if isinstance(x, float | complex):
+        return _Constant(type(x), repr(x), x)
+    if _has_contents(x):
+        return _Constant(type(x), x, x)
+    if _hash_of(x) is object.__hash__:
+        return _Identity(x)
+    raise _NotHashable(x, x)
+
+
+def _hash_of(x: Any) -> Any:
+    """What hashes `x`: None if nothing does, `object.__hash__` if its identity does."""
+    return type(x).__hash__
+
+
+def _has_contents(x: Any) -> bool:
+    """Whether a hash tells what is in `x`."""
+    if _hash_of(x) in (None, object.__hash__):
+        return False
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _path_to(leaf: Any, tree: Any) -> list[str]:
+    """The keys that lead to a leaf."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_implicit)[0]:
+        if x is leaf:
+            return [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return []
+
+
+def _named(fun: Any, args: Any, kwargs: Any, e: _NotHashable) -> TypeError:
+    """The error for a leaf that cannot be static, with the way to it from the arguments."""
+    arguments = {"self": getattr(fun, "__self__", fun)}
+    try:
+        arguments |= inspect.signature(fun).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # there is no signature, or the call does not fit to it
+        arguments |= dict(args=args, **kwargs)
+    name = "/".join(_path_to(e.leaf, arguments))
+    return TypeError(
+        f"auto_jit: {name}{e.path} is neither an array nor hashable, so that it can be neither traced "
+        f"nor static: a {type(e.x).__name__}, {e.x!r:.60}. Make it a tuple, a frozenset or a frozen "
+        "dataclass, or register its class as a pytree (jax.tree_util.register_dataclass)"
+    )
