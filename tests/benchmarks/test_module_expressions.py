@@ -17,6 +17,7 @@ def measured(tmp_path_factory):
     return expression_report.load(path)
 
 
+@pytest.mark.slow
 def test_records_are_complete(measured):
     assert [case["depth"] for case in measured["cases"]] == DEPTHS
     for case in measured["cases"]:
@@ -30,6 +31,7 @@ def test_records_are_complete(measured):
     assert 50 < one < two < 2 * one
 
 
+@pytest.mark.slow
 def test_the_programs_are_the_same(measured):
     one, two = (case["program"] for case in measured["cases"])
     assert one["same_hlo"] and two["same_hlo"] and one["same_compiled"]
@@ -62,6 +64,7 @@ def test_ratios_are_medians_within_a_turn():
     assert expression_report.milliseconds(case, "median_query") == 2.0
 
 
+@pytest.mark.slow
 def test_report(measured, tmp_path, monkeypatch):
     document = tmp_path / "module_expressions.md"
     document.write_text(expression_report.DOCUMENT.read_text())

@@ -255,7 +255,8 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, way", few([(n, w) for n in NAMES for w in WAYS], ("gpt2", "lora")))
+@pytest.mark.slow
+@pytest.mark.parametrize("name, way", [(n, w) for n in NAMES for w in WAYS])
 def test_implicit_parameters_stay_implicit(name, way):
     _, model, params = hub.load(ROOT / name)
     arguments, _ = expected(ROOT / name)

@@ -9,6 +9,7 @@ import pytest
 import quantized_attention
 from haiku_implicit import layers
 from models.cached_attention import CachedAttention, Sizes
+from tests.tiers import few
 
 SIZES = Sizes(num_heads=4, num_kv_heads=2, head_dim=8, length=10)
 BATCH, TIME, DIM = 2, 7, 12
@@ -48,9 +49,15 @@ def in_steps(model, params, x, mask):
     return np.concatenate(out, axis=1)
 
 
-# As a part of the largest output.
-@pytest.mark.parametrize("kind, tolerance", [("dense", 1e-5), ("int8", 0.02), ("int4", 0.3)])
-@pytest.mark.parametrize("in_mesh", [False, True])
+# The tolerance is a part of the largest output.
+CASES = [
+    (kind, tolerance, in_mesh)
+    for kind, tolerance in (("dense", 1e-5), ("int8", 0.02), ("int4", 0.3))
+    for in_mesh in (False, True)
+]
+
+
+@pytest.mark.parametrize("kind, tolerance, in_mesh", few(CASES, ("int8", 0.02, False)))
 def test_outputs_are_those_of_attention(kind, tolerance, in_mesh, inputs, never_dense):
     params, x, mask = inputs
     mesh = layers.create_mesh((1, 1, 1, 1)) if in_mesh else None

@@ -162,6 +162,7 @@ with set_mesh(explicit):
 """
 
 
+@pytest.mark.slow
 def test_on_several_devices():
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

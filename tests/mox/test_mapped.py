@@ -138,7 +138,7 @@ def equal_under_transformations(got, want, params, in_axes=(None, None, 0)):
 
 
 CASES = [(model, function) for model in MODELS for function in FUNCTIONS]
-QUICK = [(one_axis, with_parameters), (two_axes, twice), (captures, residual)]
+QUICK = [(two_axes, with_parameters)]
 
 
 @pytest.mark.parametrize(
