@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax.experimental import pallas as pl
+from tqdm import tqdm
 
 import haiku_implicit as hki
 import hub
@@ -163,7 +164,8 @@ def run() -> None:
     heading(f"GPT-2, {config.num_layers} layers of width {config.dim}, {weights} weights")
     rows, results = [], []
     with hki.materialization("error"):  # a product that the kernel does not run would stop here
-        for name, fun, held in (("kernel", kernel, with_kernel), ("dense twin", dense, params)):
+        both = ("kernel", kernel, with_kernel), ("dense twin", dense, params)
+        for name, fun, held in tqdm(both, "GPT-2", leave=False):
             counts = collections.Counter(primitives_in(jax.make_jaxpr(fun)(trainable).jaxpr))
             results.append(jax.jit(fun)(trainable))
             nbytes = sum(w.nbytes for own in held.values() for n, w in own.items() if n == "w")

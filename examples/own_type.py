@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from tqdm import tqdm
 
 import haiku_implicit as hki
 from dense_twin import difference, size_of
@@ -171,10 +172,12 @@ def main(argv: list[str]) -> None:
     zeros_in_functions()
     which_rule_runs()
     check_the_types()
+    models = zeros_in_a_network, toeplitz_in_a_network, kronecker_in_gpt2
+    rows = [compared() for compared in tqdm(models, "models", leave=False)]
     heading("on models that someone else wrote")
     table(
         "weights bytes dense FLOPs dense outputs gradients materialized".split(),
-        [zeros_in_a_network(), toeplitz_in_a_network(), kronecker_in_gpt2()],
+        rows,
     )
     print("(outputs, gradients: largest difference to the dense twin, relative to its largest)")
 
@@ -224,7 +227,7 @@ def which_rule_runs() -> None:
     ]
     heading("which rule runs")
     rows = []
-    for text, fun, left, right in cases:
+    for text, fun, left, right in tqdm(cases, "rules", leave=False):
         jax.clear_caches()  # a rule runs while JAX traces, and not again
         RAN.clear()
         with hki.materialization("allow"), hki.materialization_report() as report:
@@ -255,9 +258,10 @@ def check_the_types() -> None:
         return Kronecker(a, b)
 
     heading("hki.testing.check_type, on " + " and ".join(operations))
-    for name, make in (("Toeplitz", toeplitz), ("Kronecker", kronecker)):
+    makes = {"Toeplitz": toeplitz, "Kronecker": kronecker}
+    for name, make in tqdm(makes.items(), "types", leave=False):
         report = hki.testing.check_type(make, operations=operations)
-        print(f"{name}: right, {report.count} materialized")
+        tqdm.write(f"{name}: right, {report.count} materialized")
         assert report.count == 0
 
 
