@@ -7,6 +7,7 @@ this equation that is traced again (`higher.py`).
 
 import collections
 import dataclasses
+import posixpath
 import re
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from haiku_implicit.mox.tree import (
     hidden,
     needed,
     read_counts,
+    returning_only,
     shape_of,
     walk,
 )
@@ -108,17 +110,20 @@ def holders_of(sites: Sequence[Site]) -> set[int]:
 
 
 def _ended_state(mox: Program, sites: Sequence[Site]) -> set[Path]:
-    """The state of modules none of whose calls is left."""
-    sites = [site for site in sites if isinstance(site.node, ModuleCall)]
-    replaced = collections.Counter(site.node.path for site in sites)
+    """The state of modules none of whose calls is left, and of those below them.
+
+    Calls in a replaced node are gone, as those of a module's own properties in its `__call__`.
+    """
+    replaced = [site for site in sites if isinstance(site.node, ModuleCall)]
     if not mox.interface.new_state or not replaced:
         return set()
-    of_all = collections.Counter(call.path for call in calls(mox.body))
-    ended = {site.path for site in sites if of_all[site.node.path] == replaced[site.node.path]}
+    gone = {id(x) for site in replaced for x in walk(site.node)}
+    left = {call.path for call in calls(mox.body) if id(call) not in gone}
+    ended = {site.path for site in replaced if site.node.path not in left}
     return {
         path
         for path in mox.interface.new_state
-        if any(f"{path[0]}/".startswith(f"{module}/") for module in ended)
+        if path[0] not in left and any(f"{path[0]}/".startswith(f"{x}/") for x in ended)
     }
 
 
@@ -182,10 +187,10 @@ def sites_of(
         if path is not None:
             own = path if isinstance(path, str) else path(node)
         elif isinstance(node, ModuleCall):
-            own = place.path_of(node) or caller.module
+            own = node.path or caller.module
         else:
             name = _NO_NAME.sub("_", node.name)
-            own = "/".join(filter(None, [caller.module or place.prefix, name]))
+            own = "/".join(filter(None, [caller.module or _scope_of(place), name]))
             leaves[caller.call, own] += 1
             count = leaves[caller.call, own]
             own += f"_{count - 1}" if count > 1 else ""
@@ -195,6 +200,17 @@ def sites_of(
 
 # What Haiku does not allow in the name of a module: `scatter-add`, `<lambda>`.
 _NO_NAME = re.compile(r"\W|^(?=\d)")
+
+
+def _scope_of(place: Place) -> str:
+    """What is in front of the names in a body: that of a stack of layers, say."""
+    while place.outer is not None:
+        inside = walk(place.body, into_bodies=False)
+        scopes = {x.call.scope for x in inside if isinstance(x, ModuleCall) and x.call}
+        if found := scopes - {None, ""}:
+            return posixpath.commonpath(map(str, found))
+        place = place.outer
+    return ""
 
 
 class _Caller(NamedTuple):
@@ -229,7 +245,7 @@ def _search(
             if not deep and node.inside.isdisjoint(wanted):
                 continue
             callers = caller.callers if place.around else (*caller.callers, id(node))
-            own = _Caller(place.path_of(node) or caller.module, id(node), callers)
+            own = _Caller(node.path or caller.module, id(node), callers)
             yield from _search(node.children, wanted, place, own, deep, inner)
         elif isinstance(node, Equation) and deep:
             for body in node.bodies:
@@ -377,7 +393,14 @@ def with_grafts(
         },
     )
     if not keep_unused:
-        face = _without_unused(face, body.read_counts, counts, added.unchanged)
+        lost = {v for path in added.unchanged for v in face.state[path].atoms}
+        inside = {v for top in tops for x in walk(top, into_bodies=False) for v in x.outputs}
+        lost |= {v for v in read_counts(list(tops)) if not counts[v]}.difference(
+            inside, body.invars
+        )
+        dead = _handed_on(body, lost, counts, face.returns)
+        new = dataclasses.replace(new, children=_without_outputs(new.children, dead))
+        face = _without_unused(face, body.read_counts, +counts, added.unchanged)
     new = dataclasses.replace(new, invars=face.invars, returns=face.returns)
     vars(new)["read_counts"] = counts  # the cached property, known already
     init = init_of(mox, new, face, list(grafts.values()))
@@ -397,6 +420,48 @@ def _exchanged(
             node = dataclasses.replace(cast(ModuleCall, node), children=children)
         new.append(node)
     return tuple(new)
+
+
+def _without_outputs(nodes: Sequence[Node], dead: set[Var]) -> tuple[Node, ...]:
+    """Nodes without those outputs of calls that are dead. Other nodes are the same objects."""
+    if not dead:
+        return tuple(nodes)
+    new: list[Node] = []
+    for node in nodes:
+        if isinstance(node, ModuleCall):
+            node = returning_only(node, set(node.outputs) - dead)
+            children = _without_outputs(node.children, dead)
+            if any(x is not y for x, y in zip(children, node.children, strict=True)):
+                node = dataclasses.replace(node, children=children)
+        new.append(node)
+    return tuple(new)
+
+
+def _handed_on(
+    body: Body, lost: set[Var], read: collections.Counter[Var], returned: Container[Any]
+) -> set[Var]:
+    """The outputs of calls that only hand values on to what is gone (`hk.lift`).
+
+    Args:
+      body: the program before.
+      lost: variables that nothing reads any more, or that only such calls read.
+      read: how often variables are read now. The reads of such calls are taken off.
+      returned: the results of the new program.
+    """
+    handed: dict[Any, Any] = {}
+    for node in walk(body, into_bodies=False) if lost else ():
+        if isinstance(node, ModuleCall):
+            pairs = zip(node.outputs, node.returns, strict=True)
+            handed |= {v: x for v, x in pairs if isinstance(x, Var)}
+    rest, found = [v for v, x in handed.items() if v in lost or x in lost], set[Var]()
+    while rest:
+        v = rest.pop()
+        if v in handed and v not in found and not read[v] and v not in returned:
+            found.add(v)
+            x = handed[v]
+            read[x] -= 1
+            rest.append(x)
+    return found
 
 
 def _without_unused(

@@ -45,7 +45,6 @@ def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None)
         raise ValueError(f"where: expected the call of a module, got {node!r}")
     params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
     (site,) = sites_of(mox.body, [node], params=params)
-    node = _with_prefix(node, site.place.prefix)
     scope = _scope_of(mox.body, site, layer)
     original, face = Original(site.place.body, node), mox.interface
     # One by one: a call of a module would need all of its arguments, for one of its results too.
@@ -87,16 +86,6 @@ def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None)
     whole = dataclasses.replace(mox, body=scope.body)
     part = pruned(whole, own, (*children, original.call))
     return dataclasses.replace(part, init=_init_on_zeros(mox, part.interface))
-
-
-def _with_prefix(node: Any, prefix: str) -> Any:
-    """A call, and those in it, with whole paths: those in a stack of layers begin anew."""
-    if not prefix or not isinstance(node, ModuleCall):
-        return node
-    children = tuple(_with_prefix(child, prefix) for child in node.children)
-    path = f"{prefix}/{node.path}" if node.path else ""
-    call = node.call and dataclasses.replace(node.call, path=path)
-    return dataclasses.replace(node, call=call, children=children)
 
 
 _ANY = [

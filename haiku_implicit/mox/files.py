@@ -14,7 +14,7 @@ from haiku_implicit.mox import marks, text_file
 from haiku_implicit.mox.interface import is_array, slot_of
 from haiku_implicit.mox.mox import Mox
 from haiku_implicit.mox.plain import of_type
-from haiku_implicit.mox.program import Program
+from haiku_implicit.mox.program import Program, checked
 from haiku_implicit.mox.reading import Misplaced, Reader, at
 from haiku_implicit.mox.tree import body_of
 from haiku_implicit.mox.writing import Writer
@@ -55,6 +55,7 @@ def save(path: text_file.PathLike, mox: Mox) -> None:
       >>> mox.query('//module_call[@type="Linear"]/@path')
       ['mlp/~/linear_0', 'mlp/~/linear_1']
     """
+    checked("save(path, mox)", mox)
     text = json.dumps(_to_json(mox), separators=(",", ":"), allow_nan=False)
     _from_text(text, {})  # what is written can be read
     text_file.write(path, text)
@@ -77,6 +78,7 @@ def load(path: text_file.PathLike, *, types: Iterable[type] = ()) -> Mox:
       ValueError: if the file is not such a file, or is not valid; it names the place.
       OSError: if the file can't be read.
     """
+    types = [types] if isinstance(types, type) else list(types)
     known = {cls.__name__: cls for cls in (hk.LSTMState, *types)}
     data = pathlib.Path(path).read_bytes()
     try:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
 from haiku_implicit.mox.interface import by_path, nested
 from haiku_implicit.mox.run import Substitute, run
-from haiku_implicit.mox.sources import arguments_of
+from haiku_implicit.mox.sources import arguments_of, is_known
 from haiku_implicit.mox.tree import Atom, Body, steps, walk
 
 
@@ -72,7 +72,7 @@ def piece_of_equation(node: Any, changes: Changes, known: set[Var]) -> Piece:
             f"nothing can be replaced in the body of {node!r}"
             + _REASONS.get(node.primitive, f": there is no rule for {node.primitive.name}")
         )
-    flags = [_is_known(atom, known) for atom in node.inputs]
+    flags = [is_known(atom, known) for atom in node.inputs]
 
     def of_body(body: Body, operands: Sequence[bool]) -> Piece:
         own = {v for v, flag in zip(body.invars, operands, strict=True) if flag}
@@ -92,15 +92,11 @@ def from_parameters(body: Body, known: set[Var]) -> set[Var]:
     known = set(known)
     for step in steps(body.children):
         if isinstance(step, tuple):
-            known |= {step[0]} if _is_known(step[1], known) else set()
+            known |= {step[0]} if is_known(step[1], known) else set()
         else:
             atoms = [x for x in step.inputs if isinstance(x, Var)]
             known.update(step.outputs if atoms and known.issuperset(atoms) else ())
     return known
-
-
-def _is_known(atom: Any, known: set[Var]) -> bool:
-    return not isinstance(atom, Literal) and atom in known
 
 
 def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
@@ -312,16 +308,16 @@ def _takes_slices(body: Body, params: set[Var], numbers: set[Var], length: int) 
         if isinstance(step, tuple):
             continue
         operands = step.inputs
-        if step.primitive is jex.dynamic_slice_p and _is_known(operands[0], params):
+        if step.primitive is jex.dynamic_slice_p and is_known(operands[0], params):
             operand: Any = operands[0]
             sizes = zip(operand.aval.shape, step.eqn.params["slice_sizes"], strict=True)
             axes = zip(operands[1:], sizes, strict=True)
-            if any(_is_known(i, numbers) and size == (length, 1) for i, size in axes):
+            if any(is_known(i, numbers) and size == (length, 1) for i, size in axes):
                 return True
         for inner in step.bodies:
             pairs = list(zip(inner.invars, arguments_of(step, inner), strict=True))
-            own_params = {v for v, x in pairs if _is_known(x, params)}
-            own_numbers = {v for v, x in pairs if _is_known(x, numbers)}
+            own_params = {v for v, x in pairs if is_known(x, params)}
+            own_numbers = {v for v, x in pairs if is_known(x, numbers)}
             if _takes_slices(inner, own_params, own_numbers, length):
                 return True
     return False

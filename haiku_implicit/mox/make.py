@@ -9,7 +9,7 @@ import haiku as hk
 import jax
 
 from haiku_implicit.mox.mox import Mox
-from haiku_implicit.mox.program import ANY_KEY, program_of, with_shapes
+from haiku_implicit.mox.program import ANY_KEY, checked, program_of, with_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class _Maker:
         self, *args: Any, params: Any = None, state: Any = None, rng: Any = ANY_KEY, **kwargs: Any
     ) -> Mox:
         given = dict(params=params, state=state, rng=rng)
+        given = _with_shapes(self.transformed, args, kwargs, given)
         program = program_of(self.transformed, args, kwargs, **given)
         return Mox(program.body, program.interface, program.init, program.implicit)
 
@@ -49,8 +50,23 @@ class _MultiMaker:
         self, *args: Any, params: Any = None, state: Any = None, rng: Any = ANY_KEY, **kwargs: Any
     ) -> Any:
         given = dict(params=params, state=state, rng=rng)
-        given = with_shapes(self.transformed, args, kwargs, **given)
+        given = _with_shapes(self.transformed, args, kwargs, given)
         return jax.tree.map(lambda make: make(*args, **given, **kwargs), self.apply)
+
+
+def _with_shapes(transformed: Any, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
+    """What is given, and shapes from `init` of what is not."""
+    try:
+        return with_shapes(transformed, args, kwargs, **given)
+    except Exception as e:
+        has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
+        missing = [name for name in ("params", "state") if given[name] is None]
+        names = " and ".join(f"{x}=" for x in missing if has_state or x == "params")
+        e.add_note(
+            "make_mox called the model's init with these arguments for the shapes of what it was not "
+            f"given. If init takes other ones, give {names}"
+        )
+        raise
 
 
 def make_mox(transformed: Any) -> Callable[..., Any]:
@@ -127,6 +143,7 @@ def eval_mox(mox: Mox, *args: Any, **kwargs: Any) -> Any:
       TypeError: if there are too few arguments, or too many.
       ValueError: if an argument is not what the expression was made for.
     """
+    checked("eval_mox(mox, params, ...)", mox)
     return mox.apply(*args, **kwargs)
 
 
@@ -137,4 +154,5 @@ def to_transformed(mox: Mox) -> hk.Transformed | hk.TransformedWithState:
       `hk.Transformed`, or `hk.TransformedWithState` where the model has state. `apply` is that of
       `eval_mox`.
     """
+    checked("to_transformed(mox)", mox)
     return mox.transformed()

@@ -10,7 +10,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -65,6 +65,13 @@ class Tree(NamedTuple):
         shown = self.merge([_Shown("array")] * self.num_arrays)
         return repr(shown)
 
+    def without(self, kept: Iterable[bool]) -> "Tree":
+        """The structure with None in the place of those arrays that are not kept."""
+        flags = iter(kept)
+        gone = [x is None and not next(flags, True) for x in self.leaves]
+        leaves = [(None,) if none else x for x, none in zip(self.leaves, gone, strict=True)]
+        return self._replace(leaves=tuple(leaves))
+
     def merge(self, arrays: Sequence[Any]) -> Any:
         """The tree with these arrays in it."""
         rest = iter(arrays)
@@ -100,6 +107,8 @@ class Call:
       config: the arguments that the module was constructed with, by their names.
       args: the structure of `(args, kwargs)`.
       results: the structure of the results.
+      scope: what is in front of the names of the function that it was made in, if that is transformed
+        for itself (`hk.lift`, a stack of layers); None as long as that is not known.
     """
 
     cls: type | None
@@ -108,6 +117,7 @@ class Call:
     config: Mapping[str, Any]
     args: Tree
     results: Tree | None = None
+    scope: str | None = ""
 
 
 def begin(call: Call, arrays: Sequence[Any], seen: Any = ()) -> tuple[Any, list[Any]]:
@@ -172,7 +182,8 @@ def _mark_call(
             return next_f(*args, **kwargs)
         configs[id(module)] = module, _constructor_arguments(type(module), args, kwargs)
     structure, arrays = split((args, kwargs))
-    call = Call(type(module), "", method, configs.get(id(module), (None, {}))[1], structure)
+    config = configs.get(id(module), (None, {}))[1]
+    call = Call(type(module), "", method, config, structure, scope=None)
     # Half of all calls are constructors'. Most take no arrays and run nothing: one mark is enough.
     token: Any = 0
     if arrays or method != "__init__":

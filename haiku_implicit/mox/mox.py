@@ -1,15 +1,24 @@
 """`Mox`, a module expression, and what is different between two."""
 
 import dataclasses
-import difflib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from haiku_implicit.mox import dot, edit, extract, html, outline, parts, text_file, view
+from haiku_implicit.mox import (
+    differences,
+    dot,
+    edit,
+    extract,
+    html,
+    outline,
+    parts,
+    text_file,
+    view,
+)
 from haiku_implicit.mox.interface import Path
-from haiku_implicit.mox.program import Program
+from haiku_implicit.mox.program import Program, checked
 from haiku_implicit.mox.replacement import Replacement, after, around, before, instead
 from haiku_implicit.mox.tree import Node
 
@@ -70,11 +79,11 @@ class Mox(Program):
 
     @functools.cached_property
     def _view(self) -> view.View:
-        return view.View(self.body, self._params)
+        return view.View(self.body)
 
     @functools.cached_property
     def _whole_view(self) -> view.View:
-        return view.View(self.body, self._params, constructors=True)
+        return view.View(self.body, constructors=True)
 
     def show(self, depth: int | None = None) -> str:
         """The expression as text: a line for each call of a module, and totals at the end.
@@ -134,6 +143,7 @@ class Mox(Program):
 
         Raises:
           ValueError: if the model has no such path, or a value is not a number.
+          TypeError: if `values` is not a dictionary.
 
         Example:
           >>> import haiku as hk, jax.numpy as jnp
@@ -143,6 +153,11 @@ class Mox(Program):
           >>> page[:15], page.count("<details")
           ('<!DOCTYPE html>', 3)
         """
+        if not isinstance(values, Mapping | None):
+            raise TypeError(
+                "values: expected a dictionary of numbers by the path of a module or a parameter, got "
+                f"{type(values).__name__}"
+            )
         sizes = outline.Sizes(self.interface)
         page = html.page(self._outline, sizes, values)
         if path is not None:
@@ -193,15 +208,39 @@ class Mox(Program):
     def __getitem__(self, pattern: str) -> list[Node]:
         """The calls of modules whose path matches a glob: `mox['**/linear_*']`.
 
-        `*` stands for anything within a part of the path, `**` for any number of parts.
+        `*` stands for anything within a part of the path, `**` for any number of parts. Other methods
+        and properties of a module (`initial_state`, `embeddings`) are left out if the expression calls
+        the module itself; XPath finds them: `'//module_call[@method="initial_state"]'`.
 
         Raises:
           KeyError: if there is none. It names paths that are close.
         """
-        return view.with_path(self.body, self._params, pattern)
+        return view.with_path(self.body, pattern)
 
     def select(self, what: type | Callable[[Node], Any]) -> list[Node]:
-        """The calls of a class of modules (and those derived from it), or the nodes of a predicate."""
+        """The calls of a class of modules (and those derived from it), or the nodes of a predicate.
+
+        By class, other methods of a module are left out as by a glob.
+
+        The calls of modules have `path` (the full one), `name`, `cls`, `type_name`, `method` and
+        `config` (the arguments of the constructor), equations have `primitive`, `name` and `eqn`; both
+        have `inputs` and `outputs`, whose `aval` is the shape and dtype.
+
+        Args:
+          what: a class of modules, or a function of a node that returns whether it is chosen.
+
+        Raises:
+          TypeError: for anything else.
+
+        Example:
+          >>> import haiku as hk, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 3])(x)))(jnp.ones((2, 4)))
+          >>> mox.select(lambda node: getattr(node, "config", {}).get("output_size") == 3)
+          [<mlp/~/linear_1: Linear: f32[2,8] -> f32[2,3]>]
+          >>> mox.select(lambda node: node.name == "dot_general")[1:]
+          [<dot_general: f32[2,8], f32[8,3] -> f32[2,3]>]
+        """
         return view.select(self.body, what)
 
     def sub(
@@ -216,8 +255,7 @@ class Mox(Program):
 
         Args:
           where: the nodes: an XPath, a glob over the paths of modules, a class of modules, a predicate
-            of nodes, a node, or a list of nodes. Of nodes within one another the outermost is
-            replaced.
+            of nodes, a node, or a list of these. Of nodes within one another the outermost is replaced.
           replacement: what is called with the node's arguments: a function, which may use Haiku; a
             class of modules, made with those of the old one's constructor arguments that it takes; a
             function of no arguments that makes a module; a module expression; a transformed function.
@@ -306,6 +344,11 @@ class Mox(Program):
     def parameters(self, where: view.Where) -> list[str]:
         """The parameters that nodes read: `module/name` of each.
 
+        A module's are those that it, or what is in it, reads otherwise than through its arguments: if
+        it is applied to a parameter of another module (learned queries), that one is an input. So it is
+        for the equations in it. What a module hands to a method of its own, or below it, stays its own.
+        An equation outside of modules reads what it is given.
+
         Args:
           where: the nodes, as for `sub`.
 
@@ -318,7 +361,7 @@ class Mox(Program):
           >>> wide
           ['mlp/~/linear_0/b', 'mlp/~/linear_0/w']
         """
-        return parts.parameters_of(self, self._nodes(where))
+        return parts.parameters_of(self, view.find(self, where))
 
     def taps(self, where: view.Where) -> "Mox":
         """The expression that returns values within it, too.
@@ -344,7 +387,7 @@ class Mox(Program):
           >>> {path: value.shape for path, value in values.items()}
           {'mlp/~/linear_0': (2, 8), 'mlp/~/linear_1': (2, 3)}
         """
-        return cast(Mox, parts.with_taps(self, self._nodes(where)))
+        return cast(Mox, parts.with_taps(self, view.find(self, where)))
 
     def truncate(self, where: view.Where) -> "Mox":
         """The expression up to one node, whose value is the result: a model's features.
@@ -417,11 +460,27 @@ class Mox(Program):
         """The expression in which modules have the parameters of others.
 
         Args:
-          taking: by the path of a module, the path of the one whose parameters it takes.
+          taking: by the path of a module, the path of the one whose parameters it takes. If that takes
+            those of a third one, so does the first.
 
         Raises:
-          ValueError: if there is no such module, or its parameters have other names, shapes or dtypes.
+          ValueError: if there is no such module, or its parameters have other names, shapes or dtypes;
+            if a module would take its own, directly or by way of others, or those of two.
+          TypeError: if `taking` is not a dictionary.
+
+        Example:
+          >>> import haiku as hk, jax, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> x = jnp.ones((2, 8))
+          >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 8])(x)))(x)
+          >>> list(mox.share({"mlp/~/linear_1": "mlp/~/linear_0"}).init(jax.random.key(0), x))
+          ['mlp/~/linear_0']
         """
+        if not isinstance(taking, Mapping):
+            raise TypeError(
+                "taking: expected a dictionary, by the path of a module the path of the one whose "
+                f"parameters it takes, got {type(taking).__name__}"
+            )
         return cast(Mox, parts.shared(self, taking))
 
     def rename(self, where: view.Where, name: str | Callable[[str], str]) -> "Mox":
@@ -434,21 +493,16 @@ class Mox(Program):
         Raises:
           ValueError: if two modules would have one name.
         """
-        return cast(Mox, parts.renamed(self, self._nodes(where), name))
-
-    def _nodes(self, where: view.Where) -> list[Node]:
-        nodes = view.find(self, where)
-        if not nodes:
-            raise ValueError(f"where: nothing in the expression is {where!r}")
-        return nodes
+        return cast(Mox, parts.renamed(self, view.find(self, where), name))
 
     def _one(self, where: view.Where) -> Node:
-        nodes = self._nodes(where)
-        if len(nodes) > 1:
+        sites = edit.sites_of(self.body, view.find(self, where))
+        if len(sites) > 1:
+            found = ", ".join(repr(site.node) for site in sites[:5])
             raise ValueError(
-                f"where: {where!r} is {len(nodes)} nodes, and has to be one: {nodes[:5]}"
+                f"where: {where!r} is {len(sites)} nodes, and has to be one: {found}. Give one of them"
             )
-        return nodes[0]
+        return sites[0].node
 
     def _around(self, where: view.Where, kind: Any, function: Any, path: Any) -> "Mox":
         def put(site: edit.Site) -> Replacement:
@@ -463,24 +517,32 @@ class Mox(Program):
         path: str | Callable[[Node], str] | None,
         keep_unused: bool = False,
     ) -> "Mox":
-        return cast(Mox, edit.replace(self, self._nodes(where), put, path, keep_unused))
+        return cast(Mox, edit.replace(self, view.find(self, where), put, path, keep_unused))
 
 
 def map_mox(fun: Callable[[Node], Any], mox: Mox) -> list[Any]:
     """What a function gives for each node of a module expression, in the order in which they run."""
+    checked("map_mox(fun, mox)", mox)
     return [fun(node) for node in mox.select(lambda node: True)]
 
 
 def diff(a: Mox, b: Mox) -> str:
-    """What is different between two module expressions: a line for each node.
+    """What is different between two module expressions, as lines.
+
+    Arguments, results, parameters and state are compared, and nodes: calls of modules by path, class
+    and shapes, equations by primitive, shapes, parameters, operands and the constants among these. Not
+    compared are `init`, what modules were constructed with, and derivative rules of functions.
 
     Args:
       a: a module expression.
       b: another one.
 
     Returns:
-      Lines that begin with `-` for what only `a` has, and with `+` for what only `b` has; an empty text
-      if there is no difference.
+      Lines that begin with `-` for what only `a` has, and with `+` for what only `b` has. If a node is
+      in both and reads other values, the lines say which. An empty text if there is no difference.
+
+    Raises:
+      TypeError: if these are not module expressions.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp
@@ -490,15 +552,12 @@ def diff(a: Mox, b: Mox) -> str:
       -<sin: f32[2,3] -> f32[2,3]>
       +<sin: function: f32[2,3] -> f32[2,3]>
       +  <cos: f32[2,3] -> f32[2,3]>
+      >>> twice = make_mox(hk.transform(lambda x: x * 2.0))(jnp.ones(3))
+      >>> thrice = make_mox(hk.transform(lambda x: x * 3.0))(jnp.ones(3))
+      >>> print(diff(twice, thrice))
+      -<mul: f32[3], f32[] -> f32[3]>: operand 1 is 2.0
+      +<mul: f32[3], f32[] -> f32[3]>: operand 1 is 3.0
     """
-    old, new = (list(_lines(x.body, 0)) for x in (a, b))
-    lines = difflib.unified_diff(old, new, n=0, lineterm="")
-    return "\n".join(x for x in lines if not x.startswith(("---", "+++", "@@")))
-
-
-def _lines(node: Node, depth: int) -> Iterator[str]:
-    for child in node.children:
-        hidden = view.is_hidden(child)
-        if not hidden:
-            yield "  " * depth + repr(child)
-        yield from _lines(child, depth + (not hidden))
+    for mox in (a, b):
+        checked("diff(mox, other_mox)", mox)
+    return "\n".join(differences.differences(a, b))

@@ -134,9 +134,10 @@ def _fill(row: Row, nodes: Sequence[Node], place: Place) -> None:
         elif is_hidden(node):
             _fill(row, node.children, place)
         else:
-            inner = _row(node, _path_of(node, place) or row.path, row.times)
+            inner = _row(node, getattr(node, "path", "") or row.path, row.times)
             _fill(inner, node.children, place)
             _add(row, inner)
+            row.read.update(place.known[v] for v in _variables(node.inputs) if v in place.known)
 
 
 def _add_equation(row: Row, node: Equation, place: Place) -> None:
@@ -169,10 +170,6 @@ def _add(row: Row, inner: Row) -> None:
 
 def _variables(atoms: Any) -> Iterator[Any]:
     return (x for x in atoms if isinstance(x, Var))
-
-
-def _path_of(node: Any, place: Place) -> str:
-    return place.path_of(node) if isinstance(node, ModuleCall) else ""
 
 
 def _row(node: Any, path: str, times: int) -> Row:

@@ -2,17 +2,17 @@
 
 import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import Literal, Var
 
 from haiku_implicit.mox import higher, marks
 from haiku_implicit.mox.edit import Added, Site, grafted, holders_of, sites_of, with_grafts
 from haiku_implicit.mox.graft import Graft
 from haiku_implicit.mox.interface import Interface, Path, Slot, by_path, nested
+from haiku_implicit.mox.paths import with_new_paths
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.replacement import structures_of
 from haiku_implicit.mox.sources import read_by
@@ -63,13 +63,15 @@ def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot
 
 
 def _names(sites: Sequence[Site]) -> dict[str, Site]:
-    """Names of sites: their paths, with `:1` and so on for more calls of one module."""
+    """Names of sites: their paths and methods, with `:1` and so on for more calls."""
     counts: collections.Counter[str] = collections.Counter()
     names = {}
     for site in sites:
-        number = counts[site.path]
-        counts[site.path] += 1
-        names[f"{site.path}:{number}" if number else site.path] = site
+        method = getattr(site.node, "method", "")
+        name = site.path if method in ("", "__call__") else f"{site.path}.{method}"
+        number = counts[name]
+        counts[name] += 1
+        names[f"{name}:{number}" if number else name] = site
     return names
 
 
@@ -179,34 +181,62 @@ def shared(mox: Program, taking: Mapping[str, str]) -> Program:
       taking: by the path of a module, the path of the one whose parameters it takes.
 
     Raises:
-      ValueError: if there is no such module, or its parameters have other names, shapes or dtypes.
+      ValueError: if there is no such module, or its parameters have other names, shapes or dtypes; if a
+        module would take its own parameters, directly or by way of others, or those of two modules.
     """
-    face, params = mox.interface, dict(mox.interface.params)
-    given: list[tuple[Any, Any]] = []
+    old: Mapping[Path, Slot] = mox.interface.params
+    sources: dict[Path, Path] = {}
     for module, of in taking.items():
-        own, other = (_below(face.params, path) for path in (module, of))
-        for name, found in ((module, own), (of, other)):
-            if not found:
-                raise ValueError(f"no parameter of the model is below {name!r}")
-        for path, slot in own.items():
-            source = other.get(path)
-            shapes = [
-                [(v.aval.shape, v.aval.dtype) for v in x.atoms] for x in (slot, source or slot)
-            ]
-            if source is None or shapes[0] != shapes[1]:
-                there = "missing" if source is None else str(shapes[1])
-                name = "/".join(path).lstrip("/")
+        for path, source in _pairs(old, module, of):
+            if sources.setdefault(path, source) != source:
                 raise ValueError(
-                    f"{module!r} can't have the parameters of {of!r}: {name!r} is {shapes[0]}, and "
-                    f"there it is {there}"
+                    f"share: {'/'.join(path)!r} would take those of {'/'.join(sources[path])!r} and of "
+                    f"{'/'.join(source)!r}: give each module one other"
                 )
-            given += zip(slot.atoms, source.atoms, strict=True)
-            del params[f"{module}{path[0]}", path[1]]
-    face = dataclasses.replace(face, params=params)
+    last = {path: _last_source(path, sources) for path in sources}
+    given = [
+        pair
+        for path, source in last.items()
+        for pair in zip(old[path].atoms, old[source].atoms, strict=True)
+    ]
+    params = {path: slot for path, slot in old.items() if path not in sources}
+    face = dataclasses.replace(mox.interface, params=params)
     children = (ModuleCall(None, tuple(given), (), (), ()), *mox.body.children)
     body = dataclasses.replace(mox.body, children=children)
     init = _init_of_part(mox, face)
     return dataclasses.replace(mox, body=_returning(body, face), interface=face, init=init)
+
+
+def _pairs(entries: Mapping[Path, Slot], module: str, of: str) -> Iterator[tuple[Path, Path]]:
+    """The parameters of a module, and those of another one in their place."""
+    own, other = (_below(entries, path) for path in (module, of))
+    for name, found in ((module, own), (of, other)):
+        if not found:
+            raise ValueError(f"share: no parameter of the model is below {name!r}")
+    for (rest, name), slot in own.items():
+        source = other.get((rest, name))
+        there, here = ([v.aval.str_short() for v in x.atoms] for x in (source or slot, slot))
+        if source is None or there != here:
+            raise ValueError(
+                f"share: {module!r} can't have the parameters of {of!r}: "
+                f"{f'{rest}/{name}'.lstrip('/')!r} is {', '.join(here)}, and there it is "
+                f"{'missing' if source is None else ', '.join(there)}"
+            )
+        yield (f"{module}{rest}", name), (f"{of}{rest}", name)
+
+
+def _last_source(path: Path, sources: Mapping[Path, Path]) -> Path:
+    """The parameter that is taken in the end, where what is taken takes another one."""
+    way = [path]
+    while way[-1] in sources:
+        way.append(sources[way[-1]])
+        if way[-1] in way[:-1]:
+            circle = ", ".join(module for module, _ in way[way.index(way[-1]) :])
+            raise ValueError(
+                "share: each of these modules takes the parameters of the next one, in a circle: "
+                f"{circle}. Leave one out; to exchange their parameters, rename them"
+            )
+    return way[-1]
 
 
 def _below(entries: Mapping[Path, Slot], module: str) -> dict[Path, Slot]:
@@ -231,30 +261,28 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
     """
     params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
     sites = sites_of(mox.body, nodes, params=params, inner=True)
-    whole, within = {}, {}
+    names = {}
     for site in sites:
-        old, own = site.path, getattr(site.node, "path", "")
-        if not own:
+        old = getattr(site.node, "path", "")
+        if not old:
             raise ValueError(f"where: {site.node!r} has no name: choose calls of modules")
         new = name(old) if callable(name) else name
         new = new if "/" in new or callable(name) else "/".join([*old.split("/")[:-1], new])
-        whole[old] = new
-        prefix = old[: len(old) - len(own)]
-        within[own] = new[len(prefix) :] if new.startswith(prefix) else new
-    if len(whole) > 1 and not callable(name):
+        names[old] = new
+    if len(names) > 1 and not callable(name):
         raise ValueError(
-            f"{name!r} can't be the name of {', '.join(whole)}: give a function of the path"
+            f"{name!r} can't be the name of {', '.join(names)}: give a function of the path"
         )
     face = mox.interface
     face = dataclasses.replace(
         face,
-        params=_with_names(face.params, whole),
-        state=_with_names(face.state, whole),
-        new_state=_with_names(face.new_state, whole),
+        params=_with_names(face.params, names),
+        state=_with_names(face.state, names),
+        new_state=_with_names(face.new_state, names),
     )
-    children = _Renaming(whole, within, holders_of(sites)).nodes(mox.body.children)
+    children = with_new_paths(mox.body.children, lambda path: _new_name(path, names))
     body = dataclasses.replace(mox.body, children=children)
-    init = mox.init and _renamed_init(mox, whole)
+    init = mox.init and _renamed_init(mox, names)
     return dataclasses.replace(mox, body=body, interface=face, init=init)
 
 
@@ -284,59 +312,3 @@ def _renamed_init(mox: Program, names: Mapping[str, str]) -> Callable[..., Any]:
         return new if mox.has_state else new[0]
 
     return init
-
-
-class _Renaming:
-    """Other names for the modules in a tree.
-
-    Args:
-      whole: new paths, by the old ones.
-      within: the same in the bodies around the renamed nodes, where paths may begin anew.
-      holders: the `id`s of the equations that these are in.
-    """
-
-    def __init__(self, whole: Mapping[str, str], within: Mapping[str, str], holders: set[int]):
-        self.whole, self.within, self.holders = whole, within, holders
-        self.calls: dict[Any, marks.Call] = {}
-
-    def nodes(self, nodes: Sequence[Any]) -> tuple[Any, ...]:
-        """The nodes with new names."""
-        new = []
-        for node in nodes:
-            if isinstance(node, ModuleCall):
-                call = node.call and self._call(node.call, self.whole)
-                node = dataclasses.replace(node, call=call, children=self.nodes(node.children))
-            elif node.marked is not None:
-                names = {**self.within, **self.whole} if id(node) in self.holders else self.whole
-                node = dataclasses.replace(node, marked=self._params(node.marked, names))
-            new.append(node)
-        return tuple(new)
-
-    def _call(self, call: marks.Call, names: Mapping[str, str]) -> marks.Call:
-        path = _new_name(call.path, names)
-        if path == call.path:
-            return call
-        return self.calls.setdefault((call, path), dataclasses.replace(call, path=path))
-
-    def _params(self, params: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-        rename = functools.partial(self._jaxpr, names=names)
-        return {
-            key: type(x)(map(rename, x)) if type(x) in (tuple, list) else rename(x)
-            for key, x in params.items()
-        }
-
-    def _jaxpr(self, x: Any, names: Mapping[str, str]) -> Any:
-        # From JAX 0.12 on both kinds are one, which is its own `jaxpr`.
-        if isinstance(x, ClosedJaxpr) and x.jaxpr is not x:
-            return x.replace(jaxpr=self._jaxpr(x.jaxpr, names))
-        if not isinstance(x, Jaxpr):
-            return x
-        eqns = []
-        for eqn in x.eqns:
-            if eqn.primitive is marks.mark_p:
-                call = self._call(eqn.params["call"], names)
-                eqn = eqn.replace(params={**eqn.params, "call": call})
-            else:
-                eqn = eqn.replace(params=self._params(eqn.params, names))
-            eqns.append(eqn)
-        return x.replace(eqns=eqns)

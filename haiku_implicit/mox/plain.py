@@ -122,6 +122,60 @@ def _policies() -> dict[str, Any]:
     return {name: x for name, x in found.items() if callable(x)}
 
 
+# Policies that are made of names of values.
+_OF_NAMES = (
+    "save_only_these_names",
+    "save_any_names_but_these",
+    "save_anything_except_these_names",
+)
+
+
+def _policy_to_json(x: Any) -> Any:
+    """A policy that `jax.checkpoint_policies` makes of others or of names; None for anything else.
+
+    It is what is made again of what it holds.
+    """
+    both = jax.checkpoint_policies.save_from_both_policies
+    if _is_made_as(x, both(x, x)):
+        try:
+            return {"policy": ["save_from_both_policies", *map(to_json, _held_by(x))]}
+        except Unsaveable:
+            return None
+    for name in _OF_NAMES:
+        make = getattr(jax.checkpoint_policies, name)
+        sets = _held_by(x)
+        if _is_made_as(x, make("a")) and all(isinstance(held, frozenset) for held in sets):
+            names = sorted({str(y) for held in sets for y in held})
+            if _held_by(make(*names)) == sets:
+                return {"policy": [name, *names]}
+    return None
+
+
+def _is_made_as(x: Any, other: Any) -> bool:
+    """Whether the same function makes both."""
+    return type(x) is type(other) and getattr(x, "__code__", 0) is getattr(other, "__code__", 0)
+
+
+def _held_by(policy: Any) -> list[Any]:
+    """What a policy was made of, whether it is a function or a record."""
+    if dataclasses.is_dataclass(policy):
+        return [getattr(policy, field.name) for field in dataclasses.fields(policy)]
+    return [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
+
+
+def _policy_from_json(x: Any, other: Any) -> Any:
+    if type(x) is not list:
+        return _one_of(_policies(), "policy", x)
+    require(x and x[0] in (*_OF_NAMES, "save_from_both_policies"), f"there is no policy {x}")
+    make, given = getattr(jax.checkpoint_policies, x[0]), x[1:]
+    if x[0] in _OF_NAMES:
+        return make(*(of_type(y, str, "a name") for y in given))
+    require(len(given) == 2, "save_from_both_policies takes two policies")
+    return make(
+        *(_policy_from_json(of_type(y, dict, "a policy").get("policy"), other) for y in given)
+    )
+
+
 # --- dtypes and types of arrays ---------------------------------------------------------------------
 
 
@@ -339,7 +393,8 @@ def _special_to_json(x: Any, other: Other) -> Any:
     for name, policy in _policies().items():
         if x is policy:
             return {"policy": name}
-    return other(x)
+    policy = _policy_to_json(x) if callable(x) else None
+    return other(x) if policy is None else policy
 
 
 def from_json(x: Any, other: Mapping[str, Callable[[Any], Any]]) -> Any:
@@ -468,6 +523,6 @@ _READERS: dict[str, Any] = {
     "unspecified": lambda x, other: compat.UNSPECIFIED,
     "unsharded": _unsharded,
     "keys": lambda x, other: _one_of(key_kinds(), "kind of keys", x)[2],
-    "policy": lambda x, other: _one_of(_policies(), "policy", x),
+    "policy": _policy_from_json,
     "shown": _shown_from_json,
 }

@@ -23,6 +23,7 @@ from haiku_implicit.mox.interface import (
     slots_of,
     slots_with,
 )
+from haiku_implicit.mox.paths import with_full_paths
 from haiku_implicit.mox.run import run
 from haiku_implicit.mox.sources import depends
 from haiku_implicit.mox.tree import Body, body_of
@@ -88,6 +89,22 @@ class Program:
         return f"<{type(self).__name__}>"
 
 
+def checked(call: str, x: Any) -> None:
+    """Raises a TypeError unless something is a module expression.
+
+    Args:
+      call: how it is given: `save(path, mox)`.
+      x: what was given.
+    """
+    if not isinstance(x, Program):
+        made = ": make one with make_mox(model)(*args)" if _is_transformed(x) else ""
+        raise TypeError(f"{call}: mox has to be a module expression, got {type(x).__name__}{made}")
+
+
+def _is_transformed(x: Any) -> bool:
+    return isinstance(x, hk.Transformed | hk.TransformedWithState)
+
+
 ANY_KEY = "any key"
 
 
@@ -148,6 +165,8 @@ def program_of(
     face = dataclasses.replace(
         face.with_variables(body.invars), results=new_state.pop(_OUT), new_state=new_state
     )
+    entries = [*face.params.items(), *face.state.items()]
+    body = with_full_paths(body, {v: path for path, slot in entries for v in slot.atoms})
     return Program(body, face, transformed.init, implicit)
 
 
@@ -174,21 +193,23 @@ def with_shapes(
     transformed: Any, args: Any, kwargs: Any, *, params: Any, state: Any, rng: Any
 ) -> dict[str, Any]:
     """`params`, `state` and `rng`; the shapes of those that are not given."""
-    rng = jax.eval_shape(lambda: jax.random.PRNGKey(0)) if rng is ANY_KEY else as_key(rng)
+    rng = _usual_key() if rng is ANY_KEY else as_key(rng)
     has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
     given = dict(params=params, state=state, rng=rng)
     if params is not None and (state is not None or not has_state):
         return given
-    structure, arrays = marks.split((rng, args, kwargs), is_array)
+    # An initializer may need a key where the model gets none.
+    key = _usual_key() if rng is None else rng
+    structure, arrays = marks.split((key, args, kwargs), is_array)
 
     def on_arrays(*arrays: Any) -> Any:
-        rng, args, kwargs = structure.merge(arrays)
-        return transformed.init(rng, *args, **kwargs)
+        key, args, kwargs = structure.merge(arrays)
+        return transformed.init(key, *args, **kwargs)
 
-    try:
-        made = jax.eval_shape(on_arrays, *arrays)
-    except Exception as e:
-        e.add_note("init was called for the shapes of the parameters. If you have them: params=")
-        raise
+    made = jax.eval_shape(on_arrays, *arrays)
     made = dict(zip(("params", "state"), made if has_state else (made, None), strict=True))
     return given | {name: x for name, x in made.items() if given[name] is None}
+
+
+def _usual_key() -> Any:
+    return jax.eval_shape(lambda: jax.random.PRNGKey(0))

@@ -16,26 +16,47 @@ from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, reads, ste
 Sources = dict[Any, Path]
 
 
-def sources_in(body: Body, known: Mapping[Any, Path]) -> Sources:
-    """The parameters in reach of a body's nodes.
+def sources_in(nodes: Sequence[Node], known: Mapping[Any, Path]) -> Sources:
+    """The parameters in reach of a program's nodes.
+
+    What a call of a module is given as an argument is no parameter within it, unless it is the module's
+    own or that of a module below it.
 
     Args:
-      body: the body.
+      nodes: the nodes.
       known: those that are its arguments.
     """
     found = dict(known)
-    for step in steps(body.children):
-        if isinstance(step, tuple) and not isinstance(step[1], Literal) and step[1] in found:
-            found[step[0]] = found[step[1]]
+    _add_sources(nodes, found)
     return found
+
+
+def _add_sources(nodes: Sequence[Any], found: Sources) -> None:
+    for node in nodes:
+        if isinstance(node, ModuleCall):
+            found |= own_arguments(node, found)
+            _add_sources(node.children, found)
+            pairs = zip(node.outputs, node.returns, strict=True)
+            found |= {v: found[x] for v, x in pairs if is_known(x, found)}
+
+
+def own_arguments(node: ModuleCall, known: Sources) -> Sources:
+    """The variables of a call's arguments that are parameters of its own."""
+    pairs = [(v, known[x]) for v, x in node.given if is_known(x, known)]
+    if node.cls is None:  # a function that was put in is a part of what it was put into
+        return dict(pairs)
+    return {v: path for v, path in pairs if f"{path[0]}/".startswith(f"{node.path}/")}
+
+
+def is_known(atom: Any, known: Container[Any]) -> bool:
+    """Whether an atom is one of some variables."""
+    return not isinstance(atom, Literal) and atom in known
 
 
 def sources_of_body(node: Equation, body: Body, known: Mapping[Any, Path]) -> Sources:
     """The parameters in reach of the nodes in a body of an equation."""
     pairs = zip(body.invars, arguments_of(node, body), strict=True)
-    return sources_in(
-        body, {v: known[x] for v, x in pairs if not isinstance(x, Literal) and x in known}
-    )
+    return sources_in(body.children, {v: known[x] for v, x in pairs if is_known(x, known)})
 
 
 def arguments_of(node: Equation, body: Body) -> Sequence[Any]:
@@ -50,35 +71,19 @@ def arguments_of(node: Equation, body: Body) -> Sequence[Any]:
     return inputs[len(inputs) - len(body.invars) :]
 
 
-def prefix_of_paths(body: Body, known: Sources) -> str:
-    """What is in front of the paths of the modules in a body: the path of a stack of layers, say.
-
-    A stack transforms its layer for itself, and the paths in it begin anew. The parameters that a
-    module reads have the whole path.
-    """
-    for node in walk(body, into_bodies=False):
-        if isinstance(node, ModuleCall) and node.path:
-            for module, _ in read_by(node, known):
-                if f"/{module}".endswith(f"/{node.path}"):
-                    return module[: -len(node.path)].rstrip("/")
-    return ""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-    """Where one is in a tree: what tells the full paths of the modules there.
+    """Where one is in a tree, and which parameters are in reach there.
 
     Attributes:
       body: the body.
       params: the parameters among the arguments of the whole tree, by variable.
-      prefix: what is in front of the paths in the body.
       around: the equations that it is in, the outermost first.
       outer: where the last of these is; None in the whole tree.
     """
 
     body: Body
     params: Mapping[Any, Path]
-    prefix: str = ""
     around: tuple[Equation, ...] = ()
     outer: "Place | None" = None
 
@@ -86,35 +91,35 @@ class Place:
     def known(self) -> Sources:
         """The parameters in reach, by variable."""
         if self.outer is None:
-            return sources_in(self.body, self.params)
+            return sources_in(self.body.children, self.params)
         return sources_of_body(self.around[-1], self.body, self.outer.known)
 
     def inside(self, node: Equation, body: Body) -> "Place":
         """The place of a body of an equation."""
-        new = Place(body, self.params, self.prefix, (*self.around, node), self)
-        if node.marked is None:  # there are no modules in it
-            return new
-        prefix = prefix_of_paths(body, new.known)
-        return dataclasses.replace(new, prefix=prefix) if prefix else new
-
-    def path_of(self, node: ModuleCall) -> str:
-        """The full path of a module, as in the parameters."""
-        return f"{self.prefix}/{node.path}" if self.prefix and node.path else node.path
+        return Place(body, self.params, (*self.around, node), self)
 
 
 def read_by(node: Node, known: Sources) -> Iterator[Path]:
-    """The parameters that a node reads, those in the bodies of its equations too."""
-    for x in walk(node, into_bodies=False):
+    """The parameters that a node reads, those in the bodies of its equations too.
+
+    Not those that a call of a module is given as arguments, unless they are its own.
+    """
+    if not isinstance(node, ModuleCall):
+        yield from _read_in([node], known)
+        return
+    atoms = (*(v for v, _ in node.given), *node.returns)
+    yield from (known[v] for v in atoms if is_known(v, known))
+    yield from _read_in(node.children, known)
+
+
+def _read_in(nodes: Sequence[Node], known: Sources) -> Iterator[Path]:
+    for x in (x for node in nodes for x in walk(node, into_bodies=False)):
         if isinstance(x, Body):
             continue
-        yield from (known[v] for v in reads(x) if not isinstance(v, Literal) and v in known)
-        if isinstance(x, Equation) and any(
-            v in known for v in x.inputs if not isinstance(v, Literal)
-        ):
+        yield from (known[v] for v in reads(x) if is_known(v, known))
+        if isinstance(x, Equation) and any(is_known(v, known) for v in x.inputs):
             for body in x.bodies:
-                inner = sources_of_body(x, body, known)
-                for child in body.children:
-                    yield from read_by(child, inner)
+                yield from _read_in(body.children, sources_of_body(x, body, known))
 
 
 # --- dependence ------------------------------------------------------------------------------------
@@ -130,7 +135,7 @@ def depends(body: Body, flags: Sequence[bool]) -> list[bool]:
     found = {v for v, flag in zip(body.invars, flags, strict=True) if flag}
     for step in steps(body.children):
         if isinstance(step, tuple):
-            found |= {step[0]} if _any_of([step[1]], found) else set()
+            found |= {step[0]} if is_known(step[1], found) else set()
         elif _any_of(step.inputs, found):
             found.update(
                 v for v, flag in zip(step.outputs, _of_results(step, found), strict=True) if flag
@@ -139,7 +144,7 @@ def depends(body: Body, flags: Sequence[bool]) -> list[bool]:
 
 
 def _any_of(atoms: Sequence[Any], found: Container[Any]) -> bool:
-    return any(not isinstance(x, Literal) and x in found for x in atoms)
+    return any(is_known(x, found) for x in atoms)
 
 
 def _of_results(node: Equation, found: Container[Any]) -> list[bool]:

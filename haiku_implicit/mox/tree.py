@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union
 
 import jax
@@ -262,20 +262,15 @@ def needed(nodes: Sequence[Node], wanted: set[Var], effects: bool = False) -> tu
     kept: list[Node] = []
     for node in reversed(nodes):
         if isinstance(node, ModuleCall):
-            pairs = [p for p in zip(node.outputs, node.returns, strict=True) if p[0] in wanted]
-            wanted.update(atom for _, atom in pairs if isinstance(atom, Var))
+            node = returning_only(node, wanted)
+            wanted.update(atom for atom in node.returns if isinstance(atom, Var))
             children = needed(node.children, wanted, effects)
             # A module may read the arguments of its constructor later on.
             given = any(v in wanted for v, _ in node.given)
-            if not pairs and not children and not given:
+            if not node.outputs and not children and not given:
                 continue
-            if len(children) < len(node.children) or len(pairs) < len(node.outputs):
-                node = dataclasses.replace(
-                    node,
-                    children=children,
-                    outputs=tuple(v for v, _ in pairs),
-                    returns=tuple(atom for _, atom in pairs),
-                )
+            if len(children) < len(node.children):
+                node = dataclasses.replace(node, children=children)
         elif isinstance(node, Body) or not (
             wanted.intersection(node.outputs) or (effects and node.eqn.effects)
         ):
@@ -283,6 +278,21 @@ def needed(nodes: Sequence[Node], wanted: set[Var], effects: bool = False) -> tu
         wanted.update(v for v in reads(node) if isinstance(v, Var))
         kept.append(node)
     return tuple(reversed(kept))
+
+
+def returning_only(node: ModuleCall, wanted: Container[Any]) -> ModuleCall:
+    """A call that returns only what is wanted of its outputs, and None in the place of the rest."""
+    pairs = list(zip(node.outputs, node.returns, strict=True))
+    kept = [(v, x) for v, x in pairs if v in wanted]
+    if len(kept) == len(pairs):
+        return node
+    call = node.call
+    if call is not None and call.results is not None:
+        call = dataclasses.replace(
+            call, results=call.results.without(v in wanted for v, _ in pairs)
+        )
+    outputs = tuple(v for v, _ in kept)
+    return dataclasses.replace(node, call=call, outputs=outputs, returns=tuple(x for _, x in kept))
 
 
 def hidden(body: Body, node: Node, ignored: Container[Any] = ()) -> set[Var]:
@@ -443,12 +453,20 @@ def _without_marks_in(params: Any) -> Any:
 
 def _clean(value: Any) -> Any:
     """A parameter with no marks in it; the same object without any."""
+    return with_jaxprs(value, without_marks)
+
+
+def with_jaxprs(value: Any, fun: Callable[[Any], Any]) -> Any:
+    """A parameter of an equation with what a function gives for the jaxprs in it.
+
+    It is the same object if the function gives the same.
+    """
     if isinstance(value, Jaxpr | ClosedJaxpr):
-        return without_marks(value)
+        return fun(value)
     if isinstance(value, tuple | list):
-        clean = [_clean(x) for x in value]
-        if any(x is not y for x, y in zip(clean, value, strict=True)):
-            return type(value)(clean)
+        new = [with_jaxprs(x, fun) for x in value]
+        if any(x is not y for x, y in zip(new, value, strict=True)):
+            return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
     return value
 
 

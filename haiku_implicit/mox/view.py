@@ -12,9 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from haiku_implicit.mox.interface import Path
-from haiku_implicit.mox.sources import Place
-from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, function_name
+from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, function_name, walk
 
 # The attributes of every call of a module. Arguments of constructors with one of these names have
 # `arg.` in front.
@@ -32,17 +30,16 @@ class View:
 
     Args:
       root: the tree.
-      params: the parameters, by variable. They tell the paths of modules in stacks of layers.
       constructors: whether calls of `__init__` are elements. Without them their equations, if any, are
         those of the caller.
     """
 
-    def __init__(self, root: Body, params: Mapping[Any, Path], constructors: bool = False):
+    def __init__(self, root: Body, constructors: bool = False):
         self.etree = _lxml()
         self.constructors = constructors
         self.root = self.etree.Element("mox")
         self.nodes: dict[Any, Node] = {self.root: root}
-        self._add(self.root, root, Place(root, params))
+        self._add(self.root, root)
 
     def query(self, xpath: str) -> Any:
         """The nodes that an XPath finds, in the order in which they run; or its text or number."""
@@ -71,7 +68,7 @@ class View:
         """The view as XML."""
         return str(self.etree.tostring(self.root, encoding="unicode", pretty_print=True))
 
-    def _add(self, parent: Any, node: Any, place: "Place") -> None:
+    def _add(self, parent: Any, node: Any) -> None:
         make, nodes = self.etree.SubElement, self.nodes
         for child in node.children:
             if isinstance(child, Equation):
@@ -79,14 +76,14 @@ class View:
                 for body in child.bodies:
                     inner = make(element, "body", {"name": body.name})
                     nodes[inner] = body
-                    self._add(inner, body, place.inside(child, body))
+                    self._add(inner, body)
             elif is_hidden(child) and not (self.constructors and child.method):
-                self._add(parent, child, place)
+                self._add(parent, child)
                 continue
             else:
                 tag = "function" if child.cls is None else "module_call"
-                element = make(parent, tag, _of_call(child, place.path_of(child)))
-                self._add(element, child, place)
+                element = make(parent, tag, _of_call(child))
+                self._add(element, child)
             nodes[element] = child
 
 
@@ -100,9 +97,9 @@ def _of_equation(node: Equation) -> dict[str, str]:
     return found
 
 
-def _of_call(node: ModuleCall, path: str) -> dict[str, str]:
+def _of_call(node: ModuleCall) -> dict[str, str]:
     """The attributes of a call's element."""
-    found = dict(type=node.type_name, name=node.name, path=path, method=node.method)
+    found = dict(type=node.type_name, name=node.name, path=node.path, method=node.method)
     found = {name: clean(text) for name, text in found.items()}
     found |= dict(inputs=_avals(node.inputs), outputs=_avals(node.outputs))
     _put_texts(found, node.config, _OWN)
@@ -205,46 +202,37 @@ def _lxml() -> Any:
 # --- without XML -----------------------------------------------------------------------------------
 
 
-def walk_places(root: Body, params: Mapping[Any, Path]) -> Iterator[tuple[Node, Place]]:
-    """The nodes of a tree and where they are, without calls of constructors, in their order."""
-
-    def visit(node: Any, place: Place) -> Iterator[tuple[Node, Place]]:
-        for child in node.children:
-            if not is_hidden(child):
-                yield child, place
-            if isinstance(child, Equation):
-                for body in child.bodies:
-                    inner = place.inside(child, body)
-                    yield body, inner
-                    yield from visit(body, inner)
-            else:
-                yield from visit(child, place)
-
-    yield root, (place := Place(root, params))
-    yield from visit(root, place)
+def visible(root: Body) -> Iterator[Node]:
+    """The nodes of a tree without calls of constructors, in the order in which they run."""
+    return (node for node in walk(root) if not is_hidden(node))
 
 
-def calls(root: Body, params: Mapping[Any, Path]) -> Iterator[tuple[ModuleCall, str]]:
-    """The calls of modules in a tree and their full paths, without those of constructors."""
-    for node, place in walk_places(root, params):
-        if isinstance(node, ModuleCall):
-            yield node, place.path_of(node)
+def calls(root: Body) -> list[ModuleCall]:
+    """The calls of modules in a tree, without those of constructors.
+
+    Of a module that is called itself, its other methods and properties are left out.
+    """
+    found = [node for node in visible(root) if isinstance(node, ModuleCall)]
+    itself = {node.path for node in found if node.method in _CALLS}
+    return [x for x in found if x.method in _CALLS or x.path not in itself]
 
 
-def with_path(root: Body, params: Mapping[Any, Path], pattern: str) -> list[Node]:
+_CALLS = ("__call__", "")  # of a module, and of a function that was put in
+
+
+def with_path(root: Body, pattern: str) -> list[Node]:
     """The calls of modules whose path matches a glob.
 
     Raises:
       KeyError: if there is none.
     """
-    there = list(calls(root, params))
-    found: list[Node] = [node for node, path in there if matches_glob(path, pattern)]
+    there = calls(root)
+    found: list[Node] = [node for node in there if matches_glob(node.path, pattern)]
     if not found:
-        paths = list(dict.fromkeys(path for _, path in there))
+        paths = list(dict.fromkeys(node.path for node in there))
         close = difflib.get_close_matches(pattern, paths) or _with_close_names(pattern, paths)
-        raise KeyError(
-            f"no module has the path {pattern!r}. There are {', '.join(close or paths[:5])}"
-        )
+        there_are = ", ".join(close or paths[:5]) or "no modules"
+        raise KeyError(f"no module has the path {pattern!r}. There are {there_are}")
     return found
 
 
@@ -290,28 +278,86 @@ def find(mox: Any, where: Where) -> list[Node]:
     Args:
       mox: a module expression.
       where: an XPath, a glob over the paths of modules, a class of modules, a predicate of nodes, a
-        node, or a list of nodes.
+        node, or a list of these.
+
+    Raises:
+      ValueError: if there is none. It says what there is.
+      TypeError: if it is something else.
     """
+    if isinstance(where, ModuleCall | Equation | Body):
+        return [where]
     if isinstance(where, str):
         found = mox.query(where) if is_xpath(where) else mox[where]
         if not isinstance(found, list) or not all(
             isinstance(x, ModuleCall | Equation | Body) for x in found
         ):
             raise ValueError(f"where: {where!r} gives {found!r}, and not nodes")
-        return found
-    if isinstance(where, ModuleCall | Equation | Body):
-        return [where]
-    if isinstance(where, Sequence):
-        return list(where)
-    return mox.select(where)
+    elif isinstance(where, Sequence):
+        found = _in_order(mox.body, [x for part in where for x in find(mox, part)])
+    elif callable(where):
+        found = mox.select(where)
+    else:
+        raise TypeError(
+            "where: expected an XPath, a glob over paths, a class of modules, a function of a node, a "
+            f"node, or a list of these, got {type(where).__name__}"
+        )
+    if not found:
+        raise ValueError(
+            f"where: nothing in the expression is {where!r}. {_what_there_is(mox, where)}"
+        )
+    return found
+
+
+def _in_order(root: Body, nodes: Sequence[Node]) -> list[Node]:
+    """Nodes without repetitions, in the order in which they run."""
+    places = {id(node): i for i, node in enumerate(walk(root))}
+    unique = {id(node): node for node in nodes}
+    return sorted(unique.values(), key=lambda node: places.get(id(node), 0))
+
+
+def _what_there_is(mox: Any, where: Where) -> str:
+    """What to say where nothing was found: what is close to it, or what there is."""
+    nodes = list(visible(mox.body))
+    modules = [x for x in nodes if isinstance(x, ModuleCall) and x.cls is not None]
+    types = sorted({x.type_name for x in modules})
+    if isinstance(where, type) and where.__name__ in types:
+        return (
+            f"It has modules of another class {where.__name__}. If it was loaded, give the class: "
+            f"load(path, types=[{where.__name__}]); or look for the name: "
+            f"'//module_call[@type=\"{where.__name__}\"]'"
+        )
+    primitives = sorted({x.primitive.name for x in nodes if isinstance(x, Equation)})
+    if isinstance(where, str):
+        for element in re.findall(r"/(\w+)", where):
+            if element in types:
+                return f"Calls of {element} are '//module_call[@type=\"{element}\"]'"
+        names = {x for node in modules for x in (node.name, node.path)}
+        known = {*names, *types, *primitives, "module_call", "function", "body"}
+        parts = [x for x in re.findall(r"[\w~/.-]*\w", where) if x.strip("/") not in known]
+        close = [y for x in parts for y in difflib.get_close_matches(x.strip("/"), known)]
+        if close:
+            return f"There are {', '.join(dict.fromkeys(close))}"
+    kinds = "" if isinstance(where, type) else f", and the equations {_listed(primitives)}"
+    return f"There are modules of the classes {_listed(types)}{kinds}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:12], *(["..."] if len(names) > 12 else [])]) or "(none)"
 
 
 def select(root: Body, what: type | Callable[[Node], Any]) -> list[Node]:
     """The calls of a class of modules, or the nodes for which a function is true."""
     if isinstance(what, type):
-        return [x for x, _ in calls(root, {}) if x.cls is not None and issubclass(x.cls, what)]
+        return [x for x in calls(root) if x.cls is not None and issubclass(x.cls, what)]
     if not callable(what):
         raise TypeError(
             f"select: expected a class of modules or a function of a node, got {what!r}"
         )
-    return [x for x, _ in walk_places(root, {}) if what(x)]
+    try:
+        return [x for x in visible(root) if what(x)]
+    except AttributeError as e:
+        e.add_note(
+            "A predicate is called with calls of modules, equations and bodies. An equation has no "
+            "path, say: use getattr(node, 'path', '')"
+        )
+        raise

@@ -213,6 +213,7 @@ class _BodyWriter:
         new = {
             "module": None if call.cls is None else call.cls.__name__,
             "path": call.path,
+            "scope": call.scope or "",
             "method": call.method,
             "config": {name: plain.to_json(x, plain.shown) for name, x in call.config.items()},
             "args": tree_to_json(call.args, plain.shown),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.mox import eval_mox, make_mox, to_transformed
+from haiku_implicit.mox import diff, eval_mox, make_mox, map_mox, save, to_transformed
 from tests.haiku_models import RNG, X
 from tests.mox_models import ALL
 
@@ -101,7 +101,10 @@ def test_variables_that_exist_already():
     )
     with pytest.raises(ValueError, match="No value for 'average'") as e:
         make_mox(t)(X, False)
-    assert any("params=" in note for note in e.value.__notes__)
+    assert e.value.__notes__[-1].endswith("If init takes other ones, give params= and state=")
+    with pytest.raises(ValueError, match="No value for 'average'") as e:
+        make_mox(t)(X, False, params=params)
+    assert e.value.__notes__[-1].endswith("give state=")
 
 
 @pytest.mark.parametrize("key", [RNG, KEY, 3, jax.random.key(2, impl="rbg")])
@@ -127,6 +130,32 @@ def test_a_model_with_or_without_a_key():
     same(eval_mox(make_mox(t)(X), {}, RNG, X), t.apply({}, RNG, X))
     with pytest.raises(ValueError, match="rng: the expression draws random numbers, and got None"):
         eval_mox(make_mox(t)(X), {}, None, X)
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_a_model_without_a_key_whose_init_needs_one(with_state):
+    t = hk.transform_with_state if with_state else hk.transform
+    t = t(lambda x: hk.nets.MLP([3])(x))
+    mox = make_mox(t)(X, rng=None)
+    variables = t.init(RNG, X) if with_state else (t.init(RNG, X),)
+    same(*(jax.tree.leaves(f(*variables, None, X))[0] for f in (mox.apply, t.apply)))
+    jax.tree.map(same, mox.init(RNG, X), t.init(RNG, X))
+    changed = mox.insert_after(hk.Linear, lambda y: y + hk.Linear(3, name="new")(y))
+    made = changed.init(RNG, X)
+    assert "mlp/~/linear_0/new" in (made[0] if with_state else made)
+
+
+def test_only_making_speaks_of_parameters_that_may_be_given():
+    mox = make_mox(hk.transform(lambda x: hk.Linear(4)(x)))(X)
+
+    def failing(*args):
+        raise RuntimeError("no")
+
+    for change in (mox.sub, mox.wrap, mox.insert_after, mox.patch):
+        with pytest.raises(RuntimeError) as e:
+            change(hk.Linear, failing)
+        assert "This was in the replacement at 'linear'." in e.value.__notes__
+        assert "params=" not in "".join(e.value.__notes__)
 
 
 def test_weak_types():
@@ -278,3 +307,40 @@ def test_arguments_that_are_no_trees():
     t = hk.transform(lambda batch: batch["a"])
     with pytest.raises((TypeError, ValueError), match="batch.*keys"):
         make_mox(t)({"a": X, 1: X}, params={})
+
+
+LINEAR = hk.transform(lambda x: hk.Linear(4)(x))
+SWAPPED = {
+    "save": (lambda mox, path: save(mox, path), "save(path, mox): mox has to be .* got PosixPath"),
+    "save a model": (
+        lambda mox, path: save(path, LINEAR),
+        "save(path, mox): mox has to be a module expression, got Transformed: make one with make_mox",
+    ),
+    "diff": (
+        lambda mox, path: diff(mox, LINEAR),
+        "diff(mox, other_mox): mox has to be .* make_mox",
+    ),
+    "diff a text": (lambda mox, path: diff("a", mox), "diff(mox, other_mox): .* got str"),
+    "map": (lambda mox, path: map_mox(mox, len), "map_mox(fun, mox): .* got builtin"),
+    "eval": (
+        lambda mox, path: eval_mox(LINEAR, {}, None, X),
+        "eval_mox(mox, params, ...): .* make_mox",
+    ),
+    "to_transformed": (
+        lambda mox, path: to_transformed(LINEAR),
+        "to_transformed(mox): .* make_mox",
+    ),
+    "share": (lambda mox, path: mox.share("a"), "taking: expected a dictionary, .* got str"),
+    "values": (
+        lambda mox, path: mox.to_html(values=[1]),
+        "values: expected a dictionary .* got list",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_arguments_in_another_order_or_of_another_type(name, tmp_path):
+    run, message = SWAPPED[name]
+    pattern = ".*".join(map(re.escape, message.split(".*")))
+    with pytest.raises(TypeError, match=f"^{pattern}"):
+        run(make_mox(LINEAR)(X), tmp_path / "mox.json")

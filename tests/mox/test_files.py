@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haiku._src.integration import descriptors
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
-from haiku_implicit.mox import eval_mox, load, make_mox, save, to_transformed
+from haiku_implicit.mox import eval_mox, load, make_mox, plain, save, to_transformed
 from tests.haiku_models import MODELS, RNG, X
 from tests.tiers import few
 
@@ -360,6 +361,53 @@ def test_large_models(name, tmp_path):
 
 
 # --- what can't be saved -------------------------------------------------------------------------------
+
+
+POLICIES = jax.checkpoint_policies
+NAMED = {
+    "only": POLICIES.save_only_these_names("one", "two"),
+    "none": POLICIES.save_only_these_names(),
+    "but": POLICIES.save_any_names_but_these("two"),
+    "anything": POLICIES.save_anything_except_these_names("one"),
+    "both": POLICIES.save_from_both_policies(
+        POLICIES.dots_saveable,
+        POLICIES.save_from_both_policies(
+            POLICIES.save_only_these_names("one"), POLICIES.save_only_these_names("two")
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", few(NAMED, "only", "both"))
+def test_policies_of_checkpoints(name, tmp_path):
+    """The gradient's program has what is saved, and computes the rest again."""
+    name_one, name_two = (functools.partial(checkpoint_name, name=x) for x in ("one", "two"))
+
+    def layer(x):
+        return jnp.sin(name_two(jnp.sin(name_one(jnp.sin(hk.Linear(3)(x))) @ jnp.ones((3, 3)))))
+
+    def counted(mox, params, *rest):
+        gradient = jax.grad(lambda params: loss(mox, rest[:-1], params, rest[-1]))
+        return collections.Counter(str(jax.make_jaxpr(gradient)(params)).split())
+
+    mox, arguments = made(lambda x: hk.remat(layer, policy=NAMED[name])(x), X)
+    whole, _ = made(lambda x: hk.remat(layer)(x), X)
+    counts = counted(mox, *arguments)
+    assert counted(reloaded(mox, tmp_path), *arguments) == counts
+    assert (counts["sin"] == counted(whole, *arguments)["sin"]) == (name == "none")
+
+
+def test_other_policies_can_not_be_saved(tmp_path):
+    own = lambda prim, *args, **params: True  # noqa: E731
+    for policy in (own, POLICIES.save_from_both_policies(own, POLICIES.dots_saveable)):
+        mox, _ = made(lambda x, policy=policy: hk.remat(hk.Linear(3), policy=policy)(x), X)
+        with pytest.raises(
+            ValueError, match="save: <(remat2|checkpoint).* can't be saved: <function"
+        ):
+            save(tmp_path / "mox.json", mox)
+    for given in ([], ["eval"], ["save_only_these_names", 3], ["save_from_both_policies", {}]):
+        with pytest.raises(ValueError):
+            plain.from_json({"policy": given}, {})
 
 
 def callback(x):

@@ -237,7 +237,7 @@ def test_making_within_a_model():
     params = t.init(RNG, X)
     mox = make_mox(t)(X)
     assert set(map(tuple, found)) == {tuple(PATHS)}
-    assert paths(mox) == ["lifted", "linear", *PATHS]
+    assert paths(mox) == ["lifted", "linear", *(f"lifted/{path}" for path in PATHS)]
     assert_same(eval_mox(mox, params, None, X), t.apply(params, None, X))
 
 

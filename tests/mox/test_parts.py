@@ -405,3 +405,103 @@ def test_implicit_parameters_by_query():
     ]
     with pytest.raises(ValueError, match="'mlp/w'"):
         hki.add_lora(params, 0, rank=2, targets=["mlp/w"])
+
+
+@pytest.mark.parametrize(
+    "taking, sources",
+    [
+        ({"b": "a", "c": "b"}, {"b": "a", "c": "a"}),
+        ({"c": "b", "b": "a"}, {"b": "a", "c": "a"}),
+        ({"d": "c", "c": "b", "b": "a"}, {"b": "a", "c": "a", "d": "a"}),
+        ({"c": "a", "d": "c"}, {"c": "a", "d": "a"}),
+    ],
+)
+def test_modules_share_along_a_chain(taking, sources):
+    t = hk.transform(lambda x: four("abcd", x))
+    params = t.init(jax.random.key(0), X)
+    shared = make_mox(t)(X).share(taking)
+    assert set(shared.init(jax.random.key(0), X)) == set(params) - set(sources)
+    full = {name: params[sources.get(name, name)] for name in params}
+    close(shared.apply(params, None, X), t.apply(full, None, X))
+
+
+def four(names, x):
+    for name in names:
+        x = jnp.sin(hk.Linear(8, name=name)(x))
+    return x
+
+
+@pytest.mark.parametrize(
+    "taking, circle",
+    [
+        ({"a": "a"}, "a, a"),
+        ({"a": "b", "b": "a"}, "a, b, a"),
+        ({"a": "b", "b": "c", "c": "a"}, "a, b, c, a"),
+        ({"d": "a", "a": "b", "b": "a"}, "a, b, a"),
+    ],
+)
+def test_modules_that_would_share_with_themselves(taking, circle):
+    mox = make_mox(hk.transform(lambda x: four("abcd", x)))(X)
+    with pytest.raises(ValueError, match=rf"share: .* in a circle: {circle}\. .*rename"):
+        mox.share(taking)
+
+
+def test_a_module_can_take_the_parameters_of_one_only():
+    t = hk.transform(lambda x: hk.nets.MLP([8], name="m")(hk.nets.MLP([8], name="n")(four("a", x))))
+    message = "share: .n/~/linear_0/b. would take those of .m/~/linear_0/b. and"
+    with pytest.raises(ValueError, match=message):
+        make_mox(t)(X).share({"n": "m", "n/~/linear_0": "a"})
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def latents(x):
+    """Learned queries, which a module is given as an argument, and a method that is given its own."""
+
+    class Tied(hk.Module):
+        def __call__(self, x):
+            w = hk.get_parameter("w", (8, 8), init=hk.initializers.RandomNormal())
+            return self.twice(w, x)
+
+        def twice(self, w, x):
+            return x @ w @ w
+
+    queries = hk.get_parameter("queries", (3, 8), init=hk.initializers.RandomNormal())
+    h = hk.Linear(8, name="query")(queries) @ Tied(name="tied")(x).T
+    return jax.lax.scan(lambda c, row: (c, hk.Linear(8, name="last")(row)), 0, h)[1]
+
+
+def given(x):
+    class Outer(hk.Module):
+        def __call__(self, x):
+            queries = hk.get_parameter("queries", (3, 8), init=hk.initializers.RandomNormal())
+            return hk.Linear(8, name="inner")(queries) @ x.T
+
+    return Outer(name="outer")(x)
+
+
+@pytest.mark.parametrize(
+    "model, where, parameters",
+    [
+        (latents, "query", ["query/b", "query/w"]),
+        (latents, "//module_call[@type='Linear']//dot_general", ["query/w", "last/w"]),
+        (latents, "tied", ["tied/w"]),
+        (latents, "//module_call[@method='twice']//dot_general", ["tied/w"]),
+        (given, "outer", ["outer/inner/b", "outer/inner/w", "outer/queries"]),
+        (given, "outer/inner", ["outer/inner/b", "outer/inner/w"]),
+        (given, "//dot_general", ["outer/inner/w"]),
+    ],
+)
+def test_arguments_are_no_parameters_of_a_module(model, where, parameters):
+    _, mox, _ = made(model)
+    assert sorted(mox.parameters(where)) == sorted(parameters)
+    around = mox.wrap("//dot_general", lambda original, x, y: original(x, y))
+    assert sorted(around.parameters(where)) == sorted(parameters)
+
+
+def test_what_shows_parameters_leaves_out_arguments():
+    _, mox, _ = made(given)
+    lines = [line.split("  ")[-1] for line in mox.show().split("\n")]
+    assert lines[1:3] == ["96 parameters", "72 parameters"]
+    assert mox.to_dot().count("queries") == 0

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_implicit.mox import make_mox
+from haiku_implicit.mox import load, make_mox, save
 from tests.mox.bodies import BODIES
 
 X = jnp.ones((2, 4))
@@ -278,3 +278,96 @@ def test_the_view_of_a_changed_expression_is_its_own():
     assert new.query("count(//custom_jvp_call)") == 0.0
     assert small().query("count(//custom_jvp_call)") == 2.0
     assert new.query("count(//function/tanh)") == 2.0
+
+
+def recurrent(ids):
+    """A network whose core has an initial state, and with embeddings that are read in a property."""
+    embed, core = hk.Embed(7, 4, name="embed"), hk.GRU(4, name="core")
+    x, _ = hk.dynamic_unroll(core, embed(ids.T), core.initial_state(2))
+    return x @ embed.embeddings.T
+
+
+def test_a_class_and_a_glob_mean_calls_of_modules_themselves():
+    ids = jnp.array([[0, 3, 2], [1, 6, 5]])
+    t = hk.transform(recurrent)
+    params, mox = t.init(jax.random.key(0), ids), make_mox(t)(ids)
+    assert set(mox.query("//module_call/@method")) == {"__call__", "initial_state", "embeddings"}
+    for where in (hk.GRU, "core", "**/core", [hk.GRU], ["core"]):
+        changed = mox.insert_after(where, lambda out: (out[0] * 2, out[1]))
+        assert set(mox.taps(where).apply(params, None, ids)[1]) == {"core"}
+        twice = np.asarray(t.apply(params, None, ids)) * 2
+        np.testing.assert_allclose(changed.apply(params, None, ids), twice, rtol=1e-6)
+    again = mox.sub(hk.Embed, hk.Embed, path="new")
+    assert set(again.init(jax.random.key(0), ids)) == {*params, "new/embed"}
+    alone = mox.extract("embed")
+    np.testing.assert_array_equal(
+        alone.apply(params, None, ids.T), params["embed"]["embeddings"][ids.T]
+    )
+    every = mox.taps("//module_call").apply(params, None, ids)[1]
+    other = {"core.initial_state", "embed.embeddings", "embed.embeddings:1"}
+    assert set(every) == {"embed", "core", *other}
+
+
+def test_a_module_that_is_not_called_itself_is_found_by_its_methods():
+    class Coder(hk.Module):
+        def encode(self, x):
+            return self.decode(hk.Linear(4)(x))
+
+        def decode(self, x):
+            return x * 2
+
+    mox = expression(lambda x: Coder(name="coder")(x) if False else Coder(name="coder").encode(x))
+    assert [x.method for x in mox.select(Coder)] == ["encode", "decode"]
+    assert [x.method for x in mox["coder"]] == ["encode", "decode"]
+    assert mox.truncate(Coder).query("count(//mul)") == 1.0  # the outermost
+    with pytest.raises(
+        ValueError, match="is 2 nodes, and has to be one: <norm:.* Give one of them"
+    ):
+        small().extract("norm*")
+
+
+def test_a_list_of_anything():
+    mox = small()
+    first, *_ = mox.select(hk.Linear)
+    found = mox.taps(["head", hk.LayerNorm, first, "//dot_general"])
+    values = ["norm", "linear", "norm_1", "head", "head/dot_general"]
+    assert set(values) <= set(found.interface.results.tree.merge([0] * 9)[1])
+    assert mox.parameters(["head", "norm*"]) == ["head/b", "head/w", "norm/scale", "norm_1/scale"]
+
+
+@pytest.mark.parametrize(
+    "where, said",
+    [
+        (hk.Conv2D, "There are modules of the classes LayerNorm, Linear"),
+        ("//erf_inv", "classes LayerNorm, Linear, and the equations add, broadcast_in_dim"),
+        ("//Linear", "Calls of Linear are .//module_call"),
+        ("//dot_generl", "There are dot_general"),
+        ('//module_call[@type="Liner"]', "There are Linear"),
+        ('//module_call[@name="haed"]', "There are head"),
+        (lambda node: False, "and the equations add"),
+        ([], "There are modules"),
+    ],
+)
+def test_what_is_not_found(where, said):
+    with pytest.raises(ValueError, match=f"^where: nothing in the expression is .*{said}"):
+        small().sub(where, None)
+
+
+def test_a_class_that_a_file_only_names(tmp_path):
+    save(tmp_path / "mox.json", small())
+    loaded = load(tmp_path / "mox.json")
+    with pytest.raises(ValueError, match=r"types=\[Linear\].*@type=\"Linear\""):
+        loaded.sub(hk.Linear, None)
+    assert len(load(tmp_path / "mox.json", types=[hk.Linear]).select(hk.Linear)) == 3
+
+
+@pytest.mark.parametrize("where", [3, None, 1.5, {"a": 1}])
+def test_what_does_not_choose_nodes(where):
+    with pytest.raises(TypeError, match="^where: expected an XPath, a glob"):
+        small().sub(where, None)
+
+
+def test_a_predicate_that_not_every_node_has_an_answer_to():
+    with pytest.raises(AttributeError) as e:
+        small().select(lambda node: node.path == "head")
+    assert any("getattr(node, 'path', '')" in note for note in e.value.__notes__)

@@ -790,3 +790,78 @@ def test_what_is_no_replacement():
         make_mox(hk.transform(lambda x: hk.MultiHeadAttention(2, 4, w_init=jnp.ones)(x, x, x)))(
             X
         ).sub(hk.MultiHeadAttention, None)
+
+
+# --- state in properties ----------------------------------------------------------------------------
+
+
+class Mean(hk.Module):
+    """Reads its state and a parameter in properties, and its state changes where it is called."""
+
+    @property
+    def state(self):
+        return hk.get_state("mean", (8,), init=jnp.zeros)
+
+    @property
+    def weight(self):
+        return hk.get_parameter("w", (8,), init=hk.initializers.RandomNormal())
+
+    def __call__(self, x):
+        mean = self.state
+        hk.set_state("mean", 0.9 * mean + 0.1 * x.mean(0))
+        return (x + mean) * self.weight
+
+
+def mean_alone(x):
+    return Mean(name="m")(x)
+
+
+def mean_read_again(x):
+    mean = Mean(name="m")
+    return mean(x) + mean.state
+
+
+def mean_in_scan(x):
+    mean = Mean(name="m")
+    return hk.scan(lambda c, _: (mean(c), None), x, None, length=2)[0]
+
+
+def mean_called_by_others(x):
+    class Outer(hk.Module):
+        def __init__(self, name=None):
+            super().__init__(name=name)
+            self.mean = Mean(name="m")
+
+        def __call__(self, x):
+            return self.mean(x)
+
+    outer = Outer(name="outer")
+    return outer.mean(x + 1) + outer(x)
+
+
+@pytest.mark.parametrize("model", few([mean_alone, mean_in_scan], mean_alone))
+def test_state_and_parameters_that_only_properties_of_a_replaced_module_read_are_left_out(model):
+    mox = make_mox(hk.transform_with_state(model))(X)
+    changed = mox.sub("m", jnp.tanh)
+    params, state = changed.init(jax.random.key(0), X)
+    assert params == state == {}
+    assert changed.apply(params, state, None, X)[1] == {}
+
+
+def test_state_stays_as_long_as_a_call_of_its_module_does():
+    """A property that is read elsewhere, and a module below the replaced one that others call."""
+    t = hk.transform_with_state(mean_read_again)
+    params, state = t.init(jax.random.key(0), X)
+    state = jax.tree.map(lambda x: x + 2, state)
+    changed = make_mox(t)(X).sub("m", jnp.tanh)
+    out, new = changed.apply({}, state, None, X)
+    _, updated = t.apply(params, state, None, X)
+    close((out, new), (jnp.tanh(X) + updated["m"]["mean"], updated))
+
+    t = hk.transform_with_state(mean_called_by_others)
+    params, state = t.init(jax.random.key(0), X)
+    changed = make_mox(t)(X).sub("outer", jnp.tanh)
+    out, new = changed.apply(params, state, None, X)
+    hand = hk.transform_with_state(lambda x: Mean(name=hk.force_name("outer/~/m"))(x + 1))
+    want, _ = hand.apply(params, state, None, X)
+    close((out, new), (want + jnp.tanh(X), t.apply(params, state, None, X)[1]))
