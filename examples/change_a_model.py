@@ -19,6 +19,7 @@ from absl import app, flags
 import haiku_implicit as hki
 from haiku_implicit.mox import diff, make_mox
 from models import bert, llama
+from printing import heading, table
 
 _SIZE = flags.DEFINE_integer("image_size", 64, "Height and width of ResNet50's input.", 32)
 _WIDTH = flags.DEFINE_integer("width", 64, "Width of the BERT and the Llama, a multiple of 8.", 8)
@@ -292,7 +293,7 @@ def train(apply: Any, params: Any, tokens: jax.Array) -> float:
     return float(value)
 
 
-# --- data, models, tables ---------------------------------------------------------------------------
+# --- data and models --------------------------------------------------------------------------------
 
 
 def repeating_tokens(key: jax.Array) -> jax.Array:
@@ -315,17 +316,6 @@ def llama_config() -> llama.LlamaConfig:
 def bert_config() -> bert.BertConfig:
     width = _WIDTH.value
     return bert.BertConfig(VOCABULARY, width, _LAYERS.value, 4, 2 * width, TIME)
-
-
-def heading(text: str) -> None:
-    print(f"\n{text}\n{'-' * len(text)}")
-
-
-def table(names: list[str], rows: list[list[Any]]) -> None:
-    texts = [names, *([str(x) for x in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for row in texts:
-        print("  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

@@ -118,6 +118,19 @@ def load(folder: str | os.PathLike) -> Loaded:
     return Loaded(config, model, params)
 
 
+def load_as(config: type, folder: str | os.PathLike) -> Loaded:
+    """The same of a folder that has to hold the model with this config.
+
+    Raises:
+        InputError: If it holds another one, and as `load`.
+    """
+    loaded = load(folder)
+    if not isinstance(loaded.config, config):
+        found = type(loaded.config).__name__
+        raise InputError(f"{folder}: expected {config.__name__}, got {found}")
+    return loaded
+
+
 @contextlib.contextmanager
 def named(path: pathlib.Path) -> Iterator[None]:
     """Puts the path before what an `InputError` says."""

@@ -36,6 +36,12 @@ def test_outputs_are_those_of_transformers(name):
     agrees(ROOT / name)
 
 
+def test_a_folder_has_to_hold_the_model_that_is_asked_for():
+    assert hub.load_as(t5.T5Config, ROOT / "t5").config.vocab_size == 40
+    with pytest.raises(hub.InputError, match="gpt2: expected T5Config, got Gpt2Config"):
+        hub.load_as(t5.T5Config, ROOT / "gpt2")
+
+
 # --- What files of the same model look like -------------------------------------------------------
 
 
