@@ -150,11 +150,20 @@ def _checked_layers(site: Site, layer: int | Sequence[int] | None) -> Sequence[i
     if len(given) != len(lengths) or not all(
         0 <= i < n for i, n in zip(given, lengths, strict=True)
     ):
-        raise ValueError(
-            f"layer: {site.node!r} is in {len(lengths)} stacks, of {lengths} layers: expected as many "
-            f"numbers, from 0 on, got {layer!r}"
-        )
+        raise ValueError(f"layer: {site.node!r} is {_described(lengths)}, got {layer!r}")
     return given
+
+
+def _described(lengths: Sequence[int]) -> str:
+    """What to say of the stacks around a call, the outermost first, and of numbers for their layers."""
+    if not lengths:
+        return "not in a stack: expected None"
+    if len(lengths) == 1:
+        return f"in a stack of {lengths[0]} layers: expected a number from 0 to {lengths[0] - 1}"
+    counts = " and ".join(map(str, lengths))
+    return (
+        f"in stacks of {counts} layers, the outermost first: expected a number from 0 on for each"
+    )
 
 
 def _arguments(

@@ -326,9 +326,9 @@ def _takes_slices(body: Body, params: set[Var], numbers: set[Var], length: int) 
 def _without_taps(node: Any, made: Any) -> Any:
     out, state, taps = made
     if taps:
-        raise ValueError(
-            f"no value can be tapped in the body of {node!r}: it runs an unknown number of times"
-        )
+        loop = node.primitive is jex.while_p
+        reason = "it runs an unknown number of times" if loop else "it may not run"
+        raise ValueError(f"no value can be tapped in the body of {node!r}: {reason}")
     return out, state
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Var
 
 from haiku_implicit.core.array import dense_struct, is_implicit
 from haiku_implicit.core.literals import as_literal
@@ -65,6 +66,14 @@ class Interface:
     def returns(self) -> tuple[Any, ...]:
         """The variables of all results, in their order."""
         return _atoms([self.results, *self.new_state.values()])
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The variables of the Haiku function's arguments, in the order of its signature."""
+        named = self.args.tree.merge(self.args.atoms)
+        ordered = jax.tree.leaves([named[name] for name in self.signature.parameters])
+        own = set(self.args.atoms)
+        return tuple(x for x in ordered if isinstance(x, Var) and x in own)
 
     @property
     def has_state(self) -> bool:

@@ -118,7 +118,7 @@ def outline(body: Body, interface: Interface, params: Mapping[Any, Path]) -> Row
       interface: what goes in and comes out.
       params: the parameters, by variable.
     """
-    row = Row(body, _shapes(interface.args.atoms, interface.results.atoms))
+    row = Row(body, _shapes(interface.inputs, interface.results.atoms))
     _fill(row, body.children, Place(body, params))
     return row
 

@@ -85,6 +85,18 @@ class Program:
         kind: Any = hk.TransformedWithState if self.has_state else hk.Transformed
         return kind(init=self.init, apply=apply)
 
+    def __copy__(self) -> "Program":
+        return self  # nothing in it changes
+
+    def __deepcopy__(self, memo: Any) -> "Program":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a module expression can't be pickled. save(path, mox) writes it to a file, and load(path) "
+            "reads it"
+        )
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
 

@@ -1,6 +1,8 @@
 """Arguments of `make_mox` and `eval_mox`: how they are bound, and what wrong ones raise."""
 
+import copy
 import functools
+import pickle
 import re
 
 import haiku as hk
@@ -344,3 +346,21 @@ def test_arguments_in_another_order_or_of_another_type(name, tmp_path):
     pattern = ".*".join(map(re.escape, message.split(".*")))
     with pytest.raises(TypeError, match=f"^{pattern}"):
         run(make_mox(LINEAR)(X), tmp_path / "mox.json")
+
+
+def test_copies_are_the_expression_and_pickling_names_save():
+    mox = make_mox(LINEAR)(X)
+    assert copy.copy(mox) is copy.deepcopy(mox) is mox
+    assert copy.deepcopy({"a": [mox]}) == {"a": [mox]}
+    with pytest.raises(TypeError, match=r"can't be pickled. save\(path, mox\)"):
+        pickle.dumps(mox)
+
+
+def test_shapes_are_shown_in_the_order_of_the_arguments():
+    def model(z, flag, *rest, a=None, **others):
+        return z.sum() + rest[0].sum() + a["x"].sum() + others["b"].sum()
+
+    shapes = [jnp.ones(n) for n in range(1, 5)]
+    z, y, x, w = shapes
+    mox = make_mox(hk.transform(model))(z, True, y, b=w, a={"x": x})
+    assert str(mox).startswith("model: f32[1], f32[2], f32[3], f32[4] -> f32[]")

@@ -182,7 +182,7 @@ def test_taps_in_branches_are_refused():
         return hk.cond(x.sum() > 0, layer, lambda x: x, x)
 
     _, mox, _ = made(model)
-    with pytest.raises(ValueError, match="no value can be tapped in the body of <cond"):
+    with pytest.raises(ValueError, match="no value can be tapped .* <cond.* it may not run"):
         mox.taps(hk.Linear)
 
 
@@ -295,8 +295,17 @@ def test_what_can_not_be_extracted():
     ):
         mox.extract("stack/in")
     for layer in (3, -1, (0, 0), ()):
-        with pytest.raises(ValueError, match=r"is in 1 stacks, of \[3\] layers: expected as many"):
+        with pytest.raises(
+            ValueError, match="is in a stack of 3 layers: expected a number from 0 to 2,"
+        ):
             mox.extract("stack/in", layer=layer)
+    with pytest.raises(ValueError, match="<head: .* is not in a stack: expected None, got 1"):
+        mox.extract("head", layer=1)
+    twice = hk.transform(lambda x: hk.layer_stack(3)(hk.layer_stack(2)(hk.Linear(8)))(x))
+    with pytest.raises(
+        ValueError, match="in stacks of 3 and 2 layers, the outermost first: .* each, got 0"
+    ):
+        make_mox(twice)(X).extract(hk.Linear, layer=0)
 
     def loop(x):
         return hk.scan(lambda total, y: (total + 1, Adds(total)(y)), 0.0, x)
