@@ -12,7 +12,6 @@ difference of the outputs from those of the dense cache, and the time for each t
 import time
 from typing import Any, NamedTuple
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +20,9 @@ from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
 import haiku_implicit as hki
+from cache_kinds import make_model
 from haiku_implicit import layers
-from models.cached_attention import CACHE_SPEC, CachedAttention, Sizes
+from models.cached_attention import CACHE_SPEC, Sizes
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("batch", 4, "Sequences, a multiple of 2.")
@@ -53,21 +53,6 @@ class Run(NamedTuple):
     outputs: np.ndarray
     per_token: float
     dense: int
-
-
-def make_model(sizes: Sizes, kind: str, mesh: Any = None) -> Any:
-    """The model over a cache of one kind, as `init` and `apply`."""
-
-    def plain(x: jax.Array, padding_mask: jax.Array) -> jax.Array:
-        return CachedAttention(sizes, mesh, name="attention")(x, padding_mask)
-
-    def quantized(x: jax.Array, padding_mask: jax.Array) -> jax.Array:
-        creator = hki.cache_creator(kind, targets=r".*cached_.*")
-        with hk.custom_creator(creator, params=False, state=True):
-            return plain(x, padding_mask)
-
-    forward = plain if kind == "dense" else quantized
-    return hki.transform_implicit(hk.transform_with_state(forward))
 
 
 def split(state: Any) -> Any:

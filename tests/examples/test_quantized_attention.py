@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import quantized_attention
+import cache_kinds
 from haiku_implicit import layers
 from models.cached_attention import CachedAttention, Sizes
 from tests.tiers import few
@@ -20,7 +20,7 @@ PADDING = np.array([0, 3])
 def inputs():
     x = jax.random.normal(jax.random.key(0), (BATCH, TIME, DIM))
     mask = jnp.asarray(np.arange(SIZES.length) >= PADDING[:, None])
-    params, _ = quantized_attention.make_model(SIZES, "dense").init(jax.random.key(1), x, mask)
+    params, _ = cache_kinds.make_model(SIZES, "dense").init(jax.random.key(1), x, mask)
     return params, x, mask
 
 
@@ -61,7 +61,7 @@ CASES = [
 def test_outputs_are_those_of_attention(kind, tolerance, in_mesh, inputs, never_dense):
     params, x, mask = inputs
     mesh = layers.create_mesh((1, 1, 1, 1)) if in_mesh else None
-    model = quantized_attention.make_model(SIZES, kind, mesh)
+    model = cache_kinds.make_model(SIZES, kind, mesh)
     got, want = in_steps(model, params, x, mask), reference(params, x)
     tokens = np.arange(TIME) >= PADDING[:, None]
     error = np.abs(got - want)[tokens].max() / np.abs(want[tokens]).max()
