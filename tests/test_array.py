@@ -760,6 +760,7 @@ class Half(Pair):
         return super().materialize() / 2
 
 
+@pytest.mark.slow
 def test_materialize_of_nested_arrays_called_directly():
     """The fields of the method's array are dense, as where the library calls it."""
     w = jax.random.normal(jax.random.key(0), (64, 16))

@@ -85,6 +85,7 @@ QUICK = [("jax_disable_jit", "lora of int4"), ("jax_disable_jit", "scaled int8")
 
 
 @pytest.mark.parametrize("flag, name", few([(f, n) for f in FLAGS for n in CASES], *QUICK))
+@pytest.mark.slow
 def test_products(flag, name):
     case = CASES[name]
     w = case()

@@ -106,6 +106,7 @@ def test_calls_and_gradients():
     ],
     ids=["declared", "keys", "subtrees", "label function", "quantized state"],
 )
+@pytest.mark.slow
 def test_optimizer_steps(make):
     optimizer = make(optax.adam(0.1))
 

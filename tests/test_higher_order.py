@@ -356,6 +356,7 @@ def without_integers(tree):
 
 
 @pytest.mark.parametrize("name", HAVE_JVP)
+@pytest.mark.slow
 def test_forward_mode(name):
     close(tangents(True)[name], tangents(False)[name], rtol=2e-4)  # as for gradients
 

@@ -125,6 +125,7 @@ def test_weights_without_a_matrix_are_left_out():
 
 
 @pytest.mark.parametrize("axes", few([GIVEN, "inferred"], GIVEN))
+@pytest.mark.slow
 def test_lora(axes):
     axes = hki.infer_matrix_axes(T.apply, PARAMS, X) if axes == "inferred" else axes
     params = hki.add_lora(PARAMS, 0, rank=3, exclude=".*/value_w", matrix_axes=axes)
@@ -163,6 +164,7 @@ INT4 = dict(dtype="int4", group_size=8)
 
 
 @pytest.mark.parametrize("options", few([dict(dtype="int8"), INT4], INT4))
+@pytest.mark.slow
 def test_quantized(options):
     params = hki.quantize_params(PARAMS, exclude=".*/value_w", matrix_axes=GIVEN, **options)
     check(params)
@@ -326,6 +328,7 @@ def test_experts():
     )
 
 
+@pytest.mark.slow
 def test_gradients_of_normalized_views():
     """Weight normalization of a weight that is held transposed."""
     params = {"l": {"w": jax.random.normal(jax.random.key(0), (8, 6))}}
@@ -368,6 +371,7 @@ def test_quantization_aware():
         ),
     ],
 )
+@pytest.mark.slow
 def test_creators(creator):
     def made(x):
         with hk.custom_creator(creator):

@@ -38,6 +38,7 @@ def test_a_cache_that_is_written_stays_one(spec, check_vma, never_dense):
     np.testing.assert_array_equal(hki.materialize(got), hki.materialize(use(write)(cache, x)))
 
 
+@pytest.mark.slow
 def test_what_is_like_no_operand_is_dense():
     """Of another shape, type or spec."""
     cache = make_cache()

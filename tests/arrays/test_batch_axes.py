@@ -145,6 +145,7 @@ def test_what_touches_the_matrix_is_right(make, may_be_dense):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_differs_in_kind_is_right(may_be_dense):
     """Joined with another type, format, group size or rank, or with a dense array."""
     w = quantized((L, N, M))

@@ -167,6 +167,7 @@ def test_other_axes(name, axes):
 
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name", few(MAKE, *QUICK))
+@pytest.mark.slow
 def test_reductions(name):
     w = MAKE[name]((2, *SHAPE))
     for axes in ((0, 1), (1, 2), (2,), (0, 1, 2)):
@@ -275,6 +276,7 @@ def resnet(x):
 
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("kind", few(["lora", "int8", "lora of int8", "trained", "qat"], "int8"))
+@pytest.mark.slow
 def test_model(kind):
     model = hk.without_apply_rng(hk.transform(resnet))
     x = normal(1, 2, 6, 6, 4)

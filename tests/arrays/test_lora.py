@@ -232,6 +232,7 @@ def dot_cases(draw):
 
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
 @hypothesis.given(dot_cases())
+@pytest.mark.slow
 def test_dot_of_any_axes(case):
     w_shape, x_shape, numbers, w_first = case
     w, x = lora(w_shape), normal(x_shape)

@@ -146,6 +146,7 @@ STEP = {"int8": 0.5, "uint8": 0.51, "int4": 0.5, "uint4": 0.501, "nf4": 0.1521}
 
 @hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(st.data())
+@pytest.mark.slow
 def test_round_trip(data):
     name = data.draw(st.sampled_from(["int8", "int4", "nf4"]))
     zero_point = name != "nf4" and data.draw(st.booleans())
@@ -247,6 +248,7 @@ def test_quantize_under_transformations():
 @pytest.mark.parametrize(
     "options", few([{}, dict(moments=jnp.eye(N)), dict(scale_dtype="double")], {})
 )
+@pytest.mark.slow
 def test_quantize_what_a_traced_function_closes_over(options):
     """It is no tracer, and still checked; what is computed of it is traced."""
     w, x = normal((N, M)), normal((5, N))
@@ -574,6 +576,7 @@ def test_more_rows_than_indices_count_to(axis, dtype):
 @pytest.mark.combinations
 @few_kinds
 @axes
+@pytest.mark.slow
 def test_rows_under_transformations(kind, axis):
     q, ids = quantized(kind, axis), jnp.asarray(IDS)
     fine = lambda w, ids: jnp.take(w, ids, axis=0)  # noqa: E731
@@ -752,6 +755,7 @@ def test_an_odd_length_is_padded(name, axis):
     )
 
 
+@pytest.mark.slow
 def test_axes_that_become_dense(may_be_dense):
     q = quantized("int4 groups", -1, (N, M))
     others = [

@@ -51,8 +51,8 @@ def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(dense_twin.InputError, match="--repo: there is no folder"):
         dense_twin.modules_of(str(tmp_path), ["alphafold3"])
     (tmp_path / "src").mkdir()
-    with pytest.raises(dense_twin.InputError, match="alphafold3 could not be imported from"):
-        dense_twin.modules_of(str(tmp_path), ["alphafold3"])
+    with pytest.raises(dense_twin.InputError, match="no_such_model could not be imported from"):
+        dense_twin.modules_of(str(tmp_path), ["no_such_model"])
 
 
 @pytest.mark.slow

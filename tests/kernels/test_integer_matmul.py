@@ -122,6 +122,7 @@ def test_half_precision():
 
 @pytest.mark.combinations
 @pytest.mark.parametrize("name", ["int8", "uint4"])
+@pytest.mark.slow
 def test_transformations(name, path):
     of_groups = name == "int8"
     q = quantized(name, 64, 16, 24, activation="int8,groups" if of_groups else "int8")

@@ -134,6 +134,7 @@ def test_all_codes_of_8_bit_floats(name, rows, interpreted):
 
 
 @pytest.mark.parametrize("axis", few([-2, -1], -2))
+@pytest.mark.slow
 def test_transformations(axis, interpreted):
     q = quantized("uint4", 32, 16, axis, rows=24)
     stack = jax.tree.map(

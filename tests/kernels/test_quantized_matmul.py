@@ -110,6 +110,7 @@ def test_formats(name, axis):
 
 
 @pytest.mark.parametrize("axis", few([-2, -1], -2))
+@pytest.mark.slow
 def test_formats_without_kernel(axis, without_kernel):
     assert not build.available()
     check([quantized(name, axis=axis) for name in FORMATS], rows=(1, 9))
@@ -289,6 +290,7 @@ def attention(cache, q):
 
 @pytest.mark.combinations
 @pytest.mark.parametrize("name", CACHES)
+@pytest.mark.slow
 def test_matrices_are_read_where_they_are(name, path):
     """Positions of one head are apart in a cache; its codes are not copied to be next to each other."""
     kind, group, rounds = CACHES[name]

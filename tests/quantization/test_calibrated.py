@@ -182,6 +182,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", few(FORMATS, "int4", "nvfp4"))
+@pytest.mark.slow
 def test_outputs_have_less_error_than_by_rounding(name):
     w = normal((62 if name == "padded" else 64, 24))
     x = correlated(256, len(w))

@@ -209,6 +209,7 @@ FACTORED = {
 
 
 @pytest.mark.parametrize("name", few(FACTORED, "sm3", "flat"))
+@pytest.mark.slow
 def test_statistics_smaller_than_their_parameter_stay_as_they_are(name):
     """Few bytes beside it, and each of their numbers counts for a whole row of it."""
     params = {

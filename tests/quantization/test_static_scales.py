@@ -344,6 +344,7 @@ def test_rules_for_derivatives_within_the_model_act_once():
 
 
 @pytest.mark.parametrize("rounding", few([None, "uniform"], "uniform"))
+@pytest.mark.slow
 def test_a_model_trains_in_a_scan(rounding):
     x = normal((64, 4), 1)
     y = jnp.sin(x[:, :1] * 2)
@@ -443,6 +444,7 @@ def test_stored_weights_give_what_the_trained_ones_give(rule):
 @pytest.mark.combinations
 @pytest.mark.parametrize("form", ["layer", "stack"])
 @pytest.mark.parametrize("dtype", ["nf4", "mxfp4", "uint4"])
+@pytest.mark.slow
 def test_stored_weights_of_any_format_are_calibrated(dtype, form):
     def model(x):
         linear = lambda x: hk.Linear(64)(x)  # noqa: E731
@@ -520,6 +522,7 @@ ARRANGED = {
 
 
 @pytest.mark.parametrize("way", ARRANGED)
+@pytest.mark.slow
 def test_rearranged_weights_keep_their_statistics(way):
     x, w = normal((5, 4), 0), normal((6, 4), 1)
     rule = QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True,

@@ -301,6 +301,7 @@ def test_what_is_no_product_sees_the_dense_weight():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.slow
 def test_a_model_with_strict_promotion(dtype):
     x, w = normal((3, 4), 0).astype(dtype), normal((4, 5), 1).astype(dtype)
     wrapped = hki.TrainedQuantized(w, jax.random.key(0), rules=(NOISY,))
@@ -493,6 +494,7 @@ def test_odd_lengths_are_padded_or_refused():
 
 
 @pytest.mark.parametrize("bits", few([8, 4, 2], 4))
+@pytest.mark.slow
 def test_products_by_bits(bits):
     x, w = normal((5, 12), 0), normal((12, 7), 1)
     name = f"int{bits}"
@@ -569,6 +571,7 @@ AWARE = [
 
 
 @pytest.mark.parametrize("rule", few(AWARE, *AWARE[:2]), ids=lambda rule: rule.weight_qtype)
+@pytest.mark.slow
 def test_aware_models_are_what_they_are_converted_to(rule):
     def two_layers(x):
         return hk.Linear(6)(jax.nn.relu(hk.Linear(16)(x)))
