@@ -242,7 +242,7 @@ def operands(name, batch=()):
 
 ALL = pytest.mark.parametrize("name", CASES)
 # One of each family goes through the ways that compile all operations; the slow tier has the others.
-SOME = ("lora", "int8", "constant")
+SOME = ("lora", "int8")
 ALL_SLOWLY = pytest.mark.parametrize("name", few(CASES, *SOME))
 FLOATING = pytest.mark.parametrize(
     "name",

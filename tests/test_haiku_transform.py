@@ -370,6 +370,7 @@ def test_haiku_settings_are_left_alone():
     ],
     ids=["EMAParamsTree", "SNParamsTree"],
 )
+@pytest.mark.slow
 def test_params_trees_act_on_what_an_implicit_parameter_stands_for(make):
     plain = hk.transform_with_state(lambda tree: make()(tree))
     t = hki.transform_implicit(plain)

@@ -325,6 +325,7 @@ def gradients(way):
 
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("way", few(["outside", "inside"], "outside"))
+@pytest.mark.slow
 def test_gradient(way, name):
     want = jax.tree.leaves(gradients(f"{way}, dense")[name])
     # Gradients are sums of products that cancel: rounding is relative to the largest of them.
@@ -386,6 +387,7 @@ def batched(way, dense):
         "input, inside",
     ),
 )
+@pytest.mark.slow
 def test_vmap(way, name):
     close(batched(way, False)[name], batched(way.split(",")[0], True)[name])
 

@@ -246,6 +246,7 @@ PRODUCTS = {
 @pytest.mark.combinations
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("equation", PRODUCTS)
+@pytest.mark.slow
 def test_what_was_trained_is_what_is_stored(equation, static):
     """`convert_trained` of weights that are used in an einsum, or transposed."""
     sizes = dict(b=2, t=3, a=16, h=2, c=8)

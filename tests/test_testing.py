@@ -57,6 +57,7 @@ def diagonal(cls):
 FEW = {name: OPERATIONS[name] for name in ("negative", "tanh", "x @ w", "first")}
 
 
+@pytest.mark.slow
 def test_a_right_type_passes_and_what_is_dense_is_listed():
     report = check_type(
         diagonal(Diagonal),

@@ -331,6 +331,7 @@ def test_eval_shape_of_abstract_arguments(w, x):
     assert jax.eval_shape(use(lambda w, x: x @ w), *abstract).shape == (2, 4)
 
 
+@pytest.mark.slow
 def test_higher_derivatives(w, x):
     def of_factors(f, a):
         return f(w._replace(a=a), x)

@@ -213,6 +213,7 @@ def temporary_bytes(program, *args):
 
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name", few(["int8", "lora of int8"], "lora of int8"))
+@pytest.mark.slow
 def test_no_dense_weight_in_a_standardized_layer(name):
     w, x = LARGE[name]((1024, 1031)), normal(5, 4, 1024)
     gain = jnp.ones(1031)

@@ -362,6 +362,7 @@ def test_matmul(kind, axis):
 
 @pytest.mark.combinations
 @few_kinds
+@pytest.mark.slow
 def test_matmul_in_blocks(kind, in_blocks):
     same_as_dense(lambda w, x: x @ w, quantized(kind), normal((K, N)))
 

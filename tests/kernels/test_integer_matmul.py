@@ -87,6 +87,7 @@ def path(request, monkeypatch):
 
 @pytest.mark.combinations
 @pytest.mark.parametrize("activation", ["int8", "int8,groups"])
+@pytest.mark.slow
 def test_formats(activation, path):
     scales = "float32" if activation == "int8" else "float16"
     served = path == "kernel"

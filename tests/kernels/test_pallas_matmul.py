@@ -70,6 +70,7 @@ def check(cases, dtype=jnp.float32, **tolerance):
 
 
 @pytest.mark.parametrize("name", few(FORMATS, "int2", "uint4", "fp8_e4m3"))
+@pytest.mark.slow
 def test_formats(name, interpreted):
     """Groups of bytes that are no power of two; a scale per channel, with padding."""
     per_channel = quantized(name, 37, None, rows=20)

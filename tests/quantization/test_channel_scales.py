@@ -137,6 +137,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", few(FORMATS, "int4", "nf4"))
+@pytest.mark.slow
 def test_outputs_have_less_error(name, never_dense):
     """Than those of rounding alone by the same calibration; least of all where GPTQ rounds, too."""
     k = K - 2 if name == "padded" else K
@@ -223,6 +224,7 @@ def test_smoothquant_is_that_of_the_paper(alpha, never_dense):
 
 
 @pytest.mark.parametrize("options", [{}, dict(calibration="mse"), dict(group_size=16)])
+@pytest.mark.slow
 def test_smoothquant_has_less_error_than_dynamic_quantization(options, never_dense):
     w, x = 0.1 * normal((K, M)), with_outliers(256)
     plain = hki.quantize_params({"l": {"w": w}}, **W8A8 | options)["l"]["w"]

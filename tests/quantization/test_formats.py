@@ -389,6 +389,7 @@ def uses(w, x):
 
 
 @pytest.mark.parametrize("name", few(OTHERS, "bits, padded", "tiles", "double"))
+@pytest.mark.slow
 def test_rules(name):
     q = quantize(normal((24, 16)), **OTHERS[name])
     x = normal((3, 24), 1)

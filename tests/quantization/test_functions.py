@@ -613,6 +613,7 @@ NHWC = ("NHWC", "HWIO", "NHWC")
     [(name, "int8") for name in CONVS]
     + [("plain", None), ("batch groups", None), ("strides", "fp8_e5m2"), ("depthwise", "fp8_e5m2")],
 )
+@pytest.mark.slow
 def test_convolutions_are_their_definition(name, bwd):
     """JAX's dense convolution, linear in each operand, of rounded values."""
     options = dict(CONVS[name], dimension_numbers=NHWC)
@@ -668,6 +669,7 @@ def test_convolutions_take_all_that_jax_does():
 @pytest.mark.parametrize("dtype, group", [("int8", None), ("int4", 4), ("fp8_e4m3", None),
                                           ("nf4", None), ("uint4", 4), ("ternary", None),
                                           ("nvfp4", None)])  # fmt: skip
+@pytest.mark.slow
 def test_stored_matrices_are_taken_as_they_are(dtype, group):
     w = hki.QuantizedMatrix.quantize(jnp.asarray(normal((16, 7), 1)), dtype, group)
     x, c = normal((5, 16), 0), np.abs(normal((5, 7), 2))

@@ -417,6 +417,7 @@ def test_statistics_cost_no_products(form):
     QuantRule(weight_qtype="nf4", act_qtype="int4", act_calibration_method="absmax,0.8",
               act_static_scale=True),
 ], ids=lambda rule: rule.weight_qtype)  # fmt: skip
+@pytest.mark.slow
 def test_stored_weights_give_what_the_trained_ones_give(rule):
     def model(x):
         return hk.Linear(4)(jax.nn.relu(hk.Linear(8)(x)))

@@ -721,6 +721,7 @@ def test_activations_are_rounded_whichever_axis_is_summed(model, activation):
     ],
     ids=["stored", "aware", "converted"],
 )
+@pytest.mark.slow
 def test_a_rule_for_an_operation_leaves_weights_of_others_dense(edit):
     params = {"a": {"w": normal((8, 4), 0)}, "b": {"w": normal((3, 8, 4), 1)}}
     matrices = QuantRule(weight_qtype="int8", op_names="einsum")
