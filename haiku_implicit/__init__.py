@@ -21,7 +21,7 @@ from haiku_implicit.arrays import (
     Zeros,
     fake_quantize,
 )
-from haiku_implicit.core import higher_order  # noqa: F401  (registers itself)
+from haiku_implicit.core import higher_order, shard_map  # noqa: F401  (register themselves)
 from haiku_implicit.core.array import ArrayValue, ImplicitArray
 from haiku_implicit.core.binary import binary_handler
 from haiku_implicit.core.box import box
