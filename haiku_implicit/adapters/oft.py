@@ -1,0 +1,55 @@
+"""`OFT`: inputs are rotated in blocks before they meet the weight (Qiu et al. 2023, arXiv:2306.07280)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.adapters.operators import BlockDiagonal
+from haiku_implicit.adapters.rotated import Rotated
+
+
+@dataclasses.dataclass
+class OFT(Adapter):
+    """The weight `rotation @ w`, where the rotation has square blocks along its diagonal.
+
+    Each block is the Cayley transform `(1 + q)(1 - q)^-1` of a skew-symmetric `q`, so that it is
+    orthogonal, and the identity at first.
+
+    Attributes:
+      w: `[..., n, m]`, the frozen weight.
+      upper: `[..., n / size, size * (size - 1) / 2]`: the entries of `q` above its diagonal, row by
+        row, for each block; zeros at first.
+    """
+
+    upper: Any
+
+    def equivalent(self) -> Rotated:
+        blocks = cayley(skew(self.upper, block_size(self.upper.shape[-1])))
+        return Rotated(self.w, BlockDiagonal(blocks.astype(self.dtype)))
+
+
+def block_size(entries: int) -> int:
+    """The size of a skew-symmetric matrix with so many entries above its diagonal."""
+    size = round((1 + (1 + 8 * entries) ** 0.5) / 2)
+    if size * (size - 1) // 2 != entries:
+        raise ValueError(f"upper: expected size * (size - 1) / 2 entries, got {entries}")
+    return size
+
+
+def skew(upper: jax.Array, size: int) -> jax.Array:
+    """Skew-symmetric matrices `[..., size, size]` of the entries above their diagonals."""
+    rows, columns = jnp.triu_indices(size, 1)
+    q = jnp.zeros((*upper.shape[:-1], size, size), upper.dtype).at[..., rows, columns].set(upper)
+    return q - jnp.swapaxes(q, -1, -2)
+
+
+def cayley(q: jax.Array) -> jax.Array:
+    """`(1 + q)(1 - q)^-1`, orthogonal for a skew-symmetric `q`; in float32."""
+    q = q.astype(jnp.float32)
+    eye = jnp.eye(q.shape[-1])
+    return jnp.linalg.solve(jnp.swapaxes(eye - q, -1, -2), jnp.swapaxes(eye + q, -1, -2)).swapaxes(
+        -1, -2
+    )
