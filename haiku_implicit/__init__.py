@@ -4,7 +4,7 @@ The names, in the order of the data's way: wrap a model; put implicit arrays in 
 it make them; train; see what was materialized; and for new types, the base class and the rules.
 """
 
-from haiku_implicit import layers, mox, quantization, testing
+from haiku_implicit import adapters, layers, mox, quantization, testing
 from haiku_implicit.arrays import (
     Concatenated,
     FakeQuantized,
@@ -42,6 +42,7 @@ from haiku_implicit.core.transform import (
     tree_structure_with_implicit,
     use_implicit_args,
 )
+from haiku_implicit.params.adapters import add_adapter
 from haiku_implicit.params.calibrated import input_maxima, input_moments, quantize_with_inputs
 from haiku_implicit.params.creators import (
     cache_creator,
@@ -54,6 +55,7 @@ from haiku_implicit.params.creators import (
 )
 from haiku_implicit.params.edits import (
     add_lora,
+    merge_adapters,
     merge_lora,
     quantize_activations,
     quantize_params,
@@ -91,9 +93,11 @@ __all__ = [
     "use_implicit_args",
     # implicit parameters: of a tree, where Haiku makes them, where Haiku reads them
     "add_lora",
+    "add_adapter",
     "quantize_activations",
     "quantize_params",
     "zero_params",
+    "merge_adapters",
     "merge_lora",
     "infer_matrix_axes",
     "summary",
@@ -143,6 +147,8 @@ __all__ = [
     "freeze_subtrees",
     "apply_updates",
     "quantized_state",
+    # LoRA's relatives
+    "adapters",
     # models as trees of their modules' calls
     "mox",
     # heads, rotary positions, meshes and policies, under EasyDeL's names

@@ -1,4 +1,4 @@
-"""`DoRA`: LoRA for the directions of a weight's columns, and their lengths (Liu et al. 2024, arXiv:2402.09353)."""
+"""`DoRA`: LoRA for the directions of a weight's columns, and their lengths beside it."""
 
 import dataclasses
 from typing import Any, Self
@@ -6,18 +6,19 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.adapters.adapter import Adapter, filled, uniform
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.transform import use_implicit_args
 
 
 @dataclasses.dataclass
 class DoRA(Adapter):
-    """The weight `v * (magnitude / |v|)`, where `v = w + (alpha / rank) * a @ b` and `|v|` is of columns.
+    """The weight `v * (magnitude / |v|)` for `v = w + (alpha / rank) * a @ b`, `|v|` being of columns.
 
-    The lengths `|v|` count as constants in gradients, as in section 4.3 of the paper. They are found
-    without `v`: `|w|² + 2 w·(a b) + |a b|²`, column by column.
+    After Liu et al. 2024, arXiv:2402.09353. The lengths `|v|` count as constants in gradients, as in
+    section 4.3 of the paper. They are found without `v`: `|v|² = |w|² + 2 w·(a b) + |a b|²`.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
@@ -33,24 +34,28 @@ class DoRA(Adapter):
     alpha: Any = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
-    def on(cls, lora: LoRA) -> Self:
-        """A weight that stands for the same numbers as one with LoRA does."""
-        lengths = jnp.sqrt(_squared_lengths(lora))
-        return cls(lora.w, lora.a, lora.b, lengths.astype(lora.w.dtype), lora.alpha)
+    def create(cls, w: Any, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
+        *lead, n, m = w.shape
+        a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
+        lengths = use_implicit_args(lambda w: jnp.sqrt(_squared_lengths(w)))(w)
+        return cls(w, a, b, lengths.astype(w.dtype), filled(alpha, tuple(lead)))
 
     def equivalent(self) -> ScaledMatrix:
         lora = LoRA(self.w, self.a, self.b, self.alpha)
-        lengths = jnp.sqrt(jax.lax.stop_gradient(_squared_lengths(lora)))
+        scaled_a = self.a * jnp.expand_dims(jnp.asarray(lora.scale), (-2, -1))
+        squares = _squared_lengths(self.w) + _squares_of_delta(self.w, scaled_a, self.b)
+        lengths = jnp.sqrt(jax.lax.stop_gradient(squares))
         return ScaledMatrix(lora, (self.magnitude / lengths).astype(self.dtype), -1)
 
 
-def _squared_lengths(lora: LoRA) -> jax.Array:
-    """The squared lengths of the columns of a weight with LoRA, `[..., m]`, in float32."""
-    w, a, b = lora.w, (lora.a * jnp.expand_dims(jnp.asarray(lora.scale), (-2, -1))), lora.b
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    of_w = jnp.square(w.astype(jnp.float32)).sum(-2)
-    crossed = jnp.einsum("...nm,...nr->...rm", w.astype(jnp.float32), a)
-    inner = jnp.einsum("...nr,...ns->...rs", a, a)
-    of_both = (crossed * b).sum(-2)
-    of_delta = jnp.einsum("...rm,...rs,...sm->...m", b, inner, b)
-    return of_w + 2 * of_both + of_delta
+def _squared_lengths(w: jax.Array) -> jax.Array:
+    """The squared lengths of the columns `[..., m]`, in float32."""
+    return jnp.square(w.astype(jnp.float32)).sum(-2)
+
+
+def _squares_of_delta(w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """What `a @ b` adds to the squared lengths of the columns of `w`."""
+    w, a, b = (x.astype(jnp.float32) for x in (w, a, b))
+    crossed = jnp.einsum("...nm,...nr->...rm", w, a)
+    inner = jnp.einsum("...nr,...ns,...sm->...rm", a, a, b)
+    return ((2 * crossed + inner) * b).sum(-2)

@@ -1,7 +1,10 @@
 """`IA3`: a trained factor for each row or column of a weight (Liu et al. 2022, arXiv:2205.05638)."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
 
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
@@ -21,6 +24,12 @@ class IA3(Adapter):
 
     factor: Any
     axis: int = aux_field(default=-1)
+
+    @classmethod
+    def create(cls, w: Any, key: jax.Array, *, axis: int = -1) -> Self:
+        if axis not in (-2, -1):
+            raise ValueError(f"axis: expected -2 or -1, got {axis!r}")
+        return cls(w, jnp.ones((*w.shape[:-2], w.shape[axis]), w.dtype), axis)
 
     def equivalent(self) -> ScaledMatrix:
         return ScaledMatrix(self.w, self.factor.astype(self.dtype), self.axis)

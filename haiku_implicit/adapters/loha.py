@@ -1,12 +1,12 @@
-"""`LoHa`: the elementwise product of two corrections of low rank (Hyeon-Woo et al. 2021, arXiv:2108.06098)."""
+"""`LoHa`: the elementwise product of two corrections of low rank."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.adapters.adapter import Adapter, filled
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.fields import FROZEN
@@ -14,7 +14,7 @@ from haiku_implicit.core.fields import FROZEN
 
 @dataclasses.dataclass
 class LoHa(Adapter):
-    """The weight `w + (alpha / rank) * (a1 @ b1) * (a2 @ b2)`.
+    """The weight `w + (alpha / rank) * (a1 @ b1) * (a2 @ b2)` (Hyeon-Woo et al., arXiv:2108.06098).
 
     The correction has the rank `r²`, with the products of the columns of `a1` and `a2` as its first
     factor. Where that is less than half of the weight's smaller side, products go through these
@@ -32,6 +32,19 @@ class LoHa(Adapter):
     a2: Any
     b2: Any
     alpha: Any = dataclasses.field(default=None, metadata=FROZEN)
+
+    @classmethod
+    def create(cls, w: Any, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
+        *lead, n, m = w.shape
+        keys = jax.random.split(key, 3)
+        a1, b1, b2 = (
+            scale * jax.random.normal(k, (*lead, *shape), w.dtype)
+            for k, scale, shape in zip(
+                keys, (0.1, 1.0, 1.0), ((n, rank), (rank, m), (rank, m)), strict=True
+            )
+        )
+        a2 = jnp.zeros_like(a1)
+        return cls(w, a1, b1, a2, b2, filled(alpha, tuple(lead)))
 
     def equivalent(self) -> Any:
         r = self.a1.shape[-1]

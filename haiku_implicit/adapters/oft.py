@@ -1,7 +1,7 @@
-"""`OFT`: inputs are rotated in blocks before they meet the weight (Qiu et al. 2023, arXiv:2306.07280)."""
+"""`OFT`: inputs are rotated, in blocks, before they meet the weight."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from haiku_implicit.adapters.rotated import Rotated
 
 @dataclasses.dataclass
 class OFT(Adapter):
-    """The weight `rotation @ w`, where the rotation has square blocks along its diagonal.
+    """The weight `rotation @ w` (Qiu et al. 2023, arXiv:2306.07280).
 
-    Each block is the Cayley transform `(1 + q)(1 - q)^-1` of a skew-symmetric `q`, so that it is
-    orthogonal, and the identity at first.
+    The rotation has square blocks along its diagonal. Each is the Cayley transform
+    `(1 + q)(1 - q)^-1` of a skew-symmetric `q`, so that it is orthogonal, and the identity at first.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
@@ -25,6 +25,14 @@ class OFT(Adapter):
     """
 
     upper: Any
+
+    @classmethod
+    def create(cls, w: Any, key: jax.Array, *, block_size: int) -> Self:
+        n = w.shape[-2]
+        if not 0 < block_size <= n or n % block_size:
+            raise ValueError(f"block_size: expected a divisor of the {n} inputs, got {block_size}")
+        entries = block_size * (block_size - 1) // 2
+        return cls(w, jnp.zeros((*w.shape[:-2], n // block_size, entries), w.dtype))
 
     def equivalent(self) -> Rotated:
         blocks = cayley(skew(self.upper, block_size(self.upper.shape[-1])))

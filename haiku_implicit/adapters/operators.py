@@ -1,4 +1,4 @@
-"""Matrices that are known by what they do to a vector: `Kronecker`, `Diagonal`, `BlockDiagonal`, `Sparse`."""
+"""Matrices that are known by what they do: `Kronecker`, `Diagonal`, `BlockDiagonal`, `Sparse`."""
 
 import abc
 import dataclasses
@@ -27,8 +27,8 @@ class Operator(ImplicitArray, core_ndim=2):
         """`x @ matrix`: `[k, n]` to `[k, m]`."""
 
     @abc.abstractmethod
-    def transposed_times(self, x: jax.Array) -> jax.Array:
-        """`x @ matrix.T`: `[k, m]` to `[k, n]`."""
+    def transposed(self) -> "Operator":
+        """`matrix.T`, of the same type."""
 
     def rows(self, ids: jax.Array) -> jax.Array:
         """`matrix[ids]`: `[k]` to `[k, m]`."""
@@ -59,7 +59,7 @@ def dot_with_operator(call: BinaryCall, x: jax.Array, w: Operator) -> Any:
     free = [i for i in range(x.ndim) if i not in (*batch, *of_x)]
     rows = jnp.transpose(x, (*batch, *free, *of_x))
     by_columns = of_w[0] == lead
-    product = _mapped(lambda w, x: w.times(x) if by_columns else w.transposed_times(x), lead)
+    product = _mapped(lambda w, x: (w if by_columns else w.transposed()).times(x), lead)
     count = math.prod(x.shape[i] for i in free)
     out = product(w, rows.reshape(*w.shape[:lead], count, rows.shape[-1]))
     out = out.reshape(*rows.shape[:-1], out.shape[-1])
@@ -68,6 +68,13 @@ def dot_with_operator(call: BinaryCall, x: jax.Array, w: Operator) -> Any:
     if call.w_first:
         order.insert(lead, order.pop())
     return jnp.transpose(out, order)
+
+
+@primitive_handler("transpose")
+def transpose_operator(primitive: Primitive, w: Operator, *, permutation: Any) -> Any:
+    """The matrix, or each of the stacked ones, is transposed."""
+    lead = range(w.ndim - 2)
+    return w.transposed() if permutation == (*lead, w.ndim - 1, w.ndim - 2) else NotImplemented
 
 
 @primitive_handler("gather")
@@ -103,17 +110,17 @@ class Diagonal(Operator, linear_in="values"):
 
     Attributes:
       values: `[..., min(n, m)]`.
-      columns: `m`; None for a square matrix.
-      rows: `n`; None for as many as there are values.
+      num_columns: `m`; None for as many as there are values.
+      num_rows: `n`; None for as many as there are values.
     """
 
     values: Any
-    columns: int | None = aux_field(default=None)
-    rows: int | None = aux_field(default=None)
+    num_columns: int | None = aux_field(default=None)
+    num_rows: int | None = aux_field(default=None)
 
     def _sizes(self) -> tuple[int, int]:
         k = np.shape(self.values)[-1]
-        return self.rows or k, self.columns or k
+        return self.num_rows or k, self.num_columns or k
 
     def compute_shape(self) -> tuple[int, ...]:
         return (*np.shape(self.values)[:-1], *self._sizes())
@@ -122,14 +129,11 @@ class Diagonal(Operator, linear_in="values"):
         return self.values.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
-        return self._times(x, self._sizes()[1])
-
-    def transposed_times(self, x: jax.Array) -> jax.Array:
-        return self._times(x, self._sizes()[0])
-
-    def _times(self, x: jax.Array, size: int) -> jax.Array:
         k = self.values.shape[-1]
-        return jnp.pad(x[:, :k] * self.values, ((0, 0), (0, size - k)))
+        return jnp.pad(x[:, :k] * self.values, ((0, 0), (0, self._sizes()[1] - k)))
+
+    def transposed(self) -> "Diagonal":
+        return self._replace(num_columns=self.num_rows, num_rows=self.num_columns)
 
 
 @dataclasses.dataclass
@@ -152,21 +156,17 @@ class Kronecker(Operator, linear_in="a"):
         return self.a.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
-        return self._times(x, self.a, self.b)
+        x = x.reshape(x.shape[0], self.a.shape[0], self.b.shape[0])
+        out = jnp.einsum("kpr,pq,rs->kqs", x, self.a, self.b)
+        return out.reshape(x.shape[0], -1)
 
-    def transposed_times(self, x: jax.Array) -> jax.Array:
-        return self._times(x, self.a.T, self.b.T)
+    def transposed(self) -> "Kronecker":
+        return self._replace(a=self.a.mT, b=self.b.mT)
 
     def rows(self, ids: jax.Array) -> jax.Array:
         r = self.b.shape[-2]
         rows = jnp.einsum("kq,ks->kqs", self.a[ids // r], self.b[ids % r])
         return rows.reshape(ids.shape[0], -1)
-
-    @staticmethod
-    def _times(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        x = x.reshape(x.shape[0], a.shape[0], b.shape[0])
-        out = jnp.einsum("kpr,pq,rs->kqs", x, a, b)
-        return out.reshape(x.shape[0], -1)
 
 
 @dataclasses.dataclass
@@ -193,16 +193,13 @@ class BlockDiagonal(Operator, linear_in="blocks"):
         return self.blocks.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
-        return self._times(x, "kisj,isjl->kisl")
-
-    def transposed_times(self, x: jax.Array) -> jax.Array:
-        return self._times(x, "kisl,isjl->kisj")
-
-    def _times(self, x: jax.Array, equation: str) -> jax.Array:
         count, size, _ = self.blocks.shape
         blocks = self.blocks.reshape(count // self.stride, self.stride, size, size)
         parts = x.reshape(x.shape[0], count // self.stride, size, self.stride).swapaxes(2, 3)
-        return jnp.einsum(equation, parts, blocks).swapaxes(2, 3).reshape(x.shape)
+        return jnp.einsum("kisj,isjl->kisl", parts, blocks).swapaxes(2, 3).reshape(x.shape)
+
+    def transposed(self) -> "BlockDiagonal":
+        return self._replace(blocks=self.blocks.mT)
 
 
 @dataclasses.dataclass
@@ -227,14 +224,12 @@ class Sparse(Operator, linear_in="values"):
         return self.values.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
-        return self._times(x, self.row, self.column, self.shape_of_matrix[1])
+        out = jnp.zeros((x.shape[0], self.shape_of_matrix[1]), x.dtype)
+        return out.at[:, self.column].add(x[:, self.row] * self.values)
 
-    def transposed_times(self, x: jax.Array) -> jax.Array:
-        return self._times(x, self.column, self.row, self.shape_of_matrix[0])
-
-    def _times(self, x: jax.Array, of_x: jax.Array, of_out: jax.Array, size: int) -> jax.Array:
-        products = x[:, of_x] * self.values
-        return jnp.zeros((x.shape[0], size), x.dtype).at[:, of_out].add(products)
+    def transposed(self) -> "Sparse":
+        shape = self.shape_of_matrix[::-1]
+        return self._replace(row=self.column, column=self.row, shape_of_matrix=shape)
 
     def materialize(self) -> jax.Array:
         def of_one(w: Sparse) -> jax.Array:

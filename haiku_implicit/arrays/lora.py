@@ -115,9 +115,11 @@ def _as_alpha(alpha: Any, batch: Sequence[int]) -> jax.Array:
     if isinstance(alpha, numbers.Real):
         if not math.isfinite(alpha):
             raise ValueError(f"LoRA: alpha must be finite, got {alpha!r}")
-        return jnp.full(batch, alpha, jnp.float32)
+        return jnp.full(batch, float(alpha), jnp.float32)
     if not jnp.issubdtype(getattr(alpha, "dtype", object), jnp.floating):
-        raise TypeError(f"LoRA: alpha must be a real number, an array of them, or None, got {alpha!r}")
+        raise TypeError(
+            f"LoRA: alpha must be a real number, an array of them, or None, got {alpha!r}"
+        )
     with expecting(
         f"LoRA: expected alpha {list(batch)}, as the leading axes of w are, got {list(np.shape(alpha))}"
     ):

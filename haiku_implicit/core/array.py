@@ -330,6 +330,11 @@ class ImplicitArray(abc.ABC):
 ArrayValue = Union[ImplicitArray, jax.Array]  # noqa: UP007 (Plum orders a typing.Union)
 
 
+def has_equivalent(kind: type[ImplicitArray]) -> bool:
+    """Whether a type says what it is equal to, see `ImplicitArray.equivalent`."""
+    return kind.equivalent is not ImplicitArray.equivalent
+
+
 def is_implicit(x: Any) -> bool:
     """Whether `x` is an implicit array. As `is_leaf=` it makes tree functions treat them as leaves."""
     return isinstance(x, ImplicitArray)

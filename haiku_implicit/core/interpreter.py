@@ -17,9 +17,9 @@ from haiku_implicit.core import compat, dispatch
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import (
     Carried,
-    ImplicitArray,
     dense_struct,
     flatten_one_level,
+    has_equivalent,
     is_implicit,
     is_nested,
     short,
@@ -97,7 +97,7 @@ def apply(primitive: compat.Primitive, operands: Sequence[Any], params: Params) 
         out = HIGHER_ORDER[primitive](list(operands), params)
         if out is not NotImplemented:
             return out
-    if any(is_implicit(x) and _has_equivalent(type(x)) for x in operands):
+    if any(is_implicit(x) and has_equivalent(type(x)) for x in operands):
         out = _call_rule(_on_equivalents, primitive, list(operands), params)
         if out is not NotImplemented:
             return list(out) if primitive.multiple_results else [out]
@@ -126,10 +126,6 @@ def default_handler(primitive: compat.Primitive, *args: Any, **params: Any) -> A
 
 
 # --- rules -------------------------------------------------------------------------------------
-
-
-def _has_equivalent(kind: type) -> bool:
-    return getattr(kind, "equivalent", None) is not ImplicitArray.equivalent
 
 
 def _on_equivalents(primitive: compat.Primitive, *operands: Any, **params: Any) -> Any:
