@@ -53,6 +53,7 @@ from haiku_implicit.params.creators import (
     zeros_creator,
     zeros_getter,
 )
+from haiku_implicit.params.dropout import with_dropout
 from haiku_implicit.params.edits import (
     add_lora,
     merge_adapters,
@@ -63,6 +64,7 @@ from haiku_implicit.params.edits import (
 )
 from haiku_implicit.params.ggml import from_ggml
 from haiku_implicit.params.infer_axes import infer_matrix_axes
+from haiku_implicit.params.lora_init import EVA, LoftQ
 from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantized_training import (
     convert_trained,
@@ -74,7 +76,15 @@ from haiku_implicit.params.quantized_training import (
 )
 from haiku_implicit.params.summary import summary
 from haiku_implicit.params.transformed import transform_implicit
-from haiku_implicit.training.gradients import combine, grad, partition, value_and_grad
+from haiku_implicit.params.vector_bank import with_vector_bank
+from haiku_implicit.training.gradients import (
+    BIASES,
+    LAYER_NORMS,
+    combine,
+    grad,
+    partition,
+    value_and_grad,
+)
 from haiku_implicit.training.optimizers import (
     apply_updates,
     freeze_declared,
@@ -139,6 +149,8 @@ __all__ = [
     "dot_general_by_bits",
     # training
     "partition",
+    "BIASES",
+    "LAYER_NORMS",
     "combine",
     "value_and_grad",
     "grad",
@@ -149,6 +161,10 @@ __all__ = [
     "quantized_state",
     # LoRA's relatives
     "adapters",
+    "EVA",
+    "LoftQ",
+    "with_dropout",
+    "with_vector_bank",
     # models as trees of their modules' calls
     "mox",
     # heads, rotary positions, meshes and policies, under EasyDeL's names

@@ -1,29 +1,54 @@
 """Adapters: weights that hold a frozen one, and little beside it that is trained. A file each."""
 
 from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.adapters.boft import BOFT
 from haiku_implicit.adapters.dora import DoRA
+from haiku_implicit.adapters.dropout import InputDropout
+from haiku_implicit.adapters.fourierft import FourierFT
 from haiku_implicit.adapters.ia3 import IA3
+from haiku_implicit.adapters.locon import LoCon
 from haiku_implicit.adapters.loha import LoHa
 from haiku_implicit.adapters.lokr import LoKr
+from haiku_implicit.adapters.low_rank_diagonal import LowRankDiagonal
 from haiku_implicit.adapters.oft import OFT
-from haiku_implicit.adapters.operators import BlockDiagonal, Diagonal, Kronecker, Operator, Sparse
+from haiku_implicit.adapters.operators import (
+    BlockDiagonal,
+    Diagonal,
+    Fourier,
+    Kronecker,
+    Operator,
+    Sparse,
+)
 from haiku_implicit.adapters.rotated import Rotated
+from haiku_implicit.adapters.shira import SHiRA
 from haiku_implicit.adapters.sums import Sum
+from haiku_implicit.adapters.trained_rows import TrainedRows
+from haiku_implicit.adapters.vblora import VBLoRA, VectorBank
 from haiku_implicit.adapters.vera import VeRA
 
 __all__ = [
+    "BOFT",
+    "IA3",
+    "OFT",
     "Adapter",
     "BlockDiagonal",
     "Diagonal",
     "DoRA",
-    "IA3",
+    "Fourier",
+    "FourierFT",
+    "InputDropout",
     "Kronecker",
+    "LoCon",
     "LoHa",
     "LoKr",
-    "OFT",
+    "LowRankDiagonal",
     "Operator",
     "Rotated",
+    "SHiRA",
     "Sparse",
     "Sum",
+    "TrainedRows",
+    "VBLoRA",
     "VeRA",
+    "VectorBank",
 ]

@@ -48,3 +48,25 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def filled(value: float | None, batch: tuple[int, ...]) -> jax.Array | None:
     """An option as an array with batch axes, float32."""
     return None if value is None else jnp.full(batch, float(value), jnp.float32)
+
+
+def places(
+    key: jax.Array, shape: tuple[int, ...], count: int, name: str
+) -> tuple[jax.Array, jax.Array]:
+    """Rows and columns `[..., count]` of different random entries of each matrix.
+
+    The entries of a matrix, row by row, are cut into `count` stretches, of which each gives one.
+
+    Args:
+      key: a random key.
+      shape: `[..., n, m]`.
+      count: how many.
+      name: of the option, for errors.
+    """
+    *lead, n, m = shape
+    if not 0 < count <= n * m:
+        raise ValueError(f"{name}: expected 1 to {n * m} for a weight [{n}, {m}], got {count}")
+    step = n * m // count
+    start = np.arange(count, dtype=np.int64) * step  # (may not fit into JAX's integers)
+    column = jax.random.randint(key, (*lead, count), 0, step) + start % m
+    return jnp.asarray(start // m) + column // m, column % m

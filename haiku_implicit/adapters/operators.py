@@ -1,4 +1,4 @@
-"""Matrices that are known by what they do: `Kronecker`, `Diagonal`, `BlockDiagonal`, `Sparse`."""
+"""Matrices that are known by what they do: diagonal ones, Kronecker products, sparse ones."""
 
 import abc
 import dataclasses
@@ -132,6 +132,13 @@ class Diagonal(Operator, linear_in="values"):
         k = self.values.shape[-1]
         return jnp.pad(x[:, :k] * self.values, ((0, 0), (0, self._sizes()[1] - k)))
 
+    def rows(self, ids: jax.Array) -> jax.Array:
+        m = self._sizes()[1]
+        values = jnp.take(
+            self.values, ids, mode="fill", fill_value=0
+        )  # rows past the last are zero
+        return values[:, None] * jax.nn.one_hot(ids, m, dtype=self.dtype)
+
     def transposed(self) -> "Diagonal":
         return self._replace(num_columns=self.num_rows, num_rows=self.num_columns)
 
@@ -175,15 +182,18 @@ class BlockDiagonal(Operator, linear_in="blocks"):
 
     With a stride of 1 a block has neighbouring indices. With another one, the index
     `(i * size + j) * stride + k` of the matrix is index `j` of the block `i * stride + k`: a butterfly
-    (Dao et al. 2019, arXiv:1903.05895) is a product of such matrices with growing strides.
+    (Dao et al. 2019, arXiv:1903.05895) is a product of such matrices with growing strides. With a
+    `unit` of more than 1, so many neighbouring indices take the place of each index.
 
     Attributes:
       blocks: `[..., count, size, size]`.
-      stride: how far apart the indices of a block are; it divides `count`.
+      stride: how far apart the units of a block are, in units; it divides `count`.
+      unit: how many indices stay together; it divides `size`.
     """
 
     blocks: Any
     stride: int = aux_field(default=1)
+    unit: int = aux_field(default=1)
 
     def compute_shape(self) -> tuple[int, ...]:
         *lead, count, size, _ = np.shape(self.blocks)
@@ -195,8 +205,11 @@ class BlockDiagonal(Operator, linear_in="blocks"):
     def times(self, x: jax.Array) -> jax.Array:
         count, size, _ = self.blocks.shape
         blocks = self.blocks.reshape(count // self.stride, self.stride, size, size)
-        parts = x.reshape(x.shape[0], count // self.stride, size, self.stride).swapaxes(2, 3)
-        return jnp.einsum("kisj,isjl->kisl", parts, blocks).swapaxes(2, 3).reshape(x.shape)
+        places = (count // self.stride, size // self.unit, self.stride, self.unit)
+        parts = x.reshape(x.shape[0], *places).swapaxes(2, 3)
+        parts = parts.reshape(x.shape[0], count // self.stride, self.stride, size)
+        out = jnp.einsum("kisj,isjl->kisl", parts, blocks)
+        return out.reshape(*out.shape[:3], -1, self.unit).swapaxes(2, 3).reshape(x.shape)
 
     def transposed(self) -> "BlockDiagonal":
         return self._replace(blocks=self.blocks.mT)
@@ -227,6 +240,10 @@ class Sparse(Operator, linear_in="values"):
         out = jnp.zeros((x.shape[0], self.shape_of_matrix[1]), x.dtype)
         return out.at[:, self.column].add(x[:, self.row] * self.values)
 
+    def rows(self, ids: jax.Array) -> jax.Array:
+        out = jnp.zeros((ids.shape[0], self.shape_of_matrix[1]), self.dtype)
+        return out.at[:, self.column].add((ids[:, None] == self.row) * self.values)
+
     def transposed(self) -> "Sparse":
         shape = self.shape_of_matrix[::-1]
         return self._replace(row=self.column, column=self.row, shape_of_matrix=shape)
@@ -236,3 +253,52 @@ class Sparse(Operator, linear_in="values"):
             return jnp.zeros(w.shape_of_matrix, w.dtype).at[w.row, w.column].add(w.values)
 
         return _mapped(of_one, self.ndim - 2)(self)
+
+
+@dataclasses.dataclass
+class Fourier(Operator, linear_in="values"):
+    """The real part of the inverse Fourier transform of a sparse matrix, in both axes.
+
+    A product goes through three steps, none of which makes the matrix: a transform of the rows of `x`,
+    a factor for each coefficient, a transform of what they add up to.
+
+    Attributes:
+      values: `[..., k]` real coefficients.
+      row, column: `[..., k]` integers, the frequencies along rows and columns; what is at one place is
+        added up.
+      shape_of_matrix: `(n, m)`.
+    """
+
+    values: Any
+    row: Any = dataclasses.field(metadata=FROZEN)
+    column: Any = dataclasses.field(metadata=FROZEN)
+    shape_of_matrix: tuple[int, int] = aux_field()
+
+    def compute_shape(self) -> tuple[int, ...]:
+        return (*np.shape(self.values)[:-1], *self.shape_of_matrix)
+
+    def compute_dtype(self) -> Any:
+        return self.values.dtype
+
+    def times(self, x: jax.Array) -> jax.Array:
+        spectrum = jnp.fft.ifft(x.astype(jnp.float32), axis=-1)
+        return self._along_columns(spectrum[:, self.row])
+
+    def rows(self, ids: jax.Array) -> jax.Array:
+        n = self.shape_of_matrix[0]
+        # (Above that, the product of an index and a frequency does not fit into 32 bits.)
+        if n >= 1 << 16:
+            return super().rows(ids)
+        product = ids.astype(jnp.uint32)[:, None] * self.row.astype(jnp.uint32)
+        turns = (product % n).astype(jnp.float32) / n
+        return self._along_columns(jnp.exp(2j * jnp.pi * turns) / n)
+
+    def _along_columns(self, amplitudes: jax.Array) -> jax.Array:
+        """Of the amplitudes `[k, coefficients]` along the rows, the transform along the columns."""
+        amplitudes = amplitudes * self.values.astype(jnp.float32)
+        out = jnp.zeros((amplitudes.shape[0], self.shape_of_matrix[1]), amplitudes.dtype)
+        return jnp.fft.ifft(out.at[:, self.column].add(amplitudes)).real.astype(self.dtype)
+
+    def transposed(self) -> "Fourier":
+        shape = self.shape_of_matrix[::-1]
+        return self._replace(row=self.column, column=self.row, shape_of_matrix=shape)

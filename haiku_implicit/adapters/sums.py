@@ -14,6 +14,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.sharding import split_fields
 from haiku_implicit.core.validation import expecting
 
@@ -25,6 +26,8 @@ class Sum(Wrapper, core_ndim=2):
     Attributes:
       w: `[..., n, m]`.
       delta: of the same shape and dtype.
+      apart: whether convolutions, too, go through the two terms one by one, and not with a kernel that
+        is their sum: for a `delta` that is more than the matrix that it stands for (`InputDropout`).
 
     Raises:
       ValueError: where they differ.
@@ -39,6 +42,7 @@ class Sum(Wrapper, core_ndim=2):
 
     w: Any
     delta: Any
+    apart: bool = aux_field(default=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +76,9 @@ def ragged_dot_with_sum(
 @binary_handler("conv_general_dilated")
 def convolve_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
     """A convolution with the kernel summed up: a kernel is small beside the images."""
-
+    if w.apart:
+        out = call(x, w.w)
+        return out + call(x, w.delta)
     return jax.checkpoint(lambda x, w, delta: call(x, dense(w) + dense(delta)))(x, w.w, w.delta)
 
 
@@ -89,14 +95,14 @@ def gather_from_sum(
 @primitive_handler(["slice", "dynamic_slice", "transpose", "neg"])
 def rearrange_sum(primitive: Primitive, w: Sum, *others: jax.Array, **params: Any) -> Any:
     """The same of both; dense where it is no stack of matrices any more."""
-    return _sum_of(*(primitive.bind(x, *others, **params) for x in (w.w, w.delta)))
+    return _sum_of(w, *(primitive.bind(x, *others, **params) for x in (w.w, w.delta)))
 
 
 @primitive_handler("split")
 def split_sum(primitive: Primitive, w: Sum, **params: Any) -> list[Any]:
     """The same of both."""
     parts = (primitive.bind(x, **params) for x in (w.w, w.delta))
-    return [_sum_of(*pair) for pair in zip(*parts, strict=True)]
+    return [_sum_of(w, *pair) for pair in zip(*parts, strict=True)]
 
 
 @primitive_handler("reduce_sum")
@@ -110,7 +116,7 @@ def cast_sum(primitive: Primitive, w: Sum, *, new_dtype: Any, **params: Any) -> 
     """To another floating dtype: both are cast."""
     if not jnp.issubdtype(new_dtype, np.floating):
         return NotImplemented
-    return _sum_of(*(primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.delta)))
+    return _sum_of(w, *(primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.delta)))
 
 
 @primitive_handler(["mul", "div"])
@@ -118,7 +124,7 @@ def rescale_sum(primitive: Primitive, w: Sum, x: jax.Array, **params: Any) -> An
     """Times or divided by a number, or by factors for rows or columns."""
     if not fits(x, w):
         return NotImplemented
-    return _sum_of(primitive.bind(w.w, x, **params), primitive.bind(w.delta, x, **params))
+    return _sum_of(w, primitive.bind(w.w, x, **params), primitive.bind(w.delta, x, **params))
 
 
 @binary_handler(["add", "sub"])
@@ -127,11 +133,9 @@ def add_to_sum(call: BinaryCall, x: jax.Array, w: Sum) -> Any:
     if not fits(x, w):
         return NotImplemented
     negative = call.primitive is jax.lax.sub_p and not call.w_first
-    return _sum_of(call(x, w.w), jnp.negative(w.delta) if negative else w.delta)
+    return _sum_of(w, call(x, w.w), jnp.negative(w.delta) if negative else w.delta)
 
 
-def _sum_of(w: Any, delta: Any) -> Sum:
-    """In a rule, where there is nothing to validate."""
-    new: Sum = object.__new__(Sum)
-    new.__dict__.update(w=w, delta=delta, _shape=None, _dtype=None)
-    return new
+def _sum_of(old: Sum, w: Any, delta: Any) -> Sum:
+    """Other terms; in a rule, where there is nothing to validate."""
+    return old._replace(w=w, delta=delta, shape=None, dtype=None)

@@ -19,8 +19,9 @@ class VeRA(Adapter):
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
-      a: `[..., n, r]`, and
-      b: `[..., r, m]`: random, and frozen; one array may serve many weights.
+      a: `[..., n, r]` or with more rows, and
+      b: `[..., r, m]` or with more columns, of which the first ones are used: random, and frozen. One
+        pair serves all weights of a tree that `add_adapter` makes, except stacked ones.
       d: `[..., r]`.
       e: `[..., m]`, zeros at first.
     """
@@ -31,13 +32,39 @@ class VeRA(Adapter):
     e: Any
 
     @classmethod
-    def create(cls, w: Any, key: jax.Array, *, rank: int, d_initial: float = 0.1) -> Self:
+    def create(
+        cls,
+        w: Any,
+        key: jax.Array,
+        *,
+        rank: int,
+        d_initial: float = 0.1,
+        factors: tuple[jax.Array, jax.Array] | None = None,
+    ) -> Self:
+        """An adapter with `e` zero.
+
+        Args:
+          rank: of the correction.
+          d_initial: the value of `d` at first.
+          factors: `a` and `b`, to share them; None to draw them.
+        """
         *lead, n, m = w.shape
-        keys = jax.random.split(key)
-        a = jax.random.normal(keys[0], (*lead, n, rank), w.dtype) / n**0.5
-        b = jax.random.normal(keys[1], (*lead, rank, m), w.dtype) / rank**0.5
+        a, b = factors or cls.draw(key, w.shape, rank, w.dtype)
         d, e = jnp.full((*lead, rank), d_initial, w.dtype), jnp.zeros((*lead, m), w.dtype)
         return cls(w, a, b, d, e)
 
+    @staticmethod
+    def draw(
+        key: jax.Array, shape: tuple[int, ...], rank: int, dtype: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Random `a` and `b` for weights `[..., n, m]`, or smaller ones."""
+        *lead, n, m = shape
+        keys = jax.random.split(key)
+        a = jax.random.normal(keys[0], (*lead, n, rank), dtype) / n**0.5
+        b = jax.random.normal(keys[1], (*lead, rank, m), dtype) / rank**0.5
+        return a, b
+
     def equivalent(self) -> LoRA:
-        return LoRA(self.w, self.a * self.d[..., None, :], self.b * self.e[..., None, :])
+        n, m = self.shape[-2:]
+        a, b = self.a[..., :n, :], self.b[..., :m]
+        return LoRA(self.w, a * self.d[..., None, :], b * self.e[..., None, :])

@@ -1,5 +1,6 @@
 """Adapters put on weights of a tree of parameters, by the name of a method."""
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -9,19 +10,28 @@ import jax
 
 from haiku_implicit import adapters
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.params import trees
+from haiku_implicit.params import trees, vector_bank
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.options import LoRAOptions, check_matrix
 from haiku_implicit.params.selection import errors_name
 
 METHODS: dict[str, Any] = {
+    "boft": adapters.BOFT,
     "dora": adapters.DoRA,
+    "fourierft": adapters.FourierFT,
     "ia3": adapters.IA3,
+    "locon": adapters.LoCon,
     "loha": adapters.LoHa,
     "lokr": adapters.LoKr,
+    "low_rank_diagonal": adapters.LowRankDiagonal,
     "oft": adapters.OFT,
+    "shira": adapters.SHiRA,
+    "trained_rows": adapters.TrainedRows,
+    "vblora": adapters.VBLoRA,
     "vera": adapters.VeRA,
 }
+# Options of `create` that do not come from the user.
+_INNER = ("w", "key", "factors", "kernel_ndim")
 
 
 def add_adapter(
@@ -43,7 +53,8 @@ def add_adapter(
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
       key: a JAX random key, or an integer seed; each weight draws with a key of its own.
-      method: 'lora', 'dora', 'ia3', 'loha', 'lokr', 'oft' or 'vera'.
+      method: 'lora', 'boft', 'dora', 'fourierft', 'ia3', 'locon', 'loha', 'lokr', 'low_rank_diagonal',
+        'oft', 'shira', 'trained_rows', 'vblora' or 'vera'; see docs/adapters.md.
       targets, exclude, missing_ok, matrix_axes: as for `add_lora`.
       patterns: other options for some weights: a mapping from a regular expression that the whole of
         `module/name` matches to options, such as `{'.*/mlp/.*': {'rank': 4}}`; the first one counts.
@@ -51,7 +62,8 @@ def add_adapter(
         `help(haiku_implicit.adapters.DoRA.create)`.
 
     Returns:
-      The tree with adapters in place of the targets, mappings as dicts.
+      The tree with adapters in place of the targets, mappings as dicts. With 'vblora' it has a module
+      more, the vector bank, which `with_vector_bank` puts into the weights in each step.
 
     Raises:
       ValueError: for an unknown method or option, a missing option, targets that match nothing, a
@@ -78,10 +90,44 @@ def add_adapter(
             return LoRAOptions(**own).put_on(parameter.path, parameter.value, own_key)
         check_matrix(parameter.path, parameter.value, method)
         with errors_name(parameter.path, parameter.value):
-            return METHODS[method].create(parameter.value, own_key, **own)
+            return METHODS[method].create(parameter.value, own_key, **own, **inner(parameter, own))
 
     room = LoRAOptions(options.get("rank", 1))
-    return trees.replace_targets(params, choice, make, room.takes, room.wanted)
+    targets_are = choice, room.takes, room.wanted
+    inner = _inner_options(method, params, targets_are, key)
+    new = trees.replace_targets(params, choice, make, room.takes, room.wanted)
+    return vector_bank.added(new, key, options) if method == "vblora" else new
+
+
+def _inner_options(
+    method: str, params: Any, targets_are: Any, key: jax.Array
+) -> Callable[[trees.Parameter, dict[str, Any]], dict[str, Any]]:
+    """What `create` is given beside the options: what weights share, where a kernel begins."""
+    if method == "locon":
+        return lambda p, own: dict(kernel_ndim=len(p.value.shape) - p.stacked)
+    if method != "vera":
+        return lambda p, own: {}
+    parameters = trees.parameters_of(params)
+    choice, takes, wanted = targets_are
+    marks = trees.marks_of(parameters, choice, takes, wanted)
+    shapes = [
+        choice.opened(p).value.shape for p, marked in zip(parameters, marks, strict=True) if marked
+    ]
+    # (Others than matrices are an error, which names the parameter.)
+    shared = [shape for shape in shapes if len(shape) == 2]
+    n, m = (max((shape[i] for shape in shared), default=0) for i in (0, 1))
+
+    @functools.cache
+    def factors(rank: int, dtype: Any) -> Any:
+        return adapters.VeRA.draw(key, (n, m), rank, dtype)
+
+    def inner(parameter: trees.Parameter, own: dict[str, Any]) -> dict[str, Any]:
+        """One pair of factors for all matrices; stacked ones have a pair each."""
+        value = parameter.value
+        plain = len(value.shape) == 2
+        return dict(factors=factors(own["rank"], value.dtype)) if plain else {}
+
+    return inner
 
 
 def _options_of(
@@ -91,7 +137,7 @@ def _options_of(
     if method not in METHODS and method != "lora":
         raise ValueError(f"method: expected 'lora' or one of {sorted(METHODS)}, got {method!r}")
     create: Any = LoRAOptions if method == "lora" else METHODS[method].create
-    own = [p for p in inspect.signature(create).parameters.values() if p.name not in ("w", "key")]
+    own = [p for p in inspect.signature(create).parameters.values() if p.name not in _INNER]
     known = {p.name: p.default is p.empty for p in own}
     for given in (options, *({**options, **more} for more in patterns.values())):
         wrong = sorted(set(given) - set(known))

@@ -35,10 +35,10 @@ from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.box import box
 from haiku_implicit.core.predicates import Predicate, Targets, path_of, predicate_of
 from haiku_implicit.params import trees
+from haiku_implicit.params.lora_init import Initializer
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.options import (
     GroupSize,
-    Initializer,
     LoRAOptions,
     QuantizeOptions,
     checked_group_size,

@@ -13,11 +13,11 @@ from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params import trees
+from haiku_implicit.params import trees, vector_bank
+from haiku_implicit.params.lora_init import Initializer, LoRAInit
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.options import (
     GroupSize,
-    Initializer,
     LoRAOptions,
     QuantizeOptions,
     zeros_for,
@@ -34,15 +34,15 @@ def add_lora(
     rank: int,
     alpha: float | None = None,
     targets: Targets | None = None,
-    init: Initializer | None = None,
+    init: Initializer | LoRAInit | str | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
 ) -> Any:
     """Puts LoRA on weights of a tree of parameters, quantized ones included.
 
-    The factors `b` are zeros, so that the tree stands for the same numbers as before. Each `a` is
-    drawn with a key of its own, from `key` and the parameter's path, whichever others are chosen.
+    The tree stands for the same numbers as before. Each weight draws with a key of its own, from `key`
+    and the parameter's path, whichever others are chosen.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
@@ -56,7 +56,11 @@ def add_lora(
         do not count). A text or compiled pattern: those whose whole `module/name` matches the
         regular expression. A predicate: those for which `targets(module_name, name, value)` is true.
         True: all.
-      init: draws `a`, as `init(key, shape, dtype)`; None: uniform in ±1/sqrt(n).
+      init: how the factors begin. A function draws `a`, as `init(key, shape, dtype)`, and `b` is zero;
+        None: uniform in ±1/sqrt(n). 'gaussian': normal. 'orthogonal': neither is zero, their product
+        is. 'pissa', 'olora': the factors hold the largest part of the weight, which becomes the rest.
+        `EVA(moments)`: from the inputs of a calibration batch. `LoftQ(dtype, ...)`: the weight is
+        quantized, and the factors make up for some of what that loses.
       exclude: which of these are left out all the same, given in the same ways. One that matches no
         parameter is an error.
       missing_ok: where nothing is left to change, return the parameters as they are, without an error.
@@ -302,7 +306,7 @@ def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
             return _with_structure(base, base.requantize(dense))
         return dense
 
-    return trees.map_matrices(merged, params)
+    return trees.map_matrices(merged, vector_bank.without(vector_bank.with_vector_bank(params)))
 
 
 # The name that it had when LoRA was the only adapter.

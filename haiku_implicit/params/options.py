@@ -2,11 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.arrays.lora import LoRA
@@ -16,10 +14,10 @@ from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.numerics.formats import RECIPES
 from haiku_implicit.numerics.options import is_positive_integer
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.params.lora_init import Drawn, Initializer, LoRAInit, init_of
 from haiku_implicit.params.selection import describe, errors_name, is_matrix, is_weight
 from haiku_implicit.products.quant_rules import QuantRule
 
-Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 GroupSize = int | tuple[int, int] | str | None
 
 
@@ -30,7 +28,9 @@ class LoRAOptions:
     Attributes:
       rank: of the correction.
       alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
-      init: draws the factor `a`; None: uniform in ±1/sqrt(n), as in PEFT and the authors' code.
+      init: draws the factor `a`; None: uniform in ±1/sqrt(n), as in PEFT and the authors' code. Or
+        what `lora_init` has: 'gaussian', 'orthogonal', 'pissa', 'olora', an `EVA` or a `LoftQ`.
+      rank_stabilized: scale by `alpha / sqrt(rank)` (rsLoRA, arXiv:2312.03732).
 
     Raises:
       ValueError: for an option out of its range.
@@ -38,13 +38,23 @@ class LoRAOptions:
 
     rank: int
     alpha: float | None = None
-    init: Initializer | None = None
+    init: Initializer | LoRAInit | str | None = None
+    rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
         if not is_positive_integer(self.rank):
             raise ValueError(f"rank: expected a positive integer, got {self.rank!r}")
         if self.alpha is not None and not _is_finite(self.alpha):
             raise ValueError(f"alpha: expected None or a finite number, got {self.alpha!r}")
+        if self.rank_stabilized and self.alpha is None:
+            raise ValueError("rank_stabilized: expected an alpha, got None")
+        init_of(self.init, _uniform)
+
+    @property
+    def field_alpha(self) -> float | None:
+        """What the `alpha` of `LoRA` is, whose scale is `alpha / rank`."""
+        stabilized = self.rank_stabilized and self.alpha is not None
+        return self.alpha * math.sqrt(self.rank) if stabilized else self.alpha
 
     def takes(self, module_name: str, name: str, value: Any) -> bool:
         """The default targets: dense or quantized weights with room for the rank."""
@@ -80,18 +90,26 @@ class LoRAOptions:
         return (*batch, n, self.rank), (*batch, self.rank, m)
 
     def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """The factor `a`, `[..., n, r]`."""
-        if self.init is not None:
-            return self.init(key, shape, dtype)
-        bound = 1 / math.sqrt(shape[-2])
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
+        """The factor `a`, `[..., n, r]`, where it is made apart from the weight."""
+        init = init_of(self.init, _uniform)
+        if not isinstance(init, Drawn):
+            raise ValueError(
+                f"init: {self.init!r} needs the weight; give it to add_lora, on existing parameters"
+            )
+        return init.draw(key, shape, dtype)
 
     def put_on(self, path: str, value: Any, key: jax.Array) -> LoRA:
-        """A parameter plus a correction that is zero at first: `a` random, `b` zeros."""
+        """A parameter plus a correction; together they are what the parameter was."""
         self.check(path, value)
-        of_a, of_b = self.factor_shapes(value.shape)
-        a = self.draw(key, of_a, value.dtype)
-        return LoRA(value, a, jnp.zeros(of_b, value.dtype), self.alpha)
+        scale = 1.0 if self.field_alpha is None else self.field_alpha / self.rank
+        with errors_name(path, value):
+            parts = init_of(self.init, _uniform).parts(path, value, self.rank, scale, key)
+        return LoRA(*parts, self.field_alpha)
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    bound = 1 / math.sqrt(shape[-2])
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 @dataclasses.dataclass(frozen=True)

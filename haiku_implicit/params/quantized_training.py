@@ -165,7 +165,7 @@ def with_rounding_key(params: Any, key: Any) -> Any:
       >>> hki.with_rounding_key(params, jax.random.key(0))['linear']['w'].key.shape
       ()
     """
-    key = _typed(key)
+    key = typed_key(key)
 
     def keyed(parameter: trees.Parameter) -> Any:
         value = parameter.value
@@ -356,7 +356,7 @@ def _needs_key(weight: TrainedQuantized) -> bool:
     )
 
 
-def _typed(key: jax.Array) -> jax.Array:
+def typed_key(key: jax.Array) -> jax.Array:
     """A key of JAX's newer kind: Haiku's are arrays of integers."""
     typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
     return key if typed else jax.random.wrap_key_data(key)
@@ -364,7 +364,7 @@ def _typed(key: jax.Array) -> jax.Array:
 
 def _keyed(weight: TrainedQuantized, key: jax.Array) -> TrainedQuantized:
     batch = weight.shape[:-2]
-    key = _typed(key)
+    key = typed_key(key)
     return weight._replace(key=jax.random.split(key, batch) if batch else key)
 
 

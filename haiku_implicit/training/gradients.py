@@ -28,6 +28,11 @@ from haiku_implicit.core.array import (
 from haiku_implicit.core.predicates import Targets, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
 
+# For `trainable_dense=`: tuning of biases alone (Ben Zaken et al. 2021, arXiv:2106.10199), and of what
+# normalizing layers scale and shift with (Zhao et al. 2023, arXiv:2312.11420), by Haiku's names.
+BIASES = r"(?:.*/)?(?!w_b$)(?:[^/]*_)?(?:b|bias|biases|offset)"
+LAYER_NORMS = r"(?:.*/)?(?:scale|offset)"
+
 
 class Slot(NamedTuple):
     """A place for one array.
@@ -182,7 +187,8 @@ def partition(params: Any, trainable_dense: Targets = True) -> tuple[Any, Any]:
       params: a tree of arrays and implicit arrays.
       trainable_dense: which of the floating-point arrays outside of implicit ones are trained: True
         for all of them, False for none, a predicate of `(module_name, name, value)`, or a regular
-        expression that the whole of `module/name` has to match.
+        expression that the whole of `module/name` has to match, such as `BIASES` (biases and offsets)
+        and `LAYER_NORMS` (the scales and offsets of normalizing layers).
 
     Returns:
       Two trees like `params`, `(trainable, frozen)`, each with None in place of the arrays of the

@@ -36,6 +36,16 @@ def loha(lead, w, rank=R):
     return adapters.LoHa(w, *parts, alpha=jnp.full(lead, 3.0))
 
 
+def places(lead, count):
+    """Rows and columns, other ones for each matrix."""
+    index = np.random.default_rng(5).permuted(np.tile(np.arange(N * M), (*lead, 1)), axis=-1)
+    return jnp.asarray(index[..., :count] // M), jnp.asarray(index[..., :count] % M)
+
+
+def fourier(lead, w):
+    return adapters.FourierFT(w, normal((*lead, 6), 1), *places(lead, 6), jnp.full(lead, 30.0))
+
+
 # Each makes an adapter of leading axes and a base.
 CASES = {
     "dora": lambda lead, w: adapters.DoRA(
@@ -65,6 +75,40 @@ CASES = {
     "oft": lambda lead, w: adapters.OFT(w, normal((*lead, 3, 6), 1)),
     "diagonal": diagonal,
     "sparse": sparse,
+    "vera of a larger pair": lambda lead, w: adapters.VeRA(
+        w,
+        normal((*lead, N + 3, R), 1),
+        normal((*lead, R, M + 5), 2),
+        normal((*lead, R), 3),
+        normal((*lead, M), 4),
+    ),
+    "boft": lambda lead, w: adapters.BOFT(
+        w, normal((*lead, 2, 6, 1), 1), 1 + normal((*lead, M), 2)
+    ),
+    "boft of halves": lambda lead, w: adapters.BOFT(
+        w, normal((*lead, 2, 2, 15), 1), 1 + normal((*lead, M), 2)
+    ),
+    "vblora": lambda lead, w: adapters.VBLoRA(
+        w,
+        normal((*lead, N // 4, R, 5), 1),
+        normal((*lead, R, M // 4, 5), 2),
+        normal((*lead, 5, 4), 3),
+    ),
+    "fourierft": fourier,
+    "shira": lambda lead, w: adapters.SHiRA(w, normal((*lead, 7), 1), *places(lead, 7)),
+    "low rank and diagonal": lambda lead, w: adapters.LowRankDiagonal(
+        w,
+        normal((*lead, N, R), 1),
+        normal((*lead, R, M), 2),
+        normal((*lead, M), 3),
+        jnp.full(lead, 3.0),
+    ),
+    "trained rows": lambda lead, w: adapters.TrainedRows(
+        w, normal((*lead, 2, M), 1), jnp.broadcast_to(jnp.array([3, 11]), (*lead, 2))
+    ),
+    "locon": lambda lead, w: adapters.LoCon(
+        w, normal((*lead, N, R), 1), normal((*lead, R, M), 2), jnp.full(lead, 3.0)
+    ),
     "butterfly": lambda lead, w: rotated.Rotated(
         w, operators.BlockDiagonal(normal((*lead, 6, 2, 2), 1), stride=3)
     ),
@@ -72,9 +116,28 @@ CASES = {
 QUICK = ("dora", "loha", "lokr", "oft", "sparse")
 
 
+def cayley(upper, size):
+    q = np.zeros((size, size))
+    q[np.triu_indices(size, 1)] = upper
+    q -= q.T
+    block = (np.eye(size) + q) @ np.linalg.inv(np.eye(size) - q)
+    np.testing.assert_allclose(block @ block.T, np.eye(size), atol=1e-12)
+    return block
+
+
+def mixed(w, logits):
+    """Rows of VB-LoRA: the mean of the vectors with the two largest logits."""
+    rows = []
+    for one in logits:
+        first = np.argsort(-one)[: w.top_k]
+        weights = np.exp(one[first]) / np.exp(one[first]).sum()
+        rows.append(weights @ np.asarray(w.bank, np.float64)[first])
+    return np.stack(rows)
+
+
 def definition(w):
     """The dense matrix by what the papers say, with NumPy, for one matrix."""
-    base = np.asarray(hki.materialize(w.w), np.float64)
+    base = np.array(hki.materialize(w.w), np.float64)
     f = lambda x: np.asarray(x, np.float64)  # noqa: E731
     match w:
         case adapters.DoRA():
@@ -87,15 +150,44 @@ def definition(w):
             d = f(w.d[0]) @ f(w.d[1]) if isinstance(w.d, tuple) else f(w.d)
             return base + (1 if w.scale is None else f(w.scale)) * np.kron(f(w.c), d)
         case adapters.VeRA():
-            return base + (f(w.a) * f(w.d)) @ (f(w.b) * f(w.e))
+            return base + (f(w.a)[:N] * f(w.d)) @ (f(w.b)[:, :M] * f(w.e))
+        case adapters.BOFT():
+            count, size = w.upper.shape[-2], N // w.upper.shape[-2]
+            rotation = np.eye(N)
+            for i, upper in enumerate(f(w.upper)):
+                # Block `d` of the factor `i` has the halves `d` and `d + 2^i` of a stretch.
+                factor, half = np.zeros((N, N)), size // 2
+                for block in range(count):
+                    stretch, d = divmod(block, 2**i)
+                    units = [(stretch * 2 + e) * 2**i + d for e in range(2)]
+                    own = [u * half + j for u in units for j in range(half)]
+                    factor[np.ix_(own, own)] = cayley(upper[block], size)
+                rotation = factor @ rotation
+            np.testing.assert_allclose(rotation @ rotation.T, np.eye(N), atol=1e-12)
+            return rotation @ base * f(w.scale)
+        case adapters.VBLoRA():
+            a = np.concatenate([mixed(w, of).T for of in f(w.of_a)], 0)
+            b = np.concatenate([mixed(w, of) for of in f(w.of_b).swapaxes(0, 1)], 1)
+            return base + a @ b
+        case adapters.FourierFT():
+            spectrum = np.zeros((N, M))
+            spectrum[np.asarray(w.row), np.asarray(w.column)] = f(w.values)
+            return base + f(w.scale) * np.fft.ifft2(spectrum).real
+        case adapters.SHiRA():
+            base[np.asarray(w.row), np.asarray(w.column)] += f(w.values)
+            return base
+        case adapters.LowRankDiagonal():
+            low = f(w.alpha) / R * f(w.a) @ f(w.b)
+            return base + low + np.eye(N, M) * f(w.values)
+        case adapters.TrainedRows():
+            base[np.asarray(w.ids)] = f(w.rows)
+            return base
+        case adapters.LoCon():
+            return base + f(w.alpha) / R * f(w.a) @ f(w.b)
         case adapters.IA3():
             return base * (f(w.factor) if w.axis == -1 else f(w.factor)[:, None])
         case adapters.OFT():
-            q = np.zeros((3, 4, 4))
-            q[:, *np.triu_indices(4, 1)] = f(w.upper)
-            q -= q.swapaxes(1, 2)
-            blocks = (np.eye(4) + q) @ np.linalg.inv(np.eye(4) - q)
-            np.testing.assert_allclose(blocks @ blocks.swapaxes(1, 2), [np.eye(4)] * 3, atol=1e-12)
+            blocks = [cayley(upper, 4) for upper in f(w.upper)]
             return np.block([[blocks[i] * (i == j) for j in range(3)] for i in range(3)]) @ base
         case rotated.Rotated():
             r = np.zeros((N, N))

@@ -1,0 +1,64 @@
+"""`BOFT`: inputs are rotated by a butterfly before they meet the weight."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.adapters.oft import block_size as size_of
+from haiku_implicit.adapters.oft import cayley, skew
+from haiku_implicit.adapters.operators import BlockDiagonal
+from haiku_implicit.adapters.rotated import Rotated
+from haiku_implicit.arrays.scaled import ScaledMatrix
+
+
+@dataclasses.dataclass
+class BOFT(Adapter):
+    """The weight `rotation @ w @ diag(scale)` (Liu et al. 2023, arXiv:2311.06243).
+
+    The rotation is a product of sparse ones, `B[k-1] ... B[1] B[0]`. Each has orthogonal blocks, the
+    Cayley transforms of skew-symmetric matrices as in `OFT`. A block of the `i`-th one has two halves
+    that are `2^i` halves apart, so that `k` factors mix `2^(k-1)` times as many inputs as a block has.
+
+    Attributes:
+      w: `[..., n, m]`, the frozen weight.
+      upper: `[..., k, n / size, size * (size - 1) / 2]`: the entries above the diagonal for each factor
+        and block; zeros at first.
+      scale: `[..., m]`, a factor for each output; ones at first.
+    """
+
+    upper: Any
+    scale: Any
+
+    @classmethod
+    def create(cls, w: Any, key: jax.Array, *, block_size: int, factors: int = 2) -> Self:
+        """An adapter without a rotation.
+
+        Args:
+          block_size: of the blocks, even.
+          factors: how many sparse rotations there are; `block_size * 2^(factors - 1)` divides `n`.
+        """
+        *lead, n, m = w.shape
+        if factors < 1 or (factors > 1 and block_size % 2) or block_size < 2:
+            raise ValueError(
+                "block_size, factors: expected an even block size and one factor or more, got "
+                f"{block_size} and {factors}"
+            )
+        if n % (block_size << (factors - 1)):
+            raise ValueError(
+                f"block_size, factors: expected block_size * 2^(factors - 1) to divide the {n} inputs, "
+                f"got {block_size} and {factors}"
+            )
+        shape = (*lead, factors, n // block_size, block_size * (block_size - 1) // 2)
+        return cls(w, jnp.zeros(shape, w.dtype), jnp.ones((*lead, m), w.dtype))
+
+    def equivalent(self) -> ScaledMatrix:
+        size = size_of(self.upper.shape[-1])
+        blocks = cayley(skew(self.upper, size)).astype(self.dtype)
+        rotated = self.w
+        for i in range(blocks.shape[-4]):
+            own = BlockDiagonal(blocks[..., i, :, :, :], 1 << i, size // 2 if i else 1)
+            rotated = Rotated(rotated, own)
+        return ScaledMatrix(rotated, self.scale.astype(self.dtype), -1)

@@ -1,0 +1,68 @@
+"""`InputDropout`: a matrix in whose products the other operand is dropped out."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import FROZEN, aux_field
+
+
+@dataclasses.dataclass
+class InputDropout(Wrapper, core_ndim=2, linear_in="w"):
+    """A matrix that sees its inputs through dropout, as LoRA's correction does in training.
+
+    In a product or a convolution each number of the other operand is zero with the probability `rate`,
+    and divided by `1 - rate` otherwise. Everything else sees the matrix, which is the expectation.
+    `with_dropout` puts it into weights.
+
+    Attributes:
+      w: `[..., n, m]`.
+      key: random keys `[...]`. A product with a stack of matrices uses the first one, for all of them.
+      rate: the probability.
+    """
+
+    w: Any
+    key: Any = dataclasses.field(metadata=FROZEN)
+    rate: float = aux_field(default=0.0)
+
+    def dropped(self, x: jax.Array) -> jax.Array:
+        """The other operand of a product."""
+        kept = jax.random.bernoulli(self.key.reshape(-1)[0], 1 - self.rate, x.shape)
+        return jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
+
+
+@binary_handler(["dot_general", "conv_general_dilated"])
+def product_with_dropout(call: BinaryCall, x: jax.Array, w: InputDropout) -> Any:
+    """The same product of what is left of `x`."""
+    return call(w.dropped(x), w.w)
+
+
+@primitive_handler(ragged_dot_general_p)
+def ragged_dot_with_dropout(
+    primitive: Primitive, x: jax.Array, w: InputDropout, group_sizes: jax.Array, **params: Any
+) -> jax.Array:
+    """The same, of stacked weights."""
+    return primitive.bind(w.dropped(x), w.w, group_sizes, **params)
+
+
+@primitive_handler("gather")
+def gather_without_dropout(
+    primitive: Primitive, w: InputDropout, ids: jax.Array, **params: Any
+) -> jax.Array:
+    """Indices are not dropped out."""
+    return primitive.bind(w.w, ids, **params)
+
+
+@primitive_handler(["transpose", "slice", "dynamic_slice"])
+def rearrange(primitive: Primitive, w: InputDropout, *others: jax.Array, **params: Any) -> Any:
+    """The same of the matrix; the keys of another stack come from the first one."""
+    new = primitive.bind(w.w, *others, **params)
+    lead = new.shape[:-2]
+    key = w.key if w.key.shape == lead else jax.random.split(w.key.reshape(-1)[0], lead)
+    return w._replace(w=new, key=key, shape=None, dtype=None)

@@ -1,0 +1,51 @@
+"""`FourierFT`: a correction by a few coefficients of its Fourier transform."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.adapters.adapter import Adapter, filled, places
+from haiku_implicit.adapters.operators import Fourier
+from haiku_implicit.adapters.sums import Sum
+from haiku_implicit.core.fields import FROZEN
+
+
+@dataclasses.dataclass
+class FourierFT(Adapter):
+    """The weight `w + scale * Re(ifft2(spectrum))` (Gao et al. 2024, arXiv:2405.03003).
+
+    The spectrum is zero but for a few places. Products transform the inputs and the outputs, so that
+    the correction is never made.
+
+    Attributes:
+      w: `[..., n, m]`, the frozen weight.
+      values: `[..., k]`, the coefficients; zeros at first.
+      row, column: `[..., k]`, where in the spectrum they are, at random.
+      scale: `[...]`; None for 1.
+    """
+
+    values: Any
+    row: Any = dataclasses.field(metadata=FROZEN)
+    column: Any = dataclasses.field(metadata=FROZEN)
+    scale: Any = dataclasses.field(default=None, metadata=FROZEN)
+
+    @classmethod
+    def create(
+        cls, w: Any, key: jax.Array, *, coefficients: int, scale: float | None = 150.0
+    ) -> Self:
+        """An adapter without a correction.
+
+        Args:
+          coefficients: how many there are, for each matrix.
+          scale: of the correction; the default is that of PEFT.
+        """
+        row, column = places(key, w.shape, coefficients, "coefficients")
+        values = jnp.zeros(row.shape, w.dtype)
+        return cls(w, values, row, column, filled(scale, w.shape[:-2]))
+
+    def equivalent(self) -> Sum:
+        scale = 1 if self.scale is None else self.scale[..., None]
+        values = (self.values * scale).astype(self.dtype)
+        return Sum(self.w, Fourier(values, self.row, self.column, self.shape[-2:]))

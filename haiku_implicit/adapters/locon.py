@@ -1,0 +1,134 @@
+"""`LoCon`: LoRA on the kernel of a convolution, as one matrix."""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.adapters.adapter import Adapter, filled
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dense import dense
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import FROZEN, aux_field
+
+
+@dataclasses.dataclass
+class LoCon(Adapter):
+    """The kernel `w + (alpha / rank) * a · b`, the matrix `[window * inputs, outputs]` being corrected.
+
+    After LyCORIS (Yeh et al. 2023, arXiv:2309.14859) and PEFT's LoRA for convolutions. A convolution
+    runs as one with `w`, and one with the `r` channels of `a`, which `b` then mixes. So neither it nor
+    its gradient makes anything of the kernel's size. Where the rank is so large that two convolutions
+    cost more (`a` and `b` have more than a third of the kernel's numbers), the kernel is summed up.
+
+    Attributes:
+      w: `[..., *window, inputs, outputs]`, the frozen kernel, in any order of axes; itself implicit
+        where it is quantized, say.
+      a: as `w`, with `r` in place of the outputs.
+      b: `[..., r, outputs]`.
+      alpha: `[...]`; None for a scale of 1.
+      axis: which axis of the kernel the outputs are, from the end: -1, or -2 for Haiku's transposed
+        convolutions.
+    """
+
+    a: Any
+    b: Any
+    alpha: Any = dataclasses.field(default=None, metadata=FROZEN)
+    axis: int = aux_field(default=-1)
+
+    @property
+    def core_ndim(self) -> int:  # type: ignore[override]
+        """The axes of the kernel; what is before them are batch axes."""
+        return np.ndim(self.a) - np.ndim(self.b) + 2
+
+    @classmethod
+    def create(
+        cls,
+        w: Any,
+        key: jax.Array,
+        *,
+        rank: int,
+        alpha: float | None = None,
+        axis: int = -1,
+        kernel_ndim: int | None = None,
+    ) -> Self:
+        """An adapter with `b` zero.
+
+        Args:
+          rank: of the correction.
+          alpha: the correction is scaled by `alpha / rank`.
+          axis: of the outputs, from the end.
+          kernel_ndim: how many of the last axes are the kernel; None for all that do not stack layers.
+        """
+        ndim = kernel_ndim or w.ndim
+        if not -ndim <= axis < 0:
+            raise ValueError(f"axis: expected -{ndim} to -1, got {axis}")
+        if rank < 1:
+            raise ValueError(f"rank: expected a positive integer, got {rank}")
+        lead, kernel = w.shape[: w.ndim - ndim], list(w.shape[w.ndim - ndim :])
+        outputs, kernel[axis] = kernel[axis], rank
+        bound = (math.prod(kernel) // rank) ** -0.5
+        a = jax.random.uniform(key, (*lead, *kernel), w.dtype, -bound, bound)
+        return cls(w, a, jnp.zeros((*lead, rank, outputs), w.dtype), filled(alpha, lead), axis)
+
+    @property
+    def scaled_b(self) -> jax.Array:
+        """`(alpha / rank) * b`."""
+        if self.alpha is None:
+            return self.b
+        return self.b * (self.alpha / self.b.shape[-2])[..., None, None].astype(self.b.dtype)
+
+    def delta(self) -> jax.Array:
+        """The dense correction."""
+        place = self.axis % np.ndim(self.a)
+        lead = range(np.ndim(self.b) - 2)
+        of_a, rank, out = list(range(np.ndim(self.a))), place, np.ndim(self.a)
+        of_delta = [out if i == place else i for i in of_a]
+        delta = jnp.einsum(self.a, of_a, self.scaled_b, [*lead, rank, out], of_delta)
+        return delta.astype(self.dtype)
+
+    def equivalent(self) -> Any:
+        """Without a window this is LoRA."""
+        plain = self.core_ndim == 2 and self.axis == -1
+        return LoRA(self.w, self.a, self.b, self.alpha) if plain else NotImplemented
+
+    def materialize(self) -> jax.Array:
+        return self.w + self.delta()
+
+
+@binary_handler("conv_general_dilated")
+def convolve_with_locon(call: BinaryCall, x: jax.Array, w: LoCon) -> Any:
+    """One convolution with the kernel and one of `r` channels, or one with the sum."""
+    numbers = call.params["dimension_numbers"]
+    axis, groups = w.axis % w.ndim, call.params["feature_group_count"]
+    known = not call.w_first and w.core_ndim == w.ndim and numbers.rhs_spec[0] == axis
+    if not known or call.params["batch_group_count"] != 1:
+        return NotImplemented
+    outputs, rank = w.shape[axis], w.b.shape[-2]
+    inputs = w.size // outputs
+    if 3 * rank * (groups * inputs + outputs) > inputs * outputs:
+        return jax.checkpoint(lambda x, w, delta: call(x, dense(w) + delta))(x, w.w, w.delta())
+    # Each group of inputs meets the same `a`, and its own columns of `b`.
+    a = jnp.concatenate([w.a] * groups, axis).astype(x.dtype)
+    b = w.scaled_b.reshape(rank, groups, outputs // groups).astype(x.dtype)
+    high, low = call(x, w.w), call(x, a)
+    features = numbers.out_spec[1]
+    low = jnp.moveaxis(low, features, -1)
+    low = low.reshape(*low.shape[:-1], groups, rank).astype(x.dtype)
+    low = jnp.einsum("...gr,rgo->...go", low, b, precision=call.params["precision"])
+    low = low.reshape(*low.shape[:-2], outputs)
+    return high + jnp.moveaxis(low, -1, features).astype(high.dtype)
+
+
+@primitive_handler("convert_element_type")
+def cast_locon(primitive: Primitive, w: LoCon, *, new_dtype: Any, **params: Any) -> Any:
+    """To another floating dtype: the factors are cast with the kernel."""
+    if not jnp.issubdtype(new_dtype, np.floating):
+        return NotImplemented
+    new, a, b = (primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.a, w.b))
+    return w._replace(w=new, a=a, b=b, shape=None, dtype=None)

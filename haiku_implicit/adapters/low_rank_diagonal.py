@@ -1,0 +1,44 @@
+"""`LowRankDiagonal`: LoRA, and a diagonal beside it."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.adapters.adapter import Adapter, filled, uniform
+from haiku_implicit.adapters.operators import Diagonal
+from haiku_implicit.adapters.sums import Sum
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.core.fields import FROZEN
+
+
+@dataclasses.dataclass
+class LowRankDiagonal(Adapter):
+    """The weight `w + (alpha / rank) * a @ b + diag(values)`.
+
+    A diagonal has the full rank, which no `a @ b` of a small one comes near.
+
+    Attributes:
+      w: `[..., n, m]`, the frozen weight.
+      a: `[..., n, r]`, and
+      b: `[..., r, m]`: the factors of low rank.
+      values: `[..., min(n, m)]`, the diagonal; zeros at first.
+      alpha: as of `LoRA`.
+    """
+
+    a: Any
+    b: Any
+    values: Any
+    alpha: Any = dataclasses.field(default=None, metadata=FROZEN)
+
+    @classmethod
+    def create(cls, w: Any, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
+        *lead, n, m = w.shape
+        a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
+        return cls(w, a, b, jnp.zeros((*lead, min(n, m)), w.dtype), filled(alpha, tuple(lead)))
+
+    def equivalent(self) -> Sum:
+        n, m = self.shape[-2:]
+        diagonal = Diagonal(self.values.astype(self.dtype), m, n)
+        return Sum(LoRA(self.w, self.a, self.b, self.alpha), diagonal)

@@ -1,0 +1,42 @@
+"""`SHiRA`: a correction of a few entries."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.adapters.adapter import Adapter, places
+from haiku_implicit.adapters.operators import Sparse
+from haiku_implicit.adapters.sums import Sum
+from haiku_implicit.core.fields import FROZEN
+
+
+@dataclasses.dataclass
+class SHiRA(Adapter):
+    """The weight `w + delta`, with a `delta` that is zero but for a few places.
+
+    After Bhardwaj et al. 2024, arXiv:2406.13175, with places at random (the paper's SHiRA-Rand).
+
+    Attributes:
+      w: `[..., n, m]`, the frozen weight.
+      values: `[..., k]`; zeros at first.
+      row, column: `[..., k]`, where they are.
+    """
+
+    values: Any
+    row: Any = dataclasses.field(metadata=FROZEN)
+    column: Any = dataclasses.field(metadata=FROZEN)
+
+    @classmethod
+    def create(cls, w: Any, key: jax.Array, *, entries: int) -> Self:
+        """An adapter without a correction, of so many entries for each matrix.
+
+        LoRA of rank `r` trains `r * (n + m)`.
+        """
+        row, column = places(key, w.shape, entries, "entries")
+        return cls(w, jnp.zeros(row.shape, w.dtype), row, column)
+
+    def equivalent(self) -> Sum:
+        values = self.values.astype(self.dtype)
+        return Sum(self.w, Sparse(values, self.row, self.column, self.shape[-2:]))

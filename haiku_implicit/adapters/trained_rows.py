@@ -1,0 +1,138 @@
+"""`TrainedRows`: an embedding table of which a few rows are trained."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dense import dense
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.transform import use_implicit_args
+
+
+@dataclasses.dataclass
+class TrainedRows(Adapter):
+    """The weight `w` with other rows in some places, as for tokens that are new or get a new meaning.
+
+    What is trained and stored is these rows alone. A look-up takes the trained row where there is one.
+    A product computes with both, and nothing of the size of `w` is made; so logits of a table that is
+    tied to the embedding are right, too.
+
+    Attributes:
+      w: `[..., n, m]`, the frozen weight.
+      rows: `[..., k, m]`, those of `w` at first; for axis -1 they are columns, `[..., k, n]`.
+      ids: `[..., k]` integers, all different: which rows of `w` these replace.
+      axis: -2 for rows, -1 for columns (of a transpose).
+    """
+
+    rows: Any
+    ids: Any = dataclasses.field(metadata=FROZEN)
+    axis: int = aux_field(default=-2)
+
+    @classmethod
+    def create(cls, w: Any, key: jax.Array, *, ids: Sequence[int]) -> Self:
+        """An adapter for the rows of these indices."""
+        index = np.asarray(ids)
+        if index.ndim != 1 or not index.size or not np.issubdtype(index.dtype, np.integer):
+            raise ValueError(f"ids: expected a list of integers, got {ids!r}")
+        if len(set(index.tolist())) < len(index):
+            raise ValueError(f"ids: expected each index once, got {ids!r}")
+        if index.min() < 0 or index.max() >= w.shape[-2]:
+            raise ValueError(f"ids: expected indices of the {w.shape[-2]} rows, got {ids!r}")
+        rows = use_implicit_args(lambda w: dense(w[..., index, :]))(w)
+        return cls(w, rows, jnp.broadcast_to(jnp.asarray(index, jnp.int32), rows.shape[:-1]))
+
+    def _part(self) -> jax.Array:
+        """The trained part as rows `[..., k, m]`, or columns `[..., n, k]`."""
+        rows = self.rows.astype(self.dtype)
+        return rows if self.axis == -2 else jnp.swapaxes(rows, -1, -2)
+
+    def equivalent(self) -> LoRA:
+        """The difference as a correction of the rank `k`, where there is no rule below."""
+        chosen = jax.nn.one_hot(self.ids, self.shape[self.axis], dtype=self.dtype)  # [..., k, n]
+        if self.axis == -2:
+            difference = self._part() - chosen @ self.w
+            return LoRA(self.w, jnp.swapaxes(chosen, -1, -2), difference)
+        difference = self._part() - self.w @ jnp.swapaxes(chosen, -1, -2)
+        return LoRA(self.w, difference, chosen)
+
+    def materialize(self) -> jax.Array:
+        def replaced(w: jax.Array, rows: jax.Array, ids: jax.Array) -> jax.Array:
+            if w.ndim > 2:
+                return jax.vmap(replaced)(w, rows, ids)
+            rows = rows.astype(w.dtype)
+            return w.at[ids].set(rows) if self.axis == -2 else w.at[:, ids].set(rows.T)
+
+        return replaced(self.w, self.rows, self.ids)
+
+
+@binary_handler("dot_general")
+def dot_with_rows(call: BinaryCall, x: jax.Array, w: TrainedRows) -> Any:
+    """Two products, with the rows that are frozen and with those that are trained."""
+    (of_x, of_w), _ = call.contracted, call.batch
+    if w.ndim != 2 or len(of_w) != 1 or call.params.get("out_sharding") is not None:
+        return NotImplemented
+    if of_w[0] == w.axis % 2:
+        axis = of_x[0]
+        frozen = jnp.ones(x.shape[axis], bool).at[w.ids].set(False)
+        others = [i for i in range(x.ndim) if i != axis]
+        rest = jnp.where(jnp.expand_dims(frozen, others), x, jnp.zeros((), x.dtype))
+        out = call(rest, w.w)
+        return out + call(jnp.take(x, w.ids, axis), w._part()).astype(out.dtype)
+    out, part = call(x, w.w), call(x, w._part())
+    part = part.astype(out.dtype)
+    return out.at[w.ids].set(part) if call.w_first else out.at[..., w.ids].set(part)
+
+
+@primitive_handler("gather")
+def gather_rows(
+    primitive: Primitive,
+    w: TrainedRows,
+    ids: jax.Array,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Any,
+    mode: Any,
+    **params: Any,
+) -> Any:
+    """Whole rows, as an embedding takes them: the trained ones instead, where there are any."""
+    numbers = dimension_numbers
+    whole_rows = w.ndim == 2 and w.axis == -2 and tuple(slice_sizes) == (1, w.shape[1])
+    taken = (numbers.collapsed_slice_dims, numbers.start_index_map) == ((0,), (0,))
+    last = tuple(numbers.offset_dims) == (ids.ndim - 1,)
+    if not (whole_rows and taken and last) or numbers.operand_batching_dims:
+        return NotImplemented
+    options = dict(dimension_numbers=numbers, slice_sizes=slice_sizes, mode=mode, **params)
+    out, index = primitive.bind(w.w, ids, **options), ids[..., 0]
+    if mode == jax.lax.GatherScatterMode.CLIP:
+        index = jnp.clip(index, 0, w.shape[0] - 1)
+    same = index[..., None] == w.ids.astype(index.dtype)
+    trained = w._part()[jnp.argmax(same, -1)]
+    return jnp.where(same.any(-1, keepdims=True), trained.astype(out.dtype), out)
+
+
+@primitive_handler("transpose")
+def transpose_rows(primitive: Primitive, w: TrainedRows, *, permutation: Any) -> Any:
+    """Rows become columns."""
+    lead = range(w.ndim - 2)
+    if tuple(permutation) != (*lead, w.ndim - 1, w.ndim - 2):
+        return NotImplemented
+    new = primitive.bind(w.w, permutation=permutation)
+    return w._replace(w=new, axis=-3 - w.axis, shape=None, dtype=None)
+
+
+@primitive_handler("convert_element_type")
+def cast_rows(primitive: Primitive, w: TrainedRows, *, new_dtype: Any, **params: Any) -> Any:
+    """To another floating dtype: both are cast."""
+    if not jnp.issubdtype(new_dtype, np.floating):
+        return NotImplemented
+    new, rows = (primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.rows))
+    return w._replace(w=new, rows=rows, shape=None, dtype=None)

@@ -1,0 +1,112 @@
+"""`VBLoRA`: LoRA whose factors are mixed from vectors that all weights share."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.fields import aux_field
+
+
+@dataclasses.dataclass
+class VectorBank(ImplicitArray):
+    """The vectors that the `VBLoRA` weights of a tree share; a type, so that they count as trained.
+
+    Attributes:
+      vectors: `[h, length]`.
+    """
+
+    vectors: Any
+
+    def materialize(self) -> jax.Array:
+        return self.vectors
+
+
+@dataclasses.dataclass
+class VBLoRA(Adapter):
+    """The weight `w + a @ b`, `a` and `b` being made of pieces of the length of a vector of the bank.
+
+    Each piece is a mean of `top_k` vectors, weighted by the softmax of their logits (Li et al. 2024,
+    arXiv:2405.15179). The bank is trained, too. It lies in the tree of parameters once, and
+    `with_vector_bank` puts it into the weights, so that its gradient is the sum over all of them.
+
+    Unlike other adapters this one does not begin at `w`: the bank cannot be zero, or it would have no
+    gradient. The first correction is as small as the square of the bank's numbers times the rank.
+
+    Attributes:
+      w: `[..., n, m]`, the frozen weight.
+      of_a: `[..., n / length, r, h]`, the logits for the pieces of the columns of `a`, and
+      of_b: `[..., r, m / length, h]`, for those of the rows of `b`; of `h` vectors.
+      bank: `[..., h, length]`, the vectors; None where the weight lies in a tree.
+      top_k: how many vectors make a piece.
+    """
+
+    of_a: Any
+    of_b: Any
+    bank: Any = dataclasses.field(default=None)
+    top_k: int = aux_field(default=2)
+
+    @classmethod
+    def create(
+        cls,
+        w: Any,
+        key: jax.Array,
+        *,
+        rank: int,
+        num_vectors: int = 256,
+        vector_length: int = 256,
+        top_k: int = 2,
+    ) -> Self:
+        """An adapter without its bank.
+
+        Args:
+          rank: of the correction.
+          num_vectors: how many vectors there are in the bank.
+          vector_length: of each; it divides both sides of the weight.
+          top_k: how many vectors make a piece.
+        """
+        *lead, n, m = w.shape
+        if n % vector_length or m % vector_length:
+            raise ValueError(
+                f"vector_length: expected a divisor of both sides of the weight, {n} and {m}, got "
+                f"{vector_length}"
+            )
+        if not 0 < top_k <= num_vectors:
+            raise ValueError(f"top_k: expected 1 to {num_vectors} (num_vectors), got {top_k}")
+        keys = jax.random.split(key)
+        shapes = (
+            (*lead, n // vector_length, rank, num_vectors),
+            (*lead, rank, m // vector_length, num_vectors),
+        )
+        of_a, of_b = (
+            0.1 * jax.random.normal(k, shape, w.dtype)
+            for k, shape in zip(keys, shapes, strict=True)
+        )
+        return cls(w, of_a, of_b, None, top_k)
+
+    def equivalent(self) -> LoRA:
+        if self.bank is None:
+            raise ValueError(
+                "VBLoRA: the weight has no vector bank. Put it in with "
+                "haiku_implicit.with_vector_bank(params), within the function that is differentiated"
+            )
+        a = _mixed(self.of_a, self.bank, self.top_k)  # [..., n / length, r, length]
+        b = _mixed(self.of_b, self.bank, self.top_k)  # [..., r, m / length, length]
+        n, m = self.shape[-2:]
+        a = jnp.swapaxes(a, -1, -2).reshape(*self.lead, n, -1).astype(self.dtype)
+        return LoRA(self.w, a, b.reshape(*self.lead, -1, m).astype(self.dtype))
+
+
+def _mixed(logits: jax.Array, bank: jax.Array, top_k: int) -> jax.Array:
+    """Means of the vectors with the largest logits: `[..., h]` to `[..., length]`."""
+    largest, index = jax.lax.top_k(logits, top_k)
+    weights = jax.nn.softmax(largest, axis=-1)
+    # (As a product with all vectors, most of them times zero: the bank may have batch axes.)
+    of_all = jnp.einsum(
+        "...k,...kh->...h", weights, jax.nn.one_hot(index, logits.shape[-1], dtype=weights.dtype)
+    )
+    return jnp.einsum("...ijh,...hv->...ijv", of_all, bank)

@@ -1,0 +1,64 @@
+"""Dropout for LoRA."""
+
+from typing import Any
+
+import jax
+
+from haiku_implicit.adapters.dropout import InputDropout
+from haiku_implicit.adapters.sums import Sum
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.zeros import Zeros
+from haiku_implicit.params import trees
+from haiku_implicit.params.quantized_training import typed_key
+
+
+def with_dropout(params: Any, key: Any, rate: float) -> Any:
+    """Lets the corrections of LoRA see their inputs through dropout, for a training step.
+
+    Call it in each step, within the function that is differentiated, with a key of the step:
+
+        def loss(params, key, batch):
+          params = hki.with_dropout(params, key, 0.1)
+          ...
+
+    A product `x @ w` is then `x @ w.w + (dropout(x) @ a) @ b`, as in PEFT. Look-ups in an embedding are
+    as without. The mask depends on the key and the weight's path alone: it is the same where a
+    checkpointed block runs again, and where a step uses a weight twice with inputs of one shape. Under
+    `jax.vmap` all examples have the same mask, unless the key is mapped, too.
+
+    Args:
+      params: a tree with `LoRA` in it.
+      key: a random key. Each weight gets one of its own, from this one and its path.
+      rate: the probability of a zero, at least 0 and less than 1.
+
+    Returns:
+      The tree with dropout in place of each `LoRA`, mappings as dicts; for a rate of 0 the tree itself.
+
+    Raises:
+      ValueError: for another rate.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.zeros((4, 1)), jnp.ones((4, 1)), jnp.ones((1, 1)))
+      >>> params = hki.with_dropout({'linear': {'w': w}}, jax.random.key(1), 0.5)
+      >>> print(hki.use_implicit_args(jnp.dot)(jnp.ones((3, 4)), params['linear']['w']).T)
+      [[4. 6. 2.]]
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"rate: expected a number of at least 0 and less than 1, got {rate!r}")
+    if rate == 0:
+        return params
+    key = typed_key(key)
+
+    def dropped(parameter: trees.Parameter) -> Any:
+        value = parameter.value
+        if not isinstance(value, LoRA):
+            return value
+        batch = value.shape[:-2]
+        own = parameter.key_from(key)
+        zeros = Zeros(shape=value.shape, dtype=value.dtype)
+        delta = LoRA(zeros, value.a, value.b, value.alpha)
+        keys = jax.random.split(own, batch) if batch else own
+        return Sum(value.w, InputDropout(delta, keys, float(rate)), apart=True)
+
+    return trees.map_matrices(dropped, params)

@@ -1,0 +1,219 @@
+"""Initializations of LoRA: by the weight, by its inputs, by how it is going to be quantized."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+class Parts(NamedTuple):
+    """The fields of a LoRA: `w + scale * a @ b` is the weight that it is put on."""
+
+    w: Any
+    a: jax.Array
+    b: jax.Array
+
+
+class LoRAInit(abc.ABC):
+    """How the factors of a LoRA begin, and what is left of the weight."""
+
+    @abc.abstractmethod
+    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+        """The fields of a LoRA for a weight `[..., n, m]`.
+
+        Args:
+          path: of the parameter, `module/name`.
+          w: the weight, dense or implicit.
+          rank: of the correction.
+          scale: the correction is `scale * a @ b`.
+          key: a random key.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(LoRAInit):
+    """`a` is drawn, and `b` is zero.
+
+    Attributes:
+      draw: called as `draw(key, shape, dtype)` with the shape of `a`, `[..., n, r]`.
+    """
+
+    draw: Initializer
+
+    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+        *lead, n, m = w.shape
+        a = self.draw(key, (*lead, n, rank), w.dtype)
+        return Parts(w, a, jnp.zeros((*lead, rank, m), w.dtype))
+
+
+def gaussian(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal with the standard deviation `1 / rank`, as PEFT's 'gaussian' is."""
+    return jax.random.normal(key, shape, dtype) / shape[-1]
+
+
+class Orthogonal(LoRAInit):
+    """Neither factor is zero, but their product is: they see orthogonal halves of the rank.
+
+    As PEFT's 'orthogonal' (https://datta0.github.io/posts/rethink-lora-init). The rank is even.
+    """
+
+    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+        if rank % 2:
+            raise ValueError(f"init: 'orthogonal' needs an even rank, got {rank}")
+        *lead, n, m = w.shape
+        keys = jax.random.split(key, 3)
+        q, _ = jnp.linalg.qr(jax.random.normal(keys[0], (*lead, rank, rank)))
+        a = jax.random.normal(keys[1], (*lead, n, rank // 2)) @ q[..., ::2, :] / 10
+        b = jax.random.normal(keys[2], (*lead, m, rank // 2)) @ q[..., 1::2, :] / 10
+        return Parts(w, a.astype(w.dtype), jnp.swapaxes(b, -1, -2).astype(w.dtype))
+
+
+class PiSSA(LoRAInit):
+    """The factors hold the largest singular values, and the weight what is left.
+
+    After Meng et al. 2024, arXiv:2404.02948.
+    """
+
+    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+        w = _dense("pissa", w)
+        return _with_rest(w, *truncated(w, rank, scale), scale)
+
+
+class OLoRA(LoRAInit):
+    """The factors hold the first columns and rows of a QR decomposition (arXiv:2406.01775).
+
+    As in the paper it is that of the weight `[outputs, inputs]`: `b` is orthonormal.
+    """
+
+    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+        w = _dense("olora", w)
+        q, r = jnp.linalg.qr(jnp.swapaxes(w, -1, -2).astype(jnp.float32))
+        a, b = (jnp.swapaxes(x, -1, -2) for x in (r[..., :rank, :], q[..., :rank]))
+        return _with_rest(w, a, b, scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class EVA(LoRAInit):
+    """`a` holds the directions in which the inputs of the weight vary most, and `b` is zero.
+
+    After Paischer et al. 2024, arXiv:2410.07170, with one rank for all weights: the authors' spread of
+    ranks over weights is an option by weight (`patterns=` of `add_adapter`).
+
+    Attributes:
+      moments: the second moments of the inputs, `[..., n, n]`, by the paths of the weights, as
+        `input_moments` returns them.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> init = hki.EVA({'linear/w': jnp.diag(jnp.array([1.0, 9.0]))})
+      >>> params = hki.add_lora({'linear': {'w': jnp.ones((2, 3))}}, 0, rank=1, init=init)
+      >>> print(abs(params['linear']['w'].a).T)
+      [[0. 1.]]
+    """
+
+    moments: Mapping[str, jax.Array]
+
+    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+        if path not in self.moments:
+            raise ValueError(f"init: EVA has no moments of {path}, only of {sorted(self.moments)}")
+        moments, (*lead, n, m) = self.moments[path], w.shape
+        if moments.shape != (*lead, n, n):
+            raise ValueError(
+                f"init: expected moments {[*lead, n, n]} of {path}, got {list(moments.shape)}"
+            )
+        _, vectors = jnp.linalg.eigh(moments.astype(jnp.float32))  # the largest come last
+        a = vectors[..., ::-1][..., :rank].astype(w.dtype)
+        return Parts(w, a, jnp.zeros((*lead, rank, m), w.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class LoftQ(LoRAInit):
+    """The weight is quantized, and the factors make up for what that loses (arXiv:2310.08659).
+
+    Quantizing and decomposing take turns: `q = quantize(w - ab)`, `ab ≈ w - q`.
+
+    Attributes:
+      dtype, group_size, zero_point: as for `QuantizedMatrix.quantize`.
+      iterations: how many turns there are.
+
+    Example:
+      >>> import jax, haiku_implicit as hki
+      >>> w = jax.random.normal(jax.random.key(0), (64, 32))
+      >>> new = hki.add_lora({'linear': {'w': w}}, 0, rank=8, init=hki.LoftQ('int2', iterations=5))
+      >>> new['linear']['w'].w.format
+      'int2'
+    """
+
+    dtype: str = "nf4"
+    group_size: int | None = None
+    zero_point: bool = False
+    iterations: int = 1
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ValueError(f"iterations: expected 1 or more, got {self.iterations}")
+
+    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+        rest = w = _dense("LoftQ", w)
+        for _ in range(self.iterations):
+            options = dict(group_size=self.group_size, zero_point=self.zero_point)
+            q = QuantizedMatrix.quantize(rest, self.dtype, **options)
+            a, b = (x.astype(w.dtype) for x in truncated(w - q.materialize(), rank, scale))
+            rest = w - (scale * (a @ b)).astype(w.dtype)
+        return Parts(q, a, b)
+
+
+BY_NAME: dict[str, LoRAInit] = {
+    "gaussian": Drawn(gaussian),
+    "olora": OLoRA(),
+    "orthogonal": Orthogonal(),
+    "pissa": PiSSA(),
+}
+
+
+def init_of(init: Any, default: Initializer) -> LoRAInit:
+    """An initialization of what `init=` was given.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+    if isinstance(init, str):
+        if init not in BY_NAME:
+            raise ValueError(f"init: expected a function or one of {sorted(BY_NAME)}, got {init!r}")
+        return BY_NAME[init]
+    return init if isinstance(init, LoRAInit) else Drawn(init or default)
+
+
+def truncated(w: jax.Array, rank: int, scale: float) -> tuple[jax.Array, jax.Array]:
+    """`a` and `b` with the largest singular values of `w` in `scale * a @ b`, in float32."""
+    if scale <= 0:
+        raise ValueError(f"alpha: expected a positive number for this init, got a scale of {scale}")
+    u, s, v = jnp.linalg.svd(w.astype(jnp.float32), full_matrices=False)
+    root = jnp.sqrt(s[..., :rank] / scale)
+    return u[..., :rank] * root[..., None, :], root[..., None] * v[..., :rank, :]
+
+
+def _with_rest(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Parts:
+    """The factors, and the weight without them. What is rounded in them goes to the weight."""
+    a, b = a.astype(w.dtype), b.astype(w.dtype)
+    correction = scale * jnp.matmul(
+        a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+    return Parts((w.astype(jnp.float32) - correction).astype(w.dtype), a, b)
+
+
+def _dense(name: str, w: Any) -> jax.Array:
+    if is_implicit(w):
+        raise ValueError(
+            f"init: {name} decomposes a dense weight, and this one is {w!r}; put LoRA on the dense "
+            "weight, and quantize what is left of it with quantize_params"
+        )
+    return jnp.asarray(w)

@@ -1,0 +1,63 @@
+"""The vector bank of VB-LoRA: one for a tree of parameters, put into its weights in each step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.adapters.vblora import VBLoRA, VectorBank
+from haiku_implicit.params import trees
+
+MODULE, NAME = "vblora_bank", "vectors"
+
+
+def added(params: Any, key: jax.Array, options: Mapping[str, Any]) -> Any:
+    """A tree with `VBLoRA` weights, and the bank for them."""
+    count, length = options.get("num_vectors", 256), options.get("vector_length", 256)
+    vectors = jax.random.uniform(
+        jax.random.fold_in(key, 1), (count, length), minval=-0.02, maxval=0.02
+    )
+    return {**params, MODULE: {NAME: VectorBank(vectors)}}
+
+
+def with_vector_bank(params: Any) -> Any:
+    """Puts the vector bank of a tree into its `VBLoRA` weights.
+
+    Call it in each step, within the function that is differentiated, so that the bank's gradient is the
+    sum over all weights:
+
+        def loss(params, batch):
+          params = hki.with_vector_bank(params)
+          ...
+
+    Args:
+      params: a tree that `add_adapter(params, key, 'vblora', ...)` has made.
+
+    Returns:
+      The tree with the bank in the weights, mappings as dicts. A tree without a bank is returned as it
+      is.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> options = dict(rank=1, num_vectors=4, vector_length=2)
+      >>> params = hki.add_adapter({'linear': {'w': jnp.ones((4, 2))}}, 0, 'vblora', **options)
+      >>> hki.with_vector_bank(params)['linear']['w'].bank.shape
+      (4, 2)
+    """
+    if MODULE not in params:
+        return params
+    vectors = params[MODULE][NAME].vectors
+
+    def filled(parameter: trees.Parameter) -> Any:
+        value = parameter.value
+        if not isinstance(value, VBLoRA):
+            return value
+        return value._replace(bank=jnp.broadcast_to(vectors, (*value.lead, *vectors.shape)))
+
+    return trees.map_matrices(filled, params)
+
+
+def without(params: Any) -> Any:
+    """A tree without its vector bank."""
+    return {k: v for k, v in params.items() if k != MODULE} if MODULE in params else params
