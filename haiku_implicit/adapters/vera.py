@@ -39,17 +39,17 @@ class VeRA(Adapter):
         *,
         rank: int,
         d_initial: float = 0.1,
-        factors: tuple[jax.Array, jax.Array] | None = None,
+        shared: tuple[jax.Array, jax.Array] | None = None,
     ) -> Self:
         """An adapter with `e` zero.
 
         Args:
           rank: of the correction.
           d_initial: the value of `d` at first.
-          factors: `a` and `b`, to share them; None to draw them.
+          shared: `a` and `b`, where other weights have them, too; None to draw them.
         """
         *lead, n, m = w.shape
-        a, b = factors or cls.draw(key, w.shape, rank, w.dtype)
+        a, b = shared or cls.draw(key, w.shape, rank, w.dtype)
         d, e = jnp.full((*lead, rank), d_initial, w.dtype), jnp.zeros((*lead, m), w.dtype)
         return cls(w, a, b, d, e)
 

@@ -31,7 +31,7 @@ METHODS: dict[str, Any] = {
     "vera": adapters.VeRA,
 }
 # Options of `create` that do not come from the user.
-_INNER = ("w", "key", "factors", "kernel_ndim")
+_INNER = ("w", "key", "shared", "kernel_ndim")
 
 
 def add_adapter(
@@ -125,7 +125,7 @@ def _inner_options(
         """One pair of factors for all matrices; stacked ones have a pair each."""
         value = parameter.value
         plain = len(value.shape) == 2
-        return dict(factors=factors(own["rank"], value.dtype)) if plain else {}
+        return dict(shared=factors(own["rank"], value.dtype)) if plain else {}
 
     return inner
 

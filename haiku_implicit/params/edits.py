@@ -38,6 +38,7 @@ def add_lora(
     exclude: Targets | None = None,
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
+    rank_stabilized: bool = False,
 ) -> Any:
     """Puts LoRA on weights of a tree of parameters, quantized ones included.
 
@@ -69,6 +70,7 @@ def add_lora(
         of it matches, to `(inputs, outputs)`, axes counted from the end, such as
         `{'.*query_w': ([-3], [-2, -1])}`; or what `infer_matrix_axes` returns. Such a weight becomes a
         `MatrixView` of one LoRA. Other weights of more than two axes are stacks of matrices.
+      rank_stabilized: scale the correction by `alpha / sqrt(rank)` (rsLoRA, arXiv:2312.03732).
 
     Returns:
       The tree with `LoRA` in place of the targets, mappings as dicts.
@@ -88,7 +90,7 @@ def add_lora(
       ValueError: targets: 'linear/v' matches none of the 2 parameters (the whole of 'module/name'
       has to match). Nearest: linear/w, linear/b
     """
-    options = LoRAOptions(rank, alpha, init)
+    options = LoRAOptions(rank, alpha, init, rank_stabilized)
     key = jax.random.key(key) if isinstance(key, int) else key
 
     def make(parameter: trees.Parameter) -> LoRA:

@@ -297,23 +297,36 @@ METHODS = {
     "vera": dict(rank=2),
     "ia3": dict(),
     "oft": dict(block_size=2),
+    "boft": dict(block_size=2, factors=1),
+    "fourierft": dict(coefficients=5),
+    "shira": dict(entries=5),
+    "low_rank_diagonal": dict(rank=2),
+    "trained_rows": dict(ids=[1, 3]),
+    "locon": dict(rank=2, alpha=4.0),
+    "vblora": dict(rank=1, num_vectors=6, vector_length=2),
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", few(METHODS, "lora", "dora", "boft", "trained_rows", "vblora"))
 def test_a_model_is_the_same_at_first_and_then_trained(method, never_dense):
     t = hk.without_apply_rng(hk.transform(mlp))
     model = hki.transform_implicit(t)
     x = normal((3, 6), 1)
     dense = t.init(jax.random.key(0), x)
     params = hki.add_adapter(dense, 0, method, **METHODS[method])
-    close(model.apply(params, x), t.apply(dense, x))
+    # (VB-LoRA starts with a small correction, since its bank cannot be zero.)
+    start = model.apply(hki.with_vector_bank(params), x)
+    close(start, t.apply(dense, x), 1e-2 if method == "vblora" else 1e-5)
     trained, frozen = hki.partition(params, trainable_dense=False)
 
     def loss(trained):
-        return ((model.apply(hki.combine(trained, frozen), x) - 1) ** 2).mean()
+        params = hki.with_vector_bank(hki.combine(trained, frozen))
+        return ((model.apply(params, x) - 1) ** 2).mean()
 
     grads = jax.grad(loss)(trained)
+    # Nothing but the adapters is trained, and their frozen fields are not.
+    assert set(trained) <= {*dense, "vblora_bank"}
+    assert trained["mlp/~/linear_0"]["b"] is None and trained["mlp/~/linear_0"]["w"].w is None
     assert any(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
     moved = jax.tree.map(lambda p, g: p - 0.1 * g, trained, grads)
     assert loss(moved) < loss(trained)
@@ -321,7 +334,84 @@ def test_a_model_is_the_same_at_first_and_then_trained(method, never_dense):
     assert jax.tree.structure(merged) == jax.tree.structure(
         hk.data_structures.to_mutable_dict(dense)
     )
-    close(t.apply(merged, x), model.apply(hki.combine(moved, frozen), x))
+    moved = hki.with_vector_bank(hki.combine(moved, frozen))
+    close(t.apply(merged, x), model.apply(moved, x))
+
+
+def test_vera_shares_its_random_factors():
+    params = {f"layer_{i}": {"w": normal((n, m), i)} for i, (n, m) in enumerate([(4, 8), (6, 2)])}
+    new = hki.add_adapter(params, 0, "vera", rank=2)
+    one, other = new["layer_0"]["w"], new["layer_1"]["w"]
+    assert one.a is other.a and one.b is other.b
+    assert one.a.shape == (6, 2) and one.b.shape == (2, 8)
+    stack = hki.add_adapter({"layer": {"w": normal((2, N, M))}}, 0, "vera", rank=2)["layer"]["w"]
+    assert stack.a.shape == (2, N, 2)
+
+
+def test_the_bank_of_vblora_is_one(never_dense):
+    """Its gradient is the sum of those that each weight would have alone."""
+    params = {f"layer_{i}": {"w": normal((N, M), i)} for i in range(2)}
+    params |= {"stack": {"w": normal((3, N, M), 2)}}
+    options = dict(rank=R, num_vectors=6, vector_length=4)
+    params = hki.add_adapter(params, 0, "vblora", **options)
+    vectors = params["vblora_bank"]["vectors"].vectors
+    assert vectors.shape == (6, 4) and params["layer_0"]["w"].bank is None
+    trained, frozen = hki.partition(params, trainable_dense=False)
+    names = ("layer_0", "layer_1", "stack")
+
+    def loss(trained, dense=False, only=names):
+        params = hki.with_vector_bank(hki.combine(trained, frozen))
+        weights = [params[name]["w"] for name in only]
+        if dense:
+            weights = [hki.materialize(w) for w in weights]
+        run = lambda weights: sum(((X @ w) ** 2).sum() for w in weights)  # noqa: E731
+        return hki.use_implicit_args(run)(weights)
+
+    got, want = jax.grad(loss)(trained), jax.grad(functools.partial(loss, dense=True))(trained)
+    jax.tree.map(functools.partial(close, tolerance=2e-5), got, want)
+    of_bank = lambda grads: grads["vblora_bank"]["vectors"].vectors  # noqa: E731
+    apart = sum(of_bank(jax.grad(functools.partial(loss, only=[n]))(trained)) for n in names)
+    close(of_bank(got), apart)
+
+
+def test_vblora_without_its_bank_says_so():
+    w = hki.add_adapter({"layer": {"w": normal((4, 4))}}, 0, "vblora", rank=1, vector_length=4)
+    with pytest.raises(ValueError, match="no vector bank.*with_vector_bank"):
+        hki.materialize(w["layer"]["w"])
+
+
+@pytest.mark.parametrize("base", ["dense", "int8"])
+def test_a_token_costs_its_row(base, never_dense):
+    """Look-ups are those of the rows to the bit, and logits of the tied table are right."""
+    x, tokens = normal((3, M), 1), jnp.array([[7, 0], [49, 48]])
+    table = normal((50, M))
+    table = table if base == "dense" else hki.QuantizedMatrix.quantize(table, base)
+    w = hki.add_adapter({"embed": {"w": table}}, 0, "trained_rows", ids=[7, 49])["embed"]["w"]
+    assert w.rows.shape == (2, M)
+    np.testing.assert_array_equal(w.rows, hki.materialize(table)[jnp.array([7, 49])])
+    w = w._replace(rows=w.rows + 1)
+    look_up = hki.use_implicit_args(lambda w: w[tokens])
+    np.testing.assert_array_equal(look_up(w), hki.materialize(w)[tokens])
+    close(hki.use_implicit_args(lambda w: x @ w.T)(w), x @ hki.materialize(w).T)
+    grads = jax.grad(lambda rows: (look_up(w._replace(rows=rows))[0] ** 2).sum())(w.rows)
+    np.testing.assert_allclose(grads, [2 * w.rows[0], jnp.zeros(M)], rtol=1e-6)
+
+
+def test_predicates_of_biases_and_norms():
+    params = {
+        "layer_norm": {"scale": jnp.ones(2), "offset": jnp.ones(2)},
+        "mlp/linear": {"w": jnp.ones((2, 2)), "b": jnp.ones(2), "w_b": jnp.ones((2, 2))},
+        "attention": {"query_bias": jnp.ones(2), "gating_b": jnp.ones(2)},
+    }
+    trained = lambda which: {  # noqa: E731
+        f"{module}/{name}"
+        for module, own in hki.partition(params, which)[0].items()
+        for name, x in own.items()
+        if x is not None
+    }
+    assert trained(hki.LAYER_NORMS) == {"layer_norm/scale", "layer_norm/offset"}
+    biases = {"mlp/linear/b", "attention/query_bias", "attention/gating_b", "layer_norm/offset"}
+    assert trained(hki.BIASES) == biases
 
 
 def test_options_for_some_weights():
@@ -342,6 +432,20 @@ def test_options_for_some_weights():
             ("oft", "w", {"block_size": 5}),
             "layer/w .*block_size: expected a divisor of the 12 inputs",
         ),
+        (("boft", "w", {"block_size": 4, "factors": 3}), "layer/w .*to divide the 12 inputs"),
+        (("boft", "w", {"block_size": 3}), "layer/w .*expected an even block size"),
+        (("fourierft", "w", {"coefficients": 97}), "layer/w .*coefficients: expected 1 to 96"),
+        (("shira", "w", {"entries": 0}), "layer/w .*entries: expected 1 to 96"),
+        (("trained_rows", "w", {"ids": [1, 1]}), "layer/w .*ids: expected each index once"),
+        (("trained_rows", "w", {"ids": [12]}), "layer/w .*ids: expected indices of the 12 rows"),
+        (("trained_rows", "w", {"ids": 3}), "layer/w .*ids: expected a list of integers"),
+        (("vblora", "w", {"rank": 1}), "layer/w .*vector_length: expected a divisor of both sides"),
+        (
+            ("vblora", "w", {"rank": 1, "vector_length": 4, "top_k": 300}),
+            "layer/w .*top_k: expected 1 to 256",
+        ),
+        (("locon", "w", {"rank": 0}), "rank: expected a positive integer, got 0"),
+        (("locon", "w", {"rank": 1, "axis": 0}), "layer/w .*axis: expected -2 to -1, got 0"),
         (("ia3", "b", {}), "layer/b: ia3 needs a floating-point parameter of at least two axes"),
     ],
 )
