@@ -138,7 +138,8 @@ class EVA(LoRAInit):
 class LoftQ(LoRAInit):
     """The weight is quantized, and the factors make up for what that loses (arXiv:2310.08659).
 
-    Quantizing and decomposing take turns: `q = quantize(w - ab)`, `ab ≈ w - q`.
+    Quantizing and decomposing take turns: `q = quantize(w - ab)`, `ab ≈ w - q`. For each matrix the
+    turn that comes nearest to it is kept, since with few bits the error may also grow.
 
     Attributes:
       dtype, group_size, zero_point: as for `QuantizedMatrix.quantize`.
@@ -163,12 +164,20 @@ class LoftQ(LoRAInit):
 
     def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
         rest = w = _dense("LoftQ", w)
+        best, least = None, jnp.full(w.shape[:-2], jnp.inf)
         for _ in range(self.iterations):
-            options = dict(group_size=self.group_size, zero_point=self.zero_point)
-            q = QuantizedMatrix.quantize(rest, self.dtype, **options)
-            a, b = (x.astype(w.dtype) for x in truncated(w - q.materialize(), rank, scale))
-            rest = w - (scale * (a @ b)).astype(w.dtype)
-        return Parts(q, a, b)
+            q = QuantizedMatrix.quantize(
+                rest, self.dtype, group_size=self.group_size, zero_point=self.zero_point
+            )
+            lost = w - q.materialize()
+            a, b = (x.astype(w.dtype) for x in truncated(lost, rank, scale))
+            correction = (scale * (a @ b)).astype(w.dtype)
+            rest, found = w - correction, Parts(q, a, b)
+            error = jnp.square((lost - correction).astype(jnp.float32)).sum((-2, -1))
+            best = found if best is None else _choose(error < least, found, best)
+            least = jnp.minimum(error, least)
+        assert best is not None  # there is a turn at least
+        return best
 
 
 BY_NAME: dict[str, LoRAInit] = {
@@ -199,6 +208,15 @@ def truncated(w: jax.Array, rank: int, scale: float) -> tuple[jax.Array, jax.Arr
     u, s, v = jnp.linalg.svd(w.astype(jnp.float32), full_matrices=False)
     root = jnp.sqrt(s[..., :rank] / scale)
     return u[..., :rank] * root[..., None, :], root[..., None] * v[..., :rank, :]
+
+
+def _choose(condition: jax.Array, new: Any, old: Any) -> Any:
+    """Of two trees of stacked arrays the first one where the condition is true, for each matrix."""
+
+    def of_leaf(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(jnp.expand_dims(condition, range(condition.ndim, x.ndim)), x, y)
+
+    return jax.tree.map(of_leaf, new, old)
 
 
 def _with_rest(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Parts:
