@@ -63,7 +63,8 @@ class LoCon(Adapter):
           rank: of the correction.
           alpha: the correction is scaled by `alpha / rank`.
           axis: of the outputs, from the end.
-          kernel_ndim: how many of the last axes are the kernel; None for all that do not stack layers.
+          kernel_ndim: how many of the last axes are the kernel, the others being batch axes; None for
+            all (and all but those of `layer_stack`, in `add_adapter`).
         """
         ndim = kernel_ndim or w.ndim
         if not -ndim <= axis < 0:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.arrays.ragged import group_of_rows, is_plain_ragged_dot
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
 
@@ -70,11 +71,38 @@ def dot_with_operator(call: BinaryCall, x: jax.Array, w: Operator) -> Any:
     return jnp.transpose(out, order)
 
 
+@primitive_handler(ragged_dot_general_p)
+def ragged_dot_with_operator(
+    primitive: Primitive, x: jax.Array, w: Operator, group_sizes: jax.Array, **params: Any
+) -> Any:
+    """Rows of `x` by the operator of their group: each in turn, on its rows and zeros."""
+    preferred = params.get("preferred_element_type") or w.dtype
+    if not is_plain_ragged_dot(x, w, params) or not x.dtype == w.dtype == preferred:
+        return NotImplemented
+    groups = group_of_rows(group_sizes, x.shape[0])
+
+    def add(out: jax.Array, group: Any) -> Any:
+        index, one = group
+        return out + one.times(jnp.where(groups[:, None] == index, x, 0)), None
+
+    start = jnp.zeros((x.shape[0], w.shape[-1]), w.dtype)
+    return jax.lax.scan(add, start, (jnp.arange(w.shape[0]), w))[0]
+
+
 @primitive_handler("transpose")
 def transpose_operator(primitive: Primitive, w: Operator, *, permutation: Any) -> Any:
     """The matrix, or each of the stacked ones, is transposed."""
     lead = range(w.ndim - 2)
     return w.transposed() if permutation == (*lead, w.ndim - 1, w.ndim - 2) else NotImplemented
+
+
+def takes_whole_rows(w: Any, ids: Any, dimension_numbers: Any, slice_sizes: Any) -> bool:
+    """Whether a `gather` takes rows of one matrix, as an embedding does: `ids` are `[..., 1]`."""
+    numbers = dimension_numbers
+    whole_rows = w.ndim == 2 and tuple(slice_sizes) == (1, w.shape[1])
+    taken = (numbers.collapsed_slice_dims, numbers.start_index_map) == ((0,), (0,))
+    last = tuple(numbers.offset_dims) == (ids.ndim - 1,)
+    return whole_rows and taken and last and not numbers.operand_batching_dims
 
 
 @primitive_handler("gather")
@@ -90,11 +118,7 @@ def gather_rows(
     **params: Any,
 ) -> Any:
     """Rows of one matrix, as an embedding takes them."""
-    numbers = dimension_numbers
-    whole_rows = w.ndim == 2 and tuple(slice_sizes) == (1, w.shape[1])
-    taken = (numbers.collapsed_slice_dims, numbers.start_index_map) == ((0,), (0,))
-    last = tuple(numbers.offset_dims) == (ids.ndim - 1,)
-    if not (whole_rows and taken and last) or numbers.operand_batching_dims:
+    if not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
         return NotImplemented
     index = ids[..., 0]
     inside = (index >= 0) & (index < w.shape[0])

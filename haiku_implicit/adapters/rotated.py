@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.adapters.operators import takes_whole_rows
+from haiku_implicit.arrays.ragged import is_plain_ragged_dot
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.validation import expecting
@@ -72,6 +74,42 @@ def _turned(x: jax.Array, rotation: Any, batch: Any, axis: int, contracted: int)
     out = jax.lax.dot_general(x, rotation, numbers, preferred_element_type=x.dtype)
     free = [i for i in range(x.ndim) if i not in (*batch, axis)]
     return jnp.transpose(out, np.argsort([*batch, *free, axis]).tolist())
+
+
+@primitive_handler(ragged_dot_general_p)
+def ragged_dot_with_rotated(
+    primitive: Primitive, x: jax.Array, w: Rotated, group_sizes: jax.Array, **params: Any
+) -> Any:
+    """The rows of `x` are rotated, each as its group says."""
+    if not is_plain_ragged_dot(x, w, params):
+        return NotImplemented
+    turned = primitive.bind(x, w.rotation, group_sizes, **params).astype(x.dtype)
+    return primitive.bind(turned, w.w, group_sizes, **params)
+
+
+@primitive_handler("gather")
+def gather_rotated(
+    primitive: Primitive,
+    w: Rotated,
+    ids: jax.Array,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Any,
+    fill_value: Any,
+    mode: Any,
+    **params: Any,
+) -> Any:
+    """Rows of the rotation, times the weight."""
+    if not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
+        return NotImplemented
+    # (What is out of bounds is filled at the end: NaN in a factor would get into gradients.)
+    options = dict(dimension_numbers=dimension_numbers, mode=mode, **params)
+    sizes = (1, w.shape[0])
+    rows = primitive.bind(w.rotation, ids, slice_sizes=sizes, fill_value=0, **options) @ w.w
+    if mode != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return rows
+    inside = (ids >= 0) & (ids < w.shape[0])
+    return jnp.where(inside, rows, jnp.nan if fill_value is None else fill_value)
 
 
 @binary_handler("conv_general_dilated")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.adapters.operators import takes_whole_rows
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
@@ -104,13 +105,11 @@ def gather_rows(
     **params: Any,
 ) -> Any:
     """Whole rows, as an embedding takes them: the trained ones instead, where there are any."""
-    numbers = dimension_numbers
-    whole_rows = w.ndim == 2 and w.axis == -2 and tuple(slice_sizes) == (1, w.shape[1])
-    taken = (numbers.collapsed_slice_dims, numbers.start_index_map) == ((0,), (0,))
-    last = tuple(numbers.offset_dims) == (ids.ndim - 1,)
-    if not (whole_rows and taken and last) or numbers.operand_batching_dims:
+    if w.axis == -1 or not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
         return NotImplemented
-    options = dict(dimension_numbers=numbers, slice_sizes=slice_sizes, mode=mode, **params)
+    options = dict(
+        dimension_numbers=dimension_numbers, slice_sizes=slice_sizes, mode=mode, **params
+    )
     out, index = primitive.bind(w.w, ids, **options), ids[..., 0]
     if mode == jax.lax.GatherScatterMode.CLIP:
         index = jnp.clip(index, 0, w.shape[0] - 1)

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from haiku_implicit.arrays.ragged import is_plain_ragged_dot
 from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core import compat
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
@@ -277,6 +279,19 @@ def conv_with_kernel(primitive: Primitive, x: jax.Array, w: LoRA, **params: Any)
     A kernel is small beside the images, and one convolution with `w + ab` costs half of two.
     """
     return _with_sum(primitive, [x, w], params)
+
+
+@primitive_handler(compat.ragged_dot_general_p)
+def ragged_dot_with_lora(
+    primitive: Primitive, x: jax.Array, w: LoRA, group_sizes: jax.Array, **params: Any
+) -> Any:
+    """Rows of `x` by the matrix of their group, as of routed experts: `x · w + (x · a) · b`."""
+    if not is_plain_ragged_dot(x, w, params):
+        return NotImplemented
+    high = primitive.bind(x, w.w, group_sizes, **params)
+    t = primitive.bind(x, _scaled_a(w).astype(x.dtype), group_sizes, **params).astype(x.dtype)
+    low = primitive.bind(t, w.b.astype(x.dtype), group_sizes, **params)
+    return high + low.astype(high.dtype)
 
 
 # --- parts ---------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from haiku_implicit.arrays.ragged import group_of_rows, is_plain_ragged_dot
 from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive
@@ -139,6 +141,20 @@ def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Any:
     in_out = {axis: i for i, axis in enumerate(batch[1])}
     in_out |= {axis: start + i for i, axis in enumerate(free)}
     return _times(out, w.scale, [in_out[i] for i in of_scale])
+
+
+@primitive_handler(compat.ragged_dot_general_p)
+def ragged_dot_with_scaled(
+    primitive: Primitive, x: jax.Array, w: ScaledMatrix, group_sizes: jax.Array, **params: Any
+) -> Any:
+    """Each row of `x`, or of the result, is multiplied by the scale of its group."""
+    if not is_plain_ragged_dot(x, w, params):
+        return NotImplemented
+    groups = jnp.minimum(group_of_rows(group_sizes, x.shape[0]), w.shape[0] - 1)
+    rows = w.scale[groups]
+    if w.axis == -2:
+        return primitive.bind(_times(x, rows, (0, 1)), w.matrix, group_sizes, **params)
+    return _times(primitive.bind(x, w.matrix, group_sizes, **params), rows, (0, 1))
 
 
 @binary_handler("conv_general_dilated")

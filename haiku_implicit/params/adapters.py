@@ -31,7 +31,7 @@ METHODS: dict[str, Any] = {
     "vera": adapters.VeRA,
 }
 # Options of `create` that do not come from the user.
-_INNER = ("w", "key", "shared", "kernel_ndim")
+_INNER = ("w", "key", "shared")
 
 
 def add_adapter(
@@ -90,7 +90,7 @@ def add_adapter(
             return LoRAOptions(**own).put_on(parameter.path, parameter.value, own_key)
         check_matrix(parameter.path, parameter.value, method)
         with errors_name(parameter.path, parameter.value):
-            return METHODS[method].create(parameter.value, own_key, **own, **inner(parameter, own))
+            return METHODS[method].create(parameter.value, own_key, **inner(parameter, own), **own)
 
     room = LoRAOptions(options.get("rank", 1))
     targets_are = choice, room.takes, room.wanted
@@ -104,7 +104,9 @@ def _inner_options(
 ) -> Callable[[trees.Parameter, dict[str, Any]], dict[str, Any]]:
     """What `create` is given beside the options: what weights share, where a kernel begins."""
     if method == "locon":
-        return lambda p, own: dict(kernel_ndim=len(p.value.shape) - p.stacked)
+        return lambda p, own: {
+            "kernel_ndim": own.pop("kernel_ndim", len(p.value.shape) - p.stacked)
+        }
     if method != "vera":
         return lambda p, own: {}
     parameters = trees.parameters_of(params)
