@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from haiku_implicit.testing import check_type
+from tests.adapters.test_adapters import CASES
 from tests.tiers import few
 
 METHODS = {
@@ -111,3 +113,39 @@ def test_method_on_weight(method, use, base):
         with hki.materialization_report() as report:
             check(method, use, base)
     assert {event.type_name for event, _ in report} <= {"QuantizedMatrix"}
+
+
+LARGE = METHODS | {
+    "vblora": dict(rank=2, num_vectors=16, vector_length=64),
+    "lokr": dict(rank=4),
+    "oft": dict(block_size=16),
+    "boft": dict(block_size=16, factors=3),
+    "fourierft": dict(coefficients=100),
+    "shira": dict(entries=500),
+}
+
+
+@pytest.mark.parametrize("use", few(["x @ w", "x @ w.T"], "x @ w"))
+@pytest.mark.parametrize("method", few(LARGE, "dora", "boft"))
+def test_a_step_holds_nothing_of_the_size_of_the_weight(method, use):
+    """Temporary memory of outputs and gradients, from XLA's own analysis of the compiled program."""
+    n = 1024
+    run = (lambda x, w: x @ w) if use == "x @ w" else (lambda x, w: x @ w.T)
+    params = hki.add_adapter({"layer": {"w": jnp.ones((n, n))}}, 0, method, **LARGE[method])
+    trained, frozen = hki.partition(params, trainable_dense=False)
+
+    def loss(trained, frozen, x):
+        w = hki.with_vector_bank(hki.combine(trained, frozen))["layer"]["w"]
+        return (hki.use_implicit_args(run)(x, w) ** 2).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 2)))
+    compiled = step.lower(trained, frozen, jnp.ones((4, n))).compile()
+    held = compiled.memory_analysis().temp_size_in_bytes
+    assert held < n * n * 4 / 4, held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_contract(name):
+    """Everything that a type has to hold, on small matrices."""
+    check_type(lambda seed: CASES[name]((), normal((12, 8), seed)), rtol=1e-3, atol=1e-4)
