@@ -42,6 +42,9 @@ from haiku_implicit.core.transform import (
     tree_structure_with_implicit,
     use_implicit_args,
 )
+from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
+from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
+from haiku_implicit.params.adapter_sums import combine_adapters
 from haiku_implicit.params.adapters import add_adapter
 from haiku_implicit.params.calibrated import input_maxima, input_moments, quantize_with_inputs
 from haiku_implicit.params.creators import (
@@ -149,6 +152,12 @@ __all__ = [
     "quantized_state",
     # LoRA's relatives
     "adapters",
+    "get_adapter",
+    "set_adapter",
+    "AdapterParts",
+    "combine_adapters",
+    "AdapterBank",
+    "with_bank",
     # models as trees of their modules' calls
     "mox",
     # heads, rotary positions, meshes and policies, under EasyDeL's names

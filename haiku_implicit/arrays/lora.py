@@ -154,7 +154,7 @@ def _times_scale(x: jax.Array, w: LoRA, places: Sequence[int]) -> jax.Array:
 
 def _scaled_a(w: LoRA) -> jax.Array:
     """`scale * a`."""
-    return _times_scale(w.a, w, range(w.ndim - 2))
+    return _times_scale(w.a, w, range(w.a.ndim - 2))
 
 
 # --- products ------------------------------------------------------------------------------------
