@@ -75,7 +75,7 @@ from haiku_implicit.params.quantized_training import (
     quantized_training_getter,
     with_rounding_key,
 )
-from haiku_implicit.params.summary import summary
+from haiku_implicit.params.summary import Summary, compare_params, summary
 from haiku_implicit.params.transformed import transform_implicit
 from haiku_implicit.training.gradients import combine, grad, partition, value_and_grad
 from haiku_implicit.training.optimizers import (
@@ -104,6 +104,8 @@ __all__ = [
     "merge_lora",
     "infer_matrix_axes",
     "summary",
+    "Summary",
+    "compare_params",
     "from_ggml",
     "input_moments",
     "input_maxima",
