@@ -106,21 +106,25 @@ def summary(params: Any, *, depth: int | None = None, trainable_dense: Targets =
     """
     if depth is not None and depth < 1:
         raise ValueError(f"depth: expected None or 1 and more, got {depth}")
-    rows = [_row_of(p, trainable_dense) for p in trees.parameters_of(params)]
+    parameters = trees.parameters_of(params)
+    counts = _trained_counts(parameters, trainable_dense)
+    rows = [_row_of(p, count) for p, count in zip(parameters, counts, strict=True)]
     if depth is not None:
         rows = _by_module(rows, depth)
     return Summary(tuple(rows), _joined("total", rows)._replace(kind="", dtype=None))
 
 
-def _row_of(parameter: trees.Parameter, trainable_dense: Targets) -> SummaryRow:
+def _trained_counts(parameters: Sequence[trees.Parameter], trainable_dense: Targets) -> list[int]:
+    """How many numbers of each parameter are trained."""
+    own = [slots_of({p.module_name: {p.name: p.value}}) for p in parameters]
+    flags = iter(trained([slot for slots in own for slot in slots], trainable_dense))
+    return [sum(math.prod(np.shape(s.value)) for s in slots if next(flags)) for slots in own]
+
+
+def _row_of(parameter: trees.Parameter, count: int) -> SummaryRow:
     value = parameter.value
     size = math.prod(value.shape)
     dense = size * value.dtype.itemsize
-    slots = slots_of({parameter.module_name: {parameter.name: value}})
-    flags = trained(slots, trainable_dense)
-    count = sum(
-        math.prod(np.shape(slot.value)) for slot, flag in zip(slots, flags, strict=True) if flag
-    )
     held = value.nbytes if is_implicit(value) else dense
     dtype = value.dtype.name
     return SummaryRow(parameter.path, _kind(value), value.shape, dtype, size, count, held, dense)
@@ -236,12 +240,13 @@ def compare_params(
     """
     one, two = ({p.path: p.value for p in trees.parameters_of(t)} for t in (first, second))
     rows = tuple(_error_of(path, one[path], two[path]) for path in one if path in two)
-    missing = (tuple(path for path in a if path not in b) for a, b in ((one, two), (two, one)))
+    only_first = tuple(path for path in one if path not in two)
+    only_second = tuple(path for path in two if path not in one)
     outputs = None
     if apply is not None:
         pair = (jax.tree.leaves(apply(params, *args)) for params in (first, second))
         outputs = _relative([(a, b) for a, b in zip(*pair, strict=True)])
-    return Comparison(rows, *missing, outputs)
+    return Comparison(rows, only_first, only_second, outputs)
 
 
 def _error_of(path: str, a: Any, b: Any) -> ParameterError:
