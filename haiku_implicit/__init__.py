@@ -66,6 +66,7 @@ from haiku_implicit.params.edits import (
 )
 from haiku_implicit.params.ggml import from_ggml
 from haiku_implicit.params.infer_axes import infer_matrix_axes
+from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantized_training import (
     convert_trained,
@@ -106,6 +107,8 @@ __all__ = [
     "summary",
     "Summary",
     "compare_params",
+    "plot_memory",
+    "plot_error",
     "from_ggml",
     "input_moments",
     "input_maxima",
