@@ -15,7 +15,6 @@ sees a small part of its text once.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from tqdm import tqdm
 
 import haiku_implicit as hki
 import smollm
-from errors import InputError
+from errors import InputError, main_of
 from haiku_implicit.quantization import QtRule
 from models import llama
 from printing import heading, table
@@ -43,6 +42,7 @@ _STEPS = flags.DEFINE_integer("steps", 600, "Steps of each run of the language m
 _DIGITS_STEPS = flags.DEFINE_integer("digits_steps", 500, "Those of the ResNet.", 1)
 _LAYERS = flags.DEFINE_integer("layers", 2, "Layers of the language model.", 1)
 _WIDTH = flags.DEFINE_integer("width", 64, "Width of the language model.", 8)
+_GROUPS = flags.DEFINE_integer("groups", 4, "Groups of the ResNet's blocks, one in each.", 1, 4)
 _CHANNELS = flags.DEFINE_integer("channels", 16, "Channels of the ResNet's first group.", 1)
 _GOAL = flags.DEFINE_float("goal", 2.0, "How far losses may be from those of float32, in %.", 0.0)
 _PLOT = flags.DEFINE_string("plot", None, "Where the curves are saved, a PNG.")
@@ -112,15 +112,6 @@ class Result(NamedTuple):
     accuracy: float
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        run()
-    except InputError as error:
-        sys.exit(f"error: {error}")
-
-
 def run() -> None:
     """Trains each model in each way, prints and draws, and compares."""
     found: dict[str, list[dict[str, Result]]] = {}
@@ -184,7 +175,7 @@ def digits() -> Task:
 
     def resnet(images: jax.Array, is_training: bool) -> jax.Array:
         net = hk.nets.ResNet(
-            blocks_per_group=(1, 1, 1, 1),
+            blocks_per_group=[int(i < _GROUPS.value) for i in range(4)],
             num_classes=10,
             bottleneck=False,
             channels_per_group=(width, width, 2 * width, 2 * width),
@@ -378,4 +369,4 @@ def smooth(curve: np.ndarray) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main_of(run))
