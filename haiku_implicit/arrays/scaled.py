@@ -22,7 +22,8 @@ from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import padded_spec, split_fields
 from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats
-from haiku_implicit.products.ragged import groups_of_rows, row_numbers
+from haiku_implicit.products.ragged import row_numbers
+from haiku_implicit.products.tiles import groups_of_rows
 
 
 @dataclasses.dataclass
@@ -167,13 +168,13 @@ def _scales_of_rows(
 ) -> jax.Array:
     """Those of each row's group, `[batch..., rows, n]`, of scales with the groups and `batch` first.
 
-    (Of a row that is in no group it does not matter: its product is zero.)
+    They are zero for a row that is in no group, as its product is.
     """
     if batch:
         rest = [i - (i > batch[0]) for i in batch[1:]]
         one = functools.partial(_scales_of_rows, batch=rest, num_rows=num_rows)
         return jax.vmap(one, (batch[0], 0 if sizes.ndim > 1 else None))(scale, sizes)
-    return scale.at[groups_of_rows(sizes, num_rows)].get(mode="clip")
+    return scale.at[groups_of_rows(sizes, num_rows)].get(mode="fill", fill_value=0)
 
 
 @binary_handler("conv_general_dilated")

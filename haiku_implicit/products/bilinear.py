@@ -20,6 +20,7 @@ from jax import export
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.interpreter import interpret
 from haiku_implicit.numerics.operands import QuantizedOperand, dequantize
+from haiku_implicit.products.tiles import groups_of_rows
 
 Axes = tuple[int | None, ...]
 Operand = jax.Array | QuantizedOperand
@@ -43,12 +44,15 @@ class Bilinear:
       axes: for `a` and for `b`: which of its axes each axis of the result comes from.
       summed: the pairs of axes (of `a`, of `b`) that are summed over; the last one is tiled.
       separable: whether products of pieces along such a pair add up to the product.
+      group_sizes: of a ragged product, how many rows of the result (and of `a`) go with each index of
+        the first axis of `b`.
     """
 
     fun: Callable[[Any, Any, Any], jax.Array]
     axes: tuple[Axes, Axes]
     summed: tuple[tuple[int, int], ...]
     separable: bool
+    group_sizes: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Product:
       primal: called as `primal(lhs, rhs, *others, precision=..., preferred_element_type=...)`.
       precision: of products that are not of codes: those are exact.
       axes, summed, separable: as of `Bilinear`.
+      ragged: whether the first one of the others is its `group_sizes`.
     """
 
     primal: Callable[..., jax.Array]
@@ -66,6 +71,11 @@ class Product:
     axes: tuple[Axes, Axes]
     summed: tuple[tuple[int, int], ...]
     separable: bool
+    ragged: bool = False
+
+    def group_sizes(self, others: Others) -> jax.Array | None:
+        """Those of `Bilinear`."""
+        return others[0] if self.ragged else None
 
     def forward(self, others: Others) -> Bilinear:
         """The product of `lhs` and `rhs`, given what else it takes."""
@@ -74,7 +84,7 @@ class Product:
             precision = None if _is_code(lhs) else self.precision
             return self.primal(lhs, rhs, *others, precision=precision, preferred_element_type=dtype)
 
-        return Bilinear(fun, self.axes, self.summed, self.separable)
+        return Bilinear(fun, self.axes, self.summed, self.separable, self.group_sizes(others))
 
     def transposed(self, side: int, operand: jax.Array, others: Others) -> Bilinear:
         """The product of the incoming gradient and one operand: the gradient with respect to the other.
@@ -171,6 +181,7 @@ def ragged_product(precision: Any = None, group_offset: Any = None) -> Product:
         axes=((0, None), (None, 2)),
         summed=((1, 1),),
         separable=False,
+        ragged=group_offset is None,
     )
 
 
@@ -274,7 +285,8 @@ def _tiles(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> _Tile
     None where products of such tiles do not add up to the product, as within groups of a convolution;
     where sums of integers may overflow; or where it does not pay.
     """
-    tiled = [_tiled_axis(x, axes) for x, axes in zip((a, b), product.axes, strict=True)]
+    has_groups = (False, product.group_sizes is not None)
+    tiled = [_tiled_axis(*own) for own in zip((a, b), product.axes, has_groups, strict=True)]
     longest = _longest_sum(product, a, b)
     if tiled == [None, None]:
         return _Tiles((0, 0), 1) if longest <= _LONGEST_SUM else None
@@ -292,10 +304,11 @@ def _tiles(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> _Tile
     return None
 
 
-def _tiled_axis(x: QuantizedOperand, axes: Axes) -> int | None:
-    """The axis along which scales differ though the result has no such axis."""
+def _tiled_axis(x: QuantizedOperand, axes: Axes, has_groups: bool) -> int | None:
+    """The axis along which scales differ though the result has no such axis (or its groups have it)."""
     shape = () if x.scale is None else x.scale.shape
-    return next((i for i, n in enumerate(shape) if i not in axes and n > 1), None)
+    known = (0, *axes) if has_groups else axes
+    return next((i for i, n in enumerate(shape) if i not in known and n > 1), None)
 
 
 def _longest_sum(product: Bilinear, *operands: QuantizedOperand) -> float:
@@ -341,21 +354,29 @@ def _codes(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> jax.A
     if dtype is np.float32 and left.dtype != right.dtype:  # not all products take two dtypes
         left, right = left.astype(dtype), right.astype(dtype)
     out = product.fun(left, right, np.dtype(dtype))
-    for x, axes in zip((a, b), product.axes, strict=True):
-        out = scaled(out, x.scale, axes)
+    sizes = (None, product.group_sizes)
+    for x, axes, group_sizes in zip((a, b), product.axes, sizes, strict=True):
+        out = scaled(out, x.scale, axes, group_sizes)
     return out
 
 
-def scaled(x: jax.Array, scale: jax.Array | None, axes: Axes) -> jax.Array:
+def scaled(
+    x: jax.Array, scale: jax.Array | None, axes: Axes, group_sizes: jax.Array | None = None
+) -> jax.Array:
     """The result of a product, times the scale of an operand if it has one; sharded as it is.
 
     Args:
       x: the result.
       scale: of an operand, with that operand's axes.
       axes: which of those each axis of `x` comes from.
+      group_sizes: where the operand has the groups of a ragged product along its first axis: of how
+        many rows of `x` each is.
     """
     if scale is None:
         return x
+    if group_sizes is not None and scale.shape[0] > 1:
+        rows = groups_of_rows(group_sizes, len(x))
+        scale, axes = scale.at[rows].get(mode="fill", fill_value=0), (0, *axes[1:])
     used = [i for i in axes if i is not None]
     rest = [i for i in range(scale.ndim) if i not in used]
     shape = [1 if i is None else scale.shape[i] for i in axes]
