@@ -261,15 +261,54 @@ def multiply(product: Bilinear, a: Operand, b: Operand, dtype: Any, out_dtype: A
       dtype: what dequantized operands are cast to.
       out_dtype: of the result.
     """
-    if isinstance(a, QuantizedOperand) and isinstance(b, QuantizedOperand):
-        tiles = _tiles(product, a, b) if a.multiplies and b.multiplies else None
-        if tiles is not None:
-            out = _in_tiles(product, a, b, tiles) if tiles.number > 1 else _codes(product, a, b)
-            return out.astype(out_dtype)
-    left, right = (
-        dequantize(x, dtype) if isinstance(x, QuantizedOperand) else x.astype(dtype) for x in (a, b)
-    )
-    return product.fun(left, right, out_dtype).astype(out_dtype)
+
+    def of_values() -> jax.Array:
+        left, right = (
+            dequantize(x, dtype) if isinstance(x, QuantizedOperand) else x.astype(dtype)
+            for x in (a, b)
+        )
+        return product.fun(left, right, out_dtype).astype(out_dtype)
+
+    if not isinstance(a, QuantizedOperand) or not isinstance(b, QuantizedOperand):
+        return of_values()
+    of_codes = _product_of_codes(product, a, b, out_dtype)
+    if of_codes is not None:
+        return of_codes()
+    first_a, first_b = (_first_scales(product, i, x) for i, x in enumerate((a, b)))
+    of_codes = _product_of_codes(product, first_a, first_b, out_dtype)
+    if of_codes is None or (first_a is a and first_b is b):
+        return of_values()
+    # A stored kernel is a stack of matrices, each with its scales. Those of training share them, and
+    # their products are those of training.
+    pairs = [(x.scale, y.scale) for x, y in ((a, first_a), (b, first_b)) if x is not y]
+    shared = jnp.all(jnp.stack([jnp.all(x == y) for x, y in pairs]))
+    return jax.lax.cond(shared, of_codes, of_values)
+
+
+def _product_of_codes(
+    product: Bilinear, a: QuantizedOperand, b: QuantizedOperand, out_dtype: Any
+) -> Callable[[], jax.Array] | None:
+    """What multiplies codes and scales the sums; None where that is no way to the product."""
+    tiles = _tiles(product, a, b) if a.multiplies and b.multiplies else None
+    if tiles is None:
+        return None
+    run = functools.partial(_in_tiles, tiles=tiles) if tiles.number > 1 else _codes
+    return lambda: run(product, a, b).astype(out_dtype)
+
+
+def _first_scales(product: Bilinear, side: int, x: QuantizedOperand) -> QuantizedOperand:
+    """The operand with one scale for all positions of a kernel, that of the first; itself without any.
+
+    (Positions are axes that the result does not have, and that are not summed like inputs.)
+    """
+    if x.scale is None:
+        return x
+    known = {*product.axes[side], *(pair[side] for pair in product.summed)}
+    positions = [i for i, n in enumerate(x.scale.shape) if i not in known and n > 1]
+    scale = x.scale
+    for i in positions:
+        scale = jax.lax.slice_in_dim(scale, 0, 1, axis=i)
+    return x._replace(scale=scale) if positions else x
 
 
 class _Tiles(NamedTuple):

@@ -627,6 +627,27 @@ CONVS = {
 NHWC = ("NHWC", "HWIO", "NHWC")
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_stored_kernel_has_scales_of_each_position(shared):
+    """Where they are all the same, codes are multiplied, and the sums are exact."""
+    x, w = normal((2, 6, 5, 4), 0), normal((3, 2, 4, 5), 1)
+    stored = hki.QuantizedMatrix.quantize(w, "int8", activation="int8")
+    if shared:
+        largest = stored.scale.max((0, 1), keepdims=True)
+        stored = stored._replace(scale=jnp.broadcast_to(largest, stored.scale.shape))
+    fun = functools.partial(
+        jax.lax.conv_general_dilated, window_strides=(1, 2), padding="SAME", dimension_numbers=NHWC
+    )
+    found = jax.jit(hki.use_implicit_args(fun))(x, stored)
+    codes, scale = codes_of(x, "int8", (1, 2, 3))
+    dense = np.asarray(hki.materialize(stored), np.float64)
+    close(found, fun(jnp.asarray(codes * scale), jnp.asarray(dense)), rtol=1e-5, atol=1e-5)
+    exact = fun(jnp.asarray(codes, jnp.float32), jnp.swapaxes(stored.codes, -1, -2) * 1.0)
+    of_columns = jnp.swapaxes(stored.scale, -1, -2)[0, 0]
+    same = np.mean(np.asarray(exact * scale.astype(np.float32) * of_columns) == found)
+    assert same == 1 if shared else same < 0.5
+
+
 @pytest.mark.parametrize(
     "name, bwd",
     [(name, "int8") for name in CONVS]
