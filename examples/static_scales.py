@@ -1,16 +1,15 @@
 """Which rule quantizes which product, and static activation scales that are served with integers.
 
 After Qwix's quantized training: a small model with a convolution, an einsum and a mixture of experts
-(`jax.lax.ragged_dot`), in plain Haiku. Rules that are chosen by operation quantize its products, forward
-and backward. While it is trained, statistics of its activations are collected. Then its weights become
-integers, and the model that takes these, and no statistics, gives the same bits.
+(`jax.lax.ragged_dot`), in plain Haiku. Rules that are chosen by operation quantize its products, those
+of gradients too. While it is trained, statistics of its activations are collected. Then its weights
+become integers, and the model that takes these, and no statistics, gives the same bits.
 
     python examples/static_scales.py
 """
 
 import functools
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +32,9 @@ _EXPERTS = flags.DEFINE_integer("experts", 8, "Number of experts.", 2)
 _BATCH = flags.DEFINE_integer("batch", 32, "Images in a batch.", 1)
 _STEPS = flags.DEFINE_integer("steps", 100, "Steps of training.", 1)
 _RATE = flags.DEFINE_float("learning_rate", 3e-3, "Adam's learning rate.", 0.0)
+_MARGIN = flags.DEFINE_float(
+    "margin", 4.0, "How far static ranges reach, in averages of largest magnitudes.", 0.0
+)
 _GOAL = flags.DEFINE_float("goal", 0.9, "What the accuracy has to be above.", 0.0, 1.0)
 
 CLASSES = 4  # which way the stripes of an image go
@@ -94,8 +96,9 @@ def rules(static: bool) -> list[QtRule]:
     A stored weight of three axes could be for any operation, so the modules with experts are named.
     """
     rule = functools.partial(
-        QtRule, weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", act_static_scale=static
-    )
+        QtRule, weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", act_static_scale=static,
+        act_calibration_method=f"absmax,{_MARGIN.value}" if static else "absmax",
+    )  # fmt: skip
     return [
         QtRule(module_path=".*/router"),  # no weight_qtype: its products are left alone
         rule(op_names="ragged_dot", module_path="mixture/.*"),
@@ -129,6 +132,7 @@ PRODUCTS = {
     "conv_general_dilated": "conv_general_dilated",
     "dot_general": "dot_general",
     "ragged_dot_general": "ragged_dot",
+    "quantized_matmul": "quantized_matmul",  # the library's own, for stored weights
 }
 
 
@@ -173,7 +177,7 @@ def show_rules(products: Sequence[Product], modules: Sequence[str]) -> None:
 # --- training and serving ---------------------------------------------------------------------------
 
 
-def train(model: Any, params: Any) -> tuple[Any, Any]:
+def train(model: Any, params: Any, state: Any) -> tuple[Any, Any]:
     """Trains, and collects statistics at each step; the trained parameters, and the state with them."""
     optimizer = optax.adam(_RATE.value)
     trainable, frozen = hki.partition(params)
@@ -189,7 +193,7 @@ def train(model: Any, params: Any) -> tuple[Any, Any]:
         updates, optimizer_state = optimizer.update(grads, optimizer_state)
         return optax.apply_updates(trainable, updates), state, optimizer_state, value
 
-    state, optimizer_state = {}, optimizer.init(trainable)
+    optimizer_state = optimizer.init(trainable)
     bar = tqdm(batches(1, _STEPS.value), "training", total=_STEPS.value, leave=False)
     for batch in bar:
         trainable, state, optimizer_state, value = step(trainable, state, optimizer_state, batch)
@@ -197,56 +201,73 @@ def train(model: Any, params: Any) -> tuple[Any, Any]:
     return hki.combine(trainable, frozen), state
 
 
-class Served(NamedTuple):
-    """A way to run the trained model: a name, a function of images, and what it reads."""
+class Way(NamedTuple):
+    """A way to run the trained model.
+
+    Attributes:
+        name: What it is called.
+        apply: From `params`, `state` and images to logits.
+        params: The weights.
+        state: The statistics, if it takes any.
+    """
 
     name: str
-    apply: Callable[[Any, jax.Array], jax.Array]
-    values: Any
-
-    def products(self, images: Any) -> str:
-        products = products_in(self.apply, self.values, images)
-        return f"{sum(p.is_of_integers for p in products)} of {len(products)}"
+    apply: Callable[[Any, Any, jax.Array], jax.Array]
+    params: Any
+    state: Any = ()
 
 
-def ways_to_serve(t: Any, params: Any, state: Any, images: Any) -> list[Served]:
-    """The trained model as it is, with integer weights, and with scales that each product finds."""
-    reading = hki.with_quant_stats(t, update=False)
-
-    def trained(values: Any, images: jax.Array) -> jax.Array:
-        return reading.apply(*values, images)[0]
-
-    axes = hki.infer_matrix_axes(t.apply, params, images)
-    dense = hki.materialize(params)
+def ways(t: Any, params: Any, state: Any, axes: Any) -> list[Way]:
+    """The trained model with static scales and with dynamic ones, each also served; and in float32."""
+    reading, dense = hki.with_quant_stats(t, update=False), hki.materialize(params)
     dynamic = hki.quantized_training(dense, rules(static=False), matrix_axes=axes)
+
+    def trained(params: Any, state: Any, images: jax.Array) -> jax.Array:
+        return reading.apply(params, state, images)[0]
+
+    def stateless(params: Any, state: Any, images: jax.Array) -> jax.Array:
+        return t.apply(params, images)
+
     return [
-        Served("static scales, from the state", trained, (params, state)),
-        Served("the same, weights of integers", t.apply, hki.convert_trained(params, state)),
-        Served("dynamic scales", t.apply, dynamic),
-        Served("the same, weights of integers", t.apply, hki.convert_trained(dynamic)),
-        Served("float32", t.apply, dense),
+        Way("static, as trained", trained, params, state),
+        Way("static, served", stateless, hki.convert_trained(params, state)),
+        Way("dynamic, as trained", stateless, dynamic),
+        Way("dynamic, served", stateless, hki.convert_trained(dynamic)),
+        Way("float32", stateless, dense),
     ]
 
 
-def compare(ways: Sequence[Served]) -> None:
-    """Prints bytes, accuracy and how far logits are from those of training, and checks them."""
+def compare(ways: Sequence[Way]) -> None:
+    """Prints bytes, products, accuracy and errors of logits, and checks what was promised."""
     tested = list(batches(2, TESTED))
-    rows, logits = [], []
+    labels = np.stack([own for _, own in tested])
+    logits, rows = {}, []
     for way in tqdm(ways, "serving", leave=False):
         apply = jax.jit(way.apply)
-        logits.append(np.stack([apply(way.values, images) for images, _ in tested]))
-        right = np.mean(logits[-1].argmax(-1) == np.stack([labels for _, labels in tested]))
-        nbytes = sum(x.nbytes for x in jax.tree.leaves(way.values))
-        off_by = np.abs(logits[-1] - logits[0]).max() / np.abs(logits[0]).max()
-        rows.append([way.name, nbytes, way.products(tested[0][0]), right, off_by])
-    names = ["", "bytes", "int8 x int8", "accuracy", "logits off by"]
-    table(names, [[r[0], f"{r[1]:,}", r[2], f"{r[3]:.3f}", f"{r[4]:.1e}"] for r in rows])
-    trained, served, dynamic, stored, dense = rows
-    np.testing.assert_array_equal(logits[1], logits[0])  # the same bits
-    np.testing.assert_allclose(logits[3], logits[2], rtol=1e-3, atol=1e-3 * np.abs(logits[2]).max())
-    assert served[1] < 0.3 * trained[1] and stored[1] < 0.3 * dynamic[1]
-    assert min(row[3] for row in rows) > _GOAL.value, "the accuracy"
-    assert 0 < dynamic[4] < 0.2 and 0 < dense[4] < 0.2
+        logits[way.name] = np.stack([apply(way.params, way.state, x) for x, _ in tested])
+        products = products_in(way.apply, way.params, way.state, tested[0][0])
+        integers = sum(p.is_of_integers for p in products)
+        kernels = sum(p.operation == "quantized_matmul" for p in products)
+        rows.append([way.name, nbytes(way.params), nbytes(way.state), integers, kernels])
+    largest = np.abs(logits["float32"]).max()
+    accuracy = [(x.argmax(-1) == labels).mean() for x in logits.values()]
+    errors = [np.abs(x - logits["float32"]).max() / largest for x in logits.values()]
+    names = ["scales", "bytes", "of state", "int8 x int8", "kernels", "accuracy", "error"]
+    measured = zip(rows, accuracy, errors, strict=True)
+    table(names, [[r[0], f"{r[1]:,}", *r[2:], f"{a:.3f}", f"{e:.4f}"] for r, a, e in measured])
+    print("(error: the largest of the logits, relative to the largest logit of float32)")
+    as_trained, served = logits["static, as trained"], logits["static, served"]
+    print("static scales, trained and served: equal bits:", np.array_equal(as_trained, served))
+    np.testing.assert_array_equal(served, as_trained)
+    # With dynamic scales a kernel of the library multiplies what is stored, in another order of sums.
+    difference = np.abs(logits["dynamic, served"] - logits["dynamic, as trained"]).max()
+    assert difference < 1e-2 * largest and max(errors[2:4]) < 0.1, (difference, errors)
+    assert rows[1][1] < 0.5 * rows[0][1] and rows[1][2] == 0 < rows[0][2]
+    assert min(accuracy) > _GOAL.value, "the accuracy is not above --goal"
+
+
+def nbytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def main(argv: list[str]) -> None:
@@ -258,18 +279,19 @@ def main(argv: list[str]) -> None:
     dense = jax.jit(model.init)(jax.random.key(0), images)
     axes = hki.infer_matrix_axes(t.apply, dense, images)
     params = hki.quantized_training(dense, rules(static=True), matrix_axes=axes)
-    trained = hki.with_quant_stats(t, decay=0.95)
+    state = hki.init_quant_stats(t, params, {}, images)
+    reading = hki.with_quant_stats(t, update=False)
 
     def loss(trainable: Any, frozen: Any) -> jax.Array:
-        return trained.apply(hki.combine(trainable, frozen), {}, images)[0].sum()
+        return reading.apply(hki.combine(trainable, frozen), state, images)[0].sum()
 
     with hki.materialization("error"):  # a weight that became dense would stop the program
         heading("Rules by operation")
         modules = [module for module, own in dense.items() if "w" in own]
         show_rules(products_in(jax.grad(loss), *hki.partition(params)), modules)
-        params, state = train(trained, params)
         heading("Static scales, and serving with integers")
-        compare(ways_to_serve(t, params, state, images))
+        params, state = train(hki.with_quant_stats(t, decay=0.95), params, state)
+        compare(ways(t, params, state, axes))
 
 
 if __name__ == "__main__":
