@@ -6,7 +6,6 @@ on, and stays as it is. The weights are random, or yours (`--weights`), of which
     python examples/alphafold3.py --repo=PATH
 """
 
-import sys
 from typing import Any
 
 import haiku as hk
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from absl import app, flags
 
 import dense_twin
+from errors import main_of
 
 _REPO = flags.DEFINE_string("repo", None, "Folder of a checkout; by default what is installed.")
 _WEIGHTS = flags.DEFINE_string("weights", None, "Folder of your weights; by default random ones.")
@@ -24,19 +24,15 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "What it
 _RUNS = flags.DEFINE_integer("runs", 5, "How often each program is timed.", lower_bound=1)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        network = "alphafold3.model.network"
-        names = [f"{network}.{name}" for name in ("modules", "diffusion_transformer", "evoformer")]
-        others = ["alphafold3.model.components.utils", "alphafold3.model.model_config"]
-        modules = dense_twin.modules_of(_REPO.value, names + others)
-        weights = read_weights(_WEIGHTS.value) if _WEIGHTS.value else None
-        show("Pairformer", *pairformer(*modules), weights)
-        show("diffusion transformer", *diffusion_transformer(*modules), weights)
-    except dense_twin.InputError as error:
-        sys.exit(f"error: {error}")
+def run() -> None:
+    """Compares each part with its dense twin."""
+    network = "alphafold3.model.network"
+    names = [f"{network}.{name}" for name in ("modules", "diffusion_transformer", "evoformer")]
+    others = ["alphafold3.model.components.utils", "alphafold3.model.model_config"]
+    modules = dense_twin.modules_of(_REPO.value, names + others)
+    weights = read_weights(_WEIGHTS.value) if _WEIGHTS.value else None
+    show("Pairformer", *pairformer(*modules), weights)
+    show("diffusion transformer", *diffusion_transformer(*modules), weights)
 
 
 def read_weights(folder: str) -> Any:
@@ -104,4 +100,4 @@ def show(name: str, model: Any, args: Any, weights: Any) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main_of(run))

@@ -6,7 +6,6 @@ depends on, and stays as it is. The weights are random, or yours (`--weights`).
     python examples/alphagenome.py --repo=PATH
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from absl import app, flags
 
 import dense_twin
+from errors import main_of
 from haiku_implicit import mox
 
 _REPO = flags.DEFINE_string("repo", None, "Folder of a checkout; by default what is installed.")
@@ -27,21 +27,15 @@ _PARTS = flags.DEFINE_list("parts", ["tower"], "What is compared: encoder, tower
 _RUNS = flags.DEFINE_integer("runs", 3, "How often each program is timed.", lower_bound=1)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        (model,) = dense_twin.modules_of(_REPO.value, ["alphagenome_research.model.model"])
-        weights = read_weights(_WEIGHTS.value) if _WEIGHTS.value else None
-        models = parts_of(model)
-        if unknown := set(_PARTS.value) - set(models):
-            raise dense_twin.InputError(
-                f"--parts: {', '.join(unknown)} is not of {', '.join(models)}"
-            )
-        for name in _PARTS.value:
-            show(name, *models[name], weights)
-    except dense_twin.InputError as error:
-        sys.exit(f"error: {error}")
+def run() -> None:
+    """Compares each part with its dense twin."""
+    (model,) = dense_twin.modules_of(_REPO.value, ["alphagenome_research.model.model"])
+    weights = read_weights(_WEIGHTS.value) if _WEIGHTS.value else None
+    models = parts_of(model)
+    if unknown := set(_PARTS.value) - set(models):
+        raise dense_twin.InputError(f"--parts: {', '.join(unknown)} is not of {', '.join(models)}")
+    for name in _PARTS.value:
+        show(name, *models[name], weights)
 
 
 def read_weights(folder: str) -> Any:
@@ -94,4 +88,4 @@ def with_products_for_cpus(transformed: Any, params: Any, state: Any, args: Any)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main_of(run))

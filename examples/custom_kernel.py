@@ -11,7 +11,6 @@ what counts here is that it is called, and that its numbers are right.
 import collections
 import dataclasses
 import functools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ from tqdm import tqdm
 import haiku_implicit as hki
 import hub
 from dense_twin import difference
-from errors import InputError
+from errors import main_of
 from models import gpt2
 from printing import heading, table
 
@@ -134,15 +133,6 @@ def run_kernel(
 # --- what it does -----------------------------------------------------------------------------------
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        run()
-    except InputError as error:
-        sys.exit(f"error: {error}")
-
-
 def run() -> None:
     """The model with the kernel, and its dense twin."""
     model, params, config = load()
@@ -227,4 +217,4 @@ def load() -> tuple[hk.Transformed, Any, gpt2.Gpt2Config]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main_of(run))

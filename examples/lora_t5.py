@@ -9,7 +9,6 @@ are trained, and no sum of a weight and its correction is ever made.
 
 import os
 import pathlib
-import sys
 from typing import Any
 
 import haiku as hk
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 import haiku_implicit as hki
 import hub
-from errors import InputError
+from errors import InputError, main_of
 from models import t5
 from printing import heading, table
 
@@ -44,15 +43,6 @@ _PLOT = flags.DEFINE_string("plot", None, "Where the curve of the loss is saved,
 WEIGHTS = r".*/w"
 # Token ids in place of texts, where there is no tokenizer; the last one ends each.
 READ, WRITTEN = (507, 3785, 1), (507, 3911, 1)
-
-
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        run()
-    except InputError as error:
-        sys.exit(f"error: {error}")
 
 
 def run() -> None:
@@ -167,4 +157,4 @@ def save_plot(losses: list[float]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main_of(run))

@@ -9,7 +9,6 @@ on dense arrays.
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from tqdm import tqdm
 import haiku_implicit as hki
 import hub
 from dense_twin import difference, size_of
-from errors import InputError
+from errors import main_of
 from models import gpt2
 from printing import heading, table
 
@@ -36,14 +35,10 @@ _RANK = flags.DEFINE_integer("rank", 4, "Rank of LoRA.", 1)
 Make = Callable[[jax.Array, jax.Array], Any]
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        lora_of_zeros_in_a_product()
-        in_a_model()
-    except InputError as error:
-        sys.exit(f"error: {error}")
+def run() -> None:
+    """Each nesting, beside its dense twin."""
+    lora_of_zeros_in_a_product()
+    in_a_model()
 
 
 # --- a type that expects a scale and an offset --------------------------------------------------------
@@ -226,4 +221,4 @@ def load() -> tuple[hk.Transformed, Any, gpt2.Gpt2Config]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main_of(run))

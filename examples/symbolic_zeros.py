@@ -9,7 +9,6 @@ zeros; with symbolic ones there is neither a buffer nor an addition. Layer norma
 
 import dataclasses
 import re
-import sys
 import time
 from typing import Any
 
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 import haiku_implicit as hki
 import hub
-from errors import InputError
+from errors import main_of
 from models import gpt2
 from printing import heading, table
 
@@ -55,15 +54,6 @@ class Outcome:
     flops: float
     nbytes: int
     milliseconds: float
-
-
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        run()
-    except InputError as error:
-        sys.exit(f"error: {error}")
 
 
 def run() -> None:
@@ -165,4 +155,4 @@ def measure(model: hk.Transformed, params: Any, tokens: jax.Array) -> Outcome:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main_of(run))

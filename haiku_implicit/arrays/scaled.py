@@ -183,6 +183,37 @@ def convolve_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> jax.Arra
     return jax.checkpoint(lambda x, w: call(x, dense(w)))(x, w)
 
 
+@primitive_handler("gather")
+def gather_rows(
+    primitive: Primitive,
+    w: ScaledMatrix,
+    ids: jax.Array,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Sequence[int],
+    fill_value: Any,
+    mode: Any,
+    **params: Any,
+) -> Any:
+    """Rows of one matrix, times their factors, or the factors of the columns; embedding tables."""
+    if w.ndim != 2 or slice_sizes[1] != w.shape[1] or 1 in dimension_numbers.collapsed_slice_dims:
+        return NotImplemented
+    if mode == jax.lax.GatherScatterMode.FILL_OR_DROP and fill_value is not None:
+        return NotImplemented  # what is filled in would be scaled (by default it is NaN)
+    take = functools.partial(
+        primitive.bind,
+        dimension_numbers=dimension_numbers,
+        fill_value=fill_value,
+        mode=mode,
+        **params,
+    )
+    rows = take(w.matrix, ids, slice_sizes=slice_sizes)
+    if w.axis == -1:
+        return _times(rows, w.scale, [int(dimension_numbers.offset_dims[-1])])
+    factors = take(w.scale[:, None], ids, slice_sizes=(slice_sizes[0], 1))
+    return (rows * factors.astype(rows.dtype)).astype(rows.dtype)
+
+
 # --- the rest ------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,9 @@ Operands = list[Any]
 Params = dict[str, Any]
 
 
-def _handles(*primitives: compat.Primitive) -> Callable[[Any], Any]:
+def handles(*primitives: compat.Primitive) -> Callable[[Any], Any]:
+    """Makes a function the one that runs these primitives."""
+
     def register(fun: Any) -> Any:
         for primitive in primitives:
             HIGHER_ORDER[primitive] = fun
@@ -45,7 +47,7 @@ def _leaves(consts: Any, operands: Any) -> list[Any]:
     return jax.tree_util.tree_leaves((list(consts), list(operands)))
 
 
-@_handles(jex.closed_call_p, jex.call_p, compat.custom_vmap_p)
+@handles(jex.closed_call_p, jex.call_p, compat.custom_vmap_p)
 def call(operands: Operands, params: Params) -> list[Any]:
     """A plain call: its equations are interpreted in place.
 
@@ -57,7 +59,7 @@ def call(operands: Operands, params: Params) -> list[Any]:
     return interpret(getattr(jaxpr, "jaxpr", jaxpr), consts, operands)
 
 
-@_handles(jex.jit_p)
+@handles(jex.jit_p)
 def jit(operands: Operands, params: Params) -> list[Any]:
     """`jax.jit`: a jitted call of the interpreted function, under its own name."""
     closed = params["jaxpr"]
@@ -137,7 +139,7 @@ for _primitive in compat.RESHARDS:
     HIGHER_ORDER[_primitive] = functools.partial(_reshard, _primitive)
 
 
-@_handles(compat.remat_p)
+@handles(compat.remat_p)
 def remat(operands: Operands, params: Params) -> list[Any]:
     """`jax.checkpoint` of the interpreted function: its policy decides what leaves are saved."""
     run = interpreted(params["jaxpr"], operands)
@@ -151,7 +153,7 @@ def _checkpointed(run: Run, prevent_cse: Any, policy: Any) -> Any:
     return jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
 
 
-@_handles(jex.scan_p)
+@handles(jex.scan_p)
 def scan(operands: Operands, params: Params) -> list[Any]:
     """`jax.lax.scan`: implicit constants, carries (to a fixed point), scanned inputs and outputs."""
     num_consts, num_carry = compat.scan_arity(params, operands)
@@ -235,7 +237,7 @@ def _with_leading_axis(x: Any, size: int | None) -> Any:
     return x.with_leading_axis(size) if is_implicit(x) else x
 
 
-@_handles(jex.while_p)
+@handles(jex.while_p)
 def while_loop(operands: Operands, params: Params) -> list[Any]:
     """`jax.lax.while_loop`: implicit constants of both functions, carries to a fixed point."""
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
@@ -284,7 +286,7 @@ def _where(mask: jax.Array, x: Any, y: Any) -> jax.Array:
     return jnp.where(jnp.expand_dims(mask, tuple(range(mask.ndim, np.ndim(x)))), x, y)
 
 
-@_handles(jex.cond_p)
+@handles(jex.cond_p)
 def cond(operands: Operands, params: Params) -> list[Any]:
     """`jax.lax.cond` and `switch`: results of the branches are brought to one structure."""
     index, *args = operands
@@ -313,7 +315,7 @@ def _with_consts(new: Retraced, consts: list[Any]) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *xs: new.fun(*consts, *xs))(*args)
 
 
-@_handles(jex.custom_jvp_call_p, jex.custom_vjp_call_p)
+@handles(jex.custom_jvp_call_p, jex.custom_vjp_call_p)
 def custom_derivative(operands: Operands, params: Params) -> list[Any]:
     """A function with a derivative rule of its own (`jax.custom_jvp`, `jax.custom_vjp`).
 
@@ -402,7 +404,7 @@ def _jvp_of_perturbed(fun: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     return jax.jvp(of_moving, tuple(leaves[i] for i in moving), tuple(dots[i] for i in moving))
 
 
-@_handles(jex.linear_solve_p)
+@handles(jex.linear_solve_p)
 def linear_solve(operands: Operands, params: Params) -> list[Any]:
     """`jax.lax.custom_linear_solve`: the functions' constants may be implicit, the vector is dense."""
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
@@ -439,107 +441,3 @@ def _linear(closed: ClosedJaxpr, consts: Operands) -> Callable[..., list[Any]]:
         return dense(interpret(closed.jaxpr, closed.consts, [*consts, *xs]))
 
     return fun
-
-
-@_handles(compat.shard_map_p)
-def shard_map(operands: Operands, params: Params) -> list[Any]:
-    """`jax.shard_map`: the type of an implicit operand says how it is split (`partition_spec`).
-
-    A result that is like an operand, and is split as that is, stays implicit (a cache that is written).
-    """
-    mesh, jaxpr = params["mesh"], params["jaxpr"]
-    pairs = [_split(x, s, mesh) for x, s in zip(operands, params["in_specs"], strict=True)]
-    leaves, treedef = flatten([x for x, _ in pairs])
-
-    def mapped(results: Callable[[list[Any], list[Any]], Any], out_specs: Any) -> Any:
-        def body(*local: Any) -> Any:
-            parts = treedef.unflatten(local)
-            return results(parts, interpret(jaxpr, (), parts))
-
-        return jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=tuple(s for _, specs in pairs for s in specs),
-            out_specs=out_specs,
-            axis_names=compat.manual_axes(params),
-            check_vma=params["check_vma"],
-        )
-
-    specs = list(params["out_specs"])
-    like = _results_like_operands(mapped, leaves, pairs, params)
-
-    def results(_: Any, out: list[Any]) -> list[Any]:
-        return [
-            densify(y, "shard_map") if i is None else jax.tree.leaves(y)
-            for i, y in zip(like, out, strict=True)
-        ]
-
-    out_specs = [s if i is None else pairs[i][1] for i, s in zip(like, specs, strict=True)]
-    found = mapped(results, out_specs)(*leaves)
-    return [
-        y if i is None else jax.tree.unflatten(jax.tree.structure(pairs[i][0]), y)
-        for i, y in zip(like, found, strict=True)
-    ]
-
-
-def _results_like_operands(
-    mapped: Any, leaves: list[Any], pairs: list[Any], params: Params
-) -> list[int | None]:
-    """For each result of a `shard_map` the implicit operand whose leaves' specs are those of its own.
-
-    That has the type, the static metadata and the shapes of leaves of the result, on each device, and
-    is split by the same spec. None where there is none: then the result becomes dense.
-    """
-    specs, mesh = list(params["out_specs"]), params["mesh"]
-    candidates = [
-        i
-        for i, ((x, own), spec) in enumerate(zip(pairs, params["in_specs"], strict=True))
-        if is_implicit(x) and spec in specs and _all_split(own, spec, mesh, params["check_vma"])
-    ]
-    like: list[int | None] = [None] * len(specs)
-    if not candidates:
-        return like
-
-    def results(parts: list[Any], out: list[Any]) -> list[Any]:
-        for k, y in enumerate(out):
-            for i in candidates:
-                if params["in_specs"][i] == specs[k] and _same_leaves(parts[i], y):
-                    like[k] = i
-        return [materialize_array(y) if is_implicit(y) else y for y in out]
-
-    with events.recording():  # it is run once more
-        jax.eval_shape(mapped(results, specs), *leaves)
-    return like
-
-
-def _all_split(own: list[Any], spec: Any, mesh: Any, check_vma: bool) -> bool:
-    """Whether each leaf is split over the axes of the mesh that the array is split over.
-
-    One that is not need not be the same on all devices in a result. JAX checks that for axes that no
-    spec has, unless `check_vma` is False.
-    """
-
-    def axes(spec: Any) -> set[str]:
-        names = (n for entry in spec for n in (entry if isinstance(entry, tuple) else [entry]))
-        return {name for name in names if name is not None and mesh.shape[name] > 1}
-
-    everywhere = axes(spec) == {name for name, n in mesh.shape.items() if n > 1}
-    return (check_vma or everywhere) and all(axes(s) == axes(spec) for s in own)
-
-
-def _same_leaves(a: Any, b: Any) -> bool:
-    (xs, of_a), (ys, of_b) = flatten(a), flatten(b)
-    return of_a == of_b and all(
-        np.shape(x) == np.shape(y) and jnp.result_type(x) == jnp.result_type(y)
-        for x, y in zip(xs, ys, strict=True)
-    )
-
-
-def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
-    if not is_implicit(x):
-        return x, [spec]
-    specs = x.partition_spec(spec, mesh)
-    if specs is NotImplemented:
-        return densify(x, "shard_map"), [spec]
-    is_spec = lambda s: isinstance(s, jax.sharding.PartitionSpec)  # noqa: E731
-    return x, jax.tree_util.tree_leaves(specs, is_leaf=is_spec)

@@ -359,14 +359,8 @@ def with_grafts(
     keep_unused: bool,
 ) -> Program:
     """The expression with the grafts in the place of what is at the top of the sites."""
-    face, body = mox.interface, mox.body
-    for kind in ("params", "state"):
-        for path in getattr(added, kind):
-            if path in getattr(face, kind):
-                raise ValueError(
-                    f"{kind}: the model has {'/'.join(path)!r}, and a replacement makes another one. "
-                    "Give it another place: path="
-                )
+    body = mox.body
+    face = _joined(mox.interface, added)
     bodies = [body, *(graft.mox.body for graft in grafts.values())]
     new = Body(
         body.name,
@@ -376,12 +370,37 @@ def with_grafts(
         children=_exchanged(body.children, grafts, {x for site in sites for x in site.callers}),
         returns=(),
     )
-    tops = {id(site.top): site.top for site in sites}.values()
+    tops = list({id(site.top): site.top for site in sites}.values())
     counts = body.counts_with(tops, [graft.node for graft in grafts.values()])
+    if not keep_unused:
+        lost = {v for path in added.unchanged for v in face.state[path].atoms}
+        lost |= _read_only_by(tops, body, counts)
+        dead = _handed_on(body, lost, counts, face.returns)
+        new = dataclasses.replace(new, children=_without_outputs(new.children, dead))
+        face = _without_unused(face, body.read_counts, +counts, added.unchanged)
+    new = dataclasses.replace(new, invars=face.invars, returns=face.returns)
+    vars(new)["read_counts"] = counts  # the cached property, known already
+    init = init_of(mox, new, face, list(grafts.values()))
+    return dataclasses.replace(mox, body=new, interface=face, init=init)
+
+
+def _joined(face: Interface, added: Added) -> Interface:
+    """The interface with what grafts added.
+
+    Raises:
+      ValueError: if the model has a parameter or state of that name.
+    """
+    for kind in ("params", "state"):
+        for path in getattr(added, kind):
+            if path in getattr(face, kind):
+                raise ValueError(
+                    f"{kind}: the model has {'/'.join(path)!r}, and a replacement makes another one. "
+                    "Give it another place: path="
+                )
     leading = face.leading
     if added.state and not face.has_state:
         leading = ("params", "state", *face.leading[1:])
-    face = dataclasses.replace(
+    return dataclasses.replace(
         face,
         leading=leading,
         params={**face.params, **added.params},
@@ -392,21 +411,20 @@ def with_grafts(
             **added.new_state,
         },
     )
-    if not keep_unused:
-        lost = {v for path in added.unchanged for v in face.state[path].atoms}
-        gone = [x for top in tops for x in walk(top, into_bodies=False)]
-        inside = {v for x in gone for v in x.outputs}
-        inside |= {v for x in gone if isinstance(x, ModuleCall) for v, _ in x.given}
-        lost |= {v for v in read_counts(list(tops)) if not counts[v]}.difference(
-            inside, body.invars
-        )
-        dead = _handed_on(body, lost, counts, face.returns)
-        new = dataclasses.replace(new, children=_without_outputs(new.children, dead))
-        face = _without_unused(face, body.read_counts, +counts, added.unchanged)
-    new = dataclasses.replace(new, invars=face.invars, returns=face.returns)
-    vars(new)["read_counts"] = counts  # the cached property, known already
-    init = init_of(mox, new, face, list(grafts.values()))
-    return dataclasses.replace(mox, body=new, interface=face, init=init)
+
+
+def _read_only_by(nodes: Sequence[Node], body: Body, counts: collections.Counter[Var]) -> set[Var]:
+    """The variables that only these nodes read, and that they do not define themselves.
+
+    Args:
+      nodes: the nodes, which are gone.
+      body: the program that they were in.
+      counts: how often variables are read without them.
+    """
+    gone = [x for node in nodes for x in walk(node, into_bodies=False)]
+    inside = {v for x in gone for v in x.outputs}
+    inside |= {v for x in gone if isinstance(x, ModuleCall) for v, _ in x.given}
+    return {v for v in read_counts(nodes) if not counts[v]}.difference(inside, body.invars)
 
 
 def _exchanged(

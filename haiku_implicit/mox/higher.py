@@ -237,24 +237,13 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
 
 
 def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
-    """`jax.lax.scan`.
-
-    Where what it scans over comes from parameters, it is a stack of layers, and each has parameters
-    and state of its own. So it is where each step takes its slice of a parameter, by a number that is
-    scanned over (AlphaFold's stacks). Otherwise they are those of all steps.
-    """
+    """`jax.lax.scan`: layers of a stack have parameters and state of their own; other steps share."""
     params = node.eqn.params
     num_consts, num_carry = compat.scan_arity(params, list(node.inputs))
     (body,) = node.bodies
     step = of_body(body, known)
     length = params["length"]
-    scanned = body.invars[num_consts + num_carry :]
-    stacked = any(known[num_consts + num_carry :]) or _takes_slices(
-        body,
-        {v for v, flag in zip(body.invars, known, strict=True) if flag},
-        {v for v in scanned if not v.aval.shape and jnp.issubdtype(v.aval.dtype, jnp.integer)},
-        length,
-    )
+    stacked = _is_stack(body, known, num_consts + num_carry, length)
     options = {name: params[name] for name in ("reverse", "unroll") if name in params}
 
     def split(arrays: Sequence[Any]) -> Any:
@@ -292,6 +281,18 @@ def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
         return [*carry, *ys], (new if stacked else shared), taps
 
     return init, apply
+
+
+def _is_stack(body: Body, known: Sequence[bool], num_unscanned: int, length: int) -> bool:
+    """Whether a loop runs over a stack of layers: whether what it scans over comes from parameters.
+
+    So it is where each step takes its slice of a parameter, by a number that is scanned over
+    (AlphaFold's stacks).
+    """
+    scanned: Any = body.invars[num_unscanned:]
+    params = {v for v, flag in zip(body.invars, known, strict=True) if flag}
+    numbers = {v for v in scanned if not v.aval.shape and jnp.issubdtype(v.aval.dtype, jnp.integer)}
+    return any(known[num_unscanned:]) or _takes_slices(body, params, numbers, length)
 
 
 def _takes_slices(body: Body, params: set[Var], numbers: set[Var], length: int) -> bool:

@@ -28,7 +28,8 @@ def quantized(dtype, **options):
 def lora(base):
     def make(w):
         *lead, k, n = w.shape
-        return hki.LoRA(base(w), normal(5, *lead, k, 2), normal(6, *lead, 2, n), alpha=3.0)
+        alpha = jnp.abs(normal(4, *lead)) + 1  # of each matrix its own
+        return hki.LoRA(base(w), normal(5, *lead, k, 2), normal(6, *lead, 2, n), alpha=alpha)
 
     return make
 

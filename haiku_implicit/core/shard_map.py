@@ -1,0 +1,118 @@
+"""`jax.shard_map` with implicit operands, as `higher_order.py` has the other primitives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core import compat
+from haiku_implicit.core import materialization as events
+from haiku_implicit.core.array import flatten, is_implicit
+from haiku_implicit.core.higher_order import Operands, Params, handles
+from haiku_implicit.core.interpreter import densify, interpret, materialize_array
+
+
+@handles(compat.shard_map_p)
+def shard_map(operands: Operands, params: Params) -> list[Any]:
+    """`jax.shard_map`: the type of an implicit operand says how it is split (`partition_spec`).
+
+    A result that is like an operand, and is split as that is, stays implicit (a cache that is written).
+    """
+    mesh, jaxpr = params["mesh"], params["jaxpr"]
+    pairs = [_split(x, s, mesh) for x, s in zip(operands, params["in_specs"], strict=True)]
+    leaves, treedef = flatten([x for x, _ in pairs])
+
+    def mapped(results: Callable[[list[Any], list[Any]], Any], out_specs: Any) -> Any:
+        def body(*local: Any) -> Any:
+            parts = treedef.unflatten(local)
+            return results(parts, interpret(jaxpr, (), parts))
+
+        return jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=tuple(s for _, specs in pairs for s in specs),
+            out_specs=out_specs,
+            axis_names=compat.manual_axes(params),
+            check_vma=params["check_vma"],
+        )
+
+    specs = list(params["out_specs"])
+    like = _results_like_operands(mapped, leaves, pairs, params)
+
+    def results(_: Any, out: list[Any]) -> list[Any]:
+        return [
+            densify(y, "shard_map") if i is None else jax.tree.leaves(y)
+            for i, y in zip(like, out, strict=True)
+        ]
+
+    out_specs = [s if i is None else pairs[i][1] for i, s in zip(like, specs, strict=True)]
+    found = mapped(results, out_specs)(*leaves)
+    return [
+        y if i is None else jax.tree.unflatten(jax.tree.structure(pairs[i][0]), y)
+        for i, y in zip(like, found, strict=True)
+    ]
+
+
+def _results_like_operands(
+    mapped: Any, leaves: list[Any], pairs: list[Any], params: Params
+) -> list[int | None]:
+    """For each result of a `shard_map` the implicit operand whose leaves' specs are those of its own.
+
+    That has the type, the static metadata and the shapes of leaves of the result, on each device, and
+    is split by the same spec. None where there is none: then the result becomes dense.
+    """
+    specs, mesh = list(params["out_specs"]), params["mesh"]
+    candidates = [
+        i
+        for i, ((x, own), spec) in enumerate(zip(pairs, params["in_specs"], strict=True))
+        if is_implicit(x) and spec in specs and _all_split(own, spec, mesh, params["check_vma"])
+    ]
+    like: list[int | None] = [None] * len(specs)
+    if not candidates:
+        return like
+
+    def results(parts: list[Any], out: list[Any]) -> list[Any]:
+        for k, y in enumerate(out):
+            for i in candidates:
+                if params["in_specs"][i] == specs[k] and _same_leaves(parts[i], y):
+                    like[k] = i
+        return [materialize_array(y) if is_implicit(y) else y for y in out]
+
+    with events.recording():  # it is run once more
+        jax.eval_shape(mapped(results, specs), *leaves)
+    return like
+
+
+def _all_split(own: list[Any], spec: Any, mesh: Any, check_vma: bool) -> bool:
+    """Whether each leaf is split over the axes of the mesh that the array is split over.
+
+    One that is not need not be the same on all devices in a result. JAX checks that for axes that no
+    spec has, unless `check_vma` is False.
+    """
+
+    def axes(spec: Any) -> set[str]:
+        names = (n for entry in spec for n in (entry if isinstance(entry, tuple) else [entry]))
+        return {name for name in names if name is not None and mesh.shape[name] > 1}
+
+    everywhere = axes(spec) == {name for name, n in mesh.shape.items() if n > 1}
+    return (check_vma or everywhere) and all(axes(s) == axes(spec) for s in own)
+
+
+def _same_leaves(a: Any, b: Any) -> bool:
+    (xs, of_a), (ys, of_b) = flatten(a), flatten(b)
+    return of_a == of_b and all(
+        np.shape(x) == np.shape(y) and jnp.result_type(x) == jnp.result_type(y)
+        for x, y in zip(xs, ys, strict=True)
+    )
+
+
+def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
+    if not is_implicit(x):
+        return x, [spec]
+    specs = x.partition_spec(spec, mesh)
+    if specs is NotImplemented:
+        return densify(x, "shard_map"), [spec]
+    is_spec = lambda s: isinstance(s, jax.sharding.PartitionSpec)  # noqa: E731
+    return x, jax.tree_util.tree_leaves(specs, is_leaf=is_spec)
