@@ -134,7 +134,8 @@ def table_of(results: dict[str, Any]) -> dict[str, str]:
     env = results["environment"]
     note = (
         f"Batches of {batch} examples, LoRA of rank {results['rank']}; throughput relative to one "
-        f"adapter for all. {env['cpu']}, {env['cores']} cores, JAX {env['versions']['jax']}, {env['date']}."
+        f"adapter for all. {env['cpu']}, {env['cores']} cores, JAX {env['versions']['jax']}, "
+        f"{env['date']}."
     )
     return {"adapter bank": f"{markdown.table(header, rows)}\n\n{note}"}
 
