@@ -9,7 +9,6 @@ become integers, and the model that takes these, and no statistics, gives the sa
 """
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ import haiku_implicit as hki
 from haiku_implicit.quantization import QtRule, matching_rule
 from models import mixture
 from printing import heading, table
+from product_dtypes import Product, products_in
 
 _SIZE = flags.DEFINE_integer("size", 32, "Height and width of the images, a multiple of 8.", 8)
 _DIM = flags.DEFINE_integer("dim", 64, "Width of the model, a multiple of 8.", 8)
@@ -107,50 +107,6 @@ def rules(static: bool) -> list[QtRule]:
             op_names=("einsum", "dot_general"), module_path="(?!mixture).*", act_batch_axes=(0, 1)
         ),
     ]
-
-
-class Product(NamedTuple):
-    """A product in a program."""
-
-    operation: str
-    scope: str  # the module's name, within those of transformations
-    operands: tuple[str, str]
-
-    @property
-    def is_backward(self) -> bool:
-        return "transpose(" in self.scope
-
-    @property
-    def is_of_integers(self) -> bool:
-        return all(x.startswith("int8") for x in self.operands)
-
-    def is_in(self, module: str) -> bool:
-        return module.split("/")[-1] in re.split(r"\W+", self.scope)
-
-
-PRODUCTS = {
-    "conv_general_dilated": "conv_general_dilated",
-    "dot_general": "dot_general",
-    "ragged_dot_general": "ragged_dot",
-    "quantized_matmul": "quantized_matmul",  # the library's own, for stored weights
-}
-
-
-def products_in(program: Callable[..., Any], *args: Any) -> list[Product]:
-    """The products of a program, in its order, by what its jaxpr says of them."""
-
-    def within(jaxpr: Any, outer: str) -> Iterator[Product]:
-        for eqn in jaxpr.eqns:
-            scope = f"{outer}/{eqn.source_info.name_stack}"
-            if eqn.primitive.name in PRODUCTS:
-                lhs, rhs = (f"{v.aval.dtype}{list(v.aval.shape)}" for v in eqn.invars[:2])
-                yield Product(PRODUCTS[eqn.primitive.name], scope, (lhs, rhs))
-            for value in jax.tree.leaves(list(eqn.params.values())):
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    yield from within(inner, scope)
-
-    return list(within(jax.make_jaxpr(program)(*args).jaxpr, ""))
 
 
 def show_rules(products: Sequence[Product], modules: Sequence[str]) -> None:
