@@ -42,6 +42,9 @@ from haiku_implicit.core.transform import (
     tree_structure_with_implicit,
     use_implicit_args,
 )
+from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
+from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
+from haiku_implicit.params.adapter_sums import combine_adapters
 from haiku_implicit.params.adapters import add_adapter
 from haiku_implicit.params.calibrated import input_maxima, input_moments, quantize_with_inputs
 from haiku_implicit.params.creators import (
@@ -65,6 +68,7 @@ from haiku_implicit.params.edits import (
 from haiku_implicit.params.ggml import from_ggml
 from haiku_implicit.params.infer_axes import infer_matrix_axes
 from haiku_implicit.params.lora_init import EVA, LoftQ
+from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantized_training import (
     convert_trained,
@@ -74,7 +78,7 @@ from haiku_implicit.params.quantized_training import (
     quantized_training_getter,
     with_rounding_key,
 )
-from haiku_implicit.params.summary import summary
+from haiku_implicit.params.summary import Summary, compare_params, summary
 from haiku_implicit.params.transformed import transform_implicit
 from haiku_implicit.params.vector_bank import with_vector_bank
 from haiku_implicit.training.gradients import (
@@ -111,6 +115,10 @@ __all__ = [
     "merge_lora",
     "infer_matrix_axes",
     "summary",
+    "Summary",
+    "compare_params",
+    "plot_memory",
+    "plot_error",
     "from_ggml",
     "input_moments",
     "input_maxima",
@@ -165,6 +173,12 @@ __all__ = [
     "LoftQ",
     "with_dropout",
     "with_vector_bank",
+    "get_adapter",
+    "set_adapter",
+    "AdapterParts",
+    "combine_adapters",
+    "AdapterBank",
+    "with_bank",
     # models as trees of their modules' calls
     "mox",
     # heads, rotary positions, meshes and policies, under EasyDeL's names

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.arrays.ragged import group_of_rows, is_plain_ragged_dot
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.products.ragged import row_numbers
+from haiku_implicit.products.tiles import groups_of_rows
 
 
 class Operator(ImplicitArray, core_ndim=2):
@@ -76,10 +77,13 @@ def ragged_dot_with_operator(
     primitive: Primitive, x: jax.Array, w: Operator, group_sizes: jax.Array, **params: Any
 ) -> Any:
     """Rows of `x` by the operator of their group: each in turn, on its rows and zeros."""
+    numbers = row_numbers(x, w, **params)
     preferred = params.get("preferred_element_type") or w.dtype
-    if not is_plain_ragged_dot(x, w, params) or not x.dtype == w.dtype == preferred:
+    if numbers is None or numbers.x_batch or not x.dtype == w.dtype == preferred:
         return NotImplemented
-    groups = group_of_rows(group_sizes, x.shape[0])
+    x = jnp.transpose(x, (numbers.x_rows, numbers.x_contracted))
+    w = w if numbers.w_contracted == 1 else w.transposed()
+    groups = groups_of_rows(group_sizes, x.shape[0])
 
     def add(out: jax.Array, group: Any) -> Any:
         index, one = group

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.adapters.operators import takes_whole_rows
-from haiku_implicit.arrays.ragged import is_plain_ragged_dot
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.validation import expecting
+from haiku_implicit.products.ragged import row_numbers
 
 
 @dataclasses.dataclass
@@ -81,7 +81,8 @@ def ragged_dot_with_rotated(
     primitive: Primitive, x: jax.Array, w: Rotated, group_sizes: jax.Array, **params: Any
 ) -> Any:
     """The rows of `x` are rotated, each as its group says."""
-    if not is_plain_ragged_dot(x, w, params):
+    numbers = row_numbers(x, w, **params)
+    if numbers is None or numbers.x_batch or (numbers.x_rows, numbers.w_contracted) != (0, 1):
         return NotImplemented
     turned = primitive.bind(x, w.rotation, group_sizes, **params).astype(x.dtype)
     return primitive.bind(turned, w.w, group_sizes, **params)

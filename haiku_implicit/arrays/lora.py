@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from haiku_implicit.arrays.ragged import is_plain_ragged_dot
 from haiku_implicit.arrays.wrapper import Wrapper
-from haiku_implicit.core import compat
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
-from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import padded_spec, split_fields
 from haiku_implicit.core.validation import expecting
+from haiku_implicit.products.ragged import row_numbers, small_ragged_dot
 
 Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
 
@@ -156,7 +156,7 @@ def _times_scale(x: jax.Array, w: LoRA, places: Sequence[int]) -> jax.Array:
 
 def _scaled_a(w: LoRA) -> jax.Array:
     """`scale * a`."""
-    return _times_scale(w.a, w, range(w.ndim - 2))
+    return _times_scale(w.a, w, range(w.a.ndim - 2))
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -197,22 +197,32 @@ def _with_sum(primitive: Primitive, operands: Sequence[Any], params: dict[str, A
 
 def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
     """The product of `x` and the correction, in `dot_general`'s order of axes."""
-    precision, preferred = call.params.get("precision"), call.params.get("preferred_element_type")
-    algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
-    common = _working_dtype(x, w)
-    if algorithm and not x.dtype == w.dtype == common:
-        return NotImplemented  # an algorithm is for the dtypes it was chosen for
-    if any(not jnp.issubdtype(d, np.inexact) for d in (w.dtype, preferred or w.dtype)):
+    found = _operands_and_options(x, w, call.params)
+    if found is None:
         return NotImplemented
-    operands = x.astype(common), w.a.astype(common), w.b.astype(common)
-    if preferred is not None:  # which must not be narrower than the operands
-        preferred = jnp.promote_types(preferred, common)
-    options = dict(precision=precision, preferred_element_type=preferred)
+    operands, options = found
     if sorted(call.batch[1]) == list(range(w.ndim - 2)) and len(call.contracted[1]) == 1:
         return _dot_through_rank(call, operands, w, options)
     if call.params.get("out_sharding") is not None:
         return NotImplemented
     return _einsum_delta(call, operands, w, options)
+
+
+def _operands_and_options(
+    x: jax.Array, w: LoRA, params: dict[str, Any]
+) -> tuple[Factors, dict[str, Any]] | None:
+    """What the products with the factors take, of what the dense product does; None for no products."""
+    precision, preferred = params.get("precision"), params.get("preferred_element_type")
+    algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+    common = _working_dtype(x, w)
+    if algorithm and not x.dtype == w.dtype == common:
+        return None  # an algorithm is for the dtypes it was chosen for
+    if any(not jnp.issubdtype(d, np.inexact) for d in (w.dtype, preferred or w.dtype)):
+        return None
+    if preferred is not None:  # which must not be narrower than the operands
+        preferred = jnp.promote_types(preferred, common)
+    operands = x.astype(common), w.a.astype(common), w.b.astype(common)
+    return operands, dict(precision=precision, preferred_element_type=preferred)
 
 
 def _working_dtype(x: Any, w: LoRA) -> Any:
@@ -272,6 +282,24 @@ def _einsum_delta(
     return jnp.einsum(x, x_axes, *factors, out, **options)
 
 
+@primitive_handler(ragged_dot_general_p)
+def ragged_dot_with_lora(
+    primitive: Primitive, x: jax.Array, w: LoRA, sizes: jax.Array, **params: Any
+) -> Any:
+    """Rows times the matrices of their groups, as `x · w + (x · a) · b`."""
+    numbers = row_numbers(x, w, **params)
+    found = _operands_and_options(x, w, params)
+    if numbers is None or found is None:
+        return NotImplemented
+    (wide, a, b), options = found
+    a = _times_scale(a, w, range(w.ndim - 2))  # a scale for each matrix
+    first, second = (a, b) if numbers.w_contracted == w.ndim - 2 else (b, a)
+    t = small_ragged_dot(wide, first, sizes, numbers, **options).astype(wide.dtype)
+    low = small_ragged_dot(t, second, sizes, numbers.of_result(), **options)
+    high = default_handler(primitive, x, w.w, sizes, **params)
+    return high + low.astype(high.dtype)
+
+
 @primitive_handler("conv_general_dilated")
 def conv_with_kernel(primitive: Primitive, x: jax.Array, w: LoRA, **params: Any) -> jax.Array:
     """A convolution with the kernel summed up.
@@ -279,19 +307,6 @@ def conv_with_kernel(primitive: Primitive, x: jax.Array, w: LoRA, **params: Any)
     A kernel is small beside the images, and one convolution with `w + ab` costs half of two.
     """
     return _with_sum(primitive, [x, w], params)
-
-
-@primitive_handler(compat.ragged_dot_general_p)
-def ragged_dot_with_lora(
-    primitive: Primitive, x: jax.Array, w: LoRA, group_sizes: jax.Array, **params: Any
-) -> Any:
-    """Rows of `x` by the matrix of their group, as of routed experts: `x · w + (x · a) · b`."""
-    if not is_plain_ragged_dot(x, w, params):
-        return NotImplemented
-    high = primitive.bind(x, w.w, group_sizes, **params)
-    t = primitive.bind(x, _scaled_a(w).astype(x.dtype), group_sizes, **params).astype(x.dtype)
-    low = primitive.bind(t, w.b.astype(x.dtype), group_sizes, **params)
-    return high + low.astype(high.dtype)
 
 
 # --- parts ---------------------------------------------------------------------------------------

@@ -106,13 +106,8 @@ ALL = [(method, use, base) for method in METHODS for use in USES for base in BAS
 
 
 @pytest.mark.parametrize("method, use, base", few(ALL, *QUICK))
-def test_method_on_weight(method, use, base):
-    """No adapter is made dense. (A quantized stack is, for routed experts, with or without one.)"""
-    dense_anyway = use == "routed experts" and base != "dense"
-    with hki.materialization("allow" if dense_anyway else "error"):
-        with hki.materialization_report() as report:
-            check(method, use, base)
-    assert {event.type_name for event, _ in report} <= {"QuantizedMatrix"}
+def test_method_on_weight(method, use, base, never_dense):
+    check(method, use, base)
 
 
 LARGE = METHODS | {
