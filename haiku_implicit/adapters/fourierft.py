@@ -46,6 +46,7 @@ class FourierFT(Adapter):
         return cls(w, values, row, column, filled(scale, w.shape[:-2]))
 
     def equivalent(self) -> Sum:
+        n, m = self.shape[-2:]
         scale = 1 if self.scale is None else self.scale[..., None]
         values = (self.values * scale).astype(self.dtype)
-        return Sum(self.w, Fourier(values, self.row, self.column, self.shape[-2:]))
+        return Sum(self.w, Fourier(values, self.row, self.column, (n, m)))

@@ -38,5 +38,6 @@ class SHiRA(Adapter):
         return cls(w, jnp.zeros(row.shape, w.dtype), row, column)
 
     def equivalent(self) -> Sum:
+        n, m = self.shape[-2:]
         values = self.values.astype(self.dtype)
-        return Sum(self.w, Sparse(values, self.row, self.column, self.shape[-2:]))
+        return Sum(self.w, Sparse(values, self.row, self.column, (n, m)))

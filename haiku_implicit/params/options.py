@@ -53,8 +53,9 @@ class LoRAOptions:
     @property
     def field_alpha(self) -> float | None:
         """What the `alpha` of `LoRA` is, whose scale is `alpha / rank`."""
-        stabilized = self.rank_stabilized and self.alpha is not None
-        return self.alpha * math.sqrt(self.rank) if stabilized else self.alpha
+        if self.alpha is None or not self.rank_stabilized:
+            return self.alpha
+        return self.alpha * math.sqrt(self.rank)
 
     def takes(self, module_name: str, name: str, value: Any) -> bool:
         """The default targets: dense or quantized weights with room for the rank."""

@@ -9,7 +9,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.testing import check_type
-from tests.adapters.test_adapters import CASES
+from tests.adapter_cases import CASES, normal
 from tests.tiers import few
 
 METHODS = {
@@ -34,10 +34,6 @@ BASES = {
     "int4 groups": dict(dtype="int4", group_size=4),
     "nf4": dict(dtype="nf4"),
 }
-
-
-def normal(shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(scale=0.5, size=shape), jnp.float32)
 
 
 X = normal((5, 16), 8)

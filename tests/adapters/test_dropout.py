@@ -131,6 +131,8 @@ def test_views_embeddings_and_kernels(may_be_dense):
         )
     )
     assert np.abs(conv(dropped(kernel)) - conv(kernel)).max() > 1e-2
+    experts = hki.use_implicit_args(lambda w: jax.lax.ragged_dot(x, w, jnp.array([2, 0, 3])))
+    assert np.abs(experts(dropped(kernel)) - experts(kernel)).max() > 1e-2
     one_sample = jnp.stack([conv(dropped(kernel, i)) for i in range(3)])
     assert float(one_sample.std(0).min()) > 0
 
