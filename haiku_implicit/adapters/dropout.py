@@ -62,7 +62,17 @@ def gather_without_dropout(
 @primitive_handler(["transpose", "slice", "dynamic_slice"])
 def rearrange(primitive: Primitive, w: InputDropout, *others: jax.Array, **params: Any) -> Any:
     """The same of the matrix; the keys of another stack come from the first one."""
-    new = primitive.bind(w.w, *others, **params)
+    return _around(w, primitive.bind(w.w, *others, **params))
+
+
+@primitive_handler("split")
+def split_dropout(primitive: Primitive, w: InputDropout, **params: Any) -> list[Any]:
+    """The same of each part, as of fused queries, keys and values."""
+    return [_around(w, part) for part in primitive.bind(w.w, **params)]
+
+
+def _around(w: InputDropout, new: Any) -> InputDropout:
+    """Another matrix, or stack of them, with dropout."""
     lead = new.shape[:-2]
     key = w.key if w.key.shape == lead else jax.random.split(w.key.reshape(-1)[0], lead)
     return w._replace(w=new, key=key, shape=None, dtype=None)

@@ -309,7 +309,8 @@ class Fourier(Operator, linear_in="values"):
         return self.values.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
-        spectrum = jnp.fft.ifft(x.astype(jnp.float32), axis=-1)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        spectrum = jnp.fft.ifft(x.astype(wide), axis=-1)
         return self._along_columns(spectrum[:, self.row])
 
     def rows(self, ids: jax.Array) -> jax.Array:
@@ -323,7 +324,7 @@ class Fourier(Operator, linear_in="values"):
 
     def _along_columns(self, amplitudes: jax.Array) -> jax.Array:
         """Of the amplitudes `[k, coefficients]` along the rows, the transform along the columns."""
-        amplitudes = amplitudes * self.values.astype(jnp.float32)
+        amplitudes = amplitudes * self.values.astype(amplitudes.real.dtype)
         out = jnp.zeros((amplitudes.shape[0], self.shape_of_matrix[1]), amplitudes.dtype)
         return jnp.fft.ifft(out.at[:, self.column].add(amplitudes)).real.astype(self.dtype)
 

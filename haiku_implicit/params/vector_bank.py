@@ -13,8 +13,19 @@ MODULE, NAME = "vblora_bank", "vectors"
 
 
 def added(params: Any, key: jax.Array, options: Mapping[str, Any]) -> Any:
-    """A tree with `VBLoRA` weights, and the bank for them."""
+    """A tree with `VBLoRA` weights, and the bank for them; one that is there is kept.
+
+    Raises:
+      ValueError: where that is of another size.
+    """
     count, length = options.get("num_vectors", 256), options.get("vector_length", 256)
+    if MODULE in params:
+        has, wanted = params[MODULE][NAME].shape, (count, length)
+        if has != wanted:
+            raise ValueError(
+                f"num_vectors, vector_length: the tree has a bank of {has} already, got {wanted}"
+            )
+        return params
     vectors = jax.random.uniform(
         jax.random.fold_in(key, 1), (count, length), minval=-0.02, maxval=0.02
     )
@@ -45,7 +56,7 @@ def with_vector_bank(params: Any) -> Any:
       >>> hki.with_vector_bank(params)['linear']['w'].bank.shape
       (4, 2)
     """
-    if MODULE not in params:
+    if not _has_bank(params):
         return params
     vectors = params[MODULE][NAME].vectors
 
@@ -60,4 +71,8 @@ def with_vector_bank(params: Any) -> Any:
 
 def without(params: Any) -> Any:
     """A tree without its vector bank."""
-    return {k: v for k, v in params.items() if k != MODULE} if MODULE in params else params
+    return {k: v for k, v in params.items() if k != MODULE} if _has_bank(params) else params
+
+
+def _has_bank(params: Any) -> bool:
+    return isinstance(params, Mapping) and MODULE in params

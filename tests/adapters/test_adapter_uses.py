@@ -135,8 +135,12 @@ def test_a_step_holds_nothing_of_the_size_of_the_weight(method, use):
     assert held < n * n * 4 / 4, held
 
 
+# (The others are made of the same types.)
+CONTRACT = [name for name in CASES if " of " not in name and " through " not in name]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CONTRACT)
 def test_contract(name):
     """Everything that a type has to hold, on small matrices."""
     check_type(lambda seed: CASES[name]((), normal((12, 8), seed)), rtol=1e-3, atol=1e-4)

@@ -116,7 +116,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", few(METHODS, "lora", "dora", "boft", "trained_rows", "vblora"))
+@pytest.mark.parametrize("method", few(METHODS, "lora", "dora", "trained_rows"))
 def test_a_model_is_the_same_at_first_and_then_trained(method, never_dense):
     t = hk.without_apply_rng(hk.transform(mlp))
     model = hki.transform_implicit(t)
@@ -157,6 +157,7 @@ def test_vera_shares_its_random_factors():
     assert stack.a.shape == (2, N, 2)
 
 
+@pytest.mark.slow
 def test_the_bank_of_vblora_is_one(never_dense):
     """Its gradient is the sum of those that each weight would have alone."""
     params = {f"layer_{i}": {"w": normal((N, M), i)} for i in range(2)}
@@ -181,6 +182,16 @@ def test_the_bank_of_vblora_is_one(never_dense):
     of_bank = lambda grads: grads["vblora_bank"]["vectors"].vectors  # noqa: E731
     apart = sum(of_bank(jax.grad(functools.partial(loss, only=[n]))(trained)) for n in names)
     close(of_bank(got), apart)
+
+
+def test_a_second_call_keeps_the_bank():
+    params = {f"layer_{i}": {"w": normal((4, 4), i)} for i in range(2)}
+    options = dict(rank=1, num_vectors=6, vector_length=4)
+    one = hki.add_adapter(params, 0, "vblora", targets="layer_0/w", **options)
+    both = hki.add_adapter(one, 1, "vblora", targets="layer_1/w", **options)
+    assert both["vblora_bank"]["vectors"] is one["vblora_bank"]["vectors"]
+    with pytest.raises(ValueError, match=r"has a bank of \(6, 4\) already, got \(7, 4\)"):
+        hki.add_adapter(one, 1, "vblora", targets="layer_1/w", **{**options, "num_vectors": 7})
 
 
 def test_vblora_without_its_bank_says_so():

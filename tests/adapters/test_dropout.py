@@ -81,6 +81,7 @@ def net(x):
     return hk.Linear(M, name="out")(layers(x))
 
 
+@pytest.mark.slow
 def test_a_model_in_training(never_dense):
     """Stacked layers have masks of their own, checkpoints the same ones, and a rate of 0 is free."""
     model = hk.without_apply_rng(hk.transform(net))
@@ -124,6 +125,9 @@ def test_views_embeddings_and_kernels(may_be_dense):
     close(rows(dropped(table)), rows(table))
     logits = hki.use_implicit_args(lambda w: normal((3, M), 4) @ w.T)
     assert np.abs(logits(dropped(table)) - logits(table)).max() > 1e-2
+    halves = hki.use_implicit_args(lambda w: [x @ part for part in jnp.split(w, 2, -1)])
+    apart = hki.use_implicit_args(lambda w: x @ w)(dropped(table))
+    close(jnp.concatenate(halves(dropped(table)), -1), apart)
     kernel = lora((3,))
     conv = hki.use_implicit_args(
         lambda w: jax.lax.conv_general_dilated(

@@ -114,6 +114,7 @@ def test_what_it_does_not_know_is_dense(may_be_dense):
     close(hki.use_implicit_args(mapped)(x, stack), mapped(x, hki.materialize(stack)))
 
 
+@pytest.mark.slow
 def test_stacks_casts_and_vmap(never_dense):
     """Kernels of stacked layers, one of them, and images one by one."""
     w, x = locon((3, 3, 8, 8), lead=(4,)), normal((2, 5, 5, 8), 1)

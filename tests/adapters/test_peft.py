@@ -144,7 +144,7 @@ def test_convolution(name, never_dense):
     check(found, None, run, jnp.asarray(found["x"]))
 
 
-@pytest.mark.parametrize("factors, size", [(2, 2), (2, 6), (1, 4)])
+@pytest.mark.parametrize("factors, size", few([(2, 2), (2, 6), (1, 4)], (2, 2)))
 def test_butterfly(factors, size):
     found = golden()[f"butterfly {factors} {size}"]
     blocks = upper(found["blocks"])
