@@ -133,8 +133,9 @@ def table_of(results: dict[str, Any]) -> dict[str, str]:
     header = ["weights", "tokens each", "one for all, tokens/s", *(f"bank, {n}" for n in ADAPTERS)]
     env = results["environment"]
     note = (
-        f"Batches of {batch} examples, LoRA of rank {results['rank']}; throughput relative to one adapter for "
-        f"all. {env['cpu']}, {env['cores']} cores, JAX {env['versions']['jax']}, {env['date']}."
+        f"Batches of {batch} examples, LoRA of rank {results['rank']}; throughput relative to one "
+        f"adapter for all. {env['cpu']}, {env['cores']} cores, JAX {env['versions']['jax']}, "
+        f"{env['date']}."
     )
     return {"adapter bank": f"{markdown.table(header, rows)}\n\n{note}"}
 

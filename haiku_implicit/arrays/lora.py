@@ -14,12 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
-from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import padded_spec, split_fields
 from haiku_implicit.core.validation import expecting
+from haiku_implicit.products.ragged import row_numbers, small_ragged_dot
 
 Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
 
@@ -195,22 +197,32 @@ def _with_sum(primitive: Primitive, operands: Sequence[Any], params: dict[str, A
 
 def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
     """The product of `x` and the correction, in `dot_general`'s order of axes."""
-    precision, preferred = call.params.get("precision"), call.params.get("preferred_element_type")
-    algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
-    common = _working_dtype(x, w)
-    if algorithm and not x.dtype == w.dtype == common:
-        return NotImplemented  # an algorithm is for the dtypes it was chosen for
-    if any(not jnp.issubdtype(d, np.inexact) for d in (w.dtype, preferred or w.dtype)):
+    found = _operands_and_options(x, w, call.params)
+    if found is None:
         return NotImplemented
-    operands = x.astype(common), w.a.astype(common), w.b.astype(common)
-    if preferred is not None:  # which must not be narrower than the operands
-        preferred = jnp.promote_types(preferred, common)
-    options = dict(precision=precision, preferred_element_type=preferred)
+    operands, options = found
     if sorted(call.batch[1]) == list(range(w.ndim - 2)) and len(call.contracted[1]) == 1:
         return _dot_through_rank(call, operands, w, options)
     if call.params.get("out_sharding") is not None:
         return NotImplemented
     return _einsum_delta(call, operands, w, options)
+
+
+def _operands_and_options(
+    x: jax.Array, w: LoRA, params: dict[str, Any]
+) -> tuple[Factors, dict[str, Any]] | None:
+    """What the products with the factors take, of what the dense product does; None for no products."""
+    precision, preferred = params.get("precision"), params.get("preferred_element_type")
+    algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+    common = _working_dtype(x, w)
+    if algorithm and not x.dtype == w.dtype == common:
+        return None  # an algorithm is for the dtypes it was chosen for
+    if any(not jnp.issubdtype(d, np.inexact) for d in (w.dtype, preferred or w.dtype)):
+        return None
+    if preferred is not None:  # which must not be narrower than the operands
+        preferred = jnp.promote_types(preferred, common)
+    operands = x.astype(common), w.a.astype(common), w.b.astype(common)
+    return operands, dict(precision=precision, preferred_element_type=preferred)
 
 
 def _working_dtype(x: Any, w: LoRA) -> Any:
@@ -268,6 +280,24 @@ def _einsum_delta(
     out = [*batch, *of_first, *of_second]
     factors = _times_scale(a, w, lead), [*lead, n, rank], b, [*lead, rank, m]
     return jnp.einsum(x, x_axes, *factors, out, **options)
+
+
+@primitive_handler(ragged_dot_general_p)
+def ragged_dot_with_lora(
+    primitive: Primitive, x: jax.Array, w: LoRA, sizes: jax.Array, **params: Any
+) -> Any:
+    """Rows times the matrices of their groups, as `x · w + (x · a) · b`."""
+    numbers = row_numbers(x, w, **params)
+    found = _operands_and_options(x, w, params)
+    if numbers is None or found is None:
+        return NotImplemented
+    (wide, a, b), options = found
+    a = _times_scale(a, w, range(w.ndim - 2))  # a scale for each matrix
+    first, second = (a, b) if numbers.w_contracted == w.ndim - 2 else (b, a)
+    t = small_ragged_dot(wide, first, sizes, numbers, **options).astype(wide.dtype)
+    low = small_ragged_dot(t, second, sizes, numbers.of_result(), **options)
+    high = default_handler(primitive, x, w.w, sizes, **params)
+    return high + low.astype(high.dtype)
 
 
 @primitive_handler("conv_general_dilated")
