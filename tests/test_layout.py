@@ -18,7 +18,7 @@ FLOORS = [
     ["products.cpu", "products.gpu"],
     ["products"],
     ["arrays"],
-    ["training", "transforms"],
+    ["training", "transforms", "files"],
     ["params"],
     ["layers", "mox"],
     ["quantization", "testing"],
