@@ -54,7 +54,8 @@ FOREIGN = {
 
 def is_array(x: Any) -> bool:
     """Whether a leaf of a tree is stored as a tensor (or has the shape of one that is)."""
-    return isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    # A masked array, or one of records, is not only its numbers.
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) or type(x) in (np.ndarray, np.memmap)
 
 
 def name_of(x: Any) -> str:

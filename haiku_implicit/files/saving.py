@@ -6,7 +6,10 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+import jax
+
 from haiku_implicit.files import container, dtypes, naming
+from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import (
     Leaf,
     Structure,
@@ -67,6 +70,9 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path}: is a folder; give the name of a file")
     structure, arrays = describe(tree)
+    for name, x in arrays.items():
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise CheckpointError(f"{name}: a ShapeDtypeStruct, which has no values. Give arrays")
     files = _divided(list(leaves_of(structure)), max_shard_bytes)
     places = {leaf.name: i for i, leaves in enumerate(files) for leaf in leaves}
     structure = with_leaves(structure, lambda leaf: leaf._replace(file=places[leaf.name]))
