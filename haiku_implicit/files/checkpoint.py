@@ -29,7 +29,7 @@ class Checkpoint(Mapping[Any, Any]):
     @property
     def structs(self) -> Any:
         """The tree with `jax.ShapeDtypeStruct` in place of arrays; no array is read for it."""
-        return structures.build(self._structure, _struct, self._path)
+        return structures.build(self._structure, _struct, self._source.path, self._path)
 
     def read(self, only: Targets | None = None, like: Any = None) -> Any:
         """The tree.
@@ -44,10 +44,12 @@ class Checkpoint(Mapping[Any, Any]):
           haiku_implicit.CheckpointError: if the file is damaged, or not like `like`; it names the key.
           ValueError: if `only` matches nothing, or the tree is not made of dicts.
         """
-        chosen = self._structure if only is None else _selected(self._structure, only)
+        chosen = self._structure
+        if only is not None:
+            chosen = _selected(chosen, only, self._source.path)
         if like is not None:
             check_like(chosen, like, self._source.path)
-        return structures.build(chosen, self._source.read, self._path)
+        return structures.build(chosen, self._source.read, self._source.path, self._path)
 
     def close(self) -> None:
         """Closes the files; what has been read stays. NumPy arrays keep their file open."""
@@ -74,7 +76,7 @@ class Checkpoint(Mapping[Any, Any]):
             )
         child, path = children[key], structures.joined(self._path, key)
         if _is_value(child):
-            return structures.build(child, self._source.read, path)
+            return structures.build(child, self._source.read, self._source.path, path)
         return Checkpoint(child, path, self._source)
 
     def __iter__(self) -> Iterator[Any]:
@@ -100,7 +102,7 @@ def _struct(leaf: Leaf) -> Any:
     return dtypes.struct_of(leaf.dtype, leaf.shape, leaf.weak_type)
 
 
-def _selected(structure: Structure, only: Targets) -> Structure:
+def _selected(structure: Structure, only: Targets, file: str) -> Structure:
     """The dicts of a structure without the parameters that are not chosen."""
     predicate = predicate_of("only", only)
     paths: list[str] = []
@@ -111,7 +113,7 @@ def _selected(structure: Structure, only: Targets) -> Structure:
             return below((*module, key), child)
         names = "/".join(map(str, module)), str(key)
         paths.append(path_of(*names))
-        if not predicate(*names, structures.build(child, _struct, paths[-1])):
+        if not predicate(*names, structures.build(child, _struct, file, paths[-1])):
             return None
         found.append(paths[-1])
         return child
@@ -253,7 +255,7 @@ def _parsed(path: str, metadata: Mapping[str, str]) -> tuple[list[str], Structur
     if not plain:
         raise CheckpointError(f"{where}: files: expected names, found {names!r:.80}")
     try:
-        return names, structures.from_json(data.get("tree"))
+        return names, structures.from_json(data.get("tree", False))
     except RecursionError:
         raise CheckpointError(f"{where}: the tree is nested too deeply") from None
     except CheckpointError as e:

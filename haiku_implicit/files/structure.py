@@ -342,12 +342,13 @@ def with_leaves(structure: Structure, change: Callable[[Leaf], Leaf]) -> Structu
 # --- to trees ------------------------------------------------------------------------------------
 
 
-def build(structure: Structure, read: Callable[[Leaf], Any], path: str = "") -> Any:
+def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: str = "") -> Any:
     """The tree of this structure.
 
     Args:
       structure: of it.
       read: gives its arrays.
+      file: where it is from, for errors.
       path: where it is in the whole tree, for errors.
 
     Raises:
@@ -361,10 +362,12 @@ def build(structure: Structure, read: Callable[[Leaf], Any], path: str = "") -> 
     if kind == "value":
         return serialization.decode(static)
     dot = between(kind)
-    items = [build(c, read, joined(path, k, dot)) for k, c in zip(keys, children, strict=True)]
+    items = [
+        build(c, read, file, joined(path, k, dot)) for k, c in zip(keys, children, strict=True)
+    ]
     if kind in _CONTAINERS:
         return _CONTAINERS[kind](dict(zip(keys, items, strict=True)))
-    where = path or "the tree"
+    where = f"{file}: {path or 'the tree'}"
     node = _known(kind, where)
     made = node.build(_decoded(node, keys, static, where), items)
     if dense:

@@ -185,11 +185,29 @@ def test_containers_and_values(again):
     x = jnp.ones(2)
     found = again(
         {
-            "values": [1, -(2**80), 2.5, float("inf"), "text", b"bytes", True, None, 1j, np.float32(2)],
-            "more": (np.dtype("int8"), np.dtype("bfloat16"), ml_dtypes.bfloat16(3), np.int64(2**40)),
+            "values": [
+                1,
+                -(2**80),
+                2.5,
+                float("inf"),
+                "text",
+                b"bytes",
+                True,
+                None,
+                1j,
+                np.float32(2),
+            ],
+            "more": (
+                np.dtype("int8"),
+                np.dtype("bfloat16"),
+                ml_dtypes.bfloat16(3),
+                np.int64(2**40),
+            ),
             "empty": ((), [], {}, optax.EmptyState()),
             "ordered": collections.OrderedDict(b=x, a=2),
-            "immutable": hk.data_structures.to_immutable_dict({"m": {"w": CASES["lora"](), "b": x}}),
+            "immutable": hk.data_structures.to_immutable_dict(
+                {"m": {"w": CASES["lora"](), "b": x}}
+            ),
             "named": Registered(3, {"w": x}),
             "data": Data({"w": CASES["int8"]()}, "static"),
             "lstm": hk.LSTMState(x, x),
@@ -199,7 +217,9 @@ def test_containers_and_values(again):
     assert list(found["ordered"]) == ["b", "a"] and isinstance(found["named"].step, int)
 
 
-@pytest.mark.parametrize("tree", [{1: 2.0, 3: jnp.ones(1)}, {(1, "a"): jnp.ones(1)}, jnp.ones(2), 5])
+@pytest.mark.parametrize(
+    "tree", [{1: 2.0, 3: jnp.ones(1)}, {(1, "a"): jnp.ones(1)}, jnp.ones(2), 5]
+)
 def test_other_keys_and_roots(tree, again):
     again(tree)
 
@@ -211,7 +231,9 @@ def test_names_are_unique(path, again):
 
 
 def leaves():
-    numbers = st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.none() | st.booleans()
+    numbers = (
+        st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.none() | st.booleans()
+    )
     shapes = st.lists(st.integers(0, 3), max_size=3)
     dtypes = st.sampled_from(["float32", "bool", "bfloat16", "int8", "complex64"])
     arrays = st.builds(lambda s, d: np.arange(np.prod(s)).reshape(s).astype(d), shapes, dtypes)
@@ -347,10 +369,17 @@ def test_other_programs_read_dense_parameters_by_their_names(path):
 
 
 def test_files_of_other_programs(path):
-    tensors = {"mlp/~/linear/w": np.eye(2, 3), "mlp/~/linear/b": np.ones(3, "f2"), "scale": np.int8([4])}
+    tensors = {
+        "mlp/~/linear/w": np.eye(2, 3),
+        "mlp/~/linear/b": np.ones(3, "f2"),
+        "scale": np.int8([4]),
+    }
     safetensors.numpy.save_file(tensors, path, {"format": "np"})
     found = hki.load(path, numpy=True)
-    wanted = {"mlp/~/linear": {"w": np.eye(2, 3), "b": np.ones(3, "f2")}, "": {"scale": np.int8([4])}}
+    wanted = {
+        "mlp/~/linear": {"w": np.eye(2, 3), "b": np.ones(3, "f2")},
+        "": {"scale": np.int8([4])},
+    }
     assert_same(found, wanted)
     assert list(hki.load(path, only="scale")) == [""]
 
@@ -373,7 +402,9 @@ def test_several_files(room, tmp_path, path):
 
 def test_what_was_replaced_is_removed(tmp_path, path):
     _, params = mlp_params()
-    others = [tmp_path / name for name in ("tree", "tree.safetensors.txt", "a.0123456789abcdef.part")]
+    others = [
+        tmp_path / name for name in ("tree", "tree.safetensors.txt", "a.0123456789abcdef.part")
+    ]
     hki.save(others[0], params, max_shard_bytes=100)
     for other in others[1:]:
         other.write_text("not of the checkpoint")
@@ -548,7 +579,9 @@ def test_types_by_name(path):
     first = make([("a", int)])
     hki.save(path, first(1))
     second = make([("a", int), ("b", int)])
-    with pytest.raises(hki.CheckpointError, match=r"fields \['a'\] .* the class now has \['a', 'b'\]"):
+    with pytest.raises(
+        hki.CheckpointError, match=r"fields \['a'\] .* the class now has \['a', 'b'\]"
+    ):
         hki.load(path)
     with pytest.raises(hki.CheckpointError, match="another Twice has been defined since"):
         hki.save(path, first(1))
