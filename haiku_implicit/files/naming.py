@@ -40,14 +40,18 @@ def start(path: str) -> tuple[str, BinaryIO]:
         number = secrets.token_hex(8)
         name = temporary_name(path, number)
         file = open(name, "x+b")  # noqa: SIM115
-        _lock(file)
-        try:
-            same = os.path.samestat(os.stat(name), os.fstat(file.fileno()))
-        except FileNotFoundError:
-            same = False
-        if same:
+        # Before it was locked, another save may have taken it for a leftover.
+        if _lock(file) is not False and _is_at(name, file):
             return number, file
-        file.close()  # another save took it for a leftover before it was locked
+        file.close()
+        remove(name)
+
+
+def _is_at(name: str, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(os.stat(name), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def commit(file: BinaryIO, path: str) -> None:
@@ -57,14 +61,16 @@ def commit(file: BinaryIO, path: str) -> None:
     os.replace(file.name, path)
 
 
-def _lock(file: BinaryIO) -> bool:
-    """Locks a file, if it is not locked."""
+def _lock(file: BinaryIO) -> bool | None:
+    """Locks a file. False if it is locked already, None if the system has no such locks."""
     if fcntl is None:
-        return False
+        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it is locked, or the file system has no locks
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 
@@ -73,26 +79,31 @@ def remove_leftovers(path: str, current: Callable[[], str | None]) -> None:
 
     Args:
       path: the main file.
-      current: gives the number of the save that wrote the main file. It is asked after the folder has
-        been listed, so that what has been renamed in the meantime is known.
+      current: gives the number of the save that wrote the main file, None if it can't be told. It is
+        asked last, so that what has been renamed in the meantime is known.
     """
     folder = os.path.dirname(path)
     found = {name: number for name in os.listdir(folder) if (number := number_of(path, name))}
-    dead = {number for number in found.values() if not _is_running(path, number)}
-    dead.discard(current() or "")
+    dead = {number for number in set(found.values()) if _has_ended(path, number)}
+    kept = current()
     for name, number in found.items():
-        if number in dead:
+        if number in dead and kept not in (None, number):
             remove(os.path.join(folder, name))
 
 
-def _is_running(path: str, number: str) -> bool:
+def _has_ended(path: str, number: str) -> bool:
+    """Whether a save is not running. If it was killed, its temporary file is removed."""
+    name = temporary_name(path, number)
     try:
-        with open(temporary_name(path, number), "r+b") as file:
-            return not _lock(file)
+        with open(name, "r+b") as file:
+            ended = _lock(file) is True
+            if ended:
+                remove(name)  # while it is locked: see `start`
+            return ended
     except FileNotFoundError:
-        return False
-    except OSError:
         return True
+    except OSError:
+        return False
 
 
 def remove(path: str) -> None:
