@@ -2,9 +2,8 @@
 
 import collections
 import dataclasses
-import pickle
 import string
-from typing import Any, NamedTuple
+from typing import Any
 
 import haiku as hk
 import jax
@@ -13,36 +12,15 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import haiku_implicit as hki
-from haiku_implicit.quantization import QtRule, QuantRule, QuantStats
 from tests.cases import CASES
+from tests.files.trees import OTHERS, Registered, as_jax, assert_same, bits, made, mlp_params
 from tests.tiers import few
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
-
-
-def bits(x):
-    """What tells an array from all others."""
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return "key", str(jax.random.key_impl(x)), bits(jax.random.key_data(x))
-    host = np.asarray(x)
-    return str(host.dtype), host.shape, getattr(x, "weak_type", False), host.tobytes()
-
-
-def assert_same(found, wanted):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    assert type(found) is type(wanted)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        if isinstance(b, jax.ShapeDtypeStruct):
-            assert a == b and a.weak_type == b.weak_type
-        elif hasattr(b, "dtype"):
-            assert bits(a) == bits(b)
-        else:
-            assert type(a) is type(b) and a == b
 
 
 @pytest.fixture
@@ -64,31 +42,6 @@ def again(path):
 
 
 # --- types ---------------------------------------------------------------------------------------
-
-
-def static_quantized():
-    stats = QuantStats({"absmax": jnp.array([[2.0]])}, jnp.array(1.0), mode="fixed")
-    return hki.StaticQuantized.of(CASES["int8"]().with_activation("int8"), stats)
-
-
-def trained():
-    rule = QtRule(module_path=".*", weight_qtype="int8", act_qtype="int8")
-    return hki.TrainedQuantized(jnp.ones((4, 4)), rules=(rule, QuantRule(weight_qtype="nf4")))
-
-
-OTHERS = {
-    "static": static_quantized,
-    "trained by rules": trained,
-    "blocks": lambda: hki.QuantizedBlocks.quantize(jnp.ones((3, 5)), "int8", 8),
-    "rounded": lambda: hki.QuantizedMatrix.quantize(jnp.ones((32, 4), jnp.bfloat16), "mxfp4"),
-    "batched": lambda: CASES["lora of int4"](batch=(3,)),
-    "stacked": lambda: CASES["view of lora"].stacked(0, 2),
-    "constant nan": lambda: hki.SymbolicConstant(float("nan"), shape=(2,), dtype=jnp.float32),
-}
-
-
-def made(name):
-    return OTHERS[name]() if name in OTHERS else CASES[name]()
 
 
 @pytest.mark.parametrize("name", [*CASES, *OTHERS])
@@ -161,11 +114,6 @@ def test_orders_of_bytes_and_axes(path):
 # --- containers and values -----------------------------------------------------------------------
 
 
-class Registered(NamedTuple):
-    step: int
-    params: Any
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Data:
@@ -173,11 +121,6 @@ class Data:
     b: str = dataclasses.field(metadata=dict(static=True))
 
 
-class Unknown(NamedTuple):
-    a: Any
-
-
-hki.register_tree_type(Registered)
 hki.register_tree_type(Data, name="tests.Data")
 
 
@@ -257,18 +200,7 @@ def test_random_trees(tree, room, tmp_path_factory):
     assert_same(hki.load(path, numpy=True), tree)
 
 
-def as_jax(x):
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
-
-
 # --- parameters, states --------------------------------------------------------------------------
-
-
-def mlp_params():
-    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 4])(x)))
-    params = model.init(jax.random.key(0), jnp.ones((1, 8)))
-    params = hki.quantize_params(params, dtype="int4", group_size=4)
-    return model, hki.add_lora(params, jax.random.key(1), rank=2, alpha=4.0)
 
 
 def test_parts_of_parameters(again):
@@ -318,7 +250,7 @@ def test_the_state_of_every_optimizer_with_a_learning_rate(module, again):
             continue
         again(state)
         done += 1
-    assert done >= 3, done
+    assert done >= {optax: 20, optax.contrib: 8}[module], done
 
 
 def test_layer_stack_and_haiku_state(again):
@@ -349,247 +281,3 @@ def test_what_creators_make(again):
     params, state = model.init(jax.random.key(0), jnp.ones((2, 8)))
     found = again({"params": params, "state": state})
     assert isinstance(found["params"]["linear"]["w"], hki.LoRA)
-
-
-# --- files ---------------------------------------------------------------------------------------
-
-
-def test_other_programs_read_dense_parameters_by_their_names(path):
-    model = hk.transform(lambda x: hk.nets.MLP([8, 4])(x))
-    params = model.init(jax.random.key(0), jnp.ones((1, 8)))
-    hki.save(path, params)
-    found = safetensors.numpy.load_file(path)
-    assert sorted(found) == [f"mlp/~/linear_{i}/{n}" for i in range(2) for n in "bw"]
-    for module, name, value in hk.data_structures.traverse(params):
-        assert bits(found[f"{module}/{name}"]) == bits(np.asarray(value))
-    _, params = mlp_params()
-    hki.save(path, params)
-    names = set(safetensors.numpy.load_file(path))
-    assert {"mlp/~/linear_0/w.w.codes", "mlp/~/linear_0/w.a", "mlp/~/linear_0/b"} <= names
-
-
-def test_files_of_other_programs(path):
-    tensors = {
-        "mlp/~/linear/w": np.eye(2, 3),
-        "mlp/~/linear/b": np.ones(3, "f2"),
-        "scale": np.int8([4]),
-    }
-    safetensors.numpy.save_file(tensors, path, {"format": "np"})
-    found = hki.load(path, numpy=True)
-    wanted = {
-        "mlp/~/linear": {"w": np.eye(2, 3), "b": np.ones(3, "f2")},
-        "": {"scale": np.int8([4])},
-    }
-    assert_same(found, wanted)
-    assert list(hki.load(path, only="scale")) == [""]
-
-
-@pytest.mark.parametrize("room", [1, 70, 1000])
-def test_several_files(room, tmp_path, path):
-    _, params = mlp_params()
-    hki.save(path, params, max_shard_bytes=room)
-    count = len(jax.tree.leaves(params))
-    files = list(tmp_path.iterdir())
-    assert len(files) == {1: count, 1000: 1}.get(room, len(files)) and path in files
-    assert all(safetensors.numpy.load_file(file) for file in files)
-    assert_same(hki.load(path, like=params), params)
-    moved = tmp_path / "there"
-    moved.mkdir()
-    for file in files:
-        file.rename(moved / file.name)
-    assert_same(hki.load(moved / path.name), params)
-
-
-def test_what_was_replaced_is_removed(tmp_path, path):
-    _, params = mlp_params()
-    others = [
-        tmp_path / name for name in ("tree", "tree.safetensors.txt", "a.0123456789abcdef.part")
-    ]
-    hki.save(others[0], params, max_shard_bytes=100)
-    for other in others[1:]:
-        other.write_text("not of the checkpoint")
-    kept = set(tmp_path.iterdir())
-    hki.save(path, params, max_shard_bytes=100)
-    hki.save(path, params, max_shard_bytes=100)
-    hki.save(path, {"a": jnp.ones(1)})
-    assert set(tmp_path.iterdir()) == kept | {path}
-    assert_same(hki.load(others[0]), params)
-
-
-def test_a_link_stays_a_link(tmp_path, path):
-    (tmp_path / "real").mkdir()
-    path.symlink_to(tmp_path / "real" / "file")
-    hki.save(path, {"a": jnp.ones(3)}, max_shard_bytes=4)
-    assert path.is_symlink() and (tmp_path / "real" / "file").exists()
-    assert_same(hki.load(path), {"a": jnp.ones(3)})
-
-
-def test_views_of_the_file(path):
-    tree = {"a": {"w": np.arange(5, dtype=np.int8), "v": np.arange(6.0), "s": np.float32([1])}}
-    hki.save(path, tree)
-    found = hki.load(path, numpy=True)
-    hki.save(path, {})  # which does not touch what is mapped
-    assert_same(found, tree)
-    for x in found["a"].values():
-        assert not x.flags.writeable and not x.flags.owndata and x.flags.aligned
-
-
-def test_parts_are_read_alone(path):
-    _, params = mlp_params()
-    hki.save(path, params)
-    data = bytearray(path.read_bytes())
-    with hki.open_checkpoint(path) as checkpoint:
-        assert_same(checkpoint.structs, jax.tree.map(struct, params))
-        assert checkpoint.structs["mlp/~/linear_0"]["w"].shape == (8, 8)
-        assert list(checkpoint) == list(params) and list(checkpoint["mlp/~/linear_0"]) == ["w", "b"]
-        found = checkpoint["mlp/~/linear_1"]["w"]
-        assert_same(found, params["mlp/~/linear_1"]["w"])
-        assert_same(checkpoint["mlp/~/linear_1"].read(), params["mlp/~/linear_1"])
-        with pytest.raises(KeyError, match=r"has no 'mlp'; it has 'mlp/~/linear_0'"):
-            checkpoint["mlp"]
-    with pytest.raises(ValueError, match="closed"):
-        checkpoint["mlp/~/linear_1"]["w"]
-    # A parameter that is damaged does not keep the others from being read.
-    codes = np.asarray(params["mlp/~/linear_0"]["w"].w.codes).tobytes()
-    data[data.index(codes)] ^= 1
-    path.write_bytes(data)
-    with hki.open_checkpoint(path) as checkpoint:
-        assert_same(checkpoint["mlp/~/linear_1"]["w"], params["mlp/~/linear_1"]["w"])
-        with pytest.raises(hki.CheckpointError, match=r"linear_0/w.w.codes: .* damaged"):
-            checkpoint["mlp/~/linear_0"]["w"]
-
-
-def struct(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
-
-
-def test_objects_and_lists_are_opened_too(path):
-    state = Registered(4, [{"w": jnp.ones(2)}, (jnp.zeros(1), None)])
-    hki.save(path, state)
-    with hki.open_checkpoint(path) as checkpoint:
-        assert list(checkpoint) == ["step", "params"] and checkpoint["step"] == 4
-        assert_same(checkpoint["params"][0]["w"], jnp.ones(2))
-        assert checkpoint["params"][1][1] is None and len(checkpoint["params"]) == 2
-        assert "Registered" in repr(checkpoint)
-        with pytest.raises(ValueError, match="only: chooses from nested dicts"):
-            checkpoint.read(only=".*")
-        assert_same(checkpoint["params"][0].read(only="w"), {"w": jnp.ones(2)})
-
-
-def test_only_some_parameters(path):
-    _, params = mlp_params()
-    hki.save(path, params)
-    assert_same(hki.load(path, only=".*/b"), {m: {"b": p["b"]} for m, p in params.items()})
-    names = ["mlp/~/linear_1/w"]
-    wanted = {"mlp/~/linear_1": {"w": params["mlp/~/linear_1"]["w"]}}
-    assert_same(hki.load(path, only=names), wanted)
-    chosen = lambda m, n, x: isinstance(x, hki.LoRA) and x.shape == (8, 4)  # noqa: E731
-    assert_same(hki.load(path, only=chosen, like=wanted), wanted)
-    with pytest.raises(ValueError, match="only: 'b' matches none of the 4 parameters"):
-        hki.load(path, only="b")
-    with pytest.raises(ValueError, match="only: no parameter is 'mlp/b'"):
-        hki.load(path, only=["mlp/b"])
-
-
-# --- errors --------------------------------------------------------------------------------------
-
-
-def lora(rank=2, alpha=4.0):
-    return hki.LoRA(jnp.ones((4, 4)), jnp.ones((4, rank)), jnp.ones((rank, 4)), alpha=alpha)
-
-
-@pytest.mark.parametrize(
-    ("like", "message"),
-    [
-        ({"m": {"w": lora(3), "b": 1}}, r"m/w.a: expected an array float32\[4, 3\], found an array float32\[4, 2\]"),
-        ({"m": {"w": lora(alpha=1.0), "b": 1}}, r"m/w: expected haiku_implicit.LoRA float32\[4, 4\] with .*1.0"),
-        ({"m": {"w": jnp.ones((4, 4)), "b": 1}}, r"m/w: expected an array float32\[4, 4\], found haiku_implicit.LoRA"),
-        ({"m": {"w": lora(), "b": jnp.ones(1)}}, r"m/b: expected an array float32\[1\], found a Python value"),
-        ({"m": {"w": lora()}}, "m/b: expected no such key, found it as a key"),
-        ({"m": {"w": lora(), "b": 1, "c": 1}}, "m/c: expected it as a key, found no such key"),
-        ([], "the tree: expected list, found dict"),
-        ({"m": {"w": lora()._replace(a=jnp.ones((4, 2), jnp.bfloat16)), "b": 1}}, "m/w"),
-    ],
-)  # fmt: skip
-def test_a_tree_that_is_not_like_the_other(like, message, path):
-    hki.save(path, {"m": {"w": lora(), "b": 1}})
-    with pytest.raises(hki.CheckpointError, match=message) as raised:
-        hki.load(path, like=like)
-    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
-    hki.load(path, like={"m": {"w": jax.tree.map(struct, lora()), "b": 2}})
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (object(), r"m/w: files cannot hold a object\. .*register_tree_type"),
-        (Unknown(jnp.ones(1)), "m/w: files cannot hold a Unknown"),
-        (lambda x: x, "m/w: files cannot hold a function"),
-        ({1, 2}, "files cannot hold a set"),
-        (np.array(["a"]), "m/w: files have no dtype str"),
-        (np.array([object()]), "m/w: files have no dtype object"),
-        (np.ma.array([1.0], mask=[True]), "files cannot hold a MaskedArray"),
-        (np.str_("a"), "files cannot hold a str_"),
-        (collections.defaultdict(list), "files cannot hold a defaultdict"),
-        ({object(): 1}, "m/w/<object"),
-        (jax.ShapeDtypeStruct((1,), jnp.float32), "m/w: a ShapeDtypeStruct, which has no values"),
-    ],
-)  # fmt: skip
-def test_what_files_cannot_hold(bad, message, tmp_path, path):
-    with pytest.raises(hki.CheckpointError, match=message):
-        hki.save(path, {"m": {"w": bad}})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_arrays_without_values(path):
-    with pytest.raises(hki.CheckpointError, match=r"a: a tracer"):
-        jax.jit(lambda x: hki.save(path, {"a": x}))(jnp.ones(1))
-    x = jnp.ones(3)
-    x.delete()
-    with pytest.raises(hki.CheckpointError, match="a: the array has been deleted"):
-        hki.save(path, {"a": x})
-    itself: list = []
-    itself.append(itself)
-    with pytest.raises(hki.CheckpointError, match="holds itself"):
-        hki.save(path, itself)
-
-
-def test_other_mistakes(tmp_path, path):
-    with pytest.raises(IsADirectoryError):
-        hki.save(tmp_path, {})
-    with pytest.raises(FileNotFoundError):
-        hki.load(path)
-    for room in (0, 1.5, True):
-        with pytest.raises(ValueError, match="max_shard_bytes: expected a positive integer"):
-            hki.save(path, {}, max_shard_bytes=room)
-
-
-def test_types_by_name(path):
-    with pytest.raises(TypeError, match="expected a named tuple or a dataclass"):
-        hki.register_tree_type(dict)
-    with pytest.raises(ValueError, match="LoRA is registered already"):
-        hki.register_tree_type(hki.LoRA)
-    with pytest.raises(ValueError, match=r"'tests.Data' is already the type"):
-        hki.register_tree_type(Unknown, name="tests.Data")
-
-    def make(fields):
-        cls = NamedTuple("Twice", fields)
-        return hki.register_tree_type(cls)
-
-    first = make([("a", int)])
-    hki.save(path, first(1))
-    second = make([("a", int), ("b", int)])
-    with pytest.raises(
-        hki.CheckpointError, match=r"fields \['a'\] .* the class now has \['a', 'b'\]"
-    ):
-        hki.load(path)
-    with pytest.raises(hki.CheckpointError, match="another Twice has been defined since"):
-        hki.save(path, first(1))
-    hki.save(path, second(1, 2))
-    assert hki.load(path) == second(1, 2)
-
-
-def test_a_pickle_of_what_was_loaded(again):
-    """Nothing in it holds on to the file."""
-    found = again({"w": CASES["lora of int4"]()})
-    assert_same(pickle.loads(pickle.dumps(found)), found)
