@@ -158,4 +158,5 @@ def array_of(
         zero = jnp.full(shape, dtype.type(0).item())
         if zero.dtype == dtype:
             return zero.at[...].set(host)
-    return jnp.array(host)
+    # One at a time: JAX copies twice, and later than it returns.
+    return jax.block_until_ready(jnp.array(host))
