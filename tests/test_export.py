@@ -235,5 +235,7 @@ def test_a_class_may_be_defined_again():
 def test_a_file_of_a_class_that_has_changed_says_so(monkeypatch):
     data = export.export(jax.jit(lambda w: w))(Tagged(X, 3)).serialize()
     assert export.deserialize(data).call(Tagged(X, 3)).tag == 3
-    with pytest.raises(ValueError, match="Tagged: the file has the fields .*'value'.* Make the file again"):
+    with pytest.raises(
+        ValueError, match="Tagged: the file has the fields .*'value'.* Make the file again"
+    ):
         export.deserialize(data.replace(b'"tag"', b'"hat"'))

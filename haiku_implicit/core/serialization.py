@@ -101,15 +101,15 @@ def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
       cls: the type. JAX has to know it as a pytree: a named tuple, or a dataclass that
         `jax.tree_util.register_dataclass`, `chex.dataclass` or something like them has registered. An
         object is made of its fields without the constructor of a dataclass.
-      name: what files call it. By default its module and name, which a type in a script has only in
-        that script (`__main__.State`).
+      name: what files call it, with a dot in it. By default its module and name, which a type in a
+        script has only in that script (`__main__.State`).
 
     Returns:
       The type, so that this can be a decorator.
 
     Raises:
-      TypeError: if it is neither a named tuple nor a dataclass, or its name is not a text.
-      ValueError: if another type has this name already.
+      TypeError: if it is neither a named tuple nor a dataclass.
+      ValueError: for a name without a dot, or one that another type has already.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, haiku_implicit as hki
@@ -128,8 +128,8 @@ def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
         raise TypeError(f"register_tree_type: expected a named tuple or a dataclass, got {cls!r}")
     if cls in _names:
         raise ValueError(f"register_tree_type: {cls.__name__} is registered already, or implicit")
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name: expected a text, got {name!r}")
+    if name is not None and not (isinstance(name, str) and "." in name):
+        raise ValueError(f"name: expected a text like 'my_project.State', got {name!r}")
     name = name or _short(_full_name(cls))
     known = _checkpoints.get(name)
     if known is not None and _full_name(known.kind) != _full_name(cls):  # not a cell that ran twice

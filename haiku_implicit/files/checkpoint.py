@@ -106,17 +106,14 @@ def _selected(structure: Structure, only: Targets, file: str) -> Structure:
     """The dicts of a structure without the parameters that are not chosen."""
     predicate = predicate_of("only", only)
     paths: list[str] = []
-    found: list[str] = []
 
     def chosen(module: tuple[Any, ...], key: Any, child: Structure) -> Structure | None:
         if isinstance(child, Branch) and child.kind in structures.MAPPINGS:
             return below((*module, key), child)
         names = "/".join(map(str, module)), str(key)
         paths.append(path_of(*names))
-        if not predicate(*names, structures.build(child, _struct, file, paths[-1])):
-            return None
-        found.append(paths[-1])
-        return child
+        value = structures.build(child, _struct, file, paths[-1])
+        return child if predicate(*names, value) else None
 
     def below(module: tuple[Any, ...], branch: Branch) -> Branch | None:
         pairs = zip(branch.keys, branch.children, strict=True)
@@ -203,9 +200,8 @@ def _opened(path: str) -> tuple[list[File], Structure]:
         if saving.ENTRY not in main.metadata and saving.CHECKSUM not in main.metadata:
             return [main], plain_structure(main)
         names, structure = _parsed(path, main.metadata)
-        folder = os.path.dirname(path)
         try:
-            files = [main, *(File(os.path.join(folder, name)) for name in names)]
+            files = [main, *(File(_beside(path, name)) for name in names)]
         except FileNotFoundError as e:
             # Another program may have saved since, and removed what belonged to the old file.
             if attempt < _RETRIES and not _is_the_same(path, main):
@@ -213,6 +209,13 @@ def _opened(path: str) -> tuple[list[File], Structure]:
             raise _missing(path, str(e.filename), names, structure) from None
         _check_tables(files, structure)
         return files, structure
+
+
+def _beside(path: str, name: str) -> str:
+    """A further file of a checkpoint: beside the main one, or beside that which this is a link to."""
+    found = os.path.join(os.path.dirname(path), name)
+    real = os.path.join(os.path.dirname(os.path.realpath(path)), name)
+    return found if os.path.exists(found) else real
 
 
 def _is_the_same(path: str, file: File) -> bool:

@@ -66,7 +66,7 @@ def load(
       {'linear': {'b': Zeros(float32[3])}}
       linear/w: expected an array float32[2, 4], found an array float32[2, 3]. The file is ...
     """
-    path = os.path.realpath(path)
+    path = os.path.abspath(path)
     if is_container(path):
         checkpoint = open_checkpoint(path, numpy=numpy)
     else:
@@ -103,5 +103,5 @@ def open_checkpoint(path: Path, *, numpy: bool = False) -> Checkpoint:
       {'linear': {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32), 'b': ...}}
       [0. 0. 0.]
     """
-    source = Source(os.path.realpath(path), numpy)
+    source = Source(os.path.abspath(path), numpy)
     return Checkpoint(source.structure, "", source)

@@ -19,9 +19,9 @@ def _named_tuples() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in sorted(own, key=lambda name: (name not in ("optax", "optax.contrib"), name)):
         for kind in list(vars(sys.modules[name]).values()):
-            if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
-                if kind.__module__.partition(".")[0] == "optax":
-                    found.setdefault(kind.__qualname__, kind)
+            named = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+            if named and kind.__module__.partition(".")[0] == "optax":
+                found.setdefault(kind.__qualname__, kind)
     return found
 
 

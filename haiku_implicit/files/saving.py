@@ -152,9 +152,8 @@ def _write_file(
     as many bytes.
     """
     rows = [(leaf.name, *dtypes.stored_of(leaf.dtype, leaf.shape)) for leaf in leaves]
-    rows.sort(
-        key=lambda row: -container.WIDTHS[row[1]]
-    )  # so that each begins at a multiple of its width
+    # The widest first, so that each begins at a multiple of its width.
+    rows.sort(key=lambda row: -container.WIDTHS[row[1]])
     table = container.table(rows)
     begin = container.header(metadata(), table)
     file.write(begin)

@@ -74,7 +74,6 @@ _KINDS = {
     tuple: "tuple",
 }
 MAPPINGS = ("dict", "OrderedDict", "FlatMapping")
-_RESERVED = {*_CONTAINERS, "none", "value", "array"}
 
 
 # --- from trees ----------------------------------------------------------------------------------

@@ -94,8 +94,19 @@ def test_a_link_stays_a_link(tmp_path, path):
     (tmp_path / "real").mkdir()
     path.symlink_to(tmp_path / "real" / "file")
     hki.save(path, {"a": jnp.ones(3)}, max_shard_bytes=4)
-    assert path.is_symlink() and (tmp_path / "real" / "file").exists()
-    assert_same(hki.load(path), {"a": jnp.ones(3)})
+    hki.save(path, {"a": jnp.ones(3), "b": jnp.ones(3)}, max_shard_bytes=4)
+    assert path.is_symlink() and len(list((tmp_path / "real").iterdir())) == 2
+    assert_same(hki.load(path), {"a": jnp.ones(3), "b": jnp.ones(3)})
+
+
+def test_links_to_each_file(tmp_path, path):
+    """As in the cache of the Hugging Face hub, where what they lead to has other names."""
+    hki.save(path, {"a": jnp.ones(3), "b": jnp.ones(3)}, max_shard_bytes=4)
+    for i, file in enumerate(list(tmp_path.iterdir())):
+        (tmp_path / "blobs").mkdir(exist_ok=True)
+        file.rename(tmp_path / "blobs" / str(i))
+        file.symlink_to(tmp_path / "blobs" / str(i))
+    assert_same(hki.load(path), {"a": jnp.ones(3), "b": jnp.ones(3)})
 
 
 def test_views_of_the_file(path):
@@ -245,6 +256,9 @@ def test_types_by_name(path):
         hki.register_tree_type(hki.LoRA)
     with pytest.raises(ValueError, match=r"'haiku_implicit.LoRA' is already the type"):
         hki.register_tree_type(Unknown, name="haiku_implicit.LoRA")
+
+    with pytest.raises(ValueError, match="name: expected a text like"):
+        hki.register_tree_type(Unknown, name="dict")
 
     def make(fields):
         cls = NamedTuple("Twice", fields)

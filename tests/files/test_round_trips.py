@@ -44,7 +44,10 @@ def again(path):
 # --- types ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*CASES, *OTHERS])
+QUICK = ["lora of int4", "view of lora", "zeros", "constant complex", "static", "trained by rules"]
+
+
+@pytest.mark.parametrize("name", few([*CASES, *OTHERS], *QUICK))
 def test_each_type(name, again):
     w = made(name)
     found = again({"linear": {"w": w}})["linear"]["w"]
@@ -67,7 +70,7 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)])
+@pytest.mark.parametrize("shape", [(), pytest.param((3, 0), marks=pytest.mark.slow), (2, 3)])
 def test_dtypes(shape, again):
     again({d: jnp.asarray(np.arange(np.prod(shape)).reshape(shape), d) for d in DTYPES})
 
@@ -253,6 +256,7 @@ def test_the_state_of_every_optimizer_with_a_learning_rate(module, again):
     assert done >= {optax: 20, optax.contrib: 8}[module], done
 
 
+@pytest.mark.slow
 def test_layer_stack_and_haiku_state(again):
     def forward(x):
         x = hk.experimental.layer_stack(3)(lambda x: jnp.tanh(hk.Linear(8)(x)))(x)
