@@ -12,8 +12,6 @@ from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.matching import check_like
 from haiku_implicit.files.structure import Branch, Leaf, Structure
 
-_RETRIES = 10
-
 
 class Checkpoint(Mapping[Any, Any]):
     """A tree in a file, or a part of it, of which nothing is read until it is asked for.
@@ -189,9 +187,7 @@ class Memory:
 
 def _opened(path: str) -> tuple[list[File], Structure]:
     """The files of a checkpoint, and its structure, if they fit together."""
-    attempt = 0
     while True:
-        attempt += 1
         main = File(path)
         if saving.PART in main.metadata:
             raise CheckpointError(
@@ -203,8 +199,9 @@ def _opened(path: str) -> tuple[list[File], Structure]:
         try:
             files = [main, *(File(_beside(path, name)) for name in names)]
         except FileNotFoundError as e:
-            # Another program may have saved since, and removed what belonged to the old file.
-            if attempt < _RETRIES and not _is_the_same(path, main):
+            # Another program may have saved since, and removed what belonged to the old file. Each
+            # time that this is so one more save was done, so that this ends when they do.
+            if not _is_the_same(path, main):
                 continue
             raise _missing(path, str(e.filename), names, structure) from None
         _check_tables(files, structure)
