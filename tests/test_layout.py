@@ -18,6 +18,7 @@ FLOORS = [
     ["products.cpu", "products.gpu"],
     ["products"],
     ["arrays"],
+    ["adapters"],
     ["training", "transforms", "files"],
     ["params"],
     ["layers", "mox"],
