@@ -34,6 +34,7 @@ from haiku_implicit.core.materialization import (
     materialization,
     materialization_report,
 )
+from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.transform import (
     materialize,
     tree_flatten_with_implicit,
@@ -42,6 +43,10 @@ from haiku_implicit.core.transform import (
     tree_structure_with_implicit,
     use_implicit_args,
 )
+from haiku_implicit.files.checkpoint import Checkpoint
+from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.loading import load, open_checkpoint
+from haiku_implicit.files.saving import save
 from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
 from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
 from haiku_implicit.params.adapter_sums import combine_adapters
@@ -155,6 +160,13 @@ __all__ = [
     "freeze_subtrees",
     "apply_updates",
     "quantized_state",
+    # files
+    "save",
+    "load",
+    "open_checkpoint",
+    "Checkpoint",
+    "CheckpointError",
+    "register_tree_type",
     # LoRA's relatives
     "adapters",
     "get_adapter",

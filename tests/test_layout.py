@@ -19,7 +19,7 @@ FLOORS = [
     ["products"],
     ["arrays"],
     ["adapters"],
-    ["training", "transforms"],
+    ["training", "transforms", "files"],
     ["params"],
     ["layers", "mox"],
     ["quantization", "testing"],
