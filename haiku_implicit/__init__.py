@@ -71,6 +71,7 @@ from haiku_implicit.params.edits import (
 )
 from haiku_implicit.params.ggml import from_ggml
 from haiku_implicit.params.infer_axes import infer_matrix_axes
+from haiku_implicit.params.peft_files import load_peft, save_peft
 from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantized_training import (
@@ -167,6 +168,8 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "register_tree_type",
+    "load_peft",
+    "save_peft",
     # LoRA's relatives
     "adapters",
     "get_adapter",

@@ -22,7 +22,7 @@ FLOORS = [
     ["training", "transforms", "files"],
     ["params"],
     ["layers", "mox"],
-    ["quantization", "testing"],
+    ["quantization", "testing", "command_line"],
     [""],  # what `import haiku_implicit` gives
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

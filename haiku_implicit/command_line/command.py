@@ -68,6 +68,7 @@ class Command:
         except flags.Error as e:
             raise UsageError(str(e)) from e
         if values.help:
+            print(self.help())
             return
         if len(given) != len(self.arguments):
             wanted = " ".join(self.arguments)
@@ -87,6 +88,7 @@ def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] 
     def main(argv: Sequence[str] | None = None) -> int:
         given = list(sys.argv[1:] if argv is None else argv)
         if not given or given[0] in ("help", "-h", "--help", "-help"):
+            print(_overview(commands, about))
             return DONE if given else WRONG_USE
         if given[0] not in by_name:
             return _said(f"unknown command {given[0]!r}; there are {', '.join(by_name)}", WRONG_USE)
@@ -113,6 +115,7 @@ def _overview(commands: Sequence[Command], about: str) -> str:
 
 def _said(message: str, code: int) -> int:
     red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{red}error:{plain} {message}", file=sys.stderr)
     return code
 
 

@@ -7,9 +7,12 @@ haiku-implicit merge tuned.safetensors merged.safetensors
 haiku-implicit diff model.safetensors merged.safetensors --plot=error.png
 """
 
+import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 from absl import flags
 
 from haiku_implicit.command_line.command import (
@@ -41,12 +44,19 @@ def _read(path: str) -> Any:
     return tree
 
 
-def _write(values: flags.FlagValues, source: Any, target: str, tree: Any) -> None:
-    """Writes a checkpoint, and says what it holds."""
+def _check_target(values: flags.FlagValues, target: str) -> None:
+    """Before any work is done for it."""
     if os.path.exists(target) and not values.overwrite:
         raise UsageError(f"{target} is there already; --overwrite writes over it")
+
+
+def _write(source: Any, target: str, tree: Any) -> None:
+    """Writes a checkpoint, and says what it holds."""
     save(target, tree)
-    _before, _after = summary(source).total, summary(tree).total
+    before, after = summary(source).total, summary(tree).total
+    print(
+        f"{target}: {after.nbytes:,} bytes ({before.nbytes:,} before), {after.bits:.2f} bits a number"
+    )
 
 
 def _define_write(values: flags.FlagValues) -> None:
@@ -72,15 +82,16 @@ def _inspect(values: flags.FlagValues, path: str) -> None:
     tree = load(path)
     if isinstance(tree, AdapterParts):
         tree = dict(tree.dense.items()) | _factors(tree)
+    elif not isinstance(tree, Mapping):
+        tree = {"": tree}
     found = summary(tree, depth=values.depth)
+    print(json.dumps(found.to_json()) if values.json else found)
     if values.plot:
         plot_memory(found, values.plot)
 
 
 def _factors(adapter: AdapterParts) -> dict[str, Any]:
     """The arrays of an adapter, which without its base has no shape of its own."""
-    import jax
-
     found: dict[str, Any] = {}
     for path, value in adapter.weights.items():
         leaves = jax.tree_util.tree_flatten_with_path(value)[0]
@@ -101,10 +112,12 @@ def _define_quantize(values: flags.FlagValues) -> None:
 
 
 def _quantize(values: flags.FlagValues, source: str, target: str) -> None:
+    _check_target(values, target)
     params = _read(source)
     names = ("dtype", "group_size", "calibration", "zero_point", "activation", "targets", "exclude")
-    new = quantize_params(params, **{name: values[name].value for name in names})
-    _write(values, params, target, new)
+    options: dict[str, Any] = {name: values[name].value for name in names}
+    new = quantize_params(params, **options)
+    _write(params, target, new)
 
 
 def _define_add_lora(values: flags.FlagValues) -> None:
@@ -118,11 +131,12 @@ def _define_add_lora(values: flags.FlagValues) -> None:
 
 
 def _add_lora(values: flags.FlagValues, source: str, target: str) -> None:
+    _check_target(values, target)
     params = _read(source)
-    options = dict(rank=values.rank, targets=values.targets, exclude=values.exclude)
+    options: dict[str, Any] = dict(rank=values.rank, targets=values.targets, exclude=values.exclude)
     if values.alpha is not None:
         options["alpha"] = values.alpha
-    _write(values, params, target, add_adapter(params, values.seed, values.method, **options))
+    _write(params, target, add_adapter(params, values.seed, values.method, **options))
 
 
 def _define_merge(values: flags.FlagValues) -> None:
@@ -133,16 +147,20 @@ def _define_merge(values: flags.FlagValues) -> None:
 
 
 def _merge(values: flags.FlagValues, source: str, target: str) -> None:
+    _check_target(values, target)
     params = _read(source)
     if values.adapter:
         adapter = load(values.adapter)
         if not isinstance(adapter, AdapterParts):
             adapter = get_adapter(adapter)
-        params = set_adapter(params, adapter, check_base=not values.any_base)
+        try:
+            params = set_adapter(params, adapter, check_base=not values.any_base)
+        except ValueError as e:  # which names the argument of the function
+            raise ValueError(str(e).replace("check_base=False", "--any_base")) from e
     merged = merge_adapters(params, requantize=values.requantize)
-    _write(values, params, target, merged)
+    _write(params, target, merged)
     if values.requantize:
-        pass
+        print(compare_params(params, merged))
 
 
 # --- diff, convert ---------------------------------------------------------------------------------
@@ -155,6 +173,7 @@ def _define_diff(values: flags.FlagValues) -> None:
 
 def _diff(values: flags.FlagValues, first: str, second: str) -> None:
     found = compare_params(_read(first), _read(second))
+    print(json.dumps(found.to_json()) if values.json else found)
     if values.plot:
         plot_error(found, values.plot)
 

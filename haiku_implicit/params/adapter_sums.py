@@ -166,4 +166,4 @@ def _nearest(delta: jax.Array, rank: int) -> LoRA:
     if not 1 <= rank <= room:
         raise ValueError(f"rank: expected 1 to {room}, got {rank}")
     a, b = _factors_of(delta, rank)
-    return without_base(LoRA, a=a, b=b)  # type: ignore[no-any-return]
+    return without_base(LoRA, a=a, b=b)
