@@ -12,10 +12,12 @@ from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.predicates import Targets, predicate_of
+from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.params import trees
 from haiku_implicit.params.selection import describe
 
 
+@register_tree_type
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdapterParts:
