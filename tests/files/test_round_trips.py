@@ -212,6 +212,24 @@ def test_parts_of_parameters(again):
     assert_same(hki.combine(trainable, frozen), params)
 
 
+@pytest.mark.parametrize(
+    "method", few(["lora", "dora", "ia3", "loha", "lokr", "oft", "vera"], "dora")
+)
+def test_adapters(method, again):
+    _, params = mlp_params()
+    base = hki.merge_lora(params)
+    options = {"ia3": {}, "oft": {"block_size": 2}}.get(method, {"rank": 2})
+    adapter = hki.get_adapter(hki.add_adapter(base, 0, method, **options))
+    found = again(adapter)
+    assert_same(hki.set_adapter(base, found), hki.set_adapter(base, adapter))
+
+
+def test_a_bank_of_adapters(again):
+    params = mlp_params()[0].init(jax.random.key(0), jnp.ones((1, 8)))
+    bank = hki.AdapterBank.of(params, capacity=2, rank=2)
+    assert again(bank).capacity == 2
+
+
 def labels(params):
     return {module: "a" if module.endswith("0") else "b" for module in params}
 
