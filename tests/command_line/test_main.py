@@ -60,7 +60,7 @@ def test_quantize_add_lora_merge_and_diff(folder, capsys):
     code, out, _ = run(capsys, "diff", "model", "merged", "--json", "--plot=error.svg")
     rows = {row["path"]: row for row in json.loads(out[0])["rows"]}
     found = hki.compare_params(params_of(), merged)
-    assert code == 0 and rows["model/layer_0/w"]["relative"] == found.rows[1].relative > 0.01
+    assert code == 0 and rows["model/layer_0/w"]["relative"] == found.rows[0].relative > 0.01
     assert "<svg" in (folder / "error.svg").read_text()
 
 
@@ -92,8 +92,8 @@ def test_an_adapter_apart_from_its_base(folder, capsys):
         (["inspect"], 2, "expected PATH, got nothing"),
         (["inspect", "model", "more"], 2, "expected PATH, got model more"),
         (["inspect", "model", "--size=3"], 2, "Unknown command line flag 'size'"),
-        (["inspect", "model", "--depth=0"], 2, "flag --depth=0: depth must be"),
-        (["inspect", "absent"], 1, "No such file or directory: 'absent'"),
+        (["inspect", "model", "--depth=0"], 2, "flag --depth=0: 0 is not a positive integer"),
+        (["inspect", "absent"], 1, "No such file or directory: "),
         (["inspect", "text"], 1, "text: "),
         (["quantize", "model", "model"], 2, "model is there already; --overwrite writes over it"),
         (["quantize", "model", "new", "--dtype=int99"], 1, "dtype: expected one of int8"),
