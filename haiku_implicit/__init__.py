@@ -34,6 +34,7 @@ from haiku_implicit.core.materialization import (
     materialization,
     materialization_report,
 )
+from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.transform import (
     materialize,
     tree_flatten_with_implicit,
@@ -42,6 +43,10 @@ from haiku_implicit.core.transform import (
     tree_structure_with_implicit,
     use_implicit_args,
 )
+from haiku_implicit.files.checkpoint import Checkpoint
+from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.loading import load, open_checkpoint
+from haiku_implicit.files.saving import save
 from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
 from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
 from haiku_implicit.params.adapter_sums import combine_adapters
@@ -68,6 +73,7 @@ from haiku_implicit.params.edits import (
 from haiku_implicit.params.ggml import from_ggml
 from haiku_implicit.params.infer_axes import infer_matrix_axes
 from haiku_implicit.params.lora_init import EVA, LoftQ
+from haiku_implicit.params.peft_files import load_peft, save_peft
 from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantized_training import (
@@ -167,6 +173,15 @@ __all__ = [
     "freeze_subtrees",
     "apply_updates",
     "quantized_state",
+    # files
+    "save",
+    "load",
+    "open_checkpoint",
+    "Checkpoint",
+    "CheckpointError",
+    "register_tree_type",
+    "load_peft",
+    "save_peft",
     # LoRA's relatives
     "adapters",
     "EVA",

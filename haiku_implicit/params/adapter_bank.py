@@ -13,6 +13,7 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.params import trees
 from haiku_implicit.params.adapter_parts import AdapterParts, base_of, digest, has_adapter
 from haiku_implicit.params.edits import add_lora
@@ -22,6 +23,7 @@ from haiku_implicit.params.matrix_axes import MatrixAxesOf
 _Slots = dict[str, tuple[jax.Array, jax.Array, jax.Array]]
 
 
+@register_tree_type
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdapterBank:

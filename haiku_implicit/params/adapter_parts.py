@@ -11,11 +11,14 @@ import numpy as np
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.core.array import data_names
 from haiku_implicit.core.predicates import Targets, predicate_of
+from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.params import trees
 from haiku_implicit.params.selection import describe
 
 
+@register_tree_type
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdapterParts:
@@ -146,9 +149,26 @@ def with_base(value: Any, base: Any) -> Any:
     if isinstance(value, MatrixView):
         matrix = base.matrix if isinstance(base, MatrixView) else base
         return value._replace(matrix=with_base(value.matrix, matrix))
+    if isinstance(
+        base, MatrixView
+    ):  # and the adapter is one for its matrix, as PEFT's files have it
+        return base._replace(matrix=with_base(value, base.matrix))
     if isinstance(value.w, LoRA | Adapter):
         base = with_base(value.w, base)
     return value._replace(w=base)
+
+
+def without_base(kind: type[LoRA | Adapter], **fields: Any) -> Any:
+    """An adapter of a type without its base: what is in `AdapterParts`.
+
+    Args:
+      kind: the type.
+      **fields: its other fields; those that are not given are None.
+    """
+    new = object.__new__(kind)
+    new.__dict__.update(dict.fromkeys(data_names(kind)) | fields)
+    new.__dict__.update(_shape=None, _dtype=None)
+    return new
 
 
 def digest(value: Any) -> str:

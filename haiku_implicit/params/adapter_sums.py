@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.params.adapter_parts import AdapterParts
+from haiku_implicit.params.adapter_parts import AdapterParts, without_base
 from haiku_implicit.params.trees import Parameter
 
 _Deltas = list[jax.Array]
@@ -166,6 +166,4 @@ def _nearest(delta: jax.Array, rank: int) -> LoRA:
     if not 1 <= rank <= room:
         raise ValueError(f"rank: expected 1 to {room}, got {rank}")
     a, b = _factors_of(delta, rank)
-    new: LoRA = object.__new__(LoRA)
-    new.__dict__.update(w=None, a=a, b=b, alpha=None, _shape=None, _dtype=None)
-    return new
+    return without_base(LoRA, a=a, b=b)
