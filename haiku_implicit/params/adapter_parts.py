@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.adapters.vblora import VectorBank
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import data_names
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import register_tree_type
-from haiku_implicit.params import trees
+from haiku_implicit.params import trees, vector_bank
 from haiku_implicit.params.selection import describe
 
 
@@ -73,7 +74,7 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
         if has_adapter(value):
             weights[path] = with_base(value, None)
             bases.append((path, digest(base_of(value))))
-        elif chosen(*parameter[:3]):
+        elif chosen(*parameter[:3]) or isinstance(value, VectorBank):
             dense[path] = value
     if not weights and not dense:
         raise ValueError(
@@ -105,9 +106,11 @@ def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool =
       'ArrayImpl'
     """
     adapter = adapter or AdapterParts({})
+    params, bank = vector_bank.without(params), adapter.dense.get(vector_bank.PATH)
+    dense = {path: x for path, x in adapter.dense.items() if path != vector_bank.PATH}
     parameters = {p.path: p.value for p in trees.parameters_of(params)}
     digests = dict(adapter.bases)
-    for path, new in {**adapter.weights, **adapter.dense}.items():
+    for path, new in {**adapter.weights, **dense}.items():
         if path not in parameters:
             nearest = difflib.get_close_matches(path, parameters, n=5, cutoff=0.0)
             raise ValueError(
@@ -118,15 +121,15 @@ def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool =
         if path in digests and check_base and not _is_traced(base):
             _check_digest(path, base, digests[path])
         whole = with_base(new, base) if path in adapter.weights else new
-        _check_shapes(path, base, whole)
+        _check_shapes(path, base, vector_bank.put_into(whole, bank))
 
     def replaced(parameter: trees.Parameter) -> Any:
         path, base = parameter.path, base_of(parameter.value)
         if path in adapter.weights:
             return with_base(adapter.weights[path], base)
-        return adapter.dense.get(path, base)
+        return dense.get(path, base)
 
-    return trees.map_parameters(replaced, params)
+    return vector_bank.beside(trees.map_parameters(replaced, params), bank)
 
 
 def has_adapter(value: Any) -> bool:

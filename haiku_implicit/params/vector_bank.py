@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.adapters.vblora import VBLoRA, VectorBank
+from haiku_implicit.core.predicates import path_of
 from haiku_implicit.params import trees
 
 MODULE, NAME = "vblora_bank", "vectors"
+PATH = path_of(MODULE, NAME)
 
 
 def added(params: Any, key: jax.Array, options: Mapping[str, Any]) -> Any:
@@ -29,7 +31,17 @@ def added(params: Any, key: jax.Array, options: Mapping[str, Any]) -> Any:
     vectors = jax.random.uniform(
         jax.random.fold_in(key, 1), (count, length), minval=-0.02, maxval=0.02
     )
-    return {**params, MODULE: {NAME: VectorBank(vectors)}}
+    return beside(params, VectorBank(vectors))
+
+
+def beside(params: Any, bank: VectorBank | None) -> Any:
+    """A tree with a bank; as it is for None."""
+    return params if bank is None else {**params, MODULE: {NAME: bank}}
+
+
+def put_into(value: Any, bank: VectorBank | None) -> Any:
+    """One weight with the bank in it, where it is a `VBLoRA` or a view of one."""
+    return with_vector_bank(beside({"": {"w": value}}, bank))[""]["w"]
 
 
 def with_vector_bank(params: Any) -> Any:

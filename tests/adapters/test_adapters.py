@@ -184,6 +184,23 @@ def test_the_bank_of_vblora_is_one(never_dense):
     close(of_bank(got), apart)
 
 
+@pytest.mark.parametrize("method", few(METHODS, "vblora"))
+def test_apart_from_its_base_and_in_a_file(method, tmp_path):
+    base = {"layer": {"w": normal((N, M)), "b": normal((M,), 1)}}
+    options = METHODS[method] | (dict(vector_length=4) if method == "vblora" else {})
+    params = hki.add_adapter(base, 0, method, targets="layer/w", **options)
+    again = hki.set_adapter(base, hki.get_adapter(params))
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    hki.save(tmp_path / "params.safetensors", params)
+    jax.tree.map(np.testing.assert_array_equal, hki.load(tmp_path / "params.safetensors"), params)
+    bare = hki.set_adapter(params, None)
+    assert jax.tree.structure(bare) == jax.tree.structure(base)
+    with pytest.raises(ValueError, match="another base"):
+        hki.set_adapter({"layer": {"w": normal((N, M), 3), "b": base["layer"]["b"]}},
+                        hki.get_adapter(params))  # fmt: skip
+
+
 def test_a_second_call_keeps_the_bank():
     params = {f"layer_{i}": {"w": normal((4, 4), i)} for i in range(2)}
     options = dict(rank=1, num_vectors=6, vector_length=4)
