@@ -162,9 +162,8 @@ class Diagonal(Operator, linear_in="values"):
 
     def rows(self, ids: jax.Array) -> jax.Array:
         m = self._sizes()[1]
-        values = jnp.take(
-            self.values, ids, mode="fill", fill_value=0
-        )  # rows past the last are zero
+        # (Rows past the last value are zero.)
+        values = jnp.take(self.values, ids, mode="fill", fill_value=0)
         return values[:, None] * jax.nn.one_hot(ids, m, dtype=self.dtype)
 
     def transposed(self) -> "Diagonal":
