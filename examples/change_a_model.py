@@ -49,8 +49,8 @@ def stages(what: str, count: int) -> Iterator[Callable[[str], None]]:
     with tqdm(total=count, desc=what, leave=False) as bar:
 
         def begin(name: str) -> None:
-            bar.set_postfix_str(name, refresh=False)
             bar.update()
+            bar.set_postfix_str(name)  # and shows it
 
         yield begin
 
