@@ -46,11 +46,12 @@ def main(argv: list[str]) -> None:
 @contextlib.contextmanager
 def stages(what: str, count: int) -> Iterator[Callable[[str], None]]:
     """A bar over so many things, each of which is named when it begins."""
-    with tqdm(total=count, desc=what, leave=False) as bar:
+    shown = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
+    with tqdm(total=count, desc=what, bar_format=shown, leave=False) as bar:
 
         def begin(name: str) -> None:
-            bar.update()
-            bar.set_postfix_str(name)  # and shows it
+            bar.n += 1
+            bar.set_postfix_str(name)  # which draws it
 
         yield begin
 
