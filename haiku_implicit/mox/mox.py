@@ -375,7 +375,8 @@ class Mox(Program):
           is in a loop has one more axis in front, of its steps. Derivatives go through the values.
 
         Raises:
-          ValueError: for nodes in branches or in loops of unknown length.
+          ValueError: for nodes in branches, which may not run, or in `while` loops, whose steps are not
+            known in number. The error says what to do instead.
 
         Example:
           >>> import haiku as hk, jax, jax.numpy as jnp
@@ -433,7 +434,8 @@ class Mox(Program):
 
         Args:
           where: the nodes, as for `sub`.
-          value: an array, or a tree of arrays as the node returns; or a function of what it returns.
+          value: an array, or a tree of arrays as the node returns; or a function of what it returns. In
+            a loop an array is that of one step, and the same for all; a function sees each step.
 
         Example: the gradient with respect to a value within a model.
 

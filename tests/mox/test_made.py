@@ -5,15 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from haiku_implicit.mox import equations, plain
-from tests import primitive_ops
-from tests.test_contract import primitive_named
-
-TABLES = {
-    jnp.float32: primitive_ops.FLOAT,
-    jnp.int32: primitive_ops.INT,
-    jnp.uint32: primitive_ops.UINT,
-    jnp.complex64: primitive_ops.COMPLEX,
-}
+from tests.primitive_ops import TABLES, UNEXPORTED, primitive_named
 
 # Those that `primitive_ops.EXCEPTIONS` has, as functions of a key.
 OTHERS = {
@@ -46,7 +38,7 @@ def equations_of(table, dtype):
         jax.make_jaxpr(fun)(w, w)
         for name, functions in table.items()
         for fun in functions[:1]
-        if primitive_named(name) is not None or name in ("remat", "custom_vjp_call")
+        if primitive_named(name) is not None or name in UNEXPORTED
     ]
     return savable(programs)
 

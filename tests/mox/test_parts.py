@@ -174,16 +174,45 @@ def test_taps_of_modules_in_one_another_and_of_repeated_calls():
     same(once, values["net"])
 
 
-def test_taps_in_branches_are_refused():
-    def model(x):
-        layer = hk.Linear(8)
-        if hk.running_init():
-            return layer(x)
-        return hk.cond(x.sum() > 0, layer, lambda x: x, x)
+def branching(x):
+    layer = hk.Linear(8)
+    if hk.running_init():
+        return layer(x)
+    return hk.cond(x.sum() > 0, layer, lambda x: x, x)
 
-    _, mox, _ = made(model)
-    with pytest.raises(ValueError, match="no value can be tapped .* <cond.* it may not run"):
+
+def looping(x):
+    layer = hk.Linear(8)
+    if hk.running_init():
+        return layer(x)
+    return hk.while_loop(lambda x: x.sum() < 50, lambda x: jnp.abs(layer(x)) + x, x)
+
+
+@pytest.mark.parametrize(
+    "model, reason",
+    [(branching, "<cond.* it may not run"), (looping, "<while.* an unknown number of times")],
+)
+def test_taps_in_branches_and_while_loops_are_refused_with_a_way_out(model, reason):
+    _, mox, params = made(model)
+    with pytest.raises(ValueError, match=f"no value can be tapped .* {reason}.*Tap .*patch"):
         mox.taps(hk.Linear)
+    x, seen = jnp.abs(X), []
+    whole = "//cond" if model is branching else "//while"
+    out, values = eval_mox(mox.taps(whole), params, None, x)
+    ((_, value),) = values.items()
+    same(out, value)
+
+    def watched(h):
+        jax.debug.callback(seen.append, h, ordered=True)
+        return h
+
+    same(eval_mox(mox.patch(hk.Linear, watched), params, None, x), out)
+    jax.effects_barrier()
+    w, b = (params["linear"][name] for name in "wb")
+    want, h = [x @ w + b], x
+    while model is looping and (h := jnp.abs(want[-1]) + h).sum() < 50:
+        want.append(h @ w + b)
+    close(seen, want)
 
 
 @pytest.mark.parametrize("kind", ["function", "value"])
@@ -198,6 +227,24 @@ def test_patch(kind):
         else value
     )
     close(eval_mox(patched, params, None, X), h @ w["w"] + w["b"])
+
+
+@pytest.mark.parametrize("kind", ["function", "value"])
+def test_patch_in_a_loop(kind):
+    """An array is the value of every step; a function sees the value of each one."""
+    _, mox, params = made(stack)
+    value = jnp.cos(jnp.arange(64.0)).reshape(4, 16)
+    patched = mox.patch("stack/in", jnp.cos if kind == "function" else value)
+    h, (inner, outer) = X, (params[f"stack/{name}"] for name in ("in", "out"))
+    for i in range(3):
+        new = jnp.cos(h @ inner["w"][i] + inner["b"][i]) if kind == "function" else value
+        h = h + jax.nn.relu(new) @ outer["w"][i] + outer["b"][i]
+    head = params["head"]
+    close(jax.jit(patched.apply)(params, None, X), h @ head["w"] + head["b"])
+    with pytest.raises(
+        ValueError, match=r"stack/in.*to be float32\[4,16\], and is float32\[3,4,16\]"
+    ):
+        mox.patch("stack/in", jnp.stack([value] * 3))
 
 
 # --- parts ----------------------------------------------------------------------------------------
