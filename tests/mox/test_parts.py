@@ -1,5 +1,7 @@
 """Values within models, parts of them, and other names: against models that are written that way."""
 
+import re
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -461,6 +463,23 @@ def test_implicit_parameters_by_query():
     ]
     with pytest.raises(ValueError, match="'mlp/w'"):
         hki.add_lora(params, 0, rank=2, targets=["mlp/w"])
+
+
+def test_what_is_trained_and_rules_by_query():
+    _, mox, params = made(mlp)
+    chosen = mox.parameters("**/linear_1")
+
+    def loss(params):
+        return eval_mox(mox, params, None, X).sum()
+
+    grads = hki.value_and_grad(loss, trainable_dense=chosen)(params)[1]
+    zero = {f"{k}/{n}" for k, v in grads.items() for n, x in v.items() if isinstance(x, hki.Zeros)}
+    assert chosen == ["mlp/~/linear_1/b", "mlp/~/linear_1/w"] and len(zero) == 4
+    close(grads["mlp/~/linear_1"], jax.grad(loss)(params)["mlp/~/linear_1"])
+    modules = "|".join(re.escape(node.path) for node in mox["**/linear_[01]"])
+    rule = hki.quantization.QuantRule(module_path=modules, weight_qtype="int8")
+    types = [type(x["w"]) for x in hki.quantize_params(params, rules=[rule]).values()]
+    assert [x is hki.QuantizedMatrix for x in types] == [True, True, False]
 
 
 @pytest.mark.parametrize(
