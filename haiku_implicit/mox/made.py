@@ -6,13 +6,14 @@ file. So the names of a file's parameters have to be those of an equation made n
 be asked: some wrong values end the process.)
 """
 
+import concurrent.futures
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
@@ -26,11 +27,8 @@ def equations() -> dict[str, list[JaxprEqn]]:
     Those that take more than arrays, where JAX checks not all of it, or that have no public function of
     their name.
     """
-    jaxpr = jax.make_jaxpr(_program)(
-        jax.ShapeDtypeStruct((2, 2), jnp.float32),
-        jax.ShapeDtypeStruct((2,), jnp.int32),
-        jax.eval_shape(lambda: jax.random.key(0)),
-    )
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which no mesh or setting is around
+        jaxpr = thread.submit(_traced).result()
     found: dict[str, list[JaxprEqn]] = {}
     for eqn in all_equations(jaxpr.jaxpr):
         found.setdefault(eqn.primitive.name, []).append(eqn)
@@ -40,6 +38,12 @@ def equations() -> dict[str, list[JaxprEqn]]:
 def template(name: str) -> dict[str, Any]:
     """The parameters of an equation made now."""
     return dict(equations()[name][0].params)
+
+
+def _traced() -> ClosedJaxpr:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    x, i = jax.ShapeDtypeStruct((2, 2), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    return jax.make_jaxpr(_program)(x, i, key)
 
 
 def _program(x: jax.Array, i: jax.Array, key: jax.Array) -> Any:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from haiku_implicit.mox import equations, plain
+from haiku_implicit.mox import equations, made, plain
 from tests.primitive_ops import TABLES, UNEXPORTED, primitive_named
 
 # Those that `primitive_ops.EXCEPTIONS` has, as functions of a key.
@@ -97,3 +97,19 @@ def test_errors_name_the_parameters():
         bind(eqn, {})
     with pytest.raises(ValueError, match="tanh does not have the parameters 'a', 'b'"):
         bind(eqn, {"accuracy": None, "a": 1, "b": 2})
+
+
+def in_mesh():
+    axis_types = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((1,), ("i",), axis_types=axis_types)
+    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh)
+
+
+@pytest.mark.parametrize("setting", [jax.disable_jit, in_mesh], ids=lambda x: x.__name__)
+def test_what_is_set_around_does_not_matter(setting):
+    eqns = savable([jax.make_jaxpr(lambda x: jnp.tanh(jax.jit(jnp.sin)(x)))(1.0)])
+    made.equations.cache_clear()
+    with setting():
+        check({name: eqns[name] for name in ("jit", "tanh")})
+    mesh = made.template("jit")["ctx_mesh"]
+    assert mesh is None or mesh.empty
