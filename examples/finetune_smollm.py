@@ -8,22 +8,17 @@ the 4-bit blocks of a GGUF file, which stay 4-bit throughout; what is trained is
   python examples/finetune_smollm.py --gguf=model.gguf --text=corpus.txt --prompt="Once upon a time"
 """
 
-import json
 import os
-import pathlib
 import resource
 import sys
-import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import safetensors
-import safetensors.numpy
 from absl import app, flags
 from tqdm import tqdm
 
@@ -244,64 +239,29 @@ def make_evaluation(apply: Any, data: Data, prompt: list[int], tokenizer: Any) -
 
 
 def save_state(state: State) -> None:
-    """Writes adapter and optimizer state to a temporary file, and renames it."""
-    path = pathlib.Path(_ADAPTER.value)
-    tensors = {name: np.asarray(x) for name, x in named_leaves(state)}
-    metadata = {"step": str(state.step), "settings": json.dumps(settings())}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(safetensors.numpy.save(tensors, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    """Writes adapter and optimizer state to the file, whole or not at all."""
+    hki.save(_ADAPTER.value, {"settings": settings(), **state._asdict()})
 
 
 def load_state(fresh: State) -> State:
     """The saved state, which has to fit the present model and settings (those of `fresh`)."""
     path = _ADAPTER.value
     try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        step, saved = int(metadata["step"]), json.loads(metadata["settings"])
-    except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
+        with hki.open_checkpoint(path) as file:
+            check_settings(path, file["settings"])
+            found = file.read(like={"settings": settings(), **fresh._asdict()})
+    except (OSError, KeyError, ValueError) as error:
         raise smollm.InputError(f"{path}: cannot resume from it ({error})") from error
+    return State(*(found[name] for name in State._fields))
+
+
+def check_settings(path: str, saved: Mapping[str, Any]) -> None:
+    """That an adapter was trained with the present settings."""
     for name, value in settings().items():
         if saved.get(name) != value:
             raise smollm.InputError(
                 f"{path}: was made with --{name}={saved.get(name)}, now it is --{name}={value}"
             )
-    expected = dict(named_leaves(fresh))
-    for name, leaf in expected.items():
-        if name not in tensors or tensors[name].shape != leaf.shape:
-            found = tensors[name].shape if name in tensors else "nothing"
-            raise smollm.InputError(f"{path}: {name} should be {leaf.shape}, found {found}")
-    treedef = jax.tree_util.tree_structure((fresh.adapter, fresh.optimizer))
-    leaves = [jnp.asarray(tensors[name]) for name in expected]
-    return State(step, *treedef.unflatten(leaves))
-
-
-def named_leaves(state: State) -> list[tuple[str, Any]]:
-    """`(name, array)` for each leaf of the adapter and the optimizer state."""
-    trees = {"adapter": state.adapter, "optimizer": state.optimizer}
-    return [
-        (f"{kind}/" + "/".join(map(key_name, path)), leaf)
-        for kind, tree in trees.items()
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    ]
-
-
-def key_name(key: Any) -> str:
-    """A step of a tree path as a word: a mapping's key, an attribute's name, an index."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 def settings() -> dict[str, Any]:

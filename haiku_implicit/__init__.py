@@ -4,7 +4,7 @@ The names, in the order of the data's way: wrap a model; put implicit arrays in 
 it make them; train; see what was materialized; and for new types, the base class and the rules.
 """
 
-from haiku_implicit import layers, mox, quantization, testing
+from haiku_implicit import adapters, layers, mox, quantization, testing
 from haiku_implicit.arrays import (
     Concatenated,
     FakeQuantized,
@@ -34,6 +34,7 @@ from haiku_implicit.core.materialization import (
     materialization,
     materialization_report,
 )
+from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.transform import (
     materialize,
     tree_flatten_with_implicit,
@@ -42,6 +43,14 @@ from haiku_implicit.core.transform import (
     tree_structure_with_implicit,
     use_implicit_args,
 )
+from haiku_implicit.files.checkpoint import Checkpoint
+from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.loading import load, open_checkpoint
+from haiku_implicit.files.saving import save
+from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
+from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
+from haiku_implicit.params.adapter_sums import combine_adapters
+from haiku_implicit.params.adapters import add_adapter
 from haiku_implicit.params.calibrated import input_maxima, input_moments, quantize_with_inputs
 from haiku_implicit.params.creators import (
     cache_creator,
@@ -54,6 +63,7 @@ from haiku_implicit.params.creators import (
 )
 from haiku_implicit.params.edits import (
     add_lora,
+    merge_adapters,
     merge_lora,
     quantize_activations,
     quantize_params,
@@ -61,6 +71,8 @@ from haiku_implicit.params.edits import (
 )
 from haiku_implicit.params.ggml import from_ggml
 from haiku_implicit.params.infer_axes import infer_matrix_axes
+from haiku_implicit.params.peft_files import load_peft, save_peft
+from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantized_training import (
     convert_trained,
@@ -70,7 +82,7 @@ from haiku_implicit.params.quantized_training import (
     quantized_training_getter,
     with_rounding_key,
 )
-from haiku_implicit.params.summary import summary
+from haiku_implicit.params.summary import Summary, compare_params, summary
 from haiku_implicit.params.transformed import transform_implicit
 from haiku_implicit.training.gradients import combine, grad, partition, value_and_grad
 from haiku_implicit.training.optimizers import (
@@ -91,12 +103,18 @@ __all__ = [
     "use_implicit_args",
     # implicit parameters: of a tree, where Haiku makes them, where Haiku reads them
     "add_lora",
+    "add_adapter",
     "quantize_activations",
     "quantize_params",
     "zero_params",
+    "merge_adapters",
     "merge_lora",
     "infer_matrix_axes",
     "summary",
+    "Summary",
+    "compare_params",
+    "plot_memory",
+    "plot_error",
     "from_ggml",
     "input_moments",
     "input_maxima",
@@ -143,6 +161,23 @@ __all__ = [
     "freeze_subtrees",
     "apply_updates",
     "quantized_state",
+    # files
+    "save",
+    "load",
+    "open_checkpoint",
+    "Checkpoint",
+    "CheckpointError",
+    "register_tree_type",
+    "load_peft",
+    "save_peft",
+    # LoRA's relatives
+    "adapters",
+    "get_adapter",
+    "set_adapter",
+    "AdapterParts",
+    "combine_adapters",
+    "AdapterBank",
+    "with_bank",
     # models as trees of their modules' calls
     "mox",
     # heads, rotary positions, meshes and policies, under EasyDeL's names

@@ -138,7 +138,7 @@ def matrix(key, shape):
     return fractions(key, shape, 1, 8, 128) + jnp.eye(n, m) / 2
 
 
-def make_lora(key, shape, w=matrix, alpha=None, rank=2):
+def make_lora(key, shape, w=matrix, alpha=4.0, rank=2):
     *batch, n, m = shape
     keys = jax.random.split(key, 3)
     a = fractions(keys[1], (*batch, n, rank), 1, 3, 16)
@@ -148,7 +148,7 @@ def make_lora(key, shape, w=matrix, alpha=None, rank=2):
 
 def dense_lora(x):
     w = dense_lora(x.w) if isinstance(x.w, hki.LoRA) else hki.materialize(x.w)
-    scale = 1.0 if x.alpha is None else x.alpha / x.a.shape[-1]
+    scale = 1.0 if x.alpha is None else jnp.asarray(x.alpha)[..., None, None] / x.a.shape[-1]
     return w + np.einsum("...nr,...rm->...nm", x.a * scale, x.b)
 
 

@@ -16,6 +16,8 @@ from haiku_implicit.core import compat
 WINDOW = dict(window_dimensions=(2, 2), window_strides=(1, 1), padding="VALID")
 ROWS = np.array([2, 0, 2])
 CONV = ("NCH", "OIH", "NCH")
+# Rows times the transposed matrices of their groups, as where a `ragged_dot` is differentiated.
+TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 
 MODULES = (lax, jex, lax.linalg)
 
@@ -334,7 +336,11 @@ FLOAT = {
     "polynomial": binary(lambda a, b: lax.polynomial(a, [b, b, a])),
     "cholesky_update": [lambda w, x: lax.linalg.cholesky_update(w, x[0])],
     "symmetric_product": binary(lambda a, b: lax.linalg.symmetric_product(a, b)),
-    "ragged_dot_general": binary(lambda a, b: lax.ragged_dot(a, b[None], np.array([4]))),
+    "ragged_dot_general": [
+        *binary(lambda a, b: lax.ragged_dot(a, b[None], np.array([4]))),
+        lambda w, x: lax.ragged_dot(x, jnp.stack([w, x, w]), np.array([1, 0, 2])),
+        lambda w, x: lax.ragged_dot_general(x, jnp.stack([w, w]), np.array([3, 1]), TRANSPOSED),
+    ],
     "composite": [lambda w, x: lax.composite(jnp.sin, "my.sin")(w)],
     "swap": [through_reference],
     "dce_sink": [lambda w, x: (lax.dce_sink(w), x)[1]],
@@ -373,6 +379,11 @@ FLOAT = {
 # With `w` and `x` of shape `[2, 1, 4, 4]`: what models and JAX itself do to the axes of a batch of
 # matrices (`layer_stack` slices them in a scan).
 BATCHED = {
+    "ragged_dot_general": [
+        lambda w, x: lax.ragged_dot(x[0, 0], w.squeeze(1), np.array([1, 2])),
+        lambda w, x: lax.ragged_dot_general(x[1, 0], w.squeeze(1), np.array([0, 3]), TRANSPOSED),
+        lambda w, x: jax.vmap(lax.ragged_dot)(x[:, 0], w, np.array([[4], [3]])),
+    ],
     "squeeze": [lambda w, x: w.squeeze(1)],
     "reshape": [
         lambda w, x: w.reshape(2, 4, 4),

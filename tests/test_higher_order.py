@@ -564,8 +564,8 @@ def test_a_carry_of_another_static_part_becomes_dense(may_be_dense):
     def f(w, v):
         return lax.fori_loop(0, 3, lambda i, c: (c[1], c[0]), (w, v))
 
-    assert kinds(f, lora(alpha=1.0), lora(1, alpha=2.0)) == ["dense"] * 2
-    assert kinds(f, lora(alpha=1.0), lora(1, alpha=1.0)) == ["LoRA"] * 2
+    assert kinds(f, lora(alpha=None), lora(1, alpha=2.0)) == ["dense"] * 2
+    assert kinds(f, lora(alpha=1.0), lora(1, alpha=2.0)) == ["LoRA"] * 2
 
 
 def test_weak_types_of_a_carry(may_be_dense):
@@ -586,7 +586,8 @@ BRANCHES = {
     "quantized and flat": (lambda p: p["quantized"], lambda p: p["lora"], "LoRA", "dense"),
     "quantized and nested": (lambda p: p["quantized"], lambda p: p["nested"], "LoRA", "dense"),
     "quantized twice": (lambda p: p["quantized"], lambda p: p["quantized"], "LoRA", "QuantizedMatrix"),
-    "other static part": (lambda p: p["lora"], lambda p: p["alpha"], "dense", None),
+    "other alpha": (lambda p: p["lora"], lambda p: p["alpha"], "LoRA", "dense"),
+    "another structure": (lambda p: p["lora"], lambda p: p["no alpha"], "dense", None),
     "other rank": (lambda p: p["lora"], lambda p: p["rank"], "dense", None),
     "zeros": (lambda p: p["zeros"], lambda p: p["zeros"], "Zeros", None),
     "zeros and dense": (lambda p: p["zeros"], lambda p: p["x"], "dense", None),
@@ -601,6 +602,7 @@ def parameters():
         "lora": w,
         "lora2": lora(1),
         "alpha": lora(1, alpha=9.0),
+        "no alpha": lora(1, alpha=None),
         "rank": hki.LoRA(w.w, w.a[:, :1], w.b[:1], alpha=3.0),
         "nested": lora(2, w=lora(3)),
         "quantized": lora(4, w=hki.QuantizedMatrix.quantize(w.w, "int8")),
@@ -1170,7 +1172,7 @@ def test_a_trace_is_not_shared_between_structures(x, never_dense):
     def f(w, v, x):
         return block(w, x) + block(v, x) + block(jnp.ones((4, 4)), x) + block(w, x)
 
-    w, v = lora(alpha=1.0), lora(alpha=8.0)
+    w, v = lora(alpha=None), lora(alpha=8.0)
     close(use(f)(w, v, x), f(hki.materialize(w), hki.materialize(v), x))
 
 

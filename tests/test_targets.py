@@ -168,19 +168,57 @@ def test_summary_of_parameters():
         "none": {"w": hki.Zeros(shape=(300, 2), dtype=jnp.float32)},
         "keys": {"key": jax.random.key(0)},
     }
-    lines = [re.split(r"  +", line.strip()) for line in hki.summary(params).splitlines()]
+    text = str(hki.summary(params))
+    lines = [re.split(r"  +", line.strip()) for line in text.splitlines()]
     assert lines == [
-        ["path", "type", "shape", "dtype", "bytes", "of dense bytes"],
-        ["embed/embeddings", "dense", "[4,2]", "bfloat16", "16", "16"],
-        ["linear/b", "dense", "[2]", "float32", "8", "8"],
-        ["linear/w", "LoRA of QuantizedMatrix int8", "[4,4]", "float32", "64", "64"],
-        ["none/w", "Zeros", "[300,2]", "float32", "0", "2,400"],
-        ["keys/key", "dense", "[]", "key<fry>", "8", "8"],
-        ["total", "96", "2,496"],
+        ["path", "type", "shape", "dtype", "trained", "bytes", "of dense bytes", "bits"],
+        ["embed/embeddings", "dense", "[4,2]", "bfloat16", "8", "16", "16", "16.00"],
+        ["linear/b", "dense", "[2]", "float32", "2", "8", "8", "32.00"],
+        ["linear/w", "LoRA of QuantizedMatrix int8", "[4,4]", "float32", "8", "64", "64", "32.00"],
+        ["none/w", "Zeros", "[300,2]", "float32", "0", "0", "2,400", "0.00"],
+        ["keys/key", "dense", "[]", "key<fry>", "0", "8", "8", "64.00"],
+        ["total", "18", "96", "2,496", "1.22"],
     ]
-    widths = {len(line.rstrip()) for line in hki.summary(params).splitlines()}
-    assert len(widths) == 1, "numbers end in one column"
-    assert hki.summary(jax.eval_shape(lambda: weights())).count("\n") == 5
-    assert "total" in hki.summary({})
+    assert len({len(line) for line in text.splitlines()}) == 1, "numbers end in one column"
+    assert str(hki.summary(jax.eval_shape(lambda: weights()))).count("\n") == 5
+    assert "total" in str(hki.summary({}))
     with pytest.raises(TypeError, match="params: expected a mapping"):
         hki.summary(jnp.ones(2))
+
+
+def test_summary_by_module():
+    w = jnp.ones((4, 2))
+    params = {
+        "model/layer_0/~/linear": {"w": w, "b": jnp.ones(2)},
+        "model/layer_0/norm": {"scale": jnp.ones(2)},
+        "model/layer_1/~/linear": {"w": hki.QuantizedMatrix.quantize(w, "int8")},
+        "head": {"w": w.astype(jnp.bfloat16)},
+    }
+    rows = {row.path: row for row in hki.summary(params, depth=2, trainable_dense=False).rows}
+    assert list(rows) == ["model/layer_0", "model/layer_1", "head"]
+    first, second, head = rows.values()
+    assert (first.kind, first.size, first.nbytes, first.dtype) == ("dense", 12, 48, "float32")
+    assert (second.kind, second.size, second.dense_nbytes) == ("QuantizedMatrix int8", 8, 32)
+    assert second.nbytes == params["model/layer_1/~/linear"]["w"].nbytes and head.bits == 16
+    assert hki.summary(params, trainable_dense=".*/b").total.trained == 2
+    with pytest.raises(ValueError, match="depth: expected None or 1 and more, got 0"):
+        hki.summary(params, depth=0)
+
+
+def test_comparing_two_trees():
+    w = jax.random.normal(jax.random.key(0), (8, 4))
+    first = {"linear": {"w": w, "b": jnp.ones(4)}, "old": {"b": jnp.ones(1)}}
+    second = {"linear": {"w": w + 0.5, "b": jnp.ones(4)}, "new": {"b": jnp.ones(1)}}
+    x = jnp.ones((2, 8))
+    found = hki.compare_params(first, second, apply=lambda p, x: x @ p["linear"]["w"], args=(x,))
+    errors = {row.path: row for row in found.rows}
+    norm = np.sqrt(np.mean(np.square(w)))
+    np.testing.assert_allclose(errors["linear/w"].relative, 0.5 / norm, rtol=1e-5)
+    np.testing.assert_allclose(errors["linear/w"].largest, 0.5, rtol=1e-5)
+    assert errors["linear/b"] == ("linear/b", ("dense", "dense"), 0.0, 0.0)
+    assert (found.only_first, found.only_second) == (("old/b",), ("new/b",))
+    want = np.linalg.norm(np.full((2, 4), 4.0)) / np.linalg.norm(x @ w)
+    np.testing.assert_allclose(found.outputs, want, rtol=1e-5)
+    assert str(found).count("is there") == 2 and "outputs" in str(found)
+    with pytest.raises(ValueError, match=r"linear/w: the first is \[8, 4\], the second \[4, 8\]"):
+        hki.compare_params(first, {"linear": {"w": w.T}})

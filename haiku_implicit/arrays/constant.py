@@ -377,6 +377,16 @@ def densify_constant(call: BinaryCall, x: ImplicitArray, constant: SymbolicConst
     return call(x, densify(constant, call.primitive.name))
 
 
+@primitive_handler(compat.ragged_dot_general_p, precedence=10)
+def densify_constant_rows(
+    primitive: Primitive, x: SymbolicConstant, w: ImplicitArray, sizes: jax.Array, **params: Any
+) -> Any:
+    """The same for rows that are multiplied with the matrices of their groups."""
+    if isinstance(w, SymbolicConstant):
+        return NotImplemented
+    return default_handler(primitive, densify(x, primitive.name), w, sizes, **params)
+
+
 # --- shape ---------------------------------------------------------------------------------------
 
 

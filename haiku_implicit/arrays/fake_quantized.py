@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import materialize_array
@@ -101,6 +101,14 @@ class FakeQuantized(Wrapper, core_ndim=2, warn_on_materialize=False):
 def multiply_by_straight_through(call: BinaryCall, x: jax.Array, w: FakeQuantized) -> jax.Array:
     """A product or sum with the rounded values."""
     return call(x, w.materialize())
+
+
+@primitive_handler(ragged_dot_general_p)
+def multiply_rows_by_straight_through(
+    primitive: Primitive, x: jax.Array, w: FakeQuantized, sizes: jax.Array, **params: Any
+) -> jax.Array:
+    """The same for rows that are multiplied with the matrices of their groups."""
+    return primitive.bind(x, w.materialize(), sizes, **params)
 
 
 @primitive_handler(

@@ -14,12 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
-from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import padded_spec, split_fields
 from haiku_implicit.core.validation import expecting
+from haiku_implicit.products.ragged import row_numbers, small_ragged_dot
 
 Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
 
@@ -37,11 +39,14 @@ class LoRA(Wrapper, core_ndim=2):
       a: `[..., n, r]`, and
       b: `[..., r, m]`: the factors of the correction, of rank `r`; of any floating dtype, the
         correction is cast to that of `w`.
-      alpha: the numerator of the correction's scale `alpha / r`; None for a scale of 1.
+      alpha: the numerator of the correction's scale `alpha / r`: `[...]`, float32, never trained. The
+        constructor takes a number, too. None for a scale of 1. Weights that differ in it have one
+        structure, so that exchanging one for another compiles nothing.
 
     Raises:
-      ValueError: where the shapes do not fit together, or `alpha` is not finite.
-      TypeError: where `w`, `a` or `b` is not of a floating dtype, or `alpha` is not a number.
+      ValueError: where the shapes do not fit together, or the number `alpha` is not finite.
+      TypeError: where `w`, `a` or `b` is not of a floating dtype, or `alpha` is not a real number or an
+        array of a floating dtype.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -54,7 +59,7 @@ class LoRA(Wrapper, core_ndim=2):
     w: Any = dataclasses.field(metadata=FROZEN)
     a: Any
     b: Any
-    alpha: float | None = aux_field(default=None)
+    alpha: Any = dataclasses.field(default=None, metadata=FROZEN)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,11 +72,8 @@ class LoRA(Wrapper, core_ndim=2):
             with expecting(sentence, TypeError):
                 chex.assert_type(np.zeros((), dtype).real, jnp.floating)  # complex is allowed
         self._check_shapes()
-        alpha: Any = self.alpha
-        if alpha is not None and not isinstance(alpha, numbers.Real):
-            raise TypeError(f"LoRA: alpha must be a Python number or None, got {alpha!r}")
-        if alpha is not None and not math.isfinite(alpha):
-            raise ValueError(f"LoRA: alpha must be finite, got {alpha!r}")
+        if self.alpha is not None:
+            self.alpha = _as_alpha(self.alpha, np.shape(self.w)[:-2])
 
     def _check_shapes(self) -> None:
         w, a, b = np.shape(self.w), np.shape(self.a), np.shape(self.b)
@@ -92,14 +94,13 @@ class LoRA(Wrapper, core_ndim=2):
         return self.a.shape[-1]
 
     @property
-    def scale(self) -> float:
-        """The factor `alpha / rank` of the correction."""
-        # A Python float, whatever number `alpha` is, because NumPy's would widen a bfloat16.
-        return 1.0 if self.alpha is None else float(self.alpha) / self.rank
+    def scale(self) -> Any:
+        """The factor `alpha / rank` of the correction, `[...]`; the number 1 without an `alpha`."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def delta(self) -> jax.Array:
         """The dense correction `scale * a @ b`."""
-        return _times_scale(self.a, self) @ self.b
+        return _scaled_a(self) @ self.b
 
     def materialize(self) -> jax.Array:
         return self.w + self.delta().astype(self.w.dtype)
@@ -108,17 +109,54 @@ class LoRA(Wrapper, core_ndim=2):
         """`w` as the dense array, `a` by its rows and `b` by its columns; the rank is not split."""
         *lead, n, m = padded_spec(spec, self.ndim)
         a, b = PartitionSpec(*lead, n, None), PartitionSpec(*lead, None, m)
-        return split_fields(self, mesh, w=spec, a=a, b=b)
+        return split_fields(self, mesh, w=spec, a=a, b=b, alpha=PartitionSpec(*lead))
 
 
-def _of_parts(lora: LoRA, w: Any, a: Any, b: Any) -> LoRA:
-    """Other fields under the same scale; in a rule, where there is nothing to validate."""
-    return lora._replace(w=w, a=a, b=b, shape=None, dtype=None)
+def _as_alpha(alpha: Any, batch: Sequence[int]) -> jax.Array:
+    """An `alpha` for each of the stacked matrices, of the one that is given or of as many."""
+    if isinstance(alpha, numbers.Real):
+        if not math.isfinite(alpha):
+            raise ValueError(f"LoRA: alpha must be finite, got {alpha!r}")
+        return jnp.full(batch, float(alpha), jnp.float32)
+    if not jnp.issubdtype(getattr(alpha, "dtype", object), jnp.floating):
+        raise TypeError(
+            f"LoRA: alpha must be a real number, an array of them, or None, got {alpha!r}"
+        )
+    with expecting(
+        f"LoRA: expected alpha {list(batch)}, as the leading axes of w are, got {list(np.shape(alpha))}"
+    ):
+        chex.assert_shape(alpha, tuple(batch))
+    return alpha
 
 
-def _times_scale(x: jax.Array, w: LoRA) -> jax.Array:
-    """`x` times the correction's scale; the same `x`, and no equation, where that is 1."""
-    return x if w.scale == 1.0 else x * w.scale
+def _of_parts(lora: LoRA, w: Any, a: Any, b: Any, alpha: Any = None) -> LoRA:
+    """Other fields; in a rule, where there is nothing to validate.
+
+    Args:
+      alpha: None for that of `lora`.
+    """
+    alpha = lora.alpha if alpha is None else alpha
+    return lora._replace(w=w, a=a, b=b, alpha=alpha, shape=None, dtype=None)
+
+
+def _times_scale(x: jax.Array, w: LoRA, places: Sequence[int]) -> jax.Array:
+    """`x` times the correction's scale; the same `x`, and no equation, where that is 1.
+
+    Args:
+      x: an array with the leading axes of `w`.
+      w: the weight.
+      places: which axes of `x` these are.
+    """
+    if w.alpha is None:
+        return x
+    others = [i for i in range(x.ndim) if i not in places]
+    scale = jnp.transpose(w.scale, np.argsort(places).tolist()).astype(x.dtype)
+    return x * jnp.expand_dims(scale, others)
+
+
+def _scaled_a(w: LoRA) -> jax.Array:
+    """`scale * a`."""
+    return _times_scale(w.a, w, range(w.a.ndim - 2))
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -159,22 +197,32 @@ def _with_sum(primitive: Primitive, operands: Sequence[Any], params: dict[str, A
 
 def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
     """The product of `x` and the correction, in `dot_general`'s order of axes."""
-    precision, preferred = call.params.get("precision"), call.params.get("preferred_element_type")
-    algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
-    common = _working_dtype(x, w)
-    if algorithm and not x.dtype == w.dtype == common:
-        return NotImplemented  # an algorithm is for the dtypes it was chosen for
-    if any(not jnp.issubdtype(d, np.inexact) for d in (w.dtype, preferred or w.dtype)):
+    found = _operands_and_options(x, w, call.params)
+    if found is None:
         return NotImplemented
-    operands = x.astype(common), w.a.astype(common), w.b.astype(common)
-    if preferred is not None:  # which must not be narrower than the operands
-        preferred = jnp.promote_types(preferred, common)
-    options = dict(precision=precision, preferred_element_type=preferred)
+    operands, options = found
     if sorted(call.batch[1]) == list(range(w.ndim - 2)) and len(call.contracted[1]) == 1:
         return _dot_through_rank(call, operands, w, options)
     if call.params.get("out_sharding") is not None:
         return NotImplemented
     return _einsum_delta(call, operands, w, options)
+
+
+def _operands_and_options(
+    x: jax.Array, w: LoRA, params: dict[str, Any]
+) -> tuple[Factors, dict[str, Any]] | None:
+    """What the products with the factors take, of what the dense product does; None for no products."""
+    precision, preferred = params.get("precision"), params.get("preferred_element_type")
+    algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+    common = _working_dtype(x, w)
+    if algorithm and not x.dtype == w.dtype == common:
+        return None  # an algorithm is for the dtypes it was chosen for
+    if any(not jnp.issubdtype(d, np.inexact) for d in (w.dtype, preferred or w.dtype)):
+        return None
+    if preferred is not None:  # which must not be narrower than the operands
+        preferred = jnp.promote_types(preferred, common)
+    operands = x.astype(common), w.a.astype(common), w.b.astype(common)
+    return operands, dict(precision=precision, preferred_element_type=preferred)
 
 
 def _working_dtype(x: Any, w: LoRA) -> Any:
@@ -209,7 +257,7 @@ def _dot_through_rank(
         return jax.lax.dot_general(*call.ordered(x, factor), numbers, **options)
 
     t = dot(x, first, (x_contract, (axis,)), (x_batch, w_batch), options_in)
-    t = _times_scale(t, w).astype(x.dtype)
+    t = _times_scale(t, w, np.argsort(w_batch).tolist()).astype(x.dtype)
     return dot(t, second, ((rank_axis,), (axis,)), (inner, w_batch), options)
 
 
@@ -230,8 +278,26 @@ def _einsum_delta(
     ]
     of_first, of_second = call.ordered(*free)
     out = [*batch, *of_first, *of_second]
-    factors = _times_scale(a, w), [*lead, n, rank], b, [*lead, rank, m]
+    factors = _times_scale(a, w, lead), [*lead, n, rank], b, [*lead, rank, m]
     return jnp.einsum(x, x_axes, *factors, out, **options)
+
+
+@primitive_handler(ragged_dot_general_p)
+def ragged_dot_with_lora(
+    primitive: Primitive, x: jax.Array, w: LoRA, sizes: jax.Array, **params: Any
+) -> Any:
+    """Rows times the matrices of their groups, as `x · w + (x · a) · b`."""
+    numbers = row_numbers(x, w, **params)
+    found = _operands_and_options(x, w, params)
+    if numbers is None or found is None:
+        return NotImplemented
+    (wide, a, b), options = found
+    a = _times_scale(a, w, range(w.ndim - 2))  # a scale for each matrix
+    first, second = (a, b) if numbers.w_contracted == w.ndim - 2 else (b, a)
+    t = small_ragged_dot(wide, first, sizes, numbers, **options).astype(wide.dtype)
+    low = small_ragged_dot(t, second, sizes, numbers.of_result(), **options)
+    high = default_handler(primitive, x, w.w, sizes, **params)
+    return high + low.astype(high.dtype)
 
 
 @primitive_handler("conv_general_dilated")
@@ -287,7 +353,7 @@ def gather_rows(
         place[int(i)] = index_axes[j]
     lead = [place[i] for i in range(n)]
     numbers = (((place[axis],), (rank_axis,)), (lead, list(range(n))))
-    low = jax.lax.dot_general(_times_scale(t, w), other, numbers)
+    low = jax.lax.dot_general(_times_scale(t, w, lead), other, numbers)
     now = [*lead, *(i for i in range(t.ndim) if i not in (*lead, place[axis])), place[axis]]
     return high + jax.lax.transpose(low, np.argsort(now).tolist()).astype(high.dtype)
 
@@ -312,8 +378,12 @@ def slice_factors(primitive: Primitive, w: LoRA, *starts: jax.Array, **params: A
         at = _replaced(starts, rank_axis, jnp.zeros_like(starts[-1])) if starts else ()
         return primitive.bind(x, *at, **own)
 
+    of_batch = {name: value and value[:-2] for name, value in params.items()}
+    alpha = w.alpha
+    if alpha is not None and alpha.ndim:
+        alpha = primitive.bind(alpha, *starts[:-2], **of_batch)
     sliced = primitive.bind(w.w, *starts, **params)
-    return _of_parts(w, sliced, part(w.a, -1), part(w.b, -2))
+    return _of_parts(w, sliced, part(w.a, -1), part(w.b, -2), alpha)
 
 
 @primitive_handler("split")
@@ -322,12 +392,13 @@ def split_factors(
 ) -> list[LoRA]:
     """Rows split `a`, columns `b`, leading axes both."""
 
-    def parts(x: Any, rank_axis: int) -> list[Any]:
-        if axis == rank_axis:
+    def parts(x: Any, *whole: int) -> list[Any]:
+        if x is None or axis in whole:
             return [x] * len(sizes)
         return list(primitive.bind(x, sizes=sizes, axis=axis, **params))
 
-    fields = parts(w.w, -1), parts(w.a, w.ndim - 1), parts(w.b, w.ndim - 2)
+    n, m = w.ndim - 2, w.ndim - 1
+    fields = parts(w.w), parts(w.a, m), parts(w.b, n), parts(w.alpha, n, m)
     return [_of_parts(w, *part) for part in zip(*fields, strict=True)]
 
 
@@ -338,7 +409,8 @@ def transpose_factors(primitive: Primitive, w: LoRA, *, permutation: Any, **para
     if tuple(sorted(permutation[-2:])) != core:
         return NotImplemented
     w_t, a_t, b_t = (primitive.bind(x, permutation=permutation, **params) for x in (w.w, w.a, w.b))
-    return _of_parts(w, w_t, *((a_t, b_t) if permutation[-1] == core[1] else (b_t, a_t)))
+    alpha = w.alpha if w.alpha is None else jnp.transpose(w.alpha, permutation[:-2])
+    return _of_parts(w, w_t, *((a_t, b_t) if permutation[-1] == core[1] else (b_t, a_t)), alpha)
 
 
 @primitive_handler("squeeze")
@@ -365,7 +437,7 @@ def _summed_delta(w: LoRA, axes: Sequence[int], precision: Any) -> jax.Array:
     *lead, n, m = range(w.ndim)
     rank = w.ndim
     out = [i for i in range(w.ndim) if i not in axes]
-    factors = _times_scale(w.a, w), [*lead, n, rank], w.b, [*lead, rank, m]
+    factors = _scaled_a(w), [*lead, n, rank], w.b, [*lead, rank, m]
     return jnp.einsum(*factors, out, precision=precision)
 
 

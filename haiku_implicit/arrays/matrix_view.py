@@ -12,7 +12,7 @@ import numpy as np
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.axes import Axes
 from haiku_implicit.arrays.ruled import RuledWeight
-from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.array import ImplicitArray, has_equivalent, is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
@@ -244,9 +244,11 @@ def expand_matrix(primitive: Primitive, w: ImplicitArray, **params: Any) -> Any:
 def _own_axes(w: ImplicitArray) -> Axes | None:
     """The axes of an array that is a matrix, or a stack of them; None for one that is not.
 
-    And None for a `RuledWeight`, which rearranges what it holds itself.
+    And None for a `RuledWeight`, which rearranges what it holds itself, and for a type that is equal to
+    another one, whose rules serve.
     """
-    is_matrix = w.core_ndim == 2 and w.ndim >= 2 and not isinstance(w, RuledWeight)
+    is_matrix = w.core_ndim == 2 and w.ndim >= 2
+    is_matrix = is_matrix and not (isinstance(w, RuledWeight) or has_equivalent(type(w)))
     return axes_of.whole(w.shape[-2:]) if is_matrix else None
 
 
@@ -406,10 +408,53 @@ def dynamic_slice_view(
 
 @primitive_handler("gather")
 def gather_from_view(primitive: Primitive, w: MatrixView, ids: jax.Array, **params: Any) -> Any:
-    """Of a matrix that is held transposed, what its own rules give."""
+    """Of a matrix that is held transposed, what is gathered along its other axis."""
     if w.axes != axes_of.whole(w.matrix.shape[-2:])[::-1]:
         return NotImplemented
-    return primitive.bind(jnp.swapaxes(w.matrix, -1, -2), ids, **params)
+    return _gathered_from_transpose(primitive, w.matrix, ids, **params)
+
+
+@primitive_handler("gather", precedence=-1)
+def gather_columns(primitive: Primitive, w: ImplicitArray, ids: jax.Array, **params: Any) -> Any:
+    """Whole columns of a matrix of any type as rows of its transpose, if it has a rule for that."""
+    rows, columns = params["slice_sizes"][-2:]
+    if w.core_ndim != 2 or w.ndim < 2 or rows != w.shape[-2] or columns == w.shape[-1]:
+        return NotImplemented
+    order = (*range(w.ndim - 2), w.ndim - 1, w.ndim - 2)
+    transpose = default_handler(jax.lax.transpose_p, w, permutation=order)
+    if isinstance(transpose, MatrixView) or not is_implicit(transpose):
+        return NotImplemented
+    return _gathered_from_transpose(primitive, transpose, ids, **params)
+
+
+def _gathered_from_transpose(
+    primitive: Primitive,
+    w: Any,
+    ids: jax.Array,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Sequence[int],
+    **params: Any,
+) -> Any:
+    """What a `gather` takes from the transpose of `w`, taken from `w`."""
+    n, m = w.ndim - 2, w.ndim - 1
+    order = [*range(n), m, n]
+    numbers = dimension_numbers
+    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    swapped = jax.lax.GatherDimensionNumbers(
+        offset_dims=numbers.offset_dims,
+        collapsed_slice_dims=tuple(sorted(order[i] for i in numbers.collapsed_slice_dims)),
+        start_index_map=tuple(order[i] for i in numbers.start_index_map),
+        operand_batching_dims=numbers.operand_batching_dims,
+        start_indices_batching_dims=numbers.start_indices_batching_dims,
+    )
+    sizes = tuple(slice_sizes[i] for i in order)
+    out = default_handler(primitive, w, ids, dimension_numbers=swapped, slice_sizes=sizes, **params)
+    if {n, m} & dropped:
+        return out
+    # Both axes are in the result, in the other order.
+    *_, i, j = numbers.offset_dims
+    return jnp.swapaxes(out, i, j)
 
 
 # --- elementwise, and statistics -----------------------------------------------------------------

@@ -11,6 +11,7 @@ from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.products.ragged import quantized_ragged_dot
 from haiku_implicit.products.stored import in_codes, quantized_dot, with_dense
 
 # --- products ------------------------------------------------------------------------------------
@@ -39,13 +40,14 @@ def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> 
 
 
 @primitive_handler(ragged_dot_general_p)
-def ragged_dot_in_codes(
+def ragged_dot_with_codes(
     primitive: Primitive, x: jax.Array, w: QuantizedMatrix, sizes: jax.Array, **params: Any
 ) -> Any:
-    """A matrix for each group of rows, of activations that are quantized."""
-    return (
-        NotImplemented if w.activation is None else in_codes(primitive, x, w, False, params, sizes)
-    )
+    """A matrix for each group of rows, see `quantized_ragged_dot`."""
+    out = quantized_ragged_dot(x, w, sizes, **params)
+    if out is NotImplemented and w.activation is not None:
+        return in_codes(primitive, x, w, False, params, sizes)
+    return out
 
 
 # --- elementwise ---------------------------------------------------------------------------------

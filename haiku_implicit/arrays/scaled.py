@@ -1,6 +1,7 @@
 """`ScaledMatrix`: a matrix whose rows or columns are multiplied by a factor each."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -13,13 +14,16 @@ from jax.sharding import PartitionSpec
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
-from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
+from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import padded_spec, split_fields
 from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats
+from haiku_implicit.products.ragged import row_numbers
+from haiku_implicit.products.tiles import groups_of_rows
 
 
 @dataclasses.dataclass
@@ -119,10 +123,7 @@ def _times(x: jax.Array, scale: jax.Array, places: Sequence[int]) -> jax.Array:
 @binary_handler("dot_general")
 def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Any:
     """`x · diag(s) · m` as `(x · diag(s)) · m`, and `x · m · diag(s)` as `(x · m) · diag(s)`."""
-    if any(
-        not jnp.issubdtype(d, np.inexact) or np.dtype(d).itemsize == 1  # too coarse to be scaled
-        for d in (x.dtype, call.params.get("preferred_element_type") or x.dtype)
-    ):
+    if _too_coarse(x, call.params):
         return NotImplemented
     contract, batch = call.contracted, call.batch
     of_scale = (*range(w.ndim - 2), w._scaled_axis)
@@ -140,10 +141,77 @@ def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Any:
     return _times(out, w.scale, [in_out[i] for i in of_scale])
 
 
+def _too_coarse(x: jax.Array, params: dict[str, Any]) -> bool:
+    """Whether the other operand of a product, or its result, is too coarse to be scaled."""
+    dtypes = x.dtype, params.get("preferred_element_type") or x.dtype
+    return any(not jnp.issubdtype(d, np.inexact) or np.dtype(d).itemsize == 1 for d in dtypes)
+
+
+@primitive_handler(ragged_dot_general_p)
+def ragged_dot_with_scaled(
+    primitive: Primitive, x: jax.Array, w: ScaledMatrix, sizes: jax.Array, **params: Any
+) -> Any:
+    """Rows are multiplied by the scales of their group, or their products are."""
+    numbers = row_numbers(x, w, **params)
+    if numbers is None or _too_coarse(x, params):
+        return NotImplemented
+    scale = _scales_of_rows(w.scale, sizes, numbers.w_batch, x.shape[numbers.x_rows])
+    if w._scaled_axis == numbers.w_contracted:
+        of_scale = (*numbers.x_batch, numbers.x_rows, numbers.x_contracted)
+        return default_handler(primitive, _times(x, scale, of_scale), w.matrix, sizes, **params)
+    out = default_handler(primitive, x, w.matrix, sizes, **params)
+    return _times(out, scale, range(out.ndim))
+
+
+def _scales_of_rows(
+    scale: jax.Array, sizes: jax.Array, batch: Sequence[int], num_rows: int
+) -> jax.Array:
+    """Those of each row's group, `[batch..., rows, n]`, of scales with the groups and `batch` first.
+
+    They are zero for a row that is in no group, as its product is.
+    """
+    if batch:
+        rest = [i - (i > batch[0]) for i in batch[1:]]
+        one = functools.partial(_scales_of_rows, batch=rest, num_rows=num_rows)
+        return jax.vmap(one, (batch[0], 0 if sizes.ndim > 1 else None))(scale, sizes)
+    return scale.at[groups_of_rows(sizes, num_rows)].get(mode="fill", fill_value=0)
+
+
 @binary_handler("conv_general_dilated")
 def convolve_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> jax.Array:
     """A convolution with the kernel, dense for it: a kernel is small beside the images."""
     return jax.checkpoint(lambda x, w: call(x, dense(w)))(x, w)
+
+
+@primitive_handler("gather")
+def gather_rows(
+    primitive: Primitive,
+    w: ScaledMatrix,
+    ids: jax.Array,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Sequence[int],
+    fill_value: Any,
+    mode: Any,
+    **params: Any,
+) -> Any:
+    """Rows of one matrix, times their factors, or the factors of the columns; embedding tables."""
+    if w.ndim != 2 or slice_sizes[1] != w.shape[1] or 1 in dimension_numbers.collapsed_slice_dims:
+        return NotImplemented
+    if mode == jax.lax.GatherScatterMode.FILL_OR_DROP and fill_value is not None:
+        return NotImplemented  # what is filled in would be scaled (by default it is NaN)
+    take = functools.partial(
+        primitive.bind,
+        dimension_numbers=dimension_numbers,
+        fill_value=fill_value,
+        mode=mode,
+        **params,
+    )
+    rows = take(w.matrix, ids, slice_sizes=slice_sizes)
+    if w.axis == -1:
+        return _times(rows, w.scale, [int(dimension_numbers.offset_dims[-1])])
+    factors = take(w.scale[:, None], ids, slice_sizes=(slice_sizes[0], 1))
+    return (rows * factors.astype(rows.dtype)).astype(rows.dtype)
 
 
 # --- the rest ------------------------------------------------------------------------------------

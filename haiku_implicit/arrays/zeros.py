@@ -88,6 +88,22 @@ def annihilate(call: BinaryCall, x: ArrayValue, zeros: Zeros) -> Zeros:
     return _zeros(result_of(call, x, zeros))
 
 
+@primitive_handler(compat.ragged_dot_general_p, precedence=20)
+def annihilate_rows(
+    primitive: Primitive, x: Zeros, w: ArrayValue, sizes: jax.Array, **params: Any
+) -> Zeros:
+    """A ragged product with zeros is zeros."""
+    return _zeros(result_struct(primitive, (x, w, sizes), params))
+
+
+@primitive_handler(compat.ragged_dot_general_p, precedence=20)
+def annihilate_groups(
+    primitive: Primitive, x: ArrayValue, w: Zeros, sizes: jax.Array, **params: Any
+) -> Zeros:
+    """The same for the other operand."""
+    return _zeros(result_struct(primitive, (x, w, sizes), params))
+
+
 @primitive_handler(named("triangular_solve"), precedence=20)
 def solve(primitive: Primitive, a: ArrayValue, b: Zeros, **params: Any) -> Any:
     """A system with zeros on its right side is solved by zeros, unless it is known to be singular."""

@@ -149,6 +149,18 @@ class ImplicitArray(abc.ABC):
         In the method, fields that hold implicit arrays read as dense ones.
         """
 
+    def equivalent(self) -> Any:
+        """Another array that stands for the same tensor, whose rules serve where this type has none.
+
+        As in a rule, fields that hold implicit arrays read as dense ones, and operations on them are
+        dispatched. `materialize` is then `return dense(self.equivalent())`.
+
+        Returns:
+          An implicit array of other types, which have rules; `NotImplemented`, the default, where the
+          type has all the rules there are for it.
+        """
+        return NotImplemented
+
     def compute_shape(self) -> tuple[int, ...] | None:
         """The shape according to the children, or None if only `materialize` can tell."""
         return None
@@ -316,6 +328,11 @@ class ImplicitArray(abc.ABC):
 
 
 ArrayValue = Union[ImplicitArray, jax.Array]  # noqa: UP007 (Plum orders a typing.Union)
+
+
+def has_equivalent(kind: type[ImplicitArray]) -> bool:
+    """Whether a type says what it is equal to, see `ImplicitArray.equivalent`."""
+    return kind.equivalent is not ImplicitArray.equivalent
 
 
 def is_implicit(x: Any) -> bool:

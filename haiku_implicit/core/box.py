@@ -34,7 +34,7 @@ def box(x: Any) -> jax.Array:
       [[2. 2. 2.]
        [2. 2. 2.]]
       >>> hki.use_implicit_args(f)(*args)
-      LoRA(float32[2,3], w=float32[2,3], a=float32[2,1], b=float32[1,3], alpha=None)
+      LoRA(float32[2,3], w=float32[2,3], a=float32[2,1], b=float32[1,3])
     """
     if not is_implicit(x):
         return x

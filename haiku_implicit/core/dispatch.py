@@ -53,7 +53,9 @@ def primitive_handler(
        `commute_ops=False`: the same with the operands swapped. Where only the second operand is
        implicit, the swapped order, implicit one first, comes before the order as it stands;
     4. a primitive that carries a jaxpr is retraced (see `docs/architecture.md`);
-    5. the implicit operands are materialized, visibly, and the primitive itself runs.
+    5. operands whose types say what they are equal to (`ImplicitArray.equivalent`) are replaced by
+       that, and the search begins again;
+    6. the implicit operands are materialized, visibly, and the primitive itself runs.
 
     Args:
       primitives: one primitive or several; a string is looked up once, as `jax.lax.<name>_p` or

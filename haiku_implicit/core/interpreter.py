@@ -19,6 +19,7 @@ from haiku_implicit.core.array import (
     Carried,
     dense_struct,
     flatten_one_level,
+    has_equivalent,
     is_implicit,
     is_nested,
     short,
@@ -96,6 +97,10 @@ def apply(primitive: compat.Primitive, operands: Sequence[Any], params: Params) 
         out = HIGHER_ORDER[primitive](list(operands), params)
         if out is not NotImplemented:
             return out
+    if any(is_implicit(x) and has_equivalent(type(x)) for x in operands):
+        out = _call_rule(_on_equivalents, primitive, list(operands), params)
+        if out is not NotImplemented:
+            return list(out) if primitive.multiple_results else [out]
     return bind(primitive, [densify(x, primitive.name) for x in operands], params)
 
 
@@ -121,6 +126,15 @@ def default_handler(primitive: compat.Primitive, *args: Any, **params: Any) -> A
 
 
 # --- rules -------------------------------------------------------------------------------------
+
+
+def _on_equivalents(primitive: compat.Primitive, *operands: Any, **params: Any) -> Any:
+    """The rule of all types that say what they are equal to: the primitive on that."""
+    others = [x.equivalent() if is_implicit(x) else x for x in operands]
+    others = [x if y is NotImplemented else y for x, y in zip(operands, others, strict=True)]
+    if all(x is y for x, y in zip(operands, others, strict=True)):
+        return NotImplemented
+    return default_handler(primitive, *others, **params)
 
 
 def _call_rule(

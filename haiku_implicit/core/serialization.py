@@ -1,10 +1,11 @@
-"""Implicit types in files of `jax.export`: names of types, and their static metadata as JSON.
+"""Types in files, those of `jax.export` and checkpoints: their names, and static metadata as JSON.
 
-A file says what structure the arguments and results of its function have. Reading one looks names up
-among the types that this program has defined, and runs no code of the file or of the types.
+A file says what structure a tree has. Reading one looks names up among the types that this program has
+defined, and runs no code of the file.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -16,16 +17,17 @@ from jax import export
 T = TypeVar("T")
 
 
-class _Node(NamedTuple):
-    """What is known of a type of pytree nodes: see `register_node`."""
+class Node(NamedTuple):
+    """What is known of a type of pytree nodes: see `register_node` and `register_tree_type`."""
 
     name: str
     kind: type
     fields: Callable[[], tuple[Sequence[str], Sequence[str]]]
     build: Any
+    parts: Callable[[Any], tuple[Sequence[Any], Sequence[Any]]]
 
 
-_nodes: dict[str, _Node] = {}
+_nodes: dict[str, Node] = {}
 _names: dict[type, str] = {}
 _statics: dict[str, type] = {}
 
@@ -43,81 +45,192 @@ def register_node(
       fields: gives the names of its children, and those of the values in its static data, a tuple.
       build: makes a node of the static data and the children.
     """
-    name = base = f"{kind.__module__}.{kind.__qualname__}"
+    name = base = _full_name(kind)
     count = 1
     while name in _nodes:
         name = f"{base}#{(count := count + 1)}"
-    node = _nodes[name] = _Node(name, kind, fields, build)
+    node = _nodes[name] = Node(name, kind, fields, build, _parts_by_jax)
     _names[kind] = name
+    _add_to_checkpoints(kind, node._replace(name=_short(base)))
     export.register_pytree_node_serialization(
         kind,
         serialized_name=name,
-        serialize_auxdata=lambda aux: json.dumps(_encode_node(node, aux)).encode(),
-        deserialize_auxdata=lambda data: _decode_node(node, json.loads(data)),
+        serialize_auxdata=lambda aux: json.dumps(encode_node(node, aux)).encode(),
+        deserialize_auxdata=lambda data: decode_node(node, json.loads(data)),
         from_children=build,
     )
 
 
+def _parts_by_jax(x: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    treedef: Any
+    children, treedef = jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x)
+    return children, treedef.node_data()[1]
+
+
 def static_values(cls: type[T]) -> type[T]:
     """Lets the static metadata of nodes hold objects of a frozen dataclass."""
-    _statics[f"{cls.__module__}.{cls.__qualname__}"] = cls
+    _statics[_short(_full_name(cls))] = cls
     return cls
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+# They outlive a program, so that their names of types have no number: the last class of a name counts.
+# The types of this library go without the names of its modules, which may change.
+
+_checkpoints: dict[str, Node] = {}
+_kinds: dict[type, str] = {}
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _short(name: str) -> str:
+    package = __name__.partition(".")[0]
+    return f"{package}.{name.rpartition('.')[2]}" if name.startswith(f"{package}.") else name
+
+
+def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
+    """Lets checkpoints (`haiku_implicit.save`) hold objects of a named tuple or a dataclass.
+
+    Implicit types, and the states of optax, need no registration. A file has the name of the type and
+    the values of its fields, which may be trees. `load` looks the name up, so the program that reads
+    the file has to register the type as well.
+
+    Args:
+      cls: the type. JAX has to know it as a pytree: a named tuple, or a dataclass that
+        `jax.tree_util.register_dataclass`, `chex.dataclass` or something like them has registered. An
+        object is made of its fields without the constructor of a dataclass.
+      name: what files call it, with a dot in it. By default its module and name, which a type in a
+        script has only in that script (`__main__.State`).
+
+    Returns:
+      The type, so that this can be a decorator.
+
+    Raises:
+      TypeError: if it is neither a named tuple nor a dataclass.
+      ValueError: for a name without a dot, or one that another type has already.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, haiku_implicit as hki
+      >>> from typing import Any, NamedTuple
+      >>> @hki.register_tree_type
+      ... class Training(NamedTuple):
+      ...   step: int
+      ...   params: Any
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...   hki.save(f'{folder}/state', Training(3, {'w': jnp.ones(2)}))
+      ...   hki.load(f'{folder}/state')
+      Training(step=3, params={'w': Array([1., 1.], dtype=float32)})
+    """
+    is_tuple = isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
+    if not is_tuple and not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise TypeError(f"register_tree_type: expected a named tuple or a dataclass, got {cls!r}")
+    if cls in _names:
+        raise ValueError(f"register_tree_type: {cls.__name__} is registered already, or implicit")
+    if name is not None and not (isinstance(name, str) and "." in name):
+        raise ValueError(f"name: expected a text like 'my_project.State', got {name!r}")
+    name = name or _short(_full_name(cls))
+    known = _checkpoints.get(name)
+    if known is not None and _full_name(known.kind) != _full_name(cls):  # not a cell that ran twice
+        raise ValueError(f"name: {name!r} is already the type {known.kind!r}; give another name=")
+    fields = cls._fields if is_tuple else tuple(f.name for f in dataclasses.fields(cls))  # type: ignore
+    build = (lambda _, children: cls(*children)) if is_tuple else functools.partial(_filled, cls)
+    parts = lambda x: ([getattr(x, field) for field in fields], ())  # noqa: E731
+    _add_to_checkpoints(cls, Node(name, cls, lambda: (fields, ()), build, parts))
+    return cls
+
+
+def _add_to_checkpoints(kind: type, node: Node) -> None:
+    _checkpoints[node.name] = node
+    _kinds.setdefault(kind, node.name)  # a type may have several names, to be read by
+
+
+def _filled(cls: type, static: Any, values: Sequence[Any]) -> Any:
+    """A dataclass of these fields, without its constructor."""
+    new: Any = object.__new__(cls)
+    for field, value in zip(dataclasses.fields(new), values, strict=True):
+        object.__setattr__(new, field.name, value)
+    return new
+
+
+def node_of(x: Any) -> Node | None:
+    """What is known of the type of an object, under its name in checkpoints; None if nothing is.
+
+    Raises:
+      TypeError: if a class of the same name has been defined since.
+    """
+    kind = type(x)
+    if kind not in _kinds:
+        return None
+    node = _checkpoints[_kinds[kind]]
+    if node.kind is not kind:
+        raise TypeError(
+            f"another {kind.__name__} has been defined since in {kind.__module__}, and a file could "
+            "not tell the two apart. Make the object anew with the present class"
+        )
+    return node
+
+
+def node_named(name: str) -> Node | None:
+    """What is known of the type that checkpoints call so."""
+    return _checkpoints.get(name)
 
 
 # --- static data ---------------------------------------------------------------------------------
 
 
-def _encode_node(node: _Node, aux: Sequence[Any]) -> Any:
+def encode_node(node: Node, aux: Sequence[Any]) -> Any:
     children, names = node.fields()
     static = {}
     for name, value in zip(names, aux, strict=True):
         try:
-            static[name.lstrip("_")] = _encode(value)
+            static[name.lstrip("_")] = encode(value)
         except TypeError as e:
             raise TypeError(
-                f"{node.kind.__name__}.{name.lstrip('_')}: a file of jax.export cannot hold {e}. It "
+                f"{node.kind.__name__}.{name.lstrip('_')}: a file cannot hold {e}. It "
                 "can hold numbers, texts, bytes, dtypes, None, tuples of these, and quantization rules"
             ) from None
     return {"children": list(children), "static": static}
 
 
-def _decode_node(node: _Node, data: Any) -> tuple[Any, ...]:
+def decode_node(node: Node, data: Any) -> tuple[Any, ...]:
     children, names = node.fields()
     found, own = data["static"], [name.lstrip("_") for name in names]
     if data["children"] != list(children) or sorted(found) != sorted(own):
         raise ValueError(
             f"{node.name}: the file has the fields {data['children']} and static {sorted(found)}, the "
-            f"class now has {list(children)} and {sorted(own)}. Export the function again"
+            f"class now has {list(children)} and {sorted(own)}. Make the file again"
         )
-    return tuple(_decode(found[name]) for name in own)
+    return tuple(decode(found[name]) for name in own)
 
 
-def _encode(x: Any) -> Any:
+def encode(x: Any) -> Any:
     """A value that JSON holds: tuples as lists, all others that it does not know as `{kind: parts}`."""
     if x is None or type(x) in (bool, int, float, str):
         return x
     if type(x) is tuple:
-        return [_encode(y) for y in x]
+        return [encode(y) for y in x]
     if type(x) is complex:
         return {"complex": [x.real, x.imag]}
     if type(x) is bytes:
         return {"bytes": x.hex()}
     if isinstance(x, np.dtype) and x.names is None:
         return {"dtype": x.name}
-    if isinstance(x, np.generic):
+    if isinstance(x, np.generic) and x.dtype.kind in "biufcV" and x.dtype.names is None:
         return {"number": [x.dtype.name, x.tobytes().hex()]}
     if isinstance(x, jax.tree_util.PyTreeDef):
         return {"structure": _encode_structure(x)}
-    name = f"{type(x).__module__}.{type(x).__qualname__}"
+    name = _short(_full_name(type(x)))
     if _statics.get(name) is type(x):
         fields = dataclasses.fields(_statics[name])
-        return {"object": [name, {f.name: _encode(getattr(x, f.name)) for f in fields}]}
+        return {"object": [name, {f.name: encode(getattr(x, f.name)) for f in fields}]}
     raise TypeError(f"{x!r}, of the type {type(x).__name__}")
 
 
-def _decode(data: Any) -> Any:
+def decode(data: Any) -> Any:
     if isinstance(data, list):
-        return tuple(map(_decode, data))
+        return tuple(map(decode, data))
     if not isinstance(data, dict):
         return data
     [(kind, parts)] = data.items()
@@ -141,7 +254,7 @@ def _object_of(name: str, values: dict[str, Any]) -> Any:
         raise ValueError(f"static metadata of the type {name!r}, which this program does not know")
     new: Any = object.__new__(_statics[name])
     for field in dataclasses.fields(new):
-        object.__setattr__(new, field.name, _decode(values[field.name]))
+        object.__setattr__(new, field.name, decode(values[field.name]))
     return new
 
 
@@ -155,7 +268,7 @@ def _encode_structure(treedef: Any) -> Any:
     if kind not in _names:
         raise TypeError(f"a tree with {kind.__name__} in it")
     node = _nodes[_names[kind]]
-    return [node.name, children, _encode_node(node, aux)]
+    return [node.name, children, encode_node(node, aux)]
 
 
 def _decode_structure(data: Any) -> Any:
@@ -168,4 +281,4 @@ def _decode_structure(data: Any) -> Any:
     if name not in _nodes:
         raise ValueError(f"a tree with {name!r} in it, which this program does not know")
     node = _nodes[name]
-    return node.build(_decode_node(node, data[2]), children)
+    return node.build(decode_node(node, data[2]), children)

@@ -1,4 +1,4 @@
-"""Edits of existing parameters: weights become implicit arrays, and LoRA is merged again."""
+"""Edits of existing parameters: weights become implicit arrays, and adapters are merged again."""
 
 import functools
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.static_quantized import StaticQuantized
@@ -76,7 +77,7 @@ def add_lora(
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
       >>> params = {'linear': {'w': jnp.ones((4, 3)), 'b': jnp.zeros(3)}}
       >>> hki.add_lora(params, jax.random.key(0), rank=2, alpha=4.0)['linear']['w']
-      LoRA(float32[4,3], w=float32[4,3], a=float32[4,2], b=float32[2,3], alpha=4.0)
+      LoRA(float32[4,3], w=float32[4,3], a=float32[4,2], b=float32[2,3], alpha=float32[])
       >>> hki.add_lora(params, 0, rank=2, targets='linear/v')
       Traceback (most recent call last):
       ...
@@ -269,38 +270,43 @@ def zero_params(
     return trees.replace_targets(params, choice, lambda parameter: zeros_for(parameter.value))
 
 
-def merge_lora(params: Any, *, requantize: bool = False) -> Any:
-    """Replaces every LoRA weight of a tree by the dense weight that it stands for.
+def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
+    """Replaces every weight of a tree that has an adapter by the dense weight that it stands for.
 
     Args:
-      params: parameters with LoRA in them, in any nesting of mappings.
-      requantize: what LoRA on a quantized weight becomes. False: a dense weight, exact but of the
-        dense size. True: the sum in the format of the quantized weight, small but rounded again, so
-        that a correction finer than the format's step is lost.
+      params: parameters with `LoRA` or types of `haiku_implicit.adapters` in them, in any nesting of
+        mappings.
+      requantize: what an adapter on a quantized weight becomes. False: a dense weight, exact but of
+        the dense size. True: the sum in the format of the quantized weight, small but rounded again,
+        so that a correction finer than the format's step is lost.
 
     Returns:
-      The tree without LoRA, mappings as dicts. Other parameters do not change.
+      The tree without adapters, mappings as dicts. Other parameters do not change.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
       >>> w = hki.LoRA(jnp.zeros((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
-      >>> print(hki.merge_lora({'linear': {'w': w}})['linear']['w'])
+      >>> print(hki.merge_adapters({'linear': {'w': w}})['linear']['w'])
       [[1. 1. 1.]
        [1. 1. 1.]]
     """
 
     def merged(parameter: trees.Parameter) -> Any:
         value = parameter.value
-        if not isinstance(value, LoRA):
+        if not isinstance(value, LoRA | Adapter):
             return value
         dense, base = materialize_array(value), value.w
-        while isinstance(base, LoRA):
+        while isinstance(base, LoRA | Adapter):
             base = base.w
         if requantize and isinstance(getattr(base, "matrix", base), QuantizedMatrix):
             return _with_structure(base, base.requantize(dense))
         return dense
 
     return trees.map_matrices(merged, params)
+
+
+# The name that it had when LoRA was the only adapter.
+merge_lora = merge_adapters
 
 
 def _with_structure(old: Any, new: Any) -> Any:

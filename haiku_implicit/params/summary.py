@@ -1,55 +1,149 @@
-"""A table of the parameters of a model: what each is, and how much memory it takes."""
+"""Tables of the parameters of a model: what they are, how much memory they take, how far two differ."""
 
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from haiku_implicit.core.array import flatten_one_level, is_implicit
+from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.predicates import Targets
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
-
-_HEADER = ("path", "type", "shape", "dtype", "bytes", "of dense bytes")
-_NUMBERS = 2  # the last columns, which are set to the right
+from haiku_implicit.training.gradients import slots_of, trained
 
 
-def summary(params: Any) -> str:
+class SummaryRow(NamedTuple):
+    """One parameter, or all those of a module.
+
+    Attributes:
+      path: `module/name`, or the module's name.
+      kind: 'dense', or the type of the implicit array and of the one in it; of several parameters
+        each kind once.
+      shape: of the dense array; None for several parameters.
+      dtype: the same; None for several parameters that differ.
+      size: how many numbers the dense array has.
+      trained: how many numbers of it are trained.
+      nbytes: the bytes that it takes.
+      dense_nbytes: those that the dense array would take.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    size: int
+    trained: int
+    nbytes: int
+    dense_nbytes: int
+
+    @property
+    def bits(self) -> float:
+        """Bits per number of the dense array; 0 for none."""
+        return 8 * self.nbytes / self.size if self.size else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What `summary` found; `print` shows a table.
+
+    Attributes:
+      rows: in the order of the tree.
+      total: all of them together.
+    """
+
+    rows: tuple[SummaryRow, ...]
+    total: SummaryRow
+
+    def __str__(self) -> str:
+        names = ("path", "type", "shape", "dtype", "trained", "bytes", "of dense bytes", "bits")
+        lines = [self._cells(row) for row in (*self.rows, self.total)]
+        return text_table(names, lines, numbers=4)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The rows as JSON has them."""
+        return [{**row._asdict(), "bits": row.bits} for row in self.rows]
+
+    @staticmethod
+    def _cells(row: SummaryRow) -> tuple[str, ...]:
+        shape = "" if row.shape is None else f"[{','.join(map(str, row.shape))}]"
+        counts = (f"{n:,}" for n in (row.trained, row.nbytes, row.dense_nbytes))
+        return (row.path, row.kind, shape, row.dtype or "", *counts, f"{row.bits:.2f}")
+
+
+def summary(params: Any, *, depth: int | None = None, trainable_dense: Targets = True) -> Summary:
     """A table of parameters: which are implicit, of what type, and how much memory each takes.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings; also the
         `jax.ShapeDtypeStruct`s of them that `jax.eval_shape` returns.
+      depth: None for a row for each parameter; 1 or more for one for each module, by the first so many
+        parts of its name: with 2, `model/layer_1/mlp/linear` counts for `model/layer_1`.
+      trainable_dense: which dense parameters count as trained, as for `partition`.
 
     Returns:
-      A line for each parameter, in the order of the tree, and a total: the path (`module/name`), the
-      type ('dense', or that of the implicit array, and of the one in it; of a quantized one its format,
-      as in 'int4/32' for groups of 32, and what it rounds activations to), shape, dtype, the bytes
-      that it takes, and those that the dense array would take.
+      The rows and their total: the path (`module/name`), the type ('dense', or that of the implicit
+      array, and of the one in it; of a quantized one its format, as in 'int4/32' for groups of 32, and
+      what it rounds activations to), shape, dtype, how many numbers are trained, the bytes that it
+      takes, those that the dense array would take, and bits per number.
 
     Raises:
       TypeError: for anything but a mapping.
+      ValueError: for a depth below 1.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
       >>> params = {'linear': {'b': jnp.zeros(64), 'w': jnp.ones((128, 64))}}
       >>> print(hki.summary(hki.quantize_params(params)))
-      path      type                  shape     dtype    bytes  of dense bytes
-      linear/b  dense                 [64]      float32    256             256
-      linear/w  QuantizedMatrix int8  [128,64]  float32  8,448          32,768
-      total                                              8,704          33,024
+      path      type                  shape     dtype    trained  bytes  of dense bytes   bits
+      linear/b  dense                 [64]      float32       64    256             256  32.00
+      linear/w  QuantizedMatrix int8  [128,64]  float32        0  8,448          32,768   8.25
+      total                                                   64  8,704          33,024   8.43
     """
-    rows: list[tuple[str, ...]] = []
-    held = dense = 0
-    for parameter in trees.parameters_of(params):
-        value = parameter.value
-        size = math.prod(value.shape) * value.dtype.itemsize
-        own = value.nbytes if is_implicit(value) else size
-        shape = f"[{','.join(map(str, value.shape))}]"
-        rows.append(
-            (parameter.path, _kind(value), shape, value.dtype.name, f"{own:,}", f"{size:,}")
-        )
-        held, dense = held + own, dense + size
-    rows = [_HEADER, *rows, ("total", "", "", "", f"{held:,}", f"{dense:,}")]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(_line(row, widths) for row in rows)
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth: expected None or 1 and more, got {depth}")
+    parameters = trees.parameters_of(params)
+    counts = _trained_counts(parameters, trainable_dense)
+    rows = [_row_of(p, count) for p, count in zip(parameters, counts, strict=True)]
+    if depth is not None:
+        rows = _by_module(rows, depth)
+    return Summary(tuple(rows), _joined("total", rows)._replace(kind="", dtype=None))
+
+
+def _trained_counts(parameters: Sequence[trees.Parameter], trainable_dense: Targets) -> list[int]:
+    """How many numbers of each parameter are trained."""
+    own = [slots_of({p.module_name: {p.name: p.value}}) for p in parameters]
+    flags = iter(trained([slot for slots in own for slot in slots], trainable_dense))
+    return [sum(math.prod(np.shape(s.value)) for s in slots if next(flags)) for slots in own]
+
+
+def _row_of(parameter: trees.Parameter, count: int) -> SummaryRow:
+    value = parameter.value
+    size = math.prod(value.shape)
+    dense = size * value.dtype.itemsize
+    held = value.nbytes if is_implicit(value) else dense
+    dtype = value.dtype.name
+    return SummaryRow(parameter.path, _kind(value), value.shape, dtype, size, count, held, dense)
+
+
+def _by_module(rows: Sequence[SummaryRow], depth: int) -> list[SummaryRow]:
+    groups: dict[str, list[SummaryRow]] = {}
+    for row in rows:
+        module = row.path.split("/")[:-1]
+        groups.setdefault("/".join([p for p in module if p != "~"][:depth]), []).append(row)
+    return [_joined(name, own) for name, own in groups.items()]
+
+
+def _joined(path: str, rows: Sequence[SummaryRow]) -> SummaryRow:
+    kinds = ", ".join(dict.fromkeys(row.kind for row in rows))
+    dtypes = {row.dtype for row in rows}
+    sums = (sum(counts) for counts in zip(*(row[4:] for row in rows), strict=True))
+    counts = tuple(sums) or (0, 0, 0, 0)
+    return SummaryRow(path, kinds, None, dtypes.pop() if len(dtypes) == 1 else None, *counts)
 
 
 def _kind(value: Any) -> str:
@@ -65,7 +159,132 @@ def _kind(value: Any) -> str:
     return type(value).__name__ + of
 
 
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    left = len(row) - _NUMBERS
-    cells = zip(row, widths, strict=True)
-    return "  ".join(f"{x:<{n}}" if i < left else f"{x:>{n}}" for i, (x, n) in enumerate(cells))
+# --- two trees -----------------------------------------------------------------------------------
+
+
+class ParameterError(NamedTuple):
+    """How far a parameter is from another one.
+
+    Attributes:
+      path: `module/name`.
+      kinds: what each of the two is.
+      relative: the root of the mean square of the difference, over that of the first one.
+      largest: the largest magnitude of the difference.
+    """
+
+    path: str
+    kinds: tuple[str, str]
+    relative: float
+    largest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare_params` found; `print` shows a table.
+
+    Attributes:
+      rows: in the order of the tree.
+      only_first, only_second: paths of parameters that one of the trees does not have.
+      outputs: the relative error of the model's outputs; None where they were not asked for.
+    """
+
+    rows: tuple[ParameterError, ...]
+    only_first: tuple[str, ...] = ()
+    only_second: tuple[str, ...] = ()
+    outputs: float | None = None
+
+    def __str__(self) -> str:
+        cells = [
+            (row.path, *row.kinds, f"{row.relative:.3e}", f"{row.largest:.3e}") for row in self.rows
+        ]
+        for paths, kinds in (
+            (self.only_first, ("is there", "")),
+            (self.only_second, ("", "is there")),
+        ):
+            cells += [(path, *kinds, "", "") for path in paths]
+        if self.outputs is not None:
+            cells.append(("outputs", "", "", f"{self.outputs:.3e}", ""))
+        names = ("path", "first", "second", "relative error", "largest")
+        return text_table(names, cells, numbers=2)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        rows = [row._asdict() for row in self.rows]
+        return {**dataclasses.asdict(self), "rows": rows}
+
+
+def compare_params(
+    first: Any, second: Any, *, apply: Any = None, args: Sequence[Any] = ()
+) -> Comparison:
+    """How far the parameters of one tree are from those of another: what quantizing or merging did.
+
+    One parameter at a time is made dense.
+
+    Args:
+      first, second: parameters, dense or implicit, in nestings of mappings.
+      apply: a function `apply(params, *args)`, to compare what it returns, too.
+      args: its further arguments, such as a batch of inputs.
+
+    Returns:
+      A row for each parameter that both have, and the relative error of the outputs.
+
+    Raises:
+      ValueError: for parameters of different shapes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'linear': {'w': jax.random.normal(jax.random.key(0), (64, 32))}}
+      >>> found = hki.compare_params(params, hki.quantize_params(params, dtype='int4'))
+      >>> found.rows[0].kinds, 0.1 < found.rows[0].relative < 0.2
+      (('dense', 'QuantizedMatrix int4'), True)
+    """
+    one, two = ({p.path: p.value for p in trees.parameters_of(t)} for t in (first, second))
+    rows = tuple(_error_of(path, one[path], two[path]) for path in one if path in two)
+    only_first = tuple(path for path in one if path not in two)
+    only_second = tuple(path for path in two if path not in one)
+    outputs = None
+    if apply is not None:
+        pair = (jax.tree.leaves(apply(params, *args)) for params in (first, second))
+        outputs = _relative([(a, b) for a, b in zip(*pair, strict=True)])
+    return Comparison(rows, only_first, only_second, outputs)
+
+
+def _error_of(path: str, a: Any, b: Any) -> ParameterError:
+    if tuple(a.shape) != tuple(b.shape):
+        raise ValueError(f"{path}: the first is {list(a.shape)}, the second {list(b.shape)}")
+    dense = [materialize_array(x) if is_implicit(x) else x for x in (a, b)]
+    largest = float(jnp.abs(_wide(dense[0]) - _wide(dense[1])).max(initial=0.0))
+    return ParameterError(path, (_kind(a), _kind(b)), _relative([(dense[0], dense[1])]), largest)
+
+
+def _wide(x: Any) -> jax.Array:
+    return jnp.asarray(x, jnp.float32)
+
+
+def _relative(pairs: Sequence[tuple[Any, Any]]) -> float:
+    """The root of the sums of squares of the differences over those of the first ones."""
+    apart = sum(float(jnp.square(_wide(a) - _wide(b)).sum()) for a, b in pairs)
+    of_first = sum(float(jnp.square(_wide(a)).sum()) for a, _ in pairs)
+    if not apart:
+        return 0.0
+    return math.sqrt(apart / of_first) if of_first else math.inf
+
+
+def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: int) -> str:
+    """Columns below their names.
+
+    Args:
+      names: of the columns.
+      rows: what they hold, as text.
+      numbers: how many of the last columns are set to the right.
+    """
+    lines = [tuple(names), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    left = len(widths) - numbers
+    return "\n".join(
+        "  ".join(
+            f"{x:<{n}}" if i < left else f"{x:>{n}}"
+            for i, (x, n) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -20,6 +20,7 @@ from jax import export
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.interpreter import interpret
 from haiku_implicit.numerics.operands import QuantizedOperand, dequantize
+from haiku_implicit.products.tiles import groups_of_rows
 
 Axes = tuple[int | None, ...]
 Operand = jax.Array | QuantizedOperand
@@ -43,12 +44,15 @@ class Bilinear:
       axes: for `a` and for `b`: which of its axes each axis of the result comes from.
       summed: the pairs of axes (of `a`, of `b`) that are summed over; the last one is tiled.
       separable: whether products of pieces along such a pair add up to the product.
+      group_sizes: of a ragged product, how many rows of the result (and of `a`) go with each index of
+        the first axis of `b`.
     """
 
     fun: Callable[[Any, Any, Any], jax.Array]
     axes: tuple[Axes, Axes]
     summed: tuple[tuple[int, int], ...]
     separable: bool
+    group_sizes: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Product:
       primal: called as `primal(lhs, rhs, *others, precision=..., preferred_element_type=...)`.
       precision: of products that are not of codes: those are exact.
       axes, summed, separable: as of `Bilinear`.
+      ragged: whether the first one of the others is its `group_sizes`.
     """
 
     primal: Callable[..., jax.Array]
@@ -66,6 +71,11 @@ class Product:
     axes: tuple[Axes, Axes]
     summed: tuple[tuple[int, int], ...]
     separable: bool
+    ragged: bool = False
+
+    def group_sizes(self, others: Others) -> jax.Array | None:
+        """Those of `Bilinear`."""
+        return others[0] if self.ragged else None
 
     def forward(self, others: Others) -> Bilinear:
         """The product of `lhs` and `rhs`, given what else it takes."""
@@ -74,7 +84,7 @@ class Product:
             precision = None if _is_code(lhs) else self.precision
             return self.primal(lhs, rhs, *others, precision=precision, preferred_element_type=dtype)
 
-        return Bilinear(fun, self.axes, self.summed, self.separable)
+        return Bilinear(fun, self.axes, self.summed, self.separable, self.group_sizes(others))
 
     def transposed(self, side: int, operand: jax.Array, others: Others) -> Bilinear:
         """The product of the incoming gradient and one operand: the gradient with respect to the other.
@@ -171,6 +181,7 @@ def ragged_product(precision: Any = None, group_offset: Any = None) -> Product:
         axes=((0, None), (None, 2)),
         summed=((1, 1),),
         separable=False,
+        ragged=group_offset is None,
     )
 
 
@@ -250,15 +261,54 @@ def multiply(product: Bilinear, a: Operand, b: Operand, dtype: Any, out_dtype: A
       dtype: what dequantized operands are cast to.
       out_dtype: of the result.
     """
-    if isinstance(a, QuantizedOperand) and isinstance(b, QuantizedOperand):
-        tiles = _tiles(product, a, b) if a.multiplies and b.multiplies else None
-        if tiles is not None:
-            out = _in_tiles(product, a, b, tiles) if tiles.number > 1 else _codes(product, a, b)
-            return out.astype(out_dtype)
-    left, right = (
-        dequantize(x, dtype) if isinstance(x, QuantizedOperand) else x.astype(dtype) for x in (a, b)
-    )
-    return product.fun(left, right, out_dtype).astype(out_dtype)
+
+    def of_values() -> jax.Array:
+        left, right = (
+            dequantize(x, dtype) if isinstance(x, QuantizedOperand) else x.astype(dtype)
+            for x in (a, b)
+        )
+        return product.fun(left, right, out_dtype).astype(out_dtype)
+
+    if not isinstance(a, QuantizedOperand) or not isinstance(b, QuantizedOperand):
+        return of_values()
+    of_codes = _product_of_codes(product, a, b, out_dtype)
+    if of_codes is not None:
+        return of_codes()
+    first_a, first_b = (_first_scales(product, i, x) for i, x in enumerate((a, b)))
+    of_codes = _product_of_codes(product, first_a, first_b, out_dtype)
+    if of_codes is None or (first_a is a and first_b is b):
+        return of_values()
+    # A stored kernel is a stack of matrices, each with its scales. Those of training share them, and
+    # their products are those of training.
+    pairs = [(x.scale, y.scale) for x, y in ((a, first_a), (b, first_b)) if x is not y]
+    shared = jnp.all(jnp.stack([jnp.all(x == y) for x, y in pairs]))
+    return jax.lax.cond(shared, of_codes, of_values)
+
+
+def _product_of_codes(
+    product: Bilinear, a: QuantizedOperand, b: QuantizedOperand, out_dtype: Any
+) -> Callable[[], jax.Array] | None:
+    """What multiplies codes and scales the sums; None where that is no way to the product."""
+    tiles = _tiles(product, a, b) if a.multiplies and b.multiplies else None
+    if tiles is None:
+        return None
+    run = functools.partial(_in_tiles, tiles=tiles) if tiles.number > 1 else _codes
+    return lambda: run(product, a, b).astype(out_dtype)
+
+
+def _first_scales(product: Bilinear, side: int, x: QuantizedOperand) -> QuantizedOperand:
+    """The operand with one scale for all positions of a kernel, that of the first; itself without any.
+
+    (Positions are axes that the result does not have, and that are not summed like inputs.)
+    """
+    if x.scale is None:
+        return x
+    known = {*product.axes[side], *(pair[side] for pair in product.summed)}
+    positions = [i for i, n in enumerate(x.scale.shape) if i not in known and n > 1]
+    scale = x.scale
+    for i in positions:
+        scale = jax.lax.slice_in_dim(scale, 0, 1, axis=i)
+    return x._replace(scale=scale) if positions else x
 
 
 class _Tiles(NamedTuple):
@@ -274,7 +324,8 @@ def _tiles(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> _Tile
     None where products of such tiles do not add up to the product, as within groups of a convolution;
     where sums of integers may overflow; or where it does not pay.
     """
-    tiled = [_tiled_axis(x, axes) for x, axes in zip((a, b), product.axes, strict=True)]
+    has_groups = (False, product.group_sizes is not None)
+    tiled = [_tiled_axis(*own) for own in zip((a, b), product.axes, has_groups, strict=True)]
     longest = _longest_sum(product, a, b)
     if tiled == [None, None]:
         return _Tiles((0, 0), 1) if longest <= _LONGEST_SUM else None
@@ -292,10 +343,11 @@ def _tiles(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> _Tile
     return None
 
 
-def _tiled_axis(x: QuantizedOperand, axes: Axes) -> int | None:
-    """The axis along which scales differ though the result has no such axis."""
+def _tiled_axis(x: QuantizedOperand, axes: Axes, has_groups: bool) -> int | None:
+    """The axis along which scales differ though the result has no such axis (or its groups have it)."""
     shape = () if x.scale is None else x.scale.shape
-    return next((i for i, n in enumerate(shape) if i not in axes and n > 1), None)
+    known = (0, *axes) if has_groups else axes
+    return next((i for i, n in enumerate(shape) if i not in known and n > 1), None)
 
 
 def _longest_sum(product: Bilinear, *operands: QuantizedOperand) -> float:
@@ -341,21 +393,29 @@ def _codes(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> jax.A
     if dtype is np.float32 and left.dtype != right.dtype:  # not all products take two dtypes
         left, right = left.astype(dtype), right.astype(dtype)
     out = product.fun(left, right, np.dtype(dtype))
-    for x, axes in zip((a, b), product.axes, strict=True):
-        out = scaled(out, x.scale, axes)
+    sizes = (None, product.group_sizes)
+    for x, axes, group_sizes in zip((a, b), product.axes, sizes, strict=True):
+        out = scaled(out, x.scale, axes, group_sizes)
     return out
 
 
-def scaled(x: jax.Array, scale: jax.Array | None, axes: Axes) -> jax.Array:
+def scaled(
+    x: jax.Array, scale: jax.Array | None, axes: Axes, group_sizes: jax.Array | None = None
+) -> jax.Array:
     """The result of a product, times the scale of an operand if it has one; sharded as it is.
 
     Args:
       x: the result.
       scale: of an operand, with that operand's axes.
       axes: which of those each axis of `x` comes from.
+      group_sizes: where the operand has the groups of a ragged product along its first axis: of how
+        many rows of `x` each is.
     """
     if scale is None:
         return x
+    if group_sizes is not None and scale.shape[0] > 1:
+        rows = groups_of_rows(group_sizes, len(x))
+        scale, axes = scale.at[rows].get(mode="fill", fill_value=0), (0, *axes[1:])
     used = [i for i in axes if i is not None]
     rest = [i for i in range(scale.ndim) if i not in used]
     shape = [1 if i is None else scale.shape[i] for i in axes]

@@ -160,7 +160,8 @@ def _gradient(
     if of_gradient.qtype is not None:
         if isinstance(y, QuantizedOperand) and y.multiplies and not _is_tiled(y):
             # The scales of y lie along axes that are summed here, so the gradient takes them.
-            g = scaled(g, y.scale, product.axes[1 - side])
+            sizes = product.group_sizes(kept.others) if side == 0 else None
+            g = scaled(g, y.scale, product.axes[1 - side], sizes)
             y = y._replace(scale=None)
         left = quantize(g, _spec(transposed, 0, of_gradient), kept.key)
     if of_residual.qtype is not None and not isinstance(y, QuantizedOperand):

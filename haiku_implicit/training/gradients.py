@@ -201,7 +201,7 @@ def partition(params: Any, trainable_dense: Targets = True) -> tuple[Any, Any]:
       >>> jax.tree.map(jnp.shape, trainable)['linear']['w'].a, trainable['linear']['b']
       ((2, 1), None)
       >>> frozen['linear']['w']
-      LoRA(float32[2,3], w=float32[2,3], alpha=None)
+      LoRA(float32[2,3], w=float32[2,3])
     """
     slots, treedef = slots_of(params), treedef_of(params)
     return _part(slots, treedef, trained(slots, trainable_dense))

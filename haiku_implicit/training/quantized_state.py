@@ -15,6 +15,7 @@ from haiku_implicit.arrays.quantized_blocks import QuantizedBlocks
 from haiku_implicit.core.array import flatten
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.numerics.options import is_positive_integer
 
 
@@ -28,6 +29,7 @@ class QuantizedState(NamedTuple):
     inner: Any
 
 
+register_tree_type(QuantizedState)
 export.register_namedtuple_serialization(
     QuantizedState, serialized_name=f"{__name__}.{QuantizedState.__name__}"
 )

@@ -64,10 +64,15 @@ def normal(shape, seed=1, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(scale=0.5, size=shape), dtype)
 
 
+def scale_of(w):
+    """`alpha / rank`, with the axes of the weight."""
+    return jnp.asarray(w.scale)[..., None, None]
+
+
 def dense(w, a=None, b=None):
     """The dense twin, with the factors as arguments for the chain rule."""
     a, b = (w.a, w.b) if a is None else (a, b)
-    delta = jnp.einsum("...nr,...rm->...nm", a, b, precision="highest") * w.scale
+    delta = jnp.einsum("...nr,...rm->...nm", a, b, precision="highest") * scale_of(w)
     return hki.materialize(w.w) + delta.astype(w.dtype)
 
 
@@ -245,7 +250,7 @@ def test_dot_of_any_axes(case):
 
     with hki.materialization("error"):
         got = quick_jit(hki.use_implicit_args(fun))(w, x)
-    delta = np.einsum("...nr,...rm->...nm", w.a, w.b) * w.scale
+    delta = np.einsum("...nr,...rm->...nm", w.a, w.b) * scale_of(w)
     want = quick_jit(fun)(w.w + delta, x)
     close(got, want, 1e-4)
 

@@ -63,7 +63,7 @@ def test_trains_and_reports(job, tmp_path):
     for word in ("dense f32", "as loaded", "trainable", "sample before", "sample after", "peak"):
         assert word in output
     tensors = safetensors.numpy.load_file(tmp_path / "a.safetensors")
-    factor = "adapter/llama/layer_0/attention/q_proj/w/b"
+    factor = "adapter/llama/layer_0/attention/q_proj/w.b"
     assert tensors[factor].shape == (2, TINY.dim) and np.abs(tensors[factor]).max() > 0
 
 

@@ -166,43 +166,67 @@ def test_every_leaf_has_its_gradient(name):
             np.testing.assert_allclose(np.vdot(grad, along), slope, rtol=1e-3, atol=1e-2)
 
 
-# The experts' weights have a test of their own.
-EXPERTS = r".*/mixture/\w+_proj/w"
+def lora(params):
+    return noise(hki.add_lora(params, 0, rank=2))
+
+
+def int4(params):
+    return hki.quantize_params(params, dtype="int4", group_size=4)
+
+
 WAYS = {
-    "lora": lambda params, **which: noise(hki.add_lora(params, 0, rank=2, **which)),
-    "int8": lambda params, **which: hki.quantize_params(params, dtype="int8", **which),
+    "lora": lora,
+    "int8": lambda params: hki.quantize_params(params, dtype="int8"),
+    "int4": int4,
+    "qlora": lambda params: lora(int4(params)),
 }
 WHOLE = {
     "mixture": (mixture.MixtureOfExperts, MIXTURE, (np.arange(12).reshape(2, 6) % 19,)),
     "unet": (diffusion.Unet, UNET, (np.ones((2, 4, 6, 2), np.float32), np.asarray([3.0, 250.0]))),
 }
+EXPERTS = [f"mixture_of_experts/layer_0/mixture/{n}_proj" for n in ("gate", "up", "down")]
 
 
-def whole_model(name, way, **which):
+def whole_model(name, way):
     """A model with implicit parameters, these, and inputs."""
     module, config, inputs = WHOLE[name]
     model = hk.without_apply_rng(hk.transform(lambda *x: module(config)(*x)))
     params = noise(jax.jit(model.init)(jax.random.key(0), *inputs))
-    return model.apply, WAYS[way](params, **which), inputs
+    return model.apply, WAYS[way](params), inputs
+
+
+def check_gradients(apply, params, *inputs):
+    """Against those of the dense twin; nothing may become dense."""
+
+    def loss(params):
+        return (apply(params, *inputs) ** 2).sum()
+
+    with hki.materialization("error"):
+        got = jax.jit(hki.value_and_grad(hki.use_implicit_args(loss)))(params)
+    of_twin = hki.value_and_grad(lambda params: loss(hki.materialize(params)))
+    jax.tree.map(functools.partial(close, rtol=1e-4), got, jax.jit(of_twin)(params))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("way", WAYS)
 def test_implicit_parameters_stay_implicit(name, way):
-    apply, params, inputs = whole_model(name, way, exclude=EXPERTS if name == "mixture" else None)
-    assert (
-        sum(isinstance(x, hki.ImplicitArray) for own in params.values() for x in own.values()) > 5
-    )
+    apply, params, inputs = whole_model(name, way)
+    implicit = [
+        x for own in params.values() for x in own.values() if isinstance(x, hki.ImplicitArray)
+    ]
+    assert len(implicit) > 5
+    if name == "mixture":
+        assert all(isinstance(params[name]["w"], hki.ImplicitArray) for name in EXPERTS)
     same_without_dense(apply, params, *inputs, rtol=1e-4)
+    check_gradients(apply, params, *inputs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_implicit_experts(way, may_be_dense):
-    apply, params, inputs = whole_model("mixture", way, targets=EXPERTS)
-    found = jax.jit(hki.use_implicit_args(apply))(params, *inputs)
-    close(found, jax.jit(apply)(hki.materialize(params), *inputs), 1e-5)
+def test_experts_stay_in_four_bits_while_lora_is_trained():
+    apply, params, _, inputs = mixture_block()
+    params = WAYS["qlora"](params)
+    assert {type(own["w"].w) for own in params.values()} == {hki.QuantizedMatrix}
+    check_gradients(apply, params, *inputs)
 
 
 @pytest.mark.parametrize(

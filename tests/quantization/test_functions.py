@@ -581,6 +581,25 @@ def test_ragged_dot_is_one_product_for_each_group(weight, act, bwd):
         close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bwd", [None, "int8"])
+def test_ragged_dot_of_a_stored_weight_with_scales_of_each_group(bwd):
+    """Its integers are multiplied, and each row has the scales of its group; none for the last."""
+    x, w, sizes = normal((8, 6), 0), normal((3, 6, 5), 1), np.array([2, 0, 5])
+    stored = hki.QuantizedMatrix.quantize(w, "int8")
+    rule = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype=bwd)
+    fun = functools.partial(ragged_dot, rhs=stored, group_sizes=sizes, rule=rule)
+    assert "preferred_element_type=int32" in str(jax.make_jaxpr(fun)(x))
+    codes, scale = codes_of(x, "int8", 1)
+    rows = [slice(0, 2), slice(2, 2), slice(2, 7)]
+    dense = np.asarray(hki.materialize(stored), np.float64)
+    products = [(codes * scale)[r] @ dense[i] for i, r in enumerate(rows)]
+    c = np.cos(np.arange(40.0, dtype=np.float32)).reshape(8, 5)
+    found, pull = jax.vjp(fun, x)
+    close(found, np.concatenate([*products, np.zeros((1, 5))]), rtol=1e-5, atol=1e-5)
+    gradient = np.concatenate([*(c[r] @ dense[i].T for i, r in enumerate(rows)), np.zeros((1, 6))])
+    close(pull(c)[0], gradient, atol=1e-5 if bwd is None else 0.05 * np.abs(gradient).max())
+
+
 # --- convolutions --------------------------------------------------------------------------------
 
 CONVS = {
@@ -606,6 +625,27 @@ CONVS = {
     ),
 }  # fmt: skip
 NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_stored_kernel_has_scales_of_each_position(shared):
+    """Where they are all the same, codes are multiplied, and the sums are exact."""
+    x, w = normal((2, 6, 5, 4), 0), normal((3, 2, 4, 5), 1)
+    stored = hki.QuantizedMatrix.quantize(w, "int8", activation="int8")
+    if shared:
+        largest = stored.scale.max((0, 1), keepdims=True)
+        stored = stored._replace(scale=jnp.broadcast_to(largest, stored.scale.shape))
+    fun = functools.partial(
+        jax.lax.conv_general_dilated, window_strides=(1, 2), padding="SAME", dimension_numbers=NHWC
+    )
+    found = jax.jit(hki.use_implicit_args(fun))(x, stored)
+    codes, scale = codes_of(x, "int8", (1, 2, 3))
+    dense = np.asarray(hki.materialize(stored), np.float64)
+    close(found, fun(jnp.asarray(codes * scale), jnp.asarray(dense)), rtol=1e-5, atol=1e-5)
+    exact = fun(jnp.asarray(codes, jnp.float32), jnp.swapaxes(stored.codes, -1, -2) * 1.0)
+    of_columns = jnp.swapaxes(stored.scale, -1, -2)[0, 0]
+    same = np.mean(np.asarray(exact * scale.astype(np.float32) * of_columns) == found)
+    assert same == 1 if shared else same < 0.5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""`DoRA`: LoRA for the directions of a weight's columns, and their lengths beside it."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.adapters.adapter import Adapter, filled, uniform
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.transform import use_implicit_args
+
+
+@dataclasses.dataclass
+class DoRA(Adapter):
+    """The weight `v * (magnitude / |v|)` for `v = w + (alpha / rank) * a @ b`, `|v|` being of columns.
+
+    After Liu et al. 2024, arXiv:2402.09353. The lengths `|v|` count as constants in gradients, as in
+    section 4.3 of the paper. They are found without `v`: `|v|² = |w|² + 2 w·(a b) + |a b|²`.
+
+    Attributes:
+      w: `[..., n, m]`, the frozen weight.
+      a: `[..., n, r]`, and
+      b: `[..., r, m]`: the factors of the correction.
+      magnitude: `[..., m]`, the lengths of the columns.
+      alpha: as of `LoRA`.
+    """
+
+    a: Any
+    b: Any
+    magnitude: Any
+    alpha: Any = dataclasses.field(default=None, metadata=FROZEN)
+
+    @classmethod
+    def create(cls, w: Any, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
+        *lead, n, m = w.shape
+        a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
+        lengths = use_implicit_args(lambda w: jnp.sqrt(_squared_lengths(w)))(w)
+        return cls(w, a, b, lengths.astype(w.dtype), filled(alpha, tuple(lead)))
+
+    def equivalent(self) -> ScaledMatrix:
+        lora = LoRA(self.w, self.a, self.b, self.alpha)
+        scaled_a = self.a * jnp.expand_dims(jnp.asarray(lora.scale), (-2, -1))
+        squares = _squared_lengths(self.w) + _squares_of_delta(self.w, scaled_a, self.b)
+        lengths = jnp.sqrt(jax.lax.stop_gradient(squares))
+        return ScaledMatrix(lora, (self.magnitude / lengths).astype(self.dtype), -1)
+
+
+def _squared_lengths(w: jax.Array) -> jax.Array:
+    """The squared lengths of the columns `[..., m]`, in float32."""
+    return jnp.square(w.astype(jnp.float32)).sum(-2)
+
+
+def _squares_of_delta(w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """What `a @ b` adds to the squared lengths of the columns of `w`."""
+    w, a, b = (x.astype(jnp.float32) for x in (w, a, b))
+    crossed = jnp.einsum("...nm,...nr->...rm", w, a)
+    inner = jnp.einsum("...nr,...ns,...sm->...rm", a, a, b)
+    return ((2 * crossed + inner) * b).sum(-2)

@@ -1,0 +1,137 @@
+"""`Sum`: a weight and a correction, both of any type."""
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core.array import short
+from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
+from haiku_implicit.core.dense import dense
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.sharding import split_fields
+from haiku_implicit.core.validation import expecting
+
+
+@dataclasses.dataclass
+class Sum(Wrapper, core_ndim=2):
+    """The weight `w + delta`. A product with it is the sum of the two products.
+
+    Attributes:
+      w: `[..., n, m]`.
+      delta: of the same shape and dtype.
+
+    Raises:
+      ValueError: where they differ.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> from haiku_implicit.adapters import Diagonal, Sum
+      >>> w = Sum(jnp.zeros((2, 3)), Diagonal(jnp.array([1.0, 2.0]), 3))
+      >>> print(hki.use_implicit_args(jnp.dot)(jnp.ones((1, 2)), w))
+      [[1. 2. 0.]]
+    """
+
+    w: Any
+    delta: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        w, delta = short(self.w), short(self.delta)
+        with expecting(f"Sum: expected w and delta of one shape and dtype, got {w} and {delta}"):
+            chex.assert_equal(w, delta)
+
+    def materialize(self) -> jax.Array:
+        return self.w + self.delta
+
+    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+        return split_fields(self, mesh, w=spec, delta=spec)
+
+
+@binary_handler("dot_general")
+def dot_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
+    """`x · w + x · delta`."""
+    out = call(x, w.w)
+    return out + call(x, w.delta)
+
+
+@primitive_handler(ragged_dot_general_p)
+def ragged_dot_with_sum(
+    primitive: Primitive, x: jax.Array, w: Sum, group_sizes: jax.Array, **params: Any
+) -> jax.Array:
+    """The same, of stacked weights."""
+    out = primitive.bind(x, w.w, group_sizes, **params)
+    return out + primitive.bind(x, w.delta, group_sizes, **params)
+
+
+@binary_handler("conv_general_dilated")
+def convolve_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
+    """A convolution with the kernel summed up: a kernel is small beside the images."""
+
+    return jax.checkpoint(lambda x, w, delta: call(x, dense(w) + dense(delta)))(x, w.w, w.delta)
+
+
+@primitive_handler("gather")
+def gather_from_sum(
+    primitive: Primitive, w: Sum, ids: jax.Array, *, fill_value: Any, mode: Any, **params: Any
+) -> jax.Array:
+    """The sum of what is taken. What is out of bounds is filled in the first of the two alone."""
+    out = primitive.bind(w.w, ids, fill_value=fill_value, mode=mode, **params)
+    fill = 0 if mode == jax.lax.GatherScatterMode.FILL_OR_DROP else fill_value
+    return out + primitive.bind(w.delta, ids, fill_value=fill, mode=mode, **params)
+
+
+@primitive_handler(["slice", "dynamic_slice", "transpose", "neg"])
+def rearrange_sum(primitive: Primitive, w: Sum, *others: jax.Array, **params: Any) -> Any:
+    """The same of both; dense where it is no stack of matrices any more."""
+    return _sum_of(*(primitive.bind(x, *others, **params) for x in (w.w, w.delta)))
+
+
+@primitive_handler("split")
+def split_sum(primitive: Primitive, w: Sum, **params: Any) -> list[Any]:
+    """The same of both."""
+    parts = (primitive.bind(x, **params) for x in (w.w, w.delta))
+    return [_sum_of(*pair) for pair in zip(*parts, strict=True)]
+
+
+@primitive_handler("reduce_sum")
+def reduce_sum(primitive: Primitive, w: Sum, **params: Any) -> jax.Array:
+    """The sum of both sums."""
+    return primitive.bind(w.w, **params) + primitive.bind(w.delta, **params)
+
+
+@primitive_handler("convert_element_type")
+def cast_sum(primitive: Primitive, w: Sum, *, new_dtype: Any, **params: Any) -> Any:
+    """To another floating dtype: both are cast."""
+    if not jnp.issubdtype(new_dtype, np.floating):
+        return NotImplemented
+    return _sum_of(*(primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.delta)))
+
+
+@primitive_handler(["mul", "div"])
+def rescale_sum(primitive: Primitive, w: Sum, x: jax.Array, **params: Any) -> Any:
+    """Times or divided by a number, or by factors for rows or columns."""
+    if not fits(x, w):
+        return NotImplemented
+    return _sum_of(primitive.bind(w.w, x, **params), primitive.bind(w.delta, x, **params))
+
+
+@binary_handler(["add", "sub"])
+def add_to_sum(call: BinaryCall, x: jax.Array, w: Sum) -> Any:
+    """`(w + delta) ± x` is `(w ± x) + delta`, and `x - (w + delta)` is `(x - w) - delta`."""
+    if not fits(x, w):
+        return NotImplemented
+    negative = call.primitive is jax.lax.sub_p and not call.w_first
+    return _sum_of(call(x, w.w), jnp.negative(w.delta) if negative else w.delta)
+
+
+def _sum_of(w: Any, delta: Any) -> Sum:
+    """In a rule, where there is nothing to validate."""
+    new: Sum = object.__new__(Sum)
+    new.__dict__.update(w=w, delta=delta, _shape=None, _dtype=None)
+    return new

@@ -1,0 +1,138 @@
+"""What a command of the program is, and how its flags are read."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+
+# Exit codes, as programs of the shell have them.
+DONE, FAILED, WRONG_USE = 0, 1, 2
+
+
+class UsageError(Exception):
+    """Arguments that a command does not take; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command of the program.
+
+    Attributes:
+      name: how it is called.
+      about: what it does, in a line.
+      arguments: the names of its arguments, in their order.
+      define: defines its flags.
+      run: does it, with the flags and the arguments.
+    """
+
+    name: str
+    about: str
+    arguments: tuple[str, ...]
+    define: Callable[[flags.FlagValues], None]
+    run: Callable[..., None]
+
+    @property
+    def usage(self) -> str:
+        """How it is called."""
+        return f"haiku-implicit {self.name} {' '.join(self.arguments)} [--flags]"
+
+    def flags(self) -> flags.FlagValues:
+        """Its flags, not read yet."""
+        values = flags.FlagValues()
+        flags.DEFINE_bool("help", False, "Says all this.", short_name="h", flag_values=values)
+        self.define(values)
+        return values
+
+    def help(self) -> str:
+        """Its usage and flags."""
+        lines = [f"{self.about}\n", f"  {self.usage}\n"]
+        values = self.flags()
+        for name in sorted(set(values) - {"h"}):
+            flag = values[name]
+            kind = flag.flag_type()
+            default = "" if flag.default in (None, False) else f" (default: {flag.default_as_str})"
+            lines.append(f"  --{name}: {flag.help}{default} [{kind}]")
+        return "\n".join(lines)
+
+    def call(self, arguments: Sequence[str]) -> None:
+        """Reads flags and arguments, and runs it.
+
+        Raises:
+          UsageError: for an unknown flag, one that is not valid, or another number of arguments.
+        """
+        values = self.flags()
+        try:
+            _, *given = values([self.name, *arguments])
+        except flags.Error as e:
+            raise UsageError(str(e)) from e
+        if values.help:
+            print(self.help())
+            return
+        if len(given) != len(self.arguments):
+            wanted = " ".join(self.arguments)
+            raise UsageError(f"expected {wanted}, got {' '.join(given) or 'nothing'}")
+        self.run(values, *given)
+
+
+def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] | None], int]:
+    """The `main` of a program: the first argument is the command; it returns the exit code.
+
+    Args:
+      commands: of the program.
+      about: what the program is, in a line.
+    """
+    by_name = {command.name: command for command in commands}
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        given = list(sys.argv[1:] if argv is None else argv)
+        if not given or given[0] in ("help", "-h", "--help", "-help"):
+            print(_overview(commands, about))
+            return DONE if given else WRONG_USE
+        if given[0] not in by_name:
+            return _said(f"unknown command {given[0]!r}; there are {', '.join(by_name)}", WRONG_USE)
+        command = by_name[given[0]]
+        try:
+            command.call(given[1:])
+        except UsageError as e:
+            return _said(f"{e}\nusage: {command.usage}", WRONG_USE)
+        except (ValueError, TypeError, OSError, ImportError) as e:
+            return _said(_in_one_line(e), FAILED)
+        except KeyboardInterrupt:
+            return _said("interrupted; nothing was written", 130)
+        return DONE
+
+    return main
+
+
+def _overview(commands: Sequence[Command], about: str) -> str:
+    width = max(len(command.name) for command in commands)
+    lines = [f"{about}\n", "  haiku-implicit COMMAND ARGUMENTS [--flags]\n"]
+    lines += [f"  {command.name:<{width}}  {command.about}" for command in commands]
+    return "\n".join([*lines, "\n`haiku-implicit COMMAND --help` lists the flags of one."])
+
+
+def _said(message: str, code: int) -> int:
+    red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{red}error:{plain} {message}", file=sys.stderr)
+    return code
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def text(values: flags.FlagValues, name: str, default: Any, about: str) -> None:
+    """Defines a flag of text."""
+    flags.DEFINE_string(name, default, about, flag_values=values)
+
+
+def number(values: flags.FlagValues, name: str, default: Any, about: str, least: int = 1) -> None:
+    """Defines a flag of an integer."""
+    flags.DEFINE_integer(name, default, about, lower_bound=least, flag_values=values)
+
+
+def switch(values: flags.FlagValues, name: str, about: str) -> None:
+    """Defines a flag that is on or off, and off by default."""
+    flags.DEFINE_bool(name, False, about, flag_values=values)

@@ -1,0 +1,197 @@
+"""The commands of `haiku-implicit`.
+
+haiku-implicit inspect model.safetensors --depth=2
+haiku-implicit quantize model.safetensors small.safetensors --dtype=int4 --group_size=32
+haiku-implicit add-lora small.safetensors tuned.safetensors --rank=8
+haiku-implicit merge tuned.safetensors merged.safetensors
+haiku-implicit diff model.safetensors merged.safetensors --plot=error.png
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import flags
+
+from haiku_implicit.command_line.command import (
+    Command,
+    UsageError,
+    main_of,
+    number,
+    switch,
+    text,
+)
+from haiku_implicit.files.loading import load
+from haiku_implicit.files.saving import save
+from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
+from haiku_implicit.params.adapters import add_adapter
+from haiku_implicit.params.edits import merge_adapters, quantize_params
+from haiku_implicit.params.plots import plot_error, plot_memory
+from haiku_implicit.params.summary import compare_params, summary
+
+_TARGETS = "A regular expression that the whole of module/name matches; by default all weights."
+_EXCLUDE = "The same, for those that are left out."
+
+
+def _read(path: str) -> Any:
+    tree = load(path)
+    if isinstance(tree, AdapterParts):
+        raise ValueError(
+            f"{path}: this is an adapter apart from its base; `merge --adapter` takes one"
+        )
+    return tree
+
+
+def _check_target(values: flags.FlagValues, target: str) -> None:
+    """Before any work is done for it."""
+    if os.path.exists(target) and not values.overwrite:
+        raise UsageError(f"{target} is there already; --overwrite writes over it")
+
+
+def _write(source: Any, target: str, tree: Any) -> None:
+    """Writes a checkpoint, and says what it holds."""
+    save(target, tree)
+    before, after = summary(source).total, summary(tree).total
+    print(
+        f"{target}: {after.nbytes:,} bytes ({before.nbytes:,} before), {after.bits:.2f} bits a number"
+    )
+
+
+def _define_write(values: flags.FlagValues) -> None:
+    switch(values, "overwrite", "Write over a file that is there.")
+
+
+def _define_targets(values: flags.FlagValues) -> None:
+    text(values, "targets", None, _TARGETS)
+    text(values, "exclude", None, _EXCLUDE)
+    _define_write(values)
+
+
+# --- inspect ---------------------------------------------------------------------------------------
+
+
+def _define_inspect(values: flags.FlagValues) -> None:
+    number(values, "depth", None, "A row for each module, by so many parts of its name.")
+    switch(values, "json", "As JSON.")
+    text(values, "plot", None, "Also draws it into this file (.png, .svg).")
+
+
+def _inspect(values: flags.FlagValues, path: str) -> None:
+    tree = load(path)
+    if isinstance(tree, AdapterParts):
+        tree = dict(tree.dense.items()) | _factors(tree)
+    elif not isinstance(tree, Mapping):
+        tree = {"": tree}
+    found = summary(tree, depth=values.depth)
+    print(json.dumps(found.to_json()) if values.json else found)
+    if values.plot:
+        plot_memory(found, values.plot)
+
+
+def _factors(adapter: AdapterParts) -> dict[str, Any]:
+    """The arrays of an adapter, which without its base has no shape of its own."""
+    found: dict[str, Any] = {}
+    for path, value in adapter.weights.items():
+        leaves = jax.tree_util.tree_flatten_with_path(value)[0]
+        found[path] = {jax.tree_util.keystr(k).lstrip("."): x for k, x in leaves}
+    return found
+
+
+# --- quantize, add-lora, merge ---------------------------------------------------------------------
+
+
+def _define_quantize(values: flags.FlagValues) -> None:
+    text(values, "dtype", "int8", "The format: int8, int4, nf4, fp8, mxfp4, ...")
+    number(values, "group_size", None, "How many numbers share a scale; by default a whole column.")
+    text(values, "calibration", None, "How scales are found: absmax, mse, ...")
+    switch(values, "zero_point", "Codes relative to a zero point.")
+    text(values, "activation", None, "The format that activations are rounded to; by default none.")
+    _define_targets(values)
+
+
+def _quantize(values: flags.FlagValues, source: str, target: str) -> None:
+    _check_target(values, target)
+    params = _read(source)
+    names = ("dtype", "group_size", "calibration", "zero_point", "activation", "targets", "exclude")
+    options: dict[str, Any] = {name: values[name].value for name in names}
+    new = quantize_params(params, **options)
+    _write(params, target, new)
+
+
+def _define_add_lora(values: flags.FlagValues) -> None:
+    text(values, "method", "lora", "lora, dora, loha, lokr, ...")
+    number(values, "rank", 8, "Of the adapter.")
+    flags.DEFINE_float(
+        "alpha", None, "Its scale is alpha / rank; by default 1.", flag_values=values
+    )
+    number(values, "seed", 0, "For what is drawn.", least=0)
+    _define_targets(values)
+
+
+def _add_lora(values: flags.FlagValues, source: str, target: str) -> None:
+    _check_target(values, target)
+    params = _read(source)
+    options: dict[str, Any] = dict(rank=values.rank, targets=values.targets, exclude=values.exclude)
+    if values.alpha is not None:
+        options["alpha"] = values.alpha
+    _write(params, target, add_adapter(params, values.seed, values.method, **options))
+
+
+def _define_merge(values: flags.FlagValues) -> None:
+    text(values, "adapter", None, "A file of an adapter apart from its base, which SOURCE is then.")
+    switch(values, "requantize", "Weights that were quantized are quantized again.")
+    switch(values, "any_base", "Take an adapter that was made for another base.")
+    _define_write(values)
+
+
+def _merge(values: flags.FlagValues, source: str, target: str) -> None:
+    _check_target(values, target)
+    params = _read(source)
+    if values.adapter:
+        adapter = load(values.adapter)
+        if not isinstance(adapter, AdapterParts):
+            adapter = get_adapter(adapter)
+        try:
+            params = set_adapter(params, adapter, check_base=not values.any_base)
+        except ValueError as e:  # which names the argument of the function
+            raise ValueError(str(e).replace("check_base=False", "--any_base")) from e
+    merged = merge_adapters(params, requantize=values.requantize)
+    _write(params, target, merged)
+    if values.requantize:
+        print(compare_params(params, merged))
+
+
+# --- diff, convert ---------------------------------------------------------------------------------
+
+
+def _define_diff(values: flags.FlagValues) -> None:
+    switch(values, "json", "As JSON.")
+    text(values, "plot", None, "Also draws it into this file (.png, .svg).")
+
+
+def _diff(values: flags.FlagValues, first: str, second: str) -> None:
+    found = compare_params(_read(first), _read(second))
+    print(json.dumps(found.to_json()) if values.json else found)
+    if values.plot:
+        plot_error(found, values.plot)
+
+
+COMMANDS = (
+    Command(
+        "inspect",
+        "What is in a checkpoint: types, bytes, bits.",
+        ("PATH",),
+        _define_inspect,
+        _inspect,
+    ),
+    Command("quantize", "Quantizes weights.", ("SOURCE", "TARGET"), _define_quantize, _quantize),
+    Command(
+        "add-lora", "Puts adapters on weights.", ("SOURCE", "TARGET"), _define_add_lora, _add_lora
+    ),
+    Command("merge", "Merges adapters into weights.", ("SOURCE", "TARGET"), _define_merge, _merge),
+    Command("diff", "How far two checkpoints are apart.", ("FIRST", "SECOND"), _define_diff, _diff),
+)
+
+main = main_of(COMMANDS, "Checkpoints of Haiku models with implicit arrays.")

@@ -1,0 +1,308 @@
+"""Checkpoints as they lie in their files: opened, checked, and read part by part."""
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
+from haiku_implicit.files import container, dtypes, saving
+from haiku_implicit.files import structure as structures
+from haiku_implicit.files.container import CheckpointError, File
+from haiku_implicit.files.matching import check_like
+from haiku_implicit.files.structure import Branch, Leaf, Structure
+
+
+class Checkpoint(Mapping[Any, Any]):
+    """A tree in a file, or a part of it, of which nothing is read until it is asked for.
+
+    `open_checkpoint` makes it. It maps the keys of a dict, the names of an object's fields, or the
+    numbers of a list to what is there: another `Checkpoint` for a container or an object; arrays,
+    implicit arrays and Python values themselves, read from the file and checked.
+    """
+
+    def __init__(self, structure: Structure, path: str, source: "Source | Memory"):
+        self._structure, self._path, self._source = structure, path, source
+
+    @property
+    def structs(self) -> Any:
+        """The tree with `jax.ShapeDtypeStruct` in place of arrays; no array is read for it."""
+        return structures.build(self._structure, _struct, self._source.path, self._path)
+
+    def read(self, only: Targets | None = None, like: Any = None) -> Any:
+        """The tree.
+
+        Args:
+          only: which parameters are read: a regular expression over `module/name`, a list of such
+            names, or a predicate `(module_name, name, value) -> bool`, which sees arrays without their
+            values. The tree then has these alone. It has to be nested dicts.
+          like: a tree that it has to be like: see `haiku_implicit.load`.
+
+        Raises:
+          haiku_implicit.CheckpointError: if the file is damaged, or not like `like`; it names the key.
+          ValueError: if `only` matches nothing, or the tree is not made of dicts.
+        """
+        chosen = self._structure
+        if only is not None:
+            chosen = _selected(chosen, only, self._source.path)
+        if like is not None:
+            check_like(chosen, like, self._source.path)
+        return structures.build(chosen, self._source.read, self._source.path, self._path)
+
+    def close(self) -> None:
+        """Closes the files; what has been read stays. NumPy arrays keep their file open."""
+        self._source.close()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _children(self) -> dict[Any, Structure]:
+        branch = self._structure
+        if isinstance(branch, Leaf) or _is_value(branch):
+            return {}
+        return dict(zip(branch.keys, branch.children, strict=True))
+
+    def __getitem__(self, key: Any) -> Any:
+        children = self._children()
+        if key not in children:
+            shown = ", ".join(map(repr, list(children)[:20]))
+            raise KeyError(
+                f"{self._path or 'the tree'}: has no {key!r}; it has {shown or 'no keys'}"
+            )
+        child, path = children[key], structures.joined(self._path, key)
+        if _is_value(child):
+            return structures.build(child, self._source.read, self._source.path, path)
+        return Checkpoint(child, path, self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._children())
+
+    def __len__(self) -> int:
+        return len(self._children())
+
+    def __repr__(self) -> str:
+        kind = "array" if isinstance(self._structure, Leaf) else self._structure.kind
+        keys = ", ".join(map(repr, list(self)[:20])) + (", ..." if len(self) > 20 else "")
+        return f"Checkpoint({kind}: {keys})"
+
+
+def _is_value(structure: Structure) -> bool:
+    """Whether it is no container, but an array, an implicit one, or a Python value."""
+    if isinstance(structure, Leaf) or structure.kind in ("none", "value"):
+        return True
+    return structures.is_implicit_kind(structure.kind)
+
+
+def _struct(leaf: Leaf) -> Any:
+    return dtypes.struct_of(leaf.dtype, leaf.shape, leaf.weak_type)
+
+
+def _selected(structure: Structure, only: Targets, file: str) -> Structure:
+    """The dicts of a structure without the parameters that are not chosen."""
+    predicate = predicate_of("only", only)
+    paths: list[str] = []
+
+    def chosen(module: tuple[Any, ...], key: Any, child: Structure) -> Structure | None:
+        if isinstance(child, Branch) and child.kind in structures.MAPPINGS:
+            return below((*module, key), child)
+        names = "/".join(map(str, module)), str(key)
+        paths.append(path_of(*names))
+        value = structures.build(child, _struct, file, paths[-1])
+        return child if predicate(*names, value) else None
+
+    def below(module: tuple[Any, ...], branch: Branch) -> Branch | None:
+        pairs = zip(branch.keys, branch.children, strict=True)
+        kept = {key: y for key, x in pairs if (y := chosen(module, key, x)) is not None}
+        return branch._replace(keys=tuple(kept), children=tuple(kept.values())) if kept else None
+
+    if isinstance(structure, Leaf) or structure.kind not in structures.MAPPINGS:
+        kind = "array" if isinstance(structure, Leaf) else structure.kind
+        raise ValueError(
+            f"only: chooses from nested dicts, and here is a {kind}. Open the file with "
+            "haiku_implicit.open_checkpoint, and read the part of it that is such a dict"
+        )
+    kept = below((), structure)
+    check_paths("only", only, paths)
+    if kept is None:
+        raise no_match("only", only, paths)
+    return kept
+
+
+class Source:
+    """The files of one checkpoint.
+
+    Args:
+      path: the main file.
+      numpy: whether arrays are given as views of the files.
+    """
+
+    def __init__(self, path: str, numpy: bool):
+        self.path, self.numpy = path, numpy
+        self.files, self.structure = _opened(path)
+
+    def read(self, leaf: Leaf) -> Any:
+        """An array, if its bytes are those that were written."""
+        if not self.files:
+            raise ValueError(f"{self.path}: {leaf.name}: the checkpoint has been closed")
+        file = self.files[leaf.file]
+        data = file.bytes_of(leaf.name)
+        if leaf.crc is not None and (found := zlib.crc32(data.data)) != leaf.crc:
+            raise CheckpointError(
+                f"{file.path}: {leaf.name}: its bytes have the checksum {found:08x}, and had "
+                f"{leaf.crc:08x} when they were written; the file is damaged"
+            )
+        try:
+            return dtypes.array_of(data, leaf.dtype, leaf.shape, leaf.weak_type, self.numpy)
+        except ValueError as e:
+            raise CheckpointError(f"{file.path}: {leaf.name}: {e}") from None
+
+    def close(self) -> None:
+        """Forgets the files."""
+        self.files = []
+
+
+class Memory:
+    """In place of `Source` for a tree of NumPy arrays.
+
+    Args:
+      path: where it is from.
+      arrays: by their names in the structure.
+      numpy: whether they are given as they are.
+    """
+
+    def __init__(self, path: str, arrays: Mapping[str, Any], numpy: bool):
+        self.path, self.arrays, self.numpy = path, arrays, numpy
+
+    def read(self, leaf: Leaf) -> Any:
+        """An array."""
+        data = dtypes.bytes_of(self.arrays[leaf.name])
+        return dtypes.array_of(data, leaf.dtype, leaf.shape, leaf.weak_type, self.numpy)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _opened(path: str) -> tuple[list[File], Structure]:
+    """The files of a checkpoint, and its structure, if they fit together."""
+    while True:
+        main = File(path)
+        if saving.PART in main.metadata:
+            raise CheckpointError(
+                f"{path}: a part of the checkpoint {main.metadata[saving.PART]}; load that file instead"
+            )
+        if saving.ENTRY not in main.metadata and saving.CHECKSUM not in main.metadata:
+            return [main], plain_structure(main)
+        names, structure = _parsed(path, main.metadata)
+        try:
+            files = [main, *(File(_beside(path, name)) for name in names)]
+        except FileNotFoundError as e:
+            # Another program may have saved since, and removed what belonged to the old file. Each
+            # time that this is so one more save was done, so that this ends when they do.
+            if not _is_the_same(path, main):
+                continue
+            raise _missing(path, str(e.filename), names, structure) from None
+        _check_tables(files, structure)
+        return files, structure
+
+
+def _beside(path: str, name: str) -> str:
+    """A further file of a checkpoint: beside the main one, or beside that which this is a link to."""
+    found = os.path.join(os.path.dirname(path), name)
+    real = os.path.join(os.path.dirname(os.path.realpath(path)), name)
+    return found if os.path.exists(found) else real
+
+
+def _is_the_same(path: str, file: File) -> bool:
+    status = os.stat(path)
+    return (status.st_dev, status.st_ino) == file.identity
+
+
+def _missing(path: str, shard: str, names: list[str], structure: Structure) -> CheckpointError:
+    index = names.index(os.path.basename(shard)) + 1
+    keys = [leaf.name for leaf in structures.leaves_of(structure) if leaf.file == index]
+    return CheckpointError(
+        f"{path}: the file {os.path.basename(shard)} is missing, which has {', '.join(keys[:1])} and "
+        f"{len(keys[1:])} more. Copy all files of the checkpoint into one folder, under their names"
+    )
+
+
+def _parsed(path: str, metadata: Mapping[str, str]) -> tuple[list[str], Structure]:
+    """The names of further files, and the structure, from the metadata of the main file."""
+    where = f"{path}: {container.METADATA}"
+    text, crc = metadata.get(saving.ENTRY), metadata.get(saving.CHECKSUM)
+    if text is None or crc is None:
+        gone = saving.ENTRY if text is None else saving.CHECKSUM
+        raise CheckpointError(f"{where}: has no {gone!r}; the file is damaged")
+    if f"{zlib.crc32(text.encode(errors='surrogatepass')):08x}" != crc:
+        raise CheckpointError(
+            f"{where}: {saving.ENTRY!r} does not have the checksum {crc!r:.80}; the file is damaged"
+        )
+    data = container.parse_json(f"{where}: {saving.ENTRY}", text)
+    version = data.get("version") if isinstance(data, dict) else None
+    if type(version) is not int or version != saving.VERSION:
+        raise CheckpointError(
+            f"{where}: version {version!r:.80} of the format; this haiku_implicit reads version "
+            f"{saving.VERSION}. Update it, or save the tree with this one"
+        )
+    names = data.get("files")
+    plain = isinstance(names, list) and all(
+        isinstance(name, str) and os.path.basename(name) == name and name.strip(".")
+        for name in names
+    )
+    if not plain:
+        raise CheckpointError(f"{where}: files: expected names, found {names!r:.80}")
+    try:
+        return names, structures.from_json(data.get("tree", False))
+    except RecursionError:
+        raise CheckpointError(f"{where}: the tree is nested too deeply") from None
+    except CheckpointError as e:
+        raise CheckpointError(f"{path}: {e}") from None
+
+
+def _check_tables(files: list[File], structure: Structure) -> None:
+    """Whether the files have the tensors of the structure, each of them once, and no others."""
+    main = files[0].path
+    expected: dict[str, Leaf] = {}
+    for leaf in structures.leaves_of(structure):
+        if leaf.name in expected:
+            raise CheckpointError(f"{main}: {leaf.name}: is in the tree twice; the file is damaged")
+        if not 0 <= leaf.file < len(files):
+            raise CheckpointError(
+                f"{main}: {leaf.name}: is in a file number {leaf.file}; there is none"
+            )
+        expected[leaf.name] = leaf
+    for index, file in enumerate(files):
+        for name in file.tensors:
+            if name not in expected or expected[name].file != index:
+                raise CheckpointError(
+                    f"{file.path}: {name}: is in the file, but not in the tree that was saved"
+                )
+    for name, leaf in expected.items():
+        file = files[leaf.file]
+        if name not in file.tensors:
+            raise CheckpointError(
+                f"{file.path}: {name}: is in the tree that was saved, but not in the file"
+            )
+        found = file.tensors[name][:2]
+        wanted = dtypes.stored_of(leaf.dtype, leaf.shape)
+        if found != wanted:
+            raise CheckpointError(
+                f"{file.path}: {name}: expected {wanted[0]}{list(wanted[1])}, the header says "
+                f"{found[0]}{list(found[1])}; the file is damaged"
+            )
+
+
+def plain_structure(file: File) -> Structure:
+    """A file of another program: Haiku's `{module: {name: array}}`, by the last `/` of each name."""
+    modules: dict[str, dict[str, Leaf]] = {}
+    for name, tensor in file.tensors.items():
+        if tensor.dtype not in dtypes.FOREIGN:
+            raise CheckpointError(f"{file.path}: {name}: there is no dtype {tensor.dtype} here")
+        module, _, own = name.rpartition("/")
+        dtype = dtypes.FOREIGN[tensor.dtype]
+        modules.setdefault(module, {})[own] = Leaf(name, dtype, tensor.shape)
+    branches = [Branch("dict", tuple(x), tuple(x.values())) for x in modules.values()]
+    return Branch("dict", tuple(modules), tuple(branches))

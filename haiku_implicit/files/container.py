@@ -1,0 +1,225 @@
+"""The safetensors format: a table of named tensors in front of their bytes.
+
+A file is the length of its header (8 bytes, little-endian), the header (JSON: for each tensor its
+dtype, its shape and where its bytes are, and texts under `__metadata__`), and the bytes, without gaps.
+It is read here, and not by the package of that name, because what is wrong in a file has to be told by
+the name of the tensor, keys that occur twice have to be seen, and checkpoints are written tensor by
+tensor.
+"""
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+METADATA = "__metadata__"
+
+# The format's own limit.
+_MAX_HEADER = 100_000_000
+_LENGTH = 8
+
+# Bytes of an element, by what the format calls a dtype. (It has dtypes of 4 and 6 bits, too.)
+WIDTHS = {
+    "BOOL": 1,
+    **dict.fromkeys(["U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"], 1),
+    **dict.fromkeys(["U16", "I16", "F16", "BF16"], 2),
+    **dict.fromkeys(["U32", "I32", "F32"], 4),
+    **dict.fromkeys(["U64", "I64", "F64", "C64"], 8),
+}
+
+
+class CheckpointError(ValueError):
+    """A file that is not what it has to be, or a tree that a file cannot hold; it names the key."""
+
+
+class Tensor(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+      dtype: what the format calls it, a key of `WIDTHS`.
+      shape: its shape.
+      start: where its bytes begin, counted from the end of the header.
+      stop: where they end.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class File:
+    """A safetensors file, mapped into memory: nothing is read but its header.
+
+    Attributes:
+      path: the file.
+      metadata: its texts.
+      tensors: its table.
+      identity: of the file itself, whatever it is called later.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            self.identity = (status.st_dev, status.st_ino)
+            header = _read_header(path, file, status.st_size)
+            self._start = _LENGTH + len(header)
+            self.metadata, self.tensors = _parse(path, header, status.st_size - self._start)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """The bytes of a tensor, `[bytes]` uint8: a view of the file, not read yet."""
+        tensor = self.tensors[name]
+        return np.frombuffer(
+            self._map, np.uint8, tensor.stop - tensor.start, self._start + tensor.start
+        )
+
+
+def is_container(path: str) -> bool:
+    """Whether a file begins like one of safetensors."""
+    with open(path, "rb") as file:
+        return file.read(_LENGTH + 1)[_LENGTH:] == b"{"
+
+
+def _read_header(path: str, file: BinaryIO, size: int) -> bytes:
+    length = int.from_bytes(start, "little") if len(start := file.read(_LENGTH)) == _LENGTH else -1
+    if not 0 < length <= min(_MAX_HEADER, size - _LENGTH):
+        raise CheckpointError(
+            f"{path}: not a whole safetensors file: of its {size} bytes a header should take {length}. "
+            "If it was not copied completely, copy it again"
+        )
+    header = file.read(length)
+    if len(header) != length:
+        raise CheckpointError(f"{path}: the file became shorter while it was read. Read it again")
+    return header
+
+
+def parse_json(where: str, text: bytes | str) -> Any:
+    """JSON in which no key occurs twice.
+
+    Raises:
+      CheckpointError: if it is not that.
+    """
+
+    def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise CheckpointError(f"{where}: the key {twice!r} occurs twice; the file is damaged")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=without_doubles)
+    except CheckpointError:
+        raise
+    except RecursionError:
+        raise CheckpointError(f"{where}: nested too deeply; the file is damaged") from None
+    except ValueError as e:  # also of texts that are not UTF-8, and of numbers with too many digits
+        raise CheckpointError(f"{where}: not JSON ({e}); the file is damaged") from None
+
+
+def _parse(path: str, header: bytes, size: int) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata, and the table, which has to fill the file."""
+    rows = parse_json(f"{path}: the header", header)
+    if not isinstance(rows, dict):
+        raise CheckpointError(f"{path}: the header is not a table; the file is damaged")
+    metadata = rows.pop(METADATA, {})
+    if not is_mapping_of(metadata, str):
+        raise CheckpointError(f"{path}: {METADATA} should map texts to texts; the file is damaged")
+    tensors = {name: _tensor(f"{path}: {name}", row) for name, row in rows.items()}
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if tensor.start != end:
+            raise CheckpointError(
+                f"{path}: {name}: its bytes should begin at {end}, right after those before them, the "
+                f"header says {tensor.start}; the file is damaged"
+            )
+        end = tensor.stop
+        if end > size:
+            raise CheckpointError(
+                f"{path}: {name}: the file ends at byte {size} of its data, where this should reach to "
+                f"byte {end}: it is truncated. Copy it again"
+            )
+    if end != size:
+        raise CheckpointError(
+            f"{path}: {size} bytes of data, where the header tells of {end}; the file is damaged"
+        )
+    return metadata, tensors
+
+
+def is_mapping_of(x: Any, kind: type) -> bool:
+    """Whether JSON is a mapping to values of one kind."""
+    return isinstance(x, dict) and all(type(value) is kind for value in x.values())
+
+
+def is_shape(x: Any) -> bool:
+    """Whether JSON is a shape of an array that might exist."""
+    if not isinstance(x, list) or len(x) > 32 or any(type(n) is not int or n < 0 for n in x):
+        return False
+    return math.prod(max(n, 1) for n in x) < 2**56
+
+
+def _tensor(where: str, row: Any) -> Tensor:
+    if not isinstance(row, dict) or sorted(row) != ["data_offsets", "dtype", "shape"]:
+        raise CheckpointError(
+            f"{where}: expected dtype, shape and data_offsets in the header, found {_brief(row)}"
+        )
+    dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in WIDTHS:
+        raise CheckpointError(
+            f"{where}: the dtype {_brief(dtype)}; known are {', '.join(sorted(WIDTHS))}"
+        )
+    if not is_shape(shape):
+        raise CheckpointError(f"{where}: {_brief(shape)} is not the shape of an array")
+    pair = isinstance(offsets, list) and len(offsets) == 2
+    if not pair or any(type(n) is not int or n < 0 for n in offsets):
+        raise CheckpointError(f"{where}: data_offsets should be two numbers, not {_brief(offsets)}")
+    start, stop = offsets
+    if stop - start != (needed := math.prod(shape) * WIDTHS[dtype]):
+        raise CheckpointError(
+            f"{where}: {dtype}{shape} takes {needed} bytes, the header gives it {stop - start}; the "
+            "file is damaged"
+        )
+    return Tensor(dtype, tuple(shape), start, stop)
+
+
+def _brief(x: Any) -> str:
+    try:
+        text = repr(x)
+    except RecursionError:
+        text = "something nested"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def table(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """The table of tensors, given as `(name, dtype, shape)`, that lie in the file in this order."""
+    found, end = {}, 0
+    for name, dtype, shape in rows:
+        start, end = end, end + math.prod(shape) * WIDTHS[dtype]
+        found[name] = Tensor(dtype, shape, start, end)
+    return found
+
+
+def header(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
+    """What a file begins with: the length of its header, and this, which ends at a multiple of 8 bytes.
+
+    Raises:
+      CheckpointError: if it is longer than the format allows.
+    """
+    rows: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    for name, (dtype, shape, start, stop) in tensors.items():
+        rows[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER:
+        raise CheckpointError(
+            f"a header of {len(text)} bytes, where safetensors has at most {_MAX_HEADER}: the tree has "
+            "too many leaves. Save its parts in several files"
+        )
+    return len(text).to_bytes(_LENGTH, "little") + text

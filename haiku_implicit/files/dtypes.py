@@ -1,0 +1,162 @@
+"""What safetensors stores for an array of each dtype, and back.
+
+Dtypes that safetensors lacks are stored as what it has: numbers of 8 bits and less as bytes, one each,
+complex numbers as pairs, random keys as the integers they are made of.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+# By name: what safetensors calls it. It has them all in every version.
+_NATIVE = {
+    **dict(bool="BOOL", bfloat16="BF16", float8_e4m3fn="F8_E4M3", float8_e5m2="F8_E5M2"),
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+}
+_PAIRS = dict(complex64="F32", complex128="F64")
+_BYTES = [
+    name
+    for name in (
+        *("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3"),
+        *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+    if hasattr(ml_dtypes, name)  # older versions lack some
+]
+_KEYS = "key:"
+_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+STORED = {**_NATIVE, **_PAIRS, **dict.fromkeys(_BYTES, "U8")}
+_DTYPES = {
+    name: np.dtype(getattr(ml_dtypes, name, None) or getattr(np, f"{name}_", None) or name)
+    for name in STORED
+}
+
+# What other programs write. It is read under the name of a dtype here.
+FOREIGN = {
+    **{stored: name for name, stored in _NATIVE.items()},
+    **dict(C64="complex64"),
+    **{
+        stored: name
+        for stored, name in dict(
+            F8_E8M0="float8_e8m0fnu", F8_E4M3FNUZ="float8_e4m3fnuz", F8_E5M2FNUZ="float8_e5m2fnuz"
+        ).items()
+        if name in _BYTES
+    },
+}
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf of a tree is stored as a tensor (or has the shape of one that is)."""
+    # A masked array, or one of records, is not only its numbers.
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) or type(x) in (np.ndarray, np.memmap)
+
+
+def name_of(x: Any) -> str:
+    """The name of an array's dtype in files; `key:threefry2x32` for random keys.
+
+    Raises:
+      TypeError: for a dtype that files don't have.
+    """
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        impls = [impl for impl in _IMPLS if _key_struct(impl).dtype == x.dtype]
+        if not impls:
+            raise TypeError(
+                f"files have no {x.dtype}; of random keys they have {', '.join(_IMPLS)}"
+            )
+        return f"{_KEYS}{impls[0]}"
+    name = np.dtype(x.dtype).name
+    if name not in STORED:
+        raise TypeError(
+            f"files have no dtype {name}; they have {', '.join(STORED)}, and random keys"
+        )
+    return name
+
+
+@functools.cache
+def _key_struct(impl: str) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+
+
+def struct_of(name: str, shape: tuple[int, ...], weak_type: bool = False) -> jax.ShapeDtypeStruct:
+    """An array without its values.
+
+    Raises:
+      KeyError: for a name that is not of a dtype.
+    """
+    if name.startswith(_KEYS):
+        return jax.ShapeDtypeStruct(
+            shape, {f"{_KEYS}{i}": _key_struct(i) for i in _IMPLS}[name].dtype
+        )
+    return jax.ShapeDtypeStruct(shape, _DTYPES[name], weak_type=weak_type)
+
+
+def stored_of(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """The dtype and the shape of the tensor that is stored for an array.
+
+    Raises:
+      KeyError: for a name that is not of a dtype.
+    """
+    if name.startswith(_KEYS):
+        data = jax.eval_shape(jax.random.key_data, struct_of(name, shape))
+        return STORED[data.dtype.name], data.shape
+    return STORED[name], (*shape, 2) if name in _PAIRS else shape
+
+
+def bytes_of(x: Any) -> np.ndarray:
+    """The bytes that are stored for an array, `[bytes]` uint8, little-endian."""
+    if isinstance(x, jax.Array):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        if len(x.devices()) == 1:
+            x = x.addressable_data(0)  # JAX would keep the copy on the host for as long as x lives
+    host = np.ascontiguousarray(x).reshape(-1)
+    if host.dtype.byteorder == ">" or (host.dtype.byteorder == "=" and sys.byteorder == "big"):
+        host = host.byteswap()
+    return host.view(np.uint8)
+
+
+def array_of(
+    data: np.ndarray, name: str, shape: tuple[int, ...], weak_type: bool, as_numpy: bool
+) -> Any:
+    """The array that was stored as these bytes.
+
+    Args:
+      data: `[bytes]` uint8. It is copied into a JAX array.
+      name: of its dtype.
+      shape: its own.
+      weak_type: whether JAX should treat its dtype as that of a Python number.
+      as_numpy: whether to give a NumPy array that is a view of the bytes. Random keys are JAX's anyway.
+
+    Returns:
+      A JAX array on the default device; but a copy in NumPy if JAX would give it fewer bits (64 of
+      them, without its 64-bit mode).
+
+    Raises:
+      ValueError: for bytes of booleans that are neither 0 nor 1.
+    """
+    if name.startswith(_KEYS):
+        raw = data.view("<u4").reshape(stored_of(name, shape)[1])
+        return jax.random.wrap_key_data(jnp.array(raw), impl=name.removeprefix(_KEYS))
+    dtype = _DTYPES[name]
+    if name == "bool" and (data > 1).any():
+        raise ValueError("bytes of booleans that are neither 0 nor 1")
+    if sys.byteorder == "big":
+        data = data.view(dtype).byteswap().view(np.uint8)
+    host = data.view(dtype).reshape(shape)
+    if as_numpy:
+        return host
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return host.copy()
+    if weak_type:  # what is written into an array of Python numbers
+        zero = jnp.full(shape, dtype.type(0).item())
+        if zero.dtype == dtype:
+            return zero.at[...].set(host)
+    # One at a time: JAX copies twice, and later than it returns.
+    return jax.block_until_ready(jnp.array(host))

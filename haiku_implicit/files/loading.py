@@ -1,0 +1,107 @@
+"""`load` and `open_checkpoint`: trees from files."""
+
+import os
+from typing import Any
+
+from haiku_implicit.core.predicates import Targets
+from haiku_implicit.files import foreign, optax_types  # noqa: F401  (the latter registers types)
+from haiku_implicit.files.checkpoint import Checkpoint, Memory, Source
+from haiku_implicit.files.container import is_container
+from haiku_implicit.files.saving import Path
+from haiku_implicit.files.structure import describe
+
+
+def load(
+    path: Path,
+    *,
+    like: Any = None,
+    only: Targets | None = None,
+    numpy: bool = False,
+    allow_pickle: bool = False,
+) -> Any:
+    """Reads the tree that `save` wrote, or the parameters in a file of another program.
+
+    Nothing in a file is run or imported. Types are looked up by name among the implicit types that the
+    program has defined, and those that `register_tree_type` knows. What is read is checked against the
+    checksums in the file.
+
+    A file of safetensors that another program wrote gives a dict `{module: {name: array}}`: the tensor
+    `mlp/linear/w` is `w` in the module `mlp/linear`, one without a `/` is in the module `''`. So does a
+    file `.npz`, whose names may also be `module//name`, as in those of AlphaFold.
+
+    Args:
+      path: the file, the one whose name was given to `save`.
+      like: a tree, of arrays or `jax.ShapeDtypeStruct`. If the tree in the file has other containers,
+        types, keys, shapes, dtypes or static metadata, this is an error. By default there is no check.
+      only: which parameters are read, if the tree consists of nested dicts: a regular expression over
+        `module/name`, a list of such names, or a predicate `(module_name, name, value) -> bool`.
+      numpy: whether arrays are those of NumPy, read-only views of the files, which the system reads
+        when they are used and gives up when memory is short. (They are read once for the checksums.)
+      allow_pickle: whether the file may be a pickle of Haiku parameters, as many published models
+        are. It is read by an unpickler that knows arrays of NumPy and containers alone, and runs
+        nothing else.
+
+    Returns:
+      The tree, with JAX arrays on the default device. Without JAX's 64-bit mode arrays of 64 bits are
+      NumPy's, rather than less precise.
+
+    Raises:
+      haiku_implicit.CheckpointError: a `ValueError` that names the key: for a file that is truncated or
+        damaged, has a type or a version that this program does not know, lacks a tensor or has one too
+        many, does not fit `like`, or is a pickle, without `allow_pickle` or with other things in it.
+      ValueError: if `only` matches nothing.
+      OSError: if the file can't be read.
+
+    Example:
+      >>> import os, tempfile, jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'linear': {'w': jnp.ones((2, 3)), 'b': hki.Zeros(shape=(3,), dtype=jnp.float32)}}
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...   path = os.path.join(folder, 'params.safetensors')
+      ...   hki.save(path, params)
+      ...   print(hki.load(path, only='.*/b'))
+      ...   try:
+      ...     hki.load(path, like={'linear': {'w': jnp.ones((2, 4)), 'b': params['linear']['b']}})
+      ...   except hki.CheckpointError as e:
+      ...     print(str(e).partition(': ')[2])
+      {'linear': {'b': Zeros(float32[3])}}
+      linear/w: expected an array float32[2, 4], found an array float32[2, 3]. The file is ...
+    """
+    path = os.path.abspath(path)
+    if is_container(path):
+        checkpoint = open_checkpoint(path, numpy=numpy)
+    else:
+        structure, arrays = describe(foreign.read(path, allow_pickle))
+        checkpoint = Checkpoint(structure, "", Memory(path, arrays, numpy))
+    with checkpoint:
+        return checkpoint.read(only=only, like=like)
+
+
+def open_checkpoint(path: Path, *, numpy: bool = False) -> Checkpoint:
+    """Opens the tree in a file without reading its arrays.
+
+    Args:
+      path: the file: one that `save` wrote, or another of safetensors.
+      numpy: as for `load`.
+
+    Returns:
+      A mapping, as the tree is: `checkpoint['mlp/~/linear_0']['w']` reads this array, and nothing else.
+      `checkpoint.structs` has shapes and dtypes, `checkpoint.read(only=...)` reads more at once. It is
+      a context manager, which closes the files.
+
+    Raises:
+      haiku_implicit.CheckpointError: as `load`, for what is wrong with the file's header.
+      OSError: if the file can't be read.
+
+    Example:
+      >>> import os, tempfile, jax.numpy as jnp, haiku_implicit as hki
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...   path = os.path.join(folder, 'params.safetensors')
+      ...   hki.save(path, {'linear': {'w': jnp.ones((2, 3)), 'b': jnp.zeros(3)}})
+      ...   with hki.open_checkpoint(path) as checkpoint:
+      ...     print(checkpoint.structs)
+      ...     print(checkpoint['linear']['b'])
+      {'linear': {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32), 'b': ...}}
+      [0. 0. 0.]
+    """
+    source = Source(os.path.abspath(path), numpy)
+    return Checkpoint(source.structure, "", source)

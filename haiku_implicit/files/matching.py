@@ -1,0 +1,64 @@
+"""Whether the tree in a file is like another one."""
+
+from typing import Any
+
+from haiku_implicit.files import structure as structures
+from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.structure import Leaf, Structure
+
+_WAY_OUT = "The file is of another model or other settings; without `like` it is read as it is"
+
+
+def check_like(found: Structure, like: Any, where: str) -> None:
+    """Checks that the tree in a file has the containers, types, keys, shapes and dtypes of another.
+
+    Args:
+      found: the structure in the file.
+      like: the other tree.
+      where: the file, for errors.
+
+    Raises:
+      CheckpointError: at the first difference; it names the key, and both sides.
+    """
+    _compare(found, structures.describe(like).structure, "", where)
+
+
+def _compare(found: Structure, wanted: Structure, path: str, where: str) -> None:
+    if _about(found) != _about(wanted):
+        raise _different(path, _told(wanted), _told(found), where)
+    if isinstance(found, Leaf) or isinstance(wanted, Leaf) or found.kind == "value":
+        return
+    for key in wanted.keys:
+        if key not in found.keys:
+            shown = structures.joined(path, key)
+            raise _different(shown, "it as a key", "no such key", where)
+    children = dict(zip(wanted.keys, wanted.children, strict=True))
+    for key, child in zip(found.keys, found.children, strict=True):
+        shown = structures.joined(path, key, structures.between(found.kind))
+        if key not in children:
+            raise _different(shown, "no such key", "it as a key", where)
+        _compare(child, children[key], shown, where)
+    if found.static != wanted.static:
+        raise _different(path, f"{_told(wanted)} with {wanted.static}", f"{found.static}", where)
+
+
+def _different(path: str, wanted: str, found: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: {path or 'the tree'}: expected {wanted}, found {found}. {_WAY_OUT}"
+    )
+
+
+def _about(structure: Structure) -> Any:
+    """What has to agree of two structures, without what is in them."""
+    if isinstance(structure, Leaf):
+        return structure.dtype, structure.shape
+    return structure.kind, structure.dense
+
+
+def _told(structure: Structure) -> str:
+    """What a structure is, in words."""
+    if isinstance(structure, Leaf):
+        return f"an array {structure.dtype}{list(structure.shape)}"
+    names = {"none": "None", "value": "a Python value"}
+    dense = f" {structure.dense[0]}{list(structure.dense[1])}" if structure.dense else ""
+    return f"{names.get(structure.kind, structure.kind)}{dense}"

@@ -1,0 +1,112 @@
+"""What the files of a checkpoint are called, and which of them are left over."""
+
+import contextlib
+import importlib
+import os
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+# Windows has no such locks, but a file that is open cannot be deleted there.
+fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+
+# Each save has a number of its own, which is in the names of all files that it writes.
+_NUMBER = "[0-9a-f]{16}"
+
+
+def temporary_name(path: str, number: str) -> str:
+    """Where the main file is written before it is renamed."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.{number}.part")
+
+
+def shard_name(path: str, number: str, index: int, count: int) -> str:
+    """The file with the tensors that the main file has no room for, `index` from 1 on."""
+    return f"{path}.{number}-{index:05}-of-{count:05}.safetensors"
+
+
+def number_of(path: str, name: str) -> str | None:
+    """The number of the save that has written a file beside the main one; None for any other file."""
+    main = re.escape(os.path.basename(path))
+    shard = rf"{main}\.({_NUMBER})-\d{{5,}}-of-\d{{5,}}\.safetensors"
+    found = re.fullmatch(shard, name) or re.fullmatch(rf"\.{main}\.({_NUMBER})\.part", name)
+    return found[1] if found else None
+
+
+def start(path: str) -> tuple[str, BinaryIO]:
+    """A number for a save, and its temporary file, locked for as long as it is open."""
+    while True:
+        number = secrets.token_hex(8)
+        name = temporary_name(path, number)
+        file = open(name, "x+b")  # noqa: SIM115
+        # Before it was locked, another save may have taken it for a leftover.
+        if _lock(file) is not False and _is_at(name, file):
+            return number, file
+        file.close()
+        remove(name)
+
+
+def _is_at(name: str, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(os.stat(name), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def commit(file: BinaryIO, path: str) -> None:
+    """Gives a temporary file its name, while it is open and so locked, for others that save."""
+    if fcntl is None:
+        file.close()  # Windows renames no file that is open
+    os.replace(file.name, path)
+
+
+def _lock(file: BinaryIO) -> bool | None:
+    """Locks a file. False if it is locked already, None if the system has no such locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def remove_leftovers(path: str, current: Callable[[], str | None]) -> None:
+    """Removes what saves have left that were replaced or killed: not the present one, nor running ones.
+
+    Args:
+      path: the main file.
+      current: gives the number of the save that wrote the main file, None if it can't be told. It is
+        asked last, so that what has been renamed in the meantime is known.
+    """
+    folder = os.path.dirname(path)
+    found = {name: number for name in os.listdir(folder) if (number := number_of(path, name))}
+    dead = {number for number in set(found.values()) if _has_ended(path, number)}
+    kept = current()
+    for name, number in found.items():
+        if number in dead and kept not in (None, number):
+            remove(os.path.join(folder, name))
+
+
+def _has_ended(path: str, number: str) -> bool:
+    """Whether a save is not running. If it was killed, its temporary file is removed."""
+    name = temporary_name(path, number)
+    try:
+        with open(name, "r+b") as file:
+            ended = _lock(file) is True
+            if ended:
+                remove(name)  # while it is locked: see `start`
+            return ended
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def remove(path: str) -> None:
+    """Removes a file, if that is possible."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)

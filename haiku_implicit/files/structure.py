@@ -1,0 +1,394 @@
+"""Trees as JSON: containers, types, static metadata, Python values, and arrays by their tensors."""
+
+import collections
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Union
+
+import haiku as hk
+import jax
+import numpy as np
+
+from haiku_implicit.core import serialization
+from haiku_implicit.core.array import ImplicitArray, is_implicit
+from haiku_implicit.files import dtypes
+from haiku_implicit.files.container import METADATA, CheckpointError, is_shape
+
+_FLAT: type = type(hk.data_structures.to_immutable_dict({}))
+
+
+class Leaf(NamedTuple):
+    """An array.
+
+    Attributes:
+      name: of the tensor that it is stored as. Where it is in the tree, with `/` between keys and a dot
+        before the field of an implicit array.
+      dtype: the name of its dtype: see `dtypes`.
+      shape: its shape.
+      weak_type: whether JAX treats its dtype as that of a Python number.
+      file: which file it lies in, 0 for the main one.
+      crc: the CRC-32 of its bytes; None if it is not known.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    weak_type: bool = False
+    file: int = 0
+    crc: int | None = None
+
+
+class Branch(NamedTuple):
+    """A container, an object, None or a Python value.
+
+    Attributes:
+      kind: one of `_CONTAINERS`, 'none', 'value', or the name of a registered type.
+      keys: of the children: those of a mapping, names of fields, numbers.
+      children: what it holds.
+      static: of a registered type, its static metadata as JSON; of a value, the value as JSON.
+      dense: of an implicit array, the dtype and shape of the dense one, if it has them.
+    """
+
+    kind: str
+    keys: tuple[Any, ...] = ()
+    children: tuple["Structure", ...] = ()
+    static: Any = None
+    dense: tuple[str, tuple[int, ...]] | None = None
+
+
+Structure = Union[Leaf, Branch]  # noqa: UP007
+
+_CONTAINERS: dict[str, Callable[[dict[Any, Any]], Any]] = {
+    "dict": dict,
+    "OrderedDict": collections.OrderedDict,
+    "FlatMapping": hk.data_structures.to_immutable_dict,
+    "list": lambda items: list(items.values()),
+    "tuple": lambda items: tuple(items.values()),
+}
+_KINDS = {
+    dict: "dict",
+    collections.OrderedDict: "OrderedDict",
+    _FLAT: "FlatMapping",
+    list: "list",
+    tuple: "tuple",
+}
+MAPPINGS = ("dict", "OrderedDict", "FlatMapping")
+
+
+# --- from trees ----------------------------------------------------------------------------------
+
+
+class Described(NamedTuple):
+    """A tree: its structure, and its arrays by their tensors' names, in the order of the tree."""
+
+    structure: Structure
+    arrays: dict[str, Any]
+
+
+def describe(tree: Any) -> Described:
+    """The structure of a tree.
+
+    Raises:
+      CheckpointError: for what a file can't hold; it names the key.
+    """
+    arrays: dict[str, Any] = {}
+    try:
+        return Described(_describe(tree, "", arrays), arrays)
+    except RecursionError:
+        raise CheckpointError("the tree is nested too deeply, or holds itself") from None
+
+
+def joined(path: str, key: Any, dot: str = "/") -> str:
+    """The path of a child."""
+    return f"{path}{dot}{key}" if path else str(key)
+
+
+def is_implicit_kind(kind: str) -> bool:
+    """Whether a kind of branches is a type of implicit arrays."""
+    node = serialization.node_named(kind)
+    return node is not None and issubclass(node.kind, ImplicitArray)
+
+
+def between(kind: str) -> str:
+    """What is between the path of a branch and the keys in it."""
+    return "." if is_implicit_kind(kind) else "/"
+
+
+def _describe(x: Any, path: str, arrays: dict[str, Any]) -> Structure:
+    if x is None:
+        return Branch("none")
+    if dtypes.is_array(x):
+        return _describe_array(x, path, arrays)
+    if kind := _KINDS.get(type(x)):
+        items = x.items() if isinstance(x, Mapping) else enumerate(x)
+        keys, values = zip(*items, strict=True) if len(x) else ((), ())
+        for key in keys:
+            with _naming(joined(path, key)):
+                serialization.encode(key)
+        children = [
+            _describe(y, joined(path, k), arrays) for k, y in zip(keys, values, strict=True)
+        ]
+        return Branch(kind, tuple(keys), tuple(children))
+    with _naming(path):
+        node = serialization.node_of(x)
+    if node is None:
+        return _describe_value(x, path)
+    return _describe_object(x, node, path, arrays)
+
+
+def _describe_array(x: Any, path: str, arrays: dict[str, Any]) -> Leaf:
+    if isinstance(x, jax.core.Tracer):
+        raise CheckpointError(
+            f"{path or 'the tree'}: a tracer, which has no values: save outside of jax.jit"
+        )
+    if isinstance(x, jax.Array):
+        if x.is_deleted():
+            raise CheckpointError(f"{path}: the array has been deleted (donated to a function?)")
+        if not x.is_fully_addressable:
+            raise CheckpointError(
+                f"{path}: parts of the array are on devices of other processes. Gather it first "
+                "(jax.experimental.multihost_utils.process_allgather)"
+            )
+    with _naming(path):
+        dtype = dtypes.name_of(x)
+    base = name = path or "array"
+    count = 1
+    while name in arrays or name == METADATA:
+        name = f"{base}#{(count := count + 1)}"
+    arrays[name] = x
+    return Leaf(name, dtype, tuple(x.shape), bool(getattr(x, "weak_type", False)))
+
+
+def _describe_object(
+    x: Any, node: serialization.Node, path: str, arrays: dict[str, Any]
+) -> Structure:
+    names, _ = node.fields()
+    children, static = node.parts(x)
+    dot = between(node.name)
+    with _naming(path):
+        encoded = serialization.encode_node(node, static)
+        serialization.decode_node(node, encoded)  # what is written can be read
+    described = [
+        _describe(y, joined(path, name, dot), arrays)
+        for name, y in zip(names, children, strict=True)
+    ]
+    return Branch(node.name, tuple(names), tuple(described), encoded["static"], _dense(x))
+
+
+def _dense(x: Any) -> tuple[str, tuple[int, ...]] | None:
+    """The dtype and shape of what an object stands for; None if it does not stand for an array."""
+    if not is_implicit(x):
+        return None
+    try:
+        return np.dtype(x.dtype).name, tuple(x.shape)
+    except (AttributeError, TypeError, ValueError):  # a part that `partition` gives has none
+        return None
+
+
+def _describe_value(x: Any, path: str) -> Branch:
+    try:
+        encoded = serialization.encode(x)
+        serialization.decode(encoded)  # what is written can be read
+    except (TypeError, ValueError):
+        raise CheckpointError(
+            f"{path or 'the tree'}: files cannot hold a {type(x).__qualname__}. They hold arrays, "
+            "numbers, texts, bytes, dtypes, None, dicts, lists, tuples, implicit arrays, states of "
+            "optax, and named tuples and dataclasses after haiku_implicit.register_tree_type(cls)"
+        ) from None
+    return Branch("value", static=encoded)
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Makes of errors of the types ones that name the key."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"{path or 'the tree'}: {e}") from None
+
+
+# --- to and from JSON ----------------------------------------------------------------------------
+
+
+def to_json(structure: Structure) -> Any:
+    """A structure as JSON."""
+    if isinstance(structure, Leaf):
+        name, dtype, shape, weak_type, file, crc = structure
+        found = {"array": name, "dtype": dtype, "shape": list(shape), "crc32": f"{crc or 0:08x}"}
+        return found | ({"weak_type": True} if weak_type else {}) | ({"file": file} if file else {})
+    kind, keys, children, static, dense = structure
+    if kind == "none":
+        return None
+    if kind == "value":
+        return {"value": static}
+    found = {"type": kind, "items": list(map(to_json, children))}
+    if kind not in ("list", "tuple"):
+        found["keys"] = [serialization.encode(key) for key in keys]
+    if kind not in _CONTAINERS:
+        found["static"] = static
+    return found | ({"dense": [dense[0], list(dense[1])]} if dense else {})
+
+
+def from_json(data: Any, path: str = "") -> Structure:
+    """The structure that `to_json` gave this for.
+
+    Raises:
+      CheckpointError: if it is not valid, or has a type that this program does not know.
+    """
+    where = path or "the tree"
+    if data is None:
+        return Branch("none")
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{where}: expected a table in the structure, found {data!r:.80}")
+    if "array" in data:
+        return _leaf(data, where)
+    if data.keys() == {"value"}:
+        try:
+            serialization.decode(data["value"])
+        except Exception as e:  # whatever its parts may raise
+            raise CheckpointError(f"{where}: not a value that a file can hold ({e})") from None
+        return Branch("value", static=data["value"])
+    kind, items = data.get("type"), data.get("items")
+    if not isinstance(kind, str) or not isinstance(items, list):
+        raise CheckpointError(f"{where}: expected a type and its items, found {data!r:.80}")
+    if kind in ("list", "tuple"):
+        keys: tuple[Any, ...] = tuple(range(len(items)))
+    else:
+        keys = _keys(data.get("keys"), len(items), where)
+    node = None if kind in _CONTAINERS else _known(kind, where)
+    static, dense = data.get("static"), data.get("dense")
+    if node is not None:
+        _decoded(node, keys, static, where)
+    dot = between(kind)
+    children = [
+        from_json(item, joined(path, key, dot)) for key, item in zip(keys, items, strict=True)
+    ]
+    if dense is not None:
+        if not (isinstance(dense, list) and len(dense) == 2 and is_shape(dense[1])):
+            raise CheckpointError(f"{where}: expected a dtype and a shape, found {dense!r:.80}")
+        dense = (dense[0], tuple(dense[1]))
+    return Branch(kind, keys, tuple(children), static, dense)
+
+
+def _leaf(data: dict[str, Any], where: str) -> Leaf:
+    name, dtype, shape = data["array"], data.get("dtype"), data.get("shape")
+    file, weak_type, crc = data.get("file", 0), data.get("weak_type", False), data.get("crc32")
+    if not isinstance(name, str) or type(file) is not int or type(weak_type) is not bool:
+        raise CheckpointError(f"{where}: not the description of an array: {data!r:.80}")
+    if shape is None or not is_shape(shape):
+        raise CheckpointError(f"{where}: {shape!r:.80} is not the shape of an array")
+    if not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
+        raise CheckpointError(f"{where}: {crc!r:.80} is not a checksum")
+    leaf = Leaf(name, dtype if isinstance(dtype, str) else "", tuple(shape), weak_type, file)
+    try:
+        dtypes.stored_of(leaf.dtype, leaf.shape)
+    except KeyError:
+        raise CheckpointError(
+            f"{where}: this program does not know the dtype {dtype!r:.80}"
+        ) from None
+    return leaf._replace(crc=int(crc, 16))
+
+
+def _keys(data: Any, count: int, where: str) -> tuple[Any, ...]:
+    try:
+        keys = tuple(map(serialization.decode, data))
+        distinct = len(set(keys))
+    except Exception as e:  # whatever their parts may raise
+        raise CheckpointError(f"{where}: the keys {data!r:.80} are not valid ({e})") from None
+    if not len(keys) == distinct == count:
+        raise CheckpointError(f"{where}: {count} items, and {distinct} different keys for them")
+    return keys
+
+
+def _known(kind: str, where: str) -> serialization.Node:
+    node = serialization.node_named(kind)
+    if node is None:
+        raise CheckpointError(
+            f"{where}: this program does not know the type {kind!r:.80}. Import the module that "
+            "defines it before loading; a named tuple or a dataclass also has to be registered, by "
+            "haiku_implicit.register_tree_type"
+        )
+    return node
+
+
+def _decoded(node: serialization.Node, keys: Any, static: Any, where: str) -> tuple[Any, ...]:
+    try:
+        return serialization.decode_node(node, {"children": list(keys), "static": static})
+    except Exception as e:  # whatever its parts may raise
+        raise CheckpointError(f"{where}: the metadata of a {node.name} is not valid: {e}") from None
+
+
+def leaves_of(structure: Structure) -> Iterator[Leaf]:
+    """The arrays in a structure."""
+    if isinstance(structure, Leaf):
+        yield structure
+    else:
+        for child in structure.children:
+            yield from leaves_of(child)
+
+
+def with_leaves(structure: Structure, change: Callable[[Leaf], Leaf]) -> Structure:
+    """A structure with other descriptions of its arrays."""
+    if isinstance(structure, Leaf):
+        return change(structure)
+    children = tuple(with_leaves(child, change) for child in structure.children)
+    return structure._replace(children=children)
+
+
+# --- to trees ------------------------------------------------------------------------------------
+
+
+def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: str = "") -> Any:
+    """The tree of this structure.
+
+    Args:
+      structure: of it.
+      read: gives its arrays.
+      file: where it is from, for errors.
+      path: where it is in the whole tree, for errors.
+
+    Raises:
+      CheckpointError: for arrays that do not make a type what the file says.
+    """
+    if isinstance(structure, Leaf):
+        return read(structure)
+    kind, keys, children, static, dense = structure
+    if kind == "none":
+        return None
+    if kind == "value":
+        return serialization.decode(static)
+    dot = between(kind)
+    items = [
+        build(c, read, file, joined(path, k, dot)) for k, c in zip(keys, children, strict=True)
+    ]
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](dict(zip(keys, items, strict=True)))
+    where = f"{file}: {path or 'the tree'}"
+    node = _known(kind, where)
+    made = node.build(_decoded(node, keys, static, where), items)
+    if dense:
+        _check_dense(made, dense, where)
+    return made
+
+
+def _check_dense(made: Any, dense: tuple[str, tuple[int, ...]], where: str) -> None:
+    """Whether the arrays give an implicit array the shape and dtype that it was saved with."""
+    try:
+        found = made.dtype.name, tuple(made.shape)
+        same = found[1] == dense[1] and found[0] == _canonical(dense[0])
+    except Exception as e:  # whatever the type says about arrays that do not fit
+        raise CheckpointError(
+            f"{where}: its arrays do not make a {type(made).__name__} ({e})"
+        ) from None
+    if not same:
+        raise CheckpointError(
+            f"{where}: its arrays make a {type(made).__name__} of {found[0]}{list(found[1])}, where "
+            f"the file says {dense[0]}{list(dense[1])}"
+        )
+
+
+def _canonical(name: str) -> str:
+    return jax.dtypes.canonicalize_dtype(dtypes.struct_of(name, ()).dtype).name

@@ -1,0 +1,222 @@
+"""A bank of adapters: many LoRA adapters for one base, of which each example of a batch has one."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.serialization import register_tree_type
+from haiku_implicit.params import trees
+from haiku_implicit.params.adapter_parts import AdapterParts, base_of, digest, has_adapter
+from haiku_implicit.params.edits import add_lora
+from haiku_implicit.params.matrix_axes import MatrixAxesOf
+
+# A matrix of a weight with its bank, `LoRA` with factors `[capacity, n, rank]`: what a slot is.
+_Slots = dict[str, tuple[jax.Array, jax.Array, jax.Array]]
+
+
+@register_tree_type
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdapterBank:
+    """Parameters of one base, and slots for LoRA adapters of any rank up to one.
+
+    A pytree, to be passed to compiled functions. Its slots change by `put` and `remove`, which keep all
+    shapes, so that nothing is compiled again. An empty slot is the base alone.
+
+    Attributes:
+      params: the tree of parameters, its targets with LoRA of rank `rank` that is zero.
+      slots: by `module/name`, `a` `[capacity, ..., n, rank]`, `b` `[capacity, ..., rank, m]` and the
+        scale `[capacity]`.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> model = hki.transform_implicit(hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x))))
+      >>> base = model.init(jax.random.key(0), jnp.ones(4))
+      >>> bank = hki.AdapterBank.of(base, capacity=8, rank=2)
+      >>> tuned = hki.add_lora(base, 1, rank=1, alpha=4.0)
+      >>> bank = bank.put(5, hki.get_adapter(tuned))
+      >>> run = jax.jit(hki.with_bank(model.apply))
+      >>> run(bank, jnp.array([0, 5, 0]), jnp.ones((3, 4))).shape  # the second example has adapter 5
+      (3, 3)
+    """
+
+    params: Any
+    slots: _Slots
+
+    @classmethod
+    def of(
+        cls,
+        params: Any,
+        *,
+        capacity: int,
+        rank: int,
+        targets: Targets | None = None,
+        exclude: Targets | None = None,
+        matrix_axes: MatrixAxesOf | None = None,
+    ) -> Self:
+        """An empty bank.
+
+        Args:
+          params: the base, without adapters.
+          capacity: how many adapters there is room for.
+          rank: their largest rank.
+          targets, exclude, matrix_axes: which weights they may be for, as for `add_lora`.
+
+        Raises:
+          ValueError: for a capacity below 1, and as `add_lora` does.
+        """
+        if capacity < 1:
+            raise ValueError(f"capacity: expected 1 or more, got {capacity}")
+        options: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
+        zeros = lambda key, shape, dtype: jnp.zeros(shape, dtype)  # noqa: E731
+        whole = add_lora(params, 0, rank=rank, alpha=float(rank), init=zeros, **options)
+        slots = {
+            p.path: tuple(jnp.zeros((capacity, *x.shape), x.dtype) for x in _factors(p.value))
+            for p in trees.parameters_of(whole)
+            if has_adapter(p.value)
+        }
+        return cls(whole, slots)  # type: ignore[arg-type]
+
+    @property
+    def capacity(self) -> int:
+        """The number of slots."""
+        return next(iter(self.slots.values()))[0].shape[0]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of an adapter."""
+        return next(iter(self.slots.values()))[0].shape[-1]
+
+    def put(self, slot: int, adapter: AdapterParts, *, check_base: bool = True) -> Self:
+        """The bank with an adapter in a slot, in place of what was there.
+
+        Args:
+          slot: 0 to `capacity - 1`.
+          adapter: LoRA of a rank up to that of the bank, for some of its targets.
+          check_base: as for `set_adapter`.
+
+        Raises:
+          ValueError: for a slot that there is not, an adapter of a larger rank, for a weight that is
+            not a target of the bank, of another type than LoRA, or for another base.
+        """
+        self._check_slot(slot)
+        if adapter.dense:
+            raise ValueError(
+                f"{next(iter(adapter.dense))}: a bank has room for LoRA alone, and this parameter was "
+                "trained as a whole"
+            )
+        unknown = sorted(set(adapter.weights) - set(self.slots))
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]}: not a target of the bank; give its targets= when it is made"
+            )
+        if check_base:
+            self._check_bases(adapter)
+        slots = dict(self.slots)
+        for path, old in self.slots.items():
+            value = adapter.weights.get(path)
+            new = [None] * 3 if value is None else _padded(path, value, old)
+            slots[path] = tuple(
+                _written(x, slot, jnp.zeros(x.shape[1:], x.dtype) if y is None else y)
+                for x, y in zip(old, new, strict=True)
+            )
+        return dataclasses.replace(self, slots=slots)
+
+    def remove(self, slot: int) -> Self:
+        """The bank with the slot empty: its examples have the base alone."""
+        return self.put(slot, AdapterParts({}))
+
+    def select(self, slot: Any) -> Any:
+        """The parameters with the adapter of a slot, an integer or a traced one."""
+
+        def selected(parameter: trees.Parameter) -> Any:
+            if parameter.path not in self.slots:
+                return parameter.value
+            a, b, alpha = (x[slot] for x in self.slots[parameter.path])
+            view = parameter.value
+            lora = _lora_of(view)._replace(a=a, b=b, alpha=alpha)
+            return view._replace(matrix=lora) if isinstance(view, MatrixView) else lora
+
+        return trees.map_parameters(selected, self.params)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.capacity:
+            raise ValueError(f"slot: expected 0 to {self.capacity - 1}, got {slot}")
+
+    def _check_bases(self, adapter: AdapterParts) -> None:
+        own = {p.path: p.value for p in trees.parameters_of(self.params)}
+        for path, wanted in adapter.bases:
+            if digest(base_of(own[path])) != wanted:
+                raise ValueError(
+                    f"{path}: the adapter was made for another base than this bank's. Give a bank "
+                    "of that base, or check_base=False"
+                )
+
+
+def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets each example of a batch run with an adapter of its own.
+
+    This is `jax.vmap` of `apply` over the examples, with one gather of factors for each target; the
+    base is not copied.
+
+    Args:
+      apply: `apply(params, *args)` of a model on one example.
+
+    Returns:
+      `run(bank, slots, *args)`, with the slots `[batch]` integers and a leading axis `batch` on all
+      arrays in `args`.
+    """
+
+    @functools.wraps(apply)
+    def run(bank: AdapterBank, slots: Any, *args: Any) -> Any:
+        slots = jnp.asarray(slots)
+        if slots.ndim != 1 or not jnp.issubdtype(slots.dtype, jnp.integer):
+            raise ValueError(
+                f"slots: expected integers [batch], got {slots.dtype.name}{list(slots.shape)}"
+            )
+        return jax.vmap(lambda slot, *args: apply(bank.select(slot), *args))(slots, *args)
+
+    return run
+
+
+def _lora_of(value: Any) -> LoRA:
+    return value.matrix if isinstance(value, MatrixView) else value
+
+
+def _factors(value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    lora = _lora_of(value)
+    return lora.a, lora.b, lora.alpha
+
+
+@jax.jit
+def _written(x: jax.Array, slot: Any, value: jax.Array) -> jax.Array:
+    return x.at[slot].set(value)
+
+
+def _padded(path: str, value: Any, old: Any) -> tuple[Any, Any, Any]:
+    """The factors of an adapter with zeros up to the rank of the bank, and the scale as its alpha."""
+    lora = _lora_of(value)
+    if not isinstance(lora, LoRA) or is_implicit(lora.w):
+        raise ValueError(f"{path}: a bank has room for LoRA alone, got {type(lora).__name__}")
+    rank, own = old[0].shape[-1], lora.a.shape[-1]
+    if own > rank:
+        raise ValueError(f"{path}: the adapter has rank {own}, the bank has room for {rank}")
+    of_a, of_b = [(0, 0)] * lora.a.ndim, [(0, 0)] * lora.b.ndim
+    of_a[-1] = of_b[-2] = (0, rank - own)
+    a, b = np.pad(np.asarray(lora.a), of_a), np.pad(np.asarray(lora.b), of_b)
+    if (a.shape, b.shape) != (old[0].shape[1:], old[1].shape[1:]):
+        raise ValueError(
+            f"{path}: the adapter has factors {list(lora.a.shape)} and {list(lora.b.shape)}, those of "
+            f"the bank are {list(old[0].shape[1:])} and {list(old[1].shape[1:])}"
+        )
+    scale = jnp.broadcast_to(jnp.asarray(lora.scale, jnp.float32), old[2].shape[1:])
+    return a.astype(old[0].dtype), b.astype(old[1].dtype), scale * rank

@@ -1,0 +1,169 @@
+"""Several LoRA adapters as one: sums of their corrections, exact or of a smaller rank."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.params.adapter_parts import AdapterParts, without_base
+from haiku_implicit.params.trees import Parameter
+
+_Deltas = list[jax.Array]
+
+
+def combine_adapters(
+    adapters: Sequence[AdapterParts],
+    weights: Sequence[float],
+    method: str = "linear",
+    *,
+    rank: int | None = None,
+    density: float | None = None,
+    key: Any = None,
+) -> AdapterParts:
+    """One LoRA adapter for the weighted sum of several.
+
+    What is added up are the corrections `a @ b`. The mean of the factors, as `jax.tree.map` would take
+    it, is another matrix: it has the products of each `a` with every other `b` in it.
+
+    Args:
+      adapters: LoRA adapters for one base, each for some of its weights, of any rank.
+      weights: a factor for each.
+      method: 'linear' keeps the sum exactly, of the rank of all together; 'ties' (Yadav et al. 2023,
+        arXiv:2306.01708) keeps of each correction the largest entries, of these the ones of the sign
+        that has more weight, and takes their mean; 'dare' (Yu et al. 2023, arXiv:2311.03099) keeps
+        entries at random, and divides them by `density`.
+      rank: of the result; the nearest matrix of this rank, by its singular values. None: the exact
+        rank for 'linear', the largest of the adapters for the others.
+      density: the part of the entries that is kept, for 'ties' and 'dare'.
+      key: a random key, for 'dare'.
+
+    Returns:
+      The adapter; its `alpha` is None.
+
+    Raises:
+      ValueError: for an unknown method, as many weights as there are not adapters, adapters of other
+        bases or types, dense parameters, or a missing option.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> base = {'linear': {'w': jnp.zeros((4, 3))}}
+      >>> one, two = (hki.get_adapter(hki.add_lora(base, i, rank=1)) for i in range(2))
+      >>> hki.combine_adapters([one, two], [0.5, 0.5]).weights['linear/w'].a.shape
+      (4, 2)
+    """
+    merge = _merging(method, density, key)
+    if len(adapters) != len(weights) or not adapters:
+        raise ValueError(
+            f"weights: expected one for each of the {len(adapters)} adapters, got {len(weights)}"
+        )
+    bases = _bases_of(adapters)
+    found = {}
+    for path in sorted({path for adapter in adapters for path in adapter.weights}):
+        own = [
+            (a.weights[path], w)
+            for a, w in zip(adapters, weights, strict=True)
+            if path in a.weights
+        ]
+        parts = [(_lora_of(path, value), weight) for value, weight in own]
+        if merge is None:
+            new = _joined(parts)
+            new = new if rank is None else _nearest(new.delta(), rank)
+        else:
+            largest = max(lora.rank for lora, _ in parts)
+            deltas = [weight * lora.delta() for lora, weight in parts]
+            new = _nearest(merge(path, deltas), rank or largest)
+        view = own[0][0]
+        found[path] = view._replace(matrix=new) if isinstance(view, MatrixView) else new
+    return AdapterParts(found, bases=bases)
+
+
+def _merging(
+    method: str, density: float | None, key: Any
+) -> Callable[[str, _Deltas], jax.Array] | None:
+    """What makes one dense correction of several, for the weight of a path; None for the plain sum."""
+    if method == "linear":
+        return None
+    if method not in ("ties", "dare"):
+        raise ValueError(f"method: expected 'linear', 'ties' or 'dare', got {method!r}")
+    if density is None or not 0 < density <= 1:
+        raise ValueError(f"density: expected a number above 0 and up to 1, got {density!r}")
+    if method == "ties":
+        return lambda path, deltas: _ties(deltas, density)
+    if key is None:
+        raise ValueError("key: 'dare' draws what it keeps; give a random key")
+    key = jax.random.key(key) if isinstance(key, int) else key
+
+    def dare(path: str, deltas: _Deltas) -> jax.Array:
+        keys = jax.random.split(Parameter("", path, None).key_from(key), len(deltas))
+        kept = (
+            jax.random.bernoulli(k, density, x.shape) * x for k, x in zip(keys, deltas, strict=True)
+        )
+        return sum(kept, jnp.zeros(())) / density
+
+    return dare
+
+
+def _ties(deltas: _Deltas, density: float) -> jax.Array:
+    trimmed = jnp.stack([_largest(x, density) for x in deltas])
+    sign = jnp.sign(trimmed.sum(0))
+    agreeing = (jnp.sign(trimmed) == sign) & (trimmed != 0)
+    return (trimmed * agreeing).sum(0) / jnp.maximum(agreeing.sum(0), 1)
+
+
+def _largest(x: jax.Array, density: float) -> jax.Array:
+    """The entries of the largest magnitude, of each matrix; zeros in place of the others."""
+    flat = jnp.abs(x).reshape(*x.shape[:-2], -1)
+    count = math.ceil(density * flat.shape[-1])
+    smallest = jax.lax.top_k(flat, count)[0][..., -1]
+    return jnp.where(jnp.abs(x) >= smallest[..., None, None], x, 0)
+
+
+def _bases_of(adapters: Sequence[AdapterParts]) -> tuple[tuple[str, str], ...]:
+    found: dict[str, str] = {}
+    for adapter in adapters:
+        if adapter.dense:
+            raise ValueError(
+                f"{next(iter(adapter.dense))}: it was trained as a whole, and only LoRA can be combined"
+            )
+        for path, digest in adapter.bases:
+            if found.setdefault(path, digest) != digest:
+                raise ValueError(f"{path}: the adapters were made for different bases")
+    return tuple(sorted(found.items()))
+
+
+def _lora_of(path: str, value: Any) -> LoRA:
+    lora = value.matrix if isinstance(value, MatrixView) else value
+    if not isinstance(lora, LoRA) or is_implicit(lora.w):
+        raise ValueError(f"{path}: only LoRA can be combined, got {type(lora).__name__}")
+    return lora
+
+
+def _joined(parts: Sequence[tuple[LoRA, float]]) -> LoRA:
+    """The exact sum: the factors side by side."""
+    first = parts[0][0]
+    scaled = [lora.a * jnp.expand_dims(jnp.asarray(weight * lora.scale, lora.a.dtype), (-2, -1))
+              for lora, weight in parts]  # fmt: skip
+    a = jnp.concatenate(scaled, -1)
+    return first._replace(a=a, b=jnp.concatenate([lora.b for lora, _ in parts], -2), alpha=None)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _factors_of(delta: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
+    u, s, vh = jnp.linalg.svd(delta, full_matrices=False)
+    root = jnp.sqrt(s[..., :rank])
+    return u[..., :rank] * root[..., None, :], vh[..., :rank, :] * root[..., None]
+
+
+def _nearest(delta: jax.Array, rank: int) -> LoRA:
+    """The nearest matrix of a rank (Eckart and Young)."""
+    room = min(delta.shape[-2:])
+    if not 1 <= rank <= room:
+        raise ValueError(f"rank: expected 1 to {room}, got {rank}")
+    a, b = _factors_of(delta, rank)
+    return without_base(LoRA, a=a, b=b)

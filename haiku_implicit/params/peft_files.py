@@ -1,0 +1,236 @@
+"""Adapters in files of PEFT (https://github.com/huggingface/peft): a configuration, and tensors."""
+
+import collections
+import json
+import math
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.adapters.dora import DoRA
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.files.loading import load
+from haiku_implicit.files.saving import save
+from haiku_implicit.params.adapter_parts import AdapterParts, without_base
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_KEY = re.compile(
+    r"base_model\.model\.(?P<module>.+)\."
+    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?"
+)
+_PARTS = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
+
+# From the name of a module of the PyTorch model to `module/name` of the parameter.
+Names = Mapping[str, str] | Callable[[str], str]
+
+
+def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
+    """Reads a LoRA or DoRA adapter that PEFT saved.
+
+    Args:
+      folder: with `adapter_config.json` and `adapter_model.safetensors`.
+      names: the `module/name` of a Haiku model's parameter for the name of a module of the PyTorch
+        model, such as `{'model.layers.0.self_attn.q_proj': 'llama/layer_0/attention/q_proj/w'}`; a
+        mapping or a function. Weights are `[inputs, outputs]` in Haiku and `[outputs, inputs]` in
+        PyTorch; that is seen to here.
+
+    Returns:
+      The adapter, for `set_adapter`. PEFT's files do not say what base it was trained on in numbers,
+      so that this is not checked.
+
+    Raises:
+      ValueError: for another kind of adapter, a configuration without its `lora_alpha` or `r`, a module
+        without a name, a tensor that is missing, not known, or of another rank.
+      OSError: for a file that can't be read.
+    """
+    folder = pathlib.Path(folder)
+    config = _config_of(folder / CONFIG)
+    file = str(folder / TENSORS)
+    parts: dict[str, dict[str, Any]] = {}
+    for key, tensor in load(file).get("", {}).items():
+        found = _KEY.fullmatch(key)
+        if found is None:
+            raise ValueError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
+        part = _PARTS.get(found["part"], found["part"])
+        parts.setdefault(found["module"], {})[part] = tensor
+    weights = {}
+    for module, tensors in parts.items():
+        path = _named(names, module, file)
+        if path in weights:
+            raise ValueError(f"names: two modules are {path!r}, the second one is {module!r}")
+        weights[path] = _weight_of(f"{file}: {module}", tensors, _scaling_of(config, module))
+    return AdapterParts(weights)
+
+
+def save_peft(
+    folder: str | os.PathLike[str],
+    adapter: AdapterParts,
+    names: Names,
+    *,
+    base_model: str | None = None,
+) -> None:
+    """Writes a LoRA or DoRA adapter as PEFT does.
+
+    Args:
+      folder: is made if it is missing. Files that are there are replaced.
+      adapter: what `get_adapter` returned.
+      names: the name of a module of the PyTorch model for each `module/name`.
+      base_model: the name of the PyTorch model, for the configuration.
+
+    Raises:
+      ValueError: for an adapter of other types, on stacked weights, or with dense parameters; for a
+        parameter without a name.
+      OSError: for a file that can't be written.
+    """
+    if adapter.dense:
+        raise ValueError(
+            f"{next(iter(adapter.dense))}: trained as a whole, which is not written here"
+        )
+    tensors: dict[str, Any] = {}
+    ranks, alphas = {}, {}
+    for path, value in adapter.weights.items():
+        module = _named(names, path, "adapter")
+        weight = value.matrix if isinstance(value, MatrixView) else value
+        if not isinstance(weight, LoRA | DoRA) or np.ndim(weight.a) != 2:
+            raise ValueError(
+                f"{path}: PEFT's LoRA is for single matrices, got {type(weight).__name__}"
+            )
+        prefix = f"base_model.model.{module}"
+        tensors[f"{prefix}.lora_A.weight"] = jnp.asarray(weight.a).T
+        tensors[f"{prefix}.lora_B.weight"] = jnp.asarray(weight.b).T
+        if isinstance(weight, DoRA):
+            tensors[f"{prefix}.lora_magnitude_vector"] = weight.magnitude
+        ranks[module] = int(weight.a.shape[-1])
+        alphas[module] = ranks[module] if weight.alpha is None else float(weight.alpha)
+    kinds = {isinstance(value, DoRA) for value in map(_matrix_of, adapter.weights.values())}
+    if len(kinds) > 1:
+        raise ValueError("adapter: PEFT has LoRA or DoRA in one file, got both")
+    config = _config_for(ranks, alphas, kinds == {True}, base_model)
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save(folder / TENSORS, tensors)
+    _write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _config_of(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path}: not a JSON file ({e})") from e
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else config
+        raise ValueError(f"{path}: peft_type: expected 'LORA', got {kind!r}")
+    for name in ("r", "lora_alpha"):
+        if not isinstance(config.get(name), int | float) or isinstance(config[name], bool):
+            raise ValueError(f"{path}: {name}: expected a number, got {config.get(name)!r}")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise ValueError(f"{path}: {name}: expected a mapping, got {config[name]!r}")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{path}: bias: {config['bias']!r} is not read; 'none' is")
+    if config.get("modules_to_save"):
+        raise ValueError(f"{path}: modules_to_save: {config['modules_to_save']} are not read")
+    return config
+
+
+def _scaling_of(config: Mapping[str, Any], module: str) -> Callable[[int], float]:
+    """The `alpha` of `LoRA`, which is divided by the rank, for the rank of a module's tensors."""
+
+    def own(name: str, default: float) -> float:
+        patterns = (config.get(name) or {}).items()
+        return next((n for key, n in patterns if re.match(rf"(.*\.)?({key})$", module)), default)
+
+    rank, alpha = own("rank_pattern", config["r"]), own("alpha_pattern", config["lora_alpha"])
+
+    def alpha_for(found: int) -> float:
+        if found != rank:
+            raise ValueError(f"rank {rank} by {CONFIG}, {found} by the tensors")
+        return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
+
+    return alpha_for
+
+
+def _weight_of(where: str, tensors: Mapping[str, Any], alpha_for: Callable[[int], float]) -> Any:
+    missing = {"lora_A", "lora_B"} - set(tensors)
+    if missing:
+        raise ValueError(f"{where}: {', '.join(sorted(missing))}: missing")
+    a, b = tensors["lora_A"], tensors["lora_B"]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        raise ValueError(
+            f"{where}: expected lora_A [rank, inputs] and lora_B [outputs, rank], got {list(a.shape)} "
+            f"and {list(b.shape)}"
+        )
+    try:
+        alpha = jnp.float32(alpha_for(a.shape[0]))
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from e
+    magnitude = tensors.get("lora_magnitude_vector")
+    if magnitude is None:
+        return without_base(LoRA, a=a.T, b=b.T, alpha=alpha)
+    if magnitude.size != b.shape[0]:
+        raise ValueError(
+            f"{where}: lora_magnitude_vector: expected {b.shape[0]} numbers, got {magnitude.size}"
+        )
+    return without_base(DoRA, a=a.T, b=b.T, alpha=alpha, magnitude=magnitude.reshape(-1))
+
+
+def _named(names: Names, module: str, where: str) -> str:
+    try:
+        found = names(module) if callable(names) else names[module]
+    except KeyError:
+        raise ValueError(f"{where}: {module}: names has no name for it") from None
+    if not isinstance(found, str):
+        raise ValueError(f"{where}: {module}: names gives {found!r} for it, expected a text")
+    return found
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def _matrix_of(value: Any) -> Any:
+    return value.matrix if isinstance(value, MatrixView) else value
+
+
+def _config_for(
+    ranks: Mapping[str, int], alphas: Mapping[str, float], dora: bool, base_model: str | None
+) -> dict[str, Any]:
+    rank, alpha = (collections.Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_dora": dora,
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(ranks),
+        "rank_pattern": {re.escape(m): n for m, n in ranks.items() if n != rank},
+        "alpha_pattern": {re.escape(m): n for m, n in alphas.items() if n != alpha},
+    }
+
+
+def _write_text(path: pathlib.Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,82 @@
+"""Plots of what `summary` and `compare_params` find, by matplotlib (the extra `plots`)."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from haiku_implicit.params.summary import Comparison, Summary
+
+_MOST = 40  # rows that can be read in one picture
+
+
+def plot_memory(found: Summary, path: str | os.PathLike[str]) -> None:
+    """Draws the bytes of each row beside those of its dense array, the largest first.
+
+    Args:
+      found: what `summary` returned, by parameter or by module.
+      path: of the picture; its suffix says the format, such as `.png` or `.svg`.
+
+    Raises:
+      ImportError: without matplotlib.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki, os, tempfile
+      >>> params = hki.quantize_params({'linear': {'w': jnp.ones((64, 32))}})
+      >>> path = os.path.join(tempfile.mkdtemp(), 'memory.png')
+      >>> hki.plot_memory(hki.summary(params), path)
+      >>> os.path.getsize(path) > 1000
+      True
+    """
+    rows = sorted(found.rows, key=lambda row: row.dense_nbytes, reverse=True)
+    bars = {
+        "dense": [row.dense_nbytes / 1e6 for row in rows],
+        "held": [row.nbytes / 1e6 for row in rows],
+    }
+    total = f"{found.total.nbytes / 1e6:,.1f} of {found.total.dense_nbytes / 1e6:,.1f} MB"
+    _draw([row.path for row in rows], bars, "MB", f"memory: {total}", path)
+
+
+def plot_error(found: Comparison, path: str | os.PathLike[str]) -> None:
+    """Draws the relative error of each parameter, the largest first.
+
+    Args:
+      found: what `compare_params` returned.
+      path: as for `plot_memory`.
+
+    Raises:
+      ImportError: without matplotlib.
+    """
+    rows = sorted(found.rows, key=lambda row: row.relative, reverse=True)
+    bars = {"relative error": [row.relative for row in rows]}
+    _draw([row.path for row in rows], bars, "relative error", "difference of parameters", path)
+
+
+def _draw(
+    names: Sequence[str],
+    bars: dict[str, list[float]],
+    label: str,
+    title: str,
+    path: str | os.PathLike[str],
+) -> None:
+    try:
+        import matplotlib.figure
+    except ImportError as e:
+        raise ImportError("plots need matplotlib: pip install 'haiku-implicit[plots]'") from e
+    left_out = len(names) - _MOST
+    if left_out > 0:
+        names, bars = names[:_MOST], {name: values[:_MOST] for name, values in bars.items()}
+        title = f"{title} (without the {left_out} smallest)"
+    # Without pyplot there is no state to share with the caller's own figures.
+    figure = matplotlib.figure.Figure(figsize=(8, 1.2 + 0.25 * len(names)), layout="constrained")
+    axes: Any = figure.add_subplot()
+    height = 0.8 / len(bars)
+    for i, (name, values) in enumerate(bars.items()):
+        places = [k + (i - (len(bars) - 1) / 2) * height for k in range(len(names))]
+        axes.barh(places, values, height, label=name)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.set_title(title, fontsize=10)
+    if len(bars) > 1:
+        axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,291 @@
+"""Adapters apart from their base: taken out, put in, kept in a bank, combined."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+
+KEY = jax.random.key(0)
+
+
+def mlp(x):
+    return hk.nets.MLP([8, 6, 4], name="mlp")(x)
+
+
+T = hk.without_apply_rng(hk.transform(mlp))
+MODEL = hki.transform_implicit(T)
+X = jax.random.normal(KEY, (5, 6))
+WEIGHTS = [f"mlp/~/linear_{i}/w" for i in range(3)]
+
+
+def close(got, want, tolerance=1e-5):
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def base():
+    return T.init(KEY, X)
+
+
+def tuned(base, seed, rank=2, alpha=3.0, targets=None):
+    """The base with an adapter that is not zero."""
+    params = hki.add_lora(base, seed, rank=rank, alpha=alpha, targets=targets)
+    trained, frozen = hki.partition(params, trainable_dense=False)
+    leaves, treedef = jax.tree.flatten(trained)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    moved = [x + 0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    return hki.combine(treedef.unflatten(moved), frozen)
+
+
+# --- get_adapter, set_adapter ----------------------------------------------------------------------
+
+
+def test_out_and_in_again(base):
+    params = tuned(base, 1)
+    adapter = hki.get_adapter(params)
+    again = hki.set_adapter(base, adapter)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    leaves = sum(x.nbytes for x in jax.tree.leaves(adapter))
+    assert leaves == sum(w.a.nbytes + w.b.nbytes + w.alpha.nbytes for w in adapter.weights.values())
+
+
+def test_another_adapter_takes_its_place_and_compiles_nothing(base):
+    traced = []
+
+    @jax.jit
+    def run(params, x):
+        traced.append(1)
+        return MODEL.apply(params, x)
+
+    one, two = tuned(base, 1, alpha=3.0), tuned(base, 2, alpha=5.0)
+    close(run(one, X), T.apply(hki.materialize(one), X))
+    switched = hki.set_adapter(one, hki.get_adapter(two))
+    close(run(switched, X), T.apply(hki.materialize(two), X))
+    assert traced == [1]
+
+
+def test_other_targets_leave_nothing_of_the_first(base):
+    one = tuned(base, 1)
+    two = tuned(base, 2, rank=3, targets=WEIGHTS[:1])
+    got = hki.set_adapter(one, hki.get_adapter(two))
+    jax.tree.map(np.testing.assert_array_equal, hki.materialize(got), hki.materialize(two))
+    alone = hki.set_adapter(one, None)
+    assert not [x for x in hki.tree_leaves_with_implicit(alone) if isinstance(x, hki.LoRA)]
+    jax.tree.map(np.testing.assert_array_equal, alone, hk.data_structures.to_mutable_dict(base))
+
+
+@pytest.mark.parametrize("method", ["dora", "lokr"])
+def test_other_adapters_on_quantized_views(method):
+    w = {"attention": {"w": jax.random.normal(KEY, (16, 4, 8)), "b": jnp.ones(4)}}
+    axes = {"attention/w": ([-3], [-2, -1])}
+    base = hki.quantize_params(w, dtype="int8", matrix_axes=axes)
+    params = hki.add_adapter(base, 1, method, rank=2)
+    adapter = hki.get_adapter(params, trainable_dense="attention/b")
+    assert sorted(adapter.dense) == ["attention/b"]
+    again = hki.set_adapter(base, adapter)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_in_jit_the_base_is_not_compared(base):
+    adapter = hki.get_adapter(tuned(base, 1))
+    got = jax.jit(lambda p: MODEL.apply(hki.set_adapter(p, adapter), X))(base)
+    close(got, T.apply(hki.materialize(tuned(base, 1)), X))
+
+
+def test_errors_name_the_weight(base):
+    adapter = hki.get_adapter(tuned(base, 1))
+    other = jax.tree.map(lambda x: x + 1, base)
+    with pytest.raises(ValueError, match="mlp/~/linear_0/w: the adapter was made for another base"):
+        hki.set_adapter(other, adapter)
+    hki.set_adapter(other, adapter, check_base=False)
+    quantized = hki.quantize_params(base, dtype="int8")
+    with pytest.raises(ValueError, match="linear_0/w: the adapter was made for another base"):
+        hki.set_adapter(quantized, adapter)  # as merging QLoRA into the dense base would be
+    with pytest.raises(
+        ValueError, match="linear_0/w: the adapter is for this weight, which is not"
+    ):
+        hki.set_adapter({"mlp/~/linear_1": base["mlp/~/linear_1"]}, adapter)
+    narrow = {**base, "mlp/~/linear_0": {"w": jnp.ones((6, 7)), "b": jnp.ones(7)}}
+    with pytest.raises(ValueError, match="linear_0/w: the adapter does not fit float32.6,7."):
+        hki.set_adapter(narrow, adapter, check_base=False)
+    with pytest.raises(ValueError, match="params: expected weights with adapters"):
+        hki.get_adapter(base)
+
+
+# --- a bank ----------------------------------------------------------------------------------------
+
+
+def test_each_example_has_its_own_and_nothing_is_compiled_again(base):
+    traced = []
+
+    def apply(params, x):
+        traced.append(1)
+        return MODEL.apply(params, x)
+
+    run = jax.jit(hki.with_bank(apply))
+    bank = hki.AdapterBank.of(base, capacity=4, rank=3)
+    adapters = {
+        1: tuned(base, 1, rank=1, alpha=None),
+        2: tuned(base, 2, rank=3, alpha=7.0),
+        3: tuned(base, 3, rank=2, targets=WEIGHTS[1:2]),
+    }
+    for slot, params in adapters.items():
+        bank = bank.put(slot, hki.get_adapter(params))
+    slots = np.array([2, 0, 3, 1, 2])
+
+    def expected(slots):
+        dense = {slot: hki.materialize(params) for slot, params in adapters.items()}
+        return [T.apply(dense.get(int(s), base), x) for s, x in zip(slots, X, strict=True)]
+
+    close(run(bank, slots, X), expected(slots))
+    assert traced == [1]
+    adapters[1] = tuned(base, 9, rank=2)
+    bank = bank.put(1, hki.get_adapter(adapters[1]))
+    del adapters[2]
+    bank = bank.remove(2)
+    close(run(bank, slots, X), expected(slots))
+    assert traced == [1]
+
+
+def test_a_bank_of_a_quantized_base_with_views(never_dense):
+    params = {"attention": {"w": jax.random.normal(KEY, (16, 4, 8))}}
+    axes = {"attention/w": ([-3], [-2, -1])}
+    base = hki.quantize_params(params, dtype="int8", matrix_axes=axes)
+    bank = hki.AdapterBank.of(base, capacity=2, rank=4)
+    one = tuned(base, 1)
+    bank = bank.put(1, hki.get_adapter(one))
+    x = jax.random.normal(KEY, (3, 16))
+
+    def apply(params, x):
+        return jnp.einsum("a,ahc->hc", x, params["attention"]["w"])
+
+    run = jax.jit(hki.with_bank(hki.use_implicit_args(apply)))
+    got = run(bank, np.array([0, 1, 1]), x)
+    for i, params in enumerate((base, one, one)):
+        close(got[i], apply(hki.materialize(params), x[i]), 1e-4)
+
+
+def test_gradients_of_one_adapter_in_a_bank(base):
+    bank = hki.AdapterBank.of(base, capacity=2, rank=2).put(1, hki.get_adapter(tuned(base, 1)))
+
+    apply = hki.with_bank(MODEL.apply)
+
+    def loss(slots):
+        out = apply(hki.AdapterBank(bank.params, slots), np.array([0, 1, 0, 0, 0]), X)
+        return (out**2).sum()
+
+    grads = jax.grad(loss)(bank.slots)
+    params = tuned(base, 1)
+    trained, frozen = hki.partition(params, trainable_dense=False)
+    want = jax.grad(lambda t: (MODEL.apply(hki.combine(t, frozen), X[1]) ** 2).sum())(trained)
+    for path in WEIGHTS:
+        own = want[path.removesuffix("/w")]["w"]
+        close(grads[path][0][1], own.a, 1e-4)
+        close(grads[path][1][1], own.b, 1e-4)
+
+
+def test_errors_of_a_bank(base):
+    bank = hki.AdapterBank.of(base, capacity=2, rank=2, targets=WEIGHTS[:2])
+    adapter = hki.get_adapter(tuned(base, 1))
+    with pytest.raises(ValueError, match="linear_2/w: not a target of the bank"):
+        bank.put(0, adapter)
+    with pytest.raises(ValueError, match="slot: expected 0 to 1, got 2"):
+        bank.put(2, adapter)
+    large = hki.get_adapter(tuned(base, 1, rank=3, targets=WEIGHTS[0]))
+    with pytest.raises(
+        ValueError, match="linear_0/w: the adapter has rank 3, the bank has room for 2"
+    ):
+        bank.put(0, large)
+    other = hki.get_adapter(tuned(jax.tree.map(lambda x: x + 1, base), 1, targets=WEIGHTS[0]))
+    with pytest.raises(ValueError, match="linear_0/w: the adapter was made for another base"):
+        bank.put(0, other)
+    dora = hki.get_adapter(hki.add_adapter(base, 1, "dora", rank=2, targets=WEIGHTS[0]))
+    with pytest.raises(ValueError, match="linear_0/w: a bank has room for LoRA alone, got DoRA"):
+        bank.put(0, dora)
+    with pytest.raises(ValueError, match=r"slots: expected integers \[batch\], got float32"):
+        hki.with_bank(MODEL.apply)(bank, np.ones(5, np.float32), X)
+
+
+# --- combining -------------------------------------------------------------------------------------
+
+
+def deltas(adapter):
+    return {path: np.asarray(w.delta(), np.float64) for path, w in adapter.weights.items()}
+
+
+def test_the_sum_is_that_of_the_corrections_and_not_of_the_factors(base):
+    one, two = (
+        hki.get_adapter(tuned(base, 1, alpha=3.0)),
+        hki.get_adapter(tuned(base, 2, rank=3, alpha=None, targets=WEIGHTS[:2])),
+    )
+    new = hki.combine_adapters([one, two], [0.5, -2.0])
+    first, second, got = deltas(one), deltas(two), deltas(new)
+    for path in WEIGHTS:
+        close(got[path], 0.5 * first[path] - 2 * second.get(path, 0.0))
+    assert [new.weights[path].rank for path in WEIGHTS] == [5, 5, 2]
+    close(MODEL.apply(hki.set_adapter(base, new), X), T.apply(
+        hki.materialize(hki.set_adapter(base, new)), X))  # fmt: skip
+
+
+def test_the_nearest_of_a_smaller_rank(base):
+    one, two = (hki.get_adapter(tuned(base, i, targets=WEIGHTS[0])) for i in (1, 2))
+    new = hki.combine_adapters([one, two], [1.0, 1.0], rank=3)
+    whole = sum(deltas(x)[WEIGHTS[0]] for x in (one, two))
+    u, s, vh = np.linalg.svd(whole)
+    close(deltas(new)[WEIGHTS[0]], u[:, :3] * s[:3] @ vh[:3])
+
+
+def test_ties(base):
+    parts = [hki.get_adapter(tuned(base, i, targets=WEIGHTS[0])) for i in (1, 2, 3)]
+    new = hki.combine_adapters(parts, [1.0, 0.5, 1.0], "ties", density=0.5, rank=6)
+    found = []
+    for adapter, weight in zip(parts, [1.0, 0.5, 1.0], strict=True):
+        delta = weight * deltas(adapter)[WEIGHTS[0]]
+        limit = np.sort(np.abs(delta).ravel())[-delta.size // 2]
+        found.append(np.where(np.abs(delta) >= limit, delta, 0))
+    found = np.stack(found)
+    agreeing = (np.sign(found) == np.sign(found.sum(0))) & (found != 0)
+    want = (found * agreeing).sum(0) / np.maximum(agreeing.sum(0), 1)
+    close(deltas(new)[WEIGHTS[0]], want, 1e-4)
+
+
+def test_dare_has_the_sum_as_its_mean(base):
+    parts = [hki.get_adapter(tuned(base, i, targets=WEIGHTS[0])) for i in (1, 2)]
+    mean = np.mean(
+        [
+            deltas(hki.combine_adapters(parts, [1.0, 1.0], "dare", density=0.5, rank=6, key=i))[
+                WEIGHTS[0]
+            ]
+            for i in range(300)
+        ],
+        axis=0,
+    )
+    want = sum(deltas(x)[WEIGHTS[0]] for x in parts)
+    # The deviation of one draw is that of the entries; that of the mean a seventeenth of it.
+    assert np.abs(mean - want).max() < 5 * np.abs(want).max() / 300**0.5
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([1.0],), "weights: expected one for each of the 2 adapters, got 1"),
+        (([1.0, 1.0], "mean"), "method: expected 'linear', 'ties' or 'dare', got 'mean'"),
+        (([1.0, 1.0], "ties"), "density: expected a number above 0 and up to 1, got None"),
+    ],
+)
+def test_errors_of_combining(base, arguments, message):
+    parts = [hki.get_adapter(tuned(base, i)) for i in (1, 2)]
+    with pytest.raises(ValueError, match=message):
+        hki.combine_adapters(parts, *arguments)
+
+
+def test_adapters_of_two_bases_are_not_combined(base):
+    other = jax.tree.map(lambda x: x + 1, base)
+    parts = [hki.get_adapter(tuned(p, 1)) for p in (base, other)]
+    with pytest.raises(ValueError, match="linear_0/w: the adapters were made for different bases"):
+        hki.combine_adapters(parts, [1.0, 1.0])

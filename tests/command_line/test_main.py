@@ -1,0 +1,137 @@
+"""The program `haiku-implicit`, by its `main`."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+from haiku_implicit.command_line.main import COMMANDS, main
+
+
+def params_of(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 2)
+    return {
+        "model/layer_0": {"w": jax.random.normal(keys[0], (32, 8)), "b": jnp.ones(8)},
+        "model/layer_1": {"w": jax.random.normal(keys[1], (8, 4))},
+    }
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hki.save("model", params_of())
+    return tmp_path
+
+
+def run(capsys, *arguments):
+    """The exit code, and the lines of output and of errors."""
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    return code, out.splitlines(), err.splitlines()
+
+
+def test_inspect(folder, capsys):
+    code, out, _ = run(capsys, "inspect", "model")
+    assert code == 0 and out == str(hki.summary(params_of())).splitlines()
+    code, out, _ = run(capsys, "inspect", "model", "--depth=1", "--json", "--plot=memory.png")
+    [row] = json.loads(out[0])
+    assert (row["path"], row["nbytes"], row["bits"]) == ("model", 4 * (256 + 8 + 32), 32.0)
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_quantize_add_lora_merge_and_diff(folder, capsys):
+    options = ("--dtype=int4", "--group_size=16", "--targets=.*layer_0/w")
+    assert run(capsys, "quantize", "model", "small", *options)[0] == 0
+    weight = hki.load("small")["model/layer_0"]["w"]
+    assert (weight.format, weight.group_size) == ("int4", 16)
+    assert run(capsys, "add-lora", "small", "tuned", "--rank=2", "--alpha=4", "--seed=3")[0] == 0
+    tuned = hki.load("tuned")
+    want = hki.add_lora(hki.load("small"), 3, rank=2, alpha=4.0)
+    jax.tree.map(np.testing.assert_array_equal, tuned, want)
+    code, out, _ = run(capsys, "merge", "tuned", "merged", "--requantize")
+    assert code == 0 and any("layer_0/w" in line for line in out[1:])
+    merged = hki.load("merged")
+    assert merged["model/layer_0"]["w"].format == "int4"
+    code, out, _ = run(capsys, "diff", "model", "merged", "--json", "--plot=error.svg")
+    rows = {row["path"]: row for row in json.loads(out[0])["rows"]}
+    found = hki.compare_params(params_of(), merged)
+    assert code == 0 and rows["model/layer_0/w"]["relative"] == found.rows[0].relative > 0.01
+    assert "<svg" in (folder / "error.svg").read_text()
+
+
+def test_an_adapter_apart_from_its_base(folder, capsys):
+    tuned = hki.add_lora(params_of(), 0, rank=2)
+    tuned["model/layer_0"]["w"] = tuned["model/layer_0"]["w"]._replace(b=jnp.ones((2, 8)))
+    hki.save("adapter", hki.get_adapter(tuned))
+    code, out, _ = run(capsys, "inspect", "adapter")
+    assert code == 0 and any(line.startswith("model/layer_0/w/a") for line in out)
+    assert run(capsys, "merge", "model", "merged", "--adapter=adapter")[0] == 0
+    want = hki.materialize(tuned)["model/layer_0"]["w"]
+    np.testing.assert_allclose(hki.load("merged")["model/layer_0"]["w"], want, rtol=1e-6)
+    hki.save("other", params_of(1))
+    code, _, err = run(capsys, "merge", "other", "wrong", "--adapter=adapter")
+    assert code == 1 and "was made for another base" in err[0] and "--any_base" in err[0]
+    assert not (folder / "wrong").exists()
+    assert run(capsys, "merge", "other", "wrong", "--adapter=adapter", "--any_base")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        ([], 2, ""),
+        (
+            ["bogus"],
+            2,
+            "unknown command 'bogus'; there are inspect, quantize, add-lora, merge, diff",
+        ),
+        (["inspect"], 2, "expected PATH, got nothing"),
+        (["inspect", "model", "more"], 2, "expected PATH, got model more"),
+        (["inspect", "model", "--size=3"], 2, "Unknown command line flag 'size'"),
+        (["inspect", "model", "--depth=0"], 2, "flag --depth=0: 0 is not a positive integer"),
+        (["inspect", "absent"], 1, "No such file or directory: "),
+        (["inspect", "text"], 1, "text: "),
+        (["quantize", "model", "model"], 2, "model is there already; --overwrite writes over it"),
+        (["quantize", "model", "new", "--dtype=int99"], 1, "dtype: expected one of int8"),
+        (["add-lora", "model", "new", "--method=lore"], 1, "method: expected 'lora' or one of"),
+        (["quantize", "model", "new", "--targets=nothing"], 1, "targets: 'nothing' matches none"),
+    ],
+)
+def test_errors(folder, capsys, arguments, code, message):
+    (folder / "text").write_text("not a checkpoint")
+    before = (folder / "model").read_bytes()
+    found, _, err = run(capsys, *arguments)
+    assert (
+        found == code and message in "".join(err) and not any("Traceback" in line for line in err)
+    )
+    assert (folder / "model").read_bytes() == before and not (folder / "new").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_lists_every_flag(command, capsys):
+    code, out, _ = run(capsys, command.name, "--help")
+    assert code == 0 and f"haiku-implicit {command.name}" in "\n".join(out)
+    for name in set(command.flags()) - {"h"}:
+        assert any(line.strip().startswith(f"--{name}: ") for line in out)
+
+
+def test_overview(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0 and all(any(c.name in line for line in out) for c in COMMANDS)
+
+
+@pytest.mark.slow
+def test_as_a_program(folder):
+    command = "from haiku_implicit.command_line.main import main; raise SystemExit(main())"
+    found = subprocess.run(
+        [sys.executable, "-c", command, "inspect", "model"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.splitlines() == str(hki.summary(params_of())).splitlines()
+    assert not found.stderr  # no bars, no colours, on a pipe

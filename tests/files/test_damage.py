@@ -1,0 +1,328 @@
+"""Files that are damaged, or were made to do harm: one clear error, and no more memory than they have."""
+
+import json
+import random
+import tracemalloc
+import zlib
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import haiku_implicit as hki
+from tests.cases import CASES
+from tests.tiers import few
+
+pytestmark = pytest.mark.usefixtures("may_be_dense")
+
+ENTRY, CHECKSUM = "haiku_implicit", "haiku_implicit.crc32"
+
+
+def tree():
+    key = jax.random.key(3)
+    state = hk.data_structures.to_immutable_dict({"count": jnp.int32(3)})
+    weights = {"w": CASES["lora of int4"](), "b": np.ones(4, jnp.bfloat16), "on": np.array([True])}
+    return {"mlp/~/linear": weights, "more": (5, None, [jnp.ones(0)], key, state)}
+
+
+def same(a, b):
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x.dtype == y.dtype and bool((x == y).all()) for x, y in pairs if hasattr(x, "dtype"))
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "tree.safetensors"
+    hki.save(path, tree())
+    return path
+
+
+def refused(path):
+    """The one line of the error, if there is one; the tree otherwise."""
+    try:
+        return hki.load(path)
+    except hki.CheckpointError as e:
+        line = str(e)
+        assert str(path) in line and "\n" not in line and len(line) < 1000
+        return line
+
+
+@pytest.mark.parametrize("share", few([0.04, 1.0], 0.04))
+def test_a_byte_that_changed(path, share):
+    """Anywhere: in the header's length, its keys, the metadata, the checksums, the data."""
+    whole, wanted = path.read_bytes(), hki.load(path)
+    draw = random.Random(0)
+    for offset in range(len(whole)):
+        if draw.random() > share:
+            continue
+        for flip in (1 << draw.randrange(8), draw.randrange(1, 256)):
+            damaged = bytearray(whole)
+            damaged[offset] ^= flip
+            path.write_bytes(damaged)
+            found = refused(path)
+            assert isinstance(found, str) or same(found, wanted), (offset, flip, found)
+
+
+@pytest.mark.parametrize("step", few([97, 1], 97))
+def test_a_file_that_is_cut_off_or_goes_on(path, step):
+    whole = path.read_bytes()
+    for length in range(0, len(whole), step):
+        path.write_bytes(whole[:length])
+        assert isinstance(refused(path), str), length
+    path.write_bytes(whole + b" ")
+    assert "1 bytes of data" in refused(path) or "header tells" in refused(path)
+
+
+def test_the_error_names_the_key_and_the_way_out(path):
+    whole = bytearray(path.read_bytes())
+    data = np.ones(4, jnp.bfloat16).tobytes()
+    whole[whole.index(data)] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(
+        hki.CheckpointError, match=r"mlp/~/linear/b: its bytes have the checksum .* damaged"
+    ):
+        hki.load(path)
+    with pytest.raises(hki.CheckpointError, match="damaged"):
+        hki.load(path, numpy=True)
+
+
+# --- files that were made by hand ----------------------------------------------------------------
+
+
+def header_of(path):
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def write(path, header, data, text=None):
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def change(path, edit=lambda tree: None, rows=lambda rows: None):
+    """Edits the metadata, with the right checksum, and the table."""
+    header, data = header_of(path)
+    meta = json.loads(header["__metadata__"][ENTRY])
+    meta = edit(meta) or meta
+    text = meta if isinstance(meta, str) else json.dumps(meta)
+    header["__metadata__"] = {ENTRY: text, CHECKSUM: f"{zlib.crc32(text.encode()):08x}"}
+    rows(header)
+    write(path, header, data)
+
+
+def item(meta, *indices):
+    """A part of the tree in the metadata."""
+    found = meta["tree"]
+    for i in indices:
+        found = found["items"][i]
+    return found
+
+
+B = "mlp/~/linear/b"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda m: m.update(version=2), "version 2 of the format; this haiku_implicit reads version 1"),
+        (lambda m: m.update(version=True), "version True"),
+        (lambda m: m.pop("version") and None, "version None"),
+        (lambda m: m.pop("tree") and None, "the tree: expected a table in the structure, found False"),
+        (lambda m: m.update(tree=3), "the tree: expected a table in the structure, found 3"),
+        (lambda m: m.update(files="x"), "files: expected names"),
+        (lambda m: m.update(files=["../x"]), "files: expected names"),
+        (lambda m: m.update(files=[".."]), "files: expected names"),
+        (lambda m: m.update(files=["missing"]), "the file missing is missing"),
+        (lambda m: item(m, 0, 0).update(type="os.system"), "mlp/~/linear/w: .* does not know the type 'os.system'"),
+        (lambda m: item(m, 0, 0).update(type=["x"]), "mlp/~/linear/w: expected a type"),
+        (lambda m: item(m, 0, 0).update(keys=["w", "a", "b", "c"]), r"mlp/~/linear/w: .* fields \['w', 'a', 'b', 'c'\]"),
+        (lambda m: item(m, 0, 0).update(keys=["w", "a"]), "mlp/~/linear/w: 4 items, and 2 different keys"),
+        (lambda m: item(m, 0, 0, 0)["static"].update(format={"x": 1}), "mlp/~/linear/w.w: the metadata of a .*QuantizedMatrix"),
+        (lambda m: item(m, 0, 0)["static"].update(extra=1), r"static \['dtype', 'extra', 'shape'\]"),
+        (lambda m: item(m, 0, 0).update(static=None), "mlp/~/linear/w: the metadata of a"),
+        (lambda m: item(m, 0, 0).update(dense=["float32", [4, 5]]), "make a LoRA of float32.*where the file says"),
+        (lambda m: item(m, 0, 0).update(dense=["x", [4, 4]]), "mlp/~/linear/w: "),
+        (lambda m: item(m, 0, 0).update(dense=7), "expected a dtype and a shape"),
+        (lambda m: item(m, 0)["items"].__setitem__(0, None) or item(m, 0).update(keys=["w", "w", "on"]), "2 different keys"),
+        (lambda m: item(m, 0).update(keys=[["a"], {"x": 1}, 3]), "mlp/~/linear: the keys .* are not valid"),
+        (lambda m: item(m, 0).update(keys=3), "mlp/~/linear: the keys 3 are not valid"),
+        (lambda m: item(m, 0, 1).update(array="x"), "mlp/~/linear/b: is in the file, but not in the tree"),
+        (lambda m: item(m, 0, 1).update(array=["x"]), "mlp/~/linear/b: not the description of an array"),
+        (lambda m: item(m, 0, 1).update(array="mlp/~/linear/on"), "linear/on: is in the tree twice"),
+        (lambda m: item(m, 0, 1).update(shape=[5]), r"mlp/~/linear/b: expected BF16\[5\], the header says BF16\[4\]"),
+        (lambda m: item(m, 0, 1).update(shape=[-4]), "is not the shape of an array"),
+        (lambda m: item(m, 0, 1).update(shape=[2**40, 2**40]), "is not the shape of an array"),
+        (lambda m: item(m, 0, 1).update(shape=[1] * 99), "is not the shape of an array"),
+        (lambda m: item(m, 0, 1).update(shape=None), "is not the shape of an array"),
+        (lambda m: item(m, 0, 1).update(dtype="int16"), r"b: expected I16\[4\], the header says BF16\[4\]"),
+        (lambda m: item(m, 0, 1).update(dtype="object"), "does not know the dtype 'object'"),
+        (lambda m: item(m, 0, 1).update(dtype=[]), r"does not know the dtype \[\]"),
+        (lambda m: item(m, 0, 1).update(dtype="key:x"), "does not know the dtype 'key:x'"),
+        (lambda m: item(m, 0, 1).update(crc32="0"), "'0' is not a checksum"),
+        (lambda m: item(m, 0, 1).update(crc32="00000000"), "mlp/~/linear/b: its bytes have the checksum"),
+        (lambda m: item(m, 0, 1).update(file=1), "mlp/~/linear/b: is in a file number 1; there is none"),
+        (lambda m: item(m, 0, 1).update(file=-1), "mlp/~/linear/b: is in a file number -1; there is none"),
+        (lambda m: item(m, 0, 1).update(file=0.0), "mlp/~/linear/b: not the description"),
+        (lambda m: item(m, 1, 0).update(value={"object": ["os.system", {}]}), "more/0: not a value"),
+        (lambda m: item(m, 1, 0).update(value={"number": ["O", "00" * 8]}), "more/0: not a value"),
+        (lambda m: item(m, 1, 0).update(value={"number": ["V999999999999", ""]}), "more/0: not a value"),
+        (lambda m: item(m, 1, 0).update(value={"dtype": "no such"}), "more/0: not a value"),
+        (lambda m: item(m, 1, 0).update(value={}), "more/0: not a value"),
+        (lambda m: '{"version": 1, "version": 1}', "the key 'version' occurs twice"),
+        (lambda m: '{"version": 1, "files": [], "tree": ' + '{"type":"list","items":[' * 5000, "too deeply"),
+        (lambda m: '{"version": 1, "tree": ' + "9" * 5000 + "}", "not JSON"),
+        (lambda m: "[]", "version None"),
+        (lambda m: "{", "not JSON"),
+    ],
+)  # fmt: skip
+def test_metadata_that_was_made_by_hand(edit, message, path):
+    change(path, edit)
+    with pytest.raises(hki.CheckpointError, match=message) as raised:
+        hki.load(path)
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda r: r.pop(B), "mlp/~/linear/.*: its bytes should begin at"),
+        (lambda r: r.update(extra=r[B]), "its bytes should begin at"),
+        (lambda r: r.update({"extra": r.pop(B)}), "extra: is in the file, but not in the tree"),
+        (lambda r: r.update(extra=dict(dtype="U8", shape=[0], data_offsets=[0, 0])), "extra: is in the file"),
+        (lambda r: r[B].update(dtype="I16"), r"mlp/~/linear/b: expected BF16\[4\], the header says I16\[4\]"),
+        (lambda r: r[B].update(dtype="X"), "mlp/~/linear/b: the dtype 'X'; known are"),
+        (lambda r: r[B].update(dtype=None), "mlp/~/linear/b: the dtype None"),
+        (lambda r: r[B].update(shape=[2, 2]), r"expected BF16\[4\], the header says BF16\[2, 2\]"),
+        (lambda r: r[B].update(shape=[10**30]), "is not the shape of an array"),
+        (lambda r: r[B].update(shape=[0, 10**30]), "is not the shape of an array"),
+        (lambda r: r[B].update(shape=[-2, -2]), "is not the shape of an array"),
+        (lambda r: r[B].update(shape=[4.0]), "is not the shape of an array"),
+        (lambda r: r[B].update(shape=[True, 4]), "is not the shape of an array"),
+        (lambda r: r[B].update(shape=[10**9]), "takes 2000000000 bytes, the header gives it 8"),
+        (lambda r: r[B].update(data_offsets=[-8, 0]), "data_offsets should be two numbers"),
+        (lambda r: r[B].update(data_offsets=[0, 8]), "should begin at"),
+        (lambda r: r[B].update(data_offsets=[10**9, 10**9 + 8]), "should begin at"),
+        (lambda r: r[B].update(data_offsets="x"), "data_offsets should be two numbers"),
+        (lambda r: r.update({B: 3}), "mlp/~/linear/b: expected dtype, shape and data_offsets"),
+        (lambda r: r.update(__metadata__=3), "__metadata__ should map texts to texts"),
+        (lambda r: r["__metadata__"].update(x=3), "__metadata__ should map texts to texts"),
+        (lambda r: r["__metadata__"].pop(ENTRY), "has no 'haiku_implicit'; the file is damaged"),
+        (lambda r: r["__metadata__"].pop(CHECKSUM), "has no 'haiku_implicit.crc32'"),
+        (lambda r: r["__metadata__"].update({CHECKSUM: "00000000"}), "does not have the checksum '00000000'"),
+    ],
+)  # fmt: skip
+def test_a_table_that_was_made_by_hand(edit, message, path):
+    change(path, rows=edit)
+    with pytest.raises(hki.CheckpointError, match=message) as raised:
+        hki.load(path)
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"{" * 100_000, "nested too deeply|not JSON"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"a": [' + b"[" * 1_000_000, "nested too deeply"),
+        (b'{"a":1,"a":2}', "the key 'a' occurs twice"),
+        (b"{\xff}", "not JSON"),
+        (b"{}garbage", "not JSON"),
+        (
+            b'{"a":' + b"[" * 900 + b"]" * 900 + b"}",
+            "expected dtype, shape and data_offsets|too deeply",
+        ),
+    ],
+)
+def test_a_header_that_was_made_by_hand(header, message, path):
+    write(path, header, b"")
+    tracemalloc.start()
+    with pytest.raises(hki.CheckpointError, match=message):
+        hki.load(path)
+    assert tracemalloc.get_traced_memory()[1] < 60e6
+    tracemalloc.stop()
+
+
+def test_a_length_that_is_not_there(path):
+    path.write_bytes((2**62).to_bytes(8, "little") + b"{}")
+    with pytest.raises(
+        hki.CheckpointError, match=r"of its 10 bytes a header should take 4611686018427387904"
+    ):
+        hki.load(path)
+
+
+def mutations(x, draw):
+    """A random place of JSON, changed into something else."""
+    junk = [
+        None,
+        True,
+        -1,
+        0,
+        2**70,
+        1.5,
+        "x",
+        "float32",
+        [],
+        {},
+        [1],
+        {"value": 1},
+        {"array": "x"},
+        float("nan"),
+    ]
+    if isinstance(x, dict) and x and draw.random() < 0.85:
+        key = draw.choice(list(x))
+        if draw.random() < 0.1:
+            return {k: v for k, v in x.items() if k != key}
+        return x | {key: mutations(x[key], draw)}
+    if isinstance(x, list) and x and draw.random() < 0.85:
+        i = draw.randrange(len(x))
+        if draw.random() < 0.1:
+            return x[:i] + x[i + 1 :]
+        return [*x[:i], mutations(x[i], draw), *x[i + 1 :]]
+    return draw.choice(junk)
+
+
+@pytest.mark.parametrize("count", few([100, 5000], 100))
+def test_random_changes_with_right_checksums(count, path):
+    """An error, or some tree; nothing else happens."""
+    whole = path.read_bytes()
+    loaded = 0
+    for seed in range(count):
+        draw = random.Random(seed)
+        path.write_bytes(whole)
+        if draw.random() < 0.7:
+            change(path, lambda m: m | {"tree": mutations(m["tree"], draw)})  # noqa: B023
+        else:
+            header, data = header_of(path)
+            write(path, mutations(header, draw), data)
+        loaded += not isinstance(refused(path), str)
+    assert loaded < count / 2
+
+
+def test_parts_of_a_checkpoint(path):
+    hki.save(path, tree(), max_shard_bytes=30)
+    parts = sorted(p for p in path.parent.iterdir() if p != path)
+    with pytest.raises(
+        hki.CheckpointError,
+        match=r"a part of the checkpoint tree.safetensors, save \w{16}; load that",
+    ):
+        hki.load(parts[0])
+    whole = parts[1].read_bytes()
+    name = next(iter(safetensors.numpy.load_file(parts[1])))
+    for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+        parts[1].write_bytes(damaged)
+        with pytest.raises(hki.CheckpointError, match=name):
+            hki.load(path)
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(hki.CheckpointError, match="is in the file, but not in the tree"):
+        hki.load(path)
+    parts[1].unlink()
+    with pytest.raises(
+        hki.CheckpointError, match=rf"the file {parts[1].name} is missing, which has {name}"
+    ):
+        hki.load(path)
