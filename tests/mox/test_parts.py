@@ -447,6 +447,20 @@ def test_map_and_diff():
     assert [line[0] for line in lines] == ["-"] * (len(lines) - 1) + ["+"]
 
 
+def test_state_captured_values_and_hidden_outputs_of_a_call():
+    _, mox, _ = made(trained)
+    own = [
+        f"first/~/{x}_ema/{y}" for x in ("mean", "var") for y in ("average", "counter", "hidden")
+    ]
+    assert sorted(mox.states("first")) == sorted(own) and mox.states("a") == []
+    [first], [a] = mox["first"], mox["a"]
+    # The two new averages, with their sums before the correction, and the two counters.
+    assert len(mox.hidden_outputs(first)) == 6 and mox.hidden_outputs(a) == ()
+    params = {v for slot in mox.interface.params.values() for v in slot.atoms}
+    assert len(a.captured) == 2 and set(a.captured) < params
+    assert not {*first.inputs} & {*first.captured}
+
+
 def test_implicit_parameters_by_query():
     _, mox, params = made(mlp)
     chosen = mox.parameters("//module_call[@type='Linear' and @output_size > 5]//dot_general")
