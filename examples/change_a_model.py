@@ -6,7 +6,8 @@ written that way. The weights are random; the adapters are trained on sequences 
     python examples/change_a_model.py
 """
 
-import functools
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import haiku as hk
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
+from tqdm import tqdm
 
 import haiku_implicit as hki
 from haiku_implicit.mox import diff, make_mox
@@ -41,6 +43,19 @@ def main(argv: list[str]) -> None:
         train_adapters(kind)
 
 
+@contextlib.contextmanager
+def stages(what: str, count: int) -> Iterator[Callable[[str], None]]:
+    """A bar over so many things, each of which is named when it begins."""
+    shown = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
+    with tqdm(total=count, desc=what, bar_format=shown, leave=False) as bar:
+
+        def begin(name: str) -> None:
+            bar.n += 1
+            bar.set_postfix_str(name)  # which draws it
+
+        yield begin
+
+
 # --- an inner layer, and activations ---------------------------------------------------------------
 
 
@@ -56,13 +71,18 @@ def an_attention_for_a_layer() -> None:
         return layer(x, x, x)
 
     x = jax.random.normal(jax.random.key(0), (4, 16))
-    mox = make_mox(hk.transform(model))(x)
-    changed = mox.sub('//module_call[@type="Linear" and @output_size=42]', attention)
-    params = changed.init(jax.random.key(1), x)
+    with stages("attention", 3) as begin:
+        begin("the expression and the change")
+        mox = make_mox(hk.transform(model))(x)
+        changed = mox.sub('//module_call[@type="Linear" and @output_size=42]', attention)
+        begin("init")
+        params = changed.init(jax.random.key(1), x)
+        begin("apply")
+        out = changed.apply(params, None, x)
     heading("hk.Linear(42) becomes attention")
     print(diff(mox, changed).split("\n+    ")[0])
     print("new parameters:", ", ".join(name for name in params if "attention" in name))
-    assert changed.apply(params, None, x).shape == (4, 10)
+    assert out.shape == (4, 10)
     assert "mlp/~/linear_1" not in params
 
 
@@ -74,29 +94,34 @@ def gelu_in_a_resnet() -> None:
 
     x = jax.random.normal(jax.random.key(0), (1, _SIZE.value, _SIZE.value, 3))
     resnet = hk.transform_with_state(model)
-    params, state = jax.jit(resnet.init, static_argnums=2)(jax.random.key(1), x, True)
-    # Its last layer starts at zero, and nothing could be seen.
-    params = {
-        **params,
-        "res_net50/~/logits": jax.tree.map(lambda w: w + 0.01, params["res_net50/~/logits"]),
-    }
-    mox = make_mox(resnet)(x, False, params=params, state=state)
-    relus = mox.query(RELU)
-    one = mox.query(f'//module_call[@name="block_group_2"]/module_call[@name="block_3"]{RELU}')[-1]
+    rows = []
+    with stages("ResNet50", 6) as begin:
+        begin("init")
+        params, state = jax.jit(resnet.init, static_argnums=2)(jax.random.key(1), x, True)
+        # Its last layer starts at zero, and nothing could be seen.
+        params = {
+            **params,
+            "res_net50/~/logits": jax.tree.map(lambda w: w + 0.01, params["res_net50/~/logits"]),
+        }
+        begin("the expression")
+        mox = make_mox(resnet)(x, False, params=params, state=state)
+        relus = mox.query(RELU)
+        one = mox.query(f'//module_call[@name="block_group_2"]/module_call[@name="block_3"]{RELU}')
+        for label, where in (("nowhere", []), ("in one place", one[-1:]), ("everywhere", relus)):
+            begin(f"GELU {label}")
+            changed = mox.sub(where, jax.nn.gelu) if where else mox
+            logits, _ = jax.jit(changed.apply, static_argnums=4)(params, state, None, x, False)
+            rows.append((label, len(changed.query(RELU)), len(changed.query("//function")), logits))
+        begin("GELU written by hand")
+        want, _ = resnet_with_gelu().apply(params, state, None, x, False)
 
     heading("ReLU becomes GELU in ResNet50")
-    rows = []
-    for label, where in (("nowhere", []), ("in one place", [one]), ("everywhere", relus)):
-        changed = mox.sub(where, jax.nn.gelu) if where else mox
-        logits, _ = jax.jit(changed.apply, static_argnums=4)(params, state, None, x, False)
-        rows.append((label, len(changed.query(RELU)), len(changed.query("//function")), logits))
     table(
         ["", "ReLUs", "GELUs", "change of the logits"],
         [[a, b, c, f"{abs(d - rows[0][3]).max():.4f}"] for a, b, c, d in rows],
     )
     assert [row[1] for row in rows] == [len(relus), len(relus) - 1, 0]
     assert abs(rows[1][3] - rows[0][3]).max() > 0
-    want, _ = resnet_with_gelu().apply(params, state, None, x, False)
     np.testing.assert_allclose(rows[2][3], want, rtol=1e-3, atol=1e-4)
 
 
@@ -138,26 +163,31 @@ def lora_in_every_projection() -> None:
     """LoRA in the attention projections of a Llama: as implicit weights, and as modules."""
     tokens = repeating_tokens(jax.random.key(0))
     model = hk.without_apply_rng(hk.transform(lambda tokens: llama.Llama(llama_config())(tokens)))
-    params = model.init(jax.random.key(1), tokens)
-    mox = make_mox(model)(tokens)
 
-    weights = mox.parameters(PROJECTIONS)
-    implicit = hki.add_lora(params, jax.random.key(2), rank=4, targets=weights)
-    modules = mox.sub(PROJECTIONS, LoRALinear)
-    dense = modules.init(jax.random.key(1), tokens)
-    for name in weights:
-        module = name.removesuffix("/w")
-        weight = implicit[module]["w"]
-        dense[f"{module}/lo_ra_linear"] = dict(w=weight.w, a=weight.a, b=weight.b + 0.01)
-        implicit[module]["w"] = weight._replace(b=weight.b + 0.01)
+    def gradients(apply: Any, params: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return cross_entropy(apply(params, tokens), tokens)
 
-    def loss(apply: Any, params: Any) -> jax.Array:
-        return cross_entropy(apply(params, tokens), tokens)
+        return jax.jit(jax.value_and_grad(loss))(params)
 
-    of_weights, of_modules = (
-        jax.jit(jax.value_and_grad(functools.partial(loss, apply)))(p)
-        for apply, p in ((mox.apply, implicit), (modules.apply, dense))
-    )
+    with stages("LoRA in a Llama", 4) as begin:
+        begin("the expression and its weights")
+        mox = make_mox(model)(tokens)
+        weights = mox.parameters(PROJECTIONS)
+        params = model.init(jax.random.key(1), tokens)
+        implicit = hki.add_lora(params, jax.random.key(2), rank=4, targets=weights)
+        begin("modules and theirs")
+        modules = mox.sub(PROJECTIONS, LoRALinear)
+        dense = modules.init(jax.random.key(1), tokens)
+        for name in weights:
+            module = name.removesuffix("/w")
+            weight = implicit[module]["w"]
+            dense[f"{module}/lo_ra_linear"] = dict(w=weight.w, a=weight.a, b=weight.b + 0.01)
+            implicit[module]["w"] = weight._replace(b=weight.b + 0.01)
+        begin("gradients of the weights")
+        of_weights = gradients(mox.apply, implicit)
+        begin("gradients of the modules")
+        of_modules = gradients(modules.apply, dense)
     heading(f"LoRA in the {len(weights)} attention projections of a Llama")
     table(
         ["", "loss", "norm of the factors' gradients"],
@@ -248,15 +278,22 @@ def train_adapters(by_hand: Any) -> None:
 
         return hk.without_apply_rng(hk.transform(apply))
 
-    mox = make_mox(model(plain))(tokens)
-    changed = mox.insert_after(
-        f"{name}/layer_*",
-        bottleneck,
-        path=lambda node: f"{node.path}_adapter",
+    with stages(name, 3) as begin:
+        begin("the expression and the change")
+        mox = make_mox(model(plain))(tokens)
+        changed = mox.insert_after(
+            f"{name}/layer_*",
+            bottleneck,
+            path=lambda node: f"{node.path}_adapter",
+        )
+        begin("init")
+        params = changed.init(jax.random.key(4), tokens)
+        begin("the loss before")
+        before = cross_entropy(changed.apply(params, tokens), tokens)
+    put, written = (
+        train(apply, params, tokens, f"{name}, {how}")
+        for apply, how in ((changed.apply, "put in"), (model(by_hand).apply, "by hand"))
     )
-    params = changed.init(jax.random.key(4), tokens)
-    before = cross_entropy(changed.apply(params, tokens), tokens)
-    put, written = (train(apply, params, tokens) for apply in (changed.apply, model(by_hand).apply))
     heading(f"adapters behind the {_LAYERS.value} blocks of a {name}, {_STEPS.value} steps")
     table(
         ["", "loss before", "loss after"],
@@ -269,7 +306,7 @@ def train_adapters(by_hand: Any) -> None:
     assert put < before
 
 
-def train(apply: Any, params: Any, tokens: jax.Array) -> float:
+def train(apply: Any, params: Any, tokens: jax.Array, label: str) -> float:
     """Trains the adapters alone, and returns the last loss."""
     optimizer = optax.adam(1e-2)
 
@@ -288,8 +325,9 @@ def train(apply: Any, params: Any, tokens: jax.Array) -> float:
 
     adapters, frozen = split(params)
     state = optimizer.init(adapters)
-    for _ in range(_STEPS.value):
+    for _ in (bar := tqdm(range(_STEPS.value), label, leave=False)):
         value, adapters, state = step(adapters, state)
+        bar.set_postfix(loss=f"{value:.4f}", refresh=False)
     return float(value)
 
 

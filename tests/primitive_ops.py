@@ -19,6 +19,18 @@ CONV = ("NCH", "OIH", "NCH")
 # Rows times the transposed matrices of their groups, as where a `ragged_dot` is differentiated.
 TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 
+MODULES = (lax, jex, lax.linalg)
+
+
+def primitive_named(name):
+    """The primitive that JAX exports under a name, or None where this version has none."""
+    if name == "remat":  # JAX 0.7 does not export it
+        return compat.remat_p
+    return next((getattr(m, f"{name}_p") for m in MODULES if hasattr(m, f"{name}_p")), None)
+
+
+UNEXPORTED = {"ragged_dot_general", "composite", "name"}
+
 
 def mesh():
     """One device as a mesh of one axis."""
@@ -506,6 +518,8 @@ COMPLEX = {
     "reduce_sum": [lambda w, x: w.sum(0)],
     "transpose": [lambda w, x: w.T],
 }
+
+TABLES = {jnp.float32: FLOAT, jnp.int32: INT, jnp.uint32: UINT, jnp.complex64: COMPLEX}
 
 # Primitives that no function above binds, and why.
 EXCEPTIONS = {

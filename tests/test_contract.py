@@ -12,33 +12,15 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
-from jax.extend.core import primitives as jex
 
 import haiku_implicit as hki
-from haiku_implicit.core import compat, dispatch, interpreter
+from haiku_implicit.core import dispatch, interpreter
 from tests import primitive_ops
 from tests.cases import CASES, SHAPE, matrix
+from tests.primitive_ops import MODULES, TABLES, UNEXPORTED, primitive_named
 from tests.tiers import few
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
-
-TABLES = {
-    jnp.float32: primitive_ops.FLOAT,
-    jnp.int32: primitive_ops.INT,
-    jnp.uint32: primitive_ops.UINT,
-    jnp.complex64: primitive_ops.COMPLEX,
-}
-MODULES = (lax, jex, lax.linalg)
-
-
-def primitive_named(name):
-    """The primitive that JAX exports under a name, or None where this version has none."""
-    if name == "remat":  # JAX 0.7 does not export it
-        return compat.remat_p
-    return next((getattr(m, f"{name}_p") for m in MODULES if hasattr(m, f"{name}_p")), None)
-
-
-UNEXPORTED = {"ragged_dot_general", "composite", "name"}
 
 
 def operations(table, without=(), alone=True):

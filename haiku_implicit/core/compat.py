@@ -119,6 +119,12 @@ IDENTITIES = [
 ]
 
 
+def polynomials(x: jax.Array) -> list[jax.Array]:
+    """A polynomial with and without its optional parameter, where JAX has a primitive for it (0.12)."""
+    polynomial: Any = getattr(jax.lax, "polynomial", None)
+    return [polynomial(x, [x, x]), polynomial(x, [x, x], unroll=1)] if polynomial else []
+
+
 # Whether a trace is one that no other may use.
 _OWN_TRACES: Any = jax.make_user_context(False) if hasattr(jax, "make_user_context") else None
 

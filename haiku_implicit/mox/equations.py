@@ -5,7 +5,7 @@ process. What decides about the numbers is written, and the rest is that of an e
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
+from haiku_implicit.mox import made
 from haiku_implicit.mox.plain import Unsaveable, require, same_type
 
 # Functions with derivatives of their own, which have a table in a file.
@@ -43,20 +44,6 @@ _NOT_SAVED = {
 @functools.cache
 def primitives() -> dict[str, Primitive]:
     """The primitives that a file may have, by name."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    x = jax.ShapeDtypeStruct((2,), jnp.float32)
-    probes: Sequence[tuple[Any, ...]] = [
-        (lambda k: jax.random.wrap_key_data(jax.random.key_data(jax.random.clone(k))), key),
-        (functools.partial(jax.random.split, num=2), key),
-        (functools.partial(jax.random.fold_in, data=1), key),
-        (lambda k: jax.random.bits(k, (2,)), key),
-        (lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), x),
-        (jax.lax.composite(jnp.sin, "probe"), x),
-        (
-            lambda i: jax.lax.linalg.lu_pivots_to_permutation(i, 2),
-            jax.ShapeDtypeStruct((2,), "int32"),
-        ),
-    ]
     public = [
         *(
             getattr(module, name)
@@ -66,7 +53,7 @@ def primitives() -> dict[str, Primitive]:
         *compat.IDENTITIES,
         compat.remat_p,
         compat.ragged_dot_general_p,
-        *(eqn.primitive for fun, *args in probes for eqn in jax.make_jaxpr(fun)(*args).eqns),
+        *(eqn.primitive for eqns in made.equations().values() for eqn in eqns),
     ]
     found = {x.name: x for x in public if isinstance(x, Primitive)}
     return {name: x for name, x in found.items() if name not in _NOT_SAVED}
@@ -81,7 +68,13 @@ def to_file(primitive: Primitive, params: Mapping[str, Any], operands: Sequence[
             "devices of this machine"
         )
     write, _ = _SPECIAL.get(primitive.name, (None, None))
-    return params if write is None else write(params, operands)
+    if write is not None:
+        return write(params, operands)
+    try:
+        made.check_names(primitive, params, (x.aval for x in operands))
+    except ValueError as e:  # bound by hand, in another way than JAX's functions bind it
+        raise Unsaveable(str(e)) from e
+    return params
 
 
 def from_file(
@@ -90,11 +83,15 @@ def from_file(
     """Binds an equation of a file to operands, and returns its results."""
     primitive = primitives().get(name)
     require(primitive is not None, f"there is no primitive {name!r} that a file may have")
+    assert primitive is not None
+    if name in _OWN_NAMES:
+        made.require_names(name, params, *_OWN_NAMES[name])
+    else:
+        made.check_names(primitive, params, map(jax.typeof, operands))
     _, read = _SPECIAL.get(name, (None, None))
     if name == "unstack":  # as many results as the file says, and not as the axis is long
         axis = params["axis"]
         require(operands[0].shape[axis] == num_results, "unstack has another number of results")
-    assert primitive is not None
     return compat.bind(primitive, operands, params) if read is None else read(params, operands)
 
 
@@ -138,19 +135,6 @@ def _same_types(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
 # --- those with parameters of their own ---------------------------------------------------------------
 
 
-@functools.cache
-def _template(name: str) -> dict[str, Any]:
-    """The parameters of an equation made now."""
-    x = jnp.zeros((1,))
-    fun: dict[str, Callable[..., Any]] = {
-        "jit": jax.jit(lambda x: x * 2),
-        "device_put": jax.device_put,
-        "scan": lambda x: jax.lax.scan(lambda c, y: (c + y, None), x, x[None])[0],
-    }
-    eqns = jax.make_jaxpr(fun[name])(x).eqns
-    return next(dict(eqn.params) for eqn in eqns if eqn.primitive.name == name)
-
-
 def _refuse(condition: bool, reason: str) -> None:
     if condition:
         raise Unsaveable(reason)
@@ -166,13 +150,13 @@ def _write_jit(params: Mapping[str, Any], operands: Any) -> dict[str, Any]:
     _refuse(mesh is not None and not mesh.empty, f"it runs on a mesh: {mesh}")
     _refuse(bool(params["compiler_options_kvs"]), "it has options for the compiler")
     kept = {name: params[name] for name in ("name", "jaxpr", "keep_unused", "donated_invars")}
-    if params["inline"] != _template("jit")["inline"]:
+    if params["inline"] != made.template("jit")["inline"]:
         kept["inline"] = getattr(params["inline"], "name", params["inline"])
     return kept
 
 
 def _read_jit(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-    jaxpr, template = params["jaxpr"], _template("jit")
+    jaxpr, template = params["jaxpr"], made.template("jit")
     check_operands("jit", jaxpr, operands)
     require(type(params["name"]) is str, "the name of a function has to be a text")
     require(type(params["keep_unused"]) is bool, "keep_unused has to be a boolean")
@@ -229,7 +213,7 @@ def _read_scan(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     require(
         _same_types(carry, out), f"the scan has {_str(carry)} before a step, and then {_str(out)}"
     )
-    template = _template("scan")
+    template = made.template("scan")
     if "num_consts" not in template:
         return _scan(params, operands)
     new = template | {name: x for name, x in params.items() if name in template}
@@ -313,8 +297,7 @@ def _write_device_put(params: Mapping[str, Any], operands: Sequence[Any]) -> dic
 
 
 def _read_device_put(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-    require(not params, "device_put has no parameters in a file")
-    template = _template("device_put")
+    template = made.template("device_put")
     return compat.bind(
         jax.lax.device_put_p, operands, {k: x * len(operands) for k, x in template.items()}
     )
@@ -340,6 +323,21 @@ def _read_reduce(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     return list(out)
 
 
+_CALLS = [getattr(jex, name) for name in ("closed_call_p", "call_p") if hasattr(jex, name)]
+
+# The required and the optional parameters of those that a file has in another way than JAX, or that no
+# function of JAX's makes.
+_OWN_NAMES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "jit": (("name", "jaxpr", "keep_unused", "donated_invars"), ("inline",)),
+    "scan": (
+        ("jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry"),
+        ("linear", "_split_transpose"),
+    ),
+    "device_put": ((), ()),
+    "reduce": (("jaxpr", "dimensions"), ("out_sharding",)),
+    **{primitive.name: (("call_jaxpr",), ("name",)) for primitive in _CALLS},
+}
+
 _SPECIAL: dict[str, tuple[Any, Any]] = {
     "jit": (_write_jit, _read_jit),
     "scan": (_write_scan, _read_scan),
@@ -349,7 +347,6 @@ _SPECIAL: dict[str, tuple[Any, Any]] = {
     "reduce": (_write_reduce, _read_reduce),
     **{
         x.name: (None, functools.partial(_read_call, primitive=x))
-        for x in (compat.remat_p, getattr(jex, "closed_call_p", None), getattr(jex, "call_p", None))
-        if x is not None
+        for x in (compat.remat_p, *_CALLS)
     },
 }

@@ -329,7 +329,11 @@ def _without_taps(node: Any, made: Any) -> Any:
     if taps:
         loop = node.primitive is jex.while_p
         reason = "it runs an unknown number of times" if loop else "it may not run"
-        raise ValueError(f"no value can be tapped in the body of {node!r}: {reason}")
+        raise ValueError(
+            f"no value can be tapped in the body of {node!r}: {reason}. Tap the {node.primitive.name} "
+            f"itself ('//{node.primitive.name}') for what it returns; or look at values as they are "
+            "computed, by mox.patch(where, function) with a jax.debug.callback in the function"
+        )
     return out, state
 
 

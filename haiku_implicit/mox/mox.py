@@ -361,7 +361,34 @@ class Mox(Program):
           >>> wide
           ['mlp/~/linear_0/b', 'mlp/~/linear_0/w']
         """
-        return parts.parameters_of(self, view.find(self, where))
+        return parts.read_of(self, self.interface.params, view.find(self, where))
+
+    def states(self, where: view.Where) -> list[str]:
+        """The state that nodes read or write: `module/name` of each entry.
+
+        Args:
+          where: the nodes, as for `sub`.
+
+        Example:
+          >>> import haiku as hk, jax.numpy as jnp
+          >>> from haiku_implicit.mox import make_mox
+          >>> model = hk.transform_with_state(lambda x: hk.ExponentialMovingAverage(0.9)(x))
+          >>> make_mox(model)(jnp.ones(3)).states('exponential_moving_average')
+          ['exponential_moving_average/average', 'exponential_moving_average/counter',
+           'exponential_moving_average/hidden']
+        """
+        return parts.states_of(self, view.find(self, where))
+
+    def hidden_outputs(self, node: Any) -> tuple[Any, ...]:
+        """The variables that a call of a module defines and does not return, but others read.
+
+        They are those of new state, and of values that the model keeps in a Python variable. (What a
+        call reads otherwise than through its arguments is its attribute `captured`.)
+
+        Args:
+          node: a call, as `query` returns it.
+        """
+        return parts.hidden_outputs_of(self, node)
 
     def taps(self, where: view.Where) -> "Mox":
         """The expression that returns values within it, too.
@@ -375,7 +402,8 @@ class Mox(Program):
           is in a loop has one more axis in front, of its steps. Derivatives go through the values.
 
         Raises:
-          ValueError: for nodes in branches or in loops of unknown length.
+          ValueError: for nodes in branches, which may not run, or in `while` loops, whose steps are not
+            known in number. The error says what to do instead.
 
         Example:
           >>> import haiku as hk, jax, jax.numpy as jnp
@@ -433,7 +461,8 @@ class Mox(Program):
 
         Args:
           where: the nodes, as for `sub`.
-          value: an array, or a tree of arrays as the node returns; or a function of what it returns.
+          value: an array, or a tree of arrays as the node returns; or a function of what it returns. In
+            a loop an array is that of one step, and the same for all; a function sees each step.
 
         Example: the gradient with respect to a value within a model.
 

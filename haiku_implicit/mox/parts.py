@@ -16,16 +16,44 @@ from haiku_implicit.mox.paths import with_new_paths
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.replacement import structures_of
 from haiku_implicit.mox.sources import read_by
-from haiku_implicit.mox.tree import Body, ModuleCall, Node, needed, read_counts, steps
+from haiku_implicit.mox.tree import (
+    Body,
+    ModuleCall,
+    Node,
+    defined_in,
+    hidden,
+    needed,
+    read_counts,
+    steps,
+    walk,
+)
 
 
-def parameters_of(mox: Program, nodes: Sequence[Node]) -> list[str]:
-    """The parameters that nodes read, `module/name` of each, in the order of the model's."""
-    params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
+def read_of(mox: Program, slots: Mapping[Path, Slot], nodes: Sequence[Node]) -> list[str]:
+    """The parameters or the state that nodes read: `module/name` of each, in the model's order."""
+    known = {v: path for path, slot in slots.items() for v in slot.atoms}
     found = set()
-    for site in sites_of(mox.body, nodes, params=params, inner=True):
+    for site in sites_of(mox.body, nodes, params=known, inner=True):
         found |= set(read_by(site.node, site.place.known))
-    return ["/".join(path) for path in mox.interface.params if path in found]
+    return ["/".join(path) for path in slots if path in found]
+
+
+def states_of(mox: Program, nodes: Sequence[Node]) -> list[str]:
+    """The state that nodes read or, at the top of the model, write."""
+    written = set()
+    for node in nodes:
+        defined = defined_in(node)
+        for path, slot in mox.interface.new_state.items():
+            written |= {"/".join(path)} if defined.intersection(slot.atoms) else set()
+    read = read_of(mox, mox.interface.state, nodes)
+    return sorted(written.union(read))
+
+
+def hidden_outputs_of(mox: Program, node: Node) -> tuple[Var, ...]:
+    """What a node defines beside its results, and something outside of it reads."""
+    [site] = sites_of(mox.body, [node], inner=True)[:1]
+    found = hidden(site.place.body, node).difference(node.outputs)
+    return tuple(v for x in walk(node, into_bodies=False) for v in x.outputs if v in found)
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from haiku_implicit.core import compat
 from haiku_implicit.mox import view
@@ -70,19 +71,20 @@ def _records() -> dict[str, Any]:
     solve = jax.make_jaxpr(lambda a, b: jnp.linalg.solve(a, b))(jnp.eye(2), jnp.ones(2))
     (tuple_class,) = {
         type(eqn.params["jaxprs"])
-        for eqn in _all_equations(solve.jaxpr)
+        for eqn in all_equations(solve.jaxpr)
         if eqn.primitive is jax.lax.linear_solve_p
     }
     found["LinearSolve"] = tuple_class
     return found
 
 
-def _all_equations(jaxpr: Any) -> Any:
+def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr, and of those of calls in it."""
     for eqn in jaxpr.eqns:
         yield eqn
         inner = eqn.params.get("jaxpr")
         if inner is not None:
-            yield from _all_equations(getattr(inner, "jaxpr", inner))
+            yield from all_equations(getattr(inner, "jaxpr", inner))
 
 
 def _is_record(cls: type) -> bool:
@@ -144,7 +146,7 @@ def _policy_to_json(x: Any) -> Any:
     for name in _OF_NAMES:
         make = getattr(jax.checkpoint_policies, name)
         sets = _held_by(x)
-        if _is_made_as(x, make("a")) and all(isinstance(held, frozenset) for held in sets):
+        if _is_made_as(x, make("a")) and all(isinstance(held, set | frozenset) for held in sets):
             names = sorted({str(y) for held in sets for y in held})
             if _held_by(make(*names)) == sets:
                 return {"policy": [name, *names]}

@@ -138,6 +138,13 @@ class ModuleCall:
         deeper = (child.inside for child in self.children if isinstance(child, ModuleCall))
         return frozenset(map(id, self.children)).union(*deeper)
 
+    @functools.cached_property
+    def captured(self) -> tuple[Var, ...]:
+        """What it reads otherwise than through its arguments: parameters, state, closures' values."""
+        own = defined_in(self)
+        read = [*read_counts(self.children), *(v for v in self.returns if isinstance(v, Var))]
+        return tuple(v for v in dict.fromkeys(read) if v not in own)
+
     @property
     def is_differentiated(self) -> bool:
         """Whether the call and its derivative are one."""
@@ -249,6 +256,16 @@ def read_counts(nodes: Sequence[Node]) -> collections.Counter[Var]:
     return collections.Counter(v for v in found if isinstance(v, Var))
 
 
+def defined_in(node: "Node") -> set[Var]:
+    """The variables that a node defines, and those that are defined in it."""
+    found: set[Any] = set()
+    for x in walk(node, into_bodies=False):
+        found.update(x.outputs)
+        if isinstance(x, ModuleCall):
+            found.update(v for v, _ in x.given)
+    return found
+
+
 def reads(node: Any) -> Sequence[Atom]:
     """What a node reads itself, without those in it."""
     if isinstance(node, Equation):
@@ -313,8 +330,7 @@ def hidden(body: Body, node: Node, ignored: Container[Any] = ()) -> set[Var]:
     """
     own, of_all = read_counts([node]), body.read_counts
     returned = {v for v in body.returns if isinstance(v, Var) and v not in ignored}
-    defined: set[Any] = {v for x in walk(node, into_bodies=False) for v in x.outputs}
-    return {v for v in defined if of_all[v] > own[v] or v in returned}
+    return {v for v in defined_in(node) if of_all[v] > own[v] or v in returned}
 
 
 def steps(nodes: Sequence[Node]) -> Iterator[Equation | tuple[Var, Atom]]:

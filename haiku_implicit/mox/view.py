@@ -24,6 +24,10 @@ _BOOLEAN_AS_TEXT = re.compile(
     re.IGNORECASE,
 )
 
+# What libxml2 has to look at each node's children for, where walking once through all gives the same: a
+# test that does not ask for positions.
+_WITH_ATTRIBUTE = re.compile(r"""//((?:\*|[\w-]+)\[@[\w.-]+=(?:"[^"]*"|'[^']*')\])""")
+
 
 class View:
     """The XML of a tree, and the way back from an element to its node.
@@ -44,8 +48,11 @@ class View:
     def query(self, xpath: str) -> Any:
         """The nodes that an XPath finds, in the order in which they run; or its text or number."""
         self._check_booleans(xpath)
+        found = _WITH_ATTRIBUTE.fullmatch(xpath)
         try:
-            result = self.root.xpath(xpath, smart_strings=False)
+            result = self.root.xpath(
+                f"/descendant::{found[1]}" if found else xpath, smart_strings=False
+            )
         except (self.etree.XPathError, ValueError) as e:
             raise ValueError(f"query: {xpath!r} is not an XPath expression: {e}") from None
         if not isinstance(result, list):
@@ -121,6 +128,8 @@ def _put_texts(found: dict[str, str], values: Mapping[str, Any], reserved: Seque
 
 def _text(x: Any) -> str | None:
     """A value as an attribute. A sequence of one value, `(2, 2)`, is written as that value."""
+    if type(x) in (int, str):  # what most are
+        return str(x)
     if x is None or x is False:
         return None
     if x is True:
@@ -141,6 +150,8 @@ def _text(x: Any) -> str | None:
 
 
 def _text_of_sequence(xs: Sequence[Any]) -> str | None:
+    if set(map(type, xs)) == {int}:  # a shape, axes
+        return str(xs[0]) if len(set(xs)) == 1 else " ".join(map(str, xs))
     texts = [str(x) if isinstance(x, tuple | list) else _text(x) or str(x) for x in xs]
     return _text(xs[0]) if texts and len(set(texts)) == 1 else " ".join(texts)
 

@@ -1,5 +1,7 @@
 """Values within models, parts of them, and other names: against models that are written that way."""
 
+import re
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -174,16 +176,45 @@ def test_taps_of_modules_in_one_another_and_of_repeated_calls():
     same(once, values["net"])
 
 
-def test_taps_in_branches_are_refused():
-    def model(x):
-        layer = hk.Linear(8)
-        if hk.running_init():
-            return layer(x)
-        return hk.cond(x.sum() > 0, layer, lambda x: x, x)
+def branching(x):
+    layer = hk.Linear(8)
+    if hk.running_init():
+        return layer(x)
+    return hk.cond(x.sum() > 0, layer, lambda x: x, x)
 
-    _, mox, _ = made(model)
-    with pytest.raises(ValueError, match="no value can be tapped .* <cond.* it may not run"):
+
+def looping(x):
+    layer = hk.Linear(8)
+    if hk.running_init():
+        return layer(x)
+    return hk.while_loop(lambda x: x.sum() < 50, lambda x: jnp.abs(layer(x)) + x, x)
+
+
+@pytest.mark.parametrize(
+    "model, reason",
+    [(branching, "<cond.* it may not run"), (looping, "<while.* an unknown number of times")],
+)
+def test_taps_in_branches_and_while_loops_are_refused_with_a_way_out(model, reason):
+    _, mox, params = made(model)
+    with pytest.raises(ValueError, match=f"no value can be tapped .* {reason}.*Tap .*patch"):
         mox.taps(hk.Linear)
+    x, seen = jnp.abs(X), []
+    whole = "//cond" if model is branching else "//while"
+    out, values = eval_mox(mox.taps(whole), params, None, x)
+    ((_, value),) = values.items()
+    same(out, value)
+
+    def watched(h):
+        jax.debug.callback(seen.append, h, ordered=True)
+        return h
+
+    same(eval_mox(mox.patch(hk.Linear, watched), params, None, x), out)
+    jax.effects_barrier()
+    w, b = (params["linear"][name] for name in "wb")
+    want, h = [x @ w + b], x
+    while model is looping and (h := jnp.abs(want[-1]) + h).sum() < 50:
+        want.append(h @ w + b)
+    close(seen, want)
 
 
 @pytest.mark.parametrize("kind", ["function", "value"])
@@ -198,6 +229,24 @@ def test_patch(kind):
         else value
     )
     close(eval_mox(patched, params, None, X), h @ w["w"] + w["b"])
+
+
+@pytest.mark.parametrize("kind", ["function", "value"])
+def test_patch_in_a_loop(kind):
+    """An array is the value of every step; a function sees the value of each one."""
+    _, mox, params = made(stack)
+    value = jnp.cos(jnp.arange(64.0)).reshape(4, 16)
+    patched = mox.patch("stack/in", jnp.cos if kind == "function" else value)
+    h, (inner, outer) = X, (params[f"stack/{name}"] for name in ("in", "out"))
+    for i in range(3):
+        new = jnp.cos(h @ inner["w"][i] + inner["b"][i]) if kind == "function" else value
+        h = h + jax.nn.relu(new) @ outer["w"][i] + outer["b"][i]
+    head = params["head"]
+    close(jax.jit(patched.apply)(params, None, X), h @ head["w"] + head["b"])
+    with pytest.raises(
+        ValueError, match=r"stack/in.*to be float32\[4,16\], and is float32\[3,4,16\]"
+    ):
+        mox.patch("stack/in", jnp.stack([value] * 3))
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -398,6 +447,20 @@ def test_map_and_diff():
     assert [line[0] for line in lines] == ["-"] * (len(lines) - 1) + ["+"]
 
 
+def test_state_captured_values_and_hidden_outputs_of_a_call():
+    _, mox, _ = made(trained)
+    own = [
+        f"first/~/{x}_ema/{y}" for x in ("mean", "var") for y in ("average", "counter", "hidden")
+    ]
+    assert sorted(mox.states("first")) == sorted(own) and mox.states("a") == []
+    [first], [a] = mox["first"], mox["a"]
+    # The two new averages, with their sums before the correction, and the two counters.
+    assert len(mox.hidden_outputs(first)) == 6 and mox.hidden_outputs(a) == ()
+    params = {v for slot in mox.interface.params.values() for v in slot.atoms}
+    assert len(a.captured) == 2 and set(a.captured) < params
+    assert not {*first.inputs} & {*first.captured}
+
+
 def test_implicit_parameters_by_query():
     _, mox, params = made(mlp)
     chosen = mox.parameters("//module_call[@type='Linear' and @output_size > 5]//dot_general")
@@ -414,6 +477,23 @@ def test_implicit_parameters_by_query():
     ]
     with pytest.raises(ValueError, match="'mlp/w'"):
         hki.add_lora(params, 0, rank=2, targets=["mlp/w"])
+
+
+def test_what_is_trained_and_rules_by_query():
+    _, mox, params = made(mlp)
+    chosen = mox.parameters("**/linear_1")
+
+    def loss(params):
+        return eval_mox(mox, params, None, X).sum()
+
+    grads = hki.value_and_grad(loss, trainable_dense=chosen)(params)[1]
+    zero = {f"{k}/{n}" for k, v in grads.items() for n, x in v.items() if isinstance(x, hki.Zeros)}
+    assert chosen == ["mlp/~/linear_1/b", "mlp/~/linear_1/w"] and len(zero) == 4
+    close(grads["mlp/~/linear_1"], jax.grad(loss)(params)["mlp/~/linear_1"])
+    modules = "|".join(re.escape(node.path) for node in mox["**/linear_[01]"])
+    rule = hki.quantization.QuantRule(module_path=modules, weight_qtype="int8")
+    types = [type(x["w"]) for x in hki.quantize_params(params, rules=[rule]).values()]
+    assert [x is hki.QuantizedMatrix for x in types] == [True, True, False]
 
 
 @pytest.mark.parametrize(

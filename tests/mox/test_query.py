@@ -95,6 +95,23 @@ def test_values_in_place_of_nodes():
     assert small().query("sum(//module_call/@output_size)") == 26.0
 
 
+@pytest.mark.parametrize(
+    "xpath, count",
+    [
+        ('//module_call[@name="linear"]', 1),
+        ("//*[@name='relu']", 4),
+        ("//mox[@name='relu']", 0),
+        ('//module_call[@type="Linear"][1]', 1),
+        ('//*[@name="nothing"]', 0),
+        ("""//*[@name='//*[@name="relu"]']""", 0),
+        ('//broadcast_in_dim[@broadcast_dimensions.given="(1,)"]', 4),
+    ],
+)
+def test_a_query_for_one_attribute_takes_a_quicker_way_to_the_same(xpath, count):
+    found = small().query(xpath)
+    assert len(found) == count and found == small().query(f"{xpath} | //none")
+
+
 def test_nodes_come_in_the_order_in_which_they_run():
     found = small().query("//module_call/preceding::module_call | //module_call")
     assert names(found) == ["norm", "linear", "norm_1", "linear_1", "head"]

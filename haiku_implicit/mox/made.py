@@ -1,0 +1,150 @@
+"""Equations that JAX makes now, which those of a file are compared with, or completed from.
+
+JAX looks at most parameters when a primitive is bound. Some are read by its compiler alone, or by the
+rule of a derivative: an equation without one of these, or with one too many, would fail far from its
+file. So the names of a file's parameters have to be those of an equation made now. (The compiler can't
+be asked: some wrong values end the process.)
+"""
+
+import concurrent.futures
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
+from jax.extend.core import primitives as jex
+
+from haiku_implicit.core import compat
+from haiku_implicit.mox.plain import all_equations
+
+
+@functools.cache
+def equations() -> dict[str, list[JaxprEqn]]:
+    """Equations by the names of their primitives.
+
+    Those that take more than arrays, where JAX checks not all of it, or that have no public function of
+    their name.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which no mesh or setting is around
+        jaxpr = thread.submit(_traced).result()
+    found: dict[str, list[JaxprEqn]] = {}
+    for eqn in all_equations(jaxpr.jaxpr):
+        found.setdefault(eqn.primitive.name, []).append(eqn)
+    return found
+
+
+def template(name: str) -> dict[str, Any]:
+    """The parameters of an equation made now."""
+    return dict(equations()[name][0].params)
+
+
+def _traced() -> ClosedJaxpr:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    x, i = jax.ShapeDtypeStruct((2, 2), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    return jax.make_jaxpr(_program)(x, i, key)
+
+
+def _program(x: jax.Array, i: jax.Array, key: jax.Array) -> Any:
+    calls = [jax.jit(lambda x: x * 2)(x), jax.device_put(x)]
+    row, image = x[0], x[None, None]
+    control_flow = [
+        jax.lax.scan(lambda c, y: (c + y, None), row, x)[0],
+        jax.lax.cond(i[0] > 0, jnp.sin, jnp.cos, x),
+        jax.lax.while_loop(lambda x: x[0] < 1, jnp.sin, row),
+        jax.checkpoint(jnp.sin)(x),
+        jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
+        jax.lax.composite(jnp.sin, "sine")(x),
+        jax.lax.reduce(x, jnp.float32(1), lambda a, b: a * b + a, (0,)),
+    ]
+    numbers = [
+        jnp.concatenate([x, x]),
+        jax.lax.conv(image, image, (1, 1), "SAME"),
+        jax.lax.ragged_dot(x, x[None], i[:1]),
+        jax.lax.linalg.triangular_solve(x, x),
+        jax.lax.linalg.lu_pivots_to_permutation(i, 2),
+        jax.lax.betainc(x, x, x),
+        *(getattr(jax.lax, f"reduce_{name}")(i, (0,)) for name in _REDUCTIONS),
+        *(getattr(x.at[0], method)(row) for method in _UPDATES),
+        *compat.polynomials(row),
+        *(getattr(jex, f"{name}_to_p").bind(x, x) for name in ("eq", "le", "lt")),
+    ]
+    random = [
+        jax.random.wrap_key_data(jax.random.key_data(jax.random.clone(key))),
+        jax.random.split(key, 2),
+        jax.random.fold_in(key, 1),
+        jax.random.bits(key, (2,)),
+        jax.random.gamma(key, row),
+    ]
+    return [calls, control_flow, numbers, random]
+
+
+_REDUCTIONS = ("and", "max", "min", "or", "prod", "sum", "xor")
+_UPDATES = ("add", "max", "min", "mul", "set", "subtract")
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def check_names(primitive: Primitive, names: Collection[str], types: Iterable[Any]) -> None:
+    """Raises a ValueError unless a primitive's parameters have these names.
+
+    Args:
+      primitive: the primitive.
+      names: of the parameters.
+      types: of the operands.
+    """
+    name = primitive.name
+    if name not in _KNOWN:
+        made = equations().get(name) or _made_of(primitive, types)
+        found = {frozenset(eqn.params) for eqn in made}
+        _KNOWN[name] = (frozenset.intersection(*found), frozenset.union(*found)) if found else None
+    if known := _KNOWN[name]:
+        require_names(name, names, *known)
+
+
+# The parameters that a primitive has to have and may have, by its name. None: JAX checks them all.
+_KNOWN: dict[str, tuple[frozenset[str], frozenset[str]] | None] = {}
+
+
+def require_names(
+    name: str, names: Collection[str], required: Collection[str], allowed: Collection[str] = ()
+) -> None:
+    """Raises a ValueError unless parameters have the names that they have to have.
+
+    Args:
+      name: of the primitive.
+      names: of the parameters.
+      required: the names that have to be there.
+      allowed: the names that may be there, too.
+    """
+    given = frozenset(names)
+    if missing := frozenset(required).difference(given):
+        raise ValueError(f"{name} has to have the parameter{_listed(missing)}")
+    if foreign := given.difference(required, allowed):
+        raise ValueError(f"{name} does not have the parameter{_listed(foreign)}")
+
+
+def _listed(names: Collection[str]) -> str:
+    return f"{'s' * (len(names) > 1)} {', '.join(map(repr, sorted(names)))}"
+
+
+def _made_of(primitive: Primitive, types: Iterable[Any]) -> list[JaxprEqn]:
+    """The equation of a primitive that its public function makes of such operands, if it takes them."""
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
+    for fun in _public_functions(primitive.name):
+        try:
+            made = all_equations(jax.make_jaxpr(fun)(*structs).jaxpr)
+        except Exception:  # it takes other arguments
+            continue
+        if found := [eqn for eqn in made if eqn.primitive is primitive]:
+            return found
+    return []
+
+
+def _public_functions(name: str) -> Iterator[Callable[..., Any]]:
+    for module in (jax.lax, jax.lax.linalg):
+        for public in (name, f"bitwise_{name}"):
+            if callable(fun := getattr(module, public, None)):
+                yield fun
