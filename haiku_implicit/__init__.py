@@ -84,6 +84,7 @@ from haiku_implicit.params.quantized_training import (
     quantized_training_getter,
     with_rounding_key,
 )
+from haiku_implicit.params.sensitivity import Sensitivity, sensitivity
 from haiku_implicit.params.summary import Summary, compare_params, summary
 from haiku_implicit.params.transformed import transform_implicit
 from haiku_implicit.params.vector_bank import with_vector_bank
@@ -123,6 +124,8 @@ __all__ = [
     "summary",
     "Summary",
     "compare_params",
+    "sensitivity",
+    "Sensitivity",
     "plot_memory",
     "plot_error",
     "from_ggml",

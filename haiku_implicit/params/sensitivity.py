@@ -1,0 +1,229 @@
+"""Which weights cost most when they are quantized, and a format for each within a number of bytes."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.predicates import Targets
+from haiku_implicit.params import progress, trees
+from haiku_implicit.params.edits import quantize_params
+from haiku_implicit.params.matrix_axes import MatrixAxesOf
+from haiku_implicit.params.summary import text_table
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+class WeightCost(NamedTuple):
+    """What one weight costs in one format, all others being as they are.
+
+    Attributes:
+      path: `module/name`.
+      option: the name of the format.
+      error: the relative error of the model's outputs.
+      nbytes: what the weight takes in this format.
+      dense_nbytes: what it takes as it is.
+    """
+
+    path: str
+    option: str
+    error: float
+    nbytes: int
+    dense_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """What `sensitivity` found; `print` shows a table, the weight that costs most first.
+
+    Attributes:
+      rows: for each weight and option, those with the largest errors first.
+      options: what was asked for.
+      matrix_axes: the axes of weights that are views of matrices.
+    """
+
+    rows: tuple[WeightCost, ...]
+    options: Options
+    matrix_axes: MatrixAxesOf | None = None
+
+    def __str__(self) -> str:
+        cells = [
+            (r.path, r.option, f"{r.error:.3e}", f"{r.nbytes:,}", f"{r.dense_nbytes:,}")
+            for r in self.rows
+        ]
+        return text_table(("path", "option", "error", "bytes", "of dense bytes"), cells, numbers=3)
+
+    def allocate(self, nbytes: int) -> dict[str, str]:
+        """A format for each weight, so that all together take at most so many bytes.
+
+        Starts with the format of least error for each weight, and takes the step that adds the least
+        squared error for a byte saved until they fit. Errors of weights are taken to add up in squares,
+        as independent ones do.
+
+        Args:
+          nbytes: for the weights together.
+
+        Returns:
+          By path, the name of an option; weights that stay dense are left out.
+
+        Raises:
+          ValueError: if the smallest formats take more.
+        """
+        ways: dict[str, list[tuple[str | None, float, int]]] = {}
+        for row in self.rows:
+            own = ways.setdefault(row.path, [(None, 0.0, row.dense_nbytes)])
+            own.append((row.option, row.error, row.nbytes))
+        least = sum(min(size for _, _, size in own) for own in ways.values())
+        if least > nbytes:
+            raise ValueError(
+                f"nbytes: the smallest formats of the {len(ways)} weights take {least:,} bytes "
+                f"together, more than {nbytes:,}; give a smaller format among the options"
+            )
+        chosen = {path: own[0] for path, own in ways.items()}
+        while sum(size for _, _, size in chosen.values()) > nbytes:
+            path, way = min(
+                (
+                    (path, way)
+                    for path, own in ways.items()
+                    for way in own
+                    if way[2] < chosen[path][2]
+                ),
+                key=lambda step: _price(chosen[step[0]], step[1]),
+            )
+            chosen[path] = way
+        return {path: way[0] for path, way in chosen.items() if way[0] is not None}
+
+    def quantize(self, params: Any, chosen: Mapping[str, str]) -> Any:
+        """The parameters with each weight in its format.
+
+        Args:
+          params: those that `sensitivity` was given.
+          chosen: what `allocate` returned, or a mapping like it.
+
+        Raises:
+          ValueError: for an option or a parameter that there is not.
+        """
+        for name in dict.fromkeys(chosen.values()):
+            if name not in self.options:
+                raise ValueError(f"chosen: expected options of {[*self.options]}, got {name!r}")
+            paths = [path for path, option in chosen.items() if option == name]
+            axes = {p: x for p, x in (self.matrix_axes or {}).items() if p in paths} or None
+            params = quantize_params(
+                params, targets=paths, matrix_axes=axes, **dict(self.options[name])
+            )
+        return params
+
+
+def _price(old: tuple[Any, float, int], new: tuple[Any, float, int]) -> float:
+    """The squared error that a step adds for a byte saved."""
+    return (new[1] ** 2 - old[1] ** 2) / (old[2] - new[2])
+
+
+def sensitivity(
+    apply: Callable[..., Any],
+    params: Any,
+    batches: Iterable[Sequence[Any]],
+    options: Options,
+    *,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    matrix_axes: MatrixAxesOf | None = None,
+) -> Sensitivity:
+    """How much the model's outputs change when one weight is quantized, for each weight and format.
+
+    Runs the model once for each weight, format and batch, from one compiled program.
+
+    Args:
+      apply: `apply(params, *batch)`, the model, which need not be wrapped; what it returns is compared.
+      params: dense parameters.
+      batches: arguments of `apply`, each a sequence of arrays of the same shapes.
+      options: by a name of your own, arguments of `quantize_params`: such as
+        `{'int8': dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}`.
+      targets, exclude, matrix_axes: which weights, as for `quantize_params`.
+
+    Returns:
+      The errors, the largest first; `allocate` and `quantize` make use of them.
+
+    Raises:
+      ValueError: without batches or options; as `quantize_params` does for weights that do not fit.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([64, 32])(x)))
+      >>> x = jax.random.normal(jax.random.key(0), (8, 64))
+      >>> params = model.init(jax.random.key(1), x)
+      >>> formats = {'int8': dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}
+      >>> found = hki.sensitivity(model.apply, params, [(x,)], formats)
+      >>> chosen = found.allocate(6_000)
+      >>> small = found.quantize(params, chosen)
+      >>> sum(hki.summary(small).rows[i].nbytes for i in (0, 2)) <= 6_000
+      True
+    """
+    given, options = [tuple(batch) for batch in batches], dict(options)
+    if not given or not options:
+        raise ValueError(f"expected batches and options, got {len(given)} and {len(options)}")
+    choice: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
+    trees_of = {name: quantize_params(params, **choice, **own) for name, own in options.items()}
+    stored = {
+        name: {p.path: p.value for p in trees.parameters_of(tree)}
+        for name, tree in trees_of.items()
+    }
+    dense = {p.path: p.value for p in trees.parameters_of(params)}
+    paths = [path for path in dense if any(is_implicit(own[path]) for own in stored.values())]
+    errors = _errors(apply, params, given, stored, paths)
+    rows = [
+        WeightCost(path, name, error, stored[name][path].nbytes, dense[path].nbytes)
+        for (path, name), error in errors.items()
+    ]
+    rows.sort(key=lambda row: row.error, reverse=True)
+    return Sensitivity(tuple(rows), options, matrix_axes)
+
+
+def _errors(
+    apply: Callable[..., Any],
+    params: Any,
+    batches: Sequence[tuple[Any, ...]],
+    stored: Mapping[str, Mapping[str, Any]],
+    paths: Sequence[str],
+) -> dict[tuple[str, str], float]:
+    """The relative error of the outputs with one weight quantized, by its path and the option."""
+
+    @jax.jit
+    def squares(params: Any, rounded: Mapping[str, Any], index: Any, batch: Any) -> Any:
+        """The squares of the change of the outputs, and of the outputs, summed up."""
+
+        def exchanged(p: trees.Parameter) -> Any:
+            if p.path not in rounded:
+                return p.value
+            return jnp.where(index == paths.index(p.path), rounded[p.path], p.value)
+
+        before = apply(params, *batch)
+        after = apply(trees.map_parameters(exchanged, params), *batch)
+        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        wide = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in pairs]
+        change = sum(jnp.square(y - x).sum() for x, y in wide)
+        return change, sum(jnp.square(x).sum() for x, _ in wide)
+
+    found: dict[tuple[str, str], float] = {}
+    with progress.bar("weights", len(stored) * len(paths)) as run:
+        for name, own in stored.items():
+            rounded = {
+                path: materialize_array(own[path]) if is_implicit(own[path]) else own[path]
+                for path in paths
+            }
+            for i, path in enumerate(paths):
+                if not is_implicit(own[path]):
+                    continue
+                of_batches = [
+                    functools.partial(squares, params, rounded, i, batch) for batch in batches
+                ]
+                sums = run(path, lambda parts: [part() for part in parts], of_batches)
+                change, size = (float(sum(column)) for column in zip(*sums, strict=True))
+                found[path, name] = math.sqrt(change / size) if size else math.inf
+    return found

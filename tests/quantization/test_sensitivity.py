@@ -1,0 +1,106 @@
+"""Which weights cost most when quantized, and formats within a number of bytes."""
+
+import itertools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+
+OPTIONS = {"int8": dict(dtype="int8"), "int4": dict(dtype="int4", group_size=16)}
+
+
+def forward(x):
+    return hk.nets.MLP([32, 16, 8], name="mlp")(x)
+
+
+MODEL = hk.without_apply_rng(hk.transform(forward))
+X = [jax.random.normal(jax.random.key(i), (4, 16)) for i in range(2)]
+WEIGHTS = [f"mlp/~/linear_{i}/w" for i in range(3)]
+
+
+@pytest.fixture
+def params():
+    made = MODEL.init(jax.random.key(9), X[0])
+    # A weight with an outlier, which int4 makes worst.
+    module = made["mlp/~/linear_1"]
+    return {**made, "mlp/~/linear_1": {**module, "w": module["w"].at[0, 0].set(9.0)}}
+
+
+def error_of(params, path, option):
+    """By the definition, one weight at a time."""
+    new = hki.materialize(hki.quantize_params(params, targets=[path], **OPTIONS[option]))
+    pairs = [(MODEL.apply(params, x), MODEL.apply(new, x)) for x in X]
+    change = sum(float(jnp.square(b - a).sum()) for a, b in pairs)
+    return (change / sum(float(jnp.square(a).sum()) for a, _ in pairs)) ** 0.5
+
+
+def test_errors_are_those_of_one_weight_at_a_time_from_one_program(params):
+    traced = []
+
+    def apply(params, x):
+        traced.append(1)
+        return MODEL.apply(params, x)
+
+    found = hki.sensitivity(apply, params, [(x,) for x in X], OPTIONS)
+    assert len(traced) == 2  # before and after, in one program
+    assert len(found.rows) == 6
+    for row in found.rows:
+        np.testing.assert_allclose(row.error, error_of(params, row.path, row.option), rtol=1e-3)
+        quantized = hki.quantize_params(params, targets=[row.path], **OPTIONS[row.option])
+        module = row.path.removesuffix("/w")
+        assert row.nbytes == quantized[module]["w"].nbytes
+    errors = [row.error for row in found.rows]
+    assert errors == sorted(errors, reverse=True) and found.rows[0][:2] == (WEIGHTS[1], "int4")
+    assert str(found).splitlines()[1].split()[:2] == [WEIGHTS[1], "int4"]
+
+
+def test_formats_within_a_number_of_bytes(params):
+    found = hki.sensitivity(MODEL.apply, params, [(x,) for x in X], OPTIONS)
+    rows = {(row.path, row.option): row for row in found.rows}
+    dense = {row.path: row.dense_nbytes for row in found.rows}
+    assert found.allocate(sum(dense.values())) == {}
+    ways = [(None, "int8", "int4")] * 3
+
+    def cost(chosen):
+        picked = [(path, option) for path, option in zip(WEIGHTS, chosen, strict=True)]
+        nbytes = sum(dense[p] if o is None else rows[p, o].nbytes for p, o in picked)
+        return nbytes, sum(0.0 if o is None else rows[p, o].error ** 2 for p, o in picked)
+
+    everything = [cost(chosen) for chosen in itertools.product(*ways)]
+    for budget in (1_200, 1_600, 2_000, 3_000):
+        chosen = found.allocate(budget)
+        nbytes, error = cost([chosen.get(path) for path in WEIGHTS])
+        best = min(e for n, e in everything if n <= budget)
+        # Greedy steps need not end at the best of all, but not far from it for these few.
+        assert nbytes <= budget and error <= 4 * best + 1e-12
+        small = found.quantize(params, chosen)
+        held = {row.path: row.nbytes for row in hki.summary(small).rows}
+        assert sum(held[path] for path in WEIGHTS) == nbytes
+    assert found.allocate(1_600)[WEIGHTS[1]] != "int4", "the worst weight keeps its bits"
+
+
+def test_views_of_matrices(params):
+    w = {"attention": {"w": jax.random.normal(jax.random.key(0), (16, 2, 8))}}
+    axes = {"attention/w": ([-3], [-2, -1])}
+
+    def apply(params, x):
+        return jnp.einsum("ba,ahc->bhc", x, params["attention"]["w"])
+
+    found = hki.sensitivity(apply, w, [(X[0],)], OPTIONS, matrix_axes=axes)
+    small = found.quantize(w, found.allocate(300))
+    assert isinstance(small["attention"]["w"], hki.MatrixView)
+    assert small["attention"]["w"].nbytes <= 300
+
+
+def test_errors(params):
+    with pytest.raises(ValueError, match="expected batches and options, got 0 and 2"):
+        hki.sensitivity(MODEL.apply, params, [], OPTIONS)
+    found = hki.sensitivity(MODEL.apply, params, [(X[0],)], {"int8": OPTIONS["int8"]})
+    with pytest.raises(ValueError, match="nbytes: the smallest formats of the 3 weights take 1,"):
+        found.allocate(100)
+    with pytest.raises(ValueError, match="chosen: expected options of .'int8'., got 'int2'"):
+        found.quantize(params, {WEIGHTS[0]: "int2"})
