@@ -417,8 +417,10 @@ def gather_from_view(primitive: Primitive, w: MatrixView, ids: jax.Array, **para
 @primitive_handler("gather", precedence=-1)
 def gather_columns(primitive: Primitive, w: ImplicitArray, ids: jax.Array, **params: Any) -> Any:
     """Whole columns of a matrix of any type as rows of its transpose, if it has a rule for that."""
+    if w.core_ndim != 2 or w.ndim < 2:
+        return NotImplemented
     rows, columns = params["slice_sizes"][-2:]
-    if w.core_ndim != 2 or w.ndim < 2 or rows != w.shape[-2] or columns == w.shape[-1]:
+    if rows != w.shape[-2] or columns == w.shape[-1]:
         return NotImplemented
     order = (*range(w.ndim - 2), w.ndim - 1, w.ndim - 2)
     transpose = default_handler(jax.lax.transpose_p, w, permutation=order)
