@@ -122,6 +122,17 @@ def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[Any
     return matrix, axes_of.of_split(sizes, np.argsort(last).tolist())
 
 
+def matrix_in(x: jax.Array, axes: Axes) -> jax.Array:
+    """The matrix `[..., n, m]` of a dense tensor whose last axes are made of rows and columns so."""
+    lead = x.ndim - len(axes)
+    pieces = [f for group in axes for f in group]
+    stored = [f for axis in (0, 1) for f in axes_of.parts(axes, axis)]
+    x = x.reshape(*x.shape[:lead], *(f[0] for f in pieces))
+    x = jnp.transpose(x, (*range(lead), *(lead + pieces.index(f) for f in stored)))
+    sizes = (math.prod(f[0] for f in axes_of.parts(axes, axis)) for axis in (0, 1))
+    return x.reshape(*x.shape[:lead], *sizes)
+
+
 def view_of(matrix: Any, axes: Axes) -> Any:
     """The tensor of a matrix; the matrix itself, where that is the tensor."""
     return matrix if axes == axes_of.whole(matrix.shape[-2:]) else MatrixView(matrix, axes)

@@ -1,6 +1,7 @@
 """What a command of the program is, and how its flags are read."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -95,8 +96,12 @@ def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] 
         command = by_name[given[0]]
         try:
             command.call(given[1:])
+            sys.stdout.flush()
         except UsageError as e:
             return _said(f"{e}\nusage: {command.usage}", WRONG_USE)
+        except BrokenPipeError:  # what reads the output has read enough, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return DONE
         except (ValueError, TypeError, OSError, ImportError) as e:
             return _said(_in_one_line(e), FAILED)
         except KeyboardInterrupt:
@@ -120,7 +125,10 @@ def _said(message: str, code: int) -> int:
 
 
 def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    message = " ".join(str(error).split()) or type(error).__name__
+    return message.replace(
+        "give allow_pickle=True", "read it with hki.load(path, allow_pickle=True)"
+    )
 
 
 def text(values: flags.FlagValues, name: str, default: Any, about: str) -> None:

@@ -26,7 +26,7 @@ from haiku_implicit.command_line.command import (
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.saving import save
 from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
-from haiku_implicit.params.adapters import add_adapter
+from haiku_implicit.params.adapters import METHODS, add_adapter, options_of
 from haiku_implicit.params.edits import merge_adapters, quantize_params
 from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.summary import compare_params, summary
@@ -35,13 +35,37 @@ _TARGETS = "A regular expression that the whole of module/name matches; by defau
 _EXCLUDE = "The same, for those that are left out."
 
 
-def _read(path: str) -> Any:
-    tree = load(path)
+def _part_of(tree: Any, values: flags.FlagValues, path: str) -> Any:
+    """The part of what a file holds that --key names."""
+    for key in values.key.split("/") if values.key else ():
+        if not isinstance(tree, Mapping) or key not in tree:
+            found = ", ".join(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__name__
+            raise ValueError(f"{path}: --key: there is no {key!r}; there is {found}")
+        tree = tree[key]
+    return tree
+
+
+def _read(values: flags.FlagValues, path: str) -> Any:
+    """The parameters in a file: a mapping of modules to mappings of arrays."""
+    tree = _part_of(load(path), values, path)
     if isinstance(tree, AdapterParts):
         raise ValueError(
             f"{path}: this is an adapter apart from its base; `merge --adapter` takes one"
         )
+    modules = tree.items() if isinstance(tree, Mapping) else ()
+    for name, own in modules:
+        if not isinstance(own, Mapping) or not all(hasattr(x, "shape") for x in own.values()):
+            raise ValueError(
+                f"{path}: expected a model's parameters, a mapping of modules to mappings of arrays; "
+                f"{name!r} is no module. --key=NAME takes a part of the file"
+            )
+    if not modules:
+        raise ValueError(f"{path}: expected a model's parameters, got {type(tree).__name__}")
     return tree
+
+
+def _define_key(values: flags.FlagValues) -> None:
+    text(values, "key", None, "The part of the file that holds the parameters, as in --key=params.")
 
 
 def _check_target(values: flags.FlagValues, target: str) -> None:
@@ -61,6 +85,7 @@ def _write(source: Any, target: str, tree: Any) -> None:
 
 def _define_write(values: flags.FlagValues) -> None:
     switch(values, "overwrite", "Write over a file that is there.")
+    _define_key(values)
 
 
 def _define_targets(values: flags.FlagValues) -> None:
@@ -74,12 +99,13 @@ def _define_targets(values: flags.FlagValues) -> None:
 
 def _define_inspect(values: flags.FlagValues) -> None:
     number(values, "depth", None, "A row for each module, by so many parts of its name.")
+    _define_key(values)
     switch(values, "json", "As JSON.")
     text(values, "plot", None, "Also draws it into this file (.png, .svg).")
 
 
 def _inspect(values: flags.FlagValues, path: str) -> None:
-    tree = load(path)
+    tree = _part_of(load(path), values, path)
     if isinstance(tree, AdapterParts):
         tree = dict(tree.dense.items()) | _factors(tree)
     elif not isinstance(tree, Mapping):
@@ -113,7 +139,7 @@ def _define_quantize(values: flags.FlagValues) -> None:
 
 def _quantize(values: flags.FlagValues, source: str, target: str) -> None:
     _check_target(values, target)
-    params = _read(source)
+    params = _read(values, source)
     names = ("dtype", "group_size", "calibration", "zero_point", "activation", "targets", "exclude")
     options: dict[str, Any] = {name: values[name].value for name in names}
     new = quantize_params(params, **options)
@@ -121,22 +147,28 @@ def _quantize(values: flags.FlagValues, source: str, target: str) -> None:
 
 
 def _define_add_lora(values: flags.FlagValues) -> None:
-    text(values, "method", "lora", "lora, dora, loha, lokr, ...")
-    number(values, "rank", 8, "Of the adapter.")
+    text(values, "method", "lora", ", ".join(["lora", *METHODS]))
+    number(values, "rank", None, "Of the adapter; 8 by default, for methods that have one.")
     flags.DEFINE_float(
         "alpha", None, "Its scale is alpha / rank; by default 1.", flag_values=values
     )
+    text(values, "options", "{}", "Other options of the method, as JSON: '{\"block_size\": 4}'.")
     number(values, "seed", 0, "For what is drawn.", least=0)
     _define_targets(values)
 
 
 def _add_lora(values: flags.FlagValues, source: str, target: str) -> None:
     _check_target(values, target)
-    params = _read(source)
-    options: dict[str, Any] = dict(rank=values.rank, targets=values.targets, exclude=values.exclude)
-    if values.alpha is not None:
-        options["alpha"] = values.alpha
-    _write(params, target, add_adapter(params, values.seed, values.method, **options))
+    params = _read(values, source)
+    try:
+        options = dict(json.loads(values.options))
+    except (ValueError, TypeError) as e:
+        raise UsageError(f"--options: expected a JSON object, got {values.options!r}") from e
+    known = options_of(values.method)
+    rank = 8 if values.rank is None and "rank" in known else values.rank
+    options |= {k: v for k, v in dict(rank=rank, alpha=values.alpha).items() if v is not None}
+    choice: dict[str, Any] = dict(targets=values.targets, exclude=values.exclude)
+    _write(params, target, add_adapter(params, values.seed, values.method, **choice, **options))
 
 
 def _define_merge(values: flags.FlagValues) -> None:
@@ -148,7 +180,7 @@ def _define_merge(values: flags.FlagValues) -> None:
 
 def _merge(values: flags.FlagValues, source: str, target: str) -> None:
     _check_target(values, target)
-    params = _read(source)
+    params = _read(values, source)
     if values.adapter:
         adapter = load(values.adapter)
         if not isinstance(adapter, AdapterParts):
@@ -167,12 +199,13 @@ def _merge(values: flags.FlagValues, source: str, target: str) -> None:
 
 
 def _define_diff(values: flags.FlagValues) -> None:
+    _define_key(values)
     switch(values, "json", "As JSON.")
     text(values, "plot", None, "Also draws it into this file (.png, .svg).")
 
 
 def _diff(values: flags.FlagValues, first: str, second: str) -> None:
-    found = compare_params(_read(first), _read(second))
+    found = compare_params(_read(values, first), _read(values, second))
     print(json.dumps(found.to_json()) if values.json else found)
     if values.plot:
         plot_error(found, values.plot)

@@ -11,11 +11,16 @@ import numpy as np
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
-from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.params import trees
-from haiku_implicit.params.adapter_parts import AdapterParts, base_of, digest, has_adapter
+from haiku_implicit.params.adapter_parts import (
+    AdapterParts,
+    check_bases,
+    checked_parts,
+    has_adapter,
+)
 from haiku_implicit.params.edits import add_lora
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
 
@@ -109,6 +114,7 @@ class AdapterBank:
             not a target of the bank, of another type than LoRA, or for another base.
         """
         self._check_slot(slot)
+        checked_parts("adapter", adapter)
         if adapter.dense:
             raise ValueError(
                 f"{next(iter(adapter.dense))}: a bank has room for LoRA alone, and this parameter was "
@@ -120,7 +126,7 @@ class AdapterBank:
                 f"{unknown[0]}: not a target of the bank; give its targets= when it is made"
             )
         if check_base:
-            self._check_bases(adapter)
+            check_bases({p.path: p.value for p in trees.parameters_of(self.params)}, adapter)
         slots = dict(self.slots)
         for path, old in self.slots.items():
             value = adapter.weights.get(path)
@@ -141,8 +147,17 @@ class AdapterBank:
         def selected(parameter: trees.Parameter) -> Any:
             if parameter.path not in self.slots:
                 return parameter.value
-            a, b, alpha = (x[slot] for x in self.slots[parameter.path])
+            # A slot that there is not would be the last one, another adapter: NaN instead.
+            slots = self.slots[parameter.path]
+            place = jnp.where(jnp.asarray(slot) < 0, self.capacity, slot)
+            a, b, alpha = (x.at[place].get(mode="fill", fill_value=jnp.nan) for x in slots)
             view = parameter.value
+            if not isinstance(view, ImplicitArray):
+                raise TypeError(
+                    "params: the bank is an argument of a wrapped function (use_implicit_args or "
+                    "hki.grad), in which its LoRA weights read as dense arrays. Differentiate with "
+                    "jax.grad, with respect to bank.slots"
+                )
             lora = _lora_of(view)._replace(a=a, b=b, alpha=alpha)
             return view._replace(matrix=lora) if isinstance(view, MatrixView) else lora
 
@@ -151,15 +166,6 @@ class AdapterBank:
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.capacity:
             raise ValueError(f"slot: expected 0 to {self.capacity - 1}, got {slot}")
-
-    def _check_bases(self, adapter: AdapterParts) -> None:
-        own = {p.path: p.value for p in trees.parameters_of(self.params)}
-        for path, wanted in adapter.bases:
-            if digest(base_of(own[path])) != wanted:
-                raise ValueError(
-                    f"{path}: the adapter was made for another base than this bank's. Give a bank "
-                    "of that base, or check_base=False"
-                )
 
 
 def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +179,8 @@ def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
 
     Returns:
       `run(bank, slots, *args)`, with the slots `[batch]` integers and a leading axis `batch` on all
-      arrays in `args`.
+      arrays in `args`. A slot outside of the bank is an error; where slots are traced (within
+      `jax.jit`), the outputs of its example are NaN.
     """
 
     @functools.wraps(apply)
@@ -183,6 +190,9 @@ def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError(
                 f"slots: expected integers [batch], got {slots.dtype.name}{list(slots.shape)}"
             )
+        if not isinstance(slots, jax.core.Tracer):
+            for slot in np.unique(np.asarray(slots)):
+                bank._check_slot(int(slot))
         return jax.vmap(lambda slot, *args: apply(bank.select(slot), *args))(slots, *args)
 
     return run

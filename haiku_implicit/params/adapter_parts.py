@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ import numpy as np
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.adapters.vblora import VectorBank
 from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.arrays.matrix_view import MatrixView
-from haiku_implicit.core.array import data_names
+from haiku_implicit.arrays.matrix_view import MatrixView, matrix_in
+from haiku_implicit.core.array import data_names, flatten_one_level, is_implicit, static_items
+from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.params import trees, vector_bank
@@ -31,8 +33,8 @@ class AdapterParts:
     Attributes:
       weights: by `module/name`, the weight with its adapter; where its base was there is None.
       dense: by `module/name`, parameters that were trained as a whole.
-      bases: `(module/name, digest)` of the base of each weight, which `set_adapter` compares; empty for
-        an adapter of unknown base.
+      bases: `(module/name, digest)` of the base of each weight, and of each other parameter of the
+        model, which `set_adapter` compares; empty for an adapter of unknown base.
     """
 
     weights: dict[str, Any]
@@ -46,10 +48,13 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
     Args:
       params: parameters with `LoRA` or types of `haiku_implicit.adapters` in them, in any nesting of
         mappings.
-      trainable_dense: which dense parameters were trained, too, and belong to it; None for none.
+      trainable_dense: which dense parameters were trained, too, and belong to it; None for none. (That
+        is what `partition(params, trainable_dense=False)` trains. By default `partition`,
+        `value_and_grad` and `freeze_declared` train all dense parameters: give `True` for these.)
 
     Returns:
-      What the adapter adds, without the base. It remembers digests of the base's bytes.
+      What the adapter adds, without the base. It remembers digests of the bytes of the base, and of
+      all parameters that it does not hold: `set_adapter` says what is missing of what was trained.
 
     Raises:
       ValueError: where no parameter has an adapter, and none is chosen by `trainable_dense`.
@@ -65,7 +70,7 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
       >>> hki.set_adapter({'linear': {'w': jnp.zeros((4, 3))}}, adapter)
       Traceback (most recent call last):
       ...
-      ValueError: linear/w: the adapter was made for another base (digest ...
+      ValueError: linear/w: the adapter was made for another base than this float32[4,3], so that ...
     """
     chosen = predicate_of("trainable_dense", trainable_dense, lambda *_: False)
     weights, dense, bases = {}, {}, []
@@ -76,6 +81,8 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
             bases.append((path, digest(base_of(value))))
         elif chosen(*parameter[:3]) or isinstance(value, VectorBank):
             dense[path] = value
+        else:
+            bases.append((path, digest(value)))
     if not weights and not dense:
         raise ValueError(
             "params: expected weights with adapters, as add_lora makes them; there are none"
@@ -88,9 +95,10 @@ def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool =
 
     Args:
       params: parameters, with or without an adapter, in any nesting of mappings.
-      adapter: what `get_adapter` or `load` returned; None for the base alone.
-      check_base: whether weights have to be those that the adapter was made for. Within `jax.jit`
-        they cannot be compared, and are not.
+      adapter: what `get_adapter` or `load` returned; None for the weights without one. (Dense
+        parameters that were trained stay as they are.)
+      check_base: whether all parameters have to be those that the adapter was made for. Within
+        `jax.jit` they cannot be compared, and are not.
 
     Returns:
       The tree with the adapter, mappings as dicts.
@@ -98,6 +106,7 @@ def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool =
     Raises:
       ValueError: for a weight that is not in the tree, that has another shape, or that is another one
         than the adapter was made for.
+      TypeError: for another kind of adapter.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -105,21 +114,21 @@ def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool =
       >>> type(hki.set_adapter(params, None)['linear']['w']).__name__
       'ArrayImpl'
     """
-    adapter = adapter or AdapterParts({})
+    adapter = AdapterParts({}) if adapter is None else checked_parts("adapter", adapter)
     params, bank = vector_bank.without(params), adapter.dense.get(vector_bank.PATH)
     dense = {path: x for path, x in adapter.dense.items() if path != vector_bank.PATH}
     parameters = {p.path: p.value for p in trees.parameters_of(params)}
-    digests = dict(adapter.bases)
-    for path, new in {**adapter.weights, **dense}.items():
+    for path in (*adapter.weights, *dense):
         if path not in parameters:
             nearest = difflib.get_close_matches(path, parameters, n=5, cutoff=0.0)
             raise ValueError(
                 f"{path}: the adapter is for this weight, which is not there. Nearest: "
                 f"{', '.join(nearest)}"
             )
+    if check_base:
+        check_bases(parameters, adapter)
+    for path, new in {**adapter.weights, **dense}.items():
         base = base_of(parameters[path])
-        if path in digests and check_base and not _is_traced(base):
-            _check_digest(path, base, digests[path])
         whole = with_base(new, base) if path in adapter.weights else new
         _check_shapes(path, base, vector_bank.put_into(whole, bank))
 
@@ -138,10 +147,10 @@ def has_adapter(value: Any) -> bool:
 
 
 def base_of(value: Any) -> Any:
-    """The weight without its adapters."""
+    """The weight without its adapters; of a view of a dense matrix the dense tensor."""
     if isinstance(value, MatrixView) and has_adapter(value):
-        base = base_of(value.matrix)
-        return value._replace(matrix=base)
+        view = value._replace(matrix=base_of(value.matrix))
+        return view if is_implicit(view.matrix) else materialize_array(view)
     while isinstance(value, LoRA | Adapter):
         value = value.w
     return value
@@ -151,10 +160,10 @@ def with_base(value: Any, base: Any) -> Any:
     """The weight with the same adapters on another base."""
     if isinstance(value, MatrixView):
         matrix = base.matrix if isinstance(base, MatrixView) else base
+        if matrix is not None and not is_implicit(matrix):
+            matrix = matrix_in(matrix, value.axes)
         return value._replace(matrix=with_base(value.matrix, matrix))
-    if isinstance(
-        base, MatrixView
-    ):  # and the adapter is one for its matrix, as PEFT's files have it
+    if isinstance(base, MatrixView):  # for the matrix of which it is, as PEFT's files have it
         return base._replace(matrix=with_base(value, base.matrix))
     if isinstance(value.w, LoRA | Adapter):
         base = with_base(value.w, base)
@@ -177,27 +186,62 @@ def without_base(kind: type[LoRA | Adapter], **fields: Any) -> Any:
 def digest(value: Any) -> str:
     """16 hexadecimal digits of the types, shapes and bytes of an array, dense or implicit."""
     found = hashlib.blake2b(digest_size=8)
-    leaves, treedef = jax.tree_util.tree_flatten(value)
-    found.update(str(treedef).encode())
-    for leaf in leaves:
-        array = np.ascontiguousarray(leaf)
+
+    def add(x: Any) -> None:
+        if is_implicit(x):
+            found.update(f"{type(x).__name__}{sorted(static_items(x).items())}".encode())
+            for part in flatten_one_level(x)[0]:
+                add(part)
+            return
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            x = jax.random.key_data(x)
+        array = np.ascontiguousarray(x)
         found.update(f"{array.dtype.name}{array.shape}".encode())
         found.update(array.reshape(-1).view(np.uint8).data)
+
+    add(value)
     return found.hexdigest()
+
+
+def checked_parts(argument: str, adapter: Any) -> AdapterParts:
+    """An adapter apart from its base; raises for anything else, such as whole parameters."""
+    if not isinstance(adapter, AdapterParts):
+        raise TypeError(
+            f"{argument}: expected an adapter apart from its base, as get_adapter(params) returns it, "
+            f"got {type(adapter).__name__}"
+        )
+    return adapter
+
+
+def check_bases(parameters: Mapping[str, Any], adapter: AdapterParts) -> None:
+    """Raises unless parameters, by path, are those that an adapter was made for, or are traced."""
+    # The weights that it is for come first: of several that differ, they say most.
+    for path, wanted in sorted(adapter.bases, key=lambda own: own[0] not in adapter.weights):
+        if path not in parameters:
+            raise ValueError(
+                f"{path}: the model that the adapter was made for has this parameter, which is not "
+                "there. check_base=False puts it there all the same"
+            )
+        base = base_of(parameters[path])
+        if not _is_traced(base) and digest(base) != wanted:
+            _raise_other(path, base, path in adapter.weights)
+
+
+def _raise_other(path: str, base: Any, has_adapter: bool) -> None:
+    if has_adapter:
+        raise ValueError(
+            f"{path}: the adapter was made for another base than this {describe(base)}, so that it "
+            "would stand for other numbers. Give it that base, or check_base=False"
+        )
+    raise ValueError(
+        f"{path}: this parameter was another one where the adapter was taken out, and the adapter does "
+        "not hold it. If it was trained, too, give get_adapter trainable_dense=; if the model is "
+        "another one on purpose, check_base=False"
+    )
 
 
 def _is_traced(value: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree_util.tree_leaves(value))
-
-
-def _check_digest(path: str, base: Any, wanted: str) -> None:
-    found = digest(base)
-    if found != wanted:
-        raise ValueError(
-            f"{path}: the adapter was made for another base (digest {wanted}; this one is "
-            f"{describe(base)} with digest {found}), so that it would stand for other numbers. Give it "
-            "that base, or check_base=False"
-        )
 
 
 def _check_shapes(path: str, base: Any, whole: Any) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.params.adapter_parts import AdapterParts, without_base
+from haiku_implicit.params.adapter_parts import AdapterParts, checked_parts, without_base
 from haiku_implicit.params.trees import Parameter
 
 _Deltas = list[jax.Array]
@@ -40,7 +40,8 @@ def combine_adapters(
         entries at random, and divides them by `density`.
       rank: of the result; the nearest matrix of this rank, by its singular values. None: the exact
         rank for 'linear', the largest of the adapters for the others.
-      density: the part of the entries that is kept, for 'ties' and 'dare'.
+      density: the part of the entries that is kept, for 'ties' and 'dare'; 'ties' keeps so many of each
+        matrix, rounded up.
       key: a random key, for 'dare'.
 
     Returns:
@@ -57,8 +58,11 @@ def combine_adapters(
       >>> hki.combine_adapters([one, two], [0.5, 0.5]).weights['linear/w'].a.shape
       (4, 2)
     """
+    adapters = [checked_parts(f"adapters[{i}]", adapter) for i, adapter in enumerate(adapters)]
     merge = _merging(method, density, key)
-    if len(adapters) != len(weights) or not adapters:
+    if not adapters:
+        raise ValueError("adapters: expected one or more, got none")
+    if len(adapters) != len(weights):
         raise ValueError(
             f"weights: expected one for each of the {len(adapters)} adapters, got {len(weights)}"
         )
@@ -87,8 +91,10 @@ def _merging(
     method: str, density: float | None, key: Any
 ) -> Callable[[str, _Deltas], jax.Array] | None:
     """What makes one dense correction of several, for the weight of a path; None for the plain sum."""
-    if method == "linear":
+    if method == "linear" and density is None:
         return None
+    if method == "linear":
+        raise ValueError("density: it is for 'ties' and 'dare'; 'linear' keeps everything")
     if method not in ("ties", "dare"):
         raise ValueError(f"method: expected 'linear', 'ties' or 'dare', got {method!r}")
     if density is None or not 0 < density <= 1:

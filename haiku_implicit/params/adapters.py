@@ -132,15 +132,24 @@ def _inner_options(
     return inner
 
 
-def _options_of(
-    method: str, options: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
-) -> Callable[[str], dict[str, Any]]:
-    """The options for the weight of a path; raises for those that the method does not have."""
+def options_of(method: str) -> dict[str, bool]:
+    """The options of a method, and whether each has to be given.
+
+    Raises:
+      ValueError: for an unknown method.
+    """
     if method not in METHODS and method != "lora":
         raise ValueError(f"method: expected 'lora' or one of {sorted(METHODS)}, got {method!r}")
     create: Any = LoRAOptions if method == "lora" else METHODS[method].create
     own = [p for p in inspect.signature(create).parameters.values() if p.name not in _INNER]
-    known = {p.name: p.default is p.empty for p in own}
+    return {p.name: p.default is p.empty for p in own}
+
+
+def _options_of(
+    method: str, options: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
+) -> Callable[[str], dict[str, Any]]:
+    """The options for the weight of a path; raises for those that the method does not have."""
+    known = options_of(method)
     for given in (options, *({**options, **more} for more in patterns.values())):
         wrong = sorted(set(given) - set(known))
         missing = [name for name, needed in known.items() if needed and name not in given]

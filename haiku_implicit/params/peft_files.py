@@ -18,7 +18,7 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.saving import save
-from haiku_implicit.params.adapter_parts import AdapterParts, without_base
+from haiku_implicit.params.adapter_parts import AdapterParts, checked_parts, without_base
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(
@@ -54,12 +54,16 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
     config = _config_of(folder / CONFIG)
     file = str(folder / TENSORS)
     parts: dict[str, dict[str, Any]] = {}
-    for key, tensor in load(file).get("", {}).items():
+    tree = load(file)
+    # (Names without a slash: in a file that `save` wrote they are keys, in another one in a module ''.)
+    for key, tensor in tree.get("", tree).items():
         found = _KEY.fullmatch(key)
         if found is None:
             raise ValueError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
         part = _PARTS.get(found["part"], found["part"])
         parts.setdefault(found["module"], {})[part] = tensor
+    if not parts:
+        raise ValueError(f"{file}: there is no adapter in it")
     weights = {}
     for module, tensors in parts.items():
         path = _named(names, module, file)
@@ -89,6 +93,7 @@ def save_peft(
         parameter without a name.
       OSError: for a file that can't be written.
     """
+    checked_parts("adapter", adapter)
     if adapter.dense:
         raise ValueError(
             f"{next(iter(adapter.dense))}: trained as a whole, which is not written here"
@@ -97,6 +102,8 @@ def save_peft(
     ranks, alphas = {}, {}
     for path, value in adapter.weights.items():
         module = _named(names, path, "adapter")
+        if module in ranks:
+            raise ValueError(f"names: two parameters are {module!r}, the second one is {path!r}")
         weight = value.matrix if isinstance(value, MatrixView) else value
         if not isinstance(weight, LoRA | DoRA) or np.ndim(weight.a) != 2:
             raise ValueError(

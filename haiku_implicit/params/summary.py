@@ -168,7 +168,8 @@ class ParameterError(NamedTuple):
     Attributes:
       path: `module/name`.
       kinds: what each of the two is.
-      relative: the root of the mean square of the difference, over that of the first one.
+      relative: the root of the mean square of the difference, over that of the first one; infinite
+        where that is zero and the second one is not (None in `to_json`).
       largest: the largest magnitude of the difference.
     """
 
@@ -210,7 +211,12 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """The same as JSON has it."""
         rows = [row._asdict() for row in self.rows]
-        return {**dataclasses.asdict(self), "rows": rows}
+        found = {**dataclasses.asdict(self), "rows": rows}
+        for entry in (*rows, found):  # JSON has no infinity: where the first one is zero
+            for name in ("relative", "outputs"):
+                if entry.get(name) == math.inf:
+                    entry[name] = None
+        return found
 
 
 def compare_params(

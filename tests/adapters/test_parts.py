@@ -117,6 +117,39 @@ def test_errors_name_the_weight(base):
         hki.get_adapter(base)
 
 
+def test_what_was_trained_as_a_whole_is_not_forgotten(base):
+    params = tuned(base, 1)
+    params["mlp/~/linear_1"]["b"] = params["mlp/~/linear_1"]["b"] + 1.0
+    with pytest.raises(
+        ValueError, match="linear_1/b: this parameter was another one .*trainable_de"
+    ):
+        hki.set_adapter(base, hki.get_adapter(params))
+    adapter = hki.get_adapter(params, trainable_dense=".*/b")
+    again = hki.set_adapter(base, adapter)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_an_adapter_of_views_of_dense_weights():
+    base = {"attention": {"w": jax.random.normal(KEY, (3, 4, 8))}}
+    axes = {"attention/w": ([-2, -3], [-1])}
+    params = hki.add_lora(base, 1, rank=2, matrix_axes=axes, init=jax.nn.initializers.ones)
+    view = params["attention"]["w"]
+    params = {"attention": {"w": view._replace(matrix=view.matrix._replace(b=jnp.ones((2, 8))))}}
+    again = hki.set_adapter(base, hki.get_adapter(params))
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    np.testing.assert_array_equal(
+        hki.set_adapter(params, None)["attention"]["w"], base["attention"]["w"]
+    )
+
+
+def test_digests_do_not_depend_on_the_program():
+    w = hki.QuantizedMatrix.quantize(jnp.arange(8.0).reshape(2, 4), "int8")
+    params = hki.add_lora({"linear": {"w": w}}, 0, rank=1)
+    [(path, found)] = hki.get_adapter(params).bases
+    assert (path, found) == ("linear/w", "9b0c3b472a186efe")
+
+
 # --- a bank ----------------------------------------------------------------------------------------
 
 
@@ -207,6 +240,17 @@ def test_errors_of_a_bank(base):
     dora = hki.get_adapter(hki.add_adapter(base, 1, "dora", rank=2, targets=WEIGHTS[0]))
     with pytest.raises(ValueError, match="linear_0/w: a bank has room for LoRA alone, got DoRA"):
         bank.put(0, dora)
+    for wrong in (2, -1):
+        with pytest.raises(ValueError, match=f"slot: expected 0 to 1, got {wrong}"):
+            hki.with_bank(MODEL.apply)(bank, np.array([0, wrong]), X[:2])
+        out = jax.jit(hki.with_bank(MODEL.apply))(bank, np.array([0, wrong]), X[:2])
+        assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
+    with pytest.raises(TypeError, match="params: the bank is an argument of a wrapped function"):
+        hki.use_implicit_args(hki.with_bank(MODEL.apply))(bank, np.zeros(2, int), X[:2])
+    with pytest.raises(
+        TypeError, match="adapter: expected an adapter apart from its base, .*got dict"
+    ):
+        bank.put(0, base)
     with pytest.raises(ValueError, match=r"slots: expected integers \[batch\], got float32"):
         hki.with_bank(MODEL.apply)(bank, np.ones(5, np.float32), X)
 
@@ -275,17 +319,18 @@ def test_dare_has_the_sum_as_its_mean(base):
     [
         (([1.0],), "weights: expected one for each of the 2 adapters, got 1"),
         (([1.0, 1.0], "mean"), "method: expected 'linear', 'ties' or 'dare', got 'mean'"),
+        (([1.0, 1.0], "linear", 0.5), "density: it is for 'ties' and 'dare'"),
         (([1.0, 1.0], "ties"), "density: expected a number above 0 and up to 1, got None"),
     ],
 )
 def test_errors_of_combining(base, arguments, message):
     parts = [hki.get_adapter(tuned(base, i)) for i in (1, 2)]
     with pytest.raises(ValueError, match=message):
-        hki.combine_adapters(parts, *arguments)
+        hki.combine_adapters(parts, *arguments[:2], **dict(zip(["density"], arguments[2:])))  # noqa: B905
 
 
 def test_adapters_of_two_bases_are_not_combined(base):
     other = jax.tree.map(lambda x: x + 1, base)
     parts = [hki.get_adapter(tuned(p, 1)) for p in (base, other)]
-    with pytest.raises(ValueError, match="linear_0/w: the adapters were made for different bases"):
+    with pytest.raises(ValueError, match="linear_0/b: the adapters were made for different bases"):
         hki.combine_adapters(parts, [1.0, 1.0])

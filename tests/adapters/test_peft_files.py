@@ -80,9 +80,11 @@ def test_dora_is_what_peft_says(tmp_path):
 def test_written_and_read_again(tmp_path, method):
     options = {"rank": 2, "alpha": 6.0, "patterns": {".*layer_1.*": {"rank": 3, "alpha": 2.0}}}
     params = hki.add_adapter(BASE, 0, method, **options)
+    params = {m: {"w": own["w"]._replace(b=own["w"].b + 0.5)} for m, own in params.items()}
     adapter = hki.get_adapter(params)
     hki.save_peft(tmp_path / "new", adapter, BACK, base_model="somebody/model")
     again = hki.load_peft(tmp_path / "new", NAMES)
+    assert sorted(again.weights) == sorted(NAMES.values())
     first, second = (hki.materialize(hki.set_adapter(BASE, a)) for a in (adapter, again))
     for path in BASE:
         np.testing.assert_array_equal(first[path]["w"], second[path]["w"])
@@ -149,6 +151,21 @@ def test_a_configuration_that_is_no_json(tmp_path):
     (folder / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match="adapter_config.json: not a JSON file"):
         hki.load_peft(folder, NAMES)
+
+
+def test_two_parameters_of_one_name(tmp_path):
+    adapter = hki.get_adapter(hki.add_lora(BASE, 0, rank=1))
+    with pytest.raises(
+        ValueError, match="names: two parameters are 'same', the second one is 'model/l"
+    ):
+        hki.save_peft(tmp_path / "new", adapter, lambda path: "same")
+    with pytest.raises(TypeError, match="adapter: expected an adapter apart from its base"):
+        hki.save_peft(tmp_path / "new", BASE, BACK)
+
+
+def test_a_file_without_an_adapter(tmp_path):
+    with pytest.raises(ValueError, match="there is no adapter in it"):
+        hki.load_peft(write(tmp_path, CONFIG, {}), NAMES)
 
 
 def test_what_cannot_be_written(tmp_path):

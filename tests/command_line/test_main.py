@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import haiku_implicit as hki
@@ -78,6 +79,35 @@ def test_an_adapter_apart_from_its_base(folder, capsys):
     assert code == 1 and "was made for another base" in err[0] and "--any_base" in err[0]
     assert not (folder / "wrong").exists()
     assert run(capsys, "merge", "other", "wrong", "--adapter=adapter", "--any_base")[0] == 0
+
+
+def test_a_checkpoint_of_training(folder, capsys):
+    opt = optax.adam(1e-3).init(params_of())
+    hki.save("training", {"step": 3, "params": params_of(), "opt": opt})
+    code, _, err = run(capsys, "quantize", "training", "new")
+    assert code == 1 and "'step' is no module. --key=NAME takes a part" in err[0]
+    assert run(capsys, "quantize", "training", "new", "--key=params")[0] == 0
+    assert sorted(hki.load("new")) == sorted(params_of())
+    code, out, _ = run(capsys, "inspect", "training", "--key=params")
+    assert code == 0 and out == str(hki.summary(params_of())).splitlines()
+    code, _, err = run(capsys, "inspect", "training", "--key=weights")
+    assert code == 1 and "there is no 'weights'; there is step, params, opt" in err[0]
+
+
+@pytest.mark.parametrize("method, options", [("ia3", "{}"), ("oft", '{"block_size": 4}')])
+def test_methods_without_a_rank(folder, capsys, method, options):
+    arguments = (f"--method={method}", f"--options={options}", "--targets=.*layer_0/w")
+    code, _, err = run(capsys, "add-lora", "model", "new", *arguments)
+    assert code == 0, err
+    assert type(hki.load("new")["model/layer_0"]["w"]).__name__.lower() == method
+
+
+@pytest.mark.slow
+def test_what_reads_the_output_may_stop(folder):
+    program = "from haiku_implicit.command_line.main import main; raise SystemExit(main())"
+    command = f"{sys.executable} -c '{program}' inspect model | head -n 1"
+    found = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("path") and not found.stderr
 
 
 @pytest.mark.parametrize(
