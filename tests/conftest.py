@@ -52,6 +52,15 @@ def pytest_collection_modifyitems(config, items):
     for product in products.values():
         for i in redundant([item.callspec.params for item in product]):
             product[i].add_marker("slow")
+    thinned = {}
+    for item in items:
+        if item.get_closest_marker("every") and not item.get_closest_marker("slow"):
+            thinned.setdefault((item.parent, item.originalname), []).append(item)
+    for tests in thinned.values():
+        [number] = tests[0].get_closest_marker("every").args
+        for i, item in enumerate(tests):
+            if i % number:
+                item.add_marker("slow")
     if not config.getoption("slow"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)

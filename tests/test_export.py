@@ -88,6 +88,7 @@ def models(w, x):
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", few(FLOATS, *QUICK))
 def test_symbolic_lengths(name):
     w = CASES[name]()

@@ -125,6 +125,7 @@ def test_optimizer_steps(make):
     assert size == wanted_size
 
 
+@pytest.mark.slow
 def test_optimizers_of_the_trainable_part():
     def trained(params):
         trainable, frozen = hki.partition(params)

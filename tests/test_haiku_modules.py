@@ -90,6 +90,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name, kind", few(CASES, *QUICK))
 def test_module(name, kind):
     c = case(name)

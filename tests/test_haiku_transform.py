@@ -136,6 +136,7 @@ def test_feature_with_lora_on_quantized_weights(name):
     case(name).check(with_qlora, TOLERANCE.get(name, 1e-4))
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("may_be_dense")
 @pytest.mark.parametrize("name", MODELS)
 def test_feature_eagerly(name):

@@ -691,6 +691,7 @@ REVERSE_ONLY = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "name", few(DERIVATIVES, *QUICK, "of w and x", "a custom_vjp that keeps the type")
 )
@@ -711,6 +712,7 @@ def test_custom_derivatives_are_used_and_right_for_lora(name, x, may_be_dense):
     close(inside, jax.grad(loss, argnums=(0, 1))(hki.materialize(w), x), rtol=2e-4)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", few((n for n in DERIVATIVES if n not in REVERSE_ONLY), *QUICK))
 def test_forward_and_second_derivatives_of_custom_ones(name, x, may_be_dense):
     w, f = lora(), DERIVATIVES[name]

@@ -24,6 +24,12 @@ def test_of_a_product_every_value_stays_once():
     assert kept == [dict(x="a", y=1, z=0.5), dict(x="b", y=None, z=0.5), dict(x="c", y=1, z=0.5)]
 
 
+@pytest.mark.every(2)
+@pytest.mark.parametrize("i", range(5))
+def test_each_nth_runs_quickly(i, request):
+    assert i % 2 == 0 or request.config.getoption("slow")
+
+
 @pytest.mark.combinations
 @pytest.mark.parametrize("x", [1, 2])
 @pytest.mark.parametrize("y", [1, 2])

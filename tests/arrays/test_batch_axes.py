@@ -126,6 +126,7 @@ def test_filling_gather(make):
     )
 
 
+@pytest.mark.every(2)
 @types
 def test_what_touches_the_matrix_is_right(make, may_be_dense):
     w = make((L, 2, N, M))

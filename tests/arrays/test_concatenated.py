@@ -78,6 +78,7 @@ PRODUCTS = {
 }  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -119,6 +119,7 @@ LAST_BITS = {
 }  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fun", UNARY, ids=lambda f: f.__name__)
 def test_unary(fun, never_dense):
     for dtype in UNARY[fun]:
@@ -145,6 +146,7 @@ BINARY = {
 SLOW_TO_COMPILE = (lax.igamma, lax.igammac, lax.zeta, lax.polygamma)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fun", BINARY, ids=lambda f: f.__name__)
 def test_binary(fun, never_dense):
     for dtype in BINARY[fun]:
@@ -249,6 +251,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_fold(name, never_dense):
     fun, dtypes = OTHERS[name]

@@ -130,6 +130,7 @@ def all_ways(run, weight, w, x, gain):
     return run(weight(w), x, gain), jax.grad(loss, (0, 1, 2))(values, x, gain), mapped
 
 
+@pytest.mark.every(3)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("recipe", few(RECIPES, "standardized"))
@@ -154,6 +155,7 @@ def test_standardized_weights(name, recipe, product):
     close(scanned(jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), w)), want[2])
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("axes", [(1,), (0, 1)])
 @pytest.mark.parametrize("name", few(MAKE, *QUICK))
@@ -401,6 +403,7 @@ def test_per_example_gains():
         close(use(fun)(w, gains), fun(dense_of(w), gains))
 
 
+@pytest.mark.every(3)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name", MAKE)
 def test_repeated_row(name):

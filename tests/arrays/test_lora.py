@@ -176,6 +176,7 @@ EINSUMS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name, alpha", [*((name, 3.0) for name in DOTS), ("x @ w", None)])
 def test_dot(name, alpha):
@@ -183,6 +184,7 @@ def test_dot(name, alpha):
     check(fun, lora(w, alpha=alpha), normal(x))
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name", EINSUMS)
 def test_dot_of_other_axes(name):
@@ -370,6 +372,7 @@ CONVS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name, nested", [*((name, False) for name in CONVS), ("grouped", True)])
 def test_conv(name, nested):
@@ -422,6 +425,7 @@ PARTS = {
 }  # fmt: skip
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name", PARTS)
 def test_parts(name):

@@ -380,6 +380,7 @@ PRODUCTS = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.combinations
 @axes
 def test_dot_general(axis, in_blocks):
@@ -396,6 +397,7 @@ def test_dot_general(axis, in_blocks):
 SPECS = "bkn,bnm->bkm kn,bnm->bkm bkm,bnm->bkn k,bnm->kbnm knb,bnm->km kbm,bnm->nbk".split()
 
 
+@pytest.mark.every(2)
 @pytest.mark.combinations
 @axes
 def test_dot_of_batched(axis, in_blocks):
@@ -408,6 +410,7 @@ def test_dot_of_batched(axis, in_blocks):
     same_as_dense(products, quantized("int4 zero point", axis, (3, N, M)), *xs, how=("grad",))
 
 
+@pytest.mark.every(2)
 @pytest.mark.combinations
 @few_kinds
 def test_products_within_transformations(kind, in_blocks):
@@ -548,6 +551,7 @@ def rows_of(w, ids):
     ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.combinations
 @kinds
 @axes
@@ -655,6 +659,7 @@ def test_cast(kind):
     assert out.dtype == twice.dtype == jnp.bfloat16
 
 
+@pytest.mark.every(3)
 @pytest.mark.combinations
 @few_kinds
 @pytest.mark.parametrize("axis", [-2, -1])

@@ -58,6 +58,7 @@ WRITES = {
 }  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("kind", [("int8", None), ("int4", 4), ("uint4", None)])

@@ -73,6 +73,7 @@ PRODUCTS = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("first", [False, True])
 def test_products(product, first, request):

@@ -48,6 +48,7 @@ def test_logits_are_those_of_the_whole_sequence(cache, tolerance, whole, never_d
     assert held == vectors * {"f32": 4 * depth, "int8": depth + 4, "int4": depth // 2 + 4}[cache]
 
 
+@pytest.mark.slow
 def test_generation_is_greedy_and_leaves_the_state(whole):
     params, _ = whole
     model = decoding.make_model(CONFIG, 12, "int8")

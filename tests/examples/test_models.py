@@ -222,6 +222,7 @@ def test_implicit_parameters_stay_implicit(name, way):
     check_gradients(apply, params, *inputs)
 
 
+@pytest.mark.slow
 def test_experts_stay_in_four_bits_while_lora_is_trained():
     apply, params, _, inputs = mixture_block()
     params = WAYS["qlora"](params)

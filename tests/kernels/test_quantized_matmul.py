@@ -101,6 +101,7 @@ def of_all_shapes(name, axis):
     return [quantized(name, n - n % step if g else n, g, axis) for n, g in LENGTHS]
 
 
+@pytest.mark.every(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize("name", FORMATS)
@@ -172,6 +173,7 @@ def dense_twin(f):
     return lambda w, *args: f(hki.materialize(w), *args)
 
 
+@pytest.mark.every(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize("name", ["uint4", "int8", "nf4"])

@@ -104,6 +104,7 @@ def test_errors(call, message):
         call(normal())
 
 
+@pytest.mark.every(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("operand", OPERANDS)

@@ -543,6 +543,7 @@ def test_einsum_of_many():
         einsum("ij,jk->ik", v, w, rule=rule, weights=2)
 
 
+@pytest.mark.slow
 def test_einsum_draws_noise_for_each_product():
     rule = QtRule(weight_qtype="int8", bwd_qtype="int2", bwd_stochastic_rounding="uniform")
     x, v, w = (jnp.asarray(normal(s, i)) for i, s in enumerate([(4, 4), (4, 4), (4, 4)]))
@@ -679,6 +680,7 @@ def test_convolutions_are_their_definition(name, bwd):
         close(a, b, rtol=1e-5, atol=2e-5 * np.abs(b).max(), err_msg=label)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("features, tile, groups", [(6, 2, 1), (256, 128, 1), (6, 1, 3)])
 def test_tiles_of_convolutions_are_input_features(features, tile, groups):
     rule = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", tile_size=tile)

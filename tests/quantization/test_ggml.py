@@ -30,6 +30,7 @@ def blocks(name, rows=3):
     return kind, data.reshape(rows, -1)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", few(KINDS, "Q4_0", "Q4_K", "Q3_K", "IQ4_XS"))
 def test_values_and_bytes(name):
     kind, data = blocks(name)

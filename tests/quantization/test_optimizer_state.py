@@ -20,6 +20,7 @@ def normal(shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.every(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3", "int4", "nf4"])
@@ -287,6 +288,7 @@ def test_errors(options, message):
         hki.quantized_state(optax.adam(1e-3), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [True, 0, -8, 8.0, 12])
 def test_blocks_of_no_size(block):
     with pytest.raises(ValueError, match=f"block: expected a multiple of 8 .* got {block}"):

@@ -269,6 +269,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("with_key", [False, True])
@@ -664,6 +665,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "model, option",
     [
