@@ -349,7 +349,7 @@ def waves(key, shape, dtype):
 
 def with_lora(params, rank=2, **options):
     """LoRA, none of whose factors is zero."""
-    lora = hki.add_lora(params, 0, rank=rank, alpha=0.4, init=waves, **options)
+    lora = hki.add_lora(params, 0, rank=rank, alpha=0.3, init=waves, **options)
     return jax.tree.map(lambda x: x + 0.1, lora)
 
 

@@ -437,7 +437,7 @@ def test_repr():
     w = hki.LoRA(Outer(jnp.ones(2), jnp.ones(3)), jnp.ones((2, 1)), jnp.ones((1, 3)), alpha=4.0)
     assert repr(w) == (
         "LoRA(float32[2,3], w=Outer(float32[2,3], u=float32[2], v=float32[3]), a=float32[2,1], "
-        "b=float32[1,3], alpha=float32[])"
+        "b=float32[1,3], factor=float32[])"
     )
     assert repr(Nought(shape=(2,))) == "Nought(float32[2])"
     assert repr(Scaled(jnp.ones(2))) == "Scaled(float32[2], x=float32[2], factor=2.0, names=())"

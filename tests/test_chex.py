@@ -267,7 +267,7 @@ def test_max_traces_counts_traces_with_implicit_arrays():
         product(X, jax.tree.map(lambda y, i=i: y * i, lora))
     assert traced == [(3, 2)]
     with pytest.raises(AssertionError, match="traced > 1 times"):
-        product(X, lora._replace(alpha=jnp.ones(())))  # another structure, so another program
+        product(X, lora._replace(factor=jnp.ones(())))  # another structure, so another program
 
 
 # --- variants -------------------------------------------------------------------------------------

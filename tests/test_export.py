@@ -68,7 +68,7 @@ import jax.numpy as jnp, haiku_implicit as hki, pathlib
 from jax import export
 call = export.deserialize(pathlib.Path({str(path)!r}).read_bytes())
 q = hki.QuantizedMatrix.quantize(jnp.ones((4, 4)), "int4", group_size=2, zero_point=True)
-print(call.call(hki.LoRA(q, jnp.ones((4, 2)), jnp.ones((2, 4))), jnp.ones((5, 4)))[0, 0])
+print(call.call(hki.LoRA(q, jnp.ones((4, 2)), jnp.ones((2, 4)), alpha=2.0), jnp.ones((5, 4)))[0, 0])
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.stdout.strip() == "12.0", run.stderr

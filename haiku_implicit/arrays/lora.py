@@ -26,7 +26,7 @@ from haiku_implicit.products.ragged import row_numbers, small_ragged_dot
 Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(init=False)
 class LoRA(Wrapper, core_ndim=2):
     """The weight `w + (alpha / rank) * a @ b`, of which `a` and `b` are trained and `w` is frozen.
 
@@ -39,9 +39,9 @@ class LoRA(Wrapper, core_ndim=2):
       a: `[..., n, r]`, and
       b: `[..., r, m]`: the factors of the correction, of rank `r`; of any floating dtype, the
         correction is cast to that of `w`.
-      alpha: the numerator of the correction's scale `alpha / r`: `[...]`, float32, never trained. The
-        constructor takes a number, too. None for a scale of 1. Weights that differ in it have one
-        structure, so that exchanging one for another compiles nothing.
+      factor: the correction's scale `alpha / r`: `[...]`, float32, never trained; None for 1. The
+        constructor takes `alpha`, a number or an array. Weights that differ in it have one structure,
+        so that exchanging one for another compiles nothing.
 
     Raises:
       ValueError: where the shapes do not fit together, or the number `alpha` is not finite.
@@ -59,7 +59,27 @@ class LoRA(Wrapper, core_ndim=2):
     w: Any = dataclasses.field(metadata=FROZEN)
     a: Any
     b: Any
-    alpha: Any = dataclasses.field(default=None, metadata=FROZEN)
+    factor: Any = dataclasses.field(default=None, metadata=FROZEN)
+
+    def __init__(
+        self,
+        w: Any,
+        a: Any,
+        b: Any,
+        alpha: Any = None,
+        *,
+        factor: Any = None,
+        shape: Any = None,
+        dtype: Any = None,
+    ):
+        self.w, self.a, self.b, self.factor = w, a, b, factor
+        self.shape, self.dtype = shape, dtype
+        self.__post_init__()
+        if alpha is not None:
+            factor = _as_alpha(alpha, np.shape(w)[:-2]) / self.rank
+            # Within a trace a number stays NumPy's, a constant of the program.
+            traced = isinstance(a, jax.core.Tracer)
+            self.factor = factor if traced else jnp.asarray(factor)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,8 +92,6 @@ class LoRA(Wrapper, core_ndim=2):
             with expecting(sentence, TypeError):
                 chex.assert_type(np.zeros((), dtype).real, jnp.floating)  # complex is allowed
         self._check_shapes()
-        if self.alpha is not None:
-            self.alpha = _as_alpha(self.alpha, np.shape(self.w)[:-2])
 
     def _check_shapes(self) -> None:
         w, a, b = np.shape(self.w), np.shape(self.a), np.shape(self.b)
@@ -94,9 +112,14 @@ class LoRA(Wrapper, core_ndim=2):
         return self.a.shape[-1]
 
     @property
+    def alpha(self) -> Any:
+        """The numerator of the correction's scale, `[...]`; None for a scale of 1."""
+        return None if self.factor is None else self.factor * self.rank
+
+    @property
     def scale(self) -> Any:
-        """The factor `alpha / rank` of the correction, `[...]`; the number 1 without an `alpha`."""
-        return 1.0 if self.alpha is None else self.alpha / self.rank
+        """The scale `alpha / rank` of the correction, `[...]`; the number 1 without an `alpha`."""
+        return 1.0 if self.factor is None else self.factor
 
     def delta(self) -> jax.Array:
         """The dense correction `scale * a @ b`."""
@@ -109,15 +132,15 @@ class LoRA(Wrapper, core_ndim=2):
         """`w` as the dense array, `a` by its rows and `b` by its columns; the rank is not split."""
         *lead, n, m = padded_spec(spec, self.ndim)
         a, b = PartitionSpec(*lead, n, None), PartitionSpec(*lead, None, m)
-        return split_fields(self, mesh, w=spec, a=a, b=b, alpha=PartitionSpec(*lead))
+        return split_fields(self, mesh, w=spec, a=a, b=b, factor=PartitionSpec(*lead))
 
 
-def _as_alpha(alpha: Any, batch: Sequence[int]) -> jax.Array:
+def _as_alpha(alpha: Any, batch: Sequence[int]) -> Any:
     """An `alpha` for each of the stacked matrices, of the one that is given or of as many."""
     if isinstance(alpha, numbers.Real):
         if not math.isfinite(alpha):
             raise ValueError(f"LoRA: alpha must be finite, got {alpha!r}")
-        return jnp.full(batch, float(alpha), jnp.float32)
+        return np.full(batch, alpha, np.float32)
     if not jnp.issubdtype(getattr(alpha, "dtype", object), jnp.floating):
         raise TypeError(
             f"LoRA: alpha must be a real number, an array of them, or None, got {alpha!r}"
@@ -129,14 +152,14 @@ def _as_alpha(alpha: Any, batch: Sequence[int]) -> jax.Array:
     return alpha
 
 
-def _of_parts(lora: LoRA, w: Any, a: Any, b: Any, alpha: Any = None) -> LoRA:
+def _of_parts(lora: LoRA, w: Any, a: Any, b: Any, factor: Any = None) -> LoRA:
     """Other fields; in a rule, where there is nothing to validate.
 
     Args:
-      alpha: None for that of `lora`.
+      factor: None for that of `lora`.
     """
-    alpha = lora.alpha if alpha is None else alpha
-    return lora._replace(w=w, a=a, b=b, alpha=alpha, shape=None, dtype=None)
+    factor = lora.factor if factor is None else factor
+    return lora._replace(w=w, a=a, b=b, factor=factor, shape=None, dtype=None)
 
 
 def _times_scale(x: jax.Array, w: LoRA, places: Sequence[int]) -> jax.Array:
@@ -147,8 +170,10 @@ def _times_scale(x: jax.Array, w: LoRA, places: Sequence[int]) -> jax.Array:
       w: the weight.
       places: which axes of `x` these are.
     """
-    if w.alpha is None:
+    if w.factor is None:
         return x
+    if not w.scale.ndim:
+        return x * w.scale.astype(x.dtype)
     others = [i for i in range(x.ndim) if i not in places]
     scale = jnp.transpose(w.scale, np.argsort(places).tolist()).astype(x.dtype)
     return x * jnp.expand_dims(scale, others)
@@ -379,11 +404,11 @@ def slice_factors(primitive: Primitive, w: LoRA, *starts: jax.Array, **params: A
         return primitive.bind(x, *at, **own)
 
     of_batch = {name: value and value[:-2] for name, value in params.items()}
-    alpha = w.alpha
-    if alpha is not None and alpha.ndim:
-        alpha = primitive.bind(alpha, *starts[:-2], **of_batch)
+    factor = w.factor
+    if factor is not None and factor.ndim:
+        factor = primitive.bind(factor, *starts[:-2], **of_batch)
     sliced = primitive.bind(w.w, *starts, **params)
-    return _of_parts(w, sliced, part(w.a, -1), part(w.b, -2), alpha)
+    return _of_parts(w, sliced, part(w.a, -1), part(w.b, -2), factor)
 
 
 @primitive_handler("split")
@@ -398,7 +423,7 @@ def split_factors(
         return list(primitive.bind(x, sizes=sizes, axis=axis, **params))
 
     n, m = w.ndim - 2, w.ndim - 1
-    fields = parts(w.w), parts(w.a, m), parts(w.b, n), parts(w.alpha, n, m)
+    fields = parts(w.w), parts(w.a, m), parts(w.b, n), parts(w.factor, n, m)
     return [_of_parts(w, *part) for part in zip(*fields, strict=True)]
 
 
@@ -409,8 +434,8 @@ def transpose_factors(primitive: Primitive, w: LoRA, *, permutation: Any, **para
     if tuple(sorted(permutation[-2:])) != core:
         return NotImplemented
     w_t, a_t, b_t = (primitive.bind(x, permutation=permutation, **params) for x in (w.w, w.a, w.b))
-    alpha = w.alpha if w.alpha is None else jnp.transpose(w.alpha, permutation[:-2])
-    return _of_parts(w, w_t, *((a_t, b_t) if permutation[-1] == core[1] else (b_t, a_t)), alpha)
+    factor = w.factor if w.factor is None else jnp.transpose(w.factor, permutation[:-2])
+    return _of_parts(w, w_t, *((a_t, b_t) if permutation[-1] == core[1] else (b_t, a_t)), factor)
 
 
 @primitive_handler("squeeze")

@@ -150,7 +150,7 @@ class AdapterBank:
             # A slot that there is not would be the last one, another adapter: NaN instead.
             slots = self.slots[parameter.path]
             place = jnp.where(jnp.asarray(slot) < 0, self.capacity, slot)
-            a, b, alpha = (x.at[place].get(mode="fill", fill_value=jnp.nan) for x in slots)
+            a, b, factor = (x.at[place].get(mode="fill", fill_value=jnp.nan) for x in slots)
             view = parameter.value
             if not isinstance(view, ImplicitArray):
                 raise TypeError(
@@ -158,7 +158,7 @@ class AdapterBank:
                     "hki.grad), in which its LoRA weights read as dense arrays. Differentiate with "
                     "jax.grad, with respect to bank.slots"
                 )
-            lora = _lora_of(view)._replace(a=a, b=b, alpha=alpha)
+            lora = _lora_of(view)._replace(a=a, b=b, factor=factor)
             return view._replace(matrix=lora) if isinstance(view, MatrixView) else lora
 
         return trees.map_parameters(selected, self.params)
@@ -204,7 +204,7 @@ def _lora_of(value: Any) -> LoRA:
 
 def _factors(value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     lora = _lora_of(value)
-    return lora.a, lora.b, lora.alpha
+    return lora.a, lora.b, lora.factor
 
 
 @jax.jit
@@ -213,7 +213,7 @@ def _written(x: jax.Array, slot: Any, value: jax.Array) -> jax.Array:
 
 
 def _padded(path: str, value: Any, old: Any) -> tuple[Any, Any, Any]:
-    """The factors of an adapter with zeros up to the rank of the bank, and the scale as its alpha."""
+    """The factors of an adapter with zeros up to the rank of the bank, and the scale."""
     lora = _lora_of(value)
     if not isinstance(lora, LoRA) or is_implicit(lora.w):
         raise ValueError(f"{path}: a bank has room for LoRA alone, got {type(lora).__name__}")
@@ -229,4 +229,4 @@ def _padded(path: str, value: Any, old: Any) -> tuple[Any, Any, Any]:
             f"the bank are {list(old[0].shape[1:])} and {list(old[1].shape[1:])}"
         )
     scale = jnp.broadcast_to(jnp.asarray(lora.scale, jnp.float32), old[2].shape[1:])
-    return a.astype(old[0].dtype), b.astype(old[1].dtype), scale * rank
+    return a.astype(old[0].dtype), b.astype(old[1].dtype), scale

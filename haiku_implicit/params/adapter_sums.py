@@ -156,7 +156,7 @@ def _joined(parts: Sequence[tuple[LoRA, float]]) -> LoRA:
     scaled = [lora.a * jnp.expand_dims(jnp.asarray(weight * lora.scale, lora.a.dtype), (-2, -1))
               for lora, weight in parts]  # fmt: skip
     a = jnp.concatenate(scaled, -1)
-    return first._replace(a=a, b=jnp.concatenate([lora.b for lora, _ in parts], -2), alpha=None)
+    return first._replace(a=a, b=jnp.concatenate([lora.b for lora, _ in parts], -2), factor=None)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -58,7 +58,7 @@ def with_dropout(params: Any, key: Any, rate: float) -> Any:
         batch = value.shape[:-2]
         own = parameter.key_from(key)
         zeros = Zeros(shape=value.shape, dtype=value.dtype)
-        delta = LoRA(zeros, value.a, value.b, value.alpha)
+        delta = LoRA(zeros, value.a, value.b, factor=value.factor)
         keys = jax.random.split(own, batch) if batch else own
         return Sum(value.w, InputDropout(delta, keys, float(rate)), apart=True)
 

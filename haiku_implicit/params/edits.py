@@ -83,7 +83,7 @@ def add_lora(
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
       >>> params = {'linear': {'w': jnp.ones((4, 3)), 'b': jnp.zeros(3)}}
       >>> hki.add_lora(params, jax.random.key(0), rank=2, alpha=4.0)['linear']['w']
-      LoRA(float32[4,3], w=float32[4,3], a=float32[4,2], b=float32[2,3], alpha=float32[])
+      LoRA(float32[4,3], w=float32[4,3], a=float32[4,2], b=float32[2,3], factor=float32[])
       >>> hki.add_lora(params, 0, rank=2, targets='linear/v')
       Traceback (most recent call last):
       ...

@@ -178,17 +178,19 @@ def _weight_of(where: str, tensors: Mapping[str, Any], alpha_for: Callable[[int]
             f"and {list(b.shape)}"
         )
     try:
-        alpha = jnp.float32(alpha_for(a.shape[0]))
+        alpha = alpha_for(a.shape[0])
     except ValueError as e:
         raise ValueError(f"{where}: {e}") from e
     magnitude = tensors.get("lora_magnitude_vector")
     if magnitude is None:
-        return without_base(LoRA, a=a.T, b=b.T, alpha=alpha)
+        return without_base(LoRA, a=a.T, b=b.T, factor=jnp.float32(alpha / a.shape[0]))
     if magnitude.size != b.shape[0]:
         raise ValueError(
             f"{where}: lora_magnitude_vector: expected {b.shape[0]} numbers, got {magnitude.size}"
         )
-    return without_base(DoRA, a=a.T, b=b.T, alpha=alpha, magnitude=magnitude.reshape(-1))
+    return without_base(
+        DoRA, a=a.T, b=b.T, alpha=jnp.float32(alpha), magnitude=magnitude.reshape(-1)
+    )
 
 
 def _named(names: Names, module: str, where: str) -> str:

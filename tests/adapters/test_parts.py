@@ -50,7 +50,9 @@ def test_out_and_in_again(base):
     assert jax.tree.structure(again) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, again, params)
     leaves = sum(x.nbytes for x in jax.tree.leaves(adapter))
-    assert leaves == sum(w.a.nbytes + w.b.nbytes + w.alpha.nbytes for w in adapter.weights.values())
+    assert leaves == sum(
+        w.a.nbytes + w.b.nbytes + w.factor.nbytes for w in adapter.weights.values()
+    )
 
 
 def test_another_adapter_takes_its_place_and_compiles_nothing(base):

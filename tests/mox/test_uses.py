@@ -106,7 +106,7 @@ def test_lora_as_weights_and_as_modules():
     names = [name.removesuffix("/w") for name in weights]
     for name in names:
         new, weight = dense[f"{name}/lo_ra_linear"], implicit[name]["w"]
-        implicit[name]["w"] = weight._replace(w=new["w"], a=new["a"], b=new["b"], alpha=4)
+        implicit[name]["w"] = weight._replace(w=new["w"], a=new["a"], b=new["b"])
     (one, of_weights), (other, of_modules) = (
         jax.jit(hki.value_and_grad(functools.partial(loss, apply)))(p)
         for apply, p in ((mox.apply, implicit), (modules.apply, dense))
