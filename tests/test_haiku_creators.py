@@ -231,6 +231,7 @@ def test_state(kind, name):
 # --- within Haiku's features ------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.combinations
 @pytest.mark.usefixtures("may_be_dense")
 @pytest.mark.parametrize("where", ["creator", "getter"])

@@ -186,6 +186,7 @@ def test_quantized(options):
     assert active[FIRST]["query_w"].matrix.activation == "int8"
 
 
+@pytest.mark.slow
 def test_rules_see_the_matrix():
     """A tile of the inputs; and a weight of three axes that is one for `dot_general`."""
     rules = [

@@ -371,6 +371,7 @@ def test_ahead_of_time(w, x):
 # --- inside ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_transformations_inside(w, x, outer):
     def f(w, x):

@@ -333,6 +333,7 @@ def test_what_quantizes_activations():
             use(fun)(kernel)
 
 
+@pytest.mark.slow
 def test_a_cache_is_not_a_weight():
     q = int8((2, 3, *SHAPE))
     cache = hki.QuantizedCache(codes=q.codes, scale=q.scale, format=q.format)

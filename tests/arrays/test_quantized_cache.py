@@ -262,6 +262,7 @@ def test_decoding_in_a_scan_keeps_the_cache_quantized(never_dense):
     np.testing.assert_allclose(got.scale, want.scale, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_heads_and_time_change_places(never_dense):
     """Vectors with scales of their own, in any order; also a group of rows with one scale."""
     tiled = hki.QuantizedMatrix.quantize(normal((B, T, 4, D)), "int8", (2, D), axis=-1)

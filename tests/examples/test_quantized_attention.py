@@ -57,6 +57,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.every(3)
 @pytest.mark.parametrize("kind, tolerance, in_mesh", few(CASES, ("int8", 0.02, False)))
 def test_outputs_are_those_of_attention(kind, tolerance, in_mesh, inputs, never_dense):

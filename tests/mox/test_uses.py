@@ -47,6 +47,7 @@ def attention(x):
     return layer(x, x, x)
 
 
+@pytest.mark.slow
 def test_attention_for_a_dense_layer():
     x = jax.random.normal(KEY, (4, 16))
     mox = make_mox(hk.transform(lambda x: hk.nets.MLP([64, 42, 10])(x)))(x)

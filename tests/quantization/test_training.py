@@ -352,6 +352,7 @@ def test_keys_of_a_step():
         jax.grad(lambda p: hki.use_implicit_args(jnp.dot)(x, p["a"]["w"]).sum())(wrapped)
 
 
+@pytest.mark.slow
 def test_the_getter_takes_keys_from_haiku():
     noisy = QtRule(weight_qtype="int8", bwd_qtype="int8", bwd_stochastic_rounding="uniform")
 
