@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -243,8 +243,8 @@ class BlockDiagonal(Operator, linear_in="blocks"):
 
 
 @dataclasses.dataclass
-class Sparse(Operator, linear_in="values"):
-    """A matrix of a few numbers, all others being zero.
+class AtPlaces(Operator, linear_in="values"):
+    """The base of operators that a few numbers at places of a matrix make.
 
     Attributes:
       values: `[..., k]`.
@@ -263,6 +263,15 @@ class Sparse(Operator, linear_in="values"):
     def compute_dtype(self) -> Any:
         return self.values.dtype
 
+    def transposed(self) -> Self:
+        shape = self.shape_of_matrix[::-1]
+        return self._replace(row=self.column, column=self.row, shape_of_matrix=shape)
+
+
+@dataclasses.dataclass
+class Sparse(AtPlaces):
+    """A matrix of a few numbers, all others being zero."""
+
     def times(self, x: jax.Array) -> jax.Array:
         out = jnp.zeros((x.shape[0], self.shape_of_matrix[1]), x.dtype)
         return out.at[:, self.column].add(x[:, self.row] * self.values)
@@ -270,10 +279,6 @@ class Sparse(Operator, linear_in="values"):
     def rows(self, ids: jax.Array) -> jax.Array:
         out = jnp.zeros((ids.shape[0], self.shape_of_matrix[1]), self.dtype)
         return out.at[:, self.column].add((ids[:, None] == self.row) * self.values)
-
-    def transposed(self) -> "Sparse":
-        shape = self.shape_of_matrix[::-1]
-        return self._replace(row=self.column, column=self.row, shape_of_matrix=shape)
 
     def materialize(self) -> jax.Array:
         def of_one(w: Sparse) -> jax.Array:
@@ -283,29 +288,13 @@ class Sparse(Operator, linear_in="values"):
 
 
 @dataclasses.dataclass
-class Fourier(Operator, linear_in="values"):
+class Fourier(AtPlaces):
     """The real part of the inverse Fourier transform of a sparse matrix, in both axes.
 
     A product goes through three steps, none of which makes the matrix: a transform of the rows of `x`,
     a factor for each coefficient, a transform of what they add up to.
-
-    Attributes:
-      values: `[..., k]` real coefficients.
-      row, column: `[..., k]` integers, the frequencies along rows and columns; what is at one place is
-        added up.
-      shape_of_matrix: `(n, m)`.
+    The places are frequencies, along rows and columns, and the values real coefficients.
     """
-
-    values: Any
-    row: Any = dataclasses.field(metadata=FROZEN)
-    column: Any = dataclasses.field(metadata=FROZEN)
-    shape_of_matrix: tuple[int, int] = aux_field()
-
-    def compute_shape(self) -> tuple[int, ...]:
-        return (*np.shape(self.values)[:-1], *self.shape_of_matrix)
-
-    def compute_dtype(self) -> Any:
-        return self.values.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -326,7 +315,3 @@ class Fourier(Operator, linear_in="values"):
         amplitudes = amplitudes * self.values.astype(amplitudes.real.dtype)
         out = jnp.zeros((amplitudes.shape[0], self.shape_of_matrix[1]), amplitudes.dtype)
         return jnp.fft.ifft(out.at[:, self.column].add(amplitudes)).real.astype(self.dtype)
-
-    def transposed(self) -> "Fourier":
-        shape = self.shape_of_matrix[::-1]
-        return self._replace(row=self.column, column=self.row, shape_of_matrix=shape)
