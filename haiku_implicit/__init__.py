@@ -47,6 +47,9 @@ from haiku_implicit.files.checkpoint import Checkpoint
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.loading import load, open_checkpoint
 from haiku_implicit.files.saving import save
+from haiku_implicit.interchange.ggml import from_ggml
+from haiku_implicit.interchange.names import Place
+from haiku_implicit.interchange.peft import load_peft, save_peft
 from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
 from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
 from haiku_implicit.params.adapter_sums import combine_adapters
@@ -70,10 +73,8 @@ from haiku_implicit.params.edits import (
     quantize_params,
     zero_params,
 )
-from haiku_implicit.params.ggml import from_ggml
 from haiku_implicit.params.infer_axes import infer_matrix_axes
 from haiku_implicit.params.lora_init import EVA, LoftQ
-from haiku_implicit.params.peft_files import load_peft, save_peft
 from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantized_training import (
@@ -183,6 +184,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "register_tree_type",
+    "Place",
     "load_peft",
     "save_peft",
     # LoRA's relatives

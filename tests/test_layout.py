@@ -21,7 +21,7 @@ FLOORS = [
     ["adapters"],
     ["training", "transforms", "files"],
     ["params"],
-    ["layers", "mox"],
+    ["interchange", "layers", "mox"],
     ["quantization", "testing", "command_line"],
     [""],  # what `import haiku_implicit` gives
 ]

@@ -98,3 +98,9 @@ def test_every_page_is_in_the_list_of_pages():
 def test_nothing_is_left_to_fill_in():
     for path in DOCUMENTS:
         assert "«FILL" not in path.read_text(), path
+
+
+def test_no_two_versions_of_a_text_are_left_by_a_merge():
+    for path in DOCUMENTS:
+        marks = [x for x in path.read_text().splitlines() if re.match(r"<{7} |={7}$|>{7} ", x)]
+        assert not marks, path

@@ -1,0 +1,68 @@
+"""Where a tensor of another library's file goes in a Haiku model's parameters."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """The parameter that a tensor of a file becomes.
+
+    Attributes:
+      path: `module/name` of the parameter.
+      axes: the tensor's axes in the parameter's order, as for `numpy.transpose`; None for the order
+        that PyTorch's layers and Haiku's have: the two axes of a weight `w` change places, all others
+        stay.
+      shape: of the parameter, where it is another one than that of the transposed tensor: `[inputs,
+        heads, width]` for a matrix `[inputs, heads * width]`.
+    """
+
+    path: str
+    axes: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+
+    def axes_for(self, ndim: int) -> tuple[int, ...]:
+        """The axes of a tensor with so many, in the parameter's order.
+
+        >>> Place('linear/w').axes_for(2), Place('embed/embeddings').axes_for(2)
+        ((1, 0), (0, 1))
+        """
+        if self.axes is None:
+            transposed = ndim == 2 and self.path.rpartition("/")[2] == "w"
+            return (1, 0) if transposed else tuple(range(ndim))
+        if sorted(self.axes) != list(range(ndim)):
+            raise ValueError(
+                f"{self.path}: axes: expected each of 0 ... {ndim - 1} once, for a tensor with {ndim} "
+                f"axes, got {self.axes}"
+            )
+        return self.axes
+
+
+# From a tensor's name in a file to where it goes; None for what the model does not have.
+Names = Mapping[str, str | Place | None] | Callable[[str], str | Place | None]
+
+
+def place_of(names: Names, tensor: str, where: str) -> Place | None:
+    """Where a tensor goes; None if it is left out.
+
+    Args:
+      names: a mapping or a function.
+      tensor: its name in the file.
+      where: the file, for errors.
+
+    Raises:
+      ValueError: for a name that the mapping does not have, or what is not a place.
+    """
+    try:
+        found = names(tensor) if callable(names) else names[tensor]
+    except KeyError:
+        raise ValueError(
+            f"{where}: {tensor}: names has no place for it. Give 'module/name' of the parameter, or "
+            "None to leave it out"
+        ) from None
+    if found is None or isinstance(found, Place):
+        return found
+    if not isinstance(found, str):
+        raise ValueError(
+            f"{where}: {tensor}: names gives {found!r} for it, expected 'module/name', a Place, or None"
+        )
+    return Place(found)

@@ -1,0 +1,43 @@
+"""Where tensors of other libraries' files go."""
+
+import pytest
+
+import haiku_implicit as hki
+from haiku_implicit.interchange.names import place_of
+
+
+@pytest.mark.parametrize("names", [{"a": "linear/w"}, {"a": "linear/w"}.__getitem__])
+def test_a_mapping_and_a_function_say_where(names):
+    assert place_of(names, "a", "file") == hki.Place("linear/w")
+    with pytest.raises(
+        ValueError, match=r"file: b: names has no place for it.*None to leave it out"
+    ):
+        place_of(names, "b", "file")
+
+
+def test_what_the_model_does_not_have_is_left_out():
+    assert place_of({"a": None}, "a", "file") is None
+
+
+def test_something_else_is_no_place():
+    with pytest.raises(ValueError, match=r"file: a: names gives 3 for it"):
+        place_of({"a": 3}, "a", "file")
+
+
+@pytest.mark.parametrize(
+    ("place", "ndim", "axes"),
+    [
+        (hki.Place("linear/w"), 2, (1, 0)),
+        (hki.Place("linear/b"), 1, (0,)),
+        (hki.Place("embed/embeddings"), 2, (0, 1)),
+        (hki.Place("conv/w", (2, 3, 1, 0)), 4, (2, 3, 1, 0)),
+        (hki.Place("linear/w", (0, 1)), 2, (0, 1)),
+    ],
+)
+def test_axes(place, ndim, axes):
+    assert place.axes_for(ndim) == axes
+
+
+def test_axes_have_to_be_those_of_the_tensor():
+    with pytest.raises(ValueError, match=r"conv/w: axes: .* got \(0, 0\)"):
+        hki.Place("conv/w", (0, 0)).axes_for(2)
