@@ -27,7 +27,8 @@ from haiku_implicit.files.loading import load
 from haiku_implicit.files.saving import save
 from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
 from haiku_implicit.params.adapters import METHODS, add_adapter, options_of
-from haiku_implicit.params.edits import merge_adapters, quantize_params
+from haiku_implicit.params.edits import quantize_params
+from haiku_implicit.params.merging import merge_adapters
 from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.summary import compare_params, summary
 
