@@ -77,7 +77,10 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
     places = {leaf.name: i for i, leaves in enumerate(files) for leaf in leaves}
     structure = with_leaves(structure, lambda leaf: leaf._replace(file=places[leaf.name]))
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    number, main = naming.start(path)
+    try:
+        number, main = naming.start(path)
+    except OSError as e:  # which names a temporary file
+        raise type(e)(e.errno, e.strerror, path) from None
     shards = [naming.shard_name(path, number, i, len(files) - 1) for i in range(1, len(files))]
     try:
         with main:
