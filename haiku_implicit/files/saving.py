@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 import jax
 
+from haiku_implicit.core import progress
 from haiku_implicit.files import container, dtypes, naming
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import (
@@ -160,10 +161,15 @@ def _write_file(
     table = container.table(rows)
     begin = container.header(metadata(), table)
     file.write(begin)
-    for name in table:
+
+    def write(name: str) -> None:
         data = dtypes.bytes_of(arrays[name]).data
         crcs[name] = zlib.crc32(data)
         file.write(data)
+
+    with progress.bar("saving", len(table)) as run:
+        for name in table:
+            run(name, write, name)
     end = container.header(metadata(), table)
     assert len(begin) == len(end), "the header has changed its length"
     file.seek(0)

@@ -58,18 +58,18 @@ def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
        [1. 1. 1.]]
     """
     whole = vector_bank.without(vector_bank.with_vector_bank(params))
-    _warn_of_untied(trees.parameters_of(whole))
+    parameters = trees.parameters_of(whole)
+    _warn_of_untied(parameters)
     done: dict[tuple[int, ...], Any] = {}
 
     def merged(parameter: trees.Parameter) -> Any:
-        if not has_adapter(parameter.value):
-            return parameter.value
         same = _leaf_ids(parameter.value)
         if same not in done:
             done[same] = trees.on_matrix(lambda own: _merged(own.value, requantize))(parameter)
         return done[same]
 
-    return trees.map_parameters(merged, whole)
+    marks = [has_adapter(parameter.value) for parameter in parameters]
+    return trees.map_marked(whole, marks, merged)
 
 
 # The name that it had when LoRA was the only adapter.
