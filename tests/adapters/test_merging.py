@@ -141,6 +141,24 @@ def test_a_model_with_tied_embeddings_computes_the_same_once_merged():
     assert np.abs(x @ table.T - model.apply(merged, ids)).max() > 1e-2
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_of_an_embedding_may_be_of_both_ends(tied, tmp_path):
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "ensure_weight_tying": tied}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    parts = {"A": normal((2, 8)), "B": normal((4, 2), 1)}
+    tensors = {f"base_model.model.wte.lora_embedding_{k}": np.array(x) for k, x in parts.items()}
+    safetensors.numpy.save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        adapter = hki.load_peft(tmp_path, {"wte": "embed/embeddings"})
+    assert [str(w.message).partition(": wte: ")[2][:35] for w in said] == (
+        [] if tied else ["PEFT adapts the look-up alone. Where"[:35]]
+    )
+    base = {"embed": {"embeddings": normal((8, 4), 2)}}
+    want = base["embed"]["embeddings"] + 2 * (parts["A"].T @ parts["B"].T)
+    close(hki.merge_adapters(hki.set_adapter(base, adapter))["embed"]["embeddings"], want)
+
+
 def test_an_adapter_is_not_merged_onto_another_base():
     """unsloth-zoo#810: trained on 4-bit weights, merged into the ones they were made of."""
     dense = {"layer": {"w": normal((8, 4))}}
