@@ -74,6 +74,7 @@ from haiku_implicit.params.edits import (
 from haiku_implicit.params.infer_axes import infer_matrix_axes
 from haiku_implicit.params.lora_init import EVA, LoftQ
 from haiku_implicit.params.merging import merge_adapters, merge_lora, unmerge_adapters
+from haiku_implicit.params.placement import shardings
 from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantized_training import (
@@ -177,6 +178,8 @@ __all__ = [
     "freeze_subtrees",
     "apply_updates",
     "quantized_state",
+    # many devices
+    "shardings",
     # files
     "save",
     "load",
