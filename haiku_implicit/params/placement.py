@@ -28,8 +28,9 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
 
     An implicit array is split as the dense one would be: LoRA's factors along the axes that they have,
     codes and scales between groups, in their own order of storage. Give what comes out to
-    `jax.device_put`, as `in_shardings` and `out_shardings` to `jax.jit`, or for restoring checkpoints. (A dense sharding given to those for an implicit array is taken for each of its leaves,
-    and splits a weight along another axis than it says.)
+    `jax.device_put`, as `in_shardings` and `out_shardings` to `jax.jit`, or for restoring checkpoints.
+    (A dense sharding given there for an implicit array is taken for each of its leaves, and splits a
+    weight along another axis than it says.)
 
     Args:
       params: parameters, dense or implicit, arrays or `jax.ShapeDtypeStruct`; or another tree of such
