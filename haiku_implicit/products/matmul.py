@@ -26,6 +26,7 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products import reference
 from haiku_implicit.products.cpu import native
 from haiku_implicit.products.gpu import pallas
+from haiku_implicit.products.partitioned import needs_devices, partitioned
 
 quantized_matmul_p = Primitive("quantized_matmul")
 
@@ -51,7 +52,7 @@ def quantized_matmul(
     # In `shard_map`: the transpose of this sums what the devices' parts of the matrix give to `x`.
     operands = [compat.vary_like(y, (x, *leaves)) for y in (x, *leaves)]
     params = dict(treedef=treedef, order=order, precision=precision, dtype=np.dtype(dtype))
-    return quantized_matmul_p.bind(*operands, **params)
+    return quantized_matmul_p.bind(*operands, mesh=needs_devices(), **params)
 
 
 def _abstract(x: Any, *leaves: Any, treedef: Any, order: Any, dtype: Any, **_: Any) -> Any:
@@ -73,7 +74,7 @@ def _with_standard_promotion(fun: Callable[..., Any]) -> Callable[..., Any]:
 _reference = _with_standard_promotion(reference.product)
 
 
-@functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype"))
+@functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype", "mesh"))
 def _run(*operands: jax.Array, **params: Any) -> jax.Array:
     """The product outside of any trace: the primitive, compiled.
 
@@ -82,7 +83,12 @@ def _run(*operands: jax.Array, **params: Any) -> jax.Array:
     """
     if isinstance(operands[0], jax.core.Tracer):
         return quantized_matmul_p.bind(*operands, **params)
-    return _reference(*operands, **params)
+    return _reference(*operands, **_of_product(params))
+
+
+def _of_product(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of the primitive that say what is computed."""
+    return {name: value for name, value in params.items() if name != "mesh"}
 
 
 # --- differentiation -----------------------------------------------------------------------------
@@ -103,7 +109,7 @@ def _jvp(primals: Any, tangents: Any, *, treedef: Any, **params: Any) -> Any:
     if not isinstance(of_codes, ad.Zero):  # floating codes, differentiated like any number
 
         def by_codes(codes: jax.Array) -> jax.Array:
-            return _reference(x, codes, *scales, treedef=treedef, **params)
+            return _reference(x, codes, *scales, treedef=treedef, **_of_product(params))
 
         terms.append(jax.jvp(by_codes, (codes,), (of_codes,))[1])
     if not terms:
@@ -112,7 +118,7 @@ def _jvp(primals: Any, tangents: Any, *, treedef: Any, **params: Any) -> Any:
 
 
 def _transpose(
-    ct: Any, x: Any, *leaves: Any, treedef: Any, order: Any, precision: Any, dtype: Any
+    ct: Any, x: Any, *leaves: Any, treedef: Any, order: Any, precision: Any, **_: Any
 ) -> Any:
     nothing = [None] * (1 + len(leaves))
     if isinstance(ct, ad.Zero):
@@ -175,10 +181,23 @@ def _lower_on_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _lower(ctx: Any, operands: Any, params: Any, kernel: Any, applies: Any) -> Any:
+    if _is_partitioned(ctx.module_context):
+        product = functools.partial(quantized_matmul_p.bind, **params)
+        fun = partitioned(product, params["treedef"], params["order"])
+        return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands)
     x, *leaves = ctx.avals_in
+    params = _of_product(params)
     served = _on_one_device(ctx.module_context) and applies(x, leaves, **params)
     fun = _with_standard_promotion(kernel) if served else _reference
     return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands, **params)
+
+
+def _is_partitioned(context: Any) -> bool:
+    """Whether XLA splits the program over several devices, on a mesh that is known."""
+    if getattr(context.lowering_parameters, "for_export", False):
+        return False
+    axes = context.axis_context
+    return getattr(axes, "num_devices", 1) > 1 and getattr(axes, "abstract_mesh", None) is not None
 
 
 def _on_one_device(context: Any) -> bool:
@@ -201,6 +220,9 @@ quantized_matmul_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[quantized_matmul_p] = _jvp
 ad.primitive_transposes[quantized_matmul_p] = _transpose
 batching.primitive_batchers[quantized_matmul_p] = _batch
-mlir.register_lowering(quantized_matmul_p, mlir.lower_fun(_reference, multiple_results=False))
+mlir.register_lowering(
+    quantized_matmul_p,
+    mlir.lower_fun(lambda *x, mesh, **params: _reference(*x, **params), multiple_results=False),
+)
 mlir.register_lowering(quantized_matmul_p, _lower_on_cpu, platform="cpu")
 mlir.register_lowering(quantized_matmul_p, _lower_on_gpu, platform="cuda")

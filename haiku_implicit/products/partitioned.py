@@ -1,0 +1,228 @@
+"""The product primitive where XLA partitions a program: each device multiplies its own part.
+
+Without a rule XLA looks into the product, decodes blocks of the matrix, and moves those. The rule here
+says which axes of the operands belong together, so that activations, codes and scales are split by
+these and nothing else, and each device runs the kernel on what it has:
+
+- where rows of the activations are split, the codes that lie elsewhere are gathered, as codes;
+- where outputs are split, so is the result;
+- where the contracted axis is split, between groups, each device's product is a part of the sum, and
+  these parts are added up.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import (
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+
+from haiku_implicit.core.sharding import num_parts, padded_spec
+from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.layout import Order
+from haiku_implicit.numerics.options import activation_of
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+
+Names = tuple[str, ...]
+
+
+def partitioned(product: Callable[..., jax.Array], treedef: Any, order: Order) -> Any:
+    """The product as a function that XLA splits over devices, each of which has it of its own parts.
+
+    Args:
+      product: of `x` and the leaves of a quantized matrix.
+      treedef: of the matrix.
+      order: of the axes of its leaves.
+    """
+
+    codes_dtype = formats.find(treedef.unflatten(range(treedef.num_leaves)).format).dtype
+
+    def parts_of(operands: Any) -> tuple[Any, QuantizedMatrix]:
+        x, codes, *scales = operands
+        return x, treedef.unflatten([_narrow(codes, codes_dtype), *scales])
+
+    def partition(mesh: Any, operands: Any, _: Any) -> Any:
+        x, q = parts_of(operands)
+        split = _Split.of(x, q, order, mesh)
+
+        def local(x: jax.Array, codes: jax.Array, *scales: jax.Array) -> jax.Array:
+            out = product(x, _narrow(codes, codes_dtype), *scales)
+            return jax.lax.psum(out, split.contracted) if split.contracted else out
+
+        specs = [split.of_x(), *jax.tree.leaves(split.of_matrix(q, order), is_leaf=_is_spec)]
+        places = tuple(NamedSharding(mesh, spec) for spec in specs)
+        return mesh, local, NamedSharding(mesh, split.of_result()), places
+
+    def infer(mesh: Any, operands: Any, _: Any) -> Any:
+        return NamedSharding(mesh, _Split.of(*parts_of(operands), order, mesh).of_result())
+
+    def run(x: jax.Array, codes: jax.Array, *scales: jax.Array) -> jax.Array:
+        q = treedef.unflatten([codes, *scales])
+        own = custom_partitioning(lambda x, codes, *scales: product(x, _narrow(codes, codes_dtype), *scales))
+        own.def_partition(partition, infer, sharding_rule=lambda *_: _rule(q, order))
+        return own(x, _wide(codes), *scales)
+
+    return run
+
+
+# XLA lets the larger one decide where two operands are split by the same mesh axis, and counts their
+# elements. So that it compares bytes, codes are seen as 32-bit integers on their way to the product.
+
+
+def _wide(codes: jax.Array) -> jax.Array:
+    if codes.dtype.itemsize != 1 or codes.shape[-1] % 4:
+        return codes
+    words = codes.reshape(*codes.shape[:-1], -1, 4)
+    return jax.lax.bitcast_convert_type(words, jnp.uint32)
+
+
+def _narrow(codes: Any, dtype: Any) -> Any:
+    if codes.dtype != jnp.uint32:
+        return codes
+    shape = (*codes.shape[:-1], codes.shape[-1] * 4)
+    if isinstance(codes, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=codes.sharding)
+    return jax.lax.bitcast_convert_type(codes, dtype).reshape(shape)
+
+
+@functools.cache
+def needs_devices() -> Any:
+    """A jaxpr that has a partitioned function in it; None where there is one device.
+
+    JAX tells the rule that lowers a primitive the mesh of the program, which partitioning needs, only
+    where such a function is in the program. So the primitive has this among its parameters.
+    """
+    if len(jax.devices()) == 1:
+        return None
+    fun = custom_partitioning(lambda x: x)
+    fun.def_partition(lambda *_: None, sharding_rule="->")
+    return jax.make_jaxpr(fun)(0.0)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+class _Split(NamedTuple):
+    """The mesh axes by which a product `[batch, m, i] @ [batch, i, o]` is split.
+
+    Attributes:
+      batch, rows, contracted, columns: for the axes `batch`, `m`, `i` and `o`.
+    """
+
+    batch: Names
+    rows: Names
+    contracted: Names
+    columns: Names
+
+    @classmethod
+    def of(cls, x: Any, q: QuantizedMatrix, order: Order, mesh: Any) -> "_Split":
+        """What is best where the operands lie as they do.
+
+        Where rows are split, so that gradients are summed over devices, everything else gives way. Of
+        two operands of which only one has its contracted axis split, the smaller is moved: that
+        operand, or the parts of the result.
+        """
+        of_batch, of_rows, of_x = map(_names, padded_spec(x.sharding.spec, 3))
+        codes = [_names(entry) for entry in padded_spec(q.codes.sharding.spec, q.codes.ndim)]
+        stored = codes[order[-1]], codes[order[-2]]
+        lengths = math.gcd(_pieces(q), q.codes.shape[-1] // 4), q.codes.shape[order[-2]]
+        (of_q, columns), (inputs, outputs) = (y[:: 1 if q.axis == -2 else -1] for y in (stored, lengths))
+        taken: set[str] = set()
+
+        def left(names: Sequence[str], length: int) -> Names:
+            """Those that are not taken and cut the axis evenly."""
+            found: list[str] = []
+            for name in names:
+                if name not in taken and length % num_parts((*found, name), mesh) == 0:
+                    found.append(name)
+                    taken.add(name)
+            return tuple(found)
+
+        batch = left(of_batch, x.shape[0]) if len(order) == 3 else ()
+        rows = left(of_rows, x.shape[1])
+        columns = left(columns, outputs)
+        # The sum over devices moves each result twice.
+        sums = 2 * x.shape[1] * outputs * x.dtype.itemsize
+        other = x.shape[1:] if of_x else q.codes.shape[-2:]
+        whole = math.prod(other) * (x if of_x else q.codes).dtype.itemsize
+        cheap = set(of_x) & set(of_q) or sums <= whole
+        contracted = left(dict.fromkeys((*of_x, *of_q)), inputs) if cheap and _sums_in_parts(q) else ()
+        return cls(batch, rows, contracted, columns)
+
+    def of_x(self) -> PartitionSpec:
+        return PartitionSpec(_entry(self.batch), _entry(self.rows), _entry(self.contracted))
+
+    def of_result(self) -> PartitionSpec:
+        return PartitionSpec(_entry(self.batch), _entry(self.rows), _entry(self.columns))
+
+    def of_matrix(self, q: QuantizedMatrix, order: Order) -> QuantizedMatrix:
+        """The matrix with specs in place of its leaves."""
+        along, across = (self.contracted, self.columns)[:: 1 if q.axis == -2 else -1]
+
+        def spec(of_last: Names) -> PartitionSpec:
+            entries: list[Any] = [None] * len(order)
+            if len(order) == 3:
+                entries[order[0]] = _entry(self.batch)
+            entries[order[-2]], entries[order[-1]] = _entry(across), _entry(of_last)
+            return PartitionSpec(*entries)
+
+        # A scale per channel is that of all parts of the channel.
+        return q.map_scales(lambda _: spec(along if q.num_groups > 1 else ()))._replace(
+            codes=spec(along)
+        )
+
+
+def _names(entry: Any) -> Names:
+    """An entry of a spec as a tuple of mesh axes."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def _entry(names: Names) -> Any:
+    return names or None
+
+
+def _pieces(q: QuantizedMatrix) -> int:
+    """Into how many parts the grouped axis can be cut: between groups, or anywhere in one of bytes."""
+    one_byte = formats.find(q.format).bits == 8 and not q.padding
+    return q.codes.shape[-1] if q.num_groups == 1 and one_byte else q.num_groups
+
+
+def _sums_in_parts(q: QuantizedMatrix) -> bool:
+    """Whether parts of the contracted axis can be multiplied apart: activations are rounded by rows."""
+    return q.activation is None or activation_of(q.activation).groups
+
+
+def _rule(q: Any, order: Order) -> SdyShardingRule:
+    """The axes of `x`, codes, scale (and offset) and result, by names: those that split together.
+
+    Axes of other lengths have one name where a part of one belongs to a part of the other, as codes
+    and the scales of their groups.
+    """
+    lead = [f"l{i}" for i in range(len(order) - 2)]
+    inputs, outputs = ("k", "r") if q.axis == -2 else ("r", "k")
+    batch: Any = "b" if not lead else lead[0] if len(lead) == 1 else CompoundFactor(*lead)
+
+    def stored(last: str) -> tuple[str, ...]:
+        at = dict(zip(order, (*lead, "r", last), strict=True))
+        return tuple(at[i] for i in range(len(order)))
+
+    of_scale = stored("k" if q.num_groups > 1 else "s")
+    scales = [of_scale] * (1 if q.offset is None else 2)
+    operands = [(batch, "m", inputs), stored("k"), *scales]
+    fixed = () if _pieces(q) > 1 else ("k",)
+    if not _sums_in_parts(q):
+        fixed = tuple({*fixed, inputs})
+    return SdyShardingRule(
+        tuple(map(tuple, operands)),
+        ((batch, "m", outputs),),
+        reduction_factors=() if inputs in fixed else (inputs,),
+        need_replication_factors=fixed,
+    )
