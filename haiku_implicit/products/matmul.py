@@ -183,7 +183,8 @@ def _lower_on_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
 def _lower(ctx: Any, operands: Any, params: Any, kernel: Any, applies: Any) -> Any:
     if _is_partitioned(ctx.module_context):
         product = functools.partial(quantized_matmul_p.bind, **params)
-        fun = partitioned(product, params["treedef"], params["order"])
+        count = ctx.module_context.axis_context.num_devices
+        fun = partitioned(product, params["treedef"], params["order"], count)
         return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands)
     x, *leaves = ctx.avals_in
     params = _of_product(params)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import (
+    ArrayMapping,
     CompoundFactor,
     SdyShardingRule,
     custom_partitioning,
@@ -33,63 +34,42 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 Names = tuple[str, ...]
 
 
-def partitioned(product: Callable[..., jax.Array], treedef: Any, order: Order) -> Any:
+def partitioned(
+    product: Callable[..., jax.Array], treedef: Any, order: Order, num_devices: int
+) -> Any:
     """The product as a function that XLA splits over devices, each of which has it of its own parts.
 
     Args:
       product: of `x` and the leaves of a quantized matrix.
       treedef: of the matrix.
       order: of the axes of its leaves.
+      num_devices: of the program.
     """
 
-    codes_dtype = formats.find(treedef.unflatten(range(treedef.num_leaves)).format).dtype
-
-    def parts_of(operands: Any) -> tuple[Any, QuantizedMatrix]:
-        x, codes, *scales = operands
-        return x, treedef.unflatten([_narrow(codes, codes_dtype), *scales])
-
     def partition(mesh: Any, operands: Any, _: Any) -> Any:
-        x, q = parts_of(operands)
+        x, q = operands[0], treedef.unflatten(operands[1:-1])
         split = _Split.of(x, q, order, mesh)
 
-        def local(x: jax.Array, codes: jax.Array, *scales: jax.Array) -> jax.Array:
-            out = product(x, _narrow(codes, codes_dtype), *scales)
+        def local(*own: jax.Array) -> jax.Array:
+            out = product(*own[:-1])
             return jax.lax.psum(out, split.contracted) if split.contracted else out
 
         specs = [split.of_x(), *jax.tree.leaves(split.of_matrix(q, order), is_leaf=_is_spec)]
+        specs.append(PartitionSpec())  # the table of sizes
         places = tuple(NamedSharding(mesh, spec) for spec in specs)
         return mesh, local, NamedSharding(mesh, split.of_result()), places
 
     def infer(mesh: Any, operands: Any, _: Any) -> Any:
-        return NamedSharding(mesh, _Split.of(*parts_of(operands), order, mesh).of_result())
+        q = treedef.unflatten(operands[1:-1])
+        return NamedSharding(mesh, _Split.of(operands[0], q, order, mesh).of_result())
 
-    def run(x: jax.Array, codes: jax.Array, *scales: jax.Array) -> jax.Array:
-        q = treedef.unflatten([codes, *scales])
-        own = custom_partitioning(lambda x, codes, *scales: product(x, _narrow(codes, codes_dtype), *scales))
+    def run(*operands: jax.Array) -> jax.Array:
+        q = treedef.unflatten(operands[1:])
+        own = custom_partitioning(lambda *operands: product(*operands[:-1]))
         own.def_partition(partition, infer, sharding_rule=lambda *_: _rule(q, order))
-        return own(x, _wide(codes), *scales)
+        return own(*operands, _sizes(q, order, num_devices))
 
     return run
-
-
-# XLA lets the larger one decide where two operands are split by the same mesh axis, and counts their
-# elements. So that it compares bytes, codes are seen as 32-bit integers on their way to the product.
-
-
-def _wide(codes: jax.Array) -> jax.Array:
-    if codes.dtype.itemsize != 1 or codes.shape[-1] % 4:
-        return codes
-    words = codes.reshape(*codes.shape[:-1], -1, 4)
-    return jax.lax.bitcast_convert_type(words, jnp.uint32)
-
-
-def _narrow(codes: Any, dtype: Any) -> Any:
-    if codes.dtype != jnp.uint32:
-        return codes
-    shape = (*codes.shape[:-1], codes.shape[-1] * 4)
-    if isinstance(codes, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=codes.sharding)
-    return jax.lax.bitcast_convert_type(codes, dtype).reshape(shape)
 
 
 @functools.cache
@@ -133,7 +113,7 @@ class _Split(NamedTuple):
         of_batch, of_rows, of_x = map(_names, padded_spec(x.sharding.spec, 3))
         codes = [_names(entry) for entry in padded_spec(q.codes.sharding.spec, q.codes.ndim)]
         stored = codes[order[-1]], codes[order[-2]]
-        lengths = math.gcd(_pieces(q), q.codes.shape[-1] // 4), q.codes.shape[order[-2]]
+        lengths = _pieces(q), q.codes.shape[order[-2]]
         (of_q, columns), (inputs, outputs) = (y[:: 1 if q.axis == -2 else -1] for y in (stored, lengths))
         taken: set[str] = set()
 
@@ -201,10 +181,9 @@ def _sums_in_parts(q: QuantizedMatrix) -> bool:
 
 
 def _rule(q: Any, order: Order) -> SdyShardingRule:
-    """The axes of `x`, codes, scale (and offset) and result, by names: those that split together.
+    """The axes of `x`, codes, scale (and offset), a table of sizes, and the result, by names.
 
-    Axes of other lengths have one name where a part of one belongs to a part of the other, as codes
-    and the scales of their groups.
+    Axes of one name split together, whatever their lengths: codes, and the scales of their groups.
     """
     lead = [f"l{i}" for i in range(len(order) - 2)]
     inputs, outputs = ("k", "r") if q.axis == -2 else ("r", "k")
@@ -216,13 +195,22 @@ def _rule(q: Any, order: Order) -> SdyShardingRule:
 
     of_scale = stored("k" if q.num_groups > 1 else "s")
     scales = [of_scale] * (1 if q.offset is None else 2)
-    operands = [(batch, "m", inputs), stored("k"), *scales]
-    fixed = () if _pieces(q) > 1 else ("k",)
-    if not _sums_in_parts(q):
-        fixed = tuple({*fixed, inputs})
+    operands = [(batch, "m", inputs), stored("k"), *scales, ("r", "k")]
+    summed = (inputs,) if _sums_in_parts(q) else ()
     return SdyShardingRule(
-        tuple(map(tuple, operands)),
-        ((batch, "m", outputs),),
-        reduction_factors=() if inputs in fixed else (inputs,),
-        need_replication_factors=fixed,
+        tuple(ArrayMapping(*axes) for axes in operands),
+        (ArrayMapping(batch, "m", outputs),),
+        reduction_factors=summed,
+        need_replication_factors=() if summed else (inputs,),
     )
+
+
+def _sizes(q: QuantizedMatrix, order: Order, num_devices: int) -> jax.Array:
+    """A table whose axes are as long as there are parts of rows and of groups at most.
+
+    XLA takes the shortest axis of a name for its length. Where two axes are split by one mesh axis, it
+    keeps the split of the operand that is larger by these lengths. So that is `x`, if its rows are split
+    at all.
+    """
+    rows, groups = q.codes.shape[order[-2]], _pieces(q)
+    return jnp.zeros((math.gcd(rows, num_devices), math.gcd(groups, num_devices)), jnp.uint8)
