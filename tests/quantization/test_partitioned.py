@@ -1,0 +1,146 @@
+"""Products with quantized weights that XLA splits over devices: values, and what is moved for them.
+
+A program of its own with several devices, as JAX has one number of them for a process. What is moved
+are the results of collectives in the compiled program.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import re
+import haiku as hk, jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from haiku_implicit.products.cpu import build
+
+WIDTH, HEADS = 256, 8
+ITEMSIZES = {"f32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "s32": 4, "u32": 4, "pred": 1}
+PRODUCTS = 6
+
+def forward(x):
+    def norm(x):
+        return hk.LayerNorm(-1, True, True)(x)
+    y = norm(x)
+    q, k, v = (hk.Linear(WIDTH, name=n)(y).reshape(*x.shape[:2], HEADS, -1) for n in "qkv")
+    weights = jax.nn.softmax(jnp.einsum("bthc,bshc->bhts", q, k) / 6)
+    x += hk.Linear(WIDTH, name="o")(jnp.einsum("bhts,bshc->bthc", weights, v).reshape(x.shape))
+    return x + hk.Linear(WIDTH, name="down")(jax.nn.gelu(hk.Linear(4 * WIDTH, name="up")(norm(x))))
+
+model = hk.without_apply_rng(hk.transform(forward))
+x = jax.random.normal(jax.random.key(0), (8, 48, WIDTH))
+dense = model.init(jax.random.key(1), x)
+apply = hki.transform_implicit(model).apply
+int4 = hki.quantize_params(dense, dtype="int4", group_size=32)
+TREES = {
+    "dense": dense,
+    "lora": hki.add_lora(dense, 0, rank=8),
+    "int8": hki.quantize_params(dense, dtype="int8"),
+    "int4": int4,
+    "uint4": hki.quantize_params(dense, dtype="uint4", group_size=32),
+    "qlora": hki.add_lora(int4, 0, rank=8),
+}
+REST = [(".*", P())]
+columns, rows = P(None, "m"), P("m")
+RULES = {  # how weights and the batch are split
+    "data": (REST, P("m")),
+    "inputs": ([(".*/w", rows), *REST], P("m")),
+    "outputs": ([(".*/w", columns), *REST], P("m")),
+    "tensor": ([("(o|down)/w", rows), (".*/w", columns), ("(q|k|v|up)/b", P("m")), *REST], P()),
+}
+
+def loss(params, x):
+    return (apply(params, x) ** 2).mean()
+
+def moved(text):
+    total = 0
+    ops = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    for shapes in re.findall(rf"= (.*?) (?:{ops})(?:-start)?\\(", text):
+        for dtype, sizes in re.findall(r"(\\w+)\\[([\\d,]*)\\]", shapes):
+            total += ITEMSIZES[dtype] * int(np.prod([int(n) for n in sizes.split(",") if n]))
+    return total
+
+def calls(text):
+    return sum("custom-call" in x and "haiku_implicit_" in x for x in text.splitlines())
+
+def run(fun, name, strategy):
+    tree, (rules, of_x) = TREES[name], RULES[strategy]
+    placed = jax.device_put(tree, hki.shardings(tree, rules, mesh))
+    own_x = jax.device_put(x, NamedSharding(mesh, of_x))
+    compiled = jax.jit(fun).lower(placed, own_x).compile()
+    want = wanted.setdefault((fun, name), jax.jit(fun)(tree, x))
+    for a, b in zip(*map(jax.tree.leaves, (compiled(placed, own_x), want)), strict=True):
+        # Sums of 1024 terms of float32 in another order.
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * (1 + float(jnp.abs(b).max())))
+    return moved(compiled.as_text()), calls(compiled.as_text())
+
+mesh = jax.make_mesh((8,), ("m",), axis_types=(AxisType.Auto,))
+wanted, step = {}, hki.value_and_grad(loss)
+for strategy in RULES:
+    of_dense, _ = run(apply, "dense", strategy)
+    for name in ("int8", "int4", "uint4", "qlora"):
+        found, native = run(apply, name, strategy)
+        assert native == PRODUCTS * build.available(), (strategy, name, native)
+        limit = of_dense
+        if name == "qlora":
+            limit = max(limit, run(apply, "lora", strategy)[0])
+        if strategy in ("inputs", "outputs"):  # no more than the codes, scales and offsets
+            limit = sum(y.nbytes for y in jax.tree.leaves(TREES[name]))
+        if strategy == "outputs":  # LoRA's own products are XLA's to split
+            limit += (name == "qlora") * 8 * 48 * WIDTH * 4
+        assert found <= limit, (strategy, name, found, limit)
+    of_lora, _ = run(step, "lora", strategy)
+    found, native = run(step, "qlora", strategy)
+    assert native >= 2 * PRODUCTS * build.available() - 1, (strategy, native)
+    assert found <= of_lora, (strategy, found, of_lora)
+
+# Two axes: the batch by one, columns and rows by the other; in a scan, under vmap and checkpointed.
+mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+stack = hki.quantize_params({"l": {"w": jax.random.normal(jax.random.key(2), (4, 256, 256)) / 16}}, dtype="int8")
+
+@hki.use_implicit_args
+def scanned(params, x):
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    return jax.lax.scan(layer, x, params["l"]["w"])[0]
+
+@hki.use_implicit_args
+def batched(params, x):
+    return jax.vmap(lambda w, x: jnp.tanh(x @ w).sum(-1), (0, None))(params["l"]["w"], x)
+
+one = jax.random.normal(jax.random.key(3), (16, 256))
+for spec in (P(None, None, "m"), P(None, "m"), P("m"), P("d", None, "m"), P(None, "d", "m")):
+    placed = jax.device_put(stack, hki.shardings(stack, spec, mesh))
+    for of_x in (P("d"), P(None, "m"), P()):
+        own = jax.device_put(one, NamedSharding(mesh, of_x))
+        for fun in (scanned, batched):
+            by_x = lambda p, x: jax.value_and_grad(lambda x: fun(p, x).sum())(x)
+            got, want = jax.jit(by_x)(placed, own), jax.jit(by_x)(stack, one)
+            for a, b in zip(got, want):
+                np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4 * float(jnp.abs(b).max()))
+
+# Activations that are rounded by rows: an axis that is summed over stays whole.
+by_rows = hki.quantize_params({"l": {"w": jax.random.normal(jax.random.key(4), (256, 64))}}, dtype="int8", activation="int8")
+linear = hki.use_implicit_args(lambda p, x: x @ p["l"]["w"])
+placed = jax.device_put(by_rows, hki.shardings(by_rows, P("m"), mesh))
+own = jax.device_put(one, NamedSharding(mesh, P(None, "m")))
+np.testing.assert_allclose(jax.jit(linear)(placed, own), jax.jit(linear)(by_rows, one), rtol=1e-5, atol=1e-4)
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_what_is_moved_is_at_most_what_dense_weights_move():
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={
+            **os.environ,
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "JAX_PLATFORMS": "cpu",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.strip() == "done", run.stderr[-3000:]
