@@ -48,7 +48,8 @@ from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.loading import load, open_checkpoint
 from haiku_implicit.files.saving import save
 from haiku_implicit.interchange.ggml import from_ggml
-from haiku_implicit.interchange.names import Place
+from haiku_implicit.interchange.gguf_reading import load_gguf, open_gguf
+from haiku_implicit.interchange.names import Place, names_by_pattern
 from haiku_implicit.interchange.peft import load_peft, save_peft
 from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
 from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
@@ -184,7 +185,10 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "register_tree_type",
+    "load_gguf",
+    "open_gguf",
     "Place",
+    "names_by_pattern",
     "load_peft",
     "save_peft",
     # LoRA's relatives

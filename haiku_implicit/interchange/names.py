@@ -1,5 +1,6 @@
 """Where a tensor of another library's file goes in a Haiku model's parameters."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -66,3 +67,53 @@ def place_of(names: Names, tensor: str, where: str) -> Place | None:
             f"{where}: {tensor}: names gives {found!r} for it, expected 'module/name', a Place, or None"
         )
     return Place(found)
+
+
+def names_by_pattern(
+    patterns: Mapping[str, str | Place | None],
+) -> Callable[[str], str | Place | None]:
+    r"""Names for models with many layers: one pattern for all tensors of a kind.
+
+    Args:
+      patterns: for each regular expression, which a whole name of a tensor matches, where it goes:
+        'module/name' or a `Place`, in which `\1` is what the first group in parentheses matched, or
+        None to leave it out. The first pattern that matches counts.
+
+    Returns:
+      A function from a tensor's name to its place, for `load_gguf`, `load_hugging_face` and
+      `load_peft`. It raises a `KeyError` for a name that no pattern matches.
+
+    Raises:
+      ValueError: for a text that is not a regular expression, or a group that it does not have.
+
+    Example:
+      >>> import haiku_implicit as hki
+      >>> names = hki.names_by_pattern({
+      ...     r'blk\.(\d+)\.attn_([qkv])\.weight': r'llama/layer_\1/attention/\2_proj/w',
+      ...     r'rope_freqs\.weight': None,
+      ... })
+      >>> names('blk.3.attn_q.weight')
+      'llama/layer_3/attention/q_proj/w'
+    """
+    table = [(_compiled(pattern, place), place) for pattern, place in patterns.items()]
+
+    def names(tensor: str) -> str | Place | None:
+        for pattern, place in table:
+            if (match := pattern.fullmatch(tensor)) is not None:
+                if isinstance(place, Place):
+                    return place._replace(path=match.expand(place.path))
+                return place if place is None else match.expand(place)
+        raise KeyError(tensor)
+
+    return names
+
+
+def _compiled(pattern: str, place: str | Place | None) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+        if place is not None:
+            # For an error about a group that the pattern does not have.
+            compiled.sub(place.path if isinstance(place, Place) else place, "")
+    except (re.error, IndexError) as e:
+        raise ValueError(f"names: {pattern!r}: {place!r}: {e}") from None
+    return compiled

@@ -41,3 +41,24 @@ def test_axes(place, ndim, axes):
 def test_axes_have_to_be_those_of_the_tensor():
     with pytest.raises(ValueError, match=r"conv/w: axes: .* got \(0, 0\)"):
         hki.Place("conv/w", (0, 0)).axes_for(2)
+
+
+def test_patterns():
+    names = hki.names_by_pattern(
+        {
+            r"h\.(\d+)\.attn\.bias": None,
+            r"h\.(\d+)\.(ln|attn)\.bias": r"gpt/layer_\1/\2/b",
+            r"h\.(\d+)\.attn\.weight": hki.Place(r"gpt/layer_\1/attn/w", (0, 1)),
+        }
+    )
+    assert place_of(names, "h.3.attn.bias", "file") is None  # the first pattern that matches
+    assert place_of(names, "h.3.ln.bias", "file") == hki.Place("gpt/layer_3/ln/b")
+    assert place_of(names, "h.12.attn.weight", "file") == hki.Place("gpt/layer_12/attn/w", (0, 1))
+    with pytest.raises(ValueError, match=r"file: xh\.3\.ln\.bias: names has no place for it"):
+        place_of(names, "xh.3.ln.bias", "file")
+
+
+@pytest.mark.parametrize(("pattern", "place"), [(r"a(", "m/w"), (r"a(.)", r"m/\2")])
+def test_patterns_that_are_none(pattern, place):
+    with pytest.raises(ValueError, match=r"names: 'a\("):
+        hki.names_by_pattern({pattern: place})
