@@ -49,6 +49,7 @@ from haiku_implicit.files.loading import load, open_checkpoint
 from haiku_implicit.files.saving import save
 from haiku_implicit.interchange.ggml import from_ggml
 from haiku_implicit.interchange.gguf_reading import load_gguf, open_gguf
+from haiku_implicit.interchange.hugging_face import load_hugging_face
 from haiku_implicit.interchange.names import Place, names_by_pattern
 from haiku_implicit.interchange.peft import load_peft, save_peft
 from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
@@ -187,6 +188,7 @@ __all__ = [
     "register_tree_type",
     "load_gguf",
     "open_gguf",
+    "load_hugging_face",
     "Place",
     "names_by_pattern",
     "load_peft",

@@ -133,10 +133,10 @@ def _check_kinds(reader: Any, names: Names, where: str) -> None:
         )
 
 
-def _reads(tensor: Any) -> Callable[[], np.ndarray | QuantizedMatrix]:
+def _reads(tensor: Any) -> Callable[[bool], np.ndarray | QuantizedMatrix]:
     kind = tensor.tensor_type.name
 
-    def read() -> np.ndarray | QuantizedMatrix:
+    def read(dense: bool) -> np.ndarray | QuantizedMatrix:
         if kind == "BF16":
             return tensor.data.view(ml_dtypes.bfloat16)
         return tensor.data if kind in _DENSE else from_ggml(tensor.data, kind, axis=-1)

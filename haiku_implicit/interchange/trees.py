@@ -28,12 +28,13 @@ class Stored(NamedTuple):
       name: what the file calls it; of a quantized one, what the dense weight would be called.
       shape: in the order of the file.
       read: gives it as a NumPy array, which may be a view of the file, or as a `QuantizedMatrix` whose
-        groups lie along the last axis.
+        groups lie along the last axis. With True it may give the values of what a `QuantizedMatrix`
+        cannot hold; without, that is an error.
     """
 
     name: str
     shape: tuple[int, ...]
-    read: Callable[[], np.ndarray | QuantizedMatrix]
+    read: Callable[[bool], np.ndarray | QuantizedMatrix]
 
 
 class _Placed(NamedTuple):
@@ -166,7 +167,7 @@ def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
     """The parameter that a tensor is."""
     stored, place, shape = placed
     try:
-        value = stored.read()
+        value = stored.read(dense)
         axes = place.axes_for(len(stored.shape))
         if isinstance(value, QuantizedMatrix) and not dense:
             new: Any = _as_placed(value, place, axes, shape, dtype)

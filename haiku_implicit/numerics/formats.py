@@ -92,6 +92,9 @@ IQ4_NL_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69,
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_TABLE = (*_E2M1, *(-x for x in _E2M1))
 
+# bitsandbytes' own four bits: E2M1 in units of its largest number, with 1/192 in place of 1/12.
+FP4_BNB_TABLE = tuple(x / 192 for x in (0, 1, 128, 192, 64, 96, 32, 48))
+
 _INT8 = np.dtype(np.int8)
 _E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
@@ -115,6 +118,7 @@ FORMATS = {
         Format("nf4", (4,), -1, 1, table=NF4_TABLE),
         Format("iq4_nl", (4,), -127, 113, table=IQ4_NL_TABLE),
         Format("fp4", (4,), -6, 6, table=FP4_TABLE),
+        Format("fp4_bnb", (4,), -1, 1, table=(*FP4_BNB_TABLE, *(-x for x in FP4_BNB_TABLE))),
         Format("fp8_e4m3", (8,), -448, 448, dtype=_E4M3),
         Format("fp8_e5m2", (8,), -57344, 57344, dtype=_E5M2),
     )

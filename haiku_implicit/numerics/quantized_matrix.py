@@ -105,9 +105,10 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
           w: `[..., n, m]`, floating, finite.
           dtype: a format: 'int8', 'int6', 'int5', 'int4', 'int3', 'int2', the same with a 'u' (codes
             from an offset on), 'ternary' and 'binary' (2 and 1 bits), 'nf4' (QLoRA,
-            arXiv:2305.14314), 'iq4_nl' (GGML's, for 'mse'), 'fp4' (e2m1), 'fp8_e4m3', 'fp8_e5m2'; or
-            one with its own groups and scales: 'mxfp8', 'mxfp4' (OCP Microscaling 1.0: groups of 32,
-            scales e8m0), 'nvfp4' (16, e4m3, and a scale of the tensor).
+            arXiv:2305.14314), 'iq4_nl' (GGML's, for 'mse'), 'fp4' (e2m1), 'fp4_bnb' (that of
+            bitsandbytes), 'fp8_e4m3', 'fp8_e5m2'; or one with its own groups and scales: 'mxfp8',
+            'mxfp4' (OCP Microscaling 1.0: groups of 32, scales e8m0), 'nvfp4' (16, e4m3, and a scale
+            of the tensor).
           group_size: how many consecutive elements along `axis` share a scale; it divides the axis,
             and fills whole bytes. None: all of them (a scale per channel). A pair: a tile of so many
             rows (along the other axis) and elements. 'tensor': all elements.
