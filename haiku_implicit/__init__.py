@@ -50,7 +50,7 @@ from haiku_implicit.files.saving import save
 from haiku_implicit.interchange.ggml import from_ggml
 from haiku_implicit.interchange.gguf_reading import load_gguf, open_gguf
 from haiku_implicit.interchange.hugging_face import load_hugging_face
-from haiku_implicit.interchange.names import Place, names_by_pattern
+from haiku_implicit.interchange.names import Place, names_by_pattern, read_names
 from haiku_implicit.interchange.peft import load_peft, save_peft
 from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
 from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
@@ -191,6 +191,7 @@ __all__ = [
     "load_hugging_face",
     "Place",
     "names_by_pattern",
+    "read_names",
     "load_peft",
     "save_peft",
     # LoRA's relatives

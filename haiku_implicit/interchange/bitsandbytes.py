@@ -72,7 +72,7 @@ def _state_of(tensors: Tensors, name: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{where}: expected a JSON object, got {state!r}")
     shape, dtype = state.get("shape"), state.get("dtype")
-    if not is_shape(shape) or len(shape) != 2:
+    if not (isinstance(shape, list) and is_shape(shape) and len(shape) == 2):
         raise CheckpointError(f"{where}: shape: expected [outputs, inputs], got {shape!r}")
     if dtype not in ("float32", "float16", "bfloat16"):
         raise CheckpointError(f"{where}: dtype: expected a floating one, got {dtype!r}")

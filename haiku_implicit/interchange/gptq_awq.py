@@ -5,8 +5,8 @@ Both have, for a module `X` `[inputs, outputs]`, codes `X.qweight`, zero points 
 
 In GPTQ's (AutoGPTQ's `qlinear_cuda_old.py`, GPTQModel) 32 bits hold consecutive inputs, the first
 lowest; zero points are stored less one, but for `checkpoint_format: gptq_v2`; `X.g_idx` has the group
-of each input. In AWQ's (AutoAWQ's `packing_utils.py`, version 'gemm') 32 bits hold eight outputs in the order
-0, 2, 4, 6, 1, 3, 5, 7.
+of each input. In AWQ's (AutoAWQ's `packing_utils.py`, version 'gemm') 32 bits hold eight outputs in the
+order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 import sys

@@ -1,8 +1,11 @@
 """Where a tensor of another library's file goes in a Haiku model's parameters."""
 
+import os
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from haiku_implicit.files.container import CheckpointError, is_shape, parse_json
 
 
 class Place(NamedTuple):
@@ -106,6 +109,53 @@ def names_by_pattern(
         raise KeyError(tensor)
 
     return names
+
+
+def read_names(path: str | os.PathLike[str]) -> Callable[[str], str | Place | None]:
+    r"""Names from a file of JSON.
+
+    Args:
+      path: the file: an object `{pattern: place}`, as for `names_by_pattern`. A place is
+        "module/name", `null`, or `{"path": "module/name", "axes": [0, 1], "shape": [64, 4, 8]}`, of
+        which `axes` and `shape` may be left out.
+
+    Raises:
+      haiku_implicit.CheckpointError: a `ValueError`: if it is not that.
+      OSError: if the file can't be read.
+
+    Example:
+      >>> import json, os, tempfile, haiku_implicit as hki
+      >>> path = os.path.join(tempfile.mkdtemp(), 'names.json')
+      >>> with open(path, 'w') as file:
+      ...   json.dump({r'h\.(\d+)\.attn\.weight': r'gpt/layer_\1/attention/w'}, file)
+      >>> hki.read_names(path)('h.11.attn.weight')
+      'gpt/layer_11/attention/w'
+    """
+    with open(path, "rb") as file:
+        found = parse_json(os.fspath(path), file.read())
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected an object {{pattern: place}}, got {found!r}")
+    try:
+        return names_by_pattern({key: _place_in_json(key, x) for key, x in found.items()})
+    except ValueError as e:
+        raise CheckpointError(f"{path}: {e}") from None
+
+
+def _place_in_json(pattern: str, place: Any) -> str | Place | None:
+    if place is None or isinstance(place, str):
+        return place
+    known = isinstance(place, dict) and set(place) <= {"path", "axes", "shape"}
+    if not known or not isinstance(place.get("path"), str):
+        raise ValueError(
+            f"{pattern!r}: expected 'module/name', null or an object with path, axes and shape, got "
+            f"{place!r}"
+        )
+    for key in ("axes", "shape"):
+        if place.get(key) is not None and not is_shape(place[key]):
+            raise ValueError(f"{pattern!r}: {key}: expected a list of numbers, got {place[key]!r}")
+    return Place(
+        place["path"], *(place.get(key) and tuple(place[key]) for key in ("axes", "shape"))
+    )
 
 
 def _compiled(pattern: str, place: str | Place | None) -> re.Pattern[str]:
