@@ -2,6 +2,7 @@
 
 import io
 import sys
+import tempfile
 
 import chex
 import jax
@@ -16,6 +17,13 @@ PARAMS = {f"linear_{i}": {"w": jnp.eye(4) + i, "b": jnp.zeros(4)} for i in range
 BATCHES = [jnp.ones((3, 4)), jnp.eye(4)]
 MOMENTS = {f"linear_{i}/w": jnp.eye(4) for i in range(2)}
 NAMES = ("linear_0/w", "linear_1/w")
+
+
+def read():
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.safetensors"
+        hki.save(path, {name: jnp.ones((4, 4)) for name in NAMES})
+        return hki.load_hugging_face(path, lambda name: name)
 
 
 def model(params, x):
@@ -43,6 +51,7 @@ WORK = {
         lambda: hki.input_maxima(model, PARAMS, (x for x in BATCHES)),
         ("calibration batches: 1it ",),
     ),
+    "load_hugging_face": (read, ("reading model.safetensors: ", "1/2 ", *NAMES)),
     "under jit": (
         lambda: jax.jit(lambda p: hki.quantize_params(p))(PARAMS),
         ("parameters: ", *NAMES),

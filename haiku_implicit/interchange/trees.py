@@ -184,12 +184,12 @@ def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
 
 
 def _dense(value: np.ndarray, dtype: Any) -> Any:
-    """A JAX array; a copy in NumPy if JAX would give it fewer bits."""
-    if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating):
-        value = value.astype(dtype, order="C", copy=False)
-    if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
-        return value.copy()
-    return jnp.array(value)
+    """A JAX array; one of NumPy if JAX would give it fewer bits."""
+    floating = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
+    # A copy in any case: JAX may use the memory of what it is given, and this may be a mapped file.
+    value = np.array(value, dtype if floating else None, order="C", copy=True)
+    same = jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype
+    return jnp.asarray(value) if same else value
 
 
 def _as_placed(
