@@ -214,8 +214,10 @@ def read_gguf(path: str | os.PathLike) -> Checkpoint:
         return Checkpoint(config, hki.load_gguf(reader, NAMES, like=shapes_of(config)), tokenizer)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
-    except (InputError, ValueError) as error:
-        raise InputError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except ValueError as error:  # which names the file
+        raise InputError(str(error)) from error
 
 
 def read_config(metadata: Metadata) -> llama.LlamaConfig:

@@ -70,8 +70,9 @@ def load_gguf(
       >>> hki.load_gguf(path, {'up.weight': 'linear/w', 'up.bias': 'linear/b'})['linear']['w']
       QuantizedMatrix(float32[64,8], ...)
     """
-    reader = file if hasattr(file, "tensors") else open_gguf(file)
-    where = os.fspath(getattr(reader.data, "filename", "") or "the file")
+    opened = hasattr(file, "tensors")
+    reader = file if opened else open_gguf(file)
+    where = os.fspath(reader.data.filename if opened else file)
     _check_kinds(reader, names, where)
     tensors = [
         Stored(tensor.name, tuple(map(int, tensor.shape[::-1])), _reads(tensor))

@@ -21,4 +21,5 @@ def test_no_more_than_the_parameters_and_one_of_them(kind, tmp_path):
         command, env=os.environ | freed, capture_output=True, text=True, check=True
     )
     found = json.loads(result.stdout)
-    assert found["peak"] <= found["held"] + found["one"]
+    own = 2**20  # of Python, JAX and the thread that watches
+    assert found["peak"] <= found["held"] + found["one"] + own
