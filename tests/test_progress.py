@@ -1,6 +1,7 @@
 """Progress bars: on a terminal, with tqdm or without, and nothing where nobody looks on."""
 
 import io
+import os
 import sys
 import tempfile
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.params import progress
+from haiku_implicit.core import progress
 from haiku_implicit.quantization import QuantRule
 
 PARAMS = {f"linear_{i}": {"w": jnp.eye(4) + i, "b": jnp.zeros(4)} for i in range(2)}
@@ -32,6 +33,15 @@ def model(params, x):
     return x
 
 
+LORA = hki.add_lora(PARAMS, 0, rank=1)
+
+
+def save_and_load(params):
+    with tempfile.TemporaryDirectory() as folder:
+        hki.save(os.path.join(folder, "params"), params)
+        return hki.load(os.path.join(folder, "params"))
+
+
 # Name: (what takes long, and what its bar says).
 WORK = {
     "quantize_params": (lambda: hki.quantize_params(PARAMS), ("parameters: ", "1/2 ", *NAMES)),
@@ -51,7 +61,16 @@ WORK = {
         lambda: hki.input_maxima(model, PARAMS, (x for x in BATCHES)),
         ("calibration batches: 1it ",),
     ),
-    "load_hugging_face": (read, ("reading model.safetensors: ", "1/2 ", *NAMES)),
+    "load_hugging_face": (read, ("reading: ", "1/2 ", *NAMES)),
+    "merge_adapters": (lambda: hki.merge_adapters(LORA), ("parameters: ", "1/2 ", *NAMES)),
+    "compare_params": (
+        lambda: hki.compare_params(PARAMS, LORA).rows[0].relative,
+        ("comparing: ", "1/4 ", *NAMES),
+    ),
+    "save and load": (
+        lambda: save_and_load(PARAMS),
+        ("saving: ", "reading: ", "1/4 ", *NAMES),
+    ),
     "under jit": (
         lambda: jax.jit(lambda p: hki.quantize_params(p))(PARAMS),
         ("parameters: ", *NAMES),

@@ -1,7 +1,6 @@
 """Trees of parameters from the tensors of another library's file, by names."""
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +11,10 @@ import numpy as np
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.matrix_view import view_of
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
+from haiku_implicit.core.progress import bar
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.names import Names, Place, place_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params.progress import bar
 
 # How many parameters an error names.
 _MOST = 5
@@ -74,7 +73,7 @@ def tree_of(
         _check_like(placed, like, where)
     dense = _dense_ones(placed, dequantize)
     tree: dict[str, dict[str, Any]] = {}
-    with bar(f"reading {os.path.basename(where)}", len(placed)) as run:
+    with bar("reading", len(placed)) as run:
         for path, found in placed.items():
             module, _, name = path.rpartition("/")
             value = run(path, _read, found, where, dtype, path in dense)
