@@ -1,6 +1,7 @@
 """Parameters from GGUF files: dense tensors, and quantized ones as they are in the file."""
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -105,11 +106,15 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
     if not is_gguf(path):
         raise CheckpointError(f"{path}: not a GGUF file: it does not begin with 'GGUF'")
     try:
-        return gguf.GGUFReader(path)
+        reader = gguf.GGUFReader(path)
     # The reader slices the mapped file without looking at its length, so that what a short file raises
     # depends on where it ends.
     except (ValueError, IndexError, KeyError, OverflowError, TypeError) as e:
         raise CheckpointError(f"{path}: truncated or damaged GGUF file ({e})") from e
+    # The reader swaps the bytes of numbers, but not those within quantized blocks.
+    if reader.byte_order != "I" or sys.byteorder != "little":
+        raise CheckpointError(f"{path}: only little-endian GGUF files are read, on such machines")
+    return reader
 
 
 def is_gguf(path: str) -> bool:

@@ -224,7 +224,7 @@ def _matrix(parts: _Parts, bits: int) -> QuantizedMatrix:
         )
     if fmt.name == "int8":
         codes = (codes ^ 128).view(np.int8)  # less 128
-    # A scale has 11 digits at most and a zero point 8, so that float32 holds the offset exactly.
+    # A float16 scale has 11 digits and a zero point 8: float32 holds the offset exactly.
     offset = None if symmetric else -scales.astype(np.float32) * zeros.astype(np.float32)
     packed = formats.pack(jnp.asarray(codes.reshape(outputs, groups, size)), fmt)
     return QuantizedMatrix.from_parts(

@@ -15,9 +15,9 @@ Kind = gguf.GGMLQuantizationType
 QUANTIZED = [Kind[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ2_0", "MXFP4")]
 
 
-def write(path, tensors):
+def write(path, tensors, **options):
     """A GGUF file of `{name: (numbers, type)}`."""
-    writer = gguf.GGUFWriter(path, arch="test")
+    writer = gguf.GGUFWriter(path, arch="test", **options)
     for name, (numbers, kind) in tensors.items():
         numbers = np.asarray(numbers, np.float32)
         data = numbers if kind == Kind.F32 else gguf.quantize(numbers, kind)
@@ -179,6 +179,15 @@ def test_what_is_not_a_gguf_file(tmp_path):
         hki.load_gguf(path, {})
     with pytest.raises(FileNotFoundError):
         hki.load_gguf(tmp_path / "none.gguf", {})
+
+
+def test_files_for_other_machines(tmp_path):
+    tensors = {"a": (normal(2, 32), Kind.F32)}
+    path = write(tmp_path / "a.gguf", tensors, endianess=gguf.GGUFEndian.BIG)
+    with pytest.raises(
+        hki.CheckpointError, match=r"a.gguf: only little-endian GGUF files are read"
+    ):
+        hki.load_gguf(path, {"a": "m/a"})
 
 
 def test_without_the_package(tmp_path, monkeypatch):
