@@ -289,10 +289,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._has_work():
-                self._drop_cancelled()
-                self._admit()
-                if self._running:
-                    self._decode()
+                self.turn()
         except BaseException as error:  # whatever it was, nobody may wait for ever
             logging.exception("the engine has failed")
             with self._lock:
@@ -301,6 +298,13 @@ class Engine:
                 self._queue.clear(), self._running.clear()
                 for request in requests:
                     self._finish(request, Finished("error", self.failed))
+
+    def turn(self) -> None:
+        """Reads prompts of waiting requests, and decodes a token for each running one."""
+        self._drop_cancelled()
+        self._admit()
+        if self._running:
+            self._decode()
 
     def _has_work(self) -> bool:
         """Waits for requests; False when the engine stops and has none."""

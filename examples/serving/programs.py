@@ -5,7 +5,6 @@ position of its own. The model knows nothing of this: both programs run it by `j
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax

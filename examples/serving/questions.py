@@ -103,11 +103,9 @@ OF_COMPLETIONS = COMMON | {
     "echo": Field(False, "false, true is not supported", lambda x: x is False),
 }
 OF_CHATS = COMMON | {
-    "messages": Field(
-        None, "a list of messages, each with role system, user or assistant and a text as content", is_chat
-    ),
+    "messages": Field(None, "a list of {role: system, user or assistant, content: text}", is_chat),
     "max_completion_tokens": Field(None, "a positive integer", lambda x: is_integer(x) and x > 0),
-}  # fmt: skip
+}
 
 
 def read(body: bytes, chat: bool) -> Question:

@@ -15,10 +15,13 @@ import numpy as np
 import haiku_implicit as hki
 from errors import InputError
 
-WORDS = (
-    "The sea is|A king of|My friend said that|In winter the|No one knows why|She went to the".split(
-        "|"
-    )
+BEGINNINGS = (
+    "The sea is",
+    "A king of",
+    "My friend said that",
+    "In winter the",
+    "No one knows why",
+    "She went to the",
 )
 
 
@@ -57,7 +60,7 @@ async def measure(port: int, models: Sequence[str], requests: int, tokens: int) 
     bodies = [
         dict(
             model=models[i % len(models)],
-            prompt=WORDS[i // len(models) % len(WORDS)],
+            prompt=BEGINNINGS[i // len(models) % len(BEGINNINGS)],
             max_tokens=tokens,
             temperature=0,
             stream=True,

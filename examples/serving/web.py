@@ -24,6 +24,7 @@ from aiohttp import web
 import haiku_implicit as hki
 from serving import engine as engines
 from serving import questions
+from serving.compilations import Compilations
 from serving.engine import Engine, Finished, Request
 from serving.programs import Sampling
 from serving.text import AnswerText, ChatTemplate
@@ -40,17 +41,6 @@ REFUSALS = {
     engines.QueueFull: (429, "queue_full"),
     engines.Stopping: (503, "stopping"),
 }
-
-
-class Compilations:
-    """Counts the programs that JAX has compiled since the count was made, or read from its cache."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
 class Server:
@@ -76,7 +66,7 @@ class Server:
             self.chat: ChatTemplate | None = ChatTemplate(tokenizer)
         except ValueError:
             self.chat = None
-        self.compilations = Compilations()
+        self.compilations = Compilations().__enter__()
         self.statuses: dict[int, int] = {}
         self.started = int(time.time())
 
@@ -160,9 +150,8 @@ class Server:
         size = self.tokenizer.get_vocab_size()
         for token in prompt:
             if not 0 <= token < size:
-                raise questions.BadRequest(
-                    f"prompt: expected tokens below {size}, got {token}", "prompt"
-                )
+                message = f"'prompt': expected tokens from 0 to {size - 1}, got {token}"
+                raise questions.BadRequest(message, "prompt")
         return prompt
 
     async def pieces(
@@ -215,17 +204,10 @@ class Server:
     # --- models and adapters ---
 
     async def models(self, _: web.Request) -> web.Response:
-        base = self.engine.base
-        return web.json_response(
-            {
-                "object": "list",
-                "data": [
-                    {"id": name, "object": "model", "created": self.started, "owned_by": "haiku_implicit"}
-                    | ({} if name == base else {"parent": base})
-                    for name in self.engine.models
-                ],
-            }
-        )  # fmt: skip
+        about = dict(object="model", created=self.started, owned_by="haiku_implicit")
+        base, *adapters = self.engine.models
+        data = [{"id": base, **about}, *({"id": x, **about, "parent": base} for x in adapters)]
+        return web.json_response({"object": "list", "data": data})
 
     async def upload(self, http: web.Request) -> web.Response:
         """Adds an adapter: the body is a file that `hki.save` wrote."""
@@ -341,7 +323,7 @@ def read_adapter(path: pathlib.Path) -> hki.AdapterParts:
     Raises:
       ValueError: for a file that is damaged or holds something else.
     """
-    adapter = hki.load(path)
+    adapter = hki.load(path, numpy=True)  # JAX would compile a copy for each shape
     if not isinstance(adapter, hki.AdapterParts):
         raise ValueError(
             f"the file holds a {type(adapter).__name__}, expected what hki.save wrote of "
