@@ -16,6 +16,7 @@ import jax
 from absl import app, flags
 from tqdm import tqdm
 
+import decoding
 import haiku_implicit as hki
 import smollm
 from errors import InputError, main_of
@@ -96,7 +97,8 @@ def make_engine(checkpoint: smollm.Checkpoint) -> engines.Engine:
     bank = hki.AdapterBank.of(
         checkpoint.params, capacity=_CAPACITY.value + 1, rank=_RANK.value, targets=_TARGETS.value
     )
-    programs = Programs(checkpoint.config, sizes, _CACHE.value)
+    model = decoding.make_model(checkpoint.config, sizes.length, _CACHE.value)
+    programs = Programs(model, decoding.empty_cache(model), sizes)
     return engines.Engine(programs, bank, base=_NAME.value, queue=_QUEUE.value)
 
 
@@ -110,7 +112,10 @@ async def serve(server) -> None:
     async with web.listening(server, _HOST.value, port, _GRACE.value) as port:
         if _TRIAL.value:
             models = [name for name in server.engine.models if name != server.engine.base]
-            print(await trial.measure(port, models, _TRIAL.value, _TOKENS.value))
+            try:
+                print(await trial.measure(port, models, _TRIAL.value, _TOKENS.value))
+            except trial.TrialError as error:
+                raise InputError(f"the trial: {error}") from error
             return
         print(f"ready: http://{_HOST.value}:{port}/v1", flush=True)
         await stop.wait()

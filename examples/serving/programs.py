@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import decoding
 import haiku_implicit as hki
 
 NOT_FINITE = -1  # in place of a token, where the logits are not finite
@@ -75,17 +74,16 @@ class Programs:
     Python objects.
     """
 
-    def __init__(self, config: Any, sizes: Sizes, cache: str):
+    def __init__(self, model: Any, empty: Any, sizes: Sizes):
         """
         Args:
-          config: the sizes of the model, a `LlamaConfig`.
+          model: `apply(params, state, None, tokens [1, time])` gives logits and the state after them.
+          empty: the state before the first token, of `sizes.length` positions.
           sizes: the shapes of the programs.
-          cache: the format of the cache: f32, int8 or int4.
         """
         self.sizes = sizes
-        self._model = decoding.make_model(config, sizes.length, cache)
+        self._model, self._empty = model, empty
         self._bank: Any = None
-        self._empty = decoding.empty_cache(self._model)
         self._prefill = jax.jit(self._prefill_of, donate_argnums=1)
         self._decode = jax.jit(self._decode_of, donate_argnums=1, static_argnames="width")
         leaves, self._cache_structure = jax.tree.flatten(self._empty)

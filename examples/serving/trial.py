@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 import haiku_implicit as hki
-from errors import InputError
 
 BEGINNINGS = (
     "The sea is",
@@ -23,6 +22,10 @@ BEGINNINGS = (
     "No one knows why",
     "She went to the",
 )
+
+
+class TrialError(Exception):
+    """A request that was not answered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +58,7 @@ async def measure(port: int, models: Sequence[str], requests: int, tokens: int) 
       A table.
 
     Raises:
-      InputError: if an answer is an error.
+      TrialError: if an answer is an error.
     """
     bodies = [
         dict(
@@ -113,14 +116,14 @@ async def ask(session: aiohttp.ClientSession, body: dict[str, Any]) -> Answer:
     start, first, pieces, usage = time.perf_counter(), None, [], None
     async with session.post("/v1/completions", json=body) as response:
         if response.status != 200:
-            raise InputError(f"{response.status}: {await response.text()}")
+            raise TrialError(f"{response.status}: {await response.text()}")
         async for line in response.content:
             text = line.decode().strip().removeprefix("data: ")
             if not text or text == "[DONE]":
                 continue
             data = json.loads(text)
             if "error" in data:
-                raise InputError(data["error"]["message"])
+                raise TrialError(data["error"]["message"])
             first = first or time.perf_counter() - start
             pieces += [choice["text"] for choice in data["choices"]]
             usage = data.get("usage", usage)

@@ -94,8 +94,6 @@ class Server:
             response = error(413, "too_large", f"the body has more than {MOST_JSON} bytes")
         except web.HTTPException as e:
             response = error(e.status, None, f"{request.method} {request.path}: {e.reason}")
-        except ConnectionResetError:
-            raise  # there is nobody to answer
         except Exception:
             logging.exception("%s %s", request.method, request.path)
             response = error(500, None, "the server failed; its log says why")
@@ -188,17 +186,18 @@ class Server:
             text = data if isinstance(data, str) else json.dumps(data)
             await response.write(f"data: {text}\n\n".encode())
 
-        async for piece in pieces:
-            if piece:
-                await write(reply.chunk(piece))
-        if reply.error:
-            await write(error_body(*reply.error))
-        else:
-            await write(reply.chunk("", reply.reason))
-            if reply.question.include_usage:
-                await write(reply.chunk_of_usage())
-        await write("[DONE]")
-        await response.write_eof()
+        with contextlib.suppress(ConnectionResetError):  # there is nobody to answer any more
+            async for piece in pieces:
+                if piece:
+                    await write(reply.chunk(piece))
+            if reply.error:
+                await write(error_body(*reply.error))
+            else:
+                await write(reply.chunk("", reply.reason))
+                if reply.question.include_usage:
+                    await write(reply.chunk_of_usage())
+            await write("[DONE]")
+            await response.write_eof()
         return response
 
     # --- models and adapters ---

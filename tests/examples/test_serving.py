@@ -55,7 +55,8 @@ def strong(adapter, factor):
 def compiled(params):
     """The programs, ready, and an empty bank."""
     bank = hki.AdapterBank.of(params, capacity=4, rank=3, targets=TARGETS)
-    made = programs.Programs(CONFIG, SIZES, "int8")
+    model = decoding.make_model(CONFIG, SIZES.length, "int8")
+    made = programs.Programs(model, decoding.empty_cache(model), SIZES)
     Engine(made, bank, base="base", queue=4).warm_up()
     return made, bank
 
@@ -184,7 +185,7 @@ def test_cancelling_frees_the_slot(counting):
 
 @pytest.mark.slow
 def test_numbers_that_are_not_finite_stay_in_their_request(engine, adapters, alone):
-    engine.put_adapter("a0", strong(adapters["a0"], 1e30))
+    engine.put_adapter("a0", strong(adapters["a0"], np.nan))
     one, heard = request(PROMPTS[0], "a0")
     engine.submit(one)
     run_all(engine)
