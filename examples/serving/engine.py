@@ -119,8 +119,8 @@ class Engine:
           bank: an empty bank around the base; its slot 0 stays empty, which is the base alone.
           base: the name of the base.
           queue: how many requests may wait.
-          budget: about how many tokens of prompts are read in a turn, while others wait for their next
-            token.
+          budget: about how many tokens of prompts, padding included, are read in a turn, while others
+            wait for their next token.
         """
         self.programs, self.base, self.max_queue = programs, base, queue
         self.counters = Counters()
@@ -331,7 +331,7 @@ class Engine:
                 request, slot = self._queue.popleft(), heapq.heappop(self._free)
                 self._running[slot] = request
                 leaves = self._leaves
-            left -= len(request.prompt)
+            left -= self.programs.sizes.padded(len(request.prompt))
             token = self.programs.prefill(
                 leaves, request.adapter, slot, request.prompt, request.how._replace(index=0)
             )

@@ -46,6 +46,10 @@ class Sizes:
         """How many requests are decoded together."""
         return self.widths[-1]
 
+    def padded(self, count: int) -> int:
+        """The length that a prompt of so many tokens is padded to."""
+        return next(size for size in self.prompts if size >= count)
+
 
 class Sampling(NamedTuple):
     """How tokens are chosen: numbers for one request, arrays `[width]` for a step.
@@ -109,8 +113,7 @@ class Programs:
           prompt: 1 to `sizes.prompts[-1]` tokens.
           how: numbers.
         """
-        bucket = next(size for size in self.sizes.prompts if size >= len(prompt))
-        padded = np.zeros(bucket, np.int32)
+        padded = np.zeros(self.sizes.padded(len(prompt)), np.int32)
         padded[: len(prompt)] = prompt
         where = np.asarray([adapter, slot, len(prompt)], np.int32)
         token, self.cache = self._prefill(bank, self.cache, where, padded, how.as_arrays())

@@ -21,13 +21,14 @@ class Question(NamedTuple):
     Attributes:
       model: the name of the base or of an adapter.
       prompt: a text, a list of tokens, or of messages (a chat).
+      max_tokens: None for as many as there is room for, the default of chats.
       stop: texts that end the answer.
       include_usage: whether a stream ends with the numbers of tokens.
     """
 
     model: str
     prompt: Any
-    max_tokens: int
+    max_tokens: int | None
     temperature: float
     top_p: float
     seed: int
@@ -104,6 +105,7 @@ OF_COMPLETIONS = COMMON | {
 }
 OF_CHATS = COMMON | {
     "messages": Field(None, "a list of {role: system, user or assistant, content: text}", is_chat),
+    "max_tokens": Field(None, "a positive integer", lambda x: is_integer(x) and x > 0),
     "max_completion_tokens": Field(None, "a positive integer", lambda x: is_integer(x) and x > 0),
 }
 

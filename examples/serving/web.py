@@ -113,6 +113,7 @@ class Server:
     async def answer(self, http: web.Request, chat: bool) -> web.StreamResponse:
         question = questions.read(await http.read(), chat)
         prompt = await asyncio.to_thread(self.tokens_of, question.prompt, chat)
+        room = self.engine.programs.sizes.length - len(prompt)
         loop, events = asyncio.get_running_loop(), asyncio.Queue()
 
         def send(event: int | Finished) -> None:
@@ -123,7 +124,7 @@ class Server:
             prompt=prompt,
             send=send,
             model=question.model,
-            max_tokens=question.max_tokens,
+            max_tokens=room if question.max_tokens is None else question.max_tokens,
             stop=self.stop,
             how=Sampling(question.temperature, question.top_p, question.seed),
         )
