@@ -114,6 +114,15 @@ def run_all(engine):
 PROMPTS = [[3, 14, 15, 9, 2], [27, 18, 28, 18, 28], [1, 41, 42, 13, 56]]  # each length is compiled
 
 
+def test_compilations_are_counted():
+    """So that the zeros below say something, whatever JAX calls its events."""
+    with Compilations() as compilations:
+        jax.jit(lambda x: 3 * x + len(NAMES))(2.0)
+    before = compilations.count
+    jax.jit(lambda x: 5 * x + len(NAMES))(2.0)
+    assert compilations.count == before > 0
+
+
 def test_answers_are_those_of_each_adapter_alone(engine, adapters, alone):
     """Also of one that is added while others run; and nothing is compiled for any of it."""
     for name in ("a0", "a1"):
