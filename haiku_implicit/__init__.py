@@ -48,6 +48,8 @@ from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.loading import load, open_checkpoint
 from haiku_implicit.files.saving import save
 from haiku_implicit.interchange.ggml import from_ggml
+from haiku_implicit.interchange.ggml_writing import to_ggml
+from haiku_implicit.interchange.gguf_writing import save_gguf
 from haiku_implicit.interchange.names import Place
 from haiku_implicit.interchange.peft import load_peft, save_peft
 from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
@@ -130,6 +132,7 @@ __all__ = [
     "plot_memory",
     "plot_error",
     "from_ggml",
+    "to_ggml",
     "input_moments",
     "input_maxima",
     "quantize_with_inputs",
@@ -187,6 +190,7 @@ __all__ = [
     "Place",
     "load_peft",
     "save_peft",
+    "save_gguf",
     # LoRA's relatives
     "adapters",
     "EVA",

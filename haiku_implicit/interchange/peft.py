@@ -6,7 +6,6 @@ import math
 import os
 import pathlib
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from haiku_implicit.adapters.dora import DoRA
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.files.loading import load
+from haiku_implicit.files.replacing import replaced
 from haiku_implicit.files.saving import save
 from haiku_implicit.params.adapter_parts import AdapterParts, checked_parts, without_base
 
@@ -123,7 +123,8 @@ def save_peft(
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / TENSORS, tensors)
-    _write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    with replaced(folder / CONFIG) as temporary:
+        pathlib.Path(temporary).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -230,16 +231,3 @@ def _config_for(
         "rank_pattern": {re.escape(m): n for m, n in ranks.items() if n != rank},
         "alpha_pattern": {re.escape(m): n for m, n in alphas.items() if n != alpha},
     }
-
-
-def _write_text(path: pathlib.Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

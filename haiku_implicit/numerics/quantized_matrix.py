@@ -245,7 +245,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         """
         group = None if self.num_groups == 1 and self._tile[0] == 1 else self._tile
         new = self.quantize(
-            w, self.format, group, self.axis, scale_dtype=_stored_as(self.scale),
+            w, self.format, group, self.axis, scale_dtype=self.scale_dtype,
             activation=self.activation,
         )  # fmt: skip
         return new._replace(dtype=self.dtype)
@@ -259,6 +259,15 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     def group_size(self) -> int:
         """How many elements along the grouped axis share a scale (padding counted in)."""
         return np.shape(self.codes)[-1] * 8 // self._format.bits // self.num_groups
+
+    @property
+    def scale_dtype(self) -> str:
+        """How the scales are stored, as `quantize` takes it: 'float32', 'double', 'uint6,8', ..."""
+        if is_implicit(self.scale):
+            if self.scale.scale.dtype == np.float16:
+                return f"{self.scale.format},{self.scale.group_size}"
+            return "e4m3" if self.scale.format == "fp8_e4m3" else "double"
+        return "e8m0" if self.scale.dtype.name == "float8_e8m0fnu" else self.scale.dtype.name
 
     @property
     def _tile(self) -> tuple[int, int]:
@@ -413,15 +422,6 @@ def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
         chex.assert_shape(q, q.compute_shape())
     with expecting(f"dtype: expected a floating dtype, got {q.dtype.name}"):
         chex.assert_type(q, float)
-
-
-def _stored_as(scale: Any) -> str:
-    """The `scale_dtype` of `quantize` that stores scales like this one."""
-    if is_implicit(scale):
-        if scale.scale.dtype == np.float16:
-            return f"{scale.format},{scale.group_size}"
-        return "e4m3" if scale.format == "fp8_e4m3" else "double"
-    return "e8m0" if scale.dtype.name == "float8_e8m0fnu" else scale.dtype.name
 
 
 def _num_parts(entry: Any, mesh: Any) -> int:
