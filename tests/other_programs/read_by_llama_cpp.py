@@ -1,0 +1,150 @@
+"""SmolLM2 with LoRA of Shakespeare merged into it, written to GGUF files, and run by llama.cpp.
+
+`bash tests/run_other_programs.sh llama_cpp` runs it. It trains a few steps, writes a file of each kind,
+and compares llama.cpp's logits and greedy tokens with those of the same file here.
+"""
+
+import gc
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import llama_cpp
+import numpy as np
+
+import haiku_implicit as hki
+import smollm
+from models import llama
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "finetune_smollm.py"
+STEPS, PROMPT, GENERATED = 10, 192, 32
+# Blocks of 256 fit the 1536 of SmolLM2's `ffn_down`, and not the 576 of its other weights.
+KINDS = {
+    "F32": "F32",
+    "F16": "F16",
+    "Q8_0": "Q8_0",
+    "Q4_1": "Q4_1",
+    "Q4_0": "Q4_0",
+    "Q6_K, Q8_0": ("Q6_K", "Q8_0"),
+    "Q4_K, Q5_0": ("Q4_K", "Q5_0"),
+}
+# How far logits may be from those here in the root mean square, of their own deviation. Of a dense model
+# llama.cpp computes what is computed here (float16 weights make it round activations to float16); of a
+# quantized one it rounds activations to 8 bits, as `quantize_activations(params, "int8,groups")` does.
+DENSE_LIMITS = {"F32": 1e-4, "F16": 3e-3}
+LIMIT = 0.05
+
+
+def main() -> None:
+    source = smollm.fetch(smollm.MODEL)
+    checkpoint = smollm.read_gguf(source)
+    ids = checkpoint.tokenizer.encode(smollm.read_text(smollm.fetch(smollm.SHAKESPEARE))).ids
+    tokens = np.asarray(ids[-20_000:][: PROMPT + 1])  # of the tenth that is held out
+    apply = model_of(checkpoint.config)
+    with tempfile.TemporaryDirectory() as folder:
+        merged = fine_tuned(checkpoint.params, pathlib.Path(folder))
+        before = loss_of(logits_here(apply, checkpoint.params, tokens[:-1]), tokens)
+        print(f"loss without LoRA {before:.4f}\n")
+        print(
+            "| kind | MB | loss here | loss, llama.cpp | distance of logits | with 8-bit activations | "
+            "same first token | same greedy text |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
+        )
+        for name, kind in KINDS.items():
+            path = pathlib.Path(folder) / "model.gguf"
+            hki.save_gguf(path, merged, place, kind=kind, metadata_from=source)
+            compare(name, path, apply, tokens)
+
+
+def place(tensor: str) -> str:
+    """`module/name` of a tensor of a GGUF file."""
+    return "/".join(smollm.param_path(tensor))
+
+
+def model_of(config: llama.LlamaConfig) -> Any:
+    model = hk.without_apply_rng(hk.transform(lambda tokens: llama.Llama(config)(tokens)))
+    return jax.jit(hki.transform_implicit(model).apply)
+
+
+def fine_tuned(params: Any, folder: pathlib.Path) -> Any:
+    """Dense parameters, with what the example learns in a few steps."""
+    adapter = folder / "adapter.safetensors"
+    flags = [f"--steps={STEPS}", f"--adapter={adapter}", "--eval_batches=1", "--sample_tokens=0"]
+    subprocess.run([sys.executable, EXAMPLE, *flags], check=True)
+    trained = hki.load(adapter)["adapter"]
+    # The example's own options: what it trained goes into the same places.
+    with_lora = hki.add_lora(params, 0, rank=8, alpha=16.0, targets=".*_proj/w")
+    _, base = hki.partition(with_lora, trainable_dense=False)
+    return hki.merge_adapters(hki.combine(trained, base))
+
+
+def compare(name: str, path: pathlib.Path, apply: Any, tokens: np.ndarray) -> None:
+    """One line of the table, and the assertions."""
+    params = smollm.read_gguf(path).params
+    here = logits_here(apply, params, tokens[:-1])
+    rounded = hki.quantize_activations(params, "int8,groups") if name not in DENSE_LIMITS else params
+    with_8_bits = logits_here(apply, rounded, tokens[:-1])
+    there, their_text = logits_there(path, tokens[:-1])
+    text = greedy_here(apply, params, tokens[:-1])
+    same = next((i for i, (a, b) in enumerate(zip(text, their_text, strict=True)) if a != b), GENERATED)
+    far, far_8 = distance(here, there), distance(with_8_bits, there)
+    agree = (here.argmax(-1) == there.argmax(-1)).mean()
+    print(
+        f"| {name} | {path.stat().st_size / 1e6:.0f} | {loss_of(here, tokens):.4f} | "
+        f"{loss_of(there, tokens):.4f} | {far:.2g} | {far_8:.2g} | {agree:.1%} | {same} of {GENERATED} |",
+        flush=True,
+    )
+    limit = DENSE_LIMITS.get(name, LIMIT)
+    assert far < limit, (name, far)
+    assert abs(loss_of(here, tokens) - loss_of(there, tokens)) < limit, name
+    assert agree > (0.9 if limit == LIMIT else 0.99), (name, agree)
+
+
+def logits_here(apply: Any, params: Any, tokens: np.ndarray) -> np.ndarray:
+    return np.asarray(apply(params, jnp.asarray(tokens)[None]))[0]
+
+
+def greedy_here(apply: Any, params: Any, tokens: np.ndarray) -> list[int]:
+    """What follows, the whole window again for each token."""
+    window = np.zeros(len(tokens) + GENERATED, np.int32)
+    window[: len(tokens)] = tokens
+    for i in range(len(tokens), len(window)):
+        window[i] = logits_here(apply, params, window)[i - 1].argmax()
+    return window[len(tokens) :].tolist()
+
+
+def logits_there(path: pathlib.Path, tokens: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """llama.cpp's logits of the tokens, and the greedy ones that follow."""
+    length = len(tokens) + GENERATED
+    model = llama_cpp.Llama(
+        str(path), n_ctx=length, n_batch=length, n_threads=2, logits_all=True, verbose=False,
+        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+    )  # fmt: skip
+    model.eval(tokens.tolist())
+    logits, text = np.array(model.scores[: len(tokens)]), []
+    while len(text) < GENERATED:
+        text.append(int(model.scores[model.n_tokens - 1].argmax()))
+        model.eval(text[-1:])
+    model.close()
+    del model
+    gc.collect()
+    return logits, text
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The root mean square of the difference, for logits of deviation one."""
+    return float(np.sqrt(np.mean((a - b) ** 2)) / np.std(a - a.mean(-1, keepdims=True)))
+
+
+def loss_of(logits: np.ndarray, tokens: np.ndarray) -> float:
+    """The next token's mean cross entropy in nats."""
+    normalized = jax.nn.log_softmax(logits)
+    return -float(np.mean(normalized[np.arange(len(tokens) - 1), tokens[1:]]))
+
+
+if __name__ == "__main__":
+    main()
