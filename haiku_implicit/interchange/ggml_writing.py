@@ -161,9 +161,7 @@ def _halves(scale: Any) -> np.ndarray:
 
 def _codes_of(scale: QuantizedMatrix) -> np.ndarray:
     """The codes `[..., rows, blocks, n]` of scales that are quantized."""
-    return np.asarray(
-        formats.unpack(scale.codes, scale.num_groups, formats.FORMATS[scale.format])
-    )
+    return np.asarray(formats.unpack(scale.codes, scale.num_groups, formats.FORMATS[scale.format]))
 
 
 def _q4_0(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:

@@ -53,10 +53,9 @@ def save_gguf(
       names: where each tensor of the file is in `params`, as for reading one: 'module/name', a `Place`,
         or None for a tensor that is left out. A mapping says what tensors there are; a function needs
         `metadata_from`, whose tensors they are then.
-      kind: 'F32', 'F16', 'BF16', 'Q4_0', 'Q4_1', 'Q5_0', 'Q5_1', 'Q8_0', 'Q2_K', 'Q3_K', 'Q4_K', 'Q5_K',
-        'Q6_K', 'IQ4_NL', 'IQ4_XS', 'TQ2_0' or 'MXFP4', for all tensors of two axes and more; those of
-        one axis (norms, biases) are 'F32'. Some of these: the first one whose blocks fit into the rows.
-        A mapping from patterns of tensors' names, of which the first that matches the whole name
+      kind: one that `from_ggml` reads, 'F32', 'F16' or 'BF16', for all tensors of two axes and more;
+        those of one axis (norms, biases) are 'F32'. Several: the first one whose blocks fit the rows. A
+        mapping from patterns of tensors' names, of which the first that matches the whole name
         counts: `{'token_embd.weight': 'Q8_0', '.*': ('Q4_K', 'Q5_0')}`. None: as the weight is.
       metadata: more keys of the file: texts, numbers, booleans, and lists of them. An integer is
         written as `uint32` (`int32` below zero), a float as `float32`, a number of NumPy as what it is.
@@ -132,7 +131,8 @@ def _planned(params: Any, names: Names, source: Any, kind: Kinds) -> list[_Tenso
     missing = [path for path in by_path if path not in used]
     if missing:
         raise ValueError(
-            f"{missing[0]}: names has no tensor for it. Give it one, or leave the parameter out of params"
+            f"{missing[0]}: names has no tensor for it. Give it one, or leave this parameter out of "
+            "params"
         )
     return tensors
 
@@ -152,9 +152,9 @@ def _tensor(name: str, value: Any, place: Place, shape: Any, kinds: "_Rules") ->
     matrix = getattr(value, "matrix", value)  # of a `MatrixView`
     if isinstance(matrix, LoRA | Adapter):
         raise ValueError(
-            f"{place.path}: a {type(matrix).__name__} adapter is on this weight, which a GGUF file can't "
-            "hold. Merge it first: haiku_implicit.merge_adapters(params) gives dense weights, to which "
-            "kind= then applies, and requantize=True rounds again to the format of the weight below it"
+            f"{place.path}: a {type(matrix).__name__} adapter is on this weight, which a GGUF file "
+            "can't hold. Merge it first: haiku_implicit.merge_adapters(params) gives dense weights, to "
+            "which kind= then applies; requantize=True rounds again to the format of the weight below"
         )
     own = _transposed_shape(name, value, place, shape)
     axes = place.axes_for(len(own))
@@ -341,7 +341,9 @@ def _field(gguf: Any, key: str, value: Any) -> _Field:
         if inner == {types.INT32, types.UINT32}:  # some are negative
             inner = {types.INT32}
         if len(inner) != 1 or types.ARRAY in inner:
-            raise ValueError(f"metadata: {key}: expected a list of numbers or texts of one type, got {value!r}")
+            raise ValueError(
+                f"metadata: {key}: expected a list of numbers or texts of one type, got {value!r}"
+            )
         return [x for x, _, _ in each], types.ARRAY, inner.pop()
     if isinstance(value, np.generic):
         name = "BOOL" if value.dtype == bool else value.dtype.name.upper()
@@ -352,6 +354,6 @@ def _field(gguf: Any, key: str, value: Any) -> _Field:
     elif type(value) is int and -(2**31) <= value < 2**32:
         return value, types.INT32 if value < 0 else types.UINT32, None
     raise ValueError(
-        f"metadata: {key}: expected a text, a number, a boolean or a list of them, got {value!r}. Larger "
-        "integers: numpy.uint64, numpy.int64"
+        f"metadata: {key}: expected a text, a number, a boolean or a list of them, got {value!r}. "
+        "Larger integers: numpy.uint64, numpy.int64"
     )

@@ -26,6 +26,8 @@ _KEY = re.compile(
     r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?"
 )
 _PARTS = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
+_LINEAR = "lora_A.weight", "lora_B.weight"
+_EMBEDDING = "lora_embedding_A", "lora_embedding_B"
 
 # From the name of a module of the PyTorch model to `module/name` of the parameter.
 Names = Mapping[str, str] | Callable[[str], str]
@@ -82,6 +84,9 @@ def save_peft(
 ) -> None:
     """Writes a LoRA or DoRA adapter as PEFT does.
 
+    A parameter that is called `embeddings`, as that of `hk.Embed` is, is written as the weight of
+    PyTorch's `Embedding`, any other one as that of its `Linear`.
+
     Args:
       folder: is made if it is missing. Files that are there are replaced.
       adapter: what `get_adapter` returned.
@@ -96,7 +101,8 @@ def save_peft(
     checked_parts("adapter", adapter)
     if adapter.dense:
         raise ValueError(
-            f"{next(iter(adapter.dense))}: trained as a whole, which is not written here"
+            f"{next(iter(adapter.dense))}: trained as a whole, which is not written here. Give "
+            "get_adapter(params) without trainable_dense=, or keep all with haiku_implicit.save"
         )
     tensors: dict[str, Any] = {}
     ranks, alphas = {}, {}
@@ -110,8 +116,9 @@ def save_peft(
                 f"{path}: PEFT's LoRA is for single matrices, got {type(weight).__name__}"
             )
         prefix = f"base_model.model.{module}"
-        tensors[f"{prefix}.lora_A.weight"] = jnp.asarray(weight.a).T
-        tensors[f"{prefix}.lora_B.weight"] = jnp.asarray(weight.b).T
+        first, second = _EMBEDDING if path.endswith("/embeddings") else _LINEAR
+        tensors[f"{prefix}.{first}"] = jnp.asarray(weight.a).T
+        tensors[f"{prefix}.{second}"] = jnp.asarray(weight.b).T
         if isinstance(weight, DoRA):
             tensors[f"{prefix}.lora_magnitude_vector"] = weight.magnitude
         ranks[module] = int(weight.a.shape[-1])
@@ -228,6 +235,7 @@ def _config_for(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": sorted(ranks),
-        "rank_pattern": {re.escape(m): n for m, n in ranks.items() if n != rank},
-        "alpha_pattern": {re.escape(m): n for m, n in alphas.items() if n != alpha},
+        # (Without the mark of the beginning, PEFT takes the pattern of `head` for `block.head`, too.)
+        "rank_pattern": {f"^{re.escape(m)}": n for m, n in ranks.items() if n != rank},
+        "alpha_pattern": {f"^{re.escape(m)}": n for m, n in alphas.items() if n != alpha},
     }

@@ -117,7 +117,7 @@ _EncodedScales = tuple[Encoded, Encoded | None]
 
 
 def _encoded_scales(
-    found: calibration.Scales, fmt: formats.Format, name: str
+    found: calibration.Scales, fmt: formats.Format, name: str | None
 ) -> tuple[_EncodedScales, scales.Lost | None]:
     """Scales in few bits with scales of their own, and whether these do not fit their dtype."""
     if name == "e4m3":  # NVFP4: one scale for the tensor
@@ -139,10 +139,14 @@ def _in_runs(
         of_runs = x.reshape(*lead, tiles, groups // runs.length, runs.length)
         return jnp.abs(of_runs).max(-1) / formats.FORMATS[runs.format].largest
 
-    wanted = of_scale(found.scale), None if found.offset is None else -of_scale(found.offset)
-    (first, second), lost = scales.store(calibration.Scales(*wanted), None, "float16", "mse")
-    scale = _coded(found.scale, first, runs.format)
-    return (scale, None if second is None else _coded(found.offset, second, runs.format)), lost
+    wanted = calibration.Scales(of_scale(found.scale))
+    if found.offset is not None:
+        wanted = wanted._replace(offset=-of_scale(found.offset))
+    held, lost = scales.store(wanted, None, "float16", "mse")
+    scale = _coded(found.scale, held.scale, runs.format)
+    if found.offset is None or held.offset is None:
+        return (scale, None), lost
+    return (scale, _coded(found.offset, held.offset, runs.format)), lost
 
 
 def _from_zero(found: calibration.Scales, fmt: formats.Format) -> calibration.Scales:

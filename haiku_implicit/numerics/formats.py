@@ -153,8 +153,8 @@ class Recipe(NamedTuple):
         return self.group_size * int(self.scale_dtype.partition(",")[2] or 1)
 
 
-# OCP Microscaling Formats (MX) Specification 1.0; NVIDIA's NVFP4 has a scale of the tensor besides. Then
-# the blocks of GGML (`ggml-common.h`).
+# OCP Microscaling Formats (MX) Specification 1.0; NVIDIA's NVFP4 has a scale of the tensor besides.
+# Then the blocks of GGML (`ggml-common.h`).
 RECIPES = {
     "mxfp8": Recipe("fp8_e4m3", 32, "e8m0"),
     "mxfp4": Recipe("fp4", 32, "e8m0"),

@@ -56,8 +56,9 @@ def store(
       calibration: what found them.
     """
     # (Where the largest code is a power of two, as in nf4, that rule would clip up to half of a value.)
-    by_largest = calibration in (None, "absmax", "minmax") and fmt is not None
-    by_largest = by_largest and np.frexp(fmt.largest)[0] > 0.5
+    by_largest = calibration in (None, "absmax", "minmax")
+    if fmt is None or np.frexp(fmt.largest)[0] <= 0.5:
+        by_largest = False
     stored = _as_held(found, name, fmt if by_largest else None)
     if name not in _FLOATS:
         return stored, None
@@ -128,9 +129,10 @@ def _checked_runs(name: str, fmt: Format) -> str:
         raise ValueError(
             f"scale_dtype: codes in {fmt.name} need scales in a format that {needed}, got {name!r}"
         )
-    if int(length) % FORMATS[code].multiple:
+    whole = FORMATS[code].multiple
+    if int(length) % whole:
         raise ValueError(
-            f"scale_dtype: expected a multiple of {FORMATS[code].multiple} scales in a run, got {name!r}"
+            f"scale_dtype: expected a multiple of {whole} scales in a run, got {name!r}"
         )
     return name
 

@@ -8,7 +8,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.interchange import ggml_writing
-from tests.interchange.test_ggml import KINDS, blocks
+from tests.interchange.ggml_blocks import KINDS, blocks
 from tests.tiers import few
 
 # The relative error of normal numbers [64, 512]. In the comments that of llama.cpp's own quantizer

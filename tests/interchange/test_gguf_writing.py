@@ -189,8 +189,8 @@ def test_a_merged_adapter_keeps_the_format_where_asked(params, written):
 
 def test_the_package_is_optional(params, written, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"GGUF files need gguf: pip install 'haiku-implicit\[gguf\]'"):
+    with pytest.raises(
+        ImportError, match=r"GGUF files need gguf: pip install 'haiku-implicit\[gguf\]'"
+    ):
         written(params)
     assert hki.to_ggml(jnp.ones((32, 1)), "F32").dtype == np.float32
-
-

@@ -86,11 +86,15 @@ def compare(name: str, path: pathlib.Path, apply: Any, tokens: np.ndarray) -> No
     """One line of the table, and the assertions."""
     params = smollm.read_gguf(path).params
     here = logits_here(apply, params, tokens[:-1])
-    rounded = hki.quantize_activations(params, "int8,groups") if name not in DENSE_LIMITS else params
+    rounded = (
+        hki.quantize_activations(params, "int8,groups") if name not in DENSE_LIMITS else params
+    )
     with_8_bits = logits_here(apply, rounded, tokens[:-1])
     there, their_text = logits_there(path, tokens[:-1])
     text = greedy_here(apply, params, tokens[:-1])
-    same = next((i for i, (a, b) in enumerate(zip(text, their_text, strict=True)) if a != b), GENERATED)
+    same = next(
+        (i for i, (a, b) in enumerate(zip(text, their_text, strict=True)) if a != b), GENERATED
+    )
     far, far_8 = distance(here, there), distance(with_8_bits, there)
     agree = (here.argmax(-1) == there.argmax(-1)).mean()
     print(
