@@ -139,14 +139,19 @@ def _in_runs(
         of_runs = x.reshape(*lead, tiles, groups // runs.length, runs.length)
         return jnp.abs(of_runs).max(-1) / formats.FORMATS[runs.format].largest
 
-    wanted = calibration.Scales(of_scale(found.scale))
-    if found.offset is not None:
-        wanted = wanted._replace(offset=-of_scale(found.offset))
-    held, lost = scales.store(wanted, None, "float16", "mse")
-    scale = _coded(found.scale, held.scale, runs.format)
-    if found.offset is None or held.offset is None:
+    wanted = of_scale(found.scale)
+    held = wanted.astype(jnp.float16)
+    # (Some runs may be too small, as that of a neuron that is never used; not the largest one.)
+    most = wanted.max()
+    lost = scales.Lost(
+        ~jnp.isfinite(held).all(), jnp.abs(most.astype(jnp.float16) - most) > most / 8
+    )
+    scale = _coded(found.scale, held, runs.format)
+    if found.offset is None:
         return (scale, None), lost
-    return (scale, _coded(found.offset, held.offset, runs.format)), lost
+    of_offset = -of_scale(found.offset).astype(jnp.float16)
+    lost = lost._replace(large=lost.large | ~jnp.isfinite(of_offset).all())
+    return (scale, _coded(found.offset, of_offset, runs.format)), lost
 
 
 def _from_zero(found: calibration.Scales, fmt: formats.Format) -> calibration.Scales:

@@ -45,20 +45,18 @@ class Lost(NamedTuple):
 
 
 def store(
-    found: Scales, fmt: Format | None, name: str | None, calibration: str | None
+    found: Scales, fmt: Format, name: str | None, calibration: str | None
 ) -> tuple[Scales, Lost | None]:
     """Scales and offsets as floating numbers that are stored, and whether they fit.
 
     Args:
       found: scales and offsets `[..., tiles, groups]`.
-      fmt: the format of their codes; None is enough where `calibration` is a search.
+      fmt: the format of their codes.
       name: what `name_of` returns, but none of `CODES`.
       calibration: what found them.
     """
     # (Where the largest code is a power of two, as in nf4, that rule would clip up to half of a value.)
-    by_largest = calibration in (None, "absmax", "minmax")
-    if fmt is None or np.frexp(fmt.largest)[0] <= 0.5:
-        by_largest = False
+    by_largest = calibration in (None, "absmax", "minmax") and np.frexp(fmt.largest)[0] > 0.5
     stored = _as_held(found, name, fmt if by_largest else None)
     if name not in _FLOATS:
         return stored, None
