@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,7 +46,9 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
 
     Returns:
       The adapter, for `set_adapter`. PEFT's files do not say what base it was trained on in numbers,
-      so that this is not checked.
+      so that this is not checked. On a parameter that the Haiku model uses twice (tied embeddings) it
+      acts at both ends, where PEFT adapts the look-up or the product alone unless it was told
+      `ensure_weight_tying`: a warning says so.
 
     Raises:
       ValueError: for another kind of adapter, a configuration without its `lora_alpha` or `r`, a module
@@ -64,6 +67,12 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
             raise ValueError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
         part = _PARTS.get(found["part"], found["part"])
         parts.setdefault(found["module"], {})[part] = tensor
+        if found["part"] == "lora_embedding_A" and not config.get("ensure_weight_tying"):
+            warnings.warn(
+                f"{file}: {found['module']}: PEFT adapts the look-up alone. Where the Haiku model also "
+                "multiplies by this parameter (tied embeddings), the adapter changes both",
+                stacklevel=2,
+            )
     if not parts:
         raise ValueError(f"{file}: there is no adapter in it")
     weights = {}
@@ -85,7 +94,8 @@ def save_peft(
     """Writes a LoRA or DoRA adapter as PEFT does.
 
     A parameter that is called `embeddings`, as that of `hk.Embed` is, is written as the weight of
-    PyTorch's `Embedding`, any other one as that of its `Linear`.
+    PyTorch's `Embedding`, any other one as that of its `Linear`. (Where the Haiku model also multiplies
+    by it, PEFT adapts the look-up alone, unless its configuration says `ensure_weight_tying`.)
 
     Args:
       folder: is made if it is missing. Files that are there are replaced.

@@ -105,7 +105,9 @@ def test_an_embedding_has_names_of_its_own(tmp_path):
     tensors = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
     shapes = {key.removeprefix("base_model.model."): x.shape for key, x in tensors.items()}
     assert shapes == {"wte.lora_embedding_A": (2, 7), "wte.lora_embedding_B": (4, 2)}
-    assert list(hki.load_peft(tmp_path, {"wte": "embed/embeddings"}).weights) == list(names)
+    with pytest.warns(UserWarning, match="PEFT adapts the look-up alone"):
+        again = hki.load_peft(tmp_path, {"wte": "embed/embeddings"})
+    assert list(again.weights) == list(names)
 
 
 def test_a_name_that_ends_in_another_one_keeps_its_rank(tmp_path):
