@@ -14,12 +14,13 @@ import numpy as np
 
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.core import progress
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.files.replacing import replaced
 from haiku_implicit.interchange import ggml_writing
 from haiku_implicit.interchange.ggml_writing import gguf_package, to_ggml
 from haiku_implicit.interchange.names import Names, Place, place_of
-from haiku_implicit.params import progress, trees
+from haiku_implicit.params import trees
 
 # A kind; some, of which the first is taken whose blocks fit; or one for each pattern of names.
 Kind = str | Sequence[str] | None

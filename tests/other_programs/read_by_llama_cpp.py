@@ -71,17 +71,23 @@ def main() -> None:
 
 def compare_blocks() -> None:
     """Blocks decoded by llama.cpp, to the same numbers; and the errors of its own quantizer."""
-    library = ctypes.CDLL(str(next(pathlib.Path(llama_cpp.__file__).parent.glob("lib/libggml-base.*"))))
+    library = ctypes.CDLL(
+        str(next(pathlib.Path(llama_cpp.__file__).parent.glob("lib/libggml-base.*")))
+    )
     w = np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
     error = lambda x: np.linalg.norm(x - w) / np.linalg.norm(w)  # noqa: E731
-    print("| kind | error here | error, llama.cpp | ratio | of equal bytes |\n| --- | --- | --- | --- | --- |")
+    print(
+        "| kind | error here | error, llama.cpp | ratio | of equal bytes |\n| --- | --- | --- | --- | --- |"
+    )
     for kind, name in DECODERS.items():
         data = hki.to_ggml(w, kind, axis=-1)
         decoded, own = (np.zeros_like(w) for _ in range(2))
         decode = library[f"dequantize_row_{name}"]
         decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         decode(data.ctypes.data, decoded.ctypes.data, w.size)
-        np.testing.assert_array_equal(decoded, hki.from_ggml(data, kind, axis=-1).materialize(), kind)
+        np.testing.assert_array_equal(
+            decoded, hki.from_ggml(data, kind, axis=-1).materialize(), kind
+        )
         theirs = np.zeros_like(data)
         quantize = library.ggml_quantize_chunk
         quantize.argtypes = [
