@@ -61,7 +61,7 @@ def test_trains_and_reports(job, tmp_path):
     before, after = losses(output)
     assert after < before - 0.3
     for word in (
-        "LoRA on QuantizedMatrix",
+        "LoRA of QuantizedMatrix",
         "of dense bytes",
         "sample before",
         "sample after",
