@@ -143,7 +143,7 @@ def compare(name: str, path: pathlib.Path, apply: Any, tokens: np.ndarray) -> No
         flush=True,
     )
     assert far < DENSE_LIMITS.get(name, MOST_OF_ROUNDING * rounding), (name, far, rounding)
-    assert abs(loss_of(here, tokens) - loss_of(there, tokens)) < 0.02, name
+    assert abs(loss_of(here, tokens) - loss_of(there, tokens)) < 0.03, name
     assert agree > (0.99 if name in DENSE_LIMITS else 0.9), (name, agree)
 
 
