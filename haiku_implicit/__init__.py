@@ -48,7 +48,9 @@ from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.loading import load, open_checkpoint
 from haiku_implicit.files.saving import save
 from haiku_implicit.interchange.ggml import from_ggml
+from haiku_implicit.interchange.ggml_writing import to_ggml
 from haiku_implicit.interchange.gguf_reading import load_gguf, open_gguf
+from haiku_implicit.interchange.gguf_writing import save_gguf
 from haiku_implicit.interchange.hugging_face import load_hugging_face
 from haiku_implicit.interchange.names import Place, names_by_pattern, read_names
 from haiku_implicit.interchange.peft import load_peft, save_peft
@@ -133,6 +135,7 @@ __all__ = [
     "plot_memory",
     "plot_error",
     "from_ggml",
+    "to_ggml",
     "input_moments",
     "input_maxima",
     "quantize_with_inputs",
@@ -197,6 +200,7 @@ __all__ = [
     "read_names",
     "load_peft",
     "save_peft",
+    "save_gguf",
     # LoRA's relatives
     "adapters",
     "EVA",

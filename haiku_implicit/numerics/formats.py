@@ -151,12 +151,29 @@ class Recipe(NamedTuple):
     group_size: int
     scale_dtype: str
 
+    @property
+    def multiple(self) -> int:
+        """What the length of the grouped axis is a multiple of."""
+        return self.group_size * int(self.scale_dtype.partition(",")[2] or 1)
+
 
 # OCP Microscaling Formats (MX) Specification 1.0; NVIDIA's NVFP4 has a scale of the tensor besides.
+# Then the blocks of GGML (`ggml-common.h`).
 RECIPES = {
     "mxfp8": Recipe("fp8_e4m3", 32, "e8m0"),
     "mxfp4": Recipe("fp4", 32, "e8m0"),
     "nvfp4": Recipe("fp4", 16, "e4m3"),
+    "q4_0": Recipe("int4", 32, "float16"),
+    "q4_1": Recipe("uint4", 32, "float16"),
+    "q5_0": Recipe("int5", 32, "float16"),
+    "q5_1": Recipe("uint5", 32, "float16"),
+    "q8_0": Recipe("int8", 32, "float16"),
+    "q2_k": Recipe("uint2", 16, "uint4,16"),
+    "q3_k": Recipe("int3", 16, "int6,16"),
+    "q4_k": Recipe("uint4", 32, "uint6,8"),
+    "q5_k": Recipe("uint5", 32, "uint6,8"),
+    "q6_k": Recipe("int6", 16, "int8,16"),
+    "iq4_xs": Recipe("iq4_nl", 32, "int6,8"),
 }
 
 
