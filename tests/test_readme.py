@@ -21,6 +21,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 # Pages to be followed from top to bottom: each block goes on with what those before it have made.
 SESSIONS = [
+    "api/types.md",
     "coming_from.md",
     "dispatch.md",
     "haiku_hooks.md",
