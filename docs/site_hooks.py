@@ -1,10 +1,11 @@
-"""What the site needs beside the pages as they stand: hooks of MkDocs and Griffe, named in `mkdocs.yml`.
+"""What the site needs beside the pages as they stand: hooks of MkDocs and Griffe (see `mkdocs.yml`).
 
 The list of pages is made of the tables in docs/README.md, so that there is one. Pages link to files
 outside of docs/, as they should in the repository; the site takes these files in under `repository/`.
 Griffe reads the docstrings for the pages of docs/api.
 """
 
+import json
 import pathlib
 import posixpath
 import re
@@ -39,8 +40,11 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Adds the files outside of docs/ that pages link to, and those that these link to in turn."""
-    found, todo = set(), [ROOT / "docs" / f.src_uri for f in files.documentation_pages()]
+    """Adds notebooks, the files outside of docs/ that pages link to, and those that these link to."""
+    for file in [f for f in files if f.src_uri.endswith(".ipynb")]:
+        page = site_path("docs/" + file.src_uri)
+        files.append(File.generated(config, page, content=notebook(ROOT / "docs" / file.src_uri)))
+    found, todo = set(), sorted((ROOT / "docs").rglob("*.md"))
     while todo:
         path = todo.pop()
         source = path.relative_to(ROOT).as_posix()
@@ -81,7 +85,7 @@ def resolved(source, link):
 def site_path(path):
     """Where the site has a file or folder of the repository."""
     if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+        return re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))
     return f"repository/{path}" if path.endswith(".md") else f"repository/{path}.md"
 
 
@@ -91,6 +95,22 @@ def repository_path(src_uri):
         return f"docs/{src_uri}"
     path = src_uri.removeprefix("repository/")
     return path if (ROOT / path).is_file() else path.removesuffix(".md")
+
+
+def notebook(path):
+    """A notebook as Markdown: its cells, and what they printed and drew."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = {**output.get("data", {}), "text": output.get("text", "")}
+            if "image/png" in data:
+                picture = "".join(data["image/png"]).replace("\n", "")
+                parts.append(f"![What the cell draws](data:image/png;base64,{picture})")
+            elif data["text"]:
+                parts.append(f"```\n{''.join(data['text'])}```")
+    return "\n\n".join(parts) + "\n"
 
 
 def as_page(path):
