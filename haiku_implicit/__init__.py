@@ -67,14 +67,14 @@ from haiku_implicit.params.creators import (
 from haiku_implicit.params.dropout import with_dropout
 from haiku_implicit.params.edits import (
     add_lora,
-    merge_adapters,
-    merge_lora,
     quantize_activations,
     quantize_params,
     zero_params,
 )
 from haiku_implicit.params.infer_axes import infer_matrix_axes
 from haiku_implicit.params.lora_init import EVA, LoftQ
+from haiku_implicit.params.merging import merge_adapters, merge_lora, unmerge_adapters
+from haiku_implicit.params.placement import shardings
 from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantized_training import (
@@ -121,6 +121,7 @@ __all__ = [
     "zero_params",
     "merge_adapters",
     "merge_lora",
+    "unmerge_adapters",
     "infer_matrix_axes",
     "summary",
     "Summary",
@@ -177,6 +178,8 @@ __all__ = [
     "freeze_subtrees",
     "apply_updates",
     "quantized_state",
+    # many devices
+    "shardings",
     # files
     "save",
     "load",

@@ -1,7 +1,8 @@
-"""Adapters with random numbers, and what the papers say that each stands for."""
+"""Adapters with random numbers, what the papers say that each stands for, and uses of their weights."""
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -199,3 +200,70 @@ def definition(w):
                 delta, (np.asarray(w.delta.row), np.asarray(w.delta.column)), f(w.delta.values)
             )
             return base + delta
+
+
+# --- by options, on each kind of weight ----------------------------------------------------------
+
+METHODS = {
+    "lora": dict(rank=2, alpha=4.0),
+    "dora": dict(rank=2, alpha=4.0),
+    "loha": dict(rank=2),
+    "lokr": dict(rank=2),
+    "vera": dict(rank=2),
+    "vblora": dict(rank=2, num_vectors=6, vector_length=4),
+    "ia3": dict(),
+    "oft": dict(block_size=4),
+    "boft": dict(block_size=4, factors=2),
+    "fourierft": dict(coefficients=6),
+    "shira": dict(entries=7),
+    "low_rank_diagonal": dict(rank=2),
+    "trained_rows": dict(ids=[1, 3]),
+    "locon": dict(rank=2),
+}
+BASES = {
+    "dense": None,
+    "int8": dict(dtype="int8"),
+    "int4 groups": dict(dtype="int4", group_size=4),
+    "nf4": dict(dtype="nf4"),
+}
+
+
+X = normal((5, 16), 8)
+SIZES = jnp.array([2, 0, 3], jnp.int32)
+# The shape of a weight, which of its axes make a matrix, and what a model does with it.
+USES = {
+    "matrix": ((16, 8), None, lambda w: X @ w),
+    "attention": ((16, 2, 4), ([-3], [-2, -1]), lambda w: jnp.einsum("ba,ahc->bhc", X, w)),
+    "out of attention": (
+        (4, 4, 8),
+        ([-3, -2], [-1]),
+        lambda w: jnp.einsum("bhc,hcm->bm", X.reshape(5, 4, 4), w),
+    ),
+    "embedding": ((16, 8), None, lambda w: w[jnp.array([[1, 0], [3, 15]])]),
+    "tied": ((16, 8), None, lambda w: w[jnp.array([1, 0, 3])] @ w.T),
+    "layers": (
+        (3, 16, 16),
+        None,
+        lambda w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), X, w)[0],
+    ),
+    "experts": ((3, 16, 8), None, lambda w: jnp.einsum("ebn,enm->ebm", jnp.stack([X] * 3), w)),
+    "routed experts": ((3, 16, 8), None, lambda w: jax.lax.ragged_dot(X, w, SIZES)),
+}
+
+
+def adapted(method, use, base):
+    """A weight with an adapter of random numbers, in a tree."""
+    shape, axes, _ = USES[use]
+    params = {"layer": {"w": normal(shape)}}
+    given = {"layer/w": axes} if axes else None
+    if BASES[base]:
+        params = hki.quantize_params(params, matrix_axes=given, **BASES[base])
+        given = None
+    options = dict(METHODS[method])
+    if method == "locon" and not axes:
+        options["kernel_ndim"] = 2  # no window
+    params = hki.add_adapter(params, 0, method, targets="layer/w", matrix_axes=given, **options)
+    trained, frozen = hki.partition(params, trainable_dense=False)
+    leaves, treedef = jax.tree.flatten(trained)
+    moved = [x + 0.3 * normal(x.shape, i) for i, x in enumerate(leaves)]
+    return treedef.unflatten(moved), frozen

@@ -1,7 +1,9 @@
 """Progress bars: on a terminal, with tqdm or without, and nothing where nobody looks on."""
 
 import io
+import os
 import sys
+import tempfile
 
 import chex
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.params import progress
+from haiku_implicit.core import progress
 from haiku_implicit.quantization import QuantRule
 
 PARAMS = {f"linear_{i}": {"w": jnp.eye(4) + i, "b": jnp.zeros(4)} for i in range(2)}
@@ -22,6 +24,15 @@ def model(params, x):
     for layer in params.values():
         x = x @ layer["w"] + layer["b"]
     return x
+
+
+LORA = hki.add_lora(PARAMS, 0, rank=1)
+
+
+def save_and_load(params):
+    with tempfile.TemporaryDirectory() as folder:
+        hki.save(os.path.join(folder, "params"), params)
+        return hki.load(os.path.join(folder, "params"))
 
 
 # Name: (what takes long, and what its bar says).
@@ -42,6 +53,15 @@ WORK = {
     "a generator": (
         lambda: hki.input_maxima(model, PARAMS, (x for x in BATCHES)),
         ("calibration batches: 1it ",),
+    ),
+    "merge_adapters": (lambda: hki.merge_adapters(LORA), ("parameters: ", "1/2 ", *NAMES)),
+    "compare_params": (
+        lambda: hki.compare_params(PARAMS, LORA).rows[0].relative,
+        ("comparing: ", "1/4 ", *NAMES),
+    ),
+    "save and load": (
+        lambda: save_and_load(PARAMS),
+        ("saving: ", "reading: ", "1/4 ", *NAMES),
     ),
     "under jit": (
         lambda: jax.jit(lambda p: hki.quantize_params(p))(PARAMS),

@@ -25,11 +25,13 @@ from haiku_implicit.command_line.command import (
 )
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.saving import save
-from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
+from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, has_adapter, set_adapter
 from haiku_implicit.params.adapters import METHODS, add_adapter, options_of
-from haiku_implicit.params.edits import merge_adapters, quantize_params
+from haiku_implicit.params.edits import quantize_params
+from haiku_implicit.params.merging import merge_adapters
 from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.summary import compare_params, summary
+from haiku_implicit.params.trees import parameters_of
 
 _TARGETS = "A regular expression that the whole of module/name matches; by default all weights."
 _EXCLUDE = "The same, for those that are left out."
@@ -189,6 +191,10 @@ def _merge(values: flags.FlagValues, source: str, target: str) -> None:
             params = set_adapter(params, adapter, check_base=not values.any_base)
         except ValueError as e:  # which names the argument of the function
             raise ValueError(str(e).replace("check_base=False", "--any_base")) from e
+    if not any(has_adapter(parameter.value) for parameter in parameters_of(params)):
+        raise ValueError(
+            f"{source}: there are no adapters in it; --adapter=FILE takes one from a file"
+        )
     merged = merge_adapters(params, requantize=values.requantize)
     _write(params, target, merged)
     if values.requantize:

@@ -97,6 +97,12 @@ def padded_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
     return (*spec, *[None] * (ndim - len(spec)))
 
 
+def num_parts(entry: Any, mesh: Any) -> int:
+    """Into how many parts an axis is split, for its entry of a partition spec."""
+    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    return int(np.prod([mesh.shape[name] for name in names], dtype=int))
+
+
 def split_fields(x: ImplicitArray, mesh: Any, **specs: PartitionSpec) -> Any:
     """What `partition_spec` returns for an array, from a spec for each of its fields.
 

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from haiku_implicit.core import progress
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
 from haiku_implicit.files import container, dtypes, saving
 from haiku_implicit.files import structure as structures
@@ -47,7 +48,10 @@ class Checkpoint(Mapping[Any, Any]):
             chosen = _selected(chosen, only, self._source.path)
         if like is not None:
             check_like(chosen, like, self._source.path)
-        return structures.build(chosen, self._source.read, self._source.path, self._path)
+        source, count = self._source, sum(1 for _ in structures.leaves_of(chosen))
+        with progress.bar("reading", count) as run:
+            read = lambda leaf: run(leaf.name, source.read, leaf)  # noqa: E731
+            return structures.build(chosen, read, source.path, self._path)
 
     def close(self) -> None:
         """Closes the files; what has been read stays. NumPy arrays keep their file open."""

@@ -31,12 +31,17 @@ def _compare(found: Structure, wanted: Structure, path: str, where: str) -> None
     for key in wanted.keys:
         if key not in found.keys:
             shown = structures.joined(path, key)
-            raise _different(shown, "it as a key", "no such key", where)
+            own = wanted.children[wanted.keys.index(key)]
+            raise CheckpointError(
+                f"{where}: {shown}: missing in the file, `like` has {_told(own)} there. {_WAY_OUT}"
+            )
     children = dict(zip(wanted.keys, wanted.children, strict=True))
     for key, child in zip(found.keys, found.children, strict=True):
         shown = structures.joined(path, key, structures.between(found.kind))
         if key not in children:
-            raise _different(shown, "no such key", "it as a key", where)
+            raise CheckpointError(
+                f"{where}: {shown}: the file has {_told(child)} there, `like` nothing. {_WAY_OUT}"
+            )
         _compare(child, children[key], shown, where)
     if found.static != wanted.static:
         raise _different(path, f"{_told(wanted)} with {wanted.static}", f"{found.static}", where)

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 import jax
 
+from haiku_implicit.core import progress
 from haiku_implicit.files import container, dtypes, naming
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import (
@@ -77,7 +78,10 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
     places = {leaf.name: i for i, leaves in enumerate(files) for leaf in leaves}
     structure = with_leaves(structure, lambda leaf: leaf._replace(file=places[leaf.name]))
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    number, main = naming.start(path)
+    try:
+        number, main = naming.start(path)
+    except OSError as e:  # which names a temporary file
+        raise type(e)(e.errno, e.strerror, path) from None
     shards = [naming.shard_name(path, number, i, len(files) - 1) for i in range(1, len(files))]
     try:
         with main:
@@ -157,10 +161,15 @@ def _write_file(
     table = container.table(rows)
     begin = container.header(metadata(), table)
     file.write(begin)
-    for name in table:
+
+    def write(name: str) -> None:
         data = dtypes.bytes_of(arrays[name]).data
         crcs[name] = zlib.crc32(data)
         file.write(data)
+
+    with progress.bar("saving", len(table)) as run:
+        for name in table:
+            run(name, write, name)
     end = container.header(metadata(), table)
     assert len(begin) == len(end), "the header has changed its length"
     file.seek(0)

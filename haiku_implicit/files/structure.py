@@ -192,11 +192,22 @@ def _describe_value(x: Any, path: str) -> Branch:
         serialization.decode(encoded)  # what is written can be read
     except (TypeError, ValueError):
         raise CheckpointError(
-            f"{path or 'the tree'}: files cannot hold a {type(x).__qualname__}. They hold arrays, "
+            f"{path or 'the tree'}: files cannot hold {_called(x)}. They hold arrays, "
             "numbers, texts, bytes, dtypes, None, dicts, lists, tuples, implicit arrays, states of "
             "optax, and named tuples and dataclasses after haiku_implicit.register_tree_type(cls)"
         ) from None
     return Branch("value", static=encoded)
+
+
+def _called(x: Any) -> str:
+    """What a value is, for errors; of a class such as `jnp.float32` what to give instead."""
+    try:
+        dtype = np.dtype(x) if callable(x) else np.dtype(object)
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.hasobject:
+        return f"a {type(x).__qualname__}"
+    return f"the class {x.__name__} (give np.dtype({dtype.name!r}))"
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,7 +44,10 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
 
     Returns:
       The adapter, for `set_adapter`. PEFT's files do not say what base it was trained on in numbers,
-      so that this is not checked.
+      so that this is not checked. On a parameter that the Haiku model uses twice (tied embeddings) it
+      acts at both ends, where PEFT adapts the look-up or the product alone unless it was told
+      `ensure_weight_tying`: a warning says so.
+
 
     Raises:
       ValueError: for another kind of adapter, a configuration without its `lora_alpha` or `r`, a module
@@ -62,6 +66,12 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
             raise ValueError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
         part = _PARTS.get(found["part"], found["part"])
         parts.setdefault(found["module"], {})[part] = tensor
+        if found["part"] == "lora_embedding_A" and not config.get("ensure_weight_tying"):
+            warnings.warn(
+                f"{file}: {found['module']}: PEFT adapts the look-up alone. Where the Haiku model also "
+                "multiplies by this parameter (tied embeddings), the adapter changes both",
+                stacklevel=2,
+            )
     if not parts:
         raise ValueError(f"{file}: there is no adapter in it")
     weights = {}

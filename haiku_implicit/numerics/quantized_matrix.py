@@ -15,7 +15,7 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.fields import aux_field, frozen_field
-from haiku_implicit.core.sharding import is_split, left_to_partitioner, padded_spec
+from haiku_implicit.core.sharding import is_split, left_to_partitioner, num_parts, padded_spec
 from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats, scales
 from haiku_implicit.numerics.encoding import Encoded, encode_rows
@@ -321,7 +321,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         *lead, n, m = padded_spec(spec, self.ndim)
         rows, along = (n, m) if self.axis == -1 else (m, n)
         scale_rows, scale_along = rows, along
-        parts = _num_parts(along, mesh)
+        parts = num_parts(along, mesh)
         if parts > 1 and (self.padding or self.num_groups % parts):
             if self.num_groups > 1 or self._format.bits < 8:
                 return NotImplemented
@@ -329,9 +329,9 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         tiles = np.shape(self.scale)[-2]
         if tiles == 1:
             scale_rows = None  # as does a scale per tensor to all rows
-        elif tiles % _num_parts(rows, mesh):
+        elif tiles % num_parts(rows, mesh):
             return NotImplemented
-        if self.shape[self._row_axis] % _num_parts(rows, mesh) or self.shape[self.axis] % parts:
+        if self.shape[self._row_axis] % num_parts(rows, mesh) or self.shape[self.axis] % parts:
             return NotImplemented
         spec = PartitionSpec(*lead, scale_rows, scale_along)
         specs = [
@@ -416,8 +416,3 @@ def _stored_as(scale: Any) -> str:
     if is_implicit(scale):
         return "e4m3" if scale.format == "fp8_e4m3" else "double"
     return "e8m0" if scale.dtype.name == "float8_e8m0fnu" else scale.dtype.name
-
-
-def _num_parts(entry: Any, mesh: Any) -> int:
-    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-    return int(np.prod([mesh.shape[name] for name in names], dtype=int))

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -118,13 +118,7 @@ def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool =
     params, bank = vector_bank.without(params), adapter.dense.get(vector_bank.PATH)
     dense = {path: x for path, x in adapter.dense.items() if path != vector_bank.PATH}
     parameters = {p.path: p.value for p in trees.parameters_of(params)}
-    for path in (*adapter.weights, *dense):
-        if path not in parameters:
-            nearest = difflib.get_close_matches(path, parameters, n=5, cutoff=0.0)
-            raise ValueError(
-                f"{path}: the adapter is for this weight, which is not there. Nearest: "
-                f"{', '.join(nearest)}"
-            )
+    check_paths_of(parameters, (*adapter.weights, *dense))
     if check_base:
         check_bases(parameters, adapter)
     for path, new in {**adapter.weights, **dense}.items():
@@ -211,6 +205,17 @@ def checked_parts(argument: str, adapter: Any) -> AdapterParts:
             f"got {type(adapter).__name__}"
         )
     return adapter
+
+
+def check_paths_of(parameters: Mapping[str, Any], paths: Iterable[str]) -> None:
+    """Raises unless an adapter's weights are among parameters, by path."""
+    for path in paths:
+        if path not in parameters:
+            nearest = difflib.get_close_matches(path, parameters, n=5, cutoff=0.0)
+            raise ValueError(
+                f"{path}: the adapter is for this weight, which is not there. Nearest: "
+                f"{', '.join(nearest)}"
+            )
 
 
 def check_bases(parameters: Mapping[str, Any], adapter: AdapterParts) -> None:

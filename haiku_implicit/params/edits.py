@@ -1,4 +1,4 @@
-"""Edits of existing parameters: weights become implicit arrays, and adapters are merged again."""
+"""Edits of existing parameters: weights become implicit arrays."""
 
 import functools
 from collections.abc import Sequence
@@ -6,14 +6,12 @@ from typing import Any
 
 import jax
 
-from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.static_quantized import StaticQuantized
-from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params import trees, vector_bank
+from haiku_implicit.params import trees
 from haiku_implicit.params.lora_init import Initializer, LoRAInit
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.options import (
@@ -274,48 +272,3 @@ def zero_params(
     """
     choice = trees.Choice(targets, exclude, missing_ok)
     return trees.replace_targets(params, choice, lambda parameter: zeros_for(parameter.value))
-
-
-def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
-    """Replaces every weight of a tree that has an adapter by the dense weight that it stands for.
-
-    Args:
-      params: parameters with `LoRA` or types of `haiku_implicit.adapters` in them, in any nesting of
-        mappings.
-      requantize: what an adapter on a quantized weight becomes. False: a dense weight, exact but of
-        the dense size. True: the sum in the format of the quantized weight, small but rounded again,
-        so that a correction finer than the format's step is lost.
-
-    Returns:
-      The tree without adapters, mappings as dicts. Other parameters do not change.
-
-    Example:
-      >>> import jax.numpy as jnp, haiku_implicit as hki
-      >>> w = hki.LoRA(jnp.zeros((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
-      >>> print(hki.merge_adapters({'linear': {'w': w}})['linear']['w'])
-      [[1. 1. 1.]
-       [1. 1. 1.]]
-    """
-
-    def merged(parameter: trees.Parameter) -> Any:
-        value = parameter.value
-        if not isinstance(value, LoRA | Adapter):
-            return value
-        dense, base = materialize_array(value), value.w
-        while isinstance(base, LoRA | Adapter):
-            base = base.w
-        if requantize and isinstance(getattr(base, "matrix", base), QuantizedMatrix):
-            return _with_structure(base, base.requantize(dense))
-        return dense
-
-    return trees.map_matrices(merged, vector_bank.without(vector_bank.with_vector_bank(params)))
-
-
-# The name that it had when LoRA was the only adapter.
-merge_lora = merge_adapters
-
-
-def _with_structure(old: Any, new: Any) -> Any:
-    """`new` with the tree structure of `old`, for optimizer states and compiled functions."""
-    same = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
-    return same if same.dtype == new.dtype else new

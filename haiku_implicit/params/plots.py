@@ -18,6 +18,7 @@ def plot_memory(found: Summary, path: str | os.PathLike[str]) -> None:
 
     Raises:
       ImportError: without matplotlib.
+      ValueError: for a suffix that no picture has.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki, os, tempfile
@@ -45,6 +46,7 @@ def plot_error(found: Comparison, path: str | os.PathLike[str]) -> None:
 
     Raises:
       ImportError: without matplotlib.
+      ValueError: for a suffix that no picture has.
     """
     rows = sorted(found.rows, key=lambda row: row.relative, reverse=True)
     bars = {"relative error": [row.relative for row in rows]}
@@ -68,6 +70,12 @@ def _draw(
         title = f"{title} (without the {left_out} smallest)"
     # Without pyplot there is no state to share with the caller's own figures.
     figure = matplotlib.figure.Figure(figsize=(8, 1.2 + 0.25 * len(names)), layout="constrained")
+    suffix, known = os.path.splitext(path)[1].lstrip("."), figure.canvas.get_supported_filetypes()
+    if suffix not in known:
+        raise ValueError(
+            f"{os.fspath(path)}: expected a picture's suffix ({', '.join(sorted(known))}), got "
+            f"{suffix!r}"
+        )
     axes: Any = figure.add_subplot()
     height = 0.8 / len(bars)
     for i, (name, values) in enumerate(bars.items()):

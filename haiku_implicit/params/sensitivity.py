@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.core import progress
 from haiku_implicit.core.array import is_implicit, short
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.params import progress, trees
+from haiku_implicit.params import trees
 from haiku_implicit.params.edits import quantize_params
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.summary import text_table

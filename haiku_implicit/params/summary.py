@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core import progress
 from haiku_implicit.core.array import flatten_one_level, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
@@ -245,7 +246,9 @@ def compare_params(
       (('dense', 'QuantizedMatrix int4'), True)
     """
     one, two = ({p.path: p.value for p in trees.parameters_of(t)} for t in (first, second))
-    rows = tuple(_error_of(path, one[path], two[path]) for path in one if path in two)
+    both = [path for path in one if path in two]
+    with progress.bar("comparing", len(both)) as run:
+        rows = tuple(run(path, _error_of, path, one[path], two[path]) for path in both)
     only_first = tuple(path for path in one if path not in two)
     only_second = tuple(path for path in two if path not in one)
     outputs = None

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from haiku_implicit.core import progress
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.predicates import (
     Predicate,
@@ -15,7 +16,6 @@ from haiku_implicit.core.predicates import (
     path_of,
     predicate_of,
 )
-from haiku_implicit.params import progress
 from haiku_implicit.params.matrix_axes import MatrixAxesOf, check_given, open_matrix
 from haiku_implicit.params.selection import (
     errors_name,
@@ -117,16 +117,21 @@ def replace_marked(
     make: Callable[[Parameter], Any],
     given: MatrixAxesOf | None = None,
 ) -> Any:
-    """A tree with `make(parameter)` in place of those that are marked, under a progress bar.
+    """`map_marked` of the matrices in views.
 
     Args:
       given: as for `on_matrix`.
     """
-    left, made = iter(marks), on_matrix(make, given)
+    return map_marked(params, marks, on_matrix(make, given))
+
+
+def map_marked(params: Any, marks: Sequence[bool], make: Callable[[Parameter], Any]) -> Any:
+    """A tree with `make(parameter)` in place of those that are marked, under a progress bar."""
+    left = iter(marks)
     with progress.bar("parameters", sum(marks)) as run:
 
         def replaced(parameter: Parameter) -> Any:
-            return run(parameter.path, made, parameter) if next(left) else parameter.value
+            return run(parameter.path, make, parameter) if next(left) else parameter.value
 
         return map_parameters(replaced, params)
 

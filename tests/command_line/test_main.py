@@ -65,6 +65,17 @@ def test_quantize_add_lora_merge_and_diff(folder, capsys):
     assert "<svg" in (folder / "error.svg").read_text()
 
 
+def test_what_has_no_adapter_is_not_merged(folder, capsys):
+    code, _, err = run(capsys, "merge", "model", "merged")
+    assert code == 1 and "model: there are no adapters in it" in err[0]
+    assert not (folder / "merged").exists()
+
+
+def test_a_picture_has_the_suffix_of_one(folder, capsys):
+    code, _, err = run(capsys, "inspect", "model", "--plot=memory.txt")
+    assert code == 1 and "memory.txt: expected a picture's suffix (" in err[0]
+
+
 def test_an_adapter_apart_from_its_base(folder, capsys):
     tuned = hki.add_lora(params_of(), 0, rank=2)
     tuned["model/layer_0"]["w"] = tuned["model/layer_0"]["w"]._replace(b=jnp.ones((2, 8)))

@@ -1,6 +1,7 @@
 """Checkpoints as files: several of them, parts of them, those of other programs; and errors."""
 
 import collections
+import errno
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -11,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 import haiku_implicit as hki
+from haiku_implicit.files import naming
 from tests.files.trees import Registered, assert_same, bits, mlp_params
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
@@ -189,8 +191,8 @@ def lora(rank=2):
         ({"m": {"w": lora(3), "b": 1}}, r"m/w.a: expected an array float32\[4, 3\], found an array float32\[4, 2\]"),
         ({"m": {"w": jnp.ones((4, 4)), "b": 1}}, r"m/w: expected an array float32\[4, 4\], found haiku_implicit.LoRA"),
         ({"m": {"w": lora(), "b": jnp.ones(1)}}, r"m/b: expected an array float32\[1\], found a Python value"),
-        ({"m": {"w": lora()}}, "m/b: expected no such key, found it as a key"),
-        ({"m": {"w": lora(), "b": 1, "c": 1}}, "m/c: expected it as a key, found no such key"),
+        ({"m": {"w": lora()}}, "m/b: the file has a Python value there, `like` nothing"),
+        ({"m": {"w": lora(), "b": 1, "c": 1}}, "m/c: missing in the file, `like` has a Python value there"),
         ([], "the tree: expected list, found dict"),
         ({"m": {"w": lora()._replace(a=jnp.ones((4, 2), jnp.bfloat16)), "b": 1}}, "m/w"),
     ],
@@ -201,6 +203,26 @@ def test_a_tree_that_is_not_like_the_other(like, message, path):
         hki.load(path, like=like)
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
     hki.load(path, like={"m": {"w": jax.tree.map(struct, lora()), "b": 2}})
+
+
+@pytest.mark.parametrize("kind", [jnp.float16, np.float32, bool])
+def test_classes_of_dtypes_are_refused_with_the_way_out(kind, path):
+    with pytest.raises(
+        hki.CheckpointError, match=r"m/d: files cannot hold the class .*np\.dtype\("
+    ):
+        hki.save(path, {"m": {"d": kind}})
+    hki.save(path, {"m": {"d": np.dtype(kind)}})
+    assert hki.load(path) == {"m": {"d": np.dtype(kind)}}
+
+
+def test_a_folder_that_may_not_be_written_is_named_by_the_file(path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", "/x/.model.0123.part")
+
+    monkeypatch.setattr(naming, "start", refused)
+    with pytest.raises(PermissionError, match="Permission denied") as raised:
+        hki.save(path, {"a": jnp.ones(2)})
+    assert raised.value.filename == str(path)
 
 
 def test_static_metadata_that_is_not_like_the_other(path):

@@ -46,7 +46,7 @@ def test_npz(between, path):
     assert_same(
         hki.load(path, only=".*/w"), {"mlp/~/linear": {"w": as_jax(tree)["mlp/~/linear"]["w"]}}
     )
-    with pytest.raises(hki.CheckpointError, match="mlp/~/linear: expected it as a key|expected"):
+    with pytest.raises(hki.CheckpointError, match="norm/scale: missing in the file|expected"):
         hki.load(path, like=params())
 
 

@@ -1,0 +1,212 @@
+"""Merging: weights with adapters become weights without, and back."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.adapters.dora import DoRA
+from haiku_implicit.adapters.locon import LoCon
+from haiku_implicit.adapters.rotated import Rotated
+from haiku_implicit.adapters.sums import Sum
+from haiku_implicit.adapters.trained_rows import TrainedRows
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.params import trees, vector_bank
+from haiku_implicit.params.adapter_parts import (
+    AdapterParts,
+    base_of,
+    check_bases,
+    check_paths_of,
+    checked_parts,
+    has_adapter,
+    with_base,
+)
+from haiku_implicit.params.selection import describe
+
+
+def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
+    """Replaces every weight of a tree that has an adapter by the dense weight that it stands for.
+
+    What is the same weight twice in the tree, with the same adapter, is one array afterwards, too. A
+    weight that is also in another place without that adapter is not the same any more: a warning says
+    so.
+
+    Args:
+      params: parameters with `LoRA` or types of `haiku_implicit.adapters` in them, in any nesting of
+        mappings.
+      requantize: what an adapter on a quantized weight becomes. False: a dense weight, exact but of
+        the dense size. True: the sum in the format of the quantized weight, small but rounded again,
+        so that a correction finer than the format's step is lost. `compare_params(params, merged)` says
+        how much that is, for each weight and for the model's outputs.
+
+    Returns:
+      The tree without adapters, mappings as dicts. Other parameters do not change.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.zeros((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+      >>> print(hki.merge_adapters({'linear': {'w': w}})['linear']['w'])
+      [[1. 1. 1.]
+       [1. 1. 1.]]
+    """
+    whole = vector_bank.without(vector_bank.with_vector_bank(params))
+    parameters = trees.parameters_of(whole)
+    _warn_of_untied(parameters)
+    done: dict[tuple[int, ...], Any] = {}
+
+    def merged(parameter: trees.Parameter) -> Any:
+        same = _leaf_ids(parameter.value)
+        if same not in done:
+            done[same] = trees.on_matrix(lambda own: _merged(own.value, requantize))(parameter)
+        return done[same]
+
+    marks = [has_adapter(parameter.value) for parameter in parameters]
+    return trees.map_marked(whole, marks, merged)
+
+
+# The name that it had when LoRA was the only adapter.
+merge_lora = merge_adapters
+
+
+def _merged(value: Any, requantize: bool) -> Any:
+    dense, base = materialize_array(value), base_of(value)
+    if requantize and isinstance(getattr(base, "matrix", base), QuantizedMatrix):
+        return _with_structure(base, base.requantize(dense))
+    return dense
+
+
+def _with_structure(old: Any, new: Any) -> Any:
+    """`new` with the tree structure of `old`, for optimizer states and compiled functions."""
+    same = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
+    return same if same.dtype == new.dtype else new
+
+
+def _leaf_ids(value: Any) -> tuple[int, ...]:
+    """What two values have in common that are the same arrays."""
+    return tuple(map(id, jax.tree.leaves(value)))
+
+
+def _innermost(value: Any) -> Any:
+    """The base of a weight as the adapter holds it: of a view the matrix."""
+    value = value.matrix if isinstance(value, MatrixView) else value
+    return base_of(value)
+
+
+def _warn_of_untied(parameters: list[trees.Parameter]) -> None:
+    """Says which weights are the same array as another one, and will not be."""
+    by_base: dict[tuple[int, ...], list[trees.Parameter]] = {}
+    for p in parameters:
+        if base := _leaf_ids(_innermost(p.value)):
+            by_base.setdefault(base, []).append(p)
+    for tied in by_base.values():
+        first, *others = sorted(tied, key=lambda p: not has_adapter(p.value))
+        other = next((p for p in others if _leaf_ids(p.value) != _leaf_ids(first.value)), None)
+        if other is not None and has_adapter(first.value):
+            has = "has another adapter" if has_adapter(other.value) else "has no adapter"
+            warnings.warn(
+                f"{first.path}: this weight is the same array as {other.path}, which {has}: once "
+                "merged, they are two different arrays. If the model ties them, give both the same "
+                "adapter",
+                stacklevel=3,
+            )
+
+
+# --- back ----------------------------------------------------------------------------------------
+
+
+def unmerge_adapters(params: Any, adapter: AdapterParts, *, check_base: bool = True) -> Any:
+    """Takes an adapter out of the dense weights that it was merged into.
+
+    What comes back is the base to rounding; that of a weight in bfloat16 is coarse. Where the base is
+    at hand, keep it instead.
+
+    Args:
+      params: what `merge_adapters` returned, without `requantize`.
+      adapter: what `get_adapter` returned before.
+      check_base: whether the parameters that had no adapter have to be those that the adapter was made
+        for.
+
+    Returns:
+      The tree without the adapter, mappings as dicts. Parameters that were trained as a whole stay.
+
+    Raises:
+      ValueError: for a weight that is not in the tree, that is not dense, or whose adapter cannot be
+        taken out (`DoRA` and `TrainedRows`, which do not keep what was there).
+      TypeError: for another kind of adapter.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.zeros((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+      >>> params = {'linear': {'w': w}}
+      >>> merged = hki.merge_adapters(params)
+      >>> print(hki.unmerge_adapters(merged, hki.get_adapter(params))['linear']['w'])
+      [[0. 0. 0.]
+       [0. 0. 0.]]
+    """
+    adapter = checked_parts("adapter", adapter)
+    bank = adapter.dense.get(vector_bank.PATH)
+    parameters = {p.path: p.value for p in trees.parameters_of(params)}
+    check_paths_of(parameters, adapter.weights)
+    if check_base:
+        others = tuple(own for own in adapter.bases if own[0] not in adapter.weights)
+        check_bases(parameters, dataclasses.replace(adapter, bases=others))
+
+    def unmerged(parameter: trees.Parameter) -> Any:
+        path, value = parameter.path, parameter.value
+        if path not in adapter.weights:
+            return value
+        if is_implicit(value):
+            raise ValueError(
+                f"{path}: expected the dense weight that merge_adapters made, got {describe(value)}"
+            )
+        whole = vector_bank.put_into(with_base(adapter.weights[path], value), bank)
+        view = whole if isinstance(whole, MatrixView) else None
+        try:
+            base = _taken_out(whole.matrix if view else whole)
+        except ValueError as e:
+            raise ValueError(
+                f"{path}: {e}. Keep the base, and put adapters on it by set_adapter"
+            ) from None
+        return materialize_array(view._replace(matrix=base)) if view else base
+
+    return trees.map_parameters(unmerged, params)
+
+
+def _taken_out(weight: Any) -> jax.Array:
+    """The base of a weight that has in its place what the two are together.
+
+    Every type but those that are refused changes a base in the same way, whatever its numbers are.
+
+    Raises:
+      ValueError: where the base is not kept.
+    """
+    merged = base_of(weight)
+
+    def undone(weight: Any, left: jax.Array) -> jax.Array:
+        match weight:
+            case DoRA() | TrainedRows():
+                raise ValueError(f"{type(weight).__name__} does not keep what it replaces")
+            case ScaledMatrix():
+                if not bool(jnp.all(weight.scale)):
+                    raise ValueError("a factor is zero, and what it was multiplied with is lost")
+                scale = jnp.expand_dims(weight.scale, -1 if weight.axis == -2 else -2)
+                return undone(weight.matrix, left / scale)
+            case Rotated():  # its transpose is its inverse
+                rotation = materialize_array(weight.rotation)
+                return undone(weight.w, jnp.swapaxes(rotation, -1, -2) @ left)
+            case LoRA() | Sum() | LoCon():
+                zeros = jnp.zeros(weight.w.shape, weight.w.dtype)
+                return undone(weight.w, left - materialize_array(weight._replace(w=zeros)))
+            case Adapter():
+                return undone(weight.equivalent(), left)
+        return left
+
+    return undone(weight, merged)

@@ -1,0 +1,159 @@
+"""Where implicit parameters lie on a mesh. What needs several devices is a program of its own."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import haiku_implicit as hki
+
+MESH = AbstractMesh((2, 4), ("data", "model"))
+AXES = {"att/w": ([-3], [-2, -1])}
+BASE = {
+    "linear": {"w": jnp.ones((64, 32)), "b": jnp.zeros(32)},
+    "att": {"w": jnp.ones((64, 4, 8))},
+}
+RULES = [("linear/w", P("data", "model")), ("att/w", P(None, "model")), (".*", P())]
+
+
+def quantized(**options):
+    return hki.quantize_params(BASE, matrix_axes=AXES, **options)
+
+
+def specs_of(params, specs, mesh=MESH):
+    found = hki.shardings(params, specs, mesh)
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.spec)
+        for path, x in jax.tree_util.tree_leaves_with_path(found)
+    }
+
+
+def test_codes_and_scales_are_split_in_their_order_of_storage():
+    found = specs_of(quantized(dtype="int4", group_size=16), RULES)
+    assert found["linear/w/codes"] == found["linear/w/scale"] == ("model", "data")
+    # The columns [heads, width] of the view are split by heads.
+    assert found["att/w/matrix/codes"] == ("model", None)
+    assert found["linear/b"] == ()
+
+
+def test_adapters_are_split_along_the_axes_that_they_have():
+    params = hki.add_lora(quantized(dtype="int8"), 0, rank=2)
+    found = specs_of(params, RULES)
+    assert found["linear/w/a"] == ("data", None) and found["linear/w/b"] == (None, "model")
+    assert found["linear/w/w/codes"] == ("model", "data")
+    # A scale per channel belongs to all parts of the channel.
+    assert found["linear/w/w/scale"] == ("model", None)
+    dora = specs_of(hki.add_adapter(quantized(dtype="int8"), 0, "dora", rank=2), RULES)
+    assert dora["linear/w/w/codes"] == ("model", "data") and dora["linear/w/a"] == ()
+
+
+def test_of_structs_and_of_optimizer_states():
+    params = quantized(dtype="int4", group_size=16)
+    structs = jax.eval_shape(lambda: params)
+    assert specs_of(structs, RULES) == specs_of(params, RULES)
+    state = {"mu": params, "count": jnp.zeros((), jnp.int32)}
+    rules = [(f".*{pattern}", spec) for pattern, spec in RULES]
+    assert specs_of(state, rules)["mu/linear/w/codes"] == ("model", "data")
+
+
+def test_a_tree_of_specs_and_a_prefix_of_one():
+    params = quantized(dtype="int8")
+    whole = {"linear": {"w": P("data", "model"), "b": None}, "att": {"w": P(None, "model")}}
+    assert specs_of(params, whole) == specs_of(params, RULES)
+    prefix = specs_of(params, {"linear": P("data"), "att": None})
+    assert prefix["linear/w/codes"] == (None, "data") and prefix["linear/b"] == ("data",)
+
+
+@pytest.mark.parametrize(
+    ("options", "specs", "message"),
+    [
+        ({}, [("x", P())], r"att/w: no rule matches it, of 'x'. A last rule \('\.\*', PartitionSpec"),
+        ({}, {"linear": P()}, "specs: expected a tree like params, or a prefix of it"),
+        ({}, P("rows"), r"att/w: .*the mesh has {'data': 2, 'model': 4}, no \['rows'\]"),
+        ({}, {"linear": P(None, "model"), "att": None}, r"linear/b: float32\[32\]: .* is for 2 axes, the array has 1"),
+        ({}, {"linear": None, "att": P(None, ("data", "model"))}, "att/w: .*axis 1, of length 4, can't be cut into 8"),
+        ({}, {"linear": None, "att": P(None, None, "model")}, "att/w: MatrixView .*can't be split so"),
+        (dict(group_size=32), RULES[:1] + [("linear/w", P()), (".*", P("model"))], r"att/w: MatrixView"),
+        (
+            dict(group_size=16),
+            [("linear/w", P(("data", "model"))), (".*", P())],
+            r"linear/w: QuantizedMatrix float32\[64,32\]: .*4 groups of 16, which 8 shards would cut. Groups of 8 fit",
+        ),
+    ],
+)  # fmt: skip
+def test_errors_name_the_parameter_and_the_way_out(options, specs, message):
+    with pytest.raises(ValueError, match=message):
+        hki.shardings(quantized(dtype="int4", **options), specs, MESH)
+
+
+PROGRAM = """
+import tempfile
+import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki, orbax.checkpoint as ocp
+from jax.sharding import AxisType, PartitionSpec as P
+from tests.test_placement import RULES, quantized
+
+def mesh_of(*sizes):
+    return jax.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+params = quantized(dtype="int4", group_size=16)
+params["linear"]["w"] = params["linear"]["w"].requantize(jax.random.normal(jax.random.key(0), (64, 32)))
+lora = hki.add_lora(params, 0, rank=2)
+dora = hki.add_adapter(params, 0, "dora", rank=2)
+
+@hki.use_implicit_args
+def model(params, x):
+    y = jnp.tanh(x @ params["linear"]["w"] + params["linear"]["b"])
+    return y, jnp.einsum("bi,iho->bho", x, params["att"]["w"])
+
+def loss(params, x):
+    return sum(jnp.square(y).sum() for y in model(params, x))
+
+x = jax.random.normal(jax.random.key(3), (8, 64))
+step = hki.value_and_grad(loss)
+for tree in (params, lora, dora):
+    want, of_one = jax.jit(step)(tree, x)
+    for sizes in ((2, 4), (4, 2)):
+        places = hki.shardings(tree, RULES, mesh_of(*sizes))
+        placed = jax.device_put(tree, places)
+        for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(places)):
+            assert a.sharding.is_equivalent_to(b, a.ndim)
+        got, grads = jax.jit(step, in_shardings=(places, None))(placed, x)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(of_one)):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(b).max()))
+        same = jax.jit(lambda t: t, out_shardings=places)(tree)
+        assert jax.tree.leaves(same)[0].sharding == jax.tree.leaves(places)[0]
+
+# Saved from one mesh, restored onto another.
+placed = jax.device_put(lora, hki.shardings(lora, RULES, mesh_of(2, 4)))
+other = hki.shardings(lora, RULES, mesh_of(4, 2))
+structs = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lora, other)
+with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as saver:
+    saver.save(folder + "/c", placed)
+    saver.wait_until_finished()
+    again = saver.restore(folder + "/c", structs)
+for a, b, s in zip(*map(jax.tree.leaves, (again, lora, other))):
+    np.testing.assert_array_equal(a, b)
+    assert a.sharding.is_equivalent_to(s, a.ndim)
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_on_devices():
+    """Values and gradients are those of one device, and a checkpoint goes from mesh to mesh."""
+    flags = "--xla_force_host_platform_device_count=8"
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.strip() == "done", run.stderr[-3000:]
