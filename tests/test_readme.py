@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 # Pages to be followed from top to bottom: each block goes on with what those before it have made.
-SESSIONS = [
+PROGRAMS = [
     "api/types.md",
     "coming_from.md",
     "dispatch.md",
@@ -74,7 +74,7 @@ def name_of(page):
     return page.relative_to(DOCS).as_posix()
 
 
-SINGLE = [page for page in PAGES if name_of(page) not in SESSIONS]
+SINGLE = [page for page in PAGES if name_of(page) not in PROGRAMS]
 
 
 @pytest.mark.parametrize("page", SINGLE, ids=name_of)
@@ -85,8 +85,8 @@ def test_examples_print_what_the_pages_show(page):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SESSIONS)
-def test_sessions_run_from_top_to_bottom(name):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run_from_top_to_bottom(name):
     scope = {"__name__": "__main__"}
     for code, shown in code_blocks(DOCS / name):
         assert printed_by(code, DOCS / name, scope) == shown, code
