@@ -12,6 +12,7 @@ import numpy as np
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.ggml import KINDS, from_ggml
+from haiku_implicit.interchange.ggml_writing import gguf_package
 from haiku_implicit.interchange.names import Names, place_of
 from haiku_implicit.interchange.trees import Stored, tree_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -96,12 +97,7 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
       ImportError: without the package `gguf`.
       OSError: if the file can't be read.
     """
-    try:
-        import gguf
-    except ImportError as e:
-        raise ImportError(
-            "reading GGUF files needs gguf: pip install 'haiku-implicit[gguf]'"
-        ) from e
+    gguf = gguf_package()
     path = os.fspath(path)
     if not is_gguf(path):
         raise CheckpointError(f"{path}: not a GGUF file: it does not begin with 'GGUF'")
