@@ -5,7 +5,6 @@ import copy
 import functools
 import io
 import os
-import pathlib
 import re
 
 import haiku as hk
@@ -15,28 +14,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
-DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
-# Pages to be followed from top to bottom: each block goes on with what those before it have made.
-PROGRAMS = [
-    "api/types.md",
-    "coming_from.md",
-    "dispatch.md",
-    "haiku_hooks.md",
-    "own_type.md",
-    "quick_start.md",
-    "recipes.md",
-]
-
-
-def code_blocks(document):
-    """The Python code in a document, and what it shows as its output, if it shows any."""
-    pattern = r"```python\n(.*?)```\n(?:\nIt prints:\n\n```\n(.*?)```)?"
-    return re.findall(pattern, document.read_text(), re.DOTALL)
+from tests.pages import DOCS, DOCUMENTS, PAGES, PROGRAMS, README, ROOT, SINGLE, code_blocks, name_of
 
 
 def test_the_three_lines_run():
@@ -68,13 +46,6 @@ def printed_by(code, document, scope=None):
     with contextlib.redirect_stdout(printed):
         exec(compile(code, str(document), "exec"), {} if scope is None else scope)
     return printed.getvalue()
-
-
-def name_of(page):
-    return page.relative_to(DOCS).as_posix()
-
-
-SINGLE = [page for page in PAGES if name_of(page) not in PROGRAMS]
 
 
 @pytest.mark.parametrize("page", SINGLE, ids=name_of)

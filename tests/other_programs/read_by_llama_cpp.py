@@ -64,7 +64,7 @@ def main() -> None:
         )
         for name, kind in KINDS.items():
             path = pathlib.Path(folder) / "model.gguf"
-            hki.save_gguf(path, merged, place, kind=kind, metadata_from=source)
+            hki.save_gguf(path, merged, smollm.NAMES, kind=kind, metadata_from=source)
             compare(name, path, apply, tokens)
 
 
@@ -99,11 +99,6 @@ def compare_blocks() -> None:
         print(f"| {kind} | {error(decoded):.4f} | {error(own):.4f} | {ratio:.3f} | {equal:.0%} |")
         assert ratio < 1.001, (kind, ratio)
     print()
-
-
-def place(tensor: str) -> str:
-    """`module/name` of a tensor of a GGUF file."""
-    return "/".join(smollm.param_path(tensor))
 
 
 def model_of(config: llama.LlamaConfig) -> Any:
