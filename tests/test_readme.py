@@ -48,6 +48,7 @@ def printed_by(code, document, scope=None):
     return printed.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", SINGLE, ids=name_of)
 def test_examples_print_what_the_pages_show(page):
     for code, shown in code_blocks(page):
