@@ -16,7 +16,7 @@ def make_model(sizes: Sizes, kind: str, mesh: Any = None) -> Any:
         return CachedAttention(sizes, mesh, name="attention")(x, padding_mask)
 
     def quantized(x: jax.Array, padding_mask: jax.Array) -> jax.Array:
-        creator = hki.cache_creator(kind, targets=r".*cached_.*")
+        creator = hki.cache_creator(kind, targets=r".*/cached_(key|value)")
         with hk.custom_creator(creator, params=False, state=True):
             return plain(x, padding_mask)
 

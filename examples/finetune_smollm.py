@@ -90,7 +90,9 @@ def run() -> None:
     prompt = encode_prompt(checkpoint.tokenizer)
     params = load_params(checkpoint)
     adapter, base = hki.partition(params, trainable_dense=False)
-    print_sizes(params, adapter)
+    print(hki.summary(params, depth=-1, trainable_dense=False))
+    held = sum(x.nbytes for x in jax.tree.leaves(base))
+    print(f"\nweights without LoRA: {held / 1e6:.2f} MB")
 
     apply = make_model(checkpoint.config)
     optimizer = optax.adam(_RATE.value)
@@ -267,23 +269,6 @@ def check_settings(path: str, saved: Mapping[str, Any]) -> None:
 def settings() -> dict[str, Any]:
     """What has to agree between the run that saved an adapter and the one that resumes it."""
     return {"rank": _RANK.value, "alpha": _ALPHA.value, "targets": _TARGETS.value}
-
-
-# --- what a person sees --------------------------------------------------------------------------
-
-
-def print_sizes(params: Any, adapter: Any) -> None:
-    """A table of the parameters' bytes: dense, as loaded, trainable; by kind of module."""
-    rows: dict[str, list[int]] = {}
-    for module, name, value in hk.data_structures.traverse(params):
-        kind = module.rsplit("/", 1)[-1]
-        dense, held, trained = rows.setdefault(kind, [0, 0, 0])
-        own = sum(x.nbytes for x in jax.tree.leaves(adapter[module][name]))
-        rows[kind] = [dense + 4 * value.size, held + value.nbytes - own, trained + own]
-    total = [sum(column) for column in zip(*rows.values(), strict=True)]
-    print(f"{'parameters (MB)':<18}{'dense f32':>12}{'as loaded':>12}{'trainable':>12}")
-    for kind, sizes in [*rows.items(), ("all", total)]:
-        print(f"{kind:<18}" + "".join(f"{n / 1e6:>12.2f}" for n in sizes))
 
 
 if __name__ == "__main__":

@@ -59,8 +59,7 @@ def run() -> None:
     seconds = time.perf_counter() - start
     print(_PROMPT.value + checkpoint.tokenizer.decode(tokens))
     held = sum(x.nbytes for x in jax.tree.leaves(state))
-    weights = sum(x.nbytes for x in jax.tree.leaves(params))
-    print(f"\nweights        {weights / 1e6:.1f} MB")
+    print(f"\nweights        {hki.summary(params).total.nbytes / 1e6:.1f} MB")
     print(f"cache          {held / 1e6:.2f} MB ({_CACHE.value}, {_LENGTH.value} positions)")
     print(f"speed          {len(tokens) / seconds:.1f} tokens per second, the prompt included")
 

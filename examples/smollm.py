@@ -9,19 +9,19 @@ import fnmatch
 import hashlib
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import IO, Any, NamedTuple
 
 import gguf
+import haiku as hk
+import jax
 import jax.numpy as jnp
-import numpy as np
 import tokenizers
 from absl import logging
 
@@ -207,30 +207,17 @@ def read_gguf(path: str | os.PathLike) -> Checkpoint:
             than a Llama of supported tensor types with SmolLM's kind of tokenizer.
     """
     try:
-        reader = open_gguf(pathlib.Path(path))
+        reader = hki.open_gguf(path)
         metadata = Metadata({key: field.contents() for key, field in reader.fields.items()})
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
         config = read_config(metadata)
-        check_complete(tensors, config)
-        return Checkpoint(config, params_from_tensors(tensors), read_tokenizer(metadata))
+        tokenizer = read_tokenizer(metadata)
+        return Checkpoint(config, hki.load_gguf(reader, NAMES, like=shapes_of(config)), tokenizer)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-
-
-def open_gguf(path: pathlib.Path) -> gguf.GGUFReader:
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise InputError(error.strerror) from error
-    if magic != b"GGUF":
-        raise InputError(f"not a GGUF file, it starts with {magic!r}")
-    try:
-        return gguf.GGUFReader(path)
-    # The reader slices the mapped file without looking at its length, so that what a short file
-    # raises depends on where it ends.
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise InputError(f"truncated or damaged GGUF file ({error})") from error
+    except ValueError as error:  # which names the file
+        raise InputError(str(error)) from error
 
 
 def read_config(metadata: Metadata) -> llama.LlamaConfig:
@@ -301,78 +288,21 @@ def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
 
 # --- From GGUF tensors to Haiku parameters --------------------------------------------------------
 
-# GGUF name within a block -> module within a layer, parameter.
-LAYER_PARAMS = {
-    "attn_norm": ("attention_norm", "scale"),
-    "attn_q": ("attention/q_proj", "w"),
-    "attn_k": ("attention/k_proj", "w"),
-    "attn_v": ("attention/v_proj", "w"),
-    "attn_output": ("attention/o_proj", "w"),
-    "ffn_norm": ("mlp_norm", "scale"),
-    "ffn_gate": ("mlp/gate_proj", "w"),
-    "ffn_up": ("mlp/up_proj", "w"),
-    "ffn_down": ("mlp/down_proj", "w"),
-}
-OUTER_PARAMS = {
-    "token_embd": ("embed", "embeddings"),
-    "output_norm": ("final_norm", "scale"),
-}
+NAMES = hki.names_by_pattern(
+    {
+        r"token_embd\.weight": "llama/embed/embeddings",
+        r"output_norm\.weight": "llama/final_norm/scale",
+        r"blk\.(\d+)\.attn_norm\.weight": r"llama/layer_\1/attention_norm/scale",
+        r"blk\.(\d+)\.attn_([qkv])\.weight": r"llama/layer_\1/attention/\2_proj/w",
+        r"blk\.(\d+)\.attn_output\.weight": r"llama/layer_\1/attention/o_proj/w",
+        r"blk\.(\d+)\.ffn_norm\.weight": r"llama/layer_\1/mlp_norm/scale",
+        r"blk\.(\d+)\.ffn_(gate|up|down)\.weight": r"llama/layer_\1/mlp/\2_proj/w",
+    }
+)
 
 
-def check_complete(tensors: Mapping[str, Any], config: llama.LlamaConfig) -> None:
-    names = [f"{name}.weight" for name in OUTER_PARAMS]
-    for layer in range(config.num_layers):
-        names += [f"blk.{layer}.{name}.weight" for name in LAYER_PARAMS]
-    for name in names:
-        if name not in tensors:
-            raise InputError(f"tensor {name!r} is missing")
-
-
-def param_path(tensor_name: str) -> tuple[str, str]:
-    """Returns the Haiku module and parameter for a GGUF tensor.
-
-    >>> param_path("blk.3.attn_q.weight")
-    ('llama/layer_3/attention/q_proj', 'w')
-    """
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", tensor_name)
-    layer, name = match.groups() if match else (None, None)
-    table = OUTER_PARAMS if layer is None else LAYER_PARAMS
-    if name not in table:
-        raise InputError(f"unknown tensor {tensor_name!r}")
-    module, param = table[name]
-    return f"llama/{module}" if layer is None else f"llama/layer_{layer}/{module}", param
-
-
-def params_from_tensors(
-    tensors: Mapping[str, np.ndarray | gguf.ReaderTensor],
-) -> dict[str, dict[str, Any]]:
-    """Arranges the tensors of a GGUF file as the parameters of ``llama.Llama``.
-
-    Args:
-        tensors: Weights under their GGUF names, a matrix as ``[outputs, inputs]``.
-
-    Returns:
-        The parameters. Of a projection ``[inputs, outputs]`` groups lie along axis -2, of the
-        embedding ``[vocabulary, dim]`` along -1. Dense ones are float32.
-
-    Raises:
-        InputError: If a tensor is not part of a Llama, or is of a type that cannot be read.
-    """
-    params: dict[str, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
-        module, param = param_path(name)
-        axis = -2 if param == "w" else -1
-        params.setdefault(module, {})[param] = read_tensor(name, tensor, axis)
-    return params
-
-
-def read_tensor(name: str, tensor: np.ndarray | gguf.ReaderTensor, axis: int) -> Any:
-    """The parameter whose axis ``axis`` is the last one of the tensor."""
-    if not isinstance(tensor, np.ndarray):
-        kind, tensor = tensor.tensor_type.name, tensor.data
-        if kind not in ("F32", "F16"):
-            try:
-                return hki.from_ggml(tensor, kind, axis=axis)
-            except ValueError as error:
-                raise InputError(f"tensor {name!r} is neither F32 nor F16; {error}") from error
-    return jnp.array(tensor.T if axis == -2 else tensor, jnp.float32)
+def shapes_of(config: llama.LlamaConfig) -> dict[str, dict[str, Any]]:
+    """The parameters that the model has, without their values."""
+    model = hk.transform(lambda tokens: llama.Llama(config)(tokens))
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(model.init, jax.random.key(0), tokens)

@@ -48,7 +48,11 @@ from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.loading import load, open_checkpoint
 from haiku_implicit.files.saving import save
 from haiku_implicit.interchange.ggml import from_ggml
-from haiku_implicit.interchange.names import Place
+from haiku_implicit.interchange.ggml_writing import to_ggml
+from haiku_implicit.interchange.gguf_reading import load_gguf, open_gguf
+from haiku_implicit.interchange.gguf_writing import save_gguf
+from haiku_implicit.interchange.hugging_face import load_hugging_face
+from haiku_implicit.interchange.names import Place, names_by_pattern, read_names
 from haiku_implicit.interchange.peft import load_peft, save_peft
 from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
 from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
@@ -131,6 +135,7 @@ __all__ = [
     "plot_memory",
     "plot_error",
     "from_ggml",
+    "to_ggml",
     "input_moments",
     "input_maxima",
     "quantize_with_inputs",
@@ -187,9 +192,15 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "register_tree_type",
+    "load_gguf",
+    "open_gguf",
+    "load_hugging_face",
     "Place",
+    "names_by_pattern",
+    "read_names",
     "load_peft",
     "save_peft",
+    "save_gguf",
     # LoRA's relatives
     "adapters",
     "EVA",

@@ -4,11 +4,9 @@ What `jax.make_mesh` makes by default. The programs have two devices and a proce
 has one number of them for a process.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.devices import run_on_devices
 
 HEAD = """
 import sys
@@ -252,15 +250,7 @@ def run(program, *args):
     """Runs a program on two devices, and returns what it printed."""
     in_context = f'with hki.materialization("allow"):\n{indented(program)}\n'
     code = HEAD + in_context + 'print("\\n".join(failures) or "done")'
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    out = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *args],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return out.stdout.strip() or out.stderr[-3000:]
+    return run_on_devices(code, 2, *args, optimized=False)
 
 
 def indented(program):

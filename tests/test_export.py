@@ -13,6 +13,7 @@ import pytest
 from jax import export
 
 import haiku_implicit as hki
+from haiku_implicit.products.cpu.build import available as native_kernels
 from haiku_implicit.quantization import QtRule, QuantStats
 from tests.cases import CASES, SHAPE
 from tests.tiers import few
@@ -72,6 +73,58 @@ print(call.call(hki.LoRA(q, jnp.ones((4, 2)), jnp.ones((2, 4)), alpha=2.0), jnp.
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.stdout.strip() == "12.0", run.stderr
+
+
+PROCESS = """
+import collections, pathlib, sys
+import haiku as hk, jax, numpy as np
+import haiku_implicit as hki
+from jax import export
+
+folder, events = pathlib.Path(sys.argv[1]), collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
+jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([128, 64])(x)))
+apply = jax.jit(hki.transform_implicit(net).apply)
+x = np.linspace(-1, 1, 5 * 96, dtype=np.float32).reshape(5, 96)
+path = folder / "params.safetensors"
+if not path.exists():
+    params = hki.quantize_params(net.init(jax.random.key(0), x), dtype="int4", group_size=32)
+    lora, base = hki.partition(hki.add_lora(params, 1, rank=4), trainable_dense=False)
+    params = hki.combine(jax.tree.map(lambda x: x + 0.1, lora), base)
+    hki.save(path, params)
+    (folder / "exported").write_bytes(export.export(apply)(params, x).serialize())
+params = hki.load(path)
+exported = jax.jit(export.deserialize((folder / "exported").read_bytes()).call)
+for fun in (exported, apply):
+    events.clear()
+    y = np.asarray(fun(params, x))
+    counts = [events[f"/jax/compilation_cache/cache_{kind}"] for kind in ("hits", "misses")]
+    print(*counts, fun.lower(params, x).as_text().count("QuantizedMatmul"), y.tobytes().hex())
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(tmp_path):
+    """It reads parameters, the exported function, and what was compiled: native kernels, too."""
+    found = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", PROCESS, str(tmp_path)], capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        found.append([line.split() for line in run.stdout.splitlines()])
+    for first, second in zip(*found, strict=True):  # the exported function, and the model itself
+        assert [first[:2], second[:2]] == [["0", "1"], ["1", "0"]]  # hits and misses
+        assert first[2:] == second[2:]  # the kernels in the program, and all bits of the result
+    outside_of_files = 2 if native_kernels() else 0
+    assert [int(line[2]) for line in found[1]] == [0, outside_of_files]
+    exported, own = (np.frombuffer(bytes.fromhex(line[3]), np.float32) for line in found[1])
+    np.testing.assert_allclose(exported, own, rtol=1e-4, atol=1e-5)
+    assert np.abs(own).max() > 0.1
 
 
 def models(w, x):

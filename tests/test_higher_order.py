@@ -2,9 +2,6 @@
 
 import dataclasses
 import functools
-import os
-import subprocess
-import sys
 import textwrap
 
 import chex
@@ -20,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import haiku_implicit as hki
 from haiku_implicit.core import compat
 from tests.cases import Diagonal, Outer
+from tests.devices import run_on_devices
 from tests.tiers import few
 
 use = hki.use_implicit_args
@@ -955,14 +953,7 @@ TWO_DEVICES = """
 
 @pytest.mark.slow
 def test_two_devices():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(TWO_DEVICES)],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.stdout.strip() == "done", run.stderr[-3000:]
+    assert run_on_devices(textwrap.dedent(TWO_DEVICES), 2) == "done"
 
 
 # --- kernels and callbacks take dense operands ------------------------------------------------------------------

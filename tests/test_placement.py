@@ -1,9 +1,5 @@
 """Where implicit parameters lie on a mesh. What needs several devices is a program of its own."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +7,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
+from tests.devices import run_on_devices
 
 MESH = AbstractMesh((2, 4), ("data", "model"))
 AXES = {"att/w": ([-3], [-2, -1])}
@@ -148,12 +145,4 @@ print("done")
 @pytest.mark.slow
 def test_on_devices():
     """Values and gradients are those of one device, and a checkpoint goes from mesh to mesh."""
-    flags = "--xla_force_host_platform_device_count=8"
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.stdout.strip() == "done", run.stderr[-3000:]
+    assert run_on_devices(PROGRAM, 8) == "done"

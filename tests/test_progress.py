@@ -20,6 +20,13 @@ MOMENTS = {f"linear_{i}/w": jnp.eye(4) for i in range(2)}
 NAMES = ("linear_0/w", "linear_1/w")
 
 
+def read():
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.safetensors"
+        hki.save(path, {name: jnp.ones((4, 4)) for name in NAMES})
+        return hki.load_hugging_face(path, lambda name: name)
+
+
 def model(params, x):
     for layer in params.values():
         x = x @ layer["w"] + layer["b"]
@@ -54,6 +61,7 @@ WORK = {
         lambda: hki.input_maxima(model, PARAMS, (x for x in BATCHES)),
         ("calibration batches: 1it ",),
     ),
+    "load_hugging_face": (read, ("reading: ", "1/2 ", *NAMES)),
     "merge_adapters": (lambda: hki.merge_adapters(LORA), ("parameters: ", "1/2 ", *NAMES)),
     "compare_params": (
         lambda: hki.compare_params(PARAMS, LORA).rows[0].relative,

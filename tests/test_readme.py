@@ -1,28 +1,20 @@
 """The documents: their examples run, and the files, headings and names that they mention exist."""
 
 import contextlib
+import copy
 import functools
 import io
-import pathlib
+import os
 import re
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import haiku_implicit as hki
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
-
-
-def code_blocks(document):
-    """The Python code in a document, and what it shows as its output, if it shows any."""
-    pattern = r"```python\n(.*?)```\n(?:\nIt prints:\n\n```\n(.*?)```)?"
-    return re.findall(pattern, document.read_text(), re.DOTALL)
+from tests.pages import DOCS, DOCUMENTS, PAGES, PROGRAMS, README, ROOT, SINGLE, code_blocks, name_of
 
 
 def test_the_three_lines_run():
@@ -49,18 +41,64 @@ def test_example_prints_what_the_readme_shows():
     assert len([line for line in code.splitlines() if line]) <= 15
 
 
-def printed_by(code, document):
+def printed_by(code, document, scope=None):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, str(document), "exec"), {})
+        exec(compile(code, str(document), "exec"), {} if scope is None else scope)
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", SINGLE, ids=name_of)
 def test_examples_print_what_the_pages_show(page):
     for code, shown in code_blocks(page):
         if shown:
             assert printed_by(code, page) == shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run_from_top_to_bottom(name):
+    scope = {"__name__": "__main__"}
+    for code, shown in code_blocks(DOCS / name):
+        assert printed_by(code, DOCS / name, scope) == shown, code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", sorted(DOCS.rglob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run(notebook, tmp_path):
+    """Each cell runs, and prints what the notebook shows, numbers up to what another CPU may change."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    shown = nbformat.read(notebook, as_version=4)
+    ran = copy.deepcopy(shown)
+    client = nbclient.NotebookClient(ran, timeout=120, resources={"metadata": {"path": tmp_path}})
+    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
+    for now, before in zip(ran.cells, shown.cells, strict=True):
+        (texts, numbers), (want_texts, want_numbers) = map(printed_in, (now, before))
+        assert texts == want_texts, now.source
+        np.testing.assert_allclose(numbers, want_numbers, rtol=0.1, atol=0.02)
+    assert any(numbers for _, numbers in map(printed_in, shown.cells))
+
+
+def printed_in(cell):
+    """What a cell of a notebook prints: the text between numbers, and the numbers."""
+    printed = [out.text for out in cell.get("outputs", ()) if out.get("name") == "stdout"]
+    number = r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?"
+    words = [re.sub(r"\s+", " ", text) for text in re.split(number, "".join(printed))]
+    return words, [float(x.replace(",", "")) for x in re.findall(number, "".join(printed))]
+
+
+def test_every_public_name_is_on_one_page_of_names():
+    modules = {hki.adapters, hki.layers, hki.mox, hki.quantization}
+    expected = {
+        f"{module.__name__}.{name}"
+        for module in (hki, *modules)
+        for name in module.__all__
+        if getattr(module, name) not in modules
+    }
+    pages = (DOCS / "api").glob("*.md")
+    found = [name for page in pages for name in re.findall(r"(?m)^::: (.+)$", page.read_text())]
+    assert sorted(found) == sorted(expected)
 
 
 @functools.cache
@@ -90,9 +128,9 @@ def test_names_exist(document):
 
 
 def test_every_page_is_in_the_list_of_pages():
-    listed = (ROOT / "docs" / "README.md").read_text()
-    for page in PAGES:
-        assert page.name == "README.md" or f"({page.name})" in listed, page.name
+    listed = (DOCS / "README.md").read_text()
+    for page in [*PAGES, *DOCS.rglob("*.ipynb")]:
+        assert page.name == "README.md" or f"]({name_of(page)}) |" in listed, page
 
 
 def test_nothing_is_left_to_fill_in():

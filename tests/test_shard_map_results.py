@@ -1,9 +1,5 @@
 """What `jax.shard_map` hands out: implicit where it is like an operand, and split as that is."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
+from tests.devices import run_on_devices
 
 use = hki.use_implicit_args
 
@@ -96,7 +93,4 @@ assert kept >= {"cache", "groups", "lora"}, kept
 @pytest.mark.slow
 def test_on_several_devices():
     """Leaves that all devices share would differ from device to device: then the result is dense."""
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
+    assert run_on_devices(PROGRAM + 'print("done")', 4, optimized=False) == "done"

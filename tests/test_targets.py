@@ -201,7 +201,9 @@ def test_summary_by_module():
     assert (second.kind, second.size, second.dense_nbytes) == ("QuantizedMatrix int8", 8, 32)
     assert second.nbytes == params["model/layer_1/~/linear"]["w"].nbytes and head.bits == 16
     assert hki.summary(params, trainable_dense=".*/b").total.trained == 2
-    with pytest.raises(ValueError, match="depth: expected None or 1 and more, got 0"):
+    last = {row.path: row.size for row in hki.summary(params, depth=-1).rows}
+    assert last == {"linear": 18, "norm": 2, "head": 8}
+    with pytest.raises(ValueError, match="depth: expected None, 1 and more, or -1 and less, got 0"):
         hki.summary(params, depth=0)
 
 

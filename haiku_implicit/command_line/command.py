@@ -131,6 +131,21 @@ def _in_one_line(error: Exception) -> str:
     )
 
 
+def check_target(values: flags.FlagValues, target: str) -> None:
+    """Before any work is done for it: whether it is there already.
+
+    Raises:
+      UsageError: if it is, and `--overwrite` is not given.
+    """
+    if os.path.exists(target) and not values.overwrite:
+        raise UsageError(f"{target} is there already; --overwrite writes over it")
+
+
+def overwrite(values: flags.FlagValues) -> None:
+    """Defines the flag that `check_target` reads."""
+    switch(values, "overwrite", "Write over a file that is there.")
+
+
 def text(values: flags.FlagValues, name: str, default: Any, about: str) -> None:
     """Defines a flag of text."""
     flags.DEFINE_string(name, default, about, flag_values=values)

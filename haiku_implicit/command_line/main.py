@@ -5,21 +5,24 @@ haiku-implicit quantize model.safetensors small.safetensors --dtype=int4 --group
 haiku-implicit add-lora small.safetensors tuned.safetensors --rank=8
 haiku-implicit merge tuned.safetensors merged.safetensors
 haiku-implicit diff model.safetensors merged.safetensors --plot=error.png
+haiku-implicit convert model.gguf model.safetensors --names=names.json
 """
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from absl import flags
 
+from haiku_implicit.command_line import convert
 from haiku_implicit.command_line.command import (
     Command,
     UsageError,
+    check_target,
     main_of,
     number,
+    overwrite,
     switch,
     text,
 )
@@ -70,12 +73,6 @@ def _define_key(values: flags.FlagValues) -> None:
     text(values, "key", None, "The part of the file that holds the parameters, as in --key=params.")
 
 
-def _check_target(values: flags.FlagValues, target: str) -> None:
-    """Before any work is done for it."""
-    if os.path.exists(target) and not values.overwrite:
-        raise UsageError(f"{target} is there already; --overwrite writes over it")
-
-
 def _write(source: Any, target: str, tree: Any) -> None:
     """Writes a checkpoint, and says what it holds."""
     save(target, tree)
@@ -86,7 +83,7 @@ def _write(source: Any, target: str, tree: Any) -> None:
 
 
 def _define_write(values: flags.FlagValues) -> None:
-    switch(values, "overwrite", "Write over a file that is there.")
+    overwrite(values)
     _define_key(values)
 
 
@@ -140,7 +137,7 @@ def _define_quantize(values: flags.FlagValues) -> None:
 
 
 def _quantize(values: flags.FlagValues, source: str, target: str) -> None:
-    _check_target(values, target)
+    check_target(values, target)
     params = _read(values, source)
     names = ("dtype", "group_size", "calibration", "zero_point", "activation", "targets", "exclude")
     options: dict[str, Any] = {name: values[name].value for name in names}
@@ -160,7 +157,7 @@ def _define_add_lora(values: flags.FlagValues) -> None:
 
 
 def _add_lora(values: flags.FlagValues, source: str, target: str) -> None:
-    _check_target(values, target)
+    check_target(values, target)
     params = _read(values, source)
     try:
         options = dict(json.loads(values.options))
@@ -181,7 +178,7 @@ def _define_merge(values: flags.FlagValues) -> None:
 
 
 def _merge(values: flags.FlagValues, source: str, target: str) -> None:
-    _check_target(values, target)
+    check_target(values, target)
     params = _read(values, source)
     if values.adapter:
         adapter = load(values.adapter)
@@ -201,7 +198,7 @@ def _merge(values: flags.FlagValues, source: str, target: str) -> None:
         print(compare_params(params, merged))
 
 
-# --- diff, convert ---------------------------------------------------------------------------------
+# --- diff ------------------------------------------------------------------------------------------
 
 
 def _define_diff(values: flags.FlagValues) -> None:
@@ -231,6 +228,7 @@ COMMANDS = (
     ),
     Command("merge", "Merges adapters into weights.", ("SOURCE", "TARGET"), _define_merge, _merge),
     Command("diff", "How far two checkpoints are apart.", ("FIRST", "SECOND"), _define_diff, _diff),
+    convert.COMMAND,
 )
 
 main = main_of(COMMANDS, "Checkpoints of Haiku models with implicit arrays.")

@@ -11,6 +11,7 @@ import jax
 from haiku_implicit.core import progress
 from haiku_implicit.files import container, dtypes, naming
 from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.replacing import sync_folder
 from haiku_implicit.files.structure import (
     Leaf,
     Structure,
@@ -92,7 +93,7 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
             for name in (*shards, main.name):
                 naming.remove(name)
         raise
-    _sync_folder(path)
+    sync_folder(path)
     naming.remove_leftovers(path, lambda: number_in(path))
 
 
@@ -131,7 +132,7 @@ def _write(
         with open(name, "xb") as file:
             _write_file(file, leaves, arrays, crcs, lambda: part)
     if shards:
-        _sync_folder(path)
+        sync_folder(path)
 
     def metadata() -> dict[str, str]:
         known = with_leaves(structure, lambda leaf: leaf._replace(crc=crcs.get(leaf.name, 0)))
@@ -176,20 +177,6 @@ def _write_file(
     file.write(end)
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(path: str) -> None:
-    """Brings the names in the folder of a file to disk, where the system can."""
-    try:
-        folder = os.open(os.path.dirname(path), os.O_RDONLY)
-    except OSError:  # Windows
-        return
-    try:
-        os.fsync(folder)
-    except OSError:  # some file systems of networks
-        pass
-    finally:
-        os.close(folder)
 
 
 def number_in(path: str) -> str | None:

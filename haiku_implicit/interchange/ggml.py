@@ -42,9 +42,9 @@ def from_ggml(data: Any, kind: Any, *, axis: int = -2, dtype: Any = jnp.float32)
       ((1, 32), 20, [1.5, 2.0])
     """
     name = kind if isinstance(kind, str) else getattr(kind, "name", kind)
-    if name not in _KINDS:
-        raise ValueError(f"kind: expected one of {', '.join(_KINDS)}, got {kind!r}")
-    sizes, read = _KINDS[name]
+    if name not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    sizes, read = KINDS[name]
     data = np.asarray(data)
     if data.dtype != np.uint8 or data.ndim < 2 or data.shape[-1] % sum(sizes) or not data.size:
         raise ValueError(
@@ -178,7 +178,7 @@ def _nested(codes: np.ndarray, d: np.ndarray, name: str) -> QuantizedMatrix:
 
 
 # The sizes of a block's fields in bytes, and what makes parts of them.
-_KINDS: dict[str, tuple[tuple[int, ...], Callable[..., _Parts]]] = {
+KINDS: dict[str, tuple[tuple[int, ...], Callable[..., _Parts]]] = {
     "Q4_0": ((2, 16), _q4_0),
     "Q4_1": ((2, 2, 16), _q4_1),
     "Q5_0": ((2, 4, 16), _q5_0),

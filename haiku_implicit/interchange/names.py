@@ -1,7 +1,11 @@
 """Where a tensor of another library's file goes in a Haiku model's parameters."""
 
+import os
+import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from haiku_implicit.files.container import CheckpointError, is_shape, parse_json
 
 
 class Place(NamedTuple):
@@ -66,3 +70,100 @@ def place_of(names: Names, tensor: str, where: str) -> Place | None:
             f"{where}: {tensor}: names gives {found!r} for it, expected 'module/name', a Place, or None"
         )
     return Place(found)
+
+
+def names_by_pattern(
+    patterns: Mapping[str, str | Place | None],
+) -> Callable[[str], str | Place | None]:
+    r"""Names for models with many layers: one pattern for all tensors of a kind.
+
+    Args:
+      patterns: for each regular expression, which a whole name of a tensor matches, where it goes:
+        'module/name' or a `Place`, in which `\1` is what the first group in parentheses matched, or
+        None to leave it out. The first pattern that matches counts.
+
+    Returns:
+      A function from a tensor's name to its place, for `load_gguf`, `load_hugging_face` and
+      `load_peft`. It raises a `KeyError` for a name that no pattern matches.
+
+    Raises:
+      ValueError: for a text that is not a regular expression, or a group that it does not have.
+
+    Example:
+      >>> import haiku_implicit as hki
+      >>> names = hki.names_by_pattern({
+      ...     r'blk\.(\d+)\.attn_([qkv])\.weight': r'llama/layer_\1/attention/\2_proj/w',
+      ...     r'rope_freqs\.weight': None,
+      ... })
+      >>> names('blk.3.attn_q.weight')
+      'llama/layer_3/attention/q_proj/w'
+    """
+    table = [(_compiled(pattern, place), place) for pattern, place in patterns.items()]
+
+    def names(tensor: str) -> str | Place | None:
+        for pattern, place in table:
+            if (match := pattern.fullmatch(tensor)) is not None:
+                if isinstance(place, Place):
+                    return place._replace(path=match.expand(place.path))
+                return place if place is None else match.expand(place)
+        raise KeyError(tensor)
+
+    return names
+
+
+def read_names(path: str | os.PathLike[str]) -> Callable[[str], str | Place | None]:
+    r"""Names from a file of JSON.
+
+    Args:
+      path: the file: an object `{pattern: place}`, as for `names_by_pattern`. A place is
+        "module/name", `null`, or `{"path": "module/name", "axes": [0, 1], "shape": [64, 4, 8]}`, of
+        which `axes` and `shape` may be left out.
+
+    Raises:
+      haiku_implicit.CheckpointError: a `ValueError`: if it is not that.
+      OSError: if the file can't be read.
+
+    Example:
+      >>> import json, os, tempfile, haiku_implicit as hki
+      >>> path = os.path.join(tempfile.mkdtemp(), 'names.json')
+      >>> with open(path, 'w') as file:
+      ...   json.dump({r'h\.(\d+)\.attn\.weight': r'gpt/layer_\1/attention/w'}, file)
+      >>> hki.read_names(path)('h.11.attn.weight')
+      'gpt/layer_11/attention/w'
+    """
+    with open(path, "rb") as file:
+        found = parse_json(os.fspath(path), file.read())
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected an object {{pattern: place}}, got {found!r}")
+    try:
+        return names_by_pattern({key: _place_in_json(key, x) for key, x in found.items()})
+    except ValueError as e:
+        raise CheckpointError(f"{path}: {e}") from None
+
+
+def _place_in_json(pattern: str, place: Any) -> str | Place | None:
+    if place is None or isinstance(place, str):
+        return place
+    known = isinstance(place, dict) and set(place) <= {"path", "axes", "shape"}
+    if not known or not isinstance(place.get("path"), str):
+        raise ValueError(
+            f"{pattern!r}: expected 'module/name', null or an object with path, axes and shape, got "
+            f"{place!r}"
+        )
+    for key in ("axes", "shape"):
+        if place.get(key) is not None and not is_shape(place[key]):
+            raise ValueError(f"{pattern!r}: {key}: expected a list of numbers, got {place[key]!r}")
+    return Place(
+        place["path"], *(place.get(key) and tuple(place[key]) for key in ("axes", "shape"))
+    )
+
+
+def _compiled(pattern: str, place: str | Place | None) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+        if place is not None:
+            # For an error about a group that the pattern does not have.
+            compiled.sub(place.path if isinstance(place, Place) else place, "")
+    except (re.error, IndexError) as e:
+        raise ValueError(f"names: {pattern!r}: {place!r}: {e}") from None
+    return compiled

@@ -6,7 +6,6 @@ import math
 import os
 import pathlib
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from haiku_implicit.adapters.dora import DoRA
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.files.loading import load
+from haiku_implicit.files.replacing import replaced
 from haiku_implicit.files.saving import save
 from haiku_implicit.params.adapter_parts import AdapterParts, checked_parts, without_base
 
@@ -27,6 +27,8 @@ _KEY = re.compile(
     r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?"
 )
 _PARTS = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
+_LINEAR = "lora_A.weight", "lora_B.weight"
+_EMBEDDING = "lora_embedding_A", "lora_embedding_B"
 
 # From the name of a module of the PyTorch model to `module/name` of the parameter.
 Names = Mapping[str, str] | Callable[[str], str]
@@ -47,7 +49,6 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
       so that this is not checked. On a parameter that the Haiku model uses twice (tied embeddings) it
       acts at both ends, where PEFT adapts the look-up or the product alone unless it was told
       `ensure_weight_tying`: a warning says so.
-
 
     Raises:
       ValueError: for another kind of adapter, a configuration without its `lora_alpha` or `r`, a module
@@ -92,6 +93,10 @@ def save_peft(
 ) -> None:
     """Writes a LoRA or DoRA adapter as PEFT does.
 
+    A parameter that is called `embeddings`, as that of `hk.Embed` is, is written as the weight of
+    PyTorch's `Embedding`, any other one as that of its `Linear`. (Where the Haiku model also multiplies
+    by it, PEFT adapts the look-up alone, unless its configuration says `ensure_weight_tying`.)
+
     Args:
       folder: is made if it is missing. Files that are there are replaced.
       adapter: what `get_adapter` returned.
@@ -106,7 +111,8 @@ def save_peft(
     checked_parts("adapter", adapter)
     if adapter.dense:
         raise ValueError(
-            f"{next(iter(adapter.dense))}: trained as a whole, which is not written here"
+            f"{next(iter(adapter.dense))}: trained as a whole, which is not written here. Give "
+            "get_adapter(params) without trainable_dense=, or keep all with haiku_implicit.save"
         )
     tensors: dict[str, Any] = {}
     ranks, alphas = {}, {}
@@ -120,8 +126,9 @@ def save_peft(
                 f"{path}: PEFT's LoRA is for single matrices, got {type(weight).__name__}"
             )
         prefix = f"base_model.model.{module}"
-        tensors[f"{prefix}.lora_A.weight"] = jnp.asarray(weight.a).T
-        tensors[f"{prefix}.lora_B.weight"] = jnp.asarray(weight.b).T
+        first, second = _EMBEDDING if path.endswith("/embeddings") else _LINEAR
+        tensors[f"{prefix}.{first}"] = jnp.asarray(weight.a).T
+        tensors[f"{prefix}.{second}"] = jnp.asarray(weight.b).T
         if isinstance(weight, DoRA):
             tensors[f"{prefix}.lora_magnitude_vector"] = weight.magnitude
         ranks[module] = int(weight.a.shape[-1])
@@ -133,7 +140,8 @@ def save_peft(
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / TENSORS, tensors)
-    _write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    with replaced(folder / CONFIG) as temporary:
+        pathlib.Path(temporary).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -237,19 +245,7 @@ def _config_for(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": sorted(ranks),
-        "rank_pattern": {re.escape(m): n for m, n in ranks.items() if n != rank},
-        "alpha_pattern": {re.escape(m): n for m, n in alphas.items() if n != alpha},
+        # (Without the mark of the beginning, PEFT takes the pattern of `head` for `block.head`, too.)
+        "rank_pattern": {f"^{re.escape(m)}": n for m, n in ranks.items() if n != rank},
+        "alpha_pattern": {f"^{re.escape(m)}": n for m, n in alphas.items() if n != alpha},
     }
-
-
-def _write_text(path: pathlib.Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,7 +64,9 @@ def encode_rows(
         scale_dtype = _prescribed("scale_dtype", scale_dtype, recipe.scale_dtype, dtype)
     moments = None if moments is None else _checked_moments(moments, stored)
     tile = _fitting_tile(group_size, stored.shape[-2:], fmt)
-    encoded, lost = _encoded(stored, moments, fmt, tile, method, scales.name_of(scale_dtype, fmt))
+    name = scales.name_of(scale_dtype, fmt)
+    _check_runs(name, stored.shape[-1], tile[1])
+    encoded, lost = _encoded(stored, moments, fmt, tile, method, name)
     scales.check(lost, scale_dtype)
     return encoded
 
@@ -88,10 +91,10 @@ def _encoded(
     found = calibration.calibrate(blocks, fmt, method, rounding, weight)
     scale: Any
     offset: Any
-    if scale_dtype in scales.CODES:
-        encoded, lost = _encoded_scales(found, fmt, scale_dtype), None
+    if scale_dtype in scales.CODES or scales.runs_of(scale_dtype):
+        encoded, lost = _encoded_scales(found, fmt, scale_dtype)
         if options.split(method)[0] == "mse":  # again, among the scales that these codes can be
-            rounding = calibration.Rounding(_nearest_of_codes, encoded)
+            rounding = calibration.Rounding(_nearest_of_codes(fmt), encoded)
             found = calibration.calibrate(blocks, fmt, method, rounding, weight)
             encoded = _in_same_blocks(encoded, found)
         scale, offset = encoded
@@ -113,13 +116,51 @@ def _encoded(
 _EncodedScales = tuple[Encoded, Encoded | None]
 
 
-def _encoded_scales(found: calibration.Scales, fmt: formats.Format, name: str) -> _EncodedScales:
-    """Scales in 8 bits with scales of their own."""
+def _encoded_scales(
+    found: calibration.Scales, fmt: formats.Format, name: str | None
+) -> tuple[_EncodedScales, scales.Lost | None]:
+    """Scales in few bits with scales of their own, and whether these do not fit their dtype."""
     if name == "e4m3":  # NVFP4: one scale for the tensor
-        return encode_rows(found.scale[..., 0], "fp8_e4m3", "tensor"), None
+        return (encode_rows(found.scale[..., 0], "fp8_e4m3", "tensor"), None), None
+    if runs := scales.runs_of(name):
+        return _in_runs(_from_zero(found, fmt), runs)
     # Codes 0 to 255 without an offset, unless some scales are negative.
     scale = _in_blocks(found.scale, "int8" if fmt.one_sided and not fmt.offset else "uint8")
-    return scale, None if found.offset is None else _in_blocks(found.offset, "int8")
+    return (scale, None if found.offset is None else _in_blocks(found.offset, "int8")), None
+
+
+def _in_runs(
+    found: calibration.Scales, runs: scales.Runs
+) -> tuple[_EncodedScales, scales.Lost | None]:
+    """Scales as codes, a run of consecutive ones with a float16 scale."""
+
+    def of_scale(x: jax.Array) -> jax.Array:
+        *lead, tiles, groups, _ = x.shape
+        of_runs = x.reshape(*lead, tiles, groups // runs.length, runs.length)
+        return jnp.abs(of_runs).max(-1) / formats.FORMATS[runs.format].largest
+
+    wanted = of_scale(found.scale)
+    held = wanted.astype(jnp.float16)
+    # (Some runs may be too small, as that of a neuron that is never used; not the largest one.)
+    most = wanted.max()
+    lost = scales.Lost(
+        ~jnp.isfinite(held).all(), jnp.abs(most.astype(jnp.float16) - most) > most / 8
+    )
+    scale = _coded(found.scale, held, runs.format)
+    if found.offset is None:
+        return (scale, None), lost
+    of_offset = -of_scale(found.offset).astype(jnp.float16)
+    lost = lost._replace(large=lost.large | ~jnp.isfinite(of_offset).all())
+    return (scale, _coded(found.offset, of_offset, runs.format)), lost
+
+
+def _from_zero(found: calibration.Scales, fmt: formats.Format) -> calibration.Scales:
+    """Ranges that begin at zero in place of those above it: offsets in runs are not positive."""
+    if found.offset is None:
+        return found
+    above = found.offset > 0
+    scale = jnp.where(above, found.scale + found.offset / fmt.largest, found.scale)
+    return calibration.Scales(scale, jnp.where(above, 0, found.offset))
 
 
 def _in_blocks(found: jax.Array, name: str) -> Encoded:
@@ -141,11 +182,18 @@ def _in_same_blocks(held: _EncodedScales, found: calibration.Scales) -> _Encoded
     return new, _coded(found.offset, offset.scale, offset.format)
 
 
-def _nearest_of_codes(held: _EncodedScales, found: calibration.Scales) -> calibration.Scales:
-    """The nearest scales that `_in_same_blocks` can hold."""
-    scale, offset = _in_same_blocks(held, found)
-    decoded = None if offset is None else _decoded(offset)[..., None]
-    return calibration.Scales(_decoded(scale)[..., None], decoded)
+@functools.lru_cache  # as `scales.rounding`
+def _nearest_of_codes(fmt: formats.Format) -> Callable[..., calibration.Scales]:
+    """A function to the nearest scales that `_in_same_blocks` can hold, for codes of a format."""
+
+    def nearest(held: _EncodedScales, found: calibration.Scales) -> calibration.Scales:
+        if held[1] is not None and formats.FORMATS[held[1].format].offset:
+            found = _from_zero(found, fmt)
+        scale, offset = _in_same_blocks(held, found)
+        decoded = None if offset is None else _decoded(offset)[..., None]
+        return calibration.Scales(_decoded(scale)[..., None], decoded)
+
+    return nearest
 
 
 def _coded(found: jax.Array, of_scale: jax.Array, name: str) -> Encoded:
@@ -153,7 +201,7 @@ def _coded(found: jax.Array, of_scale: jax.Array, name: str) -> Encoded:
     whole = formats.by_rows(of_scale, found.shape[-3])
     blocks = found.reshape(*whole.shape, -1)
     codes = calibration.encode(blocks, whole[..., None], None, formats.FORMATS[name])
-    return Encoded(codes.reshape(found.shape[:-1]), of_scale, None, name)
+    return Encoded(formats.pack(codes, formats.FORMATS[name]), of_scale, None, name)
 
 
 def _largest_divisor(n: int, most: int) -> int:
@@ -178,6 +226,16 @@ def _codes(
 
 def _decoded(x: Encoded) -> jax.Array:
     return formats.dequantize(x.codes, x.scale, x.offset, formats.FORMATS[x.format])
+
+
+def _check_runs(name: str | None, length: int, group: int) -> None:
+    """Raises where the groups along an axis are not whole runs of them."""
+    runs = scales.runs_of(name)
+    if runs and length % (group * runs.length):
+        raise ValueError(
+            f"scale_dtype: {name!r} has a scale for {runs.length} groups of {group}: expected an axis "
+            f"whose length is a multiple of {group * runs.length}, got {length}"
+        )
 
 
 def _checked_moments(moments: Any, stored: jax.Array) -> jax.Array:

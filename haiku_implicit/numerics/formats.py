@@ -92,6 +92,9 @@ IQ4_NL_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69,
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_TABLE = (*_E2M1, *(-x for x in _E2M1))
 
+# bitsandbytes' own four bits: E2M1 in units of its largest number, with 1/192 in place of 1/12.
+FP4_BNB_TABLE = tuple(x / 192 for x in (0, 1, 128, 192, 64, 96, 32, 48))
+
 _INT8 = np.dtype(np.int8)
 _E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
@@ -115,6 +118,7 @@ FORMATS = {
         Format("nf4", (4,), -1, 1, table=NF4_TABLE),
         Format("iq4_nl", (4,), -127, 113, table=IQ4_NL_TABLE),
         Format("fp4", (4,), -6, 6, table=FP4_TABLE),
+        Format("fp4_bnb", (4,), -1, 1, table=(*FP4_BNB_TABLE, *(-x for x in FP4_BNB_TABLE))),
         Format("fp8_e4m3", (8,), -448, 448, dtype=_E4M3),
         Format("fp8_e5m2", (8,), -57344, 57344, dtype=_E5M2),
     )
@@ -147,12 +151,29 @@ class Recipe(NamedTuple):
     group_size: int
     scale_dtype: str
 
+    @property
+    def multiple(self) -> int:
+        """What the length of the grouped axis is a multiple of."""
+        return self.group_size * int(self.scale_dtype.partition(",")[2] or 1)
+
 
 # OCP Microscaling Formats (MX) Specification 1.0; NVIDIA's NVFP4 has a scale of the tensor besides.
+# Then the blocks of GGML (`ggml-common.h`).
 RECIPES = {
     "mxfp8": Recipe("fp8_e4m3", 32, "e8m0"),
     "mxfp4": Recipe("fp4", 32, "e8m0"),
     "nvfp4": Recipe("fp4", 16, "e4m3"),
+    "q4_0": Recipe("int4", 32, "float16"),
+    "q4_1": Recipe("uint4", 32, "float16"),
+    "q5_0": Recipe("int5", 32, "float16"),
+    "q5_1": Recipe("uint5", 32, "float16"),
+    "q8_0": Recipe("int8", 32, "float16"),
+    "q2_k": Recipe("uint2", 16, "uint4,16"),
+    "q3_k": Recipe("int3", 16, "int6,16"),
+    "q4_k": Recipe("uint4", 32, "uint6,8"),
+    "q5_k": Recipe("uint5", 32, "uint6,8"),
+    "q6_k": Recipe("int6", 16, "int8,16"),
+    "iq4_xs": Recipe("iq4_nl", 32, "int6,8"),
 }
 
 

@@ -105,9 +105,11 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
           w: `[..., n, m]`, floating, finite.
           dtype: a format: 'int8', 'int6', 'int5', 'int4', 'int3', 'int2', the same with a 'u' (codes
             from an offset on), 'ternary' and 'binary' (2 and 1 bits), 'nf4' (QLoRA,
-            arXiv:2305.14314), 'iq4_nl' (GGML's, for 'mse'), 'fp4' (e2m1), 'fp8_e4m3', 'fp8_e5m2'; or
-            one with its own groups and scales: 'mxfp8', 'mxfp4' (OCP Microscaling 1.0: groups of 32,
-            scales e8m0), 'nvfp4' (16, e4m3, and a scale of the tensor).
+            arXiv:2305.14314), 'iq4_nl' (GGML's, for 'mse'), 'fp4' (e2m1), 'fp4_bnb' (that of
+            bitsandbytes), 'fp8_e4m3', 'fp8_e5m2'; or one with its own groups and scales: 'mxfp8',
+            'mxfp4' (OCP Microscaling 1.0: groups of 32, scales e8m0), 'nvfp4' (16, e4m3, and a scale
+            of the tensor), and the blocks of GGUF files: 'q4_0', 'q4_1', 'q5_0', 'q5_1', 'q8_0',
+            'q2_k', 'q3_k', 'q4_k', 'q5_k', 'q6_k', 'iq4_xs'.
           group_size: how many consecutive elements along `axis` share a scale; it divides the axis,
             and fills whole bytes. None: all of them (a scale per channel). A pair: a tile of so many
             rows (along the other axis) and elements. 'tensor': all elements.
@@ -119,7 +121,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
             None: absmean for binary and ternary, minmax with an offset, else absmax.
           scale_dtype: how scales and offsets are stored: 'float32', 'bfloat16', 'float16'; 'e8m0'
             (powers of two); 'e4m3' (with a float32 scale of the tensor); 'double' (8 bits in blocks
-            of 256 with a float32 scale each: QLoRA's double quantization). None: float32 (float64
+            of 256 with a float32 scale each: QLoRA's double quantization); 'uint6,8' (6 bits, and a
+            float16 scale for 8 groups: Q4_K; also with other numbers). None: float32 (float64
             for float64 weights), or what the format says.
           moments: `[..., k, k]` for `axis` of length k: of the inputs x `[n, k]` of the product xᵀx,
             to round for its least error (GPTQ), see `input_moments`; or the diagonal `[..., k]`, to
@@ -159,7 +162,9 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     def _of(cls, encoded: Encoded, axis: int, **fields: Any) -> Self:
         """The matrix of codes; scales that are codes themselves are a matrix again."""
         parts: dict[str, Any] = {
-            name: QuantizedMatrix._of(x, -1) if isinstance(x, Encoded) else x
+            name: QuantizedMatrix._of(x, -1, dtype=formats.arithmetic_dtype(x.scale.dtype))
+            if isinstance(x, Encoded)
+            else x
             for name, x in vars(encoded).items()
         }
         return cls(**parts, axis=axis, **fields)
@@ -241,7 +246,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         """
         group = None if self.num_groups == 1 and self._tile[0] == 1 else self._tile
         new = self.quantize(
-            w, self.format, group, self.axis, scale_dtype=_stored_as(self.scale),
+            w, self.format, group, self.axis, scale_dtype=self.scale_dtype,
             activation=self.activation,
         )  # fmt: skip
         return new._replace(dtype=self.dtype)
@@ -255,6 +260,15 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     def group_size(self) -> int:
         """How many elements along the grouped axis share a scale (padding counted in)."""
         return np.shape(self.codes)[-1] * 8 // self._format.bits // self.num_groups
+
+    @property
+    def scale_dtype(self) -> str:
+        """How the scales are stored, as `quantize` takes it: 'float32', 'double', 'uint6,8', ..."""
+        if is_implicit(self.scale):
+            if self.scale.scale.dtype == np.float16:
+                return f"{self.scale.format},{self.scale.group_size}"
+            return "e4m3" if self.scale.format == "fp8_e4m3" else "double"
+        return "e8m0" if self.scale.dtype.name == "float8_e8m0fnu" else self.scale.dtype.name
 
     @property
     def _tile(self) -> tuple[int, int]:
@@ -409,10 +423,3 @@ def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
         chex.assert_shape(q, q.compute_shape())
     with expecting(f"dtype: expected a floating dtype, got {q.dtype.name}"):
         chex.assert_type(q, float)
-
-
-def _stored_as(scale: Any) -> str:
-    """The `scale_dtype` of `quantize` that stores scales like this one."""
-    if is_implicit(scale):
-        return "e4m3" if scale.format == "fp8_e4m3" else "double"
-    return "e8m0" if scale.dtype.name == "float8_e8m0fnu" else scale.dtype.name

@@ -1,6 +1,7 @@
 """How scales and offsets are stored: as floating numbers, or quantized themselves."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,10 +11,25 @@ import numpy as np
 
 from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.numerics.calibration import Rounding, Scales
-from haiku_implicit.numerics.formats import Format
+from haiku_implicit.numerics.formats import FORMATS, Format
 
+_RUNS = re.compile(r"u?int[4-68],[1-9][0-9]*")
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
-CODES = ("e4m3", "double")  # in which scales are quantized themselves
+CODES = ("e4m3", "double")  # in which scales are quantized themselves, beside `Runs`
+
+
+class Runs(NamedTuple):
+    """Scales in codes, each run of them with a float16 scale: 'uint6,8' as GGML's Q4_K has them.
+
+    Offsets are the same, times minus one where codes are not negative.
+
+    Attributes:
+      format: the format of the codes.
+      length: how many groups' scales share a scale.
+    """
+
+    format: str
+    length: int
 
 
 class Lost(NamedTuple):
@@ -70,11 +86,18 @@ def _as_held(found: Scales, name: str | None, fmt: Format | None = None) -> Scal
     return jax.tree.map(lambda x: x.astype(name), found) if name in _FLOATS else found
 
 
+def runs_of(name: str | None) -> Runs | None:
+    """The runs that 'uint6,8' stands for; None for another name."""
+    code, comma, length = (name or "").partition(",")
+    return Runs(code, int(length)) if comma else None
+
+
 def name_of(dtype: Any, fmt: Format) -> str | None:
     """The name of what scales are stored in.
 
     Args:
-      dtype: a name of `_FLOATS` or `CODES`, 'e8m0', a floating dtype, or None: as they are.
+      dtype: a name of `_FLOATS` or `CODES`, 'e8m0', the text of `Runs`, a floating dtype, or None: as
+        they are.
       fmt: the format of the codes that the scales are of.
 
     Raises:
@@ -83,13 +106,31 @@ def name_of(dtype: Any, fmt: Format) -> str | None:
     name = _name(dtype)
     if name is None or name in _FLOATS:
         return name
+    if _RUNS.fullmatch(name):
+        return _checked_runs(name, fmt)
     if name not in ("e8m0", *CODES):
-        known = ", ".join((*_FLOATS, "e8m0", *CODES))
+        known = ", ".join((*_FLOATS, "e8m0", *CODES, "or as 'uint6,8'"))
         raise ValueError(f"scale_dtype: expected one of {known}, got {dtype!r}")
     if fmt.offset and name != "double":
         raise ValueError(
             f"scale_dtype: expected one of {', '.join(_FLOATS)}, double for a format with an offset, "
             f"got {dtype!r}"
+        )
+    return name
+
+
+def _checked_runs(name: str, fmt: Format) -> str:
+    """The text of `Runs`; raises where its codes do not fit those that the scales are of."""
+    code, length = str(name).split(",")
+    if fmt.offset != FORMATS[code].offset:
+        needed = "counts up from zero" if fmt.offset else "has both signs"
+        raise ValueError(
+            f"scale_dtype: codes in {fmt.name} need scales in a format that {needed}, got {name!r}"
+        )
+    whole = FORMATS[code].multiple
+    if int(length) % whole:
+        raise ValueError(
+            f"scale_dtype: expected a multiple of {whole} scales in a run, got {name!r}"
         )
     return name
 

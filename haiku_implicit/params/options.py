@@ -151,7 +151,7 @@ class QuantizeOptions:
         """Whether the groups, and tiles of rows, divide the axes of a matrix."""
         size = self.group_size
         if size is None and self.dtype in RECIPES:
-            size = RECIPES[self.dtype].group_size
+            size = RECIPES[self.dtype].multiple
         if size is None or isinstance(size, str):
             return True
         tile, group = size if isinstance(size, tuple) else (1, size)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.core import progress
-from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.array import is_implicit, short
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.params import trees
@@ -153,6 +153,7 @@ def sensitivity(
 
     Raises:
       ValueError: without batches or options; as `quantize_params` does for weights that do not fit.
+      TypeError: for a batch that is an array, and not a sequence of them.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -166,7 +167,7 @@ def sensitivity(
       >>> sum(hki.summary(small).rows[i].nbytes for i in (0, 2)) <= 6_000
       True
     """
-    given, options = [tuple(batch) for batch in batches], dict(options)
+    given, options = [_arguments(batch) for batch in batches], dict(options)
     if not given or not options:
         raise ValueError(f"expected batches and options, got {len(given)} and {len(options)}")
     choice: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
@@ -184,6 +185,16 @@ def sensitivity(
     ]
     rows.sort(key=lambda row: row.error, reverse=True)
     return Sensitivity(tuple(rows), options, matrix_axes)
+
+
+def _arguments(batch: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of the model; an array would be a sequence of its rows."""
+    if hasattr(batch, "shape"):
+        raise TypeError(
+            "batches: expected sequences of the arguments of apply after the parameters, got an array "
+            f"{short(batch)}; if it is the only one, give (x,) for it"
+        )
+    return tuple(batch)
 
 
 def _errors(

@@ -83,7 +83,8 @@ def summary(params: Any, *, depth: int | None = None, trainable_dense: Targets =
       params: parameters as Haiku's `init` returns them, or any nesting of mappings; also the
         `jax.ShapeDtypeStruct`s of them that `jax.eval_shape` returns.
       depth: None for a row for each parameter; 1 or more for one for each module, by the first so many
-        parts of its name: with 2, `model/layer_1/mlp/linear` counts for `model/layer_1`.
+        parts of its name: with 2, `model/layer_1/mlp/linear` counts for `model/layer_1`. Below zero by
+        the last so many: with -1 for `linear`, that of all layers.
       trainable_dense: which dense parameters count as trained, as for `partition`.
 
     Returns:
@@ -94,7 +95,7 @@ def summary(params: Any, *, depth: int | None = None, trainable_dense: Targets =
 
     Raises:
       TypeError: for anything but a mapping.
-      ValueError: for a depth below 1.
+      ValueError: for a depth of 0.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -105,8 +106,8 @@ def summary(params: Any, *, depth: int | None = None, trainable_dense: Targets =
       linear/w  QuantizedMatrix int8  [128,64]  float32        0  8,448          32,768   8.25
       total                                                   64  8,704          33,024   8.43
     """
-    if depth is not None and depth < 1:
-        raise ValueError(f"depth: expected None or 1 and more, got {depth}")
+    if depth == 0:
+        raise ValueError("depth: expected None, 1 and more, or -1 and less, got 0")
     parameters = trees.parameters_of(params)
     counts = _trained_counts(parameters, trainable_dense)
     rows = [_row_of(p, count) for p, count in zip(parameters, counts, strict=True)]
@@ -134,8 +135,9 @@ def _row_of(parameter: trees.Parameter, count: int) -> SummaryRow:
 def _by_module(rows: Sequence[SummaryRow], depth: int) -> list[SummaryRow]:
     groups: dict[str, list[SummaryRow]] = {}
     for row in rows:
-        module = row.path.split("/")[:-1]
-        groups.setdefault("/".join([p for p in module if p != "~"][:depth]), []).append(row)
+        module = [part for part in row.path.split("/")[:-1] if part != "~"]
+        own = module[:depth] if depth > 0 else module[depth:]
+        groups.setdefault("/".join(own), []).append(row)
     return [_joined(name, own) for name, own in groups.items()]
 
 

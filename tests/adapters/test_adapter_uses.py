@@ -37,7 +37,7 @@ QUICK += [("shira", "experts", "nf4"), ("trained_rows", "tied", "int8")]
 ALL = [(method, use, base) for method in METHODS for use in USES for base in BASES]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("method, use, base", few(ALL, *QUICK))
 def test_method_on_weight(method, use, base, never_dense):
     check(method, use, base)

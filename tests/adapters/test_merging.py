@@ -28,7 +28,7 @@ def close(got, want, tolerance=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), got, want)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("use", ["matrix", "attention", "layers"])
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in LOST])
 def test_unmerging_gives_the_base_back(method, use):
@@ -189,6 +189,7 @@ def test_an_alpha_that_is_missing_is_an_error(missing, tmp_path):
         hki.load_peft(tmp_path, {"q": "layer/w"})
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
 def test_the_damage_of_requantizing_is_told(dtype):
     """By weight, and of the outputs of the model on a batch."""

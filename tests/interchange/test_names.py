@@ -41,3 +41,55 @@ def test_axes(place, ndim, axes):
 def test_axes_have_to_be_those_of_the_tensor():
     with pytest.raises(ValueError, match=r"conv/w: axes: .* got \(0, 0\)"):
         hki.Place("conv/w", (0, 0)).axes_for(2)
+
+
+def test_patterns():
+    names = hki.names_by_pattern(
+        {
+            r"h\.(\d+)\.attn\.bias": None,
+            r"h\.(\d+)\.(ln|attn)\.bias": r"gpt/layer_\1/\2/b",
+            r"h\.(\d+)\.attn\.weight": hki.Place(r"gpt/layer_\1/attn/w", (0, 1)),
+        }
+    )
+    assert place_of(names, "h.3.attn.bias", "file") is None  # the first pattern that matches
+    assert place_of(names, "h.3.ln.bias", "file") == hki.Place("gpt/layer_3/ln/b")
+    assert place_of(names, "h.12.attn.weight", "file") == hki.Place("gpt/layer_12/attn/w", (0, 1))
+    with pytest.raises(ValueError, match=r"file: xh\.3\.ln\.bias: names has no place for it"):
+        place_of(names, "xh.3.ln.bias", "file")
+
+
+@pytest.mark.parametrize(("pattern", "place"), [(r"a(", "m/w"), (r"a(.)", r"m/\2")])
+def test_patterns_that_are_none(pattern, place):
+    with pytest.raises(ValueError, match=r"names: 'a\("):
+        hki.names_by_pattern({pattern: place})
+
+
+def test_names_in_a_file(tmp_path):
+    path = tmp_path / "names.json"
+    path.write_text(
+        r'{"a\\.(\\d)": "m/\\1", "b": null, "c": {"path": "m/w", "shape": [2, 3]}, '
+        r'"d(.)": {"path": "m/\\1", "axes": [0, 1], "shape": null}}'
+    )
+    names = hki.read_names(path)
+    assert (names("a.3"), names("b")) == ("m/3", None)
+    assert names("c") == hki.Place("m/w", None, (2, 3))
+    assert names("dx") == hki.Place("m/x", (0, 1), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", r"expected an object \{pattern: place\}, got \[1\]"),
+        ("{", "not JSON"),
+        ('{"a": "m/w", "a": "m/v"}', "the key 'a' occurs twice"),
+        ('{"a": 3}', "'a': expected 'module/name', null or an object .* got 3"),
+        ('{"a": {"path": "m/w", "order": [1]}}', "'a': expected 'module/name', null or an object"),
+        ('{"a": {"path": "m/w", "axes": "0"}}', "'a': axes: expected a list of numbers, got '0'"),
+        ('{"a(": "m/w"}', r"names: 'a\('"),
+    ],
+)
+def test_files_that_have_no_names(text, message, tmp_path):
+    path = tmp_path / "names.json"
+    path.write_text(text)
+    with pytest.raises(hki.CheckpointError, match=f"names.json: .*{message}"):
+        hki.read_names(path)

@@ -96,6 +96,31 @@ def test_written_and_read_again(tmp_path, method):
     assert tensors["base_model.model.model.layers.1.q_proj.lora_A.weight"].shape == (3, 5)
 
 
+def test_an_embedding_has_names_of_its_own(tmp_path):
+    """Those that PEFT looks for in an `Embedding`."""
+    base = {"embed": {"embeddings": jnp.asarray(normal((7, 4), 0))}}
+    params = hki.add_lora(base, 0, rank=2, targets=".*embeddings")
+    names = {"embed/embeddings": "wte"}
+    hki.save_peft(tmp_path, hki.get_adapter(params), names)
+    tensors = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    shapes = {key.removeprefix("base_model.model."): x.shape for key, x in tensors.items()}
+    assert shapes == {"wte.lora_embedding_A": (2, 7), "wte.lora_embedding_B": (4, 2)}
+    with pytest.warns(UserWarning, match="PEFT adapts the look-up alone"):
+        again = hki.load_peft(tmp_path, {"wte": "embed/embeddings"})
+    assert list(again.weights) == list(names)
+
+
+def test_a_name_that_ends_in_another_one_keeps_its_rank(tmp_path):
+    names = {f"{x}/w": x for x in ("head", "block.head", "other")}
+    base = {x: {"w": jnp.asarray(normal((5, 4), 0))} for x in ("head", "block.head", "other")}
+    ranks = {"^head/w": {"rank": 2, "alpha": 1.0}, "block.*": {"rank": 3, "alpha": 1.5}}
+    params = hki.add_adapter(base, 0, "lora", rank=1, alpha=1.0, patterns=ranks)
+    hki.save_peft(tmp_path, hki.get_adapter(params), names)
+    again = hki.load_peft(tmp_path, {x: path for path, x in names.items()})
+    found = {path: (w.rank, float(w.factor)) for path, w in again.weights.items()}
+    assert found == {"head/w": (2, 0.5), "block.head/w": (3, 0.5), "other/w": (1, 1.0)}
+
+
 def test_a_view_of_a_matrix_takes_it(tmp_path):
     tensors = tensors_of((2,))
     adapter = hki.load_peft(write(tmp_path, CONFIG, tensors), NAMES)

@@ -20,6 +20,7 @@ from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.operands import rounded_rows
 from haiku_implicit.products import reference
 from haiku_implicit.products.cpu import build
+from tests.devices import run_on_devices
 from tests.tiers import few
 
 FORMATS = sorted(formats.FORMATS)
@@ -676,12 +677,4 @@ print("done")
 
 @pytest.mark.slow
 def test_two_devices():
-    flags = "--xla_force_host_platform_device_count=2"
-    run = subprocess.run(
-        [sys.executable, "-c", TWO_DEVICES],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.stdout.strip() == "done", run.stderr[-3000:]
+    assert run_on_devices(TWO_DEVICES, 2) == "done"

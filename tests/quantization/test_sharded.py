@@ -3,11 +3,9 @@
 A program of its own with several devices, as JAX has one number of them for a process.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.devices import run_on_devices
 
 HEAD = """
 import sys
@@ -121,12 +119,4 @@ def test_as_dense_in_an_explicit_mesh(script, dtype):
     program = (
         f'{HEAD}{in_mesh}with hki.materialization("allow"), set_mesh(mesh):\n{body}\nprint("done")'
     )
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    run = subprocess.run(
-        [sys.executable, "-c", program, dtype],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.stdout.strip() == "done", run.stderr[-3000:]
+    assert run_on_devices(program, 4, dtype, optimized=False) == "done"

@@ -1,0 +1,389 @@
+"""Continuous batching: requests take slots as they come, and leave them when they are done.
+
+One thread runs the model. In each turn it reads the prompts of some waiting requests into free slots,
+then decodes one token for all running ones. Requests hear of their tokens through a function of theirs,
+which the thread calls.
+"""
+
+import collections
+import dataclasses
+import heapq
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+import haiku_implicit as hki
+from serving.programs import NOT_FINITE, Programs, Sampling
+
+
+class Refused(Exception):
+    """A request or an adapter that the engine does not take; the message says why, and the way out."""
+
+
+class TooLong(Refused):
+    """More tokens than there is room for."""
+
+
+class QueueFull(Refused):
+    """As many requests wait as may."""
+
+
+class UnknownModel(Refused):
+    """A name that is neither that of the base nor of an adapter."""
+
+
+class Taken(Refused):
+    """An adapter's name is taken, it is in use, or the bank is full."""
+
+
+class Stopping(Refused):
+    """The engine stops, or has failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """The end of an answer.
+
+    Attributes:
+      reason: `"stop"` for a token that ends the answer, `"length"` for `max_tokens`, `"cancelled"`, or
+        `"error"`.
+      message: what the error was.
+    """
+
+    reason: str
+    message: str = ""
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt, and how it is to be answered.
+
+    Attributes:
+      prompt: its tokens.
+      send: called with each token of the answer, and at last with a `Finished`, by the engine's thread;
+        it has to return at once.
+      model: the name of an adapter, or of the base.
+      max_tokens: the answer's.
+      stop: tokens that end the answer, and do not belong to it.
+      how: temperature, top_p and seed.
+    """
+
+    prompt: list[int]
+    send: Callable[[int | Finished], None]
+    model: str
+    max_tokens: int = 16
+    stop: frozenset[int] = frozenset()
+    how: Sampling = Sampling()
+    # The engine's: the slot in the bank, the answer so far, and when what happened.
+    adapter: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    cancelled: bool = False
+    finished: Finished | None = None
+    submitted: float = 0.0
+
+
+@dataclasses.dataclass
+class Counters:
+    """What has happened since the start; seconds are sums over requests."""
+
+    prompt_tokens: int = 0
+    tokens: int = 0
+    steps: int = 0
+    first_token_seconds: float = 0.0
+    first_tokens: int = 0
+    request_seconds: float = 0.0
+    finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+
+class Engine:
+    """Runs requests for a base and its adapters.
+
+    Example:
+      engine = Engine(programs, bank, base="base", queue=64)
+      engine.start()
+      engine.submit(Request([1, 2, 3], print, "base"))
+      engine.stop()
+    """
+
+    def __init__(
+        self, programs: Programs, bank: hki.AdapterBank, *, base: str, queue: int, budget: int = 256
+    ):
+        """
+        Args:
+          programs: the compiled programs.
+          bank: an empty bank around the base; its slot 0 stays empty, which is the base alone.
+          base: the name of the base.
+          queue: how many requests may wait.
+          budget: about how many tokens of prompts, padding included, are read in a turn, while others
+            wait for their next token.
+        """
+        self.programs, self.base, self.max_queue = programs, base, queue
+        self.counters = Counters()
+        self._bank, self._leaves, self._budget = bank, programs.leaves_of(bank), budget
+        self._adapters = {base: 0}
+        self._lock = threading.Condition()  # of all that follows, and of `_adapters`
+        self._changing_bank = threading.Lock()
+        self._queue: collections.deque[Request] = collections.deque()
+        self._running: dict[int, Request] = {}
+        self._free = list(range(programs.sizes.slots))  # a heap
+        self._stopping = False
+        self.failed: str | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- what other threads call ---
+
+    @property
+    def models(self) -> list[str]:
+        """The base, and the adapters."""
+        with self._lock:
+            return list(self._adapters)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def accepts(self) -> bool:
+        """Whether requests are taken at all."""
+        return not self._stopping and self.failed is None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Puts a request into the queue.
+
+        Raises:
+          Refused: one of its subclasses, for a request that cannot be served.
+        """
+        self._check_sizes(request)
+        with self._lock:
+            if not self.accepts:
+                raise Stopping(self.failed or "the server is stopping; ask another one")
+            if request.model not in self._adapters:
+                raise UnknownModel(
+                    f"the model {request.model!r} does not exist; there are "
+                    f"{', '.join(self._adapters)}"
+                )
+            if len(self._queue) >= self.max_queue:
+                raise QueueFull(f"{self.max_queue} requests wait already; try again later")
+            request.adapter = self._adapters[request.model]
+            request.submitted = time.monotonic()
+            self._queue.append(request)
+            self._lock.notify_all()
+
+    def _check_sizes(self, request: Request) -> None:
+        sizes, count = self.programs.sizes, len(request.prompt)
+        if not 1 <= count <= sizes.prompts[-1]:
+            raise TooLong(f"the prompt has {count} tokens, expected 1 to {sizes.prompts[-1]}")
+        if not 1 <= request.max_tokens <= sizes.length - count:
+            raise TooLong(
+                f"max_tokens is {request.max_tokens}, expected 1 to {sizes.length - count}: prompt "
+                f"({count} tokens) and answer have {sizes.length} together"
+            )
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request, which frees its slot; one that has ended stays as it is."""
+        with self._lock:
+            request.cancelled = True
+            if request in self._queue:
+                self._queue.remove(request)
+                self._finish(request, Finished("cancelled"))
+            self._lock.notify_all()
+
+    def put_adapter(self, name: str, adapter: hki.AdapterParts) -> None:
+        """Adds an adapter, while others run; nothing is compiled.
+
+        Raises:
+          Taken: for a name that is there, and where the bank is full.
+          ValueError: for an adapter that does not fit the bank or was made for another base.
+        """
+        with self._changing_bank:  # requests go on with the old bank until the new one is whole
+            with self._lock:
+                slot = self._slot_for(name)
+            bank = self._bank.put(slot, adapter)
+            leaves = jax.block_until_ready(self.programs.leaves_of(bank))
+            with self._lock:
+                self._bank, self._leaves = bank, leaves
+                self._adapters[name] = slot
+
+    def _slot_for(self, name: str) -> int:
+        if name in self._adapters:
+            raise Taken(f"the model {name!r} exists; delete it first, or choose another name")
+        free = sorted(set(range(self._bank.capacity)) - set(self._adapters.values()))
+        if not free:
+            raise Taken(
+                f"the bank has room for {self._bank.capacity - 1} adapters, and is full; delete one"
+            )
+        return free[0]
+
+    def remove_adapter(self, name: str) -> None:
+        """Makes room for another adapter.
+
+        Raises:
+          UnknownModel: where there is none of this name.
+          Taken: where requests use it, and for the base.
+        """
+        with self._changing_bank, self._lock:
+            if name not in self._adapters:
+                raise UnknownModel(f"the adapter {name!r} does not exist")
+            if name == self.base:
+                raise Taken(f"{name!r} is the base, which stays")
+            if any(r.model == name for r in (*self._queue, *self._running.values())):
+                raise Taken(f"requests use the adapter {name!r}; delete it when they are done")
+            del self._adapters[name]  # the next adapter overwrites the slot
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Takes no more requests, and finishes those that it has; whether it did so in time."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+        if not self._thread.is_alive():
+            return True
+        self._thread.join(timeout)
+        if not self._thread.is_alive():
+            return True
+        with self._lock:
+            for request in (*self._queue, *self._running.values()):
+                request.cancelled = True
+        self._thread.join()
+        return False
+
+    def warm_up(self, shown: Callable[[list[Any]], Any] = iter) -> None:
+        """Compiles everything, before `start`.
+
+        Args:
+          shown: passes its argument on, and may show how far it is: `tqdm`, say.
+        """
+        sizes = self.programs.sizes
+        works: list[Callable[[], Any]] = [self._put_and_forget]
+        for size in sizes.prompts:
+            works.append(
+                lambda n=size: self.programs.prefill(self._leaves, 0, 0, [0] * n, Sampling())
+            )
+        for width in sizes.widths:
+            works.append(
+                lambda n=width: self.programs.decode(
+                    self._leaves, [0] * n, [0] * n, Sampling(*([x] * n for x in Sampling()))
+                )
+            )
+        for work in shown(works):
+            work()
+
+    def _put_and_forget(self) -> None:
+        """Puts zeros into the last slot, where zeros are: compiles what a new adapter needs."""
+        zeros = jax.tree.map(np.zeros_like, hki.get_adapter(self._bank.params))
+        self._bank.put(self._bank.capacity - 1, zeros)
+
+    # --- what the thread does ---
+
+    def _run(self) -> None:
+        try:
+            while self._has_work():
+                self.turn()
+        except BaseException as error:  # whatever it was, nobody may wait for ever
+            logging.exception("the engine has failed")
+            with self._lock:
+                self.failed = f"the engine has failed: {error!r}"
+                requests = [*self._queue, *self._running.values()]
+                self._queue.clear(), self._running.clear()
+                for request in requests:
+                    self._finish(request, Finished("error", self.failed))
+
+    def turn(self) -> None:
+        """Reads prompts of waiting requests, and decodes a token for each running one."""
+        self._drop_cancelled()
+        self._admit()
+        if self._running:
+            self._decode()
+
+    def _has_work(self) -> bool:
+        """Waits for requests; False when the engine stops and has none."""
+        with self._lock:
+            while not self._queue and not self._running and not self._stopping:
+                self._lock.wait()
+            return bool(self._queue or self._running)
+
+    def _drop_cancelled(self) -> None:
+        with self._lock:
+            for request in [r for r in self._queue if r.cancelled]:
+                self._queue.remove(request)
+                self._finish(request, Finished("cancelled"))
+            for slot in [slot for slot, r in self._running.items() if r.cancelled]:
+                self._leave(slot, Finished("cancelled"))
+
+    def _admit(self) -> None:
+        """Reads prompts into free slots, as many as the budget of tokens allows, one at least."""
+        left = self._budget
+        while left > 0:
+            with self._lock:
+                if not self._queue or not self._free:
+                    return
+                request, slot = self._queue.popleft(), heapq.heappop(self._free)
+                self._running[slot] = request
+                leaves = self._leaves
+            left -= self.programs.sizes.padded(len(request.prompt))
+            token = self.programs.prefill(
+                leaves, request.adapter, slot, request.prompt, request.how._replace(index=0)
+            )
+            with self._lock:
+                self.counters.prompt_tokens += len(request.prompt)
+                self.counters.first_tokens += 1
+                self.counters.first_token_seconds += time.monotonic() - request.submitted
+                self._take(slot, token)
+
+    def _decode(self) -> None:
+        """One token more for all running requests."""
+        with self._lock:
+            running, leaves = dict(self._running), self._leaves
+        width = next(w for w in self.programs.sizes.widths if w > max(running))
+        rows = [running.get(slot) for slot in range(width)]
+        tokens = self.programs.decode(
+            leaves,
+            [r.adapter if r else 0 for r in rows],
+            [r.tokens[-1] if r else 0 for r in rows],
+            Sampling(*zip(*(sampling_of(r) for r in rows), strict=True)),
+        )
+        with self._lock:
+            self.counters.steps += 1
+            for slot in running:
+                self._take(slot, tokens[slot])
+
+    def _take(self, slot: int, token: int) -> None:
+        """A token of the request in a slot, which may be its last one."""
+        request = self._running[slot]
+        if token == NOT_FINITE:
+            message = f"the numbers of {request.model!r} are not finite for this prompt"
+            self._leave(slot, Finished("error", message))
+        elif token in request.stop:
+            self._leave(slot, Finished("stop"))
+        else:
+            request.tokens.append(token)
+            self.counters.tokens += 1
+            request.send(token)
+            if len(request.tokens) == request.max_tokens:
+                self._leave(slot, Finished("length"))
+
+    def _leave(self, slot: int, finished: Finished) -> None:
+        request = self._running.pop(slot)
+        heapq.heappush(self._free, slot)
+        self._finish(request, finished)
+
+    def _finish(self, request: Request, finished: Finished) -> None:
+        request.finished = finished
+        self.counters.finished[finished.reason] += 1
+        self.counters.request_seconds += time.monotonic() - request.submitted
+        request.send(finished)
+
+
+def sampling_of(request: Request | None) -> Sampling:
+    return request.how._replace(index=len(request.tokens)) if request else Sampling()

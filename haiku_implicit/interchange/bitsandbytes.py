@@ -1,0 +1,141 @@
+"""Weights that bitsandbytes quantized, in a checkpoint of transformers.
+
+The formats are those of bitsandbytes 0.50 (`functional.QuantState.as_dict`, `nn.modules.Linear8bitLt`).
+Of 4 bits (nf4, fp4), `X.weight` has two codes in a byte, the first one in its high bits, in the order
+of the dense weight `[outputs, inputs]`; each block of so many of them has a scale in `X.weight.absmax`.
+With double quantization these are codes themselves. Of 8 bits (LLM.int8), `X.SCB` has the largest
+magnitude of each row of `X.weight`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.files.container import CheckpointError, is_shape, parse_json
+from haiku_implicit.interchange.safetensors_files import Tensors
+from haiku_implicit.interchange.trees import Stored
+from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+
+_STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
+_FORMATS = {"nf4": "nf4", "fp4": "fp4_bnb"}
+_PARTS_OF_4 = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+
+
+def quantized(tensors: Tensors, config: Mapping[str, Any]) -> tuple[list[Stored], set[str]]:
+    """The weights that bitsandbytes quantized, and the names of all tensors that they are made of."""
+    found: list[Stored] = []
+    used: set[str] = set()
+    for name in tensors.files:
+        if match := _STATE.fullmatch(name):
+            weight = match["weight"]
+            found.append(_four_bits(tensors, weight, name, _FORMATS[match["kind"]]))
+            used |= {weight, name, *(f"{weight}.{part}" for part in _PARTS_OF_4)}
+        elif name.endswith(".SCB"):
+            module = name.removesuffix(".SCB")
+            found.append(_eight_bits(tensors, module))
+            used |= {f"{module}.weight", name, f"{module}.weight_format"}
+    return found, used
+
+
+# --- 4 bits --------------------------------------------------------------------------------------
+
+
+def _four_bits(tensors: Tensors, name: str, state_name: str, format_name: str) -> Stored:
+    state = _state_of(tensors, state_name)
+    shape = tuple(state["shape"])
+
+    def read(dense: bool) -> np.ndarray | QuantizedMatrix:
+        packed = tensors.array(name).reshape(-1).view(np.uint8)
+        count = int(np.prod(shape))
+        if packed.size != (count + 1) // 2:
+            raise ValueError(f"{packed.size} bytes of codes, expected those of {list(shape)}")
+        codes = np.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)[:count]
+        scales = _scales(tensors, name, state, -(-count // state["blocksize"]))
+        table = tensors.array(f"{name}.quant_map", "F32", (16,))
+        if dense:
+            return _values(codes, table, scales, state["blocksize"]).reshape(shape)
+        known = np.asarray(formats.FORMATS[format_name].table, np.float32)
+        if not np.array_equal(table, known):
+            raise ValueError(f"quant_map: not that of {format_name}. `dequantize` makes it dense")
+        return _matrix(codes.reshape(shape), scales, state, format_name)
+
+    return Stored(name, shape, read)
+
+
+def _state_of(tensors: Tensors, name: str) -> dict[str, Any]:
+    where = f"{tensors.where}: {name}"
+    state = parse_json(where, tensors.array(name, "U8").tobytes())
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, got {state!r}")
+    shape, dtype = state.get("shape"), state.get("dtype")
+    if not (isinstance(shape, list) and is_shape(shape) and len(shape) == 2):
+        raise CheckpointError(f"{where}: shape: expected [outputs, inputs], got {shape!r}")
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise CheckpointError(f"{where}: dtype: expected a floating one, got {dtype!r}")
+    for key in ("blocksize", "nested_blocksize"):
+        size = state.setdefault(key, 0 if key == "blocksize" else 256)
+        if type(size) is not int or size <= 0:
+            raise CheckpointError(f"{where}: {key}: expected a positive integer, got {size!r}")
+    if not isinstance(state.setdefault("nested_offset", 0.0), float):
+        found = state["nested_offset"]
+        raise CheckpointError(f"{where}: nested_offset: expected a number, got {found!r}")
+    return state
+
+
+def _scales(tensors: Tensors, name: str, state: Mapping[str, Any], blocks: int) -> np.ndarray:
+    """A float32 scale for each block."""
+    if f"{name}.nested_absmax" not in tensors.files:
+        return tensors.array(f"{name}.absmax", "F32", (blocks,))
+    codes = tensors.array(f"{name}.absmax", "U8", (blocks,))
+    nested = -(-blocks // state["nested_blocksize"])
+    table = tensors.array(f"{name}.nested_quant_map", "F32", (256,))
+    absmax = tensors.array(f"{name}.nested_absmax", "F32", (nested,))
+    values = _values(codes, table, absmax, state["nested_blocksize"])
+    return values + np.float32(state["nested_offset"])
+
+
+def _values(codes: np.ndarray, table: np.ndarray, scales: np.ndarray, block: int) -> np.ndarray:
+    """Codes times the scales of their blocks, of which the last may be short."""
+    return table[codes] * np.repeat(scales, block)[: codes.size]
+
+
+def _matrix(
+    codes: np.ndarray, scales: np.ndarray, state: Mapping[str, Any], format_name: str
+) -> QuantizedMatrix:
+    """Codes `[rows, k]`, where a block is a part of a row, or several whole rows."""
+    (rows, k), block = codes.shape, state["blocksize"]
+    if k % block and (block % k or rows * k % block):
+        raise ValueError(
+            f"blocks of {block} numbers do not begin where the rows of [{rows}, {k}] do, which a "
+            "QuantizedMatrix can't hold. `dequantize` makes it dense"
+        )
+    groups = codes.reshape(rows, -1, min(block, k))
+    return QuantizedMatrix.from_parts(
+        formats.pack(jnp.asarray(groups), formats.FORMATS[format_name]),
+        scales.reshape(-1, groups.shape[1]),
+        dtype=format_name,
+        axis=-1,
+        out_dtype=state["dtype"],
+    )
+
+
+# --- 8 bits --------------------------------------------------------------------------------------
+
+
+def _eight_bits(tensors: Tensors, module: str) -> Stored:
+    name = f"{module}.weight"
+    shape = tensors.shape(name)
+
+    def read(dense: bool) -> QuantizedMatrix:
+        order = f"{module}.weight_format"
+        if order in tensors.files and tensors.array(order).item() != 0:
+            raise ValueError(f"{order}: expected 0 (rows), got {tensors.array(order).item()}")
+        codes = tensors.array(name, "I8")
+        scale = tensors.array(f"{module}.SCB", "F32", shape[:1])[:, None] / np.float32(127)
+        return QuantizedMatrix.from_parts(codes, scale, dtype="int8", axis=-1)
+
+    return Stored(name, shape, read)

@@ -1,0 +1,146 @@
+"""Parameters from GGUF files: dense tensors, and quantized ones as they are in the file."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from haiku_implicit.core.predicates import Targets
+from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.interchange.ggml import KINDS, from_ggml
+from haiku_implicit.interchange.ggml_writing import gguf_package
+from haiku_implicit.interchange.names import Names, place_of
+from haiku_implicit.interchange.trees import Stored, tree_of
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+
+# The package reads them as numbers, but for BF16, whose bytes it gives.
+_DENSE = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
+
+
+def load_gguf(
+    file: Any,
+    names: Names,
+    *,
+    dtype: Any = jnp.float32,
+    like: Any = None,
+    dequantize: Targets | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Reads the tensors of a GGUF file as the parameters of a Haiku model.
+
+    The file is mapped into memory and read tensor by tensor, with a progress bar. Quantized tensors
+    keep their bits, see `from_ggml`. The groups of a weight `w` `[inputs, outputs]` lie along its
+    inputs, those of an embedding `[rows, width]` along its width, as they do in the file.
+
+    Args:
+      file: the path of the file, or the `gguf.GGUFReader` that `open_gguf` made of it.
+      names: where each tensor goes: a mapping or a function from its name in the file to
+        'module/name', to a `Place`, or to None for what the model does not have; see
+        `names_by_pattern`.
+      dtype: of the parameters' values. None: that of dense tensors in the file, and float32 for
+        quantized ones. Integers stay what they are.
+      like: `{module: {name: array or shape}}`, such as `jax.eval_shape(model.init, ...)` gives: if the
+        parameters are others, or have other shapes, this is an error. By default there is no check.
+      dequantize: quantized tensors that become dense: a regular expression over 'module/name', a list
+        of such names, a predicate, or True for all.
+
+    Returns:
+      `{module: {name: array}}`, with dense arrays, `QuantizedMatrix`, and `MatrixView` around that
+      where a place gives a quantized tensor another shape.
+
+    Raises:
+      haiku_implicit.CheckpointError: a `ValueError`: for a file that is truncated or damaged, has
+        tensors of types that are not read (it names all of them), or does not have the parameters of
+        `like`.
+      ValueError: for a tensor without a place, two tensors at one place, or a place that does not fit.
+      ImportError: without the package `gguf`.
+      OSError: if the file can't be read.
+
+    Example:
+      >>> import os, tempfile, gguf, numpy as np, haiku_implicit as hki
+      >>> path = os.path.join(tempfile.mkdtemp(), 'tiny.gguf')
+      >>> writer = gguf.GGUFWriter(path, arch='tiny')
+      >>> w = gguf.quantize(np.ones((8, 64), np.float32), gguf.GGMLQuantizationType.Q4_0)
+      >>> writer.add_tensor('up.weight', w, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+      >>> writer.add_tensor('up.bias', np.zeros(8, np.float32))
+      >>> for write in ('header', 'kv_data', 'tensors'):
+      ...   getattr(writer, f'write_{write}_to_file')()
+      >>> writer.close()
+      >>> hki.load_gguf(path, {'up.weight': 'linear/w', 'up.bias': 'linear/b'})['linear']['w']
+      QuantizedMatrix(float32[64,8], ...)
+    """
+    opened = hasattr(file, "tensors")
+    reader = file if opened else open_gguf(file)
+    where = os.fspath(reader.data.filename if opened else file)
+    _check_kinds(reader, names, where)
+    tensors = [
+        Stored(tensor.name, tuple(map(int, tensor.shape[::-1])), _reads(tensor))
+        for tensor in reader.tensors
+    ]
+    return tree_of(tensors, names, where, dtype=dtype, like=like, dequantize=dequantize)
+
+
+def open_gguf(path: str | os.PathLike[str]) -> Any:
+    """Opens a GGUF file.
+
+    Args:
+      path: the file.
+
+    Returns:
+      A `gguf.GGUFReader`: `fields` has the metadata, `tensors` the tensors, not read yet.
+
+    Raises:
+      haiku_implicit.CheckpointError: a `ValueError`: if it is not a GGUF file, truncated or damaged.
+      ImportError: without the package `gguf`.
+      OSError: if the file can't be read.
+    """
+    gguf = gguf_package()
+    path = os.fspath(path)
+    if not is_gguf(path):
+        raise CheckpointError(f"{path}: not a GGUF file: it does not begin with 'GGUF'")
+    try:
+        reader = gguf.GGUFReader(path)
+    # The reader slices the mapped file without looking at its length, so that what a short file raises
+    # depends on where it ends.
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as e:
+        raise CheckpointError(f"{path}: truncated or damaged GGUF file ({e})") from e
+    # The reader swaps the bytes of numbers, but not those within quantized blocks.
+    if reader.byte_order != "I" or sys.byteorder != "little":
+        raise CheckpointError(f"{path}: only little-endian GGUF files are read, on such machines")
+    return reader
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a file begins like one of GGUF."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def _check_kinds(reader: Any, names: Names, where: str) -> None:
+    """All tensors that are asked for are of types that are read."""
+    unknown: dict[str, list[str]] = {}
+    for tensor in reader.tensors:
+        kind = tensor.tensor_type.name
+        known = kind in KINDS or kind in _DENSE
+        if not known and place_of(names, tensor.name, where) is not None:
+            unknown.setdefault(kind, []).append(tensor.name)
+    if unknown:
+        shown = "; ".join(f"{kind}: {', '.join(own)}" for kind, own in unknown.items())
+        raise CheckpointError(
+            f"{where}: tensors of types that are not read: {shown}. Read are {', '.join(_DENSE)}, "
+            f"{', '.join(KINDS)}. llama.cpp's `llama-quantize --allow-requantize` makes such a file"
+        )
+
+
+def _reads(tensor: Any) -> Callable[[bool], np.ndarray | QuantizedMatrix]:
+    kind = tensor.tensor_type.name
+
+    def read(dense: bool) -> np.ndarray | QuantizedMatrix:
+        if kind == "BF16":
+            return tensor.data.view(ml_dtypes.bfloat16)
+        return tensor.data if kind in _DENSE else from_ggml(tensor.data, kind, axis=-1)
+
+    return read

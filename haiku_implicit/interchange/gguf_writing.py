@@ -1,0 +1,360 @@
+"""`save_gguf`: the parameters of a Haiku model as a GGUF file, for llama.cpp and what is made of it."""
+
+import collections
+import difflib
+import math
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.core import progress
+from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.files.replacing import replaced
+from haiku_implicit.interchange import ggml_writing
+from haiku_implicit.interchange.ggml_writing import gguf_package, to_ggml
+from haiku_implicit.interchange.names import Names, Place, place_of
+from haiku_implicit.params import trees
+
+# A kind; some, of which the first is taken whose blocks fit; or one for each pattern of names.
+Kind = str | Sequence[str] | None
+Kinds = Kind | Mapping[str, Kind]
+
+_ARCHITECTURE, _ALIGNMENT = "general.architecture", "general.alignment"
+_FILE_TYPE, _VERSION = "general.file_type", "general.quantization_version"
+# What the reader adds, how the file was divided, and of what kind its tensors are.
+_NOT_KEPT = ("GGUF.", "split.", _FILE_TYPE)
+
+
+def save_gguf(
+    path: str | os.PathLike[str],
+    params: Any,
+    names: Names,
+    *,
+    kind: Kinds = None,
+    metadata: Mapping[str, Any] | None = None,
+    metadata_from: str | os.PathLike[str] | None = None,
+) -> None:
+    """Writes parameters to a GGUF file.
+
+    A weight that is quantized in the format of a GGUF file is written bit for bit, unless `kind` says
+    another one: what was read from such a file, and what `quantize_params(dtype='q4_k')` made, also
+    with inputs (GPTQ). Any other one is quantized as `to_ggml` says. Tensors are written one by one,
+    under a progress bar. A file that is there stays as it is until the new one is complete.
+
+    Args:
+      path: the file.
+      params: parameters, without adapters: `merge_adapters` first.
+      names: where each tensor of the file is in `params`, as for reading one: 'module/name', a `Place`,
+        or None for a tensor that is left out. A mapping says what tensors there are; a function needs
+        `metadata_from`, whose tensors they are then.
+      kind: one that `from_ggml` reads, 'F32', 'F16' or 'BF16', for all tensors of two axes and more;
+        those of one axis (norms, biases) are 'F32'. Several: the first one whose blocks fit the rows. A
+        mapping from patterns of tensors' names, of which the first that matches the whole name
+        counts: `{'token_embd.weight': 'Q8_0', '.*': ('Q4_K', 'Q5_0')}`. None: as the weight is.
+      metadata: more keys of the file: texts, numbers, booleans, and lists of them. An integer is
+        written as `uint32` (`int32` below zero), a float as `float32`, a number of NumPy as what it is.
+        None leaves a key of `metadata_from` out.
+      metadata_from: a GGUF file whose metadata (architecture, sizes, tokenizer) is taken over.
+
+    Raises:
+      ImportError: without the package `gguf`.
+      ValueError: for an adapter; a parameter or a tensor that `names` does not know; a kind that is not
+        known, whose blocks do not fit, or that a weight needs; metadata without an architecture. It is
+        raised before anything is written.
+      OSError: if a file can't be read or written.
+
+    Example:
+      >>> import os, tempfile, gguf, jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'linear': {'w': jnp.ones((64, 3)), 'b': jnp.zeros(3)}}
+      >>> names = {'output.weight': 'linear/w', 'output.bias': 'linear/b'}
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...   path = os.path.join(folder, 'model.gguf')
+      ...   hki.save_gguf(path, params, names, kind='Q8_0', metadata={'general.architecture': 'mine'})
+      ...   for t in gguf.GGUFReader(path).tensors:
+      ...     print(t.name, t.tensor_type.name, t.shape.tolist())
+      output.weight Q8_0 [64, 3]
+      output.bias F32 [3]
+    """
+    gguf = gguf_package()
+    source = None if metadata_from is None else _opened(gguf, metadata_from)
+    tensors = _planned(params, names, source, kind)
+    fields = _fields(gguf, metadata or {}, source, tensors)
+    with replaced(path) as temporary:
+        writer = gguf.GGUFWriter(temporary, fields.pop(_ARCHITECTURE)[0])
+        try:
+            if _ALIGNMENT in fields:
+                writer.add_custom_alignment(fields.pop(_ALIGNMENT)[0])
+            for key, field in fields.items():
+                writer.add_key_value(key, *field)
+            _write(gguf, writer, tensors)
+        finally:
+            writer.close()
+
+
+# --- what is written -------------------------------------------------------------------------------
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the file: its name, kind and shape, and the weight that is laid out as it is."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    path: str
+    weight: Callable[[], Any]
+
+
+def _planned(params: Any, names: Names, source: Any, kind: Kinds) -> list[_Tensor]:
+    """The tensors of the file, all of which can be written."""
+    by_path = {p.path: p.value for p in trees.parameters_of(params)}
+    shapes = {t.name: t.shape.tolist()[::-1] for t in source.tensors} if source else {}
+    kinds = _Rules(kind)
+    tensors, used = [], set()
+    for name in _tensor_names(names, shapes):
+        place = place_of(names, name, "names")
+        if place is None:
+            continue
+        if place.path not in by_path:
+            nearest = difflib.get_close_matches(place.path, by_path, n=3, cutoff=0.0)
+            raise ValueError(
+                f"{name}: names has {place.path!r} for it, which is not a parameter. Nearest: "
+                f"{', '.join(nearest)}"
+            )
+        used.add(place.path)
+        tensors.append(_tensor(name, by_path[place.path], place, shapes.get(name), kinds))
+    missing = [path for path in by_path if path not in used]
+    if missing:
+        raise ValueError(
+            f"{missing[0]}: names has no tensor for it. Give it one, or leave this parameter out of "
+            "params"
+        )
+    return tensors
+
+
+def _tensor_names(names: Names, shapes: Mapping[str, Any]) -> Iterable[str]:
+    if isinstance(names, Mapping):
+        return names
+    if not shapes:
+        raise ValueError(
+            "names: a function does not say what tensors there are. Give a mapping, or metadata_from=, "
+            "a file that has the same ones"
+        )
+    return shapes
+
+
+def _tensor(name: str, value: Any, place: Place, shape: Any, kinds: "_Rules") -> _Tensor:
+    matrix = getattr(value, "matrix", value)  # of a `MatrixView`
+    if isinstance(matrix, LoRA | Adapter):
+        raise ValueError(
+            f"{place.path}: a {type(matrix).__name__} adapter is on this weight, which a GGUF file "
+            "can't hold. Merge it first: haiku_implicit.merge_adapters(params) gives dense weights, to "
+            "which kind= then applies; requantize=True rounds again to the format of the weight below"
+        )
+    own = _transposed_shape(name, value, place, shape)
+    axes = place.axes_for(len(own))
+    inverse = tuple(np.argsort(axes).tolist())
+
+    def weight() -> Any:
+        """The parameter with the axes of the tensor. (Of a quantized one no data changes.)"""
+        return use_implicit_args(lambda w: jnp.transpose(jnp.reshape(w, own), inverse))(value)
+
+    laid_out = weight() if hasattr(value, "materialize") else value
+    final = tuple(own[i] for i in inverse)
+    return _Tensor(name, kinds.of(name, place.path, laid_out, final), final, place.path, weight)
+
+
+def _transposed_shape(name: str, value: Any, place: Place, shape: Any) -> tuple[int, ...]:
+    """The shape of the tensor, with its axes in the order of the parameter."""
+    if place.shape is None:
+        return tuple(value.shape)
+    if shape is None:
+        raise ValueError(
+            f"{name}: its Place has a shape, {list(place.shape)}, which does not say the tensor's own. "
+            "Give metadata_from=, a file that has this tensor, or a parameter of the tensor's shape"
+        )
+    own = tuple(shape[i] for i in place.axes_for(len(shape)))
+    if tuple(value.shape) != tuple(place.shape) or math.prod(own) != math.prod(place.shape):
+        raise ValueError(
+            f"{place.path}: expected shape {list(place.shape)} for the tensor {name}{list(shape)}, got "
+            f"{list(value.shape)}"
+        )
+    return own
+
+
+class _Rules:
+    """The kinds of tensors."""
+
+    def __init__(self, kind: Kinds) -> None:
+        rules = kind if isinstance(kind, Mapping) else {".*": kind}
+        self._rules = {pattern: _checked_kinds(own) for pattern, own in rules.items()}
+
+    def of(self, name: str, path: str, weight: Any, shape: tuple[int, ...]) -> str:
+        """The kind of a tensor, for a weight that is laid out as it is."""
+        if len(shape) < 2:
+            return "F32"
+        found = [own for pattern, own in self._rules.items() if re.fullmatch(pattern, name)]
+        kinds = found[0] if found else None
+        if kinds is None:
+            return _kind_of(name, path, weight)
+        for kind in kinds:
+            if shape[-1] % ggml_writing.block_elements(kind) == 0:
+                return kind
+        blocks = ", ".join(f"{ggml_writing.block_elements(kind)} for {kind}" for kind in kinds)
+        raise ValueError(
+            f"{name}: rows of {shape[-1]} elements are not whole blocks ({blocks}). Give this tensor "
+            f"another kind, as in kind={{'{name}': 'Q8_0', '.*': ...}}, or one to fall back "
+            f"on, as in ('{kinds[0]}', 'F16')"
+        )
+
+
+def _checked_kinds(kinds: Kind) -> tuple[str, ...] | None:
+    if kinds is None:
+        return None
+    several = [kinds] if isinstance(kinds, str) or not isinstance(kinds, Sequence) else kinds
+    return tuple(map(ggml_writing.checked_kind, several))
+
+
+def _kind_of(name: str, path: str, weight: Any) -> str:
+    """The kind that a weight is in."""
+    found = ggml_writing.kind_of(weight)
+    if found is None or getattr(weight, "axis", -1) != -1:
+        raise ValueError(
+            f"{name}: {path} is {_described(weight)}, which is not the format of a GGUF file. Give a "
+            f"kind, as in kind='Q8_0' or kind={{'{name}': 'Q8_0'}}; its values are quantized "
+            "again"
+        )
+    return found
+
+
+def _described(weight: Any) -> str:
+    kind = type(weight).__name__
+    if not hasattr(weight, "group_size"):
+        return f"{kind} {weight.dtype.name}{list(weight.shape)}"
+    groups = f"groups of {weight.group_size} along the {'rows' if weight.axis == -1 else 'columns'}"
+    return f"{weight.format} in {groups} of the tensor, with scales in {weight.scale_dtype}"
+
+
+def _write(gguf: Any, writer: Any, tensors: Sequence[_Tensor]) -> None:
+    for t in tensors:
+        kind = gguf.GGMLQuantizationType[t.kind]
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        nbytes = math.prod(t.shape) // elements * size
+        # A dtype of numbers, for the shape to be taken as that of numbers.
+        writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    with progress.bar("tensors", len(tensors)) as run:
+        for t in tensors:
+            writer.write_tensor_data(run(t.name, _data_of, t))
+
+
+def _data_of(t: _Tensor) -> np.ndarray:
+    weight = t.weight()
+    if len(t.shape) < 2:
+        return np.ascontiguousarray(jnp.asarray(_dense(weight)), np.float32)
+    try:
+        return np.ascontiguousarray(to_ggml(weight, t.kind, axis=-1))
+    except ValueError as e:
+        raise ValueError(f"{t.name}, {t.path}: {e}") from e
+
+
+def _dense(weight: Any) -> Any:
+    return weight.materialize() if hasattr(weight, "materialize") else weight
+
+
+# --- metadata --------------------------------------------------------------------------------------
+
+# Of a key: the value, its type, and that of its elements.
+_Field = tuple[Any, Any, Any]
+
+
+def _opened(gguf: Any, path: str | os.PathLike[str]) -> Any:
+    with open(path, "rb") as file:  # an OSError that names it
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise ValueError(f"metadata_from: {path}: not a GGUF file, it starts with {magic!r}")
+    try:
+        return gguf.GGUFReader(pathlib.Path(path))
+    # What a short file raises depends on where it ends.
+    except (ValueError, IndexError, KeyError, OverflowError) as e:
+        raise ValueError(f"metadata_from: {path}: truncated or damaged ({e})") from e
+
+
+def _fields(
+    gguf: Any, metadata: Mapping[str, Any], source: Any, tensors: Sequence[_Tensor]
+) -> dict[str, _Field]:
+    """The metadata of the file."""
+    fields = dict(_taken_over(gguf, source)) if source else {}
+    fields |= _about(gguf, tensors)
+    for key, value in metadata.items():
+        if value is None:
+            fields.pop(key, None)
+        else:
+            fields[key] = _field(gguf, key, value)
+    if _ARCHITECTURE not in fields:
+        raise ValueError(
+            f"metadata: {_ARCHITECTURE!r} is missing. Give it, with the other keys that its programs "
+            "read, or metadata_from=, the file that the model came from"
+        )
+    return fields
+
+
+def _taken_over(gguf: Any, source: Any) -> Iterator[tuple[str, _Field]]:
+    array = gguf.GGUFValueType.ARRAY
+    for key, field in source.fields.items():
+        kind, *inner = field.types
+        value = field.contents()
+        # (The package does not write empty lists.)
+        if key.startswith(_NOT_KEPT) or (kind == array and not value):
+            continue
+        yield key, (value, kind, inner[-1] if inner else None)
+
+
+def _about(gguf: Any, tensors: Sequence[_Tensor]) -> dict[str, _Field]:
+    """What programs show as the file's type, and the version of the quantized blocks."""
+    uint32 = gguf.GGUFValueType.UINT32
+    sizes: collections.Counter[str] = collections.Counter()
+    for t in tensors:
+        sizes[t.kind] += math.prod(t.shape)
+    most = sizes.most_common(1)[0][0] if sizes else "F32"
+    prefixes = ("ALL_", "MOSTLY_")
+    found = [x for x in gguf.LlamaFileType if x.name.startswith(tuple(p + most for p in prefixes))]
+    about = {_VERSION: (gguf.GGML_QUANT_VERSION, uint32, None)}
+    return about | ({_FILE_TYPE: (int(found[0]), uint32, None)} if found else {})
+
+
+_TYPES = {bool: "BOOL", str: "STRING", float: "FLOAT32"}
+
+
+def _field(gguf: Any, key: str, value: Any) -> _Field:
+    types = gguf.GGUFValueType
+    if isinstance(value, list | tuple | np.ndarray):
+        each = [_field(gguf, key, x) for x in value]
+        inner = {kind for _, kind, _ in each}
+        if inner == {types.INT32, types.UINT32}:  # some are negative
+            inner = {types.INT32}
+        if len(inner) != 1 or types.ARRAY in inner:
+            raise ValueError(
+                f"metadata: {key}: expected a list of numbers or texts of one type, got {value!r}"
+            )
+        return [x for x, _, _ in each], types.ARRAY, inner.pop()
+    if isinstance(value, np.generic):
+        name = "BOOL" if value.dtype == bool else value.dtype.name.upper()
+        if name in types.__members__:
+            return value.item(), types[name], None
+    elif type(value) in _TYPES:
+        return value, types[_TYPES[type(value)]], None
+    elif type(value) is int and -(2**31) <= value < 2**32:
+        return value, types.INT32 if value < 0 else types.UINT32, None
+    raise ValueError(
+        f"metadata: {key}: expected a text, a number, a boolean or a list of them, got {value!r}. "
+        "Larger integers: numpy.uint64, numpy.int64"
+    )

@@ -1,0 +1,215 @@
+"""Trees of parameters from the tensors of another library's file, by names."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.arrays import axes as axes_of
+from haiku_implicit.arrays.matrix_view import view_of
+from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
+from haiku_implicit.core.progress import bar
+from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.interchange.names import Names, Place, place_of
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+
+# How many parameters an error names.
+_MOST = 5
+
+
+class Stored(NamedTuple):
+    """A tensor of a file, which is not read yet.
+
+    Attributes:
+      name: what the file calls it; of a quantized one, what the dense weight would be called.
+      shape: in the order of the file.
+      read: gives it as a NumPy array, which may be a view of the file, or as a `QuantizedMatrix` whose
+        groups lie along the last axis. With True it may give the values of what a `QuantizedMatrix`
+        cannot hold; without, that is an error.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[bool], np.ndarray | QuantizedMatrix]
+
+
+class _Placed(NamedTuple):
+    """A tensor, where it goes, and the shape of the parameter."""
+
+    stored: Stored
+    place: Place
+    shape: tuple[int, ...]
+
+
+def tree_of(
+    tensors: Sequence[Stored],
+    names: Names,
+    where: str,
+    *,
+    dtype: Any,
+    like: Any,
+    dequantize: Targets | None,
+) -> dict[str, dict[str, Any]]:
+    """The parameters that the tensors of a file are, read one after another.
+
+    Args:
+      tensors: of the file.
+      names: where each goes.
+      where: the file, for errors.
+      dtype: of the parameters' values; None for that of the file.
+      like: `{module: {name: array or shape}}`: the parameters that there have to be, or None.
+      dequantize: which quantized parameters become dense.
+
+    Raises:
+      CheckpointError: if the parameters are not those of `like`.
+      ValueError: for a tensor that `names` has no place for, two at one place, or a place that does not
+        fit the tensor.
+    """
+    placed = _placed(tensors, names, where)
+    if like is not None:
+        _check_like(placed, like, where)
+    dense = _dense_ones(placed, dequantize)
+    tree: dict[str, dict[str, Any]] = {}
+    with bar("reading", len(placed)) as run:
+        for path, found in placed.items():
+            module, _, name = path.rpartition("/")
+            value = run(path, _read, found, where, dtype, path in dense)
+            tree.setdefault(module, {})[name] = value
+    return tree
+
+
+# --- places --------------------------------------------------------------------------------------
+
+
+def _placed(tensors: Sequence[Stored], names: Names, where: str) -> dict[str, _Placed]:
+    """The tensors that are not left out, by the paths of their parameters."""
+    placed: dict[str, _Placed] = {}
+    for stored in tensors:
+        place = place_of(names, stored.name, where)
+        if place is None:
+            continue
+        path = place.path
+        if not all(path.rpartition("/")[::2]):
+            raise ValueError(
+                f"{where}: {stored.name}: names gives {path!r} for it, expected 'module/name'"
+            )
+        if path in placed:
+            raise ValueError(
+                f"{where}: {path}: names gives two tensors this place, {placed[path].stored.name} and "
+                f"{stored.name}"
+            )
+        placed[path] = _Placed(stored, place, _shape_at(stored, place, where))
+    return placed
+
+
+def _shape_at(stored: Stored, place: Place, where: str) -> tuple[int, ...]:
+    """The shape of the parameter that a tensor becomes."""
+    try:
+        moved = tuple(stored.shape[i] for i in place.axes_for(len(stored.shape)))
+    except ValueError as e:
+        raise ValueError(f"{where}: {stored.name} {list(stored.shape)}: {e}") from None
+    if place.shape is None:
+        return moved
+    if math.prod(place.shape) != math.prod(moved):
+        raise ValueError(
+            f"{where}: {stored.name}: expected {math.prod(place.shape)} numbers for {place.path} "
+            f"{list(place.shape)}, got {list(moved)}"
+        )
+    return tuple(place.shape)
+
+
+def _check_like(placed: Mapping[str, _Placed], like: Any, where: str) -> None:
+    wanted = {
+        path_of(module, name): tuple(np.shape(x))
+        for module, own in like.items()
+        for name, x in own.items()
+    }
+    wrong = [
+        f"{path}: expected {list(shape)}, no tensor has this place"
+        for path, shape in wanted.items()
+        if path not in placed
+    ]
+    for path, (stored, _, shape) in placed.items():
+        if path not in wanted:
+            wrong.append(f"{path}: the model has no such parameter, {stored.name} has this place")
+        elif shape != wanted[path]:
+            expected = f"expected {list(wanted[path])}, got {list(shape)}"
+            wrong.append(f"{path}: {expected} of {stored.name} {list(stored.shape)}")
+    if wrong:
+        more = f"; and {len(wrong) - _MOST} more" if len(wrong) > _MOST else ""
+        raise CheckpointError(
+            f"{where}: not the parameters of `like`: {'; '.join(wrong[:_MOST])}{more}"
+        )
+
+
+def _dense_ones(placed: Mapping[str, _Placed], dequantize: Targets | None) -> set[str]:
+    """The paths that `dequantize` chooses."""
+    chosen = predicate_of("dequantize", dequantize, lambda module_name, name, value: False)
+    check_paths("dequantize", dequantize, list(placed))
+    found = set()
+    for path, (_, _, shape) in placed.items():
+        module, _, name = path.rpartition("/")
+        if chosen(module, name, jax.ShapeDtypeStruct(shape, jnp.float32)):
+            found.add(path)
+    if isinstance(dequantize, str) and not found:
+        raise no_match("dequantize", dequantize, list(placed))
+    return found
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
+    """The parameter that a tensor is."""
+    stored, place, shape = placed
+    try:
+        value = stored.read(dense)
+        axes = place.axes_for(len(stored.shape))
+        if isinstance(value, QuantizedMatrix) and not dense:
+            new: Any = _as_placed(value, place, axes, shape, dtype)
+        else:
+            if isinstance(value, QuantizedMatrix):
+                value = np.asarray(value.materialize())
+            new = _dense(value.transpose(axes).reshape(shape), dtype)
+    except CheckpointError:
+        raise
+    except ValueError as e:
+        raise ValueError(f"{where}: {stored.name}: {e}") from e
+    # One at a time: JAX computes later than it returns, and needs memory for that.
+    return jax.block_until_ready(new)
+
+
+def _dense(value: np.ndarray, dtype: Any) -> Any:
+    """A JAX array; one of NumPy if JAX would give it fewer bits."""
+    floating = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
+    # A copy in any case: JAX may use the memory of what it is given, and this may be a mapped file.
+    value = np.array(value, dtype if floating else None, order="C", copy=True)
+    same = jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype
+    return jnp.asarray(value) if same else value
+
+
+def _as_placed(
+    value: QuantizedMatrix, place: Place, axes: tuple[int, ...], shape: tuple[int, ...], dtype: Any
+) -> Any:
+    """A matrix whose groups lie along its last axis, with its axes and its shape as a place says."""
+    lead = len(axes) - 2
+    if axes[:lead] != tuple(range(lead)):
+        raise ValueError(
+            f"{place.path}: axes: of a quantized tensor only the last two axes can change places, got "
+            f"{axes}. dequantize={place.path!r} makes it dense"
+        )
+    axis = -1 if axes[-2] < axes[-1] else -2
+    value = value._replace(axis=axis, dtype=value.dtype if dtype is None else np.dtype(dtype))
+    if value.shape == shape:
+        return value
+    same = shape[:lead] == value.shape[:lead]
+    made = axes_of.reshaped(axes_of.whole(value.shape[lead:]), shape[lead:]) if same else None
+    if made is None:
+        raise ValueError(
+            f"{place.path}: shape: expected the rows and the columns of {list(value.shape)}, each cut "
+            f"into axes, got {list(shape)}. dequantize={place.path!r} makes it dense"
+        )
+    return view_of(value, made)

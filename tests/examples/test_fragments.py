@@ -1,0 +1,134 @@
+"""Code in the pages that goes on with what a reader has: it runs with a small model in its place."""
+
+import contextlib
+import functools
+import pathlib
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+import smollm
+from haiku_implicit.quantization import QtRule
+from models.cached_attention import CachedAttention, Sizes
+from tests.examples import tiny_llama
+from tests.pages import DOCS, SINGLE, code_blocks, name_of
+
+DATA = pathlib.Path(__file__).resolve().parents[1] / "data"
+X = jnp.ones((2, 8))
+
+
+def mlp(name):
+    """A model without state, and its parameters."""
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 8], name=name)(x)))
+    return model, model.init(jax.random.key(0), X)
+
+
+def run(code, **names):
+    """The names after some code; `names` are those that it goes on with."""
+    scope = dict(hk=hk, hki=hki, jax=jax, jnp=jnp, **names)
+    exec(compile(code, "a page", "exec"), scope)
+    return scope
+
+
+def attention(code, folder):
+    found = run(code, CachedAttention=CachedAttention, sizes=Sizes(2, 1, 4, 4))
+    x, mask = jnp.ones((1, 2, 8)), jnp.ones((1, 4), bool)
+    _, state = found["model"].init(jax.random.key(0), x, mask)
+    assert hki.QuantizedCache in map(type, hki.tree_leaves_with_implicit(state))
+
+
+def a_type_in_files(code, folder):
+    found = run(code, NamedTuple=NamedTuple, Any=Any, __name__="fragments")
+    hki.save(folder / "file", found["Training"](3, {"w": X}))
+    assert hki.load(folder / "file").step == 3
+
+
+def quantized_training(code, folder):
+    found = run(code, QtRule=QtRule, params=mlp("llama")[1])
+    assert isinstance(found["params"]["llama/~/linear_0"]["w"], hki.TrainedQuantized)
+
+
+def static_scales(code, folder):
+    params = {name: {"w": jnp.ones((8, 8))} for name in ("mixture/up", "a/router", "head")}
+    found = run(code, functools=functools, QtRule=QtRule, params=params, axes={})
+    kinds = {name: type(x["w"]).__name__ for name, x in found["params"].items()}
+    assert kinds == dict.fromkeys(("mixture/up", "head"), "TrainedQuantized") | {
+        "a/router": "ArrayImpl"
+    }
+
+
+def serving(code, folder):
+    t, dense = mlp("net")
+    t = hki.transform_implicit(t)
+    rule = QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    params = hki.quantized_training(dense, [rule])
+    found = run(code, t=t, params=params, state={}, images=X)
+    np.testing.assert_allclose(found["logits"], t.apply(dense, X), rtol=0.1, atol=0.05)
+
+
+def a_folder_of_the_hub(code, folder):
+    tokens = jnp.array([[1, 2, 3]])
+    code = code.replace("path/to/folder", str(DATA / "hub" / "gpt2"))
+    found = run(code, tokens=tokens)
+    assert found["logits"].shape[:2] == (1, 3)
+
+
+def a_gguf_file(code, folder):
+    tensors = tiny_llama.gguf_tensors(np.load(DATA / "llama_golden.npz"))
+    source = tiny_llama.write_gguf(folder / "source.gguf", tensors)
+    params = smollm.read_gguf(source).params
+    lora = hki.add_lora(params, 0, rank=2, targets=".*_proj/w")
+    with contextlib.chdir(folder):
+        run(code, params=lora, smollm=smollm, source=source)
+    again = smollm.read_gguf(folder / "shakespeare.gguf").params
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), hki.materialize(again), params
+    )
+
+
+class Attention(hk.Module):
+    def __call__(self, x):
+        return hk.Linear(8, name="q_layer")(x)
+
+
+def alphagenome(code, folder):
+    model = hk.transform_with_state(lambda x: Attention(name="mha_block")(x))
+    params, state = model.init(jax.random.key(0), X)
+    names = dict(params=params, state=state, batch=(X,), loss_of=lambda out, x: out.var())
+    found = run(code, model=model, **names)
+    assert isinstance(found["grads"]["mha_block/q_layer"]["w"], hki.LoRA)
+
+
+# By pages, in their order. The client in docs/serving.md is in tests/examples/test_serve.py.
+FRAGMENTS = {
+    "attention.md": [attention],
+    "files.md": [a_type_in_files],
+    "qwix.md": [quantized_training, static_scales, serving],
+    "models.md": [a_folder_of_the_hub],
+    "gguf.md": [a_gguf_file],
+    "alphafold3_alphagenome.md": [alphagenome],
+}
+ELSEWHERE = ["serving.md"]
+
+
+def without_output(page):
+    return [code for code, shown in code_blocks(page) if not shown]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page, index", [(p, i) for p, own in FRAGMENTS.items() for i in range(len(own))]
+)
+def test_a_fragment_runs(page, index, tmp_path):
+    FRAGMENTS[page][index](without_output(DOCS / page)[index], tmp_path)
+
+
+def test_no_code_is_left_out():
+    pages = {name_of(page): len(without_output(page)) for page in SINGLE}
+    pages = {name: count for name, count in pages.items() if count and name not in ELSEWHERE}
+    assert pages == {name: len(own) for name, own in FRAGMENTS.items()}

@@ -1,0 +1,196 @@
+"""GGUF files written, and what the `gguf` package reads in them."""
+
+import os
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+
+NAMES = {
+    "token_embd.weight": "embed/embeddings",
+    "blk.0.attn_q.weight": "layer/q/w",
+    "output_norm.weight": "norm/scale",
+    "output.weight": hki.Place("head/w", (0, 1)),
+}
+METADATA = {"general.architecture": "mine", "mine.block_count": 1}
+
+
+def normal(*shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture
+def params():
+    return {
+        "embed": {"embeddings": jnp.asarray(normal(6, 64))},
+        "layer/q": {"w": jnp.asarray(normal(64, 32))},
+        "norm": {"scale": jnp.arange(64.0, dtype=jnp.bfloat16)},
+        "head": {"w": jnp.asarray(normal(8, 64))},
+    }
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes parameters, and returns the tensors of the file by name, and its metadata."""
+
+    def write(params, names=NAMES, path=tmp_path / "model.gguf", metadata=METADATA, **options):
+        hki.save_gguf(path, params, names, metadata=metadata, **options)
+        reader = gguf.GGUFReader(path)
+        fields = {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
+        return {t.name: t for t in reader.tensors}, fields
+
+    return write
+
+
+def kinds(tensors):
+    return [t.tensor_type.name for t in tensors.values()]
+
+
+def test_dense_parameters_as_they_are(params, written):
+    tensors, fields = written(params)
+    assert list(tensors) == list(NAMES) and set(kinds(tensors)) == {"F32"}
+    np.testing.assert_array_equal(tensors["token_embd.weight"].data, params["embed"]["embeddings"])
+    np.testing.assert_array_equal(tensors["blk.0.attn_q.weight"].data, params["layer/q"]["w"].T)
+    np.testing.assert_array_equal(tensors["output_norm.weight"].data, np.arange(64.0))
+    np.testing.assert_array_equal(tensors["output.weight"].data, params["head"]["w"])
+    assert fields == METADATA | {"general.quantization_version": 2, "general.file_type": 0}
+
+
+def test_kinds_by_pattern_and_the_first_that_fits(params, written):
+    rules = {"token_embd.*": "F16", r"blk\.\d+\..*": ("Q4_K", "Q8_0"), "output.*": "BF16"}
+    tensors, fields = written(params, kind=rules)
+    assert kinds(tensors) == ["F16", "Q8_0", "F32", "BF16"]
+    for name, module in (("blk.0.attn_q.weight", "layer/q"), ("output.weight", "head")):
+        want = params[module]["w"].T if module == "layer/q" else params[module]["w"]
+        got = gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type)
+        np.testing.assert_allclose(got, want, atol=0.02)
+    assert fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q8_0
+
+
+def test_quantized_weights_bit_for_bit(params, written):
+    del params["head"]
+    quantized = hki.quantize_params(params, dtype="q4_0", targets="layer.*")
+    quantized = hki.quantize_params(quantized, dtype="q8_0", axis=-1, targets="embed.*")
+    names = {k: NAMES[k] for k in list(NAMES)[:3]}
+    tensors, _ = written(quantized, names)
+    assert kinds(tensors) == ["Q8_0", "Q4_0", "F32"]
+    want = hki.materialize(quantized)
+    for name, x in (
+        ("token_embd.weight", want["embed"]["embeddings"]),
+        ("blk.0.attn_q.weight", want["layer/q"]["w"].T),
+    ):
+        t = tensors[name]
+        np.testing.assert_array_equal(gguf.quants.dequantize(t.data, t.tensor_type), x)
+
+
+def test_a_weight_of_three_axes_and_one_of_experts(tmp_path, written):
+    w = jnp.asarray(normal(64, 4, 8))
+    q = hki.MatrixView.of(w, [-3], [-2, -1], hki.QuantizedMatrix.quantize, dtype="q8_0")
+    experts = jnp.asarray(normal(3, 64, 5))
+    params = {"q": {"w": q}, "experts": {"w": experts}}
+    flat = {"q": {"w": jnp.reshape(w, (64, 32))}, "experts": params["experts"]}
+    names = {"attn_q.weight": "q/w", "exps.weight": hki.Place("experts/w", (0, 2, 1))}
+    written(flat, names, tmp_path / "flat.gguf", kind="F32")
+    names["attn_q.weight"] = hki.Place("q/w", shape=(64, 4, 8))
+    with pytest.raises(ValueError, match="attn_q.weight: its Place has a shape"):
+        written(params, names)
+    source = tmp_path / "flat.gguf"
+    tensors, _ = written(params, names, metadata_from=source, kind={"exps.*": "Q4_0"})
+    assert kinds(tensors) == ["Q8_0", "Q4_0"]
+    got = gguf.quants.dequantize(tensors["attn_q.weight"].data, gguf.GGMLQuantizationType.Q8_0)
+    np.testing.assert_array_equal(got, np.reshape(q.materialize(), (64, 32)).T)
+    got = gguf.quants.dequantize(tensors["exps.weight"].data, gguf.GGMLQuantizationType.Q4_0)
+    assert got.shape == (3, 5, 64)
+    np.testing.assert_allclose(got, np.swapaxes(experts, 1, 2), atol=0.3)
+
+
+def test_metadata_of_another_file(params, written, tmp_path):
+    first = tmp_path / "first.gguf"
+    own = METADATA | {
+        "a.float": 0.5, "a.negative": -3, "a.large": np.uint64(2**40), "a.yes": True,
+        "a.texts": ["ü", ""], "a.numbers": [1.5, 2.0], "a.signs": [-1, 1], "general.alignment": 64,
+    }  # fmt: skip
+    _, before = written(params, path=first, metadata=own, kind="Q4_0")
+    changes = {"a.yes": None, "mine.block_count": 2}
+    names = lambda tensor: NAMES[tensor]  # noqa: E731
+    tensors, after = written(params, names, metadata=changes, metadata_from=first, kind="F16")
+    assert list(tensors) == list(NAMES)
+    expected = own | {
+        "mine.block_count": 2, "general.file_type": 1, "general.quantization_version": 2
+    }  # fmt: skip
+    assert after == {k: v for k, v in expected.items() if k != "a.yes"}
+    types = {k: f.types for k, f in gguf.GGUFReader(first).fields.items()}
+    again = {k: f.types for k, f in gguf.GGUFReader(tmp_path / "model.gguf").fields.items()}
+    assert again == {k: v for k, v in types.items() if k != "a.yes"}
+    assert all(t.data_offset % 64 == 0 for t in tensors.values())
+
+
+def test_a_file_stays_until_the_next_one_is_complete(params, written, tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    written(params)
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("disk is full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="full"):
+        written(params, kind="F16")
+    params["head"]["w"] = params["head"]["w"].at[0, 0].set(jnp.nan)
+    with pytest.raises(ValueError, match="output.weight, head/w: .*not finite"):
+        written(params, kind="Q8_0")
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["model.gguf"]
+
+
+def with_lora(params):
+    return hki.add_lora(params, 0, rank=2, targets="layer.*")
+
+
+@pytest.mark.parametrize(
+    "change, options, message",
+    [
+        (with_lora, {}, r"layer/q/w: a LoRA adapter.*merge_adapters\(params\).*requantize=True"),
+        (lambda p: p, dict(kind="Q4_K"), r"token_embd.weight: rows of 64 .*\(256 for Q4_K\).*'F16'"),
+        (lambda p: p, dict(kind="Q4_2"), "kind: expected one of F32.*got 'Q4_2'"),
+        (lambda p: p | {"new": {"b": jnp.ones(1)}}, {}, "new/b: names has no tensor for it"),
+        (lambda p: {k: p[k] for k in list(p)[1:]}, {}, "token_embd.weight: names has 'embed/embedd"),
+        (lambda p: hki.quantize_params(p, targets="head.*", dtype="nf4", group_size=4), {},
+         "output.weight: head/w is nf4 in groups of 4 along the columns of the tensor, with scales in "
+         "float32, which is not the format.*kind='Q8_0'"),
+        (lambda p: p, dict(names=NAMES.get), "names: a function does not say what tensors there are"),
+        (lambda p: p, dict(metadata={"a": 1}), "metadata: 'general.architecture' is missing"),
+        (lambda p: p, dict(metadata=METADATA | {"a": [1, "b"]}), "metadata: a: expected a list"),
+        (lambda p: p, dict(metadata=METADATA | {"a": 2**40}), "metadata: a: .*numpy.uint64"),
+        (lambda p: p, dict(metadata_from=__file__), "metadata_from: .*not a GGUF file"),
+    ],
+)  # fmt: skip
+def test_errors(params, written, tmp_path, change, options, message):
+    with pytest.raises(ValueError, match=message):
+        written(change(params), **options)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_merged_adapter_keeps_the_format_where_asked(params, written):
+    q = with_lora(hki.quantize_params(params, dtype="q4_0", targets="layer.*"))
+    lora = q["layer/q"]["w"]
+    q["layer/q"]["w"] = lora._replace(b=jnp.ones_like(lora.b))
+    merged = hki.merge_adapters(q, requantize=True)
+    tensors, _ = written(merged)
+    assert kinds(tensors) == ["F32", "Q4_0", "F32", "F32"]
+    t = tensors["blk.0.attn_q.weight"]
+    got = gguf.quants.dequantize(t.data, t.tensor_type).T
+    np.testing.assert_array_equal(got, merged["layer/q"]["w"].materialize())
+    step = np.abs(lora.materialize()).max() / 7
+    np.testing.assert_allclose(got, q["layer/q"]["w"].materialize(), atol=step)
+
+
+def test_the_package_is_optional(params, written, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(
+        ImportError, match=r"GGUF files need gguf: pip install 'haiku-implicit\[gguf\]'"
+    ):
+        written(params)
+    assert hki.to_ggml(jnp.ones((32, 1)), "F32").dtype == np.float32

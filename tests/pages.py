@@ -1,0 +1,33 @@
+"""The pages of the documentation, and the code in them."""
+
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
+# Pages to be followed from top to bottom: each block goes on with what those before it have made.
+PROGRAMS = [
+    "api/types.md",
+    "coming_from.md",
+    "dispatch.md",
+    "haiku_hooks.md",
+    "own_type.md",
+    "quick_start.md",
+    "recipes.md",
+]
+
+
+def code_blocks(document):
+    """The Python code in a document, and what it shows as its output, if it shows any."""
+    pattern = r"```python\n(.*?)```\n(?:\nIt prints:\n\n```\n(.*?)```)?"
+    return re.findall(pattern, document.read_text(), re.DOTALL)
+
+
+def name_of(page):
+    return page.relative_to(DOCS).as_posix()
+
+
+SINGLE = [page for page in PAGES if name_of(page) not in PROGRAMS]
