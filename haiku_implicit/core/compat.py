@@ -9,6 +9,7 @@ import jax
 import jax.ad_checkpoint
 import jax.extend.core
 import jax.numpy as jnp
+from jax.experimental.custom_partitioning import SdyShardingRule
 
 Primitive = jax.extend.core.Primitive
 
@@ -18,6 +19,10 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 # What `jax.jit` has for an operand or a result without a sharding of its own.
 UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].default
+
+
+# Whether a rule for XLA's partitioner can say which axes are summed over (from JAX 0.7.1 or later on).
+PARTITIONING_RULES = "reduction_factors" in inspect.signature(SdyShardingRule).parameters
 
 
 def bind(primitive: Primitive, args: Any, params: dict[str, Any]) -> list[Any]:

@@ -181,7 +181,7 @@ def _lower_on_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _lower(ctx: Any, operands: Any, params: Any, kernel: Any, applies: Any) -> Any:
-    if _is_partitioned(ctx.module_context):
+    if params["mesh"] is not None and _is_partitioned(ctx.module_context):
         product = functools.partial(quantized_matmul_p.bind, **params)
         count = ctx.module_context.axis_context.num_devices
         fun = partitioned(product, params["treedef"], params["order"], count)

@@ -12,6 +12,7 @@ these and nothing else, and each device runs the kernel on what it has:
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.sharding import NamedSharding, PartitionSpec
 
+from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import num_parts, padded_spec
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.layout import Order
@@ -74,12 +76,15 @@ def partitioned(
 
 @functools.cache
 def needs_devices() -> Any:
-    """A jaxpr that has a partitioned function in it; None where there is one device.
+    """A jaxpr that has a partitioned function in it; None where nothing is partitioned by this rule.
 
     JAX tells the rule that lowers a primitive the mesh of the program, which partitioning needs, only
-    where such a function is in the program. So the primitive has this among its parameters.
+    where such a function is in the program. So the primitive has this among its parameters. Then JAX
+    wants one mesh, of devices that are there: `HAIKU_IMPLICIT_PARTITION=0` in the environment leaves
+    products to XLA, for programs with several meshes or an abstract one.
     """
-    if len(jax.devices()) == 1:
+    wanted = os.environ.get("HAIKU_IMPLICIT_PARTITION", "1") != "0"
+    if not wanted or not compat.PARTITIONING_RULES or len(jax.devices()) == 1:
         return None
     fun = custom_partitioning(lambda x: x)
     fun.def_partition(lambda *_: None, sharding_rule="->")
@@ -112,9 +117,10 @@ class _Split(NamedTuple):
         """
         of_batch, of_rows, of_x = map(_names, padded_spec(x.sharding.spec, 3))
         codes = [_names(entry) for entry in padded_spec(q.codes.sharding.spec, q.codes.ndim)]
-        stored = codes[order[-1]], codes[order[-2]]
-        lengths = _pieces(q), q.codes.shape[order[-2]]
-        (of_q, columns), (inputs, outputs) = (y[:: 1 if q.axis == -2 else -1] for y in (stored, lengths))
+        of_q, columns = codes[order[-1]], codes[order[-2]]
+        inputs, outputs = _pieces(q), int(q.codes.shape[order[-2]])
+        if q.axis == -1:
+            (of_q, columns), (inputs, outputs) = (columns, of_q), (outputs, inputs)
         taken: set[str] = set()
 
         def left(names: Sequence[str], length: int) -> Names:
@@ -134,7 +140,9 @@ class _Split(NamedTuple):
         other = x.shape[1:] if of_x else q.codes.shape[-2:]
         whole = math.prod(other) * (x if of_x else q.codes).dtype.itemsize
         cheap = set(of_x) & set(of_q) or sums <= whole
-        contracted = left(dict.fromkeys((*of_x, *of_q)), inputs) if cheap and _sums_in_parts(q) else ()
+        contracted: Names = ()
+        if cheap and _sums_in_parts(q):
+            contracted = left(tuple(dict.fromkeys((*of_x, *of_q))), inputs)
         return cls(batch, rows, contracted, columns)
 
     def of_x(self) -> PartitionSpec:
@@ -209,8 +217,8 @@ def _sizes(q: QuantizedMatrix, order: Order, num_devices: int) -> jax.Array:
     """A table whose axes are as long as there are parts of rows and of groups at most.
 
     XLA takes the shortest axis of a name for its length. Where two axes are split by one mesh axis, it
-    keeps the split of the operand that is larger by these lengths. So that is `x`, if its rows are split
-    at all.
+    keeps the split of the operand that is larger by these lengths: so that is `x`, if its rows are
+    split at all.
     """
     rows, groups = q.codes.shape[order[-2]], _pieces(q)
     return jnp.zeros((math.gcd(rows, num_devices), math.gcd(groups, num_devices)), jnp.uint8)
