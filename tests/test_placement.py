@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
@@ -59,6 +60,15 @@ def test_of_structs_and_of_optimizer_states():
     assert specs_of(state, rules)["mu/linear/w/codes"] == ("model", "data")
 
 
+def test_parts_of_adapters_are_replicated():
+    params = hki.add_lora(quantized(dtype="int8"), 0, rank=2)
+    trained, _ = hki.partition(params, trainable_dense=False)
+    state = hki.freeze_declared(optax.adam(1e-3), trainable_dense=False).init(params)
+    for tree in (trained, state):
+        assert set(specs_of(tree, P("data")).values()) <= {(), ("data",)}
+    assert specs_of(trained, P("data"))["linear/w/a"] == ()
+
+
 def test_a_tree_of_specs_and_a_prefix_of_one():
     params = quantized(dtype="int8")
     whole = {"linear": {"w": P("data", "model"), "b": None}, "att": {"w": P(None, "model")}}
@@ -71,7 +81,8 @@ def test_a_tree_of_specs_and_a_prefix_of_one():
     ("options", "specs", "message"),
     [
         ({}, [("x", P())], r"att/w: no rule matches it, of 'x'. A last rule \('\.\*', PartitionSpec"),
-        ({}, {"linear": P()}, "specs: expected a tree like params, or a prefix of it"),
+        ({}, {"linear": P()}, "specs: expected a PartitionSpec, a tree like params or a prefix of it, or"),
+        ({}, [("(", P())], r"specs: expected pairs of a regular expression and a PartitionSpec, got '\('"),
         ({}, P("rows"), r"att/w: .*the mesh has {'data': 2, 'model': 4}, no \['rows'\]"),
         ({}, {"linear": P(None, "model"), "att": None}, r"linear/b: float32\[32\]: .* is for 2 axes, the array has 1"),
         ({}, {"linear": None, "att": P(None, ("data", "model"))}, "att/w: .*axis 1, of length 4, can't be cut into 8"),

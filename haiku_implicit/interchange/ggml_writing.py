@@ -71,7 +71,7 @@ def to_ggml(weight: Any, kind: Any, *, axis: int = -2) -> np.ndarray:
 
 def checked_kind(kind: Any) -> str:
     """The name of a kind that can be written; raises for another one."""
-    name = kind if isinstance(kind, str) else getattr(kind, "name", kind)
+    name = kind.upper() if isinstance(kind, str) else getattr(kind, "name", kind)
     if name not in (*DENSE, *RECIPES):
         raise ValueError(f"kind: expected one of {', '.join((*DENSE, *RECIPES))}, got {kind!r}")
     return name

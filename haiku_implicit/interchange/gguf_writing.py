@@ -135,6 +135,7 @@ def _planned(params: Any, names: Names, source: Any, kind: Kinds) -> list[_Tenso
             f"{missing[0]}: names has no tensor for it. Give it one, or leave this parameter out of "
             "params"
         )
+    kinds.check_used([t.name for t in tensors])
     return tensors
 
 
@@ -194,6 +195,15 @@ class _Rules:
     def __init__(self, kind: Kinds) -> None:
         rules = kind if isinstance(kind, Mapping) else {".*": kind}
         self._rules = {pattern: _checked_kinds(own) for pattern, own in rules.items()}
+
+    def check_used(self, names: Sequence[str]) -> None:
+        """Raises for a pattern that no tensor's whole name matches."""
+        for pattern in self._rules:
+            if not any(re.fullmatch(pattern, name) for name in names):
+                nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+                raise ValueError(
+                    f"kind: no tensor's whole name matches {pattern!r}. Nearest: {', '.join(nearest)}"
+                )
 
     def of(self, name: str, path: str, weight: Any, shape: tuple[int, ...]) -> str:
         """The kind of a tensor, for a weight that is laid out as it is."""

@@ -31,6 +31,7 @@ class Place(NamedTuple):
         ((1, 0), (0, 1))
         """
         if self.axes is None:
+            self._check_that_axes_are_known(ndim)
             transposed = ndim == 2 and self.path.rpartition("/")[2] == "w"
             return (1, 0) if transposed else tuple(range(ndim))
         if sorted(self.axes) != list(range(ndim)):
@@ -39,6 +40,15 @@ class Place(NamedTuple):
                 f"axes, got {self.axes}"
             )
         return self.axes
+
+    def _check_that_axes_are_known(self, ndim: int) -> None:
+        """Raises for a matrix that is cut into more axes: its shape does not say which one is first."""
+        several = self.shape is not None and len(self.shape) > ndim == 2
+        if several and self.path.rpartition("/")[2] != "w":
+            raise ValueError(
+                f"{self.path}: a matrix becomes {list(self.shape or ())}: say by axes= of its Place "
+                "which axis comes first, (1, 0) for a matrix [outputs, inputs] of which the inputs do"
+            )
 
 
 # From a tensor's name in a file to where it goes; None for what the model does not have.
@@ -83,8 +93,8 @@ def names_by_pattern(
         None to leave it out. The first pattern that matches counts.
 
     Returns:
-      A function from a tensor's name to its place, for `load_gguf`, `load_hugging_face` and
-      `load_peft`. It raises a `KeyError` for a name that no pattern matches.
+      A function from a tensor's name to its place, for `load_gguf` and `load_hugging_face`, and for
+      `load_peft`, which takes texts alone. It raises a `KeyError` for a name that no pattern matches.
 
     Raises:
       ValueError: for a text that is not a regular expression, or a group that it does not have.

@@ -217,7 +217,10 @@ def _named(names: Names, module: str, where: str) -> str:
     except KeyError:
         raise ValueError(f"{where}: {module}: names has no name for it") from None
     if not isinstance(found, str):
-        raise ValueError(f"{where}: {module}: names gives {found!r} for it, expected a text")
+        raise ValueError(
+            f"{where}: {module}: names gives {found!r} for it, expected 'module/name' as a text. (A "
+            "weight [inputs, heads, width] has to be a MatrixView: see matrix_axes= of quantize_params)"
+        )
     return found
 
 

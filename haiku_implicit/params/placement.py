@@ -34,7 +34,9 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
 
     Args:
       params: parameters, dense or implicit, arrays or `jax.ShapeDtypeStruct`; or another tree of such
-        arrays, such as an optimizer's state.
+        arrays, such as an optimizer's state. (A part of an implicit array, such as LoRA's factors
+        without the weight there, is replicated. `optimizer.init` of parameters that are placed already
+        gives a state that is.)
       specs: one `PartitionSpec` for all; or a tree of them, like `params` or a prefix of it, in which
         an implicit array has one, and None stands for a replicated array; or rules `[(pattern, spec),
         ...]`, of which the first counts whose regular expression matches the whole path, the keys of
@@ -51,7 +53,7 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
       >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = jax.make_mesh((1,), ('model',))
+      >>> mesh = jax.make_mesh((1,), ('model',), axis_types=(jax.sharding.AxisType.Auto,))
       >>> params = {'linear': {'w': jnp.ones((8, 4)), 'b': jnp.zeros(4)}}
       >>> params = hki.add_lora(hki.quantize_params(params, dtype='int8'), 0, rank=2)
       >>> found = hki.shardings(params, [('.*/w', P(None, 'model')), ('.*', P())], mesh)
@@ -89,7 +91,11 @@ def _specs_of(paths: Sequence[str], params: Any, specs: Specs) -> list[Partition
     try:
         nested = jax.tree.map(repeated, specs, params, is_leaf=is_spec)
     except ValueError as e:
-        raise ValueError(f"specs: expected a tree like params, or a prefix of it: {e}") from e
+        first = str(e).splitlines()[0]
+        raise ValueError(
+            "specs: expected a PartitionSpec, a tree like params or a prefix of it, or a list of rules "
+            f"[(pattern, spec), ...]: {first}"
+        ) from e
     found = jax.tree.leaves(nested, is_leaf=is_spec)
     wrong = next((x for x in found if not is_spec(x)), None)
     if wrong is not None:
@@ -99,7 +105,14 @@ def _specs_of(paths: Sequence[str], params: Any, specs: Specs) -> list[Partition
 
 def _by_rules(path: str, rules: Sequence[tuple[Any, PartitionSpec]]) -> PartitionSpec:
     for pattern, spec in rules:
-        if re.fullmatch(pattern, path):
+        try:
+            found = re.fullmatch(pattern, path)
+        except (re.error, TypeError) as e:
+            raise ValueError(
+                "specs: expected pairs of a regular expression and a PartitionSpec, got "
+                f"{pattern!r}: {e}"
+            ) from e
+        if found:
             return spec
     patterns = ", ".join(repr(pattern) for pattern, _ in rules)
     raise ValueError(
@@ -110,6 +123,8 @@ def _by_rules(path: str, rules: Sequence[tuple[Any, PartitionSpec]]) -> Partitio
 
 def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     """An array with shardings in place of its leaves."""
+    if is_implicit(x) and not _is_whole(x):
+        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), x)
     what, shape = f"{path}: {describe(x)}", np.shape(x)
     unknown = set(_names_in(spec)) - set(mesh.shape)
     if unknown:
@@ -129,6 +144,14 @@ def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any) -> Any:
         raise ValueError(f"{what}: {spec}: {_reason(x, spec, mesh)}")
     is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether it has all its parts; those that are not trained are missing in an optimizer's state."""
+    try:
+        return x.shape is not None and x.dtype is not None
+    except (AttributeError, TypeError, ValueError):
+        return False
 
 
 def _names_in(spec: PartitionSpec) -> list[str]:

@@ -194,3 +194,12 @@ def test_the_package_is_optional(params, written, monkeypatch):
     ):
         written(params)
     assert hki.to_ggml(jnp.ones((32, 1)), "F32").dtype == np.float32
+
+
+def test_a_pattern_of_kinds_has_to_match_a_whole_name(params, written):
+    with pytest.raises(
+        ValueError, match=r"kind: no tensor's whole name matches 'blk'. Nearest: blk"
+    ):
+        written(params, kind={"blk": "Q8_0"})
+    tensors, _ = written(params, kind={r"blk\..*": "q8_0", ".*": "F16"})
+    assert kinds(tensors)[1] == "Q8_0"

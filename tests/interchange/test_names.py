@@ -93,3 +93,14 @@ def test_files_that_have_no_names(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(hki.CheckpointError, match=f"names.json: .*{message}"):
         hki.read_names(path)
+
+
+def test_a_matrix_that_is_cut_into_heads_says_which_axis_is_first():
+    """By the number of elements alone both would fit."""
+    place = hki.Place("attention/q", shape=(8, 2, 3))
+    with pytest.raises(
+        ValueError, match=r"attention/q: a matrix becomes \[8, 2, 3\]: say by axes="
+    ):
+        place.axes_for(2)
+    assert place._replace(axes=(1, 0)).axes_for(2) == (1, 0)
+    assert place._replace(path="attention/q/w").axes_for(2) == (1, 0)
