@@ -93,8 +93,8 @@ def names_by_pattern(
         None to leave it out. The first pattern that matches counts.
 
     Returns:
-      A function from a tensor's name to its place, for `load_gguf` and `load_hugging_face`, and for
-      `load_peft`, which takes texts alone. It raises a `KeyError` for a name that no pattern matches.
+      A function from a tensor's name to its place, for `load_gguf`, `load_hugging_face` and
+      `load_peft`. It raises a `KeyError` for a name that no pattern matches.
 
     Raises:
       ValueError: for a text that is not a regular expression, or a group that it does not have.

@@ -10,16 +10,24 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.adapters.dora import DoRA
+from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.arrays.matrix_view import MatrixView, view_of
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.replacing import replaced
 from haiku_implicit.files.saving import save
-from haiku_implicit.params.adapter_parts import AdapterParts, checked_parts, without_base
+from haiku_implicit.interchange.names import Names, Place, place_of
+from haiku_implicit.params.adapter_parts import (
+    AdapterParts,
+    checked_parts,
+    with_base,
+    without_base,
+)
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(
@@ -30,8 +38,8 @@ _PARTS = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
 _LINEAR = "lora_A.weight", "lora_B.weight"
 _EMBEDDING = "lora_embedding_A", "lora_embedding_B"
 
-# From the name of a module of the PyTorch model to `module/name` of the parameter.
-Names = Mapping[str, str] | Callable[[str], str]
+# From `module/name` of a parameter to the name of a module of the PyTorch model.
+Modules = Mapping[str, str] | Callable[[str], str]
 
 
 def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
@@ -42,7 +50,8 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
       names: the `module/name` of a Haiku model's parameter for the name of a module of the PyTorch
         model, such as `{'model.layers.0.self_attn.q_proj': 'llama/layer_0/attention/q_proj/w'}`; a
         mapping or a function. Weights are `[inputs, outputs]` in Haiku and `[outputs, inputs]` in
-        PyTorch; that is seen to here.
+        PyTorch; that is seen to here. A `Place` with a shape is for weights `[inputs, heads, width]`,
+        None leaves a module out.
 
     Returns:
       The adapter, for `set_adapter`. PEFT's files do not say what base it was trained on in numbers,
@@ -75,19 +84,22 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
             )
     if not parts:
         raise ValueError(f"{file}: there is no adapter in it")
-    weights = {}
+    weights: dict[str, Any] = {}
     for module, tensors in parts.items():
-        path = _named(names, module, file)
-        if path in weights:
-            raise ValueError(f"names: two modules are {path!r}, the second one is {module!r}")
-        weights[path] = _weight_of(f"{file}: {module}", tensors, _scaling_of(config, module))
+        place = place_of(names, module, file)
+        if place is None:
+            continue
+        if place.path in weights:
+            raise ValueError(f"names: two modules are {place.path!r}, the second one is {module!r}")
+        weight = _weight_of(f"{file}: {module}", tensors, _scaling_of(config, module))
+        weights[place.path] = _at_place(f"{file}: {module}", weight, place)
     return AdapterParts(weights)
 
 
 def save_peft(
     folder: str | os.PathLike[str],
     adapter: AdapterParts,
-    names: Names,
+    names: Modules,
     *,
     base_model: str | None = None,
 ) -> None:
@@ -211,17 +223,33 @@ def _weight_of(where: str, tensors: Mapping[str, Any], alpha_for: Callable[[int]
     )
 
 
-def _named(names: Names, module: str, where: str) -> str:
+def _named(names: Modules, module: str, where: str) -> str:
     try:
         found = names(module) if callable(names) else names[module]
     except KeyError:
         raise ValueError(f"{where}: {module}: names has no name for it") from None
     if not isinstance(found, str):
         raise ValueError(
-            f"{where}: {module}: names gives {found!r} for it, expected 'module/name' as a text. (A "
-            "weight [inputs, heads, width] has to be a MatrixView: see matrix_axes= of quantize_params)"
+            f"{where}: {module}: names gives {found!r} for it, expected the name of a module"
         )
     return found
+
+
+def _at_place(where: str, weight: Any, place: Place) -> Any:
+    """The weight `[inputs, outputs]` in the parameter's axes: of several it is a view of the matrix."""
+    if place.axes not in (None, (1, 0)):
+        raise ValueError(f"{where}: axes: expected (1, 0) of an adapter's Place, got {place.axes}")
+    if place.shape is None:
+        return weight
+    sizes = weight.a.shape[-2], weight.b.shape[-1]
+    axes = axes_of.reshaped(axes_of.whole(sizes), place.shape)
+    if axes is None or axes_of.shape(axes) != tuple(place.shape):
+        raise ValueError(
+            f"{where}: shape: expected inputs and outputs of {list(sizes)}, each cut into axes, got "
+            f"{list(place.shape)}"
+        )
+    base = jax.ShapeDtypeStruct(sizes, weight.a.dtype)
+    return with_base(view_of(with_base(weight, base), axes), None)
 
 
 # --- writing -------------------------------------------------------------------------------------

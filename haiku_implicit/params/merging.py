@@ -60,10 +60,10 @@ def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
     whole = vector_bank.without(vector_bank.with_vector_bank(params))
     parameters = trees.parameters_of(whole)
     _warn_of_untied(parameters)
-    done: dict[tuple[int, ...], Any] = {}
+    done: dict[Any, Any] = {}
 
     def merged(parameter: trees.Parameter) -> Any:
-        same = _leaf_ids(parameter.value)
+        same = jax.tree.structure(parameter.value), _leaf_ids(parameter.value)
         if same not in done:
             done[same] = trees.on_matrix(lambda own: _merged(own.value, requantize))(parameter)
         return done[same]

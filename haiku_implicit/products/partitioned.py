@@ -115,8 +115,8 @@ class _Split(NamedTuple):
         two operands of which only one has its contracted axis split, the smaller is moved: that
         operand, or the parts of the result.
         """
-        of_batch, of_rows, of_x = map(_names, padded_spec(x.sharding.spec, 3))
-        codes = [_names(entry) for entry in padded_spec(q.codes.sharding.spec, q.codes.ndim)]
+        of_batch, of_rows, of_x = _names_by_axis(x)
+        codes = _names_by_axis(q.codes)
         of_q, columns = codes[order[-1]], codes[order[-2]]
         inputs, outputs = _pieces(q), int(q.codes.shape[order[-2]])
         if q.axis == -1:
@@ -168,9 +168,10 @@ class _Split(NamedTuple):
         )
 
 
-def _names(entry: Any) -> Names:
-    """An entry of a spec as a tuple of mesh axes."""
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+def _names_by_axis(x: Any) -> list[Names]:
+    """The mesh axes by which each axis of an operand is split."""
+    entries = padded_spec(getattr(x.sharding, "spec", ()), len(x.shape))
+    return [y if isinstance(y, tuple) else () if y is None else (y,) for y in entries]
 
 
 def _entry(names: Names) -> Any:
@@ -184,8 +185,13 @@ def _pieces(q: QuantizedMatrix) -> int:
 
 
 def _sums_in_parts(q: QuantizedMatrix) -> bool:
-    """Whether parts of the contracted axis can be multiplied apart: activations are rounded by rows."""
-    return q.activation is None or activation_of(q.activation).groups
+    """Whether parts of the contracted axis can be multiplied apart.
+
+    Activations that are rounded by rows are so by whole rows, or by the parts that meet a group.
+    """
+    if q.activation is None:
+        return True
+    return q.axis == -2 and q.num_groups > 1 and activation_of(q.activation).groups
 
 
 def _rule(q: Any, order: Order) -> SdyShardingRule:

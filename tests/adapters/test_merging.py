@@ -93,6 +93,14 @@ def test_one_weight_with_one_adapter_stays_one_array():
     close(merged["head"]["w"], lora.materialize())
 
 
+def test_the_same_arrays_in_another_arrangement_are_another_weight():
+    lora = hki.LoRA(normal((4, 6)), normal((4, 2), 1), normal((2, 6), 2))
+    view = hki.MatrixView.of(normal((4, 2, 3)), [-3], [-2, -1], lambda _: lora)
+    merged = hki.merge_adapters({"a": {"w": lora}, "b": {"w": view}})
+    assert merged["a"]["w"].shape == (4, 6) and merged["b"]["w"].shape == (4, 2, 3)
+    close(merged["b"]["w"].reshape(4, 6), lora.materialize())
+
+
 @pytest.mark.parametrize("at", ["embed", "head"])
 def test_a_merge_says_which_weights_it_unties(at):
     params, lora = tied([at])

@@ -158,7 +158,7 @@ WRONG = {
     "unnamed": (
         CONFIG,
         {"base_model.model.head.lora_A.weight": normal((2, 5), 0)},
-        "head: names has no name for it",
+        "head: names has no place for it",
     ),
 }
 
@@ -202,3 +202,34 @@ def test_what_cannot_be_written(tmp_path):
     with pytest.raises(ValueError, match="stack/w: PEFT's LoRA is for single matrices"):
         hki.save_peft(tmp_path / "new", adapter, {"stack/w": "stack"})
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("base", ["dense", "view"])
+def test_a_weight_of_more_axes(tmp_path, base):
+    """`[inputs, heads, width]`, where PEFT has a matrix `[heads * width, inputs]`."""
+    tensors = tensors_of((2,))
+    place = hki.Place("attention/q", (1, 0), (5, 2, 2))
+    names = {"model.layers.0.q_proj": place}
+    adapter = hki.load_peft(write(tmp_path, CONFIG, tensors), names)
+    params = {"attention": {"q": jnp.asarray(normal((5, 2, 2), 3))}}
+    if base == "view":
+        axes = {"attention/q": ([-3], [-2, -1])}
+        params = hki.quantize_params(params, dtype="int8", targets=".*", matrix_axes=axes)
+    a, b = (tensors[f"base_model.model.model.layers.0.q_proj.lora_{k}.weight"] for k in "AB")
+    want = hki.materialize(params)["attention"]["q"] + 3 * (b @ a).T.reshape(5, 2, 2)
+    got = hki.materialize(hki.set_adapter(params, adapter))["attention"]["q"]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_places_that_do_not_fit_an_adapter_and_modules_left_out(tmp_path):
+    folder = write(tmp_path, CONFIG, tensors_of())
+    of_both = lambda place: dict.fromkeys(NAMES) | {"model.layers.0.q_proj": place}  # noqa: E731
+    assert list(hki.load_peft(folder, of_both("a/w")).weights) == ["a/w"]
+    with pytest.raises(
+        ValueError, match=r"layers.0.q_proj: shape: .* of \[5, 4\], .* got \[2, 10\]"
+    ):
+        hki.load_peft(folder, of_both(hki.Place("a/w", shape=(2, 10))))
+    with pytest.raises(
+        ValueError, match=r"layers.0.q_proj: axes: expected \(1, 0\) .* got \(0, 1\)"
+    ):
+        hki.load_peft(folder, of_both(hki.Place("a/w", (0, 1))))

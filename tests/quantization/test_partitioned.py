@@ -121,12 +121,34 @@ for spec in (P(None, None, "m"), P(None, "m"), P("m"), P("d", None, "m"), P(None
             for a, b in zip(got, want):
                 np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4 * float(jnp.abs(b).max()))
 
-# Activations that are rounded by rows: an axis that is summed over stays whole.
-by_rows = hki.quantize_params({"l": {"w": jax.random.normal(jax.random.key(4), (256, 64))}}, dtype="int8", activation="int8")
-linear = hki.use_implicit_args(lambda p, x: x @ p["l"]["w"])
-placed = jax.device_put(by_rows, hki.shardings(by_rows, P("m"), mesh))
-own = jax.device_put(one, NamedSharding(mesh, P(None, "m")))
-np.testing.assert_allclose(jax.jit(linear)(placed, own), jax.jit(linear)(by_rows, one), rtol=1e-5, atol=1e-4)
+# Activations that are rounded by rows or groups: what shares a scale stays whole.
+dense_w = {"l": {"w": jax.random.normal(jax.random.key(4), (256, 64))}}
+for options in (
+    dict(dtype="int8", activation="int8"),
+    dict(dtype="int8", activation="int8,groups"),
+    dict(dtype="int4", group_size=32, activation="int8,groups"),
+    dict(dtype="int4", group_size=32, activation="int8"),
+):
+    rounded = hki.quantize_params(dense_w, **options)
+    for fun, of_x in ((lambda p, x: x @ p["l"]["w"], 256), (lambda p, x: x @ p["l"]["w"].T, 64)):
+        y = jax.random.normal(jax.random.key(5), (16, of_x))
+        fun = hki.use_implicit_args(fun)
+        for spec in (P("m"), P(None, "m")):
+            placed = jax.device_put(rounded, hki.shardings(rounded, spec, mesh))
+            own = jax.device_put(y, NamedSharding(mesh, P(None, "m")))
+            np.testing.assert_allclose(
+                jax.jit(fun)(placed, own), jax.jit(fun)(rounded, y), rtol=1e-4, atol=2e-4
+            )
+
+# Two batch axes.
+two = hki.quantize_params({"l": {"w": jax.random.normal(jax.random.key(6), (2, 4, 32, 64))}}, dtype="int8")
+einsum = hki.use_implicit_args(lambda p, x: jnp.einsum("abmi,abio->abmo", x, p["l"]["w"]))
+y = jax.random.normal(jax.random.key(7), (2, 4, 8, 32))
+for spec in (P("d", "m"), P("d", None, None, "m"), P(None, "m", "d")):
+    placed = jax.device_put(two, hki.shardings(two, spec, mesh))
+    for of_x in (P("d", "m"), P(None, None, "d"), P(None, None, None, "m")):
+        own = jax.device_put(y, NamedSharding(mesh, of_x))
+        np.testing.assert_allclose(jax.jit(einsum)(placed, own), jax.jit(einsum)(two, y), rtol=1e-4, atol=1e-4)
 print("done")
 """
 
