@@ -90,6 +90,13 @@ def _define_write(values: flags.FlagValues) -> None:
 def _define_targets(values: flags.FlagValues) -> None:
     text(values, "targets", None, _TARGETS)
     text(values, "exclude", None, _EXCLUDE)
+    text(
+        values,
+        "matrix_axes",
+        "{}",
+        "As JSON, which axes of a weight [inputs, heads, width] are the rows and the columns of a "
+        "matrix, from the end, for a pattern of names: '{\".*/query/w\": [[-3], [-2, -1]]}'.",
+    )
     _define_write(values)
 
 
@@ -124,6 +131,17 @@ def _factors(adapter: AdapterParts) -> dict[str, Any]:
     return found
 
 
+def _object(values: flags.FlagValues, name: str) -> dict[str, Any]:
+    """The flag that is a JSON object."""
+    try:
+        found = json.loads(values[name].value)
+    except ValueError as e:
+        raise UsageError(f"--{name}: not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise UsageError(f"--{name}: expected a JSON object, got {values[name].value!r}")
+    return found
+
+
 # --- quantize, add-lora, merge ---------------------------------------------------------------------
 
 
@@ -141,7 +159,7 @@ def _quantize(values: flags.FlagValues, source: str, target: str) -> None:
     params = _read(values, source)
     names = ("dtype", "group_size", "calibration", "zero_point", "activation", "targets", "exclude")
     options: dict[str, Any] = {name: values[name].value for name in names}
-    new = quantize_params(params, **options)
+    new = quantize_params(params, matrix_axes=_object(values, "matrix_axes"), **options)
     _write(params, target, new)
 
 
@@ -159,14 +177,12 @@ def _define_add_lora(values: flags.FlagValues) -> None:
 def _add_lora(values: flags.FlagValues, source: str, target: str) -> None:
     check_target(values, target)
     params = _read(values, source)
-    try:
-        options = dict(json.loads(values.options))
-    except (ValueError, TypeError) as e:
-        raise UsageError(f"--options: expected a JSON object, got {values.options!r}") from e
+    options = _object(values, "options")
     known = options_of(values.method)
     rank = 8 if values.rank is None and "rank" in known else values.rank
     options |= {k: v for k, v in dict(rank=rank, alpha=values.alpha).items() if v is not None}
     choice: dict[str, Any] = dict(targets=values.targets, exclude=values.exclude)
+    choice["matrix_axes"] = _object(values, "matrix_axes")
     _write(params, target, add_adapter(params, values.seed, values.method, **choice, **options))
 
 

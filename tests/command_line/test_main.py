@@ -65,6 +65,19 @@ def test_quantize_add_lora_merge_and_diff(folder, capsys):
     assert "<svg" in (folder / "error.svg").read_text()
 
 
+def test_axes_of_attention(folder, capsys):
+    hki.save("attention", {"att/q": {"w": jnp.ones((16, 2, 8))}})
+    axes = '--matrix_axes={".*/q/w": [[-3], [-2, -1]]}'
+    assert run(capsys, "quantize", "attention", "small", "--dtype=int8", axes)[0] == 0
+    assert run(capsys, "add-lora", "attention", "tuned", "--rank=2", axes)[0] == 0
+    shapes = [hki.load(name)["att/q"]["w"].matrix.shape for name in ("small", "tuned")]
+    assert shapes == [(16, 16)] * 2
+    code, _, err = run(capsys, "quantize", "attention", "new", "--matrix_axes=[1]")
+    assert code == 2 and "--matrix_axes: expected a JSON object, got '[1]'" in err[0]
+    code, _, err = run(capsys, "quantize", "attention", "new", "--matrix_axes={")
+    assert code == 2 and "--matrix_axes: not JSON" in err[0]
+
+
 def test_what_has_no_adapter_is_not_merged(folder, capsys):
     code, _, err = run(capsys, "merge", "model", "merged")
     assert code == 1 and "model: there are no adapters in it" in err[0]
