@@ -21,7 +21,7 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].default
 
 
-# Whether a rule for XLA's partitioner can say which axes are summed over (from JAX 0.7.1 or later on).
+# Whether a rule for XLA's partitioner can say which axes are summed over: not in JAX 0.7.0.
 PARTITIONING_RULES = "reduction_factors" in inspect.signature(SdyShardingRule).parameters
 
 
