@@ -34,7 +34,14 @@ def check(method, use, base):
 
 QUICK = [("lora", "tied", "nf4"), ("dora", "attention", "int4 groups"), ("oft", "layers", "int8")]
 QUICK += [("shira", "experts", "nf4"), ("trained_rows", "tied", "int8")]
-ALL = [(method, use, base) for method in METHODS for use in USES for base in BASES]
+# (nf4 differs from int4 in how codes are decoded, which a use does not see.)
+ALL = [
+    (method, use, base)
+    for method in METHODS
+    for use in USES
+    for base in BASES
+    if base != "nf4" or use in ("matrix", "tied", "experts")
+]
 
 
 @pytest.mark.every(4)
@@ -81,10 +88,10 @@ CONTRACT = [name for name in CASES if " of " not in name and " through " not in 
 def test_contract(name):
     """What a type has to hold, on small matrices.
 
-    These types are equal to others that have the rules. So each sees every third operation, others in
+    These types are equal to others that have the rules. So each sees every sixth operation, others in
     turn; all of them on all types take ten minutes, and were run when the types were written.
     """
-    first = CONTRACT.index(name) % 3
-    operations = dict(list(OPERATIONS.items())[first::3])
+    first = CONTRACT.index(name) % 6
+    operations = dict(list(OPERATIONS.items())[first::6])
     make = lambda seed: CASES[name]((), normal((12, 8), seed))  # noqa: E731
     check_type(make, operations=operations, rtol=1e-3, atol=1e-4)
