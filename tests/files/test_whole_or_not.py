@@ -17,14 +17,14 @@ from tests.tiers import few
 
 # Saves trees of one number, again and again, in several files of 40 kB, as fast as it can.
 SAVER = """
-import itertools, sys
+import itertools, os, sys
 import numpy as np
 import haiku_implicit as hki
 path, first = sys.argv[1], int(sys.argv[2])
 for n in itertools.count(first):
     arrays = {str(i): np.full(10_000, n, np.int32) for i in range(8)}
     hki.save(path, {"m": arrays, "n": n}, max_shard_bytes=80_000)
-    print(n, flush=True)
+    os.write(1, f"{n}\\n".encode())  # at once: `print` may be killed before it ends the line
 """
 
 
