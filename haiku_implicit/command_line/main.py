@@ -134,7 +134,7 @@ def _factors(adapter: AdapterParts) -> dict[str, Any]:
 def _object(values: flags.FlagValues, name: str) -> dict[str, Any]:
     """The flag that is a JSON object."""
     try:
-        found = json.loads(values[name].value)
+        found = json.loads(str(values[name].value))
     except ValueError as e:
         raise UsageError(f"--{name}: not JSON: {e}") from e
     if not isinstance(found, dict):
