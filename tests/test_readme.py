@@ -68,7 +68,9 @@ def test_programs_run_from_top_to_bottom(name):
 @pytest.mark.parametrize("notebook", sorted(DOCS.rglob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebooks_run(notebook, tmp_path):
     """Each cell runs, and prints what the notebook shows, numbers up to what another CPU may change."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    import nbclient  # here, as it takes long
+    import nbformat
+
     shown = nbformat.read(notebook, as_version=4)
     ran = copy.deepcopy(shown)
     client = nbclient.NotebookClient(ran, timeout=120, resources={"metadata": {"path": tmp_path}})

@@ -487,6 +487,14 @@ def has_symbolic_shape(x: Any) -> bool:
 # --- shape and dtype ---------------------------------------------------------------------------
 
 
+def known_struct(x: Any) -> jax.ShapeDtypeStruct | None:
+    """The shape and dtype of an implicit array; None for a part of one, as `partition` gives it."""
+    try:
+        return jax.ShapeDtypeStruct(tuple(x.shape), np.dtype(x.dtype))
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
 def dense_struct(x: Any) -> Any:
     """A `jax.ShapeDtypeStruct` for an implicit array; anything else as it is."""
     if not is_implicit(x):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from haiku_implicit.core import serialization
-from haiku_implicit.core.array import ImplicitArray, is_implicit
+from haiku_implicit.core.array import ImplicitArray, is_implicit, known_struct
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import METADATA, CheckpointError, is_shape
 
@@ -178,12 +178,8 @@ def _describe_object(
 
 def _dense(x: Any) -> tuple[str, tuple[int, ...]] | None:
     """The dtype and shape of what an object stands for; None if it does not stand for an array."""
-    if not is_implicit(x):
-        return None
-    try:
-        return np.dtype(x.dtype).name, tuple(x.shape)
-    except (AttributeError, TypeError, ValueError):  # a part that `partition` gives has none
-        return None
+    struct = known_struct(x) if is_implicit(x) else None
+    return None if struct is None else (struct.dtype.name, struct.shape)
 
 
 def _describe_value(x: Any, path: str) -> Branch:

@@ -13,7 +13,7 @@ from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.axes import parts
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
-from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.array import is_implicit, known_struct
 from haiku_implicit.core.sharding import num_parts, padded_spec
 from haiku_implicit.core.transform import tree_flatten_with_implicit
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -123,7 +123,7 @@ def _by_rules(path: str, rules: Sequence[tuple[Any, PartitionSpec]]) -> Partitio
 
 def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     """An array with shardings in place of its leaves."""
-    if is_implicit(x) and not _is_whole(x):
+    if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
         return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), x)
     what, shape = f"{path}: {describe(x)}", np.shape(x)
     unknown = set(_names_in(spec)) - set(mesh.shape)
@@ -144,14 +144,6 @@ def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any) -> Any:
         raise ValueError(f"{what}: {spec}: {_reason(x, spec, mesh)}")
     is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
-
-
-def _is_whole(x: Any) -> bool:
-    """Whether it has all its parts; those that are not trained are missing in an optimizer's state."""
-    try:
-        return x.shape is not None and x.dtype is not None
-    except (AttributeError, TypeError, ValueError):
-        return False
 
 
 def _names_in(spec: PartitionSpec) -> list[str]:

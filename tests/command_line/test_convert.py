@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import haiku_implicit as hki
 from haiku_implicit.command_line.main import main
@@ -64,8 +65,7 @@ def test_a_gguf_file(folder, capsys):
 def test_a_folder_of_the_hub(folder, capsys):
     for source in ("hub", "hub/model.safetensors"):
         if source != "hub":  # a file of this library is not one of another
-            safetensors = pytest.importorskip("safetensors.numpy")
-            safetensors.save_file({"blk.0.up.weight": UP, "blk.0.up.bias": BIAS}, source)
+            safetensors.numpy.save_file({"blk.0.up.weight": UP, "blk.0.up.bias": BIAS}, source)
         code, _, err = run(capsys, source, "model", "--names=names.json", "--overwrite")
         assert code == 0, err
         np.testing.assert_array_equal(hki.load("model")["model/layer_0/up"]["w"], UP.T)
