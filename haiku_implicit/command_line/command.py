@@ -1,19 +1,41 @@
 """What a command of the program is, and how its flags are read."""
 
+import contextlib
 import dataclasses
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
+
+from haiku_implicit.files.replacing import checked_target
 
 # Exit codes, as programs of the shell have them.
 DONE, FAILED, WRONG_USE = 0, 1, 2
 
 
+# Ends of the names of files that other programs would take for something else.
+_OTHERS = (".gguf", ".npz", ".npy", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".h5", ".json")
+
+
 class UsageError(Exception):
     """Arguments that a command does not take; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What a command says when it is done.
+
+    Attributes:
+      fields: under --json; `warnings` are added.
+      line: otherwise.
+    """
+
+    fields: dict[str, Any]
+    line: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +47,14 @@ class Command:
       about: what it does, in a line.
       arguments: the names of its arguments, in their order.
       define: defines its flags.
-      run: does it, with the flags and the arguments.
+      run: does it, with the flags and the arguments. What it returns is said; None if it has said all.
     """
 
     name: str
     about: str
     arguments: tuple[str, ...]
     define: Callable[[flags.FlagValues], None]
-    run: Callable[..., None]
+    run: Callable[..., Said | None]
 
     @property
     def usage(self) -> str:
@@ -74,7 +96,28 @@ class Command:
         if len(given) != len(self.arguments):
             wanted = " ".join(self.arguments)
             raise UsageError(f"expected {wanted}, got {' '.join(given) or 'nothing'}")
-        self.run(values, *given)
+        if "-" in given:
+            raise UsageError(
+                "'-': standard input and output are not read or written. Give the name of a file"
+            )
+        with _warnings_as_lines() as warned:
+            said = self.run(values, *given)
+        if said is not None:
+            texts = [_in_one_line(w.message) for w in warned]
+            print(json.dumps({**said.fields, "warnings": texts}) if values.json else said.line)
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[list[warnings.WarningMessage]]:
+    """Warnings for people, collected, and in the end a line each on the error stream."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield found
+        finally:
+            for w in found:
+                print(f"warning: {_in_one_line(w.message)}", file=sys.stderr)
 
 
 def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] | None], int]:
@@ -124,19 +167,35 @@ def _said(message: str, code: int) -> int:
     return code
 
 
-def _in_one_line(error: Exception) -> str:
-    message = " ".join(str(error).split()) or type(error).__name__
-    return message.replace(
-        "give allow_pickle=True", "read it with hki.load(path, allow_pickle=True)"
-    )
+def _in_one_line(error: Exception | Warning | str) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
-def check_target(values: flags.FlagValues, target: str) -> None:
-    """Before any work is done for it: whether it is there already.
+def check_target(values: flags.FlagValues, target: str, *, folder: bool = False) -> None:
+    """Before any work is done for it: whether it can be written, and is not there yet.
+
+    Args:
+      values: with `--overwrite`.
+      target: the file, of safetensors.
+      folder: whether it is a folder instead.
 
     Raises:
-      UsageError: if it is, and `--overwrite` is not given.
+      UsageError: if it is there, and `--overwrite` is not given; for the name of another kind of file.
+      OSError: if its folder is missing.
     """
+    suffix = os.path.splitext(target)[1].lower()
+    if suffix in _OTHERS and not folder:
+        raise UsageError(
+            f"{target}: what is written is a file of safetensors, and {suffix} is the name of another "
+            "kind. `haiku-implicit convert` writes GGUF"
+        )
+    if not folder:
+        checked_target(target)
+    check_there(values, target)
+
+
+def check_there(values: flags.FlagValues, target: str) -> None:
+    """Raises a `UsageError` if a target is there, and `--overwrite` is not given."""
     if os.path.exists(target) and not values.overwrite:
         raise UsageError(f"{target} is there already; --overwrite writes over it")
 

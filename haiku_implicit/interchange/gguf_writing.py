@@ -4,7 +4,6 @@ import collections
 import difflib
 import math
 import os
-import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.files.replacing import replaced
 from haiku_implicit.interchange import ggml_writing
 from haiku_implicit.interchange.ggml_writing import gguf_package, to_ggml
+from haiku_implicit.interchange.gguf_reading import read_gguf
 from haiku_implicit.interchange.names import Names, Place, place_of
 from haiku_implicit.params import trees
 
@@ -83,7 +83,7 @@ def save_gguf(
       output.bias F32 [3]
     """
     gguf = gguf_package()
-    source = None if metadata_from is None else _opened(gguf, metadata_from)
+    source = None if metadata_from is None else _opened(metadata_from)
     tensors = _planned(params, names, source, kind)
     fields = _fields(gguf, metadata or {}, source, tensors)
     with replaced(path) as temporary:
@@ -286,16 +286,11 @@ def _dense(weight: Any) -> Any:
 _Field = tuple[Any, Any, Any]
 
 
-def _opened(gguf: Any, path: str | os.PathLike[str]) -> Any:
-    with open(path, "rb") as file:  # an OSError that names it
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise ValueError(f"metadata_from: {path}: not a GGUF file, it starts with {magic!r}")
+def _opened(path: str | os.PathLike[str]) -> Any:
     try:
-        return gguf.GGUFReader(pathlib.Path(path))
-    # What a short file raises depends on where it ends.
-    except (ValueError, IndexError, KeyError, OverflowError) as e:
-        raise ValueError(f"metadata_from: {path}: truncated or damaged ({e})") from e
+        return read_gguf(path)
+    except ValueError as e:
+        raise ValueError(f"metadata_from: {e}") from e
 
 
 def _fields(
