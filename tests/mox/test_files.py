@@ -646,7 +646,7 @@ def with_calls(depth, times):
 
 def test_no_json():
     good = json.dumps(document())
-    rejected("", "the file")
+    rejected("", "an empty file")
     rejected(good[:-20], "the file")
     rejected("[" * 100_000, "nested too deeply")
     rejected(b"\xff\xfe" + good.encode(), "bad.json")
