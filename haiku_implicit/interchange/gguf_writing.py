@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import progress
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.files.replacing import replaced
@@ -175,10 +177,14 @@ def _transposed_shape(name: str, value: Any, place: Place, shape: Any) -> tuple[
     """The shape of the tensor, with its axes in the order of the parameter."""
     if place.shape is None:
         return tuple(value.shape)
+    known = _shape_in_view(value, place) if shape is None else None
+    if known is not None:
+        return known
     if shape is None:
         raise ValueError(
-            f"{name}: its Place has a shape, {list(place.shape)}, which does not say the tensor's own. "
-            "Give metadata_from=, a file that has this tensor, or a parameter of the tensor's shape"
+            f"{name}: its Place has a shape, {list(place.shape)}: of this parameter the tensor has "
+            "some axes joined, and nothing says which. Give metadata_from=, a file that has this tensor; "
+            f"or the parameter with the axes joined, {_joined(place.shape)}, and a Place without a shape"
         )
     own = tuple(shape[i] for i in place.axes_for(len(shape)))
     if tuple(value.shape) != tuple(place.shape) or math.prod(own) != math.prod(place.shape):
@@ -187,6 +193,27 @@ def _transposed_shape(name: str, value: Any, place: Place, shape: Any) -> tuple[
             f"{list(value.shape)}"
         )
     return own
+
+
+def _shape_in_view(value: Any, place: Place) -> tuple[int, ...] | None:
+    """The axes that are joined in the matrix of which a parameter is a view; None if it is none.
+
+    What was read from a file by the same `Place`, and was quantized there, is such a view.
+    """
+    if not isinstance(value, MatrixView) or tuple(value.shape) != tuple(place.shape or ()):
+        return None
+    rows_and_columns = axes_of.whole(tuple(value.matrix.shape))
+    return (
+        tuple(value.matrix.shape)
+        if axes_of.reshaped(rows_and_columns, value.shape) == value.axes
+        else None
+    )
+
+
+def _joined(shape: tuple[int, ...]) -> str:
+    """The matrices that a shape may be that of."""
+    cuts = range(1, len(shape))
+    return " or ".join(f"[{math.prod(shape[:i])}, {math.prod(shape[i:])}]" for i in cuts)
 
 
 class _Rules:
