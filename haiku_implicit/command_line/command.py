@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,12 @@ DONE, FAILED, WRONG_USE = 0, 1, 2
 
 # Ends of the names of files that other programs would take for something else.
 _OTHERS = (".gguf", ".npz", ".npy", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".h5", ".json")
+
+
+# What Python says of a text that is no number.
+_NO_NUMBER = re.compile(
+    r"(?:invalid literal for int\(\) with base 10|could not convert string to float): "
+)
 
 
 class UsageError(Exception):
@@ -89,7 +97,7 @@ class Command:
         try:
             _, *given = values([self.name, *arguments])
         except flags.Error as e:
-            raise UsageError(str(e)) from e
+            raise UsageError(_NO_NUMBER.sub("expected a number, got ", str(e))) from e
         if values.help:
             print(self.help())
             return
@@ -100,24 +108,31 @@ class Command:
             raise UsageError(
                 "'-': standard input and output are not read or written. Give the name of a file"
             )
-        with _warnings_as_lines() as warned:
+        with self._warnings_as_lines() as warned:
             said = self.run(values, *given)
         if said is not None:
-            texts = [_in_one_line(w.message) for w in warned]
+            texts = [self.told(w.message) for w in warned]
             print(json.dumps({**said.fields, "warnings": texts}) if values.json else said.line)
 
+    @contextlib.contextmanager
+    def _warnings_as_lines(self) -> Iterator[list[warnings.WarningMessage]]:
+        """Warnings for people, collected, and in the end a line each on the error stream."""
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", UserWarning)
+            try:
+                yield found
+            finally:
+                for w in found:
+                    print(f"warning: {self.told(w.message)}", file=sys.stderr)
 
-@contextlib.contextmanager
-def _warnings_as_lines() -> Iterator[list[warnings.WarningMessage]]:
-    """Warnings for people, collected, and in the end a line each on the error stream."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", UserWarning)
-        try:
-            yield found
-        finally:
-            for w in found:
-                print(f"warning: {_in_one_line(w.message)}", file=sys.stderr)
+    def told(self, error: Exception | Warning | str) -> str:
+        """What an error or a warning says, in one line, with flags in place of arguments."""
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        names = "|".join(map(re.escape, sorted(set(self.flags()) - {"h", "help"})))
+        return re.sub(rf"(?<![-\w.])(?:(?=({names})=)|^(?=({names}): ))", "--", text)
 
 
 def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] | None], int]:
@@ -135,7 +150,11 @@ def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] 
             print(_overview(commands, about))
             return DONE if given else WRONG_USE
         if given[0] not in by_name:
-            return _said(f"unknown command {given[0]!r}; there are {', '.join(by_name)}", WRONG_USE)
+            nearest = difflib.get_close_matches(given[0], by_name, n=1)
+            meant = f" Did you mean {nearest[0]}?" if nearest else ""
+            return _said(
+                f"unknown command {given[0]!r}; there are {', '.join(by_name)}.{meant}", WRONG_USE
+            )
         command = by_name[given[0]]
         try:
             command.call(given[1:])
@@ -146,7 +165,7 @@ def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] 
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return DONE
         except (ValueError, TypeError, OSError, ImportError) as e:
-            return _said(_in_one_line(e), FAILED)
+            return _said(command.told(e), FAILED)
         except KeyboardInterrupt:
             return _said("interrupted; nothing was written", 130)
         return DONE
@@ -165,10 +184,6 @@ def _said(message: str, code: int) -> int:
     red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
     print(f"{red}error:{plain} {message}", file=sys.stderr)
     return code
-
-
-def _in_one_line(error: Exception | Warning | str) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def check_target(values: flags.FlagValues, target: str, *, folder: bool = False) -> None:

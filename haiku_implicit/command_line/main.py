@@ -176,7 +176,10 @@ def _merge(values: flags.FlagValues, source: str, target: str) -> Said:
     if values.adapter:
         adapter = load(values.adapter)
         if not isinstance(adapter, AdapterParts):
-            adapter = get_adapter(adapter)
+            try:
+                adapter = get_adapter(adapter)
+            except (ValueError, TypeError) as e:
+                raise ValueError(f"{values.adapter}: there is no adapter in it ({e})") from e
         try:
             params = set_adapter(params, adapter, check_base=not values.any_base)
         except ValueError as e:  # which names the argument of the function

@@ -183,8 +183,9 @@ def _transposed_shape(name: str, value: Any, place: Place, shape: Any) -> tuple[
     if shape is None:
         raise ValueError(
             f"{name}: its Place has a shape, {list(place.shape)}: of this parameter the tensor has "
-            "some axes joined, and nothing says which. Give metadata_from=, a file that has this tensor; "
-            f"or the parameter with the axes joined, {_joined(place.shape)}, and a Place without a shape"
+            "some axes joined, and nothing says which. Give metadata_from=, a file that has this "
+            f"tensor; or the parameter with its axes joined, {_joined(place.shape)}, and a Place "
+            "without a shape"
         )
     own = tuple(shape[i] for i in place.axes_for(len(shape)))
     if tuple(value.shape) != tuple(place.shape) or math.prod(own) != math.prod(place.shape):

@@ -42,8 +42,8 @@ class LargeAdapters:
         self._said = True
         warn_caller(
             f"an adapter has more numbers than its weight: {shown(self._found)}. A weight of more than "
-            "two axes counts as a stack of matrices [..., n, m] with an adapter each. matrix_axes= of "
-            "add_lora says which axes make one matrix, such as {'.*/query/w': ([-3], [-2, -1])} for "
+            "two axes counts as a stack of matrices [..., n, m] with an adapter each. matrix_axes= "
+            "says which axes make one matrix, such as {'.*/query/w': ([-3], [-2, -1])} for "
             "[inputs, heads, width]; a smaller rank= or exclude= helps, too"
         )
 
