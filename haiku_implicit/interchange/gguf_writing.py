@@ -55,7 +55,8 @@ def save_gguf(
       params: parameters, without adapters: `merge_adapters` first.
       names: where each tensor of the file is in `params`, as for reading one: 'module/name', a `Place`,
         or None for a tensor that is left out. A mapping says what tensors there are; a function needs
-        `metadata_from`, whose tensors they are then.
+        `metadata_from`, whose tensors they are then. So does a `Place` with a shape, which does not say
+        what axes of the parameter the tensor has joined, unless the parameter is a `MatrixView`.
       kind: one that `from_ggml` reads, 'F32', 'F16' or 'BF16', for all tensors of two axes and more;
         those of one axis (norms, biases) are 'F32'. Several: the first one whose blocks fit the rows. A
         mapping from patterns of tensors' names, of which the first that matches the whole name
