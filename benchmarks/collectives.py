@@ -8,7 +8,6 @@ does not matter what else the machine does.
 """
 
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,22 +16,19 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # before J
 
 import haiku as hk
 import jax
-import numpy as np
 from absl import app
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import haiku_implicit as hki
-from benchmarks import models
+from benchmarks import collectives_text, models
 from benchmarks import tables as markdown
 from haiku_implicit.products.cpu import build
 
 SIZES = models.Sizes(depth=4, width=256, heads=8, batch=8, length=48)
 REST = [(".*", P())]
 COLUMNS, ROWS = P(None, "m"), P("m")
-_OPERATIONS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-_ITEMSIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 
 
 class Split(NamedTuple):
@@ -99,17 +95,7 @@ def measured(fun: Callable[..., Any], params: Any, x: jax.Array, split: Split, m
     own_x = jax.device_put(x, NamedSharding(mesh, split.batch))
     text = jax.jit(fun).lower(placed, own_x).compile().as_text()
     calls = sum("custom-call" in line and build.PREFIX in line for line in text.splitlines())
-    return f"{sent(text) // 1024:,}" + (f" ({calls} calls)" if calls else "")
-
-
-def sent(text: str) -> int:
-    """The bytes of the results of collectives in a compiled program."""
-    results = re.findall(rf"= (.*?) (?:{_OPERATIONS})(?:-start)?\(", text)
-    arrays = [found for result in results for found in re.findall(r"(\w+)\[([\d,]*)\]", result)]
-    return sum(
-        _ITEMSIZES[dtype] * int(np.prod([int(n) for n in sizes.split(",") if n], dtype=int))
-        for dtype, sizes in arrays
-    )
+    return f"{collectives_text.sent(text) // 1024:,}" + (f" ({calls} calls)" if calls else "")
 
 
 if __name__ == "__main__":
