@@ -28,6 +28,8 @@ class DoRA(Adapter):
       alpha: as of `LoRA`.
     """
 
+    field_axes = {"a": "n.", "b": ".m", "magnitude": "m"}
+
     a: Any
     b: Any
     magnitude: Any

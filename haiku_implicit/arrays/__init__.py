@@ -6,7 +6,6 @@ from haiku_implicit.arrays import (  # noqa: F401 (their rules)
     deferred,
     quantized,
     quantized_rows,
-    sharding,
 )
 from haiku_implicit.arrays.concatenated import Concatenated
 from haiku_implicit.arrays.constant import SymbolicConstant

@@ -26,6 +26,7 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler, densify
 from haiku_implicit.core.literals import at_trace_time
+from haiku_implicit.core.sharding import num_parts, padded_spec
 from haiku_implicit.core.validation import expecting
 
 
@@ -88,6 +89,14 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
 
     def materialize(self) -> jax.Array:
         return _full(self, self.shape)
+
+    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+        """The constant of the shape that a part has."""
+        counts = [num_parts(entry, mesh) for entry in padded_spec(spec, self.ndim)]
+        lengths = list(zip(self.shape, counts, strict=True))
+        if any(n % count for n, count in lengths):
+            return NotImplemented
+        return self._replace(shape=tuple(n // count for n, count in lengths))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({short(self)}, value={self.value})"
