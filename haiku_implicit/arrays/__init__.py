@@ -3,6 +3,7 @@
 from haiku_implicit.arrays import (  # noqa: F401 (their rules)
     any_type,
     batch_axes,
+    collectives,
     deferred,
     quantized,
     quantized_rows,

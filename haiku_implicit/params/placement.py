@@ -25,7 +25,7 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
     An implicit array is split as the dense one would be: LoRA's factors along the axes that they have,
     codes and scales in their own order of storage. Where shards would cut a group, codes are split, and
     scales are on all devices; one warning says so (`place` makes smaller groups). Give what comes out
-    to `jax.device_put`, to `jax.jit` as `in_shardings` and `out_shardings`, or to what restores checkpoints.
+    to `jax.device_put`, to `jax.jit` as `in_shardings` and `out_shardings`, or to restore checkpoints.
     (A dense sharding given there for an implicit array is taken for each of its leaves, and splits a
     weight along another axis than it says.)
 
