@@ -137,7 +137,12 @@ def left_to_partitioner(fun: Callable[..., jax.Array], sharding: Any) -> Callabl
     mesh = sharding.mesh
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in pairs if kind == AxisType.Explicit)
-    return jax.sharding.auto_axes(fun, axes=axes, out_sharding=sharding)
+    new = jax.sharding.auto_axes(fun, axes=axes, out_sharding=sharding)
+    if AxisType.Manual not in mesh.axis_types:
+        return new
+    # What a backward pass keeps leaves the `shard_map`, and comes back with explicit axes. So it must
+    # not be what has been left to XLA: the operands themselves are kept.
+    return jax.checkpoint(new)
 
 
 def padded_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
