@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh
@@ -93,6 +94,43 @@ def test_a_tree_of_specs_and_a_prefix_of_one():
 def test_errors_name_the_parameter_and_the_way_out(options, specs, message):
     with pytest.raises(ValueError, match=message):
         hki.shardings(quantized(dtype="int4", **options), specs, MESH)
+
+
+def test_groups_that_shards_would_cut_are_named_once():
+    params = quantized(dtype="int4", group_size=32)
+    params["other"] = {"w": params["linear"]["w"]}
+    rules = [("(linear|other)/w", P(("data", "model"))), (".*", P())]
+    with pytest.warns(
+        UserWarning, match=r"linear/w: .*cuts groups of 32.*groups of 8 fit; other/w"
+    ) as said:
+        found = specs_of(params, rules)
+    assert len(said) == 1 and "haiku_implicit.place" in str(said[0].message)
+    assert found["linear/w/codes"] == (None, ("data", "model"))
+    assert found["linear/w/scale"] == (None, None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("int4", 32), ("uint3", 32), ("int8", (8, 64)), ("nf4", 64, -2, False, None, "double")],
+)
+def test_smaller_groups_have_the_same_values(options):
+    q = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (64, 32)), *options)
+    for spec in (P("model"), P(None, "model"), P("model", "data"), P(("data", "model"))):
+        new = q.fitted(spec, MESH)
+        assert new.partition_spec(spec, MESH) is not NotImplemented
+        assert new.dtype == q.dtype and new.codes.nbytes == q.codes.nbytes
+        np.testing.assert_array_equal(new.materialize(), q.materialize())
+    assert q.fitted(P(), MESH) is q
+
+
+def test_parts_of_views_and_constants_have_their_own_shapes():
+    view = quantized(dtype="int8")["att"]["w"]
+    part = view.partition_spec(P("data", "model"), MESH)
+    assert part.axes == (((32, 1, 0),), (), ((8, 1, 1),))
+    zeros = hki.Zeros(shape=(4, 8))
+    assert zeros.partition_spec(P(None, "model"), MESH).shape == (4, 2)
+    assert zeros.partition_spec(P("model"), MESH).shape == (1, 8)
+    assert zeros.partition_spec(P(("data", "model")), MESH) is NotImplemented
 
 
 PROGRAM = """

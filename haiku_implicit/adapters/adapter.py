@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.dense import dense
@@ -39,15 +39,23 @@ class Adapter(Wrapper, core_ndim=2):
     def materialize(self) -> jax.Array:
         return dense(self.equivalent())
 
-    def field_specs(self, spec: Any) -> dict[str, Any]:
-        """The weight as the dense array, and fields by the axes that they have of it."""
+    def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
+        """The weight as the dense array, and what is trained as `trained_specs` says.
+
+        Not over explicit axes of a mesh: there JAX has no rule for sums over axes that both operands
+        are split by, which an adapter may have within.
+        """
+        explicit = AxisType.Explicit in mesh.axis_types
+        return {"w": spec} if explicit else {"w": spec, **self.trained_specs(spec)}
+
+    def trained_specs(self, spec: Any) -> dict[str, Any]:
+        """How fields besides the weight are split with it: by the axes that they have of it."""
         *lead, n, m = padded_spec(spec, self.ndim)
         entries = {"n": n, "m": m}
-        specs = {
+        return {
             name: PartitionSpec(*lead, *(entries.get(axis) for axis in axes))
             for name, axes in self.field_axes.items()
         }
-        return {"w": spec, **specs}
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -33,10 +33,10 @@ class IA3(Adapter):
             raise ValueError(f"axis: expected -2 or -1, got {axis!r}")
         return cls(w, jnp.ones((*w.shape[:-2], w.shape[axis]), w.dtype), axis)
 
-    def field_specs(self, spec: Any) -> dict[str, Any]:
+    def trained_specs(self, spec: Any) -> dict[str, Any]:
         """The factor as the axis that it is along."""
         entries = padded_spec(spec, self.ndim)
-        return {"w": spec, "factor": PartitionSpec(*entries[:-2], entries[self.axis])}
+        return {"factor": PartitionSpec(*entries[:-2], entries[self.axis])}
 
     def equivalent(self) -> ScaledMatrix:
         return ScaledMatrix(self.w, self.factor.astype(self.dtype), self.axis)

@@ -48,13 +48,13 @@ class LoCon(Adapter):
         """The axes of the kernel; what is before them are batch axes."""
         return np.ndim(self.a) - np.ndim(self.b) + 2
 
-    def field_specs(self, spec: Any) -> dict[str, Any]:
+    def trained_specs(self, spec: Any) -> dict[str, Any]:
         """`a` as the kernel, but for the outputs, which `b` has."""
         entries = list(padded_spec(spec, self.ndim))
         lead, outputs = entries[: self.ndim - self.core_ndim], entries[self.axis]
         entries[self.axis] = None
         b = PartitionSpec(*lead, None, outputs)
-        return {"w": spec, "a": PartitionSpec(*entries), "b": b, "alpha": PartitionSpec(*lead)}
+        return {"a": PartitionSpec(*entries), "b": b, "alpha": PartitionSpec(*lead)}
 
     @classmethod
     def create(

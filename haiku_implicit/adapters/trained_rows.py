@@ -58,10 +58,10 @@ class TrainedRows(Adapter):
         rows = self.rows.astype(self.dtype)
         return rows if self.axis == -2 else jnp.swapaxes(rows, -1, -2)
 
-    def field_specs(self, spec: Any) -> dict[str, Any]:
+    def trained_specs(self, spec: Any) -> dict[str, Any]:
         """The rows (columns) as those of the weight, by the axis that they have of it."""
         *lead, n, m = padded_spec(spec, self.ndim)
-        return {"w": spec, "rows": PartitionSpec(*lead, None, m if self.axis == -2 else n)}
+        return {"rows": PartitionSpec(*lead, None, m if self.axis == -2 else n)}
 
     def equivalent(self) -> LoRA:
         """The difference as a correction of the rank `k`, where there is no rule below."""

@@ -128,7 +128,7 @@ class LoRA(Wrapper, core_ndim=2):
     def materialize(self) -> jax.Array:
         return self.w + self.delta().astype(self.w.dtype)
 
-    def field_specs(self, spec: Any) -> dict[str, Any]:
+    def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
         """`w` as the dense array, `a` by its rows and `b` by its columns; the rank is not split."""
         *lead, n, m = padded_spec(spec, self.ndim)
         a, b = PartitionSpec(*lead, n, None), PartitionSpec(*lead, None, m)
@@ -136,7 +136,7 @@ class LoRA(Wrapper, core_ndim=2):
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
         """By its fields."""
-        return split_fields(self, mesh, **self.field_specs(spec))
+        return split_fields(self, mesh, **self.field_specs(spec, mesh))
 
 
 def _as_alpha(alpha: Any, batch: Sequence[int]) -> Any:

@@ -210,11 +210,12 @@ class ImplicitArray(abc.ABC):
             return NotImplemented
         return jax.tree.map(lambda _: jax.sharding.PartitionSpec(), self)
 
-    def field_specs(self, spec: Any) -> dict[str, Any]:
+    def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
         """How fields lie when XLA is to keep the dense array split by `spec`.
 
         Args:
           spec: a `jax.sharding.PartitionSpec` of the dense array.
+          mesh: the mesh whose axes it names.
 
         Returns:
           A `PartitionSpec` by field, for all arrays in it. Fields that are not named are on all
@@ -241,7 +242,7 @@ class ImplicitArray(abc.ABC):
           An array of this type, by default with its fields fitted, as `field_specs` splits them; the
           array itself where there is nothing to do, or to be done.
         """
-        specs = self.field_specs(spec).items()
+        specs = self.field_specs(spec, mesh).items()
         inner = {name: (getattr(self, name), own) for name, own in specs}
         new = {k: y.fitted(own, mesh) for k, (y, own) in inner.items() if is_implicit(y)}
         return self._replace(**new) if any(new[k] is not inner[k][0] for k in new) else self

@@ -67,7 +67,7 @@ def leaf_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     found = x.placement_spec(spec, mesh)
     if found is not NotImplemented:
         return jax.tree.leaves(found, is_leaf=is_spec)
-    fields = x.field_specs(spec)
+    fields = x.field_specs(spec, mesh)
     specs: list[PartitionSpec] = []
     for name in data_names(type(x)):
         own = fields.get(name, PartitionSpec())

@@ -412,7 +412,9 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         codes = codes.reshape(*codes.shape[:-2], -1, group_size)
         last = self.ndim - 1
         new = self.map_scales(lambda y: formats.repeated(dense(y), size // group_size, last))
-        return new._replace(codes=formats.pack(codes, fmt))
+        new = new._replace(codes=formats.pack(codes, fmt))
+        inferred = new._replace(dtype=self.__dict__.get("_dtype"))  # of one structure with this one
+        return inferred if inferred.dtype == self.dtype else new
 
     @property
     def _grouped_axis(self) -> int:
