@@ -535,7 +535,7 @@ def known_struct(x: Any) -> jax.ShapeDtypeStruct | None:
 
 def same_struct(x: Any, y: Any) -> bool:
     """Whether two arrays have one shape and dtype."""
-    return np.shape(x) == np.shape(y) and getattr(x, "dtype", None) == y.dtype
+    return getattr(x, "shape", None) == y.shape and getattr(x, "dtype", None) == y.dtype
 
 
 def dense_struct(x: Any) -> Any:

@@ -106,7 +106,7 @@ def place(params: Any, specs: Specs, mesh: Any) -> Any:
         for path, x, spec in zip(paths, leaves, _specs_of(paths, params, specs), strict=True)
     ]
     _say(notes, "")
-    new, places = (treedef.unflatten(column) for column in zip(*fitted, strict=True))
+    new, places = (treedef.unflatten([pair[i] for pair in fitted]) for i in (0, 1))
     return jax.device_put(new, places)
 
 
