@@ -133,6 +133,12 @@ def test_parts_of_views_and_constants_have_their_own_shapes():
     assert zeros.partition_spec(P(("data", "model")), MESH) is NotImplemented
 
 
+@pytest.mark.parametrize("mesh", [None, 4, ("data",), P()])
+def test_what_is_no_mesh(mesh):
+    with pytest.raises(TypeError, match=r"mesh: expected a jax.sharding.Mesh, as .* got "):
+        hki.shardings(quantized(), P(), mesh)
+
+
 PROGRAM = """
 import tempfile
 import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki, orbax.checkpoint as ocp

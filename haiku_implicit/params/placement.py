@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from haiku_implicit.core.array import is_implicit, known_struct
 from haiku_implicit.core.sharding import fitting, leaf_specs, names_in, num_parts, padded_spec
@@ -38,7 +38,7 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
         an implicit array has one, and None stands for a replicated array; or rules `[(pattern, spec),
         ...]`, of which the first counts whose regular expression matches the whole path, the keys of
         the tree joined by `/`.
-      mesh: a `jax.sharding.Mesh`.
+      mesh: a `jax.sharding.Mesh`, or an abstract one.
 
     Returns:
       The tree with a `NamedSharding` in place of each array, within implicit ones, too.
@@ -46,6 +46,7 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
     Raises:
       ValueError: for a parameter that no rule matches, whose spec has too many axes, or that can't be
         split so: it names the parameter, its axis, and the number of shards.
+      TypeError: for another kind of mesh, or of specs.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -58,6 +59,7 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
       (P('model', None), P(None, None), P())
       >>> placed = jax.device_put(params, found)
     """
+    _check_mesh(mesh)
     paths, leaves, treedef = _flattened(params)
     notes: list[str] = []
     found = [
@@ -89,6 +91,7 @@ def place(params: Any, specs: Specs, mesh: Any) -> Any:
 
     Raises:
       ValueError: for a parameter that no rule matches, or a spec with axes that it or the mesh lacks.
+      TypeError: for another kind of mesh, or of specs.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
@@ -99,6 +102,7 @@ def place(params: Any, specs: Specs, mesh: Any) -> Any:
       >>> placed['w'].codes.sharding.spec, placed['w'].group_size  # of 16 on four devices
       (P(None, 'model'), 32)
     """
+    _check_mesh(mesh)
     paths, leaves, treedef = _flattened(params)
     notes: list[str] = []
     fitted = [
@@ -108,6 +112,14 @@ def place(params: Any, specs: Specs, mesh: Any) -> Any:
     _say(notes, "")
     new, places = (treedef.unflatten([pair[i] for pair in fitted]) for i in (0, 1))
     return jax.device_put(new, places)
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"mesh: expected a jax.sharding.Mesh, as jax.make_mesh((jax.device_count(),), ('model',)) "
+            f"makes it, got {mesh!r}"
+        )
 
 
 def _fitted(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str]) -> tuple[Any, Any]:
