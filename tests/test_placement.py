@@ -139,6 +139,22 @@ def test_what_is_no_mesh(mesh):
         hki.shardings(quantized(), P(), mesh)
 
 
+@pytest.mark.parametrize("name", ["all_gather", "ppermute", "psum"])
+def test_collectives_over_an_axis_of_vmap(name):
+    options = dict(perm=[(0, 1), (1, 0)]) if name == "ppermute" else {}
+
+    def fun(x):
+        return getattr(jax.lax, name)(x, "i", **options)
+
+    w = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (2, 8, 4)), "int8")
+    want = jax.vmap(fun, axis_name="i")(w.materialize())
+    within, around = hki.use_implicit_args(jax.vmap(fun, axis_name="i")), hki.use_implicit_args(fun)
+    with hki.materialization("allow"):
+        for run in (within, jax.vmap(around, axis_name="i")):
+            np.testing.assert_allclose(hki.materialize(run(w)), want, rtol=1e-6)
+        assert not hki.materialize(within(hki.Zeros(shape=(2, 8, 4)))).any()
+
+
 PROGRAM = """
 import tempfile
 import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki, orbax.checkpoint as ocp

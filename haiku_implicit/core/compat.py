@@ -185,8 +185,11 @@ def vary_like(x: Any, others: Any) -> Any:
 
 
 def vary_over(x: Any, axes: Iterable[str]) -> Any:
-    """`x` marked as varying over these mesh axes, where JAX keeps track of that."""
-    axes = tuple(sorted(set(axes) - varying(x)))
+    """`x` marked as varying over these axes, as far as they are of a `shard_map` (not of a `vmap`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    manual = {name for name, kind in pairs if kind == jax.sharding.AxisType.Manual}
+    axes = tuple(sorted(manual.intersection(axes) - varying(x)))
     if not axes:
         return x
     if hasattr(jax.lax, "pcast"):
