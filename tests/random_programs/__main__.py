@@ -13,6 +13,8 @@ import sys
 from absl import app, flags
 from tqdm import tqdm
 
+from tests.random_programs import agree
+
 _FIRST = flags.DEFINE_integer("first", 0, "The first seed.", lower_bound=0)
 _COUNT = flags.DEFINE_integer("count", 1000, "How many seeds.", lower_bound=1)
 _DEVICES = flags.DEFINE_integer("devices", 1, "Devices of this CPU in each process.", lower_bound=1)
@@ -24,6 +26,7 @@ _CHUNK, _CHUNKS_OF_A_PROCESS = 20, 20
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    # For the processes, which import JAX themselves.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
         f"--xla_force_host_platform_device_count={_DEVICES.value} "
@@ -38,7 +41,7 @@ def main(argv: list[str]) -> None:
     )
     compared, failures = 0, {}
     with pool, tqdm(total=_COUNT.value, unit="program", disable=None) as bar:
-        futures = {pool.submit(run_seeds, chunk): chunk for chunk in chunks}
+        futures = {pool.submit(agree.check_seeds, chunk): chunk for chunk in chunks}
         for future in concurrent.futures.as_completed(futures):
             number, failed = future.result()
             compared += number
@@ -53,22 +56,6 @@ def main(argv: list[str]) -> None:
     )
     if failures:
         sys.exit(1)
-
-
-def run_seeds(seeds: range) -> tuple[int, dict[int, str]]:
-    """How many cases agree, and what is wrong with the others, by seed."""
-    # After the environment is set.
-    import haiku_implicit as hki
-    from tests.random_programs import agree
-
-    compared, failures = 0, {}
-    for seed in seeds:
-        try:
-            with hki.materialization("allow"):
-                compared += agree.check(agree.draw(seed))
-        except Exception as error:
-            failures[seed] = f"{type(error).__name__}: {error}"
-    return compared, failures
 
 
 if __name__ == "__main__":
