@@ -1,6 +1,7 @@
 """One random case: a Haiku function, parameters and transformations, run on implicit and dense arrays."""
 
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -82,7 +83,7 @@ def check(case: Case) -> bool:
         if _raises(twin, case):
             return False
         raise Disagreement(f"{type(error).__name__}: {error}\n{case}") from error
-    problem = _difference(got, want, lambda: both(_nudged(case.params), X)[1])
+    problem = difference(got, want, lambda: both(nudged(case.params), X)[1])
     if problem:
         raise Disagreement(f"{problem}\n{case}")
     return True
@@ -127,46 +128,57 @@ def _functions(case: Case) -> tuple[Any, Any]:
     return chains.composed(case.chain, twin), chains.composed(case.chain, implicit)
 
 
-def _difference(got: Any, want: Any, nudged: Any) -> str | None:
-    """What is not the same; what a nudge of the parameters changes may differ by as much."""
+def difference(got: Any, want: Any, again: Callable[[], Any]) -> str | None:
+    """What is not the same.
+
+    Args:
+      got, want: trees of arrays.
+      again: computes `want` from arguments that differ by a rounding. What this changes may differ by as
+        much, a hundred times.
+    """
     if jax.tree.structure(got) != jax.tree.structure(want):
         return f"{jax.tree.structure(got)}, expected {jax.tree.structure(want)}"
     moved = None
     for i, (a, b) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)):
         if (jnp.shape(a), jnp.result_type(a)) != (jnp.shape(b), jnp.result_type(b)):
             return f"leaf {i}: {jax.typeof(a)}, expected {jax.typeof(b)}"
-        scale = 1 + _largest(b)
-        off = _apart(a, b)
-        if not off <= TOLERANCE * scale:
-            moved = jax.tree.leaves(nudged()) if moved is None else moved
-            if not off <= TOLERANCE * scale + 100 * _apart(moved[i], b):
-                return f"leaf {i}: off by {off:.2e}, of values up to {scale - 1:.2e}"
+        off, limit = apart(a, b), roundings(b) * (1 + largest(b))
+        if not off <= limit:
+            moved = jax.tree.leaves(again()) if moved is None else moved
+            if not off <= limit + 100 * apart(moved[i], b):
+                return f"leaf {i}: off by {off:.2e}, of values up to {largest(b):.2e}"
     return None
 
 
-def _numbers(x: Any) -> Any:
+def roundings(x: Any) -> float:
+    """What results of order one may differ by; of integers nothing."""
+    dtype = jnp.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    return max(TOLERANCE, 30 * float(jnp.finfo(dtype).eps))
+
+
+def numbers(x: Any) -> Any:
     """In doubles; the derivatives of integers, which are nothing, as zeros."""
-    return (
-        np.zeros(np.shape(x))
-        if jnp.result_type(x) == jax.dtypes.float0
-        else np.asarray(x, np.float64)
-    )
+    if jnp.result_type(x) == jax.dtypes.float0:
+        return np.zeros(np.shape(x))
+    return np.asarray(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
 
 
-def _apart(a: Any, b: Any) -> float:
+def apart(a: Any, b: Any) -> float:
     """The largest distance; where both are the same NaN or infinity there is none."""
-    a, b = _numbers(a), _numbers(b)
+    a, b = numbers(a), numbers(b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         return float(np.max(np.where(same, 0.0, np.abs(a - b)), initial=0.0))
 
 
-def _largest(x: Any) -> float:
-    x = np.abs(_numbers(x))
+def largest(x: Any) -> float:
+    x = np.abs(numbers(x))
     return float(np.max(x, initial=0.0, where=np.isfinite(x)))
 
 
-def _nudged(params: Any) -> Any:
+def nudged(params: Any) -> Any:
     """Parameters that differ by about one rounding of float32."""
     values = np.random.default_rng(0)
 
