@@ -646,12 +646,13 @@ def with_calls(depth, times):
 
 def test_no_json():
     good = json.dumps(document())
-    rejected("", "the file")
+    rejected("", "an empty file")
     rejected(good[:-20], "the file")
     rejected("[" * 100_000, "nested too deeply")
     rejected(b"\xff\xfe" + good.encode(), "bad.json")
-    rejected("null", "format")
-    rejected("[]", "format")
+    rejected("null", "not a module expression")
+    rejected("[]", "not a module expression")
+    rejected("[1, 2, 3]", "format")
     rejected(good.replace('"version": 1', '"version": 2'), "version 2")
     rejected(good.replace('"version": 1', '"version": NaN'), "NaN")
     rejected(good.replace('"version": 1', '"version": 1, "version": 1'), "twice")
