@@ -2,9 +2,11 @@
 
 import importlib.util
 
+import jax.numpy as jnp
 import pytest
 
 from tests.jax_harnesses import agree
+from tests.random_programs.wrong import Wrong
 
 FINE = {"agrees", "no operand", "not dense either"}
 
@@ -23,6 +25,10 @@ def test_some_cases(first):
 
 
 def test_a_wrong_number_is_found(monkeypatch):
-    index = next(i for i, h in enumerate(agree.harnesses()) if h.fullname.startswith("dot_general"))
-    monkeypatch.setattr(agree.hki, "materialize", lambda x: x)
-    assert agree.outcome(agree.harnesses()[index], "LoRA", "forward") not in FINE
+    [index, *_] = [
+        i
+        for i, h in enumerate(agree.harnesses())
+        if h.fullname.startswith("dot_general") and h.dtype == jnp.float32
+    ]
+    monkeypatch.setitem(agree.TYPES, "LoRA", lambda x, _: Wrong(jnp.asarray(x)))
+    assert "off by" in agree.outcome(agree.harnesses()[index], "LoRA", "forward")

@@ -3,8 +3,6 @@
 `python -m tests.random_programs` is the long run.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 import haiku_implicit as hki
 from tests.devices import run_on_devices
 from tests.random_programs import agree, models
+from tests.random_programs.wrong import Wrong
 from tests.tiers import few
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
@@ -53,32 +52,6 @@ def test_a_wrong_number_is_found():
     )
     with pytest.raises(agree.Disagreement, match=r"off by .*\n.*bilinear"):
         agree.check(broken)
-
-
-@dataclasses.dataclass
-class Wrong(hki.ImplicitArray):
-    """An array with a rule that is wrong by a thousandth."""
-
-    w: hki.ArrayValue
-
-    def compute_shape(self):
-        return self.w.shape
-
-    def compute_dtype(self):
-        return self.w.dtype
-
-    def materialize(self):
-        return self.w
-
-
-@hki.primitive_handler("dot_general")
-def product_of_wrong(primitive, x: hki.ArrayValue, w: Wrong, **params):
-    return hki.default_handler(primitive, x, 1.001 * w.w, **params)
-
-
-@hki.primitive_handler("dot_general")
-def product_with_wrong(primitive, w: Wrong, x: hki.ArrayValue, **params):
-    return hki.default_handler(primitive, 1.001 * w.w, x, **params)
 
 
 # --- found by long runs ------------------------------------------------------------------------------------
