@@ -47,7 +47,7 @@ def tiles_of(sizes: jax.Array, num_rows: int) -> Tiles:
     # The last tiles may be of no group: what is taken for theirs has no rows left.
     groups = jnp.minimum(_found(last_tiles, tile), num_groups - 1)
     first = starts[groups] + (tile - first_tiles[groups]) * height
-    rows = first[:, None] + jnp.arange(height, dtype=np.int32)
+    rows = first[:, None] + jnp.arange(height, dtype=np.int32)[None]
     rows = jnp.where(rows < ends[groups][:, None], rows, num_rows)
 
     row = jnp.arange(num_rows, dtype=np.int32)
@@ -69,4 +69,4 @@ def groups_of_rows(sizes: jax.Array, num_rows: int) -> jax.Array:
 
 def _found(ends: jax.Array, x: jax.Array) -> jax.Array:
     """In which of the intervals that end there each number lies."""
-    return jnp.sum(ends <= x[:, None], axis=1, dtype=np.int32)
+    return jnp.sum(ends[None] <= x[:, None], axis=1, dtype=np.int32)
