@@ -6,9 +6,10 @@ move codes, and each device decodes its own part. Derivatives and batches of suc
 functions, whose names follow from its own. On one device the functions are called as they are.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ Fun = Callable[..., jax.Array]
 
 
 def is_wanted(*operands: Any) -> bool:
-    """Whether XLA may have to split a product of these: not on one device, nor on parts in a `shard_map`.
+    """Whether XLA may have to split a product of these: not on one device, nor within a `shard_map`.
 
     Axes of a mesh that are explicit have rules of their own.
     """
@@ -83,7 +84,8 @@ def _bind(fun: Fun, axes: Axes, operands: Sequence[Any], mesh: Any) -> jax.Array
     return out
 
 
-class _Expanded(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Expanded:
     """A function of the leaves of its operands.
 
     Attributes:
@@ -152,7 +154,7 @@ def _can_be_cut(x: Any, names: Names, name: str, parts: int) -> bool:
         local.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
     # (A type may have its shape beside its leaves.)
     whole = [n // parts if own == name else n for own, n in zip(names, x.shape, strict=True)]
-    return list(treedef.unflatten(local).shape) == whole
+    return list(jax.tree.unflatten(treedef, local).shape) == whole
 
 
 def _specs(x: Any, names: Names, sizes: dict[str, int]) -> list[PartitionSpec] | None:
@@ -203,7 +205,8 @@ def _lower(ctx: Any, *operands: Any, fun: Fun, axes: Axes, mesh: Any) -> Any:
         return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
 
 
-class _Tangent(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Tangent:
     """The derivative of a function along tangents of some operands, which come after the operands."""
 
     fun: Any
@@ -219,7 +222,7 @@ class _Tangent(NamedTuple):
                 own[i] = x
             return self.fun(*own, parts=parts)
 
-        out: jax.Array = jax.jvp(of_moving, [primals[i] for i in self.moving], tangents)[1]
+        out: jax.Array = jax.jvp(of_moving, tuple(primals[i] for i in self.moving), tangents)[1]
         return out
 
 
@@ -230,12 +233,11 @@ def _jvp(primals: Any, tangents: Any, *, fun: Fun, axes: Axes, mesh: Any) -> Any
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     names = (*axes.operands, *(axes.operands[i] for i in moving))
     operands = (*primals, *(tangents[i] for i in moving))
-    return out, _bind(
-        _Tangent(fun, moving), Axes(names, axes.result, axes.pieces), operands, mesh
-    )
+    return out, _bind(_Tangent(fun, moving), Axes(names, axes.result, axes.pieces), operands, mesh)
 
 
-class _Pulled(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Pulled:
     """What a cotangent, after the operands that are known, gives to one of those that are not.
 
     Attributes:
@@ -285,7 +287,8 @@ def _transpose(ct: Any, *operands: Any, fun: Fun, axes: Axes, mesh: Any) -> Any:
     return found
 
 
-class _Mapped(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
     """A function of operands of which some have one more axis, the first one."""
 
     fun: Any
@@ -297,7 +300,7 @@ class _Mapped(NamedTuple):
 
 
 def _batch(operands: Any, dims: Any, *, fun: Fun, axes: Axes, mesh: Any) -> Any:
-    new = f"mapped{len(axes.result)}"
+    new = f"mapped{sum(name.startswith('mapped') for name in axes.names)}"
     pairs = list(zip(operands, dims, strict=True))
     stacked = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
     in_axes = tuple(None if d is None else 0 for d in dims)

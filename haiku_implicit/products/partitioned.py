@@ -33,6 +33,7 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import num_parts, padded_spec
 
 Names = tuple[str | None, ...]
+Pieces = tuple[tuple[str, int], ...]
 Split = dict[str, tuple[str, ...]]  # the mesh axes that the axes of a name are split by
 
 
@@ -75,7 +76,7 @@ class Axes:
 
     operands: tuple[Names, ...]
     result: Names
-    pieces: tuple[tuple[str, int], ...] = ()
+    pieces: Pieces = ()
 
     @property
     def names(self) -> list[str]:
@@ -200,7 +201,7 @@ def _cheapest(axes: Axes, operands: Sequence[Any], result: Any, mesh: Any) -> Sp
 def _suggested(
     axes: Axes, arrays: Sequence[tuple[Any, Names]], mesh: Any
 ) -> Iterator[tuple[Split, int]]:
-    """The ways to split that operands suggest: each mesh axis is for one of the names it splits, or none.
+    """The ways to split that operands suggest: a mesh axis is for one of the names it splits, or none.
 
     With each, how many mesh axes are idle though all operands that have some name are split by them.
     """
@@ -218,7 +219,10 @@ def _suggested(
         for axis, name in zip(found, chosen, strict=True):
             if name is not None:
                 split[name] = (*split.get(name, ()), axis)
-        yield split, sum(all_do and name is None for all_do, name in zip(agreed, chosen, strict=True))
+        yield (
+            split,
+            sum(all_do and name is None for all_do, name in zip(agreed, chosen, strict=True)),
+        )
 
 
 def _moved(x: Any, spec: PartitionSpec, mesh: Any) -> float:
