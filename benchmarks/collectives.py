@@ -98,8 +98,13 @@ def measured(fun: Callable[..., Any], params: Any, x: jax.Array, split: Split, m
     placed = jax.device_put(params, hki.shardings(params, split.rules, mesh))
     own_x = jax.device_put(x, NamedSharding(mesh, split.batch))
     text = jax.jit(fun).lower(placed, own_x).compile().as_text()
-    calls = sum("custom-call" in line and build.PREFIX in line for line in text.splitlines())
-    return f"{sent(text) // 1024:,}" + (f" ({calls} calls)" if calls else "")
+    count = calls(text)
+    return f"{sent(text) // 1024:,}" + (f" ({count} calls)" if count else "")
+
+
+def calls(text: str) -> int:
+    """The calls of native kernels in a compiled program."""
+    return sum("custom-call" in line and build.PREFIX in line for line in text.splitlines())
 
 
 def sent(text: str) -> int:
