@@ -200,9 +200,21 @@ def _run(*operands: jax.Array, fun: Fun, **params: Any) -> jax.Array:
 def _lower(ctx: Any, *operands: Any, fun: Fun, axes: Axes, mesh: Any) -> Any:
     run: Fun = functools.partial(fun, parts=WHOLE)
     if mesh is not None and is_partitioned(ctx.module_context):
-        run = partitioned(fun, axes, ctx.module_context.axis_context.num_devices)
+        run = partitioned(_opaque(fun, axes), axes, ctx.module_context.axis_context.num_devices)
     with jax.numpy_dtype_promotion("standard"):
         return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+
+def _opaque(fun: Fun, axes: Axes) -> Fun:
+    """The same, of the whole as one primitive: JAX wants a partitioned function without constants."""
+
+    def run(*operands: jax.Array, parts: Parts) -> jax.Array:
+        if parts is WHOLE:
+            return _bind(fun, axes, operands, None)
+        with jax.numpy_dtype_promotion("standard"):
+            return fun(*operands, parts=parts)
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ gradient one: the derivative with respect to the activations is the product of t
 rounded, and the matrix.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -27,10 +28,14 @@ from haiku_implicit.numerics.layout import Order, matrices, sizes
 from haiku_implicit.numerics.options import activation_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products import reference
+from haiku_implicit.products.by_parts import by_parts, is_wanted
 from haiku_implicit.products.cpu import native
 from haiku_implicit.products.gpu import pallas
 from haiku_implicit.products.partitioned import (
+    WHOLE,
     Axes,
+    Names,
+    Parts,
     is_partitioned,
     needs_devices,
     partitioned,
@@ -158,21 +163,59 @@ def _transpose(
     return [of_x, *nothing[1:]]
 
 
-@_with_standard_promotion
 def _transpose_scales(
     ct: Any, x: Any, leaves: Any, treedef: Any, order: Order, precision: Any
 ) -> list[jax.Array]:
     codes, *undefined = leaves
-    # Where the operands vary over a mesh, these do: JAX would sum gradients of others over the devices,
-    # here and once more where `quantized_matmul` made the scales vary.
-    zeros = [
-        matrices(compat.vary_like(jnp.zeros(s.aval.shape, s.aval.dtype), (ct, x, codes)), order)
-        for s in undefined
-    ]
-    ct, x = (y.reshape(_flat(y.shape, order)) for y in (ct, x))
-    found = reference.gradients_of_scales(ct, x, matrices(codes, order), zeros, treedef, precision)
-    lead, back = np.take(codes.shape, order[:-1]), tuple(map(int, np.argsort(order)))
-    return [jnp.transpose(s.reshape(*lead, s.shape[-1]), back) for s in found]
+    structs = [jax.ShapeDtypeStruct(s.aval.shape, s.aval.dtype) for s in undefined]
+    q = treedef.unflatten((codes, *structs))
+    (of_x, of_codes, of_scale, *_), of_ct, pieces = dataclasses.astuple(_axes(ct.ndim, q, order))
+    axes = Axes((of_ct, of_x, of_codes), (None, *of_scale), pieces)
+    shapes = tuple((s.shape, s.dtype) for s in structs)
+    fun = _GradientsOfScales(treedef, order, precision, shapes, of_scale)
+    if is_wanted(ct, x, codes):
+        found = by_parts(fun, axes, ct, x, codes)
+    else:
+        found = fun(ct, x, codes, parts=WHOLE)
+    return [y.astype(s.dtype) for y, s in zip(found, structs, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _GradientsOfScales:
+    """The gradients with respect to scales and offsets, stacked.
+
+    Attributes:
+      treedef: of the matrix.
+      order, precision: as for `quantized_matmul`.
+      structs: shapes and dtypes of scale (and offset).
+      names: of their axes.
+    """
+
+    treedef: Any
+    order: Order
+    precision: Any
+    structs: tuple[tuple[tuple[int, ...], Any], ...]
+    names: Names
+
+    @_with_standard_promotion
+    def __call__(self, ct: jax.Array, x: jax.Array, codes: jax.Array, *, parts: Parts) -> Any:
+        order = self.order
+        # Where the operands vary over a mesh, these do: JAX would sum gradients of others over the
+        # devices, here and once more where `quantized_matmul` made the scales vary.
+        zeros = [
+            compat.vary_like(
+                jnp.zeros([n // parts.count(a) for n, a in zip(shape, self.names, strict=True)], d),
+                (ct, x, codes),
+            )
+            for shape, d in self.structs
+        ]
+        flat = [matrices(s, order) for s in (codes, *zeros)]
+        ct, x = (y.reshape(_flat(y.shape, order)) for y in (ct, x))
+        found = reference.gradients_of_scales(
+            ct, x, flat[0], flat[1:], self.treedef, self.precision
+        )
+        lead, back = np.take(codes.shape, order[:-1]), tuple(map(int, np.argsort(order)))
+        return jnp.stack([jnp.transpose(s.reshape(*lead, s.shape[-1]), back) for s in found])
 
 
 # --- batching ------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def partitioned(
         summed = tuple(a for name in axes.summed for a in split.get(name, ()))
 
         def local(*own: jax.Array) -> jax.Array:
-            out = fun(*own[:-1], parts=parts)
+            out = of_bytes(own[:-1], parts)
             return jax.lax.psum(out, summed) if summed else out
 
         specs = [*(_spec(own, split) for own in axes.operands), PartitionSpec()]  # the table
@@ -128,14 +128,27 @@ def partitioned(
         split = _cheapest(axes, operands[:-1], None, mesh)
         return NamedSharding(mesh, _spec(axes.result, split))
 
+    dtypes: list[Any] = []
+
+    def of_bytes(own: Sequence[jax.Array], parts: Parts) -> jax.Array:
+        pairs = zip(own, dtypes, strict=True)
+        return fun(*(jax.lax.bitcast_convert_type(x, dtype) for x, dtype in pairs), parts=parts)
+
     def run(*operands: jax.Array) -> jax.Array:
+        dtypes[:] = [x.dtype for x in operands]
         cut, table = _table(axes, [x.shape for x in operands], num_devices)
-        own = custom_partitioning(lambda *operands: fun(*operands[:-1], parts=WHOLE))
+        own = custom_partitioning(lambda *operands: of_bytes(operands[:-1], WHOLE))
         rule = _rule(axes, cut)
         own.def_partition(partition, infer, sharding_rule=lambda *_: rule)
-        return own(*operands, table)
+        return own(*map(_as_moved, operands), table)
 
     return run
+
+
+def _as_moved(x: jax.Array) -> jax.Array:
+    """Floats of 8 bits as bytes: XLA on a CPU makes wider ones of them before it moves them."""
+    is_byte = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if is_byte else x
 
 
 @functools.cache

@@ -95,10 +95,10 @@ def quantized_dot(
     dot = _Dot(contract, batch, q_first, tuple(params.items()))
     numbers = dict(dimension_numbers=dimension_numbers)
     sharding = result_sharding(jax.lax.dot_general_p, dot.in_order(x, q), params | numbers)
-    if sharding is None:
-        return _dot(x, q, dot)
-    options = tuple((params | dict(out_sharding=None)).items())
-    return _in_mesh(x, q, dot._replace(options=options), sharding)
+    if params.get("out_sharding") is not None:
+        # Derivatives have one on any mesh, also where it says nothing.
+        dot = dot._replace(options=tuple((params | dict(out_sharding=None)).items()))
+    return _dot(x, q, dot) if sharding is None else _in_mesh(x, q, dot, sharding)
 
 
 # Jitted, as eager code would lay out each intermediate value anew.

@@ -58,7 +58,6 @@ OPTIONS = {
     "int2": dict(dtype="int2", group_size=32),
     "uint3": dict(dtype="uint3", group_size=32),
     "nf4": dict(dtype="nf4", group_size=32),
-    "nf4 double": dict(dtype="nf4", group_size=32, scale_dtype="double"),
     "fp8_e4m3": dict(dtype="fp8_e4m3"),
     "fp8_e5m2": dict(dtype="fp8_e5m2", group_size=32),
     "mxfp8": dict(dtype="mxfp8"),
@@ -73,7 +72,9 @@ products = hki.use_implicit_args(lambda tree, x: {n: x @ w for n, w in tree.item
 
 @hki.use_implicit_args
 def by_x(tree, x):  # of each product alone, so that no gradients are added up before they are moved
-    return {n: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x) for n, w in tree.items()}
+    # (Within the model, what is not rounded by itself: a row of a cotangent has one scale, and is whole.)
+    of_one = lambda w: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x)
+    return {n: of_one(w) for n, w in tree.items() if n != "int8 x int8"}
 
 STRATEGIES = {
     "data": (P(), P("m")),
@@ -92,8 +93,8 @@ for strategy, (of_w, of_x) in STRATEGIES.items():
         if strategy in ("inputs", "outputs"):  # codes, scales and offsets, once in each direction
             limit = (1 + (fun is by_x)) * size(own)
         check((strategy, fun), found, limit)
-        served = len(OPTIONS)
-        assert native >= (1 + (fun is by_x)) * served * NATIVE, (strategy, native)
+        served = 2 * len(OPTIONS) - 2 if fun is by_x else len(OPTIONS)
+        assert native == served * NATIVE, (strategy, native)
 
 # With respect to scales and offsets that are trained.
 def by_scales(tree, x):
@@ -109,7 +110,8 @@ for strategy, (of_w, of_x) in STRATEGIES.items():
         strategy, {n: dense[n] for n in some}, x, of_w, of_x,
     )
     found, _ = run(by_scales, "some", some, x, of_w, of_x)
-    check((strategy, "by scales"), found, of_dense)
+    # Codes in both directions, and the scales' gradients, which are added up.
+    check((strategy, "by scales"), found, max(of_dense, 3 * size(some)))
 print("done")
 """
 
@@ -164,7 +166,7 @@ for groups, kernel in ((4, (3, 4, 32)), (16, (3, 1, 32))):
         lambda tree, x, groups: jax.lax.conv_general_dilated(
             x, tree["w"], (2,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"),
             feature_group_count=groups), groups=groups))
-    tree = {"w": hki.QuantizedMatrix.quantize(normal(3, *kernel), "int8")}
+    tree = {"w": hki.QuantizedMatrix.quantize(normal(3, *kernel), "nf4" if groups == 4 else "int8")}
     along = lambda tree, x: jax.jvp(lambda x: convolve(tree, x), (x,), (jnp.sin(x),))
     looped = lambda tree, x: jax.lax.map(jax.checkpoint(lambda y: convolve(tree, y)), x[:, None])
     places = (P(None, None, "m"), P("d")), (P(), P(None, None, "m"))
