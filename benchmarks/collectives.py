@@ -195,7 +195,7 @@ def cell(fun: Any, params: Any, x: jax.Array, specs: tuple[P, P], mesh: Any) -> 
 def _cell(fun: Any, operands: Any, places: Any) -> str:
     text = jax.jit(fun).lower(*jax.device_put(operands, places)).compile().as_text()
     count = calls(text)
-    return f"{sent(text) // 1024:,}" + (f" ({count} calls)" if count else "")
+    return f"{sent(text) // 1024:,}" + (f" ({count} call{'s' * (count > 1)})" if count else "")
 
 
 def calls(text: str) -> int:
