@@ -21,6 +21,7 @@ from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import padded_spec, split_fields
 from haiku_implicit.core.validation import expecting
+from haiku_implicit.products.convolution import convolve
 from haiku_implicit.products.ragged import row_numbers, small_ragged_dot
 
 Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
@@ -335,7 +336,8 @@ def conv_with_kernel(primitive: Primitive, x: jax.Array, w: LoRA, **params: Any)
 
     A kernel is small beside the images, and one convolution with `w + ab` costs half of two.
     """
-    return _with_sum(primitive, [x, w], params)
+    out = convolve(x, w.w, params, _scaled_a(w), w.b)
+    return _with_sum(primitive, [x, w], params) if out is NotImplemented else out
 
 
 # --- parts ---------------------------------------------------------------------------------------
