@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.axes import parts
+from haiku_implicit.arrays.fake_quantized import FakeQuantized
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import is_implicit, known_struct
@@ -164,6 +165,8 @@ def _specs_in(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
         of_matrix = _of_matrix(x, spec, mesh)
         inner = of_matrix and _inner(x.matrix, of_matrix, mesh)
         return NotImplemented if inner in (None, NotImplemented) else x._replace(matrix=inner)
+    if isinstance(x, FakeQuantized):
+        return x._replace(value=spec)
     if isinstance(x, LoRA | Adapter):  # what is trained is small, and on all devices
         inner = _inner(x.w, spec, mesh)
         if inner is NotImplemented:
