@@ -16,7 +16,16 @@ import pytest
 import haiku_implicit as hki
 from docs import type_tables
 from tests.pages import (
-    DOCS, DOCUMENTS, INDICES, PAGES, PROGRAMS, README, ROOT, SINGLE, code_blocks, name_of,
+    DOCS,
+    DOCUMENTS,
+    INDICES,
+    PAGES,
+    PROGRAMS,
+    README,
+    ROOT,
+    SINGLE,
+    code_blocks,
+    name_of,
 )  # fmt: skip
 
 
