@@ -298,8 +298,9 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         """The same codes and dtype, with a function of the scale and of the offset in their place."""
         offset = None if self.offset is None else fun(self.offset)
         new = self._replace(scale=fun(self.scale), offset=offset)
-        # Not where the scales still tell it: a loop's carry keeps its structure.
-        return new if new.dtype == self.dtype else new._replace(dtype=self.dtype)
+        # Not where the scales still tell it: a loop's carry keeps its structure. (Specs have no dtype.)
+        told = hasattr(new.scale, "dtype") and new.dtype == self.dtype
+        return new if told else new._replace(dtype=self.dtype)
 
     def compute_shape(self) -> tuple[int, ...]:
         *lead, rows, stored = np.shape(self.codes)
