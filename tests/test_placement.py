@@ -53,6 +53,12 @@ def test_adapters_are_split_along_the_axes_that_they_have():
     assert dora["linear/w/magnitude"] == ("model",)
 
 
+def test_weights_in_quantization_aware_training_are_split_as_dense_ones():
+    rules = [hki.quantization.QuantRule(weight_qtype="int8", module_path="linear")]
+    aware = hki.quantization_aware({"linear": BASE["linear"]}, rules)
+    assert specs_of(aware, RULES)["linear/w/value"] == ("data", "model")
+
+
 def test_of_structs_and_of_optimizer_states():
     params = quantized(dtype="int4", group_size=16)
     structs = jax.eval_shape(lambda: params)

@@ -297,7 +297,10 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     def map_scales(self, fun: Callable[[Any], Any]) -> Self:
         """The same codes and dtype, with a function of the scale and of the offset in their place."""
         offset = None if self.offset is None else fun(self.offset)
-        return self._replace(scale=fun(self.scale), offset=offset, dtype=self.dtype)
+        new = self._replace(scale=fun(self.scale), offset=offset)
+        # Not where the scales still tell it: a loop's carry keeps its structure. (Specs have no dtype.)
+        told = hasattr(new.scale, "dtype") and new.dtype == self.dtype
+        return new if told else new._replace(dtype=self.dtype)
 
     def compute_shape(self) -> tuple[int, ...]:
         *lead, rows, stored = np.shape(self.codes)

@@ -216,6 +216,9 @@ def test_vblora_without_its_bank_says_so():
     w = hki.add_adapter({"layer": {"w": normal((4, 4))}}, 0, "vblora", rank=1, vector_length=4)
     with pytest.raises(ValueError, match="no vector bank.*with_vector_bank"):
         hki.materialize(w["layer"]["w"])
+    message = "with_vector_bank: expected .* VectorBank, .*hki.partition"
+    with pytest.raises(ValueError, match=message):
+        hki.grad(lambda params: hki.with_vector_bank(params)["layer"]["w"].sum())(w)
 
 
 @pytest.mark.parametrize("base", ["dense", "int8"])
