@@ -112,7 +112,8 @@ def partitioned(
     """
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
-        split = _cheapest(axes, operands[:-1], result, mesh)
+        placed = [_on_mesh(x, mesh) for x in operands[:-1]]
+        split = _cheapest(axes, placed, _on_mesh(result, mesh), mesh)
         parts = Parts(split, mesh)
         summed = tuple(a for name in axes.summed for a in split.get(name, ()))
 
@@ -125,7 +126,7 @@ def partitioned(
         return mesh, local, NamedSharding(mesh, _spec(axes.result, split)), places
 
     def infer(mesh: Any, operands: Any, _: Any) -> Any:
-        split = _cheapest(axes, operands[:-1], None, mesh)
+        split = _cheapest(axes, [_on_mesh(x, mesh) for x in operands[:-1]], None, mesh)
         return NamedSharding(mesh, _spec(axes.result, split))
 
     dtypes: list[Any] = []
@@ -139,7 +140,7 @@ def partitioned(
         cut, table = _table(axes, [x.shape for x in operands], num_devices)
         own = custom_partitioning(lambda *operands: of_bytes(operands[:-1], WHOLE))
         rule = _rule(axes, cut)
-        own.def_partition(partition, infer, sharding_rule=lambda *_: rule)
+        own.def_partition(partition, infer, decode_shardings=False, sharding_rule=lambda *_: rule)
         return own(*map(_as_moved, operands), table)
 
     return run
@@ -174,6 +175,37 @@ def is_partitioned(context: Any) -> bool:
         return False
     axes = context.axis_context
     return getattr(axes, "num_devices", 1) > 1 and getattr(axes, "abstract_mesh", None) is not None
+
+
+# --- where the operands lie ----------------------------------------------------------------------
+
+
+def _on_mesh(x: Any, mesh: Any) -> Any:
+    """An operand or result as XLA tells of it, with a sharding that names axes of the mesh.
+
+    XLA may split an axis by a part of a mesh axis, as two of four devices. JAX would stop at such a
+    sharding; here the array counts as replicated, and XLA moves it.
+    """
+    found = x.sharding
+    specs = _specs_on(mesh, len(x.shape)) if found is not None else ()
+    places = (NamedSharding(mesh, spec) for spec in specs)
+    same = (place for place in places if found.is_equivalent_to(place, len(x.shape)))
+    place = next(same, NamedSharding(mesh, PartitionSpec()))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+
+@functools.lru_cache(maxsize=256)
+def _specs_on(mesh: Any, ndim: int) -> list[PartitionSpec]:
+    """Every way to split an array of so many axes on a mesh; those of few mesh axes first."""
+    names = [axis for axis, parts in mesh.shape.items() if parts > 1]
+    found = {}
+    for order in itertools.permutations(names):
+        for places in itertools.product([None, *range(ndim)], repeat=len(names)):
+            split = [
+                tuple(a for a, i in zip(order, places, strict=True) if i == j) for j in range(ndim)
+            ]
+            found[PartitionSpec(*(own or None for own in split))] = None
+    return sorted(found, key=lambda spec: sum(len(own or ()) for own in spec))
 
 
 # --- the choice ----------------------------------------------------------------------------------
