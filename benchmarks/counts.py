@@ -216,7 +216,7 @@ def of_program(fun: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, i
         equations=equations(traced.jaxpr.jaxpr),
         operations=operations(lowered),
         instructions=len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.M)),
-        kernels=sum("custom-call" in line and build.PREFIX in line for line in text.splitlines()),
+        kernels=collectives_text.calls(text),
         flops=int(compiled.cost_analysis().get("flops", 0)),
         temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
     )

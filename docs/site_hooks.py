@@ -14,6 +14,7 @@ import griffe
 from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROW = re.compile(r"(?m)^\| \[(.+?)\]\(([^)]+)\) \|")
 LINK = re.compile(r"(\]\()((?!\w+:)[^)#\s]+)(#[^)\s]*)?(\))")
 
 
@@ -33,10 +34,23 @@ def on_config(config):
         if heading := re.match(r"## (.+)", line):
             pages = []
             nav.append({heading[1]: pages})
-        elif row := re.match(r"\| \[(.+?)\]\(([^)]+)\)", line):
-            pages.append({row[1].strip("`"): site_path("docs/" + row[2])})
+        elif row := ROW.match(line):
+            pages.append({plain(row[1]): with_pages(row[2])})
     config.nav = nav
     return config
+
+
+def with_pages(index):
+    """A page; with those of its own folder after it, where its tables list them."""
+    text = (ROOT / "docs" / index).read_text() if index.endswith(".md") else ""
+    folders = ("docs/types/", "docs/hooks/")
+    listed = [(row[1], resolved("docs/" + index, row[2])) for row in ROW.finditer(text)]
+    own = [{plain(title): site_path(path)} for title, path in listed if path.startswith(folders)]
+    return [site_path("docs/" + index), *own] if own else site_path("docs/" + index)
+
+
+def plain(title):
+    return title.replace("`", "")
 
 
 def on_files(files, config):

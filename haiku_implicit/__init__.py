@@ -21,7 +21,11 @@ from haiku_implicit.arrays import (
     Zeros,
     fake_quantize,
 )
-from haiku_implicit.core import higher_order, shard_map  # noqa: F401  (register themselves)
+from haiku_implicit.core import (  # noqa: F401  (register themselves)
+    higher_order,
+    placed,
+    shard_map,
+)
 from haiku_implicit.core.array import ArrayValue, ImplicitArray
 from haiku_implicit.core.binary import binary_handler
 from haiku_implicit.core.box import box
@@ -78,7 +82,7 @@ from haiku_implicit.params.edits import (
 from haiku_implicit.params.infer_axes import infer_matrix_axes
 from haiku_implicit.params.lora_init import EVA, LoftQ
 from haiku_implicit.params.merging import merge_adapters, merge_lora, unmerge_adapters
-from haiku_implicit.params.placement import shardings
+from haiku_implicit.params.placement import place, shardings
 from haiku_implicit.params.plots import plot_error, plot_memory
 from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantized_training import (
@@ -185,6 +189,7 @@ __all__ = [
     "quantized_state",
     # many devices
     "shardings",
+    "place",
     # files
     "save",
     "load",

@@ -10,14 +10,14 @@ PAGES = sorted(DOCS.rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 # Pages to be followed from top to bottom: each block goes on with what those before it have made.
 PROGRAMS = [
-    "api/types.md",
     "coming_from.md",
     "dispatch.md",
-    "haiku_hooks.md",
     "own_type.md",
     "quick_start.md",
     "recipes.md",
 ]
+# Pages whose tables list the pages of a folder, a page for each type and for each hook.
+INDICES = {"types": "api/types.md", "hooks": "haiku_hooks.md"}
 
 
 def code_blocks(document):

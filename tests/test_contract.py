@@ -4,6 +4,7 @@ All operations of one table on one case in one way (eagerly, under `jit`, ...) a
 collects its failures: the dense results they are compared with then come from one compiled program.
 """
 
+import contextlib
 import functools
 
 import jax
@@ -419,3 +420,46 @@ def test_batch_axes(name, mode):
     else:
         got = compiled(ops, failures, w, x)
     failures.compare_all(got, want)
+
+
+# --- JAX's settings --------------------------------------------------------------------------------
+
+SETTINGS = {
+    "jax_enable_x64": True,
+    "jax_debug_nans": True,
+    "jax_disable_jit": True,
+    "jax_numpy_rank_promotion": "raise",
+    "jax_check_tracer_leaks": True,
+    "jax_transfer_guard": "disallow",
+}
+
+
+@contextlib.contextmanager
+def setting(name):
+    before = getattr(jax.config, name)
+    jax.config.update(name, SETTINGS[name])
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+@pytest.mark.slow
+@pytest.mark.slow_one_of(4)
+@pytest.mark.parametrize("flag", SETTINGS)
+@pytest.mark.parametrize("name", CASES)
+def test_under_a_setting(name, flag):
+    """What dense arrays can do under a setting of JAX, implicit ones can, and come to the same."""
+    failures, not_dense = Failures(), Failures()
+    w, twin, x = operands(name)
+    ops = operations_of(name, alone=False)
+    run = one_at_a_time if flag in ("jax_disable_jit", "jax_debug_nans") else compiled
+    with setting(flag):
+        want = run(ops, not_dense, twin, x)
+        ops = {label: on_implicit(fun) for label, fun in ops.items() if want[label] is not None}
+        failures.compare_all(run(ops, failures, w, x), want)
+    assert len(ops) > len(not_dense)
+
+
+def one_at_a_time(ops, failures, *args):
+    return {label: failures.run(label, fun, *args) for label, fun in ops.items()}

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh
@@ -48,7 +49,14 @@ def test_adapters_are_split_along_the_axes_that_they_have():
     # A scale per channel belongs to all parts of the channel.
     assert found["linear/w/w/scale"] == ("model", None)
     dora = specs_of(hki.add_adapter(quantized(dtype="int8"), 0, "dora", rank=2), RULES)
-    assert dora["linear/w/w/codes"] == ("model", "data") and dora["linear/w/a"] == ()
+    assert dora["linear/w/w/codes"] == ("model", "data") and dora["linear/w/a"] == ("data", None)
+    assert dora["linear/w/magnitude"] == ("model",)
+
+
+def test_weights_in_quantization_aware_training_are_split_as_dense_ones():
+    rules = [hki.quantization.QuantRule(weight_qtype="int8", module_path="linear")]
+    aware = hki.quantization_aware({"linear": BASE["linear"]}, rules)
+    assert specs_of(aware, RULES)["linear/w/value"] == ("data", "model")
 
 
 def test_of_structs_and_of_optimizer_states():
@@ -87,12 +95,6 @@ def test_a_tree_of_specs_and_a_prefix_of_one():
         ({}, {"linear": P(None, "model"), "att": None}, r"linear/b: float32\[32\]: .* is for 2 axes, the array has 1"),
         ({}, {"linear": None, "att": P(None, ("data", "model"))}, "att/w: .*axis 1, of length 4, can't be cut into 8"),
         ({}, {"linear": None, "att": P(None, None, "model")}, "att/w: MatrixView .*can't be split so"),
-        (dict(group_size=32), RULES[:1] + [("linear/w", P()), (".*", P("model"))], r"att/w: MatrixView"),
-        (
-            dict(group_size=16),
-            [("linear/w", P(("data", "model"))), (".*", P())],
-            r"linear/w: QuantizedMatrix float32\[64,32\]: .*4 groups of 16, which 8 shards would cut. Groups of 8 fit",
-        ),
     ],
 )  # fmt: skip
 def test_errors_name_the_parameter_and_the_way_out(options, specs, message):
@@ -100,10 +102,63 @@ def test_errors_name_the_parameter_and_the_way_out(options, specs, message):
         hki.shardings(quantized(dtype="int4", **options), specs, MESH)
 
 
+def test_groups_that_shards_would_cut_are_named_once():
+    params = quantized(dtype="int4", group_size=32)
+    params["other"] = {"w": params["linear"]["w"]}
+    rules = [("(linear|other)/w", P(("data", "model"))), (".*", P())]
+    with pytest.warns(
+        UserWarning, match=r"linear/w: .*cuts groups of 32.*groups of 8 fit; other/w"
+    ) as said:
+        found = specs_of(params, rules)
+    assert len(said) == 1 and "haiku_implicit.place" in str(said[0].message)
+    assert found["linear/w/codes"] == (None, ("data", "model"))
+    assert found["linear/w/scale"] == (None, None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("int4", 32), ("uint3", 32), ("int8", (8, 64)), ("nf4", 64, -2, False, None, "double")],
+)
+def test_smaller_groups_have_the_same_values(options):
+    q = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (64, 32)), *options)
+    for spec in (P("model"), P(None, "model"), P("model", "data"), P(("data", "model"))):
+        new = q.fitted(spec, MESH)
+        assert new.partition_spec(spec, MESH) is not NotImplemented
+        assert new.dtype == q.dtype and new.codes.nbytes == q.codes.nbytes
+        np.testing.assert_array_equal(new.materialize(), q.materialize())
+    assert q.fitted(P(), MESH) is q
+
+
+def test_parts_of_views_and_constants_have_their_own_shapes():
+    view = quantized(dtype="int8")["att"]["w"]
+    part = view.partition_spec(P("data", "model"), MESH)
+    assert part.axes == (((32, 1, 0),), (), ((8, 1, 1),))
+    zeros = hki.Zeros(shape=(4, 8))
+    assert zeros.partition_spec(P(None, "model"), MESH).shape == (4, 2)
+    assert zeros.partition_spec(P("model"), MESH).shape == (1, 8)
+    assert zeros.partition_spec(P(("data", "model")), MESH) is NotImplemented
+
+
 @pytest.mark.parametrize("mesh", [None, 4, ("data",), P()])
 def test_what_is_no_mesh(mesh):
     with pytest.raises(TypeError, match=r"mesh: expected a jax.sharding.Mesh, as .* got "):
         hki.shardings(quantized(), P(), mesh)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "ppermute", "psum"])
+def test_collectives_over_an_axis_of_vmap(name):
+    options = dict(perm=[(0, 1), (1, 0)]) if name == "ppermute" else {}
+
+    def fun(x):
+        return getattr(jax.lax, name)(x, "i", **options)
+
+    w = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (2, 8, 4)), "int8")
+    want = jax.vmap(fun, axis_name="i")(w.materialize())
+    within, around = hki.use_implicit_args(jax.vmap(fun, axis_name="i")), hki.use_implicit_args(fun)
+    with hki.materialization("allow"):
+        for run in (within, jax.vmap(around, axis_name="i")):
+            np.testing.assert_allclose(hki.materialize(run(w)), want, rtol=1e-6)
+        assert not hki.materialize(within(hki.Zeros(shape=(2, 8, 4)))).any()
 
 
 PROGRAM = """

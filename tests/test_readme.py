@@ -14,7 +14,19 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from tests.pages import DOCS, DOCUMENTS, PAGES, PROGRAMS, README, ROOT, SINGLE, code_blocks, name_of
+from docs import type_tables
+from tests.pages import (
+    DOCS,
+    DOCUMENTS,
+    INDICES,
+    PAGES,
+    PROGRAMS,
+    README,
+    ROOT,
+    SINGLE,
+    code_blocks,
+    name_of,
+)  # fmt: skip
 
 
 def test_the_three_lines_run():
@@ -98,7 +110,7 @@ def test_every_public_name_is_on_one_page_of_names():
         for name in module.__all__
         if getattr(module, name) not in modules
     }
-    pages = (DOCS / "api").glob("*.md")
+    pages = [*(DOCS / "api").glob("*.md"), *(DOCS / "types").glob("*.md")]
     found = [name for page in pages for name in re.findall(r"(?m)^::: (.+)$", page.read_text())]
     assert sorted(found) == sorted(expected)
 
@@ -132,7 +144,32 @@ def test_names_exist(document):
 def test_every_page_is_in_the_list_of_pages():
     listed = (DOCS / "README.md").read_text()
     for page in [*PAGES, *DOCS.rglob("*.ipynb")]:
-        assert page.name == "README.md" or f"]({name_of(page)}) |" in listed, page
+        if index := INDICES.get(page.parent.name):
+            link = os.path.relpath(page, (DOCS / index).parent)
+            assert f"]({link}) |" in (DOCS / index).read_text(), page
+        else:
+            assert page.name == "README.md" or f"]({name_of(page)}) |" in listed, page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", type_tables.pages(), ids=name_of)
+def test_tables_of_types_are_what_the_script_writes(page):
+    assert type_tables.with_tables(page.read_text()) == page.read_text()
+
+
+def test_each_type_has_a_table():
+    """Each public type, and each that a page has a table of."""
+    public = {
+        name
+        for module in (hki, hki.adapters)
+        for name in module.__all__
+        if isinstance(getattr(module, name), type)
+        and issubclass(getattr(module, name), hki.ImplicitArray)
+        and name not in ("ImplicitArray", "Adapter", "Operator")
+    }
+    assert {*type_tables.ARRAYS} == public | {"Deferred"}
+    marked = re.findall(r"<!-- fields (\w+) -->", "".join(p.read_text() for p in PAGES))
+    assert sorted(marked) == sorted(type_tables.ARRAYS)
 
 
 def test_nothing_is_left_to_fill_in():

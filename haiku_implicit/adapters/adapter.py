@@ -1,15 +1,17 @@
 """`Adapter`: the base of weights that hold a frozen one, and little beside it that is trained."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.sharding import padded_spec
 
 
 @dataclasses.dataclass
@@ -23,7 +25,11 @@ class Adapter(Wrapper, core_ndim=2):
 
     Attributes:
       w: `[..., n, m]`, the frozen weight; itself implicit where it is quantized, say.
+      field_axes: of a subclass: what the axes behind the batch axes are, for fields besides `w`: 'n' or
+        'm' where they are the weight's, else '.'. So they lie on a mesh as the weight does.
     """
+
+    field_axes: ClassVar[dict[str, str]] = {}
 
     w: Any = dataclasses.field(metadata=FROZEN)
 
@@ -32,6 +38,24 @@ class Adapter(Wrapper, core_ndim=2):
 
     def materialize(self) -> jax.Array:
         return dense(self.equivalent())
+
+    def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
+        """The weight as the dense array, and what is trained as `trained_specs` says.
+
+        Not over explicit axes of a mesh: there JAX has no rule for sums over axes that both operands
+        are split by, which an adapter may have within.
+        """
+        explicit = AxisType.Explicit in mesh.axis_types
+        return {"w": spec} if explicit else {"w": spec, **self.trained_specs(spec)}
+
+    def trained_specs(self, spec: Any) -> dict[str, Any]:
+        """How fields besides the weight are split with it: by the axes that they have of it."""
+        *lead, n, m = padded_spec(spec, self.ndim)
+        entries = {"n": n, "m": m}
+        return {
+            name: PartitionSpec(*lead, *(entries.get(axis) for axis in axes))
+            for name, axes in self.field_axes.items()
+        }
 
     @property
     def lead(self) -> tuple[int, ...]:

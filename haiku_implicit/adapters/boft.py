@@ -29,6 +29,8 @@ class BOFT(Adapter):
       scale: `[..., m]`, a factor for each output; ones at first.
     """
 
+    field_axes = {"scale": "m"}
+
     upper: Any
     scale: Any
 

@@ -5,10 +5,12 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.sharding import padded_spec
 
 
 @dataclasses.dataclass
@@ -30,6 +32,11 @@ class IA3(Adapter):
         if axis not in (-2, -1):
             raise ValueError(f"axis: expected -2 or -1, got {axis!r}")
         return cls(w, jnp.ones((*w.shape[:-2], w.shape[axis]), w.dtype), axis)
+
+    def trained_specs(self, spec: Any) -> dict[str, Any]:
+        """The factor as the axis that it is along."""
+        entries = padded_spec(spec, self.ndim)
+        return {"factor": PartitionSpec(*entries[:-2], entries[self.axis])}
 
     def equivalent(self) -> ScaledMatrix:
         return ScaledMatrix(self.w, self.factor.astype(self.dtype), self.axis)

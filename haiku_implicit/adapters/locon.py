@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from haiku_implicit.adapters.adapter import Adapter, filled
 from haiku_implicit.arrays.lora import LoRA
@@ -15,6 +16,7 @@ from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.sharding import padded_spec
 
 
 @dataclasses.dataclass
@@ -45,6 +47,14 @@ class LoCon(Adapter):
     def core_ndim(self) -> int:  # type: ignore[override]
         """The axes of the kernel; what is before them are batch axes."""
         return np.ndim(self.a) - np.ndim(self.b) + 2
+
+    def trained_specs(self, spec: Any) -> dict[str, Any]:
+        """`a` as the kernel, but for the outputs, which `b` has."""
+        entries = list(padded_spec(spec, self.ndim))
+        lead, outputs = entries[: self.ndim - self.core_ndim], entries[self.axis]
+        entries[self.axis] = None
+        b = PartitionSpec(*lead, None, outputs)
+        return {"a": PartitionSpec(*entries), "b": b, "alpha": PartitionSpec(*lead)}
 
     @classmethod
     def create(

@@ -27,6 +27,8 @@ class LoHa(Adapter):
       alpha: the numerator of the scale `alpha / r`, as of `LoRA`.
     """
 
+    field_axes = {"a1": "n.", "a2": "n.", "b1": ".m", "b2": ".m"}
+
     a1: Any
     b1: Any
     a2: Any

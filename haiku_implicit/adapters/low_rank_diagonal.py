@@ -27,6 +27,8 @@ class LowRankDiagonal(Adapter):
       alpha: as of `LoRA`.
     """
 
+    field_axes = {"a": "n.", "b": ".m"}
+
     a: Any
     b: Any
     values: Any

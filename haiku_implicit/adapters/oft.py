@@ -24,6 +24,8 @@ class OFT(Adapter):
         row, for each block; zeros at first.
     """
 
+    field_axes = {"upper": "n."}
+
     upper: Any
 
     @classmethod

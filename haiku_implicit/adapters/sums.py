@@ -54,7 +54,7 @@ class Sum(Wrapper, core_ndim=2):
         return self.w + self.delta
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        return split_fields(self, mesh, w=spec, delta=spec)
+        return split_fields(self, mesh, **self.field_specs(spec, mesh))
 
 
 @binary_handler("dot_general")

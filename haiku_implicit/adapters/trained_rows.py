@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.adapters.operators import takes_whole_rows
@@ -16,6 +17,7 @@ from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.sharding import padded_spec
 from haiku_implicit.core.transform import use_implicit_args
 
 
@@ -55,6 +57,11 @@ class TrainedRows(Adapter):
         """The trained part as rows `[..., k, m]`, or columns `[..., n, k]`."""
         rows = self.rows.astype(self.dtype)
         return rows if self.axis == -2 else jnp.swapaxes(rows, -1, -2)
+
+    def trained_specs(self, spec: Any) -> dict[str, Any]:
+        """The rows (columns) as those of the weight, by the axis that they have of it."""
+        *lead, n, m = padded_spec(spec, self.ndim)
+        return {"rows": PartitionSpec(*lead, None, m if self.axis == -2 else n)}
 
     def equivalent(self) -> LoRA:
         """The difference as a correction of the rank `k`, where there is no rule below."""

@@ -45,6 +45,8 @@ class VBLoRA(Adapter):
       top_k: how many vectors make a piece.
     """
 
+    field_axes = {"of_a": "n..", "of_b": ".m."}
+
     of_a: Any
     of_b: Any
     bank: Any = dataclasses.field(default=None)

@@ -26,6 +26,8 @@ class VeRA(Adapter):
       e: `[..., m]`, zeros at first.
     """
 
+    field_axes = {"a": "n.", "b": ".m", "e": "m"}
+
     a: Any = dataclasses.field(metadata=FROZEN)
     b: Any = dataclasses.field(metadata=FROZEN)
     d: Any

@@ -3,10 +3,10 @@
 from haiku_implicit.arrays import (  # noqa: F401 (their rules)
     any_type,
     batch_axes,
+    collectives,
     deferred,
     quantized,
     quantized_rows,
-    sharding,
 )
 from haiku_implicit.arrays.concatenated import Concatenated
 from haiku_implicit.arrays.constant import SymbolicConstant

@@ -55,6 +55,24 @@ def parts(axes: Axes, axis: int) -> list[Factor]:
     return sorted((f for group in axes for f in group if f[2] == axis), key=lambda f: -f[1])
 
 
+def of_part(axes: Axes, counts: Sequence[int]) -> Axes | None:
+    """The axes of a part, where each axis of the tensor is cut into so many.
+
+    None where the rows or columns of a part would not follow each other in the matrix: where an axis
+    other than the outermost of those that make them is cut, or its outermost factor unevenly.
+    """
+    out = []
+    for group, count in zip(axes, counts, strict=True):
+        if count > 1:
+            outermost = group and parts(axes, group[0][2])[0] == group[0]
+            if not outermost or group[0][0] % count:
+                return None
+            n, stride, axis = group[0]
+            group = (*([(n // count, stride, axis)] if n > count else []), *group[1:])
+        out.append(group)
+    return tuple(out)
+
+
 def reshaped(axes: Axes, new: Sequence[int]) -> Axes | None:
     """The axes of a tensor of another shape with the same elements in the same order.
 

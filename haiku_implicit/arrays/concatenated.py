@@ -39,6 +39,9 @@ class Concatenated(ImplicitArray):
       parts: a tuple of arrays of one dtype, dense or implicit, that differ in the length of one axis.
       axis: this axis, from the end (negative).
 
+    Raises:
+      ValueError: where the parts do not fit together.
+
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
       >>> w = hki.LoRA(jnp.ones((4, 3)), jnp.ones((4, 1)), jnp.ones((1, 3)))
@@ -49,6 +52,22 @@ class Concatenated(ImplicitArray):
 
     parts: Any
     axis: int = aux_field()
+
+    def __post_init__(self) -> None:
+        shapes = [list(np.shape(x)) for x in self.parts]
+        dtypes = {np.dtype(x.dtype) for x in self.parts}
+        # Without the axis along which they lie.
+        others = {(*shape[: self.axis], *shape[self.axis :][1:]) for shape in shapes}
+        same_rank = len({len(shape) for shape in shapes}) == 1
+        if len(dtypes) != 1 or len(others) != 1 or not same_rank or -self.axis > len(shapes[0]):
+            found = ", ".join(
+                f"{x.dtype.name}{shape}" for x, shape in zip(self.parts, shapes, strict=True)
+            )
+            raise ValueError(
+                "Concatenated: expected parts of one dtype whose shapes differ in axis "
+                f"{self.axis} alone, got {found}"
+            )
+        super().__post_init__()
 
     @property
     def core_ndim(self) -> int:  # type: ignore[override]

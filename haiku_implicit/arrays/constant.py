@@ -26,6 +26,7 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler, densify
 from haiku_implicit.core.literals import at_trace_time
+from haiku_implicit.core.sharding import num_parts, padded_spec
 from haiku_implicit.core.validation import expecting
 
 
@@ -88,6 +89,14 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
 
     def materialize(self) -> jax.Array:
         return _full(self, self.shape)
+
+    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+        """The constant of the shape that a part has."""
+        counts = [num_parts(entry, mesh) for entry in padded_spec(spec, self.ndim)]
+        lengths = list(zip(self.shape, counts, strict=True))
+        if any(n % count for n, count in lengths):
+            return NotImplemented
+        return self._replace(shape=tuple(n // count for n, count in lengths))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({short(self)}, value={self.value})"
@@ -175,7 +184,7 @@ def result_of(call: BinaryCall, x: ArrayValue, w: ArrayValue) -> jax.ShapeDtypeS
     return result_struct(call.primitive, call.ordered(x, w), call.params)
 
 
-def _reshaped(x: SymbolicConstant, out: Any) -> Any:
+def reshaped(x: SymbolicConstant, out: Any) -> Any:
     """The same constant in other shapes: one for each of the results."""
     return jax.tree.map(lambda s: type(x)._make(x.value, s.shape, bool(s.weak_type)), out)
 
@@ -278,7 +287,7 @@ def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Any:
         return as_result(cases[int(chosen.value)], result_struct(primitive, (which, *cases), {}))
     same = _same(cases)
     if same is not None:
-        return _reshaped(same, result_struct(primitive, (which, *cases), {}))
+        return reshaped(same, result_struct(primitive, (which, *cases), {}))
     return fold_elementwise(primitive, which, *cases)
 
 
@@ -293,7 +302,7 @@ def as_result(x: Any, out: Any) -> Any:
     """`x` as the result of an operation that leaves its value alone."""
     known = constant_of(x)
     if known is not None:
-        return _reshaped(known, out)
+        return reshaped(known, out)
     if is_implicit(x):
         return x if x.shape == out.shape else NotImplemented
     if x.weak_type and not out.weak_type:
@@ -374,7 +383,8 @@ def densify_constant(call: BinaryCall, x: ImplicitArray, constant: SymbolicConst
     """With another implicit array the constant is the one to become dense."""
     if isinstance(x, SymbolicConstant):
         return NotImplemented
-    return call(x, densify(constant, call.primitive.name))
+    dense = compat.vary_like(densify(constant, call.primitive.name), jax.tree.leaves(x))
+    return call(x, dense)
 
 
 @primitive_handler(compat.ragged_dot_general_p, precedence=10)
@@ -399,7 +409,7 @@ def densify_constant_rows(
 )
 def keep_value(primitive: Primitive, x: SymbolicConstant, *rest: ArrayValue, **params: Any) -> Any:
     """The elements are moved about: wherever from, they are the same."""
-    return _reshaped(x, result_struct(primitive, (x, *rest), params))
+    return reshaped(x, result_struct(primitive, (x, *rest), params))
 
 
 @primitive_handler("gather", precedence=10)
@@ -420,7 +430,7 @@ def gather(
     params = dict(params, mode=mode, fill_value=fill_value)
     if not known:
         return default_handler(primitive, densify(x, primitive.name), indices, **params)
-    return _reshaped(x, result_struct(primitive, (x, indices), params))
+    return reshaped(x, result_struct(primitive, (x, indices), params))
 
 
 @primitive_handler("sort")
@@ -438,7 +448,7 @@ def join(
         return NotImplemented
     same = _same(operands[data])
     if same is not None:
-        return _reshaped(same, result_struct(primitive, operands, params))
+        return reshaped(same, result_struct(primitive, operands, params))
     return default_handler(primitive, *_spread(operands), **params)
 
 
@@ -451,7 +461,7 @@ def pad(primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_con
     params = dict(padding_config=padding_config)
     grows = any(_any_symbolic(n) or n[0] > 0 or n[1] > 0 or n[2] for n in padding_config)
     if isinstance(x, SymbolicConstant) and not (grows and _same((x, padding)) is None):
-        return _reshaped(x, result_struct(primitive, (x, padding), params))
+        return reshaped(x, result_struct(primitive, (x, padding), params))
     return join(primitive, x, padding, data=slice(0, 0), **params)
 
 

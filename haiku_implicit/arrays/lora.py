@@ -21,6 +21,7 @@ from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import padded_spec, split_fields
 from haiku_implicit.core.validation import expecting
+from haiku_implicit.products.convolution import convolve
 from haiku_implicit.products.ragged import row_numbers, small_ragged_dot
 
 Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
@@ -128,11 +129,15 @@ class LoRA(Wrapper, core_ndim=2):
     def materialize(self) -> jax.Array:
         return self.w + self.delta().astype(self.w.dtype)
 
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+    def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
         """`w` as the dense array, `a` by its rows and `b` by its columns; the rank is not split."""
         *lead, n, m = padded_spec(spec, self.ndim)
         a, b = PartitionSpec(*lead, n, None), PartitionSpec(*lead, None, m)
-        return split_fields(self, mesh, w=spec, a=a, b=b, factor=PartitionSpec(*lead))
+        return dict(w=spec, a=a, b=b, factor=PartitionSpec(*lead))
+
+    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+        """By its fields."""
+        return split_fields(self, mesh, **self.field_specs(spec, mesh))
 
 
 def _as_alpha(alpha: Any, batch: Sequence[int]) -> Any:
@@ -331,7 +336,8 @@ def conv_with_kernel(primitive: Primitive, x: jax.Array, w: LoRA, **params: Any)
 
     A kernel is small beside the images, and one convolution with `w + ab` costs half of two.
     """
-    return _with_sum(primitive, [x, w], params)
+    out = convolve(x, w.w, params, _scaled_a(w), w.b)
+    return _with_sum(primitive, [x, w], params) if out is NotImplemented else out
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -515,16 +521,3 @@ def cast_fields(primitive: Primitive, w: LoRA, *, new_dtype: Any, **params: Any)
 def _wider(old: Any, new: Any) -> Any:
     """The wider of two dtypes, the new one of two that are equally wide."""
     return old if np.dtype(old).itemsize > np.dtype(new).itemsize else new
-
-
-@primitive_handler("sharding_constraint")
-def constrain_sharding(primitive: Primitive, w: LoRA, *, sharding: Any, **params: Any) -> Any:
-    """Rows as the dense array's constrain `a`, columns `b`, leading axes both."""
-    if not isinstance(sharding, NamedSharding):
-        return NotImplemented
-    specs = w.partition_spec(sharding.spec, sharding.mesh)
-    a, b = (
-        jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, spec))
-        for x, spec in ((w.a, specs.a), (w.b, specs.b))
-    )
-    return _of_parts(w, primitive.bind(w.w, sharding=sharding, **params), a, b)

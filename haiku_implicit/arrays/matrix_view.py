@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.axes import Axes
@@ -19,6 +20,7 @@ from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.core.sharding import leaf_specs, num_parts, padded_spec
 
 
 @dataclasses.dataclass
@@ -87,6 +89,46 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
 
     def materialize(self) -> jax.Array:
         return _folded(dense(self.matrix), _lead(self), 2, self.axes, (0, 1))
+
+    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+        """Rows are split as the outermost of the axes that make them, columns likewise."""
+        found = self._split(spec, mesh)
+        if found is None or not is_implicit(self.matrix):
+            return (
+                NotImplemented if found is None else self._replace(matrix=found[0], axes=found[1])
+            )
+        inner = self.matrix.partition_spec(found[0], mesh)
+        return inner if inner is NotImplemented else self._replace(matrix=inner, axes=found[1])
+
+    def placement_spec(self, spec: Any, mesh: Any) -> Any:
+        """The same, and the matrix lies where its type says."""
+        found = self._split(spec, mesh)
+        if found is None or not is_implicit(self.matrix):
+            return self.partition_spec(spec, mesh)
+        specs = leaf_specs(self.matrix, found[0], mesh)
+        if specs is NotImplemented:
+            return NotImplemented
+        return self._replace(matrix=jax.tree.unflatten(jax.tree.structure(self.matrix), specs))
+
+    def fitted(self, spec: Any, mesh: Any) -> Any:
+        """With a matrix that fits."""
+        found = self._split(spec, mesh)
+        if found is None or not is_implicit(self.matrix):
+            return self
+        return self._replace(matrix=self.matrix.fitted(found[0], mesh))
+
+    def _split(self, spec: Any, mesh: Any) -> tuple[PartitionSpec, Axes] | None:
+        """The spec of the matrix, and the axes of a part; None where the tensor can't be split so."""
+        entries, lead = padded_spec(spec, self.ndim), self.ndim - len(self.axes)
+        counts = [num_parts(entry, mesh) for entry in entries[lead:]]
+        axes = axes_of.of_part(self.axes, counts)
+        if axes is None:
+            return None
+        core: list[Any] = [None, None]
+        for entry, count, group in zip(entries[lead:], counts, self.axes, strict=True):
+            if entry is not None and group and (count > 1 or core[group[0][2]] is None):
+                core[group[0][2]] = entry
+        return PartitionSpec(*entries[:lead], *core), axes
 
 
 def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[Any, Axes]:

@@ -11,6 +11,7 @@ from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.products.convolution import convolve
 from haiku_implicit.products.ragged import quantized_ragged_dot
 from haiku_implicit.products.stored import in_codes, quantized_dot, with_dense
 
@@ -36,6 +37,8 @@ def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> 
     """A convolution with the kernel, dequantized for it: a kernel is small beside the images."""
     if w.activation is not None:
         return in_codes(call.primitive, x, w, call.w_first, call.params)
+    if not call.w_first and (out := convolve(x, w, call.params)) is not NotImplemented:
+        return out
     return with_dense(call.primitive, *call.ordered(x, w), **call.params)
 
 

@@ -193,7 +193,8 @@ def _elements(
     for place in places:
         plane = take(w.codes, place.position)
         if fmt.bits < 8:
-            plane = (plane >> expand(place.shift).astype(plane.dtype)) & (2**place.bits - 1)
+            shift = jnp.broadcast_to(expand(place.shift), plane.shape).astype(plane.dtype)
+            plane = (plane >> shift) & (2**place.bits - 1)
             plane = plane << place.below
         planes.append(plane)
     codes = functools.reduce(jnp.bitwise_or, planes)

@@ -83,11 +83,15 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
         values = _times(dense(self.matrix), self.scale, (*lead, self._scaled_axis))
         return values.astype(self.dtype)
 
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+    def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
         """The matrix as the dense array, the scale as the axis that it is along."""
         *lead, n, m = padded_spec(spec, self.ndim)
         scale = PartitionSpec(*lead, n if self.axis == -2 else m)
-        return split_fields(self, mesh, matrix=spec, scale=scale)
+        return dict(matrix=spec, scale=scale)
+
+    def partition_spec(self, spec: Any, mesh: Any) -> Any:
+        """By its fields."""
+        return split_fields(self, mesh, **self.field_specs(spec, mesh))
 
     def requantize(self, w: Any) -> Self:
         """Another weight of the same shape, held as this one is: quantized if the matrix is.

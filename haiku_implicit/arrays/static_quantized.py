@@ -110,7 +110,13 @@ class StaticQuantized(RuledWeight):
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
         """As the stored weight; ranges are along its batch axes."""
-        own = self.weight.partition_spec(spec, mesh)
+        return self._split(self.weight.partition_spec(spec, mesh), spec)
+
+    def placement_spec(self, spec: Any, mesh: Any) -> Any:
+        """As the stored weight."""
+        return self._split(self.weight.placement_spec(spec, mesh), spec)
+
+    def _split(self, own: Any, spec: Any) -> Any:
         if own is NotImplemented:
             return NotImplemented
         batch = jax.sharding.PartitionSpec(*tuple(spec)[: self.ndim - 2])

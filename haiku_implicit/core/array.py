@@ -202,12 +202,50 @@ class ImplicitArray(abc.ABC):
           mesh: the mesh whose axes it names.
 
         Returns:
-          A tree like this array with a `PartitionSpec` for each leaf. Or `NotImplemented`, the default
+          A tree like the part of this array on one device, with a `PartitionSpec` for each leaf: static
+          metadata, such as an explicit shape, is that of the part. Or `NotImplemented`, the default
           unless the array is fully replicated: then the array is materialized first.
         """
         if any(part is not None for part in spec):
             return NotImplemented
         return jax.tree.map(lambda _: jax.sharding.PartitionSpec(), self)
+
+    def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
+        """How fields lie when XLA is to keep the dense array split by `spec`.
+
+        Args:
+          spec: a `jax.sharding.PartitionSpec` of the dense array.
+          mesh: the mesh whose axes it names.
+
+        Returns:
+          A `PartitionSpec` by field, for all arrays in it. Fields that are not named are on all
+          devices. By default the fields of the array's own shape and dtype lie as it does.
+        """
+        names = data_names(type(self))
+        return {name: spec for name in names if same_struct(getattr(self, name), self)}
+
+    def placement_spec(self, spec: Any, mesh: Any) -> Any:
+        """As `partition_spec`, where XLA is to keep the dense array split by `spec`.
+
+        XLA computes with whole arrays, so that a part need not be an array of this type. Where this
+        returns `NotImplemented`, each field lies as `field_specs` says.
+        """
+        return self.partition_spec(spec, mesh)
+
+    def fitted(self, spec: Any, mesh: Any) -> Any:
+        """The same values in a form that can be split by `spec`, see `partition_spec`.
+
+        Args:
+          spec, mesh: as for `partition_spec`.
+
+        Returns:
+          An array of this type, by default with its fields fitted, as `field_specs` splits them; the
+          array itself where there is nothing to do, or to be done.
+        """
+        specs = self.field_specs(spec, mesh).items()
+        inner = {name: (getattr(self, name), own) for name, own in specs}
+        new = {k: y.fitted(own, mesh) for k, (y, own) in inner.items() if is_implicit(y)}
+        return self._replace(**new) if any(new[k] is not inner[k][0] for k in new) else self
 
     @property
     def aval(self) -> jax.core.ShapedArray:
@@ -493,6 +531,11 @@ def known_struct(x: Any) -> jax.ShapeDtypeStruct | None:
         return jax.ShapeDtypeStruct(tuple(x.shape), np.dtype(x.dtype))
     except (AttributeError, TypeError, ValueError):
         return None
+
+
+def same_struct(x: Any, y: Any) -> bool:
+    """Whether two arrays have one shape and dtype."""
+    return getattr(x, "shape", None) == y.shape and getattr(x, "dtype", None) == y.dtype
 
 
 def dense_struct(x: Any) -> Any:

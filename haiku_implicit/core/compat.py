@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -76,6 +76,23 @@ def _find_pvary() -> list[Primitive]:
     return [e.primitive for e in inner.eqns if e.primitive is not jax.lax.mul_p]
 
 
+def _find_sums() -> list[Primitive]:
+    """What adds up over a mesh axis: `psum`, with and without `check_vma`, and `psum_scatter`."""
+    spec = jax.sharding.PartitionSpec
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    found = []
+    for fun, check in ((jax.lax.psum, True), (jax.lax.psum, False), (jax.lax.psum_scatter, False)):
+        mapped = jax.shard_map(
+            lambda x, fun=fun: fun(x, "i"),
+            mesh=_mesh(),
+            in_specs=spec("i"),
+            out_specs=spec(),
+            check_vma=check,
+        )
+        found.append(jax.make_jaxpr(mapped)(one).eqns[-1].params["jaxpr"].eqns[-1].primitive)
+    return list(dict.fromkeys(found))
+
+
 def _find_reshards() -> list[Primitive]:
     """The primitives that change how an array is sharded over explicit axes of a mesh."""
     axis_types = (jax.sharding.AxisType.Explicit,)
@@ -114,6 +131,8 @@ custom_vmap_p = _find_custom_vmap()
 # Before JAX 0.8 `auto_axes` has one of its own.
 RESHARDS = _find_reshards()
 add_any_p = jax.extend.core.primitives.add_jaxvals_p
+
+SUMS = _find_sums()
 
 # Primitives that return their one operand unchanged.
 IDENTITIES = [
@@ -162,7 +181,15 @@ def manual_axes(params: dict[str, Any]) -> frozenset[str]:
 
 def vary_like(x: Any, others: Any) -> Any:
     """`x` marked as varying over the mesh axes that the others vary over (inside `shard_map`)."""
-    axes = tuple(sorted({axis for y in others for axis in varying(y)} - varying(x)))
+    return vary_over(x, {axis for y in others for axis in varying(y)})
+
+
+def vary_over(x: Any, axes: Iterable[str]) -> Any:
+    """`x` marked as varying over these axes, as far as they are of a `shard_map` (not of a `vmap`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    manual = {name for name, kind in pairs if kind == jax.sharding.AxisType.Manual}
+    axes = tuple(sorted(manual.intersection(axes) - varying(x)))
     if not axes:
         return x
     if hasattr(jax.lax, "pcast"):

@@ -142,6 +142,11 @@ def _as_primitive(primitive: Primitive | str) -> Primitive:
     )
 
 
+def rules() -> dict[Primitive, tuple[plum.Method, ...]]:
+    """All rules, by their primitives."""
+    return {primitive: tuple(methods) for primitive, methods in _rules.items()}
+
+
 @functools.cache
 def rules_for(
     primitive: Primitive, types: tuple[type, ...]

@@ -6,7 +6,6 @@ public function of JAX (`jax.jit`, `jax.lax.scan`, ...) on the result. JAX's tra
 be active around the interpreter, then see an ordinary call.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -114,29 +113,6 @@ def _leaf_shardings(values: list[Any], shardings: Any) -> tuple[Any, ...] | None
 @functools.lru_cache(maxsize=4096)
 def _putting(places: tuple[Any, ...]) -> Any:
     return jax.jit(lambda leaves: leaves, out_shardings=list(places))
-
-
-def _reshard(primitive: compat.Primitive, operands: Operands, params: Params) -> Any:
-    """`jax.sharding.reshard`, over explicit mesh axes: the leaves, as the type's `partition_spec` says.
-
-    Not a rule, because a rule is traced on dense parts, and these are not in the new mesh yet.
-    """
-    (x,) = operands
-    leaves, treedef = flatten(x)
-    places = leaf_places(x, params["dst_sharding"])
-    if places is NotImplemented:
-        # Made dense in the mesh that it comes from, as the equations before this one were run.
-        meshes = {compat.mesh_of(leaf) for leaf in leaves}
-        with jax.sharding.use_abstract_mesh(meshes.pop()) if meshes else contextlib.nullcontext():
-            x = densify(x, primitive.name)
-        return [primitive.bind(x, **params)]
-    pairs = zip(leaves, places, strict=True)
-    new = [primitive.bind(leaf, **params | dict(dst_sharding=place)) for leaf, place in pairs]
-    return [treedef.unflatten(new)]
-
-
-for _primitive in compat.RESHARDS:
-    HIGHER_ORDER[_primitive] = functools.partial(_reshard, _primitive)
 
 
 @handles(compat.remat_p)

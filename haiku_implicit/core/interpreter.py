@@ -101,7 +101,13 @@ def apply(primitive: compat.Primitive, operands: Sequence[Any], params: Params) 
         out = _call_rule(_on_equivalents, primitive, list(operands), params)
         if out is not NotImplemented:
             return list(out) if primitive.multiple_results else [out]
-    return bind(primitive, [densify(x, primitive.name) for x in operands], params)
+    dense = [densify(x, primitive.name) for x in operands]
+    # A constant is the same on all devices of a `shard_map`, where the others need not be.
+    dense = [
+        compat.vary_like(y, dense) if is_implicit(x) else y
+        for x, y in zip(operands, dense, strict=True)
+    ]
+    return bind(primitive, dense, params)
 
 
 def default_handler(primitive: compat.Primitive, *args: Any, **params: Any) -> Any:

@@ -12,6 +12,7 @@ from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import flatten, is_implicit
 from haiku_implicit.core.higher_order import Operands, Params, handles
 from haiku_implicit.core.interpreter import densify, interpret, materialize_array
+from haiku_implicit.core.sharding import is_spec, names_in
 
 
 @handles(compat.shard_map_p)
@@ -21,24 +22,26 @@ def shard_map(operands: Operands, params: Params) -> list[Any]:
     A result that is like an operand, and is split as that is, stays implicit (a cache that is written).
     """
     mesh, jaxpr = params["mesh"], params["jaxpr"]
-    pairs = [_split(x, s, mesh) for x, s in zip(operands, params["in_specs"], strict=True)]
-    leaves, treedef = flatten([x for x, _ in pairs])
+    split = [_split(x, s, mesh) for x, s in zip(operands, params["in_specs"], strict=True)]
+    leaves = jax.tree.leaves([x for x, _ in split])
+    specs_of, treedef = jax.tree.flatten([part for _, part in split], is_leaf=is_spec)
 
     def mapped(results: Callable[[list[Any], list[Any]], Any], out_specs: Any) -> Any:
         def body(*local: Any) -> Any:
-            parts = treedef.unflatten(local)
+            parts = jax.tree.unflatten(treedef, local)
             return results(parts, interpret(jaxpr, (), parts))
 
         return jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=tuple(s for _, specs in pairs for s in specs),
+            in_specs=tuple(specs_of),
             out_specs=out_specs,
             axis_names=compat.manual_axes(params),
             check_vma=params["check_vma"],
         )
 
     specs = list(params["out_specs"])
+    pairs = [(x, jax.tree.leaves(part, is_leaf=is_spec)) for x, part in split]
     like = _results_like_operands(mapped, leaves, pairs, params)
 
     def results(_: Any, out: list[Any]) -> list[Any]:
@@ -93,8 +96,7 @@ def _all_split(own: list[Any], spec: Any, mesh: Any, check_vma: bool) -> bool:
     """
 
     def axes(spec: Any) -> set[str]:
-        names = (n for entry in spec for n in (entry if isinstance(entry, tuple) else [entry]))
-        return {name for name in names if name is not None and mesh.shape[name] > 1}
+        return {name for name in names_in(spec) if mesh.shape[name] > 1}
 
     everywhere = axes(spec) == {name for name, n in mesh.shape.items() if n > 1}
     return (check_vma or everywhere) and all(axes(s) == axes(spec) for s in own)
@@ -109,10 +111,9 @@ def _same_leaves(a: Any, b: Any) -> bool:
 
 
 def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
+    """An operand in a form that can be split, and its part on one device with specs in it."""
     if not is_implicit(x):
-        return x, [spec]
-    specs = x.partition_spec(spec, mesh)
-    if specs is NotImplemented:
-        return densify(x, "shard_map"), [spec]
-    is_spec = lambda s: isinstance(s, jax.sharding.PartitionSpec)  # noqa: E731
-    return x, jax.tree_util.tree_leaves(specs, is_leaf=is_spec)
+        return x, spec
+    x = x.fitted(spec, mesh)
+    part = x.partition_spec(spec, mesh)
+    return (densify(x, "shard_map"), spec) if part is NotImplemented else (x, part)

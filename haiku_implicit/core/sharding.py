@@ -6,7 +6,7 @@ were of type `Auto`. Only the result is sharded explicitly, as the result of the
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,12 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.array import ImplicitArray, dense_struct, is_implicit
+from haiku_implicit.core.array import (
+    ImplicitArray,
+    data_names,
+    dense_struct,
+    is_implicit,
+)
 
 # Places that are the same for arrays of any rank.
 _PLACES: tuple[type, ...] = (type(None), jax.Device, SingleDeviceSharding)
@@ -30,21 +35,64 @@ def leaf_places(x: Any, place: Any) -> Any:
       place: a sharding, a device, a memory, or None.
 
     Returns:
-      A list of places, or `NotImplemented` where the type's `partition_spec` returns that, and for a
-      sharding of another kind.
+      A list of places, or `NotImplemented` where the type can't be split, and for a sharding of another
+      kind.
     """
     leaves = jax.tree.leaves(x)
     if isinstance(place, _PLACES):
         return [place] * len(leaves)
     if not isinstance(place, NamedSharding):
         return NotImplemented
-    specs = x.partition_spec(place.spec, place.mesh)
+    specs = leaf_specs(x, place.spec, place.mesh)
     if specs is NotImplemented:
         return NotImplemented
-    specs = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
     padded = (padded_spec(s, np.ndim(y)) for s, y in zip(specs, leaves, strict=True))
     kind = place.memory_kind
     return [NamedSharding(place.mesh, PartitionSpec(*s), memory_kind=kind) for s in padded]
+
+
+def leaf_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
+    """Where the leaves of an implicit array lie when XLA is to keep the dense array split by `spec`.
+
+    As the type's `placement_spec` says, or its `field_specs`, wherever these cut an axis evenly.
+
+    Args:
+      x: an implicit array.
+      spec: of the dense array.
+      mesh: the mesh whose axes it names.
+
+    Returns:
+      A list of specs, or `NotImplemented` where no leaf would be split.
+    """
+    found = x.placement_spec(spec, mesh)
+    if found is not NotImplemented:
+        return jax.tree.leaves(found, is_leaf=is_spec)
+    fields = x.field_specs(spec, mesh)
+    specs: list[PartitionSpec] = []
+    for name in data_names(type(x)):
+        own = fields.get(name, PartitionSpec())
+        for y in jax.tree.leaves(getattr(x, name), is_leaf=is_implicit):
+            lies = leaf_specs(y, own, mesh) if is_implicit(y) else [fitting(own, np.shape(y), mesh)]
+            whole = [PartitionSpec()] * len(jax.tree.leaves(y))
+            specs += whole if lies is NotImplemented else lies
+    return specs if any(map(names_in, specs)) else NotImplemented
+
+
+def is_spec(x: Any) -> bool:
+    """Whether this is the spec of one array."""
+    return isinstance(x, PartitionSpec)
+
+
+def names_in(spec: PartitionSpec) -> list[str]:
+    """The mesh axes that a spec splits by."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return [name for entry in entries for name in entry if isinstance(name, str)]
+
+
+def fitting(spec: Any, shape: Sequence[int], mesh: Any) -> PartitionSpec:
+    """The spec without the entries that don't cut their axes evenly."""
+    pairs = zip(padded_spec(spec, len(shape)), shape, strict=True)
+    return PartitionSpec(*(None if n % num_parts(entry, mesh) else entry for entry, n in pairs))
 
 
 def in_type(x: Any, sharding: Any) -> Any:
@@ -89,7 +137,12 @@ def left_to_partitioner(fun: Callable[..., jax.Array], sharding: Any) -> Callabl
     mesh = sharding.mesh
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in pairs if kind == AxisType.Explicit)
-    return jax.sharding.auto_axes(fun, axes=axes, out_sharding=sharding)
+    new = jax.sharding.auto_axes(fun, axes=axes, out_sharding=sharding)
+    if AxisType.Manual not in mesh.axis_types:
+        return new
+    # What a backward pass keeps leaves the `shard_map`, and comes back with explicit axes. So it must
+    # not be what has been left to XLA: the operands themselves are kept.
+    return jax.checkpoint(new)
 
 
 def padded_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
@@ -99,7 +152,7 @@ def padded_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
 
 def num_parts(entry: Any, mesh: Any) -> int:
     """Into how many parts an axis is split, for its entry of a partition spec."""
-    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    names = names_in(PartitionSpec(entry))  # none for `PartitionSpec.UNCONSTRAINED`
     return int(np.prod([mesh.shape[name] for name in names], dtype=int))
 
 
@@ -118,5 +171,5 @@ def split_fields(x: ImplicitArray, mesh: Any, **specs: PartitionSpec) -> Any:
         )
         for name, spec in specs.items()
     }
-    leaves = jax.tree.leaves(found, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    leaves = jax.tree.leaves(found, is_leaf=is_spec)
     return NotImplemented if any(s is NotImplemented for s in leaves) else x._replace(**found)

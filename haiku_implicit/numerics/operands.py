@@ -344,7 +344,8 @@ def noise(key: Any, method: str, axes: tuple[int, ...], shape: tuple[int, ...]) 
     if key is None:
         raise ValueError(
             "bwd_stochastic_rounding: it needs a random key in each step; give key= to the function, "
-            "or put keys on the weights with with_rounding_key(params, key) within the loss"
+            "or put keys on the weights with with_rounding_key(params, key) within the loss, "
+            "differentiated by jax.value_and_grad (hki.value_and_grad calls it with ordinary arrays)"
         )
     own = tuple(size if i in axes else 1 for i, size in enumerate(shape))
     if method == "uniform":

@@ -1,6 +1,7 @@
 """`QuantizedMatrix`: a weight held as integer codes with scales."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -15,11 +16,17 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.fields import aux_field, frozen_field
-from haiku_implicit.core.sharding import is_split, left_to_partitioner, num_parts, padded_spec
+from haiku_implicit.core.sharding import (
+    fitting,
+    is_split,
+    left_to_partitioner,
+    num_parts,
+    padded_spec,
+)
 from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats, scales
 from haiku_implicit.numerics.encoding import Encoded, encode_rows
-from haiku_implicit.numerics.options import checked_activation, is_integer
+from haiku_implicit.numerics.options import activation_of, checked_activation, is_integer
 
 
 @dataclasses.dataclass
@@ -290,7 +297,10 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     def map_scales(self, fun: Callable[[Any], Any]) -> Self:
         """The same codes and dtype, with a function of the scale and of the offset in their place."""
         offset = None if self.offset is None else fun(self.offset)
-        return self._replace(scale=fun(self.scale), offset=offset, dtype=self.dtype)
+        new = self._replace(scale=fun(self.scale), offset=offset)
+        # Not where the scales still tell it: a loop's carry keeps its structure. (Specs have no dtype.)
+        told = hasattr(new.scale, "dtype") and new.dtype == self.dtype
+        return new if told else new._replace(dtype=self.dtype)
 
     def compute_shape(self) -> tuple[int, ...]:
         *lead, rows, stored = np.shape(self.codes)
@@ -357,6 +367,57 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         codes, offset = PartitionSpec(*lead, rows, along), specs[1]
         offset = None if self.offset is None else offset
         return self._replace(codes=codes, scale=specs[0], offset=offset)
+
+    def placement_spec(self, spec: Any, mesh: Any) -> Any:
+        """Codes and scales, each wherever they can be cut evenly, also within groups."""
+        found = self.partition_spec(spec, mesh)
+        if found is not NotImplemented:
+            return found
+        *lead, n, m = padded_spec(spec, self.ndim)
+        stored = (*lead, n, m) if self.axis == -1 else (*lead, m, n)
+
+        def of_leaf(y: Any) -> Any:
+            if not is_implicit(y):
+                return fitting(stored, np.shape(y), mesh)
+            return y.placement_spec(PartitionSpec(*stored), mesh)
+
+        return self.map_scales(of_leaf)._replace(codes=of_leaf(self.codes))
+
+    def fitted(self, spec: Any, mesh: Any) -> Any:
+        """With smaller groups, so that none would be cut; itself where the numbers would change."""
+        if self.partition_spec(spec, mesh) is not NotImplemented:
+            return self
+        *_, n, m = padded_spec(spec, self.ndim)
+        rows, along = (n, m) if self.axis == -1 else (m, n)
+        parts = num_parts(along, mesh)
+        tiles = np.shape(self.scale)[-2]
+        new = self.with_row_scales() if tiles > 1 and tiles % num_parts(rows, mesh) else self
+        if parts > 1 and self.num_groups % parts:
+            new = new.regrouped(math.gcd(self.group_size, self.shape[self.axis] // parts))
+        return self if new.partition_spec(spec, mesh) is NotImplemented else new
+
+    def regrouped(self, group_size: int) -> Self:
+        """The same weight in smaller groups: codes and values stay, scales are repeated.
+
+        Args:
+          group_size: a divisor of the size that the groups have.
+
+        Returns:
+          The weight, with dense scales; itself where groups of this size don't fill whole bytes, and
+          where activations are rounded by groups, so that products would change.
+        """
+        fmt, size = self._format, self.group_size
+        by_groups = self.activation is not None and activation_of(self.activation).groups
+        whole = group_size and size % group_size == 0 and group_size % fmt.multiple == 0
+        if group_size == size or not whole or self.padding or by_groups:
+            return self
+        codes = formats.unpack(self.codes, self.num_groups, fmt)
+        codes = codes.reshape(*codes.shape[:-2], -1, group_size)
+        last = self.ndim - 1
+        new = self.map_scales(lambda y: formats.repeated(dense(y), size // group_size, last))
+        new = new._replace(codes=formats.pack(codes, fmt))
+        inferred = new._replace(dtype=self.__dict__.get("_dtype"))  # of one structure with this one
+        return inferred if inferred.dtype == self.dtype else new
 
     @property
     def _grouped_axis(self) -> int:

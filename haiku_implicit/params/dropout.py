@@ -15,11 +15,16 @@ from haiku_implicit.params.quantized_training import typed_key
 def with_dropout(params: Any, key: Any, rate: float) -> Any:
     """Lets the corrections of LoRA see their inputs through dropout, for a training step.
 
-    Call it in each step, within the function that is differentiated, with a key of the step:
+    Call it in each step, within the function that `jax.grad` differentiates, with a key of the step:
 
-        def loss(params, key, batch):
-          params = hki.with_dropout(params, key, 0.1)
+        trained, frozen = hki.partition(params)
+
+        def loss(trained, key, batch):
+          params = hki.with_dropout(hki.combine(trained, frozen), key, 0.1)
           ...
+
+    (Not within `hki.value_and_grad` or `hki.use_implicit_args`: these call a function with ordinary
+    arrays in place of the weights, and it raises.)
 
     A product `x @ w` is then `x @ w.w + (dropout(x) @ a) @ b`, as in PEFT. Look-ups in an embedding are
     as without. The mask depends on the key and the weight's path alone: it is the same where a
@@ -35,7 +40,7 @@ def with_dropout(params: Any, key: Any, rate: float) -> Any:
       The tree with dropout in place of each `LoRA`, mappings as dicts; for a rate of 0 the tree itself.
 
     Raises:
-      ValueError: for another rate.
+      ValueError: for another rate, and where no parameter is a `LoRA`.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -50,11 +55,14 @@ def with_dropout(params: Any, key: Any, rate: float) -> Any:
     if rate == 0:
         return params
     key = typed_key(key)
+    count = 0
 
     def dropped(parameter: trees.Parameter) -> Any:
         value = parameter.value
         if not isinstance(value, LoRA):
             return value
+        nonlocal count
+        count += 1
         batch = value.shape[:-2]
         own = parameter.key_from(key)
         zeros = Zeros(shape=value.shape, dtype=value.dtype)
@@ -62,4 +70,7 @@ def with_dropout(params: Any, key: Any, rate: float) -> Any:
         keys = jax.random.split(own, batch) if batch else own
         return Sum(value.w, InputDropout(delta, keys, float(rate)), apart=True)
 
-    return trees.map_matrices(dropped, params)
+    new = trees.map_matrices(dropped, params)
+    if not count:
+        raise trees.none_of("with_dropout", "LoRA", params)
+    return new

@@ -1,7 +1,7 @@
 """Where the parameters of a model lie on a mesh of devices, from what is known of the dense ones."""
 
-import math
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from haiku_implicit.adapters.adapter import Adapter
-from haiku_implicit.arrays.axes import parts
-from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import is_implicit, known_struct
-from haiku_implicit.core.sharding import num_parts, padded_spec
+from haiku_implicit.core.sharding import fitting, leaf_specs, names_in, num_parts, padded_spec
 from haiku_implicit.core.transform import tree_flatten_with_implicit
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params.selection import describe
@@ -27,8 +23,9 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
     """The sharding of every array of a tree, from the partition specs of the dense weights.
 
     An implicit array is split as the dense one would be: LoRA's factors along the axes that they have,
-    codes and scales between groups, in their own order of storage. Give what comes out to
-    `jax.device_put`, as `in_shardings` and `out_shardings` to `jax.jit`, or for restoring checkpoints.
+    codes and scales in their own order of storage. Where shards would cut a group, codes are split, and
+    scales are on all devices; one warning says so (`place` makes smaller groups). Give what comes out
+    to `jax.device_put`, to `jax.jit` as `in_shardings` and `out_shardings`, or to restore checkpoints.
     (A dense sharding given there for an implicit array is taken for each of its leaves, and splits a
     weight along another axis than it says.)
 
@@ -48,7 +45,7 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
 
     Raises:
       ValueError: for a parameter that no rule matches, whose spec has too many axes, or that can't be
-        split so: it names the parameter, its groups, and the number of shards.
+        split so: it names the parameter, its axis, and the number of shards.
       TypeError: for another kind of mesh, or of specs.
 
     Example:
@@ -62,17 +59,86 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
       (P('model', None), P(None, None), P())
       >>> placed = jax.device_put(params, found)
     """
+    _check_mesh(mesh)
+    paths, leaves, treedef = _flattened(params)
+    notes: list[str] = []
+    found = [
+        _placed(path, x, spec, mesh, notes)
+        for path, x, spec in zip(paths, leaves, _specs_of(paths, params, specs), strict=True)
+    ]
+    _say(notes, ". haiku_implicit.place makes smaller groups of the same values")
+    return treedef.unflatten(found)
+
+
+def place(params: Any, specs: Specs, mesh: Any) -> Any:
+    """Parameters on a mesh of devices, in a form that can be split as the specs say.
+
+    As `jax.device_put(params, hki.shardings(params, specs, mesh))`, but what would not fit is made to:
+
+    - groups of a quantized weight that shards would cut are divided into smaller ones, each with the
+      scale that they share. Codes and values stay what they are, to the bit; there are more scales.
+      (Not where products round activations by groups: they would round others.)
+    - an axis that can't be cut into shards of one size is whole on every device, and so is an array of
+      a type that can't be split so. One warning names all of them.
+
+    Args:
+      params: parameters, dense or implicit, with arrays in them.
+      specs: as for `shardings`.
+      mesh: a `jax.sharding.Mesh`.
+
+    Returns:
+      The parameters on the mesh. (`jax.tree.map(lambda x: x.sharding, placed)` says where.)
+
+    Raises:
+      ValueError: for a parameter that no rule matches, or a spec with axes that it or the mesh lacks.
+      TypeError: for another kind of mesh, or of specs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ('model',), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> params = hki.quantize_params({'w': jnp.ones((64, 32))}, dtype='int4', group_size=32)
+      >>> placed = hki.place(params, P('model'), mesh)
+      >>> placed['w'].codes.sharding.spec, placed['w'].group_size  # of 16 on four devices
+      (P(None, 'model'), 32)
+    """
+    _check_mesh(mesh)
+    paths, leaves, treedef = _flattened(params)
+    notes: list[str] = []
+    fitted = [
+        _fitted(path, x, spec, mesh, notes)
+        for path, x, spec in zip(paths, leaves, _specs_of(paths, params, specs), strict=True)
+    ]
+    _say(notes, "")
+    new, places = (treedef.unflatten([pair[i] for pair in fitted]) for i in (0, 1))
+    return jax.device_put(new, places)
+
+
+def _check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             f"mesh: expected a jax.sharding.Mesh, as jax.make_mesh((jax.device_count(),), ('model',)) "
             f"makes it, got {mesh!r}"
         )
-    paths, leaves, treedef = _flattened(params)
-    found = [
-        _placed(path, x, spec, mesh)
-        for path, x, spec in zip(paths, leaves, _specs_of(paths, params, specs), strict=True)
-    ]
-    return treedef.unflatten(found)
+
+
+def _fitted(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str]) -> tuple[Any, Any]:
+    """An array that can be split, and the shardings of its leaves."""
+    if is_implicit(x) and known_struct(x) is None:
+        return x, _placed(path, x, spec, mesh, notes)
+    what = f"{path}: {describe(x)}"
+    _fits(what, np.shape(x), spec, mesh)
+    if reason := _uneven(np.shape(x), spec, mesh):
+        notes.append(f"{what}: {spec}: {reason}, and is whole on every device")
+        spec = fitting(spec, np.shape(x), mesh)
+    if is_implicit(x):
+        x = x.fitted(spec, mesh)
+        if leaf_specs(x, spec, mesh) is NotImplemented:
+            notes.append(
+                f"{what}: {spec}: its type can't be split so, and is whole on every device"
+            )
+            spec = PartitionSpec()
+    return x, _placed(path, x, spec, mesh, notes)
 
 
 def _flattened(params: Any) -> tuple[list[str], list[Any], Any]:
@@ -127,96 +193,71 @@ def _by_rules(path: str, rules: Sequence[tuple[Any, PartitionSpec]]) -> Partitio
     )
 
 
-def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any) -> Any:
-    """An array with shardings in place of its leaves."""
-    if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
-        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), x)
-    what, shape = f"{path}: {describe(x)}", np.shape(x)
-    unknown = set(_names_in(spec)) - set(mesh.shape)
+def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> None:
+    """Raises for a spec that the mesh or the array has no axes for."""
+    unknown = set(names_in(spec)) - set(mesh.shape)
     if unknown:
         raise ValueError(f"{what}: {spec}: the mesh has {dict(mesh.shape)}, no {sorted(unknown)}")
     if len(spec) > len(shape):
         raise ValueError(f"{what}: {spec} is for {len(spec)} axes, the array has {len(shape)}")
-    for axis, (length, names) in enumerate(zip(shape, padded_spec(spec, len(shape)), strict=True)):
-        if length % (parts := num_parts(names, mesh)):
-            raise ValueError(
-                f"{what}: {spec}: axis {axis}, of length {length}, can't be cut into {parts} shards of "
-                "one size"
-            )
+
+
+def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> str | None:
+    """What says which axis can't be cut, if any can't."""
+    for axis, (length, entry) in enumerate(zip(shape, padded_spec(spec, len(shape)), strict=True)):
+        if length % (count := num_parts(entry, mesh)):
+            return f"axis {axis}, of length {length}, can't be cut into {count} shards of one size"
+    return None
+
+
+def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str]) -> Any:
+    """An array with shardings in place of its leaves."""
+    if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
+        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), x)
+    what = f"{path}: {describe(x)}"
+    _fits(what, np.shape(x), spec, mesh)
+    if reason := _uneven(np.shape(x), spec, mesh):
+        raise ValueError(
+            f"{what}: {spec}: {reason}. haiku_implicit.place leaves such an axis whole"
+        )
     if not is_implicit(x):
         return NamedSharding(mesh, spec)
-    specs = _specs_in(x, spec, mesh)
+    specs = leaf_specs(x, spec, mesh)
     if specs is NotImplemented:
-        raise ValueError(f"{what}: {spec}: {_reason(x, spec, mesh)}")
-    is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+        raise ValueError(
+            f"{what}: {spec}: {type(x).__name__} can't be split so. PartitionSpec() replicates it, as "
+            "haiku_implicit.place does"
+        )
+    exact = x.partition_spec(spec, mesh) is not NotImplemented
+    if not exact and (reason := _not_as_asked(x, specs, spec, mesh)):
+        notes.append(f"{what}: {spec}: {reason}")
+    return jax.tree.unflatten(jax.tree.structure(x), [NamedSharding(mesh, s) for s in specs])
 
 
-def _names_in(spec: PartitionSpec) -> list[str]:
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    return [name for entry in entries for name in entry if name is not None]
+def _not_as_asked(x: Any, specs: Sequence[PartitionSpec], spec: PartitionSpec, mesh: Any) -> str:
+    """What of an implicit array is not split as the array is, and what would help; empty: nothing."""
+    found = []
+    if missing := set(names_in(spec)) - {name for own in specs for name in names_in(own)}:
+        found.append(f"nothing in it can be split by {sorted(missing)}")
+    new = jax.eval_shape(lambda x: x.fitted(spec, mesh), x)
+    for old, fit in zip(_quantized(x), _quantized(new), strict=True):
+        if fit.group_size < old.group_size:
+            found.append(
+                f"that cuts groups of {old.group_size}, whose scales are on all devices; groups of "
+                f"{fit.group_size} fit"
+            )
+    return ", and ".join(found)
 
 
-def _specs_in(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
-    """An implicit array with specs in place of its leaves, or NotImplemented.
-
-    `partition_spec` is also for `jax.shard_map`, where the part on each device is an array of the same
-    type. Here it is enough that the leaves lie somewhere: XLA computes with whole arrays.
-    """
-    specs = x.partition_spec(spec, mesh)
-    if specs is not NotImplemented:
-        return specs
-    if isinstance(x, MatrixView):
-        of_matrix = _of_matrix(x, spec, mesh)
-        inner = of_matrix and _inner(x.matrix, of_matrix, mesh)
-        return NotImplemented if inner in (None, NotImplemented) else x._replace(matrix=inner)
-    if isinstance(x, LoRA | Adapter):  # what is trained is small, and on all devices
-        inner = _inner(x.w, spec, mesh)
-        if inner is NotImplemented:
-            return NotImplemented
-        rest = jax.tree.map(lambda _: PartitionSpec(), x._replace(w=None))
-        return rest._replace(w=inner)
-    return NotImplemented
+def _quantized(x: Any) -> list[QuantizedMatrix]:
+    """The quantized matrices in an implicit array that are not scales of others."""
+    if isinstance(x, QuantizedMatrix):
+        return [x]
+    return [z for y in vars(x).values() if is_implicit(y) for z in _quantized(y)]
 
 
-def _inner(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
-    return _specs_in(x, spec, mesh) if is_implicit(x) else spec
-
-
-def _of_matrix(x: MatrixView, spec: PartitionSpec, mesh: Any) -> PartitionSpec | None:
-    """The spec of the matrix that holds a tensor; None if it can't be split so.
-
-    Its rows are split as the outermost of the axes that make them, its columns likewise.
-    """
-    entries, lead = padded_spec(spec, x.ndim), x.ndim - len(x.axes)
-    found: list[Any] = [None, None]
-    for entry, group in zip(entries[lead:], x.axes, strict=True):
-        if entry is None:
-            continue
-        size, _, axis = group[0] if group else (1, 1, 0)
-        outermost = group and parts(x.axes, axis)[0] == group[0]
-        if not outermost or size % num_parts(entry, mesh):
-            return None
-        found[axis] = entry
-    return PartitionSpec(*entries[:lead], *found)
-
-
-def _reason(x: Any, spec: PartitionSpec, mesh: Any) -> str:
-    """Why an implicit array is not split, and what helps."""
-    inner = next((y for y in _nested(x) if isinstance(y, QuantizedMatrix)), None)
-    if inner is None or isinstance(x, MatrixView):
-        return f"{type(x).__name__} can't be split so. PartitionSpec() replicates it"
-    entries = padded_spec(spec, inner.ndim)
-    shards, length = num_parts(entries[inner.axis], mesh), inner.shape[inner.axis]
-    size = math.gcd(inner.group_size, length // shards)
-    return (
-        f"axis {inner.axis} has {inner.num_groups} groups of {inner.group_size}, which {shards} shards "
-        f"would cut. Groups of {size} fit (group_size= of quantize_params); PartitionSpec() replicates "
-        "the weight"
-    )
-
-
-def _nested(x: Any) -> list[Any]:
-    """An implicit array, and those inside of it."""
-    inner = [y for y in vars(x).values() if is_implicit(y)]
-    return [x, *(z for y in inner for z in _nested(y))]
+def _say(notes: Sequence[str], help: str) -> None:
+    """One warning of what is not as asked."""
+    if notes:
+        more = f" (and {len(notes) - 3} more)" if len(notes) > 3 else ""
+        warnings.warn("; ".join(notes[:3]) + more + help, stacklevel=3)

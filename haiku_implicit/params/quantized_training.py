@@ -143,11 +143,15 @@ def quantized_training_getter(
 def with_rounding_key(params: Any, key: Any) -> Any:
     """Gives weights the random keys that stochastic rounding of their gradients needs.
 
-    Call it in each step, within the function that is differentiated, with a key of the step:
+    Call it in each step, within the function that `jax.grad` differentiates, with a key of the step:
 
         def loss(params, key, batch):
           params = hki.with_rounding_key(params, key)
           ...
+
+    (Not within `hki.value_and_grad` or `hki.use_implicit_args`: these call a function with ordinary
+    arrays in place of the weights, which then have no keys. Where some arrays are frozen,
+    differentiate with respect to the first part that `partition` returns.)
 
     Args:
       params: a tree with `TrainedQuantized` in it.

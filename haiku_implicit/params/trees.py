@@ -18,6 +18,7 @@ from haiku_implicit.core.predicates import (
 )
 from haiku_implicit.params.matrix_axes import MatrixAxesOf, check_given, open_matrix
 from haiku_implicit.params.selection import (
+    describe,
     errors_name,
     in_tree,
     is_dense_matrix,
@@ -119,6 +120,17 @@ def on_matrix(
 def map_matrices(fun: Callable[[Parameter], Any], tree: Any) -> Any:
     """`map_parameters` of the matrices in views."""
     return map_parameters(on_matrix(fun), tree)
+
+
+def none_of(function: str, kind: str, params: Any) -> ValueError:
+    """The error of a function for weights of a type where there are none, as in a wrapped function."""
+    found = ", ".join(f"{p.path} {describe(p.value)}" for p in parameters_of(params)[:4])
+    return ValueError(
+        f"{function}: expected parameters with {kind}, and there are none in: {found}. If there were "
+        "before the call: within hki.value_and_grad, hki.grad and hki.use_implicit_args they are "
+        "ordinary arrays. Use jax.value_and_grad with respect to the first part that hki.partition "
+        "returns, and hki.combine both parts in the loss"
+    )
 
 
 def replace_marked(

@@ -47,12 +47,17 @@ def put_into(value: Any, bank: VectorBank | None) -> Any:
 def with_vector_bank(params: Any) -> Any:
     """Puts the vector bank of a tree into its `VBLoRA` weights.
 
-    Call it in each step, within the function that is differentiated, so that the bank's gradient is the
-    sum over all weights:
+    Call it in each step, within the function that `jax.grad` differentiates, so that the bank's
+    gradient is the sum over all weights:
 
-        def loss(params, batch):
-          params = hki.with_vector_bank(params)
+        trained, frozen = hki.partition(params)
+
+        def loss(trained, batch):
+          params = hki.with_vector_bank(hki.combine(trained, frozen))
           ...
+
+    (Not within `hki.value_and_grad` or `hki.use_implicit_args`: these call a function with ordinary
+    arrays in place of the bank, and it raises.)
 
     Args:
       params: a tree that `add_adapter(params, key, 'vblora', ...)` has made.
@@ -60,6 +65,9 @@ def with_vector_bank(params: Any) -> Any:
     Returns:
       The tree with the bank in the weights, mappings as dicts. A tree without a bank is returned as it
       is.
+
+    Raises:
+      ValueError: where the bank is an ordinary array.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -70,7 +78,10 @@ def with_vector_bank(params: Any) -> Any:
     """
     if not _has_bank(params):
         return params
-    vectors = params[MODULE][NAME].vectors
+    bank = params[MODULE][NAME]
+    if not isinstance(bank, VectorBank):
+        raise trees.none_of("with_vector_bank", "a VectorBank", {MODULE: params[MODULE]})
+    vectors = bank.vectors
 
     def filled(parameter: trees.Parameter) -> Any:
         value = parameter.value

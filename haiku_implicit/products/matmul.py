@@ -10,7 +10,9 @@ gradient one: the derivative with respect to the activations is the product of t
 rounded, and the matrix.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +23,23 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit.core import compat
+from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.layout import Order, matrices, sizes
+from haiku_implicit.numerics.options import activation_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products import reference
+from haiku_implicit.products.by_parts import by_parts, is_wanted
 from haiku_implicit.products.cpu import native
 from haiku_implicit.products.gpu import pallas
-from haiku_implicit.products.partitioned import needs_devices, partitioned
+from haiku_implicit.products.partitioned import (
+    WHOLE,
+    Axes,
+    Names,
+    Parts,
+    is_partitioned,
+    needs_devices,
+    partitioned,
+)
 
 quantized_matmul_p = Primitive("quantized_matmul")
 
@@ -37,16 +50,17 @@ def quantized_matmul(
     """`x @ q` for a batch of matrices, without a dense copy of them.
 
     Args:
-      x: `[batch, m, i]`, floating.
-      q: a quantized `[batch, i, o]` with dense scales for each row. Where it has an `activation`, each
-        row of `x` is rounded to that.
+      x: `[batch..., m..., i]`, floating.
+      q: a quantized `[batch..., i, o]` with dense scales for each row. Where it has an `activation`,
+        each row of `x` is rounded to that.
       order: which axes of the leaves of `q` are those of the batch, which one is that of the rows, and
         the last one, which is stored in groups. Kernels read the leaves where they are.
       precision: as for `jax.lax.dot_general`.
       dtype: of the result.
 
     Returns:
-      `[batch, m, o]`.
+      `[batch..., m..., o]`. (Axes are one for kernels alone: how they are split over devices is known
+      of each.)
     """
     leaves, treedef = jax.tree.flatten(q)
     # In `shard_map`: the transpose of this sums what the devices' parts of the matrix give to `x`.
@@ -71,7 +85,24 @@ def _with_standard_promotion(fun: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_reference = _with_standard_promotion(reference.product)
+def _of_matrices(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """What multiplies `[batch, m, i]`, for any number of axes in place of `batch` and `m`."""
+
+    @_with_standard_promotion
+    def run(x: jax.Array, *leaves: jax.Array, order: Order, **params: Any) -> Any:
+        out = fun(x.reshape(_flat(x.shape, order)), *leaves, order=order, **params)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+    return run
+
+
+def _flat(shape: tuple[int, ...], order: Order) -> tuple[int, ...]:
+    """The shape `[batch, m, i]` of activations of this shape."""
+    batch, rows = shape[: len(order) - 2], shape[len(order) - 2 : -1]
+    return math.prod(batch), math.prod(rows), shape[-1]
+
+
+_reference = _of_matrices(reference.product)
 
 
 @functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype", "mesh"))
@@ -132,41 +163,77 @@ def _transpose(
     return [of_x, *nothing[1:]]
 
 
-@_with_standard_promotion
 def _transpose_scales(
     ct: Any, x: Any, leaves: Any, treedef: Any, order: Order, precision: Any
 ) -> list[jax.Array]:
     codes, *undefined = leaves
-    # Where the operands vary over a mesh, these do: JAX would sum gradients of others over the devices,
-    # here and once more where `quantized_matmul` made the scales vary.
-    zeros = [
-        matrices(compat.vary_like(jnp.zeros(s.aval.shape, s.aval.dtype), (ct, x, codes)), order)
-        for s in undefined
-    ]
-    found = reference.gradients_of_scales(ct, x, matrices(codes, order), zeros, treedef, precision)
-    lead, back = np.take(codes.shape, order[:-1]), tuple(map(int, np.argsort(order)))
-    return [jnp.transpose(s.reshape(*lead, s.shape[-1]), back) for s in found]
+    structs = [jax.ShapeDtypeStruct(s.aval.shape, s.aval.dtype) for s in undefined]
+    q = treedef.unflatten((codes, *structs))
+    (of_x, of_codes, of_scale, *_), of_ct, pieces = dataclasses.astuple(_axes(ct.ndim, q, order))
+    axes = Axes((of_ct, of_x, of_codes), (None, *of_scale), pieces)
+    shapes = tuple((s.shape, s.dtype) for s in structs)
+    fun = _GradientsOfScales(treedef, order, precision, shapes, of_scale)
+    if is_wanted(ct, x, codes):
+        found = by_parts(fun, axes, ct, x, codes)
+    else:
+        found = fun(ct, x, codes, parts=WHOLE)
+    return [y.astype(s.dtype) for y, s in zip(found, structs, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _GradientsOfScales:
+    """The gradients with respect to scales and offsets, stacked.
+
+    Attributes:
+      treedef: of the matrix.
+      order, precision: as for `quantized_matmul`.
+      structs: shapes and dtypes of scale (and offset).
+      names: of their axes.
+    """
+
+    treedef: Any
+    order: Order
+    precision: Any
+    structs: tuple[tuple[tuple[int, ...], Any], ...]
+    names: Names
+
+    @_with_standard_promotion
+    def __call__(self, ct: jax.Array, x: jax.Array, codes: jax.Array, *, parts: Parts) -> Any:
+        order = self.order
+        # Where the operands vary over a mesh, these do: JAX would sum gradients of others over the
+        # devices, here and once more where `quantized_matmul` made the scales vary.
+        zeros = [
+            compat.vary_like(
+                jnp.zeros([n // parts.count(a) for n, a in zip(shape, self.names, strict=True)], d),
+                (ct, x, codes),
+            )
+            for shape, d in self.structs
+        ]
+        flat = [matrices(s, order) for s in (codes, *zeros)]
+        ct, x = (y.reshape(_flat(y.shape, order)) for y in (ct, x))
+        found = reference.gradients_of_scales(
+            ct, x, flat[0], flat[1:], self.treedef, self.precision
+        )
+        lead, back = np.take(codes.shape, order[:-1]), tuple(map(int, np.argsort(order)))
+        return jnp.stack([jnp.transpose(s.reshape(*lead, s.shape[-1]), back) for s in found])
 
 
 # --- batching ------------------------------------------------------------------------------------
 
 
 def _batch(operands: Any, axes: Any, *, order: Any, **params: Any) -> Any:
-    """Batched activations alone are more rows; batched matrices are more of them."""
+    """Batched activations alone have more rows; batched matrices are more of them."""
     x, *leaves = operands
     size = next(y.shape[d] for y, d in zip(operands, axes, strict=True) if d is not None)
     bind = functools.partial(quantized_matmul_p.bind, **params)
     if all(d is None for d in axes[1:]):
-        x = jnp.moveaxis(x, axes[0], 1)  # [batch, size, m, i]
-        out = bind(x.reshape(x.shape[0], -1, x.shape[-1]), *leaves, order=order)
-        return out.reshape(*x.shape[:-1], out.shape[-1]), 1
+        first_row = len(order) - 2
+        return bind(jnp.moveaxis(x, axes[0], first_row), *leaves, order=order), first_row
     x, *leaves = [
         jnp.broadcast_to(y, (size, *y.shape)) if d is None else jnp.moveaxis(y, d, 0)
         for y, d in zip(operands, axes, strict=True)
     ]
-    order = (0, *(i + 1 for i in order))
-    out = bind(x.reshape(-1, *x.shape[2:]), *leaves, order=order)
-    return out.reshape(size, -1, *out.shape[1:]), 0
+    return bind(x, *leaves, order=(0, *(i + 1 for i in order))), 0
 
 
 # --- lowering ------------------------------------------------------------------------------------
@@ -181,24 +248,57 @@ def _lower_on_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _lower(ctx: Any, operands: Any, params: Any, kernel: Any, applies: Any) -> Any:
-    if params["mesh"] is not None and _is_partitioned(ctx.module_context):
-        product = functools.partial(quantized_matmul_p.bind, **params)
-        count = ctx.module_context.axis_context.num_devices
-        fun = partitioned(product, params["treedef"], params["order"], count)
-        return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands)
     x, *leaves = ctx.avals_in
+    if params["mesh"] is not None and is_partitioned(ctx.module_context):
+        q = params["treedef"].unflatten(leaves)
+        count = ctx.module_context.axis_context.num_devices
+        fun = partitioned(_part(params), _axes(len(x.shape), q, params["order"]), count)
+        return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands)
     params = _of_product(params)
-    served = _on_one_device(ctx.module_context) and applies(x, leaves, **params)
-    fun = _with_standard_promotion(kernel) if served else _reference
+    flat = jax.ShapeDtypeStruct(_flat(x.shape, params["order"]), x.dtype)
+    served = _on_one_device(ctx.module_context) and applies(flat, leaves, **params)
+    fun = _of_matrices(kernel) if served else _reference
     return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands, **params)
 
 
-def _is_partitioned(context: Any) -> bool:
-    """Whether XLA splits the program over several devices, on a mesh that is known."""
-    if getattr(context.lowering_parameters, "for_export", False):
-        return False
-    axes = context.axis_context
-    return getattr(axes, "num_devices", 1) > 1 and getattr(axes, "abstract_mesh", None) is not None
+def _part(params: dict[str, Any]) -> Callable[..., jax.Array]:
+    """The product of parts of the operands."""
+    return lambda *operands, parts: quantized_matmul_p.bind(*operands, **params)
+
+
+def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
+    """The axes of `x`, codes, scale (and offset), and the result, by names."""
+    batch = [f"batch{i}" for i in range(len(order) - 2)]
+    rows = [f"row{i}" for i in range(ndim - 1 - len(batch))]
+    inputs, outputs = ("along", "across") if q.axis == -2 else ("across", "along")
+
+    def stored(last: str | None) -> tuple[str | None, ...]:
+        at = dict(zip(order, (*batch, "across", last), strict=True))
+        return tuple(at[i] for i in range(len(order)))
+
+    # A scale per channel is that of all parts of the channel.
+    of_scale = stored("along" if q.num_groups > 1 else None)
+    operands = (*batch, *rows, inputs), stored("along"), *[of_scale] * (1 + (q.offset is not None))
+    summed_in_parts = _sums_in_parts(q)
+    pieces = dict(across=q.codes.shape[order[-2]], along=_pieces(q))
+    pieces[inputs] = pieces[inputs] if summed_in_parts else 1
+    return Axes(operands, (*batch, *rows, outputs), tuple(pieces.items()))
+
+
+def _pieces(q: QuantizedMatrix) -> int:
+    """Into how many parts the grouped axis can be cut: between groups, or anywhere in one of bytes."""
+    one_byte = formats.find(q.format).bits == 8 and not q.padding
+    return q.codes.shape[-1] if q.num_groups == 1 and one_byte else q.num_groups
+
+
+def _sums_in_parts(q: QuantizedMatrix) -> bool:
+    """Whether parts of the contracted axis can be multiplied apart.
+
+    Activations that are rounded by rows are so by whole rows, or by the parts that meet a group.
+    """
+    if q.activation is None:
+        return True
+    return q.axis == -2 and q.num_groups > 1 and activation_of(q.activation).groups
 
 
 def _on_one_device(context: Any) -> bool:

@@ -1,26 +1,29 @@
-"""The product primitive where XLA partitions a program: each device multiplies its own part.
+"""Products where XLA partitions a program: each device multiplies its own parts.
 
-Without a rule XLA looks into the product, decodes blocks of the matrix, and moves those. The rule here
-says which axes of the operands belong together, so that activations, codes and scales are split by
-these and nothing else, and each device runs the kernel on what it has:
+Without a rule XLA looks into a product, decodes blocks of the matrix, and moves those. Here a product
+is a function of arrays whose axes have names (`Axes`). Axes of one name are cut together: rows of the
+activations and of the result, say, or inputs of the activations, codes, and the scales of their groups.
+From the names follows all that XLA asks for:
 
-- where rows of the activations are split, the codes that lie elsewhere are gathered, as codes;
-- where outputs are split, so is the result;
-- where the contracted axis is split, between groups, each device's product is a part of the sum, and
-  these parts are added up.
+- what has a name that the result has is computed for each part of it;
+- what has another name is summed: each device's product is a part of the sum, and they are added up;
+- an array that lies otherwise is moved: stored ones as they are stored, in codes.
+
+Of the ways that the operands' shardings suggest, the one that moves the fewest bytes is taken.
 """
 
+import dataclasses
 import functools
+import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
-    CompoundFactor,
     SdyShardingRule,
     custom_partitioning,
 )
@@ -28,50 +31,125 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import num_parts, padded_spec
-from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.layout import Order
-from haiku_implicit.numerics.options import activation_of
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
-Names = tuple[str, ...]
+Names = tuple[str | None, ...]
+Pieces = tuple[tuple[str, int], ...]
+Split = dict[str, tuple[str, ...]]  # the mesh axes that the axes of a name are split by
+
+
+class Parts:
+    """Which part of a function's arrays a device has.
+
+    Args:
+      split: the mesh axes by name.
+      mesh: None where nothing is split.
+    """
+
+    def __init__(self, split: Split | None = None, mesh: Any = None):
+        self._split, self._mesh = split or {}, mesh
+
+    def count(self, name: str | None) -> int:
+        """Into how many parts the axes of a name are cut."""
+        return num_parts(self._split.get(name or "", ()), self._mesh) if self._split else 1
+
+    def index(self, name: str) -> Any:
+        """Which of these parts it is."""
+        return jax.lax.axis_index(self._split[name]) if self._split.get(name) else 0
+
+
+WHOLE = Parts()
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Names of the axes of a function's operands and of its result; hashable.
+
+    The function is linear in what has a name that the result does not have: the results for parts of
+    such axes add up.
+
+    Attributes:
+      operands: for each operand a name for each axis; None for one that is never split.
+      result: likewise.
+      pieces: names with the number of pieces that an axis has which can't be cut anywhere: it is
+        cut between these.
+    """
+
+    operands: tuple[Names, ...]
+    result: Names
+    pieces: Pieces = ()
+
+    @property
+    def names(self) -> list[str]:
+        """All names: first those of the result."""
+        every = (*self.result, *(name for own in self.operands for name in own))
+        return list(dict.fromkeys(name for name in every if name is not None))
+
+    @property
+    def summed(self) -> list[str]:
+        """The names that the result does not have."""
+        return [name for name in self.names if name not in self.result]
+
+    def pieces_of(self, name: str, shapes: Sequence[Sequence[int]]) -> int:
+        """Into how many parts the axes of a name can be cut, for operands of these shapes."""
+        lengths = [
+            n
+            for own, shape in zip(self.operands, shapes, strict=True)
+            for a, n in zip(own, shape, strict=True)
+            if a == name
+        ]
+        return math.gcd(*lengths, *(n for a, n in self.pieces if a == name))
 
 
 def partitioned(
-    product: Callable[..., jax.Array], treedef: Any, order: Order, num_devices: int
-) -> Any:
-    """The product as a function that XLA splits over devices, each of which has it of its own parts.
+    fun: Callable[..., jax.Array], axes: Axes, num_devices: int
+) -> Callable[..., jax.Array]:
+    """The function, which XLA splits over devices: each of them runs it on its own parts.
 
     Args:
-      product: of `x` and the leaves of a quantized matrix.
-      treedef: of the matrix.
-      order: of the axes of its leaves.
+      fun: of arrays, called with `parts=` as well: which part these are.
+      axes: the names of their axes.
       num_devices: of the program.
     """
 
-    def partition(mesh: Any, operands: Any, _: Any) -> Any:
-        x, q = operands[0], treedef.unflatten(operands[1:-1])
-        split = _Split.of(x, q, order, mesh)
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        placed = [_on_mesh(x, mesh) for x in operands[:-1]]
+        split = _cheapest(axes, placed, _on_mesh(result, mesh), mesh)
+        parts = Parts(split, mesh)
+        summed = tuple(a for name in axes.summed for a in split.get(name, ()))
 
         def local(*own: jax.Array) -> jax.Array:
-            out = product(*own[:-1])
-            return jax.lax.psum(out, split.contracted) if split.contracted else out
+            out = of_bytes(own[:-1], parts)
+            return jax.lax.psum(out, summed) if summed else out
 
-        specs = [split.of_x(), *jax.tree.leaves(split.of_matrix(q, order), is_leaf=_is_spec)]
-        specs.append(PartitionSpec())  # the table of sizes
+        specs = [*(_spec(own, split) for own in axes.operands), PartitionSpec()]  # the table
         places = tuple(NamedSharding(mesh, spec) for spec in specs)
-        return mesh, local, NamedSharding(mesh, split.of_result()), places
+        return mesh, local, NamedSharding(mesh, _spec(axes.result, split)), places
 
     def infer(mesh: Any, operands: Any, _: Any) -> Any:
-        q = treedef.unflatten(operands[1:-1])
-        return NamedSharding(mesh, _Split.of(operands[0], q, order, mesh).of_result())
+        split = _cheapest(axes, [_on_mesh(x, mesh) for x in operands[:-1]], None, mesh)
+        return NamedSharding(mesh, _spec(axes.result, split))
+
+    dtypes: list[Any] = []
+
+    def of_bytes(own: Sequence[jax.Array], parts: Parts) -> jax.Array:
+        pairs = zip(own, dtypes, strict=True)
+        return fun(*(jax.lax.bitcast_convert_type(x, dtype) for x, dtype in pairs), parts=parts)
 
     def run(*operands: jax.Array) -> jax.Array:
-        q = treedef.unflatten(operands[1:])
-        own = custom_partitioning(lambda *operands: product(*operands[:-1]))
-        own.def_partition(partition, infer, sharding_rule=lambda *_: _rule(q, order))
-        return own(*operands, _sizes(q, order, num_devices))
+        dtypes[:] = [x.dtype for x in operands]
+        cut, table = _table(axes, [x.shape for x in operands], num_devices)
+        own = custom_partitioning(lambda *operands: of_bytes(operands[:-1], WHOLE))
+        rule = _rule(axes, cut)
+        own.def_partition(partition, infer, decode_shardings=False, sharding_rule=lambda *_: rule)
+        return own(*map(_as_moved, operands), table)
 
     return run
+
+
+def _as_moved(x: jax.Array) -> jax.Array:
+    """Floats of 8 bits as bytes: XLA on a CPU makes wider ones of them before it moves them."""
+    is_byte = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if is_byte else x
 
 
 @functools.cache
@@ -91,140 +169,163 @@ def needs_devices() -> Any:
     return jax.make_jaxpr(fun)(0.0)
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
+def is_partitioned(context: Any) -> bool:
+    """Whether XLA splits the program that is lowered over several devices, on a mesh that is known."""
+    if getattr(context.lowering_parameters, "for_export", False):
+        return False
+    axes = context.axis_context
+    return getattr(axes, "num_devices", 1) > 1 and getattr(axes, "abstract_mesh", None) is not None
 
 
-class _Split(NamedTuple):
-    """The mesh axes by which a product `[batch, m, i] @ [batch, i, o]` is split.
+# --- where the operands lie ----------------------------------------------------------------------
 
-    Attributes:
-      batch, rows, contracted, columns: for the axes `batch`, `m`, `i` and `o`.
+
+def _on_mesh(x: Any, mesh: Any) -> Any:
+    """An operand or result as XLA tells of it, with a sharding that names axes of the mesh.
+
+    XLA may split an axis by a part of a mesh axis, as two of four devices. JAX would stop at such a
+    sharding; here the array counts as replicated, and XLA moves it.
     """
+    found = x.sharding
+    specs = _specs_on(mesh, len(x.shape)) if found is not None else ()
+    places = (NamedSharding(mesh, spec) for spec in specs)
+    same = (place for place in places if found.is_equivalent_to(place, len(x.shape)))
+    place = next(same, NamedSharding(mesh, PartitionSpec()))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    batch: Names
-    rows: Names
-    contracted: Names
-    columns: Names
 
-    @classmethod
-    def of(cls, x: Any, q: QuantizedMatrix, order: Order, mesh: Any) -> "_Split":
-        """What is best where the operands lie as they do.
+@functools.lru_cache(maxsize=256)
+def _specs_on(mesh: Any, ndim: int) -> list[PartitionSpec]:
+    """Every way to split an array of so many axes on a mesh; those of few mesh axes first."""
+    names = [axis for axis, parts in mesh.shape.items() if parts > 1]
+    found = {}
+    for order in itertools.permutations(names):
+        for places in itertools.product([None, *range(ndim)], repeat=len(names)):
+            split = [
+                tuple(a for a, i in zip(order, places, strict=True) if i == j) for j in range(ndim)
+            ]
+            found[PartitionSpec(*(own or None for own in split))] = None
+    return sorted(found, key=lambda spec: sum(len(own or ()) for own in spec))
 
-        Where rows are split, so that gradients are summed over devices, everything else gives way. Of
-        two operands of which only one has its contracted axis split, the smaller is moved: that
-        operand, or the parts of the result.
-        """
-        of_batch, of_rows, of_x = _names_by_axis(x)
-        codes = _names_by_axis(q.codes)
-        of_q, columns = codes[order[-1]], codes[order[-2]]
-        inputs, outputs = _pieces(q), int(q.codes.shape[order[-2]])
-        if q.axis == -1:
-            (of_q, columns), (inputs, outputs) = (columns, of_q), (outputs, inputs)
-        taken: set[str] = set()
 
-        def left(names: Sequence[str], length: int) -> Names:
-            """Those that are not taken and cut the axis evenly."""
-            found: list[str] = []
-            for name in names:
-                if name not in taken and length % num_parts((*found, name), mesh) == 0:
-                    found.append(name)
-                    taken.add(name)
-            return tuple(found)
+# --- the choice ----------------------------------------------------------------------------------
 
-        batch = left(of_batch, x.shape[0]) if len(order) == 3 else ()
-        rows = left(of_rows, x.shape[1])
-        columns = left(columns, outputs)
-        # The sum over devices moves each result twice.
-        sums = 2 * x.shape[1] * outputs * x.dtype.itemsize
-        other = x.shape[1:] if of_x else q.codes.shape[-2:]
-        whole = math.prod(other) * (x if of_x else q.codes).dtype.itemsize
-        cheap = set(of_x) & set(of_q) or sums <= whole
-        contracted: Names = ()
-        if cheap and _sums_in_parts(q):
-            contracted = left(tuple(dict.fromkeys((*of_x, *of_q))), inputs)
-        return cls(batch, rows, contracted, columns)
 
-    def of_x(self) -> PartitionSpec:
-        return PartitionSpec(_entry(self.batch), _entry(self.rows), _entry(self.contracted))
+def _cheapest(axes: Axes, operands: Sequence[Any], result: Any, mesh: Any) -> Split:
+    """The split that moves the fewest bytes, of operands that lie as they do.
 
-    def of_result(self) -> PartitionSpec:
-        return PartitionSpec(_entry(self.batch), _entry(self.rows), _entry(self.columns))
+    Of two that move as many, the one that splits the axes of the result, in their order. But a mesh
+    axis is used where operands agree on what it splits: else less would be moved at times, and each
+    device would multiply as much as one alone.
+    """
+    arrays = [*zip(operands, axes.operands, strict=True)]
+    shapes = [x.shape for x in operands]
 
-    def of_matrix(self, q: QuantizedMatrix, order: Order) -> QuantizedMatrix:
-        """The matrix with specs in place of its leaves."""
-        along, across = (self.contracted, self.columns)[:: 1 if q.axis == -2 else -1]
+    def is_possible(split: Split) -> bool:
+        return all(
+            axes.pieces_of(name, shapes) % num_parts(own, mesh) == 0 for name, own in split.items()
+        )
 
-        def spec(of_last: Names) -> PartitionSpec:
-            entries: list[Any] = [None] * len(order)
-            if len(order) == 3:
-                entries[order[0]] = _entry(self.batch)
-            entries[order[-2]], entries[order[-1]] = _entry(across), _entry(of_last)
-            return PartitionSpec(*entries)
+    def cost(suggested: tuple[Split, int]) -> tuple[int, float]:
+        return suggested[1], moved(suggested[0])
 
-        # A scale per channel is that of all parts of the channel.
-        return q.map_scales(lambda _: spec(along if q.num_groups > 1 else ()))._replace(
-            codes=spec(along)
+    def moved(split: Split) -> float:
+        total: float = sum(_moved(x, _spec(own, split), mesh) for x, own in arrays)
+        if result is None:
+            return total
+        of_result = _spec(axes.result, split)
+        # The sum over devices moves each of its numbers twice.
+        summed = any(split.get(name) for name in axes.summed)
+        total += 2 * summed * _local_bytes(result, of_result, mesh)
+        return total + _moved_between(result, of_result, _spec_of(result), mesh)
+
+    possible = ((s, idle) for s, idle in _suggested(axes, arrays, mesh) if is_possible(s))
+    return min(possible, key=cost)[0]
+
+
+def _suggested(
+    axes: Axes, arrays: Sequence[tuple[Any, Names]], mesh: Any
+) -> Iterator[tuple[Split, int]]:
+    """The ways to split that operands suggest: a mesh axis is for one of the names it splits, or none.
+
+    With each, how many mesh axes are idle though all operands that have some name are split by them.
+    """
+    found: dict[str, dict[str, set[bool]]] = {}  # by mesh axis and name: whether operands are split
+    for axis in (axis for axis, parts in mesh.shape.items() if parts > 1):
+        of_axis: dict[str, set[bool]] = {name: set() for name in axes.names}
+        for x, own in arrays:
+            for name, entry in zip(own, padded_spec(_spec_of(x), len(own)), strict=True):
+                if name is not None:
+                    of_axis[name].add(axis in _names_in(entry))
+        found[axis] = {name: has for name, has in of_axis.items() if True in has}
+    agreed = [{True} in own.values() for own in found.values()]
+    for chosen in itertools.product(*([*own, None] for own in found.values())):
+        split: Split = {}
+        for axis, name in zip(found, chosen, strict=True):
+            if name is not None:
+                split[name] = (*split.get(name, ()), axis)
+        yield (
+            split,
+            sum(all_do and name is None for all_do, name in zip(agreed, chosen, strict=True)),
         )
 
 
-def _names_by_axis(x: Any) -> list[Names]:
-    """The mesh axes by which each axis of an operand is split."""
-    entries = padded_spec(getattr(x.sharding, "spec", ()), len(x.shape))
-    return [y if isinstance(y, tuple) else () if y is None else (y,) for y in entries]
+def _moved(x: Any, spec: PartitionSpec, mesh: Any) -> float:
+    return _moved_between(x, _spec_of(x), spec, mesh)
 
 
-def _entry(names: Names) -> Any:
-    return names or None
+def _moved_between(x: Any, old: Any, new: Any, mesh: Any) -> float:
+    """The bytes that reach a device where an array is to lie otherwise; none for a part of its own."""
+    pairs = zip(*(padded_spec(s, len(x.shape)) for s in (old, new)), strict=True)
+    has_it = all(_names_in(b)[: len(_names_in(a))] == _names_in(a) for a, b in pairs)
+    return 0 if has_it else _local_bytes(x, new, mesh)
 
 
-def _pieces(q: QuantizedMatrix) -> int:
-    """Into how many parts the grouped axis can be cut: between groups, or anywhere in one of bytes."""
-    one_byte = formats.find(q.format).bits == 8 and not q.padding
-    return q.codes.shape[-1] if q.num_groups == 1 and one_byte else q.num_groups
+def _local_bytes(x: Any, spec: PartitionSpec, mesh: Any) -> float:
+    return math.prod(x.shape) * x.dtype.itemsize / math.prod(num_parts(s, mesh) for s in spec)
 
 
-def _sums_in_parts(q: QuantizedMatrix) -> bool:
-    """Whether parts of the contracted axis can be multiplied apart.
-
-    Activations that are rounded by rows are so by whole rows, or by the parts that meet a group.
-    """
-    if q.activation is None:
-        return True
-    return q.axis == -2 and q.num_groups > 1 and activation_of(q.activation).groups
+def _spec_of(x: Any) -> Any:
+    return getattr(x.sharding, "spec", ())
 
 
-def _rule(q: Any, order: Order) -> SdyShardingRule:
-    """The axes of `x`, codes, scale (and offset), a table of sizes, and the result, by names.
+def _names_in(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def _spec(names: Names, split: Mapping[str, Any]) -> PartitionSpec:
+    return PartitionSpec(*(None if name is None else split.get(name) or None for name in names))
+
+
+# --- what XLA's propagation of shardings is told -------------------------------------------------
+
+
+def _rule(axes: Axes, cut: Sequence[str]) -> SdyShardingRule:
+    """The axes of all operands, of the table after them, and of the result.
 
     Axes of one name split together, whatever their lengths: codes, and the scales of their groups.
     """
-    lead = [f"l{i}" for i in range(len(order) - 2)]
-    inputs, outputs = ("k", "r") if q.axis == -2 else ("r", "k")
-    batch: Any = "b" if not lead else lead[0] if len(lead) == 1 else CompoundFactor(*lead)
+    others = (f"other{i}" for i in itertools.count())
 
-    def stored(last: str) -> tuple[str, ...]:
-        at = dict(zip(order, (*lead, "r", last), strict=True))
-        return tuple(at[i] for i in range(len(order)))
+    def mapping(names: Sequence[str | None]) -> ArrayMapping:
+        return ArrayMapping(*(next(others) if name is None else name for name in names))
 
-    of_scale = stored("k" if q.num_groups > 1 else "s")
-    scales = [of_scale] * (1 if q.offset is None else 2)
-    operands = [(batch, "m", inputs), stored("k"), *scales, ("r", "k")]
-    summed = (inputs,) if _sums_in_parts(q) else ()
     return SdyShardingRule(
-        tuple(ArrayMapping(*axes) for axes in operands),
-        (ArrayMapping(batch, "m", outputs),),
-        reduction_factors=summed,
-        need_replication_factors=() if summed else (inputs,),
+        tuple(map(mapping, (*axes.operands, tuple(cut)))),
+        (mapping(axes.result),),
+        reduction_factors=tuple(axes.summed),
     )
 
 
-def _sizes(q: QuantizedMatrix, order: Order, num_devices: int) -> jax.Array:
-    """A table whose axes are as long as there are parts of rows and of groups at most.
+def _table(
+    axes: Axes, shapes: Sequence[Sequence[int]], num_devices: int
+) -> tuple[list[str], jax.Array]:
+    """The names of axes that are not cut anywhere, and an array that is as long as they have parts.
 
     XLA takes the shortest axis of a name for its length. Where two axes are split by one mesh axis, it
-    keeps the split of the operand that is larger by these lengths: so that is `x`, if its rows are
-    split at all.
+    keeps the split of the operand that is larger by these lengths: so that is the one with axes of
+    other names, the activations, if it is split at all.
     """
-    rows, groups = q.codes.shape[order[-2]], _pieces(q)
-    return jnp.zeros((math.gcd(rows, num_devices), math.gcd(groups, num_devices)), jnp.uint8)
+    cut = list(dict.fromkeys(name for name, _ in axes.pieces))
+    lengths = [math.gcd(axes.pieces_of(name, shapes), num_devices) for name in cut]
+    return cut, jnp.zeros(lengths, jnp.uint8)

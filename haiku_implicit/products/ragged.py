@@ -7,8 +7,9 @@ a time, matrices of groups without rows are hardly read, and the number of opera
 rows ask for. (JAX's own product multiplies all rows with the matrices of all groups on a CPU.)
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,8 @@ from haiku_implicit.core.sharding import is_split
 from haiku_implicit.numerics.options import activation_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.blocks import slices
+from haiku_implicit.products.by_parts import by_parts, is_wanted, names_of_leaves, pieces_of
+from haiku_implicit.products.partitioned import WHOLE, Axes, Names, Parts, Pieces
 from haiku_implicit.products.stored import quantized_dot
 from haiku_implicit.products.tiles import tiles_of
 
@@ -58,6 +61,27 @@ class RowNumbers(NamedTuple):
         """The same for the result as the first operand, whose axes are `[batch..., m, k]`."""
         n = len(self.x_batch)
         return self._replace(x_rows=n, x_contracted=n + 1, x_batch=tuple(range(n)))
+
+    def names_of_matrices(self) -> Names:
+        """A name for each axis of the stacked matrices."""
+        at: dict[int, str] = {axis: f"batch{i}" for i, axis in enumerate(self.w_batch)}
+        at |= {self.w_group: "groups", self.w_contracted: "inputs"}
+        return tuple(at.get(i, "outputs") for i in range(len(self.w_batch) + 3))
+
+    def axes(self, of_matrices: Sequence[Names], sizes_ndim: int, pieces: Pieces = ()) -> Axes:
+        """The names of all axes.
+
+        Args:
+          of_matrices: for each array that the matrices are made of.
+          sizes_ndim: how many axes the sizes of the groups have.
+          pieces: see `Axes`.
+        """
+        batch = [f"batch{i}" for i in range(len(self.x_batch))]
+        at: dict[int, str] = dict(zip(self.x_batch, batch, strict=True))
+        at |= {self.x_rows: "rows", self.x_contracted: "inputs"}
+        of_x = tuple(at[i] for i in range(len(at)))
+        of_sizes = (*(batch if sizes_ndim > 1 else ()), None)
+        return Axes((of_x, *of_matrices, of_sizes), (*batch, "rows", "outputs"), pieces)
 
 
 def row_numbers(
@@ -119,28 +143,56 @@ def quantized_ragged_dot(
     if numbers is None or not by_rows:
         return NotImplemented
     kept = {name: params.get(name) for name in ("precision", "preferred_element_type")}
-    return _quantized(x, q, group_sizes, numbers, tuple(kept.items()))
+    leaves, treedef = jax.tree.flatten(q)
+    fun = _StoredProduct(numbers, tuple(kept.items()), treedef)
+    names = numbers.names_of_matrices()
+    of_leaves = names_of_leaves(q, names)
+    if of_leaves is None or not is_wanted(x, q, group_sizes):
+        return _run(fun, x, *leaves, group_sizes)
+    # Activations that are rounded by rows are so by whole rows.
+    pieces = (*pieces_of(q, names), *([] if q.activation is None else [("inputs", 1)]))
+    axes = numbers.axes(of_leaves, group_sizes.ndim, pieces)
+    return by_parts(fun, axes, x, *leaves, group_sizes)
 
 
 # Jitted, as eager code would lay out each intermediate value anew.
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _quantized(
-    x: jax.Array, q: QuantizedMatrix, sizes: jax.Array, numbers: RowNumbers, options: Any
-) -> jax.Array:
-    def multiply(
-        rows: jax.Array, q: QuantizedMatrix, groups: jax.Array, contract: int
+@functools.partial(jax.jit, static_argnums=0)
+def _run(fun: Any, *operands: jax.Array) -> jax.Array:
+    out: jax.Array = fun(*operands, parts=WHOLE)
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _StoredProduct:
+    """The product with stored matrices, of whose leaves it is a function.
+
+    Attributes:
+      numbers: the axes.
+      options: parameters of the products, as pairs.
+      treedef: of the matrices.
+    """
+
+    numbers: RowNumbers
+    options: tuple[tuple[str, Any], ...]
+    treedef: Any
+
+    def __call__(self, x: jax.Array, *others: jax.Array, parts: Parts) -> jax.Array:
+        *leaves, sizes = others
+        return _in_tiles(
+            self._multiply, x, self.treedef.unflatten(leaves), sizes, self.numbers, parts
+        )
+
+    def _multiply(
+        self, rows: jax.Array, q: QuantizedMatrix, groups: jax.Array, contract: int
     ) -> jax.Array:
         # Checkpointed, or the loop would keep the codes of each tile for the backward pass.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def one(rows: jax.Array, group: jax.Array) -> jax.Array:
             part = jax.tree.map(lambda leaf: leaf[0], slices(q, group, 1, 0))
-            return quantized_dot(
-                rows, part, (((1,), (contract,)), ((), ())), out_sharding=None, **dict(options)
-            )
+            numbers = (((1,), (contract,)), ((), ()))
+            return quantized_dot(rows, part, numbers, out_sharding=None, **dict(self.options))
 
         return jax.lax.map(lambda tile: one(*tile), (rows, groups))
-
-    return _in_tiles(multiply, x, q, sizes, numbers)
 
 
 def small_ragged_dot(
@@ -157,15 +209,42 @@ def small_ragged_dot(
       **options: parameters of `jax.lax.dot_general`.
     """
 
-    def multiply(rows: jax.Array, w: jax.Array, groups: jax.Array, contract: int) -> jax.Array:
-        numbers = (((2,), (1 + contract,)), ((0,), (0,)))
-        return jax.lax.dot_general(rows, w[groups], numbers, **options)
+    fun = _SmallProduct(numbers, tuple(options.items()))
+    if not is_wanted(x, w, group_sizes):
+        return fun(x, w, group_sizes, parts=WHOLE)
+    axes = numbers.axes([numbers.names_of_matrices()], group_sizes.ndim)
+    return by_parts(fun, axes, x, w, group_sizes)
 
-    return _in_tiles(multiply, x, w, group_sizes, numbers)
+
+@dataclasses.dataclass(frozen=True)
+class _SmallProduct:
+    """The product with dense matrices.
+
+    Attributes:
+      numbers: the axes.
+      options: parameters of `jax.lax.dot_general`, as pairs.
+    """
+
+    numbers: RowNumbers
+    options: tuple[tuple[str, Any], ...]
+
+    def __call__(self, x: jax.Array, w: jax.Array, sizes: jax.Array, parts: Parts) -> jax.Array:
+        return _in_tiles(self._multiply, x, w, sizes, self.numbers, parts)
+
+    def _multiply(
+        self, rows: jax.Array, w: jax.Array, groups: jax.Array, contract: int
+    ) -> jax.Array:
+        numbers = (((2,), (1 + contract,)), ((0,), (0,)))
+        return jax.lax.dot_general(rows, w[groups], numbers, **dict(self.options))
 
 
 def _in_tiles(
-    multiply: Callable[..., jax.Array], x: jax.Array, w: Any, sizes: jax.Array, numbers: RowNumbers
+    multiply: Callable[..., jax.Array],
+    x: jax.Array,
+    w: Any,
+    sizes: jax.Array,
+    numbers: RowNumbers,
+    parts: Parts,
 ) -> jax.Array:
     """`[batch..., m, n]`.
 
@@ -175,14 +254,22 @@ def _in_tiles(
       x, w: the operands of the product.
       sizes: of the groups, `[group]` or `[batch..., group]`.
       numbers: the axes.
+      parts: which rows and which groups these are, of those that `sizes` is of.
     """
     if numbers.x_batch:
         # Whatever leaves an array has, it has its batch axes.
         axes = numbers.x_batch[0], numbers.w_batch[0], 0 if sizes.ndim > 1 else None
-        one = functools.partial(_in_tiles, multiply, numbers=numbers.without_batch())
+        one = functools.partial(_in_tiles, multiply, numbers=numbers.without_batch(), parts=parts)
         return jax.vmap(one, axes)(x, w, sizes)
     x = jnp.transpose(x, (numbers.x_rows, numbers.x_contracted))
-    tiles = tiles_of(sizes, len(x))
+    num_groups = w.shape[0]
+    tiles = tiles_of(
+        sizes,
+        len(x),
+        first_row=parts.index("rows") * len(x),
+        first_group=parts.index("groups") * num_groups,
+        num_groups=num_groups,
+    )
     rows = x.at[tiles.rows].get(mode="fill", fill_value=0)
     outs = multiply(rows, w, tiles.groups, numbers.w_contracted - 1)
     outs = outs.reshape(-1, outs.shape[-1])

@@ -6,7 +6,6 @@ of `matmul` computes these. Of the others, one whose matrix has an `activation` 
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -96,10 +95,10 @@ def quantized_dot(
     dot = _Dot(contract, batch, q_first, tuple(params.items()))
     numbers = dict(dimension_numbers=dimension_numbers)
     sharding = result_sharding(jax.lax.dot_general_p, dot.in_order(x, q), params | numbers)
-    if sharding is None:
-        return _dot(x, q, dot)
-    options = tuple((params | dict(out_sharding=None)).items())
-    return _in_mesh(x, q, dot._replace(options=options), sharding)
+    if params.get("out_sharding") is not None:
+        # Derivatives have one on any mesh, also where it says nothing.
+        dot = dot._replace(options=tuple((params | dict(out_sharding=None)).items()))
+    return _dot(x, q, dot) if sharding is None else _in_mesh(x, q, dot, sharding)
 
 
 # Jitted, as eager code would lay out each intermediate value anew.
@@ -150,7 +149,7 @@ def _row_axis(x: jax.Array, q: QuantizedMatrix, dot: _Dot, dtype: Any) -> int | 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _as_matmul(x: jax.Array, q: QuantizedMatrix, row: int, dot: _Dot, dtype: Any) -> jax.Array:
-    """The product as one of `[batch, m, i]` and `[batch, i, o]`."""
+    """The product as one of `[batch..., m..., i]` and `[batch..., i, o]`."""
     ((x_contracted,), (contracted,)), (x_batch, q_batch) = dot.contract, dot.batch
     # Axes of stacks of matrices that are not axes of `x`, too, come after those that are.
     matrix = (row, q.ndim + q.axis)
@@ -164,12 +163,10 @@ def _as_matmul(x: jax.Array, q: QuantizedMatrix, row: int, dot: _Dot, dtype: Any
     others = [i for i in range(q.ndim) if i != q.ndim + q.axis]
     order = (*(others.index(i) for i in (*q_batch, *free, row)), q.ndim - 1)
     x = jnp.transpose(x, (*x_batch, *of_x, x_contracted))
-    x = x.reshape(math.prod(in_both), 1, math.prod(rows), x.shape[-1])
-    x = jnp.broadcast_to(x, (x.shape[0], math.prod(stacked), *x.shape[2:]))
-    x = x.reshape(-1, *x.shape[-2:])
+    x = x.reshape(*in_both, *[1] * len(free), *rows, x.shape[-1])
+    x = jnp.broadcast_to(x, (*in_both, *stacked, *rows, x.shape[-1]))
     q = q._replace(axis=-1 if contracted == row else -2)
     out = quantized_matmul(x, q, order=order, precision=dot.option("precision"), dtype=dtype)
-    out = out.reshape(*in_both, *stacked, *rows, out.shape[-1])
     # `dot_general` has batch axes, then the free ones of the first operand, then of the second.
     b, s, r = len(in_both), len(stacked), len(rows)
     at = dict(zip((*free, out_axis), (*range(b, b + s), b + s + r), strict=True))

@@ -59,6 +59,7 @@ def test_what_it_stands_for_and_operations(name, may_be_dense):
 PRODUCTS = ("x w", "w x", "x wᵀ", "wᵀ x", "einsum")
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(CASES, "dora", "lokr"))
 @pytest.mark.parametrize("base", few(["dense", "int8", "nf4"], "int8"))
 def test_products_and_gradients_of_a_base_of_any_type(name, base, never_dense):
@@ -215,6 +216,9 @@ def test_vblora_without_its_bank_says_so():
     w = hki.add_adapter({"layer": {"w": normal((4, 4))}}, 0, "vblora", rank=1, vector_length=4)
     with pytest.raises(ValueError, match="no vector bank.*with_vector_bank"):
         hki.materialize(w["layer"]["w"])
+    message = "with_vector_bank: expected .* VectorBank, .*hki.partition"
+    with pytest.raises(ValueError, match=message):
+        hki.grad(lambda params: hki.with_vector_bank(params)["layer"]["w"].sum())(w)
 
 
 @pytest.mark.parametrize("base", ["dense", "int8"])

@@ -145,3 +145,12 @@ def test_views_embeddings_and_kernels(may_be_dense):
 def test_errors(rate):
     with pytest.raises(ValueError, match="rate: expected a number of at least 0 and less than 1"):
         hki.with_dropout({"m": {"w": lora()}}, jax.random.key(0), rate)
+
+
+@pytest.mark.parametrize("transform", [hki.value_and_grad, hki.grad, hki.use_implicit_args])
+def test_where_weights_are_ordinary_arrays_it_says_so(transform):
+    """Without this error the loss would have no dropout, and nobody would know."""
+    params = {"m": {"w": lora()}}
+    message = r"with_dropout: expected parameters with LoRA, .* m/w float32\[12,8\].*hki.partition"
+    with pytest.raises(ValueError, match=message):
+        transform(lambda p: hki.with_dropout(p, jax.random.key(0), RATE)["m"]["w"].sum())(params)

@@ -78,6 +78,7 @@ PRODUCTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.every(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("pair", PAIRS)
@@ -152,3 +153,12 @@ def test_what_is_not_a_weight_is_dense():
     cache = hki.QuantizedCache.quantize(V, "int8", axis=-1)
     out = hki.use_implicit_args(lambda v, w: jnp.concatenate([v, w]))(cache, W)
     assert isinstance(out, jax.Array)
+
+
+@pytest.mark.parametrize("other", [(7, 24), (32, 24, 1), ()])
+def test_parts_that_do_not_fit(other):
+    message = r"Concatenated: expected parts of one dtype whose shapes differ in axis -1 alone, got"
+    with pytest.raises(ValueError, match=message):
+        hki.Concatenated((V, jnp.ones(other)), -1)
+    with pytest.raises(ValueError, match=message):
+        hki.Concatenated((V, W.astype(jnp.bfloat16)), -1)

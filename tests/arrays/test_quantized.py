@@ -864,3 +864,21 @@ def test_replacing_the_format_by_an_unknown_one():
     q = hki.QuantizedMatrix.quantize(jnp.ones((4, 2)), "int8")
     with pytest.raises(ValueError, match="dtype: expected one of int8, .*got 'int9'"):
         dataclasses.replace(q, format="int9")
+
+
+REPEATED = {
+    "loop": lambda w: jax.lax.fori_loop(0, 3, lambda i, w: w * 0.5, w),
+    "loop with rows": lambda w: jax.lax.fori_loop(0, 3, lambda i, w: w * jnp.full((1, 8), 0.5), w),
+    "branch": lambda w: jax.lax.cond(w.sum() > 0, lambda w: w, lambda w: -w, w),
+}
+
+
+@pytest.mark.parametrize("fun", REPEATED.values(), ids=REPEATED)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_a_loop_or_a_branch_rescales_stays_quantized(fun, scaled, never_dense):
+    w = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (16, 8)), "int4", 8)
+    w = hki.ScaledMatrix(w, jnp.linspace(0.5, 1.0, 16)) if scaled else w
+    run = hki.use_implicit_args(lambda w: fun(w))
+    for out in (run(w), jax.jit(run)(w)):
+        assert type(out) is type(w)
+        np.testing.assert_allclose(hki.materialize(out), fun(hki.materialize(w)), rtol=1e-6)

@@ -102,6 +102,7 @@ def of_all_shapes(name, axis):
     return [quantized(name, n - n % step if g else n, g, axis) for n, g in LENGTHS]
 
 
+@pytest.mark.slow_one_of(3)
 @pytest.mark.every(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])
@@ -235,7 +236,7 @@ def test_activations_alone_are_more_rows():
     q = quantized("int4")
     batched = jax.make_jaxpr(jax.vmap(product, (None, 0)))(q, normal((6, 2, 96)))
     text = str(batched)
-    assert text.count("quantized_matmul[") == 1 and "f32[1,12,37]" in text
+    assert text.count("quantized_matmul[") == 1 and "f32[6,2,37]" in text
 
 
 def test_floating_codes_can_be_differentiated():

@@ -79,20 +79,27 @@ def run(fun, name, strategy):
 
 mesh = jax.make_mesh((8,), ("m",), axis_types=(AxisType.Auto,))
 wanted, step = {}, hki.value_and_grad(loss)
+# What a rank of 8 asks for: factors, and activations of that width.
+factors = sum(y.nbytes for y in jax.tree.leaves(TREES["qlora"])) - sum(y.nbytes for y in jax.tree.leaves(int4))
+of_rank = factors + PRODUCTS * x.size // WIDTH * 8 * 4
 for strategy in RULES:
     of_dense, _ = run(apply, "dense", strategy)
+    of_lora, _ = run(apply, "lora", strategy)
+    assert of_lora <= of_dense + of_rank, (strategy, of_lora, of_dense)
     for name in ("int8", "int4", "uint4", "qlora"):
         found, native = run(apply, name, strategy)
         assert native == PRODUCTS * NATIVE, (strategy, name, native)
         limit = of_dense
         if name == "qlora":
-            limit = max(limit, run(apply, "lora", strategy)[0])
+            limit = max(limit, of_lora)
         if strategy in ("inputs", "outputs"):  # no more than the codes, scales and offsets
             limit = sum(y.nbytes for y in jax.tree.leaves(TREES[name]))
         if strategy == "outputs":  # LoRA's own products are XLA's to split
             limit += (name == "qlora") * 8 * 48 * WIDTH * 4
         assert found <= limit or not RULED, (strategy, name, found, limit)
     of_lora, _ = run(step, "lora", strategy)
+    of_dense, _ = run(jax.value_and_grad(loss), "dense", strategy)
+    assert of_lora <= of_dense + 3 * of_rank, (strategy, of_lora, of_dense)
     found, native = run(step, "qlora", strategy)
     assert native >= (2 * PRODUCTS - 1) * NATIVE, (strategy, native)
     assert found <= of_lora or not RULED, (strategy, found, of_lora)

@@ -350,6 +350,8 @@ def test_keys_of_a_step():
     assert trainable["a"]["w"].key is None and frozen["a"]["w"].value is None
     with pytest.raises(ValueError, match="with_rounding_key"):
         jax.grad(lambda p: hki.use_implicit_args(jnp.dot)(x, p["a"]["w"]).sum())(wrapped)
+    with pytest.raises(ValueError, match="with_rounding_key.* by jax.value_and_grad"):
+        hki.grad(loss)(wrapped, jax.random.key(0))
 
 
 @pytest.mark.slow

@@ -1,0 +1,129 @@
+"""Rules for collectives (in `jax.shard_map`, or over an axis of `vmap`) that move arrays as they are.
+
+They move leaves. What adds up (`psum`, `psum_scatter`) is left to materialization: codes have no sum.
+"""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from haiku_implicit.arrays.constant import SymbolicConstant, named, reshaped
+from haiku_implicit.arrays.zeros import Zeros
+from haiku_implicit.core import compat
+from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, num_batch_axes
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.sharding import is_spec
+
+
+def _names(params: dict[str, Any]) -> tuple[Any, ...]:
+    """The axes of the mesh that a collective is over."""
+    names = params["axis_name"] if "axis_name" in params else params["axes"]
+    return names if isinstance(names, tuple) else (names,)
+
+
+def _move(primitive: Primitive, leaf: Any, params: dict[str, Any]) -> Any:
+    return primitive.bind(compat.vary_over(leaf, _names(params)), **params)
+
+
+@primitive_handler(["ppermute", *named("pbroadcast")])
+def pass_on(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
+    """Each device gets all of another one's array; where one would get nothing, dense zeros."""
+    if primitive is jax.lax.ppermute_p and not _reaches_all(params):
+        return NotImplemented
+    return jax.tree.map(lambda leaf: _move(primitive, leaf, params), x)
+
+
+def _reaches_all(params: dict[str, Any]) -> bool:
+    count = math.prod(jax.lax.axis_size(name) for name in _names(params))
+    return len(params["perm"]) == count
+
+
+@primitive_handler("all_gather")
+def gather_parts(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
+    """The parts of each leaf, along the axis of it that the type splits with the array's.
+
+    Into a new axis (`tiled=False`) if that is among the batch axes, which all leaves have.
+    """
+    axis = params["all_gather_dimension"]
+    if params["tiled"]:
+        axes = _axes_of_leaves(x, axis, _names(params))
+    else:
+        may = x.core_ndim is not None and axis <= num_batch_axes(x) == x.ndim - x.core_ndim
+        axes = [axis] * len(jax.tree.leaves(x)) if may else None
+    if axes is None:
+        return NotImplemented
+    leaves, treedef = flatten(x)
+    moved = [
+        y if at is None else _move(primitive, y, params | dict(all_gather_dimension=at))
+        for y, at in zip(leaves, axes, strict=True)
+    ]
+    new = treedef.unflatten(moved)
+    shape = _result(primitive, x, params).shape
+    if new.__dict__.get("_shape") is not None:
+        new = new._replace(shape=shape)
+    if new.shape != shape or params["tiled"] and not _is_made_of(new, x, axis):
+        return NotImplemented
+    return new
+
+
+def _result(primitive: Primitive, x: ImplicitArray, params: dict[str, Any]) -> Any:
+    """The result for a dense operand."""
+    return jax.eval_shape(lambda y: _move(primitive, y, params), dense_struct(x))
+
+
+def _axes_of_leaves(x: ImplicitArray, axis: int, names: tuple[Any, ...]) -> list[int | None] | None:
+    """The axis of each leaf that is split where the array's is; None for what all parts share.
+
+    None in all for a type that is not split so, or where devices may not have the same of a leaf: JAX
+    knows whether it varies over the devices, except with `check_vma=False`.
+    """
+    specs = _split(x, axis, 1)
+    if specs is None:
+        return None
+    leaves = jax.tree.leaves(x)
+    known = any(compat.varying(y).issuperset(names) for y in leaves)
+    axes = [list(spec).index(_PARTS) if _PARTS in spec else None for spec in specs]
+    shared = [y for y, at in zip(leaves, axes, strict=True) if at is None]
+    same = known and not any(compat.varying(y).intersection(names) for y in shared)
+    return axes if same or not shared else None
+
+
+_PARTS = "parts"
+
+
+def _split(x: ImplicitArray, axis: int, count: int) -> list[PartitionSpec] | None:
+    """How leaves are split where an axis is, into so many parts."""
+    mesh = AbstractMesh((count,), (_PARTS,))
+    specs = x.partition_spec(PartitionSpec(*[None] * axis, _PARTS), mesh)
+    return None if specs is NotImplemented else jax.tree.leaves(specs, is_leaf=is_spec)
+
+
+def _is_made_of(new: ImplicitArray, part: ImplicitArray, axis: int) -> bool:
+    """Whether the type splits the result into what was put together."""
+    return _split(new, axis, new.shape[axis] // part.shape[axis]) == _split(part, axis, 1)
+
+
+# --- constants -----------------------------------------------------------------------------------
+
+
+@primitive_handler(named("all_gather all_to_all pbroadcast ppermute"), precedence=10)
+def move_constant(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
+    """The same number on all devices; zeros come from nowhere as well."""
+    if primitive is jax.lax.ppermute_p and not (_reaches_all(params) or isinstance(x, Zeros)):
+        return _move(primitive, x.materialize(), params)
+    return reshaped(x, _result(primitive, x, params))
+
+
+@primitive_handler(compat.SUMS, precedence=10)
+def add_constant(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
+    """A broadcast scalar, as for any sum."""
+    return _move(primitive, x.materialize(), params)
+
+
+@primitive_handler(compat.SUMS, precedence=20)
+def add_zeros(primitive: Primitive, x: Zeros, **params: Any) -> Any:
+    """Sums of zeros are zeros."""
+    return reshaped(x, _result(primitive, x, params))

@@ -1,0 +1,331 @@
+"""`by_parts`: any product of arrays whose axes have names, as a JAX primitive that XLA splits by these.
+
+Convolutions and ragged products are functions of XLA's own operations, which decode what is stored.
+Left to XLA, what is decoded would be moved. As one primitive with named axes (`partitioned.Axes`), they
+move codes, and each device decodes its own part. Derivatives and batches of such a function are such
+functions, whose names follow from its own. On one device the functions are called as they are.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from haiku_implicit.core import compat, interpreter
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.sharding import is_split
+from haiku_implicit.products.partitioned import (
+    WHOLE,
+    Axes,
+    Names,
+    Parts,
+    is_partitioned,
+    needs_devices,
+    partitioned,
+)
+
+by_parts_p = Primitive("by_parts")
+
+Fun = Callable[..., jax.Array]
+
+
+def is_wanted(*operands: Any) -> bool:
+    """Whether XLA may have to split a product of these: not on one device, nor within a `shard_map`.
+
+    Axes of a mesh that are explicit have rules of their own.
+    """
+    leaves = jax.tree.leaves(operands)
+    return (
+        needs_devices() is not None
+        and not any(map(compat.varying, leaves))
+        and not is_split(leaves)
+    )
+
+
+def by_parts(fun: Fun, axes: Axes, *operands: Any) -> jax.Array:
+    """The result of a function, which XLA splits over devices by the names of axes.
+
+    Args:
+      fun: hashable, of dense arrays; called with `parts=` as well, which says what part of the whole
+        they are. Linear in each operand that is floating, up to a constant.
+      axes: the names of the axes of its operands and of its result.
+      *operands: arrays. Those that are implicit are moved as they are, and dense in `fun`.
+    """
+    if not any(map(is_implicit, operands)):
+        return _bind(fun, axes, operands, needs_devices())
+    leaves: list[Any] = []
+    treedefs: list[tuple[Any, int] | None] = []
+    names: list[Names] = []
+    pieces = list(axes.pieces)
+    for x, own in zip(operands, axes.operands, strict=True):
+        of_leaves = names_of_leaves(x, own) if is_implicit(x) else None
+        if of_leaves is None:
+            x = interpreter.materialize_array(x) if is_implicit(x) else x
+            leaves, treedefs, names = [*leaves, x], [*treedefs, None], [*names, own]
+            continue
+        own_leaves, treedef = jax.tree.flatten(x)
+        leaves += own_leaves
+        treedefs.append((treedef, len(own_leaves)))
+        names += of_leaves
+        pieces += pieces_of(x, own)
+    expanded = Axes(tuple(names), axes.result, tuple(pieces))
+    return _bind(_Expanded(fun, tuple(treedefs)), expanded, leaves, needs_devices())
+
+
+def _bind(fun: Fun, axes: Axes, operands: Sequence[Any], mesh: Any) -> jax.Array:
+    out: jax.Array = by_parts_p.bind(*operands, fun=fun, axes=axes, mesh=mesh)
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Expanded:
+    """A function of the leaves of its operands.
+
+    Attributes:
+      fun: of the operands, dense.
+      treedefs: of each operand, and the number of its leaves; None for one that is dense.
+    """
+
+    fun: Any
+    treedefs: tuple[tuple[Any, int] | None, ...]
+
+    def __call__(self, *leaves: jax.Array, parts: Parts) -> jax.Array:
+        rest, operands = list(leaves), []
+        for treedef in self.treedefs:
+            size = 1 if treedef is None else treedef[1]
+            own, rest = rest[:size], rest[size:]
+            x = own[0] if treedef is None else treedef[0].unflatten(own)
+            operands.append(interpreter.materialize_array(x) if is_implicit(x) else x)
+        return self.fun(*operands, parts=parts)
+
+
+# --- implicit operands ---------------------------------------------------------------------------
+# A type says in `partition_spec` which axes of its leaves are those of the dense array.
+
+
+def names_of_leaves(x: Any, names: Names) -> list[Names] | None:
+    """The names of the axes of each leaf of an implicit array, from those of the dense one.
+
+    None where the type does not say so.
+    """
+    own = [name for name in names if name is not None]
+    specs = _specs(x, names, dict.fromkeys(own, 1))
+    if specs is None:
+        return None
+    found = []
+    for leaf, spec in zip(jax.tree.leaves(x), specs, strict=True):
+        entries = (*spec, *[None] * (len(leaf.shape) - len(spec)))
+        # One scale for a whole axis is that of all its parts.
+        found.append(tuple(None if n == 1 else e for e, n in zip(entries, leaf.shape, strict=True)))
+    return found
+
+
+def pieces_of(x: Any, names: Names) -> list[tuple[str, int]]:
+    """For each name of an implicit array into how many parts its leaves can be cut, of those asked for.
+
+    Asked for are as many as there are devices, or a part of them.
+    """
+    count = jax.device_count()
+    numbers = [n for n in range(count, 0, -1) if count % n == 0]
+    own = [name for name in names if name is not None]
+    return [(name, next(n for n in numbers if _can_be_cut(x, names, name, n))) for name in own]
+
+
+def _can_be_cut(x: Any, names: Names, name: str, parts: int) -> bool:
+    specs = _specs(x, tuple(n if n == name else None for n in names), {name: parts})
+    if parts == 1 or specs is None:
+        return parts == 1
+    leaves, treedef = jax.tree.flatten(x)
+    local = []
+    for leaf, spec in zip(leaves, specs, strict=True):
+        shape = list(leaf.shape)
+        for i, entry in enumerate(spec):
+            if entry == name and shape[i] > 1:
+                if shape[i] % parts:
+                    return False
+                shape[i] //= parts
+        local.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
+    # (A type may have its shape beside its leaves.)
+    whole = [n // parts if own == name else n for own, n in zip(names, x.shape, strict=True)]
+    return list(jax.tree.unflatten(treedef, local).shape) == whole
+
+
+def _specs(x: Any, names: Names, sizes: dict[str, int]) -> list[PartitionSpec] | None:
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    specs = x.partition_spec(PartitionSpec(*names), mesh)
+    if specs is NotImplemented:
+        return None
+    return jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def _expand(operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    """What reads as dense in a rule of a type may be implicit: then it is moved as it is."""
+    return [by_parts(params["fun"], params["axes"], *operands)]
+
+
+interpreter.HIGHER_ORDER[by_parts_p] = _expand
+
+
+# --- the primitive's own rules -------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def _out_aval(fun: Fun, avals: tuple[Any, ...]) -> Any:
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    with jax.numpy_dtype_promotion("standard"):
+        closed = jax.make_jaxpr(functools.partial(fun, parts=WHOLE))(*structs)
+    (out,) = closed.out_avals
+    return out
+
+
+def _abstract(*operands: Any, fun: Fun, **_: Any) -> Any:
+    return _out_aval(fun, operands)
+
+
+@functools.partial(jax.jit, static_argnames=("fun", "axes", "mesh"))
+def _run(*operands: jax.Array, fun: Fun, **params: Any) -> jax.Array:
+    """Outside of any trace: the primitive, compiled. (As in `matmul`, none under `disable_jit`.)"""
+    if any(isinstance(x, jax.core.Tracer) for x in operands):
+        return _bind(fun, operands=operands, **params)
+    return fun(*operands, parts=WHOLE)
+
+
+def _lower(ctx: Any, *operands: Any, fun: Fun, axes: Axes, mesh: Any) -> Any:
+    run: Fun = functools.partial(fun, parts=WHOLE)
+    if mesh is not None and is_partitioned(ctx.module_context):
+        run = partitioned(_opaque(fun, axes), axes, ctx.module_context.axis_context.num_devices)
+    with jax.numpy_dtype_promotion("standard"):
+        return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+
+def _opaque(fun: Fun, axes: Axes) -> Fun:
+    """The same, of the whole as one primitive: JAX wants a partitioned function without constants."""
+
+    def run(*operands: jax.Array, parts: Parts) -> jax.Array:
+        if parts is WHOLE:
+            return _bind(fun, axes, operands, None)
+        with jax.numpy_dtype_promotion("standard"):
+            return fun(*operands, parts=parts)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tangent:
+    """The derivative of a function along tangents of some operands, which come after the operands."""
+
+    fun: Any
+    moving: tuple[int, ...]
+
+    def __call__(self, *operands: jax.Array, parts: Parts) -> jax.Array:
+        count = len(operands) - len(self.moving)
+        primals, tangents = operands[:count], operands[count:]
+
+        def of_moving(*moving: jax.Array) -> jax.Array:
+            own = list(primals)
+            for i, x in zip(self.moving, moving, strict=True):
+                own[i] = x
+            return self.fun(*own, parts=parts)
+
+        out: jax.Array = jax.jvp(of_moving, tuple(primals[i] for i in self.moving), tangents)[1]
+        return out
+
+
+def _jvp(primals: Any, tangents: Any, *, fun: Fun, axes: Axes, mesh: Any) -> Any:
+    out = _bind(fun, axes, primals, mesh)
+    moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
+    if not moving:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    names = (*axes.operands, *(axes.operands[i] for i in moving))
+    operands = (*primals, *(tangents[i] for i in moving))
+    return out, _bind(_Tangent(fun, moving), Axes(names, axes.result, axes.pieces), operands, mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pulled:
+    """What a cotangent, after the operands that are known, gives to one of those that are not.
+
+    Attributes:
+      fun: of all operands, linear in those that are not known.
+      unknown: which these are, and
+      wrt: the one of them.
+      structs: of each of them its shape, dtype, and the names of its axes.
+    """
+
+    fun: Any
+    unknown: tuple[int, ...]
+    wrt: int
+    structs: tuple[tuple[tuple[int, ...], Any, Names], ...]
+
+    def __call__(self, *operands: jax.Array, parts: Parts) -> jax.Array:
+        *known, ct = operands
+        zeros = {
+            i: jnp.zeros([n // parts.count(a) for n, a in zip(shape, own, strict=True)], dtype)
+            for i, (shape, dtype, own) in zip(self.unknown, self.structs, strict=True)
+        }
+
+        def of_one(x: jax.Array) -> jax.Array:
+            rest, given = iter(known), zeros | {self.wrt: x}
+            count = len(known) + len(given)
+            own = [given[i] if i in given else next(rest) for i in range(count)]
+            return self.fun(*own, parts=parts)
+
+        (out,) = jax.vjp(of_one, zeros[self.wrt])[1](ct)
+        return out
+
+
+def _transpose(ct: Any, *operands: Any, fun: Fun, axes: Axes, mesh: Any) -> Any:
+    if isinstance(ct, ad.Zero):
+        return [None] * len(operands)
+    unknown = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
+    avals = [operands[i].aval for i in unknown]
+    structs = tuple(
+        (x.shape, np.dtype(x.dtype), axes.operands[i]) for i, x in zip(unknown, avals, strict=True)
+    )
+    known = [i for i in range(len(operands)) if i not in unknown]
+    names = (*(axes.operands[i] for i in known), axes.result)
+    found: list[Any] = [None] * len(operands)
+    for i in unknown:
+        of_one = Axes(names, axes.operands[i], axes.pieces)
+        pulled = _Pulled(fun, unknown, i, structs)
+        found[i] = _bind(pulled, of_one, [*(operands[j] for j in known), ct], mesh)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """A function of operands of which some have one more axis, the first one."""
+
+    fun: Any
+    in_axes: tuple[int | None, ...]
+
+    def __call__(self, *operands: jax.Array, parts: Parts) -> jax.Array:
+        out: jax.Array = jax.vmap(functools.partial(self.fun, parts=parts), self.in_axes)(*operands)
+        return out
+
+
+def _batch(operands: Any, dims: Any, *, fun: Fun, axes: Axes, mesh: Any) -> Any:
+    new = f"mapped{sum(name.startswith('mapped') for name in axes.names)}"
+    pairs = list(zip(operands, dims, strict=True))
+    stacked = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
+    in_axes = tuple(None if d is None else 0 for d in dims)
+    names = tuple(
+        own if d is None else (new, *own) for own, d in zip(axes.operands, dims, strict=True)
+    )
+    mapped = Axes(names, (new, *axes.result), axes.pieces)
+    return _bind(_Mapped(fun, in_axes), mapped, stacked, mesh), 0
+
+
+by_parts_p.def_impl(_run)
+by_parts_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[by_parts_p] = _jvp
+ad.primitive_transposes[by_parts_p] = _transpose
+batching.primitive_batchers[by_parts_p] = _batch
+mlir.register_lowering(by_parts_p, _lower)
