@@ -17,7 +17,6 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # before J
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
