@@ -12,6 +12,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "growth.md"
 IMAGES = ROOT / "docs" / "images"
 
+# The axes, in the document's order; `growth.AXES` says what each one is.
+AXES = ("depth", "layer_stack", "width", "rank", "adapters", "batch", "context", "devices")
 COUNTS = ("equations", "operations", "calls")
 TIMES = ("trace", "lower", "compile", "step")
 BYTES = ("peak_bytes", "temporary_bytes", "bytes_sent")
@@ -34,13 +36,24 @@ def write(results: Results) -> list[pathlib.Path]:
 
 
 def tables(results: Results) -> dict[str, str]:
-    """What the document has for each axis that was measured: exponents, values, and on what."""
+    """What the document has for each axis: the plot, exponents, all values; or how to measure it."""
     found = {}
-    for name, axis in results["axes"].items():
-        found[f"{name}: exponents"] = exponents_table(axis)
-        found[f"{name}: values"] = values_table(name, axis)
-        found[f"{name}: environment"] = environment(axis)
+    for name in AXES:
+        axis = results["axes"].get(name)
+        if axis is None:
+            found[name] = f"Not measured yet: `python -m benchmarks.growth --axis={name}`."
+            continue
+        image = f"![Costs by {name}, for each implementation](images/{image_name(name)})"
+        values = (
+            f"<details><summary>All values</summary>\n\n{values_table(name, axis)}\n\n</details>"
+        )
+        found[name] = "\n\n".join([image, exponents_table(axis), environment(axis), values])
     return found
+
+
+def image_name(axis: str) -> str:
+    """The file of a plot."""
+    return f"growth_{axis}.png"
 
 
 def exponents_table(axis: Results) -> str:
@@ -154,7 +167,7 @@ def draw(name: str, axis: Results, folder: pathlib.Path = IMAGES) -> pathlib.Pat
         panel.set_visible(False)
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7, frameon=False)
-    path = folder / f"growth_{name}.png"
+    path = folder / image_name(name)
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
