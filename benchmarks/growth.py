@@ -106,7 +106,7 @@ def measure(axes: Sequence[str], path: pathlib.Path) -> None:
     points = {name: points_of(AXES[name]) for name in axes}
     with tqdm(total=sum(map(len, points.values())), file=sys.stderr) as bar:
         for name in axes:
-            about = about_this_machine("jax", "jaxlib", "dm-haiku", "quax", "qwix")
+            about = about_this_machine("jax", "jaxlib", "dm-haiku", "quax")
             # What others run on this machine, before this adds to it.
             load = round(os.getloadavg()[0], 1)
             records = []

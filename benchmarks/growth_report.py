@@ -95,8 +95,9 @@ def environment(axis: Results) -> str:
             f" **The machine was busy with other work (load {axis['load']}): times are to be measured "
             "again, counts and bytes are not concerned.**"
         )
-    missing = [n for n in ("quax", "qwix") if n not in about["versions"]]
-    return text + "".join(f" Without {n}, which is not installed." for n in missing)
+    if "quax" not in about["versions"]:
+        text += " Without quax, which is not installed."
+    return text
 
 
 def busy(axis: Results) -> bool:

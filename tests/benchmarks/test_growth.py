@@ -116,7 +116,7 @@ def test_times_of_a_busy_machine_are_marked():
     )  # fmt: skip
     assert "busy" in growth_report.environment(axis)
     assert "busy" not in growth_report.environment(dict(axis, load=0.4))
-    assert "Without qwix" in growth_report.environment(axis)
+    assert "Without quax" in growth_report.environment(axis)
 
 
 def test_the_recorded_results_are_those_of_the_document(recorded):
