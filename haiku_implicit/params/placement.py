@@ -124,7 +124,7 @@ def _by_rules(path: str, rules: Sequence[tuple[Any, PartitionSpec]]) -> Partitio
 def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     """An array with shardings in place of its leaves."""
     if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
-        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), x)
+        return _of_part(x, spec, mesh)
     what, shape = f"{path}: {describe(x)}", np.shape(x)
     unknown = set(_names_in(spec)) - set(mesh.shape)
     if unknown:
@@ -144,6 +144,28 @@ def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any) -> Any:
         raise ValueError(f"{what}: {spec}: {_reason(x, spec, mesh)}")
     is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+
+
+def _of_part(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
+    """The shardings of a part of an implicit array: LoRA's factors lie where those of the weight do."""
+    specs = jax.tree.map(lambda _: PartitionSpec(), x)
+    if isinstance(x, LoRA) and len(spec) <= (ndim := max(map(np.ndim, (x.a, x.b)))) >= 2:
+        *lead, rows, columns = padded_spec(spec, ndim)
+        wanted = dict(a=(*lead, rows, None), b=(*lead, None, columns), factor=tuple(lead))
+        specs = x._replace(
+            **{name: _if_even(getattr(x, name), entries, mesh) for name, entries in wanted.items()}
+        )
+    is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+
+
+def _if_even(x: Any, entries: Sequence[Any], mesh: Any) -> PartitionSpec | None:
+    """The spec of one array of a part, which is not there, or replicated where it can't be cut."""
+    if x is None:
+        return None
+    pairs = zip(np.shape(x), entries, strict=False)
+    even = all(length % num_parts(entry, mesh) == 0 for length, entry in pairs)
+    return PartitionSpec(*entries) if even else PartitionSpec()
 
 
 def _names_in(spec: PartitionSpec) -> list[str]:

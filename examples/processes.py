@@ -1,0 +1,2 @@
+"""Processes that train together: started, joined, watched, and what they save."""
+STORES={}
