@@ -7,14 +7,13 @@ trained, and how it is split, are two flags. By default the devices are eight pa
   python examples/train_sharded.py --mode=qlora --strategy=full --processes=2 --checkpoint=run
   python examples/train_sharded.py --model=all --mode=all --strategy=all --compare
 
-With `--checkpoint` each process writes its own part now and then, and the same command goes on from what
-is there, to the same losses. If a process dies, the others are stopped, and the program ends with an
-error: start it again. On several machines, start it on each with `--process_id` and `--coordinator`.
+With `--checkpoint` each process writes its own part now and then, and the same command goes on from
+what is there, to the same losses. If a process dies, the others are stopped, and the program ends with
+an error: start it again. On several machines, start it on each with `--process_id` and `--coordinator`.
 """
 
 import functools
 import itertools
-import os
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -38,7 +37,10 @@ STRATEGIES = ("data", "tensor", "full", "expert")
 
 _MODEL = flags.DEFINE_enum("model", "llama", [*MODELS, "all"], "What is trained.")
 _MODE = flags.DEFINE_enum(
-    "mode", "lora", [*MODES, "all"], "All weights, LoRA, LoRA on 4 bits, or all by products of int8."
+    "mode",
+    "lora",
+    [*MODES, "all"],
+    "All weights, LoRA, LoRA on 4 bits, or all by products of int8.",
 )
 _STRATEGY = flags.DEFINE_enum(
     "strategy", "data", [*STRATEGIES, "all"], "What is split: see the functions."
@@ -80,6 +82,9 @@ class Run(NamedTuple):
     step: int
     trained: Any
     optimizer: Any
+
+
+hki.register_tree_type(Run, name="train_sharded.Run")  # so that files can hold it
 
 
 def run() -> None:
@@ -251,7 +256,9 @@ def batch(step: int, sharding: Any) -> jax.Array:
     for _ in range(_LENGTH.value):
         noise = rng.integers(2, size=(_BATCH.value, 1))
         tokens = np.hstack([tokens, (3 * tokens[:, -1:] + 1 + noise) % VOCABULARY])
-    return jax.make_array_from_callback(tokens.shape, sharding, lambda i: tokens[i].astype(np.int32))
+    return jax.make_array_from_callback(
+        tokens.shape, sharding, lambda i: tokens[i].astype(np.int32)
+    )
 
 
 if __name__ == "__main__":
