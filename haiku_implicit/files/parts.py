@@ -105,16 +105,19 @@ def assembled(parts: Sequence[Part], box: Box, read: Callable[[Part], np.ndarray
       box: which part of it is wanted.
       read: gives the array in a part, `[*part.shape]`.
     """
+    sizes = [b - a for a, b in box]
+    if 0 in sizes:
+        return np.empty(sizes, read(parts[0]).dtype)
     found = None
     for part in parts:
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part.box, strict=True)]
-        if any(a >= b for a, b in common) and 0 not in [b - a for a, b in box]:
+        if any(a >= b for a, b in common):
             continue
         values = read(part)[_slices(common, part.start)]
         if common == list(box):
             return values
         if found is None:
-            found = np.empty([b - a for a, b in box], values.dtype)
+            found = np.empty(sizes, values.dtype)
         found[_slices(common, [a for a, _ in box])] = values
     assert found is not None, "parts tile the array"
     return found
