@@ -20,7 +20,7 @@ import haiku as hk
 import jax
 import numpy as np
 import optax
-from absl import app, flags
+from absl import app, flags, logging
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -89,6 +89,7 @@ hki.register_tree_type(Run, name="train_sharded.Run")  # so that files can hold 
 
 def run() -> None:
     """Starts the processes, or is one of them."""
+    logging.set_verbosity(logging.WARNING)
     if _PROCESSES.value > 1 and _PROCESS.value is None:
         return processes.start(_PROCESSES.value)
     if _DEVICES.value:
