@@ -77,7 +77,7 @@ def test_a_job_of_which_a_process_is_killed_goes_on_with_identical_losses(
 ):
     """At a random step of the job and a random moment of the step: in a save, say."""
     seed = time.time_ns()
-    print("seed", seed)
+    print("seed", seed)  # noqa: T201
     draw = random.Random(seed)
     job = [f"--mode={mode}", f"--format={form}", f"--processes={count}", f"--devices={count}"]
     job += ["--strategy=full", f"--steps={STEPS}", "--timeout=10"]
