@@ -177,7 +177,8 @@ def rules_of(job: Job) -> list[tuple[str, P]]:
 
     - data: not at all; each device has its own part of the batch, as with all but `tensor`.
     - tensor: columns, and rows of the matrix after them, so that a sum over devices follows.
-    - full: each weight in equal parts, which are gathered where they are used.
+    - full: each weight in equal parts, which are gathered where they are used. (Not the columns of the
+      embedding: XLA would split activations as these are, and gather them instead.)
     - expert: each device has experts of its own, and all of the rest.
     """
     rest = [(".*", P())]
@@ -192,7 +193,12 @@ def rules_of(job: Job) -> list[tuple[str, P]]:
             (".*(_proj|lm_head)/w", columns),
             *rest,
         ],
-        "full": [(experts, P(None, None, "d")), (".*/(w|embeddings)", columns), *rest],
+        "full": [
+            (experts, P(None, None, "d")),
+            (".*/w", columns),
+            (".*/embeddings", rows),
+            *rest,
+        ],
         "expert": [(experts, P("d")), *rest],
     }[job.strategy]
 
