@@ -31,7 +31,7 @@ from benchmarks.collectives import sent
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
-from models import llama
+from models import llama  # noqa: E402
 
 # NVIDIA's data sheet of the H100 SXM: dense bfloat16, HBM3, and NVLink in both directions together.
 _FLOPS = flags.DEFINE_float("tflops", 989.0, "Of one accelerator, in bfloat16, 10^12 a second.")
