@@ -84,6 +84,7 @@ def main(argv: list[str]) -> None:
 def run() -> None:
     """Loads, scores, trains, scores again."""
     started = time.time()
+    check_folder(_ADAPTER.value)
     checkpoint = smollm.read_gguf(_GGUF.value or smollm.fetch(smollm.MODEL))
     text = smollm.read_text(_TEXT.value or smollm.fetch(smollm.SHAKESPEARE))
     data = tokenize(checkpoint.tokenizer, text)
@@ -238,6 +239,15 @@ def make_evaluation(apply: Any, data: Data, prompt: list[int], tokenizer: Any) -
 
 
 # --- the adapter file ----------------------------------------------------------------------------
+
+
+def check_folder(path: str) -> None:
+    """Says before the training, and not after it, that there is no folder for the adapter."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise smollm.InputError(
+            f"--adapter={path}: the folder {folder} is not there. Make it first"
+        )
 
 
 def save_state(state: State) -> None:

@@ -69,6 +69,7 @@ class OneFile:
     """
 
     def __init__(self, folder: str):
+        os.makedirs(folder, exist_ok=True)
         self.path = os.path.join(folder, "run.safetensors")
 
     def save(self, run: Any) -> None:

@@ -94,7 +94,8 @@ def check_type(
       make: an array of the type from a seed; of any shape, but always the same one.
       dense: what an array (or a batch of them) stands for, by other means than its own `materialize`,
         if there are any; in functions of JAX.
-      operations: functions of one array, by names for errors. None: `OPERATIONS`.
+      operations: functions of one array, by names for errors. None: `OPERATIONS`, all of which take
+        tens of seconds to compile.
       rtol, atol: the tolerances of all comparisons.
 
     Returns:

@@ -35,16 +35,21 @@ if not importlib.metadata.entry_points(group="jax_plugins"):
 import jax  # noqa: E402
 
 import haiku_implicit as hki  # noqa: E402
-from tests.tiers import redundant  # noqa: E402
+from tests.tiers import drawn, redundant  # noqa: E402
 
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow too")
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="as --slow, with all that `slow_one_of` leaves out there",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
 def pytest_collection_modifyitems(config, items):
-    """Leaves the slow tests out, unless `--slow` asks for them."""
+    """Leaves the slow tests out, unless `--slow` asks for them; some of these, unless `--long` does."""
     products = {}
     for item in items:
         if item.get_closest_marker("combinations"):
@@ -61,10 +66,18 @@ def pytest_collection_modifyitems(config, items):
         for i, item in enumerate(tests):
             if i % number:
                 item.add_marker("slow")
-    if not config.getoption("slow"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    for item in items:
+        fraction = item.get_closest_marker("slow_one_of")
+        if fraction and item.get_closest_marker("slow") and not drawn(item.name, *fraction.args):
+            item.add_marker("long")
+    long = config.getoption("long")
+    left_out = [
+        *([] if long else ["long"]),
+        *([] if long or config.getoption("slow") else ["slow"]),
+    ]
+    leaves = lambda item: any(map(item.get_closest_marker, left_out))  # noqa: E731
+    config.hook.pytest_deselected(items=[item for item in items if leaves(item)])
+    items[:] = [item for item in items if not leaves(item)]
 
 
 # From so many bytes on a worker gives the memory of compiled programs back. Below that the next module

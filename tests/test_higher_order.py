@@ -321,6 +321,7 @@ def gradients(way):
     }[way]()  # fmt: skip
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("way", few(["outside", "inside"], "outside"))
 @pytest.mark.slow
@@ -376,6 +377,7 @@ def batched(way, dense):
     return Together(each(lambda f: use(jax.vmap(f, axes))), *args, may_be_dense=SELECTS)
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(
     "way",

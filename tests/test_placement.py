@@ -114,6 +114,12 @@ def test_errors_name_the_parameter_and_the_way_out(options, specs, message):
         hki.shardings(quantized(dtype="int4", **options), specs, MESH)
 
 
+@pytest.mark.parametrize("mesh", [None, 4, ("data",), P()])
+def test_what_is_no_mesh(mesh):
+    with pytest.raises(TypeError, match=r"mesh: expected a jax.sharding.Mesh, as .* got "):
+        hki.shardings(quantized(), P(), mesh)
+
+
 PROGRAM = """
 import tempfile
 import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki, orbax.checkpoint as ocp

@@ -1,8 +1,11 @@
 """Which parameters the functions on trees choose: `exclude`, `missing_ok`, tables of positions."""
 
 import dataclasses
+import functools
 import re
+import warnings
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -224,3 +227,63 @@ def test_comparing_two_trees():
     assert str(found).count("is there") == 2 and "outputs" in str(found)
     with pytest.raises(ValueError, match=r"linear/w: the first is \[8, 4\], the second \[4, 8\]"):
         hki.compare_params(first, {"linear": {"w": w.T}})
+
+
+def attention():
+    return {
+        "query": {"w": jnp.ones((16, 4, 16)), "b": jnp.ones(64)},
+        "linear": {"w": jnp.ones((32, 8))},
+        "odd": {"w": jnp.ones((24, 8))},
+    }
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_an_adapter_larger_than_its_weight_is_said_once(method):
+    add = functools.partial(hki.add_adapter, attention(), 0, method, rank=4)
+    with pytest.warns(UserWarning) as found:
+        add()
+    (one,) = found
+    assert one.filename == __file__ and "query/w (float32[16,4,16]: 1," in str(one.message)
+    assert "for 1,024)" in str(one.message) and "matrix_axes=" in str(one.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        add(matrix_axes={"query/w": ([-3], [-2, -1])})
+        add(exclude="query/w")
+        hki.add_lora(attention(), 0, rank=1)
+        stacked = {"__layer_stack_no_per_layer/linear": {"w": jnp.ones((3, 8, 4))}}
+        hki.add_lora(stacked, 0, rank=4)  # the user's own rank, for matrices
+
+
+def test_weights_that_groups_leave_dense_are_named_once():
+    with pytest.warns(UserWarning) as found:
+        hki.quantize_params(attention(), group_size=32, exclude="query/.*")
+    (one,) = found
+    assert one.filename == __file__
+    text = (
+        "1 weight stays dense, because groups of 32 do not divide axis -2: odd/w (float32[24,8])."
+    )
+    assert text in str(one.message) and "group_size= (8 would fit)" in str(one.message)
+    with pytest.warns(
+        UserWarning, match=r"2 weights .* query/w .*odd/w.* matrix_axes= makes a matrix"
+    ):
+        hki.quantize_params(attention(), dtype="mxfp4")  # which has groups of its own
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hki.quantize_params(attention())
+        hki.quantize_params(attention(), group_size=32, targets="linear/w")
+        hki.quantize_params(attention(), group_size=32, exclude="(query|odd)/.*")
+        once = hki.quantize_params(attention(), group_size=8, targets=".*(linear|odd)/w")
+        hki.quantize_params(once, group_size=4)  # what is quantized is no dense weight
+
+
+@pytest.mark.parametrize("put", [hk.custom_creator, hk.custom_getter])
+def test_creators_and_getters_say_it_once(put):
+    make = hki.quantize_creator if put is hk.custom_creator else hki.quantize_getter
+
+    def model(x):
+        with put(make("int8", group_size=16)):
+            return hk.nets.MLP([24, 10, 8])(x)
+
+    with pytest.warns(UserWarning, match="1 weight stays dense, .* mlp/~/linear_0/w") as found:
+        jax.eval_shape(hki.transform_implicit(hk.transform(model)).init, 0, jnp.ones((1, 8)))
+    assert {w.filename for w in found} == {__file__}

@@ -4,7 +4,11 @@ import itertools
 
 import pytest
 
-from tests.tiers import few, redundant
+from tests.tiers import drawn, few, redundant
+
+
+def more_than_quick(request):
+    return request.config.getoption("slow") or request.config.getoption("long")
 
 
 def test_of_a_table_those_not_named_are_slow():
@@ -27,11 +31,26 @@ def test_of_a_product_every_value_stays_once():
 @pytest.mark.every(2)
 @pytest.mark.parametrize("i", range(5))
 def test_each_nth_runs_quickly(i, request):
-    assert i % 2 == 0 or request.config.getoption("slow")
+    assert i % 2 == 0 or more_than_quick(request)
+
+
+@pytest.mark.slow_one_of(3)
+@pytest.mark.parametrize("i", few(range(7), 0))
+def test_of_the_slow_ones_some_run_slowly(i, request):
+    slowly = drawn(request.node.name, 3) and more_than_quick(request)
+    assert i == 0 or slowly or request.config.getoption("long")
+
+
+def test_about_one_of_a_number_is_drawn():
+    names = [f"test_a[{i}-{j}]" for i in range(60) for j in range(10)]
+    for number in (2, 3):
+        found = [name for name in names if drawn(name, number)]
+        assert abs(len(found) - 600 / number) < 30
+        assert len({name[-2] for name in found}) == 10
 
 
 @pytest.mark.combinations
 @pytest.mark.parametrize("x", [1, 2])
 @pytest.mark.parametrize("y", [1, 2])
 def test_pytest_runs_what_is_asked_for(x, y, request):
-    assert x == y or request.config.getoption("slow")
+    assert x == y or more_than_quick(request)

@@ -10,7 +10,7 @@ from haiku_implicit.adapters.adapter import Adapter, filled, uniform
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import FROZEN
-from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.core.transform import materialize, use_implicit_args
 
 
 @dataclasses.dataclass
@@ -37,7 +37,8 @@ class DoRA(Adapter):
     def create(cls, w: Any, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
         *lead, n, m = w.shape
         a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
-        lengths = use_implicit_args(lambda w: jnp.sqrt(_squared_lengths(w)))(w)
+        # Of a constant the lengths are a constant.
+        lengths = materialize(use_implicit_args(lambda w: jnp.sqrt(_squared_lengths(w)))(w))
         return cls(w, a, b, lengths.astype(w.dtype), filled(alpha, tuple(lead)))
 
     def equivalent(self) -> ScaledMatrix:

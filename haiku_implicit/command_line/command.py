@@ -1,19 +1,49 @@
 """What a command of the program is, and how its flags are read."""
 
+import contextlib
 import dataclasses
+import difflib
+import json
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
+
+from haiku_implicit.files.replacing import checked_target
 
 # Exit codes, as programs of the shell have them.
 DONE, FAILED, WRONG_USE = 0, 1, 2
 
 
+# Ends of the names of files that other programs would take for something else.
+_OTHERS = (".gguf", ".npz", ".npy", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".h5", ".json")
+
+
+# What Python says of a text that is no number.
+_NO_NUMBER = re.compile(
+    r"(?:invalid literal for int\(\) with base 10|could not convert string to float): "
+)
+
+
 class UsageError(Exception):
     """Arguments that a command does not take; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What a command says when it is done.
+
+    Attributes:
+      fields: under --json; `warnings` are added.
+      line: otherwise.
+    """
+
+    fields: dict[str, Any]
+    line: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +55,14 @@ class Command:
       about: what it does, in a line.
       arguments: the names of its arguments, in their order.
       define: defines its flags.
-      run: does it, with the flags and the arguments.
+      run: does it, with the flags and the arguments. What it returns is said; None if it has said all.
     """
 
     name: str
     about: str
     arguments: tuple[str, ...]
     define: Callable[[flags.FlagValues], None]
-    run: Callable[..., None]
+    run: Callable[..., Said | None]
 
     @property
     def usage(self) -> str:
@@ -67,14 +97,42 @@ class Command:
         try:
             _, *given = values([self.name, *arguments])
         except flags.Error as e:
-            raise UsageError(str(e)) from e
+            raise UsageError(_NO_NUMBER.sub("expected a number, got ", str(e))) from e
         if values.help:
             print(self.help())
             return
         if len(given) != len(self.arguments):
             wanted = " ".join(self.arguments)
             raise UsageError(f"expected {wanted}, got {' '.join(given) or 'nothing'}")
-        self.run(values, *given)
+        if "-" in given:
+            raise UsageError(
+                "'-': standard input and output are not read or written. Give the name of a file"
+            )
+        with self._warnings_as_lines() as warned:
+            said = self.run(values, *given)
+        if said is not None:
+            texts = [self.told(w.message) for w in warned]
+            print(json.dumps({**said.fields, "warnings": texts}) if values.json else said.line)
+
+    @contextlib.contextmanager
+    def _warnings_as_lines(self) -> Iterator[list[warnings.WarningMessage]]:
+        """Warnings for people, collected, and in the end a line each on the error stream."""
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", UserWarning)
+            try:
+                yield found
+            finally:
+                for w in found:
+                    print(f"warning: {self.told(w.message)}", file=sys.stderr)
+
+    def told(self, error: Exception | Warning | str) -> str:
+        """What an error or a warning says, in one line, with flags in place of arguments."""
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        names = "|".join(map(re.escape, sorted(set(self.flags()) - {"h", "help"})))
+        return re.sub(rf"(?<![-\w.])(?:(?=({names})=)|^(?=({names}): ))", "--", text)
 
 
 def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] | None], int]:
@@ -92,7 +150,11 @@ def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] 
             print(_overview(commands, about))
             return DONE if given else WRONG_USE
         if given[0] not in by_name:
-            return _said(f"unknown command {given[0]!r}; there are {', '.join(by_name)}", WRONG_USE)
+            nearest = difflib.get_close_matches(given[0], by_name, n=1)
+            meant = f" Did you mean {nearest[0]}?" if nearest else ""
+            return _said(
+                f"unknown command {given[0]!r}; there are {', '.join(by_name)}.{meant}", WRONG_USE
+            )
         command = by_name[given[0]]
         try:
             command.call(given[1:])
@@ -103,7 +165,7 @@ def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] 
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return DONE
         except (ValueError, TypeError, OSError, ImportError) as e:
-            return _said(_in_one_line(e), FAILED)
+            return _said(command.told(e), FAILED)
         except KeyboardInterrupt:
             return _said("interrupted; nothing was written", 130)
         return DONE
@@ -124,19 +186,31 @@ def _said(message: str, code: int) -> int:
     return code
 
 
-def _in_one_line(error: Exception) -> str:
-    message = " ".join(str(error).split()) or type(error).__name__
-    return message.replace(
-        "give allow_pickle=True", "read it with hki.load(path, allow_pickle=True)"
-    )
+def check_target(values: flags.FlagValues, target: str, *, folder: bool = False) -> None:
+    """Before any work is done for it: whether it can be written, and is not there yet.
 
-
-def check_target(values: flags.FlagValues, target: str) -> None:
-    """Before any work is done for it: whether it is there already.
+    Args:
+      values: with `--overwrite`.
+      target: the file, of safetensors.
+      folder: whether it is a folder instead.
 
     Raises:
-      UsageError: if it is, and `--overwrite` is not given.
+      UsageError: if it is there, and `--overwrite` is not given; for the name of another kind of file.
+      OSError: if its folder is missing.
     """
+    suffix = os.path.splitext(target)[1].lower()
+    if suffix in _OTHERS and not folder:
+        raise UsageError(
+            f"{target}: what is written is a file of safetensors, and {suffix} is the name of another "
+            "kind. `haiku-implicit convert` writes GGUF"
+        )
+    if not folder:
+        checked_target(target)
+    check_there(values, target)
+
+
+def check_there(values: flags.FlagValues, target: str) -> None:
+    """Raises a `UsageError` if a target is there, and `--overwrite` is not given."""
     if os.path.exists(target) and not values.overwrite:
         raise UsageError(f"{target} is there already; --overwrite writes over it")
 

@@ -1,4 +1,4 @@
-"""`haiku-implicit convert`: files of other libraries to those of this one, and adapters back."""
+"""`haiku-implicit convert`: files of other libraries to those of this one, and back."""
 
 import json
 import os
@@ -8,21 +8,28 @@ from absl import flags
 
 from haiku_implicit.command_line.command import (
     Command,
+    Said,
     UsageError,
     check_target,
+    check_there,
     overwrite,
     switch,
     text,
 )
-from haiku_implicit.files.container import is_container
+from haiku_implicit.command_line.reading import define_key
+from haiku_implicit.command_line.reading import read as read_params
+from haiku_implicit.files.kinds import kind_of
 from haiku_implicit.files.loading import load, open_checkpoint
-from haiku_implicit.files.saving import number_in, save
-from haiku_implicit.interchange.gguf_reading import is_gguf, load_gguf
+from haiku_implicit.files.replacing import checked_target
+from haiku_implicit.files.saving import save
+from haiku_implicit.interchange.gguf_reading import load_gguf
+from haiku_implicit.interchange.gguf_writing import save_gguf
 from haiku_implicit.interchange.hugging_face import load_hugging_face
 from haiku_implicit.interchange.names import read_names
-from haiku_implicit.interchange.peft import CONFIG, load_peft, save_peft
+from haiku_implicit.interchange.peft import load_peft, save_peft
 from haiku_implicit.params.adapter_parts import AdapterParts
 from haiku_implicit.params.summary import summary
+from haiku_implicit.params.trees import parameters_of
 
 _AS_STORED = "stored"
 
@@ -39,54 +46,102 @@ def _define(values: flags.FlagValues) -> None:
     text(values, "dequantize", None, "Quantized weights that become dense, by module/name.")
     text(values, "like", None, "A checkpoint that has the parameters that there have to be.")
     text(values, "base_model", None, "For a folder of PEFT: the name of the PyTorch model.")
+    text(
+        values,
+        "metadata_from",
+        None,
+        "For a TARGET that ends in .gguf: a GGUF file of the same model, whose metadata (sizes, "
+        "tokenizer) and names of tensors it gets.",
+    )
+    text(
+        values,
+        "kind",
+        None,
+        "For a TARGET that ends in .gguf: how weights are stored: Q4_0, F16, ...; several, Q4_K,Q8_0, "
+        "of which the first is taken that fits; or as JSON, for each pattern of a tensor's name. By "
+        "default as they are.",
+    )
     switch(values, "json", "Says what was written as JSON.")
     overwrite(values)
+    define_key(values)
 
 
-def _run(values: flags.FlagValues, source: str, target: str) -> None:
+def _run(values: flags.FlagValues, source: str, target: str) -> Said:
     if not values.names:
         raise UsageError("--names=FILE.json is missing: it says where each tensor goes")
-    check_target(values, target)
-    names = read_names(values.names)
+    if target.endswith(".gguf"):
+        return _to_gguf(values, source, target)
+    _check_unused(values, "a TARGET that ends in .gguf", "metadata_from", "kind")
     kind = _kind_of(source)
-    said: dict[str, Any] = {"target": target, "from": kind}
+    check_target(values, target, folder=kind == "adapter")
+    names = read_names(values.names)
     if kind in ("peft", "adapter"):
-        _check_unused(values, "dequantize", "like")
+        _check_unused(values, "models, and this is an adapter", "dequantize", "like", "key")
         count = _convert_adapter(values, kind, source, target, names)
-        said |= {"adapted": count}
         line = f"{target}: weights with an adapter: {count}"
-    else:
-        read = load_gguf if kind == "gguf" else load_hugging_face
-        dtype = None if values.dtype == _AS_STORED else values.dtype
-        like = open_checkpoint(values.like).structs if values.like else None
-        tree = read(source, names, dtype=dtype, like=like, dequantize=values.dequantize)
-        save(target, tree)
-        total, count = summary(tree).total, sum(map(len, tree.values()))
-        said |= {"parameters": count, "nbytes": total.nbytes, "bits": total.bits}
-        line = (
-            f"{target}: {count} parameters, {total.nbytes:,} bytes, {total.bits:.2f} bits a number"
+        return Said({"target": target, "from": kind, "adapted": count}, line)
+    _check_unused(values, "files of this library", "key")
+    read = load_gguf if kind == "gguf" else load_hugging_face
+    dtype = None if values.dtype == _AS_STORED else values.dtype
+    like = open_checkpoint(values.like).structs if values.like else None
+    tree = read(source, names, dtype=dtype, like=like, dequantize=values.dequantize)
+    save(target, tree)
+    total, count = summary(tree).total, sum(map(len, tree.values()))
+    sizes = {"parameters": count, "nbytes": total.nbytes, "bits": total.bits}
+    return Said(
+        {"target": target, "from": kind, **sizes},
+        f"{target}: {count} parameters, {total.nbytes:,} bytes, {total.bits:.2f} bits a number",
+    )
+
+
+def _to_gguf(values: flags.FlagValues, source: str, target: str) -> Said:
+    """A file of this library, or another that `load` reads, as a GGUF file."""
+    _check_unused(values, "what is read", "dequantize", "like", "base_model")
+    if not values.metadata_from:
+        raise UsageError(
+            "--metadata_from=FILE.gguf is missing: a GGUF file of the same model, for its metadata and "
+            "the names of its tensors. haiku_implicit.save_gguf takes other metadata"
         )
-    print(json.dumps(said) if values.json else line)
+    checked_target(target)
+    check_there(values, target)
+    params, names = read_params(values, source), read_names(values.names)
+    kind = _kinds(values.kind)
+    save_gguf(target, params, names, kind=kind, metadata_from=values.metadata_from)
+    nbytes = os.path.getsize(target)
+    count = len(parameters_of(params))
+    return Said(
+        {"target": target, "from": "saved", "parameters": count, "nbytes": nbytes},
+        f"{target}: {count} parameters, {nbytes:,} bytes",
+    )
+
+
+def _kinds(given: str | None) -> Any:
+    """What --kind says, as `save_gguf` takes it."""
+    if given is None or not given.lstrip().startswith("{"):
+        return given.split(",") if given else None
+    try:
+        return json.loads(given)
+    except ValueError as e:
+        raise UsageError(f"--kind: not JSON: {e}") from e
 
 
 def _kind_of(source: str) -> str:
     """What a file or folder is."""
-    if os.path.isdir(source):
-        return "peft" if os.path.exists(os.path.join(source, CONFIG)) else "hugging_face"
-    if is_gguf(source):
-        return "gguf"
-    if not is_container(source):
+    kind = kind_of(source)
+    known = {"gguf": "gguf", "peft": "peft", "saved": "adapter"}
+    known |= dict.fromkeys(("hub", "safetensors", "folder"), "hugging_face")
+    if kind.name not in known:
         raise ValueError(
             f"{source}: expected a GGUF file, one of safetensors, a folder of the Hugging Face hub or "
-            "one of PEFT"
+            f"one of PEFT; this is {kind.what}. {kind.way_out}"
         )
-    return "hugging_face" if number_in(source) is None else "adapter"
+    return known[kind.name]
 
 
-def _check_unused(values: flags.FlagValues, *names: str) -> None:
+def _check_unused(values: flags.FlagValues, use: str, *names: str) -> None:
     for name in names:
         if values[name].value is not None:
-            raise UsageError(f"--{name} is for models, and this is an adapter")
+            raise UsageError(f"--{name} is for {use}")
 
 
 def _convert_adapter(
@@ -101,7 +156,7 @@ def _convert_adapter(
         if not isinstance(adapter, AdapterParts):
             raise ValueError(
                 f"{source}: this library's file already, and not an adapter apart from its base, which "
-                "would become a folder of PEFT"
+                "would become a folder of PEFT. For a GGUF file, TARGET ends in .gguf"
             )
         save_peft(target, adapter, names, base_model=values.base_model)
     return len(adapter.weights)
@@ -109,7 +164,7 @@ def _convert_adapter(
 
 COMMAND = Command(
     "convert",
-    "Reads GGUF, Hugging Face and PEFT; writes adapters for PEFT.",
+    "Reads GGUF, Hugging Face and PEFT; writes GGUF, and adapters for PEFT.",
     ("SOURCE", "TARGET"),
     _define,
     _run,

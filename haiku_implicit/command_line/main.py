@@ -18,6 +18,7 @@ from absl import flags
 from haiku_implicit.command_line import convert
 from haiku_implicit.command_line.command import (
     Command,
+    Said,
     UsageError,
     check_target,
     main_of,
@@ -26,6 +27,7 @@ from haiku_implicit.command_line.command import (
     switch,
     text,
 )
+from haiku_implicit.command_line.reading import define_key, part_of, read
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.saving import save
 from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, has_adapter, set_adapter
@@ -40,51 +42,25 @@ _TARGETS = "A regular expression that the whole of module/name matches; by defau
 _EXCLUDE = "The same, for those that are left out."
 
 
-def _part_of(tree: Any, values: flags.FlagValues, path: str) -> Any:
-    """The part of what a file holds that --key names."""
-    for key in values.key.split("/") if values.key else ():
-        if not isinstance(tree, Mapping) or key not in tree:
-            found = ", ".join(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__name__
-            raise ValueError(f"{path}: --key: there is no {key!r}; there is {found}")
-        tree = tree[key]
-    return tree
-
-
-def _read(values: flags.FlagValues, path: str) -> Any:
-    """The parameters in a file: a mapping of modules to mappings of arrays."""
-    tree = _part_of(load(path), values, path)
-    if isinstance(tree, AdapterParts):
-        raise ValueError(
-            f"{path}: this is an adapter apart from its base; `merge --adapter` takes one"
-        )
-    modules = tree.items() if isinstance(tree, Mapping) else ()
-    for name, own in modules:
-        if not isinstance(own, Mapping) or not all(hasattr(x, "shape") for x in own.values()):
-            raise ValueError(
-                f"{path}: expected a model's parameters, a mapping of modules to mappings of arrays; "
-                f"{name!r} is no module. --key=NAME takes a part of the file"
-            )
-    if not modules:
-        raise ValueError(f"{path}: expected a model's parameters, got {type(tree).__name__}")
-    return tree
-
-
-def _define_key(values: flags.FlagValues) -> None:
-    text(values, "key", None, "The part of the file that holds the parameters, as in --key=params.")
-
-
-def _write(source: Any, target: str, tree: Any) -> None:
-    """Writes a checkpoint, and says what it holds."""
+def _write(source: Any, target: str, tree: Any) -> Said:
+    """Writes a checkpoint; returns what it holds."""
     save(target, tree)
     before, after = summary(source).total, summary(tree).total
-    print(
-        f"{target}: {after.nbytes:,} bytes ({before.nbytes:,} before), {after.bits:.2f} bits a number"
+    return Said(
+        {
+            "target": target,
+            "nbytes": after.nbytes,
+            "nbytes_before": before.nbytes,
+            "bits": after.bits,
+        },
+        f"{target}: {after.nbytes:,} bytes ({before.nbytes:,} before), {after.bits:.2f} bits a number",
     )
 
 
 def _define_write(values: flags.FlagValues) -> None:
+    switch(values, "json", "Says what was written as JSON.")
     overwrite(values)
-    _define_key(values)
+    define_key(values)
 
 
 def _define_targets(values: flags.FlagValues) -> None:
@@ -105,13 +81,13 @@ def _define_targets(values: flags.FlagValues) -> None:
 
 def _define_inspect(values: flags.FlagValues) -> None:
     number(values, "depth", None, "A row for each module, by so many parts of its name.")
-    _define_key(values)
+    define_key(values)
     switch(values, "json", "As JSON.")
     text(values, "plot", None, "Also draws it into this file (.png, .svg).")
 
 
 def _inspect(values: flags.FlagValues, path: str) -> None:
-    tree = _part_of(load(path), values, path)
+    tree = part_of(load(path), values, path)
     if isinstance(tree, AdapterParts):
         tree = dict(tree.dense.items()) | _factors(tree)
     elif not isinstance(tree, Mapping):
@@ -154,13 +130,13 @@ def _define_quantize(values: flags.FlagValues) -> None:
     _define_targets(values)
 
 
-def _quantize(values: flags.FlagValues, source: str, target: str) -> None:
+def _quantize(values: flags.FlagValues, source: str, target: str) -> Said:
     check_target(values, target)
-    params = _read(values, source)
+    params = read(values, source)
     names = ("dtype", "group_size", "calibration", "zero_point", "activation", "targets", "exclude")
     options: dict[str, Any] = {name: values[name].value for name in names}
     new = quantize_params(params, matrix_axes=_object(values, "matrix_axes"), **options)
-    _write(params, target, new)
+    return _write(params, target, new)
 
 
 def _define_add_lora(values: flags.FlagValues) -> None:
@@ -174,16 +150,17 @@ def _define_add_lora(values: flags.FlagValues) -> None:
     _define_targets(values)
 
 
-def _add_lora(values: flags.FlagValues, source: str, target: str) -> None:
+def _add_lora(values: flags.FlagValues, source: str, target: str) -> Said:
     check_target(values, target)
-    params = _read(values, source)
+    params = read(values, source)
     options = _object(values, "options")
     known = options_of(values.method)
     rank = 8 if values.rank is None and "rank" in known else values.rank
     options |= {k: v for k, v in dict(rank=rank, alpha=values.alpha).items() if v is not None}
     choice: dict[str, Any] = dict(targets=values.targets, exclude=values.exclude)
     choice["matrix_axes"] = _object(values, "matrix_axes")
-    _write(params, target, add_adapter(params, values.seed, values.method, **choice, **options))
+    new = add_adapter(params, values.seed, values.method, **choice, **options)
+    return _write(params, target, new)
 
 
 def _define_merge(values: flags.FlagValues) -> None:
@@ -193,13 +170,16 @@ def _define_merge(values: flags.FlagValues) -> None:
     _define_write(values)
 
 
-def _merge(values: flags.FlagValues, source: str, target: str) -> None:
+def _merge(values: flags.FlagValues, source: str, target: str) -> Said:
     check_target(values, target)
-    params = _read(values, source)
+    params = read(values, source)
     if values.adapter:
         adapter = load(values.adapter)
         if not isinstance(adapter, AdapterParts):
-            adapter = get_adapter(adapter)
+            try:
+                adapter = get_adapter(adapter)
+            except (ValueError, TypeError) as e:
+                raise ValueError(f"{values.adapter}: there is no adapter in it ({e})") from e
         try:
             params = set_adapter(params, adapter, check_base=not values.any_base)
         except ValueError as e:  # which names the argument of the function
@@ -209,22 +189,24 @@ def _merge(values: flags.FlagValues, source: str, target: str) -> None:
             f"{source}: there are no adapters in it; --adapter=FILE takes one from a file"
         )
     merged = merge_adapters(params, requantize=values.requantize)
-    _write(params, target, merged)
-    if values.requantize:
-        print(compare_params(params, merged))
+    said = _write(params, target, merged)
+    if not values.requantize:
+        return said
+    found = compare_params(params, merged)
+    return Said({**said.fields, "changed": found.to_json()}, f"{said.line}\n{found}")
 
 
 # --- diff ------------------------------------------------------------------------------------------
 
 
 def _define_diff(values: flags.FlagValues) -> None:
-    _define_key(values)
+    define_key(values)
     switch(values, "json", "As JSON.")
     text(values, "plot", None, "Also draws it into this file (.png, .svg).")
 
 
 def _diff(values: flags.FlagValues, first: str, second: str) -> None:
-    found = compare_params(_read(values, first), _read(values, second))
+    found = compare_params(read(values, first), read(values, second))
     print(json.dumps(found.to_json()) if values.json else found)
     if values.plot:
         plot_error(found, values.plot)

@@ -13,6 +13,7 @@ from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_
 from haiku_implicit.files import container, dtypes, placing, writing
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError, File
+from haiku_implicit.files.kinds import open_container
 from haiku_implicit.files.matching import check_like
 from haiku_implicit.files.parts import Box, Part, assembled
 from haiku_implicit.files.structure import Branch, Leaf, Structure
@@ -222,7 +223,7 @@ class Memory:
 def _opened(path: str) -> tuple[list[File], Structure]:
     """The files of a checkpoint, and its structure, if they fit together."""
     while True:
-        main = File(path)
+        main = open_container(path)
         if writing.PART in main.metadata:
             raise CheckpointError(
                 f"{path}: a part of the checkpoint {main.metadata[writing.PART]}; load that file "

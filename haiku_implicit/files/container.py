@@ -99,8 +99,13 @@ def _read_header(path: str, file: BinaryIO, size: int) -> bytes:
     return header
 
 
-def parse_json(where: str, text: bytes | str) -> Any:
+def parse_json(where: str, text: bytes | str, hint: str = "the file is damaged") -> Any:
     """JSON in which no key occurs twice.
+
+    Args:
+      where: the file, for errors.
+      text: the JSON.
+      hint: what errors say in the end.
 
     Raises:
       CheckpointError: if it is not that.
@@ -111,7 +116,7 @@ def parse_json(where: str, text: bytes | str) -> Any:
         if len(found) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise CheckpointError(f"{where}: the key {twice!r} occurs twice; the file is damaged")
+            raise CheckpointError(f"{where}: the key {twice!r} occurs twice; {hint}")
         return found
 
     try:
@@ -119,9 +124,9 @@ def parse_json(where: str, text: bytes | str) -> Any:
     except CheckpointError:
         raise
     except RecursionError:
-        raise CheckpointError(f"{where}: nested too deeply; the file is damaged") from None
+        raise CheckpointError(f"{where}: nested too deeply; {hint}") from None
     except ValueError as e:  # also of texts that are not UTF-8, and of numbers with too many digits
-        raise CheckpointError(f"{where}: not JSON ({e}); the file is damaged") from None
+        raise CheckpointError(f"{where}: not JSON ({e}); {hint}") from None
 
 
 def _parse(path: str, header: bytes, size: int) -> tuple[dict[str, str], dict[str, Tensor]]:

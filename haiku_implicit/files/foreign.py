@@ -13,6 +13,12 @@ import numpy as np
 
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.kinds import kind_of, not_a
+
+# What `load` reads.
+EXPECTED = "a safetensors or .npz file"
+# Where only the unpickler can tell: old pickles are texts.
+_MAY_BE_PICKLES = ("pickle", "text", "unknown")
 
 
 def read(path: str, allow_pickle: bool) -> Any:
@@ -21,16 +27,12 @@ def read(path: str, allow_pickle: bool) -> Any:
     Raises:
       CheckpointError: if it is not such a file; for a pickle without `allow_pickle`.
     """
-    with open(path, "rb") as file:
-        start = file.read(4)
-    if start[:2] == b"PK":
+    kind = kind_of(path).name
+    if kind == "npz":
         return _read_npz(path)
-    if not allow_pickle:
-        raise CheckpointError(
-            f"{path}: neither a safetensors nor an .npz file. If it is a pickle of Haiku parameters, "
-            "give allow_pickle=True, which reads arrays of NumPy and containers, and nothing else"
-        )
-    return _read_pickle(path)
+    if allow_pickle and kind in _MAY_BE_PICKLES:
+        return _read_pickle(path)
+    raise not_a(EXPECTED, path)
 
 
 # --- npz -----------------------------------------------------------------------------------------

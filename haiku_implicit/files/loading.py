@@ -7,6 +7,7 @@ from haiku_implicit.core.predicates import Targets
 from haiku_implicit.files import foreign, optax_types  # noqa: F401  (the latter registers types)
 from haiku_implicit.files.checkpoint import Checkpoint, Memory, Source
 from haiku_implicit.files.container import is_container
+from haiku_implicit.files.kinds import check_file
 from haiku_implicit.files.saving import Path
 from haiku_implicit.files.structure import describe
 
@@ -72,6 +73,7 @@ def load(
       linear/w: expected an array float32[2, 4], found an array float32[2, 3]. The file is ...
     """
     path = os.path.abspath(path)
+    check_file(path, foreign.EXPECTED)
     if is_container(path):
         checkpoint = open_checkpoint(path, numpy=numpy)
     else:

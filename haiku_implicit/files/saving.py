@@ -9,7 +9,7 @@ import jax
 
 from haiku_implicit.files import dtypes, naming, together
 from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.files.replacing import sync_folder
+from haiku_implicit.files.replacing import checked_target, named, sync_folder
 from haiku_implicit.files.structure import Structure, describe, leaves_of, with_leaves
 from haiku_implicit.files.writing import (
     PART,
@@ -40,7 +40,7 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
     for itself, such as numbers and NumPy arrays, is written by the first one.
 
     Args:
-      path: the file. Its folder is made if it is missing.
+      path: the file, in a folder that is there.
       tree: arrays of JAX or NumPy, random keys, implicit arrays, numbers, texts, bytes, dtypes and
         None, in dicts, lists, tuples, Haiku's immutable dicts, states of optax, and types that
         `register_tree_type` knows: parameters, their halves by `partition`, Haiku's state, optimizer
@@ -68,9 +68,6 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
     """
     if type(max_shard_bytes) is not int or max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes: expected a positive integer, got {max_shard_bytes!r}")
-    path = os.path.realpath(path)
-    if os.path.isdir(path):
-        raise IsADirectoryError(f"{path}: is a folder; give the name of a file")
     structure, arrays = describe(tree)
     for name, x in arrays.items():
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -81,8 +78,11 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
         _save(path, structure, arrays, max_shard_bytes)
 
 
-def _save(path: str, structure: Structure, arrays: Mapping[str, Any], max_shard_bytes: int) -> None:
+def _save(
+    given: Path, structure: Structure, arrays: Mapping[str, Any], max_shard_bytes: int
+) -> None:
     """Saves what this process has."""
+    path = checked_target(given)
     tensors = [
         Stored(x.name, x.dtype, x.shape, functools.partial(dtypes.bytes_of, arrays[x.name]))
         for x in leaves_of(structure)
@@ -90,20 +90,21 @@ def _save(path: str, structure: Structure, arrays: Mapping[str, Any], max_shard_
     files = divided(tensors, max_shard_bytes)
     places = {tensor.name: i for i, tensors in enumerate(files) for tensor in tensors}
     structure = with_leaves(structure, lambda leaf: leaf._replace(file=places[leaf.name]))
-    os.makedirs(os.path.dirname(path), exist_ok=True)
     try:
         number, main = naming.start(path)
     except OSError as e:  # which names a temporary file
-        raise type(e)(e.errno, e.strerror, path) from None
+        raise named(e, given) from None
     shards = [naming.shard_name(path, number, i, len(files) - 1) for i in range(1, len(files))]
     try:
         with main:
             _write(main, shards, files, structure, number, path)
             naming.commit(main, path)
-    except BaseException:
+    except BaseException as e:
         if os.path.exists(main.name):  # else it is the checkpoint by now
             for name in (*shards, main.name):
                 naming.remove(name)
+        if isinstance(e, OSError):
+            raise named(e, given) from None
         raise
     sync_folder(path)
     naming.remove_leftovers(path, lambda: number_in(path))

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from haiku_implicit.files import container, dtypes, naming
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.parts import Box, Part, box_of
-from haiku_implicit.files.replacing import sync_folder
+from haiku_implicit.files.replacing import checked_target, sync_folder
 from haiku_implicit.files.structure import Leaf, Structure, leaves_of, with_leaves
 from haiku_implicit.files.writing import (
     PART,
@@ -50,7 +50,12 @@ class _Plan(NamedTuple):
     writers: list[int]
 
 
-def save(path: str, structure: Structure, arrays: Mapping[str, Any], max_shard_bytes: int) -> None:
+def save(
+    given: str | os.PathLike[str],
+    structure: Structure,
+    arrays: Mapping[str, Any],
+    max_shard_bytes: int,
+) -> None:
     """Saves a tree of arrays that lie on devices of several processes, all of which call this.
 
     The steps of it are those of a save by one process. After each one the processes tell each other
@@ -58,6 +63,7 @@ def save(path: str, structure: Structure, arrays: Mapping[str, Any], max_shard_b
     """
     plan = _planned(structure, arrays, max_shard_bytes)
     me, count = jax.process_index(), len(plan.files) - 1
+    path = os.path.realpath(given)
     with contextlib.ExitStack() as stack:
         number, main = _begun(path, me, stack)
         names = [naming.shard_name(path, number, i, count) for i in range(1, count + 1)]
@@ -84,7 +90,7 @@ def _begun(path: str, me: int, stack: contextlib.ExitStack) -> tuple[str, Binary
     """The number of the save, and in the process that leads, its main file."""
     number, main = "0" * 16, None
     with _agreed(path, "begin"):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        checked_target(path)
         if me == _LEADER:
             number, main = naming.start(path)
             stack.enter_context(main)

@@ -11,8 +11,10 @@ import numpy as np
 
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.kinds import check_file, kind_of, not_a
 from haiku_implicit.interchange.ggml import KINDS, from_ggml
 from haiku_implicit.interchange.ggml_writing import gguf_package
+from haiku_implicit.interchange.gguf_header import what_is_missing
 from haiku_implicit.interchange.names import Names, place_of
 from haiku_implicit.interchange.trees import Stored, tree_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -97,26 +99,32 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
       ImportError: without the package `gguf`.
       OSError: if the file can't be read.
     """
-    gguf = gguf_package()
     path = os.fspath(path)
-    if not is_gguf(path):
-        raise CheckpointError(f"{path}: not a GGUF file: it does not begin with 'GGUF'")
-    try:
-        reader = gguf.GGUFReader(path)
-    # The reader slices the mapped file without looking at its length, so that what a short file raises
-    # depends on where it ends.
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as e:
-        raise CheckpointError(f"{path}: truncated or damaged GGUF file ({e})") from e
+    reader = read_gguf(path)
     # The reader swaps the bytes of numbers, but not those within quantized blocks.
     if reader.byte_order != "I" or sys.byteorder != "little":
         raise CheckpointError(f"{path}: only little-endian GGUF files are read, on such machines")
     return reader
 
 
-def is_gguf(path: str) -> bool:
-    """Whether a file begins like one of GGUF."""
-    with open(path, "rb") as file:
-        return file.read(4) == b"GGUF"
+def read_gguf(path: str | os.PathLike[str]) -> Any:
+    """`open_gguf`, for its metadata alone: the bytes of its numbers may be in another order."""
+    gguf = gguf_package()
+    path = os.fspath(path)
+    check_file(path, "a GGUF file")
+    if kind_of(path).name != "gguf":
+        raise not_a("a GGUF file", path)
+    try:
+        return gguf.GGUFReader(path)
+    # The reader slices the mapped file without looking at its length, so that what a short file raises
+    # depends on where it ends.
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as e:
+        missing = what_is_missing(path, gguf)
+        if missing is None:
+            raise CheckpointError(f"{path}: truncated or damaged GGUF file ({e})") from e
+        raise CheckpointError(
+            f"{path}: truncated or damaged GGUF file: {missing}. Copy it again"
+        ) from e
 
 
 def _check_kinds(reader: Any, names: Names, where: str) -> None:

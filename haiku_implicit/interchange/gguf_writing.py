@@ -4,7 +4,6 @@ import collections
 import difflib
 import math
 import os
-import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import progress
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.files.replacing import replaced
 from haiku_implicit.interchange import ggml_writing
 from haiku_implicit.interchange.ggml_writing import gguf_package, to_ggml
+from haiku_implicit.interchange.gguf_reading import read_gguf
 from haiku_implicit.interchange.names import Names, Place, place_of
 from haiku_implicit.params import trees
 
@@ -53,7 +55,8 @@ def save_gguf(
       params: parameters, without adapters: `merge_adapters` first.
       names: where each tensor of the file is in `params`, as for reading one: 'module/name', a `Place`,
         or None for a tensor that is left out. A mapping says what tensors there are; a function needs
-        `metadata_from`, whose tensors they are then.
+        `metadata_from`, whose tensors they are then. So does a `Place` with a shape, which does not say
+        what axes of the parameter the tensor has joined, unless the parameter is a `MatrixView`.
       kind: one that `from_ggml` reads, 'F32', 'F16' or 'BF16', for all tensors of two axes and more;
         those of one axis (norms, biases) are 'F32'. Several: the first one whose blocks fit the rows. A
         mapping from patterns of tensors' names, of which the first that matches the whole name
@@ -83,7 +86,7 @@ def save_gguf(
       output.bias F32 [3]
     """
     gguf = gguf_package()
-    source = None if metadata_from is None else _opened(gguf, metadata_from)
+    source = None if metadata_from is None else _opened(metadata_from)
     tensors = _planned(params, names, source, kind)
     fields = _fields(gguf, metadata or {}, source, tensors)
     with replaced(path) as temporary:
@@ -175,10 +178,15 @@ def _transposed_shape(name: str, value: Any, place: Place, shape: Any) -> tuple[
     """The shape of the tensor, with its axes in the order of the parameter."""
     if place.shape is None:
         return tuple(value.shape)
+    known = _shape_in_view(value, place) if shape is None else None
+    if known is not None:
+        return known
     if shape is None:
         raise ValueError(
-            f"{name}: its Place has a shape, {list(place.shape)}, which does not say the tensor's own. "
-            "Give metadata_from=, a file that has this tensor, or a parameter of the tensor's shape"
+            f"{name}: its Place has a shape, {list(place.shape)}: of this parameter the tensor has "
+            "some axes joined, and nothing says which. Give metadata_from=, a file that has this "
+            f"tensor; or the parameter with its axes joined, {_joined(place.shape)}, and a Place "
+            "without a shape"
         )
     own = tuple(shape[i] for i in place.axes_for(len(shape)))
     if tuple(value.shape) != tuple(place.shape) or math.prod(own) != math.prod(place.shape):
@@ -187,6 +195,27 @@ def _transposed_shape(name: str, value: Any, place: Place, shape: Any) -> tuple[
             f"{list(value.shape)}"
         )
     return own
+
+
+def _shape_in_view(value: Any, place: Place) -> tuple[int, ...] | None:
+    """The axes that are joined in the matrix of which a parameter is a view; None if it is none.
+
+    What was read from a file by the same `Place`, and was quantized there, is such a view.
+    """
+    if not isinstance(value, MatrixView) or tuple(value.shape) != tuple(place.shape or ()):
+        return None
+    rows_and_columns = axes_of.whole(tuple(value.matrix.shape))
+    return (
+        tuple(value.matrix.shape)
+        if axes_of.reshaped(rows_and_columns, value.shape) == value.axes
+        else None
+    )
+
+
+def _joined(shape: tuple[int, ...]) -> str:
+    """The matrices that a shape may be that of."""
+    cuts = range(1, len(shape))
+    return " or ".join(f"[{math.prod(shape[:i])}, {math.prod(shape[i:])}]" for i in cuts)
 
 
 class _Rules:
@@ -286,16 +315,11 @@ def _dense(weight: Any) -> Any:
 _Field = tuple[Any, Any, Any]
 
 
-def _opened(gguf: Any, path: str | os.PathLike[str]) -> Any:
-    with open(path, "rb") as file:  # an OSError that names it
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise ValueError(f"metadata_from: {path}: not a GGUF file, it starts with {magic!r}")
+def _opened(path: str | os.PathLike[str]) -> Any:
     try:
-        return gguf.GGUFReader(pathlib.Path(path))
-    # What a short file raises depends on where it ends.
-    except (ValueError, IndexError, KeyError, OverflowError) as e:
-        raise ValueError(f"metadata_from: {path}: truncated or damaged ({e})") from e
+        return read_gguf(path)
+    except ValueError as e:
+        raise ValueError(f"metadata_from: {e}") from e
 
 
 def _fields(

@@ -142,7 +142,7 @@ def read_names(path: str | os.PathLike[str]) -> Callable[[str], str | Place | No
       'gpt/layer_11/attention/w'
     """
     with open(path, "rb") as file:
-        found = parse_json(os.fspath(path), file.read())
+        found = parse_json(os.fspath(path), file.read(), "correct it there")
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected an object {{pattern: place}}, got {found!r}")
     try:

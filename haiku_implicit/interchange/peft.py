@@ -18,8 +18,10 @@ from haiku_implicit.adapters.dora import DoRA
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView, view_of
+from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.kinds import kind_of
 from haiku_implicit.files.loading import load
-from haiku_implicit.files.replacing import replaced
+from haiku_implicit.files.replacing import check_folder, replaced
 from haiku_implicit.files.saving import save
 from haiku_implicit.interchange.names import Names, Place, place_of
 from haiku_implicit.params.adapter_parts import (
@@ -65,6 +67,7 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
       OSError: for a file that can't be read.
     """
     folder = pathlib.Path(folder)
+    _check_folder(folder)
     config = _config_of(folder / CONFIG)
     file = str(folder / TENSORS)
     parts: dict[str, dict[str, Any]] = {}
@@ -110,7 +113,7 @@ def save_peft(
     by it, PEFT adapts the look-up alone, unless its configuration says `ensure_weight_tying`.)
 
     Args:
-      folder: is made if it is missing. Files that are there are replaced.
+      folder: is made if it is missing, in one that is there. Files in it are replaced.
       adapter: what `get_adapter` returned.
       names: the name of a module of the PyTorch model for each `module/name`.
       base_model: the name of the PyTorch model, for the configuration.
@@ -149,14 +152,28 @@ def save_peft(
     if len(kinds) > 1:
         raise ValueError("adapter: PEFT has LoRA or DoRA in one file, got both")
     config = _config_for(ranks, alphas, kinds == {True}, base_model)
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _made(folder)
     save(folder / TENSORS, tensors)
     with replaced(folder / CONFIG) as temporary:
         pathlib.Path(temporary).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 # --- reading -------------------------------------------------------------------------------------
+
+
+def _check_folder(folder: pathlib.Path) -> None:
+    kind = kind_of(folder)
+    if folder.name in (CONFIG, TENSORS):
+        raise CheckpointError(f"{folder}: a file in a folder of PEFT. Give the folder")
+    if kind.name != "peft":
+        raise CheckpointError(
+            f"{folder}: not a folder of PEFT, with {CONFIG} and {TENSORS}, but {kind.what}. "
+            f"{kind.way_out}"
+        )
+    if not (folder / TENSORS).exists():
+        pickled = any(folder.glob("*.bin"))
+        hint = ". Pickled weights (.bin) are not read; save it as safetensors" if pickled else ""
+        raise CheckpointError(f"{folder}: {TENSORS} is not there{hint}")
 
 
 def _config_of(path: pathlib.Path) -> dict[str, Any]:
@@ -253,6 +270,15 @@ def _at_place(where: str, weight: Any, place: Place) -> Any:
 
 
 # --- writing -------------------------------------------------------------------------------------
+
+
+def _made(folder: str | os.PathLike[str]) -> pathlib.Path:
+    path = pathlib.Path(folder)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path}: is a file; give the name of a folder")
+    check_folder(os.fspath(path), os.path.dirname(os.path.realpath(path)))
+    path.mkdir(exist_ok=True)
+    return path
 
 
 def _matrix_of(value: Any) -> Any:

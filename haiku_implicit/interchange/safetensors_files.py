@@ -9,6 +9,7 @@ import numpy as np
 
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError, File, parse_json
+from haiku_implicit.files.kinds import kind_of, open_container
 from haiku_implicit.interchange.trees import Stored
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -93,7 +94,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     listed = _files_of(path) if path.is_dir() else {path: set()}
     files: dict[str, File] = {}
     for name, tensors in listed.items():
-        file = File(os.fspath(name))
+        file = open_container(os.fspath(name))
         if missing := sorted(tensors - set(file.tensors)):
             raise CheckpointError(f"{name}: {missing[0]}: missing, and {INDEX} lists it")
         for tensor in file.tensors:
@@ -119,13 +120,7 @@ def _files_of(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
     if (folder / WHOLE).exists():
         return {folder / WHOLE: set()}
     if not (folder / INDEX).exists():
-        pickled = any(folder.glob("*.bin"))
-        hint = (
-            ". Pickled weights (.bin) are not read; save the model as safetensors"
-            if pickled
-            else ""
-        )
-        raise CheckpointError(f"{folder}: neither {WHOLE} nor {INDEX} is there{hint}")
+        raise CheckpointError(f"{folder}: neither {WHOLE} nor {INDEX} is there{_hint(folder)}")
     listed = _json(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{folder / INDEX}: weight_map: missing")
@@ -137,6 +132,14 @@ def _files_of(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
             )
         files.setdefault(folder / file, set()).add(name)
     return files
+
+
+def _hint(folder: pathlib.Path) -> str:
+    """What there is in their place."""
+    if any(folder.glob("*.bin")):
+        return ". Pickled weights (.bin) are not read; save the model as safetensors"
+    kind = kind_of(folder)
+    return f". {kind.way_out}" if kind.name == "folder" else f": it is {kind.what}. {kind.way_out}"
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:

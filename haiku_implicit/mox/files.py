@@ -10,7 +10,9 @@ from typing import Any
 import haiku as hk
 import jax
 
-from haiku_implicit.mox import marks, text_file
+from haiku_implicit.files.kinds import check_file, kind_of, not_a
+from haiku_implicit.files.replacing import write_text
+from haiku_implicit.mox import marks
 from haiku_implicit.mox.interface import is_array, slot_of
 from haiku_implicit.mox.mox import Mox
 from haiku_implicit.mox.plain import of_type
@@ -22,7 +24,7 @@ from haiku_implicit.mox.writing import Writer
 FORMAT, VERSION = "haiku_implicit.mox", 1
 
 
-def save(path: text_file.PathLike, mox: Mox) -> None:
+def save(path: str | os.PathLike[str], mox: Mox) -> None:
     """Writes a module expression to a file, as JSON.
 
     The file has the whole program with the tree of its modules, the rules of functions with derivatives
@@ -58,10 +60,10 @@ def save(path: text_file.PathLike, mox: Mox) -> None:
     checked("save(path, mox)", mox)
     text = json.dumps(_to_json(mox), separators=(",", ":"), allow_nan=False)
     _from_text(text, {})  # what is written can be read
-    text_file.write(path, text)
+    write_text(path, text)
 
 
-def load(path: text_file.PathLike, *, types: Iterable[type] = ()) -> Mox:
+def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:
     """Reads a module expression that `save` wrote.
 
     It evaluates to the same bits as the original, has the same derivatives, and a query finds the same.
@@ -80,11 +82,15 @@ def load(path: text_file.PathLike, *, types: Iterable[type] = ()) -> Mox:
     """
     types = [types] if isinstance(types, type) else list(types)
     known = {cls.__name__: cls for cls in (hk.LSTMState, *types)}
+    path = os.fspath(path)
+    check_file(path, "a module expression")
+    if kind_of(path).name not in ("mox", "json", "text"):
+        raise not_a("a module expression", path)
     data = pathlib.Path(path).read_bytes()
     try:
         return _from_text(data.decode("utf-8"), known)
     except (Misplaced, UnicodeDecodeError) as e:
-        raise ValueError(f"{os.fspath(path)} is not a valid module expression: {e}") from e
+        raise ValueError(f"{path} is not a valid module expression: {e}") from e
 
 
 # --- writing --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from haiku_implicit.files.replacing import write_text
 from haiku_implicit.mox import (
     differences,
     dot,
@@ -14,7 +15,6 @@ from haiku_implicit.mox import (
     html,
     outline,
     parts,
-    text_file,
     view,
 )
 from haiku_implicit.mox.interface import Path
@@ -161,7 +161,7 @@ class Mox(Program):
         sizes = outline.Sizes(self.interface)
         page = html.page(self._outline, sizes, values)
         if path is not None:
-            text_file.write(path, page)
+            write_text(path, page)
         return page
 
     def to_dot(self, depth: int | None = None) -> str:

@@ -57,7 +57,8 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
       all parameters that it does not hold: `set_adapter` says what is missing of what was trained.
 
     Raises:
-      ValueError: where no parameter has an adapter, and none is chosen by `trainable_dense`.
+      ValueError: where no parameter has an adapter, and none is chosen by `trainable_dense`; for one of
+        the halves that `partition` returns.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -76,6 +77,7 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
     weights, dense, bases = {}, {}, []
     for parameter in trees.parameters_of(params):
         path, value = parameter.path, parameter.value
+        check_whole(path, value)
         if has_adapter(value):
             weights[path] = with_base(value, None)
             bases.append((path, digest(base_of(value))))
@@ -140,6 +142,17 @@ def has_adapter(value: Any) -> bool:
     return isinstance(value.matrix if isinstance(value, MatrixView) else value, LoRA | Adapter)
 
 
+def check_whole(path: str, value: Any) -> None:
+    """Raises for an adapter without its arrays, as in the half of `partition` that is not trained."""
+    if not has_adapter(value):
+        return
+    weight = value.matrix if isinstance(value, MatrixView) else value
+    none = dataclasses.MISSING
+    needed = [f for f in dataclasses.fields(weight) if f.default is none is f.default_factory]
+    if any(getattr(weight, f.name) is None for f in needed):
+        raise trees.a_half(path, weight)
+
+
 def base_of(value: Any) -> Any:
     """The weight without its adapters; of a view of a dense matrix the dense tensor."""
     if isinstance(value, MatrixView) and has_adapter(value):
@@ -201,8 +214,9 @@ def checked_parts(argument: str, adapter: Any) -> AdapterParts:
     """An adapter apart from its base; raises for anything else, such as whole parameters."""
     if not isinstance(adapter, AdapterParts):
         raise TypeError(
-            f"{argument}: expected an adapter apart from its base, as get_adapter(params) returns it, "
-            f"got {type(adapter).__name__}"
+            f"{argument}: expected an adapter apart from its base, as get_adapter(params) returns it "
+            "(of whole parameters: combine the halves of partition first), got "
+            f"{type(adapter).__name__}"
         )
     return adapter
 

@@ -13,6 +13,7 @@ from haiku_implicit.core.predicates import Targets
 from haiku_implicit.params import trees, vector_bank
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.options import LoRAOptions, check_matrix
+from haiku_implicit.params.remarks import LargeAdapters
 from haiku_implicit.params.selection import errors_name
 
 METHODS: dict[str, Any] = {
@@ -84,7 +85,12 @@ def add_adapter(
     key = jax.random.key(key) if isinstance(key, int) else key
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
 
+    large = LargeAdapters()
+
     def make(parameter: trees.Parameter) -> Any:
+        return large.see(parameter, made(parameter))
+
+    def made(parameter: trees.Parameter) -> Any:
         own, own_key = of_weight(parameter.path), parameter.key_from(key)
         if method == "lora":
             return LoRAOptions(**own).put_on(parameter.path, parameter.value, own_key)
@@ -96,6 +102,7 @@ def add_adapter(
     targets_are = choice, room.takes, room.wanted
     inner = _inner_options(method, params, targets_are, key)
     new = trees.replace_targets(params, choice, make, room.takes, room.wanted)
+    large.warn()
     return vector_bank.added(new, key, options) if method == "vblora" else new
 
 

@@ -44,6 +44,7 @@ from haiku_implicit.params.options import (
     checked_group_size,
     zeros_for,
 )
+from haiku_implicit.params.remarks import LargeAdapters, noticing
 from haiku_implicit.params.selection import LORA_SUFFIXES, errors_name, is_floating
 
 Creator = Callable[..., jax.Array]
@@ -145,10 +146,15 @@ def lora_creator(
       LoRA(float32[8,4], w=float32[8,4], a=float32[8,2], b=float32[2,4])
     """
     options = LoRAOptions(rank, alpha, init)
-    choice = trees.Choice(targets, matrix_axes=matrix_axes)
-    return _creator(
-        choice, options.takes, lambda path, value: options.put_on(path, value, hk.next_rng_key())
-    )
+    choice, large = trees.Choice(targets, matrix_axes=matrix_axes), LargeAdapters()
+
+    def make(parameter: trees.Parameter) -> LoRA:
+        new = options.put_on(parameter.path, parameter.value, hk.next_rng_key())
+        large.see(parameter, new)
+        large.warn()
+        return new
+
+    return _creator(choice, options.takes, make)
 
 
 def quantize_creator(
@@ -199,7 +205,7 @@ def quantize_creator(
         dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
     )
     choice = trees.Choice(targets, matrix_axes=matrix_axes)
-    return _creator(choice, options.takes, options.put_on)
+    return _creator(choice, noticing(options), lambda p: options.put_on(p.path, p.value))
 
 
 def cache_creator(
@@ -242,9 +248,9 @@ def cache_creator(
     """
     checked_group_size(group_size)
 
-    def quantized(path: str, value: jax.Array) -> QuantizedCache:
-        with errors_name(path, value):
-            return QuantizedCache.quantize(value, dtype, group_size, axis=-1)
+    def quantized(parameter: trees.Parameter) -> QuantizedCache:
+        with errors_name(parameter.path, parameter.value):
+            return QuantizedCache.quantize(parameter.value, dtype, group_size, axis=-1)
 
     return _creator(trees.Choice(targets), _is_cache, quantized)
 
@@ -254,19 +260,17 @@ def _is_cache(module_name: str, name: str, value: Any) -> bool:
 
 
 def _creator(
-    choice: trees.Choice, default: Predicate, make: Callable[[str, jax.Array], ImplicitArray]
+    choice: trees.Choice, default: Predicate, make: Callable[[trees.Parameter], ImplicitArray]
 ) -> Creator:
-    """A creator that puts `make(path, value)` in place of the chosen parameters.
+    """A creator that puts `make(parameter)` in place of the chosen parameters.
 
     Args:
       choice: which parameters.
       default: which, where it names none.
-      make: a function of a path and a matrix.
+      make: a function of a parameter whose value is a matrix.
     """
     chosen = choice.predicate(default)
-    made = trees.on_matrix(
-        lambda parameter: make(parameter.path, parameter.value), choice.matrix_axes
-    )
+    made = trees.on_matrix(make, choice.matrix_axes)
 
     def creator(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
         value = next_creator(shape, dtype, init)
@@ -351,7 +355,7 @@ def lora_getter(
       >>> jax.tree.map(jnp.shape, t.init(0, jnp.ones((1, 2))))
       {'linear': {'b': (3,), 'w': (2, 3), 'w_lora_a': (2, 1), 'w_lora_b': (1, 3)}}
     """
-    options = LoRAOptions(rank, alpha, init)
+    options, large = LoRAOptions(rank, alpha, init), LargeAdapters()
     chosen = predicate_of("targets", targets, options.takes)
 
     def with_factors(context: Any, value: jax.Array) -> LoRA:
@@ -365,7 +369,10 @@ def lora_getter(
                 name_a, shape_a, dtype, lambda *of: options.draw(hk.next_rng_key(), *of)
             )
             b = hk.get_parameter(name_b, shape_b, dtype, jnp.zeros)
-        return LoRA(value, a, b, alpha)
+        new = LoRA(value, a, b, alpha)
+        large.see(trees.Parameter(context.module_name, context.name, value), new)
+        large.warn()
+        return new
 
     return getter_of(chosen, with_factors)
 
@@ -416,7 +423,7 @@ def quantize_getter(
     options = QuantizeOptions(
         dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
     )
-    chosen = predicate_of("targets", targets, options.takes)
+    chosen = predicate_of("targets", targets, noticing(options))
 
     def quantized(context: Any, value: jax.Array) -> ImplicitArray:
         return options.put_on(path_of(context.module_name, context.name), value)

@@ -20,6 +20,7 @@ from haiku_implicit.params.options import (
     QuantizeOptions,
     zeros_for,
 )
+from haiku_implicit.params.remarks import LargeAdapters, warn_of_dense
 from haiku_implicit.params.selection import describe
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QuantRule
@@ -67,7 +68,8 @@ def add_lora(
         `[inputs, heads, width]`: a mapping from `module/name`, or a regular expression that the whole
         of it matches, to `(inputs, outputs)`, axes counted from the end, such as
         `{'.*query_w': ([-3], [-2, -1])}`; or what `infer_matrix_axes` returns. Such a weight becomes a
-        `MatrixView` of one LoRA. Other weights of more than two axes are stacks of matrices.
+        `MatrixView` of one LoRA. Other weights of more than two axes are stacks of matrices, each with
+        factors of its own; a warning names those whose factors have more numbers than the weight.
       rank_stabilized: scale the correction by `alpha / sqrt(rank)` (rsLoRA, arXiv:2312.03732).
 
     Returns:
@@ -91,11 +93,16 @@ def add_lora(
     options = LoRAOptions(rank, alpha, init, rank_stabilized)
     key = jax.random.key(key) if isinstance(key, int) else key
 
+    large = LargeAdapters()
+
     def make(parameter: trees.Parameter) -> LoRA:
-        return options.put_on(parameter.path, parameter.value, parameter.key_from(key))
+        new = options.put_on(parameter.path, parameter.value, parameter.key_from(key))
+        return large.see(parameter, new)
 
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
-    return trees.replace_targets(params, choice, make, options.takes, options.wanted)
+    new = trees.replace_targets(params, choice, make, options.takes, options.wanted)
+    large.warn()
+    return new
 
 
 def quantize_params(
@@ -121,7 +128,8 @@ def quantize_params(
       dtype: the number format; `QuantizedMatrix.quantize` says more of it and of the other options.
       group_size: how many consecutive elements along `axis` share a scale; None for all of them.
       targets: which parameters, as for `add_lora`. None: weights, as there, that are not quantized
-        yet, that `group_size` divides and whose `axis` is longer than one.
+        yet, that `group_size` divides and whose `axis` is longer than one. A warning names those that
+        it does not divide, and that `exclude` does not name.
       axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
         `x @ w`) or -1.
       zero_point: whether codes are relative to a zero point (asymmetric quantization).
@@ -168,7 +176,9 @@ def quantize_params(
     def quantized(parameter: trees.Parameter) -> Any:
         return options.put_on(parameter.path, parameter.value)
 
-    return trees.replace_targets(params, choice, quantized, options.takes, options.wanted)
+    new = trees.replace_targets(params, choice, quantized, options.takes, options.wanted)
+    warn_of_dense(params, choice, options)
+    return new
 
 
 def _stored_by_rule(

@@ -25,6 +25,7 @@ from haiku_implicit.params.adapter_parts import (
     base_of,
     check_bases,
     check_paths_of,
+    check_whole,
     checked_parts,
     has_adapter,
     with_base,
@@ -63,6 +64,7 @@ def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
     done: dict[Any, Any] = {}
 
     def merged(parameter: trees.Parameter) -> Any:
+        check_whole(parameter.path, parameter.value)
         same = jax.tree.structure(parameter.value), _leaf_ids(parameter.value)
         if same not in done:
             done[same] = trees.on_matrix(lambda own: _merged(own.value, requantize))(parameter)

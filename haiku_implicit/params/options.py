@@ -139,19 +139,27 @@ class QuantizeOptions:
 
         An axis of length one (a depthwise kernel `[h, w, 1, m]`) would give a scale to each number.
         """
-        inner = value.w if isinstance(value, LoRA) else value
-        return (
-            is_weight(module_name, name, value)
-            and not is_implicit(inner)
-            and value.shape[self.axis] > 1
-            and self._divides(value.shape[self.axis], value.shape[-3 - self.axis])
-        )
+        return self._might_take(module_name, name, value) and self._divides(value)
 
-    def _divides(self, length: int, rows: int) -> bool:
+    def leaves(self, module_name: str, name: str, value: Any) -> bool:
+        """Whether a weight would be a default target, if the groups divided it."""
+        return self._might_take(module_name, name, value) and not self._divides(value)
+
+    def _might_take(self, module_name: str, name: str, value: Any) -> bool:
+        inner = value.w if isinstance(value, LoRA) else value
+        dense = is_weight(module_name, name, value) and not is_implicit(inner)
+        return dense and value.shape[self.axis] > 1
+
+    @property
+    def divisor(self) -> GroupSize:
+        """The group size, or what a format has its own of; None or 'tensor' fit any weight."""
+        if self.group_size is None and self.dtype in RECIPES:
+            return RECIPES[self.dtype].multiple
+        return self.group_size
+
+    def _divides(self, value: Any) -> bool:
         """Whether the groups, and tiles of rows, divide the axes of a matrix."""
-        size = self.group_size
-        if size is None and self.dtype in RECIPES:
-            size = RECIPES[self.dtype].multiple
+        size, length, rows = self.divisor, value.shape[self.axis], value.shape[-3 - self.axis]
         if size is None or isinstance(size, str):
             return True
         tile, group = size if isinstance(size, tuple) else (1, size)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.axes import parts
@@ -41,7 +41,7 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
         an implicit array has one, and None stands for a replicated array; or rules `[(pattern, spec),
         ...]`, of which the first counts whose regular expression matches the whole path, the keys of
         the tree joined by `/`.
-      mesh: a `jax.sharding.Mesh`.
+      mesh: a `jax.sharding.Mesh`, or an abstract one.
 
     Returns:
       The tree with a `NamedSharding` in place of each array, within implicit ones, too.
@@ -49,6 +49,7 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
     Raises:
       ValueError: for a parameter that no rule matches, whose spec has too many axes, or that can't be
         split so: it names the parameter, its groups, and the number of shards.
+      TypeError: for another kind of mesh, or of specs.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -61,6 +62,11 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
       (P('model', None), P(None, None), P())
       >>> placed = jax.device_put(params, found)
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"mesh: expected a jax.sharding.Mesh, as jax.make_mesh((jax.device_count(),), ('model',)) "
+            f"makes it, got {mesh!r}"
+        )
     paths, leaves, treedef = _flattened(params)
     found = [
         _placed(path, x, spec, mesh)

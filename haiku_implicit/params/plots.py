@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from haiku_implicit.files.replacing import replaced
 from haiku_implicit.params.summary import Comparison, Summary
 
 _MOST = 40  # rows that can be read in one picture
@@ -19,6 +20,7 @@ def plot_memory(found: Summary, path: str | os.PathLike[str]) -> None:
     Raises:
       ImportError: without matplotlib.
       ValueError: for a suffix that no picture has.
+      OSError: if the file can't be written.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki, os, tempfile
@@ -87,4 +89,5 @@ def _draw(
     axes.set_title(title, fontsize=10)
     if len(bars) > 1:
         axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
+    with replaced(path) as temporary:
+        figure.savefig(temporary, dpi=120, format=suffix)

@@ -15,6 +15,7 @@ from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
+from haiku_implicit.params.adapter_parts import check_whole
 from haiku_implicit.training.gradients import slots_of, trained
 
 
@@ -263,6 +264,8 @@ def compare_params(
 def _error_of(path: str, a: Any, b: Any) -> ParameterError:
     if tuple(a.shape) != tuple(b.shape):
         raise ValueError(f"{path}: the first is {list(a.shape)}, the second {list(b.shape)}")
+    for x in (a, b):
+        check_whole(path, x)
     dense = [materialize_array(x) if is_implicit(x) else x for x in (a, b)]
     largest = float(jnp.abs(_wide(dense[0]) - _wide(dense[1])).max(initial=0.0))
     return ParameterError(path, (_kind(a), _kind(b)), _relative([(dense[0], dense[1])]), largest)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from haiku_implicit.core import progress
-from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.array import is_implicit, known_struct
 from haiku_implicit.core.predicates import (
     Predicate,
     Targets,
@@ -76,9 +76,19 @@ def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, 
     if isinstance(tree, list | tuple):
         items = [map_parameters(fun, v, (*path, str(i))) for i, v in enumerate(tree)]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if is_implicit(tree) and known_struct(tree) is None:
+        raise a_half("/".join(path), tree)
     if not (hasattr(tree, "shape") and hasattr(tree, "dtype")):
         return tree
     return fun(Parameter("/".join(path[:-1]), path[-1], tree))
+
+
+def a_half(path: str, value: Any) -> ValueError:
+    """The error for a part of an implicit array in the place of a parameter."""
+    return ValueError(
+        f"{path}: a part of {type(value).__name__}, as in one of the halves that partition returns. "
+        "Put both together first: haiku_implicit.combine(trained, frozen)"
+    )
 
 
 def parameters_of(tree: Any) -> list[Parameter]:

@@ -44,6 +44,7 @@ ALL = [
 ]
 
 
+@pytest.mark.slow_one_of(3)
 @pytest.mark.every(4)
 @pytest.mark.parametrize("method, use, base", few(ALL, *QUICK))
 def test_method_on_weight(method, use, base, never_dense):

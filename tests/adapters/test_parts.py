@@ -336,3 +336,21 @@ def test_adapters_of_two_bases_are_not_combined(base):
     parts = [hki.get_adapter(tuned(p, 1)) for p in (base, other)]
     with pytest.raises(ValueError, match="linear_0/b: the adapters were made for different bases"):
         hki.combine_adapters(parts, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_a_half_of_a_partition_is_no_tree_of_parameters(method, half):
+    params = hki.add_adapter(
+        {"linear": {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}}, 0, method, rank=2
+    )
+    part = hki.partition(params, trainable_dense=False)[half]
+    functions = [hki.get_adapter, hki.merge_adapters, lambda x: hki.compare_params(x, params)]
+    if half == 0:  # of the other one the base is there, for these
+        base = hki.get_adapter(params)
+        functions += [hki.summary, hki.quantize_params, lambda x: hki.set_adapter(x, base)]
+    for function in functions:
+        with pytest.raises(ValueError, match=r"linear/w: a part of \w+, .* haiku_implicit.combine"):
+            function(part)
+    with pytest.raises(TypeError, match="combine the halves of partition first"):
+        hki.set_adapter(params, part)

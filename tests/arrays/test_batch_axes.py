@@ -102,6 +102,7 @@ if hasattr(jax.lax, "tile_p"):  # before it, `jnp.tile` was a reshape of all axe
     PARTS["tile"] = lambda w: (jnp.tile(w, (2, 3, 1, 1)),)
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @types
 @pytest.mark.parametrize("part", PARTS)

@@ -78,6 +78,7 @@ PRODUCTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.every(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("pair", PAIRS)

@@ -28,12 +28,14 @@ def folder(tmp_path, monkeypatch):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    (tmp_path / "hub").mkdir()
     hki.save("hub/model.safetensors", {"blk.0.up.weight": UP, "blk.0.up.bias": BIAS})
     names = {
         r"blk\.(\d+)\.(\w+)\.weight": r"model/layer_\1/\2/w",
         r"blk\.(\d+)\.(\w+)\.bias": r"model/layer_\1/\2/b",
     }
     (tmp_path / "names.json").write_text(json.dumps(names))
+    (tmp_path / "bad.json").write_text('{"a": "b/w",}')
     return tmp_path
 
 
@@ -56,7 +58,8 @@ def test_a_gguf_file(folder, capsys):
                        "--dtype=bfloat16", "--json")  # fmt: skip
     assert code == 0
     assert json.loads(out) == {
-        "target": "dense", "from": "gguf", "parameters": 2, "nbytes": 1040, "bits": 16.0
+        "target": "dense", "from": "gguf", "parameters": 2, "nbytes": 1040, "bits": 16.0,
+        "warnings": [],
     }  # fmt: skip
     dense = hki.load("dense")["model/layer_0/up"]["w"]
     np.testing.assert_array_equal(dense, want.astype(jnp.bfloat16))
@@ -94,17 +97,46 @@ def test_an_adapter_there_and_back(folder, capsys):
     jax.tree.map(np.testing.assert_allclose, hki.materialize(again), hki.materialize(tuned))
 
 
+def test_a_gguf_file_and_back(folder, capsys):
+    """Bit for bit by default; in another kind, or by patterns of tensors' names."""
+    to = ("--names=names.json", "--metadata_from=model.gguf")
+    assert run(capsys, "model.gguf", "model", "--names=names.json")[0] == 0
+    code, out, err = run(capsys, "model", "again.gguf", *to, "--json")
+    assert code == 0, err
+    size = (folder / "again.gguf").stat().st_size
+    fields = {"target": "again.gguf", "from": "saved", "parameters": 2, "nbytes": size}
+    assert json.loads(out) == {**fields, "warnings": []}
+    for kind, want in [("", "Q8_0"), ("--kind=Q4_K,F16", "F16"), ('--kind={".*": "Q4_0"}', "Q4_0")]:
+        code, _, err = run(capsys, "model", "again.gguf", *to, "--overwrite", *filter(None, [kind]))
+        assert code == 0, err
+        old, new = (gguf.GGUFReader(name) for name in ("model.gguf", "again.gguf"))
+        assert [t.name for t in new.tensors] == [t.name for t in old.tensors]
+        assert [t.tensor_type.name for t in new.tensors] == [want, "F32"]
+        if not kind:
+            for a, b in zip(old.tensors, new.tensors, strict=True):
+                np.testing.assert_array_equal(a.data, b.data)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["model.gguf", "model"], 2, "--names=FILE.json is missing"),
-        (["model.gguf", "hub", "--names=names.json"], 2, "hub is there already; --overwrite"),
+        (["model.gguf", "hub", "--names=names.json"], 1, "hub: is a folder; give the name of a file"),
         (["names.json", "model", "--names=names.json"], 1, "names.json: expected a GGUF file, one"),
-        (["none", "model", "--names=names.json"], 1, "No such file or directory: 'none'"),
+        (["none", "model", "--names=names.json"], 1, "none: No such file or directory"),
+        (["hub", "model", "--names=bad.json"], 1, "bad.json: not JSON (Expecting property name"),
         (["hub/model.safetensors", "m", "--names=names.json"], 1, "this library's file already"),
         (["hub/model.safetensors", "m", "--names=names.json", "--like=x"], 2, "--like is for models"),
         (["model.gguf", "model", "--names=names.json", "--dtype=int8"], 2, "dtype"),
         (["model.gguf", "model", "--names=names.json", "--dequantize=x"], 1, "dequantize"),
+        (["hub", "new.gguf", "--names=names.json"], 2, "--metadata_from=FILE.gguf is missing"),
+        (["model.gguf", "new.gguf", "--names=names.json", "--metadata_from=model.gguf"], 1,
+         "model.gguf: not a safetensors or .npz file, but a GGUF file"),
+        (["model.gguf", "m", "--names=names.json", "--kind=F16"], 2, "for a TARGET that ends in .gguf"),
+        (["model.gguf", "m.npz", "--names=names.json"], 2, "m.npz: what is written is a file of safet"),
+        (["model.gguf", "no/m", "--names=names.json"], 1, "no/m: the folder "),
+        (["-", "m", "--names=names.json"], 2, "'-': standard input and output are not read"),
+        (["/dev/null", "m", "--names=names.json"], 1, "this is a pipe or a device"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_converted(folder, capsys, arguments, code, message):

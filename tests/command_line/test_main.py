@@ -78,6 +78,22 @@ def test_axes_of_attention(folder, capsys):
     assert code == 2 and "--matrix_axes: not JSON" in err[0]
 
 
+def test_warnings_are_lines_and_a_field(folder, capsys):
+    hki.save("odd", {"odd": {"w": jnp.ones((24, 8))}, "even": {"w": jnp.ones((32, 8))}})
+    code, out, err = run(capsys, "quantize", "odd", "small", "--group_size=32", "--json")
+    (line,), fields = err, json.loads(out[0])
+    start = (
+        "1 weight stays dense, because groups of 32 do not divide axis -2: odd/w (float32[24,8])."
+    )
+    assert code == 0 and line.startswith(
+        f"warning: {start} Quantize with another --group_size= (8 "
+    )
+    assert [f"warning: {text}" for text in fields["warnings"]] == err
+    assert (fields["target"], fields["nbytes_before"]) == ("small", 4 * 8 * (24 + 32))
+    code, out, err = run(capsys, "quantize", "odd", "dense", "--group_size=32", "--exclude=odd/.*")
+    assert code == 0 and not err and out[0].startswith("dense: ")
+
+
 def test_what_has_no_adapter_is_not_merged(folder, capsys):
     code, _, err = run(capsys, "merge", "model", "merged")
     assert code == 1 and "model: there are no adapters in it" in err[0]
@@ -147,12 +163,25 @@ def test_what_reads_the_output_may_stop(folder):
         (["inspect", "model", "more"], 2, "expected PATH, got model more"),
         (["inspect", "model", "--size=3"], 2, "Unknown command line flag 'size'"),
         (["inspect", "model", "--depth=0"], 2, "flag --depth=0: 0 is not a positive integer"),
-        (["inspect", "absent"], 1, "No such file or directory: "),
+        (["inspect", "absent"], 1, "absent: No such file or directory"),
+        (["inspct", "model"], 2, "Did you mean inspect?"),
+        (["inspect", "-"], 2, "'-': standard input and output are not read"),
+        (["inspect", "model", "--depth=two"], 2, "flag --depth=two: expected a number, got 'two'"),
+        (["quantize", "model", "new", "--group_size=7"], 1, "by 7 (--matrix_axes= says"),
+        (
+            ["quantize", "model", "new.gguf"],
+            2,
+            "new.gguf: what is written is a file of safetensors",
+        ),
+        (["quantize", "model", "no/new"], 1, "no/new: the folder "),
+        (["quantize", "model", "."], 1, ".: is a folder; give the name of a file"),
+        (["merge", "model", "new", "--adapter=model"], 1, "model: there is no adapter in it ("),
+        (["diff", "model", "text"], 1, "text: not a safetensors or .npz file, but a text"),
         (["inspect", "text"], 1, "text: "),
         (["quantize", "model", "model"], 2, "model is there already; --overwrite writes over it"),
         (["quantize", "model", "new", "--dtype=int99"], 1, "dtype: expected one of int8"),
         (["add-lora", "model", "new", "--method=lore"], 1, "method: expected 'lora' or one of"),
-        (["quantize", "model", "new", "--targets=nothing"], 1, "targets: 'nothing' matches none"),
+        (["quantize", "model", "new", "--targets=nothing"], 1, "--targets: 'nothing' matches none"),
     ],
 )
 def test_errors(folder, capsys, arguments, code, message):

@@ -135,6 +135,7 @@ def test_a_failed_save_leaves_the_last_one(job, tmp_path, monkeypatch):
         (dict(targets="("), "regular expression"),
         (dict(rank=1000), "rank"),
         (dict(resume=True), "cannot resume"),
+        (dict(adapter="no/a.safetensors"), "--adapter=no/a.safetensors: the folder "),
     ],
 )
 def test_bad_input_ends_in_one_line(job, changes, message):

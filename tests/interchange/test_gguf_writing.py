@@ -95,8 +95,15 @@ def test_a_weight_of_three_axes_and_one_of_experts(tmp_path, written):
     names = {"attn_q.weight": "q/w", "exps.weight": hki.Place("experts/w", (0, 2, 1))}
     written(flat, names, tmp_path / "flat.gguf", kind="F32")
     names["attn_q.weight"] = hki.Place("q/w", shape=(64, 4, 8))
-    with pytest.raises(ValueError, match="attn_q.weight: its Place has a shape"):
-        written(params, names)
+    dense = {**params, "q": {"w": w}}
+    with pytest.raises(
+        ValueError, match=r"attn_q.weight: its Place has a shape.* \[64, 32\] or \[256"
+    ):
+        written(dense, names, kind="F32")
+    # A view of a matrix says which axes are joined.
+    tensors, _ = written(params, names, kind={"exps.*": "Q4_0"})
+    got = gguf.quants.dequantize(tensors["attn_q.weight"].data, gguf.GGMLQuantizationType.Q8_0)
+    np.testing.assert_array_equal(got, np.reshape(q.materialize(), (64, 32)).T)
     source = tmp_path / "flat.gguf"
     tensors, _ = written(params, names, metadata_from=source, kind={"exps.*": "Q4_0"})
     assert kinds(tensors) == ["Q8_0", "Q4_0"]

@@ -104,6 +104,7 @@ def test_errors(call, message):
         call(normal())
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.every(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -212,6 +212,7 @@ def test_the_program_is_the_same(name, tmp_path):
     )
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(ALL, "mlp", "named_result"))
 def test_results_and_parameters_have_the_same_bits(name, tmp_path):
     mox, arguments = made(ALL[name], X)
@@ -252,6 +253,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name, way", few(CASES, ("own_jvp", "second"), ("limits", "grad")))
 def test_derivatives_have_the_same_bits(name, way, tmp_path):
     mox, (params, *rest, x) = made(ALL[name], X)
@@ -261,6 +263,7 @@ def test_derivatives_have_the_same_bits(name, way, tmp_path):
     assert_same(*(jax.jit(fun)(params, x) for fun in ways))
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(ALL, "mlp"))
 def test_a_loaded_expression_can_be_saved_again(name, tmp_path):
     mox, arguments = made(ALL[name], X)
@@ -299,8 +302,10 @@ def test_modules_of_haiku(module, tmp_path):
     new = reloaded(mox, tmp_path)
     assert program_of(new, arguments) == program_of(mox, arguments)
     assert new.xml() == mox.xml()
-    assert_same(to_transformed(new).init(RNG, x), to_transformed(mox).init(RNG, x))
-    evaluate_to_the_same(fun, [mox, new], arguments)
+    # The same programs give the same bits, so that one of each pair is enough to run, and init none.
+    first, again = (str(jax.make_jaxpr(to_transformed(y).init)(RNG, x)) for y in (mox, new))
+    assert first == again
+    evaluate_to_the_same(fun, [new], arguments)
 
 
 def evaluate_to_the_same(fun, moxes, arguments):
@@ -646,12 +651,13 @@ def with_calls(depth, times):
 
 def test_no_json():
     good = json.dumps(document())
-    rejected("", "the file")
+    rejected("", "an empty file")
     rejected(good[:-20], "the file")
     rejected("[" * 100_000, "nested too deeply")
     rejected(b"\xff\xfe" + good.encode(), "bad.json")
-    rejected("null", "format")
-    rejected("[]", "format")
+    rejected("null", "not a module expression")
+    rejected("[]", "not a module expression")
+    rejected("[1, 2, 3]", "format")
     rejected(good.replace('"version": 1', '"version": 2'), "version 2")
     rejected(good.replace('"version": 1', '"version": NaN'), "NaN")
     rejected(good.replace('"version": 1', '"version": 1, "version": 1'), "twice")

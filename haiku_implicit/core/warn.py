@@ -1,0 +1,38 @@
+"""Warnings at the line of the program that called the library."""
+
+import os
+import sys
+import warnings
+
+import haiku as hk
+import jax
+
+# Folders of what stands between the program and a warning of this library.
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (jax.__file__, hk.__file__, os.path.dirname(__file__))
+)
+
+
+def warn_caller(message: str) -> None:
+    """A `UserWarning` for the first frame that is not of this library, of Haiku or of JAX.
+
+    Python shows it once for each line and text, as always.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
+        frame = frame.f_back
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__", "sys"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def shown(items: list[str], most: int = 5) -> str:
+    """The first few of a list, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more

@@ -1,0 +1,191 @@
+"""What a file or folder is, by how it begins: for errors that say so, and what reads it."""
+
+import os
+import stat
+import zipfile
+from typing import NamedTuple
+
+from haiku_implicit.files.container import CheckpointError, File, is_container
+
+
+class Kind(NamedTuple):
+    """What a file is.
+
+    Attributes:
+      name: for programs.
+      what: for errors.
+      way_out: what reads it, or what else helps.
+    """
+
+    name: str
+    what: str
+    way_out: str
+
+
+_HEAD = 256
+_AGAIN = "If it was not copied completely, copy it again"
+_OURS = Kind("saved", "a file that haiku_implicit.save wrote", "haiku_implicit.load reads it")
+_SAFETENSORS = Kind(
+    "safetensors",
+    "a safetensors file",
+    "haiku_implicit.load reads it as it is, haiku_implicit.load_hugging_face by the names of its "
+    "tensors",
+)
+_NPZ = Kind("npz", "an .npz file of NumPy", "haiku_implicit.load reads it")
+_MOX = Kind("mox", "a module expression", "haiku_implicit.mox.load reads it")
+_UNPACK = "Unpack it first"
+
+# Those that the first bytes tell.
+_BEGINNINGS = {
+    b"GGUF": Kind("gguf", "a GGUF file", "haiku_implicit.load_gguf reads it"),
+    b"\x93NUMPY": Kind("npy", "an array of NumPy (.npy)", "numpy.load reads it"),
+    b"\x89HDF": Kind("hdf5", "an HDF5 file, as Keras writes it", "Its own library reads it"),
+    **{
+        b"\x80" + bytes([protocol]): Kind(
+            "pickle",
+            "a pickle",
+            "haiku_implicit.load(path, allow_pickle=True) reads one of NumPy arrays and containers, "
+            "and nothing else",
+        )
+        for protocol in range(2, 6)
+    },
+    b"version https://git-lfs": Kind(
+        "lfs", "a pointer of Git LFS in place of the file", "`git lfs pull` brings the file"
+    ),
+    b"\x1f\x8b": Kind("gzip", "compressed by gzip", _UNPACK),
+    b"\x28\xb5\x2f\xfd": Kind("zstd", "compressed by zstd", _UNPACK),
+    b"\xfd7zXZ": Kind("xz", "compressed by xz", _UNPACK),
+}
+
+_FOLDERS = {
+    "adapter_config.json": Kind("peft", "a folder of PEFT", "haiku_implicit.load_peft reads it"),
+    **dict.fromkeys(
+        ("model.safetensors", "model.safetensors.index.json"),
+        Kind(
+            "hub",
+            "a folder in the layout of the Hugging Face hub",
+            "haiku_implicit.load_hugging_face reads it",
+        ),
+    ),
+    **dict.fromkeys(
+        ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA"),
+        Kind(
+            "orbax",
+            "a checkpoint of Orbax",
+            "Restore it with Orbax",
+        ),
+    ),
+}
+
+
+def kind_of(path: str | os.PathLike[str]) -> Kind:
+    """What a file or folder seems to be. Of a pipe or a device nothing is read.
+
+    Raises:
+      OSError: if it is not there, or can't be read.
+    """
+    path = os.fspath(path)
+    status = os.stat(path)
+    if stat.S_ISDIR(status.st_mode):
+        return _kind_of_folder(path)
+    if not stat.S_ISREG(status.st_mode):
+        return Kind("stream", "a pipe or a device", "Write what comes from it into a file first")
+    if not status.st_size:
+        return Kind("empty", "an empty file", _AGAIN)
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+    for beginning, kind in _BEGINNINGS.items():
+        if head.startswith(beginning):
+            return kind
+    if head.startswith(b"PK"):
+        return _kind_of_zip(path)
+    text = _kind_of_text(head) if len(head) > 8 else None
+    return text or _kind_of_bytes(path, head, status.st_size)
+
+
+def _kind_of_folder(path: str) -> Kind:
+    names = sorted(os.listdir(path))
+    found = next((kind for name, kind in _FOLDERS.items() if name in names), None)
+    within = next((name for name in names if name.endswith((".gguf", ".safetensors"))), None)
+    helps = f"Give a file in it, such as {within}" if within else "Give a file"
+    return found or Kind("folder", "a folder", helps)
+
+
+def _kind_of_zip(path: str) -> Kind:
+    try:
+        with zipfile.ZipFile(path) as file:
+            names = file.namelist()
+    except (zipfile.BadZipFile, ValueError, OSError):
+        return Kind("zip", "an .npz or .zip file that is not whole", _AGAIN)
+    if any(name.endswith("data.pkl") for name in names):
+        return Kind("torch", "a file that torch.save wrote", "Save its tensors as safetensors")
+    return _NPZ if all(n.endswith(".npy") for n in names) else Kind("zip", "a zip archive", _UNPACK)
+
+
+def _kind_of_text(head: bytes) -> Kind | None:
+    try:
+        text = head.decode("utf-8").lstrip()
+    except UnicodeDecodeError as e:
+        if len(head) < _HEAD or e.start < len(head) - 4:  # else it is a character that goes on
+            return None
+        text = head[: e.start].decode("utf-8").lstrip()
+    if any(ord(c) < 32 and c not in "\t\n\r\f\x1b" for c in text):
+        return None
+    if text.startswith('{"format":"haiku_implicit.mox"'):
+        return _MOX
+    if text.lower().startswith(("<!doctype", "<html")):
+        return Kind("html", "a web page in place of the file", "Download the file itself")
+    if text.startswith(("{", "[")):
+        return Kind("json", "a text, as JSON is", "Give the file with the arrays")
+    return Kind("text", "a text", "Give the file with the arrays")
+
+
+def _kind_of_bytes(path: str, head: bytes, size: int) -> Kind:
+    if is_container(path):
+        ours = b'{"__metadata__":{"haiku_implicit' in head
+        return _OURS if ours else _SAFETENSORS
+    return Kind("unknown", f"{size:,} bytes that begin with {head[:8]!r}", _AGAIN)
+
+
+def not_a(expected: str, path: str | os.PathLike[str]) -> Exception:
+    """The error for a file or folder that is something else.
+
+    Args:
+      expected: what it should be, as in 'a GGUF file'.
+      path: of what it is; it is there.
+
+    Returns:
+      An `IsADirectoryError` for a folder, a `CheckpointError` otherwise.
+    """
+    path, kind = os.fspath(path), kind_of(path)
+    text = f"{path}: not {expected}, but {kind.what}. {kind.way_out}"
+    return IsADirectoryError(text) if os.path.isdir(path) else CheckpointError(text)
+
+
+def check_file(path: str | os.PathLike[str], expected: str) -> None:
+    """Raises unless a path is that of a file with something in it.
+
+    Args:
+      path: the path.
+      expected: what the file should be, as in 'a GGUF file'.
+
+    Raises:
+      CheckpointError: if it is empty, a pipe or a device.
+      OSError: if it is not there, or a folder.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) or not status.st_size:
+        raise not_a(expected, path)
+
+
+def open_container(path: str, expected: str = "a safetensors file") -> File:
+    """A file that has to be one of safetensors.
+
+    Raises:
+      CheckpointError: if it is not that, or damaged.
+      OSError: if it can't be read.
+    """
+    check_file(path, expected)
+    if not is_container(path):
+        raise not_a(expected, path)
+    return File(path)

@@ -1,0 +1,151 @@
+"""Random implicit arrays in place of dense parameters, nested to a depth of three."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import haiku_implicit as hki
+from tests.cases import Diagonal, Nought, Outer
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    **{
+        method: {"rank": 2}
+        for method in ("dora", "loha", "lokr", "vera", "locon", "low_rank_diagonal")
+    },
+    "vblora": {"rank": 2, "vector_length": 2, "num_vectors": 4, "top_k": 2},
+    "ia3": {},
+    "oft": {"block_size": 3},
+    "boft": {"block_size": 2},
+    "shira": {"entries": 4},
+    "fourierft": {"coefficients": 4},
+    "trained_rows": {"ids": [0, 2]},
+}
+Values = np.random.Generator
+
+
+def draw_tree(rng: random.Random, structs: Any) -> Any:
+    """Parameters of the shapes of `structs`, some implicit.
+
+    Args:
+      rng: what kinds are drawn with; values are drawn from a seed of it.
+      structs: dictionaries of modules, of names, with `jax.ShapeDtypeStruct`.
+    """
+    values = np.random.default_rng(rng.randrange(2**32))
+    return {
+        module: {name: draw_array(rng, values, struct.shape, 3) for name, struct in names.items()}
+        for module, names in structs.items()
+    }
+
+
+def numbers(values: Values, shape: tuple[int, ...]) -> Any:
+    return jnp.asarray(values.normal(scale=0.4, size=shape), jnp.float32)
+
+
+def draw_array(rng: random.Random, values: Values, shape: tuple[int, ...], depth: int) -> Any:
+    """An array of a shape: dense, or implicit with implicit ones in it up to `depth`."""
+    kinds = [kind for kind, (fits, _) in KINDS.items() if fits(shape)]
+    if depth == 0 or not kinds or rng.random() < 0.25:
+        return numbers(values, shape)
+    _, make = KINDS[rng.choices(kinds, [WEIGHTS.get(kind, 1) for kind in kinds])[0]]
+    inner = lambda shape: draw_array(rng, values, tuple(shape), depth - 1)  # noqa: E731
+    return make(rng, values, shape, inner)
+
+
+def _lora(rng, values, shape, inner):
+    *lead, n, m = shape
+    rank = rng.randint(1, 3)
+    a, b = numbers(values, (*lead, n, rank)), numbers(values, (*lead, rank, m))
+    return hki.LoRA(inner(shape), a, b, alpha=rng.choice([None, 1.0, 3.0]))
+
+
+def _quantized(rng, values, shape, inner):
+    dtype, axis = rng.choice(["int8", "int4", "nf4"]), rng.choice([-2, -1])
+    length = shape[axis]
+    packs = dtype == "int8"
+    groups = [g for g in range(1, length + 1) if length % g == 0 and (packs or g % 2 == 0)]
+    group = rng.choice([None, *groups]) if packs or length % 2 == 0 else None
+    zero_point = dtype != "nf4" and rng.random() < 0.3
+    return hki.QuantizedMatrix.quantize(numbers(values, shape), dtype, group, axis, zero_point)
+
+
+def _scaled(rng, values, shape, inner):
+    return hki.ScaledMatrix(_quantized(rng, values, shape, inner), numbers(values, shape[:-1]))
+
+
+def _view(rng, values, shape, inner):
+    cut = rng.randint(1, len(shape) - 1)
+    inputs, outputs = range(-len(shape), cut - len(shape)), range(cut - len(shape), 0)
+    if rng.random() < 0.5:
+        inputs, outputs = outputs, inputs
+    make = lambda matrix: inner(matrix.shape)  # noqa: E731
+    return hki.MatrixView.of(numbers(values, shape), list(inputs), list(outputs), make)
+
+
+def _repeated(rng, values, shape, inner):
+    axis = rng.choice([i for i, n in enumerate(shape) if n % 2 == 0])
+    times = rng.choice([t for t in (2, 3) if shape[axis] % t == 0])
+    part = [n // times if i == axis else n for i, n in enumerate(shape)]
+    return hki.Repeated(inner(part), axis - len(shape), times)
+
+
+def _concatenated(rng, values, shape, inner):
+    axis = rng.choice([i for i, n in enumerate(shape) if n > 1])
+    cut = rng.randint(1, shape[axis] - 1)
+    part = lambda n: inner([n if i == axis else k for i, k in enumerate(shape)])  # noqa: E731
+    return hki.Concatenated((part(cut), part(shape[axis] - cut)), axis - len(shape))
+
+
+def _adapter(rng, values, shape, inner):
+    params, method = {"m": {"w": inner(shape)}}, rng.choice(list(ADAPTERS))
+    options = ADAPTERS[method]
+    try:
+        params = hki.add_adapter(params, rng.randrange(2**16), method, targets="m/w", **options)
+    except ValueError:  # the shape is not one for this method
+        return params["m"]["w"]
+    return _moved(values, params["m"]["w"])
+
+
+def _moved(values: Values, x: Any) -> Any:
+    """With other numbers in what is trained, since an adapter that is new changes nothing."""
+    trained, frozen = hki.partition(x)
+    moved = jax.tree.map(lambda a: a + 0.2 * numbers(values, a.shape), trained)
+    return hki.combine(moved, frozen)
+
+
+def _matrix(shape):
+    return len(shape) >= 2 and min(shape) > 0
+
+
+# How often a kind is drawn, where it is not once.
+WEIGHTS = {"lora": 3, "quantized": 3, "adapter": 4, "repeated": 2, "concatenated": 2, "view": 2}
+KINDS: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
+    "lora": (_matrix, _lora),
+    "quantized": (_matrix, _quantized),
+    "scaled": (_matrix, _scaled),
+    "adapter": (_matrix, _adapter),
+    "view": (lambda shape: len(shape) >= 2, _view),
+    "outer": (
+        _matrix,
+        lambda rng, values, shape, _: Outer(
+            numbers(values, shape[:-1]), numbers(values, (*shape[:-2], shape[-1]))
+        ),
+    ),
+    "diagonal": (
+        lambda shape: len(shape) == 2 and shape[0] == shape[1],
+        lambda rng, values, shape, _: Diagonal(numbers(values, shape[:1])),
+    ),
+    "repeated": (lambda shape: any(n % 2 == 0 for n in shape), _repeated),
+    "concatenated": (lambda shape: any(n > 1 for n in shape), _concatenated),
+    "zeros": (lambda shape: True, lambda rng, values, shape, _: hki.Zeros(shape=shape, dtype=jnp.float32)),
+    "nought": (lambda shape: True, lambda rng, values, shape, _: Nought(shape=shape)),
+    "constant": (
+        lambda shape: True,
+        lambda rng, values, shape, _: hki.SymbolicConstant(
+            rng.choice([1.0, -0.5, 0.25]), shape=shape, dtype=jnp.float32
+        ),
+    ),
+}  # fmt: skip
