@@ -23,6 +23,7 @@ import optax
 from absl import app, flags, logging
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
 
 import haiku_implicit as hki
 import processes
@@ -105,7 +106,7 @@ def run() -> None:
     jobs = chosen()
     if _CHECKPOINT.value and len(jobs) > 1:
         raise InputError("--checkpoint is for one job: give --model, --mode and --strategy")
-    rows = [report(job) for job in jobs]
+    rows = [report(job) for job in tqdm(jobs, "jobs", disable=len(jobs) == 1)]
     if jax.process_index() == 0:
         table(["model", "mode", "split", "loss", "", "from one device", "KB a device", "of"], rows)
 
