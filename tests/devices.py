@@ -1,8 +1,15 @@
 """Programs on several devices: processes of their own, as JAX has one number of devices for each."""
 
 import os
+import socket
 import subprocess
 import sys
+
+JOIN = """
+import sys, jax
+jax.config.update("jax_num_cpu_devices", int(sys.argv.pop()))
+jax.distributed.initialize(sys.argv.pop(), int(sys.argv.pop()), int(sys.argv.pop()), heartbeat_timeout_seconds=30)
+"""
 
 
 def run_on_devices(program, count, *args, optimized=True):
@@ -25,3 +32,34 @@ def run_on_devices(program, count, *args, optimized=True):
         check=False,
     )
     return run.stdout.strip() if run.returncode == 0 else run.stderr[-3000:]
+
+
+def run_together(program, count, *args, devices=1):
+    """Runs a program in several processes, each with so many devices, that find each other.
+
+    Returns:
+      What each of them printed (gloo does, too), or the end of its errors.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", JOIN + program, *args]
+            + [str(number), str(count), address, str(devices)],
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+    try:
+        texts = [process.communicate(timeout=120) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    codes = [process.returncode for process in running]
+    return [
+        out if not code else error[-3000:] for (out, error), code in zip(texts, codes, strict=True)
+    ]

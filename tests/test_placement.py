@@ -68,13 +68,27 @@ def test_of_structs_and_of_optimizer_states():
     assert specs_of(state, rules)["mu/linear/w/codes"] == ("model", "data")
 
 
-def test_parts_of_adapters_are_replicated():
+def test_parts_of_loras_are_split_as_the_whole_is():
+    """As in an optimizer's state; other parts of adapters, and of views, are replicated."""
     params = hki.add_lora(quantized(dtype="int8"), 0, rank=2)
     trained, _ = hki.partition(params, trainable_dense=False)
-    state = hki.freeze_declared(optax.adam(1e-3), trainable_dense=False).init(params)
-    assert specs_of(trained, P("data"))["linear/w/a"] == ()
-    of_state = specs_of(state, [("0/count", P()), (".*", P("data"))])
-    assert {spec for path, spec in of_state.items() if "/w/" in path} == {()}
+    whole, of_part = specs_of(params, RULES), specs_of(trained, RULES)
+    assert of_part["linear/w/a"] == whole["linear/w/a"] == ("data", None)
+    assert of_part["linear/w/b"] == whole["linear/w/b"] == (None, "model")
+    assert of_part["att/w/matrix/b"] == ()
+    state = jax.eval_shape(optax.adam(1e-3).init, trained)
+    of_state = specs_of(state, [(f".*/{pattern}", spec) for pattern, spec in RULES])
+    assert of_state["0/count"] == () and of_state["0/nu/linear/w/b"] == (None, "model")
+    # 64 rows and 32 columns: what can't be cut is replicated, as the weight itself can't be.
+    assert specs_of(trained["linear"], P(None, ("data", "model")), MESH)["w/b"] == (
+        None,
+        ("data", "model"),
+    )
+    odd = {"l": {"w": hki.LoRA(jnp.ones((6, 4)), jnp.ones((6, 2)), jnp.ones((2, 4)))}}
+    assert specs_of(hki.partition(odd)[0], P("model"))["l/w/a"] == ()
+    dora = hki.add_adapter(quantized(dtype="int8"), 0, "dora", rank=2)
+    trained, _ = hki.partition(dora, trainable_dense=False)
+    assert specs_of(trained, RULES)["linear/w/a"] == ()
 
 
 def test_a_tree_of_specs_and_a_prefix_of_one():

@@ -1,17 +1,21 @@
 """Checkpoints as they lie in their files: opened, checked, and read part by part."""
 
+import functools
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from haiku_implicit.core import progress
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
-from haiku_implicit.files import container, dtypes, saving
+from haiku_implicit.files import container, dtypes, placing, writing
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.kinds import open_container
 from haiku_implicit.files.matching import check_like
+from haiku_implicit.files.parts import Box, Part, assembled
 from haiku_implicit.files.structure import Branch, Leaf, Structure
 
 
@@ -31,7 +35,7 @@ class Checkpoint(Mapping[Any, Any]):
         """The tree with `jax.ShapeDtypeStruct` in place of arrays; no array is read for it."""
         return structures.build(self._structure, _struct, self._source.path, self._path)
 
-    def read(self, only: Targets | None = None, like: Any = None) -> Any:
+    def read(self, only: Targets | None = None, like: Any = None, shardings: Any = None) -> Any:
         """The tree.
 
         Args:
@@ -39,10 +43,12 @@ class Checkpoint(Mapping[Any, Any]):
             names, or a predicate `(module_name, name, value) -> bool`, which sees arrays without their
             values. The tree then has these alone. It has to be nested dicts.
           like: a tree that it has to be like: see `haiku_implicit.load`.
+          shardings: where the arrays go: see `haiku_implicit.load`.
 
         Raises:
           haiku_implicit.CheckpointError: if the file is damaged, or not like `like`; it names the key.
-          ValueError: if `only` matches nothing, or the tree is not made of dicts.
+          ValueError: if `only` matches nothing, or the tree is not made of dicts; for `shardings` of
+            another tree.
         """
         chosen = self._structure
         if only is not None:
@@ -50,8 +56,11 @@ class Checkpoint(Mapping[Any, Any]):
         if like is not None:
             check_like(chosen, like, self._source.path)
         source, count = self._source, sum(1 for _ in structures.leaves_of(chosen))
+        places = {}
+        if shardings is not None:
+            places = placing.by_name(chosen, shardings, source.path, self._path)
         with progress.bar("reading", count) as run:
-            read = lambda leaf: run(leaf.name, source.read, leaf)  # noqa: E731
+            read = lambda leaf: run(leaf.name, source.read, leaf, places.get(leaf.name))  # noqa: E731
             return structures.build(chosen, read, source.path, self._path)
 
     def close(self) -> None:
@@ -148,21 +157,38 @@ class Source:
         self.path, self.numpy = path, numpy
         self.files, self.structure = _opened(path)
 
-    def read(self, leaf: Leaf) -> Any:
-        """An array, if its bytes are those that were written."""
+    def read(self, leaf: Leaf, sharding: Any = None) -> Any:
+        """An array, if its bytes are those that were written; on the devices of a sharding."""
         if not self.files:
             raise ValueError(f"{self.path}: {leaf.name}: the checkpoint has been closed")
-        file = self.files[leaf.file]
-        data = file.bytes_of(leaf.name)
-        if leaf.crc is not None and (found := zlib.crc32(data.data)) != leaf.crc:
+        if sharding is not None:
+            return placing.placed(leaf, sharding, lambda: self.read(leaf), self._boxes(leaf))
+        if not leaf.parts:
+            return self._array(leaf, leaf.tensors[0], leaf.weak_type, self.numpy)
+        whole = self._boxes(leaf)(tuple((0, n) for n in leaf.shape))
+        if self.numpy:
+            return whole
+        data = dtypes.bytes_of(whole)
+        return dtypes.array_of(data, leaf.dtype, leaf.shape, leaf.weak_type, as_numpy=False)
+
+    def _boxes(self, leaf: Leaf) -> Callable[[Box], np.ndarray]:
+        """Reads boxes of an array. What several boxes are in is checked once."""
+        part = functools.cache(lambda part: self._array(leaf, part, False, as_numpy=True))
+        return lambda box: assembled(leaf.tensors, box, part)
+
+    def _array(self, leaf: Leaf, part: Part, weak_type: bool, as_numpy: bool) -> Any:
+        """What one tensor holds."""
+        file = self.files[part.file]
+        data = file.bytes_of(part.name)
+        if part.crc is not None and (found := zlib.crc32(data.data)) != part.crc:
             raise CheckpointError(
-                f"{file.path}: {leaf.name}: its bytes have the checksum {found:08x}, and had "
-                f"{leaf.crc:08x} when they were written; the file is damaged"
+                f"{file.path}: {part.name}: its bytes have the checksum {found:08x}, and had "
+                f"{part.crc:08x} when they were written; the file is damaged"
             )
         try:
-            return dtypes.array_of(data, leaf.dtype, leaf.shape, leaf.weak_type, self.numpy)
+            return dtypes.array_of(data, leaf.dtype, part.shape, weak_type, as_numpy)
         except ValueError as e:
-            raise CheckpointError(f"{file.path}: {leaf.name}: {e}") from None
+            raise CheckpointError(f"{file.path}: {part.name}: {e}") from None
 
     def close(self) -> None:
         """Forgets the files."""
@@ -181,8 +207,12 @@ class Memory:
     def __init__(self, path: str, arrays: Mapping[str, Any], numpy: bool):
         self.path, self.arrays, self.numpy = path, arrays, numpy
 
-    def read(self, leaf: Leaf) -> Any:
-        """An array."""
+    def read(self, leaf: Leaf, sharding: Any = None) -> Any:
+        """An array; on the devices of a sharding."""
+        if sharding is not None:
+            host = self.arrays[leaf.name]
+            box = lambda box: host[tuple(slice(*ends) for ends in box)]  # noqa: E731
+            return placing.placed(leaf, sharding, lambda: self.read(leaf), box)
         data = dtypes.bytes_of(self.arrays[leaf.name])
         return dtypes.array_of(data, leaf.dtype, leaf.shape, leaf.weak_type, self.numpy)
 
@@ -194,11 +224,12 @@ def _opened(path: str) -> tuple[list[File], Structure]:
     """The files of a checkpoint, and its structure, if they fit together."""
     while True:
         main = open_container(path)
-        if saving.PART in main.metadata:
+        if writing.PART in main.metadata:
             raise CheckpointError(
-                f"{path}: a part of the checkpoint {main.metadata[saving.PART]}; load that file instead"
+                f"{path}: a part of the checkpoint {main.metadata[writing.PART]}; load that file "
+                "instead"
             )
-        if saving.ENTRY not in main.metadata and saving.CHECKSUM not in main.metadata:
+        if writing.ENTRY not in main.metadata and writing.CHECKSUM not in main.metadata:
             return [main], plain_structure(main)
         names, structure = _parsed(path, main.metadata)
         try:
@@ -227,7 +258,8 @@ def _is_the_same(path: str, file: File) -> bool:
 
 def _missing(path: str, shard: str, names: list[str], structure: Structure) -> CheckpointError:
     index = names.index(os.path.basename(shard)) + 1
-    keys = [leaf.name for leaf in structures.leaves_of(structure) if leaf.file == index]
+    leaves = structures.leaves_of(structure)
+    keys = [part.name for leaf in leaves for part in leaf.tensors if part.file == index]
     return CheckpointError(
         f"{path}: the file {os.path.basename(shard)} is missing, which has {', '.join(keys[:1])} and "
         f"{len(keys[1:])} more. Copy all files of the checkpoint into one folder, under their names"
@@ -237,20 +269,20 @@ def _missing(path: str, shard: str, names: list[str], structure: Structure) -> C
 def _parsed(path: str, metadata: Mapping[str, str]) -> tuple[list[str], Structure]:
     """The names of further files, and the structure, from the metadata of the main file."""
     where = f"{path}: {container.METADATA}"
-    text, crc = metadata.get(saving.ENTRY), metadata.get(saving.CHECKSUM)
+    text, crc = metadata.get(writing.ENTRY), metadata.get(writing.CHECKSUM)
     if text is None or crc is None:
-        gone = saving.ENTRY if text is None else saving.CHECKSUM
+        gone = writing.ENTRY if text is None else writing.CHECKSUM
         raise CheckpointError(f"{where}: has no {gone!r}; the file is damaged")
     if f"{zlib.crc32(text.encode(errors='surrogatepass')):08x}" != crc:
         raise CheckpointError(
-            f"{where}: {saving.ENTRY!r} does not have the checksum {crc!r:.80}; the file is damaged"
+            f"{where}: {writing.ENTRY!r} does not have the checksum {crc!r:.80}; the file is damaged"
         )
-    data = container.parse_json(f"{where}: {saving.ENTRY}", text)
+    data = container.parse_json(f"{where}: {writing.ENTRY}", text)
     version = data.get("version") if isinstance(data, dict) else None
-    if type(version) is not int or version != saving.VERSION:
+    if type(version) is not int or version not in writing.VERSIONS:
         raise CheckpointError(
-            f"{where}: version {version!r:.80} of the format; this haiku_implicit reads version "
-            f"{saving.VERSION}. Update it, or save the tree with this one"
+            f"{where}: version {version!r:.80} of the format; this haiku_implicit reads versions "
+            f"up to {writing.VERSIONS[-1]}. Update it, or save the tree with this one"
         )
     names = data.get("files")
     plain = isinstance(names, list) and all(
@@ -270,33 +302,30 @@ def _parsed(path: str, metadata: Mapping[str, str]) -> tuple[list[str], Structur
 def _check_tables(files: list[File], structure: Structure) -> None:
     """Whether the files have the tensors of the structure, each of them once, and no others."""
     main = files[0].path
-    expected: dict[str, Leaf] = {}
+    expected: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
     for leaf in structures.leaves_of(structure):
-        if leaf.name in expected:
-            raise CheckpointError(f"{main}: {leaf.name}: is in the tree twice; the file is damaged")
-        if not 0 <= leaf.file < len(files):
-            raise CheckpointError(
-                f"{main}: {leaf.name}: is in a file number {leaf.file}; there is none"
-            )
-        expected[leaf.name] = leaf
-    for index, file in enumerate(files):
-        for name in file.tensors:
-            if name not in expected or expected[name].file != index:
+        for name, file, _, shape, _ in leaf.tensors:
+            if name in expected:
+                raise CheckpointError(f"{main}: {name}: is in the tree twice; the file is damaged")
+            if not 0 <= file < len(files):
+                raise CheckpointError(f"{main}: {name}: is in a file number {file}; there is none")
+            expected[name] = file, dtypes.stored_of(leaf.dtype, shape)
+    for index, found in enumerate(files):
+        for name in found.tensors:
+            if name not in expected or expected[name][0] != index:
                 raise CheckpointError(
-                    f"{file.path}: {name}: is in the file, but not in the tree that was saved"
+                    f"{found.path}: {name}: is in the file, but not in the tree that was saved"
                 )
-    for name, leaf in expected.items():
-        file = files[leaf.file]
-        if name not in file.tensors:
+    for name, (index, wanted) in expected.items():
+        path, tensor = files[index].path, files[index].tensors.get(name)
+        if tensor is None:
             raise CheckpointError(
-                f"{file.path}: {name}: is in the tree that was saved, but not in the file"
+                f"{path}: {name}: is in the tree that was saved, but not in the file"
             )
-        found = file.tensors[name][:2]
-        wanted = dtypes.stored_of(leaf.dtype, leaf.shape)
-        if found != wanted:
+        if tensor[:2] != wanted:
             raise CheckpointError(
-                f"{file.path}: {name}: expected {wanted[0]}{list(wanted[1])}, the header says "
-                f"{found[0]}{list(found[1])}; the file is damaged"
+                f"{path}: {name}: expected {wanted[0]}{list(wanted[1])}, the header says "
+                f"{tensor[0]}{list(tensor[1])}; the file is damaged"
             )
 
 

@@ -17,6 +17,7 @@ def load(
     *,
     like: Any = None,
     only: Targets | None = None,
+    shardings: Any = None,
     numpy: bool = False,
     allow_pickle: bool = False,
 ) -> Any:
@@ -36,6 +37,10 @@ def load(
         types, keys, shapes, dtypes or static metadata, this is an error. By default there is no check.
       only: which parameters are read, if the tree consists of nested dicts: a regular expression over
         `module/name`, a list of such names, or a predicate `(module_name, name, value) -> bool`.
+      shardings: where the arrays go: one `jax.sharding.Sharding` for all, or a tree of them, like the
+        tree in the file or a prefix of it, such as `haiku_implicit.shardings` gives; None in it stands
+        for the default device. Each process reads what its own devices hold. The devices and processes
+        need not be those that the tree was saved from.
       numpy: whether arrays are those of NumPy, read-only views of the files, which the system reads
         when they are used and gives up when memory is short. (They are read once for the checksums.)
       allow_pickle: whether the file may be a pickle of Haiku parameters, as many published models
@@ -43,14 +48,14 @@ def load(
         nothing else.
 
     Returns:
-      The tree, with JAX arrays on the default device. Without JAX's 64-bit mode arrays of 64 bits are
-      NumPy's, rather than less precise.
+      The tree, with JAX arrays, by default on the default device. Without JAX's 64-bit mode arrays of
+      64 bits are NumPy's, rather than less precise.
 
     Raises:
       haiku_implicit.CheckpointError: a `ValueError` that names the key: for a file that is truncated or
         damaged, has a type or a version that this program does not know, lacks a tensor or has one too
         many, does not fit `like`, or is a pickle, without `allow_pickle` or with other things in it.
-      ValueError: if `only` matches nothing.
+      ValueError: if `only` matches nothing; for `shardings` of another tree.
       OSError: if the file can't be read.
 
     Example:
@@ -75,7 +80,7 @@ def load(
         structure, arrays = describe(foreign.read(path, allow_pickle))
         checkpoint = Checkpoint(structure, "", Memory(path, arrays, numpy))
     with checkpoint:
-        return checkpoint.read(only=only, like=like)
+        return checkpoint.read(only=only, like=like, shardings=shardings)
 
 
 def open_checkpoint(path: Path, *, numpy: bool = False) -> Checkpoint:

@@ -14,6 +14,7 @@ from haiku_implicit.core import serialization
 from haiku_implicit.core.array import ImplicitArray, is_implicit, known_struct
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import METADATA, CheckpointError, is_shape
+from haiku_implicit.files.parts import Part, parts_from_json, parts_to_json
 
 _FLAT: type = type(hk.data_structures.to_immutable_dict({}))
 
@@ -29,6 +30,7 @@ class Leaf(NamedTuple):
       weak_type: whether JAX treats its dtype as that of a Python number.
       file: which file it lies in, 0 for the main one.
       crc: the CRC-32 of its bytes; None if it is not known.
+      parts: the tensors that it is stored as, if these are several.
     """
 
     name: str
@@ -37,6 +39,13 @@ class Leaf(NamedTuple):
     weak_type: bool = False
     file: int = 0
     crc: int | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Part, ...]:
+        """What it is stored as: its parts, or one tensor."""
+        whole = Part(self.name, self.file, (0,) * len(self.shape), self.shape, self.crc)
+        return self.parts or (whole,)
 
 
 class Branch(NamedTuple):
@@ -142,14 +151,8 @@ def _describe_array(x: Any, path: str, arrays: dict[str, Any]) -> Leaf:
         raise CheckpointError(
             f"{path or 'the tree'}: a tracer, which has no values: save outside of jax.jit"
         )
-    if isinstance(x, jax.Array):
-        if x.is_deleted():
-            raise CheckpointError(f"{path}: the array has been deleted (donated to a function?)")
-        if not x.is_fully_addressable:
-            raise CheckpointError(
-                f"{path}: parts of the array are on devices of other processes. Gather it first "
-                "(jax.experimental.multihost_utils.process_allgather)"
-            )
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise CheckpointError(f"{path}: the array has been deleted (donated to a function?)")
     with _naming(path):
         dtype = dtypes.name_of(x)
     base = name = path or "array"
@@ -223,9 +226,12 @@ def _naming(path: str) -> Iterator[None]:
 def to_json(structure: Structure) -> Any:
     """A structure as JSON."""
     if isinstance(structure, Leaf):
-        name, dtype, shape, weak_type, file, crc = structure
-        found = {"array": name, "dtype": dtype, "shape": list(shape), "crc32": f"{crc or 0:08x}"}
-        return found | ({"weak_type": True} if weak_type else {}) | ({"file": file} if file else {})
+        name, dtype, shape, weak_type, file, crc, parts = structure
+        found: dict[str, Any] = {"array": name, "dtype": dtype, "shape": list(shape)}
+        found["crc32"] = f"{crc or 0:08x}"
+        found |= {"weak_type": True} if weak_type else {}
+        found |= {"file": file} if file else {}
+        return found | ({"parts": parts_to_json(parts)} if parts else {})
     kind, keys, children, static, dense = structure
     if kind == "none":
         return None
@@ -296,7 +302,8 @@ def _leaf(data: dict[str, Any], where: str) -> Leaf:
         raise CheckpointError(
             f"{where}: this program does not know the dtype {dtype!r:.80}"
         ) from None
-    return leaf._replace(crc=int(crc, 16))
+    parts = parts_from_json(data["parts"], leaf.shape, where) if "parts" in data else ()
+    return leaf._replace(crc=int(crc, 16), parts=parts)
 
 
 def _keys(data: Any, count: int, where: str) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import is_implicit, known_struct
 from haiku_implicit.core.sharding import fitting, leaf_specs, names_in, num_parts, padded_spec
 from haiku_implicit.core.transform import tree_flatten_with_implicit
@@ -213,7 +214,7 @@ def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> str | None:
 def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str]) -> Any:
     """An array with shardings in place of its leaves."""
     if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
-        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), x)
+        return _of_part(x, spec, mesh)
     what = f"{path}: {describe(x)}"
     _fits(what, np.shape(x), spec, mesh)
     if reason := _uneven(np.shape(x), spec, mesh):
@@ -247,6 +248,28 @@ def _not_as_asked(x: Any, specs: Sequence[PartitionSpec], spec: PartitionSpec, m
                 f"{fit.group_size} fit"
             )
     return ", and ".join(found)
+
+
+def _of_part(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
+    """The shardings of a part of an implicit array: LoRA's factors lie where those of the weight do."""
+    specs = jax.tree.map(lambda _: PartitionSpec(), x)
+    if isinstance(x, LoRA) and len(spec) <= (ndim := max(map(np.ndim, (x.a, x.b)))) >= 2:
+        *lead, rows, columns = padded_spec(spec, ndim)
+        wanted = dict(a=(*lead, rows, None), b=(*lead, None, columns), factor=tuple(lead))
+        specs = x._replace(
+            **{name: _if_even(getattr(x, name), entries, mesh) for name, entries in wanted.items()}
+        )
+    is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+
+
+def _if_even(x: Any, entries: Sequence[Any], mesh: Any) -> PartitionSpec | None:
+    """The spec of one array of a part, which is not there, or replicated where it can't be cut."""
+    if x is None:
+        return None
+    pairs = zip(np.shape(x), entries, strict=False)
+    even = all(length % num_parts(entry, mesh) == 0 for length, entry in pairs)
+    return PartitionSpec(*entries) if even else PartitionSpec()
 
 
 def _quantized(x: Any) -> list[QuantizedMatrix]:

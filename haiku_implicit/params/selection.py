@@ -67,7 +67,7 @@ def describe(value: Any) -> str:
     """`float32[2,3]`, with the type for an implicit array."""
     kind = f"{type(value).__name__} " if is_implicit(value) else ""
     shape = ",".join(map(str, value.shape))
-    return f"{kind}{np.dtype(value.dtype).name}[{shape}]"
+    return f"{kind}{getattr(value.dtype, 'name', value.dtype)}[{shape}]"
 
 
 @contextlib.contextmanager

@@ -198,7 +198,7 @@ def _on_mesh(x: Any, mesh: Any) -> Any:
 def _specs_on(mesh: Any, ndim: int) -> list[PartitionSpec]:
     """Every way to split an array of so many axes on a mesh; those of few mesh axes first."""
     names = [axis for axis, parts in mesh.shape.items() if parts > 1]
-    found = {}
+    found: dict[PartitionSpec, None] = {}
     for order in itertools.permutations(names):
         for places in itertools.product([None, *range(ndim)], repeat=len(names)):
             split = [

@@ -130,7 +130,7 @@ B = "mlp/~/linear/b"
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda m: m.update(version=2), "version 2 of the format; this haiku_implicit reads version 1"),
+        (lambda m: m.update(version=3), "version 3 of the format; this haiku_implicit reads versions up to 2"),
         (lambda m: m.update(version=True), "version True"),
         (lambda m: m.pop("version") and None, "version None"),
         (lambda m: m.pop("tree") and None, "the tree: expected a table in the structure, found False"),

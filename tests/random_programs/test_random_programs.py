@@ -80,3 +80,22 @@ def test_dora_of_a_constant():
     np.testing.assert_allclose(
         hki.materialize(params["linear"]["w"]), np.full((4, 3), 0.5), rtol=1e-6
     )
+
+
+@pytest.mark.slow
+def test_an_axis_that_is_split_by_a_part_of_a_mesh_axis():
+    """XLA splits the six columns by two of four devices, of which JAX makes no partition spec."""
+    program = """
+import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+values = np.random.default_rng(0)
+x, w, v = (jnp.asarray(values.normal(size=n), jnp.float32) for n in ((4, 18), (18, 6), 36))
+q = hki.QuantizedMatrix.quantize(w, "int8")
+fun = lambda x, q, v: jnp.tanh(x @ q) @ v.reshape(6, 6)
+mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+split = jax.device_put(v, NamedSharding(mesh, PartitionSpec("d")))
+got = jax.jit(hki.use_implicit_args(fun))(x, q, split)
+np.testing.assert_allclose(got, fun(x, hki.materialize(q), v), rtol=1e-5, atol=1e-5)
+print("equal")
+"""
+    assert run_on_devices(program, 4, optimized=False) == "equal"

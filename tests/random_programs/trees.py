@@ -1,6 +1,7 @@
 """Random implicit arrays in place of dense parameters, nested to a depth of three."""
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -102,10 +103,12 @@ def _concatenated(rng, values, shape, inner):
 def _adapter(rng, values, shape, inner):
     params, method = {"m": {"w": inner(shape)}}, rng.choice(list(ADAPTERS))
     options = ADAPTERS[method]
-    try:
-        params = hki.add_adapter(params, rng.randrange(2**16), method, targets="m/w", **options)
-    except ValueError:  # the shape is not one for this method
-        return params["m"]["w"]
+    with warnings.catch_warnings():  # of adapters that are larger than such a small weight
+        warnings.simplefilter("ignore")
+        try:
+            params = hki.add_adapter(params, rng.randrange(2**16), method, targets="m/w", **options)
+        except ValueError:  # the shape is not one for this method
+            return params["m"]["w"]
     return _moved(values, params["m"]["w"])
 
 

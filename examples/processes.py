@@ -1,0 +1,114 @@
+"""Processes that train together: how they are started, find each other, and save what each of them has.
+
+One machine takes the place of several here: `start` runs this program as often as it is told to. On
+several machines each of them runs it once, with its number and the address of the first one.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+
+import haiku_implicit as hki
+from errors import InputError
+
+
+def start(count: int) -> None:
+    """Runs this program in so many processes, and waits for them.
+
+    If one ends before its time, the others would wait for what it does not send. So they are stopped.
+
+    Raises:
+      InputError: if one has failed; it says what to do.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = [sys.executable, *sys.argv, f"--coordinator=127.0.0.1:{port}"]
+    running = [subprocess.Popen([*common, f"--process_id={i}"]) for i in range(count)]
+    print("processes", *(process.pid for process in running), flush=True)
+    try:
+        while any(codes := [process.poll() for process in running]) or None in codes:
+            failed = [i for i, code in enumerate(codes) if code]
+            if failed:
+                ends = ", ".join(f"process {i} with {codes[i]}" for i in failed)
+                raise InputError(
+                    f"ended too early: {ends} (-n: killed by signal n); the others were stopped. With "
+                    "--checkpoint the same command goes on from what was saved last"
+                )
+            time.sleep(0.05)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def join(coordinator: str | None, count: int, number: int, timeout: int) -> None:
+    """Joins the other processes.
+
+    Args:
+      coordinator: `host:port` of process 0.
+      count: of the processes.
+      number: of this one.
+      timeout: after how many seconds without a word from a process the others end.
+    """
+    if coordinator is None:
+        raise InputError("--process_id needs --coordinator, the host and a port of process 0")
+    jax.distributed.initialize(coordinator, count, number, heartbeat_timeout_seconds=timeout)
+
+
+class OneFile:
+    """Checkpoints by `hki.save`: one file, which each save replaces, and beside it those of parts.
+
+    Args:
+      folder: that all processes see.
+    """
+
+    def __init__(self, folder: str):
+        os.makedirs(folder, exist_ok=True)
+        self.path = os.path.join(folder, "run.safetensors")
+
+    def save(self, run: Any) -> None:
+        """Saves a tree, of which each process writes what it has."""
+        hki.save(self.path, run)
+
+    def load(self, like: Any) -> Any:
+        """What was saved last, where the arrays of another such tree lie; None if there is nothing."""
+        if not os.path.exists(self.path):
+            return None
+        places = jax.tree.map(lambda x: getattr(x, "sharding", None), like)
+        return hki.load(self.path, like=like, shardings=places)
+
+
+class Steps:
+    """Checkpoints by Orbax: a folder for each step, of which the last two are kept.
+
+    Args:
+      folder: that all processes see.
+    """
+
+    def __init__(self, folder: str):
+        from orbax import checkpoint  # which takes seconds
+
+        options = checkpoint.CheckpointManagerOptions(max_to_keep=2)
+        self.ocp = checkpoint
+        self.manager = checkpoint.CheckpointManager(os.path.abspath(folder), options=options)
+
+    def save(self, run: Any) -> None:
+        """Saves a tree, of which each process writes what it has."""
+        self.manager.save(run.step, args=self.ocp.args.StandardSave(run))
+        self.manager.wait_until_finished()
+
+    def load(self, like: Any) -> Any:
+        """What was saved last, where the arrays of another such tree lie; None if there is nothing."""
+        step = self.manager.latest_step()
+        if step is None:
+            return None
+        return self.manager.restore(step, args=self.ocp.args.StandardRestore(like))
+
+
+STORES = {"hki": OneFile, "orbax": Steps}
