@@ -445,7 +445,7 @@ def setting(name):
 
 
 @pytest.mark.slow
-@pytest.mark.slow_one_of(4)
+@pytest.mark.slow_one_of(8)
 @pytest.mark.parametrize("flag", SETTINGS)
 @pytest.mark.parametrize("name", CASES)
 def test_under_a_setting(name, flag):

@@ -7,7 +7,6 @@ squares is computed block after block. `Deferred` is the weight between the squa
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, Union, get_args
 
@@ -159,11 +158,14 @@ def reduce_in_blocks(
     # Sums of blocks are not rounded in between.
     wide = jnp.promote_types(w.dtype, jnp.float32)
 
-    # Checkpointed, or the scan would keep each dense block for the backward pass.
-    @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
     def block(start: Any, size: int) -> jax.Array:
-        part = w.w if size == length else slices(w.w, start, size, cut)
-        return primitive.bind(w.applied(dense(part)).astype(wide), axes=axes, **params)
+        def reduced(start: Any) -> jax.Array:
+            part = w.w if size == length else slices(w.w, start, size, cut)
+            return primitive.bind(w.applied(dense(part)).astype(wide), axes=axes, **params)
+
+        # Checkpointed, or the scan would keep each dense block for the backward pass. (JAX would keep a
+        # function with static arguments, and `w` with it.)
+        return jax.checkpoint(reduced, prevent_cse=False)(start)
 
     return over_blocks(block, length, size, place, *_COMBINED[primitive]).astype(w.dtype)
 
