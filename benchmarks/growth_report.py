@@ -32,7 +32,7 @@ Results = dict[str, Any]
 def write(results: Results) -> list[pathlib.Path]:
     """Renews the tables of `docs/growth.md` and the plots of the axes that were measured."""
     markdown.replace(DOCUMENT, tables(results))
-    return [draw(name, axis) for name, axis in results["axes"].items()]
+    return [draw(name, axis, IMAGES) for name, axis in results["axes"].items()]
 
 
 def tables(results: Results) -> dict[str, str]:
@@ -139,7 +139,7 @@ def exponent(values: Sequence[float], costs: Sequence[float]) -> float | None:
     return round(sum(a * b for a, b in pairs) / sum(a * a for a, _ in pairs), 6)
 
 
-def draw(name: str, axis: Results, folder: pathlib.Path = IMAGES) -> pathlib.Path:
+def draw(name: str, axis: Results, folder: pathlib.Path) -> pathlib.Path:
     """Draws each cost of an axis by its values, both in logarithms."""
     import matplotlib
 
