@@ -8,7 +8,6 @@ native kernels in them, so that it does not matter what else the machine does.
 """
 
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,22 +17,18 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # before J
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import haiku_implicit as hki
-from benchmarks import models
+from benchmarks import collectives_text, models
 from benchmarks import tables as markdown
-from haiku_implicit.products.cpu import build
 
 SIZES = models.Sizes(depth=4, width=256, heads=8, batch=8, length=48)
 REST = [(".*", P())]
 COLUMNS, ROWS = P(None, "m"), P("m")
-_OPERATIONS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-_ITEMSIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 
 
 class Split(NamedTuple):
@@ -194,22 +189,9 @@ def cell(fun: Any, params: Any, x: jax.Array, specs: tuple[P, P], mesh: Any) -> 
 
 def _cell(fun: Any, operands: Any, places: Any) -> str:
     text = jax.jit(fun).lower(*jax.device_put(operands, places)).compile().as_text()
-    count = calls(text)
-    return f"{sent(text) // 1024:,}" + (f" ({count} call{'s' * (count > 1)})" if count else "")
-
-
-def calls(text: str) -> int:
-    """The calls of native kernels in a compiled program."""
-    return sum("custom-call" in line and build.PREFIX in line for line in text.splitlines())
-
-
-def sent(text: str) -> int:
-    """The bytes of the results of collectives in a compiled program."""
-    results = re.findall(rf"= (.*?) (?:{_OPERATIONS})(?:-start)?\(", text)
-    arrays = [found for result in results for found in re.findall(r"(\w+)\[([\d,]*)\]", result)]
-    return sum(
-        _ITEMSIZES[dtype] * int(np.prod([int(n) for n in sizes.split(",") if n], dtype=int))
-        for dtype, sizes in arrays
+    count = collectives_text.calls(text)
+    return f"{collectives_text.sent(text) // 1024:,}" + (
+        f" ({count} call{'s' * (count > 1)})" if count else ""
     )
 
 

@@ -233,3 +233,51 @@ def test_the_body_of_a_while_loop_is_interpreted_once(interpreted):
 
     jax.eval_shape(hki.use_implicit_args(fun), Doubled(jnp.ones(3)), jnp.ones(3))
     assert interpreted.count("erf") == 1
+
+
+def shifted(ws, x):
+    """Weights that move on by one place in each step, of which the last one becomes dense."""
+    step = lambda c: (jnp.tanh(c[-1]) + jax.lax.erf(x), *c[:-1])  # noqa: E731
+    return jax.lax.scan(lambda c, _: (step(c), None), tuple(ws), length=3)[0]
+
+
+def shifted_by_while(ws, x):
+    def step(c):
+        return (jnp.tanh(c[0][-1]) + jax.lax.erf(x), *c[0][:-1]), c[1] + 1
+
+    return jax.lax.while_loop(lambda c: c[1] < 3, step, (tuple(ws), jnp.int32(0)))[0]
+
+
+@pytest.mark.parametrize("fun", [shifted, shifted_by_while])
+def test_a_carry_that_moves_on_becomes_dense_at_once(interpreted, may_be_dense, fun):
+    """One place after the other would take as many traces as there are."""
+    ws, x = [Doubled(jnp.arange(3.0) + i) for i in range(8)], jnp.arange(3.0)
+    jax.eval_shape(hki.use_implicit_args(fun), ws, x)
+    assert interpreted.count("erf") == 2
+    got = jax.jit(hki.use_implicit_args(fun))(ws, x)
+    for y, want in zip(got, fun([w.materialize() for w in ws], x), strict=True):
+        assert jnp.allclose(y, want, rtol=1e-6)
+
+
+def test_a_carry_that_moves_on_stays_implicit_where_nothing_makes_it_dense(never_dense):
+    ws = [Doubled(jnp.arange(3.0) + i) for i in range(4)]
+    fun = lambda ws: jax.lax.scan(lambda c, _: ((c[-1], *c[:-1]), None), tuple(ws), length=3)[0]  # noqa: E731
+    got = jax.jit(hki.use_implicit_args(fun))(ws)
+    for y, w in zip(got, ws[1:] + ws[:1], strict=True):
+        assert isinstance(y, Doubled) and jnp.array_equal(y.x, w.x)
+
+
+def test_a_dense_value_in_a_carry_that_moves_on_makes_only_its_takers_dense(may_be_dense):
+    """Two circles of values: one with a dense one in it, one without."""
+    own, other = (tuple(Doubled(jnp.arange(3.0) + i) for i in range(3)) for _ in range(2))
+    own = (jnp.ones(3), *own[1:])
+
+    def fun(own, other):
+        step = lambda c: tuple((x[-1], *x[:-1]) for x in c)  # noqa: E731
+        return jax.lax.scan(lambda c, _: (step(c), None), (own, other), length=2)[0]
+
+    got = jax.jit(hki.use_implicit_args(fun))(own, other)
+    assert [isinstance(x, Doubled) for x in got[0]] == [False] * 3
+    assert [isinstance(x, Doubled) for x in got[1]] == [True] * 3
+    assert jnp.array_equal(got[0][2], jnp.ones(3))
+    assert jnp.array_equal(got[0][0], own[1].materialize())

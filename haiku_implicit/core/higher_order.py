@@ -136,7 +136,9 @@ def scan(operands: Operands, params: Params) -> list[Any]:
     consts, init = operands[:num_consts], operands[num_consts:][:num_carry]
     xs = [_sliceable(x) for x in operands[num_consts + num_carry :]]
     carry = [structure.structure(x) for x in init]
+    passes = structure.passed_on(params["jaxpr"].jaxpr, num_consts, num_carry)
     while True:
+        carry = structure.spread(carry, passes)
         try:
             return _scan_with(carry, consts, init, xs, params)
         except _OtherCarry as error:
@@ -227,9 +229,10 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
     start = [
         dense_struct(x) if is_implicit(x) and num_batch_axes(x) < len(batch) else x for x in start
     ]
+    passes = structure.passed_on(body.jaxpr, num_body, len(init))
     carry, new_body = start, None
     while new_body is None or not all(map(structure.same, new_body.out, carry)):
-        carry = carry if new_body is None else new_body.out
+        carry = structure.spread(start if new_body is None else new_body.out, passes)
         meet = structure.Coerce(carry, "while", meet=True)
         new_body = _retrace(body, [*body_consts, *carry], meet)
     dense_bool = structure.Coerce([jax.ShapeDtypeStruct(batch, np.bool_)], "while", _CONDITION)

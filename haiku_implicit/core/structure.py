@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal
 
 from haiku_implicit.core import compat, interpreter
 from haiku_implicit.core.array import dense_struct, flatten, flatten_one_level, is_implicit
@@ -50,6 +50,46 @@ def join(a: Any, b: Any) -> Any:
     sharding = next(filter(None, map(compat.explicit_sharding, map(dense_struct, (a, b)))), None)
     leaves = jax.tree_util.tree_leaves((a, b))
     return compat.struct(a.shape, a.dtype, like=leaves, sharding=sharding)
+
+
+def passed_on(jaxpr: Jaxpr, num_consts: int, count: int) -> list[tuple[int, int]]:
+    """Which values of a carry a loop's body gives on unchanged.
+
+    Args:
+      jaxpr: the body.
+      num_consts: how many of its arguments come before the carry.
+      count: how many values the carry has.
+
+    Returns:
+      Pairs of places in the carry: the value at the first one is at the second one in the next step.
+    """
+    places = {v: i for i, v in enumerate(jaxpr.invars[num_consts:][:count])}
+    outs = enumerate(jaxpr.outvars[:count])
+    return [(places[v], i) for i, v in outs if not isinstance(v, Literal) and v in places]
+
+
+def spread(carry: Sequence[Any], passes: Sequence[tuple[int, int]]) -> list[Any]:
+    """Joins the structure of each value of a carry with that of the value that takes its place.
+
+    A trace of the loop's body would find the same, but one place further only: a carry of `n` values
+    that move on, of which one becomes dense, would be traced `n` times.
+
+    Args:
+      carry: structures.
+      passes: what `passed_on` gives.
+    """
+    carry, takers = list(carry), collections.defaultdict(list)
+    for source, place in passes:
+        takers[source].append(place)
+    changed = list(takers)
+    while changed:  # structures only lose implicit parts, so this ends
+        source = changed.pop()
+        for place in takers.get(source, ()):
+            joined = join(carry[place], carry[source])
+            if not same(joined, carry[place]):
+                carry[place] = joined
+                changed.append(place)
+    return carry
 
 
 def coerce(x: Any, target: Any, name: str, reason: str = "") -> Any:

@@ -10,7 +10,7 @@ from tests.devices import run_on_devices
 
 HEAD = """
 import functools
-from benchmarks.collectives import calls, sent
+from benchmarks.collectives_text import calls, sent
 import haiku as hk, jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from haiku_implicit.core import compat
