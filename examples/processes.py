@@ -5,6 +5,7 @@ several machines each of them runs it once, with its number and the address of t
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from errors import InputError
 def start(count: int) -> None:
     """Runs this program in so many processes, and waits for them.
 
-    If one ends before its time, the others would wait for what it does not send. So they are stopped.
+    If one ends before its time, the others would wait for what it does not send. So they are stopped;
+    and all are if this process is asked to end (SIGTERM).
 
     Raises:
       InputError: if one has failed; it says what to do.
@@ -28,6 +30,7 @@ def start(count: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     common = [sys.executable, *sys.argv, f"--coordinator=127.0.0.1:{port}"]
     running = [subprocess.Popen([*common, f"--process_id={i}"]) for i in range(count)]
     print("processes", *(process.pid for process in running), flush=True)

@@ -18,7 +18,9 @@ class DoRA(Adapter):
     """The weight `v * (magnitude / |v|)` for `v = w + (alpha / rank) * a @ b`, `|v|` being of columns.
 
     After Liu et al. 2024, arXiv:2402.09353. The lengths `|v|` count as constants in gradients, as in
-    section 4.3 of the paper. They are found without `v`: `|v|² = |w|² + 2 w·(a b) + |a b|²`.
+    section 4.3 of the paper. They are found without `v`: `|v|² = |w|² + 2 w·(a b) + |a b|²`. A column
+    of zeros, as an output that begins at zero has, stays what `w + (alpha / rank) * a @ b` makes of it
+    until it has a length.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
@@ -48,7 +50,10 @@ class DoRA(Adapter):
         scaled_a = self.a * jnp.expand_dims(jnp.asarray(lora.scale), (-2, -1))
         squares = _squared_lengths(self.w) + _squares_of_delta(self.w, scaled_a, self.b)
         lengths = jnp.sqrt(jax.lax.stop_gradient(squares))
-        return ScaledMatrix(lora, (self.magnitude / lengths).astype(self.dtype), -1)
+        # A column of zeros has no direction. It is left as it is, so that its factors have a gradient.
+        some = lengths > 0
+        ratio = jnp.where(some, self.magnitude / jnp.where(some, lengths, 1), 1)
+        return ScaledMatrix(lora, ratio.astype(self.dtype), -1)
 
 
 def _squared_lengths(w: jax.Array) -> jax.Array:

@@ -136,8 +136,8 @@ def _kind_of_text(head: bytes) -> Kind | None:
     if text.lower().startswith(("<!doctype", "<html")):
         return Kind("html", "a web page in place of the file", "Download the file itself")
     if text.startswith(("{", "[")):
-        return Kind("json", "a text, as JSON is", "Give the file with the arrays")
-    return Kind("text", "a text", "Give the file with the arrays")
+        return Kind("json", "a text file, as JSON is", "Give the file with the arrays")
+    return Kind("text", "a text file", "Give the file with the arrays")
 
 
 def _kind_of_bytes(path: str, head: bytes, size: int) -> Kind:

@@ -295,3 +295,24 @@ def test_errors(arguments, message):
     method, target, options = (*arguments, "w", {})[:3] if len(arguments) == 1 else arguments
     with pytest.raises(ValueError, match=message):
         hki.add_adapter(params, 0, method, targets=f"layer/{target}", **options)
+
+
+@pytest.mark.parametrize("base", [lambda w: w, lambda w: hki.QuantizedMatrix.quantize(w, "int8")])
+def test_dora_of_a_column_of_zeros(base):
+    """The column begins at zero, and learns: its factors have a gradient."""
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32).at[:, 0].set(0)
+    params = hki.add_adapter({"l": {"w": base(w)}}, 0, "dora", rank=2, targets=".*")
+    dora, x = params["l"]["w"], jnp.eye(8)
+    start = hki.materialize(base(w))
+    np.testing.assert_allclose(hki.materialize(dora), start, rtol=1e-5, atol=1e-6)
+    product = hki.use_implicit_args(lambda x, w: x @ w)
+    grads = jax.grad(lambda b: product(x, dora._replace(b=b)).sum())(dora.b)
+    assert np.isfinite(grads).all() and (np.abs(grads[:, 0]) > 0).any()
+    learned = dora._replace(
+        b=dora.b + 0.1
+    )  # now the column has a length, and the magnitude is zero
+    column = hki.materialize(learned)[:, 0]
+    np.testing.assert_array_equal(column, np.zeros(8))
+    of_magnitude = jax.grad(lambda m: product(x, learned._replace(magnitude=m)).sum())
+    assert np.isfinite(of_magnitude(dora.magnitude)).all()
+    assert of_magnitude(dora.magnitude)[0] != 0
