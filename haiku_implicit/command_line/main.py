@@ -28,6 +28,7 @@ from haiku_implicit.command_line.command import (
     text,
 )
 from haiku_implicit.command_line.reading import define_key, part_of, read
+from haiku_implicit.core.array import is_implicit, known_struct
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.saving import save
 from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, has_adapter, set_adapter
@@ -92,7 +93,7 @@ def _inspect(values: flags.FlagValues, path: str) -> None:
         tree = dict(tree.dense.items()) | _factors(tree)
     elif not isinstance(tree, Mapping):
         tree = {"": tree}
-    found = summary(tree, depth=values.depth)
+    found = summary(_with_parts_apart(tree), depth=values.depth)
     print(json.dumps(found.to_json()) if values.json else found)
     if values.plot:
         plot_memory(found, values.plot)
@@ -100,11 +101,21 @@ def _inspect(values: flags.FlagValues, path: str) -> None:
 
 def _factors(adapter: AdapterParts) -> dict[str, Any]:
     """The arrays of an adapter, which without its base has no shape of its own."""
-    found: dict[str, Any] = {}
-    for path, value in adapter.weights.items():
-        leaves = jax.tree_util.tree_flatten_with_path(value)[0]
-        found[path] = {jax.tree_util.keystr(k).lstrip("."): x for k, x in leaves}
-    return found
+    return dict(_with_parts_apart(adapter.weights))
+
+
+def _with_parts_apart(tree: Any) -> Any:
+    """A tree in which parts of implicit arrays, such as factors without their weight, are mappings."""
+
+    def apart(x: Any) -> Any:
+        if not is_implicit(x) or known_struct(x) is not None:
+            return x
+        leaves = jax.tree_util.tree_flatten_with_path(x)[0]
+        return {jax.tree_util.keystr(keys).lstrip("."): leaf for keys, leaf in leaves}
+
+    if isinstance(tree, Mapping):  # in their own order
+        return {name: _with_parts_apart(x) for name, x in tree.items()}
+    return jax.tree.map(apart, tree, is_leaf=is_implicit)
 
 
 def _object(values: flags.FlagValues, name: str) -> dict[str, Any]:

@@ -134,6 +134,20 @@ def test_a_checkpoint_of_training(folder, capsys):
     assert code == 1 and "there is no 'weights'; there is step, params, opt" in err[0]
 
 
+def test_halves_of_parameters(folder, capsys):
+    """Training saves what is trained apart: factors without their weight, and moments of them."""
+    tuned = hki.add_lora(params_of(), 0, rank=2)
+    adapter, base = hki.partition(tuned, trainable_dense=False)
+    moments = optax.adam(1e-3).init(adapter)
+    hki.save("halves", {"step": 3, "adapter": adapter, "base": base, "optimizer": moments})
+    code, out, _ = run(capsys, "inspect", "halves", "--json")
+    rows = {row["path"]: row for row in json.loads("".join(out))}
+    assert code == 0 and "adapter/model/layer_0/w/a" in rows
+    assert any(path.startswith("optimizer") for path in rows)
+    held = [x.nbytes for x in jax.tree.leaves((adapter, base, moments))]
+    assert sum(row["nbytes"] for row in rows.values()) == sum(held)
+
+
 @pytest.mark.parametrize("method, options", [("ia3", "{}"), ("oft", '{"block_size": 4}')])
 def test_methods_without_a_rank(folder, capsys, method, options):
     arguments = (f"--method={method}", f"--options={options}", "--targets=.*layer_0/w")
