@@ -122,6 +122,17 @@ def chosen() -> list[Job]:
     return found
 
 
+def resumed(store: Any, begin: Any, folder: str | None) -> Any:
+    """What was saved last, which has to be a run with the same flags; None if there is nothing."""
+    try:
+        return store.load(begin)
+    except (KeyError, TypeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"--checkpoint={folder}: is of a run with other flags, such as --mode ({first})"
+        ) from error
+
+
 def report(job: Job) -> list[str]:
     """Trains, and one device too if that is asked for; what there is to say of it."""
     mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
@@ -229,7 +240,7 @@ def train(job: Job, mesh: Any, folder: str | None) -> tuple[dict[int, float], in
     begin, frozen = jax.jit(start, out_shardings=places)(key)
     begin = begin._replace(step=0)
     store = processes.STORES[_FORMAT.value](folder) if folder else None
-    now = (store and store.load(begin)) or begin
+    now = (store and resumed(store, begin, folder)) or begin
     apply = hki.transform_implicit(model_of(job)).apply
 
     def loss_of(trained: Any, frozen: Any, tokens: jax.Array) -> jax.Array:
