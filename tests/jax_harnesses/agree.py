@@ -143,7 +143,8 @@ def outcome(harness: Any, type_name: str, use: str) -> str:
         except Exception:
             return "not dense either"
         return f"{type(error).__name__}: {error}"
-    return difference(got, want, lambda: both(nudged(args))[1]) or "agrees"
+    dtypes = [x.dtype for x in args if x is not None]
+    return difference(got, want, lambda: both(nudged(args))[1], dtypes) or "agrees"
 
 
 def _is_data(x: Any) -> bool:
