@@ -68,10 +68,8 @@ def fold(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation on literals, as literals; as arrays, where nothing can be read."""
     with at_trace_time():
         results = list(map(jnp.asarray, compat.bind(eqn.primitive, operands, eqn.params)))
-        if any(
-            isinstance(x, jax.core.Tracer) for x in results
-        ):  # of a shard_map that is not compiled
-            return results
+        if any(isinstance(x, jax.core.Tracer) for x in results):
+            return results  # of a shard_map that is not compiled
         return [x.item() if x.weak_type else np.asarray(x) for x in results]
 
 

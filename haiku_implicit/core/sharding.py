@@ -85,8 +85,13 @@ def is_spec(x: Any) -> bool:
 
 def names_in(spec: PartitionSpec) -> list[str]:
     """The mesh axes that a spec splits by."""
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    return [name for entry in entries for name in entry if isinstance(name, str)]
+    return [name for entry in spec for name in names_in_entry(entry)]
+
+
+def names_in_entry(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that a spec splits one axis by."""
+    entries = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(name for name in entries if isinstance(name, str))
 
 
 def fitting(spec: Any, shape: Sequence[int], mesh: Any) -> PartitionSpec:

@@ -32,7 +32,7 @@ def warn_caller(message: str) -> None:
     )
 
 
-def shown(items: list[str], most: int = 5) -> str:
+def shown(items: list[str], most: int = 5, separator: str = ", ") -> str:
     """The first few of a list, and how many more there are."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
+    return separator.join(items[:most]) + more

@@ -6,7 +6,6 @@ import math
 import os
 import pathlib
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from haiku_implicit.adapters.dora import DoRA
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView, view_of
+from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.kinds import kind_of
 from haiku_implicit.files.loading import load
@@ -80,10 +80,9 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
         part = _PARTS.get(found["part"], found["part"])
         parts.setdefault(found["module"], {})[part] = tensor
         if found["part"] == "lora_embedding_A" and not config.get("ensure_weight_tying"):
-            warnings.warn(
+            warn_caller(
                 f"{file}: {found['module']}: PEFT adapts the look-up alone. Where the Haiku model also "
-                "multiplies by this parameter (tied embeddings), the adapter changes both",
-                stacklevel=2,
+                "multiplies by this parameter (tied embeddings), the adapter changes both"
             )
     if not parts:
         raise ValueError(f"{file}: there is no adapter in it")

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import tree_leaves_with_implicit, use_implicit_args
+from haiku_implicit.core.warn import shown, warn_caller
 from haiku_implicit.numerics import channel_scales, formats, options, scales
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
@@ -160,13 +160,11 @@ def _total(outputs: Any) -> jax.Array:
 
 def _warn_of_unseen(unseen: list[str], count: int) -> None:
     if unseen:
-        warnings.warn(
+        warn_caller(
             f"inputs of {len(unseen)} of {count} weights were not seen: the model does not use them as "
             "x @ w, w [n, m], in a differentiable way (tables that are looked up do not count; weights "
             "of more axes in an einsum do with matrix_axes=), or all inputs were zero: "
-            f"{', '.join(unseen[:10])}"
-            f"{', ...' if len(unseen) > 10 else ''}. Leave them out by targets=",
-            stacklevel=4,
+            f"{shown(unseen, most=10)}. Leave them out by targets="
         )
 
 

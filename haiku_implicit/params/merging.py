@@ -1,7 +1,6 @@
 """Merging: weights with adapters become weights without, and back."""
 
 import dataclasses
-import warnings
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees, vector_bank
 from haiku_implicit.params.adapter_parts import (
@@ -113,11 +113,10 @@ def _warn_of_untied(parameters: list[trees.Parameter]) -> None:
         other = next((p for p in others if _leaf_ids(p.value) != _leaf_ids(first.value)), None)
         if other is not None and has_adapter(first.value):
             has = "has another adapter" if has_adapter(other.value) else "has no adapter"
-            warnings.warn(
+            warn_caller(
                 f"{first.path}: this weight is the same array as {other.path}, which {has}: once "
                 "merged, they are two different arrays. If the model ties them, give both the same "
-                "adapter",
-                stacklevel=3,
+                "adapter"
             )
 
 

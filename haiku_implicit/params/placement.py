@@ -1,8 +1,7 @@
 """Where the parameters of a model lie on a mesh of devices, from what is known of the dense ones."""
 
 import re
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import is_implicit, known_struct
 from haiku_implicit.core.sharding import fitting, leaf_specs, names_in, num_parts, padded_spec
 from haiku_implicit.core.transform import tree_flatten_with_implicit
+from haiku_implicit.core.warn import shown, warn_caller
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params.selection import describe
 
@@ -60,13 +60,7 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
       (P('model', None), P(None, None), P())
       >>> placed = jax.device_put(params, found)
     """
-    _check_mesh(mesh)
-    paths, leaves, treedef = _flattened(params)
-    notes: list[str] = []
-    found = [
-        _placed(path, x, spec, mesh, notes)
-        for path, x, spec in zip(paths, leaves, _specs_of(paths, params, specs), strict=True)
-    ]
+    found, treedef, notes = _for_each(_placed, params, specs, mesh)
     _say(notes, ". haiku_implicit.place makes smaller groups of the same values")
     return treedef.unflatten(found)
 
@@ -103,24 +97,32 @@ def place(params: Any, specs: Specs, mesh: Any) -> Any:
       >>> placed['w'].codes.sharding.spec, placed['w'].group_size  # of 16 on four devices
       (P(None, 'model'), 32)
     """
-    _check_mesh(mesh)
-    paths, leaves, treedef = _flattened(params)
-    notes: list[str] = []
-    fitted = [
-        _fitted(path, x, spec, mesh, notes)
-        for path, x, spec in zip(paths, leaves, _specs_of(paths, params, specs), strict=True)
-    ]
-    _say(notes, "")
+    fitted, treedef, notes = _for_each(_fitted, params, specs, mesh)
+    _say(notes)
     new, places = (treedef.unflatten([pair[i] for pair in fitted]) for i in (0, 1))
     return jax.device_put(new, places)
 
 
-def _check_mesh(mesh: Any) -> None:
+def _for_each(
+    function: Callable[[str, Any, PartitionSpec, Any, list[str]], Any],
+    params: Any,
+    specs: Specs,
+    mesh: Any,
+) -> tuple[list[Any], Any, list[str]]:
+    """What a function says of each array and its spec, the structure of the tree, and its notes."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             f"mesh: expected a jax.sharding.Mesh, as jax.make_mesh((jax.device_count(),), ('model',)) "
             f"makes it, got {mesh!r}"
         )
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_implicit)
+    paths = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in pairs]
+    notes: list[str] = []
+    found = [
+        function(path, x, spec, mesh, notes)
+        for path, (_, x), spec in zip(paths, pairs, _specs_of(paths, params, specs), strict=True)
+    ]
+    return found, treedef, notes
 
 
 def _fitted(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str]) -> tuple[Any, Any]:
@@ -140,12 +142,6 @@ def _fitted(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str])
             )
             spec = PartitionSpec()
     return x, _placed(path, x, spec, mesh, notes)
-
-
-def _flattened(params: Any) -> tuple[list[str], list[Any], Any]:
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_implicit)
-    paths = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in pairs]
-    return paths, [x for _, x in pairs], treedef
 
 
 def _specs_of(paths: Sequence[str], params: Any, specs: Specs) -> list[PartitionSpec]:
@@ -279,8 +275,7 @@ def _quantized(x: Any) -> list[QuantizedMatrix]:
     return [z for y in vars(x).values() if is_implicit(y) for z in _quantized(y)]
 
 
-def _say(notes: Sequence[str], help: str) -> None:
+def _say(notes: list[str], help: str = "") -> None:
     """One warning of what is not as asked."""
     if notes:
-        more = f" (and {len(notes) - 3} more)" if len(notes) > 3 else ""
-        warnings.warn("; ".join(notes[:3]) + more + help, stacklevel=3)
+        warn_caller(shown(notes, most=3, separator="; ") + help)

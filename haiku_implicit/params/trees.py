@@ -330,5 +330,5 @@ def replace_by_rules(
             return make(parameter, next(left))
 
     new = replace_marked(params, marks, replaced, choice.matrix_axes)
-    warn_of_unused(rules, modules, stacklevel=3)
+    warn_of_unused(rules, modules)
     return new

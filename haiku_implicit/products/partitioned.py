@@ -30,7 +30,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.sharding import num_parts, padded_spec
+from haiku_implicit.core.sharding import names_in_entry, num_parts, padded_spec
 
 Names = tuple[str | None, ...]
 Pieces = tuple[tuple[str, int], ...]
@@ -256,7 +256,7 @@ def _suggested(
         for x, own in arrays:
             for name, entry in zip(own, padded_spec(_spec_of(x), len(own)), strict=True):
                 if name is not None:
-                    of_axis[name].add(axis in _names_in(entry))
+                    of_axis[name].add(axis in names_in_entry(entry))
         found[axis] = {name: has for name, has in of_axis.items() if True in has}
     agreed = [{True} in own.values() for own in found.values()]
     for chosen in itertools.product(*([*own, None] for own in found.values())):
@@ -277,7 +277,7 @@ def _moved(x: Any, spec: PartitionSpec, mesh: Any) -> float:
 def _moved_between(x: Any, old: Any, new: Any, mesh: Any) -> float:
     """The bytes that reach a device where an array is to lie otherwise; none for a part of its own."""
     pairs = zip(*(padded_spec(s, len(x.shape)) for s in (old, new)), strict=True)
-    has_it = all(_names_in(b)[: len(_names_in(a))] == _names_in(a) for a, b in pairs)
+    has_it = all(names_in_entry(b)[: len(names_in_entry(a))] == names_in_entry(a) for a, b in pairs)
     return 0 if has_it else _local_bytes(x, new, mesh)
 
 
@@ -287,10 +287,6 @@ def _local_bytes(x: Any, spec: PartitionSpec, mesh: Any) -> float:
 
 def _spec_of(x: Any) -> Any:
     return getattr(x.sharding, "spec", ())
-
-
-def _names_in(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _spec(names: Names, split: Mapping[str, Any]) -> PartitionSpec:

@@ -2,11 +2,11 @@
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from haiku_implicit.core.serialization import static_values
+from haiku_implicit.core.warn import shown, warn_caller
 from haiku_implicit.numerics import calibration, formats, options, ranges
 from haiku_implicit.products import product_config
 from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig
@@ -299,19 +299,16 @@ def unused_rules(rules: Sequence[QuantRule], module_paths: Iterable[str]) -> lis
     return [rule for rule in rules if id(rule) not in used]
 
 
-def warn_of_unused(
-    rules: Sequence[QuantRule], module_paths: Iterable[str], stacklevel: int
-) -> None:
+def warn_of_unused(rules: Sequence[QuantRule], module_paths: Iterable[str]) -> None:
     """Warns of rules that decide for nothing, by their patterns and what there is to match."""
     paths = sorted(set(module_paths))
     unused = [f"{rule.module_path!r} (rules[{list(rules).index(rule)}])"
               for rule in unused_rules(rules, paths)]  # fmt: skip
     if unused:
-        warnings.warn(
+        warn_caller(
             f"rules: no module is left for {', '.join(unused)}: the pattern has to match the whole of "
             f"a module's name, and the first rule that does decides. Modules with weights: "
-            f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}",
-            stacklevel=stacklevel + 1,
+            f"{shown(paths, most=10)}"
         )
 
 

@@ -146,8 +146,8 @@ def quantized_ragged_dot(
     leaves, treedef = jax.tree.flatten(q)
     fun = _StoredProduct(numbers, tuple(kept.items()), treedef)
     names = numbers.names_of_matrices()
-    of_leaves = names_of_leaves(q, names)
-    if of_leaves is None or not is_wanted(x, q, group_sizes):
+    of_leaves = names_of_leaves(q, names) if is_wanted(x, q, group_sizes) else None
+    if of_leaves is None:
         return _run(fun, x, *leaves, group_sizes)
     # Activations that are rounded by rows are so by whole rows.
     pieces = (*pieces_of(q, names), *([] if q.activation is None else [("inputs", 1)]))
