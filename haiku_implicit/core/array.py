@@ -547,12 +547,12 @@ def dense_struct(x: Any) -> Any:
     # without leaves is where `jnp.zeros` would be.
     explicit = any(compat.explicit_sharding(y) is not None for y in leaves)
     explicit = explicit or (not leaves and compat.in_explicit_mesh())
-    sharding = compat.explicit_sharding(_materialized_struct(x)) if explicit else None
+    sharding = compat.explicit_sharding(materialized_struct(x)) if explicit else None
     return compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves, sharding=sharding)
 
 
-def _materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
-    """What `materialize` returns."""
+def materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
+    """What `materialize` returns, without doing it: of one level, with dense arrays in it."""
     leaves, treedef = flatten_one_level(x)
 
     def dense(leaves: list[Any]) -> jax.Array:
@@ -570,7 +570,7 @@ def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
     dtype = cls.default_dtype if dtype is None else dtype
     if shape is None or dtype is None:
         try:
-            out = _materialized_struct(x)
+            out = materialized_struct(x)
         except RecursionError:
             missing = "shape" if shape is None else "dtype"
             raise TypeError(

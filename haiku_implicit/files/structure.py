@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Union
@@ -11,7 +12,14 @@ import jax
 import numpy as np
 
 from haiku_implicit.core import serialization
-from haiku_implicit.core.array import ImplicitArray, is_implicit, known_struct
+from haiku_implicit.core.array import (
+    ImplicitArray,
+    flatten_one_level,
+    is_implicit,
+    known_struct,
+    materialized_struct,
+    short,
+)
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import METADATA, CheckpointError, is_shape
 from haiku_implicit.files.parts import Part, parts_from_json, parts_to_json
@@ -385,6 +393,8 @@ def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: st
     made = node.build(_decoded(node, keys, static, where), items)
     if dense:
         _check_dense(made, dense, where)
+    if is_implicit(made) and known_struct(made) is not None:
+        _check_parts(made, where)
     return made
 
 
@@ -402,6 +412,32 @@ def _check_dense(made: Any, dense: tuple[str, tuple[int, ...]], where: str) -> N
             f"{where}: its arrays make a {type(made).__name__} of {found[0]}{list(found[1])}, where "
             f"the file says {dense[0]}{list(dense[1])}"
         )
+
+
+def _check_parts(made: ImplicitArray, where: str) -> None:
+    """Whether the arrays fit together: `materialize` can be traced, and gives the shape and dtype."""
+    try:
+        leaves, treedef = flatten_one_level(made)
+        kinds = tuple(_kind_of(y) for y in leaves)
+        found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64))
+        if found != (tuple(made.shape), made.dtype):
+            raise ValueError(f"they make {found[1]}{list(found[0])}, not {short(made)}")
+    except Exception as e:  # whatever JAX or the type says about arrays that do not fit
+        raise CheckpointError(
+            f"{where}: its arrays do not make a {type(made).__name__} ({e})"
+        ) from None
+
+
+def _kind_of(y: Any) -> Any:
+    return (y.shape, y.dtype) if hasattr(y, "dtype") else None
+
+
+@functools.lru_cache(maxsize=1000)
+def _traced(treedef: Any, kinds: tuple[Any, ...], widest: Any) -> tuple[tuple[int, ...], Any]:
+    """What a type makes of arrays like these. Most layers of a model have the same."""
+    leaves = [None if kind is None else jax.ShapeDtypeStruct(*kind) for kind in kinds]
+    struct = materialized_struct(jax.tree_util.tree_unflatten(treedef, leaves))
+    return tuple(struct.shape), struct.dtype
 
 
 def _canonical(name: str) -> str:
