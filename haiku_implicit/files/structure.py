@@ -140,6 +140,8 @@ def _describe(x: Any, path: str, arrays: dict[str, Any]) -> Structure:
     if kind := _KINDS.get(type(x)):
         items = x.items() if isinstance(x, Mapping) else enumerate(x)
         keys, values = zip(*items, strict=True) if len(x) else ((), ())
+        if kind == "dict":
+            _check_sortable(keys, path)
         for key in keys:
             with _naming(joined(path, key)):
                 serialization.encode(key)
@@ -152,6 +154,16 @@ def _describe(x: Any, path: str, arrays: dict[str, Any]) -> Structure:
     if node is None:
         return _describe_value(x, path)
     return _describe_object(x, node, path, arrays)
+
+
+def _check_sortable(keys: tuple[Any, ...], where: str) -> None:
+    """JAX sorts the keys of a dict."""
+    try:
+        sorted(keys)
+    except TypeError as e:
+        raise CheckpointError(
+            f"{where or 'the tree'}: a dict whose keys JAX can't sort ({e}). Make them all texts"
+        ) from None
 
 
 def _describe_array(x: Any, path: str, arrays: dict[str, Any]) -> Leaf:
@@ -279,6 +291,8 @@ def from_json(data: Any, path: str = "") -> Structure:
         keys: tuple[Any, ...] = tuple(range(len(items)))
     else:
         keys = _keys(data.get("keys"), len(items), where)
+    if kind == "dict":
+        _check_sortable(keys, where)
     node = None if kind in _CONTAINERS else _known(kind, where)
     static, dense = data.get("static"), data.get("dense")
     if node is not None:

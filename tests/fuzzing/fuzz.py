@@ -80,7 +80,7 @@ def run(loader: loaders.Loader, folder: str, thorough: bool = True) -> Outcome:
     memory, growth = tracemalloc.get_traced_memory()[1], _most_memory() - before
     tracemalloc.stop()
     wrong = _wrong_error(error, folder) if error is not None else _wrong_tree(tree, thorough)
-    if strange := [w for w in said if not issubclass(w.category, UserWarning)]:
+    if strange := [w for w in said if not _is_expected(w)]:
         wrong = wrong or f"a warning: {strange[0].category.__name__}: {strange[0].message}"
     if memory > CONSTANT + MULTIPLE * size:
         wrong = wrong or f"{memory:,} bytes of memory for {size:,} bytes of files"
@@ -118,6 +118,12 @@ def _wrong_error(error: BaseException, folder: str) -> str | None:
     return None
 
 
+def _is_expected(warning: warnings.WarningMessage) -> bool:
+    """Whether a warning is this library's own, or Python's about texts in old pickles."""
+    own = issubclass(warning.category, UserWarning)
+    return own or "invalid escape sequence" in str(warning.message)
+
+
 def _wrong_tree(tree: Any, thorough: bool) -> str | None:
     try:
         loaders.check(tree, thorough)
@@ -128,6 +134,8 @@ def _wrong_tree(tree: Any, thorough: bool) -> str | None:
 
 def _line_of(error: BaseException | None) -> str:
     """The last line of this library that an error came through."""
+    while error is not None and (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     own = [f for f in frames if "/haiku_implicit/" in f.filename]
     name = own[-1].filename.rpartition("/haiku_implicit/")[2] if own else ""
