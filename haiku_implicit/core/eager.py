@@ -148,9 +148,10 @@ class _ProgramCache:
         traced = entry.jitted.trace(values)
         if len(entry.programs) > _MAX_ENTRIES:
             entry.programs.clear()
-        if traced.jaxpr not in entry.programs:
-            entry.programs[traced.jaxpr] = _program_of(traced)
-        return entry.programs[traced.jaxpr]
+        program = entry.programs.get(traced.jaxpr)
+        if program is None:
+            program = entry.programs[traced.jaxpr] = _program_of(traced)
+        return program
 
     def _jit(self, static: Static) -> Any:
         def run(values: list[Any]) -> Any:

@@ -68,7 +68,7 @@ def _read_npz(path: str) -> dict[str, dict[str, Any]]:
 
 
 def _check_members(path: str, file: zipfile.ZipFile) -> None:
-    """The files in an archive do not overlap: so no more comes out than its bytes can be made to hold."""
+    """The files in an archive do not overlap: so that what comes out is bounded by its size."""
     compressed = sum(member.compress_size for member in file.infolist())
     if compressed > (size := os.path.getsize(path)):
         raise CheckpointError(
@@ -247,7 +247,7 @@ class _Room:
     def take(self, size: int) -> None:
         self.left -= size
         if self.left < 0:
-            raise CheckpointError("it has the same objects in it so often that they need much more room")
+            raise CheckpointError("the same objects are in it so often that it needs much more room")
 
 
 def _finished(x: Any, room: _Room) -> Any:

@@ -404,51 +404,34 @@ def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: st
         return _CONTAINERS[kind](dict(zip(keys, items, strict=True)))
     where = f"{file}: {path or 'the tree'}"
     node = _known(kind, where)
-    made = node.build(_decoded(node, keys, static, where), items)
-    if dense:
-        _check_dense(made, dense, where)
-    if is_implicit(made) and known_struct(made) is not None:
-        _check_parts(made, where)
+    values = _decoded(node, keys, static, where)
+    try:
+        made = node.build(values, items)
+        _check_made(made, dense)
+    except Exception as e:  # whatever JAX or the type says about arrays that do not fit
+        raise CheckpointError(
+            f"{where}: its arrays do not make a {node.kind.__name__}: {e or type(e).__name__}"
+        ) from None
     return made
 
 
-def _check_dense(made: Any, dense: tuple[str, tuple[int, ...]], where: str) -> None:
-    """Whether the arrays give an implicit array the shape and dtype that it was saved with."""
-    try:
-        found = made.dtype.name, tuple(made.shape)
-        same = found[1] == dense[1] and found[0] == _canonical(dense[0])
-    except Exception as e:  # whatever the type says about arrays that do not fit
-        raise CheckpointError(
-            f"{where}: its arrays do not make a {type(made).__name__} ({e})"
-        ) from None
-    if not same:
-        raise CheckpointError(
-            f"{where}: its arrays make a {type(made).__name__} of {found[0]}{list(found[1])}, where "
-            f"the file says {dense[0]}{list(dense[1])}"
-        )
-
-
-def _check_parts(made: ImplicitArray, where: str) -> None:
-    """Whether the arrays fit together: `materialize` can be traced, and gives the shape and dtype."""
-    try:
-        leaves, treedef = flatten_one_level(made)
-        kinds = tuple(_kind_of(y) for y in leaves)
-        found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64))
-        if found != (tuple(made.shape), made.dtype):
-            raise ValueError(f"they make {found[1]}{list(found[0])}, not {short(made)}")
-    except Exception as e:  # whatever JAX or the type says about arrays that do not fit
-        raise CheckpointError(
-            f"{where}: its arrays do not make a {type(made).__name__} ({e})"
-        ) from None
-
-
-def _kind_of(y: Any) -> Any:
-    return (y.shape, y.dtype) if hasattr(y, "dtype") else None
+def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None) -> None:
+    """Whether arrays give an implicit array the shape and dtype that it was saved with, and fit together."""
+    if dense and (made.dtype.name, tuple(made.shape)) != (_canonical(dense[0]), dense[1]):
+        raise ValueError(f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}")
+    if not is_implicit(made) or known_struct(made) is None:  # a part, as an adapter without its base
+        return
+    leaves, treedef = flatten_one_level(made)
+    kinds = tuple((y.shape, y.dtype) if hasattr(y, "dtype") else None for y in leaves)
+    found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64))
+    if found != (tuple(made.shape), made.dtype):
+        raise ValueError(f"they make {found[1]}{list(found[0])}, not {short(made)}")
 
 
 @functools.lru_cache(maxsize=1000)
 def _traced(treedef: Any, kinds: tuple[Any, ...], widest: Any) -> tuple[tuple[int, ...], Any]:
-    """What a type makes of arrays like these. Most layers of a model have the same."""
+    """What `materialize` makes of arrays like these. Most layers of a model have the same."""
+    del widest  # only part of the cache's key: whether there are 64 bits
     leaves = [None if kind is None else jax.ShapeDtypeStruct(*kind) for kind in kinds]
     struct = materialized_struct(jax.tree_util.tree_unflatten(treedef, leaves))
     return tuple(struct.shape), struct.dtype

@@ -18,7 +18,7 @@ _ALIGNMENT = "general.alignment"
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 8
 # Lists within lists, and entries of all lists. (The package `gguf` makes an object of some 600 bytes of
-# each; the largest vocabularies have a quarter of a million tokens, each with a text, a score and a type.)
+# each. The largest vocabularies have a quarter of a million tokens, with a text, a score and a type.)
 _DEEPEST, _MOST_ENTRIES = 8, 4_000_000
 
 
@@ -66,8 +66,10 @@ def table_of(path: str, gguf: Any) -> list[Row] | None:
         try:
             return _table(read, gguf)
         except _Ended:
-            where = f"it ends at byte {len(data):,}, before {read.within} is complete"
-            raise CheckpointError(f"{path}: truncated or damaged GGUF file: {where}. Copy it again") from None
+            raise CheckpointError(
+                f"{path}: truncated or damaged GGUF file: it ends at byte {len(data):,}, before "
+                f"{read.within} is complete. Copy it again"
+            ) from None
         except _Damaged as e:
             raise CheckpointError(f"{path}: truncated or damaged GGUF file: {e}") from None
 

@@ -83,7 +83,8 @@ def _settings(
 
 def _wrong(tensors: Tensors, key: str, expected: str, found: Any) -> CheckpointError:
     return CheckpointError(
-        f"{tensors.where}: {CONFIG}: quantization_config: {key}: expected {expected}, got {brief(found)}"
+        f"{tensors.where}: {CONFIG}: quantization_config: {key}: expected {expected}, got "
+        f"{brief(found)}"
     )
 
 

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
                 worst = max(worst, outcome, key=lambda x: x.seconds)
                 most = max(most, outcome, key=lambda x: x.memory)
                 growth = max(growth, outcome, key=lambda x: x.growth)
-                if outcome.wrong and (key := (outcome.where, outcome.wrong[:60])) not in wrong:
+                if outcome.wrong and (key := (outcome.where, outcome.wrong[:15])) not in wrong:
                     wrong[key] = outcome
                     kept = _kept(keep / str(len(wrong)), files)
                     print(f"{kept}: {outcome.wrong[:600]} ({outcome.where})\n", flush=True)
