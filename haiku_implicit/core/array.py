@@ -471,8 +471,17 @@ class Carried:
     def __init__(self, value: Any):
         self.value = value
 
+    def __eq__(self, other: object) -> bool:
+        if self is other or not (isinstance(other, Carried) and type(self.value) is tuple):
+            return self is other
+        return type(other.value) is tuple and self.value == other.value
 
-# Its static value is the object itself, compared by identity, since the value may be anything.
+    def __hash__(self) -> int:
+        return hash(self.value) if type(self.value) is tuple else object.__hash__(self)
+
+
+# Its static value is the object itself. JAX keeps structures in caches, where events that are equal,
+# mostly none, take no more room. Anything but a tuple (of events) is compared by identity.
 jax.tree_util.register_pytree_node(Carried, lambda x: ((), x), lambda x, _: x)
 
 

@@ -157,8 +157,8 @@ class _ProgramCache:
         def run(values: list[Any]) -> Any:
             with events.recording() as log, self.watch() as facts:
                 out = self.call(static, values)
-            out = tree_map_with_implicit(lambda x: x if is_value(x) else Carried(x), out)
-            return out, Carried((log, facts))
+            out = tree_map_with_implicit(lambda x: x if is_value(x) else Carried([x]), out)
+            return out, Carried([log, facts])
 
         return jax.jit(run)
 
@@ -167,7 +167,7 @@ def _program_of(traced: Any) -> _Program:
     out, about = traced.out_info
     log, facts = about.value
     places, treedef = containers.flatten(out, is_leaf=lambda x: isinstance(x, Carried))
-    leaves = tuple((x.value,) if isinstance(x, Carried) else None for x in places)
+    leaves = tuple(tuple(x.value) if isinstance(x, Carried) else None for x in places)
     takes = len(traced.jaxpr.jaxpr.invars)
     return _Program(jaxpr_as_fun(traced.jaxpr), takes, Static(treedef, leaves), log, facts)
 

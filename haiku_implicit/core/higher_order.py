@@ -236,7 +236,7 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
         new_body = _retrace(body, [*body_consts, *carry], meet)
     dense_bool = structure.Coerce([jax.ShapeDtypeStruct(batch, np.bool_)], "while", _CONDITION)
     new_cond = _retrace(cond, [*cond_consts, *carry], dense_bool)
-    events.replay(new_cond.events + new_body.events)
+    events.replay([*new_cond.events, *new_body.events])
 
     cond_leaves = _leaves(cond.consts, cond_consts)
     body_leaves = _leaves(body.consts, body_consts)

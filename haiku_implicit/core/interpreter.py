@@ -170,7 +170,7 @@ def _jitted_rule(rule: dispatch.Rule, primitive: compat.Primitive) -> Any:
         params, literals, _ = about
         with events.recording() as log:
             out = _run_rule(rule, primitive, with_literals(literals, operands), dict(params))
-        return None if out is NotImplemented else out, Carried(log)
+        return None if out is NotImplemented else out, Carried(tuple(log))
 
     fun.__name__ = fun.__qualname__ = getattr(rule, "__name__", "rule")
     return jax.jit(fun, static_argnums=0, inline=compat.INLINE)

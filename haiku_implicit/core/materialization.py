@@ -14,7 +14,7 @@ import re
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import haiku as hk
@@ -244,7 +244,7 @@ def emit(event: Materialization) -> None:
     _warn_once(event)
 
 
-def replay(events: list[Materialization], of_library: bool = False) -> None:
+def replay(events: Sequence[Materialization], of_library: bool = False) -> None:
     """Emits the events that were recorded when the current equation's sub-jaxpr was retraced.
 
     Args:

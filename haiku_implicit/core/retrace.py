@@ -33,7 +33,7 @@ class Retraced(NamedTuple):
     jaxpr: ClosedJaxpr
     fun: Callable[..., list[Any]]
     out: list[Any]
-    events: list[events.Materialization]
+    events: Sequence[events.Materialization]
 
     def rebuild(self, leaves: Sequence[Any]) -> list[Any]:
         """The results, from their leaves."""
@@ -86,7 +86,7 @@ def _interpreter_of(
         with events.recording() as log:
             out = interpret(_there(own), consts, known)
             out = out if transform is None else transform(out)
-        return out, Carried(log)
+        return out, Carried(tuple(log))
 
     return run
 
