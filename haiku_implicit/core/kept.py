@@ -29,6 +29,6 @@ def kept(jaxpr: Jaxpr, key: Hashable, make: Callable[[], T]) -> T:
             _kept.clear()
         own = _kept[jaxpr] = {}
     if key in own:
-        return own[key]  # type: ignore[no-any-return]
+        return own[key]
     found = own[key] = make()  # two threads may both do this, and each has a result that is right
     return found

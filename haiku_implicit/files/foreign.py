@@ -234,7 +234,8 @@ def _read_pickle(path: str) -> Any:
 def _check_operations(data: bytes) -> None:
     """Whether all lengths in a pickle fit into it: Python's unpickler allocates before it looks."""
     for operation, argument, _ in pickletools.genops(data):
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument >= len(data):
+        places = operation.name in ("PUT", "BINPUT", "LONG_BINPUT")
+        if places and argument is not None and argument >= len(data):
             raise CheckpointError(f"it numbers an object {argument}, in {len(data)} bytes")
 
 
@@ -247,7 +248,9 @@ class _Room:
     def take(self, size: int) -> None:
         self.left -= size
         if self.left < 0:
-            raise CheckpointError("the same objects are in it so often that it needs much more room")
+            raise CheckpointError(
+                "the same objects are in it so often that it needs much more room"
+            )
 
 
 def _finished(x: Any, room: _Room) -> Any:

@@ -416,10 +416,12 @@ def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: st
 
 
 def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None) -> None:
-    """Whether arrays give an implicit array the shape and dtype that it was saved with, and fit together."""
+    """Whether arrays fit together, and give an implicit array the shape and dtype of the file."""
     if dense and (made.dtype.name, tuple(made.shape)) != (_canonical(dense[0]), dense[1]):
         raise ValueError(f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}")
-    if not is_implicit(made) or known_struct(made) is None:  # a part, as an adapter without its base
+    if (
+        not is_implicit(made) or known_struct(made) is None
+    ):  # a part, as an adapter without its base
         return
     leaves, treedef = flatten_one_level(made)
     kinds = tuple((y.shape, y.dtype) if hasattr(y, "dtype") else None for y in leaves)

@@ -135,7 +135,9 @@ def _check_places(rows: list[Row], size: int) -> None:
     end = 0
     for row in sorted(rows, key=lambda row: (row.start, row.stop)):
         if row.start < end:
-            raise _Damaged(f"the tensor {brief(row.name)} begins at byte {row.start:,}, within another")
+            raise _Damaged(
+                f"the tensor {brief(row.name)} begins at byte {row.start:,}, within another"
+            )
         end = row.stop
         if end > size:
             raise _Damaged(

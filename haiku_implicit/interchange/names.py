@@ -162,7 +162,9 @@ def _place_in_json(pattern: str, place: Any) -> str | Place | None:
         )
     for key in ("axes", "shape"):
         if place.get(key) is not None and not is_shape(place[key]):
-            raise ValueError(f"{pattern!r}: {key}: expected a list of numbers, got {brief(place[key])}")
+            raise ValueError(
+                f"{pattern!r}: {key}: expected a list of numbers, got {brief(place[key])}"
+            )
     return Place(
         place["path"], *(place.get(key) and tuple(place[key]) for key in ("axes", "shape"))
     )

@@ -192,7 +192,9 @@ def _config_of(path: pathlib.Path) -> dict[str, Any]:
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias: {brief(config['bias'])} is not read; 'none' is")
     if config.get("modules_to_save"):
-        raise ValueError(f"{path}: modules_to_save: {brief(config['modules_to_save'])} are not read")
+        raise ValueError(
+            f"{path}: modules_to_save: {brief(config['modules_to_save'])} are not read"
+        )
     return config
 
 
@@ -203,9 +205,7 @@ def _is_number(x: Any) -> bool:
 
 def _check_pattern(where: str, pattern: str, number: Any) -> None:
     if not _is_number(number):
-        raise CheckpointError(
-            f"{where}: {brief(pattern)}: expected a number, got {brief(number)}"
-        )
+        raise CheckpointError(f"{where}: {brief(pattern)}: expected a number, got {brief(number)}")
     try:
         re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, RecursionError, OverflowError) as e:

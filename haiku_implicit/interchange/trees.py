@@ -167,7 +167,8 @@ def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
     """The parameter that a tensor is."""
     stored, place, shape = placed
     try:
-        value = stored.read(dense)
+        with np.errstate(all="ignore"):  # infinite scales and NaN are what the file has
+            value = stored.read(dense)
         axes = place.axes_for(len(stored.shape))
         if isinstance(value, QuantizedMatrix) and not dense:
             new: Any = _as_placed(value, place, axes, shape, dtype)

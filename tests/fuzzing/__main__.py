@@ -21,7 +21,9 @@ _LOADER = flags.DEFINE_enum("loader", None, list(loaders.LOADERS), "What reads t
 _SECONDS = flags.DEFINE_float("seconds", 600, "For how long.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of what is drawn.", lower_bound=0)
 _KEEP = flags.DEFINE_string("keep", None, "A folder for files that are not read well.")
-_REPLAY = flags.DEFINE_string("replay", None, "A folder that such a run kept: it is read once more.")
+_REPLAY = flags.DEFINE_string(
+    "replay", None, "A folder that such a run kept: it is read once more."
+)
 flags.mark_flag_as_required("loader")
 
 

@@ -105,7 +105,9 @@ def _argument(draw: Any, depth: int = 0) -> Any:
             lambda: 1.5,
             lambda: draw.choice(("latin1", "f4", "<", ">", "b", "C", "F", "x", "O", "V8", "M8[s]")),
             lambda: draw.choice((b"", b"b", bytes(16), bytearray(8))),
-            lambda: tuple(draw.choice((0, 1, 2, 4, -1, 2**40, 2**62)) for _ in range(draw.randrange(4))),
+            lambda: tuple(
+                draw.choice((0, 1, 2, 4, -1, 2**40, 2**62)) for _ in range(draw.randrange(4))
+            ),
             lambda: np.dtype(draw.choice(("f4", "i1", "b1", "c16", "V4", "O", "U2", "M8[s]"))),
             lambda: np.ndarray,
             lambda: {"a": np.ones(2)},
@@ -134,7 +136,11 @@ def _call(draw: Any, depth: int = 0) -> Any:
             (functions[0], (np.ndarray, (0,), b"b"), argument()),
             (functions[1], (bytes(24), np.dtype("f4"), argument(), draw.choice("CFX"))),
             (functions[1], (argument(), np.dtype("f4"), (2, 3), "C")),
-            (np.dtype, ("f4", False, True), tuple(argument() for _ in range(draw.choice((7, 8, 9))))),
+            (
+                np.dtype,
+                ("f4", False, True),
+                tuple(argument() for _ in range(draw.choice((7, 8, 9)))),
+            ),
             (functions[3], (np.dtype("f4"), argument())),
         )
     )

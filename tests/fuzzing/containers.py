@@ -157,9 +157,15 @@ def _retyped(rows: dict[str, Any], payload: bytes, draw: Any) -> tuple[dict[str,
             tensors[key][1] = draw.choice(([], [0], [1], [*shape[::-1]], [*shape, 1], [2, *shape]))
         elif kind == 4:
             i = draw.randrange(len(shape)) if shape else 0
-            tensors[key][1] = [*shape[:i], draw.choice((0, 1, 2, 3, 5, 8, 64, 100)), *shape[i + 1 :]]
+            tensors[key][1] = [
+                *shape[:i],
+                draw.choice((0, 1, 2, 3, 5, 8, 64, 100)),
+                *shape[i + 1 :],
+            ]
         elif kind == 5:
-            tensors[key][2] = draw.choice((b"\xff", b"\0", b"\x80\x7f", b"{}", b'{"shape":[1,1]}  '))
+            tensors[key][2] = draw.choice(
+                (b"\xff", b"\0", b"\x80\x7f", b"{}", b'{"shape":[1,1]}  ')
+            )
         else:
             data = mutations.of_json_file(data, draw) if data[:1] in (b"{", b"[") else data[::-1]
             tensors[key] = [dtype, [len(data)] if dtype == "U8" else shape, data]

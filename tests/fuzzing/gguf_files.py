@@ -122,7 +122,9 @@ def _change_table(header: Header, draw: Any) -> None:
     if kind == 0:
         tensor[0] = draw.choice((b"", b"\xff", header.tensors[0][0], b"other", b"x" * 300))
     elif kind == 1:
-        tensor[1] = [draw.choice((*mutations.NUMBERS, *tensor[1])) for _ in range(draw.randrange(7))]
+        tensor[1] = [
+            draw.choice((*mutations.NUMBERS, *tensor[1])) for _ in range(draw.randrange(7))
+        ]
     elif kind == 2:
         axis = draw.randrange(len(tensor[1]) or 1)
         tensor[1][axis : axis + 1] = [draw.choice((0, 1, 31, 32, 64, 256, 2**32, 2**63))]

@@ -92,7 +92,16 @@ def _written(write: Callable[[pathlib.Path], None]) -> Files:
 def _small_tree() -> Any:
     state = hk.data_structures.to_immutable_dict({"count": jnp.int32(3)})
     weights = {"w": CASES["lora of int4"](), "b": np.ones(4, jnp.bfloat16), "on": np.array([True])}
-    more = (5, None, [jnp.ones(0), jnp.asarray(2.0)], jax.random.key(3), state, "text", 1 + 2j, b"b")
+    more = (
+        5,
+        None,
+        [jnp.ones(0), jnp.asarray(2.0)],
+        jax.random.key(3),
+        state,
+        "text",
+        1 + 2j,
+        b"b",
+    )
     step = Registered(3, {"w": np.arange(4.0)})
     return {"mlp/~/linear": weights, "more": more, "step": step, "dtype": np.dtype("int8")}
 
@@ -156,7 +165,10 @@ class _Never:
 
 def _pickles() -> list[Files]:
     tree = {
-        "mlp/~/linear": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.int8)},
+        "mlp/~/linear": {
+            "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+            "b": np.ones(3, np.int8),
+        },
         "norm": {"scale": np.ones(2, jnp.bfloat16), "big": np.arange(3, dtype=">i4")},
         "more": [(1, None), True, "text", np.float32(2.5), np.asfortranarray(np.ones((2, 2)))],
     }
@@ -192,7 +204,9 @@ def _gguf() -> list[Files]:
 
 def _config(**quantization: Any) -> bytes:
     config = {"model_type": "test"}
-    return json.dumps(config | {"quantization_config": quantization} if quantization else config).encode()
+    return json.dumps(
+        config | {"quantization_config": quantization} if quantization else config
+    ).encode()
 
 
 def _hugging_face() -> list[Files]:
@@ -213,7 +227,9 @@ def _hugging_face() -> list[Files]:
     ]
     with np.load(DATA / "bitsandbytes.npz") as goldens:
         for case in ("nf4", "nf4 double", "fp4 double", "int8"):
-            own = {k.removeprefix(f"{case}/"): goldens[k] for k in goldens if k.startswith(f"{case}/")}
+            own = {
+                k.removeprefix(f"{case}/"): goldens[k] for k in goldens if k.startswith(f"{case}/")
+            }
             tensors = {f"up.{k}": x for k, x in own.items()}
             config = _config(quant_method="bitsandbytes", load_in_4bit=True)
             found.append({"model.safetensors": file(tensors), "config.json": config})
@@ -233,7 +249,13 @@ def _hugging_face() -> list[Files]:
 
 
 def _peft() -> list[Files]:
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "rank_pattern": {"b.*": 2}}
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 6,
+        "bias": "none",
+        "rank_pattern": {"b.*": 2},
+    }
     config |= {"alpha_pattern": {"layers.0": 1}, "use_rslora": False}
     found = []
     for kinds in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
