@@ -5,8 +5,6 @@ python -m tests.retraces --count=10000 --ways=functions --nodense
 """
 
 import multiprocessing
-from typing import Any
-
 from absl import app, flags
 from tqdm import tqdm
 
@@ -27,7 +25,9 @@ def main(argv: list[str]) -> None:
     for way in _WAYS.value:
         for dense in (True, False) if _DENSE.value else (False,):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(dense, way, _COUNT.value, points, sender))
+            process = context.Process(
+                target=count.work, args=(dense, way, _COUNT.value, points, sender)
+            )
             process.start()
             sender.close()
             kind = "dense" if dense else "implicit"
@@ -43,15 +43,6 @@ def main(argv: list[str]) -> None:
 def _row(alive: count.Alive) -> str:
     counts = f"{alive.objects:,} | {alive.jaxprs:,} | {alive.everything:,}"
     return f"{counts} | {alive.resident / 1e6:,.1f} MB"
-
-
-def _work(dense: bool, way: str, total: int, points: list[int], pipe: Any) -> None:
-    """In a process of its own: sends what is alive at some points."""
-    retraces = count.Retraces(dense, way)
-    for done in range(1, total + 1):
-        retraces.step()
-        if done in points or done % 10 == 0:
-            pipe.send((done, count.alive() if done in points else None))
 
 
 if __name__ == "__main__":

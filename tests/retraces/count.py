@@ -15,6 +15,8 @@ from jax.extend.core import Jaxpr
 import haiku_implicit as hki
 
 WIDTH, ROWS = 8, 4
+# One of so many traces is of a gradient.
+GRADIENTS_EVERY = 10
 # After so many traces of new shapes a program would clear JAX's caches.
 CLEAR_EVERY = 100
 
@@ -40,7 +42,7 @@ def _params() -> Any:
 
 
 class Retraces:
-    """Traces the gradient of a loss many times.
+    """Traces a loss, and sometimes its gradient, many times.
 
     Args:
       dense: whether parameters are dense, and nothing of this library is in between.
@@ -63,7 +65,9 @@ class Retraces:
         rows = ROWS if self.way == "functions" else ROWS + self.done
         grad = jax.value_and_grad if self.dense else hki.value_and_grad
         x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
-        jax.jit(grad(lambda params, x: apply(params, x).sum())).trace(self.params, x)
+        loss = lambda params, x: apply(params, x).sum()  # noqa: E731
+        # (A gradient takes three times as long to trace.)
+        jax.jit(loss if self.done % GRADIENTS_EVERY else grad(loss)).trace(self.params, x)
         self.done += 1
         if self.way == "shapes" and self.done % CLEAR_EVERY == 0:
             jax.clear_caches()
@@ -107,3 +111,12 @@ def kind_of(x: Any) -> str:
     if not isinstance(module, str) or module.partition(".")[0] != "haiku_implicit":
         return ""
     return f"{module}.{x.__qualname__ if function else type(x).__qualname__}"
+
+
+def work(dense: bool, way: str, total: int, points: list[int], pipe: Any) -> None:
+    """In a process of its own: sends how many traces were made, and at some points what is alive."""
+    retraces = Retraces(dense, way)
+    for done in range(1, total + 1):
+        retraces.step()
+        if done in points or done % 10 == 0:
+            pipe.send((done, alive() if done in points else None))

@@ -18,8 +18,9 @@ from tests.retraces import count
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "traces"), [("functions", 6), ("shapes", 3)])
-def test_no_object_is_left(way, traces):
+@pytest.mark.parametrize(("way", "traces"), [("functions", 12), ("shapes", 3)])
+def test_no_object_is_left(way, traces, monkeypatch):
+    monkeypatch.setattr(count, "GRADIENTS_EVERY", 1)
     retraces = count.Retraces(dense=False, way=way)
 
     def left():
