@@ -5,6 +5,7 @@ python -m tests.retraces --count=10000 --ways=functions --nodense
 """
 
 import multiprocessing
+
 from absl import app, flags
 from tqdm import tqdm
 
@@ -32,11 +33,12 @@ def main(argv: list[str]) -> None:
             sender.close()
             kind = "dense" if dense else "implicit"
             with tqdm(total=_COUNT.value, disable=None, desc=f"{way}, {kind}") as bar:
-                while bar.n < bar.total:
-                    done, alive = receiver.recv()
+                done = 0
+                while done < _COUNT.value:
+                    before, (done, alive) = done, receiver.recv()
                     if alive:
                         print(f"| {way} | {kind} | {done:,} | {_row(alive)} |", flush=True)
-                    bar.update(done - bar.n)
+                    bar.update(done - before)
             process.join()
 
 
