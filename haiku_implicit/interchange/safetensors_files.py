@@ -126,7 +126,8 @@ def _files_of(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
         raise CheckpointError(f"{folder / INDEX}: weight_map: missing")
     files: dict[pathlib.Path, set[str]] = {}
     for name, file in listed.items():
-        if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+        plain = isinstance(file, str) and file.isprintable()
+        if not plain or pathlib.PurePath(file).name != file:
             raise CheckpointError(
                 f"{folder / INDEX}: weight_map: {name}: expected a file beside it, got {brief(file)}"
             )
