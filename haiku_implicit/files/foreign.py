@@ -24,7 +24,7 @@ EXPECTED = "a safetensors or .npz file"
 # Where only the unpickler can tell: old pickles are texts.
 _MAY_BE_PICKLES = ("pickle", "text", "unknown")
 # Bytes that a pickle's tree may take: these, so many for each byte of it, and so many for each object.
-_LEAST_ROOM, _ROOM, _NODE = 1 << 20, 32, 16
+_LEAST_ROOM, _ROOM, _NODE = 1 << 20, 64, 64
 
 
 def read(path: str, allow_pickle: bool) -> Any:
