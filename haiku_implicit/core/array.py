@@ -255,7 +255,7 @@ class ImplicitArray(abc.ABC):
             try:
                 aval = self.__dict__["_aval"] = _abstract_value(self)
             except (AttributeError, TypeError) as e:
-                if not (empty := _empty_names(self)):
+                if not (empty := empty_names(self)):
                     raise
                 # An `AttributeError`, so that `hasattr(x, "shape")` is False.
                 raise AttributeError(
@@ -591,7 +591,7 @@ def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
     return jax.core.ShapedArray(as_shape(shape), canonical(dtype))
 
 
-def _empty_names(x: ImplicitArray) -> list[str]:
+def empty_names(x: ImplicitArray) -> list[str]:
     """The fields that hold None in place of an array, except those whose default is None."""
     may = {f.name for f in dataclasses.fields(x) if f.default is None}
     return [name for name in data_names(type(x)) if name not in may and getattr(x, name) is None]

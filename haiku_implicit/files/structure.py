@@ -14,6 +14,7 @@ import numpy as np
 from haiku_implicit.core import serialization
 from haiku_implicit.core.array import (
     ImplicitArray,
+    empty_names,
     flatten_one_level,
     is_implicit,
     known_struct,
@@ -419,10 +420,8 @@ def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None) -> None:
     """Whether arrays fit together, and give an implicit array the shape and dtype of the file."""
     if dense and (made.dtype.name, tuple(made.shape)) != (_canonical(dense[0]), dense[1]):
         raise ValueError(f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}")
-    if (
-        not is_implicit(made) or known_struct(made) is None
-    ):  # a part, as an adapter without its base
-        return
+    if not is_implicit(made) or empty_names(made) or known_struct(made) is None:
+        return  # a part, as an adapter without its base
     leaves, treedef = flatten_one_level(made)
     kinds = tuple((y.shape, y.dtype) if hasattr(y, "dtype") else None for y in leaves)
     found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64))

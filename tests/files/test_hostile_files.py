@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from tests.files.test_damage import change, item, tree
+from tests.files.by_hand import change, item, tree
 
 
 @pytest.fixture
