@@ -302,11 +302,12 @@ class Sparse(AtPlaces):
 
     def times(self, x: jax.Array) -> jax.Array:
         out = jnp.zeros((x.shape[0], self.shape_of_matrix[1]), x.dtype)
-        return out.at[:, self.column].add(x[:, self.row] * self.values)
+        return out.at[:, self.column].add(x[:, self.row] * self.values[None])
 
     def rows(self, ids: jax.Array) -> jax.Array:
         out = jnp.zeros((ids.shape[0], self.shape_of_matrix[1]), self.dtype)
-        return out.at[:, self.column].add((ids[:, None] == self.row) * self.values)
+        hit = ids[:, None] == self.row[None]
+        return out.at[:, self.column].add(hit * self.values[None])
 
     def materialize(self) -> jax.Array:
         def of_one(w: Sparse) -> jax.Array:
@@ -334,12 +335,12 @@ class Fourier(AtPlaces):
         # (Above that, the product of an index and a frequency does not fit into 32 bits.)
         if n >= 1 << 16:
             return super().rows(ids)
-        product = ids.astype(jnp.uint32)[:, None] * self.row.astype(jnp.uint32)
+        product = ids.astype(jnp.uint32)[:, None] * self.row.astype(jnp.uint32)[None]
         turns = (product % n).astype(jnp.float32) / n
         return self._along_columns(jnp.exp(2j * jnp.pi * turns) / n)
 
     def _along_columns(self, amplitudes: jax.Array) -> jax.Array:
         """Of the amplitudes `[k, coefficients]` along the rows, the transform along the columns."""
-        amplitudes = amplitudes * self.values.astype(amplitudes.real.dtype)
+        amplitudes = amplitudes * self.values.astype(amplitudes.real.dtype)[None]
         out = jnp.zeros((amplitudes.shape[0], self.shape_of_matrix[1]), amplitudes.dtype)
         return jnp.fft.ifft(out.at[:, self.column].add(amplitudes)).real.astype(self.dtype)
