@@ -33,7 +33,8 @@ class FourierFT(Adapter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_places(self, self.shape[-2:])
+        n, m = self.shape[-2:]
+        check_places(self, (n, m))
 
     @classmethod
     def create(

@@ -71,8 +71,8 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
         raise ValueError(f"max_shard_bytes: expected a positive integer, got {max_shard_bytes!r}")
     if os.fspath(path).lower().endswith(".gguf"):
         raise ValueError(
-            f"{os.fspath(path)}: expected the name of a safetensors file, which is what save writes, got "
-            "that of a GGUF file. haiku_implicit.save_gguf writes these; or name it .safetensors"
+            f"{os.fspath(path)}: expected the name of a safetensors file, which is what save writes, "
+            "got that of a GGUF file. haiku_implicit.save_gguf writes these; or name it .safetensors"
         )
     structure, arrays = describe(tree)
     for name, x in arrays.items():
