@@ -17,7 +17,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.numerics.formats import FORMATS, RECIPES
-from tests.test_contract import setting
+from tests.settings import setting
 from tests.tiers import few
 
 PACKAGE = pathlib.Path(hki.__file__).parent
