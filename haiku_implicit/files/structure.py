@@ -420,13 +420,19 @@ def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None) -> None:
     """Whether arrays fit together, and give an implicit array the shape and dtype of the file."""
     if dense and (made.dtype.name, tuple(made.shape)) != (_canonical(dense[0]), dense[1]):
         raise ValueError(f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}")
-    if not is_implicit(made) or empty_names(made) or known_struct(made) is None:
-        return  # a part, as an adapter without its base
+    if not is_implicit(made) or _is_part(made):
+        return
     leaves, treedef = flatten_one_level(made)
     kinds = tuple((y.shape, y.dtype) if hasattr(y, "dtype") else None for y in leaves)
     found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64))
     if found != (tuple(made.shape), made.dtype):
         raise ValueError(f"they make {found[1]}{list(found[0])}, not {short(made)}")
+
+
+def _is_part(x: ImplicitArray) -> bool:
+    """Whether arrays are missing, as in an adapter without its base."""
+    inner = (y for y in flatten_one_level(x)[0] if is_implicit(y))
+    return bool(empty_names(x)) or any(map(_is_part, inner))
 
 
 @functools.lru_cache(maxsize=1000)

@@ -78,6 +78,17 @@ def test_metadata_that_does_not_fit_a_type(edit, message, path):
     refused(message, hki.load, path)
 
 
+def test_a_dtype_that_is_none(path):
+    hki.save(path, {"m": {"w": hki.Zeros(shape=(2,), dtype=jnp.float32)}})
+
+    def edit(meta):
+        item(meta, 0, 0)["static"]["dtype"] = 10**50
+        item(meta, 0, 0).pop("dense")
+
+    change(path, edit)
+    refused("m/w: ", hki.load, path)
+
+
 def test_factors_that_do_not_fit(path):
     """The shape of the weight is right, and a product of the factors is not possible."""
     lora = hki.add_lora({"m": {"w": jnp.ones((4, 4))}}, 0, rank=2)

@@ -18,7 +18,7 @@ from tests.retraces import count
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "traces"), [("functions", 12), ("shapes", 3)])
+@pytest.mark.parametrize(("way", "traces"), [("functions", 4), ("shapes", 2)])
 def test_no_object_is_left(way, traces, monkeypatch):
     monkeypatch.setattr(count, "GRADIENTS_EVERY", 1)
     retraces = count.Retraces(dense=False, way=way)
@@ -29,7 +29,7 @@ def test_no_object_is_left(way, traces, monkeypatch):
             jax.clear_caches()
         return count.alive()
 
-    for _ in range(3):
+    for _ in range(2):
         before = left()
     for _ in range(traces):
         after = left()
