@@ -440,7 +440,11 @@ def _traced(treedef: Any, kinds: tuple[Any, ...], widest: Any) -> tuple[tuple[in
     """What `materialize` makes of arrays like these. Most layers of a model have the same."""
     del widest  # only part of the cache's key: whether there are 64 bits
     leaves = [None if kind is None else jax.ShapeDtypeStruct(*kind) for kind in kinds]
-    struct = materialized_struct(jax.tree_util.tree_unflatten(treedef, leaves))
+    made = jax.tree_util.tree_unflatten(treedef, leaves)
+    try:
+        struct = materialized_struct(made)
+    except NotImplementedError:  # a type that is never dense
+        struct = made
     return tuple(struct.shape), struct.dtype
 
 

@@ -307,3 +307,25 @@ def test_what_creators_make(again):
     params, state = model.init(jax.random.key(0), jnp.ones((2, 8)))
     found = again({"params": params, "state": state})
     assert isinstance(found["params"]["linear"]["w"], hki.LoRA)
+
+
+@dataclasses.dataclass
+class NeverDense(hki.ImplicitArray):
+    """A type whose arrays nobody may make dense."""
+
+    codes: hki.ArrayValue
+
+    def compute_shape(self):
+        return (1000 * self.codes.shape[0],)
+
+    def compute_dtype(self):
+        return self.codes.dtype
+
+    def materialize(self):
+        raise NotImplementedError("this would be too large")
+
+
+def test_a_type_that_is_never_dense(again):
+    found = again({"w": NeverDense(jnp.arange(3.0))})
+    assert found["w"].shape == (3000,)
+    np.testing.assert_array_equal(found["w"].codes, np.arange(3.0))
