@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.array import ImplicitArray, IncompleteError
 from haiku_implicit.core.fields import aux_field
 
 
@@ -92,7 +92,7 @@ class VBLoRA(Adapter):
 
     def equivalent(self) -> LoRA:
         if self.bank is None:
-            raise ValueError(
+            raise IncompleteError(
                 "VBLoRA: the weight has no vector bank. Put it in with "
                 "haiku_implicit.with_vector_bank(params), within the function that is differentiated"
             )

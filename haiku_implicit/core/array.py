@@ -560,6 +560,10 @@ def dense_struct(x: Any) -> Any:
     return compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves, sharding=sharding)
 
 
+class IncompleteError(ValueError):
+    """Of an array that is not dense by itself, because a part of it lies elsewhere."""
+
+
 def materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
     """What `materialize` returns, without doing it: of one level, with dense arrays in it."""
     leaves, treedef = flatten_one_level(x)

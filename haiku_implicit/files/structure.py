@@ -14,6 +14,7 @@ import numpy as np
 from haiku_implicit.core import serialization
 from haiku_implicit.core.array import (
     ImplicitArray,
+    IncompleteError,
     empty_names,
     flatten_one_level,
     is_implicit,
@@ -443,7 +444,7 @@ def _traced(treedef: Any, kinds: tuple[Any, ...], widest: Any) -> tuple[tuple[in
     made = jax.tree_util.tree_unflatten(treedef, leaves)
     try:
         struct = materialized_struct(made)
-    except NotImplementedError:  # a type that is never dense
+    except (NotImplementedError, IncompleteError):  # a type that is never dense, or only elsewhere
         struct = made
     return tuple(struct.shape), struct.dtype
 
