@@ -1,0 +1,71 @@
+"""Changes the core in small ways, and prints the changes that no test notices.
+
+python -m tests.mutation --count=250 --seed=0
+python -m tests.mutation --count=100 --files=haiku_implicit/core/dispatch.py
+python -m tests.mutation --again=/tmp/mutants.json   # those that survived in an earlier run
+
+First the quick tests run once, to see which of them run which lines; `--coverage` keeps that for later runs. Then
+each mutant drawn is given to the tests that run its line, those of them that take the least time first.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+from absl import app, flags
+
+from tests.mutation import sessions
+
+_COUNT = flags.DEFINE_integer("count", 250, "How many mutants.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Draws the mutants.")
+_FILES = flags.DEFINE_list("files", [], "Only mutants of these files; by default all of the core.")
+_AGAIN = flags.DEFINE_string("again", None, "Results of an earlier run: only what survived it.")
+_RESULTS = flags.DEFINE_string("results", "/tmp/mutants.json", "Where results are written to.")
+_COVERAGE = flags.DEFINE_string("coverage", None, "Keeps there which lines each test runs.")
+_TESTS = flags.DEFINE_list("tests", sessions.TESTS, "What to give to pytest.")
+_BUDGET = flags.DEFINE_float("budget", 60, "Seconds of tests for each mutant.")
+_PROCESSES = flags.DEFINE_integer("processes", os.cpu_count(), "Processes.", lower_bound=1)
+_SHOW = flags.DEFINE_bool("show", False, "Only print the mutants that would be run.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    root = pathlib.Path(__file__).resolve().parents[2]
+    if pathlib.Path.cwd() != root:
+        raise app.UsageError(f"start it in {root}")
+    found, texts = sessions.mutants_of(root, _FILES.value)
+    print(f"{len(found)} mutants; {texts} texts are left as they are")
+    if _AGAIN.value:
+        survived = json.loads(pathlib.Path(_AGAIN.value).read_text())["survived"]
+        keys = {tuple(row["key"]) for row in survived}
+        drawn = [m for m in found if m.key in keys]
+        gone = keys - {m.key for m in drawn}
+        for key in sorted(gone):
+            print("no longer there:", *key, sep="\n  ")
+    else:
+        drawn = sessions.draw(found, _COUNT.value, _SEED.value)
+    if _SHOW.value:
+        print(*drawn, sep="\n")
+        return
+    with sessions.Session(root, _PROCESSES.value) as session:
+        tests = session.coverage(_TESTS.value, _COVERAGE.value)
+        results = session.run(drawn, tests, _BUDGET.value)
+        wrong = session.fail_anyway(results)
+    pathlib.Path(_RESULTS.value).write_text(json.dumps(sessions.as_json(results), indent=1))
+    for result in results:
+        if not result.killed:
+            print(f"survived {result.ran} tests: {result.mutant}\n")
+    print(sessions.table(results))
+    if wrong:
+        print(
+            "These tests fail without any change, after those that killed others:",
+            *wrong,
+            sep="\n  ",
+        )
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,256 @@
+"""A run of mutants: which are drawn, which tests each is given to, and what came of it."""
+
+import collections
+import json
+import math
+import pathlib
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from tests.mutation import mutants, processes
+
+CORE = "haiku_implicit/core"
+
+# Those that concern the core, with its doctests. Those of `tests/` that read the repository's files, and those
+# that run programs of minutes, tell nothing here.
+TESTS = [
+    CORE,
+    "haiku_implicit/arrays",
+    "tests/arrays",
+    "tests/files",
+    "tests/transforms",
+    *(
+        f"tests/test_{name}.py"
+        for name in (
+            "array box chex contract debug_flags dispatch eager explicit_mesh export flat_containers "
+            "haiku_creators haiku_modules haiku_params haiku_transform higher_order materialization "
+            "matrix_axes placed_leaves placement progress properties shard_map_results targets testing "
+            "tracing_cost training transfers treescope use_implicit_args"
+        ).split()
+    ),
+]
+
+
+class Result(NamedTuple):
+    """What came of a mutant.
+
+    Attributes:
+      mutant: the mutant.
+      by: what failed; None if nothing did.
+      ran: how many tests ran.
+      seconds: how long it took.
+    """
+
+    mutant: mutants.Mutant
+    by: str | None
+    ran: int
+    seconds: float
+
+    @property
+    def killed(self) -> bool:
+        return self.by is not None
+
+
+def mutants_of(root: pathlib.Path, files: Sequence[str]) -> tuple[list[mutants.Mutant], int]:
+    """The mutants of files, by default of the core, and how many texts are not changed."""
+    paths = files or sorted(str(p.relative_to(root)) for p in (root / CORE).glob("*.py"))
+    found = list(mutants.all_mutants(root, list(paths)))
+    return [m for own, _ in found for m in own], sum(texts for _, texts in found)
+
+
+def draw(found: Sequence[mutants.Mutant], count: int, seed: int) -> list[mutants.Mutant]:
+    """As many of them, at random, in their order."""
+    number = min(count, len(found))
+    chosen = sorted(random.Random(seed).sample(range(len(found)), number))
+    return [found[i] for i in chosen]
+
+
+def chosen_tests(
+    mutant: mutants.Mutant, tests: Sequence[processes.Covered], budget: float
+) -> list[processes.Covered]:
+    """The tests that run what is changed: the quickest of each function first, as far as time allows."""
+    at_import = tests[0].lines.get(mutant.file, [])
+    ran = tests[1:]
+    found: list[processes.Covered] = []
+    for first, last in (mutant.lines, mutant.statement):
+        lines = set(range(first, last + 1))
+        found = [t for t in ran if not lines.isdisjoint(t.lines.get(mutant.file, ()))]
+        imported = not lines.isdisjoint(at_import)
+        if found and not imported:
+            break
+        if imported:  # the tests that run anything of this file see what was made there
+            others = [t for t in ran if mutant.file in t.lines]
+            found = found + [t for t in others if t not in found] if mutant.body else others
+            break
+    module = pathlib.Path(mutant.file).stem
+    functions: dict[str, int] = collections.Counter()
+    ranked = []
+    for test in sorted(found, key=lambda t: t.seconds):
+        name = test.name.partition("[")[0]
+        ranked.append((functions[name], f"test_{module}.py" not in name, test.seconds, test))
+        functions[name] += 1
+    chosen, spent = [], 0.0
+    for *_, test in sorted(ranked):
+        if spent + test.seconds <= budget or not chosen:
+            chosen.append(test)
+            spent += test.seconds
+    return chosen
+
+
+class Session:
+    """Copies of the repository, in which mutants are run."""
+
+    def __init__(self, root: pathlib.Path, count: int):
+        self.root, self.count = root, count
+
+    def __enter__(self) -> "Session":
+        processes.warm()
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="mutants"))
+        self.copies = [processes.copied(self.root, self.folder / str(i)) for i in range(self.count)]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _log(self, copy: pathlib.Path) -> pathlib.Path:
+        return self.folder / f"log{copy.name}"
+
+    def coverage(self, tests: Sequence[str], kept: str | None = None) -> list[processes.Covered]:
+        """Which lines each test runs, after what runs at import. All tests have to pass.
+
+        Args:
+          tests: what to give to pytest.
+          kept: a file that has the answer of an earlier run, or is to have it.
+        """
+        copy = self.copies[0]
+        if kept and pathlib.Path(kept).exists():
+            found = json.loads(pathlib.Path(kept).read_text())
+        else:
+            run = lambda: processes.record(CORE, tests)  # noqa: E731
+            ended = processes.Running(copy, run, self._log(copy), limit=7200).wait()
+            found = ended.result
+            if not found or found["failed"] or len(found["passed"]) < 2:
+                said = self._log(copy).read_text()[-5000:]
+                raise RuntimeError(f"tests fail without any change:\n{said}")
+            if kept:
+                pathlib.Path(kept).write_text(json.dumps(found))
+        for other in self.copies:
+            shutil.rmtree(other / CORE / "__pycache__", ignore_errors=True)
+        return [processes.Covered(*row) for row in found["passed"]]
+
+    def run(
+        self, drawn: Sequence[mutants.Mutant], tests: Sequence[processes.Covered], budget: float
+    ) -> list[Result]:
+        """Runs mutants, as many at a time as there are copies."""
+        waiting = list(drawn)[::-1]
+        results: list[Result] = []
+        running: dict[pathlib.Path, tuple[mutants.Mutant, processes.Running]] = {}
+        with tqdm(total=len(drawn), disable=None) as bar:
+            while waiting or running:
+                for copy in self.copies:
+                    if copy not in running and waiting:
+                        mutant = waiting.pop()
+                        chosen = chosen_tests(mutant, tests, budget)
+                        if chosen:
+                            running[copy] = mutant, self._start(copy, mutant, chosen)
+                        else:
+                            results.append(Result(mutant, None, 0, 0.0))
+                            bar.update()
+                for copy, (mutant, fork) in list(running.items()):
+                    if (ended := fork.ended()) is not None:
+                        del running[copy]
+                        (copy / mutant.file).write_bytes((self.root / mutant.file).read_bytes())
+                        results.append(_result(mutant, ended))
+                        bar.update()
+                time.sleep(0.02)
+        place = {m.key: i for i, m in enumerate(drawn)}
+        return sorted(results, key=lambda r: place[r.mutant.key])
+
+    def _start(
+        self, copy: pathlib.Path, mutant: mutants.Mutant, chosen: Sequence[processes.Covered]
+    ) -> processes.Running:
+        (copy / mutant.file).write_text(mutant.text)
+        names = [t.name for t in chosen]
+        limit = 60 + 4 * sum(t.seconds for t in chosen)
+        return processes.Running(copy, lambda: processes.check(names), self._log(copy), limit)
+
+    def fail_anyway(self, results: Sequence[Result]) -> list[str]:
+        """Those of the tests that killed mutants that fail without a change as well."""
+        names = sorted({r.by for r in results if r.by and "::" in r.by})
+        copy, failed = self.copies[0], []
+        while names:
+            run = lambda left=tuple(names): processes.check(left)  # noqa: E731
+            ended = processes.Running(copy, run, self._log(copy), limit=3600).wait()
+            by = ended.result["failed"] if ended.result else "the process died"
+            if by is None:
+                break
+            failed.append(by)
+            if by not in names:
+                break
+            names.remove(by)
+        return failed
+
+
+def _result(mutant: mutants.Mutant, ended: processes.Ended) -> Result:
+    if ended.result is None:
+        by = "too long" if ended.late else "the process died"
+        return Result(mutant, by, 0, ended.seconds)
+    return Result(mutant, ended.result["failed"], ended.result["ran"], ended.seconds)
+
+
+# --- reports -------------------------------------------------------------------------------------------------
+
+
+def interval(killed: int, count: int) -> tuple[float, float]:
+    """Wilson's interval of 95 % for a share."""
+    z = 1.96
+    share, about = killed / count, z * z / count
+    middle = (share + about / 2) / (1 + about)
+    half = z / (1 + about) * math.sqrt(share * (1 - share) / count + about / (4 * count))
+    return middle - half, middle + half
+
+
+def table(results: Sequence[Result]) -> str:
+    """The counts by file, in Markdown."""
+    by_file: dict[str, list[Result]] = collections.defaultdict(list)
+    for result in results:
+        by_file[pathlib.Path(result.mutant.file).name].append(result)
+    rows = ["| file | mutants | killed | share | 95 % interval |", "|---|---|---|---|---|"]
+    for name, own in [*sorted(by_file.items()), ("all", list(results))]:
+        count, killed = len(own), sum(r.killed for r in own)
+        low, high = interval(killed, count)
+        rows.append(
+            f"| {name} | {count} | {killed} | {killed / count:.0%} | {low:.0%} to {high:.0%} |"
+        )
+    at_import = sum(r.killed and "::" not in r.by for r in results)
+    uncovered = sum(not r.ran and not r.killed for r in results)
+    rows.append("")
+    rows.append(
+        f"{at_import} of the killed died before a test ran, or took too long; {uncovered} of those that "
+        "survived are run by no test."
+    )
+    return "\n".join(rows)
+
+
+def as_json(results: Sequence[Result]) -> dict[str, Any]:
+    """The results, to be read by `--again`."""
+
+    def row(result: Result) -> dict[str, Any]:
+        return {
+            "key": result.mutant.key,
+            "line": result.mutant.lines[0],
+            "by": result.by,
+            "ran": result.ran,
+            "seconds": round(result.seconds, 1),
+        }
+
+    return {
+        "survived": [row(r) for r in results if not r.killed],
+        "killed": [row(r) for r in results if r.killed],
+    }
