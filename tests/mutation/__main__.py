@@ -49,14 +49,16 @@ def main(argv: list[str]) -> None:
     if _SHOW.value:
         print(*drawn, sep="\n")
         return
+    kept = pathlib.Path(_RESULTS.value)
+    results: list[sessions.Result] = []
     with sessions.Session(root, _PROCESSES.value) as session:
         tests = session.coverage(_TESTS.value, _COVERAGE.value)
-        results = session.run(drawn, tests, _BUDGET.value)
+        for result in session.run(drawn, tests, _BUDGET.value):
+            results.append(result)
+            kept.write_text(json.dumps(sessions.as_json(results), indent=1))
+            if not result.killed:
+                print(f"survived {result.ran} tests: {result.mutant}\n", flush=True)
         wrong = session.fail_anyway(results)
-    pathlib.Path(_RESULTS.value).write_text(json.dumps(sessions.as_json(results), indent=1))
-    for result in results:
-        if not result.killed:
-            print(f"survived {result.ran} tests: {result.mutant}\n")
     print(sessions.table(results))
     if wrong:
         print(

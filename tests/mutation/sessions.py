@@ -8,7 +8,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -17,21 +17,19 @@ from tests.mutation import mutants, processes
 
 CORE = "haiku_implicit/core"
 
-# Those that concern the core, with its doctests. Those of `tests/` that read the repository's files, and those
-# that run programs of minutes, tell nothing here.
+# Those that concern the core, with its doctests. Others run the core as well, but each mutant would wait for them.
 TESTS = [
     CORE,
-    "haiku_implicit/arrays",
-    "tests/arrays",
-    "tests/files",
-    "tests/transforms",
     *(
-        f"tests/test_{name}.py"
+        f"tests/{name}.py"
         for name in (
-            "array box chex contract debug_flags dispatch eager explicit_mesh export flat_containers "
-            "haiku_creators haiku_modules haiku_params haiku_transform higher_order materialization "
-            "matrix_axes placed_leaves placement progress properties shard_map_results targets testing "
-            "tracing_cost training transfers treescope use_implicit_args"
+            "arrays/test_any_type arrays/test_batch_axes files/test_checkpoints files/test_round_trips "
+            "test_array test_box test_chex test_debug_flags test_dispatch test_eager test_explicit_mesh "
+            "test_export test_flat_containers test_haiku_creators test_haiku_params test_haiku_transform "
+            "test_higher_order test_materialization test_matrix_axes test_placed_leaves test_placement "
+            "test_progress test_shard_map_results test_targets test_tracing_cost test_transfers "
+            "test_treescope test_use_implicit_args test_contract transforms/test_auto_axes "
+            "transforms/test_auto_jit"
         ).split()
     ),
 ]
@@ -146,10 +144,9 @@ class Session:
 
     def run(
         self, drawn: Sequence[mutants.Mutant], tests: Sequence[processes.Covered], budget: float
-    ) -> list[Result]:
-        """Runs mutants, as many at a time as there are copies."""
+    ) -> Iterator[Result]:
+        """Runs mutants, as many at a time as there are copies; gives what came of each when it is known."""
         waiting = list(drawn)[::-1]
-        results: list[Result] = []
         running: dict[pathlib.Path, tuple[mutants.Mutant, processes.Running]] = {}
         with tqdm(total=len(drawn), disable=None) as bar:
             while waiting or running:
@@ -160,24 +157,22 @@ class Session:
                         if chosen:
                             running[copy] = mutant, self._start(copy, mutant, chosen)
                         else:
-                            results.append(Result(mutant, None, 0, 0.0))
+                            yield Result(mutant, None, 0, 0.0)
                             bar.update()
                 for copy, (mutant, fork) in list(running.items()):
                     if (ended := fork.ended()) is not None:
                         del running[copy]
                         (copy / mutant.file).write_bytes((self.root / mutant.file).read_bytes())
-                        results.append(_result(mutant, ended))
+                        yield _result(mutant, ended)
                         bar.update()
                 time.sleep(0.02)
-        place = {m.key: i for i, m in enumerate(drawn)}
-        return sorted(results, key=lambda r: place[r.mutant.key])
 
     def _start(
         self, copy: pathlib.Path, mutant: mutants.Mutant, chosen: Sequence[processes.Covered]
     ) -> processes.Running:
         (copy / mutant.file).write_text(mutant.text)
         names = [t.name for t in chosen]
-        limit = 60 + 4 * sum(t.seconds for t in chosen)
+        limit = 30 + 3 * sum(t.seconds for t in chosen)
         return processes.Running(copy, lambda: processes.check(names), self._log(copy), limit)
 
     def fail_anyway(self, results: Sequence[Result]) -> list[str]:
