@@ -73,26 +73,26 @@ def chosen_tests(
     mutant: mutants.Mutant, tests: Sequence[processes.Covered], budget: float
 ) -> list[processes.Covered]:
     """The tests that run what is changed: the quickest of each function first, as far as time allows."""
-    at_import = tests[0].lines.get(mutant.file, [])
-    ran = tests[1:]
-    found: list[processes.Covered] = []
-    for first, last in (mutant.lines, mutant.statement):
-        lines = set(range(first, last + 1))
-        found = [t for t in ran if not lines.isdisjoint(t.lines.get(mutant.file, ()))]
-        imported = not lines.isdisjoint(at_import)
-        if found and not imported:
-            break
-        if imported:  # the tests that run anything of this file see what was made there
-            others = [t for t in ran if mutant.file in t.lines]
-            found = found + [t for t in others if t not in found] if mutant.body else others
+    imports, *ran = tests
+    # What runs in processes that tests start is not known: those come last.
+    level = {t.name: 2 for t in ran if t.starts}
+    for span in (mutant.lines, mutant.statement):
+        lines = set(range(span[0], span[1] + 1))
+        runs_any = lambda t, lines=lines: not lines.isdisjoint(t.lines.get(mutant.file, ()))  # noqa: E731
+        if runs_any(imports):  # the tests that run anything of this file see what was made there
+            level |= {t.name: 1 for t in ran if mutant.file in t.lines}
+        level |= {t.name: 0 for t in ran if runs_any(t)}
+        if min(level.values(), default=2) < 2:
             break
     module = pathlib.Path(mutant.file).stem
     functions: dict[str, int] = collections.Counter()
     ranked = []
-    for test in sorted(found, key=lambda t: t.seconds):
-        name = test.name.partition("[")[0]
-        ranked.append((functions[name], f"test_{module}.py" not in name, test.seconds, test))
-        functions[name] += 1
+    for test in sorted(ran, key=lambda t: t.seconds):
+        if test.name in level:
+            name = test.name.partition("[")[0]
+            elsewhere = f"test_{module}.py" not in name
+            ranked.append((level[test.name], functions[name], elsewhere, test.seconds, test))
+            functions[name] += 1
     chosen, spent = [], 0.0
     for *_, test in sorted(ranked):
         if spent + test.seconds <= budget or not chosen:
