@@ -8,7 +8,6 @@ First the quick tests run once, to see which of them run which lines; `--coverag
 each mutant drawn is given to the tests that run its line, those of them that take the least time first.
 """
 
-import json
 import os
 import pathlib
 import sys
@@ -22,6 +21,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Draws the mutants.")
 _FILES = flags.DEFINE_list("files", [], "Only mutants of these files; by default all of the core.")
 _AGAIN = flags.DEFINE_string("again", None, "Results of an earlier run: only what survived it.")
 _RESULTS = flags.DEFINE_string("results", "/tmp/mutants.json", "Where results are written to.")
+_GO_ON = flags.DEFINE_bool("go_on", False, "Goes on with the run that these results are of.")
 _COVERAGE = flags.DEFINE_string("coverage", None, "Keeps there which lines each test runs.")
 _TESTS = flags.DEFINE_list("tests", sessions.TESTS, "What to give to pytest.")
 _BUDGET = flags.DEFINE_float("budget", 60, "Seconds of tests for each mutant.")
@@ -38,26 +38,25 @@ def main(argv: list[str]) -> None:
     found, texts = sessions.mutants_of(root, _FILES.value)
     print(f"{len(found)} mutants; {texts} texts are left as they are")
     if _AGAIN.value:
-        survived = json.loads(pathlib.Path(_AGAIN.value).read_text())["survived"]
-        keys = {tuple(row["key"]) for row in survived}
+        keys = {r.key for r in sessions.read(_AGAIN.value) if not r.killed}
         drawn = [m for m in found if m.key in keys]
-        gone = keys - {m.key for m in drawn}
-        for key in sorted(gone):
+        for key in sorted(keys - {m.key for m in drawn}):
             print("no longer there:", *key, sep="\n  ")
     else:
         drawn = sessions.draw(found, _COUNT.value, _SEED.value)
     if _SHOW.value:
         print(*drawn, sep="\n")
         return
-    kept = pathlib.Path(_RESULTS.value)
-    results: list[sessions.Result] = []
+    results = sessions.read(_RESULTS.value) if _GO_ON.value else []
+    done = {r.key for r in results}
+    left = {m.key: m for m in drawn if m.key not in done}
     with sessions.Session(root, _PROCESSES.value) as session:
         tests = session.coverage(_TESTS.value, _COVERAGE.value)
-        for result in session.run(drawn, tests, _BUDGET.value):
+        for result in session.run(list(left.values()), tests, _BUDGET.value):
             results.append(result)
-            kept.write_text(json.dumps(sessions.as_json(results), indent=1))
+            sessions.write(_RESULTS.value, results)
             if not result.killed:
-                print(f"survived {result.ran} tests: {result.mutant}\n", flush=True)
+                print(f"survived {result.ran} tests: {left[result.key]}\n", flush=True)
         wrong = session.fail_anyway(results)
     print(sessions.table(results))
     if wrong:

@@ -39,13 +39,15 @@ class Result(NamedTuple):
     """What came of a mutant.
 
     Attributes:
-      mutant: the mutant.
+      key: `Mutant.key`.
+      line: where it is.
       by: what failed; None if nothing did.
       ran: how many tests ran.
       seconds: how long it took.
     """
 
-    mutant: mutants.Mutant
+    key: tuple[str, ...]
+    line: int
     by: str | None
     ran: int
     seconds: float
@@ -157,7 +159,7 @@ class Session:
                         if chosen:
                             running[copy] = mutant, self._start(copy, mutant, chosen)
                         else:
-                            yield Result(mutant, None, 0, 0.0)
+                            yield Result(mutant.key, mutant.lines[0], None, 0, 0.0)
                             bar.update()
                 for copy, (mutant, fork) in list(running.items()):
                     if (ended := fork.ended()) is not None:
@@ -193,10 +195,10 @@ class Session:
 
 
 def _result(mutant: mutants.Mutant, ended: processes.Ended) -> Result:
-    if ended.result is None:
-        by = "too long" if ended.late else "the process died"
-        return Result(mutant, by, 0, ended.seconds)
-    return Result(mutant, ended.result["failed"], ended.result["ran"], ended.seconds)
+    by, ran = "too long" if ended.late else "the process died", 0
+    if ended.result is not None:
+        by, ran = ended.result["failed"], ended.result["ran"]
+    return Result(mutant.key, mutant.lines[0], by, ran, round(ended.seconds, 1))
 
 
 # --- reports -------------------------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ def table(results: Sequence[Result]) -> str:
     """The counts by file, in Markdown."""
     by_file: dict[str, list[Result]] = collections.defaultdict(list)
     for result in results:
-        by_file[pathlib.Path(result.mutant.file).name].append(result)
+        by_file[pathlib.Path(result.key[0]).name].append(result)
     rows = ["| file | mutants | killed | share | 95 % interval |", "|---|---|---|---|---|"]
     for name, own in [*sorted(by_file.items()), ("all", list(results))]:
         count, killed = len(own), sum(r.killed for r in own)
@@ -233,19 +235,14 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(rows)
 
 
-def as_json(results: Sequence[Result]) -> dict[str, Any]:
-    """The results, to be read by `--again`."""
+def read(path: str | None) -> list[Result]:
+    """The results that a run has written; none if there is no file."""
+    if path is None or not pathlib.Path(path).exists():
+        return []
+    rows = json.loads(pathlib.Path(path).read_text())
+    return [Result(tuple(key), *rest) for key, *rest in rows]
 
-    def row(result: Result) -> dict[str, Any]:
-        return {
-            "key": result.mutant.key,
-            "line": result.mutant.lines[0],
-            "by": result.by,
-            "ran": result.ran,
-            "seconds": round(result.seconds, 1),
-        }
 
-    return {
-        "survived": [row(r) for r in results if not r.killed],
-        "killed": [row(r) for r in results if r.killed],
-    }
+def write(path: str, results: Sequence[Result]) -> None:
+    """Writes results, to be read by another run."""
+    pathlib.Path(path).write_text(json.dumps(results, indent=1))

@@ -3,7 +3,6 @@
 `python -m tests.mutation` is the long run.
 """
 
-import json
 import os
 import pathlib
 import subprocess
@@ -87,7 +86,6 @@ def test_a_run(tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr  # not 0 where a test fails without a change
-    found = json.loads(results.read_text())
-    killed = {tuple(row["key"][2:3]): row["by"] for row in found["killed"]}
-    assert "::" in killed[("deleted raise",)]
+    [raised] = [r for r in sessions.read(results) if r.key[2] == "deleted raise"]
+    assert "::" in raised.by
     assert "| validation.py |" in run.stdout
