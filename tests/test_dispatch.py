@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import haiku_implicit as hki
+from haiku_implicit.core.binary import fits
 from tests.rules_with_string_annotations import Row
 
 use = hki.use_implicit_args
@@ -761,6 +762,19 @@ def test_a_rule_may_read_a_literal():
         assert [g(T(ONES), n)[0] for n in (2.0, 3.0, 2.0)] == [1, 2, 1]
 
 
+def test_a_rule_may_read_what_a_program_computes_of_literals():
+    T, seen = new_type(), []
+
+    @hki.primitive_handler("mul")
+    def rule(primitive, x: T, y: jax.Array, **params):
+        seen.append((float(y), y.dtype.name))
+        return x.x * y
+
+    for n in (np.float32(2), np.float32(3)):
+        assert run(lambda x, n=n: lax.mul(x, lax.integer_pow(lax.neg(n), 3)), T(ONES)) == -(n**3)
+    assert seen == [(-8, "float32"), (-27, "float32")]
+
+
 # --- one rule for both orders ----------------------------------------------------------------------
 
 
@@ -813,6 +827,16 @@ def test_binary_handler_passes_on_and_takes_any_second_type():
     assert [run(jnp.arctan2, w, ONES), run(jnp.arctan2, ONES, w)] == [7, 8]
     assert run(jnp.arctan2, w, w) == 8  # both orders fit: as the operands stand, with `w` second
     assert hki.binary_handler("atan2")(rule) is rule
+
+
+@pytest.mark.parametrize(
+    "shape, of_w, kept",
+    [((), (2, 3), True), ((2, 3), (2, 3), True), ((1, 3), (2, 3), True), ((2, 1), (2, 3), True),
+     ((), (), True), ((3,), (2, 3), False), ((2, 3), (3,), False), ((2, 3), (2, 1), False), ((2, 3), (1, 3), False)],
+)  # fmt: skip
+def test_which_operands_leave_a_shape_as_it_is(shape, of_w, kept):
+    assert fits(np.ones(shape), np.ones(of_w)) is kept
+    assert kept == (np.broadcast_shapes(shape, of_w) == of_w and len(shape) in (0, len(of_w)))
 
 
 def test_errors_of_binary_handler():
