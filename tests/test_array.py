@@ -674,7 +674,9 @@ def test_a_type_that_says_nothing_of_meshes_is_on_all_devices():
 
 def test_a_part_without_its_arrays_names_them_and_no_others():
     trained, _ = hki.partition(hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3))))
-    with pytest.raises(AttributeError, match=r"^LoRA: w is None, so that there is no shape.*combine"):
+    with pytest.raises(
+        AttributeError, match=r"^LoRA: w is None, so that there is no shape.*combine"
+    ):
         trained.shape  # noqa: B018
     # Nor is an error in a type's own method taken for that.
     with pytest.raises(AttributeError, match="no attribute 'y'"):

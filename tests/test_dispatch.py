@@ -762,6 +762,22 @@ def test_a_rule_may_read_a_literal():
         assert [g(T(ONES), n)[0] for n in (2.0, 3.0, 2.0)] == [1, 2, 1]
 
 
+def test_literals_are_told_apart_by_their_bits():
+    """By these a rule is traced: nan is equal to itself, and 0 is not -0."""
+    T, seen = new_type(), []
+
+    @hki.primitive_handler("mul")
+    def rule(primitive, x: T, y: jax.Array, **params):
+        seen.append(float(y))
+        return x.x / y
+
+    f = use(lambda x, n: lax.mul_p.bind(x, jnp.float32(n)))
+    with np.errstate(divide="ignore"):
+        got = [float(f(T(ONES), float(n))[0]) for n in ("0", "-0", "nan", "nan")]
+    assert repr(got) == "[inf, -inf, nan, nan]"
+    assert repr(seen) == "[0.0, -0.0, nan]"
+
+
 def test_a_rule_may_read_what_a_program_computes_of_literals():
     T, seen = new_type(), []
 

@@ -478,6 +478,19 @@ def doubled(w):
 doubled.defjvp(lambda primals, tangents: (primals[0] * 2.0, tangents[0] * 2.0))
 
 
+@pytest.mark.parametrize("split_transpose", [False, True])
+def test_a_scan_keeps_its_options(split_transpose):
+    options = dict(reverse=True, unroll=2, _split_transpose=split_transpose)
+
+    def f(w, xs):
+        return lax.scan(lambda c, x: (c + 1, x @ w * c), 1.0, xs, **options)[1]
+
+    w, xs = lora(), jnp.ones((4, 4))
+    close(use(f)(w, xs), f(hki.materialize(w), xs))
+    [scan] = [e for e in jax.make_jaxpr(use(f))(w, xs).eqns if e.primitive is lax.scan_p]
+    assert {name: scan.params[name] for name in options} == options
+
+
 @jax.custom_vjp
 def reversed_gradient(w):
     return w * 1.5

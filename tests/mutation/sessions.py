@@ -95,12 +95,19 @@ def chosen_tests(
             elsewhere = f"test_{module}.py" not in name
             ranked.append((level[test.name], functions[name], elsewhere, test.seconds, test))
             functions[name] += 1
-    chosen, spent = [], 0.0
+    chosen, spent, files = [], 0.0, set()
     for *_, test in sorted(ranked):
-        if spent + test.seconds <= budget or not chosen:
+        file = test.name.partition("::")[0]
+        seconds = test.seconds + (file not in files) * TO_COLLECT
+        if spent + seconds <= budget or not chosen:
             chosen.append(test)
-            spent += test.seconds
+            files.add(file)
+            spent += seconds
     return chosen
+
+
+# Seconds that pytest takes for a file, before its tests.
+TO_COLLECT = 1.0
 
 
 class Session:
@@ -174,7 +181,8 @@ class Session:
     ) -> processes.Running:
         (copy / mutant.file).write_text(mutant.text)
         names = [t.name for t in chosen]
-        limit = 30 + 3 * sum(t.seconds for t in chosen)
+        # Much more than they take: other programs may be running.
+        limit = 120 + 6 * sum(t.seconds for t in chosen)
         return processes.Running(copy, lambda: processes.check(names), self._log(copy), limit)
 
     def fail_anyway(self, results: Sequence[Result]) -> list[str]:
