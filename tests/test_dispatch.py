@@ -142,6 +142,16 @@ def test_a_rule_need_not_take_parameters_that_are_none(nested):
         use(lambda x: lax.reduce_min(x, [0]))(x)
 
 
+def test_an_operand_may_be_called_as_a_parameter_that_is_none():
+    A = new_type()
+
+    @hki.primitive_handler("broadcast_in_dim")
+    def broadcast(primitive, sharding: A, *, shape, broadcast_dimensions):
+        return jnp.broadcast_to(sharding.x + 1, shape)
+
+    assert run(lambda x: lax.broadcast_in_dim(x, (2,), (0,)), A(jnp.ones(1))) == 2
+
+
 def test_a_later_rule_of_the_same_signature_replaces_the_earlier():
     T = new_type()
     for tag in (1, 2):

@@ -478,22 +478,34 @@ def doubled(w):
 doubled.defjvp(lambda primals, tangents: (primals[0] * 2.0, tangents[0] * 2.0))
 
 
-def test_a_scan_keeps_its_options():
-    def f(w, xs):
-        return lax.scan(lambda c, x: (c + 1, x @ w * c), 1.0, xs, reverse=True, unroll=2)[1]
-
-    w, xs = lora(), jnp.ones((4, 4))
-    close(use(f)(w, xs), f(hki.materialize(w), xs))
-    [scan] = [e for e in jax.make_jaxpr(use(f))(w, xs).eqns if e.primitive is lax.scan_p]
-    assert (scan.params["reverse"], scan.params["unroll"]) == (True, 2)
-
-
 @jax.custom_vjp
 def reversed_gradient(w):
     return w * 1.5
 
 
 reversed_gradient.defvjp(lambda w: (w * 1.5, None), lambda _, g: (-3 * g,))
+
+
+@jax.custom_jvp
+def both(w, q):
+    return w * 2.0, q * 2.0
+
+
+# Not the derivative, so that the rule is seen.
+both.defjvp(lambda primals, tangents: (both(*primals), (tangents[0] * 3.0, tangents[1] * 5.0)))
+
+
+def test_a_derivative_rule_of_two_results_of_which_one_becomes_dense(may_be_dense):
+    w, q = lora(), int8()
+    assert kinds(use(both), w, q) == ["LoRA", "dense"]
+
+    def loss(w, q, y):
+        a, b = both(w, q * y)
+        return jnp.sum(jnp.sin(a) * b)
+
+    got = jax.grad(lambda w, y: use(loss)(w, q, y), (0, 1))(w, 1.5)
+    dense = lambda w, y: loss(hki.materialize(w), hki.materialize(q), y)  # noqa: E731
+    close(jax.tree.leaves(got), jax.tree.leaves(jax.grad(dense, (0, 1))(w, 1.5)), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -851,6 +863,16 @@ def test_custom_vjp_with_static_arguments(x, may_be_dense):
     close(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
+def test_a_scan_keeps_its_options():
+    def f(w, xs):
+        return lax.scan(lambda c, x: (c + 1, x @ w * c), 1.0, xs, reverse=True, unroll=2)[1]
+
+    w, xs = lora(), jnp.ones((4, 4))
+    close(use(f)(w, xs), f(hki.materialize(w), xs))
+    [scan] = [e for e in jax.make_jaxpr(use(f))(w, xs).eqns if e.primitive is lax.scan_p]
+    assert (scan.params["reverse"], scan.params["unroll"]) == (True, 2)
+
+
 # --- linear solves, shard_map, pmap ---------------------------------------------------------------------------
 
 
@@ -884,6 +906,13 @@ def test_custom_linear_solve_with_aux(x, may_be_dense):
 
     got, want = use(f)(lora(), x[0]), f(hki.materialize(lora()), x[0])
     close(got, want)
+
+
+def test_custom_linear_solve_without_the_transposed_system(x):
+    def f(w, b):
+        return lax.custom_linear_solve(lambda y: 2 * y + w @ y, b, lambda matvec, b: b - matvec(b))
+
+    close(use(f)(lora(), x[0]), f(hki.materialize(lora()), x[0]))
 
 
 def test_a_right_side_that_is_implicit(may_be_dense):
