@@ -669,6 +669,19 @@ def test_a_nested_rule_may_decline():
         np.testing.assert_allclose(use(lax.sin)(A(A(ONES))), jnp.sin(ONES))
 
 
+def test_jax_names_a_rule_that_branches_on_a_value():
+    T = new_type()
+
+    @hki.primitive_handler("sign")
+    def branches_on_a_value(primitive, x: T, **params):
+        return x.x if x.x[0] > 0 else -x.x
+
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError, match="the function branches_on_a_value"
+    ):
+        use(jnp.sign)(T(ONES))
+
+
 def test_an_error_in_a_rule_is_not_swallowed():
     A = new_type()
 
