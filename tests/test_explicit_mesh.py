@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
+from tests.cases import Outer
 from tests.devices import run_on_devices
 
 HEAD = """
@@ -271,6 +272,7 @@ ON_ONE_DEVICE = {
     "scan": lambda w, x: lax.scan(lambda c, _: (jnp.sin(c @ w), c), x, None, length=2),
     "carry": lambda w, x: lax.scan(lambda c, _: (jnp.sin(c), x @ c), w, None, length=2),
     "cond": lambda w, x: x + lax.cond(jnp.sum(x) > 0, lambda: w, lambda: jnp.sin(w)),
+    "reshard": lambda w, x: x + jax.sharding.reshard(w, P("m", None)),
     "what no rule handles": lambda w, x: jnp.sin(w) + x,
 }
 
@@ -281,7 +283,7 @@ def test_types_of_results_on_one_device(fun, may_be_dense):
     mesh = jax.make_mesh((1,), ("m",), axis_types=(AxisType.Explicit,))
     x = jnp.sin(jnp.arange(16.0).reshape(4, 4))
     lora = hki.LoRA(jnp.cos(x), x[:, :2], x[:2], alpha=3.0)
-    for w in (lora, hki.QuantizedMatrix.quantize(x + 1, "int8")):
+    for w in (lora, hki.QuantizedMatrix.quantize(x + 1, "int8"), Outer(x[0], x[1])):
         with (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh):
             placed, dense = jax.device_put((w, hki.materialize(w)), NamedSharding(mesh, P()))
             y = jax.device_put(x, NamedSharding(mesh, P("m")))
