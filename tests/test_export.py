@@ -242,6 +242,11 @@ def test_tuples_come_back():
     assert exported(lambda w: w, w).call(w).tag == w.tag
 
 
+def test_structures_of_trees_come_back():
+    tag = jax.tree.structure((0, (None, (0,), ()), hki.Zeros(shape=(2,))))
+    assert exported(lambda w: w, Nested(X, tag)).call(Nested(X, tag)).tag == tag
+
+
 class Unknown:
     """Not a value that a file can hold."""
 
