@@ -108,6 +108,7 @@ def test_flags_branch_in_python(w, x):
 )
 def test_numpy_arrays_are_arrays(w, value):
     close(use(lambda w, v: w + v)(w, value), hki.materialize(w) + value)
+    assert use(lambda w, v: isinstance(v, jax.Array))(w, value)
 
 
 @pytest.mark.parametrize(
