@@ -962,15 +962,18 @@ def test_collectives_in_shard_map(x, may_be_dense):
 @pytest.mark.parametrize(
     "fun",
     [
-        lambda w: lax.fori_loop(0, 2, lambda i, c: jnp.sin(c), w),
-        lambda w: lax.fori_loop(0, jnp.int32(w[0, 0] * 0) + 2, lambda i, c: c.at[0].set(0), w),
-        lambda w: lax.cond(w[0, 0] > 0, lambda: w, lambda: jnp.sin(w)),
+        lambda w, x: lax.fori_loop(0, 2, lambda i, c: jnp.sin(c), w),
+        lambda w, x: lax.fori_loop(0, 2, lambda i, c: c + x, w),
+        lambda w, x: lax.fori_loop(0, jnp.int32(x[0, 0] * 0) + 2, lambda i, c: c + x, w),
+        lambda w, x: lax.cond(x[0, 0] > 0, lambda: w, lambda: x),
     ],
-    ids=["scan", "while", "cond"],
+    ids=["scan", "sum", "while", "cond"],
 )
-def test_a_carry_that_becomes_dense_in_shard_map(fun, may_be_dense):
-    f = jax.shard_map(fun, mesh=mesh(), in_specs=P("i"), out_specs=P("i"))
-    close(use(f)(lora()), f(hki.materialize(lora())))
+def test_a_value_that_becomes_dense_in_shard_map(fun, may_be_dense):
+    """A constant has no leaves, which could vary over the mesh as the dense array does."""
+    f, x = jax.shard_map(fun, mesh=mesh(), in_specs=P("i"), out_specs=P("i")), jnp.ones((4, 4))
+    for w in (lora(), hki.Zeros(shape=(4, 4))):
+        close(use(f)(w, x), f(hki.materialize(w), x))
 
 
 TWO_DEVICES = """

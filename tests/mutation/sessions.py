@@ -82,8 +82,10 @@ def chosen_tests(
     for span in (mutant.lines, mutant.statement):
         lines = set(range(span[0], span[1] + 1))
         runs_any = lambda t, lines=lines: not lines.isdisjoint(t.lines.get(mutant.file, ()))  # noqa: E731
-        if runs_any(imports):  # the tests that run anything of this file see what was made there
-            level |= {t.name: 1 for t in ran if mutant.file in t.lines}
+        if runs_any(
+            imports
+        ):  # what is made there may matter to any test, most to those of this file
+            level |= {t.name: 1 if mutant.file in t.lines else 2 for t in ran}
         level |= {t.name: 0 for t in ran if runs_any(t)}
         if min(level.values(), default=2) < 2:
             break
