@@ -2,7 +2,7 @@
 
 python -m tests.mutation --count=250 --seed=0
 python -m tests.mutation --count=100 --files=haiku_implicit/core/dispatch.py
-python -m tests.mutation --again=/tmp/mutants.json   # those that survived in an earlier run
+python -m tests.mutation --again=/tmp/mutants.json   # those that survived in an earlier run; counts both runs
 
 First the quick tests run once, to see which of them run which lines; `--coverage` keeps that for later runs. Then
 each mutant drawn is given to the tests that run its line, those of them that take the least time first.
@@ -38,7 +38,8 @@ def main(argv: list[str]) -> None:
     found, texts = sessions.mutants_of(root, _FILES.value)
     print(f"{len(found)} mutants; {texts} texts are left as they are")
     if _AGAIN.value:
-        keys = {r.key for r in sessions.read(_AGAIN.value) if not r.killed}
+        earlier = sessions.read(_AGAIN.value)
+        keys = {r.key for r in earlier if not r.killed}
         drawn = [m for m in found if m.key in keys]
         for key in sorted(keys - {m.key for m in drawn}):
             print("no longer there:", *key, sep="\n  ")
@@ -48,6 +49,8 @@ def main(argv: list[str]) -> None:
         print(*drawn, sep="\n")
         return
     results = sessions.read(_RESULTS.value) if _GO_ON.value else []
+    if _AGAIN.value:  # what is dead stays dead
+        results += [r for r in earlier if r.killed and r not in results]
     done = {r.key for r in results}
     left = {m.key: m for m in drawn if m.key not in done}
     with sessions.Session(root, _PROCESSES.value) as session:
@@ -57,7 +60,7 @@ def main(argv: list[str]) -> None:
             sessions.write(_RESULTS.value, results)
             if not result.killed:
                 print(f"survived {result.ran} tests: {left[result.key]}\n", flush=True)
-        wrong = session.fail_anyway(results)
+        wrong = session.fail_anyway([r for r in results if r.key in left])
     print(sessions.table(results))
     if wrong:
         print(

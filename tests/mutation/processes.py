@@ -143,6 +143,9 @@ def record(folder: str, tests: Sequence[str]) -> Any:
     sys.dont_write_bytecode = False
     noting = _Noting(pathlib.Path.cwd() / folder)
     sys.meta_path.insert(0, noting)
+    importlib.import_module(
+        folder.partition("/")[0]
+    )  # pytest would read a file of doctests without it
     recorder = _Recorder(noting)
     pytest.main([*tests, "-q", "-p", "no:cacheprovider"], plugins=[recorder])
     return {"passed": recorder.passed, "failed": recorder.failed}
