@@ -73,10 +73,14 @@ def example(sizes: models.Sizes) -> tuple[jax.Array, hk.Params]:
     """Tokens, and parameters of the model by hand, none of them at an initial zero."""
     key = jax.random.key(0)
     tokens = jax.random.randint(key, (sizes.batch, sizes.length), 0, sizes.vocabulary)
-    params = jax.jit(models.transformed(sizes, by_hand=True).init)(key, tokens)
-    return tokens, jax.tree.map(
-        lambda x: x + 0.01 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params
-    )
+    init = models.transformed(sizes, by_hand=True).init
+
+    @jax.jit
+    def moved(key: jax.Array, tokens: jax.Array) -> hk.Params:
+        move = lambda x: x + 0.01 * jnp.cos(jnp.arange(x.size)).reshape(x.shape)  # noqa: E731
+        return jax.tree.map(move, init(key, tokens))
+
+    return tokens, moved(key, tokens)
 
 
 def training_step(loss: implementations.Loss) -> Callable[..., Any]:

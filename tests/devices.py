@@ -12,18 +12,18 @@ jax.distributed.initialize(sys.argv.pop(), int(sys.argv.pop()), int(sys.argv.pop
 """
 
 
-def run_on_devices(program, count, *args, optimized=True):
+def run_on_devices(program, count, *args):
     """Runs a program on as many devices of this CPU; returns what it printed, or its error.
+
+    XLA's other flags are those of the tests. (What it splits, and what devices send each other, is decided
+    before machine code is optimized, which these leave out.)
 
     Args:
       program: its code.
       count: how many devices.
       *args: its arguments.
-      optimized: False: XLA spends less on compiling.
     """
-    flags = f"--xla_force_host_platform_device_count={count}"
-    if not optimized:
-        flags += " --xla_backend_optimization_level=0"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, *args],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},

@@ -4,7 +4,6 @@ All operations of one table on one case in one way (eagerly, under `jit`, ...) a
 collects its failures: the dense results they are compared with then come from one compiled program.
 """
 
-import contextlib
 import functools
 
 import jax
@@ -19,6 +18,7 @@ from haiku_implicit.core import dispatch, interpreter
 from tests import primitive_ops
 from tests.cases import CASES, SHAPE, matrix
 from tests.primitive_ops import MODULES, TABLES, UNEXPORTED, primitive_named
+from tests.settings import SETTINGS, setting
 from tests.tiers import few
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
@@ -423,25 +423,6 @@ def test_batch_axes(name, mode):
 
 
 # --- JAX's settings --------------------------------------------------------------------------------
-
-SETTINGS = {
-    "jax_enable_x64": True,
-    "jax_debug_nans": True,
-    "jax_disable_jit": True,
-    "jax_numpy_rank_promotion": "raise",
-    "jax_check_tracer_leaks": True,
-    "jax_transfer_guard": "disallow",
-}
-
-
-@contextlib.contextmanager
-def setting(name):
-    before = getattr(jax.config, name)
-    jax.config.update(name, SETTINGS[name])
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
 
 
 @pytest.mark.slow

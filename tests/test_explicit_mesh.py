@@ -258,7 +258,7 @@ def run(program, *args):
     """Runs a program on two devices, and returns what it printed."""
     in_context = f'with hki.materialization("allow"):\n{indented(program)}\n'
     code = HEAD + in_context + 'print("\\n".join(failures) or "done")'
-    return run_on_devices(code, 2, *args, optimized=False)
+    return run_on_devices(code, 2, *args)
 
 
 def indented(program):

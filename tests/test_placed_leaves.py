@@ -322,7 +322,7 @@ for name, options in OPTIONS.items():
 
 
 def run(program):
-    return run_on_devices(HEAD + program + '\nprint("done")', 8, optimized=False)
+    return run_on_devices(HEAD + program + '\nprint("done")', 8)
 
 
 @pytest.mark.slow

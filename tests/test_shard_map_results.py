@@ -92,4 +92,4 @@ assert kept >= {"cache", "groups", "lora"}, kept
 @pytest.mark.slow
 def test_on_several_devices():
     """Leaves that all devices share would differ from device to device: then the result is dense."""
-    assert run_on_devices(PROGRAM + 'print("done")', 4, optimized=False) == "done"
+    assert run_on_devices(PROGRAM + 'print("done")', 4) == "done"

@@ -246,6 +246,26 @@ def attention():
     }
 
 
+@pytest.mark.parametrize("what", ["lora", "dora", "quantization"])
+def test_a_named_parameter_that_does_not_fit_is_an_error(what):
+    """Nothing that a pattern names is left out in silence, and layers do not make biases matrices."""
+    change = functools.partial(hki.add_adapter, key=0, method=what, rank=2)
+    change = hki.quantize_params if what == "quantization" else change
+    stack = "__layer_stack_no_per_layer/linear"
+    stacked = {stack: {"w": jnp.ones((3, 4, 4)), "b": jnp.ones((3, 4))}}
+    for params, pattern, axes in (
+        (weights(), r"^body/b: {} needs .* at least two axes, .* float32\[4\]", ()),
+        (stacked, r"^{}/b: {} needs .* at least two axes besides .* float32\[3,4\]", (stack,)),
+    ):
+        name = {"lora": "LoRA"}.get(what, what)
+        with pytest.raises(ValueError, match=pattern.format(*axes, name)):
+            change(params, targets=".*")
+        change(params, targets=".*", exclude=".*/b")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            change(params)  # by default biases are no targets, and nobody is told
+
+
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_an_adapter_larger_than_its_weight_is_said_once(method):
     add = functools.partial(hki.add_adapter, attention(), 0, method, rank=4)

@@ -92,5 +92,6 @@ def places(
         raise ValueError(f"{name}: expected 1 to {n * m} for a weight [{n}, {m}], got {count}")
     step = n * m // count
     start = np.arange(count, dtype=np.int64) * step  # (may not fit into JAX's integers)
+    start = start.reshape(*(1 for _ in lead), count)
     column = jax.random.randint(key, (*lead, count), 0, step) + start % m
     return jnp.asarray(start // m) + column // m, column % m

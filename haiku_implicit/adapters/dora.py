@@ -47,7 +47,7 @@ class DoRA(Adapter):
 
     def equivalent(self) -> ScaledMatrix:
         lora = LoRA(self.w, self.a, self.b, self.alpha)
-        scaled_a = self.a * jnp.expand_dims(jnp.asarray(lora.scale), (-2, -1))
+        scaled_a = self.a if self.alpha is None else self.a * lora.scale[..., None, None]
         squares = _squared_lengths(self.w) + _squares_of_delta(self.w, scaled_a, self.b)
         lengths = jnp.sqrt(jax.lax.stop_gradient(squares))
         # A column of zeros has no direction. It is left as it is, so that its factors have a gradient.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.adapters.adapter import Adapter, filled, places
-from haiku_implicit.adapters.operators import Fourier
+from haiku_implicit.adapters.operators import Fourier, check_places
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.core.fields import FROZEN
 
@@ -30,6 +30,11 @@ class FourierFT(Adapter):
     row: Any = dataclasses.field(metadata=FROZEN)
     column: Any = dataclasses.field(metadata=FROZEN)
     scale: Any = dataclasses.field(default=None, metadata=FROZEN)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        n, m = self.shape[-2:]
+        check_places(self, (n, m))
 
     @classmethod
     def create(

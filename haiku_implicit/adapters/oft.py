@@ -59,7 +59,7 @@ def skew(upper: jax.Array, size: int) -> jax.Array:
 def cayley(q: jax.Array) -> jax.Array:
     """`(1 + q)(1 - q)^-1`, orthogonal for a skew-symmetric `q`; in float32."""
     q = q.astype(jnp.float32)
-    eye = jnp.eye(q.shape[-1])
+    eye = jax.lax.broadcast_to_rank(jnp.eye(q.shape[-1], dtype=q.dtype), q.ndim)
     return jnp.linalg.solve(jnp.swapaxes(eye - q, -1, -2), jnp.swapaxes(eye + q, -1, -2)).swapaxes(
         -1, -2
     )

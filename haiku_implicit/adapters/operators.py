@@ -158,7 +158,7 @@ class Diagonal(Operator, linear_in="values"):
 
     def times(self, x: jax.Array) -> jax.Array:
         k = self.values.shape[-1]
-        return jnp.pad(x[:, :k] * self.values, ((0, 0), (0, self._sizes()[1] - k)))
+        return jnp.pad(x[:, :k] * self.values[None], ((0, 0), (0, self._sizes()[1] - k)))
 
     def rows(self, ids: jax.Array) -> jax.Array:
         m = self._sizes()[1]
@@ -242,6 +242,26 @@ class BlockDiagonal(Operator, linear_in="blocks"):
         return self._replace(blocks=self.blocks.mT)
 
 
+def check_places(owner: Any, shape: tuple[int, int]) -> None:
+    """Raises unless the `row` and `column` of an array lie in a matrix `[n, m]`, where they are known.
+
+    JAX drops what is added beyond the edge of an array, and would take a negative one from its end.
+    """
+    for name, size in zip(("row", "column"), shape, strict=True):
+        places = getattr(owner, name)
+        if isinstance(places, jax.core.Tracer) or not getattr(places, "is_fully_addressable", True):
+            continue
+        if not isinstance(places, jax.Array | np.ndarray):
+            continue  # a placeholder, such as a spec
+        places = jax.device_get(places)  # (an explicit transfer, which guards may allow)
+        beyond = places[(places < 0) | (places >= size)]
+        if beyond.size:
+            raise ValueError(
+                f"{type(owner).__name__}: {name}: expected numbers from 0 to {size - 1}, for a matrix "
+                f"{list(shape)}, got {beyond.flat[0]}"
+            )
+
+
 @dataclasses.dataclass
 class AtPlaces(Operator, linear_in="values"):
     """The base of operators that a few numbers at places of a matrix make.
@@ -250,12 +270,20 @@ class AtPlaces(Operator, linear_in="values"):
       values: `[..., k]`.
       row, column: `[..., k]` integers, where they are; what is at one place is added up.
       shape_of_matrix: `(n, m)`.
+
+    Raises:
+      ValueError: for a place outside of the matrix, where the places are known (they are not while JAX
+        traces).
     """
 
     values: Any
     row: Any = dataclasses.field(metadata=FROZEN)
     column: Any = dataclasses.field(metadata=FROZEN)
     shape_of_matrix: tuple[int, int] = aux_field()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_places(self, self.shape_of_matrix)
 
     def compute_shape(self) -> tuple[int, ...]:
         return (*np.shape(self.values)[:-1], *self.shape_of_matrix)
@@ -274,11 +302,12 @@ class Sparse(AtPlaces):
 
     def times(self, x: jax.Array) -> jax.Array:
         out = jnp.zeros((x.shape[0], self.shape_of_matrix[1]), x.dtype)
-        return out.at[:, self.column].add(x[:, self.row] * self.values)
+        return out.at[:, self.column].add(x[:, self.row] * self.values[None])
 
     def rows(self, ids: jax.Array) -> jax.Array:
         out = jnp.zeros((ids.shape[0], self.shape_of_matrix[1]), self.dtype)
-        return out.at[:, self.column].add((ids[:, None] == self.row) * self.values)
+        hit = ids[:, None] == self.row[None]
+        return out.at[:, self.column].add(hit * self.values[None])
 
     def materialize(self) -> jax.Array:
         def of_one(w: Sparse) -> jax.Array:
@@ -306,12 +335,12 @@ class Fourier(AtPlaces):
         # (Above that, the product of an index and a frequency does not fit into 32 bits.)
         if n >= 1 << 16:
             return super().rows(ids)
-        product = ids.astype(jnp.uint32)[:, None] * self.row.astype(jnp.uint32)
+        product = ids.astype(jnp.uint32)[:, None] * self.row.astype(jnp.uint32)[None]
         turns = (product % n).astype(jnp.float32) / n
         return self._along_columns(jnp.exp(2j * jnp.pi * turns) / n)
 
     def _along_columns(self, amplitudes: jax.Array) -> jax.Array:
         """Of the amplitudes `[k, coefficients]` along the rows, the transform along the columns."""
-        amplitudes = amplitudes * self.values.astype(amplitudes.real.dtype)
+        amplitudes = amplitudes * self.values.astype(amplitudes.real.dtype)[None]
         out = jnp.zeros((amplitudes.shape[0], self.shape_of_matrix[1]), amplitudes.dtype)
         return jnp.fft.ifft(out.at[:, self.column].add(amplitudes)).real.astype(self.dtype)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.adapters.adapter import Adapter, places
-from haiku_implicit.adapters.operators import Sparse
+from haiku_implicit.adapters.operators import Sparse, check_places
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.core.fields import FROZEN
 
@@ -27,6 +27,11 @@ class SHiRA(Adapter):
     values: Any
     row: Any = dataclasses.field(metadata=FROZEN)
     column: Any = dataclasses.field(metadata=FROZEN)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        n, m = self.shape[-2:]
+        check_places(self, (n, m))
 
     @classmethod
     def create(cls, w: Any, key: jax.Array, *, entries: int) -> Self:

@@ -120,7 +120,8 @@ def gather_rows(
     out, index = primitive.bind(w.w, ids, **options), ids[..., 0]
     if mode == jax.lax.GatherScatterMode.CLIP:
         index = jnp.clip(index, 0, w.shape[0] - 1)
-    same = index[..., None] == w.ids.astype(index.dtype)
+    trained_ids = jax.lax.broadcast_to_rank(w.ids.astype(index.dtype), index.ndim + 1)
+    same = index[..., None] == trained_ids
     trained = w._part()[jnp.argmax(same, -1)]
     return jnp.where(same.any(-1, keepdims=True), trained.astype(out.dtype), out)
 

@@ -80,7 +80,10 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
     @property
     def value(self) -> np.ndarray:
         """The value, as a NumPy array without axes."""
-        return np.frombuffer(self.bits, self.dtype).reshape(())
+        # Of a file it may have 64 bits, where JAX has 32.
+        stored = np.frombuffer(self.bits, self.__dict__["_dtype"] or self.dtype).reshape(())
+        with np.errstate(over="ignore"):
+            return stored if stored.dtype == self.dtype else np.asarray(stored, self.dtype)
 
     @property
     def aval(self) -> jax.core.ShapedArray:

@@ -116,7 +116,8 @@ def _sorted_maxima(x: jax.Array) -> jax.Array:
     largest = jnp.abs(x).max(axis=0, initial=0.0)  # (NaN and infinity are in the last class)
     octave = jnp.log2(jnp.where(largest > 0, jnp.nan_to_num(largest, nan=jnp.inf), 1.0))
     where = jnp.clip(jnp.floor(octave * _PER_OCTAVE) + _CLASSES // 2, 0, _CLASSES - 1)
-    hit = (where == jnp.arange(_CLASSES, dtype=where.dtype)[:, None]) & (largest != 0)
+    classes = jnp.arange(_CLASSES, dtype=where.dtype)[:, None]
+    hit = (where[None] == classes) & (largest != 0)[None]
     return jnp.stack([hit.astype(x.dtype), jnp.where(hit, largest, 0.0)])
 
 

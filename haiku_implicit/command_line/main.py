@@ -35,7 +35,7 @@ from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, has_a
 from haiku_implicit.params.adapters import METHODS, add_adapter, options_of
 from haiku_implicit.params.edits import quantize_params
 from haiku_implicit.params.merging import merge_adapters
-from haiku_implicit.params.plots import plot_error, plot_memory
+from haiku_implicit.params.plots import check_picture, plot_error, plot_memory
 from haiku_implicit.params.summary import compare_params, summary
 from haiku_implicit.params.trees import parameters_of
 
@@ -88,6 +88,8 @@ def _define_inspect(values: flags.FlagValues) -> None:
 
 
 def _inspect(values: flags.FlagValues, path: str) -> None:
+    if values.plot:
+        check_picture(values.plot)
     tree = part_of(load(path), values, path)
     if isinstance(tree, AdapterParts):
         tree = dict(tree.dense.items()) | _factors(tree)
@@ -217,6 +219,8 @@ def _define_diff(values: flags.FlagValues) -> None:
 
 
 def _diff(values: flags.FlagValues, first: str, second: str) -> None:
+    if values.plot:
+        check_picture(values.plot)
     found = compare_params(read(values, first), read(values, second))
     print(json.dumps(found.to_json()) if values.json else found)
     if values.plot:

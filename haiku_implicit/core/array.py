@@ -255,7 +255,7 @@ class ImplicitArray(abc.ABC):
             try:
                 aval = self.__dict__["_aval"] = _abstract_value(self)
             except (AttributeError, TypeError) as e:
-                if not (empty := _empty_names(self)):
+                if not (empty := empty_names(self)):
                     raise
                 # An `AttributeError`, so that `hasattr(x, "shape")` is False.
                 raise AttributeError(
@@ -471,8 +471,17 @@ class Carried:
     def __init__(self, value: Any):
         self.value = value
 
+    def __eq__(self, other: object) -> bool:
+        if self is other or not (isinstance(other, Carried) and type(self.value) is tuple):
+            return self is other
+        return type(other.value) is tuple and self.value == other.value
 
-# Its static value is the object itself, compared by identity, since the value may be anything.
+    def __hash__(self) -> int:
+        return hash(self.value) if type(self.value) is tuple else object.__hash__(self)
+
+
+# Its static value is the object itself. JAX keeps structures in caches, where events that are equal,
+# mostly none, take no more room. Anything but a tuple (of events) is compared by identity.
 jax.tree_util.register_pytree_node(Carried, lambda x: ((), x), lambda x, _: x)
 
 
@@ -547,12 +556,12 @@ def dense_struct(x: Any) -> Any:
     # without leaves is where `jnp.zeros` would be.
     explicit = any(compat.explicit_sharding(y) is not None for y in leaves)
     explicit = explicit or (not leaves and compat.in_explicit_mesh())
-    sharding = compat.explicit_sharding(_materialized_struct(x)) if explicit else None
+    sharding = compat.explicit_sharding(materialized_struct(x)) if explicit else None
     return compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves, sharding=sharding)
 
 
-def _materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
-    """What `materialize` returns."""
+def materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
+    """What `materialize` returns, without doing it: of one level, with dense arrays in it."""
     leaves, treedef = flatten_one_level(x)
 
     def dense(leaves: list[Any]) -> jax.Array:
@@ -570,7 +579,7 @@ def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
     dtype = cls.default_dtype if dtype is None else dtype
     if shape is None or dtype is None:
         try:
-            out = _materialized_struct(x)
+            out = materialized_struct(x)
         except RecursionError:
             missing = "shape" if shape is None else "dtype"
             raise TypeError(
@@ -582,7 +591,7 @@ def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
     return jax.core.ShapedArray(as_shape(shape), canonical(dtype))
 
 
-def _empty_names(x: ImplicitArray) -> list[str]:
+def empty_names(x: ImplicitArray) -> list[str]:
     """The fields that hold None in place of an array, except those whose default is None."""
     may = {f.name for f in dataclasses.fields(x) if f.default is None}
     return [name for name in data_names(type(x)) if name not in may and getattr(x, name) is None]

@@ -19,10 +19,11 @@ def bind(primitive: compat.Primitive, operands: Sequence[Any], params: dict[str,
     """
     if primitive in DIFFERENTIABLE and any(map(_is_transformed, operands)):
         try:
-            fun = _jitted_primitive(primitive, tuple(params.items()))
+            static = tuple(params.items())
+            hash(static)
         except TypeError:  # parameters that are not hashable
             return compat.bind(primitive, operands, params)
-        return fun(*operands)
+        return _jitted_primitive(primitive)(static, *operands)
     return compat.bind(primitive, operands, params)
 
 
@@ -40,9 +41,9 @@ def _is_transformed(x: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted_primitive(primitive: compat.Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
-    def fun(*operands: Any) -> list[Any]:
+def _jitted_primitive(primitive: compat.Primitive) -> Any:
+    def fun(params: tuple[tuple[str, Any], ...], *operands: Any) -> list[Any]:
         return compat.bind(primitive, operands, dict(params))
 
     fun.__name__ = fun.__qualname__ = primitive.name
-    return jax.jit(fun, inline=compat.INLINE)
+    return jax.jit(fun, static_argnums=0, inline=compat.INLINE)

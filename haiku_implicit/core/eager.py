@@ -148,16 +148,17 @@ class _ProgramCache:
         traced = entry.jitted.trace(values)
         if len(entry.programs) > _MAX_ENTRIES:
             entry.programs.clear()
-        if traced.jaxpr not in entry.programs:
-            entry.programs[traced.jaxpr] = _program_of(traced)
-        return entry.programs[traced.jaxpr]
+        program = entry.programs.get(traced.jaxpr)
+        if program is None:
+            program = entry.programs[traced.jaxpr] = _program_of(traced)
+        return program
 
     def _jit(self, static: Static) -> Any:
         def run(values: list[Any]) -> Any:
             with events.recording() as log, self.watch() as facts:
                 out = self.call(static, values)
-            out = tree_map_with_implicit(lambda x: x if is_value(x) else Carried(x), out)
-            return out, Carried((log, facts))
+            out = tree_map_with_implicit(lambda x: x if is_value(x) else Carried([x]), out)
+            return out, Carried([log, facts])
 
         return jax.jit(run)
 
@@ -166,7 +167,7 @@ def _program_of(traced: Any) -> _Program:
     out, about = traced.out_info
     log, facts = about.value
     places, treedef = containers.flatten(out, is_leaf=lambda x: isinstance(x, Carried))
-    leaves = tuple((x.value,) if isinstance(x, Carried) else None for x in places)
+    leaves = tuple(tuple(x.value) if isinstance(x, Carried) else None for x in places)
     takes = len(traced.jaxpr.jaxpr.invars)
     return _Program(jaxpr_as_fun(traced.jaxpr), takes, Static(treedef, leaves), log, facts)
 

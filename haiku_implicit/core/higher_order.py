@@ -20,6 +20,7 @@ from haiku_implicit.core import compat, structure
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import Carried, dense_struct, flatten, is_implicit, num_batch_axes
 from haiku_implicit.core.interpreter import HIGHER_ORDER, densify, interpret, materialize_array
+from haiku_implicit.core.kept import kept
 from haiku_implicit.core.retrace import Retraced, Run, interpreted, retrace
 from haiku_implicit.core.sharding import leaf_places
 
@@ -68,7 +69,8 @@ def jit(operands: Operands, params: Params) -> list[Any]:
     if places is not None:
         _, treedef = flatten((consts, operands))
         places = treedef, (*[compat.UNSPECIFIED] * len(consts), *places)
-    fun = _jitted(interpreted(closed.jaxpr, operands), params["name"], *options, places)
+    about = interpreted(closed.jaxpr, operands), params["name"], *options, places
+    fun = kept(closed.jaxpr, ("jit", *about), lambda: _jitted(*about))
     out, log = fun(consts, operands)
     events.replay(log.value, of_library=events.is_of_jax(closed.jaxpr))
     places = _leaf_shardings(out, params["out_shardings"])
@@ -78,7 +80,6 @@ def jit(operands: Operands, params: Params) -> list[Any]:
     return treedef.unflatten(_putting(places)(leaves))
 
 
-@functools.lru_cache(maxsize=4096)
 def _jitted(
     run: Run, name: str, inline: Any, keep_unused: bool, options: Any, places: Any = None
 ) -> Any:
@@ -119,14 +120,12 @@ def _putting(places: tuple[Any, ...]) -> Any:
 def remat(operands: Operands, params: Params) -> list[Any]:
     """`jax.checkpoint` of the interpreted function: its policy decides what leaves are saved."""
     run = interpreted(params["jaxpr"], operands)
-    out, log = _checkpointed(run, params["prevent_cse"], params["policy"])([], operands)
+    about = dict(prevent_cse=params["prevent_cse"], policy=params["policy"])
+    key = "checkpoint", run, *about.values()
+    fun = kept(params["jaxpr"], key, lambda: jax.checkpoint(run, **about))
+    out, log = fun([], operands)
     events.replay(log.value)
     return out
-
-
-@functools.lru_cache(maxsize=4096)
-def _checkpointed(run: Run, prevent_cse: Any, policy: Any) -> Any:
-    return jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
 
 
 @handles(jex.scan_p)
@@ -237,7 +236,7 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
         new_body = _retrace(body, [*body_consts, *carry], meet)
     dense_bool = structure.Coerce([jax.ShapeDtypeStruct(batch, np.bool_)], "while", _CONDITION)
     new_cond = _retrace(cond, [*cond_consts, *carry], dense_bool)
-    events.replay(new_cond.events + new_body.events)
+    events.replay([*new_cond.events, *new_body.events])
 
     cond_leaves = _leaves(cond.consts, cond_consts)
     body_leaves = _leaves(body.consts, body_consts)

@@ -25,6 +25,7 @@ from haiku_implicit.core.array import (
     short,
 )
 from haiku_implicit.core.bind import bind
+from haiku_implicit.core.kept import kept
 from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
 from haiku_implicit.core.sharding import in_type
 
@@ -149,12 +150,12 @@ def _call_rule(
     """Calls a rule. It is traced once for operands of one structure with the same literals."""
     literals = tuple(map(as_literal, operands))
     try:
-        jitted = _jitted_rule(
-            rule, primitive, tuple(params.items()), literals, dispatch.generation()
-        )
+        # The generation is part of what the trace is kept for: a nested rule may do something else now.
+        about = tuple(params.items()), literals, dispatch.generation()
+        hash(about)
     except TypeError:  # parameters that are not hashable
         return _run_rule(rule, primitive, with_literals(literals, operands), params)
-    out, log = jitted(operands)
+    out, log = _jitted_rule(rule, primitive)(about, operands)
     if out is None:
         return NotImplemented
     events.replay(log.value, of_library=True)
@@ -162,22 +163,17 @@ def _call_rule(
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted_rule(
-    rule: dispatch.Rule,
-    primitive: compat.Primitive,
-    params: tuple[tuple[str, Any], ...],
-    literals: tuple[Any, ...],
-    generation: int,
-) -> Any:
-    del generation  # only part of the cache's key: what a nested rule does may have changed
+def _jitted_rule(rule: dispatch.Rule, primitive: compat.Primitive) -> Any:
+    """A rule, of parameters that are static. So JAX keeps its traces, and `clear_caches` drops them."""
 
-    def fun(operands: list[Any]) -> Any:
+    def fun(about: Any, operands: list[Any]) -> Any:
+        params, literals, _ = about
         with events.recording() as log:
             out = _run_rule(rule, primitive, with_literals(literals, operands), dict(params))
-        return None if out is NotImplemented else out, Carried(log)
+        return None if out is NotImplemented else out, Carried(tuple(log))
 
     fun.__name__ = fun.__qualname__ = getattr(rule, "__name__", "rule")
-    return jax.jit(fun, inline=compat.INLINE)
+    return jax.jit(fun, static_argnums=0, inline=compat.INLINE)
 
 
 def _run_rule(
@@ -309,9 +305,12 @@ def call_interpreted(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 # --- what is known of a jaxpr before it runs ---------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1024)
 def _last_uses(jaxpr: Jaxpr) -> list[list[Var]]:
     """For each equation the variables that nothing reads after it, so that their buffers can go."""
+    return kept(jaxpr, "last uses", lambda: _find_last_uses(jaxpr))
+
+
+def _find_last_uses(jaxpr: Jaxpr) -> list[list[Var]]:
     last: dict[Var, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         last.update((v, i) for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal))
@@ -329,9 +328,8 @@ def _makes_boxes(eqn: JaxprEqn) -> bool:
     return eqn.primitive in BOXES or any(map(_jaxpr_makes_boxes, subs))
 
 
-@functools.lru_cache(maxsize=4096)
 def _jaxpr_makes_boxes(jaxpr: Jaxpr) -> bool:
-    return any(_makes_boxes(eqn) for eqn in jaxpr.eqns)
+    return kept(jaxpr, "makes boxes", lambda: any(map(_makes_boxes, jaxpr.eqns)))
 
 
 def _jaxprs_in(value: Any) -> list[Jaxpr]:

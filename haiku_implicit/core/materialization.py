@@ -14,7 +14,7 @@ import re
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import haiku as hk
@@ -244,7 +244,7 @@ def emit(event: Materialization) -> None:
     _warn_once(event)
 
 
-def replay(events: list[Materialization], of_library: bool = False) -> None:
+def replay(events: Sequence[Materialization], of_library: bool = False) -> None:
     """Emits the events that were recorded when the current equation's sub-jaxpr was retraced.
 
     Args:
@@ -298,11 +298,16 @@ def say_where(error: Exception, primitive_name: str) -> None:
 
 _texts: dict[tuple[object, ...], str] = {}
 _registry: dict[Any, int] = {}
+# Beyond so many, of new shapes, say, warnings are given anew.
+_MOST_TEXTS = 10_000
 
 
 def _warn_once(event: Materialization) -> None:
     # Python warns once for each text and line. The text names the Haiku module, which differs from
     # call to call, so all events of one place use the text of the first.
+    if len(_texts) > _MOST_TEXTS:
+        _texts.clear()
+        _registry.clear()
     text = _texts.setdefault((*event.place, event.shape), str(event))
     warnings.warn_explicit(text, MaterializationWarning, event.file, event.line, registry=_registry)
 

@@ -1,6 +1,6 @@
 """Sub-jaxprs, interpreted under a trace of their own that is kept for operands of one structure."""
 
-import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from haiku_implicit.core import dispatch
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import Carried
 from haiku_implicit.core.interpreter import interpret
+from haiku_implicit.core.kept import kept
 from haiku_implicit.core.literals import LiteralNumber, as_literal
 
 # A hashable function that is applied to the list of results.
@@ -32,7 +33,7 @@ class Retraced(NamedTuple):
     jaxpr: ClosedJaxpr
     fun: Callable[..., list[Any]]
     out: list[Any]
-    events: list[events.Materialization]
+    events: Sequence[events.Materialization]
 
     def rebuild(self, leaves: Sequence[Any]) -> list[Any]:
         """The results, from their leaves."""
@@ -51,11 +52,14 @@ def retrace(
         as a literal, so that constants fold with it.
       transform: a hashable function that is applied to the list of results (`structure.Coerce`).
     """
-    fun = _jitted(interpreted(jaxpr, operands, transform))
+    run = interpreted(jaxpr, operands, transform)
+    fun = kept(jaxpr, ("jit", run), lambda: jax.jit(run))
     # `trace` takes only structures and abstract values, so no outer tracer gets in.
     traced = fun.trace(list(consts), list(operands))
     out, log = traced.out_info
-    return Retraced(traced.jaxpr, _as_fun(traced.jaxpr), out, log.value)
+    program = traced.jaxpr
+    fun = kept(jaxpr, ("fun", program), lambda: jaxpr_as_fun(program))
+    return Retraced(program, fun, out, log.value)
 
 
 def interpreted(jaxpr: Jaxpr, operands: Sequence[Any], transform: Transform | None = None) -> Run:
@@ -67,33 +71,27 @@ def interpreted(jaxpr: Jaxpr, operands: Sequence[Any], transform: Transform | No
     Args:
       jaxpr, operands, transform: as for `retrace`.
     """
-    return _interpreted(jaxpr, tuple(map(as_literal, operands)), transform, dispatch.generation())
+    literals = tuple(map(as_literal, operands))
+    key = "run", literals, transform, dispatch.generation()
+    return kept(jaxpr, key, lambda: _interpreter_of(jaxpr, literals, transform))
 
 
-@functools.lru_cache(maxsize=4096)
-def _interpreted(
-    jaxpr: Jaxpr,
-    literals: tuple[LiteralNumber | None, ...],
-    transform: Transform | None,
-    generation: int,
+def _interpreter_of(
+    jaxpr: Jaxpr, literals: tuple[LiteralNumber | None, ...], transform: Transform | None
 ) -> Run:
-    del generation  # only part of the cache's key
+    own = weakref.ref(jaxpr)  # it is kept for as long as the jaxpr is there, and runs while it is
 
     def run(consts: list[Any], operands: list[Any]) -> tuple[list[Any], Carried]:
         known = [y if x is None else x.value for x, y in zip(literals, operands, strict=True)]
         with events.recording() as log:
-            out = interpret(jaxpr, consts, known)
+            out = interpret(_there(own), consts, known)
             out = out if transform is None else transform(out)
-        return out, Carried(log)
+        return out, Carried(tuple(log))
 
     return run
 
 
-@functools.lru_cache(maxsize=4096)
-def _jitted(run: Run) -> Any:
-    return jax.jit(run)
-
-
-@functools.lru_cache(maxsize=4096)
-def _as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
-    return jaxpr_as_fun(jaxpr)
+def _there(reference: "weakref.ref[Jaxpr]") -> Jaxpr:
+    jaxpr = reference()
+    assert jaxpr is not None, "a jaxpr is interpreted while an equation holds it"
+    return jaxpr

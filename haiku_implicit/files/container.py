@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +22,8 @@ METADATA = "__metadata__"
 # The format's own limit.
 _MAX_HEADER = 100_000_000
 _LENGTH = 8
+# Characters of an error.
+_MAX_TEXT = 1500
 
 # Bytes of an element, by what the format calls a dtype. (It has dtypes of 4 and 6 bits, too.)
 WIDTHS = {
@@ -33,7 +36,20 @@ WIDTHS = {
 
 
 class CheckpointError(ValueError):
-    """A file that is not what it has to be, or a tree that a file cannot hold; it names the key."""
+    """A file that is not what it has to be, or a tree that a file cannot hold; it names the key.
+
+    Its text is one line: what a file calls its tensors may have anything in it.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(one_line(text))
+
+
+def one_line(text: str) -> str:
+    """A text for an error, with nothing in it that begins a line or controls a terminal."""
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
 
 
 class Tensor(NamedTuple):
@@ -64,6 +80,8 @@ class File:
 
     def __init__(self, path: str):
         self.path = path
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait
+            raise CheckpointError(f"{path}: expected a safetensors file, and this is not a file")
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             self.identity = (status.st_dev, status.st_ino)
@@ -173,18 +191,18 @@ def is_shape(x: Any) -> bool:
 def _tensor(where: str, row: Any) -> Tensor:
     if not isinstance(row, dict) or sorted(row) != ["data_offsets", "dtype", "shape"]:
         raise CheckpointError(
-            f"{where}: expected dtype, shape and data_offsets in the header, found {_brief(row)}"
+            f"{where}: expected dtype, shape and data_offsets in the header, found {brief(row)}"
         )
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(dtype, str) or dtype not in WIDTHS:
         raise CheckpointError(
-            f"{where}: the dtype {_brief(dtype)}; known are {', '.join(sorted(WIDTHS))}"
+            f"{where}: the dtype {brief(dtype)}; known are {', '.join(sorted(WIDTHS))}"
         )
     if not is_shape(shape):
-        raise CheckpointError(f"{where}: {_brief(shape)} is not the shape of an array")
+        raise CheckpointError(f"{where}: {brief(shape)} is not the shape of an array")
     pair = isinstance(offsets, list) and len(offsets) == 2
     if not pair or any(type(n) is not int or n < 0 for n in offsets):
-        raise CheckpointError(f"{where}: data_offsets should be two numbers, not {_brief(offsets)}")
+        raise CheckpointError(f"{where}: data_offsets should be two numbers, not {brief(offsets)}")
     start, stop = offsets
     if stop - start != (needed := math.prod(shape) * WIDTHS[dtype]):
         raise CheckpointError(
@@ -194,7 +212,8 @@ def _tensor(where: str, row: Any) -> Tensor:
     return Tensor(dtype, tuple(shape), start, stop)
 
 
-def _brief(x: Any) -> str:
+def brief(x: Any) -> str:
+    """What stands in a file, for an error: at most 80 characters."""
     try:
         text = repr(x)
     except RecursionError:

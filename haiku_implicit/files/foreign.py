@@ -1,8 +1,12 @@
 """Haiku parameters in files of other kinds: `.npz`, and pickles by an unpickler that runs nothing."""
 
 import collections
+import errno
 import io
+import math
+import os
 import pickle
+import pickletools
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -19,6 +23,8 @@ from haiku_implicit.files.kinds import kind_of, not_a
 EXPECTED = "a safetensors or .npz file"
 # Where only the unpickler can tell: old pickles are texts.
 _MAY_BE_PICKLES = ("pickle", "text", "unknown")
+# Bytes that a pickle's tree may take: these, so many for each byte of it, and so many for each object.
+_LEAST_ROOM, _ROOM, _NODE = 1 << 20, 64, 64
 
 
 def read(path: str, allow_pickle: bool) -> Any:
@@ -42,18 +48,59 @@ def _read_npz(path: str) -> dict[str, dict[str, Any]]:
     """`{module: {name: array}}`, of names `module//name` or `module/name`."""
     modules: dict[str, dict[str, Any]] = {}
     try:
-        with np.load(path, allow_pickle=False) as file:
-            for key in file.files:
+        with zipfile.ZipFile(path) as file:
+            _check_members(path, file)
+            for member in file.infolist():
+                key = member.filename.removesuffix(".npy")
                 module, _, name = key.rpartition("//" if "//" in key else "/")
-                try:
-                    modules.setdefault(module, {})[name] = file[key]
-                except (ValueError, EOFError, zipfile.BadZipFile) as e:
-                    raise CheckpointError(f"{path}: {key}: {e}") from None
-    except (zipfile.BadZipFile, ValueError) as e:
-        if isinstance(e, CheckpointError):
+                if name in modules.setdefault(module, {}):
+                    raise CheckpointError(f"{path}: {key}: is in the file twice")
+                modules[module][name] = _read_member(f"{path}: {key}", file, member)
+    except CheckpointError:
+        raise
+    except OSError as e:
+        if e.errno != errno.EINVAL:  # of a place before the file's beginning
             raise
         raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None
+    except Exception as e:  # what the module says about a damaged archive, of many kinds
+        raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None
     return modules
+
+
+def _check_members(path: str, file: zipfile.ZipFile) -> None:
+    """The files in an archive do not overlap: so that what comes out is bounded by its size."""
+    compressed = sum(member.compress_size for member in file.infolist())
+    if compressed > (size := os.path.getsize(path)):
+        raise CheckpointError(
+            f"{path}: {compressed} bytes of arrays in a file of {size}; it is damaged"
+        )
+
+
+def _read_member(where: str, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    """An array, if its header tells of as many bytes as there are."""
+    try:
+        with file.open(member) as stream:
+            version = np.lib.format.read_magic(stream)
+            header = np.lib.format.read_array_header_1_0
+            if version != (1, 0):
+                header = np.lib.format.read_array_header_2_0  # 3.0 is this with names in UTF-8
+            shape, fortran, dtype = header(stream)
+            if dtype.hasobject:
+                raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
+            if dtype.kind not in "biufc":
+                raise ValueError(f"an array of {dtype.name}, which are not numbers")
+            if any(n < 0 for n in shape):
+                raise ValueError(f"{list(shape)} is not the shape of an array")
+            expected = math.prod(shape) * dtype.itemsize
+            if expected > member.file_size:
+                raise ValueError(f"{list(shape)} takes {expected} bytes, it has less")
+            data = stream.read()
+            if len(data) != expected:
+                raise ValueError(f"{list(shape)} takes {expected} bytes, it has {len(data)}")
+    except Exception as e:  # the header is a text of Python's, which may be anything
+        said = str(e) or type(e).__name__
+        raise CheckpointError(f"{where}: {said}") from None
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 # --- pickles -------------------------------------------------------------------------------------
@@ -173,7 +220,9 @@ class _Unpickler(pickle.Unpickler):
 def _read_pickle(path: str) -> Any:
     try:
         with open(path, "rb") as file:
-            return _finished(_Unpickler(io.BytesIO(file.read())).load())
+            data = file.read()
+        _check_operations(data)
+        return _finished(_Unpickler(io.BytesIO(data)).load(), _Room(len(data)))
     except OSError:
         raise
     except CheckpointError as e:
@@ -182,14 +231,38 @@ def _read_pickle(path: str) -> Any:
         raise CheckpointError(f"{path}: not a whole pickle ({type(e).__name__}: {e})") from None
 
 
-def _finished(x: Any) -> Any:
+def _check_operations(data: bytes) -> None:
+    """Whether all lengths in a pickle fit into it: Python's unpickler allocates before it looks."""
+    for operation, argument, _ in pickletools.genops(data):
+        places = operation.name in ("PUT", "BINPUT", "LONG_BINPUT")
+        if places and argument is not None and argument >= len(data):
+            raise CheckpointError(f"it numbers an object {argument}, in {len(data)} bytes")
+
+
+class _Room:
+    """How much a pickle may become: a few bytes may name what is in it any number of times."""
+
+    def __init__(self, size: int):
+        self.left = _LEAST_ROOM + _ROOM * size
+
+    def take(self, size: int) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise CheckpointError(
+                "the same objects are in it so often that it needs much more room"
+            )
+
+
+def _finished(x: Any, room: _Room) -> Any:
     """What the stand-ins stand for."""
+    room.take(_NODE)
     if isinstance(x, _Array):
+        room.take(x.value.nbytes)
         return x.value
     if isinstance(x, _Stand | _DType):
         raise CheckpointError("it has a function or a type as a value")
     if type(x) in (dict, collections.OrderedDict):
-        return type(x)((key, _finished(value)) for key, value in x.items())
+        return type(x)((key, _finished(value, room)) for key, value in x.items())
     if type(x) in (list, tuple):
-        return type(x)(map(_finished, x))
+        return type(x)(_finished(value, room) for value in x)
     return x

@@ -3,9 +3,9 @@
 import os
 import stat
 import zipfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from haiku_implicit.files.container import CheckpointError, File, is_container
+from haiku_implicit.files.container import CheckpointError, File, is_container, parse_json
 
 
 class Kind(NamedTuple):
@@ -115,7 +115,7 @@ def _kind_of_zip(path: str) -> Kind:
     try:
         with zipfile.ZipFile(path) as file:
             names = file.namelist()
-    except (zipfile.BadZipFile, ValueError, OSError):
+    except Exception:  # the module has many words for bytes that are not an archive
         return Kind("zip", "an .npz or .zip file that is not whole", _AGAIN)
     if any(name.endswith("data.pkl") for name in names):
         return Kind("torch", "a file that torch.save wrote", "Save its tensors as safetensors")
@@ -189,3 +189,20 @@ def open_container(path: str, expected: str = "a safetensors file") -> File:
     if not is_container(path):
         raise not_a(expected, path)
     return File(path)
+
+
+def read_json(path: str | os.PathLike[str], hint: str = "the file is damaged") -> Any:
+    """What is in a file of JSON.
+
+    Args:
+      path: the file.
+      hint: what errors say in the end.
+
+    Raises:
+      CheckpointError: if it is not JSON, has a key twice, or is a pipe or a device.
+      OSError: if it can't be read.
+    """
+    path = os.fspath(path)
+    check_file(path, "a JSON file")
+    with open(path, "rb") as file:
+        return parse_json(path, file.read(), hint)

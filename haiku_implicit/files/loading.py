@@ -6,7 +6,7 @@ from typing import Any
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.files import foreign, optax_types  # noqa: F401  (the latter registers types)
 from haiku_implicit.files.checkpoint import Checkpoint, Memory, Source
-from haiku_implicit.files.container import is_container
+from haiku_implicit.files.container import CheckpointError, is_container
 from haiku_implicit.files.kinds import check_file
 from haiku_implicit.files.saving import Path
 from haiku_implicit.files.structure import describe
@@ -77,7 +77,11 @@ def load(
     if is_container(path):
         checkpoint = open_checkpoint(path, numpy=numpy)
     else:
-        structure, arrays = describe(foreign.read(path, allow_pickle))
+        tree = foreign.read(path, allow_pickle)
+        try:
+            structure, arrays = describe(tree)
+        except CheckpointError as e:
+            raise CheckpointError(f"{path}: {e}") from None
         checkpoint = Checkpoint(structure, "", Memory(path, arrays, numpy))
     with checkpoint:
         return checkpoint.read(only=only, like=like, shardings=shardings)

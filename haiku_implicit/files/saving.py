@@ -52,7 +52,8 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
     Raises:
       haiku_implicit.CheckpointError: for what a file cannot hold, a `ValueError` that names the key;
         and in a process that could write, where another one could not.
-      ValueError: for a `max_shard_bytes` that is not a positive integer.
+      ValueError: for a `max_shard_bytes` that is not a positive integer, and for a `path` that ends in
+        `.gguf`, whose files `save_gguf` writes.
       OSError: if the file can't be written. The one that was there is still there.
 
     Example:
@@ -68,6 +69,11 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
     """
     if type(max_shard_bytes) is not int or max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes: expected a positive integer, got {max_shard_bytes!r}")
+    if os.fspath(path).lower().endswith(".gguf"):
+        raise ValueError(
+            f"{os.fspath(path)}: expected the name of a safetensors file, which is what save writes, "
+            "got that of a GGUF file. haiku_implicit.save_gguf writes these; or name it .safetensors"
+        )
     structure, arrays = describe(tree)
     for name, x in arrays.items():
         if isinstance(x, jax.ShapeDtypeStruct):

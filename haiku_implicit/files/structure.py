@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Union
@@ -11,7 +12,15 @@ import jax
 import numpy as np
 
 from haiku_implicit.core import serialization
-from haiku_implicit.core.array import ImplicitArray, is_implicit, known_struct
+from haiku_implicit.core.array import (
+    ImplicitArray,
+    empty_names,
+    flatten_one_level,
+    is_implicit,
+    known_struct,
+    materialized_struct,
+    short,
+)
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import METADATA, CheckpointError, is_shape
 from haiku_implicit.files.parts import Part, parts_from_json, parts_to_json
@@ -132,6 +141,8 @@ def _describe(x: Any, path: str, arrays: dict[str, Any]) -> Structure:
     if kind := _KINDS.get(type(x)):
         items = x.items() if isinstance(x, Mapping) else enumerate(x)
         keys, values = zip(*items, strict=True) if len(x) else ((), ())
+        if kind == "dict":
+            _check_sortable(keys, path)
         for key in keys:
             with _naming(joined(path, key)):
                 serialization.encode(key)
@@ -144,6 +155,16 @@ def _describe(x: Any, path: str, arrays: dict[str, Any]) -> Structure:
     if node is None:
         return _describe_value(x, path)
     return _describe_object(x, node, path, arrays)
+
+
+def _check_sortable(keys: tuple[Any, ...], where: str) -> None:
+    """JAX sorts the keys of a dict."""
+    try:
+        sorted(keys)
+    except TypeError as e:
+        raise CheckpointError(
+            f"{where or 'the tree'}: a dict whose keys JAX can't sort ({e}). Make them all texts"
+        ) from None
 
 
 def _describe_array(x: Any, path: str, arrays: dict[str, Any]) -> Leaf:
@@ -271,6 +292,8 @@ def from_json(data: Any, path: str = "") -> Structure:
         keys: tuple[Any, ...] = tuple(range(len(items)))
     else:
         keys = _keys(data.get("keys"), len(items), where)
+    if kind == "dict":
+        _check_sortable(keys, where)
     node = None if kind in _CONTAINERS else _known(kind, where)
     static, dense = data.get("static"), data.get("dense")
     if node is not None:
@@ -382,26 +405,47 @@ def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: st
         return _CONTAINERS[kind](dict(zip(keys, items, strict=True)))
     where = f"{file}: {path or 'the tree'}"
     node = _known(kind, where)
-    made = node.build(_decoded(node, keys, static, where), items)
-    if dense:
-        _check_dense(made, dense, where)
+    values = _decoded(node, keys, static, where)
+    try:
+        made = node.build(values, items)
+        _check_made(made, dense)
+    except Exception as e:  # whatever JAX or the type says about arrays that do not fit
+        raise CheckpointError(
+            f"{where}: its arrays do not make a {node.kind.__name__}: {e or type(e).__name__}"
+        ) from None
     return made
 
 
-def _check_dense(made: Any, dense: tuple[str, tuple[int, ...]], where: str) -> None:
-    """Whether the arrays give an implicit array the shape and dtype that it was saved with."""
+def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None) -> None:
+    """Whether arrays fit together, and give an implicit array the shape and dtype of the file."""
+    if dense and (made.dtype.name, tuple(made.shape)) != (_canonical(dense[0]), dense[1]):
+        raise ValueError(f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}")
+    if not is_implicit(made) or _is_part(made):
+        return
+    leaves, treedef = flatten_one_level(made)
+    kinds = tuple((y.shape, y.dtype) if hasattr(y, "dtype") else None for y in leaves)
+    found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64))
+    if found != (tuple(made.shape), made.dtype):
+        raise ValueError(f"they make {found[1]}{list(found[0])}, not {short(made)}")
+
+
+def _is_part(x: ImplicitArray) -> bool:
+    """Whether arrays are missing, as in an adapter without its base."""
+    inner = (y for y in flatten_one_level(x)[0] if is_implicit(y))
+    return bool(empty_names(x)) or any(map(_is_part, inner))
+
+
+@functools.lru_cache(maxsize=1000)
+def _traced(treedef: Any, kinds: tuple[Any, ...], widest: Any) -> tuple[tuple[int, ...], Any]:
+    """What `materialize` makes of arrays like these. Most layers of a model have the same."""
+    del widest  # only part of the cache's key: whether there are 64 bits
+    leaves = [None if kind is None else jax.ShapeDtypeStruct(*kind) for kind in kinds]
+    made = jax.tree_util.tree_unflatten(treedef, leaves)
     try:
-        found = made.dtype.name, tuple(made.shape)
-        same = found[1] == dense[1] and found[0] == _canonical(dense[0])
-    except Exception as e:  # whatever the type says about arrays that do not fit
-        raise CheckpointError(
-            f"{where}: its arrays do not make a {type(made).__name__} ({e})"
-        ) from None
-    if not same:
-        raise CheckpointError(
-            f"{where}: its arrays make a {type(made).__name__} of {found[0]}{list(found[1])}, where "
-            f"the file says {dense[0]}{list(dense[1])}"
-        )
+        struct = materialized_struct(made)
+    except NotImplementedError:  # a type that is never dense
+        struct = made
+    return tuple(struct.shape), struct.dtype
 
 
 def _canonical(name: str) -> str:

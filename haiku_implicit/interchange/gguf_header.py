@@ -1,82 +1,149 @@
-"""Where a GGUF file ends that is not whole: its header, read for an error that says so.
+"""The header of a GGUF file: its table of tensors, checked before anything is read of them.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import math
+import mmap
 import struct
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
+
+from haiku_implicit.files.container import CheckpointError, brief
 
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # by the number of the type
-_STRING, _ARRAY = 8, 9
+_WIDTHS = {kind: struct.calcsize(f"<{layout}") for kind, layout in _NUMBERS.items()}
+_UINT32, _STRING, _ARRAY = 4, 8, 9
 _ALIGNMENT = "general.alignment"
+_VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 8
+# Lists within lists, and entries of all lists. (The package `gguf` makes an object of some 600 bytes of
+# each. The largest vocabularies have a quarter of a million tokens, with a text, a score and a type.)
+_DEEPEST, _MOST_ENTRIES = 8, 4_000_000
+
+
+class Row(NamedTuple):
+    """A tensor in the table.
+
+    Attributes:
+      name: of the tensor.
+      kind: the name of its type, such as 'Q4_0'.
+      shape: in the order of NumPy: the file has it backwards.
+      start: where its bytes begin in the file.
+      stop: where they end.
+      packed: the shape of its blocks as bytes, `[..., rows, bytes]`.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    packed: tuple[int, ...]
 
 
 class _Ended(Exception):
     """The file ends within its header."""
 
 
-class _Tensor(NamedTuple):
-    """A row of the table: where the bytes of a tensor are, counted from the end of the header."""
-
-    name: str
-    start: int
-    nbytes: int
+class _Damaged(Exception):
+    """Something in the header can't be."""
 
 
-def what_is_missing(path: str, gguf: Any) -> str | None:
-    """The first thing of a GGUF file that is not there in part; None if all is, or it is damaged.
+def table_of(path: str, gguf: Any) -> list[Row] | None:
+    """The tensors of a GGUF file; None if its numbers are in the other order of bytes.
 
     Args:
       path: the file, which begins like one of GGUF.
       gguf: the package, for the sizes of blocks.
+
+    Raises:
+      CheckpointError: if something of it is not there, or can't be.
+      OSError: if it can't be read.
     """
-    with open(path, "rb") as file:
-        size = file.seek(0, 2)
-        file.seek(4)
-        read = _Reader(file, size)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        read = _Reader(data)
         try:
-            tensors, data = _table(read, gguf)
+            return _table(read, gguf)
         except _Ended:
-            return f"it ends at byte {size:,}, before {read.within} is complete"
-        except (ValueError, KeyError, OverflowError, RecursionError, struct.error):
-            return None
-    for name, start, nbytes in sorted(tensors, key=lambda t: t.start):
-        stop = data + start + nbytes
-        if stop > size:
-            return (
-                f"it ends at byte {size:,}, and the tensor {name} reaches from byte {data + start:,} "
-                f"to byte {stop:,}"
-            )
-    return None
+            raise CheckpointError(
+                f"{path}: truncated or damaged GGUF file: it ends at byte {len(data):,}, before "
+                f"{read.within} is complete. Copy it again"
+            ) from None
+        except _Damaged as e:
+            raise CheckpointError(f"{path}: truncated or damaged GGUF file: {e}") from None
 
 
-def _table(read: "_Reader", gguf: Any) -> tuple[list[_Tensor], int]:
-    """The tensors, and where their bytes begin."""
-    version, num_tensors, num_keys = read.numbers("IQQ")
-    if not 0 < version < 2**16:  # the bytes of its numbers are in another order
-        raise ValueError("damaged")
+def _table(read: "_Reader", gguf: Any) -> list[Row] | None:
+    (version,) = read.numbers("I")
+    if version and not version % 2**16:
+        return None
+    if version not in _VERSIONS:
+        raise _Damaged(f"version {version} of the format; read are {_VERSIONS}")
+    num_tensors, num_keys = read.numbers("QQ")
     read.within, alignment = "its metadata", 32
+    keys: set[str] = set()
     for _ in range(num_keys):
         key = read.text()
-        value = read.value(*read.numbers("I"))
-        if key == _ALIGNMENT and isinstance(value, int) and value > 0:
+        (kind,) = read.numbers("I")
+        value = read.value(kind)
+        if key in keys:
+            raise _Damaged(f"the key {brief(key)} occurs twice in its metadata")
+        keys.add(key)
+        if key == _ALIGNMENT:
+            if kind != _UINT32 or value.bit_count() != 1:
+                raise _Damaged(f"{_ALIGNMENT} should be a power of two, not {brief(value)}")
             alignment = value
     read.within = "its table of tensors"
-    return list(_tensors(read, num_tensors, gguf)), -(-read.offset // alignment) * alignment
+    rows = list(_rows(read, num_tensors, gguf))
+    data = -(-read.offset // alignment) * alignment
+    rows = [row._replace(start=data + row.start, stop=data + row.stop) for row in rows]
+    _check_places(rows, read.size)
+    return rows
 
 
-def _tensors(read: "_Reader", count: int, gguf: Any) -> Iterator[_Tensor]:
+def _rows(read: "_Reader", count: int, gguf: Any) -> Iterator[Row]:
+    """The rows of the table, with places that are counted from the end of the header."""
+    sizes = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    names: set[str] = set()
     for _ in range(count):
         name = read.text()
+        if name in names:
+            raise _Damaged(f"the tensor {brief(name)} occurs twice")
+        names.add(name)
         (ndim,) = read.numbers("I")
         if ndim > _MOST_DIMENSIONS:
-            raise ValueError("damaged")
-        *shape, kind, start = read.numbers(f"{ndim}QIQ")
-        elements, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-        yield _Tensor(name, start, math.prod(shape) // elements * width)
+            raise _Damaged(f"the tensor {brief(name)} has {ndim} axes")
+        *shape, number, start = read.numbers(f"{ndim}QIQ")
+        shape = shape[::-1]
+        if number not in sizes:
+            raise _Damaged(f"the tensor {brief(name)} has the type {number}, which is not known")
+        kind, elements, width = sizes[number]
+        if math.prod(max(n, 1) for n in shape) * width >= 2**56:
+            raise _Damaged(f"the tensor {brief(name)}: {shape} is not the shape of an array")
+        last = shape[-1] if shape else 1
+        if last % elements:
+            raise _Damaged(
+                f"the tensor {brief(name)} {shape}: blocks of {kind} have {elements} numbers"
+            )
+        packed = (*shape[:-1], last // elements * width)
+        yield Row(name, kind, tuple(shape), start, start + math.prod(packed), packed)
+
+
+def _check_places(rows: list[Row], size: int) -> None:
+    """The tensors are in the file, and each byte is of one of them."""
+    end = 0
+    for row in sorted(rows, key=lambda row: (row.start, row.stop)):
+        if row.start < end:
+            raise _Damaged(
+                f"the tensor {brief(row.name)} begins at byte {row.start:,}, within another"
+            )
+        end = row.stop
+        if end > size:
+            raise _Damaged(
+                f"it ends at byte {size:,}, and the tensor {row.name} reaches from byte "
+                f"{row.start:,} to byte {end:,}. Copy it again"
+            )
 
 
 class _Reader:
@@ -84,39 +151,50 @@ class _Reader:
 
     Attributes:
       within: what is being read.
+      offset: where it is in the file.
+      size: of the file.
     """
 
-    def __init__(self, file: BinaryIO, size: int):
-        self._file, self._size, self.within = file, size, "its header"
+    def __init__(self, data: mmap.mmap):
+        self._data, self.offset, self.size = data, 4, len(data)
+        self.within, self._entries = "its header", 0
 
-    @property
-    def offset(self) -> int:
-        return self._file.tell()
-
-    def _bytes(self, count: int) -> bytes:
-        if count > self._size - self.offset:
+    def _skip(self, count: int) -> int:
+        """Where the next bytes are."""
+        start = self.offset
+        if count > self.size - start:
             raise _Ended
-        return self._file.read(count)
+        self.offset += count
+        return start
 
     def numbers(self, layout: str) -> tuple[Any, ...]:
         layout = f"<{layout}"
-        return struct.unpack(layout, self._bytes(struct.calcsize(layout)))
+        return struct.unpack_from(layout, self._data, self._skip(struct.calcsize(layout)))
 
     def text(self) -> str:
-        return self._bytes(*self.numbers("Q")).decode("utf-8", errors="replace")
+        (count,) = self.numbers("Q")
+        start = self._skip(count)
+        try:
+            return self._data[start : start + count].decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise _Damaged(f"a text in {self.within} is not UTF-8 ({e})") from None
 
-    def value(self, kind: int) -> Any:
-        """A value of the metadata; of a list nothing but where it ends."""
-        if kind == _STRING:
-            return self.text()
-        if kind != _ARRAY:
-            if kind not in _NUMBERS:
-                raise ValueError("damaged")
+    def value(self, kind: int, depth: int = 0) -> Any:
+        """A number of the metadata; of texts and lists nothing but where they end."""
+        if kind in _NUMBERS:
             return self.numbers(_NUMBERS[kind])[0]
+        if kind == _STRING:
+            self._skip(*self.numbers("Q"))
+            return None
+        if kind != _ARRAY or depth > _DEEPEST:
+            raise _Damaged(f"a value of the type {kind}, in {depth} lists, in its metadata")
         inner, count = self.numbers("IQ")
+        self._entries += count
+        if self._entries > _MOST_ENTRIES:
+            raise _Damaged(f"lists of more than {_MOST_ENTRIES:,} entries in its metadata")
         if inner in _NUMBERS:
-            self._bytes(count * struct.calcsize(f"<{_NUMBERS[inner]}"))
+            self._skip(count * _WIDTHS[inner])
             return None
         for _ in range(count):
-            self.value(inner)
+            self.value(inner, depth + 1)
         return None

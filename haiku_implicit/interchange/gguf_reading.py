@@ -1,9 +1,9 @@
 """Parameters from GGUF files: dense tensors, and quantized ones as they are in the file."""
 
+import functools
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -14,13 +14,16 @@ from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.kinds import check_file, kind_of, not_a
 from haiku_implicit.interchange.ggml import KINDS, from_ggml
 from haiku_implicit.interchange.ggml_writing import gguf_package
-from haiku_implicit.interchange.gguf_header import what_is_missing
+from haiku_implicit.interchange.gguf_header import Row, table_of
 from haiku_implicit.interchange.names import Names, place_of
 from haiku_implicit.interchange.trees import Stored, tree_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
-# The package reads them as numbers, but for BF16, whose bytes it gives.
-_DENSE = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
+# Those that are not quantized.
+_DENSE = {
+    **dict(F32=np.float32, F16=np.float16, BF16=ml_dtypes.bfloat16, F64=np.float64),
+    **dict(I8=np.int8, I16=np.int16, I32=np.int32, I64=np.int64),
+}
 
 
 def load_gguf(
@@ -74,15 +77,14 @@ def load_gguf(
       >>> hki.load_gguf(path, {'up.weight': 'linear/w', 'up.bias': 'linear/b'})['linear']['w']
       QuantizedMatrix(float32[64,8], ...)
     """
-    opened = hasattr(file, "tensors")
-    reader = file if opened else open_gguf(file)
-    where = os.fspath(reader.data.filename if opened else file)
-    _check_kinds(reader, names, where)
-    tensors = [
-        Stored(tensor.name, tuple(map(int, tensor.shape[::-1])), _reads(tensor))
-        for tensor in reader.tensors
-    ]
-    return tree_of(tensors, names, where, dtype=dtype, like=like, dequantize=dequantize)
+    if hasattr(file, "tensors"):
+        where, tensors = os.fspath(file.data.filename), [_of_reader(t) for t in file.tensors]
+    else:
+        where = os.fspath(file)
+        tensors = _mapped(where)
+    _check_kinds(tensors, names, where)
+    stored = [Stored(t.name, t.shape, functools.partial(_read, t)) for t in tensors]
+    return tree_of(stored, names, where, dtype=dtype, like=like, dequantize=dequantize)
 
 
 def open_gguf(path: str | os.PathLike[str]) -> Any:
@@ -100,38 +102,70 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
       OSError: if the file can't be read.
     """
     path = os.fspath(path)
-    reader = read_gguf(path)
-    # The reader swaps the bytes of numbers, but not those within quantized blocks.
-    if reader.byte_order != "I" or sys.byteorder != "little":
-        raise CheckpointError(f"{path}: only little-endian GGUF files are read, on such machines")
-    return reader
+    _table(path)
+    return gguf_package().GGUFReader(path)
 
 
 def read_gguf(path: str | os.PathLike[str]) -> Any:
     """`open_gguf`, for its metadata alone: the bytes of its numbers may be in another order."""
     gguf = gguf_package()
     path = os.fspath(path)
+    _check_beginning(path)
+    if table_of(path, gguf) is not None:
+        return gguf.GGUFReader(path)
+    # The package slices the mapped file without looking at its length, so that what a short file raises
+    # depends on where it ends.
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as e:
+        raise CheckpointError(f"{path}: truncated or damaged GGUF file ({e})") from e
+
+
+def _check_beginning(path: str) -> None:
     check_file(path, "a GGUF file")
     if kind_of(path).name != "gguf":
         raise not_a("a GGUF file", path)
-    try:
-        return gguf.GGUFReader(path)
-    # The reader slices the mapped file without looking at its length, so that what a short file raises
-    # depends on where it ends.
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as e:
-        missing = what_is_missing(path, gguf)
-        if missing is None:
-            raise CheckpointError(f"{path}: truncated or damaged GGUF file ({e})") from e
-        raise CheckpointError(
-            f"{path}: truncated or damaged GGUF file: {missing}. Copy it again"
-        ) from e
 
 
-def _check_kinds(reader: Any, names: Names, where: str) -> None:
+def _table(path: str) -> list[Row]:
+    """The tensors of a file, of this machine's order of bytes."""
+    gguf = gguf_package()
+    _check_beginning(path)
+    rows = table_of(path, gguf)
+    if rows is None or sys.byteorder != "little":
+        raise CheckpointError(f"{path}: only little-endian GGUF files are read, on such machines")
+    return rows
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a file: numbers, or of those in few bits blocks `[..., rows, bytes]` uint8."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+def _of_reader(tensor: Any) -> _Tensor:
+    shape = tuple(map(int, tensor.shape[::-1]))
+    return _Tensor(tensor.name, tensor.tensor_type.name, shape, tensor.data)
+
+
+def _mapped(path: str) -> list[_Tensor]:
+    """All tensors, as views of the mapped file. (The package makes objects of all metadata as well.)"""
+    rows = _table(path)
+    data = np.memmap(path, mode="r")
+    return [
+        _Tensor(row.name, row.kind, row.shape, data[row.start : row.stop].reshape(row.packed))
+        for row in rows
+    ]
+
+
+def _check_kinds(tensors: list[_Tensor], names: Names, where: str) -> None:
     """All tensors that are asked for are of types that are read."""
     unknown: dict[str, list[str]] = {}
-    for tensor in reader.tensors:
-        kind = tensor.tensor_type.name
+    for tensor in tensors:
+        kind = tensor.kind
         known = kind in KINDS or kind in _DENSE
         if not known and place_of(names, tensor.name, where) is not None:
             unknown.setdefault(kind, []).append(tensor.name)
@@ -143,12 +177,9 @@ def _check_kinds(reader: Any, names: Names, where: str) -> None:
         )
 
 
-def _reads(tensor: Any) -> Callable[[bool], np.ndarray | QuantizedMatrix]:
-    kind = tensor.tensor_type.name
-
-    def read(dense: bool) -> np.ndarray | QuantizedMatrix:
-        if kind == "BF16":
-            return tensor.data.view(ml_dtypes.bfloat16)
-        return tensor.data if kind in _DENSE else from_ggml(tensor.data, kind, axis=-1)
-
-    return read
+def _read(tensor: _Tensor, dense: bool) -> np.ndarray | QuantizedMatrix:
+    _, kind, shape, data = tensor
+    if kind not in _DENSE:
+        return from_ggml(data, kind, axis=-1)
+    # The reader of the package gives numbers, but for BF16, whose bytes it gives, as the file has them.
+    return data if data.dtype != np.uint8 else data.view(_DENSE[kind]).reshape(shape)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.interchange.safetensors_files import CONFIG, Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.numerics import formats
@@ -83,7 +83,8 @@ def _settings(
 
 def _wrong(tensors: Tensors, key: str, expected: str, found: Any) -> CheckpointError:
     return CheckpointError(
-        f"{tensors.where}: {CONFIG}: quantization_config: {key}: expected {expected}, got {found!r}"
+        f"{tensors.where}: {CONFIG}: quantization_config: {key}: expected {expected}, got "
+        f"{brief(found)}"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.interchange import bitsandbytes, gptq_awq
 from haiku_implicit.interchange.names import Names
 from haiku_implicit.interchange.safetensors_files import CONFIG, Tensors, open_tensors, read_config
@@ -92,9 +92,9 @@ def _quantized(tensors: Tensors, config: Mapping[str, Any]) -> tuple[list[Stored
     method = own.get("quant_method")
     if method is None and ("load_in_4bit" in own or "load_in_8bit" in own):  # of older versions
         method = "bitsandbytes"
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise CheckpointError(
             f"{tensors.where}: {CONFIG}: quant_method: expected one of {', '.join(_METHODS)}, got "
-            f"{method!r}"
+            f"{brief(method)}"
         )
     return _METHODS[method](tensors, own)

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from haiku_implicit.files.container import CheckpointError, is_shape, parse_json
+from haiku_implicit.files.container import CheckpointError, brief, is_shape
+from haiku_implicit.files.kinds import read_json
 
 
 class Place(NamedTuple):
@@ -141,10 +142,9 @@ def read_names(path: str | os.PathLike[str]) -> Callable[[str], str | Place | No
       >>> hki.read_names(path)('h.11.attn.weight')
       'gpt/layer_11/attention/w'
     """
-    with open(path, "rb") as file:
-        found = parse_json(os.fspath(path), file.read(), "correct it there")
+    found = read_json(path, "correct it there")
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected an object {{pattern: place}}, got {found!r}")
+        raise CheckpointError(f"{path}: expected an object {{pattern: place}}, got {brief(found)}")
     try:
         return names_by_pattern({key: _place_in_json(key, x) for key, x in found.items()})
     except ValueError as e:
@@ -158,11 +158,13 @@ def _place_in_json(pattern: str, place: Any) -> str | Place | None:
     if not known or not isinstance(place.get("path"), str):
         raise ValueError(
             f"{pattern!r}: expected 'module/name', null or an object with path, axes and shape, got "
-            f"{place!r}"
+            f"{brief(place)}"
         )
     for key in ("axes", "shape"):
         if place.get(key) is not None and not is_shape(place[key]):
-            raise ValueError(f"{pattern!r}: {key}: expected a list of numbers, got {place[key]!r}")
+            raise ValueError(
+                f"{pattern!r}: {key}: expected a list of numbers, got {brief(place[key])}"
+            )
     return Place(
         place["path"], *(place.get(key) and tuple(place[key]) for key in ("axes", "shape"))
     )

@@ -18,8 +18,8 @@ from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView, view_of
 from haiku_implicit.core.warn import warn_caller
-from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.files.kinds import kind_of
+from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.files.kinds import kind_of, read_json
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.replacing import check_folder, replaced
 from haiku_implicit.files.saving import save
@@ -73,10 +73,11 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
     parts: dict[str, dict[str, Any]] = {}
     tree = load(file)
     # (Names without a slash: in a file that `save` wrote they are keys, in another one in a module ''.)
-    for key, tensor in tree.get("", tree).items():
-        found = _KEY.fullmatch(key)
-        if found is None:
-            raise ValueError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
+    tree = tree.get("", tree) if isinstance(tree, Mapping) else {"": tree}
+    for key, tensor in tree.items() if isinstance(tree, Mapping) else ():
+        found = _KEY.fullmatch(key) if isinstance(key, str) else None
+        if found is None or not isinstance(tensor, jax.Array | np.ndarray):
+            raise CheckpointError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
         part = _PARTS.get(found["part"], found["part"])
         parts.setdefault(found["module"], {})[part] = tensor
         if found["part"] == "lora_embedding_A" and not config.get("ensure_weight_tying"):
@@ -176,24 +177,39 @@ def _check_folder(folder: pathlib.Path) -> None:
 
 
 def _config_of(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise ValueError(f"{path}: not a JSON file ({e})") from e
+    config = read_json(path)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else config
-        raise ValueError(f"{path}: peft_type: expected 'LORA', got {kind!r}")
+        raise ValueError(f"{path}: peft_type: expected 'LORA', got {brief(kind)}")
     for name in ("r", "lora_alpha"):
-        if not isinstance(config.get(name), int | float) or isinstance(config[name], bool):
-            raise ValueError(f"{path}: {name}: expected a number, got {config.get(name)!r}")
+        if not _is_number(config.get(name)):
+            raise ValueError(f"{path}: {name}: expected a number, got {brief(config.get(name))}")
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(name) or {}, dict):
-            raise ValueError(f"{path}: {name}: expected a mapping, got {config[name]!r}")
+            raise ValueError(f"{path}: {name}: expected a mapping, got {brief(config[name])}")
+        for pattern, number in (config.get(name) or {}).items():
+            _check_pattern(f"{path}: {name}", pattern, number)
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{path}: bias: {config['bias']!r} is not read; 'none' is")
+        raise ValueError(f"{path}: bias: {brief(config['bias'])} is not read; 'none' is")
     if config.get("modules_to_save"):
-        raise ValueError(f"{path}: modules_to_save: {config['modules_to_save']} are not read")
+        raise ValueError(
+            f"{path}: modules_to_save: {brief(config['modules_to_save'])} are not read"
+        )
     return config
+
+
+def _is_number(x: Any) -> bool:
+    """Whether JSON is a number that float32 has: not a boolean, NaN or infinite."""
+    return type(x) in (int, float) and abs(x) <= float(np.finfo(np.float32).max)
+
+
+def _check_pattern(where: str, pattern: str, number: Any) -> None:
+    if not _is_number(number):
+        raise CheckpointError(f"{where}: {brief(pattern)}: expected a number, got {brief(number)}")
+    try:
+        re.compile(rf"(.*\.)?({pattern})$")
+    except (re.error, RecursionError, OverflowError) as e:
+        raise CheckpointError(f"{where}: {brief(pattern)}: not a regular expression: {e}") from None
 
 
 def _scaling_of(config: Mapping[str, Any], module: str) -> Callable[[int], float]:
@@ -218,7 +234,7 @@ def _weight_of(where: str, tensors: Mapping[str, Any], alpha_for: Callable[[int]
     if missing:
         raise ValueError(f"{where}: {', '.join(sorted(missing))}: missing")
     a, b = tensors["lora_A"], tensors["lora_B"]
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
         raise ValueError(
             f"{where}: expected lora_A [rank, inputs] and lora_B [outputs, rank], got {list(a.shape)} "
             f"and {list(b.shape)}"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from haiku_implicit.files import dtypes
-from haiku_implicit.files.container import CheckpointError, File, parse_json
-from haiku_implicit.files.kinds import kind_of, open_container
+from haiku_implicit.files.container import CheckpointError, File, brief
+from haiku_implicit.files.kinds import kind_of, open_container, read_json
 from haiku_implicit.interchange.trees import Stored
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -126,9 +126,10 @@ def _files_of(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
         raise CheckpointError(f"{folder / INDEX}: weight_map: missing")
     files: dict[pathlib.Path, set[str]] = {}
     for name, file in listed.items():
-        if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+        plain = isinstance(file, str) and file.isprintable()
+        if not plain or pathlib.PurePath(file).name != file:
             raise CheckpointError(
-                f"{folder / INDEX}: weight_map: {name}: expected a file beside it, got {file!r}"
+                f"{folder / INDEX}: weight_map: {name}: expected a file beside it, got {brief(file)}"
             )
         files.setdefault(folder / file, set()).add(name)
     return files
@@ -143,7 +144,7 @@ def _hint(folder: pathlib.Path) -> str:
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
-    found = parse_json(os.fspath(path), path.read_bytes())
+    found = read_json(path)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected an object, got {type(found).__name__}")
     return found

@@ -12,6 +12,7 @@ from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.matrix_view import view_of
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
 from haiku_implicit.core.progress import bar
+from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.names import Names, Place, place_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -166,14 +167,15 @@ def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
     """The parameter that a tensor is."""
     stored, place, shape = placed
     try:
-        value = stored.read(dense)
+        with np.errstate(all="ignore"):  # infinite scales and NaN are what the file has
+            value = stored.read(dense)
         axes = place.axes_for(len(stored.shape))
         if isinstance(value, QuantizedMatrix) and not dense:
             new: Any = _as_placed(value, place, axes, shape, dtype)
         else:
             if isinstance(value, QuantizedMatrix):
                 value = np.asarray(value.materialize())
-            new = _dense(value.transpose(axes).reshape(shape), dtype)
+            new = _dense(value.transpose(axes).reshape(shape), dtype, f"{where}: {stored.name}")
     except CheckpointError:
         raise
     except ValueError as e:
@@ -182,11 +184,21 @@ def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
     return jax.block_until_ready(new)
 
 
-def _dense(value: np.ndarray, dtype: Any) -> Any:
+def _dense(value: np.ndarray, dtype: Any, where: str) -> Any:
     """A JAX array; one of NumPy if JAX would give it fewer bits."""
     floating = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
     # A copy in any case: JAX may use the memory of what it is given, and this may be a mapped file.
-    value = np.array(value, dtype if floating else None, order="C", copy=True)
+    copied = lambda: np.array(value, dtype if floating else None, order="C", copy=True)  # noqa: E731
+    try:
+        with np.errstate(over="raise"):
+            value = copied()
+    except FloatingPointError:
+        warn_caller(
+            f"{where}: has numbers that {np.dtype(dtype).name} does not have, which become infinite. "
+            "dtype=None keeps the dtype of the file"
+        )
+        with np.errstate(over="ignore"):
+            value = copied()
     same = jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype
     return jnp.asarray(value) if same else value
 

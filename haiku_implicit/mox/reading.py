@@ -222,9 +222,12 @@ class _BodyReader:
     def trace(self, arrays: Sequence[Any]) -> list[Any]:
         constants = [self.array(i) for i in _list(self.x, "constants")]
         self.values = dict(enumerate([*arrays, *constants]))
-        self.nodes(_list(self.x, "nodes"), "")
-        with at(".outputs"):
-            return self.read(self.x.get("outputs"))
+        try:
+            self.nodes(_list(self.x, "nodes"), "")
+            with at(".outputs"):
+                return self.read(self.x.get("outputs"))
+        finally:
+            self.values = {}  # tracers, which must not outlive the trace
 
     def nodes(self, nodes: Any, place: str) -> None:
         for i, x in enumerate(of_type(nodes, list, "nodes")):

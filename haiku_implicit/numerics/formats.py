@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,7 +378,8 @@ def nearest(relative: jax.Array, fmt: Format) -> jax.Array:
         return _rounded_to_float8(jnp.clip(relative, fmt.lowest, fmt.largest), fmt.dtype)
     if fmt.table is not None:
         order, middles = _thresholds(fmt)
-        at = (relative[..., None] > jnp.asarray(middles, relative.dtype)).sum(-1)
+        middle = jnp.asarray(middles, relative.dtype)
+        at = (relative[..., None] > lax.broadcast_to_rank(middle, relative.ndim + 1)).sum(-1)
         return jnp.asarray(order, fmt.dtype)[at]
     # Halves of the bias are those of codes that stand for ±1/2 (binary).
     codes = jnp.floor(relative) + 1 if fmt.bias == 0.5 else jnp.round(relative) + fmt.bias

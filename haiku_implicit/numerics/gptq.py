@@ -59,7 +59,7 @@ def _codes_of_matrix(
         code = calibration.encode(column[0], column[1], own_offset, fmt)
         value = formats.scaled(code, column[1], own_offset, fmt)
         error = (column[0] - value) / factor[i, i]
-        return w - error[:, None] * factor[i], code  # (what is done already does not matter)
+        return w - error[:, None] * factor[i][None], code  # (what is done already does not matter)
 
     _, found = jax.lax.scan(step, w, jnp.arange(w.shape[1]))
     return found.T[:, jnp.argsort(order)]

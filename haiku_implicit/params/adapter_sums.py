@@ -118,7 +118,7 @@ def _merging(
 def _ties(deltas: _Deltas, density: float) -> jax.Array:
     trimmed = jnp.stack([_largest(x, density) for x in deltas])
     sign = jnp.sign(trimmed.sum(0))
-    agreeing = (jnp.sign(trimmed) == sign) & (trimmed != 0)
+    agreeing = (jnp.sign(trimmed) == sign[None]) & (trimmed != 0)
     return (trimmed * agreeing).sum(0) / jnp.maximum(agreeing.sum(0), 1)
 
 
@@ -153,8 +153,10 @@ def _lora_of(path: str, value: Any) -> LoRA:
 def _joined(parts: Sequence[tuple[LoRA, float]]) -> LoRA:
     """The exact sum: the factors side by side."""
     first = parts[0][0]
-    scaled = [lora.a * jnp.expand_dims(jnp.asarray(weight * lora.scale, lora.a.dtype), (-2, -1))
-              for lora, weight in parts]  # fmt: skip
+    scaled = []
+    for lora, weight in parts:
+        scale = jnp.asarray(weight * lora.scale, lora.a.dtype)
+        scaled.append(lora.a * (scale[..., None, None] if scale.ndim else scale))
     a = jnp.concatenate(scaled, -1)
     return first._replace(a=a, b=jnp.concatenate([lora.b for lora, _ in parts], -2), factor=None)
 

@@ -91,12 +91,13 @@ def add_adapter(
         return large.see(parameter, made(parameter))
 
     def made(parameter: trees.Parameter) -> Any:
-        own, own_key = of_weight(parameter.path), parameter.key_from(key)
+        path, value = parameter.path, parameter.value
+        own, own_key = of_weight(path), parameter.key_from(key)
         if method == "lora":
-            return LoRAOptions(**own).put_on(parameter.path, parameter.value, own_key)
-        check_matrix(parameter.path, parameter.value, method)
-        with errors_name(parameter.path, parameter.value):
-            return METHODS[method].create(parameter.value, own_key, **inner(parameter, own), **own)
+            return LoRAOptions(**own).put_on(path, value, own_key, parameter.stacked)
+        check_matrix(path, value, method, parameter.stacked)
+        with errors_name(path, value):
+            return METHODS[method].create(value, own_key, **inner(parameter, own), **own)
 
     room = LoRAOptions(options.get("rank", 1))
     targets_are = choice, room.takes, room.wanted

@@ -96,7 +96,8 @@ def add_lora(
     large = LargeAdapters()
 
     def make(parameter: trees.Parameter) -> LoRA:
-        new = options.put_on(parameter.path, parameter.value, parameter.key_from(key))
+        own_key = parameter.key_from(key)
+        new = options.put_on(parameter.path, parameter.value, own_key, parameter.stacked)
         return large.see(parameter, new)
 
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
@@ -174,7 +175,7 @@ def quantize_params(
         return trees.replace_by_rules(params, trees.checked_rules(rules), choice, make)
 
     def quantized(parameter: trees.Parameter) -> Any:
-        return options.put_on(parameter.path, parameter.value)
+        return options.put_on(parameter.path, parameter.value, parameter.stacked)
 
     new = trees.replace_targets(params, choice, quantized, options.takes, options.wanted)
     warn_of_dense(params, choice, options)

@@ -70,9 +70,9 @@ class LoRAOptions:
             "other types have to be named by targets=)"
         )
 
-    def check(self, path: str, value: Any) -> None:
-        """Raises unless a parameter can take LoRA of this rank."""
-        check_matrix(path, value, "LoRA")
+    def check(self, path: str, value: Any, stacked: int = 0) -> None:
+        """Raises unless a parameter can take LoRA of this rank; `stacked` as for `check_matrix`."""
+        check_matrix(path, value, "LoRA", stacked)
         if isinstance(value, LoRA):
             raise ValueError(
                 f"{path}: this is {describe(value)} already; merge_lora it first, or leave it out by "
@@ -99,9 +99,9 @@ class LoRAOptions:
             )
         return init.draw(key, shape, dtype)
 
-    def put_on(self, path: str, value: Any, key: jax.Array) -> LoRA:
+    def put_on(self, path: str, value: Any, key: jax.Array, stacked: int = 0) -> LoRA:
         """A parameter plus a correction; together they are what the parameter was."""
-        self.check(path, value)
+        self.check(path, value, stacked)
         scale = 1.0 if self.field_alpha is None else self.field_alpha / self.rank
         with errors_name(path, value):
             parts = init_of(self.init, _uniform).parts(path, value, self.rank, scale, key)
@@ -191,11 +191,11 @@ class QuantizeOptions:
         """`QuantizedMatrix.quantize` with these options."""
         return QuantizedMatrix.quantize(w, **vars(self), moments=moments)
 
-    def put_on(self, path: str, value: Any) -> ImplicitArray:
+    def put_on(self, path: str, value: Any, stacked: int = 0) -> ImplicitArray:
         """A parameter quantized; of a LoRA weight, its `w`."""
         if isinstance(value, LoRA):
-            return value._replace(w=self.put_on(path, value.w))
-        check_matrix(path, value, "quantization")
+            return value._replace(w=self.put_on(path, value.w, stacked))
+        check_matrix(path, value, "quantization", stacked)
         if is_implicit(value):
             raise ValueError(
                 f"{path}: this is {describe(value)}, and only a dense parameter (or the dense w of "
@@ -210,11 +210,16 @@ def zeros_for(value: Any) -> Zeros:
     return Zeros(shape=tuple(value.shape), dtype=value.dtype)
 
 
-def check_matrix(path: str, value: Any, what: str) -> None:
-    """Raises unless a parameter is a floating-point matrix or a stack of them."""
-    if not is_matrix(value):
+def check_matrix(path: str, value: Any, what: str, stacked: int = 0) -> None:
+    """Raises unless a parameter is a floating-point matrix or a stack of them.
+
+    Args:
+      stacked: how many of its leading axes stack layers: a stack of biases is not a matrix.
+    """
+    if not is_matrix(value) or len(value.shape) - stacked < 2:
+        axes = "two axes besides that of stacked layers" if stacked else "two axes"
         raise ValueError(
-            f"{path}: {what} needs a floating-point parameter of at least two axes, but this one is "
+            f"{path}: {what} needs a floating-point parameter of at least {axes}, but this one is "
             f"{describe(value)}. Leave it out by targets="
         )
 

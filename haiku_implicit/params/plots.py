@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from haiku_implicit.files.replacing import replaced
+from haiku_implicit.files.replacing import checked_target, replaced
 from haiku_implicit.params.summary import Comparison, Summary
 
 _MOST = 40  # rows that can be read in one picture
@@ -55,6 +55,29 @@ def plot_error(found: Comparison, path: str | os.PathLike[str]) -> None:
     _draw([row.path for row in rows], bars, "relative error", "difference of parameters", path)
 
 
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """Before any work is done for it: whether a picture can be drawn and written there.
+
+    Raises:
+      ImportError, ValueError, OSError: as `plot_memory` does.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as e:
+        raise ImportError("plots need matplotlib: pip install 'haiku-implicit[plots]'") from e
+    suffix, known = _suffix(path), FigureCanvasBase.get_supported_filetypes()
+    if suffix not in known:
+        raise ValueError(
+            f"{os.fspath(path)}: expected a picture's suffix ({', '.join(sorted(known))}), got "
+            f"{suffix!r}"
+        )
+    checked_target(path)
+
+
+def _suffix(path: str | os.PathLike[str]) -> str:
+    return os.path.splitext(path)[1].lstrip(".")
+
+
 def _draw(
     names: Sequence[str],
     bars: dict[str, list[float]],
@@ -62,22 +85,15 @@ def _draw(
     title: str,
     path: str | os.PathLike[str],
 ) -> None:
-    try:
-        import matplotlib.figure
-    except ImportError as e:
-        raise ImportError("plots need matplotlib: pip install 'haiku-implicit[plots]'") from e
+    check_picture(path)
+    import matplotlib.figure
+
     left_out = len(names) - _MOST
     if left_out > 0:
         names, bars = names[:_MOST], {name: values[:_MOST] for name, values in bars.items()}
         title = f"{title} (without the {left_out} smallest)"
     # Without pyplot there is no state to share with the caller's own figures.
     figure = matplotlib.figure.Figure(figsize=(8, 1.2 + 0.25 * len(names)), layout="constrained")
-    suffix, known = os.path.splitext(path)[1].lstrip("."), figure.canvas.get_supported_filetypes()
-    if suffix not in known:
-        raise ValueError(
-            f"{os.fspath(path)}: expected a picture's suffix ({', '.join(sorted(known))}), got "
-            f"{suffix!r}"
-        )
     axes: Any = figure.add_subplot()
     height = 0.8 / len(bars)
     for i, (name, values) in enumerate(bars.items()):
@@ -90,4 +106,4 @@ def _draw(
     if len(bars) > 1:
         axes.legend(loc="lower right")
     with replaced(path) as temporary:
-        figure.savefig(temporary, dpi=120, format=suffix)
+        figure.savefig(temporary, dpi=120, format=_suffix(path))

@@ -84,6 +84,7 @@ def test_a_step_holds_nothing_of_the_size_of_the_weight(method, use):
 CONTRACT = [name for name in CASES if " of " not in name and " through " not in name]
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTRACT)
 def test_contract(name):

@@ -316,3 +316,23 @@ def test_dora_of_a_column_of_zeros(base):
     of_magnitude = jax.grad(lambda m: product(x, learned._replace(magnitude=m)).sum())
     assert np.isfinite(of_magnitude(dora.magnitude)).all()
     assert of_magnitude(dora.magnitude)[0] != 0
+
+
+@pytest.mark.parametrize("place", [-1, 5])
+@pytest.mark.parametrize("make", ["Sparse", "Fourier", "SHiRA", "FourierFT"])
+def test_places_outside_of_the_matrix(make, place):
+    """JAX would drop what is there, or take it from the other end."""
+    shape = (5, 4)
+
+    def of(values, row, column):
+        kind = getattr(hki.adapters, make)
+        if make in ("Sparse", "Fourier"):
+            return kind(values, row, column, shape)
+        return kind(jnp.zeros(shape), values, row, column)
+
+    inside, outside = jnp.array([0, 3]), jnp.array([0, place])
+    of(jnp.ones(2), inside, np.asarray(inside))
+    for arrays, name in (((outside, inside), "row"), ((inside, np.asarray(outside)), "column")):
+        with pytest.raises(ValueError, match=f"{make}: {name}: expected numbers .* got {place}"):
+            of(jnp.ones(2), *arrays)
+    jax.eval_shape(of, jnp.ones(2), outside, inside)  # nothing is known there

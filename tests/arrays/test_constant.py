@@ -251,6 +251,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_fold(name, never_dense):

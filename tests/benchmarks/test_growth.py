@@ -39,6 +39,7 @@ def test_a_run(tmp_path, monkeypatch):
     with flagsaver.flagsaver(growth_output=str(path), growth_report=False, growth_runs=1):
         growth.main(["growth"])
         results = json.loads(path.read_text())
+        monkeypatch.setattr(growth, "NAMES", ("library",))
         with flagsaver.flagsaver(axis=["adapters"], growth_counts_only=True):
             growth.main(["growth"])
     check_records(results)
@@ -57,7 +58,9 @@ def check_records(results):
             assert p["equations"] > 50 and p["calls"] > 10_000 and p["trace"] > 0
             compiled = name != "depth" or p["value"] == 1
             assert ("step" in p) == ("compile" in p) == ("loss" in p) == compiled
-        by_hand, library = (growth_report.series(axis, n, "operations")[1] for n in growth.NAMES)
+        by_hand, library = (
+            growth_report.series(axis, n, "operations")[1] for n in ("by_hand", "library")
+        )
         if name != "adapters":
             assert by_hand == library
     assert all(p["bytes_sent"] > 0 for p in results["axes"]["adapters"]["points"])
@@ -139,6 +142,6 @@ def test_the_calls_of_a_trace_are_linear_in_depth():
     case = dict(implementation="library", compiled=False)
     calls = [
         growth.run_point(dict(case, sizes=dict(SMALL, depth=depth)))["calls"]
-        for depth in (4, 12, 20)
+        for depth in (2, 6, 10)
     ]
     assert calls[2] - calls[1] == pytest.approx(calls[1] - calls[0], rel=0.01)

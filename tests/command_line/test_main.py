@@ -101,8 +101,9 @@ def test_what_has_no_adapter_is_not_merged(folder, capsys):
 
 
 def test_a_picture_has_the_suffix_of_one(folder, capsys):
-    code, _, err = run(capsys, "inspect", "model", "--plot=memory.txt")
-    assert code == 1 and "memory.txt: expected a picture's suffix (" in err[0]
+    for command in (["inspect", "absent"], ["diff", "absent", "absent"]):  # before anything is read
+        code, _, err = run(capsys, *command, "--plot=memory.txt")
+        assert code == 1 and "memory.txt: expected a picture's suffix (" in err[0]
 
 
 def test_an_adapter_apart_from_its_base(folder, capsys):

@@ -1,11 +1,8 @@
 """Files that are damaged, or were made to do harm: one clear error, and no more memory than they have."""
 
-import json
 import random
 import tracemalloc
-import zlib
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,19 +10,10 @@ import pytest
 import safetensors.numpy
 
 import haiku_implicit as hki
-from tests.cases import CASES
+from tests.files.by_hand import CHECKSUM, ENTRY, change, header_of, item, tree, write
 from tests.tiers import few
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
-
-ENTRY, CHECKSUM = "haiku_implicit", "haiku_implicit.crc32"
-
-
-def tree():
-    key = jax.random.key(3)
-    state = hk.data_structures.to_immutable_dict({"count": jnp.int32(3)})
-    weights = {"w": CASES["lora of int4"](), "b": np.ones(4, jnp.bfloat16), "on": np.array([True])}
-    return {"mlp/~/linear": weights, "more": (5, None, [jnp.ones(0)], key, state)}
 
 
 def same(a, b):
@@ -94,36 +82,6 @@ def test_the_error_names_the_key_and_the_way_out(path):
 # --- files that were made by hand ----------------------------------------------------------------
 
 
-def header_of(path):
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + length]), data[8 + length :]
-
-
-def write(path, header, data, text=None):
-    header = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
-
-
-def change(path, edit=lambda tree: None, rows=lambda rows: None):
-    """Edits the metadata, with the right checksum, and the table."""
-    header, data = header_of(path)
-    meta = json.loads(header["__metadata__"][ENTRY])
-    meta = edit(meta) or meta
-    text = meta if isinstance(meta, str) else json.dumps(meta)
-    header["__metadata__"] = {ENTRY: text, CHECKSUM: f"{zlib.crc32(text.encode()):08x}"}
-    rows(header)
-    write(path, header, data)
-
-
-def item(meta, *indices):
-    """A part of the tree in the metadata."""
-    found = meta["tree"]
-    for i in indices:
-        found = found["items"][i]
-    return found
-
-
 B = "mlp/~/linear/b"
 
 
@@ -146,7 +104,7 @@ B = "mlp/~/linear/b"
         (lambda m: item(m, 0, 0, 0)["static"].update(format={"x": 1}), "mlp/~/linear/w.w: the metadata of a .*QuantizedMatrix"),
         (lambda m: item(m, 0, 0)["static"].update(extra=1), r"static \['dtype', 'extra', 'shape'\]"),
         (lambda m: item(m, 0, 0).update(static=None), "mlp/~/linear/w: the metadata of a"),
-        (lambda m: item(m, 0, 0).update(dense=["float32", [4, 5]]), "make a LoRA of float32.*where the file says"),
+        (lambda m: item(m, 0, 0).update(dense=["float32", [4, 5]]), "make a LoRA: they are float32.*where the file says"),
         (lambda m: item(m, 0, 0).update(dense=["x", [4, 4]]), "mlp/~/linear/w: "),
         (lambda m: item(m, 0, 0).update(dense=7), "expected a dtype and a shape"),
         (lambda m: item(m, 0)["items"].__setitem__(0, None) or item(m, 0).update(keys=["w", "w", "on"]), "2 different keys"),

@@ -175,3 +175,10 @@ def test_a_folder_of_peft_is_made_in_one_that_is_there(tmp_path):
         hki.save_peft(tmp_path / "new" / "adapter_config.json", adapter, {"linear/w": "linear"})
     with pytest.raises(hki.CheckpointError, match="a file in a folder of PEFT. Give the folder"):
         hki.load_peft(tmp_path / "new" / "adapter_config.json", {})
+
+
+def test_save_does_not_write_safetensors_under_the_name_of_gguf(tmp_path):
+    for name in ("model.gguf", "MODEL.GGUF"):
+        with pytest.raises(ValueError, match=rf"{name}: .* haiku_implicit\.save_gguf writes these"):
+            hki.save(tmp_path / name, PARAMS)
+    assert not list(tmp_path.iterdir())

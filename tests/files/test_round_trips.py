@@ -90,8 +90,12 @@ def test_64_bits_in_the_64_bit_mode(again, x64):
 
 def test_a_type_of_64_bits_is_read_in_32(path, x64):
     hki.save(path, hki.Zeros(shape=(2,), dtype=jnp.float64))
+    constant = path.with_name("constant")
+    hki.save(constant, hki.SymbolicConstant(0.1, shape=(2,), dtype=jnp.float64))
     jax.config.update("jax_enable_x64", False)
     assert hki.load(path).dtype == jnp.float32
+    np.testing.assert_array_equal(hki.materialize(hki.load(path)), np.zeros(2, np.float32))
+    np.testing.assert_array_equal(hki.materialize(hki.load(constant)), np.full(2, 0.1, np.float32))
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
@@ -303,3 +307,25 @@ def test_what_creators_make(again):
     params, state = model.init(jax.random.key(0), jnp.ones((2, 8)))
     found = again({"params": params, "state": state})
     assert isinstance(found["params"]["linear"]["w"], hki.LoRA)
+
+
+@dataclasses.dataclass
+class NeverDense(hki.ImplicitArray):
+    """A type whose arrays nobody may make dense."""
+
+    codes: hki.ArrayValue
+
+    def compute_shape(self):
+        return (1000 * self.codes.shape[0],)
+
+    def compute_dtype(self):
+        return self.codes.dtype
+
+    def materialize(self):
+        raise NotImplementedError("this would be too large")
+
+
+def test_a_type_that_is_never_dense(again):
+    found = again({"w": NeverDense(jnp.arange(3.0))})
+    assert found["w"].shape == (3000,)
+    np.testing.assert_array_equal(found["w"].codes, np.arange(3.0))

@@ -174,7 +174,7 @@ def test_what_is_wrong_is_named(tmp_path, name):
 def test_a_configuration_that_is_no_json(tmp_path):
     folder = write(tmp_path, CONFIG, tensors_of())
     (folder / "adapter_config.json").write_text("{")
-    with pytest.raises(ValueError, match="adapter_config.json: not a JSON file"):
+    with pytest.raises(ValueError, match="adapter_config.json: not JSON"):
         hki.load_peft(folder, NAMES)
 
 

@@ -161,7 +161,7 @@ with set_mesh(explicit):
 
 @pytest.mark.slow
 def test_on_several_devices():
-    assert run_on_devices(PROGRAM + 'print("done")', 8, optimized=False) == "done"
+    assert run_on_devices(PROGRAM + 'print("done")', 8) == "done"
 
 
 def test_numbers_are_those_of_one_device():

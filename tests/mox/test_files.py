@@ -845,3 +845,11 @@ def test_many_mutations(seed):
 def test_xml_is_a_view():
     mox, _ = made(MODELS["mlp"], X)
     assert mox.xml().startswith("<mox>") and 'type="Linear"' in mox.xml()
+
+
+@pytest.mark.slow
+def test_no_tracer_outlives_the_reading(tmp_path):
+    path = tmp_path / "program.json"
+    save(path, make_mox(hk.transform(lambda x: jax.nn.relu(x + 1)))(1.0))
+    with jax.checking_leaks():
+        load(path)

@@ -203,6 +203,7 @@ def loss(apply):
     return lambda params, x: sum(jnp.sum(y**2) for y in jax.tree.leaves(apply(params, None, x)))
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
 def test_under_transformations(model):

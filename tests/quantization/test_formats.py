@@ -201,6 +201,7 @@ EVERY = [*formats.FORMATS, *formats.RECIPES]
 GGML = [name for name in formats.RECIPES if name.startswith(("q", "iq"))]
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(EVERY, "int8", "uint4", "nvfp4"))
 def test_a_search_for_the_least_error_is_no_worse(name):
     w = normal((256, 16)) ** 3  # long tails, as weights have them
@@ -247,6 +248,7 @@ def test_hqq_is_no_worse_and_fits_heavy_tails():
     assert rms(quantize(w, "uint4", 64, calibration="hqq"), w) < rms(quantize(w, "uint4", 64), w)
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(EVERY, "int8", "uint4"))
 def test_nothing_becomes_nan(name):
     """Zeros, constants, one element to a group, the smallest and the largest numbers."""

@@ -119,4 +119,4 @@ def test_as_dense_in_an_explicit_mesh(script, dtype):
     program = (
         f'{HEAD}{in_mesh}with hki.materialization("allow"), set_mesh(mesh):\n{body}\nprint("done")'
     )
-    assert run_on_devices(program, 4, dtype, optimized=False) == "done"
+    assert run_on_devices(program, 4, dtype) == "done"

@@ -61,7 +61,7 @@ def draw(seed: int) -> Case:
     if jax.device_count() > 1:
         params = chains.placed(rng, params)
     return Case(
-        program, params, state, chains.draw_chain(rng), rng.random() < 0.5, rng.random() < 0.1
+        program, params, state, chains.draw_chain(rng), rng.random() < 0.5, rng.random() < 0.03
     )
 
 

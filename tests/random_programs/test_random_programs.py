@@ -37,7 +37,7 @@ from tests.random_programs import agree
 with hki.materialization("allow"):
     print(sum(agree.check(agree.draw(seed)) for seed in range(2000, 2040)))
 """
-    printed = run_on_devices(program, 4, optimized=False)
+    printed = run_on_devices(program, 4)
     assert printed.isdecimal(), printed
     assert int(printed) > 20
 
@@ -98,4 +98,4 @@ got = jax.jit(hki.use_implicit_args(fun))(x, q, split)
 np.testing.assert_allclose(got, fun(x, hki.materialize(q), v), rtol=1e-5, atol=1e-5)
 print("equal")
 """
-    assert run_on_devices(program, 4, optimized=False) == "equal"
+    assert run_on_devices(program, 4) == "equal"
