@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import haiku_implicit as hki
+from haiku_implicit.core import array
 from tests.cases import CASES, Diagonal, Nought, Outer
 
 ALL = pytest.mark.parametrize("name", CASES)
@@ -579,6 +580,10 @@ MISUSES = {
     "np.sin(w)": lambda w, x: np.sin(w),
     "w + 1": lambda w, x: w + 1,
     "1 - w": lambda w, x: 1 - w,
+    "w @ w": lambda w, x: w @ w,
+    "w / 2": lambda w, x: w / 2,
+    "7 // w": lambda w, x: 7 // w,
+    "2**w": lambda w, x: 2**w,
     "-w": lambda w, x: -w,
     "w > 0": lambda w, x: w > 0,
     "w[0]": lambda w, x: w[0],
@@ -656,6 +661,33 @@ def test_a_type_without_batch_axes_says_so():
     assert Nought(shape=(2,)).with_leading_axis(2) is NotImplemented
     nested = hki.LoRA(Diagonal(jnp.ones(3)), jnp.ones((3, 1)), jnp.ones((1, 3)))
     assert nested.with_leading_axis(2) is NotImplemented
+
+
+def test_a_type_that_says_nothing_of_meshes_is_on_all_devices():
+    mesh = jax.sharding.AbstractMesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    w = Outer(jnp.ones(2), jnp.ones(4))
+    whole = w.partition_spec(jax.sharding.PartitionSpec(None), mesh)
+    assert jax.tree.structure(whole) == jax.tree.structure(w)
+    assert (whole.u, whole.v) == (jax.sharding.PartitionSpec(),) * 2
+    assert w.partition_spec(jax.sharding.PartitionSpec(None, "i"), mesh) is NotImplemented
+
+
+def test_a_part_without_its_arrays_names_them_and_no_others():
+    trained, _ = hki.partition(hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3))))
+    with pytest.raises(
+        AttributeError, match=r"^LoRA: w is None, so that there is no shape.*combine"
+    ):
+        trained.shape  # noqa: B018
+    # Nor is an error in a type's own method taken for that.
+    with pytest.raises(AttributeError, match="no attribute 'y'"):
+        plain(compute_shape=lambda self: self.y.shape)(jnp.ones(2)).shape  # noqa: B018
+
+
+def test_static_metadata_by_name():
+    inferred = Scaled(jnp.ones(2), 3.0, ("a",))
+    assert array.static_items(inferred) == dict(shape=None, dtype=None, factor=3.0, names=("a",))
+    given = Nought(shape=(2,), dtype=jnp.int32)
+    assert array.static_items(given) == dict(shape=(2,), dtype=np.dtype("int32"))
 
 
 # --- qax's README, under our names -------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import haiku_implicit as hki
+from haiku_implicit.core.binary import fits
 from tests.rules_with_string_annotations import Row
 
 use = hki.use_implicit_args
@@ -139,6 +140,16 @@ def test_a_rule_need_not_take_parameters_that_are_none(nested):
     assert run(lambda x: lax.broadcast_in_dim(x, (2,), (0,)), x) == 2  # `sharding` is None
     with pytest.raises(TypeError, match="least.* unexpected keyword argument 'axes'"):
         use(lambda x: lax.reduce_min(x, [0]))(x)
+
+
+def test_an_operand_may_be_called_as_a_parameter_that_is_none():
+    A = new_type()
+
+    @hki.primitive_handler("broadcast_in_dim")
+    def broadcast(primitive, sharding: A, *, shape, broadcast_dimensions):
+        return jnp.broadcast_to(sharding.x + 1, shape)
+
+    assert run(lambda x: lax.broadcast_in_dim(x, (2,), (0,)), A(jnp.ones(1))) == 2
 
 
 def test_a_later_rule_of_the_same_signature_replaces_the_earlier():
@@ -658,6 +669,19 @@ def test_a_nested_rule_may_decline():
         np.testing.assert_allclose(use(lax.sin)(A(A(ONES))), jnp.sin(ONES))
 
 
+def test_jax_names_a_rule_that_branches_on_a_value():
+    T = new_type()
+
+    @hki.primitive_handler("sign")
+    def branches_on_a_value(primitive, x: T, **params):
+        return x.x if x.x[0] > 0 else -x.x
+
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError, match="the function branches_on_a_value"
+    ):
+        use(jnp.sign)(T(ONES))
+
+
 def test_an_error_in_a_rule_is_not_swallowed():
     A = new_type()
 
@@ -761,6 +785,35 @@ def test_a_rule_may_read_a_literal():
         assert [g(T(ONES), n)[0] for n in (2.0, 3.0, 2.0)] == [1, 2, 1]
 
 
+def test_literals_are_told_apart_by_their_bits():
+    """By these a rule is traced: nan is equal to itself, and 0 is not -0."""
+    T, seen = new_type(), []
+
+    @hki.primitive_handler("mul")
+    def rule(primitive, x: T, y: jax.Array, **params):
+        seen.append(float(y))
+        return x.x / y
+
+    f = use(lambda x, n: lax.mul_p.bind(x, jnp.float32(n)))
+    with np.errstate(divide="ignore"):
+        got = [float(f(T(ONES), float(n))[0]) for n in ("0", "-0", "nan", "nan")]
+    assert repr(got) == "[inf, -inf, nan, nan]"
+    assert repr(seen) == "[0.0, -0.0, nan]"
+
+
+def test_a_rule_may_read_what_a_program_computes_of_literals():
+    T, seen = new_type(), []
+
+    @hki.primitive_handler("mul")
+    def rule(primitive, x: T, y: jax.Array, **params):
+        seen.append((float(y), y.dtype.name))
+        return x.x * y
+
+    for n in (np.float32(2), np.float32(3)):
+        assert run(lambda x, n=n: lax.mul(x, lax.integer_pow(lax.neg(n), 3)), T(ONES)) == -(n**3)
+    assert seen == [(-8, "float32"), (-27, "float32")]
+
+
 # --- one rule for both orders ----------------------------------------------------------------------
 
 
@@ -813,6 +866,16 @@ def test_binary_handler_passes_on_and_takes_any_second_type():
     assert [run(jnp.arctan2, w, ONES), run(jnp.arctan2, ONES, w)] == [7, 8]
     assert run(jnp.arctan2, w, w) == 8  # both orders fit: as the operands stand, with `w` second
     assert hki.binary_handler("atan2")(rule) is rule
+
+
+@pytest.mark.parametrize(
+    "shape, of_w, kept",
+    [((), (2, 3), True), ((2, 3), (2, 3), True), ((1, 3), (2, 3), True), ((2, 1), (2, 3), True),
+     ((), (), True), ((3,), (2, 3), False), ((2, 3), (3,), False), ((2, 3), (2, 1), False), ((2, 3), (1, 3), False)],
+)  # fmt: skip
+def test_which_operands_leave_a_shape_as_it_is(shape, of_w, kept):
+    assert fits(np.ones(shape), np.ones(of_w)) is kept
+    assert kept == (np.broadcast_shapes(shape, of_w) == of_w and len(shape) in (0, len(of_w)))
 
 
 def test_errors_of_binary_handler():

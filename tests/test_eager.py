@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from haiku_implicit.core import eager
 from tests.haiku_models import RNG, X, noise, with_lora
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
@@ -239,6 +240,12 @@ def test_the_cache_dies_with_the_function_and_is_bounded():
     del t
     gc.collect()
     assert alive() is None
+
+
+def test_the_program_that_was_not_used_for_longest_is_forgotten(monkeypatch):
+    monkeypatch.setattr(eager, "_MAX_ENTRIES", 2)
+    f = Counter(0, fun=lambda x, n: linear(x) * n)
+    assert [f(X, n) for n in (1, 2, 1, 2, 3, 2, 1)] == [1, 1, 0, 0, 1, 0, 1]
 
 
 def test_sharded_and_committed_arrays():

@@ -4,8 +4,16 @@ What `jax.make_mesh` makes by default. The programs have two devices and a proce
 has one number of them for a process.
 """
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import haiku_implicit as hki
+from tests.cases import Outer
 from tests.devices import run_on_devices
 
 HEAD = """
@@ -255,6 +263,34 @@ def run(program, *args):
 
 def indented(program):
     return "\n".join("    " + line for line in program.splitlines())
+
+
+ON_ONE_DEVICE = {
+    "product": lambda w, x: x @ w,
+    "of both": lambda w, x: w @ w,
+    "sum": lambda w, x: x + w,
+    "scan": lambda w, x: lax.scan(lambda c, _: (jnp.sin(c @ w), c), x, None, length=2),
+    "carry": lambda w, x: lax.scan(lambda c, _: (jnp.sin(c), x @ c), w, None, length=2),
+    "cond": lambda w, x: x + lax.cond(jnp.sum(x) > 0, lambda: w, lambda: jnp.sin(w)),
+    "reshard": lambda w, x: x + jax.sharding.reshard(w, P("m", None)),
+    "what no rule handles": lambda w, x: jnp.sin(w) + x,
+}
+
+
+@pytest.mark.parametrize("fun", ON_ONE_DEVICE.values(), ids=ON_ONE_DEVICE)
+def test_types_of_results_on_one_device(fun, may_be_dense):
+    """On two, with all types, in the slow tests."""
+    mesh = jax.make_mesh((1,), ("m",), axis_types=(AxisType.Explicit,))
+    x = jnp.sin(jnp.arange(16.0).reshape(4, 4))
+    lora = hki.LoRA(jnp.cos(x), x[:, :2], x[:2], alpha=3.0)
+    for w in (lora, hki.QuantizedMatrix.quantize(x + 1, "int8"), Outer(x[0], x[1])):
+        with (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh):
+            placed, dense = jax.device_put((w, hki.materialize(w)), NamedSharding(mesh, P()))
+            y = jax.device_put(x, NamedSharding(mesh, P("m")))
+            got, want = hki.materialize(hki.use_implicit_args(fun)(placed, y)), fun(dense, y)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert jax.typeof(a) == jax.typeof(b)
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

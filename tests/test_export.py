@@ -13,6 +13,7 @@ import pytest
 from jax import export
 
 import haiku_implicit as hki
+from haiku_implicit.core import serialization
 from haiku_implicit.products.cpu.build import available as native_kernels
 from haiku_implicit.quantization import QtRule, QuantStats
 from tests.cases import CASES, SHAPE
@@ -241,8 +242,18 @@ def test_tuples_come_back():
     assert exported(lambda w: w, w).call(w).tag == w.tag
 
 
+def test_structures_of_trees_come_back():
+    tag = jax.tree.structure((0, (None, (0,), ()), hki.Zeros(shape=(2,))))
+    assert exported(lambda w: w, Nested(X, tag)).call(Nested(X, tag)).tag == tag
+
+
 class Unknown:
     """Not a value that a file can hold."""
+
+
+def test_a_kind_of_metadata_that_is_not_known_is_an_error():
+    with pytest.raises(ValueError, match="unknown kind: 'from the future'"):
+        serialization.decode({"from the future": [1]})
 
 
 TAGS = {

@@ -486,6 +486,38 @@ def reversed_gradient(w):
 reversed_gradient.defvjp(lambda w: (w * 1.5, None), lambda _, g: (-3 * g,))
 
 
+def test_one_jaxpr_with_operands_of_several_structures(may_be_dense):
+    either = jax.jit(lambda p, w, y: lax.cond(p, lambda: w, lambda: y))
+
+    def f(p, w, y, d):
+        return either(p, w, y), either(p, w, d), either(p, y, w)
+
+    args = jnp.array(True), lora(), lora(1), jnp.ones((4, 4))
+    assert kinds(f, *args) == ["LoRA", "dense", "LoRA"]
+
+
+@jax.custom_jvp
+def both(w, q):
+    return w * 2.0, q * 2.0
+
+
+# Not the derivative, so that the rule is seen.
+both.defjvp(lambda primals, tangents: (both(*primals), (tangents[0] * 3.0, tangents[1] * 5.0)))
+
+
+def test_a_derivative_rule_of_two_results_of_which_one_becomes_dense(may_be_dense):
+    w, q = lora(), int8()
+    assert kinds(use(both), w, q) == ["LoRA", "dense"]
+
+    def loss(w, q, y):
+        a, b = both(w, q * y)
+        return jnp.sum(jnp.sin(a) * b)
+
+    got = jax.grad(lambda w, y: use(loss)(w, q, y), (0, 1))(w, 1.5)
+    dense = lambda w, y: loss(hki.materialize(w), hki.materialize(q), y)  # noqa: E731
+    close(jax.tree.leaves(got), jax.tree.leaves(jax.grad(dense, (0, 1))(w, 1.5)), rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "f, w, primitive, reason",
     [
@@ -513,8 +545,10 @@ reversed_gradient.defvjp(lambda w: (w * 1.5, None), lambda _, g: (-3 * g,))
 def test_where_it_is_not_for_want_of_a_rule_the_reason_is_given(f, w, primitive, reason):
     with hki.materialization("allow"), hki.materialization_report() as report:
         close(use(f)(w), f(hki.materialize(w)))
-    text = next(str(e) for e, _ in report if e.primitive == primitive)
-    assert reason in text and "primitive_handler" not in text and "Accept it" in text
+    texts = [str(e) for e, _ in report if e.primitive == primitive]
+    assert texts
+    for text in texts:
+        assert reason in text and "primitive_handler" not in text and "Accept it" in text
 
 
 def test_a_carry_that_changes_its_type_becomes_dense(x, may_be_dense):
@@ -841,6 +875,16 @@ def test_custom_vjp_with_static_arguments(x, may_be_dense):
     close(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
+def test_a_scan_keeps_its_options():
+    def f(w, xs):
+        return lax.scan(lambda c, x: (c + 1, x @ w * c), 1.0, xs, reverse=True, unroll=2)[1]
+
+    w, xs = lora(), jnp.ones((4, 4))
+    close(use(f)(w, xs), f(hki.materialize(w), xs))
+    [scan] = [e for e in jax.make_jaxpr(use(f))(w, xs).eqns if e.primitive is lax.scan_p]
+    assert (scan.params["reverse"], scan.params["unroll"]) == (True, 2)
+
+
 # --- linear solves, shard_map, pmap ---------------------------------------------------------------------------
 
 
@@ -876,6 +920,13 @@ def test_custom_linear_solve_with_aux(x, may_be_dense):
     close(got, want)
 
 
+def test_custom_linear_solve_without_the_transposed_system(x):
+    def f(w, b):
+        return lax.custom_linear_solve(lambda y: 2 * y + w @ y, b, lambda matvec, b: b - matvec(b))
+
+    close(use(f)(lora(), x[0]), f(hki.materialize(lora()), x[0]))
+
+
 def test_a_right_side_that_is_implicit(may_be_dense):
     def f(b):
         return lax.custom_linear_solve(lambda y: 2 * y, b, lambda _, b: b / 2, lambda _, b: b / 2)
@@ -906,6 +957,23 @@ def test_collectives_in_shard_map(x, may_be_dense):
         return jax.shard_map(local, mesh=mesh(), in_specs=(P(), P("i")), out_specs=P("i"))(w, x)
 
     close(use(f)(lora(), x), f(hki.materialize(lora()), x))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: lax.fori_loop(0, 2, lambda i, c: jnp.sin(c), w),
+        lambda w, x: lax.fori_loop(0, 2, lambda i, c: c + x, w),
+        lambda w, x: lax.fori_loop(0, jnp.int32(x[0, 0] * 0) + 2, lambda i, c: c + x, w),
+        lambda w, x: lax.cond(x[0, 0] > 0, lambda: w, lambda: x),
+    ],
+    ids=["scan", "sum", "while", "cond"],
+)
+def test_a_value_that_becomes_dense_in_shard_map(fun, may_be_dense):
+    """A constant has no leaves, which could vary over the mesh as the dense array does."""
+    f, x = jax.shard_map(fun, mesh=mesh(), in_specs=P("i"), out_specs=P("i")), jnp.ones((4, 4))
+    for w in (lora(), hki.Zeros(shape=(4, 4))):
+        close(use(f)(w, x), f(hki.materialize(w), x))
 
 
 TWO_DEVICES = """

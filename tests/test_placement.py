@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
+from tests.cases import Outer
 from tests.devices import run_on_devices
 
 MESH = AbstractMesh((2, 4), ("data", "model"))
@@ -141,6 +142,16 @@ def test_smaller_groups_have_the_same_values(options):
         assert new.dtype == q.dtype and new.codes.nbytes == q.codes.nbytes
         np.testing.assert_array_equal(new.materialize(), q.materialize())
     assert q.fitted(P(), MESH) is q
+
+
+def test_what_a_type_within_a_weight_cannot_split_is_on_all_devices():
+    weight = hki.LoRA(Outer(jnp.ones(4), jnp.ones(8)), jnp.ones((4, 2)), jnp.ones((2, 8)))
+    assert specs_of({"m": {"w": weight}}, [(".*", P("data", "model"))]) == {
+        "m/w/w/u": (),
+        "m/w/w/v": (),
+        "m/w/a": ("data", None),
+        "m/w/b": (None, "model"),
+    }
 
 
 def test_parts_of_views_and_constants_have_their_own_shapes():

@@ -103,6 +103,13 @@ def test_a_bar_with_names(name, written):
     assert text.endswith("\r")  # the bar is gone, the line is free
 
 
+def test_a_step_counts_when_it_is_done(written):
+    text = written("quantize_params", 0)
+    assert [word in text for word in ("0/2 ", "1/2 ", "2/2 ")] == [True, True, False]
+    first, second = (text.index(name) for name in NAMES)
+    assert text.rindex("0/2 ", 0, first) < first < text.index("1/2 ") < second
+
+
 @work
 def test_without_tqdm(name, written, monkeypatch):
     want = WORK[name][0]()

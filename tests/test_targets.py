@@ -110,6 +110,15 @@ def test_an_exclude_that_leaves_nothing_says_so():
         hki.add_lora(weights(), 0, rank=2, exclude=".*")
 
 
+@pytest.mark.parametrize("count, shown", [(5, "m/0, m/1, m/2, m/3, m/4$"), (6, "m/3, m/4, ...$")])
+def test_where_a_predicate_chooses_nothing_the_first_parameters_are_named(count, shown):
+    params = {"m": {str(i): jnp.ones((2, 2)) for i in range(count)}}
+    with pytest.raises(
+        ValueError, match=f"true of none of the {count} parameters.* There are: .*{shown}"
+    ):
+        hki.zero_params(params, targets=lambda *_: False)
+
+
 def test_inputs_of_weights_that_are_not_excluded():
     x = jnp.ones((2, 4))
     apply = lambda p, x: x @ p["body"]["w"] @ p["head"]["w"]  # noqa: E731

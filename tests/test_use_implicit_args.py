@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import haiku_implicit as hki
 from tests.cases import Nought, Outer
@@ -107,6 +108,7 @@ def test_flags_branch_in_python(w, x):
 )
 def test_numpy_arrays_are_arrays(w, value):
     close(use(lambda w, v: w + v)(w, value), hki.materialize(w) + value)
+    assert use(lambda w, v: isinstance(v, jax.Array))(w, value)
 
 
 @pytest.mark.parametrize(
@@ -468,6 +470,20 @@ def test_x64(x64):
 def test_numpy_rank_promotion_is_checked_as_ever(w):
     with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="rank"):
         use(lambda w: w + jnp.ones(4))(w)
+
+
+def test_settings_within_the_function_are_those_of_its_equations(w, x):
+    def f(w, x):
+        with set_xla_metadata(tag="in_the_function"):
+            y = jnp.sin(x) @ w
+        return jnp.cos(y)
+
+    lines = jax.jit(use(f)).lower(w, x).as_text().splitlines()
+    has = {
+        op: {"in_the_function" in line for line in lines if f".{op} " in line}
+        for op in ("sine", "dot_general", "cosine")
+    }
+    assert has == {"sine": {True}, "dot_general": {True}, "cosine": {False}}
 
 
 def test_disable_jit(w, x):

@@ -233,7 +233,7 @@ def emit(event: Materialization) -> None:
         return
     if not event.file:  # a library's function was wrapped as it is: the line that calls it
         file, line = _caller()
-        event = dataclasses.replace(event, file=file or "<unknown>", line=line)
+        event = dataclasses.replace(event, file=file, line=line)
     for report in _reports.get():
         report.add(event)
     policy = _policy.get()

@@ -6,6 +6,7 @@ were of type `Auto`. Only the result is sharded explicitly, as the result of the
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -158,7 +159,7 @@ def padded_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
 def num_parts(entry: Any, mesh: Any) -> int:
     """Into how many parts an axis is split, for its entry of a partition spec."""
     names = names_in(PartitionSpec(entry))  # none for `PartitionSpec.UNCONSTRAINED`
-    return int(np.prod([mesh.shape[name] for name in names], dtype=int))
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def split_fields(x: ImplicitArray, mesh: Any, **specs: PartitionSpec) -> Any:
