@@ -39,7 +39,7 @@ def test_a_run(tmp_path, monkeypatch):
     with flagsaver.flagsaver(growth_output=str(path), growth_report=False, growth_runs=1):
         growth.main(["growth"])
         results = json.loads(path.read_text())
-        monkeypatch.setattr(growth, "NAMES", ("library",))
+        monkeypatch.setattr(growth, "NAMES", ("by_hand",))
         with flagsaver.flagsaver(axis=["adapters"], growth_counts_only=True):
             growth.main(["growth"])
     check_records(results)

@@ -80,7 +80,12 @@ def test_a_run(tmp_path):
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.mutation", *options],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "PYTEST_ADDOPTS": "",
+        },  # fmt: skip
         capture_output=True,
         text=True,
         check=False,
