@@ -188,19 +188,28 @@ def _dense(value: np.ndarray, dtype: Any, where: str) -> Any:
     """A JAX array; one of NumPy if JAX would give it fewer bits."""
     floating = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
     # A copy in any case: JAX may use the memory of what it is given, and this may be a mapped file.
-    copied = lambda: np.array(value, dtype if floating else None, order="C", copy=True)  # noqa: E731
+    copy = _aligned(value.shape, dtype if floating else value.dtype)
     try:
         with np.errstate(over="raise"):
-            value = copied()
+            copy[...] = value
     except FloatingPointError:
         warn_caller(
             f"{where}: has numbers that {np.dtype(dtype).name} does not have, which become infinite. "
             "dtype=None keeps the dtype of the file"
         )
         with np.errstate(over="ignore"):
-            value = copied()
-    same = jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype
-    return jnp.asarray(value) if same else value
+            copy[...] = value
+    same = jax.dtypes.canonicalize_dtype(copy.dtype) == copy.dtype
+    return jnp.asarray(copy) if same else copy
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array that JAX takes as it is on a CPU, which has to begin at a multiple of 64 bytes."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    room = np.empty(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + size].view(dtype).reshape(shape)
 
 
 def _as_placed(
