@@ -1,7 +1,7 @@
 """Changes files at random, reads them with one loader, and prints what is not a clean error or a tree.
 
 python -m tests.fuzzing --loader=load_gguf --seconds=600
-python -m tests.fuzzing --loader=load_gguf --replay=/tmp/tmpabc/1
+python -m tests.fuzzing --loader=load_gguf --replay=kept/1
 """
 
 import collections

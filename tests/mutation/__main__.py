@@ -2,7 +2,7 @@
 
 python -m tests.mutation --count=250 --seed=0
 python -m tests.mutation --count=100 --files=haiku_implicit/core/dispatch.py
-python -m tests.mutation --again=/tmp/mutants.json   # those that survived in an earlier run; counts both runs
+python -m tests.mutation --again=mutants.json   # those that survived in an earlier run; counts both runs
 
 First the quick tests run once, to see which of them run which lines; `--coverage` keeps that for later runs. Then
 each mutant drawn is given to the tests that run its line, those of them that take the least time first.
@@ -20,7 +20,7 @@ _COUNT = flags.DEFINE_integer("count", 250, "How many mutants.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Draws the mutants.")
 _FILES = flags.DEFINE_list("files", [], "Only mutants of these files; by default all of the core.")
 _AGAIN = flags.DEFINE_string("again", None, "Results of an earlier run: only what survived it.")
-_RESULTS = flags.DEFINE_string("results", "/tmp/mutants.json", "Where results are written to.")
+_RESULTS = flags.DEFINE_string("results", "mutants.json", "Where results are written to.")
 _GO_ON = flags.DEFINE_bool("go_on", False, "Goes on with the run that these results are of.")
 _COVERAGE = flags.DEFINE_string("coverage", None, "Keeps there which lines each test runs.")
 _TESTS = flags.DEFINE_list("tests", sessions.TESTS, "What to give to pytest.")
