@@ -465,26 +465,6 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree_util.tree_flatten(tree)
 
 
-class Carried:
-    """A pytree without leaves, which carries a Python value out of a trace."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        if self is other or not (isinstance(other, Carried) and type(self.value) is tuple):
-            return self is other
-        return type(other.value) is tuple and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(self.value) if type(self.value) is tuple else object.__hash__(self)
-
-
-# Its static value is the object itself. JAX keeps structures in caches, where events that are equal,
-# mostly none, take no more room. Anything but a tuple (of events) is compared by identity.
-jax.tree_util.register_pytree_node(Carried, lambda x: ((), x), lambda x, _: x)
-
-
 def flatten_one_level(x: Any) -> tuple[list[Any], Any]:
     """The leaves of a tree and its structure, implicit arrays *within* `x` being leaves."""
     return jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x and is_implicit(y))

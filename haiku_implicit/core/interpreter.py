@@ -16,7 +16,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from haiku_implicit.core import compat, dispatch
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import (
-    Carried,
     dense_struct,
     flatten_one_level,
     has_equivalent,
@@ -25,6 +24,7 @@ from haiku_implicit.core.array import (
     short,
 )
 from haiku_implicit.core.bind import bind
+from haiku_implicit.core.carried import Carried
 from haiku_implicit.core.kept import kept
 from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
 from haiku_implicit.core.sharding import in_type
