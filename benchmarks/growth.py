@@ -104,11 +104,11 @@ def measure(axes: Sequence[str], path: pathlib.Path) -> None:
     """Measures axes, and writes the results after each one. Those of other axes are kept."""
     results = json.loads(path.read_text()) if path.exists() else {"axes": {}}
     points = {name: points_of(AXES[name]) for name in axes}
+    # What others run on this machine, before this adds to it.
+    load = round(os.getloadavg()[0], 1)
     with tqdm(total=sum(map(len, points.values())), file=sys.stderr) as bar:
         for name in axes:
             about = about_this_machine("jax", "jaxlib", "dm-haiku", "quax")
-            # What others run on this machine, before this adds to it.
-            load = round(os.getloadavg()[0], 1)
             records = []
             for value, case in points[name]:
                 bar.set_description(f"{name} {value}, {case['implementation']}")

@@ -52,7 +52,7 @@ def measured(case: Case) -> dict[str, float]:
       `equations` of the jaxpr and `operations` of StableHLO; `calls` of functions, Python's and C's,
       while the step is traced; `trace` and `lower`, seconds of processor time with empty caches, and if
       the step is compiled `compile` and `step`, seconds by the clock; `temporary_bytes`,
-      `bytes_sent` by each device, the process's `peak_bytes`, and the `loss`.
+      `bytes_sent` by each device, the `peak_bytes` of the process, and the `loss`.
     """
     import jax
 
@@ -72,8 +72,8 @@ def measured(case: Case) -> dict[str, float]:
     record["operations"] = counts.operations(lowered)
     if case.compiled:
         record.update(_compiled(lowered, arguments, case))
-    # In kilobytes, on Linux. Of this run alone: profiling comes after it.
-    record["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # In kilobytes, on Linux. Of this run alone: profiling comes after it.
+        record["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     jax.clear_caches()
     with cProfile.Profile() as profile:
         _trace(make_step, arguments)

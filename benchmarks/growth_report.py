@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +37,8 @@ def write(results: Results) -> list[pathlib.Path]:
 
 
 def tables(results: Results) -> dict[str, str]:
-    """What the document has for each axis: the plot, exponents, all values; or how to measure it."""
-    found = {}
+    """What the document has: ratios, and for each axis the plot, exponents, all values."""
+    found = {"ratios": ratios_table(results)}
     for name in AXES:
         axis = results["axes"].get(name)
         if axis is None:
@@ -49,6 +50,26 @@ def tables(results: Results) -> dict[str, str]:
         )
         found[name] = "\n\n".join([image, exponents_table(axis), environment(axis), values])
     return found
+
+
+def ratios_table(results: Results) -> str:
+    """A row for each axis: costs by those of LoRA by hand, the median over the axis's values."""
+    costs = [c for c in (*COUNTS, *TIMES, *BYTES) if c != "bytes_sent"]
+    rows = []
+    for axis_name in filter(results["axes"].__contains__, AXES):
+        axis = results["axes"][axis_name]
+        for name in implementations(axis):
+            if name not in ("dense", "by_hand"):
+                ratios = [_number(median_ratio(axis, name, c)) for c in costs]
+                rows.append([axis_name, report.LABELS[name], *ratios])
+    return markdown.table(["axis", "implementation", *(TITLES[c] for c in costs)], rows)
+
+
+def median_ratio(axis: Results, name: str, cost: str) -> float | None:
+    """What an implementation costs, where LoRA by hand costs one; None if it was not measured."""
+    by_hand, own = (dict(zip(*series(axis, n, cost), strict=True)) for n in ("by_hand", name))
+    ratios = [own[value] / by_hand[value] for value in own if value in by_hand]
+    return statistics.median(ratios) if ratios else None
 
 
 def image_name(axis: str) -> str:

@@ -57,7 +57,7 @@ def check_records(results):
         for p in axis["points"]:
             assert p["equations"] > 50 and p["calls"] > 10_000 and p["trace"] > 0
             compiled = name != "depth" or p["value"] == 1
-            assert ("step" in p) == ("compile" in p) == ("loss" in p) == compiled
+            assert all((k in p) == compiled for k in ("step", "compile", "loss", "peak_bytes"))
         by_hand, library = (
             growth_report.series(axis, n, "operations")[1] for n in ("by_hand", "library")
         )
@@ -68,7 +68,7 @@ def check_records(results):
 
 def check_report(results, folder):
     document = folder / "growth.md"
-    lines = [f"<!-- {name} -->\n<!-- end -->" for name in growth_report.AXES]
+    lines = [f"<!-- {name} -->\n<!-- end -->" for name in ("ratios", *growth_report.AXES)]
     document.write_text("\n".join(lines))
     images = growth_report.write(results)
     once = document.read_text()
@@ -90,6 +90,17 @@ def test_an_unknown_axis():
 
 def test_the_report_knows_all_axes():
     assert list(growth.AXES) == list(growth_report.AXES)
+
+
+def test_ratios_are_medians_over_what_both_have():
+    costs = dict(by_hand=[2.0, 4.0, 8.0], library=[4.0, 4.0, 24.0, 1.0])
+    points = [
+        dict(value=i, implementation=name, trace=cost)
+        for name, own in costs.items()
+        for i, cost in enumerate(own)
+    ]
+    assert growth_report.median_ratio(dict(points=points), "library", "trace") == 2
+    assert growth_report.median_ratio(dict(points=points), "library", "step") is None
 
 
 def test_different_losses_are_not_compared():
@@ -123,6 +134,7 @@ def test_times_of_a_busy_machine_are_marked():
 
 
 def test_the_recorded_results_are_those_of_the_document(recorded):
+    assert set(recorded["axes"]) == set(growth.AXES)
     for name, table in growth_report.tables(recorded).items():
         expected = f"<!-- {name} -->\n{table}\n<!-- end -->"
         assert expected in growth_report.DOCUMENT.read_text(), name
