@@ -10,32 +10,16 @@ import pathlib
 
 import pytest
 
-
-def quick_to_compile():
-    """What tells XLA not to spend time on optimizing for the CPU: half of what the tests take.
-
-    The passes over HLO, which tests read and count, are the same. `XLA_FLAGS=` in the environment
-    runs the tests with XLA's own settings.
-    """
-    flags = [
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-        "--xla_cpu_parallel_codegen_split_count=1",
-    ]
-    release = importlib.metadata.version("jaxlib").split(".")
-    if (int(release[0]), int(release[1])) < (0, 11):  # XLA aborts at a flag that it does not know
-        flags.append("--xla_cpu_use_fusion_emitters=false")
-    return " ".join(flags)
-
+from tests.xla_flags import quick_to_compile
 
 # Before JAX is imported. Accelerators come as plugins, whose code is to be tested as it is used.
 if not importlib.metadata.entry_points(group="jax_plugins"):
     os.environ.setdefault("XLA_FLAGS", quick_to_compile())
 
-import jax  # noqa: E402
+import jax
 
-import haiku_implicit as hki  # noqa: E402
-from tests.tiers import drawn, redundant  # noqa: E402
+import haiku_implicit as hki
+from tests.tiers import drawn, redundant
 
 
 def pytest_addoption(parser):

@@ -8,26 +8,46 @@ from typing import Any
 
 from tqdm import tqdm
 
+from tests.xla_flags import quick_to_compile
+
+# A process ends after so many chunks, with all that JAX keeps.
+CHUNKS_OF_A_PROCESS = 20
+
 
 def results(
     job: Callable[[range], Any], chunks: Sequence[range], processes: int, devices: int = 1
 ) -> Iterator[Any]:
-    """What a job returns for each chunk, as they come.
+    """What a job returns for each chunk, in any order.
 
-    Each process has as many devices of this CPU, compiles without optimizing, and ends after some
-    chunks, with what JAX keeps.
+    Each process has as many devices of this CPU, and compiles as the tests do.
+
+    Raises:
+      concurrent.futures.process.BrokenProcessPool: where a process dies.
     """
     # For the processes, which import JAX themselves.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_force_host_platform_device_count={devices} "
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    )
-    pool = concurrent.futures.ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), max_tasks_per_child=20
-    )
-    with pool, tqdm(total=sum(map(len, chunks)), disable=None) as bar:
-        futures = {pool.submit(job, chunk): chunk for chunk in chunks}
-        for future in concurrent.futures.as_completed(futures):
-            yield future.result()
-            bar.update(len(futures[future]))
+    count = f"--xla_force_host_platform_device_count={devices}"
+    os.environ["XLA_FLAGS"] = f"{count} {quick_to_compile()}"
+    groups = [chunks[i :: _number_of_groups(chunks)] for i in range(_number_of_groups(chunks))]
+    with (
+        concurrent.futures.ThreadPoolExecutor(processes) as threads,
+        tqdm(total=sum(map(len, chunks)), disable=None) as bar,
+    ):
+
+        def run(group: Sequence[range]) -> list[Any]:
+            # One pool for all, with `max_tasks_per_child`, waits for ever once its processes have ended
+            # (python/cpython#115634).
+            spawn = multiprocessing.get_context("spawn")
+            with concurrent.futures.ProcessPoolExecutor(1, spawn) as process:
+                found = []
+                for chunk in group:
+                    found.append(process.submit(job, chunk).result())
+                    bar.update(len(chunk))
+                return found
+
+        for future in concurrent.futures.as_completed([threads.submit(run, g) for g in groups]):
+            yield from future.result()
+
+
+def _number_of_groups(chunks: Sequence[range]) -> int:
+    return -(-len(chunks) // CHUNKS_OF_A_PROCESS)

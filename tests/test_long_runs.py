@@ -1,0 +1,33 @@
+"""Long runs: what each of many chunks gives, from processes that end on the way."""
+
+import concurrent.futures.process
+import os
+
+import pytest
+
+from tests import long_runs
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """What a long run sets is not left to other tests."""
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+
+def test_a_process_ends_after_some_chunks_and_another_goes_on():
+    # With fewer jobs to a process `max_tasks_per_child` of a pool is the same, and with more it hangs.
+    count = 2 * long_runs.CHUNKS_OF_A_PROCESS + 3
+    chunks = [range(i, 2 * i) for i in range(count)]
+    assert sorted(long_runs.results(sum, chunks, 2)) == sorted(map(sum, chunks))
+
+
+def test_a_job_that_fails_and_a_process_that_dies_are_errors():
+    with pytest.raises(ValueError, match="max"):
+        list(long_runs.results(max, [range(2), range(0)], 1))
+    with pytest.raises(concurrent.futures.process.BrokenProcessPool):
+        list(long_runs.results(_exit, [range(2)], 1))
+
+
+def _exit(chunk):
+    os._exit(len(chunk))
