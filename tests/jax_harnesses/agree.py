@@ -65,6 +65,8 @@ def _factors(w: Any, values: np.random.RandomState) -> Any:
 def quantized(dtype: str, x: Any, values: np.random.RandomState) -> Any:
     if not _is_matrix(x) or (dtype == "int4" and x.shape[-2] % 2):
         return None
+    if not np.isfinite(np.asarray(x, np.float32)).all():
+        return None  # an error of `quantize`
     q = hki.QuantizedMatrix.quantize(jnp.asarray(x), dtype)
     scale = jnp.exp2(jnp.round(jnp.log2(jnp.maximum(q.scale, 2.0**-7))))
     return q._replace(scale=scale.astype(q.scale.dtype))
@@ -94,6 +96,12 @@ TYPES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+# Gathers that promise indices within bounds and don't keep it, so that anything is right: JAX's gradient
+# of these is zero, that of int8's codes and scales is not.
+UNDEFINED = {
+    "gather_batchdims_shape_2_3_3_start_indices_shape_2_3_slice_sizes_1_3_2_enable_xla_True"
+}
+
 # --- uses --------------------------------------------------------------------------------------------------
 
 # Of a function of (arguments, None), as transformations of random programs have them.
@@ -110,8 +118,10 @@ def outcome(harness: Any, type_name: str, use: str) -> str:
 
     Returns:
       "agrees"; "no operand", if no argument can have the type; "not dense either", if the dense twin raises
-      an error; or what is wrong.
+      an error or has no defined result; or what is wrong.
     """
+    if harness.fullname in UNDEFINED:
+        return "not dense either"
     values = np.random.RandomState(0)
     args = list(harness.dyn_args_maker(values))
     made = [

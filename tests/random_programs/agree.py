@@ -136,7 +136,7 @@ def difference(
     Args:
       got, want: trees of arrays.
       again: computes `want` from arguments that differ by a rounding. What this changes may differ by as
-        much, a hundred times.
+        much: eight times if roundings are coarse, a hundred times if they are those of float32.
       on_the_way: dtypes that values are rounded to before the results are.
     """
     if jax.tree.structure(got) != jax.tree.structure(want):
@@ -149,7 +149,8 @@ def difference(
         limit = roundings(b, on_the_way) * (1 + largest(b))
         if not off <= limit:
             moved = jax.tree.leaves(again()) if moved is None else moved
-            if not off <= limit + 100 * apart(moved[i], b):
+            times = 100 if roundings(b, on_the_way) == TOLERANCE else 8
+            if not off <= limit + times * apart(moved[i], b):
                 return f"leaf {i}: off by {off:.2e}, of values up to {largest(b):.2e}"
     return None
 
@@ -184,12 +185,14 @@ def largest(x: Any) -> float:
 
 
 def nudged(params: Any) -> Any:
-    """Parameters that differ by about one rounding of float32."""
+    """Parameters that differ by about one rounding of their dtype."""
     values = np.random.default_rng(0)
 
     def nudge(x: Any) -> Any:
-        noise = 1 + 1e-7 * values.choice([-1.0, 1.0], np.shape(x))
-        return x * jnp.asarray(noise, x.dtype) if chains.is_float(x) else x
+        if not chains.is_float(x):
+            return x
+        noise = float(jnp.finfo(x.dtype).eps) * values.choice([-1.0, 1.0], np.shape(x))
+        return x * jnp.asarray(1 + noise, x.dtype)
 
     return jax.tree.map(nudge, params)
 
