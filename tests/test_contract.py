@@ -426,7 +426,7 @@ def test_batch_axes(name, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.slow_one_of(8)
+@pytest.mark.slow_one_of(12)
 @pytest.mark.parametrize("flag", SETTINGS)
 @pytest.mark.parametrize("name", CASES)
 def test_under_a_setting(name, flag):

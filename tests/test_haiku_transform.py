@@ -121,6 +121,7 @@ def test_wrong_kind(wrong):
 # --- Haiku's features -------------------------------------------------------------------------
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @pytest.mark.usefixtures("may_be_dense")
 @pytest.mark.parametrize("make", [with_lora, with_int4, with_zeros])

@@ -286,6 +286,7 @@ def forward(weight, dense):
                     may_be_dense={"vmap of everything"})  # fmt: skip
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("weight", few(WEIGHTS, "lora"))
 @pytest.mark.parametrize("name", BOTH)
 def test_forward(name, weight):

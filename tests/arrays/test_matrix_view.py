@@ -62,6 +62,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("equation", PRODUCTS)
@@ -135,6 +136,7 @@ REARRANGED = {
 }
 
 
+@pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("kind", ["lora", "int8", "lora of int8"])
 @pytest.mark.parametrize("name", REARRANGED)

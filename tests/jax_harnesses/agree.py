@@ -124,6 +124,10 @@ def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
 # Of a function of (arguments, None), as transformations of random programs have them.
 USES: dict[str, Callable[[Any], Any]] = {
     "forward": lambda fun: fun,
@@ -174,7 +178,8 @@ def outcome(harness: Any, type_name: str, use: str) -> str:
             return "not dense either"
         return f"{type(error).__name__}: {error}"
     dtypes = [x.dtype for x in args if x is not None]
-    return difference(got, want, lambda: both(nudged(args))[1], dtypes) or "agrees"
+    coarsest = max(filter(_is_float, dtypes), key=lambda d: jnp.finfo(d).eps, default=jnp.float32)
+    return difference(got, want, lambda: both(nudged(args, coarsest))[1], dtypes) or "agrees"
 
 
 def _is_data(x: Any) -> bool:

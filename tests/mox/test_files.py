@@ -292,6 +292,7 @@ def test_what_is_changed_can_be_saved(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("module", descriptors.ALL_MODULES, ids=lambda x: x.name)
 def test_modules_of_haiku(module, tmp_path):
     def fun(x):
@@ -837,6 +838,7 @@ def test_mutations():
 
 
 @pytest.mark.slow
+@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_many_mutations(seed):
     check_mutations(seed, 500)

@@ -144,7 +144,7 @@ def program(fun, *args):
     return jax.jit(lambda *args: arrays_only(fun)(*args)).lower(*args).as_text()
 
 
-@pytest.mark.slow_one_of(3)
+@pytest.mark.slow_one_of(8)
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name, way", few(CASES, *QUICK.items()))
 def test_compiles_to_the_same(name, way):

@@ -184,14 +184,15 @@ def largest(x: Any) -> float:
     return float(np.max(x, initial=0.0, where=np.isfinite(x)))
 
 
-def nudged(params: Any) -> Any:
-    """Parameters that differ by about one rounding of their dtype."""
+def nudged(params: Any, dtype: Any = jnp.float32) -> Any:
+    """Parameters that differ by about one rounding to a dtype, or to their own if that is coarser."""
     values = np.random.default_rng(0)
 
     def nudge(x: Any) -> Any:
         if not chains.is_float(x):
             return x
-        noise = float(jnp.finfo(x.dtype).eps) * values.choice([-1.0, 1.0], np.shape(x))
+        eps = max(float(jnp.finfo(d).eps) for d in (dtype, x.dtype))
+        noise = eps * values.choice([-1.0, 1.0], np.shape(x))
         return x * jnp.asarray(1 + noise, x.dtype)
 
     return jax.tree.map(nudge, params)
