@@ -68,9 +68,11 @@ def concatenate_matrices(primitive: Primitive, *operands: QuantizedMatrix, dimen
     first = operands[0]
     if dimension < first.ndim - 2 or len({_kind(w) for w in operands}) > 1:
         return NotImplemented
+    if len({w.group_size for w in operands}) > 1:
+        return NotImplemented
     if dimension == first._row_axis:
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *operands)
-    if len({w.group_size for w in operands}) > 1 or any(w.padding for w in operands):
+    if any(w.padding for w in operands):
         return NotImplemented
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *operands)
 

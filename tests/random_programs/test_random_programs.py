@@ -82,6 +82,20 @@ def test_dora_of_a_constant():
     )
 
 
+def test_matrices_side_by_side_with_groups_of_different_sizes(may_be_dense):
+    """Their scales have no common shape."""
+    values = np.random.default_rng(0)
+    a, b = (jnp.asarray(values.normal(size=(6, n)), jnp.float32) for n in (2, 4))
+    for groups in ((3, 1), (2, 6)):
+        pair = [
+            hki.QuantizedMatrix.quantize(w, "uint8", group_size=g)
+            for w, g in zip((a, b), groups, strict=True)
+        ]
+        got = hki.use_implicit_args(lambda a, b: jnp.concatenate([a, b], axis=1))(*pair)
+        want = jnp.concatenate([hki.materialize(w) for w in pair], axis=1)
+        np.testing.assert_array_equal(hki.materialize(got), want)
+
+
 @pytest.mark.slow
 def test_an_axis_that_is_split_by_a_part_of_a_mesh_axis():
     """XLA splits the six columns by two of four devices, of which JAX makes no partition spec."""
