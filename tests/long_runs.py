@@ -28,7 +28,8 @@ def results(
     os.environ["JAX_PLATFORMS"] = "cpu"
     count = f"--xla_force_host_platform_device_count={devices}"
     os.environ["XLA_FLAGS"] = f"{count} {quick_to_compile()}"
-    groups = [chunks[i :: _number_of_groups(chunks)] for i in range(_number_of_groups(chunks))]
+    number = -(-len(chunks) // CHUNKS_OF_A_PROCESS)
+    groups = [chunks[i::number] for i in range(number)]
     with (
         concurrent.futures.ThreadPoolExecutor(processes) as threads,
         tqdm(total=sum(map(len, chunks)), disable=None) as bar,
@@ -45,9 +46,10 @@ def results(
                     bar.update(len(chunk))
                 return found
 
-        for future in concurrent.futures.as_completed([threads.submit(run, g) for g in groups]):
-            yield from future.result()
-
-
-def _number_of_groups(chunks: Sequence[range]) -> int:
-    return -(-len(chunks) // CHUNKS_OF_A_PROCESS)
+        try:
+            for future in concurrent.futures.as_completed([threads.submit(run, g) for g in groups]):
+                yield from future.result()
+        finally:
+            threads.shutdown(
+                wait=False, cancel_futures=True
+            )  # after an error the others are not begun

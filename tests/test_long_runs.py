@@ -1,7 +1,9 @@
 """Long runs: what each of many chunks gives, from processes that end on the way."""
 
 import concurrent.futures.process
+import functools
 import os
+import pathlib
 
 import pytest
 
@@ -27,6 +29,19 @@ def test_a_job_that_fails_and_a_process_that_dies_are_errors():
         list(long_runs.results(max, [range(2), range(0)], 1))
     with pytest.raises(concurrent.futures.process.BrokenProcessPool):
         list(long_runs.results(_exit, [range(2)], 1))
+
+
+def test_after_an_error_no_more_is_begun(tmp_path):
+    job = functools.partial(_leaves_a_file, str(tmp_path))
+    chunks = [range(i + 1) for i in range(5 * long_runs.CHUNKS_OF_A_PROCESS)]
+    with pytest.raises(FileExistsError):
+        list(long_runs.results(job, chunks, 1))
+    assert len(list(tmp_path.iterdir())) <= 2
+
+
+def _leaves_a_file(folder, chunk):
+    pathlib.Path(folder, str(len(chunk))).touch()
+    raise FileExistsError
 
 
 def _exit(chunk):

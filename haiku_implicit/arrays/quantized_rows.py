@@ -66,9 +66,7 @@ def concatenate_matrices(primitive: Primitive, *operands: QuantizedMatrix, dimen
     """Along the rows, or group after group, where the operands are of one kind."""
     operands = tuple(w.with_row_scales()._replace(dtype=w.dtype) for w in operands)
     first = operands[0]
-    if dimension < first.ndim - 2 or len({_kind(w) for w in operands}) > 1:
-        return NotImplemented
-    if len({w.group_size for w in operands}) > 1:
+    if dimension < first.ndim - 2 or len({(_kind(w), w.group_size) for w in operands}) > 1:
         return NotImplemented
     if dimension == first._row_axis:
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *operands)
