@@ -37,7 +37,7 @@ def write(results: Results) -> list[pathlib.Path]:
 
 
 def tables(results: Results) -> dict[str, str]:
-    """What the document has: ratios, and for each axis the plot, exponents and values, or how to measure it."""
+    """What the document has: ratios, and for each axis plot and numbers, or how to measure it."""
     found = {"ratios": ratios_table(results)}
     for name in AXES:
         axis = results["axes"].get(name)
