@@ -22,6 +22,7 @@ from haiku_implicit.arrays import (
     fake_quantize,
 )
 from haiku_implicit.core import (  # noqa: F401  (register themselves)
+    custom_derivatives,
     higher_order,
     placed,
     shard_map,

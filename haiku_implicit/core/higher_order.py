@@ -20,7 +20,7 @@ from haiku_implicit.core import compat, structure
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import dense_struct, flatten, is_implicit, num_batch_axes
 from haiku_implicit.core.carried import Carried
-from haiku_implicit.core.interpreter import HIGHER_ORDER, densify, interpret, materialize_array
+from haiku_implicit.core.interpreter import HIGHER_ORDER, densify, interpret
 from haiku_implicit.core.kept import kept
 from haiku_implicit.core.retrace import Retraced, Run, interpreted, retrace
 from haiku_implicit.core.sharding import leaf_places
@@ -292,95 +292,6 @@ def _with_consts(new: Retraced, consts: list[Any]) -> ClosedJaxpr:
         return new.jaxpr
     args = new.jaxpr.in_avals[len(consts) :]
     return jax.make_jaxpr(lambda *xs: new.fun(*consts, *xs))(*args)
-
-
-@handles(jex.custom_jvp_call_p, jex.custom_vjp_call_p)
-def custom_derivative(operands: Operands, params: Params) -> list[Any]:
-    """A function with a derivative rule of its own (`jax.custom_jvp`, `jax.custom_vjp`).
-
-    Its body is interpreted. Under differentiation its own rule must be used, which is written for
-    dense arrays: the derivative of f(W + AB) with respect to A is not that of f. So the operands go
-    through `materialize` and its derivative, and the rule sees dense values and tangents. It is not
-    known here whether a result will be differentiated. So it stays implicit only if any dense tangent
-    can be a tangent of its leaves (`structure.free_summand`).
-    """
-    closed = params["call_jaxpr"]
-    primitive = jex.custom_jvp_call_p if "jvp_jaxpr_fun" in params else jex.custom_vjp_call_p
-    if not any(_differentiable(x) for x in operands):
-        with events.recording() as log:
-            out = interpret(closed.jaxpr, closed.consts, operands)
-        events.replay(log)
-        return out
-    new = _retrace(closed, operands)
-    places: list[Any] = list(map(_place_of_tangent, new.out))
-    if None in places:
-        target = [dense_struct(y) if i is None else y for y, i in zip(new.out, places, strict=True)]
-        reason = f"the derivative rule of {primitive.name!r} knows dense arrays alone"
-        new = _retrace(closed, operands, structure.Coerce(target, primitive.name, reason))
-        places = [i or 0 for i in places]
-    events.replay(new.events)
-
-    @jax.custom_jvp
-    def fun(operands: Operands) -> list[Any]:
-        return new.fun(*_leaves(closed.consts, operands))
-
-    def jvp(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[list[Any], list[Any]]:
-        def original(operands: Operands) -> list[Any]:
-            dense = [materialize_array(x) if is_implicit(x) else x for x in operands]
-            return compat.bind(primitive, dense, params)
-
-        dense, dots = _jvp_of_perturbed(original, primals[0], tangents[0])
-        if not any(map(is_implicit, new.out)):
-            return dense, dots
-        out = new.rebuild(fun(primals[0]))
-        for y, i in zip(out, places, strict=True):
-            if i == _REFUSED:
-                materialize_array(y)  # raises the type's own error
-        dots = map(structure.tangent_leaves, out, dots, places)
-        return jax.tree_util.tree_leaves(out), [dot for leaves in dots for dot in leaves]
-
-    fun.defjvp(jvp, symbolic_zeros=True)
-    return new.rebuild(fun(operands))
-
-
-_REFUSED = -1
-
-
-def _place_of_tangent(y: Any) -> int | None:
-    """The leaf of a result that takes its tangent, or None if no leaf can.
-
-    `_REFUSED` for a type that refuses to be dense (quantities with units), which is an error only
-    under differentiation.
-    """
-    if not is_implicit(y):
-        return 0
-    try:
-        return structure.free_summand(y)
-    except Exception:  # whatever its `materialize` raises
-        return _REFUSED
-
-
-def _differentiable(x: Any) -> bool:
-    leaves = [y for y in jax.tree_util.tree_leaves(x) if isinstance(y, jax.Array)]  # no literals
-    return any(jax.dtypes.issubdtype(y.dtype, np.inexact) for y in leaves)
-
-
-def _jvp_of_perturbed(fun: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """`jax.jvp` with respect to the perturbed leaves alone, so that no large zeros are made."""
-    leaves, treedef = flatten(primals)
-    dots = treedef.flatten_up_to(tangents)
-    still = jax.custom_derivatives.SymbolicZero
-    moving = [
-        i for i, t in enumerate(dots) if not isinstance(t, still) and t.dtype != jax.dtypes.float0
-    ]
-
-    def of_moving(*values: Any) -> Any:
-        mixed = list(leaves)
-        for i, value in zip(moving, values, strict=True):
-            mixed[i] = value
-        return fun(treedef.unflatten(mixed))
-
-    return jax.jvp(of_moving, tuple(leaves[i] for i in moving), tuple(dots[i] for i in moving))
 
 
 @handles(jex.linear_solve_p)
