@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self, Union
 
 import jax
@@ -254,15 +254,12 @@ class ImplicitArray(abc.ABC):
         if aval is None:
             try:
                 aval = self.__dict__["_aval"] = _abstract_value(self)
-            except (AttributeError, TypeError) as e:
+            except Exception as e:  # whatever a type says about None in place of an array
                 if not (empty := empty_names(self)):
                     raise
                 # An `AttributeError`, so that `hasattr(x, "shape")` is False.
-                raise AttributeError(
-                    f"{type(self).__name__}: {' and '.join(empty)} is None, so that there is no shape "
-                    "and dtype. If this is one of the two parts that haiku_implicit.partition gives, "
-                    "put them together again: haiku_implicit.combine"
-                ) from e
+                lost = "so that there is no shape and dtype"
+                raise AttributeError(_about_part(self, empty, lost)) from e
         return aval
 
     @property
@@ -579,6 +576,23 @@ def empty_names(x: ImplicitArray) -> list[str]:
     """The fields that hold None in place of an array, except those whose default is None."""
     may = {f.name for f in dataclasses.fields(x) if f.default is None}
     return [name for name in data_names(type(x)) if name not in may and getattr(x, name) is None]
+
+
+def check_complete(arrays: Iterable[Any], error: Exception) -> None:
+    """Raises an `IncompleteError` where one of the arrays is a part, which is why there was an error."""
+    for x in filter(is_implicit, arrays):
+        if empty := empty_names(x):
+            raise IncompleteError(
+                _about_part(x, empty, "so that it stands for no array")
+            ) from error
+        check_complete(flatten_one_level(x)[0], error)
+
+
+def _about_part(x: ImplicitArray, empty: Sequence[str], lost: str) -> str:
+    return (
+        f"{type(x).__name__}: {' and '.join(empty)} is None, {lost}. If this is one of the two parts "
+        "that haiku_implicit.partition gives, put them together again: haiku_implicit.combine"
+    )
 
 
 def short(x: Any) -> str:

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from haiku_implicit.core import compat, dispatch
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import (
+    check_complete,
     dense_struct,
     flatten_one_level,
     has_equivalent,
@@ -75,6 +76,7 @@ def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         try:
             results = apply(eqn.primitive, operands, eqn.params)
         except Exception as error:
+            check_complete(operands, error)
             events.say_where(error, eqn.primitive.name)
             raise
         _check_results(eqn, operands, results)
@@ -271,6 +273,14 @@ def densify(x: Any, primitive_name: str, reason: str = "") -> Any:
 
 def materialize_array(x: Any) -> jax.Array:
     """The dense array of an implicit array, without a report or a warning."""
+    try:
+        return _materialized(x)
+    except Exception as error:
+        check_complete([x], error)
+        raise
+
+
+def _materialized(x: Any) -> jax.Array:
     shape, dtype = x.shape, x.dtype
     with jax.numpy_dtype_promotion("standard"):
         if is_nested(x):

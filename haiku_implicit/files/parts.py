@@ -83,6 +83,8 @@ def _part(row: Any, ndim: int, where: str) -> Part:
 
 def _tile(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
     """Whether parts are the cells of a grid, each once, that is as large as the array."""
+    if not parts:
+        return False
     cuts = [sorted({part.start[axis] for part in parts}) for axis in range(len(shape))]
     cells = set(itertools.product(*cuts)) if math.prod(map(len, cuts)) == len(parts) else set()
     after = [dict(itertools.pairwise([*at, n])) for at, n in zip(cuts, shape, strict=True)]

@@ -192,6 +192,8 @@ def _describe_object(
     children, static = node.parts(x)
     dot = between(node.name)
     with _naming(path):
+        if is_implicit(x):
+            _check_leaves(x)
         encoded = serialization.encode_node(node, static)
         serialization.decode_node(node, encoded)  # what is written can be read
     described = [
@@ -421,13 +423,24 @@ def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None) -> None:
     """Whether arrays fit together, and give an implicit array the shape and dtype of the file."""
     if dense and (made.dtype.name, tuple(made.shape)) != (_canonical(dense[0]), dense[1]):
         raise ValueError(f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}")
-    if not is_implicit(made) or _is_part(made):
+    if not is_implicit(made):
+        return
+    _check_leaves(made)
+    if _is_part(made):
         return
     leaves, treedef = flatten_one_level(made)
     kinds = tuple((y.shape, y.dtype) if hasattr(y, "dtype") else None for y in leaves)
     found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64))
     if found != (tuple(made.shape), made.dtype):
         raise ValueError(f"they make {found[1]}{list(found[0])}, not {short(made)}")
+
+
+def _check_leaves(x: ImplicitArray) -> None:
+    """Whether an implicit array has nothing but arrays and numbers in it."""
+    numbers = (bool, int, float, complex, np.generic)
+    for y in flatten_one_level(x)[0]:
+        if not (is_implicit(y) or dtypes.is_array(y) or isinstance(y, numbers)):
+            raise ValueError(f"expected arrays and numbers, found a {type(y).__name__}")
 
 
 def _is_part(x: ImplicitArray) -> bool:

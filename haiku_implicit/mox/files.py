@@ -10,6 +10,7 @@ from typing import Any
 import haiku as hk
 import jax
 
+from haiku_implicit.files.container import one_line
 from haiku_implicit.files.kinds import check_file, kind_of, not_a
 from haiku_implicit.files.replacing import write_text
 from haiku_implicit.mox import marks
@@ -90,7 +91,7 @@ def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:
     try:
         return _from_text(data.decode("utf-8"), known)
     except (Misplaced, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} is not a valid module expression: {e}") from e
+        raise ValueError(one_line(f"{path} is not a valid module expression: {e}")) from e
 
 
 # --- writing --------------------------------------------------------------------------------------

@@ -10,11 +10,16 @@ import warnings
 import zipfile
 
 import gguf
+import haiku as hk
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from haiku_implicit import mox
+from haiku_implicit.command_line.main import main
+from haiku_implicit.core.array import IncompleteError
+from tests.adapter_cases import CASES as ADAPTERS
 from tests.files.by_hand import change, item, tree
 
 
@@ -245,6 +250,59 @@ def test_a_gguf_file_as_the_package_reads_it(path):
 
 
 # --- others --------------------------------------------------------------------------------------
+
+
+LORA = hki.LoRA(jnp.ones((12, 8)), jnp.ones((12, 2)), jnp.ones((2, 8)))
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("oft", "upper"), ("vera", "e"), ("fourierft", "column"), ("vblora", "of_a"), ("lora", "a")],
+)
+def test_what_a_half_of_an_adapter_lacks_is_told_where_it_is_used(name, field, path):
+    """A file can hold what `partition` gives, and so any field can be missing."""
+    whole = LORA if name == "lora" else ADAPTERS[name]((), jnp.ones((12, 8)))
+    hki.save(path, {"w": whole._replace(**{field: None})})
+    half = hki.load(path)["w"]
+    assert getattr(half, field) is None and half.shape == (12, 8)
+    message = f"{field} is None, so that it stands for no array.*put them together again"
+    for use in (hki.materialize, hki.use_implicit_args(lambda w: jnp.ones((3, 12)) @ w)):
+        with pytest.raises(IncompleteError, match=message):
+            use(half)
+
+
+def test_a_text_in_the_place_of_a_number(path, capsys):
+    hki.save(path, {"w": LORA})
+
+    def text(meta):
+        assert item(meta, 0)["keys"][-1] == "factor"
+        item(meta, 0)["items"][-1] = {"value": "text"}
+
+    change(path, text)
+    refused("w: its arrays do not make a LoRA: expected .* numbers, found a str", hki.load, path)
+    assert main(["inspect", str(path)]) == 1
+    assert str(path) in capsys.readouterr().err
+    wrong = {"w": LORA._replace(factor="text")}
+    refused("w: expected arrays and numbers, found a str", hki.save, path, wrong)
+
+
+def test_an_array_without_parts(path):
+    hki.save(path, {"a": jnp.ones((4, 3))})
+
+    def none(meta):
+        item(meta, 0)["parts"] = []
+
+    change(path, none)
+    refused(r"a: its 0 parts do not make an array \[4, 3\]; the file is damaged", hki.load, path)
+
+
+def test_an_error_of_jax_with_two_lines(path):
+    made = mox.make_mox(hk.transform(lambda x: x @ x))(jnp.ones((2, 2)))
+    mox.save(path, made)
+    text = path.read_text()
+    assert '"preferred_element_type"' in text
+    path.write_text(text.replace('"preferred_element_type"', '"two\\nlines"'))
+    refused("is not a valid module expression: .*two.nlines", mox.load, path)
 
 
 def test_numbers_that_a_dtype_does_not_have(path):

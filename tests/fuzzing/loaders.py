@@ -20,7 +20,7 @@ import safetensors.numpy
 
 import haiku_implicit as hki
 from haiku_implicit.command_line.main import main
-from haiku_implicit.core.array import is_implicit, known_struct
+from haiku_implicit.core.array import IncompleteError, is_implicit, known_struct
 from haiku_implicit.mox import load as load_mox
 from haiku_implicit.mox import make_mox
 from haiku_implicit.mox import save as save_mox
@@ -367,7 +367,8 @@ def check(tree: Any, thorough: bool) -> None:
     for x in jax.tree.leaves(tree, is_leaf=is_implicit):
         if not is_implicit(x) or known_struct(x) is None:  # an adapter without its base
             continue
-        with hki.materialization("allow"):
+        # Any half of what `partition` gives can be in a file, which then says so where it is used.
+        with hki.materialization("allow"), contextlib.suppress(IncompleteError):
             dense = jax.eval_shape(hki.materialize, x)
             assert (dense.shape, dense.dtype) == (x.shape, x.dtype), (dense, x.shape, x.dtype)
             if thorough and np.prod(x.shape, dtype=float) < _SMALL:
