@@ -30,6 +30,7 @@ def run_on_devices(program, count, *args):
         capture_output=True,
         text=True,
         check=False,
+        timeout=1200,  # devices that wait for each other for ever are a failure
     )
     return run.stdout.strip() if run.returncode == 0 else run.stderr[-3000:]
 

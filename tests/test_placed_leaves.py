@@ -6,9 +6,12 @@ has one number of devices for a process.
 
 import pytest
 
+from benchmarks import collectives_text
 from tests.devices import run_on_devices
 
-HEAD = """
+HEAD = (
+    f"from {collectives_text.__name__} import calls, sent\n"
+    + """
 import warnings
 import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from haiku_implicit import adapters
@@ -57,10 +60,8 @@ def close(got, want, label=""):
         hki.materialize(got), want, rtol=1e-4, atol=1e-5 * (1 + np.abs(want).max()), err_msg=label
     )
 
-def calls(compiled):
-    lines = compiled.as_text().splitlines()
-    return sum("custom-call" in x and "haiku_implicit_" in x for x in lines)
 """
+)
 
 PLACED = """
 FUNS = dict(
@@ -231,7 +232,7 @@ def ran(mesh, tree, rules, of_x):
         placed = jax.device_put(tree, hki.shardings(tree, rules, mesh))
         own = jax.device_put(x, NamedSharding(mesh, of_x))
         runs = [jax.jit(f).lower(placed, own).compile() for f in (use(mlp), jax.grad(loss, 1))]
-        return [f(placed, own) for f in runs], [calls(f) for f in runs]
+        return [f(placed, own) for f in runs], [calls(f.as_text()) for f in runs]
 
 for name, make in MAKE.items():
     tree = {"a": make(small), "b": make(big), "bias": bias}
@@ -258,7 +259,7 @@ for name, make in MAKE.items():
             found.append(native)
         assert all(n == found[0] for n in found) and bool(found[0][0]) == NATIVE, found
 
-# A shard_map over some of the axes: values and gradients; with one over the rest within, kernels.
+# A shard_map over some of the axes: values and gradients, kernels, and no more bytes than dense weights.
 for kind in (AxisType.Auto, AxisType.Explicit):
     mesh = mesh_of(kind, 2, 4)
     for name, q in {"zeros": hki.Zeros(shape=(256, 512)), **{k: f(small) for k, f in MAKE.items()}}.items():
@@ -272,11 +273,18 @@ for kind in (AxisType.Auto, AxisType.Explicit):
             f = jax.shard_map(body, mesh=mesh, in_specs=(of_w, of_x), out_specs=out, axis_names={manual})
             def loss(f, w, x):
                 return hki.materialize(use(lambda w, x: jnp.sin(f(w, x)).sum())(w, x))
-            with set_mesh(mesh):
+            def run(q):
                 own = jax.device_put({"w": q}, hki.shardings({"w": q}, at, mesh))["w"]
-                got = jax.jit(jax.value_and_grad(lambda x: loss(f, own, x)))(
-                    jax.device_put(x, NamedSharding(mesh, x_at))
-                )
+                own_x = jax.device_put(x, NamedSharding(mesh, x_at))
+                step = jax.jit(jax.value_and_grad(lambda w, x: loss(f, w, x), 1)).lower(own, own_x)
+                compiled = step.compile()
+                return compiled(own, own_x), calls(compiled.as_text()), sent(compiled.as_text())
+            with set_mesh(mesh):
+                got, native, bytes_sent = run(q)
+                if NATIVE and name in MAKE:
+                    of_rank = 2 * x.shape[0] * 4 if name == "lora" else 0  # activations of that width
+                    most = run(hki.materialize(q))[2] + of_rank
+                    assert native == 2 and bytes_sent <= most, (kind, name, manual, native, bytes_sent, most)
             want = jax.jit(jax.value_and_grad(lambda x: loss(lambda w, x: x @ w, q, x)))(x)
             for a, b in zip(got, want, strict=True):
                 np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3, err_msg=f"{kind} {name} {manual}")
@@ -293,7 +301,7 @@ q = MAKE["int4"](small)
 with set_mesh(mesh):
     compiled = jax.jit(use(whole)).lower(q, x).compile()
     close(compiled(q, x), x @ hki.materialize(q))
-assert calls(compiled) == bool(build.available()), calls(compiled)
+assert calls(compiled.as_text()) == bool(build.available()), calls(compiled.as_text())
 """
 
 

@@ -579,7 +579,7 @@ def empty_names(x: ImplicitArray) -> list[str]:
 
 
 def check_complete(arrays: Iterable[Any], error: Exception) -> None:
-    """Raises an `IncompleteError` where one of the arrays is a part, which is why there was an error."""
+    """Raises an `IncompleteError` if one of the arrays is a part, which is why there was an error."""
     for x in filter(is_implicit, arrays):
         if empty := empty_names(x):
             raise IncompleteError(

@@ -228,6 +228,17 @@ def in_explicit_mesh() -> bool:
     return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
+def is_same_split(sharding: Any, other: Any, ndim: int) -> bool:
+    """Whether two shardings cut an array in the same way, over devices that are only numbered.
+
+    By the method that JAX calls of what a partitioning rule returns; there is no public one that does
+    not compare devices.
+    """
+    if sharding.is_fully_replicated or other.is_fully_replicated:
+        return bool(sharding.is_fully_replicated and other.is_fully_replicated)
+    return bool(sharding._to_xla_hlo_sharding(ndim) == other._to_xla_hlo_sharding(ndim))
+
+
 def is_explicit(sharding: Any) -> bool:
     """Whether a sharding is on a mesh with axes that are a part of arrays' types."""
     if not isinstance(sharding, jax.sharding.NamedSharding):

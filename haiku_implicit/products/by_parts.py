@@ -26,7 +26,7 @@ from haiku_implicit.products.partitioned import (
     Axes,
     Names,
     Parts,
-    is_partitioned,
+    devices_of,
     needs_devices,
     partitioned,
 )
@@ -199,8 +199,9 @@ def _run(*operands: jax.Array, fun: Fun, **params: Any) -> jax.Array:
 
 def _lower(ctx: Any, *operands: Any, fun: Fun, axes: Axes, mesh: Any) -> Any:
     run: Fun = functools.partial(fun, parts=WHOLE)
-    if mesh is not None and is_partitioned(ctx.module_context):
-        run = partitioned(_opaque(fun, axes), axes, ctx.module_context.axis_context.num_devices)
+    devices = devices_of(ctx.module_context)
+    if mesh is not None and devices is not None and devices.program is None:
+        run = partitioned(_opaque(fun, axes), axes, devices)
     with jax.numpy_dtype_promotion("standard"):
         return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
 

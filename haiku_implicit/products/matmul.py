@@ -36,7 +36,7 @@ from haiku_implicit.products.partitioned import (
     Axes,
     Names,
     Parts,
-    is_partitioned,
+    devices_of,
     needs_devices,
     partitioned,
 )
@@ -249,10 +249,10 @@ def _lower_on_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 def _lower(ctx: Any, operands: Any, params: Any, kernel: Any, applies: Any) -> Any:
     x, *leaves = ctx.avals_in
-    if params["mesh"] is not None and is_partitioned(ctx.module_context):
+    devices = devices_of(ctx.module_context)
+    if params["mesh"] is not None and devices is not None:
         q = params["treedef"].unflatten(leaves)
-        count = ctx.module_context.axis_context.num_devices
-        fun = partitioned(_part(params), _axes(len(x.shape), q, params["order"]), count)
+        fun = partitioned(_part(params), _axes(len(x.shape), q, params["order"]), devices)
         return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands)
     params = _of_product(params)
     flat = jax.ShapeDtypeStruct(_flat(x.shape, params["order"]), x.dtype)
@@ -312,7 +312,7 @@ def _on_one_device(context: Any) -> bool:
     if hasattr(axes, "num_devices"):
         return axes.num_devices == 1
     if hasattr(axes, "manual_axes"):
-        return set(axes.mesh.axis_names) == set(axes.manual_axes)
+        return all(n == 1 or axis in axes.manual_axes for axis, n in axes.mesh.shape.items())
     return hasattr(axes, "axis_env")
 
 

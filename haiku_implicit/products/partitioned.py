@@ -27,7 +27,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import names_in_entry, num_parts, padded_spec
@@ -100,20 +100,66 @@ class Axes:
         return math.gcd(*lengths, *(n for a, n in self.pieces if a == name))
 
 
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices over which XLA splits a program, or what a `shard_map` over some mesh axes calls.
+
+    Such a `shard_map` makes groups of devices. XLA tells the rule how arrays are split over one group,
+    as if there were no other, with its devices in the order in which one of the arrays is split. So a
+    sum is over all of a group, and no device is asked for its place.
+
+    Attributes:
+      number: of devices, or of those in a group.
+      program: the mesh of the program where there are groups. Else None, as XLA's call has it.
+      free: the names of its axes that are not the `shard_map`'s.
+    """
+
+    number: int
+    program: Any = None
+    free: tuple[str, ...] = ()
+
+    def meshes(self, of_call: Any) -> list[Any]:
+        """The mesh that XLA calls with; or those of a group, one for each order of its axes."""
+        if self.program is None:
+            return [of_call]
+        first = self.program.devices.reshape(-1)[: self.number]
+        sizes = self.program.shape
+        orders = itertools.permutations(self.free)
+        return [Mesh(first.reshape([sizes[a] for a in own]), own) for own in orders]
+
+    def can_sum(self, over: Sequence[str], mesh: Any) -> bool:
+        """Whether products of parts can be added up over these axes of `mesh`."""
+        return self.program is None or num_parts(tuple(over), mesh) in (1, self.number)
+
+
+def devices_of(context: Any) -> Devices | None:
+    """The devices over which XLA splits what is lowered; None where it does not, or are not known."""
+    if getattr(context.lowering_parameters, "for_export", False):
+        return None
+    axes = context.axis_context
+    if getattr(axes, "num_devices", 1) > 1 and axes.abstract_mesh is not None:
+        return Devices(axes.num_devices)
+    mesh = getattr(axes, "mesh", None)
+    if not isinstance(mesh, Mesh) or not hasattr(axes, "manual_axes"):
+        return None
+    free = tuple(a for a, size in mesh.shape.items() if size > 1 and a not in axes.manual_axes)
+    return Devices(num_parts(free, mesh), mesh, free) if free else None
+
+
 def partitioned(
-    fun: Callable[..., jax.Array], axes: Axes, num_devices: int
+    fun: Callable[..., jax.Array], axes: Axes, devices: Devices
 ) -> Callable[..., jax.Array]:
     """The function, which XLA splits over devices: each of them runs it on its own parts.
 
     Args:
       fun: of arrays, called with `parts=` as well: which part these are.
       axes: the names of their axes.
-      num_devices: of the program.
+      devices: over which XLA splits it.
     """
 
-    def partition(mesh: Any, operands: Any, result: Any) -> Any:
-        placed = [_on_mesh(x, mesh) for x in operands[:-1]]
-        split = _cheapest(axes, placed, _on_mesh(result, mesh), mesh)
+    def partition(of_call: Any, operands: Any, result: Any) -> Any:
+        (*placed, out), mesh = _placed((*operands[:-1], result), devices.meshes(of_call))
+        split = _cheapest(axes, placed, out, mesh, devices.can_sum)
         parts = Parts(split, mesh)
         summed = tuple(a for name in axes.summed for a in split.get(name, ()))
 
@@ -123,10 +169,13 @@ def partitioned(
 
         specs = [*(_spec(own, split) for own in axes.operands), PartitionSpec()]  # the table
         places = tuple(NamedSharding(mesh, spec) for spec in specs)
-        return mesh, local, NamedSharding(mesh, _spec(axes.result, split)), places
+        of_result = NamedSharding(mesh, _spec(axes.result, split))
+        # What is `local` is traced and lowered as a part of the whole program.
+        return devices.program or of_call, local, of_result, places
 
-    def infer(mesh: Any, operands: Any, _: Any) -> Any:
-        split = _cheapest(axes, [_on_mesh(x, mesh) for x in operands[:-1]], None, mesh)
+    def infer(of_call: Any, operands: Any, _: Any) -> Any:
+        placed, mesh = _placed(operands[:-1], devices.meshes(of_call))
+        split = _cheapest(axes, placed, None, mesh, devices.can_sum)
         return NamedSharding(mesh, _spec(axes.result, split))
 
     dtypes: list[Any] = []
@@ -137,7 +186,7 @@ def partitioned(
 
     def run(*operands: jax.Array) -> jax.Array:
         dtypes[:] = [x.dtype for x in operands]
-        cut, table = _table(axes, [x.shape for x in operands], num_devices)
+        cut, table = _table(axes, [x.shape for x in operands], devices.number)
         own = custom_partitioning(lambda *operands: of_bytes(operands[:-1], WHOLE))
         rule = _rule(axes, cut)
         own.def_partition(partition, infer, decode_shardings=False, sharding_rule=lambda *_: rule)
@@ -169,29 +218,31 @@ def needs_devices() -> Any:
     return jax.make_jaxpr(fun)(0.0)
 
 
-def is_partitioned(context: Any) -> bool:
-    """Whether XLA splits the program that is lowered over several devices, on a mesh that is known."""
-    if getattr(context.lowering_parameters, "for_export", False):
-        return False
-    axes = context.axis_context
-    return getattr(axes, "num_devices", 1) > 1 and getattr(axes, "abstract_mesh", None) is not None
-
-
 # --- where the operands lie ----------------------------------------------------------------------
 
 
-def _on_mesh(x: Any, mesh: Any) -> Any:
-    """An operand or result as XLA tells of it, with a sharding that names axes of the mesh.
+def _placed(arrays: Sequence[Any], meshes: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Operands and results as XLA tells of them, with shardings that name axes of a mesh, and this one.
 
     XLA may split an axis by a part of a mesh axis, as two of four devices. JAX would stop at such a
-    sharding; here the array counts as replicated, and XLA moves it.
+    sharding; here the array counts as replicated, and XLA moves it. Of several meshes it is one that
+    has names for the most arrays.
     """
-    found = x.sharding
-    specs = _specs_on(mesh, len(x.shape)) if found is not None else ()
-    places = (NamedSharding(mesh, spec) for spec in specs)
-    same = (place for place in places if found.is_equivalent_to(place, len(x.shape)))
-    place = next(same, NamedSharding(mesh, PartitionSpec()))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    found = [([_spec_on(mesh, x) for x in arrays], mesh) for mesh in meshes]
+    specs, mesh = max(found, key=lambda own: len(arrays) - own[0].count(None))
+    places = (NamedSharding(mesh, spec or PartitionSpec()) for spec in specs)
+    pairs = zip(arrays, places, strict=True)
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in pairs], mesh
+
+
+def _spec_on(mesh: Any, x: Any) -> PartitionSpec | None:
+    """How an array is split, by names of the mesh; None where there are none for it."""
+    ndim = len(x.shape)
+    if x.sharding is None:
+        return PartitionSpec()
+    pairs = ((spec, NamedSharding(mesh, spec)) for spec in _specs_on(mesh, ndim))
+    same = (spec for spec, place in pairs if compat.is_same_split(x.sharding, place, ndim))
+    return next(same, None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -211,7 +262,13 @@ def _specs_on(mesh: Any, ndim: int) -> list[PartitionSpec]:
 # --- the choice ----------------------------------------------------------------------------------
 
 
-def _cheapest(axes: Axes, operands: Sequence[Any], result: Any, mesh: Any) -> Split:
+def _cheapest(
+    axes: Axes,
+    operands: Sequence[Any],
+    result: Any,
+    mesh: Any,
+    can_sum: Callable[[Sequence[str], Any], bool],
+) -> Split:
     """The split that moves the fewest bytes, of operands that lie as they do.
 
     Of two that move as many, the one that splits the axes of the result, in their order. But a mesh
@@ -222,7 +279,8 @@ def _cheapest(axes: Axes, operands: Sequence[Any], result: Any, mesh: Any) -> Sp
     shapes = [x.shape for x in operands]
 
     def is_possible(split: Split) -> bool:
-        return all(
+        summed = [a for name in axes.summed for a in split.get(name, ())]
+        return can_sum(summed, mesh) and all(
             axes.pieces_of(name, shapes) % num_parts(own, mesh) == 0 for name, own in split.items()
         )
 

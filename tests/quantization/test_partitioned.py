@@ -6,17 +6,18 @@ are the results of collectives in the compiled program.
 
 import pytest
 
+from benchmarks import collectives_text
 from tests.devices import run_on_devices
 
-PROGRAM = """
-import re
+PROGRAM = (
+    f"from {collectives_text.__name__} import calls, sent\n"
+    + """
 import haiku as hk, jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from haiku_implicit.core import compat
 from haiku_implicit.products.cpu import build
 
 WIDTH, HEADS = 256, 8
-ITEMSIZES = {"f32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "s32": 4, "u32": 4, "pred": 1}
 PRODUCTS = 6
 RULED = compat.PARTITIONING_RULES  # else values alone
 NATIVE = build.available() and RULED
@@ -55,17 +56,6 @@ RULES = {  # how weights and the batch are split
 def loss(params, x):
     return (apply(params, x) ** 2).mean()
 
-def moved(text):
-    total = 0
-    ops = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    for shapes in re.findall(rf"= (.*?) (?:{ops})(?:-start)?\\(", text):
-        for dtype, sizes in re.findall(r"(\\w+)\\[([\\d,]*)\\]", shapes):
-            total += ITEMSIZES[dtype] * int(np.prod([int(n) for n in sizes.split(",") if n]))
-    return total
-
-def calls(text):
-    return sum("custom-call" in x and "haiku_implicit_" in x for x in text.splitlines())
-
 def run(fun, name, strategy):
     tree, (rules, of_x) = TREES[name], RULES[strategy]
     placed = jax.device_put(tree, hki.shardings(tree, rules, mesh))
@@ -75,7 +65,7 @@ def run(fun, name, strategy):
     for a, b in zip(*map(jax.tree.leaves, (compiled(placed, own_x), want)), strict=True):
         # Sums of 1024 terms of float32 in another order.
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * (1 + float(jnp.abs(b).max())))
-    return moved(compiled.as_text()), calls(compiled.as_text())
+    return sent(compiled.as_text()), calls(compiled.as_text())
 
 mesh = jax.make_mesh((8,), ("m",), axis_types=(AxisType.Auto,))
 wanted, step = {}, hki.value_and_grad(loss)
@@ -158,6 +148,7 @@ for spec in (P("d", "m"), P("d", None, None, "m"), P(None, "m", "d")):
         np.testing.assert_allclose(jax.jit(einsum)(placed, own), jax.jit(einsum)(two, y), rtol=1e-4, atol=1e-4)
 print("done")
 """
+)
 
 
 @pytest.mark.slow
