@@ -7,6 +7,7 @@ has one number of devices for a process.
 import pytest
 
 from benchmarks import collectives_text
+from tests import adapter_cases
 from tests.devices import run_on_devices
 
 HEAD = (
@@ -305,6 +306,60 @@ assert calls(compiled.as_text()) == bool(build.available()), calls(compiled.as_t
 """
 
 
+# Ragged products and convolutions within a shard_map over one of two axes: as many native calls as on one
+# device, and no more bytes than dense weights or codes.
+PARTLY = """
+sizes = jnp.array([80, 0, 200, 40, 72, 64, 30, 20])
+PRODUCTS = dict(
+    ragged=(lambda w, x: lax.ragged_dot(x, w, sizes), normal(8, 64, 64) / 8, normal(512, 64, seed=1)),
+    convolution=(
+        lambda w, x: lax.conv_general_dilated(
+            x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        ), normal(3, 64, 64) / 8, normal(8, 16, 64, seed=1),
+    ),
+)
+mesh, columns = mesh_of(AxisType.Auto, 2, 4), P(None, None, "m")
+
+def step(product, q, x):
+    def loss(w, x):
+        return hki.materialize(use(lambda w, x: jnp.sin(product(w, x)).sum())(w, x))
+    return jax.jit(jax.value_and_grad(loss, 1)).lower(q, x).compile()
+
+def run(product, q, at, x, x_at):
+    with set_mesh(mesh):
+        own = jax.device_put({"w": q}, hki.shardings({"w": q}, at, mesh))["w"]
+        own_x = jax.device_put(x, NamedSharding(mesh, x_at))
+        compiled = step(product, own, own_x)
+        return compiled(own, own_x), calls(compiled.as_text()), sent(compiled.as_text())
+
+for name, (product, w, x) in PRODUCTS.items():
+    last = P(*[None] * (x.ndim - 1), "m")
+    across = P(*[None] * (x.ndim - 1), "d")
+    rows = P("d") if name == "convolution" else P()
+    weights = dict(int8=Q(w, "int8"), int4=Q(w, "int4", 8), lora=lora_on(Q(w, "int4", 8)))
+    for manual, of_w, of_x, out, at, x_at in (
+        ("m", columns, P(), last, columns, rows),
+        ("d", P(), rows, rows, columns, rows),
+        ("d", P(None, None, "d"), P(), across, P(None, "m", "d"), P()),
+    ):
+        for check in (True, False):
+            if not check and out == P():
+                continue  # JAX can't tell then that a result is the same on all devices
+            f = jax.shard_map(
+                product, mesh=mesh, in_specs=(of_w, of_x), out_specs=out, axis_names={manual}, check_vma=check
+            )
+            _, _, most = run(f, w, at, x, x_at)
+            for kind, q in weights.items():
+                label = f"{name} {kind} {manual} {of_w} {check}"
+                got, native, bytes_sent = run(f, q, at, x, x_at)
+                alone = step(product, q, x)
+                for a, b in zip(got, alone(q, x), strict=True):
+                    close(a, b, label)
+                assert native == calls(alone.as_text()), (label, native)
+                assert bytes_sent <= most or not NATIVE, (label, bytes_sent, most)
+"""
+
+
 ADAPTERS = """
 OPTIONS = dict(
     loha=dict(rank=2), ia3={}, vera=dict(rank=4), oft=dict(block_size=8), boft=dict(block_size=8),
@@ -328,6 +383,29 @@ for name, options in OPTIONS.items():
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * (1 + float(jnp.abs(b).max())), err_msg=name)
 """
 
+# Values and gradients of each adapter on a quantized weight, split in two ways.
+ALL_ADAPTERS = f"from {adapter_cases.__name__} import CASES, M, N" + """
+mesh = mesh_of(AxisType.Auto, 2, 4)
+x = normal(8, N, seed=1)
+def loss(p, x):
+    return use(lambda p, x: jnp.sin(x @ p["w"]).sum())(p, x)
+step = jax.jit(hki.value_and_grad(loss))
+for name, case in CASES.items():
+    tree = {"w": case((), Q(normal(N, M), "int8", 3))}
+    want = step(tree, x)
+    for spec, of_x in ((P("d", "m"), P()), (P("m"), P("d"))):
+        if name == "fourierft" and spec != P("m"):
+            continue  # XLA's FFT on a CPU refuses the layout that XLA gives its operand there
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what can't be split so is whole
+            placed = hki.place(tree, spec, mesh)
+        got = step(placed, jax.device_put(x, NamedSharding(mesh, of_x)))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(
+                a, b, rtol=1e-3, atol=1e-4 * (1 + float(jnp.abs(b).max())), err_msg=f"{name} {spec}"
+            )
+"""
+
 
 def run(program):
     return run_on_devices(HEAD + program + '\nprint("done")', 8)
@@ -336,8 +414,8 @@ def run(program):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
-    [PLACED, MOVED, FITTED, MESHES, ADAPTERS],
-    ids="placed moved fitted meshes adapters".split(),
+    [PLACED, MOVED, FITTED, MESHES, PARTLY, ADAPTERS, ALL_ADAPTERS],
+    ids="placed moved fitted meshes partly adapters all_adapters".split(),
 )
 def test_on_devices(program):
     assert run(program) == "done"
