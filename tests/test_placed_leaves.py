@@ -384,7 +384,9 @@ for name, options in OPTIONS.items():
 """
 
 # Values and gradients of each adapter on a quantized weight, split in two ways.
-ALL_ADAPTERS = f"from {adapter_cases.__name__} import CASES, M, N" + """
+ALL_ADAPTERS = (
+    f"from {adapter_cases.__name__} import CASES, M, N"
+    + """
 mesh = mesh_of(AxisType.Auto, 2, 4)
 x = normal(8, N, seed=1)
 def loss(p, x):
@@ -405,6 +407,7 @@ for name, case in CASES.items():
                 a, b, rtol=1e-3, atol=1e-4 * (1 + float(jnp.abs(b).max())), err_msg=f"{name} {spec}"
             )
 """
+)
 
 
 def run(program):

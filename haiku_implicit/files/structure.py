@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Union
@@ -411,7 +412,7 @@ def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: st
     values = _decoded(node, keys, static, where)
     try:
         made = node.build(values, items)
-        _check_made(made, dense)
+        _check_made(made, dense, json.dumps(static))
     except Exception as e:  # whatever JAX or the type says about arrays that do not fit
         raise CheckpointError(
             f"{where}: its arrays do not make a {node.kind.__name__}: {e or type(e).__name__}"
@@ -419,8 +420,11 @@ def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: st
     return made
 
 
-def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None) -> None:
-    """Whether arrays fit together, and give an implicit array the shape and dtype of the file."""
+def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None, static: str) -> None:
+    """Whether arrays fit together, and give an implicit array the shape and dtype of the file.
+
+    `static` is the metadata as the file has it.
+    """
     if dense and (made.dtype.name, tuple(made.shape)) != (_canonical(dense[0]), dense[1]):
         raise ValueError(f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}")
     if not is_implicit(made):
@@ -430,7 +434,7 @@ def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None) -> None:
         return
     leaves, treedef = flatten_one_level(made)
     kinds = tuple((y.shape, y.dtype) if hasattr(y, "dtype") else None for y in leaves)
-    found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64))
+    found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64), static)
     if found != (tuple(made.shape), made.dtype):
         raise ValueError(f"they make {found[1]}{list(found[0])}, not {short(made)}")
 
@@ -450,9 +454,12 @@ def _is_part(x: ImplicitArray) -> bool:
 
 
 @functools.lru_cache(maxsize=1000)
-def _traced(treedef: Any, kinds: tuple[Any, ...], widest: Any) -> tuple[tuple[int, ...], Any]:
+def _traced(
+    treedef: Any, kinds: tuple[Any, ...], widest: Any, static: str
+) -> tuple[tuple[int, ...], Any]:
     """What `materialize` makes of arrays like these. Most layers of a model have the same."""
-    del widest  # only part of the cache's key: whether there are 64 bits
+    # Only parts of the cache's key: whether there are 64 bits; and 0.0, which equals 0 in a treedef.
+    del widest, static
     leaves = [None if kind is None else jax.ShapeDtypeStruct(*kind) for kind in kinds]
     made = jax.tree_util.tree_unflatten(treedef, leaves)
     try:

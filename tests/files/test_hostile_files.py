@@ -286,6 +286,14 @@ def test_a_text_in_the_place_of_a_number(path, capsys):
     refused("w: expected arrays and numbers, found a str", hki.save, path, wrong)
 
 
+def test_a_float_in_the_place_of_an_integer(path):
+    """Also where the same weight has been read before: 0.0 is equal to 0."""
+    hki.save(path, {"w": hki.QuantizedMatrix.quantize(jnp.ones((4, 3)), "int8")})
+    hki.load(path)
+    change(path, lambda meta: item(meta, 0)["static"].update(padding=0.0))
+    refused("w: its arrays do not make a QuantizedMatrix: 'float' object cannot", hki.load, path)
+
+
 def test_an_array_without_parts(path):
     hki.save(path, {"a": jnp.ones((4, 3))})
 
