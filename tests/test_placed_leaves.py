@@ -357,6 +357,27 @@ for name, (product, w, x) in PRODUCTS.items():
                     close(a, b, label)
                 assert native == calls(alone.as_text()), (label, native)
                 assert bytes_sent <= most or not NATIVE, (label, bytes_sent, most)
+
+# Over one of three axes: the rule sees arrays that are split by the other two, in either order.
+mesh, w, x = mesh_of(AxisType.Auto, 2, 2, 2, names=("d", "m", "e")), normal(64, 128) / 8, normal(32, 64)
+weights = dict(int8=Q(w, "int8"), int4=Q(w, "int4", 8))
+for manual in "dme":
+    a, b = (axis for axis in "dme" if axis != manual)
+    f = jax.shard_map(
+        lambda w, x: x @ w, mesh=mesh, in_specs=(P(None, manual), P()), out_specs=P(None, manual),
+        axis_names={manual},
+    )
+    places = (
+        (P(a, (manual, b)), P(b)), (P((a, b), manual), P()), (P((b, a), manual), P(a)),
+        (P(b, (manual, a)), P(None, (a, b))), (P(None, (manual, b, a)), P((b, a))),
+        (P((b, a), manual), P(None, (b, a))),
+    )
+    for at, x_at in places:
+        for kind, q in weights.items():
+            got, native, _ = run(f, q, at, x, x_at)
+            assert native == 2 * NATIVE, (manual, at, x_at, kind, native)
+            for y, z in zip(got, step(lambda w, x: x @ w, q, x)(q, x), strict=True):
+                close(y, z, f"{manual} {at} {x_at} {kind}")
 """
 
 
