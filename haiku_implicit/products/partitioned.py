@@ -137,7 +137,7 @@ def devices_of(context: Any) -> Devices | None:
     if getattr(context.lowering_parameters, "for_export", False):
         return None
     axes = context.axis_context
-    if getattr(axes, "num_devices", 1) > 1 and axes.abstract_mesh is not None:
+    if getattr(axes, "num_devices", 1) > 1 and getattr(axes, "abstract_mesh", None) is not None:
         return Devices(axes.num_devices)
     mesh = getattr(axes, "mesh", None)
     if not isinstance(mesh, Mesh) or not hasattr(axes, "manual_axes"):
