@@ -673,11 +673,17 @@ def test_a_type_that_says_nothing_of_meshes_is_on_all_devices():
 
 
 def test_a_part_without_its_arrays_names_them_and_no_others():
-    trained, _ = hki.partition(hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3))))
+    lora = hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+    trained, _ = hki.partition(lora)
     with pytest.raises(
         AttributeError, match=r"^LoRA: w is None, so that there is no shape.*combine"
     ):
         trained.shape  # noqa: B018
+    _, frozen = hki.partition({"w": lora})
+    for half, names in ((trained, "LoRA: w is"), (frozen["w"], "LoRA: a and b are")):
+        for use in (jnp.sin, hki.use_implicit_args(jnp.sin)):
+            with pytest.raises((ValueError, AttributeError), match=f"^{names} None.*combine"):
+                use(half)
     # Nor is an error in a type's own method taken for that.
     with pytest.raises(AttributeError, match="no attribute 'y'"):
         plain(compute_shape=lambda self: self.y.shape)(jnp.ones(2)).shape  # noqa: B018

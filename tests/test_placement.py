@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
@@ -103,9 +103,9 @@ def test_a_tree_of_specs_and_a_prefix_of_one():
 @pytest.mark.parametrize(
     ("options", "specs", "message"),
     [
-        ({}, [("x", P())], r"att/w: no rule matches it, of 'x'. A last rule \('\.\*', PartitionSpec"),
+        ({}, [("x", P())], r"att/w: no rule matches this whole path, of 'x'. A last rule \('\.\*', PartitionSpec"),
         ({}, {"linear": P()}, "specs: expected a PartitionSpec, a tree like params or a prefix of it, or"),
-        ({}, [("(", P())], r"specs: expected pairs of a regular expression and a PartitionSpec, got '\('"),
+        ({}, [("(", P())], r"specs: expected pairs of a regular expression and a PartitionSpec, .* \['\('\]"),
         ({}, P("rows"), r"att/w: .*the mesh has {'data': 2, 'model': 4}, no \['rows'\]"),
         ({}, {"linear": P(None, "model"), "att": None}, r"linear/b: float32\[32\]: .* is for 2 axes, the array has 1"),
         ({}, {"linear": None, "att": P(None, ("data", "model"))}, "att/w: .*axis 1, of length 4, can't be cut into 8"),
@@ -115,6 +115,26 @@ def test_a_tree_of_specs_and_a_prefix_of_one():
 def test_errors_name_the_parameter_and_the_way_out(options, specs, message):
     with pytest.raises(ValueError, match=message):
         hki.shardings(quantized(dtype="int4", **options), specs, MESH)
+
+
+@pytest.mark.parametrize(
+    ("specs", "error", "message"),
+    [
+        ([("att/w", NamedSharding(MESH, P())), (".*", P())], TypeError, "att/w: .*Give its spec"),
+        ([("att/w", "model"), (".*", P())], TypeError, "att/w: specs: expected .*, got 'model'"),
+        ({"linear": NamedSharding(MESH, P()), "att": None}, TypeError, "linear/b: .*Give its spec"),
+        (P("model", "model"), ValueError, "att/w: .* splits one axis of an array, not two"),
+        ({"linear": P()}, ValueError, "key path.*att"),
+    ],
+)
+def test_wrong_specs(specs, error, message):
+    with pytest.raises(error, match=message):
+        hki.shardings(quantized(dtype="int4"), specs, MESH)
+
+
+def test_none_in_a_rule_is_replicated():
+    found = specs_of(quantized(dtype="int8"), [("atte/w", P("model")), (".*", None)])
+    assert set(found.values()) <= {(), (None,), (None, None)}
 
 
 def test_groups_that_shards_would_cut_are_named_once():

@@ -296,13 +296,15 @@ class ImplicitArray(abc.ABC):
         self.__dict__.update(state)
 
     def __jax_array__(self) -> jax.Array:
-        raise TypeError(
+        error = TypeError(
             f"{self!r} was used as if it were a dense array. Wrap the function that uses it "
             "in haiku_implicit.use_implicit_args (a Haiku model in transform_implicit), make the "
             "dense array with haiku_implicit.materialize(x), or, inside a function that is already "
             "wrapped, use haiku_implicit.box(x). What an optimizer gives is added with "
             "haiku_implicit.apply_updates."
         )
+        check_complete([self], error)
+        raise error
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         return self.__jax_array__()  # type: ignore[return-value]
@@ -589,9 +591,10 @@ def check_complete(arrays: Iterable[Any], error: Exception) -> None:
 
 
 def _about_part(x: ImplicitArray, empty: Sequence[str], lost: str) -> str:
+    is_none = f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} None"
     return (
-        f"{type(x).__name__}: {' and '.join(empty)} is None, {lost}. If this is one of the two parts "
-        "that haiku_implicit.partition gives, put them together again: haiku_implicit.combine"
+        f"{type(x).__name__}: {is_none}, {lost}. If this is one of the two parts that "
+        "haiku_implicit.partition gives, put them together again: haiku_implicit.combine"
     )
 
 

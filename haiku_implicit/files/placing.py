@@ -49,7 +49,7 @@ def by_name(structure: Structure, shardings: Any, file: str, path: str) -> dict[
     except ValueError as e:
         raise ValueError(
             "shardings: expected one sharding, or a tree of them that is like the tree in the file or "
-            f"a prefix of it: {str(e).splitlines()[0]}"
+            f"a prefix of it: {' '.join(str(e).split()):.500}"
         ) from e
     return found
 

@@ -38,7 +38,8 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
       specs: one `PartitionSpec` for all; or a tree of them, like `params` or a prefix of it, in which
         an implicit array has one, and None stands for a replicated array; or rules `[(pattern, spec),
         ...]`, of which the first counts whose regular expression matches the whole path, the keys of
-        the tree joined by `/`.
+        the tree joined by `/`. (A rule that matches none is no error: one list may serve several
+        models.)
       mesh: a `jax.sharding.Mesh`, or an abstract one.
 
     Returns:
@@ -149,7 +150,7 @@ def _specs_of(paths: Sequence[str], params: Any, specs: Specs) -> list[Partition
     if isinstance(specs, PartitionSpec):
         return [specs] * len(paths)
     if isinstance(specs, list) and all(isinstance(x, tuple) and len(x) == 2 for x in specs):
-        return [_by_rules(path, specs) for path in paths]
+        return _by_rules(paths, specs)
 
     def repeated(spec: Any, below: Any) -> Any:
         return [PartitionSpec() if spec is None else spec] * len(
@@ -160,34 +161,48 @@ def _specs_of(paths: Sequence[str], params: Any, specs: Specs) -> list[Partition
     try:
         nested = jax.tree.map(repeated, specs, params, is_leaf=is_spec)
     except ValueError as e:
-        first = str(e).splitlines()[0]
+        said = " ".join(str(e).split())
         raise ValueError(
             "specs: expected a PartitionSpec, a tree like params or a prefix of it, or a list of rules "
-            f"[(pattern, spec), ...]: {first}"
+            f"[(pattern, spec), ...]: {said:.500}"
         ) from e
     found = jax.tree.leaves(nested, is_leaf=is_spec)
-    wrong = next((x for x in found if not is_spec(x)), None)
-    if wrong is not None:
-        raise TypeError(f"specs: expected PartitionSpecs in the tree, got {wrong!r}")
-    return found
+    return [_checked(path, spec) for path, spec in zip(paths, found, strict=True)]
 
 
-def _by_rules(path: str, rules: Sequence[tuple[Any, PartitionSpec]]) -> PartitionSpec:
-    for pattern, spec in rules:
-        try:
-            found = re.fullmatch(pattern, path)
-        except (re.error, TypeError) as e:
+def _checked(path: str, spec: Any) -> PartitionSpec:
+    """A spec of the user's."""
+    if spec is None:
+        return PartitionSpec()
+    if not isinstance(spec, PartitionSpec):
+        hint = ". Give its spec" if isinstance(spec, NamedSharding) else ""
+        raise TypeError(f"{path}: specs: expected a PartitionSpec, got {spec!r}{hint}")
+    return spec
+
+
+def _by_rules(paths: Sequence[str], rules: Sequence[tuple[Any, Any]]) -> list[PartitionSpec]:
+    """The spec of each array, of the first rule that matches its path."""
+    try:
+        compiled = [re.compile(pattern) for pattern, _ in rules]
+    except (re.error, TypeError) as e:
+        patterns = [pattern for pattern, _ in rules]
+        raise ValueError(
+            "specs: expected pairs of a regular expression and a PartitionSpec, got the patterns "
+            f"{patterns!r}: {e}"
+        ) from e
+    found = []
+    for path in paths:
+        own = [
+            _checked(path, r[1]) for p, r in zip(compiled, rules, strict=True) if p.fullmatch(path)
+        ]
+        if not own:
+            known = ", ".join(repr(pattern) for pattern, _ in rules)
             raise ValueError(
-                "specs: expected pairs of a regular expression and a PartitionSpec, got "
-                f"{pattern!r}: {e}"
-            ) from e
-        if found:
-            return spec
-    patterns = ", ".join(repr(pattern) for pattern, _ in rules)
-    raise ValueError(
-        f"{path}: no rule matches it, of {patterns}. A last rule ('.*', PartitionSpec()) replicates "
-        "what is left"
-    )
+                f"{path}: no rule matches this whole path, of {known}. A last rule "
+                "('.*', PartitionSpec()) replicates what is left"
+            )
+        found.append(own[0])
+    return found
 
 
 def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> None:
@@ -195,6 +210,10 @@ def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> No
     unknown = set(names_in(spec)) - set(mesh.shape)
     if unknown:
         raise ValueError(f"{what}: {spec}: the mesh has {dict(mesh.shape)}, no {sorted(unknown)}")
+    if len(names := names_in(spec)) > len(set(names)):
+        raise ValueError(
+            f"{what}: {spec}: an axis of the mesh splits one axis of an array, not two"
+        )
     if len(spec) > len(shape):
         raise ValueError(f"{what}: {spec} is for {len(spec)} axes, the array has {len(shape)}")
 
@@ -239,9 +258,9 @@ def _not_as_asked(x: Any, specs: Sequence[PartitionSpec], spec: PartitionSpec, m
     new = jax.eval_shape(lambda x: x.fitted(spec, mesh), x)
     for old, fit in zip(_quantized(x), _quantized(new), strict=True):
         if fit.group_size < old.group_size:
+            cut = "a whole column" if old.num_groups == 1 else f"groups of {old.group_size}"
             found.append(
-                f"that cuts groups of {old.group_size}, whose scales are on all devices; groups of "
-                f"{fit.group_size} fit"
+                f"that cuts {cut}, whose scales are on all devices; groups of {fit.group_size} fit"
             )
     return ", and ".join(found)
 

@@ -12,7 +12,8 @@ from tqdm import tqdm
 from tests.retraces import count
 
 _COUNT = flags.DEFINE_integer("count", 10_000, "How many traces.", lower_bound=10)
-_WAYS = flags.DEFINE_list("ways", ["functions", "shapes"], "What is new each time.")
+WAYS = ["functions", "shapes"]
+_WAYS = flags.DEFINE_multi_enum("ways", WAYS, WAYS, "What is new each time.")
 _DENSE = flags.DEFINE_bool("dense", True, "Whether dense parameters are measured, too.")
 
 
