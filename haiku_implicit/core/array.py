@@ -257,9 +257,7 @@ class ImplicitArray(abc.ABC):
             except Exception as e:  # whatever a type says about None in place of an array
                 if not (empty := empty_names(self)):
                     raise
-                # An `AttributeError`, so that `hasattr(x, "shape")` is False.
-                lost = "so that there is no shape and dtype"
-                raise AttributeError(_about_part(self, empty, lost)) from e
+                raise _incomplete(self, empty, "so that there is no shape and dtype") from e
         return aval
 
     @property
@@ -539,8 +537,11 @@ def dense_struct(x: Any) -> Any:
     return compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves, sharding=sharding)
 
 
-class IncompleteError(ValueError):
-    """Of an array that is not dense by itself, because a part of it lies elsewhere."""
+class IncompleteError(AttributeError, ValueError):
+    """Of an array that is not dense by itself, because a part of it lies elsewhere.
+
+    An `AttributeError`, so that `hasattr(x, "shape")` is False.
+    """
 
 
 def materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
@@ -582,17 +583,17 @@ def empty_names(x: ImplicitArray) -> list[str]:
 
 def check_complete(arrays: Iterable[Any], error: Exception) -> None:
     """Raises an `IncompleteError` if one of the arrays is a part, which is why there was an error."""
+    if isinstance(error, IncompleteError | NotImplementedError):  # they say so, or have another reason
+        return
     for x in filter(is_implicit, arrays):
         if empty := empty_names(x):
-            raise IncompleteError(
-                _about_part(x, empty, "so that it stands for no array")
-            ) from error
+            raise _incomplete(x, empty, "so that it stands for no array") from error
         check_complete(flatten_one_level(x)[0], error)
 
 
-def _about_part(x: ImplicitArray, empty: Sequence[str], lost: str) -> str:
+def _incomplete(x: ImplicitArray, empty: Sequence[str], lost: str) -> IncompleteError:
     is_none = f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} None"
-    return (
+    return IncompleteError(
         f"{type(x).__name__}: {is_none}, {lost}. If this is one of the two parts that "
         "haiku_implicit.partition gives, put them together again: haiku_implicit.combine"
     )

@@ -71,7 +71,7 @@ def einsum(
         return jnp.einsum(subscripts, *operands, **options)
 
     out: Any = run(
-        *(_Operand(jnp.asarray(x), key, rule, i, i in positions) for i, x in enumerate(operands))
+        *(_Operand(jnp.asarray(x), rule, i, i in positions, key) for i, x in enumerate(operands))
     )
     return out.value
 
@@ -82,17 +82,17 @@ class _Operand(ImplicitArray):
 
     Attributes:
       value: the array.
-      key: the random key of the einsum, or None.
       rule: what is quantized.
       first: the position of the first of the operands that are in it.
       is_weight: whether it is a weight.
+      key: the random key of the einsum, or None.
     """
 
     value: Any
-    key: Any
     rule: QuantRule = aux_field()
     first: int = aux_field()
     is_weight: bool = aux_field()
+    key: Any = None
 
     def compute_shape(self) -> tuple[int, ...]:
         return tuple(self.value.shape)
@@ -115,7 +115,7 @@ def _multiply(primitive: Any, lhs: _Operand, rhs: _Operand, **params: Any) -> _O
     key = lhs.key if lhs.key is None or number == 1 else jax.random.fold_in(lhs.key, number - 1)
     own: Any = dict(lhs_is_weight=lhs.is_weight, rhs_is_weight=rhs.is_weight)
     out = by_rule.dot_general(lhs.value, rhs.value, **params, **own, rule=lhs.rule, key=key)
-    return _Operand(out, lhs.key, lhs.rule, first, is_weight=False)
+    return _Operand(out, lhs.rule, first, is_weight=False, key=lhs.key)
 
 
 @primitive_handler(
