@@ -583,7 +583,8 @@ def empty_names(x: ImplicitArray) -> list[str]:
 
 def check_complete(arrays: Iterable[Any], error: Exception) -> None:
     """Raises an `IncompleteError` if one of the arrays is a part, which is why there was an error."""
-    if isinstance(error, IncompleteError | NotImplementedError):  # they say so, or have another reason
+    # The first says so already, and the second has another reason.
+    if isinstance(error, IncompleteError | NotImplementedError):
         return
     for x in filter(is_implicit, arrays):
         if empty := empty_names(x):
