@@ -28,7 +28,7 @@ def results(
     os.environ["JAX_PLATFORMS"] = "cpu"
     count = f"--xla_force_host_platform_device_count={devices}"
     os.environ["XLA_FLAGS"] = f"{count} {quick_to_compile()}"
-    number = -(-len(chunks) // CHUNKS_OF_A_PROCESS)
+    number = max(-(-len(chunks) // CHUNKS_OF_A_PROCESS), min(processes, len(chunks)))
     groups = [chunks[i::number] for i in range(number)]
     with (
         concurrent.futures.ThreadPoolExecutor(processes) as threads,

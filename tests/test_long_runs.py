@@ -46,3 +46,12 @@ def _leaves_a_file(folder, chunk):
 
 def _exit(chunk):
     os._exit(len(chunk))
+
+
+def test_few_chunks_run_on_all_processes():
+    together = list(long_runs.results(_process, [range(1), range(2)], 2))
+    assert len(set(together)) == 2
+
+
+def _process(chunk):
+    return os.getpid()
