@@ -92,6 +92,18 @@ def test_parts_of_loras_are_split_as_the_whole_is():
     assert specs_of(trained, RULES)["linear/w/a"] == ()
 
 
+@pytest.mark.parametrize("lead", [(), (4,)], ids=["matrix", "stack"])
+def test_quantized_states_of_loras_are_replicated(lead):
+    """Their blocks are not along the axes of the factors, which have other specs."""
+    params = {"w": hki.QuantizedMatrix.quantize(jnp.ones((*lead, 4096, 96)), "int8")}
+    trained, _ = hki.partition(hki.add_lora(params, 0, targets="w", rank=2))
+    state = jax.eval_shape(hki.quantized_state(optax.adam(1e-3)).init, trained)
+    spec = P(*[None] * len(lead), "data", "model")
+    found = specs_of(state, [(".*count", P()), (".*", spec)])
+    assert found["inner/0/mu/w/a/codes"] == found["inner/0/mu/w/a/scale"] == ()
+    assert found["inner/0/mu/w/b"] == (*[None] * len(lead), None, "model")
+
+
 def test_a_tree_of_specs_and_a_prefix_of_one():
     params = quantized(dtype="int8")
     whole = {"linear": {"w": P("data", "model"), "b": None}, "att": {"w": P(None, "model")}}

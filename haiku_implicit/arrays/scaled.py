@@ -9,9 +9,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
@@ -19,7 +20,7 @@ from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import default_handler
-from haiku_implicit.core.sharding import padded_spec, split_fields
+from haiku_implicit.core.sharding import in_type, padded_spec, split_fields
 from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats
 from haiku_implicit.products.ragged import row_numbers
@@ -116,6 +117,11 @@ def _times(x: jax.Array, scale: jax.Array, places: Sequence[int]) -> jax.Array:
     for i, size in zip(places, scale.shape, strict=True):
         shape[i] = size
     factor = jnp.transpose(scale, np.argsort(places).tolist()).reshape(shape)
+    if (own := compat.explicit_sharding(x)) is not None:
+        # The product has the type of `x`; a weight's scale may be split as another axis of `x` is.
+        pairs = zip(padded_spec(own.spec, x.ndim), shape, strict=True)
+        entries = (entry if size > 1 else None for entry, size in pairs)
+        factor = in_type(factor, NamedSharding(own.mesh, PartitionSpec(*entries)))
     with jax.numpy_dtype_promotion("standard"):  # whatever the model's is
         wide = jnp.result_type(x.dtype, scale.dtype)
     return (x.astype(wide) * factor.astype(wide)).astype(x.dtype)

@@ -533,7 +533,7 @@ def dense_struct(x: Any) -> Any:
     # without leaves is where `jnp.zeros` would be.
     explicit = any(compat.explicit_sharding(y) is not None for y in leaves)
     explicit = explicit or (not leaves and compat.in_explicit_mesh())
-    sharding = compat.explicit_sharding(materialized_struct(x)) if explicit else None
+    sharding = compat.sharding_of_result(*_materializing(x)) if explicit else None
     return compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves, sharding=sharding)
 
 
@@ -546,12 +546,17 @@ class IncompleteError(AttributeError, ValueError):
 
 def materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
     """What `materialize` returns, without doing it: of one level, with dense arrays in it."""
+    return jax.eval_shape(*_materializing(x))
+
+
+def _materializing(x: ImplicitArray) -> tuple[Callable[[list[Any]], jax.Array], list[Any]]:
+    """`materialize` as a function of the dense arrays in an implicit one, and what these are like."""
     leaves, treedef = flatten_one_level(x)
 
     def dense(leaves: list[Any]) -> jax.Array:
         return jax.tree_util.tree_unflatten(treedef, leaves).materialize()
 
-    return jax.eval_shape(dense, [dense_struct(y) for y in leaves])
+    return dense, [dense_struct(y) for y in leaves]
 
 
 def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:

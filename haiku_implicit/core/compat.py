@@ -218,6 +218,15 @@ def explicit_sharding(x: Any) -> jax.sharding.NamedSharding | None:
     return about.sharding if is_explicit(about.sharding) else None
 
 
+def sharding_of_result(fun: Any, *args: Any) -> jax.sharding.NamedSharding | None:
+    """The sharding in the type of a function's one result; None as `explicit_sharding` has it.
+
+    `jax.eval_shape` leaves it out where only some axes of a mesh are explicit.
+    """
+    (about,) = jax.make_jaxpr(fun)(*args).out_avals
+    return about.sharding if is_explicit(about.sharding) else None
+
+
 def mesh_of(x: Any) -> jax.sharding.AbstractMesh:
     """The mesh in the type of an array."""
     return jax.typeof(x).sharding.mesh

@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat
 from haiku_implicit.core import materialization as events
-from haiku_implicit.core.array import flatten, is_implicit
+from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, is_implicit
 from haiku_implicit.core.higher_order import Operands, Params, handles
 from haiku_implicit.core.interpreter import densify, interpret, materialize_array
-from haiku_implicit.core.sharding import is_spec, names_in
+from haiku_implicit.core.sharding import in_type, is_spec, names_in, names_in_entry, padded_spec
 
 
 @handles(compat.shard_map_p)
@@ -114,6 +115,24 @@ def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
     """An operand in a form that can be split, and its part on one device with specs in it."""
     if not is_implicit(x):
         return x, spec
-    x = x.fitted(spec, mesh)
+    x = _without_explicit_cuts(x, spec, mesh).fitted(spec, mesh)
     part = x.partition_spec(spec, mesh)
     return (densify(x, "shard_map"), spec) if part is NotImplemented else (x, part)
+
+
+def _without_explicit_cuts(x: ImplicitArray, spec: Any, mesh: Any) -> ImplicitArray:
+    """An operand that is whole along explicit axes, if these could not split its parts once more.
+
+    That is of axes that the `shard_map` is not over. Arrays within one keep what splits them by these.
+    """
+    explicit = getattr(dense_struct(x), "sharding", None)
+    if not compat.is_explicit(explicit):
+        return x
+    entries = [
+        (*names_in_entry(own), *(n for n in names_in_entry(other) if n not in names_in(spec)))
+        for own, other in zip(*(padded_spec(s, x.ndim) for s in (spec, explicit.spec)), strict=True)
+    ]
+    if x.partition_spec(PartitionSpec(*entries), mesh) is not NotImplemented:
+        return x
+    whole = NamedSharding(explicit.mesh, PartitionSpec())
+    return jax.tree.map(lambda leaf: in_type(leaf, whole), x)

@@ -128,7 +128,7 @@ def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> An
     if not is_split([params.get("out_sharding"), operands]):
         return None
     bind = functools.partial(primitive.bind, **params)
-    return jax.eval_shape(bind, *map(dense_struct, operands)).sharding
+    return compat.sharding_of_result(bind, *map(dense_struct, operands))
 
 
 def is_split(tree: Any) -> bool:

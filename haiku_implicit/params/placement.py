@@ -278,13 +278,21 @@ def _of_part(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
 
 
-def _if_even(x: Any, entries: Sequence[Any], mesh: Any) -> PartitionSpec | None:
-    """The spec of one array of a part, which is not there, or replicated where it can't be cut."""
+def _if_even(x: Any, entries: Sequence[Any], mesh: Any) -> Any:
+    """The spec of one array of a part, which is not there, or replicated where it can't be cut.
+
+    Of an implicit one, as in a quantized state, those of its leaves.
+    """
     if x is None:
         return None
     pairs = zip(np.shape(x), entries, strict=False)
     even = all(length % num_parts(entry, mesh) == 0 for length, entry in pairs)
-    return PartitionSpec(*entries) if even else PartitionSpec()
+    spec = PartitionSpec(*entries) if even else PartitionSpec()
+    if not is_implicit(x):
+        return spec
+    leaves, treedef = jax.tree.flatten(x)
+    specs = leaf_specs(x, spec, mesh)
+    return treedef.unflatten([PartitionSpec()] * len(leaves) if specs is NotImplemented else specs)
 
 
 def _quantized(x: Any) -> list[QuantizedMatrix]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from haiku_implicit.products.by_parts import by_parts, is_wanted
-from haiku_implicit.products.partitioned import Axes, Parts
+from haiku_implicit.products.partitioned import Axes, Names, Parts
 
 
 def convolve(x: jax.Array, w: Any, params: dict[str, Any], *factors: jax.Array) -> Any:
@@ -19,22 +19,28 @@ def convolve(x: jax.Array, w: Any, params: dict[str, Any], *factors: jax.Array) 
       *factors: none, or `a` and `b` of a correction `a @ b` of the kernel's last two axes.
 
     Returns:
-      The convolution; NotImplemented where XLA splits nothing, and with groups of the batch.
+      The convolution; NotImplemented where XLA splits nothing.
     """
-    if params["batch_group_count"] != 1 or not is_wanted(x, w, *factors):
+    if not is_wanted(x, w, *factors):
         return NotImplemented
-    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-    inputs, outputs = ("inputs", "outputs") if groups == 1 else ("channels", "channels")
+    numbers = params["dimension_numbers"]
+    groups = max(params["feature_group_count"], params["batch_group_count"])  # one of them is 1
 
-    def named(spec: tuple[int, ...], first: str, second: str | None) -> tuple[str | None, ...]:
-        at = {spec[0]: first, spec[1]: second}
+    def named(spec: tuple[int, ...], pair: tuple[str | None, str | None]) -> Names:
+        at = dict(zip(spec, pair, strict=False))
         return tuple(at.get(i) for i in range(len(spec)))
 
-    of_w = named(numbers.rhs_spec, outputs, inputs if groups == 1 else None)
-    of_factors = [(*of_w[:-1], None), (*of_w[:-2], None, of_w[-1])][: len(factors)]
+    # First those of the batch or of the outputs, then those of the inputs or of the result's channels.
+    of_x, of_w, of_out = ("batch", "inputs"), ("outputs", "inputs"), ("batch", "outputs")
+    if params["feature_group_count"] > 1:
+        of_x, of_w, of_out = ("batch", "channels"), ("channels", None), ("batch", "channels")
+    elif groups > 1:
+        of_x, of_w, of_out = ("channels", "inputs"), ("channels", "inputs"), (None, "channels")
+    kernel = named(numbers.rhs_spec, of_w)
+    of_factors = [(*kernel[:-1], None), (*kernel[:-2], None, kernel[-1])][: len(factors)]
     axes = Axes(
-        (named(numbers.lhs_spec, "batch", inputs), of_w, *of_factors),
-        named(numbers.out_spec, "batch", outputs),
+        (named(numbers.lhs_spec, of_x), kernel, *of_factors),
+        named(numbers.out_spec, of_out),
         (("channels", groups),) if groups > 1 else (),
     )
     return by_parts(_Convolution(tuple(params.items())), axes, x, w, *factors)
@@ -52,7 +58,9 @@ class _Convolution:
 
     def __call__(self, x: jax.Array, w: jax.Array, *factors: jax.Array, parts: Parts) -> jax.Array:
         params = dict(self.params)
-        params["feature_group_count"] //= parts.count("channels")
+        for groups in ("feature_group_count", "batch_group_count"):
+            if params[groups] > 1:
+                params[groups] //= parts.count("channels")
         if factors:
             a, b = factors
             w = w + (a @ b).astype(w.dtype)
