@@ -378,6 +378,19 @@ for manual in "dme":
             assert native == 2 * NATIVE, (manual, at, x_at, kind, native)
             for y, z in zip(got, step(lambda w, x: x @ w, q, x)(q, x), strict=True):
                 close(y, z, f"{manual} {at} {x_at} {kind}")
+
+# Within one over another axis, with what only a backward pass needs made inside.
+for axis in "de":
+    local = lambda x, w: lax.psum(jnp.sin(x) @ w, "m")
+    g = jax.shard_map(local, in_specs=(P(None, "m"), P("m")), out_specs=P(), axis_names={"m"})
+    f = jax.shard_map(
+        lambda w, x: g(x, w), mesh=mesh, in_specs=(P(None, axis), P()), out_specs=P(None, axis),
+        axis_names={axis},
+    )
+    for kind, q in weights.items():
+        got, _, _ = run(f, q, P("m", axis), x, P())
+        for y, z in zip(got, step(lambda w, x: jnp.sin(x) @ w, q, x)(q, x), strict=True):
+            close(y, z, f"nested {axis} {kind}")
 """
 
 

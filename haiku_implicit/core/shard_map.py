@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat
 from haiku_implicit.core import materialization as events
@@ -32,6 +32,9 @@ def shard_map(operands: Operands, params: Params) -> list[Any]:
             parts = jax.tree.unflatten(treedef, local)
             return results(parts, interpret(jaxpr, (), parts))
 
+        if AxisType.Manual in mesh.axis_types:
+            # Within another one JAX can keep operands for a backward pass, but nothing made here.
+            body = jax.checkpoint(body)
         return jax.shard_map(
             body,
             mesh=mesh,
@@ -125,7 +128,7 @@ def _without_explicit_cuts(x: ImplicitArray, spec: Any, mesh: Any) -> ImplicitAr
 
     That is of axes that the `shard_map` is not over. Arrays within one keep what splits them by these.
     """
-    explicit = getattr(dense_struct(x), "sharding", None)
+    explicit: Any = dense_struct(x).sharding
     if not compat.is_explicit(explicit):
         return x
     entries = [

@@ -290,9 +290,10 @@ def _if_even(x: Any, entries: Sequence[Any], mesh: Any) -> Any:
     spec = PartitionSpec(*entries) if even else PartitionSpec()
     if not is_implicit(x):
         return spec
-    leaves, treedef = jax.tree.flatten(x)
     specs = leaf_specs(x, spec, mesh)
-    return treedef.unflatten([PartitionSpec()] * len(leaves) if specs is NotImplemented else specs)
+    if specs is NotImplemented:
+        return jax.tree.map(lambda _: PartitionSpec(), x)
+    return jax.tree.unflatten(jax.tree.structure(x), specs)
 
 
 def _quantized(x: Any) -> list[QuantizedMatrix]:

@@ -26,12 +26,14 @@ def convolve(x: jax.Array, w: Any, params: dict[str, Any], *factors: jax.Array) 
     numbers = params["dimension_numbers"]
     groups = max(params["feature_group_count"], params["batch_group_count"])  # one of them is 1
 
-    def named(spec: tuple[int, ...], pair: tuple[str | None, str | None]) -> Names:
+    def named(spec: tuple[int, ...], pair: Names) -> Names:
         at = dict(zip(spec, pair, strict=False))
         return tuple(at.get(i) for i in range(len(spec)))
 
     # First those of the batch or of the outputs, then those of the inputs or of the result's channels.
-    of_x, of_w, of_out = ("batch", "inputs"), ("outputs", "inputs"), ("batch", "outputs")
+    of_x: Names = ("batch", "inputs")
+    of_w: Names = ("outputs", "inputs")
+    of_out: Names = ("batch", "outputs")
     if params["feature_group_count"] > 1:
         of_x, of_w, of_out = ("batch", "channels"), ("channels", None), ("batch", "channels")
     elif groups > 1:
