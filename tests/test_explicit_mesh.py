@@ -271,8 +271,10 @@ def agree(label, fun, value, spec, x, of_x):
     by_x = lambda fun: jax.grad(lambda w, x: jnp.sin(fun(w, x)).sum(), 1)
     for name, of in dict(product=lambda fun: fun, by_x=by_x).items():
         got, want = outcome(jax.jit(use(of(fun))), placed, x), outcome(jax.jit(of(fun)), twin, x)
-        assert not isinstance(want, Exception), want
-        compare(f"{label} {spec} {name}", got, want)
+        if isinstance(want, Exception):  # older versions can't have all of it
+            assert jax.__version_info__ < (0, 8), want
+        else:
+            compare(f"{label} {spec} {name}", got, want)
     return placed
 
 # Within a shard_map over one explicit axis the other one cuts groups, for which there is no type.

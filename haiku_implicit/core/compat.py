@@ -232,6 +232,13 @@ def mesh_of(x: Any) -> jax.sharding.AbstractMesh:
     return jax.typeof(x).sharding.mesh
 
 
+def within(mesh: jax.sharding.AbstractMesh) -> contextlib.AbstractContextManager[Any]:
+    """The mesh of the block; in JAX 0.7.0, which has no way to say so, it is that around it."""
+    use: Any = getattr(jax.sharding, "use_abstract_mesh", lambda _: contextlib.nullcontext())
+    context: contextlib.AbstractContextManager[Any] = use(mesh)
+    return context
+
+
 def in_explicit_mesh() -> bool:
     """Whether the current mesh (`jax.set_mesh`) has axes that are a part of arrays' types."""
     return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types

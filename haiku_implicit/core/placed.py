@@ -57,7 +57,7 @@ def _reshard(primitive: compat.Primitive, operands: Operands, params: Params) ->
     if places is NotImplemented:
         # Made dense in the mesh that it comes from, as the equations before this one were run.
         meshes = {compat.mesh_of(leaf) for leaf in leaves}
-        with jax.sharding.use_abstract_mesh(meshes.pop()) if meshes else contextlib.nullcontext():
+        with compat.within(meshes.pop()) if meshes else contextlib.nullcontext():
             x = densify(x, primitive.name)
         return [primitive.bind(x, **params)]
     pairs = zip(leaves, places, strict=True)
