@@ -232,10 +232,11 @@ def mesh_of(x: Any) -> jax.sharding.AbstractMesh:
     return jax.typeof(x).sharding.mesh
 
 
-def within(mesh: jax.sharding.AbstractMesh) -> contextlib.AbstractContextManager[Any]:
-    """The mesh of the block; in JAX 0.7.0, which has no way to say so, it is that around it."""
-    use: Any = getattr(jax.sharding, "use_abstract_mesh", lambda _: contextlib.nullcontext())
-    context: contextlib.AbstractContextManager[Any] = use(mesh)
+def within(mesh: jax.sharding.AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
+    """A block with this mesh; with that around it for None, and in JAX 0.7.0, which can't set one."""
+    use: Any = getattr(jax.sharding, "use_abstract_mesh", None)
+    context: contextlib.AbstractContextManager[Any]
+    context = contextlib.nullcontext() if mesh is None or use is None else use(mesh)
     return context
 
 

@@ -4,7 +4,6 @@ Not rules, because a rule is traced by itself: `device_put` would do nothing the
 `reshard` are not in the new mesh yet.
 """
 
-import contextlib
 import functools
 from typing import Any
 
@@ -56,8 +55,7 @@ def _reshard(primitive: compat.Primitive, operands: Operands, params: Params) ->
     places = leaf_places(x, params["dst_sharding"])
     if places is NotImplemented:
         # Made dense in the mesh that it comes from, as the equations before this one were run.
-        meshes = {compat.mesh_of(leaf) for leaf in leaves}
-        with compat.within(meshes.pop()) if meshes else contextlib.nullcontext():
+        with compat.within(next(map(compat.mesh_of, leaves), None)):
             x = densify(x, primitive.name)
         return [primitive.bind(x, **params)]
     pairs = zip(leaves, places, strict=True)
