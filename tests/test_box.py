@@ -185,6 +185,19 @@ def test_what_follows_sees_the_implicit_array(silent):
     assert (3, 2) not in shapes
 
 
+def test_in_the_body_of_a_loop_whose_condition_has_none(silent):
+    x = jnp.full((4, 3), 0.5)
+
+    def f(x, *args):
+        return lax.while_loop(lambda c: c.sum() < 9, lambda c: c + x @ make(*args) @ args[2].T, x)
+
+    want = lax.while_loop(
+        lambda c: c.sum() < 9, lambda c: c + x @ dense(*ARGS) @ ARGS[2].T, jnp.copy(x)
+    )
+    close(use(f)(x, *ARGS), want)
+    assert "box" not in str(jax.make_jaxpr(use(f))(x, *ARGS))
+
+
 def test_gradients_through_an_interpreted_box(silent):
     x = jnp.ones((4, 3))
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
+from haiku_implicit.core.array import dense_struct
 from tests.cases import Outer
 from tests.devices import run_on_devices
 
@@ -378,3 +379,13 @@ def test_rows_and_columns_of_tables_with_an_out_sharding():
 @pytest.mark.slow
 def test_two_axes_of_which_one_may_be_automatic_or_a_shard_maps():
     assert run(TWO_AXES, devices=4) == "done"
+
+
+def test_one_leaf_in_the_mesh_is_enough(may_be_dense):
+    """The type of a result has the mesh, also if other leaves are not in it yet."""
+    mesh = jax.make_mesh((1,), ("m",), axis_types=(AxisType.Explicit,))
+    x = jnp.sin(jnp.arange(16.0).reshape(4, 4))
+    place = NamedSharding(mesh, P("m"))
+    w = hki.LoRA(jax.device_put(x, place), x[:, :2], x[:2])
+    assert dense_struct(w).sharding.spec == P("m", None)
+    assert dense_struct(hki.LoRA(x, x[:, :2], x[:2])).sharding is None

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
 from haiku_implicit.core import compat
+from haiku_implicit.core.carried import Carried
+from haiku_implicit.core.structure import free_summand
 from tests.cases import Diagonal, Outer
 from tests.devices import run_on_devices
 from tests.tiers import few
@@ -774,6 +776,47 @@ def test_a_result_that_any_tangent_fits_keeps_its_type(f, x, never_dense):
     grads = jax.grad(use(lambda w: jnp.sum(f(w) @ x.T)))(w)
     dense = jax.grad(lambda w: jnp.sum(hki.materialize(w) @ x.T))(w)
     close(jax.tree.leaves(grads), [factor * g for g in jax.tree.leaves(dense)])
+
+
+@dataclasses.dataclass
+class SumOf(hki.ImplicitArray):
+    x: jax.Array
+    y: jax.Array
+    kind: str = hki.aux_field()
+
+    def materialize(self):
+        return SUMS[self.kind][0](self.x, self.y)
+
+
+SUMS = dict(
+    twice=(lambda x, y: x + x, None),
+    product=(lambda x, y: x + x * y, None),
+    second=(lambda x, y: jnp.sin(x) + y, 1),
+    first=(lambda x, y: x + 2 * y, 0),
+)
+
+
+@pytest.mark.parametrize("kind, place", [(name, place) for name, (_, place) in SUMS.items()])
+def test_which_leaf_any_tangent_fits(kind, place):
+    """A leaf that the dense value reads once, in a sum."""
+    assert free_summand(SumOf(jnp.ones(2), jnp.ones(2), kind)) == place
+
+
+def test_a_value_that_is_carried_is_equal_to_itself():
+    """JAX compares these with those of a trace that it has kept."""
+    for value in ((1, 2), [1, 2]):
+        one, other = Carried(value), Carried(type(value)(value))
+        assert one == one and (one == other) is isinstance(value, tuple)
+        assert one != value and one != Carried("text")
+    assert hash(Carried((1,))) == hash(Carried((1,)))
+
+
+def test_a_jit_is_inlined_where_the_dense_one_is():
+    w = lora()
+    for inline in (True, False):
+        f = jax.jit(lambda w: 2 * w, inline=inline)
+        jits = ["jit[" in str(jax.make_jaxpr(g)(a)) for g, a in ((f, w.a), (use(f), w))]
+        assert jits == [jits[0]] * 2
 
 
 @dataclasses.dataclass

@@ -649,6 +649,37 @@ def test_a_new_thread_starts_with_the_default_policy_and_a_copied_context_with_i
     assert outcomes == ["fine", "raised"]
 
 
+def test_an_error_of_a_rule_says_once_where_it_was():
+    @dataclasses.dataclass
+    class Fails(Outer):
+        pass
+
+    @hki.primitive_handler("sinh")
+    def rule(primitive, x: Fails, **params):
+        error = ValueError("too large")
+        error.add_note("a note of the rule")
+        raise error
+
+    inner = jax.jit(lambda w: jnp.sinh(w))  # the sinh
+    own = line_of("# the sinh", test_an_error_of_a_rule_says_once_where_it_was)
+    jnp.sinh(
+        jnp.ones((3, 2))
+    )  # JAX keeps its own functions with the first place they are called at
+    w = Fails(jnp.ones(3), jnp.ones(2))
+    for fun in (inner, jax.checkpoint(inner), lambda w: lax.cond(True, inner, inner, w)):
+        model = hk.transform(lambda w, fun=fun: hk.to_module(fun)("layer")(w))
+        for apply in (hki.transform_implicit(model).apply, hki.use_implicit_args(model.apply)):
+            with pytest.raises(ValueError, match="too large") as caught:
+                apply({}, None, w)
+            assert [note for note in caught.value.__notes__ if "JAX" not in note] == [
+                "a note of the rule",
+                f"This was in the model's 'sinh', {__file__}:{own}, in module layer",
+            ]
+    with pytest.raises(ValueError, match="too large") as caught:
+        hki.use_implicit_args(jnp.sinh)(w)
+    assert "This was in the model's 'sinh'" in caught.value.__notes__  # the traceback has the line
+
+
 def test_an_error_inside_leaves_nothing_behind():
     def fails(w):
         jnp.sin(w)

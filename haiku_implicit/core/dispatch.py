@@ -84,10 +84,8 @@ def primitive_handler(
       >>> print(hki.use_implicit_args(jnp.matmul)(jnp.ones((1, 2)), Diagonal(jnp.array([2., 3.]))))
       [[2. 3.]]
     """
-    if isinstance(primitives, str | Primitive):
-        primitives = [primitives]
-    primitives = list(primitives) if isinstance(primitives, Iterable) else [primitives]
-    resolved = [_as_primitive(p) for p in primitives]
+    several = isinstance(primitives, Iterable) and not isinstance(primitives, str)
+    resolved = [_as_primitive(p) for p in (primitives if several else [primitives])]  # type: ignore
 
     def register(rule: Rule) -> Rule:
         global _registrations

@@ -77,7 +77,8 @@ def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             results = apply(eqn.primitive, operands, eqn.params)
         except Exception as error:
             check_complete(operands, error)
-            events.say_where(error, eqn.primitive.name)
+            of_library = any(map(events.is_of_jax, _sub_jaxprs(eqn)))
+            events.say_where(error, eqn.primitive.name, of_library)
             raise
         _check_results(eqn, operands, results)
         return list(map(_in_type, results, eqn.outvars))
@@ -334,12 +335,15 @@ def _makes_boxes(eqn: JaxprEqn) -> bool:
     """Whether an equation, or one in its sub-jaxprs, may give an implicit array of dense ones."""
     if eqn.primitive not in HIGHER_ORDER:
         return False
-    subs = (sub for value in eqn.params.values() for sub in _jaxprs_in(value))
-    return eqn.primitive in BOXES or any(map(_jaxpr_makes_boxes, subs))
+    return eqn.primitive in BOXES or any(map(_jaxpr_makes_boxes, _sub_jaxprs(eqn)))
 
 
 def _jaxpr_makes_boxes(jaxpr: Jaxpr) -> bool:
     return kept(jaxpr, "makes boxes", lambda: any(map(_makes_boxes, jaxpr.eqns)))
+
+
+def _sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    return [sub for value in eqn.params.values() for sub in _jaxprs_in(value)]
 
 
 def _jaxprs_in(value: Any) -> list[Jaxpr]:

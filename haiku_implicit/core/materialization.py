@@ -285,15 +285,31 @@ def describe(primitive_name: str, x: Any, reason: str = "") -> Materialization:
     )
 
 
-_NOTE = "This was in the model's"
+class _Where(str):
+    """The note on an error, with what it says of the equation: primitive, file, line, module."""
+
+    of: tuple[str, str, int, str]
 
 
-def say_where(error: Exception, primitive_name: str) -> None:
-    """Notes on an error of a rule the module and the line that the equation is of."""
-    if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
-        file, line, module = _here()
-        where = f"{primitive_name!r}, {file}:{line}"
-        error.add_note(f"{_NOTE} {where}, in module {module}" if module else f"{_NOTE} {where}")
+def say_where(error: Exception, primitive_name: str, of_library: bool = False) -> None:
+    """Notes on an error of a rule the module and the line that the current equation is of.
+
+    The innermost equation has the error. Each one around it knows more of the path of the module, and
+    the place where a library wrote the sub-jaxpr (`of_library`, as for `replay`).
+    """
+    file, line, module = _here()
+    notes = list(getattr(error, "__notes__", ()))
+    for inner in [note for note in notes if isinstance(note, _Where)]:
+        notes.remove(inner)
+        primitive_name, its_file, its_line, its_module = inner.of
+        module = "/".join(filter(None, (module, its_module)))
+        if its_file and not of_library:
+            file, line = its_file, its_line
+    at = f", {file}:{line}" if file else ""
+    within = f", in module {module}" if module else ""
+    note = _Where(f"This was in the model's {primitive_name!r}{at}{within}")
+    note.of = primitive_name, file, line, module
+    error.__notes__ = [*notes, note]
 
 
 _texts: dict[tuple[object, ...], str] = {}

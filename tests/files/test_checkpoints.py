@@ -280,8 +280,14 @@ def test_other_mistakes(tmp_path, path):
 
 
 def test_types_by_name(path):
-    with pytest.raises(TypeError, match="expected a named tuple or a dataclass"):
-        hki.register_tree_type(dict)
+    class PlainTuple(tuple): ...
+
+    class Fields:
+        _fields = ("a",)
+
+    for kind in (dict, PlainTuple, Fields):
+        with pytest.raises(TypeError, match="expected a named tuple or a dataclass"):
+            hki.register_tree_type(kind)
     with pytest.raises(ValueError, match="LoRA is registered already"):
         hki.register_tree_type(hki.LoRA)
     with pytest.raises(ValueError, match=r"'haiku_implicit.LoRA' is already the type"):
