@@ -811,14 +811,6 @@ def test_a_value_that_is_carried_is_equal_to_itself():
     assert hash(Carried((1,))) == hash(Carried((1,)))
 
 
-def test_a_jit_is_inlined_where_the_dense_one_is():
-    w = lora()
-    for inline in (True, False):
-        f = jax.jit(lambda w: 2 * w, inline=inline)
-        jits = ["jit[" in str(jax.make_jaxpr(g)(a)) for g, a in ((f, w.a), (use(f), w))]
-        assert jits == [jits[0]] * 2
-
-
 @dataclasses.dataclass
 class Wrapped(hki.ImplicitArray):
     value: jax.Array
