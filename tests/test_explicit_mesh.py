@@ -4,6 +4,10 @@ What `jax.make_mesh` makes by default. The programs have two devices and a proce
 has one number of them for a process.
 """
 
+import contextlib
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -389,3 +393,42 @@ def test_one_leaf_in_the_mesh_is_enough(may_be_dense):
     w = hki.LoRA(jax.device_put(x, place), x[:, :2], x[:2])
     assert dense_struct(w).sharding.spec == P("m", None)
     assert dense_struct(hki.LoRA(x, x[:, :2], x[:2])).sharding is None
+
+
+@dataclasses.dataclass
+class Summed(hki.ImplicitArray):
+    """A type that says nothing of meshes, and whose dense value jitted functions of JAX compute."""
+
+    x: jax.Array
+
+    def materialize(self):
+        return jnp.clip(self.x, -0.5) + jnp.roll(self.x, 1)
+
+
+AROUND = {"no mesh": None, "the same": 0}
+if hasattr(jax.sharding, "use_abstract_mesh"):  # without it implicit arrays can't leave the mesh that is set
+    AROUND["another"] = 1
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_reshard_where_a_mesh_is_set_or_not(around, may_be_dense):
+    """Dense arrays bring their own mesh, so that it need not be the one that is set."""
+    set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
+    explicit = dict(axis_types=(AxisType.Explicit,))
+    meshes = [jax.make_mesh((1,), (name,), **explicit) for name in "mn"]
+    x = jnp.sin(jnp.arange(16.0).reshape(4, 4))
+    for w in (hki.QuantizedMatrix.quantize(x, "int4", 2), Outer(x[0], x[1]), Summed(x)):
+        placed, dense = jax.device_put((w, hki.materialize(w)), NamedSharding(meshes[0], P()))
+        for mesh, outer in itertools.product(meshes, (lambda f: f, jax.jit)):
+            place = NamedSharding(mesh, P(mesh.axis_names[0]))
+            reshard = lambda w, place=place: jax.sharding.reshard(w, place)  # noqa: E731
+            with set_mesh(meshes[around]) if around is not None else contextlib.nullcontext():
+                try:
+                    want = outer(reshard)(dense)
+                except ValueError:
+                    assert jax.__version_info__ < (0, 8)  # which can't do that
+                    continue
+                got = outer(hki.use_implicit_args(reshard))(placed)
+            got = hki.materialize(got)
+            assert jax.typeof(got) == jax.typeof(want)
+            np.testing.assert_array_equal(got, want)

@@ -532,8 +532,10 @@ def dense_struct(x: Any) -> Any:
     # The sharding of the dense array is a part of its type, also where it is not split. An array
     # without leaves is where `jnp.zeros` would be.
     explicit = any(compat.explicit_sharding(y) is not None for y in leaves)
-    explicit = explicit or (not leaves and compat.in_explicit_mesh())
-    sharding = compat.sharding_of_result(*_materializing(x)) if explicit else None
+    sharding = None
+    if explicit or (not leaves and compat.in_explicit_mesh()):
+        with compat.within(compat.mesh_of(leaves)):
+            sharding = compat.sharding_of_result(*_materializing(x))
     return compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves, sharding=sharding)
 
 
@@ -546,7 +548,8 @@ class IncompleteError(AttributeError, ValueError):
 
 def materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
     """What `materialize` returns, without doing it: of one level, with dense arrays in it."""
-    return jax.eval_shape(*_materializing(x))
+    with compat.within(compat.mesh_of(jax.tree_util.tree_leaves(x))):
+        return jax.eval_shape(*_materializing(x))
 
 
 def _materializing(x: ImplicitArray) -> tuple[Callable[[list[Any]], jax.Array], list[Any]]:
