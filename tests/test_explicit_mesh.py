@@ -406,7 +406,8 @@ class Summed(hki.ImplicitArray):
 
 
 AROUND = {"no mesh": None, "the same": 0}
-if hasattr(jax.sharding, "use_abstract_mesh"):  # without it implicit arrays can't leave the mesh that is set
+# Without it implicit arrays can't be on another mesh than the one that is set.
+if hasattr(jax.sharding, "use_abstract_mesh"):
     AROUND["another"] = 1
 
 
