@@ -433,3 +433,46 @@ def test_reshard_where_a_mesh_is_set_or_not(around, may_be_dense):
             got = hki.materialize(got)
             assert jax.typeof(got) == jax.typeof(want)
             np.testing.assert_array_equal(got, want)
+
+
+ids = jnp.array([2, 0, 3])
+UNDER_VMAP = {
+    "product": lambda w, x: x @ w,
+    "transposed": lambda w, x: x @ w.T,
+    "first": lambda w, x: w @ x,
+    "gradient": lambda w, x: jax.grad(lambda x: jnp.sin(x @ w).sum())(x),
+    "gradients, summed": lambda w, x: jax.vjp(lambda x: x @ w + (x @ w.T) @ w, x)[1](x)[0],
+    "rows": lambda w, x: x + w[ids[:1]],
+    "columns": lambda w, x: x + jnp.take(w, ids[:1], axis=1),
+    "box": lambda w, x: x @ hki.box(w),
+    "a rule of its own": lambda w, x: scaled_gradient(w, x),
+}
+
+
+@jax.custom_vjp
+def scaled_gradient(w, x):
+    return x @ w
+
+
+scaled_gradient.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, ct: (kept[0], ct @ kept[0].T))
+
+
+@pytest.mark.parametrize("fun", UNDER_VMAP.values(), ids=UNDER_VMAP)
+def test_a_mapped_axis_that_is_split(fun, may_be_dense):
+    """Also if only the weight is mapped, as in the gradient of a sum, whose cotangents are not."""
+    mesh = jax.make_mesh((1,), ("m",), axis_types=(AxisType.Explicit,))
+    stack = jnp.sin(jnp.arange(32.0).reshape(2, 4, 4))
+    int4 = hki.QuantizedMatrix.quantize(stack, "int4", 2)
+    lora = hki.LoRA(int4, stack[:, :, :2], stack[:, :2], alpha=3.0)
+    place, other = NamedSharding(mesh, P("m")), NamedSharding(mesh, P())
+    with (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh):
+        for w in (int4, lora, hki.QuantizedMatrix.quantize(stack, "int8")):
+            placed = jax.device_put(w, hki.shardings(w, P("m"), mesh))
+            dense = jax.device_put(hki.materialize(w), place)
+            for x, axis in ((jnp.cos(stack[0]), None), (jnp.cos(stack), 0)):
+                y = jax.device_put(x, other if axis is None else place)
+                for f in (fun, jax.grad(lambda w, x: fun(w, x).sum(), 1)):
+                    got = jax.vmap(hki.use_implicit_args(f), (0, axis))(placed, y)
+                    want = jax.vmap(f, (0, axis))(dense, y)
+                    assert jax.typeof(got) == jax.typeof(want)
+                    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

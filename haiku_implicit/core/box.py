@@ -3,12 +3,12 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit.core import interpreter
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.sharding import mapped_first
 
 box_p = Primitive("box")
 
@@ -68,12 +68,8 @@ def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:
 
 
 def _batch(leaves: Any, axes: Any, *, treedef: Any) -> Any:
-    size = next(x.shape[d] for x, d in zip(leaves, axes, strict=True) if d is not None)
-    stacked = [
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(leaves, axes, strict=True)
-    ]
-    boxed = treedef.unflatten(stacked).with_leading_axis(size)
+    stacked = mapped_first(leaves, axes)
+    boxed = treedef.unflatten(stacked).with_leading_axis(len(stacked[0]))
     if boxed is NotImplemented:
         return jax.vmap(lambda *xs: _materialize(*xs, treedef=treedef))(*stacked), 0
     return box(boxed), 0

@@ -23,6 +23,7 @@ from haiku_implicit.core.array import dense_struct, flatten, is_implicit
 from haiku_implicit.core.higher_order import Operands, Params, handles
 from haiku_implicit.core.interpreter import interpret, materialize_array
 from haiku_implicit.core.retrace import Retraced, retrace
+from haiku_implicit.core.sharding import mapped_first
 
 _REFUSED = -1
 
@@ -163,10 +164,7 @@ def _aligned(results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 
 
 def _batch(arrays: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, int]:
-    size = next(x.shape[i] for x, i in zip(arrays, axes, strict=True) if i is not None)
-    (y, *operands), (axis, *_) = arrays, axes
-    y = jnp.broadcast_to(y, (size, *y.shape)) if axis is None else jnp.moveaxis(y, axis, 0)
-    return _aligned_p.bind(y, *operands), 0
+    return _aligned_p.bind(*mapped_first(arrays, axes)), 0
 
 
 def _first(y: Any, *_: Any) -> Any:

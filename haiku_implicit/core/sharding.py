@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -109,6 +110,27 @@ def in_type(x: Any, sharding: Any) -> Any:
     if own is not None and padded_spec(own.spec, np.ndim(x)) == wanted:
         return x
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*wanted)))
+
+
+def mapped_first(operands: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    """Operands of a batching rule with the mapped axis first, also those that are not mapped.
+
+    An axis that is split over an explicit mesh axis is so in all of them, as results of dense operands
+    have it in their type.
+    """
+    pairs = list(zip(operands, dims, strict=True))
+    moved = [None if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
+    like = next(y for y in moved if y is not None)
+    return [_repeated(x, like) if y is None else y for x, y in zip(operands, moved, strict=True)]
+
+
+def _repeated(x: Any, like: Any) -> Any:
+    y, of_like = jnp.broadcast_to(x, (like.shape[0], *np.shape(x))), compat.explicit_sharding(like)
+    if of_like is None:
+        return y
+    own = compat.explicit_sharding(x)
+    spec = of_like.spec[:1], padded_spec(PartitionSpec() if own is None else own.spec, np.ndim(x))
+    return in_type(y, NamedSharding(of_like.mesh, PartitionSpec(*spec[0], *spec[1])))
 
 
 def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> Any:

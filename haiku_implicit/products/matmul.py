@@ -23,6 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.sharding import mapped_first
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.layout import Order, matrices, sizes
 from haiku_implicit.numerics.options import activation_of
@@ -224,16 +225,11 @@ class _GradientsOfScales:
 def _batch(operands: Any, axes: Any, *, order: Any, **params: Any) -> Any:
     """Batched activations alone have more rows; batched matrices are more of them."""
     x, *leaves = operands
-    size = next(y.shape[d] for y, d in zip(operands, axes, strict=True) if d is not None)
     bind = functools.partial(quantized_matmul_p.bind, **params)
     if all(d is None for d in axes[1:]):
         first_row = len(order) - 2
         return bind(jnp.moveaxis(x, axes[0], first_row), *leaves, order=order), first_row
-    x, *leaves = [
-        jnp.broadcast_to(y, (size, *y.shape)) if d is None else jnp.moveaxis(y, d, 0)
-        for y, d in zip(operands, axes, strict=True)
-    ]
-    return bind(x, *leaves, order=(0, *(i + 1 for i in order))), 0
+    return bind(*mapped_first(operands, axes), order=(0, *(i + 1 for i in order))), 0
 
 
 # --- lowering ------------------------------------------------------------------------------------
