@@ -242,9 +242,13 @@ def test_tuples_come_back():
     assert exported(lambda w: w, w).call(w).tag == w.tag
 
 
+class OfStructure(Tagged):
+    """Of its own, as JAX 0.7.0 cannot compare structures with anything else."""
+
+
 def test_structures_of_trees_come_back():
-    tag = jax.tree.structure((0, (None, (0,), ()), hki.Zeros(shape=(2,))))
-    assert exported(lambda w: w, Nested(X, tag)).call(Nested(X, tag)).tag == tag
+    w = OfStructure(X, jax.tree.structure((0, (None, (0,), ()), hki.Zeros(shape=(2,)))))
+    assert exported(lambda w: w, w).call(w).tag == w.tag
 
 
 class Unknown:

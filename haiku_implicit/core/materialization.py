@@ -17,10 +17,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
-import haiku as hk
-import jax
 from jax import export
 from jax.extend import source_info_util
+
+from haiku_implicit.core.warn import JAX, LIBRARIES
 
 Policy = Literal["allow", "warn", "error"]
 
@@ -265,7 +265,7 @@ def replay(events: Sequence[Materialization], of_library: bool = False) -> None:
 def is_of_jax(jaxpr: Any) -> bool:
     """Whether the function that was traced to this jaxpr is JAX's own."""
     _, _, place = (jaxpr.debug_info.func_src_info or "").partition(" at ")
-    return place.startswith(_LIBRARIES[0])
+    return place.startswith(JAX)
 
 
 def describe(primitive_name: str, x: Any, reason: str = "") -> Materialization:
@@ -328,12 +328,6 @@ def _warn_once(event: Materialization) -> None:
     warnings.warn_explicit(text, MaterializationWarning, event.file, event.line, registry=_registry)
 
 
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (jax.__file__, hk.__file__, os.path.dirname(__file__))
-)
-
-
 def _here() -> tuple[str, int, str]:
     """The user's file and line (`''` and 0 if the traceback has neither), and the module path."""
     info = source_info_util.current()
@@ -361,4 +355,4 @@ def _caller() -> tuple[str, int]:
 
 
 def _first_own(places: Iterable[tuple[str, int]]) -> tuple[str, int]:
-    return next((at for at in places if not at[0].startswith(_LIBRARIES)), ("", 0))
+    return next((at for at in places if not at[0].startswith(LIBRARIES)), ("", 0))

@@ -1,5 +1,6 @@
 """Warnings at the line of the program that called the library."""
 
+import contextlib
 import os
 import sys
 import warnings
@@ -7,10 +8,13 @@ import warnings
 import haiku as hk
 import jax
 
-# Folders of what stands between the program and a warning of this library.
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (jax.__file__, hk.__file__, os.path.dirname(__file__))
+JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+# What stands between the program and a warning of this library: folders, and what decorators call.
+LIBRARIES = (
+    JAX,
+    os.path.dirname(os.path.abspath(hk.__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    contextlib.__file__,
 )
 
 
@@ -20,7 +24,7 @@ def warn_caller(message: str) -> None:
     Python shows it once for each line and text, as always.
     """
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(LIBRARIES) and frame.f_back is not None:
         frame = frame.f_back
     warnings.warn_explicit(
         message,

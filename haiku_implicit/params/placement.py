@@ -57,8 +57,9 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
       >>> params = {'linear': {'w': jnp.ones((8, 4)), 'b': jnp.zeros(4)}}
       >>> params = hki.add_lora(hki.quantize_params(params, dtype='int8'), 0, rank=2)
       >>> found = hki.shardings(params, [('.*/w', P(None, 'model')), ('.*', P())], mesh)
-      >>> found['linear']['w'].w.codes.spec, found['linear']['w'].a.spec, found['linear']['b'].spec
-      (P('model', None), P(None, None), P())
+      >>> w, b = found['linear']['w'], found['linear']['b']
+      >>> tuple(w.w.codes.spec), tuple(w.a.spec), tuple(b.spec)
+      (('model', None), (None, None), ())
       >>> placed = jax.device_put(params, found)
     """
     found, treedef, notes = _for_each(_placed, params, specs, mesh)
@@ -95,8 +96,8 @@ def place(params: Any, specs: Specs, mesh: Any) -> Any:
       >>> mesh = jax.make_mesh((1,), ('model',), axis_types=(jax.sharding.AxisType.Auto,))
       >>> params = hki.quantize_params({'w': jnp.ones((64, 32))}, dtype='int4', group_size=32)
       >>> placed = hki.place(params, P('model'), mesh)
-      >>> placed['w'].codes.sharding.spec, placed['w'].group_size  # of 16 on four devices
-      (P(None, 'model'), 32)
+      >>> tuple(placed['w'].codes.sharding.spec), placed['w'].group_size  # of 16 on four devices
+      ((None, 'model'), 32)
     """
     fitted, treedef, notes = _for_each(_fitted, params, specs, mesh)
     _say(notes)

@@ -30,7 +30,7 @@ def golden():
 def upper(skewed):
     """What `OFT` holds of PEFT's blocks. PEFT rotates by `(1 - q)(1 + q)^-1`."""
     rows, columns = np.triu_indices(skewed.shape[-1], 1)
-    return -(skewed - skewed.mT)[..., rows, columns] / 2
+    return -(skewed - skewed.swapaxes(-1, -2))[..., rows, columns] / 2
 
 
 def lokr(w, p, g):

@@ -72,6 +72,8 @@ def test_what_is_kept_for_a_jaxpr_goes_with_it():
     counts = []
     for _ in range(4):
         jaxprs_of(make(), w, jnp.ones((2, 4)))
+        if jax.__version_info__ < (0, 8):
+            jax.clear_caches()  # JAX 0.7.0 keeps dense functions, too, until then
         gc.collect()
         counts.append((len(_kept), sum(isinstance(x, Jaxpr) for x in gc.get_objects())))
     assert counts[-1] == counts[1]
