@@ -227,25 +227,26 @@ def sharding_of_result(fun: Any, *args: Any) -> jax.sharding.NamedSharding | Non
     return about.sharding if is_explicit(about.sharding) else None
 
 
-def mesh_of(leaves: Iterable[Any]) -> jax.sharding.AbstractMesh | None:
-    """The mesh in the type of the first of these that is on one (arrays, or what describes them)."""
-    of = lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)  # noqa: E731
-    meshes: Any = (getattr(of(x).sharding, "mesh", None) for x in leaves)
-    found = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
-    return getattr(found, "abstract_mesh", found)
+def within_mesh_of(leaves: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """A block with the mesh that is in the types of all of these, where another one is set.
 
-
-def within(mesh: jax.sharding.AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
-    """A block with this mesh where another one is set (JAX 0.7.0 can't have that).
-
-    Where none is set, arrays bring theirs, and JAX can't set one around what it runs at once.
+    Where none is set, arrays bring theirs, and JAX can't set one around what it runs at once. JAX 0.7.0
+    can't set one here at all.
     """
+    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     use: Any = getattr(jax.sharding, "use_abstract_mesh", None)
     current = jax.sharding.get_abstract_mesh()
-    same = mesh is None or current.empty or current == mesh
-    context: contextlib.AbstractContextManager[Any]
-    context = contextlib.nullcontext() if same or use is None else use(mesh)
-    return context
+    if use is None or current.empty:
+        return context
+    meshes = {mesh for mesh in map(_mesh_of, leaves) if mesh is not None and not mesh.empty}
+    return context if len(meshes) != 1 or current in meshes else use(*meshes)
+
+
+def _mesh_of(x: Any) -> jax.sharding.AbstractMesh | None:
+    """The mesh in the type of an array, or of what describes one."""
+    about: Any = jax.typeof(x) if isinstance(x, jax.Array) else x
+    mesh: Any = getattr(getattr(about, "sharding", None), "mesh", None)
+    return getattr(mesh, "abstract_mesh", mesh)
 
 
 def in_explicit_mesh() -> bool:
