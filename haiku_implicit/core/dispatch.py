@@ -84,8 +84,9 @@ def primitive_handler(
       >>> print(hki.use_implicit_args(jnp.matmul)(jnp.ones((1, 2)), Diagonal(jnp.array([2., 3.]))))
       [[2. 3.]]
     """
-    several = isinstance(primitives, Iterable) and not isinstance(primitives, str)
-    resolved = [_as_primitive(p) for p in (primitives if several else [primitives])]  # type: ignore
+    if isinstance(primitives, str) or not isinstance(primitives, Iterable):
+        primitives = [primitives]
+    resolved = [_as_primitive(p) for p in primitives]
 
     def register(rule: Rule) -> Rule:
         global _registrations

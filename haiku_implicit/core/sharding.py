@@ -125,12 +125,14 @@ def mapped_first(operands: Sequence[Any], dims: Sequence[int | None]) -> list[An
 
 
 def _repeated(x: Any, like: Any) -> Any:
-    y, of_like = jnp.broadcast_to(x, (like.shape[0], *np.shape(x))), compat.explicit_sharding(like)
+    """An array repeated along a new first axis, which is split as that of another one."""
+    y = jnp.broadcast_to(x, (like.shape[0], *np.shape(x)))
+    of_like, own = compat.explicit_sharding(like), compat.explicit_sharding(x)
     if of_like is None:
         return y
-    own = compat.explicit_sharding(x)
-    spec = of_like.spec[:1], padded_spec(PartitionSpec() if own is None else own.spec, np.ndim(x))
-    return in_type(y, NamedSharding(of_like.mesh, PartitionSpec(*spec[0], *spec[1])))
+    first, *_ = padded_spec(of_like.spec, like.ndim)
+    others = padded_spec(PartitionSpec() if own is None else own.spec, np.ndim(x))
+    return in_type(y, NamedSharding(of_like.mesh, PartitionSpec(first, *others)))
 
 
 def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> Any:
