@@ -19,7 +19,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import haiku_implicit as hki
 from haiku_implicit import adapters
@@ -339,7 +339,7 @@ def split(x: Any, spec: PartitionSpec) -> str:
     """The leaves by `hki.shardings`, and whether `shard_map` takes the array as it is."""
     if not jax.tree.leaves(x):
         return ""
-    mesh = AbstractMesh((2,), ("x",))
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
     dense = x.partition_spec(spec, mesh) is NotImplemented
     in_map = "in `shard_map` it becomes dense" if dense else ""
     try:

@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
+from haiku_implicit.core import compat
 from tests.cases import Outer
 from tests.devices import run_on_devices
 
-MESH = AbstractMesh((2, 4), ("data", "model"))
+MESH = compat.auto_mesh((2, 4), ("data", "model"))
 AXES = {"att/w": ([-3], [-2, -1])}
 BASE = {
     "linear": {"w": jnp.ones((64, 32)), "b": jnp.zeros(32)},

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from haiku_implicit.arrays.constant import SymbolicConstant, named, reshaped
 from haiku_implicit.arrays.zeros import Zeros
@@ -96,7 +96,7 @@ _PARTS = "parts"
 
 def _split(x: ImplicitArray, axis: int, count: int) -> list[PartitionSpec] | None:
     """How leaves are split where an axis is, into so many parts."""
-    mesh = AbstractMesh((count,), (_PARTS,))
+    mesh = compat.auto_mesh([count], [_PARTS])
     specs = x.partition_spec(PartitionSpec(*[None] * axis, _PARTS), mesh)
     return None if specs is NotImplemented else jax.tree.leaves(specs, is_leaf=is_spec)
 

@@ -52,13 +52,15 @@ def _primitive_of(fun: Any, *args: Any) -> Primitive:
     return jax.make_jaxpr(fun)(*args).eqns[-1].primitive
 
 
-def _mesh() -> jax.sharding.AbstractMesh:
-    axis_types = (jax.sharding.AxisType.Auto,)
-    return jax.sharding.AbstractMesh((1,), ("i",), axis_types=axis_types)
+def auto_mesh(sizes: Iterable[int], names: Iterable[str]) -> jax.sharding.AbstractMesh:
+    """A mesh of no devices, with axes that are left to XLA (JAX 0.12 makes explicit ones)."""
+    sizes, names = tuple(sizes), tuple(names)
+    axis_types = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.sharding.AbstractMesh(sizes, names, axis_types=axis_types)
 
 
 def _find_shard_map() -> Primitive:
-    mesh = _mesh()
+    mesh = auto_mesh([1], ["i"])
     spec = jax.sharding.PartitionSpec()
     wrapped = jax.shard_map(lambda x: x, mesh=mesh, in_specs=(spec,), out_specs=spec)
     return _primitive_of(wrapped, jax.ShapeDtypeStruct((), jnp.float32))
@@ -66,7 +68,7 @@ def _find_shard_map() -> Primitive:
 
 def _find_pvary() -> list[Primitive]:
     """The primitive that marks a value as varying over a mesh axis, where this JAX has one."""
-    mesh = _mesh()
+    mesh = auto_mesh([1], ["i"])
     spec = jax.sharding.PartitionSpec
     wrapped = jax.shard_map(
         lambda x, y: x * y, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec("i")
@@ -84,7 +86,7 @@ def _find_sums() -> list[Primitive]:
     for fun, check in ((jax.lax.psum, True), (jax.lax.psum, False), (jax.lax.psum_scatter, False)):
         mapped = jax.shard_map(
             lambda x, fun=fun: fun(x, "i"),
-            mesh=_mesh(),
+            mesh=auto_mesh([1], ["i"]),
             in_specs=spec("i"),
             out_specs=spec(),
             check_vma=check,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from haiku_implicit.core import compat, interpreter
 from haiku_implicit.core.array import is_implicit
@@ -158,7 +158,7 @@ def _can_be_cut(x: Any, names: Names, name: str, parts: int) -> bool:
 
 
 def _specs(x: Any, names: Names, sizes: dict[str, int]) -> list[PartitionSpec] | None:
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    mesh = compat.auto_mesh(sizes.values(), sizes)
     specs = x.partition_spec(PartitionSpec(*names), mesh)
     if specs is NotImplemented:
         return None
