@@ -662,9 +662,8 @@ def test_an_error_of_a_rule_says_once_where_it_was():
 
     inner = jax.jit(lambda w: jnp.sinh(w))  # the sinh
     own = line_of("# the sinh", test_an_error_of_a_rule_says_once_where_it_was)
-    jnp.sinh(
-        jnp.ones((3, 2))
-    )  # JAX keeps its own functions with the first place they are called at
+    # JAX keeps its own functions with the first place they are called at.
+    jnp.sinh(jnp.ones((3, 2)))
     w = Fails(jnp.ones(3), jnp.ones(2))
     for fun in (inner, jax.checkpoint(inner), lambda w: lax.cond(True, inner, inner, w)):
         model = hk.transform(lambda w, fun=fun: hk.to_module(fun)("layer")(w))

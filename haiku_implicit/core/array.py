@@ -534,7 +534,7 @@ def dense_struct(x: Any) -> Any:
     explicit = any(compat.explicit_sharding(y) is not None for y in leaves)
     sharding = None
     if explicit or (not leaves and compat.in_explicit_mesh()):
-        with compat.within_mesh_of(leaves):
+        with compat.within_mesh_of(x):
             sharding = compat.sharding_of_result(*_materializing(x))
     return compat.struct(x.shape, x.dtype, x.aval.weak_type, like=leaves, sharding=sharding)
 
@@ -548,7 +548,7 @@ class IncompleteError(AttributeError, ValueError):
 
 def materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
     """What `materialize` returns, without doing it: of one level, with dense arrays in it."""
-    with compat.within_mesh_of(jax.tree_util.tree_leaves(x)):
+    with compat.within_mesh_of(x):
         return jax.eval_shape(*_materializing(x))
 
 

@@ -229,8 +229,8 @@ def sharding_of_result(fun: Any, *args: Any) -> jax.sharding.NamedSharding | Non
     return about.sharding if is_explicit(about.sharding) else None
 
 
-def within_mesh_of(leaves: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """A block with the mesh that is in the types of all of these, where another one is set.
+def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
+    """A block with the mesh that is in the types of all of its leaves, where another one is set.
 
     Where none is set, arrays bring theirs, and JAX can't set one around what it runs at once. JAX 0.7.0
     can't set one here at all.
@@ -240,7 +240,9 @@ def within_mesh_of(leaves: Iterable[Any]) -> contextlib.AbstractContextManager[A
     current = jax.sharding.get_abstract_mesh()
     if use is None or current.empty:
         return context
-    meshes = {mesh for mesh in map(_mesh_of, leaves) if mesh is not None and not mesh.empty}
+    meshes = {
+        mesh for mesh in map(_mesh_of, jax.tree.leaves(tree)) if mesh is not None and not mesh.empty
+    }
     return context if len(meshes) != 1 or current in meshes else use(*meshes)
 
 

@@ -55,7 +55,7 @@ def _reshard(primitive: compat.Primitive, operands: Operands, params: Params) ->
     places = leaf_places(x, params["dst_sharding"])
     if places is NotImplemented:
         # Made dense in the mesh that it comes from, as the equations before this one were run.
-        with compat.within_mesh_of(leaves):
+        with compat.within_mesh_of(x):
             x = densify(x, primitive.name)
         return [primitive.bind(x, **params)]
     pairs = zip(leaves, places, strict=True)

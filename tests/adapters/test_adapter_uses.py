@@ -79,9 +79,8 @@ def test_a_step_holds_nothing_of_the_size_of_the_weight(method, use):
     held = compiled.memory_analysis().temp_size_in_bytes
     most = n * n * 4 / 4
     if method == "dora" and jax.__version_info__ < (0, 8):
-        most += (
-            n * n * 4
-        )  # XLA in JAX 0.7.0 does not fuse the norms of columns with the sum that they are of
+        # XLA in JAX 0.7.0 does not fuse the norms of columns with the sum that they are of.
+        most += n * n * 4
     assert held < most, held
 
 

@@ -23,7 +23,8 @@ TESTS = [
     *(
         f"tests/{name}.py"
         for name in (
-            "adapters/test_adapters arrays/test_any_type arrays/test_batch_axes arrays/test_constant arrays/test_lora "
+            "adapters/test_adapters "
+            "arrays/test_any_type arrays/test_batch_axes arrays/test_constant arrays/test_lora "
             "files/test_checkpoints files/test_round_trips "
             "test_array test_box test_chex test_debug_flags test_dispatch test_eager test_explicit_mesh "
             "test_export test_flat_containers test_haiku_creators test_haiku_params test_haiku_transform "
