@@ -240,17 +240,15 @@ def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
     current = jax.sharding.get_abstract_mesh()
     if use is None or current.empty:
         return context
-    meshes = {
-        mesh for mesh in map(_mesh_of, jax.tree.leaves(tree)) if mesh is not None and not mesh.empty
-    }
+    meshes = set(map(_mesh_of, jax.tree.leaves(tree))) - {None}
     return context if len(meshes) != 1 or current in meshes else use(*meshes)
 
 
 def _mesh_of(x: Any) -> jax.sharding.AbstractMesh | None:
-    """The mesh in the type of an array, or of what describes one."""
+    """The mesh in the type of an array, or of what describes one; None if it is on none."""
     about: Any = jax.typeof(x) if isinstance(x, jax.Array) else x
     mesh: Any = getattr(getattr(about, "sharding", None), "mesh", None)
-    return getattr(mesh, "abstract_mesh", mesh)
+    return None if mesh is None or mesh.empty else mesh.abstract_mesh
 
 
 def in_explicit_mesh() -> bool:
