@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pathlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.kinds import open_container
 from haiku_implicit.files.matching import check_like
 from haiku_implicit.files.parts import Box, Part, assembled
+from haiku_implicit.files.shards import shards_of
 from haiku_implicit.files.structure import Branch, Leaf, Structure
 
 
@@ -230,6 +232,7 @@ def _opened(path: str) -> tuple[list[File], Structure]:
                 "instead"
             )
         if writing.ENTRY not in main.metadata and writing.CHECKSUM not in main.metadata:
+            _check_alone(path)
             return [main], plain_structure(main)
         names, structure = _parsed(path, main.metadata)
         try:
@@ -242,6 +245,17 @@ def _opened(path: str) -> tuple[list[File], Structure]:
             raise _missing(path, str(e.filename), names, structure) from None
         _check_tables(files, structure)
         return files, structure
+
+
+def _check_alone(path: str) -> None:
+    """Raises for one of several files of a model that another program wrote."""
+    files = shards_of(pathlib.Path(path)).files
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{path}: one of {len(files)} files of a model, from {files[0].name} to {files[-1].name}. "
+            "haiku_implicit.load_hugging_face reads all of them; a copy elsewhere, under another name, "
+            "is read alone"
+        )
 
 
 def _beside(path: str, name: str) -> str:

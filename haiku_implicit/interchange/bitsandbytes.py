@@ -7,6 +7,8 @@ With double quantization these are codes themselves. Of 8 bits (LLM.int8), `X.SC
 magnitude of each row of `X.weight`.
 """
 
+import functools
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +27,7 @@ _FORMATS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 _PARTS_OF_4 = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
-def quantized(tensors: Tensors, config: Mapping[str, Any]) -> tuple[list[Stored], set[str]]:
+def quantized(tensors: Tensors) -> tuple[list[Stored], set[str]]:
     """The weights that bitsandbytes quantized, and the names of all tensors that they are made of."""
     found: list[Stored] = []
     used: set[str] = set()
@@ -45,12 +47,15 @@ def quantized(tensors: Tensors, config: Mapping[str, Any]) -> tuple[list[Stored]
 
 
 def _four_bits(tensors: Tensors, name: str, state_name: str, format_name: str) -> Stored:
-    state = _state_of(tensors, state_name)
-    shape = tuple(state["shape"])
+    state_of = functools.cache(lambda: _state_of(tensors, state_name))
+
+    def shape_of() -> tuple[int, ...]:
+        return tuple(state_of()["shape"])
 
     def read(dense: bool) -> np.ndarray | QuantizedMatrix:
+        state, shape = state_of(), shape_of()
         packed = tensors.array(name).reshape(-1).view(np.uint8)
-        count = int(np.prod(shape))
+        count = math.prod(shape)
         if packed.size != (count + 1) // 2:
             raise ValueError(f"{packed.size} bytes of codes, expected those of {list(shape)}")
         codes = np.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)[:count]
@@ -63,7 +68,7 @@ def _four_bits(tensors: Tensors, name: str, state_name: str, format_name: str) -
             raise ValueError(f"quant_map: not that of {format_name}. `dequantize` makes it dense")
         return _matrix(codes.reshape(shape), scales, state, format_name)
 
-    return Stored(name, shape, read)
+    return Stored(name, shape_of, read)
 
 
 def _state_of(tensors: Tensors, name: str) -> dict[str, Any]:
@@ -72,8 +77,10 @@ def _state_of(tensors: Tensors, name: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{where}: expected a JSON object, got {brief(state)}")
     shape, dtype = state.get("shape"), state.get("dtype")
-    if not (isinstance(shape, list) and is_shape(shape) and len(shape) == 2):
-        raise CheckpointError(f"{where}: shape: expected [outputs, inputs], got {brief(shape)}")
+    if not (isinstance(shape, list) and is_shape(shape) and len(shape) >= 2):
+        raise CheckpointError(
+            f"{where}: shape: expected [outputs, inputs], after any other axes, got {brief(shape)}"
+        )
     if dtype not in ("float32", "float16", "bfloat16"):
         raise CheckpointError(f"{where}: dtype: expected a floating one, got {brief(dtype)}")
     for key in ("blocksize", "nested_blocksize"):
@@ -106,17 +113,17 @@ def _values(codes: np.ndarray, table: np.ndarray, scales: np.ndarray, block: int
 def _matrix(
     codes: np.ndarray, scales: np.ndarray, state: Mapping[str, Any], format_name: str
 ) -> QuantizedMatrix:
-    """Codes `[rows, k]`, where a block is a part of a row, or several whole rows."""
-    (rows, k), block = codes.shape, state["blocksize"]
+    """Codes `[..., rows, k]`, where a block is a part of a row, or several whole rows of one matrix."""
+    (*lead, rows, k), block = codes.shape, state["blocksize"]
     if k % block and (block % k or rows * k % block):
         raise ValueError(
-            f"blocks of {block} numbers do not begin where the rows of [{rows}, {k}] do, which a "
+            f"blocks of {block} numbers do not begin where the rows of {[*lead, rows, k]} do, which a "
             "QuantizedMatrix can't hold. `dequantize` makes it dense"
         )
-    groups = codes.reshape(rows, -1, min(block, k))
+    groups = codes.reshape(*lead, rows, -1, min(block, k))
     return QuantizedMatrix.from_parts(
         formats.pack(jnp.asarray(groups), formats.FORMATS[format_name]),
-        scales.reshape(-1, groups.shape[1]),
+        scales.reshape(*lead, -1, groups.shape[-2]),
         dtype=format_name,
         axis=-1,
         out_dtype=state["dtype"],
@@ -128,14 +135,13 @@ def _matrix(
 
 def _eight_bits(tensors: Tensors, module: str) -> Stored:
     name = f"{module}.weight"
-    shape = tensors.shape(name)
 
     def read(dense: bool) -> QuantizedMatrix:
         order = f"{module}.weight_format"
         if order in tensors.files and tensors.array(order).item() != 0:
             raise ValueError(f"{order}: expected 0 (rows), got {tensors.array(order).item()}")
         codes = tensors.array(name, "I8")
-        scale = tensors.array(f"{module}.SCB", "F32", shape[:1])[:, None] / np.float32(127)
+        scale = tensors.array(f"{module}.SCB", "F32", codes.shape[:1])[:, None] / np.float32(127)
         return QuantizedMatrix.from_parts(codes, scale, dtype="int8", axis=-1)
 
-    return Stored(name, shape, read)
+    return Stored(name, lambda: tensors.shape(name), read)

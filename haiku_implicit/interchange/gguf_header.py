@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from haiku_implicit.files.container import CheckpointError, brief
 
-_NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # by the number of the type
-_WIDTHS = {kind: struct.calcsize(f"<{layout}") for kind, layout in _NUMBERS.items()}
+# How `struct` calls a number of the metadata, by the number of its type.
+LAYOUTS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+ALIGNMENT = "general.alignment"
+_WIDTHS = {kind: struct.calcsize(f"<{layout}") for kind, layout in LAYOUTS.items()}
 _UINT32, _STRING, _ARRAY = 4, 8, 9
-_ALIGNMENT = "general.alignment"
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 8
 # Lists within lists, and entries of all lists. (The package `gguf` makes an object of some 600 bytes of
@@ -22,16 +23,27 @@ _MOST_DIMENSIONS = 8
 _DEEPEST, _MOST_ENTRIES = 8, 4_000_000
 
 
+# Types that GGML had once, and those that only ik_llama.cpp has, by their numbers in files.
+_GONE = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
+_GONE |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
+_FOREIGN = {133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN", 137: "IQ2_K", 138: "IQ3_K", 139: "IQ4_K"}
+_FOREIGN |= {140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4_KSS"}
+_FOREIGN |= {152: "IQ5_KS", 153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT", 156: "IQ3_KS"}
+_FOREIGN |= {157: "IQ2_KL", 158: "IQ1_KT"}
+# Of a model in several files: how many, which of them this is, and how many tensors are in all.
+SPLIT = ("split.count", "split.no", "split.tensors.count")
+
+
 class Row(NamedTuple):
     """A tensor in the table.
 
     Attributes:
       name: of the tensor.
-      kind: the name of its type, such as 'Q4_0'.
+      kind: the name of its type, such as 'Q4_0'; of one that is not known what an error calls it.
       shape: in the order of NumPy: the file has it backwards.
       start: where its bytes begin in the file.
-      stop: where they end.
-      packed: the shape of its blocks as bytes, `[..., rows, bytes]`.
+      stop: where they end; where they begin if the type is not known.
+      packed: the shape of its blocks as bytes, `[..., rows, bytes]`; None if the type is not known.
     """
 
     name: str
@@ -39,7 +51,23 @@ class Row(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
-    packed: tuple[int, ...]
+    packed: tuple[int, ...] | None
+
+
+class Header(NamedTuple):
+    """What stands in front of a file's tensors.
+
+    Attributes:
+      rows: the tensors.
+      number: which of the files of a model this is, from 0.
+      num_files: how many the model has.
+      tensors: how many tensors are in all of them; None if it does not say.
+    """
+
+    rows: list[Row]
+    number: int = 0
+    num_files: int = 1
+    tensors: int | None = None
 
 
 class _Ended(Exception):
@@ -50,8 +78,8 @@ class _Damaged(Exception):
     """Something in the header can't be."""
 
 
-def table_of(path: str, gguf: Any) -> list[Row] | None:
-    """The tensors of a GGUF file; None if its numbers are in the other order of bytes.
+def header_of(path: str, gguf: Any) -> Header | None:
+    """The header of a GGUF file; None if its numbers are in the other order of bytes.
 
     Args:
       path: the file, which begins like one of GGUF.
@@ -64,7 +92,7 @@ def table_of(path: str, gguf: Any) -> list[Row] | None:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         read = _Reader(data)
         try:
-            return _table(read, gguf)
+            return _header(read, gguf)
         except _Ended:
             raise CheckpointError(
                 f"{path}: truncated or damaged GGUF file: it ends at byte {len(data):,}, before "
@@ -74,32 +102,43 @@ def table_of(path: str, gguf: Any) -> list[Row] | None:
             raise CheckpointError(f"{path}: truncated or damaged GGUF file: {e}") from None
 
 
-def _table(read: "_Reader", gguf: Any) -> list[Row] | None:
+def _header(read: "_Reader", gguf: Any) -> Header | None:
     (version,) = read.numbers("I")
     if version and not version % 2**16:
         return None
     if version not in _VERSIONS:
         raise _Damaged(f"version {version} of the format; read are {_VERSIONS}")
     num_tensors, num_keys = read.numbers("QQ")
-    read.within, alignment = "its metadata", 32
+    read.within = "its metadata"
+    numbers = _numbers(read, num_keys)
+    read.within = "its table of tensors"
+    rows = list(_rows(read, num_tensors, gguf))
+    alignment = numbers.get(ALIGNMENT, 32)
+    data = -(-read.offset // alignment) * alignment
+    rows = [row._replace(start=data + row.start, stop=data + row.stop) for row in rows]
+    _check_places(rows, read.size)
+    count, number, total = map(numbers.get, SPLIT)
+    return Header(rows, number or 0, count or 1, total)
+
+
+def _numbers(read: "_Reader", count: int) -> dict[str, Any]:
+    """Of the metadata the integers that matter for reading, checked."""
     keys: set[str] = set()
-    for _ in range(num_keys):
+    found: dict[str, Any] = {}
+    for _ in range(count):
         key = read.text()
         (kind,) = read.numbers("I")
         value = read.value(kind)
         if key in keys:
             raise _Damaged(f"the key {brief(key)} occurs twice in its metadata")
         keys.add(key)
-        if key == _ALIGNMENT:
-            if kind != _UINT32 or value.bit_count() != 1:
-                raise _Damaged(f"{_ALIGNMENT} should be a power of two, not {brief(value)}")
-            alignment = value
-    read.within = "its table of tensors"
-    rows = list(_rows(read, num_tensors, gguf))
-    data = -(-read.offset // alignment) * alignment
-    rows = [row._replace(start=data + row.start, stop=data + row.stop) for row in rows]
-    _check_places(rows, read.size)
-    return rows
+        if key == ALIGNMENT and (kind != _UINT32 or value.bit_count() != 1):
+            raise _Damaged(f"{ALIGNMENT} should be a power of two, not {brief(value)}")
+        if key in SPLIT and type(value) is not int:
+            raise _Damaged(f"{key} should be an integer, not {brief(value)}")
+        if key == ALIGNMENT or key in SPLIT:
+            found[key] = value
+    return found
 
 
 def _rows(read: "_Reader", count: int, gguf: Any) -> Iterator[Row]:
@@ -116,11 +155,12 @@ def _rows(read: "_Reader", count: int, gguf: Any) -> Iterator[Row]:
             raise _Damaged(f"the tensor {brief(name)} has {ndim} axes")
         *shape, number, start = read.numbers(f"{ndim}QIQ")
         shape = shape[::-1]
-        if number not in sizes:
-            raise _Damaged(f"the tensor {brief(name)} has the type {number}, which is not known")
-        kind, elements, width = sizes[number]
+        kind, elements, width = sizes.get(number, (_unknown(number), 1, 1))
         if math.prod(max(n, 1) for n in shape) * width >= 2**56:
             raise _Damaged(f"the tensor {brief(name)}: {shape} is not the shape of an array")
+        if number not in sizes:  # nor is its size known
+            yield Row(name, kind, tuple(shape), start, start, None)
+            continue
         last = shape[-1] if shape else 1
         if last % elements:
             raise _Damaged(
@@ -128,6 +168,17 @@ def _rows(read: "_Reader", count: int, gguf: Any) -> Iterator[Row]:
             )
         packed = (*shape[:-1], last // elements * width)
         yield Row(name, kind, tuple(shape), start, start + math.prod(packed), packed)
+
+
+def _unknown(number: int) -> str:
+    """What an error calls a type that is not read."""
+    if number in _GONE:
+        what = f"{_GONE[number]}, which GGML no longer has"
+    elif number in _FOREIGN:
+        what = f"{_FOREIGN[number]} of ik_llama.cpp"
+    else:
+        what = "of another program, or the file is damaged"
+    return f"the type {number}, which is not known: {what}"
 
 
 def _check_places(rows: list[Row], size: int) -> None:
@@ -181,8 +232,8 @@ class _Reader:
 
     def value(self, kind: int, depth: int = 0) -> Any:
         """A number of the metadata; of texts and lists nothing but where they end."""
-        if kind in _NUMBERS:
-            return self.numbers(_NUMBERS[kind])[0]
+        if kind in LAYOUTS:
+            return self.numbers(LAYOUTS[kind])[0]
         if kind == _STRING:
             self._skip(*self.numbers("Q"))
             return None
@@ -192,7 +243,7 @@ class _Reader:
         self._entries += count
         if self._entries > _MOST_ENTRIES:
             raise _Damaged(f"lists of more than {_MOST_ENTRIES:,} entries in its metadata")
-        if inner in _NUMBERS:
+        if inner in LAYOUTS:
             self._skip(count * _WIDTHS[inner])
             return None
         for _ in range(count):

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pathlib
 import sys
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ import numpy as np
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.kinds import check_file, kind_of, not_a
+from haiku_implicit.files.shards import missing, numbered
 from haiku_implicit.interchange.ggml import KINDS, from_ggml
 from haiku_implicit.interchange.ggml_writing import gguf_package
-from haiku_implicit.interchange.gguf_header import Row, table_of
-from haiku_implicit.interchange.names import Names, place_of
+from haiku_implicit.interchange.gguf_header import SPLIT, Header, header_of
+from haiku_implicit.interchange.names import Names, places_of
 from haiku_implicit.interchange.trees import Stored, tree_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
@@ -36,15 +38,17 @@ def load_gguf(
 ) -> dict[str, dict[str, Any]]:
     """Reads the tensors of a GGUF file as the parameters of a Haiku model.
 
-    The file is mapped into memory and read tensor by tensor, with a progress bar. Quantized tensors
-    keep their bits, see `from_ggml`. The groups of a weight `w` `[inputs, outputs]` lie along its
-    inputs, those of an embedding `[rows, width]` along its width, as they do in the file.
+    The file is mapped into memory and read tensor by tensor, with a progress bar. Of a model that is
+    split into several files (`model-00001-of-00003.gguf`, ...) all are read, whichever of them is
+    given. Quantized tensors keep their bits, see `from_ggml`. The groups of a weight `w` `[inputs,
+    outputs]` lie along its inputs, those of an embedding `[rows, width]` along its width, as they do in
+    the file.
 
     Args:
       file: the path of the file, or the `gguf.GGUFReader` that `open_gguf` made of it.
       names: where each tensor goes: a mapping or a function from its name in the file to
-        'module/name', to a `Place`, or to None for what the model does not have; see
-        `names_by_pattern`.
+        'module/name', to a `Place`, to a list of places that all get it, or to None for what the model
+        does not have; see `names_by_pattern`.
       dtype: of the parameters' values. None: that of dense tensors in the file, and float32 for
         quantized ones. Integers stay what they are.
       like: `{module: {name: array or shape}}`, such as `jax.eval_shape(model.init, ...)` gives: if the
@@ -58,8 +62,9 @@ def load_gguf(
 
     Raises:
       haiku_implicit.CheckpointError: a `ValueError`: for a file that is truncated or damaged, has
-        tensors of types that are not read (it names all of them), or does not have the parameters of
-        `like`.
+        tensors of types that are not read (it names all of them, but for those that `names` leaves
+        out), is a part of a model whose other parts are not there, or does not have the parameters
+        of `like`.
       ValueError: for a tensor without a place, two tensors at one place, or a place that does not fit.
       ImportError: without the package `gguf`.
       OSError: if the file can't be read.
@@ -79,11 +84,13 @@ def load_gguf(
     """
     if hasattr(file, "tensors"):
         where, tensors = os.fspath(file.data.filename), [_of_reader(t) for t in file.tensors]
+        _check_whole(where, file)
     else:
         where = os.fspath(file)
         tensors = _mapped(where)
     _check_kinds(tensors, names, where)
-    stored = [Stored(t.name, t.shape, functools.partial(_read, t)) for t in tensors]
+    partial = functools.partial
+    stored = [Stored(t.name, partial(_shape, t), partial(_read, t)) for t in tensors]
     return tree_of(stored, names, where, dtype=dtype, like=like, dequantize=dequantize)
 
 
@@ -91,19 +98,28 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
     """Opens a GGUF file.
 
     Args:
-      path: the file.
+      path: the file; of a model that is split into several, any of them.
 
     Returns:
-      A `gguf.GGUFReader`: `fields` has the metadata, `tensors` the tensors, not read yet.
+      A `gguf.GGUFReader`: `fields` has the metadata, `tensors` the tensors, not read yet: those of all
+      files of the model.
 
     Raises:
-      haiku_implicit.CheckpointError: a `ValueError`: if it is not a GGUF file, truncated or damaged.
+      haiku_implicit.CheckpointError: a `ValueError`: if it is not a GGUF file, truncated or damaged, a
+        part of a model whose other parts are not there, or has tensors of types that the package does
+        not know.
       ImportError: without the package `gguf`.
       OSError: if the file can't be read.
     """
-    path = os.fspath(path)
-    _table(path)
-    return gguf_package().GGUFReader(path)
+    parts = _parts(os.fspath(path))
+    for part, header in parts.items():
+        for row in header.rows:
+            if row.packed is None:
+                raise CheckpointError(
+                    f"{part}: {row.name} has {row.kind}, and the package gguf opens no such file. "
+                    "haiku_implicit.load_gguf reads the other tensors, if names leaves this one out"
+                )
+    return _joined(list(parts))
 
 
 def read_gguf(path: str | os.PathLike[str]) -> Any:
@@ -111,8 +127,8 @@ def read_gguf(path: str | os.PathLike[str]) -> Any:
     gguf = gguf_package()
     path = os.fspath(path)
     _check_beginning(path)
-    if table_of(path, gguf) is not None:
-        return gguf.GGUFReader(path)
+    if header_of(path, gguf) is not None:
+        return open_gguf(path)
     # The package slices the mapped file without looking at its length, so that what a short file raises
     # depends on where it ends.
     try:
@@ -121,29 +137,96 @@ def read_gguf(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{path}: truncated or damaged GGUF file ({e})") from e
 
 
+# --- the files of a model --------------------------------------------------------------------------
+
+
 def _check_beginning(path: str) -> None:
     check_file(path, "a GGUF file")
     if kind_of(path).name != "gguf":
         raise not_a("a GGUF file", path)
 
 
-def _table(path: str) -> list[Row]:
-    """The tensors of a file, of this machine's order of bytes."""
+def _header(path: str) -> Header:
+    """The header of a file, of this machine's order of bytes."""
     gguf = gguf_package()
     _check_beginning(path)
-    rows = table_of(path, gguf)
-    if rows is None or sys.byteorder != "little":
+    header = header_of(path, gguf)
+    if header is None or sys.byteorder != "little":
         raise CheckpointError(f"{path}: only little-endian GGUF files are read, on such machines")
-    return rows
+    return header
+
+
+def _parts(path: str) -> dict[str, Header]:
+    """The headers of all files of the model that a file is of, in their order."""
+    own = _header(path)
+    if own.num_files <= 1:
+        return {path: own}
+    here = f"{path}: file {own.number + 1} of {own.num_files} of a model (split.count)"
+    files = numbered(pathlib.Path(path)) or ()
+    if len(files) != own.num_files or files[own.number : own.number + 1] != (pathlib.Path(path),):
+        raise CheckpointError(
+            f"{here}, whose other files its name does not tell: expected it to end in "
+            f"-{own.number + 1:05}-of-{own.num_files:05}.gguf. Give all files the names that they had"
+        )
+    if names := missing(files):
+        raise CheckpointError(f"{here}, and these are not beside it: {names}. Copy them there")
+    parts = {os.fspath(file): _header(os.fspath(file)) for file in files}
+    _check_parts(parts, own)
+    return parts
+
+
+def _check_parts(parts: dict[str, Header], own: Header) -> None:
+    """The files are of one model: each is the one that its name says, and no tensor is in two."""
+    found: dict[str, str] = {}
+    for i, (path, header) in enumerate(parts.items()):
+        if (header.number, header.num_files, header.tensors) != (i, own.num_files, own.tensors):
+            raise CheckpointError(
+                f"{path}: expected file {i + 1} of {own.num_files} of a model of {own.tensors} "
+                f"tensors, got file {header.number + 1} of {header.num_files} of one with {header.tensors}"
+            )
+        for row in header.rows:
+            if row.name in found:
+                raise CheckpointError(f"{path}: {row.name}: {found[row.name]} has it, too")
+            found[row.name] = path
+    if own.tensors not in (None, len(found)):
+        raise CheckpointError(
+            f"{next(iter(parts))}: a model of {own.tensors} tensors (split.tensors.count); its "
+            f"{own.num_files} files have {len(found)}"
+        )
+
+
+def _joined(paths: list[str]) -> Any:
+    """The reader of the first file, with the tensors of all."""
+    readers = [gguf_package().GGUFReader(path) for path in paths]
+    for other in readers[1:]:
+        readers[0].tensors.extend(other.tensors)
+    return readers[0]
+
+
+def _check_whole(where: str, reader: Any) -> None:
+    """Raises for a reader that has the tensors of one file of several."""
+    fields = {key: field.contents() for key, field in reader.fields.items() if key in SPLIT}
+    count, tensors = fields.get(SPLIT[0], 1), fields.get(SPLIT[2])
+    if count > 1 and len(reader.tensors) != tensors:
+        raise CheckpointError(
+            f"{where}: one of {count} files of a model: its reader has {len(reader.tensors)} of "
+            f"{tensors} tensors. haiku_implicit.open_gguf opens all of them"
+        )
+
+
+# --- tensors ---------------------------------------------------------------------------------------
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a file: numbers, or of those in few bits blocks `[..., rows, bytes]` uint8."""
+    """A tensor of a file: numbers, or of those in few bits blocks `[..., rows, bytes]` uint8.
+
+    Of a type that is not known, there is nothing but its name.
+    """
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    data: np.ndarray
+    data: np.ndarray | None
 
 
 def _of_reader(tensor: Any) -> _Tensor:
@@ -153,32 +236,41 @@ def _of_reader(tensor: Any) -> _Tensor:
 
 def _mapped(path: str) -> list[_Tensor]:
     """All tensors, as views of the mapped file. (The package makes objects of all metadata as well.)"""
-    rows = _table(path)
-    data = np.memmap(path, mode="r")
-    return [
-        _Tensor(row.name, row.kind, row.shape, data[row.start : row.stop].reshape(row.packed))
-        for row in rows
-    ]
+    found = []
+    for part, header in _parts(path).items():
+        data = np.memmap(part, mode="r")
+        for name, kind, shape, start, stop, packed in header.rows:
+            own = None if packed is None else data[start:stop].reshape(packed)
+            found.append(_Tensor(name, kind, shape, own))
+    return found
 
 
 def _check_kinds(tensors: list[_Tensor], names: Names, where: str) -> None:
     """All tensors that are asked for are of types that are read."""
-    unknown: dict[str, list[str]] = {}
-    for tensor in tensors:
-        kind = tensor.kind
+    unread: dict[tuple[str, bool], list[str]] = {}
+    for name, kind, _, data in tensors:
         known = kind in KINDS or kind in _DENSE
-        if not known and place_of(names, tensor.name, where) is not None:
-            unknown.setdefault(kind, []).append(tensor.name)
-    if unknown:
-        shown = "; ".join(f"{kind}: {', '.join(own)}" for kind, own in unknown.items())
+        if not known and places_of(names, name, where):
+            unread.setdefault((kind, data is None), []).append(name)
+    if unread:
+        shown = "; ".join(
+            f"{', '.join(own)} has {kind}" if unknown else f"{kind}: {', '.join(own)}"
+            for (kind, unknown), own in unread.items()
+        )
         raise CheckpointError(
             f"{where}: tensors of types that are not read: {shown}. Read are {', '.join(_DENSE)}, "
-            f"{', '.join(KINDS)}. llama.cpp's `llama-quantize --allow-requantize` makes such a file"
+            f"{', '.join(KINDS)}. `llama-quantize --allow-requantize` of llama.cpp, or of the program "
+            "that wrote it, makes such a file; a place of None leaves a tensor out"
         )
+
+
+def _shape(tensor: _Tensor) -> tuple[int, ...]:
+    return tensor.shape
 
 
 def _read(tensor: _Tensor, dense: bool) -> np.ndarray | QuantizedMatrix:
     _, kind, shape, data = tensor
+    assert data is not None  # `_check_kinds`
     if kind not in _DENSE:
         return from_ggml(data, kind, axis=-1)
     # The reader of the package gives numbers, but for BF16, whose bytes it gives, as the file has them.

@@ -1,11 +1,10 @@
 """`save_gguf`: the parameters of a Haiku model as a GGUF file, for llama.cpp and what is made of it."""
 
-import collections
 import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,18 +19,14 @@ from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.files.replacing import replaced
 from haiku_implicit.interchange import ggml_writing
 from haiku_implicit.interchange.ggml_writing import gguf_package, to_ggml
+from haiku_implicit.interchange.gguf_metadata import Info, alignment_of, fields_of, header
 from haiku_implicit.interchange.gguf_reading import read_gguf
-from haiku_implicit.interchange.names import Names, Place, place_of
+from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.params import trees
 
 # A kind; some, of which the first is taken whose blocks fit; or one for each pattern of names.
 Kind = str | Sequence[str] | None
 Kinds = Kind | Mapping[str, Kind]
-
-_ARCHITECTURE, _ALIGNMENT = "general.architecture", "general.alignment"
-_FILE_TYPE, _VERSION = "general.file_type", "general.quantization_version"
-# What the reader adds, how the file was divided, and of what kind its tensors are.
-_NOT_KEPT = ("GGUF.", "split.", _FILE_TYPE)
 
 
 def save_gguf(
@@ -54,16 +49,17 @@ def save_gguf(
       path: the file.
       params: parameters, without adapters: `merge_adapters` first.
       names: where each tensor of the file is in `params`, as for reading one: 'module/name', a `Place`,
-        or None for a tensor that is left out. A mapping says what tensors there are; a function needs
-        `metadata_from`, whose tensors they are then. So does a `Place` with a shape, which does not say
-        what axes of the parameter the tensor has joined, unless the parameter is a `MatrixView`.
+        a list of places that have the same values, or None for a tensor that is left out. A mapping
+        says what tensors there are; a function needs `metadata_from`, whose tensors they are then. So
+        does a `Place` with a shape, which does not say what axes of the parameter the tensor has
+        joined, unless the parameter is a `MatrixView`.
       kind: one that `from_ggml` reads, 'F32', 'F16' or 'BF16', for all tensors of two axes and more;
         those of one axis (norms, biases) are 'F32'. Several: the first one whose blocks fit the rows. A
         mapping from patterns of tensors' names, of which the first that matches the whole name
         counts: `{'token_embd.weight': 'Q8_0', '.*': ('Q4_K', 'Q5_0')}`. None: as the weight is.
-      metadata: more keys of the file: texts, numbers, booleans, and lists of them. An integer is
-        written as `uint32` (`int32` below zero), a float as `float32`, a number of NumPy as what it is.
-        None leaves a key of `metadata_from` out.
+      metadata: more keys of the file: texts, numbers, booleans, and lists of them, also in lists. An
+        integer is written as `uint32` (`int32` below zero), a float as `float32`, a number of NumPy as
+        what it is. None leaves a key of `metadata_from` out.
       metadata_from: a GGUF file whose metadata (architecture, sizes, tokenizer) is taken over.
 
     Raises:
@@ -88,17 +84,15 @@ def save_gguf(
     gguf = gguf_package()
     source = None if metadata_from is None else _opened(metadata_from)
     tensors = _planned(params, names, source, kind)
-    fields = _fields(gguf, metadata or {}, source, tensors)
-    with replaced(path) as temporary:
-        writer = gguf.GGUFWriter(temporary, fields.pop(_ARCHITECTURE)[0])
-        try:
-            if _ALIGNMENT in fields:
-                writer.add_custom_alignment(fields.pop(_ALIGNMENT)[0])
-            for key, field in fields.items():
-                writer.add_key_value(key, *field)
-            _write(gguf, writer, tensors)
-        finally:
-            writer.close()
+    infos = [_info(gguf, t) for t in tensors]
+    fields = fields_of(gguf, metadata or {}, source, infos)
+    alignment = alignment_of(fields)
+    with replaced(path) as temporary, open(temporary, "wb") as file:
+        file.write(header(gguf, fields, infos))
+        with progress.bar("tensors", len(tensors)) as run:
+            for t, info in zip(tensors, infos, strict=True):
+                file.write(run(t.name, _data_of, t).data)
+                file.write(bytes(-info.nbytes % alignment))
 
 
 # --- what is written -------------------------------------------------------------------------------
@@ -121,17 +115,18 @@ def _planned(params: Any, names: Names, source: Any, kind: Kinds) -> list[_Tenso
     kinds = _Rules(kind)
     tensors, used = [], set()
     for name in _tensor_names(names, shapes):
-        place = place_of(names, name, "names")
-        if place is None:
-            continue
-        if place.path not in by_path:
-            nearest = difflib.get_close_matches(place.path, by_path, n=3, cutoff=0.0)
-            raise ValueError(
-                f"{name}: names has {place.path!r} for it, which is not a parameter. Nearest: "
-                f"{', '.join(nearest)}"
-            )
-        used.add(place.path)
-        tensors.append(_tensor(name, by_path[place.path], place, shapes.get(name), kinds))
+        same: list[_Tensor] = []  # of all places that have this tensor
+        for place in places_of(names, name, "names"):
+            if place.path not in by_path:
+                nearest = difflib.get_close_matches(place.path, by_path, n=3, cutoff=0.0)
+                raise ValueError(
+                    f"{name}: names has {place.path!r} for it, which is not a parameter. Nearest: "
+                    f"{', '.join(nearest)}"
+                )
+            used.add(place.path)
+            same.append(_tensor(name, by_path[place.path], place, shapes.get(name), kinds))
+        _check_same(same)
+        tensors += same[:1]
     missing = [path for path in by_path if path not in used]
     if missing:
         raise ValueError(
@@ -140,6 +135,17 @@ def _planned(params: Any, names: Names, source: Any, kind: Kinds) -> list[_Tenso
         )
     kinds.check_used([t.name for t in tensors])
     return tensors
+
+
+def _check_same(tensors: Sequence[_Tensor]) -> None:
+    """Parameters that are one tensor in the file have the same values."""
+    for other in tensors[1:]:
+        one, two = (np.asarray(_dense(t.weight())) for t in (tensors[0], other))
+        if not np.array_equal(one, two, equal_nan=True):
+            raise ValueError(
+                f"{other.name}: names has {tensors[0].path!r} and {other.path!r} for it, which have "
+                "different values. Give each a tensor of its own"
+            )
 
 
 def _tensor_names(names: Names, shapes: Mapping[str, Any]) -> Iterable[str]:
@@ -280,19 +286,9 @@ def _described(weight: Any) -> str:
     return f"{weight.format} in {groups} of the tensor, with scales in {weight.scale_dtype}"
 
 
-def _write(gguf: Any, writer: Any, tensors: Sequence[_Tensor]) -> None:
-    for t in tensors:
-        kind = gguf.GGMLQuantizationType[t.kind]
-        elements, size = gguf.GGML_QUANT_SIZES[kind]
-        nbytes = math.prod(t.shape) // elements * size
-        # A dtype of numbers, for the shape to be taken as that of numbers.
-        writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    with progress.bar("tensors", len(tensors)) as run:
-        for t in tensors:
-            writer.write_tensor_data(run(t.name, _data_of, t))
+def _info(gguf: Any, t: _Tensor) -> Info:
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[t.kind]]
+    return Info(t.name, t.shape, t.kind, math.prod(t.shape) // elements * size)
 
 
 def _data_of(t: _Tensor) -> np.ndarray:
@@ -309,86 +305,8 @@ def _dense(weight: Any) -> Any:
     return weight.materialize() if hasattr(weight, "materialize") else weight
 
 
-# --- metadata --------------------------------------------------------------------------------------
-
-# Of a key: the value, its type, and that of its elements.
-_Field = tuple[Any, Any, Any]
-
-
 def _opened(path: str | os.PathLike[str]) -> Any:
     try:
         return read_gguf(path)
     except ValueError as e:
         raise ValueError(f"metadata_from: {e}") from e
-
-
-def _fields(
-    gguf: Any, metadata: Mapping[str, Any], source: Any, tensors: Sequence[_Tensor]
-) -> dict[str, _Field]:
-    """The metadata of the file."""
-    fields = dict(_taken_over(gguf, source)) if source else {}
-    fields |= _about(gguf, tensors)
-    for key, value in metadata.items():
-        if value is None:
-            fields.pop(key, None)
-        else:
-            fields[key] = _field(gguf, key, value)
-    if _ARCHITECTURE not in fields:
-        raise ValueError(
-            f"metadata: {_ARCHITECTURE!r} is missing. Give it, with the other keys that its programs "
-            "read, or metadata_from=, the file that the model came from"
-        )
-    return fields
-
-
-def _taken_over(gguf: Any, source: Any) -> Iterator[tuple[str, _Field]]:
-    array = gguf.GGUFValueType.ARRAY
-    for key, field in source.fields.items():
-        kind, *inner = field.types
-        value = field.contents()
-        # (The package does not write empty lists.)
-        if key.startswith(_NOT_KEPT) or (kind == array and not value):
-            continue
-        yield key, (value, kind, inner[-1] if inner else None)
-
-
-def _about(gguf: Any, tensors: Sequence[_Tensor]) -> dict[str, _Field]:
-    """What programs show as the file's type, and the version of the quantized blocks."""
-    uint32 = gguf.GGUFValueType.UINT32
-    sizes: collections.Counter[str] = collections.Counter()
-    for t in tensors:
-        sizes[t.kind] += math.prod(t.shape)
-    most = sizes.most_common(1)[0][0] if sizes else "F32"
-    prefixes = ("ALL_", "MOSTLY_")
-    found = [x for x in gguf.LlamaFileType if x.name.startswith(tuple(p + most for p in prefixes))]
-    about = {_VERSION: (gguf.GGML_QUANT_VERSION, uint32, None)}
-    return about | ({_FILE_TYPE: (int(found[0]), uint32, None)} if found else {})
-
-
-_TYPES = {bool: "BOOL", str: "STRING", float: "FLOAT32"}
-
-
-def _field(gguf: Any, key: str, value: Any) -> _Field:
-    types = gguf.GGUFValueType
-    if isinstance(value, list | tuple | np.ndarray):
-        each = [_field(gguf, key, x) for x in value]
-        inner = {kind for _, kind, _ in each}
-        if inner == {types.INT32, types.UINT32}:  # some are negative
-            inner = {types.INT32}
-        if len(inner) != 1 or types.ARRAY in inner:
-            raise ValueError(
-                f"metadata: {key}: expected a list of numbers or texts of one type, got {value!r}"
-            )
-        return [x for x, _, _ in each], types.ARRAY, inner.pop()
-    if isinstance(value, np.generic):
-        name = "BOOL" if value.dtype == bool else value.dtype.name.upper()
-        if name in types.__members__:
-            return value.item(), types[name], None
-    elif type(value) in _TYPES:
-        return value, types[_TYPES[type(value)]], None
-    elif type(value) is int and -(2**31) <= value < 2**32:
-        return value, types.INT32 if value < 0 else types.UINT32, None
-    raise ValueError(
-        f"metadata: {key}: expected a text, a number, a boolean or a list of them, got {value!r}. "
-        "Larger integers: numpy.uint64, numpy.int64"
-    )

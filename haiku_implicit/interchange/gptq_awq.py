@@ -1,23 +1,27 @@
 """Weights of 2, 3, 4 and 8 bits with zero points, in checkpoints that GPTQ and AWQ made.
 
-Both have, for a module `X` `[inputs, outputs]`, codes `X.qweight`, zero points `X.qzeros` and scales
-`X.scales` `[groups, outputs]`; a value is `scale * (code - zero point)`.
+For a module `X` `[inputs, outputs]` there are codes `X.qweight`, zero points `X.qzeros` and scales
+`X.scales`; a value is `scale * (code - zero point)`.
 
-In GPTQ's (AutoGPTQ's `qlinear_cuda_old.py`, GPTQModel) 32 bits hold consecutive inputs, the first
-lowest; zero points are stored less one, but for `checkpoint_format: gptq_v2`; `X.g_idx` has the group
-of each input. In AWQ's (AutoAWQ's `packing_utils.py`, version 'gemm') 32 bits hold eight outputs in the
-order 0, 2, 4, 6, 1, 3, 5, 7.
+- GPTQ (AutoGPTQ's `qlinear_cuda_old.py`, GPTQModel): an integer of 32 bits holds codes of consecutive
+  inputs, the first lowest; scales are `[groups, outputs]`; `X.g_idx` has the group of each input. Zero
+  points are stored less one in the format 'gptq', and as they are in 'gptq_v2'.
+- AWQ (AutoAWQ's `packing_utils.py`), 'gemm': 32 bits hold eight outputs in the order 0, 2, 4, 6, 1, 3,
+  5, 7; scales are `[groups, outputs]`.
+- AWQ, 'gemv': 32 bits hold eight consecutive inputs, the first lowest; scales are `[outputs, groups]`,
+  filled up with zeros.
 """
 
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.files.container import CheckpointError, brief
-from haiku_implicit.interchange.safetensors_files import CONFIG, Tensors
+from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.interchange.quantization_config import Config, Settings
+from haiku_implicit.interchange.runs_of_bits import unpacked
+from haiku_implicit.interchange.safetensors_files import Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -25,20 +29,6 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 _SCALES = "F16 BF16 F32"
 # Of AWQ's eight outputs in 32 bits: where the first, the second, ... is.
 _AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
-
-
-class _Settings(NamedTuple):
-    """What a configuration says.
-
-    Attributes:
-      bits: of a code.
-      group_size: how many inputs share a scale; None for all.
-      minus_one: whether zero points are stored less one.
-    """
-
-    bits: int
-    group_size: int | None
-    minus_one: bool = False
 
 
 class _Parts(NamedTuple):
@@ -50,90 +40,83 @@ class _Parts(NamedTuple):
     group: np.ndarray
 
 
-def gptq(tensors: Tensors, config: Mapping[str, Any]) -> tuple[list[Stored], set[str]]:
+def gptq(tensors: Tensors, config: Config) -> tuple[list[Stored], set[str]]:
     """The weights that GPTQ quantized, and the names of all tensors that they are made of."""
-    form = config.get("checkpoint_format", "gptq")
-    if form not in ("gptq", "gptq_v2"):
-        raise _wrong(tensors, "checkpoint_format", "'gptq' or 'gptq_v2'", form)
-    settings = _settings(tensors, config, (2, 3, 4, 8), minus_one=form == "gptq")
-    return _found(tensors, settings, _gptq_shape, _gptq_parts)
+    layouts = {"gptq": _GPTQ, "gptq_v2": _GPTQ}
+    return _found(tensors, config, layouts, bits=(2, 3, 4, 8), words=(8, 16, 32, 64))
 
 
-def awq(tensors: Tensors, config: Mapping[str, Any]) -> tuple[list[Stored], set[str]]:
+def awq(tensors: Tensors, config: Config) -> tuple[list[Stored], set[str]]:
     """The weights that AWQ quantized, and the names of all tensors that they are made of."""
-    version = config.get("version", config.get("checkpoint_format", "gemm"))
-    if str(version).lower() != "gemm":
-        raise _wrong(tensors, "version", "'gemm'", version)
-    if config.get("zero_point", True) is not True:
-        raise _wrong(tensors, "zero_point", "true", config["zero_point"])
-    return _found(tensors, _settings(tensors, config, (4,)), _awq_shape, _awq_parts)
-
-
-def _settings(
-    tensors: Tensors, config: Mapping[str, Any], known: tuple[int, ...], minus_one: bool = False
-) -> _Settings:
-    bits = config.get("bits", config.get("w_bit"))
-    size = config.get("group_size", config.get("q_group_size"))
-    if bits not in known:
-        raise _wrong(tensors, "bits", f"one of {', '.join(map(str, known))}", bits)
-    if type(size) is not int or (size <= 0 and size != -1):
-        raise _wrong(tensors, "group_size", "a positive integer or -1", size)
-    return _Settings(bits, None if size == -1 else size, minus_one)
-
-
-def _wrong(tensors: Tensors, key: str, expected: str, found: Any) -> CheckpointError:
-    return CheckpointError(
-        f"{tensors.where}: {CONFIG}: quantization_config: {key}: expected {expected}, got "
-        f"{brief(found)}"
-    )
+    return _found(tensors, config, {"gemm": _GEMM, "gemv": _GEMV}, bits=(4,), words=(32,))
 
 
 def _found(
-    tensors: Tensors,
-    settings: _Settings,
-    shape_of: Callable[[Tensors, str, _Settings], tuple[int, ...]],
-    parts_of: Callable[[Tensors, str, _Settings, tuple[int, ...]], _Parts],
+    tensors: Tensors, config: Config, layouts: Mapping[str, "_Layout"], **known: tuple[int, ...]
 ) -> tuple[list[Stored], set[str]]:
     """All weights, and the names of their tensors."""
     found: list[Stored] = []
     used: set[str] = set()
+    settings_of = lambda config: config.settings(formats=tuple(layouts), **known)  # noqa: E731
+    settings_of(config)
     for name in tensors.files:
         if name.endswith(".qweight"):
             module = name.removesuffix(".qweight")
-            found.append(_stored(tensors, module, settings, shape_of, parts_of))
+            found.append(_stored(tensors, module, config, layouts, settings_of))
             used |= {f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
     return found, used
 
 
 def _stored(
-    tensors: Tensors, module: str, settings: _Settings, shape_of: Any, parts_of: Any
+    tensors: Tensors,
+    module: str,
+    config: Config,
+    layouts: Mapping[str, "_Layout"],
+    settings_of: Callable[[Config], Settings],
 ) -> Stored:
-    shape = shape_of(tensors, module, settings)
+    def opened() -> tuple[Settings, "_Layout", tuple[int, int]]:
+        settings = settings_of(config.of_module(module))
+        layout = layouts[settings.format]
+        return settings, layout, layout.shape(tensors, module, settings)
 
     def read(dense: bool) -> np.ndarray | QuantizedMatrix:
-        parts = parts_of(tensors, module, settings, shape)
+        settings, layout, shape = opened()
+        parts = layout.parts(tensors, module, settings, shape)
         return _values(parts) if dense else _matrix(parts, settings.bits)
 
-    return Stored(f"{module}.weight", shape, read)
+    return Stored(f"{module}.weight", lambda: opened()[2], read)
 
 
-# --- the two layouts -----------------------------------------------------------------------------
+# --- the layouts ---------------------------------------------------------------------------------
 
 
-def _gptq_shape(tensors: Tensors, module: str, settings: _Settings) -> tuple[int, ...]:
+class _Layout(NamedTuple):
+    """How a weight lies in its tensors.
+
+    Attributes:
+      shape: gives `[outputs, inputs]`.
+      parts: reads it.
+    """
+
+    shape: Callable[[Tensors, str, Settings], tuple[int, int]]
+    parts: Callable[[Tensors, str, Settings, tuple[int, int]], _Parts]
+
+
+def _gptq_shape(tensors: Tensors, module: str, settings: Settings) -> tuple[int, int]:
     words, outputs = _two(tensors, f"{module}.qweight")
-    return outputs, words * 32 // settings.bits
+    return outputs, words * settings.word // settings.bits
 
 
 def _gptq_parts(
-    tensors: Tensors, module: str, settings: _Settings, shape: tuple[int, ...]
+    tensors: Tensors, module: str, settings: Settings, shape: tuple[int, int]
 ) -> _Parts:
-    (outputs, inputs), bits = shape, settings.bits
+    (outputs, inputs), (bits, size, _, _, ordered, word) = shape, settings
     groups = _num_groups(inputs, settings)
-    words = tensors.array(f"{module}.qweight", "I32", (inputs * bits // 32, outputs))
-    of_zeros = tensors.array(f"{module}.qzeros", "I32", (groups, outputs * bits // 32))
+    kind = f"I{word}"
+    words = tensors.array(f"{module}.qweight", kind, (inputs * bits // word, outputs))
+    of_zeros = tensors.array(f"{module}.qzeros", kind, (groups, outputs * bits // word))
     scales = tensors.array(f"{module}.scales", _SCALES, (groups, outputs))
-    group = np.arange(inputs) // (settings.group_size or inputs)
+    group = np.arange(inputs) // (size or inputs)
     if f"{module}.g_idx" in tensors.files:
         group = tensors.array(f"{module}.g_idx", "I32", (inputs,))
         if group.min() < 0 or group.max() >= groups:
@@ -141,24 +124,47 @@ def _gptq_parts(
                 f"{tensors.where}: {module}.g_idx: expected groups 0 ... {groups - 1}, got "
                 f"{group.min()} ... {group.max()}"
             )
-    zeros = _unpacked(of_zeros, bits).astype(np.int16)
-    if settings.minus_one:
-        if (zeros == 2**bits - 1).any():
-            raise ValueError(
-                f"{module}.qzeros: a zero point that is stored as {2**bits - 1}, which programs read "
-                f"as 0 or as {2**bits}. Convert the checkpoint to the format gptq_v2 with GPTQModel"
-            )
-        zeros += 1
-    return _Parts(_unpacked(words.T, bits), scales.T, zeros.T, group)
+    elif ordered and size is not None:
+        raise CheckpointError(
+            f"{tensors.where}: {module}.g_idx: missing, and by desc_act it has the group of each input"
+        )
+    zeros = unpacked(of_zeros, bits).astype(np.int16)
+    zeros = _zero_points(f"{tensors.where}: {module}.qzeros", zeros, settings)
+    return _Parts(unpacked(words.T, bits), scales.T, zeros.T, group)
 
 
-def _awq_shape(tensors: Tensors, module: str, settings: _Settings) -> tuple[int, ...]:
+def _zero_points(where: str, stored: np.ndarray, settings: Settings) -> np.ndarray:
+    """The zero points, of which all are the middle code if the weight is symmetric.
+
+    Some programs wrote symmetric weights with zero points as in 'gptq_v2' and called the format 'gptq'
+    (GPTQModel since version 5). Those that multiply by such weights do not look at them, and others are
+    off by one scale. The middle code tells which it is.
+    """
+    middle, last = 2 ** (settings.bits - 1), 2**settings.bits - 1
+    less_one = settings.format == "gptq"
+    if settings.symmetric is not False and (stored == middle).all():
+        return stored
+    if settings.symmetric and (stored != middle - less_one).any():
+        raise CheckpointError(
+            f"{where}: the configuration says that the weight is symmetric (sym) and its format "
+            f"{settings.format}, by which all are stored as {middle - less_one}; got "
+            f"{stored.min()} ... {stored.max()}"
+        )
+    if less_one and (stored == last).any():
+        raise ValueError(
+            f"{where}: a zero point that is stored as {last}, which programs read as 0 or as "
+            f"{last + 1}. Convert the checkpoint to the format gptq_v2 with GPTQModel"
+        )
+    return stored + less_one
+
+
+def _gemm_shape(tensors: Tensors, module: str, settings: Settings) -> tuple[int, int]:
     inputs, words = _two(tensors, f"{module}.qweight")
     return words * 32 // settings.bits, inputs
 
 
-def _awq_parts(
-    tensors: Tensors, module: str, settings: _Settings, shape: tuple[int, ...]
+def _gemm_parts(
+    tensors: Tensors, module: str, settings: Settings, shape: tuple[int, int]
 ) -> _Parts:
     (outputs, inputs), bits = shape, settings.bits
     groups = _num_groups(inputs, settings)
@@ -167,11 +173,53 @@ def _awq_parts(
     scales = tensors.array(f"{module}.scales", _SCALES, (groups, outputs))
 
     def in_order(words: np.ndarray) -> np.ndarray:
-        eights = _unpacked(words, bits).reshape(len(words), -1, 8)
+        eights = unpacked(words, bits).reshape(len(words), -1, 8)
         return eights[..., _AWQ_POSITIONS].reshape(len(words), -1).T
 
+    return _awq_parts(tensors, module, settings, in_order(words), scales.T, in_order(of_zeros))
+
+
+def _gemv_shape(tensors: Tensors, module: str, settings: Settings) -> tuple[int, int]:
+    outputs, words = _two(tensors, f"{module}.qweight")
+    return outputs, words * 32 // settings.bits
+
+
+def _gemv_parts(
+    tensors: Tensors, module: str, settings: Settings, shape: tuple[int, int]
+) -> _Parts:
+    (outputs, inputs), bits = shape, settings.bits
+    groups = _num_groups(inputs, settings)
+    _, width = _two(tensors, f"{module}.qzeros")  # in which there is room for all groups
+    width = max(width, -(-groups * bits // 32))
+    words = tensors.array(f"{module}.qweight", "I32", (outputs, inputs * bits // 32))
+    of_zeros = tensors.array(f"{module}.qzeros", "I32", (outputs, width))
+    scales = tensors.array(f"{module}.scales", _SCALES, (outputs, width * 32 // bits))
+    zeros = unpacked(of_zeros, bits)[:, :groups]
+    return _awq_parts(tensors, module, settings, unpacked(words, bits), scales[:, :groups], zeros)
+
+
+def _awq_parts(
+    tensors: Tensors,
+    module: str,
+    settings: Settings,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray,
+) -> _Parts:
+    middle = 2 ** (settings.bits - 1)
+    if settings.symmetric and (zeros != middle).any():
+        raise CheckpointError(
+            f"{tensors.where}: {module}.qzeros: the configuration says that the weight is symmetric "
+            f"(zero_point, sym), by which all are {middle}; got {zeros.min()} ... {zeros.max()}"
+        )
+    inputs = codes.shape[1]
     group = np.arange(inputs) // (settings.group_size or inputs)
-    return _Parts(in_order(words), scales.T, in_order(of_zeros).astype(np.int16), group)
+    return _Parts(codes, scales, zeros.astype(np.int16), group)
+
+
+_GPTQ = _Layout(_gptq_shape, _gptq_parts)
+_GEMM = _Layout(_gemm_shape, _gemm_parts)
+_GEMV = _Layout(_gemv_shape, _gemv_parts)
 
 
 def _two(tensors: Tensors, name: str) -> tuple[int, int]:
@@ -181,19 +229,8 @@ def _two(tensors: Tensors, name: str) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _num_groups(inputs: int, settings: _Settings) -> int:
+def _num_groups(inputs: int, settings: Settings) -> int:
     return 1 if settings.group_size is None else -(-inputs // settings.group_size)
-
-
-def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """Codes `[rows, n * 32 / bits]` uint8 of int32 `[rows, n]`: each row is one run of bits."""
-    words = np.ascontiguousarray(words)
-    data = (words.byteswap() if sys.byteorder == "big" else words).view(np.uint8)
-    if bits == 3:  # a code may lie across two bytes
-        ones = np.unpackbits(data, axis=-1, bitorder="little").reshape(len(data), -1, 3)
-        return ones[..., 0] | ones[..., 1] << 1 | ones[..., 2] << 2
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    return (data[..., None] >> shifts & (2**bits - 1)).reshape(len(data), -1)
 
 
 # --- values --------------------------------------------------------------------------------------

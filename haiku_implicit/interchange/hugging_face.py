@@ -1,26 +1,31 @@
 """Parameters from checkpoints of the Hugging Face hub: dense, or quantized by other libraries."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.files.container import CheckpointError, brief
-from haiku_implicit.interchange import bitsandbytes, gptq_awq
-from haiku_implicit.interchange.names import Names
+from haiku_implicit.interchange import bitsandbytes, gptq_awq, mlx
+from haiku_implicit.interchange.names import Names, places_of
+from haiku_implicit.interchange.quantization_config import METHOD, Config
 from haiku_implicit.interchange.safetensors_files import CONFIG, Tensors, open_tensors, read_config
 from haiku_implicit.interchange.trees import Stored, tree_of
 
 # By the `quant_method` of a configuration: what finds the quantized weights.
-_METHODS = {
+_METHODS: dict[str, Callable[[Tensors, Config], tuple[list[Stored], set[str]]]] = {
     "awq": gptq_awq.awq,
-    "bitsandbytes": bitsandbytes.quantized,
+    "bitsandbytes": lambda tensors, config: bitsandbytes.quantized(tensors),
     "gptq": gptq_awq.gptq,
 }
-# Ends of the names that only tensors of such weights have.
-_SIGNS = (".qweight", ".SCB", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
+# In `config.json`: what transformers writes, what it wrote for compressed-tensors, and what MLX writes.
+_CONFIG, _COMPRESSION, _MLX = "quantization_config", "compression_config", "quantization"
+# What only weights of bitsandbytes have: what they are is in their own tensors.
+_OF_BITSANDBYTES = (".SCB", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
+# Ends of names that only codes have.
+_CODES = (".qweight", ".weight_packed")
 
 
 def load_hugging_face(
@@ -34,16 +39,17 @@ def load_hugging_face(
     """Reads a checkpoint in safetensors, as transformers writes it, as a Haiku model's parameters.
 
     Dense weights are read as they are; those that bitsandbytes (nf4, fp4, with double quantization too,
-    and int8), GPTQ or AWQ quantized keep their codes. `config.json` says which it was. Files are mapped
-    into memory and read tensor by tensor, with a progress bar. Nothing in them is run.
+    and int8), GPTQ, AWQ or MLX quantized keep their codes. `config.json` says which it was. Files are
+    mapped into memory and read tensor by tensor, with a progress bar. Nothing in them is run.
 
     Args:
       path: a folder with `config.json`, and `model.safetensors` or the files that
-        `model.safetensors.index.json` lists; or one such file.
+        `model.safetensors.index.json` lists; or a file of safetensors. Of a model that is divided into
+        several files all are read, whichever of them is given.
       names: where each tensor goes: a mapping or a function from its name in the file to
-        'module/name', to a `Place`, or to None for what the model does not have; see
-        `names_by_pattern`. A quantized weight has the name that the dense one would have, such as
-        `model.layers.0.self_attn.q_proj.weight`, and is `[outputs, inputs]`.
+        'module/name', to a `Place`, to a list of places that all get it, or to None for what the model
+        does not have; see `names_by_pattern`. A quantized weight has the name that the dense one would
+        have, such as `model.layers.0.self_attn.q_proj.weight`, and is `[outputs, inputs]`.
       dtype: of the parameters' values. None: that of dense tensors in the file, and what the file
         says for quantized ones. Integers stay what they are.
       like: `{module: {name: array or shape}}`, such as `jax.eval_shape(model.init, ...)` gives: if the
@@ -72,29 +78,71 @@ def load_hugging_face(
     """
     tensors = open_tensors(path)
     found, used = _quantized(tensors, read_config(path))
+    _check_codes(tensors, used, names)
     found += [tensors.dense(name) for name in tensors.files if name not in used]
     return tree_of(found, names, tensors.where, dtype=dtype, like=like, dequantize=dequantize)
 
 
 def _quantized(tensors: Tensors, config: Mapping[str, Any]) -> tuple[list[Stored], set[str]]:
     """The quantized weights, and the names of all tensors that they are made of."""
-    own = config.get("quantization_config")
+    key, own = _quantization_of(tensors, config)
+    where = f"{tensors.where}: {CONFIG}: {key}"
     if own is None:
-        for name in tensors.files:
-            if name.endswith(_SIGNS):
-                raise CheckpointError(
-                    f"{tensors.where}: {name}: of a quantized weight, and there is no {CONFIG} with a "
-                    "quantization_config that says how it was quantized"
-                )
-        return [], set()
+        named = any(name.endswith(_OF_BITSANDBYTES) for name in tensors.files)
+        return bitsandbytes.quantized(tensors) if named else ([], set())
     if not isinstance(own, dict):
-        raise CheckpointError(f"{tensors.where}: {CONFIG}: quantization_config: not an object")
-    method = own.get("quant_method")
-    if method is None and ("load_in_4bit" in own or "load_in_8bit" in own):  # of older versions
-        method = "bitsandbytes"
+        raise CheckpointError(f"{where}: not an object")
+    if key == _MLX:
+        return mlx.quantized(tensors, where, own)
+    if key == _COMPRESSION:
+        raise CheckpointError(f"{where}: weights of compressed-tensors, which are not read")
+    method = _method_of(where, own)
+    return _METHODS[method](tensors, Config(where, own))
+
+
+def _check_codes(tensors: Tensors, used: set[str], names: Names) -> None:
+    """Raises for codes that are not known to be of a quantized weight, unless they are left out."""
+    for name in tensors.files:
+        if name.endswith(_CODES) and name not in used and not _left_out(names, name):
+            raise CheckpointError(
+                f"{tensors.where}: {name}: of a quantized weight, and there is no {CONFIG} with a "
+                "quantization_config that says how it was quantized. A place of None leaves it out"
+            )
+
+
+def _left_out(names: Names, name: str) -> bool:
+    try:
+        return not places_of(names, name, "names")
+    except ValueError:
+        return False
+
+
+def _quantization_of(tensors: Tensors, config: Mapping[str, Any]) -> tuple[str, Any]:
+    """What `config.json` says about quantized weights, and under which key; None if nothing."""
+    inner = config.get("text_config")
+    places = [config, inner] if isinstance(inner, dict) else [config]
+    found = {
+        key: place[key]
+        for place in places
+        for key in (_CONFIG, _COMPRESSION, _MLX)
+        if place.get(key)
+    }
+    if _MLX in found and found.get(_CONFIG) == found[_MLX]:  # it writes both
+        del found[_CONFIG]
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{tensors.where}: {CONFIG}: has {' and '.join(found)}, expected one of them"
+        )
+    return next(iter(found.items()), (_CONFIG, None))
+
+
+def _method_of(where: str, own: Mapping[str, Any]) -> str:
+    methods = [own[key] for key in METHOD if own.get(key) is not None]
+    if not methods and ("load_in_4bit" in own or "load_in_8bit" in own):  # of older versions
+        return "bitsandbytes"
+    method = methods[0] if methods else None
     if not isinstance(method, str) or method not in _METHODS:
         raise CheckpointError(
-            f"{tensors.where}: {CONFIG}: quant_method: expected one of {', '.join(_METHODS)}, got "
-            f"{brief(method)}"
+            f"{where}: quant_method: expected one of {', '.join(_METHODS)}, got {brief(method)}"
         )
-    return _METHODS[method](tensors, own)
+    return method

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from haiku_implicit.files.container import CheckpointError, brief, is_shape
@@ -52,12 +52,33 @@ class Place(NamedTuple):
             )
 
 
-# From a tensor's name in a file to where it goes; None for what the model does not have.
-Names = Mapping[str, str | Place | None] | Callable[[str], str | Place | None]
+# One place, several that get the same tensor, or None for what the model does not have.
+Places = str | Place | Sequence[str | Place] | None
+# From a tensor's name in a file to where it goes.
+Names = Mapping[str, Places] | Callable[[str], Places]
 
 
 def place_of(names: Names, tensor: str, where: str) -> Place | None:
-    """Where a tensor goes; None if it is left out.
+    """The one place that a tensor goes to; None if it is left out.
+
+    Args:
+      names: a mapping or a function.
+      tensor: its name in the file.
+      where: the file, for errors.
+
+    Raises:
+      ValueError: for a name that the mapping does not have, several places, or what is not a place.
+    """
+    places = places_of(names, tensor, where)
+    if len(places) > 1:
+        raise ValueError(
+            f"{where}: {tensor}: names gives {len(places)} places for it, expected one"
+        )
+    return places[0] if places else None
+
+
+def places_of(names: Names, tensor: str, where: str) -> tuple[Place, ...]:
+    """The places that a tensor goes to; none if it is left out.
 
     Args:
       names: a mapping or a function.
@@ -74,24 +95,31 @@ def place_of(names: Names, tensor: str, where: str) -> Place | None:
             f"{where}: {tensor}: names has no place for it. Give 'module/name' of the parameter, or "
             "None to leave it out"
         ) from None
-    if found is None or isinstance(found, Place):
-        return found
-    if not isinstance(found, str):
+    if found is None:
+        return ()
+    several = _each(found)
+    if not several or not all(isinstance(place, str | Place) for place in several):
         raise ValueError(
-            f"{where}: {tensor}: names gives {found!r} for it, expected 'module/name', a Place, or None"
+            f"{where}: {tensor}: names gives {found!r} for it, expected 'module/name', a Place, a list "
+            "of them, or None"
         )
-    return Place(found)
+    return tuple(Place(place) if isinstance(place, str) else place for place in several)
 
 
-def names_by_pattern(
-    patterns: Mapping[str, str | Place | None],
-) -> Callable[[str], str | Place | None]:
+def _each(places: Any) -> tuple[Any, ...]:
+    """One place or several, as several. (A `Place` is a tuple, too.)"""
+    several = isinstance(places, list | tuple) and not isinstance(places, Place)
+    return tuple(places) if several else (places,)
+
+
+def names_by_pattern(patterns: Mapping[str, Places]) -> Callable[[str], Places]:
     r"""Names for models with many layers: one pattern for all tensors of a kind.
 
     Args:
       patterns: for each regular expression, which a whole name of a tensor matches, where it goes:
-        'module/name' or a `Place`, in which `\1` is what the first group in parentheses matched, or
-        None to leave it out. The first pattern that matches counts.
+        'module/name' or a `Place`, in which `\1` is what the first group in parentheses matched; a
+        list of these for a tensor that several parameters get, such as embeddings that are the output
+        layer too; or None to leave it out. The first pattern that matches counts.
 
     Returns:
       A function from a tensor's name to its place, for `load_gguf`, `load_hugging_face` and
@@ -109,26 +137,31 @@ def names_by_pattern(
       >>> names('blk.3.attn_q.weight')
       'llama/layer_3/attention/q_proj/w'
     """
-    table = [(_compiled(pattern, place), place) for pattern, place in patterns.items()]
+    table = [(_compiled(pattern, places), places) for pattern, places in patterns.items()]
 
-    def names(tensor: str) -> str | Place | None:
-        for pattern, place in table:
+    def names(tensor: str) -> Places:
+        for pattern, places in table:
             if (match := pattern.fullmatch(tensor)) is not None:
-                if isinstance(place, Place):
-                    return place._replace(path=match.expand(place.path))
-                return place if place is None else match.expand(place)
+                found = None if places is None else [_expanded(match, x) for x in _each(places)]
+                return found[0] if found and len(found) == 1 else found
         raise KeyError(tensor)
 
     return names
 
 
-def read_names(path: str | os.PathLike[str]) -> Callable[[str], str | Place | None]:
+def _expanded(match: re.Match[str], place: str | Place) -> str | Place:
+    if isinstance(place, Place):
+        return place._replace(path=match.expand(place.path))
+    return match.expand(place)
+
+
+def read_names(path: str | os.PathLike[str]) -> Callable[[str], Places]:
     r"""Names from a file of JSON.
 
     Args:
       path: the file: an object `{pattern: place}`, as for `names_by_pattern`. A place is
         "module/name", `null`, or `{"path": "module/name", "axes": [0, 1], "shape": [64, 4, 8]}`, of
-        which `axes` and `shape` may be left out.
+        which `axes` and `shape` may be left out; or a list of places.
 
     Raises:
       haiku_implicit.CheckpointError: a `ValueError`: if it is not that.
@@ -146,13 +179,17 @@ def read_names(path: str | os.PathLike[str]) -> Callable[[str], str | Place | No
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected an object {{pattern: place}}, got {brief(found)}")
     try:
-        return names_by_pattern({key: _place_in_json(key, x) for key, x in found.items()})
+        return names_by_pattern({key: _places_in_json(key, x) for key, x in found.items()})
     except ValueError as e:
         raise CheckpointError(f"{path}: {e}") from None
 
 
-def _place_in_json(pattern: str, place: Any) -> str | Place | None:
-    if place is None or isinstance(place, str):
+def _places_in_json(pattern: str, places: Any) -> Places:
+    return None if places is None else [_place_in_json(pattern, x) for x in _each(places)]
+
+
+def _place_in_json(pattern: str, place: Any) -> str | Place:
+    if isinstance(place, str):
         return place
     known = isinstance(place, dict) and set(place) <= {"path", "axes", "shape"}
     if not known or not isinstance(place.get("path"), str):
@@ -170,12 +207,12 @@ def _place_in_json(pattern: str, place: Any) -> str | Place | None:
     )
 
 
-def _compiled(pattern: str, place: str | Place | None) -> re.Pattern[str]:
+def _compiled(pattern: str, places: Places) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
-        if place is not None:
+        for place in () if places is None else _each(places):
             # For an error about a group that the pattern does not have.
             compiled.sub(place.path if isinstance(place, Place) else place, "")
     except (re.error, IndexError) as e:
-        raise ValueError(f"names: {pattern!r}: {place!r}: {e}") from None
+        raise ValueError(f"names: {pattern!r}: {places!r}: {e}") from None
     return compiled

@@ -1,15 +1,18 @@
 """Tensors in the safetensors files of another library, in one or in several."""
 
+import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from haiku_implicit.files import dtypes
-from haiku_implicit.files.container import CheckpointError, File, brief
+from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.kinds import kind_of, open_container, read_json
+from haiku_implicit.files.shards import shards_in, shards_of
 from haiku_implicit.interchange.trees import Stored
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -24,7 +27,12 @@ _DENSE = (
 )
 
 
-class Tensors(NamedTuple):
+# What codes are packed into.
+_PACKED = ("I16", "U16", "I32", "U32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
     """The tensors of a checkpoint, mapped into memory.
 
     Attributes:
@@ -71,36 +79,68 @@ class Tensors(NamedTuple):
     def dense(self, name: str) -> Stored:
         """A tensor that is not quantized."""
 
-        def read(dense: bool) -> np.ndarray:
-            kind = self.files[name].tensors[name].dtype
-            if kind not in _DENSE:
-                raise CheckpointError(
-                    f"{self.where}: {name}: codes of {kind} without scales that are known; read are "
-                    f"{', '.join(_DENSE)}. A place of None leaves it out"
-                )
-            return self.array(name)
+        def shape() -> tuple[int, ...]:
+            self._check_dense(name)
+            return self.shape(name)
 
-        return Stored(name, self.shape(name), read)
+        return Stored(name, shape, lambda dense: self.array(name))
+
+    def _check_dense(self, name: str) -> None:
+        """Raises for codes, whose values nothing is known about."""
+        kind, shape = self.files[name].tensors[name][:2]
+        out = "A place of None leaves it out"
+        if kind not in _DENSE:
+            raise CheckpointError(
+                f"{self.where}: {name}: codes of {kind} without scales that are known; read are "
+                f"{', '.join(_DENSE)}. {out}"
+            )
+        scales = self._scales.get(name) or self._scales.get(name.rpartition(".")[0])
+        if kind in _PACKED and len(shape) > 1 and scales:
+            raise CheckpointError(
+                f"{self.where}: {name}: of a quantized weight, whose scales are {scales}, and there is "
+                f"no {CONFIG} with a quantization_config that says how it was quantized. {out}"
+            )
+
+    @functools.cached_property
+    def _scales(self) -> dict[str, str]:
+        """By the names of weights or modules: a tensor of scales that they have."""
+        found = {}
+        for name in self.files:
+            owner, _, own = name.rpartition(".")
+            if owner and ("scale" in own or own in ("absmax", "SCB")):
+                found[owner] = name
+        return found
 
 
 def open_tensors(path: str | os.PathLike[str]) -> Tensors:
-    """The tensors of a file, or of a folder in the layout of the Hugging Face hub.
+    """The tensors of a model: of all its files, also when one of several is given.
+
+    Args:
+      path: a file, or a folder in the layout of the Hugging Face hub.
 
     Raises:
-      CheckpointError: for a folder without weights, an index that does not fit, a damaged file.
+      CheckpointError: for a folder without weights, an index that does not fit, a file that is damaged
+        or not there, a tensor that several files have.
       OSError: if a file can't be read.
     """
     path = pathlib.Path(path)
-    listed = _files_of(path) if path.is_dir() else {path: set()}
+    shards = shards_in(path, WHOLE) if path.is_dir() else shards_of(path)
+    if shards is None:
+        raise CheckpointError(f"{path}: neither {WHOLE} nor {INDEX} is there{_hint(path)}")
     files: dict[str, File] = {}
-    for name, tensors in listed.items():
+    for name in shards.files:
         file = open_container(os.fspath(name))
-        if missing := sorted(tensors - set(file.tensors)):
-            raise CheckpointError(f"{name}: {missing[0]}: missing, and {INDEX} lists it")
         for tensor in file.tensors:
+            if (
+                shards.of_tensors.get(tensor, name) != name
+            ):  # of copies, the one that the index lists
+                continue
             if tensor in files:
                 raise CheckpointError(f"{name}: {tensor}: {files[tensor].path} has it, too")
             files[tensor] = file
+    for tensor, name in shards.of_tensors.items():
+        if tensor not in files:
+            raise CheckpointError(f"{name}: {tensor}: missing, and {shards.listed_in} lists it")
     return Tensors(os.fspath(path), files)
 
 
@@ -113,26 +153,6 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = pathlib.Path(path)
     path = (path if path.is_dir() else path.parent) / CONFIG
     return _json(path) if path.exists() else {}
-
-
-def _files_of(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
-    """The files with weights, and the tensors that have to be in each by the index."""
-    if (folder / WHOLE).exists():
-        return {folder / WHOLE: set()}
-    if not (folder / INDEX).exists():
-        raise CheckpointError(f"{folder}: neither {WHOLE} nor {INDEX} is there{_hint(folder)}")
-    listed = _json(folder / INDEX).get("weight_map")
-    if not isinstance(listed, dict) or not listed:
-        raise CheckpointError(f"{folder / INDEX}: weight_map: missing")
-    files: dict[pathlib.Path, set[str]] = {}
-    for name, file in listed.items():
-        plain = isinstance(file, str) and file.isprintable()
-        if not plain or pathlib.PurePath(file).name != file:
-            raise CheckpointError(
-                f"{folder / INDEX}: weight_map: {name}: expected a file beside it, got {brief(file)}"
-            )
-        files.setdefault(folder / file, set()).add(name)
-    return files
 
 
 def _hint(folder: pathlib.Path) -> str:

@@ -14,7 +14,7 @@ from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_
 from haiku_implicit.core.progress import bar
 from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.interchange.names import Names, Place, place_of
+from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 # How many parameters an error names.
@@ -26,22 +26,24 @@ class Stored(NamedTuple):
 
     Attributes:
       name: what the file calls it; of a quantized one, what the dense weight would be called.
-      shape: in the order of the file.
+      shape: gives its shape, in the order of the file. This and `read` raise for a tensor that can't be
+        read; one that is left out is asked for neither.
       read: gives it as a NumPy array, which may be a view of the file, or as a `QuantizedMatrix` whose
         groups lie along the last axis. With True it may give the values of what a `QuantizedMatrix`
         cannot hold; without, that is an error.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Callable[[], tuple[int, ...]]
     read: Callable[[bool], np.ndarray | QuantizedMatrix]
 
 
 class _Placed(NamedTuple):
-    """A tensor, where it goes, and the shape of the parameter."""
+    """A tensor, a place where it goes, its shape in the file, and the shape of the parameter."""
 
     stored: Stored
     place: Place
+    in_file: tuple[int, ...]
     shape: tuple[int, ...]
 
 
@@ -88,10 +90,8 @@ def tree_of(
 def _placed(tensors: Sequence[Stored], names: Names, where: str) -> dict[str, _Placed]:
     """The tensors that are not left out, by the paths of their parameters."""
     placed: dict[str, _Placed] = {}
-    for stored in tensors:
-        place = place_of(names, stored.name, where)
-        if place is None:
-            continue
+    pairs = [(x, place) for x in tensors for place in places_of(names, x.name, where)]
+    for stored, place in pairs:
         path = place.path
         if not all(path.rpartition("/")[::2]):
             raise ValueError(
@@ -102,21 +102,23 @@ def _placed(tensors: Sequence[Stored], names: Names, where: str) -> dict[str, _P
                 f"{where}: {path}: names gives two tensors this place, {placed[path].stored.name} and "
                 f"{stored.name}"
             )
-        placed[path] = _Placed(stored, place, _shape_at(stored, place, where))
+        shape = stored.shape()
+        own = _shape_at(shape, place, f"{where}: {stored.name}")
+        placed[path] = _Placed(stored, place, shape, own)
     return placed
 
 
-def _shape_at(stored: Stored, place: Place, where: str) -> tuple[int, ...]:
+def _shape_at(shape: tuple[int, ...], place: Place, where: str) -> tuple[int, ...]:
     """The shape of the parameter that a tensor becomes."""
     try:
-        moved = tuple(stored.shape[i] for i in place.axes_for(len(stored.shape)))
+        moved = tuple(shape[i] for i in place.axes_for(len(shape)))
     except ValueError as e:
-        raise ValueError(f"{where}: {stored.name} {list(stored.shape)}: {e}") from None
+        raise ValueError(f"{where} {list(shape)}: {e}") from None
     if place.shape is None:
         return moved
     if math.prod(place.shape) != math.prod(moved):
         raise ValueError(
-            f"{where}: {stored.name}: expected {math.prod(place.shape)} numbers for {place.path} "
+            f"{where}: expected {math.prod(place.shape)} numbers for {place.path} "
             f"{list(place.shape)}, got {list(moved)}"
         )
     return tuple(place.shape)
@@ -133,12 +135,12 @@ def _check_like(placed: Mapping[str, _Placed], like: Any, where: str) -> None:
         for path, shape in wanted.items()
         if path not in placed
     ]
-    for path, (stored, _, shape) in placed.items():
+    for path, (stored, _, in_file, shape) in placed.items():
         if path not in wanted:
             wrong.append(f"{path}: the model has no such parameter, {stored.name} has this place")
         elif shape != wanted[path]:
             expected = f"expected {list(wanted[path])}, got {list(shape)}"
-            wrong.append(f"{path}: {expected} of {stored.name} {list(stored.shape)}")
+            wrong.append(f"{path}: {expected} of {stored.name} {list(in_file)}")
     if wrong:
         more = f"; and {len(wrong) - _MOST} more" if len(wrong) > _MOST else ""
         raise CheckpointError(
@@ -151,9 +153,9 @@ def _dense_ones(placed: Mapping[str, _Placed], dequantize: Targets | None) -> se
     chosen = predicate_of("dequantize", dequantize, lambda module_name, name, value: False)
     check_paths("dequantize", dequantize, list(placed))
     found = set()
-    for path, (_, _, shape) in placed.items():
+    for path, own in placed.items():
         module, _, name = path.rpartition("/")
-        if chosen(module, name, jax.ShapeDtypeStruct(shape, jnp.float32)):
+        if chosen(module, name, jax.ShapeDtypeStruct(own.shape, jnp.float32)):
             found.add(path)
     if isinstance(dequantize, str) and not found:
         raise no_match("dequantize", dequantize, list(placed))
@@ -165,11 +167,11 @@ def _dense_ones(placed: Mapping[str, _Placed], dequantize: Targets | None) -> se
 
 def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
     """The parameter that a tensor is."""
-    stored, place, shape = placed
+    stored, place, in_file, shape = placed
     try:
         with np.errstate(all="ignore"):  # infinite scales and NaN are what the file has
             value = stored.read(dense)
-        axes = place.axes_for(len(stored.shape))
+        axes = place.axes_for(len(in_file))
         if isinstance(value, QuantizedMatrix) and not dense:
             new: Any = _as_placed(value, place, axes, shape, dtype)
         else:

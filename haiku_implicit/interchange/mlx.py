@@ -1,0 +1,88 @@
+"""Weights that MLX quantized ('affine', of 2 to 8 bits), as mlx-lm writes them.
+
+A weight `X.weight` `[..., outputs, inputs]` is uint32, in each row one run of bits, the first code
+lowest. A group of inputs has a scale in `X.scales` and an offset in `X.biases`; a value is
+`scale * code + offset` (MLX's `affine_quantize`).
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.interchange.runs_of_bits import unpacked
+from haiku_implicit.interchange.safetensors_files import Tensors
+from haiku_implicit.interchange.trees import Stored
+from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+
+_BITS = (2, 3, 4, 5, 6, 8)
+_FLOATS = "F16 BF16 F32"
+
+
+class _Settings(NamedTuple):
+    """How many bits a code has, and how many share a scale."""
+
+    bits: int
+    group_size: int
+
+
+def quantized(
+    tensors: Tensors, where: str, config: Mapping[str, Any]
+) -> tuple[list[Stored], set[str]]:
+    """The weights that MLX quantized, and the names of all tensors that they are made of.
+
+    Args:
+      tensors: of the checkpoint.
+      where: what the configuration is in, for errors.
+      config: `group_size`, `bits`, `mode`, and the same for single modules by their names.
+    """
+    found: list[Stored] = []
+    used: set[str] = set()
+    for name in tensors.files:
+        module = name.removesuffix(".scales")
+        if name.endswith(".scales") and f"{module}.weight" in tensors.files:
+            found.append(_stored(tensors, module, where, config))
+            used |= {f"{module}.{part}" for part in ("weight", "scales", "biases")}
+    return found, used
+
+
+def _settings(where: str, config: Mapping[str, Any], module: str) -> _Settings:
+    own = config.get(module, {})
+    if own is False:
+        raise CheckpointError(f"{where}: {module}: false, and there are scales of it")
+    own = {**config, **(own if isinstance(own, dict) else {})}
+    mode, bits, size = own.get("mode", "affine"), own.get("bits"), own.get("group_size")
+    if mode != "affine":
+        raise CheckpointError(f"{where}: mode: expected 'affine', got {brief(mode)}")
+    if type(bits) is not int or bits not in _BITS:
+        raise CheckpointError(
+            f"{where}: bits: expected one of {', '.join(map(str, _BITS))}, got {brief(bits)}"
+        )
+    if type(size) is not int or size <= 0 or size % 8:
+        raise CheckpointError(f"{where}: group_size: expected a multiple of 8, got {brief(size)}")
+    return _Settings(bits, size)
+
+
+def _stored(tensors: Tensors, module: str, where: str, config: Mapping[str, Any]) -> Stored:
+    def shape() -> tuple[int, ...]:
+        settings = _settings(where, config, module)
+        *lead, words = tensors.shape(f"{module}.weight")
+        return *lead, words * 32 // settings.bits
+
+    def read(dense: bool) -> QuantizedMatrix:
+        bits, size = _settings(where, config, module)
+        *lead, inputs = shape()
+        groups = (*lead, -(-inputs // size))
+        words = tensors.array(f"{module}.weight", "U32", (*lead, inputs * bits // 32))
+        scales = tensors.array(f"{module}.scales", _FLOATS, groups)
+        biases = tensors.array(f"{module}.biases", _FLOATS, groups)
+        codes = unpacked(words, bits).reshape(*groups, -1)
+        packed = formats.pack(jnp.asarray(codes), formats.FORMATS[f"uint{bits}"])
+        return QuantizedMatrix.from_parts(
+            packed, np.array(scales), np.array(biases), dtype=f"uint{bits}", axis=-1
+        )
+
+    return Stored(f"{module}.weight", shape, read)

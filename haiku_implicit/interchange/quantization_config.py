@@ -1,0 +1,214 @@
+"""What the `quantization_config` of a checkpoint says: every key, and what it means here.
+
+The keys are those of transformers, AutoGPTQ, GPTQModel, AutoAWQ, AutoRound and bitsandbytes. Each is
+read, or changes no number that a file stands for, or may have the values listed here alone. Any other
+key is an error: it might change what codes mean. A key with null is one that is not there.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from haiku_implicit.files.container import CheckpointError, brief
+
+# Names of one thing. What a file says by several of them has to agree.
+FORMAT = ("format", "checkpoint_format", "version")
+BITS = ("bits", "w_bit", "wbits")
+GROUP_SIZE = ("group_size", "q_group_size")
+METHOD = ("quant_method", "method")
+_SAME = (FORMAT, BITS, GROUP_SIZE, METHOD, ("sym", "zero_point"))
+_READ = {
+    *(key for keys in _SAME for key in keys),
+    *("dynamic", "pack_dtype", "desc_act", "backend"),
+    *("load_in_4bit", "load_in_8bit"),
+}
+
+# The values that are read, of keys whose other values make something else of the same codes.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "is_marlin_format": (False,),
+    "rotation": (),  # the model has to transform its activations
+    "adapter": ({},),  # weights beside these
+    "hyb_act": (False,),
+    "packing_format": ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_gptq", "auto_awq"),
+    "data_type": ("int",),
+    "super_bits": (),
+    "super_group_size": (),
+    "extra_config": ({},),  # AutoRound's settings of single layers
+    "act_bits": (16, 32),
+    "mock_quantization": (False,),
+}
+
+# How the codes were found, how programs compute with them, and which modules have none.
+_FREE = {
+    *("dataset", "tokenizer", "damp_percent", "damp_auto_increment", "static_groups"),
+    *("true_sequential", "mse", "act_group_aware", "gptaq", "gptaq_alpha", "foem", "v2"),
+    *("v2_alpha", "hessian", "fallback", "failsafe", "fail_safe", "smoother", "smooth"),
+    *("preprocessors", "meta", "lm_head", "batch_size", "model_seqlen", "pad_token_id"),
+    *("block_name_to_quantize", "module_name_preceding_first_block"),
+    *("modules_in_block_to_quantize", "modules_to_not_convert", "inside_layer_modules"),
+    *("cache_block_outputs", "max_input_length", "use_cuda_fp16", "use_exllama", "disable_exllama"),
+    *("exllama_config", "model_name_or_path", "model_file_base_name", "quantizer", "device"),
+    *("parallel_packing", "pack_impl", "offload_to_disk", "offload_to_disk_path", "gc_mode"),
+    *("wait_for_submodule_finalizers", "moe", "auto_forward_data_parallel", "vram_strategy"),
+    *("dense_vram_strategy", "moe_vram_strategy", "dense_vram_strategy_devices"),
+    *("moe_vram_strategy_devices", "calibration_data_device", "compute_device_filter"),
+    *("buffered_fwd", "do_fuse", "fuse_max_seq_len"),
+    *("modules_to_fuse", "scale_search_chunked_activations"),
+    # AutoRound's
+    *("amp", "autoround_version", "enable_minmax_tuning", "enable_norm_bias_tuning", "iters", "lr"),
+    *("enable_quanted_input", "gradient_accumulate_steps", "low_gpu_mem_usage", "minmax_lr"),
+    *("nsamples", "not_use_best_mse", "provider", "quant_block_list", "to_quant_block_names"),
+    *("sampler", "scale_dtype", "seqlen", "supported_types", "dynamic_max_gap", "lr_scheduler"),
+    *("train_bs", "seed", "act_data_type", "act_dynamic", "act_group_size", "act_sym"),
+    # bitsandbytes': its tensors say all by themselves
+    *("_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
+    *("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload"),
+    *("llm_int8_has_fp16_weight", "llm_int8_skip_modules", "llm_int8_threshold", "target_modules"),
+}
+_WORDS = {f"int{n}": n for n in (8, 16, 32, 64)}
+
+
+class Settings(NamedTuple):
+    """How a weight of GPTQ or AWQ is stored.
+
+    Attributes:
+      bits: of a code.
+      group_size: how many inputs share a scale; None for all.
+      format: the layout.
+      symmetric: whether all zero points are the middle code; None if the file does not say.
+      ordered: whether the file says that groups are not runs of inputs (`desc_act`).
+      word: the bits of an integer that holds codes.
+    """
+
+    bits: int
+    group_size: int | None
+    format: str
+    symmetric: bool | None
+    ordered: bool
+    word: int
+
+
+class Config:
+    """A `quantization_config` whose keys are all known.
+
+    Args:
+      where: what it is in, for errors.
+      config: its JSON.
+
+    Raises:
+      CheckpointError: for a key or a value that is not read, or two that contradict each other.
+    """
+
+    def __init__(self, where: str, config: Mapping[str, Any]):
+        self.where = where
+        self._config = {key: value for key, value in config.items() if value is not None}
+        for key, value in self._config.items():
+            if key in _ONLY and value not in _ONLY[key]:
+                allowed = " or ".join(map(repr, _ONLY[key])) or "null"
+                raise self.wrong(key, allowed)
+            if key not in _READ | _FREE | set(_ONLY):
+                raise CheckpointError(
+                    f"{where}: {key}: {brief(value)}: not a key that is known, so that it may change "
+                    "what the weights are. If it does not, remove it there"
+                )
+        for keys in _SAME[:-1]:
+            self.get(keys)
+
+    def wrong(self, key: str, expected: str) -> CheckpointError:
+        """The error for the value of a key."""
+        return CheckpointError(
+            f"{self.where}: {key}: expected {expected}, got {brief(self._config.get(key))}"
+        )
+
+    def get(self, keys: Sequence[str]) -> tuple[str, Any]:
+        """What a file says by some of these names: one of them, and its value.
+
+        Raises:
+          CheckpointError: if two of them differ.
+        """
+        given = [key for key in keys if key in self._config]
+        values = [self._config[key] for key in given]
+        values = [x.lower() if isinstance(x, str) else x for x in values]
+        for key, value in zip(given, values, strict=True):
+            if value != values[0]:
+                raise CheckpointError(
+                    f"{self.where}: {given[0]} is {brief(values[0])} and {key} is {brief(value)}, "
+                    "which contradict each other. Correct it there"
+                )
+        return (given[0], values[0]) if given else (keys[0], None)
+
+    def settings(
+        self, bits: Sequence[int], formats: Sequence[str], words: Sequence[int]
+    ) -> Settings:
+        """How weights are stored.
+
+        Args:
+          bits: that a code may have.
+          formats: that are read, the one without a name first.
+          words: the bits of an integer that holds codes.
+
+        Raises:
+          CheckpointError: for a value that is not read.
+        """
+        key, number = self.get(BITS)
+        if type(number) is not int or number not in bits:
+            raise self.wrong(key, f"one of {', '.join(map(str, bits))}")
+        key, size = self.get(GROUP_SIZE)
+        if type(size) is not int or (size <= 0 and size != -1):
+            raise self.wrong(key, "a positive integer or -1")
+        key, form = self.get(FORMAT)
+        if form is not None and form not in formats:
+            raise self.wrong(key, " or ".join(map(repr, formats)))
+        if self._config.get("backend") == "llm-awq":
+            raise self.wrong("backend", "a program with the layouts of AutoAWQ")
+        word = _WORDS.get(self._config.get("pack_dtype", "int32"), 0)
+        if word not in words or (number == 3 and word != 32):
+            raise self.wrong("pack_dtype", " or ".join(k for k, n in _WORDS.items() if n in words))
+        size = None if size == -1 else size
+        ordered = bool(self._config.get("desc_act"))
+        return Settings(number, size, form or formats[0], self._symmetric(), ordered, word)
+
+    def _symmetric(self) -> bool | None:
+        symmetric, zero_point = (self._config.get(key) for key in ("sym", "zero_point"))
+        for key, value in (("sym", symmetric), ("zero_point", zero_point)):
+            if value is not None and type(value) is not bool:
+                raise self.wrong(key, "true or false")
+        if symmetric is None:
+            return None if zero_point is None else not zero_point
+        if symmetric is zero_point:
+            raise CheckpointError(
+                f"{self.where}: sym is {symmetric} and zero_point is {zero_point}, which contradict "
+                "each other. Correct it there"
+            )
+        return bool(symmetric)
+
+    def of_module(self, module: str) -> "Config":
+        """The configuration of one module, by `dynamic`: GPTQModel's settings for patterns of names.
+
+        Raises:
+          CheckpointError: if `dynamic` is not what it has to be, or the module is not quantized by it.
+        """
+        patterns = self._config.get("dynamic", {})
+        if not isinstance(patterns, dict) or not all(
+            isinstance(x, dict) for x in patterns.values()
+        ):
+            raise self.wrong("dynamic", "an object {pattern: settings}")
+        for pattern in sorted(patterns, key=lambda pattern: not pattern.startswith("-")):
+            try:
+                found = re.match(re.sub(r"^[+-]:", "", pattern), module)
+            except re.error as e:
+                raise CheckpointError(f"{self.where}: dynamic: {pattern!r}: {e}") from None
+            if found is None:
+                continue
+            if pattern.startswith("-"):
+                raise CheckpointError(
+                    f"{self.where}: dynamic: by {pattern!r} {module} is not quantized, and it has a "
+                    "qweight. Correct it there"
+                )
+            return self._with(patterns[pattern])
+        return self
+
+    def _with(self, changes: Mapping[str, Any]) -> "Config":
+        gone = {key for keys in _SAME if set(keys) & set(changes) for key in keys}
+        kept = {key: value for key, value in self._config.items() if key not in gone | {"dynamic"}}
+        return Config(f"{self.where}: dynamic", {**kept, **changes})
