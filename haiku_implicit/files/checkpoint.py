@@ -17,7 +17,7 @@ from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.kinds import open_container
 from haiku_implicit.files.matching import check_like
 from haiku_implicit.files.parts import Box, Part, assembled
-from haiku_implicit.files.shards import shards_of
+from haiku_implicit.files.shards import names_of, shards_of
 from haiku_implicit.files.structure import Branch, Leaf, Structure
 
 
@@ -251,8 +251,9 @@ def _check_alone(path: str) -> None:
     """Raises for one of several files of a model that another program wrote."""
     files = shards_of(pathlib.Path(path)).files
     if len(files) > 1:
+        others = names_of(file for file in files if file != pathlib.Path(path))
         raise CheckpointError(
-            f"{path}: one of {len(files)} files of a model, from {files[0].name} to {files[-1].name}. "
+            f"{path}: one of {len(files)} files of a model; the others are {others}. "
             "haiku_implicit.load_hugging_face reads all of them; a copy elsewhere, under another name, "
             "is read alone"
         )

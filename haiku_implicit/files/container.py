@@ -25,13 +25,20 @@ _LENGTH = 8
 # Characters of an error.
 _MAX_TEXT = 1500
 
-# Bytes of an element, by what the format calls a dtype. (It has dtypes of 4 and 6 bits, too.)
+# Bytes of an element, by what the format calls a dtype.
 WIDTHS = {
     "BOOL": 1,
     **dict.fromkeys(["U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"], 1),
     **dict.fromkeys(["U16", "I16", "F16", "BF16"], 2),
     **dict.fromkeys(["U32", "I32", "F32"], 4),
     **dict.fromkeys(["U64", "I64", "F64", "C64"], 8),
+}
+
+# Bits of an element, also of dtypes that are not read.
+_BITS = {dtype: 8 * width for dtype, width in WIDTHS.items()} | {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
 }
 
 
@@ -56,7 +63,7 @@ class Tensor(NamedTuple):
     """A row of the table.
 
     Attributes:
-      dtype: what the format calls it, a key of `WIDTHS`.
+      dtype: what the format calls it, a key of `WIDTHS`, or a dtype of fewer than 8 bits.
       shape: its shape.
       start: where its bytes begin, counted from the end of the header.
       stop: where they end.
@@ -194,9 +201,9 @@ def _tensor(where: str, row: Any) -> Tensor:
             f"{where}: expected dtype, shape and data_offsets in the header, found {brief(row)}"
         )
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in WIDTHS:
+    if not isinstance(dtype, str) or dtype not in _BITS:
         raise CheckpointError(
-            f"{where}: the dtype {brief(dtype)}; known are {', '.join(sorted(WIDTHS))}"
+            f"{where}: the dtype {brief(dtype)}; known are {', '.join(sorted(_BITS))}"
         )
     if not is_shape(shape):
         raise CheckpointError(f"{where}: {brief(shape)} is not the shape of an array")
@@ -204,7 +211,7 @@ def _tensor(where: str, row: Any) -> Tensor:
     if not pair or any(type(n) is not int or n < 0 for n in offsets):
         raise CheckpointError(f"{where}: data_offsets should be two numbers, not {brief(offsets)}")
     start, stop = offsets
-    if stop - start != (needed := math.prod(shape) * WIDTHS[dtype]):
+    if stop - start != (needed := -(-math.prod(shape) * _BITS[dtype] // 8)):
         raise CheckpointError(
             f"{where}: {dtype}{shape} takes {needed} bytes, the header gives it {stop - start}; the "
             "file is damaged"

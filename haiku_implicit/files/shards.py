@@ -2,7 +2,7 @@
 
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from haiku_implicit.files.container import CheckpointError, brief
@@ -85,9 +85,14 @@ def numbered(path: pathlib.Path) -> tuple[pathlib.Path, ...] | None:
     return tuple(file(i) for i in range(first, first + int(count)))
 
 
-def missing(files: tuple[pathlib.Path, ...]) -> str:
+def missing(files: Iterable[pathlib.Path]) -> str:
     """The names of files that are not there, for an error; empty if all are."""
-    names = [file.name for file in files if not file.exists()]
+    return names_of([file for file in files if not file.exists()])
+
+
+def names_of(files: Iterable[pathlib.Path]) -> str:
+    """The names of files, for an error."""
+    names = [file.name for file in files]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

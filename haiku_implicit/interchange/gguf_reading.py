@@ -181,8 +181,8 @@ def _check_parts(parts: dict[str, Header], own: Header) -> None:
     for i, (path, header) in enumerate(parts.items()):
         if (header.number, header.num_files, header.tensors) != (i, own.num_files, own.tensors):
             raise CheckpointError(
-                f"{path}: expected file {i + 1} of {own.num_files} of a model of {own.tensors} "
-                f"tensors, got file {header.number + 1} of {header.num_files} of one with {header.tensors}"
+                f"{path}: expected file {i + 1} of {own.num_files} and {own.tensors} tensors in all, "
+                f"got file {header.number + 1} of {header.num_files} and {header.tensors}"
             )
         for row in header.rows:
             if row.name in found:
