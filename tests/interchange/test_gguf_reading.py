@@ -1,5 +1,7 @@
 """GGUF files as parameters: values, places, and what is refused. `test_ggml.py` has the formats."""
 
+import struct
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -170,6 +172,46 @@ def test_one_error_names_all_tensors_that_are_not_read(tmp_path):
         hki.load_gguf(path, {name: f"m/{name}" for name in tensors})
     names = {"one": None, "two": None, "three": "m/w"}
     assert set(hki.load_gguf(path, names)["m"]) == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [
+        (31, "Q4_0_4_4, which GGML no longer has"),
+        (137, "IQ2_K of ik_llama.cpp"),
+        (156, "IQ3_KS of ik_llama.cpp"),
+        (1000, "of another program, or the file is damaged"),
+    ],
+)
+def test_types_that_are_not_known(number, what, tmp_path):
+    """Nothing is known of their size. Other tensors are read, and those after them."""
+    path, numbers = tmp_path / "a.gguf", normal(4, 32)
+    kinds = {"a": Kind.F32, "b": Kind.Q8_0, "c": Kind.Q4_0}
+    write(path, {name: (numbers, kind) for name, kind in kinds.items()})
+    row = b"b" + struct.pack("<I2Q", 2, 32, 4)
+    data = path.read_bytes()
+    assert data.count(row + struct.pack("<I", Kind.Q8_0)) == 1
+    path.write_bytes(
+        data.replace(row + struct.pack("<I", Kind.Q8_0), row + struct.pack("<I", number))
+    )
+    found = hki.load_gguf(path, {"a": "m/a", "b": None, "c": hki.Place("m/c", (0, 1))})["m"]
+    np.testing.assert_array_equal(found["a"], numbers)
+    np.testing.assert_array_equal(found["c"].materialize(), expected(numbers, Kind.Q4_0))
+    message = f"b has the type {number}, which is not known: {what}"
+    with pytest.raises(hki.CheckpointError, match=message) as info:
+        hki.load_gguf(path, {name: f"m/{name}" for name in kinds})
+    assert "truncated" not in str(info.value)
+    with pytest.raises(hki.CheckpointError, match=message):
+        hki.open_gguf(path)
+
+
+def test_one_tensor_at_two_places(tmp_path):
+    table = normal(4, 32)
+    path = write(tmp_path / "a.gguf", {"embed": (table, Kind.Q8_0)})
+    found = hki.load_gguf(path, {"embed": ["embed/embeddings", "head/w"]})
+    want = expected(table, Kind.Q8_0)
+    np.testing.assert_array_equal(found["embed"]["embeddings"].materialize(), want)
+    np.testing.assert_array_equal(found["head"]["w"].materialize(), want.T)
 
 
 def test_what_is_not_a_gguf_file(tmp_path):

@@ -1,6 +1,7 @@
 """GGUF files written, and what the `gguf` package reads in them."""
 
 import os
+import struct
 
 import gguf
 import jax.numpy as jnp
@@ -133,6 +134,76 @@ def test_metadata_of_another_file(params, written, tmp_path):
     again = {k: f.types for k, f in gguf.GGUFReader(tmp_path / "model.gguf").fields.items()}
     assert again == {k: v for k, v in types.items() if k != "a.yes"}
     assert all(t.data_offset % 64 == 0 for t in tensors.values())
+
+
+# Values of metadata, as a file has them: the number of the type, then the value.
+LISTS = {
+    "a.numbers": struct.pack("<IIQ", 9, 9, 2) + struct.pack("<IQ2b", 1, 2, -1, 2)
+    + struct.pack("<IQd", 12, 1, 0.1),
+    "a.texts": struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 8, 2) + struct.pack("<Q", 2)
+    + "ü".encode() + struct.pack("<Q", 0),
+    "a.deep": struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 9, 2) + struct.pack("<IQH", 2, 1, 7)
+    + struct.pack("<IQ", 9, 0),
+    "a.empty": struct.pack("<IIQ", 9, 8, 0),
+    "a.flat": struct.pack("<IIQ3?", 9, 7, 3, True, False, True),
+    "a.half": struct.pack("<IIQ", 9, 9, 2) + struct.pack("<IQ", 5, 0) + struct.pack("<IQ2i", 5, 2, -5, 5),
+}  # fmt: skip
+
+
+def test_lists_in_lists_are_taken_over_byte_by_byte(params, tmp_path, written):
+    source = tmp_path / "source.gguf"
+    found = b"GGUF" + struct.pack("<IQQ", 3, 0, len(LISTS) + 1)
+    text = lambda x: struct.pack("<Q", len(x)) + x.encode()  # noqa: E731
+    for key, value in LISTS.items():
+        found += text(key) + value
+    source.write_bytes(found + text("general.architecture") + struct.pack("<I", 8) + text("mine"))
+    hki.save_gguf(tmp_path / "new.gguf", params, NAMES, metadata_from=source)
+    new = (tmp_path / "new.gguf").read_bytes()
+    for key, value in LISTS.items():
+        assert new.count(text(key) + value) == 1, key
+    hki.save_gguf(tmp_path / "again.gguf", params, NAMES, metadata_from=tmp_path / "new.gguf")
+    assert (tmp_path / "again.gguf").read_bytes() == new
+    tensors, _ = written(params, metadata_from=source)
+    np.testing.assert_array_equal(tensors["output.weight"].data, params["head"]["w"])
+
+
+def test_lists_in_lists_that_are_given(params, tmp_path):
+    nested = {
+        "a.signed": [[1, 2], [-3]],
+        "a.typed": np.arange(4, dtype=np.int8).reshape(2, 2),
+        "a.texts": [[["x"], ["yz"]]],
+    }
+    path = tmp_path / "model.gguf"
+    hki.save_gguf(path, params, NAMES, metadata=METADATA | nested)
+    data = path.read_bytes()
+    list_of = lambda kind, *values: struct.pack("<IQ", kind, len(values)) + b"".join(values)  # noqa: E731
+    number = struct.pack
+    for want in (
+        list_of(9, list_of(4, number("<I", 1), number("<I", 2)), list_of(5, number("<i", -3))),
+        list_of(9, list_of(1, b"\0", b"\1"), list_of(1, b"\2", b"\3")),
+        list_of(
+            9, list_of(9, list_of(8, number("<Q", 1) + b"x"), list_of(8, number("<Q", 2) + b"yz"))
+        ),
+    ):
+        assert data.count(number("<I", 9) + want) == 1
+    with pytest.raises(ValueError, match="metadata: a: expected a list of numbers or texts of one"):
+        hki.save_gguf(path, params, NAMES, metadata=METADATA | {"a": [[1], 2]})
+
+
+def test_a_tensor_of_two_parameters(params, written):
+    """It is written once, if both have the same values."""
+    both = [NAMES["token_embd.weight"], hki.Place("head/w", (0, 1))]
+    names = {name: place for name, place in NAMES.items() if name != "output.weight"}
+    names["token_embd.weight"] = both
+    params["head"]["w"] = params["embed"]["embeddings"]
+    tensors, _ = written(params, names)
+    assert list(tensors) == list(names)
+    np.testing.assert_array_equal(tensors["token_embd.weight"].data, params["head"]["w"])
+    params["head"]["w"] = params["head"]["w"].at[3, 5].add(1)
+    with pytest.raises(
+        ValueError, match="token_embd.weight: .*'head/w' for it, which have different"
+    ):
+        written(params, names)
 
 
 def test_a_file_stays_until_the_next_one_is_complete(params, written, tmp_path, monkeypatch):

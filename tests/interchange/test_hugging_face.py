@@ -81,8 +81,8 @@ def test_files_of_the_package_and_shards(tmp_path):
     params = load_hugging_face(tmp_path, NAMES)["model/up"]
     np.testing.assert_array_equal(params["w"], w.T)
     np.testing.assert_array_equal(params["b"], b)
-    alone = load_hugging_face(tmp_path / "a.safetensors", NAMES)
-    np.testing.assert_array_equal(alone["model/up"]["w"], w.T)
+    a_part = load_hugging_face(tmp_path / "a.safetensors", NAMES)
+    np.testing.assert_array_equal(a_part["model/up"]["b"], b)
 
     def fails(message):
         with pytest.raises(hki.CheckpointError, match=message):
@@ -94,10 +94,6 @@ def test_files_of_the_package_and_shards(tmp_path):
     fails(r"weight_map: x: expected a file beside it, got '../b.safetensors'")
     index.write_text(json.dumps({}))
     fails("weight_map: missing")
-    both = {"model.up.weight": w, "model.up.bias": b}
-    safetensors.numpy.save_file(both, tmp_path / "b.safetensors")
-    index.write_text(json.dumps({"weight_map": listed}))
-    fails(r"b.safetensors: model.up.weight: .*a.safetensors has it, too")
     index.unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     fails(r"neither model.safetensors nor .* Pickled weights \(.bin\) are not read")
@@ -216,6 +212,114 @@ def test_tensors_of_bitsandbytes_that_do_not_fit(tmp_path):
     fails(
         r"model.up.weight_format: expected 0 \(rows\), got 2", weight_format=np.array(2, np.uint8)
     )
+
+
+def test_tensors_of_bitsandbytes_say_all_without_a_configuration(tmp_path):
+    for case in ("nf4", "fp4 double", "int8"):
+        tensors, want = golden(case)
+        folder = tmp_path / case.replace(" ", "_")
+        w = load_hugging_face(write(folder, tensors), NAMES)["model/up"]["w"]
+        assert isinstance(w, hki.QuantizedMatrix)
+        np.testing.assert_allclose(w.materialize(), want.T, rtol=3e-7)
+        alone = load_hugging_face(folder / "model.safetensors", NAMES)["model/up"]["w"]
+        np.testing.assert_array_equal(alone.materialize(), w.materialize())
+
+
+def experts_of(tensors, shape):
+    """The same codes, as those of a weight of another shape."""
+    name = "model.up.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(tensors[name].tobytes()) | {"shape": shape}
+    return tensors | {name: np.frombuffer(json.dumps(state).encode(), np.uint8)}
+
+
+@pytest.mark.parametrize("shape", [[2, 3, 128], [3, 1, 2, 128], [2, 12, 32]])
+def test_experts_of_bitsandbytes(shape, tmp_path):
+    tensors, want = golden("nf4")
+    path = write(tmp_path, experts_of(tensors, shape), BNB)
+    axes = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+    names = {"model.up.weight": hki.Place("m/experts", axes), "model.up.bias": None}
+    w = load_hugging_face(path, names)["m"]["experts"]
+    assert isinstance(w, hki.QuantizedMatrix)
+    want = want.reshape(shape).transpose(axes)
+    np.testing.assert_array_equal(w.materialize(), want)
+    dense = load_hugging_face(path, names, dequantize=True)["m"]["experts"]
+    np.testing.assert_array_equal(dense, want)
+
+
+def test_experts_whose_blocks_lie_across_two(tmp_path):
+    tensors, want = golden("nf4")
+    path = write(tmp_path, experts_of(tensors, [8, 3, 32]), BNB)
+    names = {"model.up.weight": "m/experts", "model.up.bias": None}
+    with pytest.raises(ValueError, match=r"do not begin where the rows of \[8, 3, 32\] do"):
+        load_hugging_face(path, names)
+    dense = load_hugging_face(path, names, dequantize=True)["m"]["experts"]
+    np.testing.assert_array_equal(dense, want.reshape(8, 3, 32))
+
+
+# --- what is left out, and what several parameters get ---------------------------------------------
+
+
+def test_a_tensor_that_is_left_out_may_be_anything(tmp_path):
+    """What can't be read is an error for whoever asks for it alone."""
+    up, _ = golden("nf4")
+    gptq = gptq_module(*case_of(4, 64, 8, 2, True), 4, np.arange(64) // 32, True)
+    gptq["model.up.qweight"] = gptq["model.up.qweight"][None]
+    rest = {"model.b.weight": normal(3, 4)}
+    narrow = {"model.up.weight": (np.zeros(6, np.uint8), "F4", [3, 4])}
+    wide = {"model.up.weight": (np.zeros(9, np.uint8), "F6_E2M3", [3, 4])}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    cases = [
+        (experts_of(up, [768]), BNB, r"shape: expected \[outputs, inputs\]"),
+        (gptq, config, r"up.qweight: expected two axes, got \[1, 8, 8\]"),
+        (gptq, config | {"dynamic": {"-:model.up": {}}}, "is not quantized, and it has a qweight"),
+        ({"model.up.weight": normal(3, 4).astype(jnp.float8_e4m3fn)}, None, "codes of F8_E4M3"),
+        ({"model.up.weight": np.zeros((3, 4), np.uint8)}, None, "codes of U8"),
+        (narrow, None, "model.up.weight: codes of F4 without"),
+        (wide, None, "model.up.weight: codes of F6_E2M3 without"),
+    ]
+    for tensors, config, message in cases:
+        path = write(tmp_path, rest, config)
+        write_raw(path / "model.safetensors", tensors | rest)
+        with pytest.raises(ValueError, match=message):
+            load_hugging_face(path, lambda name: f"m/{name}")
+        left_out = lambda name: "m/b" if name == "model.b.weight" else None  # noqa: E731
+        found = load_hugging_face(path, left_out)
+        np.testing.assert_array_equal(found["m"]["b"], rest["model.b.weight"])
+        (path / "config.json").unlink(missing_ok=True)
+
+
+def write_raw(path, tensors):
+    """A file of arrays, or of bytes with a dtype and a shape."""
+    rows, data = {}, b""
+    kinds = {"float32": "F32", "uint8": "U8", "int32": "I32", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}  # fmt: skip
+    for name, x in tensors.items():
+        x, kind, shape = x if isinstance(x, tuple) else (x, kinds[x.dtype.name], list(x.shape))
+        ends = [len(data), len(data) + x.nbytes]
+        rows[name] = {"dtype": kind, "shape": shape, "data_offsets": ends}
+        data += np.ascontiguousarray(x).tobytes()
+    header = json.dumps(rows).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def test_codes_without_a_configuration_may_be_left_out(tmp_path):
+    tensors = gptq_module(*case_of(4, 64, 8, 2, True), 4, np.arange(64) // 32, True)
+    names = dict.fromkeys(tensors) | {"model.up.bias": "up/b"}
+    found = load_hugging_face(write(tmp_path, tensors), names)
+    np.testing.assert_array_equal(found["up"]["b"], tensors["model.up.bias"])
+
+
+def test_one_tensor_at_two_places(tmp_path):
+    """A model with its own output layer, and a checkpoint in which that is the embeddings."""
+    table = normal(5, 4)
+    path = write(tmp_path, {"embed.weight": table})
+    names = hki.names_by_pattern({r"(\w+)\.weight": [r"\1/embeddings", hki.Place("head/w")]})
+    found = load_hugging_face(path, names, like={
+        "embed": {"embeddings": np.zeros((5, 4))}, "head": {"w": np.zeros((4, 5))}
+    })  # fmt: skip
+    np.testing.assert_array_equal(found["embed"]["embeddings"], table)
+    np.testing.assert_array_equal(found["head"]["w"], table.T)
+    with pytest.raises(ValueError, match="two tensors this place, embed.weight and embed.weight"):
+        load_hugging_face(path, {"embed.weight": ["a/b", "a/b"]})
 
 
 # --- GPTQ and AWQ --------------------------------------------------------------------------------
@@ -344,8 +448,7 @@ def test_awq(tmp_path):
         w.materialize(), values_of(codes, zeros, scales, np.arange(64) // 32)
     )
     for change, message in (
-        ({"version": "gemv"}, "version: expected 'gemm', got 'gemv'"),
-        ({"zero_point": False}, "zero_point: expected true, got False"),
+        ({"version": "marlin"}, "version: expected 'gemm' or 'gemv', got 'marlin'"),
         ({"bits": 3}, "bits: expected one of 4, got 3"),
     ):
         with pytest.raises(hki.CheckpointError, match=message):

@@ -1,9 +1,11 @@
 """Where tensors of other libraries' files go."""
 
+import json
+
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.interchange.names import place_of
+from haiku_implicit.interchange.names import place_of, places_of
 
 
 @pytest.mark.parametrize("names", [{"a": "linear/w"}, {"a": "linear/w"}.__getitem__])
@@ -104,3 +106,21 @@ def test_a_matrix_that_is_cut_into_heads_says_which_axis_is_first():
         place.axes_for(2)
     assert place._replace(axes=(1, 0)).axes_for(2) == (1, 0)
     assert place._replace(path="attention/q/w").axes_for(2) == (1, 0)
+
+
+def test_several_places(tmp_path):
+    file = tmp_path / "names.json"
+    file.write_text(
+        json.dumps({r"(\w+)": [r"\1/b", {"path": r"head/\1", "axes": [0, 1]}], "..": None})
+    )
+    places = (hki.Place("a/b"), hki.Place("head/a", (0, 1)))
+    assert places_of(hki.read_names(file), "a", "file") == places
+    assert places_of({"a": list(places)}, "a", "file") == places
+    assert places_of({"a": None}, "a", "file") == ()
+    with pytest.raises(ValueError, match="file: a: names gives 2 places for it, expected one"):
+        place_of(hki.read_names(file), "a", "file")
+    for wrong in ([], [None], ["a/b", 3], {"a/b"}, 3):
+        with pytest.raises(ValueError, match="file: a: names gives .* a list of them, or None"):
+            places_of({"a": wrong}, "a", "file")
+    with pytest.raises(ValueError, match="invalid group reference"):
+        hki.names_by_pattern({"a": ["a/b", r"\1/c"]})
