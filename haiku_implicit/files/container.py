@@ -159,7 +159,8 @@ def _parse(path: str, header: bytes, size: int) -> tuple[dict[str, str], dict[st
     rows = parse_json(f"{path}: the header", header)
     if not isinstance(rows, dict):
         raise CheckpointError(f"{path}: the header is not a table; the file is damaged")
-    metadata = rows.pop(METADATA, {})
+    metadata = rows.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata  # MLX writes null
     if not is_mapping_of(metadata, str):
         raise CheckpointError(f"{path}: {METADATA} should map texts to texts; the file is damaged")
     tensors = {name: _tensor(f"{path}: {name}", row) for name, row in rows.items()}

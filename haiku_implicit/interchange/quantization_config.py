@@ -161,7 +161,9 @@ class Config:
             raise self.wrong(key, " or ".join(map(repr, formats)))
         if self._config.get("backend") == "llm-awq":
             raise self.wrong("backend", "a program with the layouts of AutoAWQ")
-        word = _WORDS.get(self._config.get("pack_dtype", "int32"), 0)
+        word = next(
+            (n for k, n in _WORDS.items() if k == self._config.get("pack_dtype", "int32")), 0
+        )
         if word not in words or (number == 3 and word != 32):
             raise self.wrong("pack_dtype", " or ".join(k for k, n in _WORDS.items() if n in words))
         size = None if size == -1 else size

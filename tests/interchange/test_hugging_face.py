@@ -301,6 +301,17 @@ def write_raw(path, tensors):
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
+def test_a_header_with_null_in_place_of_metadata(tmp_path):
+    """As MLX writes it."""
+    numbers = np.arange(3, dtype=np.float32)
+    row = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
+    header = json.dumps({"__metadata__": None, "model.up.bias": row}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + numbers.tobytes())
+    np.testing.assert_array_equal(load_hugging_face(path, NAMES)["model/up"]["b"], numbers)
+    np.testing.assert_array_equal(hki.load(path)[""]["model.up.bias"], numbers)
+
+
 def test_codes_without_a_configuration_may_be_left_out(tmp_path):
     tensors = gptq_module(*case_of(4, 64, 8, 2, True), 4, np.arange(64) // 32, True)
     names = dict.fromkeys(tensors) | {"model.up.bias": "up/b"}

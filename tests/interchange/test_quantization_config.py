@@ -230,6 +230,7 @@ def test_a_layout_under_the_name_of_another_one(tmp_path):
         ),
         ({"format": 2}, "format: expected 'gptq' or 'gptq_v2', got 2"),
         ({"is_marlin_format": True}, "is_marlin_format: expected False, got True"),
+        ({"pack_dtype": ["int32"]}, "pack_dtype: expected"),
         (
             {"pack_dtype": "int4"},
             "pack_dtype: expected int8 or int16 or int32 or int64, got 'int4'",
