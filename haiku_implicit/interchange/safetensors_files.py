@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from haiku_implicit.files import dtypes
+from haiku_implicit.files.checkpoint import Source
 from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.kinds import kind_of, open_container, read_json
 from haiku_implicit.files.shards import shards_in, shards_of
+from haiku_implicit.files.writing import ENTRY, PART
 from haiku_implicit.interchange.trees import Stored
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -128,12 +130,10 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     if shards is None:
         raise CheckpointError(f"{path}: neither {WHOLE} nor {INDEX} is there{_hint(path)}")
     files: dict[str, File] = {}
-    for name in shards.files:
-        file = open_container(os.fspath(name))
+    for name, file in ((x, file) for x in shards.files for file in _opened(os.fspath(x))):
         for tensor in file.tensors:
-            if (
-                shards.of_tensors.get(tensor, name) != name
-            ):  # of copies, the one that the index lists
+            listed = shards.of_tensors.get(tensor, name)
+            if listed != name:  # a copy
                 continue
             if tensor in files:
                 raise CheckpointError(f"{name}: {tensor}: {files[tensor].path} has it, too")
@@ -142,6 +142,13 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
         if tensor not in files:
             raise CheckpointError(f"{name}: {tensor}: missing, and {shards.listed_in} lists it")
     return Tensors(os.fspath(path), files)
+
+
+def _opened(path: str) -> list[File]:
+    """A file; of a checkpoint that `save` wrote all its files."""
+    file = open_container(path)
+    ours = ENTRY in file.metadata or PART in file.metadata
+    return Source(path, numpy=True).files if ours else [file]
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -184,6 +184,18 @@ def test_a_tensor_that_two_shards_have(tmp_path):
     refused(message, hki.load_hugging_face, tmp_path, NAMES)
 
 
+def test_a_checkpoint_of_this_library_in_several_files(tmp_path):
+    path = tmp_path / "model.safetensors"
+    hki.save(path, WEIGHTS, max_shard_bytes=600)
+    parts = sorted(tmp_path.glob("model.safetensors.*"))
+    assert len(parts) == 2
+    same(hki.load_hugging_face(path, NAMES))
+    same(hki.load_hugging_face(tmp_path, NAMES))
+    refused("a part of the checkpoint model", hki.load_hugging_face, parts[0], NAMES)
+    parts[-1].unlink()
+    refused(f"the file {parts[-1].name} is missing", hki.load_hugging_face, path, NAMES)
+
+
 # --- what reads one file -------------------------------------------------------------------------
 
 
