@@ -28,8 +28,9 @@ def load(
     checksums in the file.
 
     A file of safetensors that another program wrote gives a dict `{module: {name: array}}`: the tensor
-    `mlp/linear/w` is `w` in the module `mlp/linear`, one without a `/` is in the module `''`. So does a
-    file `.npz`, whose names may also be `module//name`, as in those of AlphaFold.
+    `mlp/linear/w` is `w` in the module `mlp/linear`, one without a `/` is in the module `''`. (One of
+    several files of a model is an error, which names the others.) So does a file `.npz`, whose names
+    may also be `module//name`, as in those of AlphaFold.
 
     Args:
       path: the file, the one whose name was given to `save`.
