@@ -15,10 +15,11 @@ from haiku_implicit.interchange.safetensors_files import CONFIG, Tensors, open_t
 from haiku_implicit.interchange.trees import Stored, tree_of
 
 # By the `quant_method` of a configuration: what finds the quantized weights.
-_METHODS: dict[str, Callable[[Tensors, Config], tuple[list[Stored], set[str]]]] = {
-    "awq": gptq_awq.awq,
-    "bitsandbytes": lambda tensors, config: bitsandbytes.quantized(tensors),
-    "gptq": gptq_awq.gptq,
+_METHODS: dict[str, Callable[[Tensors, str, dict[str, Any]], tuple[list[Stored], set[str]]]] = {
+    "awq": lambda tensors, where, own: gptq_awq.awq(tensors, Config(where, own)),
+    # (Of these the tensors say all by themselves, whatever keys there are.)
+    "bitsandbytes": lambda tensors, where, own: bitsandbytes.quantized(tensors),
+    "gptq": lambda tensors, where, own: gptq_awq.gptq(tensors, Config(where, own)),
 }
 # In `config.json`: what transformers writes, what it wrote for compressed-tensors, and what MLX writes.
 _CONFIG, _COMPRESSION, _MLX = "quantization_config", "compression_config", "quantization"
@@ -97,7 +98,7 @@ def _quantized(tensors: Tensors, config: Mapping[str, Any]) -> tuple[list[Stored
     if key == _COMPRESSION:
         raise CheckpointError(f"{where}: weights of compressed-tensors, which are not read")
     method = _method_of(where, own)
-    return _METHODS[method](tensors, Config(where, own))
+    return _METHODS[method](tensors, where, own)
 
 
 def _check_codes(tensors: Tensors, used: set[str], names: Names) -> None:

@@ -1,8 +1,8 @@
-"""What the `quantization_config` of a checkpoint says: every key, and what it means here.
+"""What the `quantization_config` of a GPTQ or AWQ checkpoint says: every key, and what it means here.
 
-The keys are those of transformers, AutoGPTQ, GPTQModel, AutoAWQ, AutoRound and bitsandbytes. Each is
-read, or changes no number that a file stands for, or may have the values listed here alone. Any other
-key is an error: it might change what codes mean. A key with null is one that is not there.
+The keys are those of transformers, AutoGPTQ, GPTQModel, AutoAWQ and AutoRound. Each is read, or changes
+no number that a file stands for, or may have the values listed here alone. Any other key is an error:
+it might change what codes mean. A key with null is one that is not there.
 """
 
 import re
@@ -20,7 +20,6 @@ _SAME = (FORMAT, BITS, GROUP_SIZE, METHOD, ("sym", "zero_point"))
 _READ = {
     *(key for keys in _SAME for key in keys),
     *("dynamic", "pack_dtype", "desc_act", "backend"),
-    *("load_in_4bit", "load_in_8bit"),
 }
 
 # The values that are read, of keys whose other values make something else of the same codes.
@@ -60,10 +59,6 @@ _FREE = {
     *("nsamples", "not_use_best_mse", "provider", "quant_block_list", "to_quant_block_names"),
     *("sampler", "scale_dtype", "seqlen", "supported_types", "dynamic_max_gap", "lr_scheduler"),
     *("train_bs", "seed", "act_data_type", "act_dynamic", "act_group_size", "act_sym"),
-    # bitsandbytes': its tensors say all by themselves
-    *("_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
-    *("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload"),
-    *("llm_int8_has_fp16_weight", "llm_int8_skip_modules", "llm_int8_threshold", "target_modules"),
 }
 _WORDS = {f"int{n}": n for n in (8, 16, 32, 64)}
 
