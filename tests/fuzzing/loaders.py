@@ -245,7 +245,10 @@ def _hugging_face() -> list[Files]:
             del tensors["up.g_idx"]
         config = _config(quant_method=method, bits=bits, group_size=32)
         found.append({"model.safetensors": file(tensors), "config.json": config})
-    return found
+    affine = {"up.weight": np.full((3, 8), 0x1234567, np.uint32)}
+    affine |= dict.fromkeys(("up.scales", "up.biases"), np.ones((3, 2), np.float16))
+    config = json.dumps({"quantization": {"group_size": 32, "bits": 4}}).encode()
+    return [*found, {"model.safetensors": file(affine), "config.json": config}]
 
 
 def _peft() -> list[Files]:
