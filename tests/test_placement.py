@@ -105,6 +105,14 @@ def test_quantized_states_of_loras_are_replicated(lead):
     assert found["inner/0/mu/w/b"] == (*[None] * len(lead), None, "model")
 
 
+def test_numbers_and_texts_lie_nowhere():
+    """A checkpoint's tree has them: its places are made of `open_checkpoint(path).structs`."""
+    tree = {"step": 3, "name": "tuned", "params": {"linear/w": BASE["linear"]["w"]}}
+    found = hki.shardings(tree, [("params/linear/w", P("data")), (".*", P())], MESH)
+    assert found["step"] is found["name"] is None
+    assert found["params"]["linear/w"] == NamedSharding(MESH, P("data"))
+
+
 def test_a_tree_of_specs_and_a_prefix_of_one():
     params = quantized(dtype="int8")
     whole = {"linear": {"w": P("data", "model"), "b": None}, "att": {"w": P(None, "model")}}

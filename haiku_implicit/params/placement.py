@@ -43,7 +43,8 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
       mesh: a `jax.sharding.Mesh`, or an abstract one.
 
     Returns:
-      The tree with a `NamedSharding` in place of each array, within implicit ones, too.
+      The tree with a `NamedSharding` in place of each array, within implicit ones, too, and None in
+      place of a number or a text.
 
     Raises:
       ValueError: for a parameter that no rule matches, whose spec has too many axes, or that can't be
@@ -129,7 +130,7 @@ def _for_each(
 
 def _fitted(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str]) -> tuple[Any, Any]:
     """An array that can be split, and the shardings of its leaves."""
-    if is_implicit(x) and known_struct(x) is None:
+    if not hasattr(x, "shape") or (is_implicit(x) and known_struct(x) is None):
         return x, _placed(path, x, spec, mesh, notes)
     what = f"{path}: {describe(x)}"
     _fits(what, np.shape(x), spec, mesh)
@@ -231,6 +232,8 @@ def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str])
     """An array with shardings in place of its leaves."""
     if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
         return _of_part(x, spec, mesh)
+    if not hasattr(x, "shape"):  # a number of steps, or a text
+        return None
     what = f"{path}: {describe(x)}"
     _fits(what, np.shape(x), spec, mesh)
     if reason := _uneven(np.shape(x), spec, mesh):
