@@ -8,6 +8,7 @@ import mmap
 import os
 import pathlib
 
+import hypothesis
 import pytest
 
 from tests.xla_flags import quick_to_compile
@@ -20,6 +21,12 @@ import jax
 
 import haiku_implicit as hki
 from tests.tiers import drawn, redundant
+
+# No test depends on the clock: other programs may need the processors.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_addoption(parser):

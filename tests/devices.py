@@ -5,10 +5,13 @@ import socket
 import subprocess
 import sys
 
+# Seconds that only devices take that wait for each other for ever.
+HANG = 3600
+
 JOIN = """
 import sys, jax
 jax.config.update("jax_num_cpu_devices", int(sys.argv.pop()))
-jax.distributed.initialize(sys.argv.pop(), int(sys.argv.pop()), int(sys.argv.pop()), heartbeat_timeout_seconds=30)
+jax.distributed.initialize(sys.argv.pop(), int(sys.argv.pop()), int(sys.argv.pop()), heartbeat_timeout_seconds=600)
 """
 
 
@@ -30,7 +33,7 @@ def run_on_devices(program, count, *args):
         capture_output=True,
         text=True,
         check=False,
-        timeout=1200,  # devices that wait for each other for ever are a failure
+        timeout=HANG,
     )
     return run.stdout.strip() if run.returncode == 0 else run.stderr[-3000:]
 
@@ -56,7 +59,7 @@ def run_together(program, count, *args, devices=1):
         for number in range(count)
     ]
     try:
-        texts = [process.communicate(timeout=120) for process in running]
+        texts = [process.communicate(timeout=HANG) for process in running]
     finally:
         for process in running:
             process.kill()

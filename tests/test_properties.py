@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("may_be_dense")
 # Each example compiles programs of its own; the first failure is what counts, not the smallest one.
 SETTINGS = hypothesis.settings(
     max_examples=12,
-    deadline=None,
     derandomize=True,
     suppress_health_check=list(hypothesis.HealthCheck),
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],

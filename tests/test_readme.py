@@ -85,7 +85,7 @@ def test_notebooks_run(notebook, tmp_path):
 
     shown = nbformat.read(notebook, as_version=4)
     ran = copy.deepcopy(shown)
-    client = nbclient.NotebookClient(ran, timeout=120, resources={"metadata": {"path": tmp_path}})
+    client = nbclient.NotebookClient(ran, timeout=3600, resources={"metadata": {"path": tmp_path}})
     client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
     for now, before in zip(ran.cells, shown.cells, strict=True):
         (texts, numbers), (want_texts, want_numbers) = map(printed_in, (now, before))

@@ -309,7 +309,7 @@ shapes = st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple)
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(st.data(), shapes, st.sampled_from([-3, 0, 1, 1.5, -0.0, np.nan, np.inf]))
 def test_any_shape(data, shape, value):
     """Reductions and changes of shape, of no elements too."""

@@ -237,7 +237,7 @@ def dot_cases(draw):
     return w_shape, x_shape, ((x_contract, contract), (x_batch, batch)), draw(st.booleans())
 
 
-@hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=12, derandomize=True)
 @hypothesis.given(dot_cases())
 @pytest.mark.slow
 def test_dot_of_any_axes(case):

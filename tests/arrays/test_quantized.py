@@ -144,7 +144,7 @@ def decoded(q):
 STEP = {"int8": 0.5, "uint8": 0.51, "int4": 0.5, "uint4": 0.501, "nf4": 0.1521}
 
 
-@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(st.data())
 @pytest.mark.slow
 def test_round_trip(data):

@@ -126,7 +126,7 @@ def kept_by_the_vocabulary(text):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(text=st.text().filter(kept_by_the_vocabulary))
 def test_text_survives_the_tokenizer(smol, text):
     ids = smol.tokenizer.encode(text).ids

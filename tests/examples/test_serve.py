@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import aiohttp
@@ -98,7 +99,7 @@ async def serving(compiled, checkpoint, adapters, queue=64):
         engine.put_adapter(name, adapters[name])
     server = web.Server(engine, checkpoint.tokenizer, frozenset(), most_upload=1 << 20)
     engine.start()
-    async with web.listening(server, "127.0.0.1", 0, grace=60.0) as port:
+    async with web.listening(server, "127.0.0.1", 0, grace=3600.0) as port:
         url = f"http://127.0.0.1:{port}"
         async with openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0
@@ -203,7 +204,15 @@ def test_each_answer_is_that_of_its_adapter_alone(compiled, checkpoint, adapters
 @pytest.mark.parametrize("stream", [False, True])
 def test_whoever_goes_away_gives_the_slot_back(compiled, checkpoint, adapters, stream, monkeypatch):
     turn = Engine.turn
-    monkeypatch.setattr(Engine, "turn", lambda engine: (time.sleep(0.02), turn(engine)))
+
+    def slow_turn(engine):
+        while engine.counters.tokens >= 3 and not all(
+            r.cancelled for r in [*engine._running.values()]
+        ):
+            time.sleep(0.001)
+        turn(engine)
+
+    monkeypatch.setattr(Engine, "turn", slow_turn)
     body = dict(model="base", prompt="go", max_tokens=48, temperature=0, stream=stream)
 
     async def run():
@@ -221,7 +230,7 @@ def test_whoever_goes_away_gives_the_slot_back(compiled, checkpoint, adapters, s
             return engine.counters
 
     counters = asyncio.run(run())
-    assert counters.finished == {"cancelled": 1} and counters.tokens < 20
+    assert counters.finished == {"cancelled": 1} and counters.tokens in (3, 4)
 
 
 def test_errors(compiled, checkpoint, adapters, tmp_path):
@@ -281,11 +290,19 @@ def test_errors(compiled, checkpoint, adapters, tmp_path):
                     assert (await response.json())["deleted"]
                 async with session.put("/v1/adapters/a3", data=late) as response:
                     assert response.status == 200
-            options = dict(model="base", prompt="ab", max_tokens=60, temperature=0)
-            full = await asyncio.gather(
-                *(client.completions.create(**options) for _ in range(40)), return_exceptions=True
-            )
-            return found, full
+            refused, turn = threading.Event(), engine.turn
+            engine.turn = lambda: (refused.wait(), turn())
+
+            async def ask():
+                try:
+                    return await client.completions.create(
+                        model="base", prompt="ab", max_tokens=60, temperature=0
+                    )
+                except openai.RateLimitError as e:
+                    refused.set()
+                    return e
+
+            return found, await asyncio.gather(*(ask() for _ in range(40)))
 
     found, full = asyncio.run(run())
     for status, wanted, matches, text in found:
@@ -308,6 +325,7 @@ def test_sigterm_finishes_what_runs(model_file, adapters, alone, tmp_path):
         f"--adapters={tmp_path}",
     ]
     command += ["--port=0", "--rank=2", "--widths=2", "--prompts=16", "--cache_length=64"]
+    command += ["--grace=3600"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         command,
@@ -330,7 +348,7 @@ def test_sigterm_finishes_what_runs(model_file, adapters, alone, tmp_path):
         assert process.stdout.readline() == "stopping\n"
         text += "".join(chunk.choices[0].text for chunk in chunks)
         assert text == alone("a1", "abcd", 60)
-        assert process.wait(60) == 0, process.stderr.read()
+        assert process.wait() == 0, process.stderr.read()
     finally:
         process.kill()
         process.communicate()
@@ -342,7 +360,7 @@ def test_new_requests_are_refused_while_it_stops(compiled, checkpoint, adapters)
             long = dict(model="base", prompt="ab", max_tokens=60, temperature=0)
             chunks = await client.completions.create(**long, stream=True)
             first = await anext(chunks)
-            stopping = asyncio.create_task(asyncio.to_thread(engine.stop, 60.0))
+            stopping = asyncio.create_task(asyncio.to_thread(engine.stop, 3600.0))
             while engine.accepts:
                 await asyncio.sleep(0)
             with pytest.raises(openai.InternalServerError, match="is stopping") as refused:

@@ -198,7 +198,7 @@ def containers(of):
     return maps | lists | lists.map(tuple) | named | maps.map(collections.OrderedDict)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tree=st.recursive(leaves(), containers, max_leaves=12), room=st.integers(1, 200))
 def test_random_trees(tree, room, tmp_path_factory):
     path = tmp_path_factory.mktemp("tree") / "x"

@@ -108,7 +108,7 @@ def nearest_of(values, w):
     return np.asarray(values)[distance.argmin(0)].reshape(w.shape), distance.min(0).reshape(w.shape)
 
 
-@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(st.data())
 def test_codes_are_the_nearest(data):
     name = data.draw(st.sampled_from(sorted(formats.FORMATS)))
