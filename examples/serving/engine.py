@@ -171,7 +171,7 @@ class Engine:
                 raise Stopping(self.failed or "the server is stopping; ask another one")
             if request.model not in self._adapters:
                 raise UnknownModel(
-                    f"the model {request.model!r} does not exist; there are "
+                    f"the model {request.model[:100]!r} does not exist; there are "
                     f"{', '.join(self._adapters)}"
                 )
             if len(self._queue) >= self.max_queue:

@@ -167,22 +167,28 @@ def at_position(state: Any, position: jax.Array) -> Any:
 def choose(logits: jax.Array, how: Sampling) -> jax.Array:
     """The next token after logits `[vocabulary]`; `NOT_FINITE` where they are not."""
     highest = logits.max()
+    finite = jnp.isfinite(highest) & ~jnp.isnan(logits).any()  # XLA's CPU drops NaN in long maxima
 
     def drawn() -> jax.Array:
-        scaled = (logits - highest) / how.temperature
+        # Temperatures below this are zero for XLA, and 0 / 0 is NaN.
+        least = jnp.finfo(jnp.float32).tiny
+        scaled = (logits - highest) / jnp.maximum(how.temperature, least)
         scaled = jax.lax.cond(how.top_p < 1, lambda: nucleus(scaled, how.top_p), lambda: scaled)
         key = jax.random.fold_in(jax.random.key(how.seed), how.index)
         return jax.random.categorical(key, scaled).astype(jnp.int32)
 
     most_likely = lambda: logits.argmax().astype(jnp.int32)  # noqa: E731
     token = jax.lax.cond(how.temperature > 0, drawn, most_likely)
-    return jnp.where(jnp.isfinite(highest), token, NOT_FINITE)
+    return jnp.where(finite, token, NOT_FINITE)
 
 
 def nucleus(logits: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The logits of the fewest tokens that have `top_p` of the probability, the others -inf."""
+    """The logits of the fewest tokens that have `top_p` of the probability, the others -inf.
+
+    There is one at least, however small `top_p` is.
+    """
     ordered = jnp.sort(logits, descending=True)
     probabilities = jax.nn.softmax(ordered)
     before = jnp.cumsum(probabilities) - probabilities
-    least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf))
+    least = jnp.min(jnp.where(before < top_p, ordered, ordered[0]))
     return jnp.where(logits >= least, logits, -jnp.inf)

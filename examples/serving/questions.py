@@ -46,11 +46,15 @@ class Field(NamedTuple):
 
 
 def is_number(x: Any) -> bool:
-    return type(x) in (int, float) and math.isfinite(x)
+    return type(x) is int or (type(x) is float and math.isfinite(x))
 
 
 def is_integer(x: Any) -> bool:
     return type(x) is int
+
+
+def is_count(x: Any) -> bool:
+    return is_integer(x) and 0 < x < 2**31
 
 
 def is_text(x: Any) -> bool:
@@ -87,7 +91,7 @@ def is_stream_options(x: Any) -> bool:
 
 COMMON = {
     "model": Field(None, "the name of a model", is_text),
-    "max_tokens": Field(16, "a positive integer", lambda x: is_integer(x) and x > 0),
+    "max_tokens": Field(16, "a positive integer", is_count),
     "temperature": Field(1.0, "a number from 0 to 2", lambda x: is_number(x) and 0 <= x <= 2),
     "top_p": Field(1.0, "a number above 0, up to 1", lambda x: is_number(x) and 0 < x <= 1),
     "seed": Field(None, "an integer of 64 bits", lambda x: is_integer(x) and abs(x) < 2**64),
@@ -105,8 +109,8 @@ OF_COMPLETIONS = COMMON | {
 }
 OF_CHATS = COMMON | {
     "messages": Field(None, "a list of {role: system, user or assistant, content: text}", is_chat),
-    "max_tokens": Field(None, "a positive integer", lambda x: is_integer(x) and x > 0),
-    "max_completion_tokens": Field(None, "a positive integer", lambda x: is_integer(x) and x > 0),
+    "max_tokens": Field(None, "a positive integer", is_count),
+    "max_completion_tokens": Field(None, "a positive integer", is_count),
 }
 
 
@@ -121,7 +125,7 @@ def read(body: bytes, chat: bool) -> Question:
     data = {name: value for name, value in data.items() if value is not None}
     for name in data:
         if name not in fields:
-            raise BadRequest(f"{name!r} is not supported; there are {', '.join(fields)}", name)
+            raise BadRequest(f"{shown(name)} is not supported; there are {', '.join(fields)}", name)
     for name in ("model", prompt):
         if name not in data:
             raise BadRequest(f"{name!r} is missing: expected {fields[name].expected}", name)
@@ -155,6 +159,15 @@ def parsed(body: bytes) -> dict[str, Any]:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if type(data) is not dict:
         raise BadRequest(f"the body: expected a JSON object, got {shown(data)}")
+    for name, value in data.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"U+{ord(error.object[error.start]):04X}"
+            raise BadRequest(
+                f"{shown(name)}: {half} is half of a surrogate pair, which is no character",
+                name if name.isprintable() else None,
+            ) from None
     return data
 
 

@@ -24,6 +24,7 @@ from aiohttp import web
 import haiku_implicit as hki
 from serving import engine as engines
 from serving import questions
+from serving.bodies import TooLarge, pieces_of
 from serving.compilations import Compilations
 from serving.engine import Engine, Finished, Request
 from serving.programs import Sampling
@@ -71,7 +72,7 @@ class Server:
         self.started = int(time.time())
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MOST_JSON, middlewares=[self.errors])
+        app = web.Application(middlewares=[self.errors])
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_post("/v1/chat/completions", self.chats)
         app.router.add_get("/v1/models", self.models)
@@ -90,8 +91,8 @@ class Server:
             response = error(400, None, str(e), e.param)
         except engines.Refused as e:
             response = error(*REFUSALS[type(e)], str(e))
-        except web.HTTPRequestEntityTooLarge:
-            response = error(413, "too_large", f"the body has more than {MOST_JSON} bytes")
+        except TooLarge as e:
+            response = error(413, "too_large", str(e))
         except web.HTTPException as e:
             response = error(e.status, None, f"{request.method} {request.path}: {e.reason}")
         except Exception:
@@ -111,7 +112,7 @@ class Server:
         return await self.answer(request, chat=True)
 
     async def answer(self, http: web.Request, chat: bool) -> web.StreamResponse:
-        question = questions.read(await http.read(), chat)
+        question = questions.read(b"".join([x async for x in pieces_of(http, MOST_JSON)]), chat)
         prompt = await asyncio.to_thread(self.tokens_of, question.prompt, chat)
         room = self.engine.programs.sizes.length - len(prompt)
         loop, events = asyncio.get_running_loop(), asyncio.Queue()
@@ -149,7 +150,9 @@ class Server:
         size = self.tokenizer.get_vocab_size()
         for token in prompt:
             if not 0 <= token < size:
-                message = f"'prompt': expected tokens from 0 to {size - 1}, got {token}"
+                message = (
+                    f"'prompt': expected tokens from 0 to {size - 1}, got {questions.shown(token)}"
+                )
                 raise questions.BadRequest(message, "prompt")
         return prompt
 
@@ -218,13 +221,9 @@ class Server:
             )
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "adapter.safetensors"
-            size = 0
             with path.open("wb") as file:
-                async for chunk in http.content.iter_chunked(1 << 20):
-                    size += len(chunk)
-                    if size > self.most_upload:
-                        return error(413, "too_large", f"more than {self.most_upload} bytes")
-                    file.write(chunk)
+                async for piece in pieces_of(http, self.most_upload):
+                    file.write(piece)
             try:
                 await asyncio.to_thread(lambda: self.engine.put_adapter(name, read_adapter(path)))
             except (ValueError, TypeError) as e:
@@ -329,6 +328,8 @@ def read_adapter(path: pathlib.Path) -> hki.AdapterParts:
             f"the file holds a {type(adapter).__name__}, expected what hki.save wrote of "
             "hki.get_adapter(params)"
         )
+    if not adapter.weights:
+        raise ValueError("it has no weights with LoRA, and would be the base alone")
     if not adapter.bases:
         raise ValueError(
             "it does not say for which base it was made; take it out with hki.get_adapter of the base "
@@ -368,7 +369,11 @@ async def listening(server: Server, host: str, port: int, grace: float) -> Async
       The port.
     """
     runner = web.AppRunner(
-        server.app(), handler_cancellation=True, shutdown_timeout=5.0, access_log=None
+        server.app(),
+        handler_cancellation=True,
+        shutdown_timeout=5.0,
+        access_log=None,
+        auto_decompress=False,  # by `pieces_of`
     )
     await runner.setup()
     try:

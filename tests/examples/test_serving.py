@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import time
 
@@ -10,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 
 import decoding
 import haiku_implicit as hki
@@ -21,6 +21,7 @@ from serving.compilations import Compilations
 from serving.engine import Engine, Finished, Request
 from serving.programs import Sampling, Sizes
 from serving.text import AnswerText, ChatTemplate
+from tests.examples import plain_server
 
 CONFIG = llama.LlamaConfig(
     vocab_size=61, dim=32, num_layers=1, num_heads=4, num_kv_heads=2, hidden_dim=48, tied=False
@@ -66,24 +67,9 @@ def engine(compiled):
     return Engine(*compiled, base="base", queue=4, budget=8)
 
 
-class Counting:
-    """In place of compiled programs: the tokens after a prompt go on from its last one."""
-
-    sizes = SIZES
-
-    def leaves_of(self, bank):
-        return []
-
-    def prefill(self, bank, adapter, slot, prompt, how):
-        return prompt[-1] + 1
-
-    def decode(self, bank, adapters, tokens, how):
-        return [token + 1 for token in tokens]
-
-
 @pytest.fixture
 def counting():
-    return Engine(Counting(), None, base="base", queue=4, budget=8)
+    return Engine(plain_server.Counting(SIZES), None, base="base", queue=4, budget=8)
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +304,39 @@ def test_the_nucleus_is_the_fewest_tokens_of_that_probability():
     want[4] = 0.0
     np.testing.assert_allclose(drawn, want / want.sum(), atol=0.04)
     assert programs.choose(jnp.log(p), Sampling()) == 1
-    assert programs.choose(jnp.log(p).at[0].set(jnp.nan), Sampling()) == programs.NOT_FINITE
+
+
+# Below the smallest normal number of float32, XLA may compute with zero; float32 has none of the last one.
+TINY = (1e-6, 1e-30, 1e-38, 1e-45, 5e-324)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(dict(temperature=1.0, top_p=x) for x in TINY),
+        *(dict(temperature=x) for x in TINY),
+        *(dict(temperature=x, top_p=0.5) for x in TINY),
+        dict(temperature=1e-38, top_p=1e-38),
+        dict(temperature=2.0, top_p=1e-38),
+    ],
+    ids=str,
+)
+def test_tiny_numbers_give_the_most_likely_token(how):
+    choose = jax.jit(programs.choose)
+    logits = np.r_[0.0, np.linspace(-9, 2.9, 99), 3.0, -np.inf].astype(np.float32)
+    for seed in range(3):
+        assert choose(logits, Sampling(**how, seed=seed).as_arrays()) == 100
+
+
+@pytest.mark.parametrize("size", [5, 49_152])
+@pytest.mark.parametrize("what", [np.nan, np.inf])
+def test_what_is_not_finite_is_seen_in_any_vocabulary(size, what):
+    choose = jax.jit(programs.choose)
+    logits = np.zeros((4, size), np.float32)
+    logits[[0, 1, 2], [0, size // 2, size - 1]] = what
+    logits[3] = -np.inf
+    for row, temperature in itertools.product(logits, (0.0, 1.0)):
+        assert choose(row, Sampling(temperature).as_arrays()) == programs.NOT_FINITE
 
 
 @pytest.mark.parametrize(
@@ -339,15 +357,7 @@ def test_sizes_are_checked(sizes, message):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A token for each byte, and those of chats."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(
-        tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens([ChatTemplate.START, ChatTemplate.END])
-    return made
+    return plain_server.byte_tokenizer()
 
 
 @pytest.mark.parametrize(
