@@ -512,10 +512,13 @@ def has_symbolic_shape(x: Any) -> bool:
 
 
 def known_struct(x: Any) -> jax.ShapeDtypeStruct | None:
-    """The shape and dtype of an implicit array; None for a part of one, as `partition` gives it."""
+    """The shape and dtype of an implicit array; None if its fields do not make one.
+
+    So it is for a part, as `partition` gives it, and for much that is in optimizer states.
+    """
     try:
         return jax.ShapeDtypeStruct(tuple(x.shape), np.dtype(x.dtype))
-    except (AttributeError, TypeError, ValueError):
+    except Exception:  # whatever a type says about what is in its fields in place of its arrays
         return None
 
 

@@ -30,6 +30,8 @@ class Node(NamedTuple):
 _nodes: dict[str, Node] = {}
 _names: dict[type, str] = {}
 _statics: dict[str, type] = {}
+# What is not equal to itself: NaN.
+_nans: dict[str, Any] = {}
 
 
 def register_node(
@@ -100,7 +102,7 @@ def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
     Args:
       cls: the type. JAX has to know it as a pytree: a named tuple, or a dataclass that
         `jax.tree_util.register_dataclass`, `chex.dataclass` or something like them has registered. An
-        object is made of its fields without the constructor of a dataclass.
+        object is made of its fields, without the constructor.
       name: what files call it, with a dot in it. By default its module and name, which a type in a
         script has only in that script (`__main__.State`).
 
@@ -135,7 +137,7 @@ def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
     if known is not None and _full_name(known.kind) != _full_name(cls):  # not a cell that ran twice
         raise ValueError(f"name: {name!r} is already the type {known.kind!r}; give another name=")
     fields = cls._fields if is_tuple else tuple(f.name for f in dataclasses.fields(cls))  # type: ignore
-    build = (lambda _, children: cls(*children)) if is_tuple else functools.partial(_filled, cls)
+    build = functools.partial(_made_of if is_tuple else _filled, cls)
     parts = lambda x: ([getattr(x, field) for field in fields], ())  # noqa: E731
     _add_to_checkpoints(cls, Node(name, cls, lambda: (fields, ()), build, parts))
     return cls
@@ -144,6 +146,11 @@ def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
 def _add_to_checkpoints(kind: type, node: Node) -> None:
     _checkpoints[node.name] = node
     _kinds.setdefault(kind, node.name)  # a type may have several names, to be read by
+
+
+def _made_of(cls: Any, static: Any, values: Sequence[Any]) -> Any:
+    """A named tuple of these fields, without its constructor."""
+    return cls._make(values)
 
 
 def _filled(cls: type, static: Any, values: Sequence[Any]) -> Any:
@@ -229,6 +236,12 @@ def encode(x: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
+    """What `encode` gave this for. NaN is the same object each time, so that it can be a key."""
+    value = _decoded(data)
+    return value if value == value else _nans.setdefault(json.dumps(data), value)
+
+
+def _decoded(data: Any) -> Any:
     if isinstance(data, list):
         return tuple(map(decode, data))
     if not isinstance(data, dict):

@@ -35,7 +35,9 @@ class Checkpoint(Mapping[Any, Any]):
     @property
     def structs(self) -> Any:
         """The tree with `jax.ShapeDtypeStruct` in place of arrays; no array is read for it."""
-        return structures.build(self._structure, _struct, self._source.path, self._path)
+        return structures.build(
+            self._structure, structures.struct_of, self._source.path, self._path
+        )
 
     def read(self, only: Targets | None = None, like: Any = None, shardings: Any = None) -> Any:
         """The tree.
@@ -112,10 +114,6 @@ def _is_value(structure: Structure) -> bool:
     return structures.is_implicit_kind(structure.kind)
 
 
-def _struct(leaf: Leaf) -> Any:
-    return dtypes.struct_of(leaf.dtype, leaf.shape, leaf.weak_type)
-
-
 def _selected(structure: Structure, only: Targets, file: str) -> Structure:
     """The dicts of a structure without the parameters that are not chosen."""
     predicate = predicate_of("only", only)
@@ -126,7 +124,7 @@ def _selected(structure: Structure, only: Targets, file: str) -> Structure:
             return below((*module, key), child)
         names = "/".join(map(str, module)), str(key)
         paths.append(path_of(*names))
-        value = structures.build(child, _struct, file, paths[-1])
+        value = structures.build(child, structures.struct_of, file, paths[-1])
         return child if predicate(*names, value) else None
 
     def below(module: tuple[Any, ...], branch: Branch) -> Branch | None:

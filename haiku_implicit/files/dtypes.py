@@ -1,7 +1,8 @@
 """What safetensors stores for an array of each dtype, and back.
 
 Dtypes that safetensors lacks are stored as what it has: numbers of 8 bits and less as bytes, one each,
-complex numbers as pairs, random keys as the integers they are made of.
+complex numbers as pairs, random keys as the integers they are made of, gradients of integers (JAX's
+float0), which have no bits, as tensors without bytes.
 """
 
 import functools
@@ -29,14 +30,16 @@ _BYTES = [
     )
     if hasattr(ml_dtypes, name)  # older versions lack some
 ]
+_NONE = "float0"
 _KEYS = "key:"
 _IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
-STORED = {**_NATIVE, **_PAIRS, **dict.fromkeys(_BYTES, "U8")}
+STORED = {**_NATIVE, **_PAIRS, **dict.fromkeys([*_BYTES, _NONE], "U8")}
 _DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name, None) or getattr(np, f"{name}_", None) or name)
     for name in STORED
-}
+    if name != _NONE
+} | {_NONE: jax.dtypes.float0}
 
 # What other programs write. It is read under the name of a dtype here.
 FOREIGN = {
@@ -54,8 +57,14 @@ FOREIGN = {
 
 def is_array(x: Any) -> bool:
     """Whether a leaf of a tree is stored as a tensor (or has the shape of one that is)."""
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct) or _is_none(x):
+        return True
     # A masked array, or one of records, is not only its numbers.
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) or type(x) in (np.ndarray, np.memmap)
+    return type(x) in (np.ndarray, np.memmap)
+
+
+def _is_none(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.dtype == jax.dtypes.float0
 
 
 def name_of(x: Any) -> str:
@@ -71,7 +80,7 @@ def name_of(x: Any) -> str:
                 f"files have no {x.dtype}; of random keys they have {', '.join(_IMPLS)}"
             )
         return f"{_KEYS}{impls[0]}"
-    name = np.dtype(x.dtype).name
+    name = _NONE if x.dtype == jax.dtypes.float0 else np.dtype(x.dtype).name
     if name not in STORED:
         raise TypeError(
             f"files have no dtype {name}; they have {', '.join(STORED)}, and random keys"
@@ -106,7 +115,8 @@ def stored_of(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     if name.startswith(_KEYS):
         data = jax.eval_shape(jax.random.key_data, struct_of(name, shape))
         return STORED[data.dtype.name], data.shape
-    return STORED[name], (*shape, 2) if name in _PAIRS else shape
+    last = {**dict.fromkeys(_PAIRS, (2,)), _NONE: (0,)}.get(name, ())
+    return STORED[name], (*shape, *last)
 
 
 def bytes_of(x: Any) -> np.ndarray:
@@ -116,6 +126,8 @@ def bytes_of(x: Any) -> np.ndarray:
             x = jax.random.key_data(x)
         if len(x.devices()) == 1:
             x = x.addressable_data(0)  # JAX would keep the copy on the host for as long as x lives
+    elif _is_none(x):
+        return np.zeros(0, np.uint8)
     host = np.ascontiguousarray(x).reshape(-1)
     if host.dtype.byteorder == ">" or (host.dtype.byteorder == "=" and sys.byteorder == "big"):
         host = host.byteswap()
@@ -145,6 +157,8 @@ def array_of(
         raw = data.view("<u4").reshape(stored_of(name, shape)[1])
         return jax.random.wrap_key_data(jnp.array(raw), impl=name.removeprefix(_KEYS))
     dtype = _DTYPES[name]
+    if name == _NONE:
+        return np.zeros(shape, dtype)
     if name == "bool" and (data > 1).any():
         raise ValueError("bytes of booleans that are neither 0 nor 1")
     if sys.byteorder == "big":

@@ -1,10 +1,12 @@
 """Whether the tree in a file is like another one."""
 
+import json
 from typing import Any
 
+from haiku_implicit.core import serialization
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.files.structure import Leaf, Structure
+from haiku_implicit.files.structure import Branch, Leaf, Structure
 
 _WAY_OUT = "The file is of another model or other settings; without `like` it is read as it is"
 
@@ -28,23 +30,28 @@ def _compare(found: Structure, wanted: Structure, path: str, where: str) -> None
         raise _different(path, _told(wanted), _told(found), where)
     if isinstance(found, Leaf) or isinstance(wanted, Leaf) or found.kind == "value":
         return
-    for key in wanted.keys:
-        if key not in found.keys:
-            shown = structures.joined(path, key)
-            own = wanted.children[wanted.keys.index(key)]
+    there, children = _by_key(found), _by_key(wanted)
+    for key, own in children.items():
+        if key not in there:
+            shown = structures.joined(path, key, structures.between(wanted.kind))
             raise CheckpointError(
                 f"{where}: {shown}: missing in the file, `like` has {_told(own)} there. {_WAY_OUT}"
             )
-    children = dict(zip(wanted.keys, wanted.children, strict=True))
-    for key, child in zip(found.keys, found.children, strict=True):
+    for key, child in there.items():
         shown = structures.joined(path, key, structures.between(found.kind))
         if key not in children:
             raise CheckpointError(
                 f"{where}: {shown}: the file has {_told(child)} there, `like` nothing. {_WAY_OUT}"
             )
         _compare(child, children[key], shown, where)
-    if found.static != wanted.static:
+    if json.dumps(found.static, sort_keys=True) != json.dumps(wanted.static, sort_keys=True):
         raise _different(path, f"{_told(wanted)} with {wanted.static}", f"{found.static}", where)
+
+
+def _by_key(branch: Branch) -> dict[Any, Structure]:
+    """The children of a branch by their keys, as a file gives them: NaN is one key."""
+    keys = (serialization.decode(serialization.encode(key)) for key in branch.keys)
+    return dict(zip(keys, branch.children, strict=True))
 
 
 def _different(path: str, wanted: str, found: str, where: str) -> CheckpointError:

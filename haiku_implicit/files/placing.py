@@ -30,7 +30,7 @@ def by_name(structure: Structure, shardings: Any, file: str, path: str) -> dict[
     found: dict[str, Any] = {}
 
     def struct(leaf: Leaf) -> Any:
-        made = dtypes.struct_of(leaf.dtype, leaf.shape, leaf.weak_type)
+        made = structures.struct_of(leaf)
         names[id(made)] = leaf.name
         return made
 

@@ -10,7 +10,13 @@ import jax
 from haiku_implicit.files import dtypes, naming, together
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.replacing import checked_target, named, sync_folder
-from haiku_implicit.files.structure import Structure, describe, leaves_of, with_leaves
+from haiku_implicit.files.structure import (
+    Structure,
+    check_readable,
+    describe,
+    leaves_of,
+    with_leaves,
+)
 from haiku_implicit.files.writing import (
     PART,
     Stored,
@@ -78,6 +84,7 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
     for name, x in arrays.items():
         if isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(f"{name}: a ShapeDtypeStruct, which has no values. Give arrays")
+    check_readable(structure)
     if any(map(together.is_spread, arrays.values())):
         together.save(path, structure, arrays, max_shard_bytes)
     else:

@@ -68,6 +68,8 @@ class Branch(NamedTuple):
       children: what it holds.
       static: of a registered type, its static metadata as JSON; of a value, the value as JSON.
       dense: of an implicit array, the dtype and shape of the dense one, if it has them.
+      whole: of an implicit array, whether its arrays make one of `dense`. Those in an optimizer's state
+        may not: some are missing, or have shapes of their own.
     """
 
     kind: str
@@ -75,6 +77,7 @@ class Branch(NamedTuple):
     children: tuple["Structure", ...] = ()
     static: Any = None
     dense: tuple[str, tuple[int, ...]] | None = None
+    whole: bool = False
 
 
 Structure = Union[Leaf, Branch]  # noqa: UP007
@@ -146,8 +149,7 @@ def _describe(x: Any, path: str, arrays: dict[str, Any]) -> Structure:
         if kind == "dict":
             _check_sortable(keys, path)
         for key in keys:
-            with _naming(joined(path, key)):
-                serialization.encode(key)
+            _check_key(key, joined(path, key))
         children = [
             _describe(y, joined(path, k), arrays) for k, y in zip(keys, values, strict=True)
         ]
@@ -157,6 +159,23 @@ def _describe(x: Any, path: str, arrays: dict[str, Any]) -> Structure:
     if node is None:
         return _describe_value(x, path)
     return _describe_object(x, node, path, arrays)
+
+
+def _check_key(key: Any, where: str) -> None:
+    try:
+        _encoded(key)
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(
+            f"{where}: files cannot hold a key that is a {type(key).__qualname__} ({e}). They hold "
+            "texts, numbers, bytes, dtypes, None, and tuples of these"
+        ) from None
+
+
+def _encoded(x: Any) -> Any:
+    """A value as JSON, from which it can be read."""
+    encoded = serialization.encode(x)
+    serialization.decode(json.loads(json.dumps(encoded)))
+    return encoded
 
 
 def _check_sortable(keys: tuple[Any, ...], where: str) -> None:
@@ -178,7 +197,8 @@ def _describe_array(x: Any, path: str, arrays: dict[str, Any]) -> Leaf:
         raise CheckpointError(f"{path}: the array has been deleted (donated to a function?)")
     with _naming(path):
         dtype = dtypes.name_of(x)
-    base = name = path or "array"
+    # A lone surrogate, which a text of Python may have, is in no file that other programs read.
+    base = name = (path or "array").encode(errors="backslashreplace").decode()
     count = 1
     while name in arrays or name == METADATA:
         name = f"{base}#{(count := count + 1)}"
@@ -201,7 +221,9 @@ def _describe_object(
         _describe(y, joined(path, name, dot), arrays)
         for name, y in zip(names, children, strict=True)
     ]
-    return Branch(node.name, tuple(names), tuple(described), encoded["static"], _dense(x))
+    static, dense = encoded["static"], _dense(x)
+    whole = dense is not None and _is_whole(x, json.dumps(static))
+    return Branch(node.name, tuple(names), tuple(described), static, dense, whole)
 
 
 def _dense(x: Any) -> tuple[str, tuple[int, ...]] | None:
@@ -210,13 +232,24 @@ def _dense(x: Any) -> tuple[str, tuple[int, ...]] | None:
     return None if struct is None else (struct.dtype.name, struct.shape)
 
 
+def _is_whole(x: ImplicitArray, static: str) -> bool:
+    """Whether the arrays of an implicit array make one of its shape and dtype."""
+    if _is_part(x):
+        return False
+    try:
+        _check_whole(x, static)
+    except Exception:  # whatever JAX or the type says about arrays that do not fit
+        return False
+    return True
+
+
 def _describe_value(x: Any, path: str) -> Branch:
     try:
-        encoded = serialization.encode(x)
-        serialization.decode(encoded)  # what is written can be read
-    except (TypeError, ValueError):
+        encoded = _encoded(x)
+    except (TypeError, ValueError) as e:
+        because = "" if isinstance(e, TypeError) else f" ({e})"
         raise CheckpointError(
-            f"{path or 'the tree'}: files cannot hold {_called(x)}. They hold arrays, "
+            f"{path or 'the tree'}: files cannot hold {_called(x)}{because}. They hold arrays, "
             "numbers, texts, bytes, dtypes, None, dicts, lists, tuples, implicit arrays, states of "
             "optax, and named tuples and dataclasses after haiku_implicit.register_tree_type(cls)"
         ) from None
@@ -257,7 +290,7 @@ def to_json(structure: Structure) -> Any:
         found |= {"weak_type": True} if weak_type else {}
         found |= {"file": file} if file else {}
         return found | ({"parts": parts_to_json(parts)} if parts else {})
-    kind, keys, children, static, dense = structure
+    kind, keys, children, static, dense, whole = structure
     if kind == "none":
         return None
     if kind == "value":
@@ -267,7 +300,8 @@ def to_json(structure: Structure) -> Any:
         found["keys"] = [serialization.encode(key) for key in keys]
     if kind not in _CONTAINERS:
         found["static"] = static
-    return found | ({"dense": [dense[0], list(dense[1])]} if dense else {})
+    found |= {"dense": [dense[0], list(dense[1])]} if dense else {}
+    return found | ({"whole": True} if whole else {})
 
 
 def from_json(data: Any, path: str = "") -> Structure:
@@ -310,7 +344,7 @@ def from_json(data: Any, path: str = "") -> Structure:
         if not (isinstance(dense, list) and len(dense) == 2 and is_shape(dense[1])):
             raise CheckpointError(f"{where}: expected a dtype and a shape, found {dense!r:.80}")
         dense = (dense[0], tuple(dense[1]))
-    return Branch(kind, keys, tuple(children), static, dense)
+    return Branch(kind, keys, tuple(children), static, dense, data.get("whole") is True)
 
 
 def _leaf(data: dict[str, Any], where: str) -> Leaf:
@@ -371,6 +405,11 @@ def leaves_of(structure: Structure) -> Iterator[Leaf]:
             yield from leaves_of(child)
 
 
+def struct_of(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """An array without its values."""
+    return dtypes.struct_of(leaf.dtype, leaf.shape, leaf.weak_type)
+
+
 def with_leaves(structure: Structure, change: Callable[[Leaf], Leaf]) -> Structure:
     """A structure with other descriptions of its arrays."""
     if isinstance(structure, Leaf):
@@ -396,7 +435,7 @@ def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: st
     """
     if isinstance(structure, Leaf):
         return read(structure)
-    kind, keys, children, static, dense = structure
+    kind, keys, children, static, dense, whole = structure
     if kind == "none":
         return None
     if kind == "value":
@@ -412,7 +451,7 @@ def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: st
     values = _decoded(node, keys, static, where)
     try:
         made = node.build(values, items)
-        _check_made(made, dense, json.dumps(static))
+        _check_made(made, dense, json.dumps(static) if whole else None)
     except Exception as e:  # whatever JAX or the type says about arrays that do not fit
         raise CheckpointError(
             f"{where}: its arrays do not make a {node.kind.__name__}: {e or type(e).__name__}"
@@ -420,18 +459,26 @@ def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: st
     return made
 
 
-def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None, static: str) -> None:
-    """Whether arrays fit together, and give an implicit array the shape and dtype of the file.
+def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None, static: str | None) -> None:
+    """Whether arrays give an implicit array the shape and dtype of the file.
 
-    `static` is the metadata as the file has it.
+    `static` is the metadata as the file has it; None if the arrays need not fit together.
     """
-    if dense and (made.dtype.name, tuple(made.shape)) != (_canonical(dense[0]), dense[1]):
-        raise ValueError(f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}")
-    if not is_implicit(made):
-        return
-    _check_leaves(made)
-    if _is_part(made):
-        return
+    found = made if static is not None else known_struct(made) if is_implicit(made) else None
+    if dense and found is not None:
+        own = found.dtype.name, tuple(found.shape)
+        if own != (_canonical(dense[0]), dense[1]):
+            raise ValueError(
+                f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}"
+            )
+    if is_implicit(made):
+        _check_leaves(made)
+    if static is not None:
+        _check_whole(made, static)
+
+
+def _check_whole(made: ImplicitArray, static: str) -> None:
+    """Whether arrays fit together, and make what an implicit array says of itself."""
     leaves, treedef = flatten_one_level(made)
     kinds = tuple((y.shape, y.dtype) if hasattr(y, "dtype") else None for y in leaves)
     found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64), static)
@@ -471,3 +518,44 @@ def _traced(
 
 def _canonical(name: str) -> str:
     return jax.dtypes.canonicalize_dtype(dtypes.struct_of(name, ()).dtype).name
+
+
+# --- back again ----------------------------------------------------------------------------------
+
+
+def check_readable(structure: Structure) -> None:
+    """Checks that a file with this structure gives the tree that it describes. No array is read.
+
+    Raises:
+      CheckpointError: if it does not; it names the key.
+    """
+    way_out = "so that a file could not give it back. Save what is in it as a dict"
+    try:
+        read = from_json(json.loads(_text(structure)))
+        again = describe(build(read, struct_of, "")).structure
+    except CheckpointError as e:
+        raise CheckpointError(f"{str(e).removeprefix(': ')}, {way_out}") from None
+    except RecursionError:
+        raise CheckpointError("the tree is nested too deeply") from None
+    if different := _different(structure, again):
+        path, kind = different
+        raise CheckpointError(
+            f"{path or 'the tree'}: a {kind} made of its fields is not the same, {way_out}"
+        )
+
+
+def _text(structure: Structure) -> str:
+    return json.dumps(to_json(structure))
+
+
+def _different(a: Structure, b: Structure, path: str = "") -> tuple[str, str] | None:
+    """The first place, and what is there, at which two structures differ; the innermost one."""
+    if _text(a) == _text(b):
+        return None
+    if isinstance(a, Leaf):
+        return path, "array"
+    below = (
+        _different(x, y, joined(path, key, between(a.kind)))
+        for key, x, y in zip(a.keys, a.children, getattr(b, "children", ()), strict=False)
+    )
+    return next(filter(None, below), (path, a.kind))
