@@ -4,10 +4,13 @@ A file says what structure a tree has. Reading one looks names up among the type
 defined, and runs no code of the file.
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import json
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -182,6 +185,56 @@ def node_of(x: Any) -> Node | None:
 def node_named(name: str) -> Node | None:
     """What is known of the type that checkpoints call so."""
     return _checkpoints.get(name)
+
+
+@contextlib.contextmanager
+def naming_lost_types(*trees: Any) -> Iterator[None]:
+    """Makes of an error about a dict that was an object of some type one that says so.
+
+    Args:
+      *trees: that have the dict somewhere, for the error.
+
+    Raises:
+      TypeError: if a dict with the fields of a type that is known was used as an object of it.
+    """
+    try:
+        yield
+    except AttributeError as e:
+        kinds = _kinds_with_fields(e.obj) if type(e.obj) is dict else []
+        if not kinds:
+            raise
+        raise TypeError(
+            f"{_path_of(e.obj, trees)}expected a {' or a '.join(kinds[:3])}, got a dict of its fields "
+            f"({', '.join(e.obj)}). Orbax gives such dicts where it restores a checkpoint without a "
+            "target. Give it one: checkpointer.restore(path, target), a tree of the same types, such as "
+            "jax.eval_shape gives of the function that made what was saved"
+        ) from e
+
+
+def _kinds_with_fields(names: Iterable[Any]) -> list[str]:
+    """The names of the types that have just these fields."""
+    found = []
+    for node in _checkpoints.values():
+        with contextlib.suppress(TypeError):  # of a class without its decorator
+            if set(node.fields()[0]) == set(names) != set():
+                found.append(node.kind.__name__)
+    return found
+
+
+def _path_of(mapping: Mapping[str, Any], trees: Sequence[Any]) -> str:
+    """Where a mapping is in one of the trees, with a colon; also if it is a copy of what is there."""
+
+    def is_it(x: Any) -> bool:
+        if not isinstance(x, Mapping) or set(x) != set(mapping):
+            return False
+        leaves, own = jax.tree.leaves(x), jax.tree.leaves(mapping)
+        return len(leaves) == len(own) and all(map(operator.is_, leaves, own))
+
+    pairs = jax.tree_util.tree_flatten_with_path(list(trees), is_leaf=is_it)[0]
+    paths = (
+        jax.tree_util.keystr(keys[1:], simple=True, separator="/") for keys, x in pairs if is_it(x)
+    )
+    return "".join(f"{path}: " for path in itertools.islice(filter(None, paths), 1))
 
 
 # --- static data ---------------------------------------------------------------------------------

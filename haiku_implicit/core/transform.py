@@ -10,6 +10,7 @@ import numpy as np
 from haiku_implicit.core import containers
 from haiku_implicit.core.array import has_symbolic_shape, is_implicit
 from haiku_implicit.core.interpreter import call_interpreted, densify, materialize_array
+from haiku_implicit.core.serialization import naming_lost_types
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -103,7 +104,8 @@ def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
     def on_values(*values: Any) -> list[Any]:
         nonlocal static_out
         args, kwargs = static.merge(values)
-        static_out, results = split(fun(*args, **kwargs))
+        with naming_lost_types(*args, *kwargs.values()):
+            static_out, results = split(fun(*args, **kwargs))
         return results
 
     results = call_interpreted(on_values, values)

@@ -36,6 +36,8 @@ def read(path: str, allow_pickle: bool) -> Any:
     kind = kind_of(path).name
     if kind == "npz":
         return _read_npz(path)
+    if kind == "joined":
+        raise not_a("an .npz file of names `module/name`", path)
     if allow_pickle and kind in _MAY_BE_PICKLES:
         return _read_pickle(path)
     raise not_a(EXPECTED, path)
@@ -88,7 +90,10 @@ def _read_member(where: str, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> 
             if dtype.hasobject:
                 raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
             if dtype.kind not in "biufc":
-                raise ValueError(f"an array of {dtype.name}, which are not numbers")
+                raise ValueError(
+                    f"an array of {dtype.name}, which are not numbers. numpy.load reads it; "
+                    "haiku_implicit.save writes the parameters among what that gives"
+                )
             if any(n < 0 for n in shape):
                 raise ValueError(f"{list(shape)} is not the shape of an array")
             expected = math.prod(shape) * dtype.itemsize

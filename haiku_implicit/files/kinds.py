@@ -1,10 +1,13 @@
 """What a file or folder is, by how it begins: for errors that say so, and what reads it."""
 
+import itertools
 import os
 import stat
+import struct
 import zipfile
 from typing import Any, NamedTuple
 
+from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError, File, is_container, parse_json
 
 
@@ -23,6 +26,7 @@ class Kind(NamedTuple):
 
 
 _HEAD = 256
+_LENGTHS = struct.Struct("<5i")
 _AGAIN = "If it was not copied completely, copy it again"
 _OURS = Kind("saved", "a file that haiku_implicit.save wrote", "haiku_implicit.load reads it")
 _SAFETENSORS = Kind(
@@ -34,6 +38,24 @@ _SAFETENSORS = Kind(
 _NPZ = Kind("npz", "an .npz file of NumPy", "haiku_implicit.load reads it")
 _MOX = Kind("mox", "a module expression", "haiku_implicit.mox.load reads it")
 _UNPACK = "Unpack it first"
+_ALPHAFOLD = (
+    "alphafold3.model.params.get_model_haiku_params(folder) reads them, and haiku_implicit.save writes "
+    "what that gives"
+)
+_OF_ALPHAFOLD = f"the parameters of AlphaFold 3, {_ALPHAFOLD}"
+_RECORDS = Kind("records", "parameters of AlphaFold 3, in records of its own", _ALPHAFOLD)
+_ZSTD = Kind("zstd", "compressed by zstd", f"{_UNPACK}. If it has {_OF_ALPHAFOLD}")
+_PIECE = Kind(
+    "zstd",
+    "a piece of what zstd compressed",
+    f"Join the pieces, and unpack them. If they have {_OF_ALPHAFOLD}",
+)
+_JOINED = Kind(
+    "joined",
+    "an .npz file whose names are keys joined by ':', as GraphCast and GenCast write it",
+    "graphcast.checkpoint.load(file, graphcast.CheckPoint).params (or gencast.CheckPoint) are its "
+    "parameters, which haiku_implicit.save writes",
+)
 
 # Those that the first bytes tell.
 _BEGINNINGS = {
@@ -53,10 +75,17 @@ _BEGINNINGS = {
         "lfs", "a pointer of Git LFS in place of the file", "`git lfs pull` brings the file"
     ),
     b"\x1f\x8b": Kind("gzip", "compressed by gzip", _UNPACK),
-    b"\x28\xb5\x2f\xfd": Kind("zstd", "compressed by zstd", _UNPACK),
+    b"\x28\xb5\x2f\xfd": _ZSTD,
     b"\xfd7zXZ": Kind("xz", "compressed by xz", _UNPACK),
 }
 
+_ORBAX = Kind(
+    "orbax",
+    "a checkpoint of Orbax",
+    "Restore it with Orbax, and give it a target: a tree of the same types, such as jax.eval_shape "
+    "gives; haiku_implicit.save writes what that gives",
+)
+_OF_ORBAX = ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA")
 _FOLDERS = {
     "adapter_config.json": Kind("peft", "a folder of PEFT", "haiku_implicit.load_peft reads it"),
     **dict.fromkeys(
@@ -67,14 +96,7 @@ _FOLDERS = {
             "haiku_implicit.load_hugging_face reads it",
         ),
     ),
-    **dict.fromkeys(
-        ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA"),
-        Kind(
-            "orbax",
-            "a checkpoint of Orbax",
-            "Restore it with Orbax",
-        ),
-    ),
+    **dict.fromkeys(_OF_ORBAX, _ORBAX),
 }
 
 
@@ -107,8 +129,18 @@ def _kind_of_folder(path: str) -> Kind:
     names = sorted(os.listdir(path))
     found = next((kind for name, kind in _FOLDERS.items() if name in names), None)
     within = next((name for name in names if name.endswith((".gguf", ".safetensors"))), None)
+    if not found and not within and _has_steps_of_orbax(path, names):
+        return _ORBAX
     helps = f"Give a file in it, such as {within}" if within else "Give a file"
     return found or Kind("folder", "a folder", helps)
+
+
+def _has_steps_of_orbax(path: str, names: list[str]) -> bool:
+    """Whether it is the folder of a `CheckpointManager`, with a checkpoint for each of some steps."""
+    steps = itertools.islice((name for name in names if name[-1:].isdecimal()), 20)
+    return any(
+        os.path.exists(os.path.join(path, step, name)) for step in steps for name in _OF_ORBAX
+    )
 
 
 def _kind_of_zip(path: str) -> Kind:
@@ -119,7 +151,11 @@ def _kind_of_zip(path: str) -> Kind:
         return Kind("zip", "an .npz or .zip file that is not whole", _AGAIN)
     if any(name.endswith("data.pkl") for name in names):
         return Kind("torch", "a file that torch.save wrote", "Save its tensors as safetensors")
-    return _NPZ if all(n.endswith(".npy") for n in names) else Kind("zip", "a zip archive", _UNPACK)
+    if not all(name.endswith(".npy") for name in names):
+        return Kind("zip", "a zip archive", _UNPACK)
+    last = (name.removesuffix(".npy").rpartition(":") for name in names)
+    # A number behind the colon is one of TensorFlow's names: `dense/kernel:0`.
+    return _JOINED if any(colon and not key.isdecimal() for _, colon, key in last) else _NPZ
 
 
 def _kind_of_text(head: bytes) -> Kind | None:
@@ -144,7 +180,25 @@ def _kind_of_bytes(path: str, head: bytes, size: int) -> Kind:
     if is_container(path):
         ours = b'{"__metadata__":{"haiku_implicit' in head
         return _OURS if ours else _SAFETENSORS
+    if _is_record(path):
+        return _RECORDS
+    if ".zst." in os.path.basename(path):
+        return _PIECE
     return Kind("unknown", f"{size:,} bytes that begin with {head[:8]!r}", _AGAIN)
+
+
+def _is_record(path: str) -> bool:
+    """Whether a file begins with an array as AlphaFold 3 writes it.
+
+    Five numbers are the lengths of its scope, its name, its dtype, its shape and its bytes, which follow.
+    """
+    with open(path, "rb") as file:
+        start = file.read(_LENGTHS.size)
+        lengths = _LENGTHS.unpack(start) if len(start) == _LENGTHS.size else (-1,)
+        if not all(0 <= n < 2**31 for n in lengths) or max(lengths[:4]) > 1000:
+            return False
+        file.seek(sum(lengths[:2]), os.SEEK_CUR)
+        return file.read(lengths[2]).decode("latin1") in dtypes.STORED
 
 
 def not_a(expected: str, path: str | os.PathLike[str]) -> Exception:

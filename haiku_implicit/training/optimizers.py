@@ -9,6 +9,7 @@ import optax
 from haiku_implicit.core.array import ImplicitArray, data_names
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.predicates import Targets, predicate_of
+from haiku_implicit.core.serialization import naming_lost_types
 from haiku_implicit.training.gradients import (
     Slot,
     align,
@@ -202,7 +203,8 @@ def _frozen(
         if "value_fn" in extra:
             extra["value_fn"] = unmasked(extra["value_fn"])
         own = None if params is None else masked(params, "params")
-        new, state = inner.update(masked(updates, "updates"), state, own, **extra)
+        with naming_lost_types(state):
+            new, state = inner.update(masked(updates, "updates"), state, own, **extra)
         frozen = list(map(zeros_like, values))
         return fill_slots(treedef, flags, align(treedef, new, "updates"), frozen), state
 
