@@ -156,17 +156,17 @@ _OWN_TRACES: Any = jax.make_user_context(False) if hasattr(jax, "make_user_conte
 
 
 @contextlib.contextmanager
-def own_traces() -> Iterator[None]:
-    """A context whose traces JAX's caches keep apart from those outside it."""
+def own_traces(kind: int = 1) -> Iterator[None]:
+    """A context whose traces JAX's caches keep apart from those outside it, and of another kind."""
     if _OWN_TRACES is not None:
-        with _OWN_TRACES(True):
+        with _OWN_TRACES(kind):
             yield
         return
     # Before JAX 0.8: a setting of all threads that is part of the caches' keys. Only a compiler with
     # remote profiles, as there is in Google, reads it.
     name = "jax_xla_profile_version"
     old = getattr(jax.config, name)
-    jax.config.update(name, old + 1)
+    jax.config.update(name, old + kind)
     try:
         yield
     finally:

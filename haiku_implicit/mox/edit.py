@@ -7,6 +7,7 @@ this equation that is traced again (`higher.py`).
 
 import collections
 import dataclasses
+import itertools
 import posixpath
 import re
 import zlib
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple, cast
 
 import haiku as hk
 import jax
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
+from jax.extend.core import primitives as jex
 
 from haiku_implicit.mox import higher, mapped
 from haiku_implicit.mox.graft import Graft, init_of
@@ -29,6 +31,7 @@ from haiku_implicit.mox.tree import (
     ModuleCall,
     Node,
     calls,
+    equations_in,
     hidden,
     needed,
     read_counts,
@@ -44,12 +47,14 @@ class Site(NamedTuple):
     Attributes:
       node: the node.
       path: where the modules and parameters of the new function are.
+      name: the path without the number of an equation, which depends on the others that are replaced.
       place: where the node is.
       callers: the `id`s of the calls that `top` is in.
     """
 
     node: Any
     path: str
+    name: str
     place: Place
     callers: tuple[int, ...]
 
@@ -84,14 +89,14 @@ def replace(
     ended = _ended_state(mox, [site for site in sites if replacements[id(site.node)].replaces])
     ignored = {v for path in ended for v in mox.interface.new_state[path].atoms}
     grafts: dict[int, Graft] = {}
-    added = Added()
-    for i, site in enumerate({id(site.top): site for site in sites}.values()):
+    added, salts = Added(), _salts_in(mox)
+    for site in {id(site.top): site for site in sites}.values():
         top = site.top
         if id(top) in pieces:
             piece = pieces[id(top)]
         else:
             piece = higher.piece_of_equation(top, changes, known)
-        salt = zlib.crc32(f"{site.path}:{i}".encode())
+        salt = _new_salt(site.name, salts)
         grafts[id(top)] = grafted(mox, top, piece, salt, added, ignored, id(top) not in pieces)
     defined: set[Any] = {v for graft in grafts.values() for v in graft.node.outputs}
     defined |= {v for graft in grafts.values() for x in walk(graft.node, False) for v in x.outputs}
@@ -102,6 +107,28 @@ def replace(
         and not defined.intersection(mox.interface.new_state[path].atoms)
     }
     return with_grafts(mox, sites, grafts, added, keep_unused)
+
+
+def _salts_in(mox: Program) -> set[int]:
+    """The numbers that keys of new functions were folded with: those in the program that fold any.
+
+    They are not remembered beside the program, which may have been in a file or another model.
+    """
+    if mox.body.read.isdisjoint(mox.interface.rng.atoms):
+        return set()
+    found: set[int] = set()
+    for eqn in equations_in(mox.body):
+        if eqn.primitive is jex.random_fold_in_p and isinstance(eqn.invars[1], Literal):
+            found.add(int(eqn.invars[1].val))
+    return found
+
+
+def _new_salt(name: str, salts: set[int]) -> int:
+    """A number for a place of this name that no other place has. It is added to the others."""
+    numbers = (zlib.crc32(f"{name}:{i}".encode()) for i in itertools.count())
+    salt = next(x for x in numbers if x not in salts)
+    salts.add(salt)
+    return salt
 
 
 def holders_of(sites: Sequence[Site]) -> set[int]:
@@ -184,6 +211,7 @@ def sites_of(
     leaves: collections.Counter[Any] = collections.Counter()
     sites = []
     for node, place, caller in found:
+        number = ""
         if path is not None:
             own = path if isinstance(path, str) else path(node)
         elif isinstance(node, ModuleCall):
@@ -193,8 +221,8 @@ def sites_of(
             own = "/".join(filter(None, [caller.module or _scope_of(place), name]))
             leaves[caller.call, own] += 1
             count = leaves[caller.call, own]
-            own += f"_{count - 1}" if count > 1 else ""
-        sites.append(Site(node, own, place, caller.callers))
+            number = f"_{count - 1}" if count > 1 else ""
+        sites.append(Site(node, own + number, own, place, caller.callers))
     return sites
 
 
@@ -303,7 +331,7 @@ def grafted(
       mox: the expression that the node is in.
       node: the node.
       piece: the function, with its parameters and state.
-      salt: a number that no other function has, for its random key.
+      salt: a number that no other function has, for its random key when it runs.
       added: what the grafts before this one added. What has the same path is shared with them.
       ignored: results of the model that are not needed any more.
       prune: whether loops in it may carry what is not needed any more.
@@ -345,7 +373,9 @@ def grafted(
         outputs=tuple(piece.outputs[i] for i in used),
         given=tuple(given),
     )
-    return Graft(group, own, piece.inputs, salt, taps)
+    # The values of new parameters depend on their names alone: not on the order of changes.
+    names = sorted(map("/".join, (*face.params, *face.state)))
+    return Graft(group, own, piece.inputs, zlib.crc32(repr(names).encode()), taps)
 
 
 # --- the whole ------------------------------------------------------------------------------------

@@ -284,7 +284,11 @@ def _read_while(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     check_operands("cond_jaxpr", params["cond_jaxpr"], [*operands[:num_cond], *carry])
     check_operands("body_jaxpr", params["body_jaxpr"], operands[num_cond:])
     (test,) = _out_avals(params["cond_jaxpr"])
-    require(test.shape == () and test.dtype == jnp.bool_, "the condition has to be a boolean")
+    require(test.dtype == jnp.bool_, "the condition has to be a boolean")
+    # Under `vmap` there is one for each element, along the first axes of what is carried.
+    shapes = [jax.typeof(x).shape for x in carry]
+    fits = all(shape[: len(test.shape)] == test.shape for shape in shapes)
+    require(fits, f"the condition has the shape {test.shape}, and the loop has {shapes}")
     before, after = _in_avals(params["body_jaxpr"])[num_body:], _out_avals(params["body_jaxpr"])
     require(_same_types(before, after), f"the loop has {_str(before)}, and then {_str(after)}")
     return compat.bind(jex.while_p, operands, params)

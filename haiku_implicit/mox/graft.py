@@ -22,7 +22,7 @@ class Graft(NamedTuple):
       node: what comes there.
       mox: the function's own expression.
       inputs: what it is given.
-      salt: a number that no other function has, for its random keys.
+      salt: a number for the random key that its parameters are made with.
       taps: the variables of what is tapped in it.
     """
 

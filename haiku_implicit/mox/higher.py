@@ -197,7 +197,11 @@ def _cond(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
 
 
 def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
-    """`jax.lax.while_loop`: state and the random key are carried."""
+    """`jax.lax.while_loop`: state and the random key are carried.
+
+    Under a `vmap` of the condition, the loop goes on as long as one element does, and what is carried
+    stays as it is for the others.
+    """
     params = node.eqn.params
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     bodies = {body.name: body for body in node.bodies}
@@ -220,20 +224,33 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
         cond_consts, body_consts, carry = split(arrays)
 
+        def flags_of(carry: Any) -> Any:
+            return cond.apply(params, {}, rng, *cond_consts, *carry)[0][0]
+
         def goes_on(carried: Any) -> Any:
-            return cond.apply(params, {}, rng, *cond_consts, *carried[0])[0][0]
+            flags = flags_of(carried[0])
+            return flags.any() if flags.ndim else flags
 
         def body(carried: Any) -> Any:
             carry, state, key = carried
             key, own = (None, None) if key is None else jax.random.split(key)
             made = step.apply(params, state, own, *body_consts, *carry)
             new, state = _without_taps(node, made)
+            if bodies["cond_jaxpr"].returns[0].aval.shape:
+                flags = flags_of(carry)
+                new = [_chosen(flags, x, y) for x, y in zip(new, carry, strict=True)]
             return new, state, key
 
         out, state, _ = jax.lax.while_loop(goes_on, body, (list(carry), state, rng))
         return out, state, {}
 
     return init, apply
+
+
+def _chosen(flags: Any, x: Any, y: Any) -> Any:
+    """The elements of one array, or of another where the flags of the first axes are false."""
+    flags = jax.lax.broadcast_in_dim(flags, x.shape, range(flags.ndim))
+    return jax.lax.select(flags, x, y)
 
 
 def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:

@@ -21,6 +21,7 @@ from haiku_implicit.core.transform import (
     tree_map_with_implicit,
 )
 from haiku_implicit.mox import marks
+from haiku_implicit.mox.constants import identical, same_structure
 
 # A module's name and the name of an entry.
 Path = tuple[str, str]
@@ -277,13 +278,13 @@ def checked(label: str, tree: marks.Tree, avals: Sequence[Any], value: Any) -> l
     A weak type is not looked at, as in what JAX compiles ahead of time.
     """
     leaves, treedef = tree_flatten_with_implicit(value)
-    if treedef != tree.treedef:
+    if not same_structure(treedef, tree.treedef):
         raise ValueError(_other_structure(label, tree.merge(avals), value))
     expected, arrays = iter(avals), []
     for i, (x, static) in enumerate(zip(leaves, tree.leaves, strict=True)):
         where = functools.partial(_name_of_leaf, label, value, i)
         if static is not None:
-            if not _same(x, static[0]):
+            if not identical(x, static[0]):
                 raise ValueError(
                     f"{where()}: the expression was made for {static[0]!r}, got {x!r}. {_ANOTHER}"
                 )
@@ -322,14 +323,6 @@ def _other_structure(label: str, expected: Any, value: Any) -> str:
 
 def _described(x: Any) -> str:
     return slot_of(x).tree.describe()
-
-
-def _same(x: Any, y: Any) -> bool:
-    if x is y:
-        return True
-    if isinstance(x, jax.core.Tracer) or type(x) is not type(y):
-        return False
-    return bool(np.all(x == y))
 
 
 def _brief(x: Any) -> str:

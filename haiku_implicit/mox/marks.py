@@ -10,6 +10,8 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit.core import compat
+from haiku_implicit.mox.constants import identical, same_structure
 
 mark_p = compat.Primitive("module_mark")
 mark_p.multiple_results = True
@@ -55,7 +58,13 @@ class Tree(NamedTuple):
 
     def like(self, other: "Tree") -> bool:
         """Whether this is another tree's structure, with arrays in the same places."""
-        return self.treedef == other.treedef and self._places() == other._places()
+        return same_structure(self.treedef, other.treedef) and self._places() == other._places()
+
+    def other_constants(self, other: "Tree") -> Iterator[tuple[Any, Any]]:
+        """The constants that are different in a tree that is `like` this one, in pairs."""
+        for x, y in zip(self.leaves, other.leaves, strict=True):
+            if x is not None and y is not None and not identical(x[0], y[0]):
+                yield x[0], y[0]
 
     def _places(self) -> list[bool]:
         return [x is None for x in self.leaves]
@@ -145,6 +154,75 @@ def end(token: Any, call: Call, arrays: Sequence[Any], seen: Any = ()) -> list[A
     return mark_p.bind(token, *arrays, call=call, kind="end", seen=seen)
 
 
+def _refilled(x: Any, arrays: Iterator[Any]) -> Any:
+    """Arguments with these arrays in the place of their own.
+
+    Containers are left as they are, but for tuples: a method may change its arguments.
+    """
+    if isinstance(x, jax.core.Tracer):
+        return next(arrays)
+    if isinstance(x, tuple):
+        return _as_tuple(x, [_refilled(y, arrays) for y in x])
+    for _ in split(x)[1]:
+        next(arrays)
+    return x
+
+
+def _as_tuple(x: tuple[Any, ...], items: list[Any]) -> Any:
+    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+
+
+class Results:
+    """The containers that calls return, with marks in them.
+
+    Others may hold a list or a dict, too, for which the arrays in it are no results of the call: the
+    caller gets another one. A model that changes one of the two afterwards may read the change in the
+    other. For such a model both have to be one, with the marks in it.
+
+    Args:
+      in_place: whether marks are written into the containers themselves.
+    """
+
+    def __init__(self, in_place: bool = False):
+        self._in_place = in_place
+        self._seen: list[tuple[Any, Any]] = []
+
+    def filled(self, x: Any, arrays: Iterator[Any], is_new: bool = False) -> Any:
+        """Results with these arrays in the place of their own.
+
+        Args:
+          x: the results.
+          arrays: the arrays.
+          is_new: whether nobody else holds this container.
+        """
+        if isinstance(x, jax.core.Tracer):
+            return next(arrays)
+        if isinstance(x, tuple):
+            return _as_tuple(x, [self.filled(y, arrays) for y in x])
+        structure, own = split(x)
+        if not own:
+            return x
+        if type(x) not in (list, dict):
+            return structure.merge([next(arrays) for _ in own])
+        new = x if is_new or self._in_place else x.copy()
+        for key in range(len(x)) if isinstance(x, list) else sorted(x):
+            new[key] = self.filled(x[key], arrays)
+        if new is not x:
+            self._seen += [(y, y.copy()) for y in (x, new)]
+        return new
+
+    @property
+    def changed(self) -> bool:
+        """Whether one of two containers was changed after the caller got the other."""
+        return any(not _same_items(x, before) for x, before in self._seen)
+
+
+def _same_items(x: Any, y: Any) -> bool:
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(x[key] is y[key] for key in x)
+    return len(x) == len(y) and all(map(operator.is_, x, y))
+
+
 # By the `id` of a module, the module (so that no other has its `id`) and its constructor's arguments.
 _Configs = dict[int, tuple[Any, dict[str, Any]]]
 # Of the modules of the program that is marked; None if none is.
@@ -152,16 +230,24 @@ _active: contextvars.ContextVar[_Configs | None] = contextvars.ContextVar("marki
 
 
 @contextlib.contextmanager
-def marking() -> Iterator[None]:
+def marking(in_place: bool = False) -> Iterator[Results]:
     """A context in which calls of Haiku modules are marked in what is traced.
 
     Within one another, only the innermost context marks.
+
+    Args:
+      in_place: whether marks are written into the lists and dicts that calls return.
+
+    Yields:
+      The results of calls.
     """
     configs: _Configs = {}
+    results = Results(in_place)
     before = _active.set(configs)
+    mark_call = functools.partial(_mark_call, configs, results)
     try:
-        with compat.own_traces(), hk.intercept_methods(functools.partial(_mark_call, configs)):
-            yield
+        with compat.own_traces(1 + in_place), hk.intercept_methods(mark_call):
+            yield results
     finally:
         _active.reset(before)
 
@@ -172,7 +258,12 @@ def active() -> bool:
 
 
 def _mark_call(
-    configs: _Configs, next_f: Any, args: Any, kwargs: Any, about: hk.MethodContext
+    configs: _Configs,
+    results: Results,
+    next_f: Any,
+    args: Any,
+    kwargs: Any,
+    about: hk.MethodContext,
 ) -> Any:
     module, method = about.module, about.method_name
     if type(module) in UNMARKED or _active.get() is not configs:
@@ -190,33 +281,23 @@ def _mark_call(
         token, arrays = begin(call, arrays)
     if structure.treedef is not None:
         rest = iter(arrays)
-        args = _refilled(args, rest, in_place=False)
-        kwargs = {name: _refilled(kwargs[name], rest, in_place=False) for name in sorted(kwargs)}
+        args = _refilled(args, rest)
+        kwargs = {name: _refilled(kwargs[name], rest) for name in sorted(kwargs)}
     out = next_f(*args, **kwargs)
+    is_new = sys.getrefcount(out) <= _OF_ONE_NAME
     call.path = getattr(module, "module_name", "")
     call.results, arrays = split(out)
     arrays = end(token, call, arrays)
-    return out if call.results.treedef is None else _refilled(out, iter(arrays), in_place=True)
+    return out if call.results.treedef is None else results.filled(out, iter(arrays), is_new)
 
 
-def _refilled(x: Any, arrays: Iterator[Any], in_place: bool) -> Any:
-    """A tree with these arrays in the place of its own.
+def _references_of_one_name() -> int:
+    x: Any = {}
+    return sys.getrefcount(x)
 
-    Containers that can be changed are not made anew, since others may hold them, too. They are
-    changed, or left as they are.
-    """
-    if isinstance(x, jax.core.Tracer):
-        return next(arrays)
-    if isinstance(x, tuple):
-        items = [_refilled(y, arrays, in_place) for y in x]
-        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
-    if type(x) in (list, dict) and in_place:
-        for key in range(len(x)) if isinstance(x, list) else sorted(x):
-            x[key] = _refilled(x[key], arrays, in_place)
-        return x
-    structure, own = split(x)
-    new = [next(arrays) for _ in own]
-    return structure.merge(new) if in_place and own else x
+
+# What Python counts for an object that one variable has.
+_OF_ONE_NAME = _references_of_one_name()
 
 
 def _constructor_arguments(cls: type, args: Any, kwargs: Any) -> dict[str, Any]:

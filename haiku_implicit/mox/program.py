@@ -166,8 +166,11 @@ def program_of(
         returned.update({path: tree for path, (tree, _) in parts.items()})
         return [x for _, arrays in parts.values() for x in arrays]
 
-    with marks.marking():
+    with marks.marking() as of_calls:
         closed = jax.make_jaxpr(on_arrays)(*face.invars)
+    if of_calls.changed:
+        with marks.marking(in_place=True):
+            closed = jax.make_jaxpr(on_arrays)(*face.invars)
     if prune:
         used, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
         closed = closed.replace(jaxpr=used)

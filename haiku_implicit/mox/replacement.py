@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
 from haiku_implicit.mox import mapped, marks
+from haiku_implicit.mox.constants import identical
 from haiku_implicit.mox.interface import checked, is_array
 from haiku_implicit.mox.program import Program, split_signature
 from haiku_implicit.mox.run import run, run_equation
@@ -295,15 +296,31 @@ def _takes(fun: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _checked(node: Any, results: marks.Tree, out: Any) -> list[Any]:
-    """The arrays that a new function gave, which have to be as those of the node."""
-    structure, arrays = marks.split(out, is_array)
+    """The arrays that a new function gave, which have to be as those of the node.
+
+    The rest of the results is a part of the program around the node, and has to be the same.
+    """
+    kept = _constants_in(out, results)
+    structure, arrays = marks.split(out, lambda x: is_array(x) and id(x) not in kept)
     if not structure.like(results):
         raise ValueError(
             f"{node!r}: the replacement has to return {results.describe()}, and returned "
             f"{structure.describe()}"
         )
+    for old, new in results.other_constants(structure):
+        raise ValueError(
+            f"{node!r}: the replacement has to return {old!r}, which the rest of the model was traced "
+            f"with, and returned {new!r}. To change it, change the model and make its expression again"
+        )
     pairs = zip(mapped.element_results(node), arrays, strict=True)
     return [_as(f"{node!r}: result {i}", aval, x) for i, (aval, x) in enumerate(pairs)]
+
+
+def _constants_in(out: Any, results: marks.Tree) -> set[int]:
+    """The `id`s of what is in its place among constants of results: arrays can be such, too."""
+    every, _ = marks.split(out, lambda x: False)
+    pairs = zip(every.leaves, results.leaves, strict=False)
+    return {id(x[0]) for x, old in pairs if x and old and identical(x[0], old[0])}
 
 
 def _as(what: str, aval: Any, x: Any) -> Any:

@@ -357,6 +357,26 @@ def walk(node: Any, into_bodies: bool = True) -> Iterator[Node]:
             yield from walk(child, into_bodies)
 
 
+def equations_in(body: Body) -> Iterator[JaxprEqn]:
+    """The equations of a program, those in their parameters too, in no order."""
+    nodes: list[Any] = list(body.children)
+    jaxprs: list[Any] = []
+    while nodes:  # as in `read_counts`
+        node = nodes.pop()
+        if isinstance(node, Equation):
+            yield node.eqn
+            jaxprs += [jaxpr for _, jaxpr in jaxprs_of(node.eqn.params)]
+        else:
+            nodes += node.children
+    seen: set[int] = set()
+    while jaxprs:
+        jaxpr = jaxprs.pop()
+        if id(jaxpr) not in seen:
+            seen.add(id(jaxpr))
+            yield from jaxpr.eqns
+            jaxprs += [inner for eqn in jaxpr.eqns for _, inner in jaxprs_of(eqn.params)]
+
+
 def calls(root: Any) -> Iterator[ModuleCall]:
     """The calls of modules in a tree, without those of constructors, and of functions put in."""
     for node in root.children:
