@@ -1,4 +1,4 @@
-"""Whether two constants are the same: what an expression has of its arguments and results beside arrays."""
+"""Whether two constants are the same: values in arguments and results that are no arrays."""
 
 import dataclasses
 import functools
@@ -12,8 +12,8 @@ import numpy as np
 def identical(x: Any, y: Any) -> bool:
     """Whether one constant can stand for another in every program.
 
-    Both have one type and one value, also in containers. So 1, 1.0 and True are three constants, and 0.0
-    and -0.0 are two. NaN is the same as NaN.
+    Both have one type and one value, also in containers. So 1, 1.0 and True are three constants, and
+    0.0 and -0.0 are two. NaN is the same as NaN.
     """
     if x is y:
         return True
@@ -74,4 +74,6 @@ def _same_parts(xs: Any, ys: Any) -> bool:
     if not isinstance(xs, dict):
         return all(map(identical, xs, ys))
     keys = {key: key for key in ys}  # 1 is found as True
-    return all(key in keys and identical(key, keys[key]) and identical(xs[key], ys[key]) for key in xs)
+    return all(
+        key in keys and identical(key, keys[key]) and identical(xs[key], ys[key]) for key in xs
+    )

@@ -82,6 +82,8 @@ def replace(
     """
     params = {v: name for name, slot in mox.interface.params.items() for v in slot.atoms}
     sites = sites_of(mox.body, nodes, path, params)
+    for site in sites:
+        _check(site)
     replacements = {id(site.node): replacement_of(site) for site in sites}
     pieces = {id(site.node): _piece(site, replacements[id(site.node)]) for site in sites}
     changes = higher.Changes(pieces, {}, holders_of(sites))
@@ -154,23 +156,23 @@ def _ended_state(mox: Program, sites: Sequence[Site]) -> set[Path]:
     }
 
 
-def _piece(site: Site, new: Replacement) -> higher.Piece:
-    """The parameters, state and results of the function for a node.
+def _check(site: Site) -> None:
+    """Raises a ValueError if a node can't be replaced."""
+    if any(x.is_differentiated for x in (*site.place.around, site.node)):
+        raise ValueError(
+            f"{site.node!r} can't be replaced: the model differentiates it (an inner jax.grad), and "
+            "the equations of its derivative would stay what they are"
+        )
 
-    Raises:
-      ValueError: if the node can't be replaced.
-    """
+
+def _piece(site: Site, new: Replacement) -> higher.Piece:
+    """The parameters, state and results of the function for a node."""
     made = hk.transform_with_state(new.fun)
 
     def apply(*args: Any) -> Any:
         return *made.apply(*args), {}
 
     piece = higher.Piece(new.inputs, new.outputs, made.init, apply)
-    if any(x.is_differentiated for x in (*site.place.around, site.node)):
-        raise ValueError(
-            f"{site.node!r} can't be replaced: the model differentiates it (an inner jax.grad), and "
-            "the equations of its derivative would stay what they are"
-        )
     if isinstance(site.node, Equation):
         return piece
     return mapped.for_all_elements(piece, site.node)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -42,7 +43,8 @@ def save(path: str | os.PathLike[str], mox: Mox) -> None:
         functions, functions with a rule of their own for `vmap`, implicit arrays that the model makes
         itself, arrays on meshes. The error names the equation and its module. Or if an argument or a
         result is a container other than a dict, a list, a tuple, a named tuple or None, or an argument
-        that became a part of the expression is not a plain value.
+        that became a part of the expression is not a plain value; if a text has half of a surrogate
+        pair, which is no Unicode.
 
     Example:
       >>> import tempfile, haiku as hk, jax, jax.numpy as jnp
@@ -59,9 +61,17 @@ def save(path: str | os.PathLike[str], mox: Mox) -> None:
       ['mlp/~/linear_0', 'mlp/~/linear_1']
     """
     checked("save(path, mox)", mox)
-    text = json.dumps(_to_json(mox), separators=(",", ":"), allow_nan=False)
-    _from_text(text, {})  # what is written can be read
+    text = json.dumps(_to_json(mox), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    if lone := _WITH_SURROGATE.search(text):
+        raise ValueError(f"save: {lone[0]!a} has half of a surrogate pair, which no file can have")
+    try:
+        _from_text(text, {})  # what is written can be read
+    except Misplaced as e:
+        raise ValueError(f"save: the expression can't be read back: {e}") from e
     write_text(path, text)
+
+
+_WITH_SURROGATE = re.compile(r'"[^"]*[\ud800-\udfff][^"]*"')
 
 
 def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:

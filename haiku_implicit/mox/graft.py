@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from haiku_implicit.mox.interface import Interface, by_path, key_like, nested
-from haiku_implicit.mox.program import Program
+from haiku_implicit.mox.program import Program, init_called
 from haiku_implicit.mox.run import run
 from haiku_implicit.mox.sources import depends
 from haiku_implicit.mox.tree import Atom, Body, ModuleCall, body_of, needed, shape_of
@@ -49,7 +49,8 @@ def init_of(
     old_init = old.init
 
     def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
-        made = old_init(rng, *args, **kwargs)
+        with init_called("init of the changed model called that of the model before", _WAY_OUT):
+            made = old_init(rng, *args, **kwargs)
         params, state = made if old.has_state else (made, {})
         entries = dict(params=by_path(params), state=by_path(state))
         for graft in grafts:
@@ -67,6 +68,9 @@ def init_of(
         return (params, state) if face.has_state else params
 
     return init
+
+
+_WAY_OUT = "Call it with the arguments that this one takes (is_training=True, say)"
 
 
 def _as_key(rng: Any) -> Any:

@@ -225,7 +225,8 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
         cond_consts, body_consts, carry = split(arrays)
 
         def flags_of(carry: Any) -> Any:
-            return cond.apply(params, {}, rng, *cond_consts, *carry)[0][0]
+            made = cond.apply(params, {}, rng, *cond_consts, *carry)
+            return _without_taps(node, made)[0][0]
 
         def goes_on(carried: Any) -> Any:
             flags = flags_of(carried[0])

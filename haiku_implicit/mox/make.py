@@ -9,7 +9,7 @@ import haiku as hk
 import jax
 
 from haiku_implicit.mox.mox import Mox
-from haiku_implicit.mox.program import ANY_KEY, checked, program_of, with_shapes
+from haiku_implicit.mox.program import ANY_KEY, checked, init_called, program_of, with_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +56,14 @@ class _MultiMaker:
 
 def _with_shapes(transformed: Any, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
     """What is given, and shapes from `init` of what is not."""
-    try:
+    has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
+    missing = [name for name in ("params", "state") if given[name] is None]
+    names = " and ".join(f"{x}=" for x in missing if has_state or x == "params")
+    with init_called(
+        "make_mox called the model's init with these arguments for the shapes of what it was not given",
+        f"If init takes other ones (is_training=True, say), give {names}",
+    ):
         return with_shapes(transformed, args, kwargs, **given)
-    except Exception as e:
-        has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
-        missing = [name for name in ("params", "state") if given[name] is None]
-        names = " and ".join(f"{x}=" for x in missing if has_state or x == "params")
-        e.add_note(
-            "make_mox called the model's init with these arguments for the shapes of what it was not "
-            f"given. If init takes other ones, give {names}"
-        )
-        raise
 
 
 def make_mox(transformed: Any) -> Callable[..., Any]:

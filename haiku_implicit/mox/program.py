@@ -1,13 +1,15 @@
 """The program of a model: the tree, with what goes in and comes out."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import haiku as hk
 import jax
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from haiku_implicit.core.array import is_implicit
@@ -166,11 +168,7 @@ def program_of(
         returned.update({path: tree for path, (tree, _) in parts.items()})
         return [x for _, arrays in parts.values() for x in arrays]
 
-    with marks.marking() as of_calls:
-        closed = jax.make_jaxpr(on_arrays)(*face.invars)
-    if of_calls.changed:
-        with marks.marking(in_place=True):
-            closed = jax.make_jaxpr(on_arrays)(*face.invars)
+    closed = _marked(on_arrays, face.invars)
     if prune:
         used, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
         closed = closed.replace(jaxpr=used)
@@ -183,6 +181,21 @@ def program_of(
     entries = [*face.params.items(), *face.state.items()]
     body = with_full_paths(body, {v: path for path, slot in entries for v in slot.atoms})
     return Program(body, face, transformed.init, implicit)
+
+
+def _marked(fun: Callable[..., Any], arrays: Any) -> ClosedJaxpr:
+    """The program of a function, with marks."""
+    try:
+        with marks.marking() as results:
+            closed = jax.make_jaxpr(fun)(*arrays)
+    except Exception:
+        if not results.changed:
+            raise
+    else:
+        if not results.changed:
+            return closed
+    with marks.marking(in_place=True):
+        return jax.make_jaxpr(fun)(*arrays)
 
 
 # Beside the paths of the state that is returned.
@@ -224,6 +237,24 @@ def with_shapes(
     made = jax.eval_shape(on_arrays, *arrays)
     made = dict(zip(("params", "state"), made if has_state else (made, None), strict=True))
     return given | {name: x for name, x in made.items() if given[name] is None}
+
+
+@contextlib.contextmanager
+def init_called(what: str, way_out: str) -> Iterator[None]:
+    """Says in the errors of a model's `init` that it was called, and what to do.
+
+    Haiku raises a ValueError where `init` lacks a parameter or state. It is replaced by one that says
+    all; other errors get a note, and stay those of the model.
+    """
+    try:
+        yield
+    except ValueError as e:
+        if what in str(e):  # of a model that was changed twice
+            raise
+        raise ValueError(f"{what}: {e}\n{way_out}") from e
+    except Exception as e:
+        e.add_note(f"{what}. {way_out}")
+        raise
 
 
 def _usual_key() -> Any:

@@ -211,8 +211,17 @@ def _at_site(path: str, call: marks.Call, fun: Any, arrays: Sequence[Any], check
 
 
 def structures_of(node: Any) -> tuple[marks.Tree, marks.Tree]:
-    """The structures of a node's arguments `(args, kwargs)` and of its results."""
+    """The structures of a node's arguments `(args, kwargs)` and of its results.
+
+    Raises:
+      ValueError: if the results are no tree of JAX's, so that the arrays in them are not known.
+    """
     if isinstance(node, ModuleCall) and node.call and node.call.results:
+        if node.call.results.treedef is None:
+            raise ValueError(
+                f"{node!r} returns something that is no tree to JAX, such as a dict whose keys can't "
+                "be sorted. Choose another node"
+            )
         return node.call.args, node.call.results
     outputs: Any = [v.aval for v in node.outputs]
     if len(outputs) == 1:

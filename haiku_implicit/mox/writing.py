@@ -166,6 +166,8 @@ class _BodyWriter:
         self.module = module
         self.scopes = scopes
         self.numbers: dict[Any, int] = {}
+        # A variable may be defined anew: a call that is extracted has its own for its arguments.
+        self.count = 0
         self.same: dict[Any, Any] = {}
 
     def write(self, body: Body, name: str) -> dict[str, Any]:
@@ -182,7 +184,8 @@ class _BodyWriter:
 
     def define(self, variables: Sequence[Var]) -> list[int]:
         for v in variables:
-            self.numbers[v] = len(self.numbers)
+            self.numbers[v] = self.count
+            self.count += 1
         return [self.numbers[v] for v in variables]
 
     def atoms(self, atoms: Sequence[Any]) -> list[Any]:

@@ -101,12 +101,17 @@ def test_variables_that_exist_already():
     jax.tree.map(
         same, eval_mox(mox, params, state, None, X, False), t.apply(params, state, None, X, False)
     )
-    with pytest.raises(ValueError, match="No value for 'average'") as e:
+    with pytest.raises(ValueError, match="make_mox .*No value for 'average'") as e:
         make_mox(t)(X, False)
-    assert e.value.__notes__[-1].endswith("If init takes other ones, give params= and state=")
-    with pytest.raises(ValueError, match="No value for 'average'") as e:
+    assert str(e.value).endswith("give params= and state=")
+    with pytest.raises(ValueError, match="make_mox .*No value for 'average'") as e:
         make_mox(t)(X, False, params=params)
-    assert e.value.__notes__[-1].endswith("give state=")
+    assert str(e.value).endswith("give state=")
+    changed = mox.insert_after("batch_norm", jnp.tanh).insert_after("**/batch_norm", jnp.sin)
+    with pytest.raises(ValueError, match=r"(?s)No value for 'average'.*is_training=True") as e:
+        changed.init(RNG, X, False)
+    assert str(e.value).count("init of the changed model") == 1
+    jax.tree.map(same, changed.init(RNG, X, True), t.init(RNG, X, True))
 
 
 @pytest.mark.parametrize("key", [RNG, KEY, 3, jax.random.key(2, impl="rbg")])

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 
 import haiku as hk
 import jax
@@ -286,6 +288,167 @@ def test_what_is_changed_can_be_saved(tmp_path):
         shown = reloaded(made(mlp, X)[0], tmp_path)
         shown.sub("**", hk.Linear)
     assert once_more.query("count(//dot_general)") == 3
+
+
+# --- parts of models -----------------------------------------------------------------------------------
+
+
+PARTS = {
+    "extract": lambda mox, node: mox.extract(node),
+    "a layer": lambda mox, node: mox.extract(node, layer=0),
+    "truncate": lambda mox, node: mox.truncate(node),
+    "wrap": lambda mox, node: mox.wrap(node, lambda original, *args, **kw: original(*args, **kw)),
+    "taps": lambda mox, node: mox.taps(node),
+}
+# Of each model, the first calls: the outermost module, and some in it.
+MOST_CALLS = 4
+
+
+def parts_of(mox, way):
+    """Parts of an expression that can be had this way."""
+    for node in mox.select(hk.Module)[:MOST_CALLS]:
+        try:
+            yield PARTS[way](mox, node)
+        except ValueError as e:  # each says why
+            assert repr(node) in str(e)
+
+
+def arguments_of(part, variables):
+    """Arguments for a part: the model's variables, and ones."""
+    face = part.interface
+    ones = [
+        RNG if v in face.rng.atoms else jnp.full(v.aval.shape, 0.5).astype(v.aval.dtype)
+        for v in face.invars
+    ]
+    args, kwargs = face.arguments(ones)
+    given = dict(zip(("params", "state"), variables, strict=True), rng=RNG)
+    return [given[name] for name in face.leading] + args[len(face.leading) :], kwargs
+
+
+def check_parts(name, way, folder):
+    mox, (params, state, *_) = made(ALL[name], X)
+    count = 0
+    for part in parts_of(mox, way):
+        new = reloaded(part, folder)
+        args, kwargs = arguments_of(part, (params, state))
+        assert_same(new.apply(*args, **kwargs), part.apply(*args, **kwargs))
+        of_params = [lambda p, y=y: scalar(y.apply(p, *args[1:], **kwargs)) for y in (part, new)]  # noqa: B023
+        if name not in NO_GRADIENT:
+            assert_same(*(jax.grad(fun)(args[0]) for fun in reversed(of_params)))
+        assert new.xml() == part.xml()
+        count += 1
+    return count
+
+
+def scalar(out):
+    floats = [y for y in jax.tree.leaves(out) if jnp.issubdtype(y.dtype, jnp.floating)]
+    return sum((jnp.sin(y).sum() for y in floats), 0.0)
+
+
+NO_GRADIENT = {"while_loop", "many_primitives"}
+PARTED = [(name, way) for name in ALL for way in PARTS]
+
+
+@pytest.mark.slow_one_of(8)
+@pytest.mark.parametrize(
+    "name, way",
+    few(PARTED, ("mlp", "extract"), ("layer_stack", "a layer"), ("own_vjp", "truncate")),
+)
+def test_parts_of_models_have_the_same_bits(name, way, tmp_path):
+    check_parts(name, way, tmp_path)
+
+
+@pytest.mark.parametrize("way", few(PARTS, "extract"))
+def test_there_are_parts(way, tmp_path):
+    assert check_parts("layer_stack" if way == "a layer" else "attention", way, tmp_path) > 0
+
+
+def test_a_part_in_another_process(tmp_path):
+    mox, (params, *_) = made(ALL["mlp"], X)
+    part = mox.extract("**/linear_1")
+    save(tmp_path / "mox.json", part)
+    np.save(tmp_path / "x.npy", X[:, :1] * np.ones(5, "float32"))
+    np.savez(tmp_path / "params.npz", **params["mlp/~/linear_1"])
+    code = (
+        "import sys, numpy as np; from haiku_implicit.mox import load; "
+        "params = {'mlp/~/linear_1': dict(np.load('params.npz'))}; "
+        "np.save('out.npy', load('mox.json').apply(params, None, np.load('x.npy')))"
+    )
+    env = dict(os.environ, PYTHONPATH=os.getcwd())
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True)
+    wanted = part.apply(params, None, jnp.asarray(np.load(tmp_path / "x.npy")))
+    assert_same(np.load(tmp_path / "out.npy"), np.asarray(wanted))
+
+
+def wide():
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
+
+
+@jax.custom_vjp
+def times(x, number):
+    return x * number
+
+
+times.defvjp(
+    lambda x, number: (x * number, (x, number)),
+    lambda saved, g: (3 * g * saved[1], (g * saved[0]).sum()),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("number", [2.0, 2, True])
+def test_a_number_of_python_among_the_arguments_of_a_rule(number, dtype, tmp_path):
+    """It is a float64 there, and its cotangent has the dtype of the array."""
+    with wide():
+        x = X.astype(dtype)
+        mox = make_mox(hk.transform(lambda x: times(jnp.sin(x), number)))(x)
+        new = reloaded(mox, tmp_path)
+        for fun in (lambda f: f, jax.jit):
+            assert_same(*(fun(y.apply)({}, None, x) for y in (mox, new)))
+            assert_same(
+                *(fun(jax.grad(lambda x, y=y: y.apply({}, None, x).sum()))(x) for y in (mox, new))
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CUSTOM, "mlp", "attention", "scan", "layer_stack", "while_loop"])
+def test_parts_of_models_in_64_bits(name, tmp_path):
+    with wide():
+        for way in PARTS:
+            check_parts(name, way, tmp_path)
+
+
+LONE = "a\ud800b"
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: x * hk.get_parameter(LONE, (), init=jnp.ones),
+        lambda x: {LONE: x},
+        lambda x: jax.jit(functools.partial(jnp.sin))(x) + len(Named(LONE)(x)),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused(fun, tmp_path):
+    with pytest.raises(ValueError, match=r"save: .*\\ud800.*half of a surrogate pair"):
+        save(tmp_path / "mox.json", make_mox(hk.transform(fun))(X))
+    assert os.listdir(tmp_path) == []
+
+
+class Named(hk.Module):
+    def __init__(self, label):
+        super().__init__()
+        self.label = label
+
+    def __call__(self, x):
+        return x
+
+
+def test_names_in_every_script(tmp_path):
+    mox, arguments = made(
+        lambda x: {"\u00e4\u4e2d\U0001f600": x * hk.get_parameter("\u03b2", (), init=jnp.ones)}, X
+    )
+    assert_same(eval_mox(reloaded(mox, tmp_path), *arguments), eval_mox(mox, *arguments))
 
 
 # --- Haiku's modules and larger models -----------------------------------------------------------------
