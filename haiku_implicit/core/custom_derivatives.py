@@ -4,16 +4,21 @@ The body of a `jax.custom_jvp` or `jax.custom_vjp` is interpreted. Under differe
 be used, which is written for dense arrays: the derivative of f(W + AB) with respect to A is not that of
 f. So the operands go through `materialize` and its derivative, and the rule sees dense values and
 tangents.
+
+Whether a call is differentiated, and by which operands, is known only when JAX transforms it. So a call
+is one primitive, `interpreted_call`. When JAX asks for its derivative, JAX says which leaves move, and
+the original function is called with these alone moving: its rule is told the same as in a dense program
+(`symbolic_zeros`), and arrays that it closes over stay still.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.core import primitives as jex
 from jax.interpreters import ad, batching, mlir
 
@@ -22,166 +27,182 @@ from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import dense_struct, flatten, is_implicit
 from haiku_implicit.core.higher_order import Operands, Params, handles
 from haiku_implicit.core.interpreter import interpret, materialize_array
-from haiku_implicit.core.retrace import Retraced, retrace
-from haiku_implicit.core.sharding import mapped_first
+from haiku_implicit.core.retrace import retrace
 
 _REFUSED = -1
 
 
 @handles(jex.custom_jvp_call_p, jex.custom_vjp_call_p)
 def custom_derivative(operands: Operands, params: Params) -> list[Any]:
-    """`jax.custom_jvp` and `jax.custom_vjp`, with the same rule for the same derivatives.
+    """`jax.custom_jvp` and `jax.custom_vjp`, with the same rule for the same derivatives."""
+    has_jvp = "jvp_jaxpr_fun" in params
+    primitive = jex.custom_jvp_call_p if has_jvp else jex.custom_vjp_call_p
+    original = functools.partial(compat.bind, primitive, params=params)
+    return _interpreted(params["call_jaxpr"], original, primitive.name, operands)
+
+
+def _interpreted(
+    body: ClosedJaxpr, original: Callable[[list[Any]], list[Any]], name: str, operands: Operands
+) -> list[Any]:
+    """A function, interpreted on operands of which some are implicit.
 
     It is not known here whether a result will be differentiated. So it stays implicit only if any dense
     tangent can be a tangent of its leaves (`structure.free_summand`).
+
+    Args:
+      body: its jaxpr.
+      original: the function itself, of a list of dense operands, for derivatives.
+      name: of its primitive.
+      operands: its operands.
     """
-    closed = params["call_jaxpr"]
-    has_jvp = "jvp_jaxpr_fun" in params
-    primitive = jex.custom_jvp_call_p if has_jvp else jex.custom_vjp_call_p
-    if not any(map(_is_inexact, jax.tree_util.tree_leaves(operands))):
+    leaves, treedef = flatten(operands)
+    if not any(map(_is_inexact, leaves)):
         with events.recording() as log:
-            out = interpret(closed.jaxpr, closed.consts, operands)
+            out = interpret(body.jaxpr, body.consts, operands)
         events.replay(log)
         return out
-    new = retrace(closed.jaxpr, closed.consts, operands)
+    new = retrace(body.jaxpr, body.consts, operands)
     places: list[Any] = list(map(_place_of_tangent, new.out))
     if None in places:
         target = [dense_struct(y) if i is None else y for y, i in zip(new.out, places, strict=True)]
-        reason = f"the derivative rule of {primitive.name!r} knows dense arrays alone"
-        coerce = structure.Coerce(target, primitive.name, reason)
-        new = retrace(closed.jaxpr, closed.consts, operands, coerce)
+        reason = f"the derivative rule of {name!r} knows dense arrays alone"
+        new = retrace(body.jaxpr, body.consts, operands, structure.Coerce(target, name, reason))
         places = [i or 0 for i in places]
     events.replay(new.events)
-    leaves, treedef = flatten(operands)
+    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    literals = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
 
-    def original(leaves: Sequence[Any]) -> list[Any]:
-        values = treedef.unflatten(leaves)
-        dense = [materialize_array(x) if is_implicit(x) else x for x in values]
-        return compat.bind(primitive, dense, params)
+    def run(values: list[Any]) -> list[Any]:
+        return new.fun(*body.consts, *_with(literals, arrays, values))
 
-    call = _Call(new, closed.consts, original, places)
-    fun = _with_jvp(call) if has_jvp else _with_vjp(call, leaves)
-    return new.rebuild(fun(*leaves))
+    def with_rule(values: list[Any]) -> list[Any]:
+        for y, place in zip(new.out, places, strict=True):
+            if place == _REFUSED:
+                jax.eval_shape(materialize_array, y)  # raises the type's own error
+        xs = treedef.unflatten(_with(literals, arrays, values))
+        return original([materialize_array(x) if is_implicit(x) else x for x in xs])
+
+    call = Call(name, run, with_rule, new.out, places)
+    return new.rebuild(call_p.bind(*(leaves[i] for i in arrays), call=call))
 
 
-class _Call(NamedTuple):
-    """A call of such a function, as functions of the leaves of its operands.
+class Call:
+    """A call of such a function, as functions of the arrays in its operands.
 
     Attributes:
-      interpreted: its body.
-      consts: of the body.
-      original: the function itself, called with dense operands; its results are dense.
-      places: for each result of the body the leaf that takes its tangent.
+      name: of the primitive that it was.
+      run: the interpreted body, which returns the leaves of the results.
+      original: the function itself, whose results are dense.
+      is_implicit: for each result, whether it is implicit in `run`.
+      takers: for each result, which of the leaves takes its tangent.
     """
 
-    interpreted: Retraced
-    consts: Sequence[Any]
-    original: Callable[[Sequence[Any]], list[Any]]
-    places: list[int]
+    def __init__(self, name: str, run: Any, original: Any, out: list[Any], places: list[int]):
+        self.name, self.run, self.original = name, run, original
+        self.is_implicit = list(map(is_implicit, out))
+        starts = np.cumsum([0, *(len(jax.tree_util.tree_leaves(y)) for y in out)]).tolist()
+        self.takers = [start + i for start, i in zip(starts, places, strict=False)]
+        self._jaxprs: dict[Any, ClosedJaxpr] = {}
 
-    def run(self, *leaves: Any) -> list[Any]:
-        """The leaves of the results."""
-        return _aligned(self.interpreted.fun(*self.consts, *leaves), leaves)
+    def mapped(self, **options: Any) -> "Call":
+        """The same call under `jax.vmap` with these options."""
+        new = object.__new__(Call)
+        new.__dict__.update(self.__dict__, _jaxprs={})
+        new.run, new.original = jax.vmap(self.run, **options), jax.vmap(self.original, **options)
+        return new
 
-    def results(
-        self, fun: Callable[..., list[Any]], leaves: Sequence[Any], dense: Any
-    ) -> list[Any]:
-        """The results that are differentiated: as the rule has them, the implicit ones as `fun` has."""
-        if not any(map(is_implicit, self.interpreted.out)):
-            return dense
-        out = self.interpreted.rebuild(fun(*leaves))
-        for y, i in zip(out, self.places, strict=True):
-            if i == _REFUSED:
-                materialize_array(y)  # raises the type's own error
-        return [y if is_implicit(y) else d for y, d in zip(out, dense, strict=True)]
-
-    def of_moving(self, leaves: Sequence[Any], moving: Sequence[int]) -> Callable[..., list[Any]]:
-        """The original as a function of the perturbed leaves alone, so that no large zeros are made."""
-
-        def fun(*values: Any) -> list[Any]:
-            mixed = list(leaves)
-            for i, value in zip(moving, values, strict=True):
-                mixed[i] = value
-            return self.original(mixed)
-
-        return fun
+    def jaxpr(self, avals: tuple[Any, ...]) -> ClosedJaxpr:
+        """The interpreted body for arrays of these types."""
+        if avals not in self._jaxprs:
+            self._jaxprs[avals] = jax.make_jaxpr(self.run)(list(avals))
+        return self._jaxprs[avals]
 
 
-def _with_jvp(call: _Call) -> Callable[..., list[Any]]:
-    """The interpreted function with the rule of the original `jax.custom_jvp`."""
-    fun = jax.custom_jvp(call.run)
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        moving = [i for i, t in enumerate(tangents) if not _is_zero(t)]
-        values, dots_of = (tuple(x[i] for i in moving) for x in (primals, tangents))
-        dense, dots = jax.jvp(call.of_moving(primals, moving), values, dots_of)
-        out = call.results(fun, primals, dense)
-        tangents_of = map(structure.tangent_leaves, out, dots, call.places)
-        return _aligned(flatten(out)[0], primals), [dot for leaves in tangents_of for dot in leaves]
-
-    fun.defjvp(jvp, symbolic_zeros=True)
-    return fun
+call_p = Primitive("interpreted_call")
+call_p.multiple_results = True
 
 
-def _with_vjp(call: _Call, leaves: Sequence[Any]) -> Callable[..., list[Any]]:
-    """The interpreted function with the rule of the original `jax.custom_vjp`.
-
-    A `jax.custom_jvp` around the original is less code, but has no derivative under `vmap`. The
-    derivative is by all leaves, also by those that stay still. What is saved for `backward` may not
-    depend on which ones move (`symbolic_zeros`): JAX keeps how it is saved in one place for all.
-    """
-    number_of_leaves = len(leaves)
-    differentiable = [i for i, leaf in enumerate(leaves) if _is_inexact(leaf)]
-    fun = jax.custom_vjp(call.run)
-
-    def forward(*leaves: Any) -> tuple[list[Any], Any]:
-        moving = tuple(leaves[i] for i in differentiable)
-        dense, pull_back = jax.vjp(call.of_moving(leaves, differentiable), *moving)
-        return _aligned(flatten(call.results(fun, leaves, dense))[0], leaves), pull_back
-
-    def backward(pull_back: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        sizes = [len(jax.tree_util.tree_leaves(y)) for y in call.interpreted.out]
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        own = [cotangents[i + j] for i, j in zip(starts, call.places, strict=True)]
-        grads = dict(zip(differentiable, pull_back(own), strict=True))
-        return tuple(map(grads.get, range(number_of_leaves)))
-
-    fun.defvjp(forward, backward)
-    return fun
+def _run(*arrays: Any, call: Call) -> list[Any]:
+    return call.run(list(arrays))
 
 
-_aligned_p = Primitive("aligned")
+def _abstract(*avals: Any, call: Call) -> tuple[list[Any], Any]:
+    closed = call.jaxpr(avals)
+    return closed.out_avals, closed.effects
 
 
-def _aligned(results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """Results that `vmap` maps over their first axis if any operand is mapped, and over none if not.
-
-    `vmap` takes the mapped axes of a function's results from its body, and uses them for those of its
-    rule. If a rule has another axis, or none, the values are wrong. Here body and rule are different
-    programs, so that must be said.
-    """
-    return [_aligned_p.bind(y, *operands) for y in results]
-
-
-def _batch(arrays: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, int]:
-    return _aligned_p.bind(*mapped_first(arrays, axes)), 0
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
+    dense, dots = _derivative(call.original, primals, tangents)
+    if not any(call.is_implicit):
+        return dense, dots
+    leaves = call_p.bind(*primals, call=call)
+    leaf_dots = list(map(_zero, leaves))
+    for i, implicit, y, dot in zip(call.takers, call.is_implicit, dense, dots, strict=True):
+        leaves[i], leaf_dots[i] = leaves[i] if implicit else y, dot
+    return leaves, leaf_dots
 
 
-def _first(y: Any, *_: Any) -> Any:
-    return y
+def _derivative(
+    fun: Callable[[list[Any]], list[Any]], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """`jax.jvp` with `ad.Zero` for the tangents of what does not move, both given and returned."""
+    moving = [i for i, t in enumerate(tangents) if not _is_zero(t)]
+    moved: set[int] = set()
+
+    def of_moving(*values: Any) -> list[Any]:
+        results = fun(_with(primals, moving, values))
+        return [_noting(moved.add, i)(y) for i, y in enumerate(results)]
+
+    values, their_dots = (tuple(x[i] for i in moving) for x in (primals, tangents))
+    out, dots = jax.jvp(of_moving, values, their_dots)
+    pairs = enumerate(zip(out, dots, strict=True))
+    return out, [dot if i in moved else _zero(y) for i, (y, dot) in pairs]
 
 
-_aligned_p.def_impl(_first)
-_aligned_p.def_abstract_eval(_first)
-ad.primitive_jvps[_aligned_p] = lambda primals, tangents: (_aligned_p.bind(*primals), tangents[0])
-batching.primitive_batchers[_aligned_p] = _batch
-mlir.register_lowering(_aligned_p, lambda _, y, *others: [y])
+def _noting(note: Callable[[int], None], i: int) -> Callable[[Any], Any]:
+    """The identity, which calls `note(i)` when it is differentiated by an argument that moves."""
+    same = jax.custom_jvp(lambda y: y)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        note(i)
+        return primals[0], tangents[0]
+
+    same.defjvp(jvp)
+    return same
 
 
-@handles(_aligned_p)
-def _result(operands: Operands, params: Params) -> list[Any]:
-    """The result, implicit or not. The functions that it was made for are interpreted anew."""
-    return operands[:1]
+def _batch(axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> Any:
+    names = dict(axis_name=axis.name, spmd_axis_name=axis.spmd_name)
+    new = call.mapped(in_axes=(list(dims),), out_axes=0, axis_size=axis.size, **names)
+    out = call_p.bind(*arrays, call=new)
+    return out, [0] * len(out)
+
+
+call_p.def_impl(_run)
+call_p.def_effectful_abstract_eval(_abstract)
+ad.primitive_jvps[call_p] = _jvp
+batching.fancy_primitive_batchers[call_p] = _batch
+mlir.register_lowering(call_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+@handles(call_p)
+def interpreted_again(operands: Operands, params: Params) -> list[Any]:
+    """A call in a program that was interpreted already, within one that is interpreted now."""
+    call: Call = params["call"]
+    body = jax.make_jaxpr(lambda *arrays: call.run(list(arrays)))(*map(dense_struct, operands))
+
+    def original(dense: Sequence[Any]) -> list[Any]:
+        return call_p.bind(*dense, call=call)
+
+    return _interpreted(body, original, call.name, operands)
+
+
+def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """The values with new ones at these places."""
+    mixed = list(values)
+    for i, value in zip(places, new, strict=True):
+        mixed[i] = value
+    return mixed
 
 
 def _place_of_tangent(y: Any) -> int | None:
@@ -203,5 +224,9 @@ def _is_inexact(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, np.inexact))
 
 
+def _zero(y: Any) -> ad.Zero:
+    return ad.Zero(jax.typeof(y).to_tangent_aval())
+
+
 def _is_zero(tangent: Any) -> bool:
-    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+    return isinstance(tangent, ad.Zero) or tangent.dtype == jax.dtypes.float0

@@ -176,25 +176,5 @@ def free_summand(x: Any) -> int | None:
     return next((i for i, v in enumerate(jaxpr.invars) if v in summands), None)
 
 
-def tangent_leaves(x: Any, tangent: jax.Array, place: int) -> list[Any]:
-    """Tangents of the leaves of a value, for a tangent of its dense value.
-
-    Args:
-      x: the value.
-      tangent: the tangent of its dense value.
-      place: the leaf that takes it (`free_summand`); the others get zeros.
-    """
-    leaves = jax.tree_util.tree_leaves(x)
-    dots = [_no_tangent(leaf) for leaf in leaves]
-    dots[place] = tangent
-    return dots
-
-
-def _no_tangent(leaf: jax.Array) -> Any:
-    if jnp.issubdtype(leaf.dtype, np.inexact):
-        return jnp.zeros_like(leaf)
-    return np.zeros(leaf.shape, jax.dtypes.float0)
-
-
 def _same_dense(a: Any, b: Any) -> bool:
     return bool(np.shape(a) == np.shape(b) and jnp.result_type(a) == jnp.result_type(b))
