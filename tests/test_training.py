@@ -366,6 +366,44 @@ def test_dense_side_frozen():
         eager.update({**updates, "head": params["head"]}, eager.init(params), params)
 
 
+@pytest.mark.parametrize("of_gradient", [True, False, "head/w", r".*/b"])
+@pytest.mark.parametrize("of_optimizer", [True, False, "head/w", r".*/b"])
+@pytest.mark.parametrize("with_params", [True, False])
+def test_one_choice_of_dense_arrays_for_gradient_and_optimizer(
+    of_gradient, of_optimizer, with_params
+):
+    """Whatever the two differ by is one error while JAX traces, in both directions."""
+    params = make_params()
+    optimizer = hki.freeze_declared(optax.adam(0.1), trainable_dense=of_optimizer)
+    state = optimizer.init(params)
+
+    def step(params, state):
+        grads = hki.grad(loss, trainable_dense=of_gradient)(params, X)
+        return optimizer.update(grads, state, params if with_params else None)[0]
+
+    if of_gradient == of_optimizer:
+        assert names_of(jax.eval_shape(step, params, state)) == names_of(
+            hki.partition(params, of_gradient)[0]
+        )
+        return
+    name = "(head/w|linear/b)" if with_params else "(head/w|linear/b|updates)"
+    with pytest.raises(ValueError, match=f"(?s){name}: .*same trainable_dense="):
+        jax.eval_shape(step, params, state)
+
+
+def test_a_gradient_of_what_the_optimizer_leaves_out():
+    """Fields that types freeze may have one (of `jax.grad`), and subtrees that are left out by name."""
+    params = make_params()
+    ones = jax.tree.map(jnp.ones_like, params)
+    with pytest.raises(ValueError, match="head/w: there is a gradient, but trainable_dense= of"):
+        wrapped = hki.freeze_keys(optax.sgd(0.1), hki.LoRA, ["a"], trainable_dense=False)
+        wrapped.update(ones, wrapped.init(params), params)
+    labels = {**dict.fromkeys(params, "train"), "head": "freeze"}
+    optimizer = hki.freeze_subtrees(optax.sgd(0.1), labels, trainable_dense="linear/b")
+    updates, _ = optimizer.update(ones, optimizer.init(params), params)
+    assert names_of(updates) == ["linear/b", "linear/w/a", "linear/w/b", "qlora/w/a", "qlora/w/b"]
+
+
 def test_freeze_keys():
     params = make_params()
     optimizer = hki.freeze_keys(optax.sgd(0.1, momentum=0.9), hki.LoRA, "a")

@@ -37,11 +37,12 @@ def freeze_declared(
 
     Returns:
       An optimizer of the whole parameters. Its `update` takes gradients with symbolic zeros, None
-      or arrays in the frozen slots, and returns updates with symbolic zeros there (see
-      `apply_updates`).
+      or arrays in the slots that types freeze, and returns updates with symbolic zeros in all frozen
+      slots (see `apply_updates`).
 
     Raises:
-      ValueError: by its `update`, if the gradient of a trainable array is missing.
+      ValueError: by its `update`, if the gradient of a trainable array is missing, and if there is a
+        gradient of an array that `trainable_dense` leaves out.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
@@ -169,20 +170,22 @@ def _frozen(
     inner = optax.with_extra_args_support(optimizer)
     predicate_of("trainable_dense", trainable_dense)
 
-    def flags_of(tree: Any, first: bool) -> list[bool]:
-        slots = slots_of(tree)
+    def marks_of(tree: Any, slots: Sequence[Slot], first: bool) -> list[tuple[bool, bool]]:
+        """For each slot, whether it is trained, and whether `select` marks it."""
         # A regular expression has to match something once; an update may come without dense parts.
-        pairs = zip(trained(slots, trainable_dense, first), select(tree, slots, first), strict=True)
-        return [a and b for a, b in pairs]
+        own = trained(slots, trainable_dense, first)
+        return list(zip(own, select(tree, slots, first), strict=True))
 
     def init(params: Any) -> Any:
-        slots, flags = slots_of(params), flags_of(params, True)
+        slots = slots_of(params)
+        flags = list(map(all, marks_of(params, slots, True)))
         return inner.init(_masked(treedef_of(params), flags, [slot.value for slot in slots]))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         like = updates if params is None else params
-        slots, treedef, flags = slots_of(like), treedef_of(like), flags_of(like, False)
-        values = [slot.value for slot in slots]
+        slots, treedef = slots_of(like), treedef_of(like)
+        marks = marks_of(like, slots, False)
+        flags, values = list(map(all, marks)), [slot.value for slot in slots]
 
         def masked(tree: Any, what: str) -> Any:
             return _masked(treedef, flags, align(treedef, tree, what))
@@ -196,28 +199,47 @@ def _frozen(
 
             return of_masked
 
-        _check_gradients(slots, flags, align(treedef, updates, "updates"))
+        _check_gradients(slots, marks, align(treedef, updates, "updates"))
         # Line searches take these two: another gradient, and a function of the parameters.
         if "grad" in extra:
             extra["grad"] = masked(extra["grad"], "grad")
         if "value_fn" in extra:
             extra["value_fn"] = unmasked(extra["value_fn"])
         own = None if params is None else masked(params, "params")
-        with naming_lost_types(state):
-            new, state = inner.update(masked(updates, "updates"), state, own, **extra)
+        try:
+            with naming_lost_types(state):
+                new, state = inner.update(masked(updates, "updates"), state, own, **extra)
+        except ValueError as e:
+            if params is not None:
+                raise
+            raise ValueError(  # without the parameters a missing gradient is not seen before
+                f"updates: the optimizer can't take these gradients ({e}). If its state is for other "
+                "arrays, give value_and_grad and the optimizer the same trainable_dense=; give update "
+                "the parameters, and the error names the first such array"
+            ) from e
         frozen = list(map(zeros_like, values))
         return fill_slots(treedef, flags, align(treedef, new, "updates"), frozen), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_gradients(slots: Sequence[Slot], flags: Sequence[bool], gradients: list[Any]) -> None:
-    for slot, flag, gradient in zip(slots, flags, gradients, strict=True):
-        if flag and is_empty(gradient):
+def _check_gradients(
+    slots: Sequence[Slot], marks: Sequence[tuple[bool, bool]], gradients: list[Any]
+) -> None:
+    """Raises where a gradient is missing, or would be lost since `trainable_dense` leaves it out."""
+    for slot, (is_trained, is_marked), gradient in zip(slots, marks, gradients, strict=True):
+        if is_trained and is_marked and is_empty(gradient):
             raise ValueError(
                 f"{slot.name}: the optimizer trains this, but its gradient is {gradient!r}. Give the "
                 "optimizer the same trainable_dense= as value_and_grad, or leave this out by "
                 "freeze_subtrees"
+            )
+        is_dense = not slot.fields and not is_empty(slot.value) and is_inexact(slot.value)
+        if is_dense and is_marked and not is_trained and not is_empty(gradient):
+            raise ValueError(
+                f"{slot.name}: there is a gradient, but trainable_dense= of the optimizer leaves this "
+                "out. Give value_and_grad the same trainable_dense= as the optimizer, or None or Zeros "
+                "in place of this gradient"
             )
 
 
