@@ -1,7 +1,7 @@
 """`Adapter`: the base of weights that hold a frozen one, and little beside it that is trained."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,20 @@ class Adapter(Wrapper, core_ndim=2):
             for name, axes in self.field_axes.items()
         }
 
+    def completed(self) -> Self:
+        """The same weight with an array for each number that is None for its default.
+
+        What `create` makes has these arrays. Weights of one shape then have one structure, so that
+        exchanging one for another compiles nothing.
+        """
+        return self
+
+    def with_number(self, name: str, value: float, lead: tuple[int, ...]) -> Self:
+        """The same, with an array of this number in a field that is None."""
+        if getattr(self, name) is not None:
+            return self
+        return self._replace(**{name: filled(value, lead)})
+
     @property
     def lead(self) -> tuple[int, ...]:
         """The shape of the batch axes, which all fields have."""
@@ -69,9 +83,14 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-def filled(value: float | None, batch: tuple[int, ...]) -> jax.Array | None:
+def filled(value: float, batch: tuple[int, ...]) -> jax.Array:
     """An option as an array with batch axes, float32."""
-    return None if value is None else jnp.full(batch, float(value), jnp.float32)
+    return jnp.full(batch, float(value), jnp.float32)
+
+
+def alpha_or(alpha: float | None, rank: int, batch: tuple[int, ...]) -> jax.Array:
+    """The option `alpha` as an array, whose default is a scale `alpha / rank` of 1."""
+    return filled(rank if alpha is None else alpha, batch)
 
 
 def places(

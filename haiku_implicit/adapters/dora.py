@@ -6,7 +6,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter, filled, uniform
+from haiku_implicit.adapters.adapter import Adapter, alpha_or, uniform
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import FROZEN
@@ -43,7 +43,10 @@ class DoRA(Adapter):
         a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
         # Of a constant the lengths are a constant.
         lengths = materialize(use_implicit_args(lambda w: jnp.sqrt(_squared_lengths(w)))(w))
-        return cls(w, a, b, lengths.astype(w.dtype), filled(alpha, tuple(lead)))
+        return cls(w, a, b, lengths.astype(w.dtype), alpha_or(alpha, rank, tuple(lead)))
+
+    def completed(self) -> Self:
+        return self.with_number("alpha", self.a.shape[-1], self.a.shape[:-2])
 
     def equivalent(self) -> ScaledMatrix:
         lora = LoRA(self.w, self.a, self.b, self.alpha)

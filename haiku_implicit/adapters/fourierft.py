@@ -48,7 +48,10 @@ class FourierFT(Adapter):
         """
         row, column = places(key, w.shape, coefficients, "coefficients")
         values = jnp.zeros(row.shape, w.dtype)
-        return cls(w, values, row, column, filled(scale, w.shape[:-2]))
+        return cls(w, values, row, column, filled(1.0 if scale is None else scale, w.shape[:-2]))
+
+    def completed(self) -> Self:
+        return self.with_number("scale", 1.0, self.values.shape[:-1])
 
     def equivalent(self) -> Sum:
         n, m = self.shape[-2:]

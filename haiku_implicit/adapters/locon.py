@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from haiku_implicit.adapters.adapter import Adapter, filled
+from haiku_implicit.adapters.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
@@ -85,7 +85,9 @@ class LoCon(Adapter):
         outputs, kernel[axis] = kernel[axis], rank
         bound = (math.prod(kernel) // rank) ** -0.5
         a = jax.random.uniform(key, (*lead, *kernel), w.dtype, -bound, bound)
-        return cls(w, a, jnp.zeros((*lead, rank, outputs), w.dtype), filled(alpha, lead), axis)
+        return cls(
+            w, a, jnp.zeros((*lead, rank, outputs), w.dtype), alpha_or(alpha, rank, lead), axis
+        )
 
     @property
     def scaled_b(self) -> jax.Array:
@@ -102,6 +104,9 @@ class LoCon(Adapter):
         of_delta = [out if i == place else i for i in of_a]
         delta = jnp.einsum(self.a, of_a, self.scaled_b, [*lead, rank, out], of_delta)
         return delta.astype(self.dtype)
+
+    def completed(self) -> Self:
+        return self.with_number("alpha", self.b.shape[-2], self.b.shape[:-2])
 
     def equivalent(self) -> Any:
         """Without a window this is LoRA."""

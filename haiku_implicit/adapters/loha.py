@@ -6,7 +6,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter, filled
+from haiku_implicit.adapters.adapter import Adapter, alpha_or
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.fields import FROZEN
@@ -46,7 +46,10 @@ class LoHa(Adapter):
             )
         )
         a2 = jnp.zeros_like(a1)
-        return cls(w, a1, b1, a2, b2, filled(alpha, tuple(lead)))
+        return cls(w, a1, b1, a2, b2, alpha_or(alpha, rank, tuple(lead)))
+
+    def completed(self) -> Self:
+        return self.with_number("alpha", self.a1.shape[-1], self.a1.shape[:-2])
 
     def equivalent(self) -> Any:
         r = self.a1.shape[-1]

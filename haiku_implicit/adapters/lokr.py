@@ -53,7 +53,11 @@ class LoKr(Adapter):
         if 2 * rank < min(s, t):
             d = (uniform(keys[0], (*lead, s, rank), w.dtype),
                  uniform(keys[1], (*lead, rank, t), w.dtype))  # fmt: skip
-        return cls(w, c, d, filled(None if alpha is None else alpha / rank, tuple(lead)))
+        return cls(w, c, d, filled(1.0 if alpha is None else alpha / rank, tuple(lead)))
+
+    def completed(self) -> Self:
+        c = self.c[0] if isinstance(self.c, tuple) else self.c
+        return self.with_number("scale", 1.0, c.shape[:-2])
 
     def equivalent(self) -> Any:
         c, d = (x[0] @ x[1] if isinstance(x, tuple) else x for x in (self.c, self.d))

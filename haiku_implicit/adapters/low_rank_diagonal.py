@@ -6,7 +6,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter, filled, uniform
+from haiku_implicit.adapters.adapter import Adapter, alpha_or, uniform
 from haiku_implicit.adapters.operators import Diagonal
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.lora import LoRA
@@ -38,7 +38,12 @@ class LowRankDiagonal(Adapter):
     def create(cls, w: Any, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
         *lead, n, m = w.shape
         a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
-        return cls(w, a, b, jnp.zeros((*lead, min(n, m)), w.dtype), filled(alpha, tuple(lead)))
+        return cls(
+            w, a, b, jnp.zeros((*lead, min(n, m)), w.dtype), alpha_or(alpha, rank, tuple(lead))
+        )
+
+    def completed(self) -> Self:
+        return self.with_number("alpha", self.a.shape[-1], self.a.shape[:-2])
 
     def equivalent(self) -> Sum:
         n, m = self.shape[-2:]

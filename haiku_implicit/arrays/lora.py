@@ -4,7 +4,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import chex
 import jax
@@ -106,6 +106,12 @@ class LoRA(Wrapper, core_ndim=2):
             axes = chex.Dimensions(N=w[-2], M=w[-1], R=a[-1])
             chex.assert_shape(self.a, (*w[:-2], *axes["NR"]))
             chex.assert_shape(self.b, (*w[:-2], *axes["RM"]))
+
+    def completed(self) -> Self:
+        """The same weight, with a `factor` of 1 if there is none: all LoRA of a shape have one structure."""
+        if self.factor is not None:
+            return self
+        return self._replace(factor=jnp.ones(np.shape(self.a)[:-2], jnp.float32))
 
     @property
     def rank(self) -> int:

@@ -71,7 +71,7 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
       ...   hki.save(path, params)
       ...   same = hki.load(path)
       >>> same['linear']['w']
-      LoRA(float32[8,4], w=QuantizedMatrix(...), a=float32[8,2], b=float32[2,4])
+      LoRA(float32[8,4], w=QuantizedMatrix(...), a=float32[8,2], b=float32[2,4], factor=float32[])
     """
     if type(max_shard_bytes) is not int or max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes: expected a positive integer, got {max_shard_bytes!r}")

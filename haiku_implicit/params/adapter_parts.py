@@ -67,7 +67,7 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
       >>> sorted(adapter.weights), adapter.weights['linear/w'].w
       (['linear/w'], None)
       >>> hki.set_adapter(base, adapter)['linear']['w']
-      LoRA(float32[4,3], w=float32[4,3], a=float32[4,1], b=float32[1,3])
+      LoRA(float32[4,3], w=float32[4,3], a=float32[4,1], b=float32[1,3], factor=float32[])
       >>> hki.set_adapter({'linear': {'w': jnp.zeros((4, 3))}}, adapter)
       Traceback (most recent call last):
       ...
@@ -174,7 +174,7 @@ def with_base(value: Any, base: Any) -> Any:
         return base._replace(matrix=with_base(value, base.matrix))
     if isinstance(value.w, LoRA | Adapter):
         base = with_base(value.w, base)
-    return value._replace(w=base)
+    return value.completed()._replace(w=base)
 
 
 def without_base(kind: type[LoRA | Adapter], **fields: Any) -> Any:

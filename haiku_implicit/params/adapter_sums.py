@@ -45,7 +45,7 @@ def combine_adapters(
       key: a random key, for 'dare'.
 
     Returns:
-      The adapter; its `alpha` is None.
+      The adapter; its scale is 1.
 
     Raises:
       ValueError: for an unknown method, as many weights as there are not adapters, adapters of other
@@ -158,7 +158,8 @@ def _joined(parts: Sequence[tuple[LoRA, float]]) -> LoRA:
         scale = jnp.asarray(weight * lora.scale, lora.a.dtype)
         scaled.append(lora.a * (scale[..., None, None] if scale.ndim else scale))
     a = jnp.concatenate(scaled, -1)
-    return first._replace(a=a, b=jnp.concatenate([lora.b for lora, _ in parts], -2), factor=None)
+    b = jnp.concatenate([lora.b for lora, _ in parts], -2)
+    return first._replace(a=a, b=b, factor=None).completed()
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -174,4 +175,4 @@ def _nearest(delta: jax.Array, rank: int) -> LoRA:
     if not 1 <= rank <= room:
         raise ValueError(f"rank: expected 1 to {room}, got {rank}")
     a, b = _factors_of(delta, rank)
-    return without_base(LoRA, a=a, b=b)
+    return without_base(LoRA, a=a, b=b).completed()

@@ -143,7 +143,7 @@ def lora_creator(
       ...     return hk.nets.MLP([8, 4])(x)
       >>> t = hki.transform_implicit(hk.transform(model))
       >>> t.init(0, jnp.ones((1, 2)))['mlp/~/linear_1']['w']
-      LoRA(float32[8,4], w=float32[8,4], a=float32[8,2], b=float32[2,4])
+      LoRA(float32[8,4], w=float32[8,4], a=float32[8,2], b=float32[2,4], factor=float32[])
     """
     options = LoRAOptions(rank, alpha, init)
     choice, large = trees.Choice(targets, matrix_axes=matrix_axes), LargeAdapters()

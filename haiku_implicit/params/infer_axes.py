@@ -57,7 +57,7 @@ def infer_matrix_axes(
       >>> axes['~/query_w'], axes['~/output_w'].inputs
       (MatrixAxes(inputs=(-3,), outputs=(-2, -1)), (-3, -2))
       >>> hki.add_lora(params, 0, rank=2, matrix_axes=axes)['~']['output_w'].matrix
-      LoRA(float32[64,64], w=float32[64,64], a=float32[64,2], b=float32[2,64])
+      LoRA(float32[64,64], w=float32[64,64], a=float32[64,2], b=float32[2,64], factor=float32[])
     """
     log = probe.Log()
 

@@ -105,7 +105,7 @@ class LoRAOptions:
         scale = 1.0 if self.field_alpha is None else self.field_alpha / self.rank
         with errors_name(path, value):
             parts = init_of(self.init, _uniform).parts(path, value, self.rank, scale, key)
-        return LoRA(*parts, self.field_alpha)
+        return LoRA(*parts, self.rank if self.field_alpha is None else self.field_alpha)
 
 
 def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

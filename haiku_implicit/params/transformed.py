@@ -69,7 +69,7 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
       >>> x = jnp.ones((1, 4))
       >>> params = t.init(jax.random.PRNGKey(0), x)
       >>> params['mlp/~/linear_0']['w']
-      LoRA(float32[4,8], w=float32[4,8], a=float32[4,2], b=float32[2,8])
+      LoRA(float32[4,8], w=float32[4,8], a=float32[4,2], b=float32[2,8], factor=float32[])
       >>> jax.jit(t.apply)(params, None, x).shape
       (1, 3)
     """

@@ -1,5 +1,6 @@
 """Adapters and the operators they are made of, against their dense twins."""
 
+import dataclasses
 import functools
 
 import haiku as hk
@@ -202,6 +203,46 @@ def test_apart_from_its_base_and_in_a_file(method, tmp_path):
                         hki.get_adapter(params))  # fmt: skip
 
 
+# The options that have one structure, and what a file of an older version has None for.
+SCALED = {
+    "lora": ([dict(rank=2), dict(rank=2, alpha=8.0),
+              dict(rank=2, alpha=8.0, rank_stabilized=True)], "factor"),
+    "dora": ([dict(rank=2), dict(rank=2, alpha=8.0)], "alpha"),
+    "loha": ([dict(rank=2), dict(rank=2, alpha=8.0)], "alpha"),
+    "lokr": ([dict(rank=2), dict(rank=2, alpha=8.0)], "scale"),
+    "locon": ([dict(rank=2), dict(rank=2, alpha=8.0)], "alpha"),
+    "low_rank_diagonal": ([dict(rank=2), dict(rank=2, alpha=8.0)], "alpha"),
+    "fourierft": ([dict(coefficients=5, scale=None), dict(coefficients=5)], "scale"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", few(SCALED, "lora", "dora"))
+@pytest.mark.parametrize("lead", few([0, 3], 0))
+def test_adapters_with_and_without_alpha_have_one_structure(method, lead, tmp_path):
+    """So a compiled function takes either; one of a file that holds None is completed."""
+    base = {"layer": {"w": normal((lead, N, M) if lead else (N, M))}}
+    options, field = SCALED[method]
+    if method == "locon":
+        options = [{**own, "kernel_ndim": 2} for own in options]
+    whole = [hki.add_adapter(base, i, method, **own) for i, own in enumerate(options)]
+    parts = list(map(hki.get_adapter, whole))
+    for trees in (whole, parts):
+        assert len({jax.tree.structure(tree) for tree in trees}) == 1
+    old = dataclasses.replace(
+        parts[0], weights={"layer/w": parts[0].weights["layer/w"]._replace(**{field: None})}
+    )
+    hki.save(tmp_path / "adapter", old)
+    again = hki.set_adapter(whole[1], hki.load(tmp_path / "adapter"))
+    assert jax.tree.structure(again) == jax.tree.structure(whole[1])
+    jax.tree.map(np.testing.assert_array_equal, again, whole[0])
+    # (A scale of 1 is no change: what was there without it.)
+    trained, frozen = hki.partition(again)
+    moved = hki.combine(jax.tree.map(lambda x: x + 1, trained), frozen)["layer"]["w"]
+    np.testing.assert_array_equal(
+        hki.materialize(moved), hki.materialize(moved._replace(**{field: None}))
+    )
+
+
 def test_a_second_call_keeps_the_bank():
     params = {f"layer_{i}": {"w": normal((4, 4), i)} for i in range(2)}
     options = dict(rank=1, num_vectors=6, vector_length=4)
@@ -260,8 +301,8 @@ def test_options_for_some_weights():
     new = hki.add_adapter(
         params, 0, "dora", rank=2, alpha=4.0, patterns={"layer_[12]/w": {"rank": 3, "alpha": None}}
     )
-    got = [(new[name]["w"].a.shape[-1], new[name]["w"].alpha is None) for name in params]
-    assert got == [(2, False), (3, True), (3, True)]
+    got = [(new[name]["w"].a.shape[-1], float(new[name]["w"].alpha)) for name in params]
+    assert got == [(2, 4.0), (3, 3.0), (3, 3.0)]  # without one the scale is 1
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_another_adapter_takes_its_place_and_compiles_nothing(base):
         traced.append(1)
         return MODEL.apply(params, x)
 
-    one, two = tuned(base, 1, alpha=3.0), tuned(base, 2, alpha=5.0)
+    one, two = tuned(base, 1, alpha=3.0), tuned(base, 2, alpha=None)
     close(run(one, X), T.apply(hki.materialize(one), X))
     switched = hki.set_adapter(one, hki.get_adapter(two))
     close(run(switched, X), T.apply(hki.materialize(two), X))
