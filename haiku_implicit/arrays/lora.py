@@ -108,7 +108,7 @@ class LoRA(Wrapper, core_ndim=2):
             chex.assert_shape(self.b, (*w[:-2], *axes["RM"]))
 
     def completed(self) -> Self:
-        """The same weight, with a `factor` of 1 if there is none: all LoRA of a shape have one structure."""
+        """The same weight with a `factor` of 1 if it has none, so that all have one structure."""
         if self.factor is not None:
             return self
         return self._replace(factor=jnp.ones(np.shape(self.a)[:-2], jnp.float32))

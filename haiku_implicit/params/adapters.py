@@ -75,7 +75,7 @@ def add_adapter(
       >>> params = {'linear': {'w': jnp.ones((4, 3)), 'b': jnp.zeros(3)}}
       >>> new = hki.add_adapter(params, 0, 'dora', rank=2)
       >>> new['linear']['w']
-      DoRA(float32[4,3], w=float32[4,3], a=float32[4,2], b=float32[2,3], magnitude=float32[3], alpha=...)
+      DoRA(float32[4,3], w=float32[4,3], a=float32[4,2], b=float32[2,3], magnitude=float32[3], ...)
       >>> hki.add_adapter(params, 0, 'dora', ranks=2)
       Traceback (most recent call last):
       ...
