@@ -24,7 +24,7 @@ from haiku_implicit.adapters.shira import SHiRA
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.adapters.trained_rows import TrainedRows
 from haiku_implicit.adapters.vblora import VBLoRA, VectorBank
-from haiku_implicit.adapters.vera import VeRA
+from haiku_implicit.adapters.vera import RandomMatrix, VeRA
 
 __all__ = [
     "BOFT",
@@ -43,6 +43,7 @@ __all__ = [
     "LoKr",
     "LowRankDiagonal",
     "Operator",
+    "RandomMatrix",
     "Rotated",
     "SHiRA",
     "Sparse",

@@ -22,16 +22,61 @@ class Adapter(Wrapper, core_ndim=2):
     `LoRA`, `ScaledMatrix`, `Sum`, `Rotated`. It needs no rules of its own. Its class method
     `create(w, key, **options)` puts a new one on a weight `[..., n, m]`, dense or implicit, which it
     leaves as it is; it draws with the key, and raises a `ValueError` for options that do not fit.
+    `haiku_implicit.add_adapter` takes the class, or its name.
+
+    Class keywords:
+      method: the name of the class for `add_adapter`. By default that of the class in lower case.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight; itself implicit where it is quantized, say.
       field_axes: of a subclass: what the axes behind the batch axes are, for fields besides `w`: 'n' or
         'm' where they are the weight's, else '.'. So they lie on a mesh as the weight does.
+      one_key: of a subclass: whether all weights of a tree draw with the same key.
+      keeps_base: of a subclass: whether the base can be told from the weight and the adapter, which
+        `unmerge_adapters` does.
+
+    Example:
+      >>> import dataclasses, jax.numpy as jnp, haiku_implicit as hki
+      >>> from typing import Any
+      >>> @dataclasses.dataclass
+      ... class Columns(hki.adapters.Adapter):
+      ...   factor: Any
+      ...   @classmethod
+      ...   def create(cls, w, key, *, start=1.0):
+      ...     return cls(w, jnp.full((*w.shape[:-2], w.shape[-1]), start))
+      ...   def equivalent(self):
+      ...     return hki.ScaledMatrix(self.w, self.factor, -1)
+      >>> params = {'linear': {'w': jnp.ones((4, 3))}}
+      >>> hki.add_adapter(params, 0, Columns, start=2.0)['linear']['w']
+      Columns(float32[4,3], w=float32[4,3], factor=float32[3])
+      >>> type(hki.add_adapter(params, 0, 'columns')['linear']['w']).__name__
+      'Columns'
     """
 
     field_axes: ClassVar[dict[str, str]] = {}
+    one_key: ClassVar[bool] = False
+    keeps_base: ClassVar[bool] = True
 
     w: Any = dataclasses.field(metadata=FROZEN)
+
+    def __init_subclass__(cls, *, method: str | None = None, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        _methods.setdefault(method or cls.__name__.lower(), []).append(cls)
+
+    @classmethod
+    def room(cls, shape: tuple[int, ...], **options: Any) -> int:
+        """The largest rank for a weight of a shape, where the type has one."""
+        return min(shape[-2:])
+
+    @classmethod
+    def options_for(cls, ndim: int, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of `create` for a weight of `ndim` axes besides those of stacked layers."""
+        return options
+
+    @classmethod
+    def with_shared(cls, params: Any, key: jax.Array, **options: Any) -> Any:
+        """A tree with weights of this type, and with the modules for arrays that they share."""
+        return params
 
     def equivalent(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no equivalent()")
@@ -75,6 +120,35 @@ class Adapter(Wrapper, core_ndim=2):
     def lead(self) -> tuple[int, ...]:
         """The shape of the batch axes, which all fields have."""
         return tuple(np.shape(self.w)[:-2])
+
+
+# By the name of a method, the classes that have it, in the order of their definition.
+_methods: dict[str, list[type[Adapter]]] = {}
+
+
+def method_names() -> list[str]:
+    """The names of methods, as `add_adapter` takes them."""
+    return sorted(name for name, found in _methods.items() if any(map(_can_create, found)))
+
+
+def method_named(name: str) -> type[Adapter] | None:
+    """The class of a method; None if there is none.
+
+    Of several definitions, as of a cell that ran twice, it is the last one.
+
+    Raises:
+      ValueError: if a class of this library has the name as well.
+    """
+    found = list(filter(_can_create, _methods.get(name, [])))
+    package = __name__.partition(".")[0]
+    if len({cls.__module__.partition(".")[0] == package for cls in found}) > 1:
+        names = " and ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found)
+        raise ValueError(f"method: {name!r} is the name of {names}. Give the class")
+    return found[-1] if found else None
+
+
+def _can_create(cls: type[Adapter]) -> bool:
+    return callable(getattr(cls, "create", None))
 
 
 def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

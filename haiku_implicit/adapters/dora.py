@@ -30,6 +30,7 @@ class DoRA(Adapter):
       alpha: as of `LoRA`.
     """
 
+    keeps_base = False
     field_axes = {"a": "n.", "b": ".m", "magnitude": "m"}
 
     a: Any

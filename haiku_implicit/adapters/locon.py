@@ -57,6 +57,17 @@ class LoCon(Adapter):
         return {"a": PartitionSpec(*entries), "b": b, "alpha": PartitionSpec(*lead)}
 
     @classmethod
+    def room(cls, shape: tuple[int, ...], *, axis: int = -1, **options: Any) -> int:
+        """The smaller side of the matrix `[window * inputs, outputs]`."""
+        outputs = shape[axis] if -len(shape) <= axis < 0 else 1
+        return min(math.prod(shape) // outputs, outputs)
+
+    @classmethod
+    def options_for(cls, ndim: int, options: dict[str, Any]) -> dict[str, Any]:
+        """All axes but those of stacked layers are the kernel's, unless an option says otherwise."""
+        return {"kernel_ndim": ndim, **options}
+
+    @classmethod
     def create(
         cls,
         w: Any,

@@ -14,7 +14,7 @@ from haiku_implicit.core.fields import FROZEN
 
 
 @dataclasses.dataclass
-class LowRankDiagonal(Adapter):
+class LowRankDiagonal(Adapter, method="low_rank_diagonal"):
     """The weight `w + (alpha / rank) * a @ b + diag(values)`.
 
     A diagonal has the full rank, which no `a @ b` of a small one comes near.

@@ -22,7 +22,7 @@ from haiku_implicit.core.transform import use_implicit_args
 
 
 @dataclasses.dataclass
-class TrainedRows(Adapter):
+class TrainedRows(Adapter, method="trained_rows"):
     """The weight `w` with other rows in some places, as for tokens that are new or get a new meaning.
 
     What is trained and stored is these rows alone. A look-up takes the trained row where there is one.
@@ -35,6 +35,8 @@ class TrainedRows(Adapter):
       ids: `[..., k]` integers, all different: which rows of `w` these replace.
       axis: -2 for rows, -1 for columns (of a transpose).
     """
+
+    keeps_base = False
 
     rows: Any
     ids: Any = dataclasses.field(metadata=FROZEN)

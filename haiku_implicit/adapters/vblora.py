@@ -1,6 +1,7 @@
 """`VBLoRA`: LoRA whose factors are mixed from vectors that all weights share."""
 
 import dataclasses
+import math
 from typing import Any, Self
 
 import jax
@@ -10,6 +11,9 @@ from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import ImplicitArray, IncompleteError
 from haiku_implicit.core.fields import aux_field
+
+# Where the bank lies in a tree of parameters.
+MODULE, NAME = "vblora_bank", "vectors"
 
 
 @dataclasses.dataclass
@@ -72,10 +76,13 @@ class VBLoRA(Adapter):
           top_k: how many vectors make a piece.
         """
         *lead, n, m = w.shape
-        if n % vector_length or m % vector_length:
+        if vector_length < 1 or n % vector_length or m % vector_length:
+            common = math.gcd(n, m)
+            fitting = [str(size) for size in range(1, common + 1) if common % size == 0]
             raise ValueError(
                 f"vector_length: expected a divisor of both sides of the weight, {n} and {m}, got "
-                f"{vector_length}"
+                f"{vector_length}; those are {', '.join(fitting)}. One length serves the whole tree: "
+                "leave weights that it does not divide out by exclude="
             )
         if not 0 < top_k <= num_vectors:
             raise ValueError(f"top_k: expected 1 to {num_vectors} (num_vectors), got {top_k}")
@@ -89,6 +96,25 @@ class VBLoRA(Adapter):
             for k, shape in zip(keys, shapes, strict=True)
         )
         return cls(w, of_a, of_b, None, top_k)
+
+    @classmethod
+    def with_shared(cls, params: Any, key: jax.Array, **options: Any) -> Any:
+        """A tree with the bank of its weights; one that is there is kept.
+
+        Raises:
+          ValueError: where that is of another size.
+        """
+        count, length = options.get("num_vectors", 256), options.get("vector_length", 256)
+        if MODULE not in params:
+            draw = jax.random.uniform
+            vectors = draw(jax.random.fold_in(key, 1), (count, length), minval=-0.02, maxval=0.02)
+            return {**params, MODULE: {NAME: VectorBank(vectors)}}
+        has, wanted = params[MODULE][NAME].shape, (count, length)
+        if has != wanted:
+            raise ValueError(
+                f"num_vectors, vector_length: the tree has a bank of {has} already, got {wanted}"
+            )
+        return params
 
     def equivalent(self) -> LoRA:
         if self.bank is None:

@@ -1,6 +1,7 @@
 """`VeRA`: LoRA with random factors that weights share, and trained scales."""
 
 import dataclasses
+import sys
 from typing import Any, Self
 
 import jax
@@ -8,7 +9,62 @@ import jax.numpy as jnp
 
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.dense import dense
+from haiku_implicit.core.fields import FROZEN, aux_field
+
+
+@dataclasses.dataclass
+class RandomMatrix(ImplicitArray, core_ndim=2):
+    """A random matrix that is a seed: its numbers are computed where they are used.
+
+    The number at a row and a column depends on the seed, the row and the column alone. So matrices of
+    one seed are parts of one matrix, but for their `bound`, and arrays of 4 bytes hold what they share.
+    The numbers are the same to the bit on all devices, and with all settings of JAX's random keys.
+
+    Attributes:
+      seed: `[...]`, of uint32.
+      shape_of_matrix: `(n, m)`.
+      bound: the numbers are uniform in ±bound.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, haiku_implicit as hki
+      >>> seed = jnp.uint32(3)
+      >>> large, small = (hki.adapters.RandomMatrix(seed, (n, 5), 1.0) for n in (4, 2))
+      >>> bool((hki.materialize(large)[:2] == hki.materialize(small)).all())
+      True
+    """
+
+    seed: Any = dataclasses.field(metadata=FROZEN)
+    shape_of_matrix: tuple[int, int] = aux_field()
+    bound: float = aux_field()
+
+    default_dtype = jnp.float32
+
+    def compute_shape(self) -> tuple[int, ...]:
+        return (*self.seed.shape, *self.shape_of_matrix)
+
+    def materialize(self) -> jax.Array:
+        n, m = self.shape_of_matrix
+        rows = _mixed(_counted(_mixed(self.seed), n))
+        columns = _mixed(_counted(_mixed(~self.seed), m))
+        bits = _mixed(rows[..., :, None] ^ columns[..., None, :])
+        # 24 bits are exact in float32, and one product rounds alike however it is compiled.
+        signed = jax.lax.bitcast_convert_type(bits, jnp.int32) >> 8
+        return (signed.astype(jnp.float32) * (self.bound * 2.0**-23)).astype(self.dtype)
+
+
+def _counted(start: jax.Array, count: int) -> jax.Array:
+    """`start`, `start + 1` and so on, along a new last axis."""
+    shape = (*start.shape, count)
+    return start[..., None] + jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """The bits of unsigned integers mixed (the finalizer of MurmurHash3)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 @dataclasses.dataclass
@@ -20,12 +76,15 @@ class VeRA(Adapter):
     Attributes:
       w: `[..., n, m]`, the frozen weight.
       a: `[..., n, r]` or with more rows, and
-      b: `[..., r, m]` or with more columns, of which the first ones are used: random, and frozen. One
-        pair serves all weights of a tree that `add_adapter` makes, except stacked ones.
+      b: `[..., r, m]` or with more columns, of which the first ones are used: random, and frozen. Those
+        of `create` are `RandomMatrix`; all weights of a tree that `add_adapter` makes have the same two
+        seeds, so that one pair serves them all, and nothing of its size is stored. Dense arrays, as of
+        a file of another library, are right, too.
       d: `[..., r]`.
       e: `[..., m]`, zeros at first.
     """
 
+    one_key = True
     field_axes = {"a": "n.", "b": ".m", "e": "m"}
 
     a: Any = dataclasses.field(metadata=FROZEN)
@@ -34,39 +93,29 @@ class VeRA(Adapter):
     e: Any
 
     @classmethod
-    def create(
-        cls,
-        w: Any,
-        key: jax.Array,
-        *,
-        rank: int,
-        d_initial: float = 0.1,
-        shared: tuple[jax.Array, jax.Array] | None = None,
-    ) -> Self:
+    def room(cls, shape: tuple[int, ...], **options: Any) -> int:
+        """Any rank: what is trained of a rank is one number."""
+        return sys.maxsize
+
+    @classmethod
+    def create(cls, w: Any, key: jax.Array, *, rank: int, d_initial: float = 0.1) -> Self:
         """An adapter with `e` zero.
 
         Args:
           rank: of the correction.
           d_initial: the value of `d` at first.
-          shared: `a` and `b`, where other weights have them, too; None to draw them.
         """
         *lead, n, m = w.shape
-        a, b = shared or cls.draw(key, w.shape, rank, w.dtype)
+        of_a, of_b = jax.random.bits(key, (2,), jnp.uint32)
+        # (Variances of 1/n and 1/r.)
+        a, b = (
+            RandomMatrix(jnp.full(lead, seed), shape, (3 / shape[0]) ** 0.5, dtype=w.dtype)
+            for seed, shape in ((of_a, (n, rank)), (of_b, (rank, m)))
+        )
         d, e = jnp.full((*lead, rank), d_initial, w.dtype), jnp.zeros((*lead, m), w.dtype)
         return cls(w, a, b, d, e)
 
-    @staticmethod
-    def draw(
-        key: jax.Array, shape: tuple[int, ...], rank: int, dtype: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        """Random `a` and `b` for weights `[..., n, m]`, or smaller ones."""
-        *lead, n, m = shape
-        keys = jax.random.split(key)
-        a = jax.random.normal(keys[0], (*lead, n, rank), dtype) / n**0.5
-        b = jax.random.normal(keys[1], (*lead, rank, m), dtype) / rank**0.5
-        return a, b
-
     def equivalent(self) -> LoRA:
         n, m = self.shape[-2:]
-        a, b = self.a[..., :n, :], self.b[..., :m]
+        a, b = dense(self.a)[..., :n, :], dense(self.b)[..., :m]
         return LoRA(self.w, a * self.d[..., None, :], b * self.e[..., None, :])

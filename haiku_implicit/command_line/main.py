@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from absl import flags
 
+from haiku_implicit.adapters.adapter import method_names
 from haiku_implicit.command_line import convert
 from haiku_implicit.command_line.command import (
     Command,
@@ -32,7 +33,7 @@ from haiku_implicit.core.array import is_implicit, known_struct
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.saving import save
 from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, has_adapter, set_adapter
-from haiku_implicit.params.adapters import METHODS, add_adapter, options_of
+from haiku_implicit.params.adapters import add_adapter, options_of
 from haiku_implicit.params.edits import quantize_params
 from haiku_implicit.params.merging import merge_adapters
 from haiku_implicit.params.plots import check_picture, plot_error, plot_memory
@@ -153,7 +154,7 @@ def _quantize(values: flags.FlagValues, source: str, target: str) -> Said:
 
 
 def _define_add_lora(values: flags.FlagValues) -> None:
-    text(values, "method", "lora", ", ".join(["lora", *METHODS]))
+    text(values, "method", "lora", ", ".join(["lora", *method_names()]))
     number(values, "rank", None, "Of the adapter; 8 by default, for methods that have one.")
     flags.DEFINE_float(
         "alpha", None, "Its scale is alpha / rank; by default 1.", flag_values=values
@@ -167,7 +168,7 @@ def _add_lora(values: flags.FlagValues, source: str, target: str) -> Said:
     check_target(values, target)
     params = read(values, source)
     options = _object(values, "options")
-    known = options_of(values.method)
+    known = options_of(values.method) or {}
     rank = 8 if values.rank is None and "rank" in known else values.rank
     options |= {k: v for k, v in dict(rank=rank, alpha=values.alpha).items() if v is not None}
     choice: dict[str, Any] = dict(targets=values.targets, exclude=values.exclude)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -113,7 +114,7 @@ class AdapterBank:
           ValueError: for a slot that there is not, an adapter of a larger rank, for a weight that is
             not a target of the bank, of another type than LoRA, or for another base.
         """
-        self._check_slot(slot)
+        slot = self._checked_slot(slot)
         checked_parts("adapter", adapter)
         if adapter.dense:
             raise ValueError(
@@ -143,13 +144,12 @@ class AdapterBank:
 
     def select(self, slot: Any) -> Any:
         """The parameters with the adapter of a slot, an integer or a traced one."""
+        place = self._place(slot)
 
         def selected(parameter: trees.Parameter) -> Any:
             if parameter.path not in self.slots:
                 return parameter.value
-            # A slot that there is not would be the last one, another adapter: NaN instead.
             slots = self.slots[parameter.path]
-            place = jnp.where(jnp.asarray(slot) < 0, self.capacity, slot)
             a, b, factor = (x.at[place].get(mode="fill", fill_value=jnp.nan) for x in slots)
             view = parameter.value
             if not isinstance(view, ImplicitArray):
@@ -163,9 +163,21 @@ class AdapterBank:
 
         return trees.map_parameters(selected, self.params)
 
-    def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.capacity:
+    def _place(self, slot: Any) -> jax.Array:
+        """A slot as an index; for one that there is not, an index of which a gather makes NaN."""
+        slot = jnp.asarray(slot)
+        if jnp.iinfo(slot.dtype).bits < 32:  # the capacity may be no number of such a dtype
+            slot = slot.astype(jnp.int32)
+        # A negative index would count from the last slot.
+        return jnp.where((slot < 0) | (slot >= self.capacity), self.capacity, slot).astype(
+            jnp.int32
+        )
+
+    def _checked_slot(self, slot: Any) -> int:
+        is_integer = hasattr(slot, "__index__") and not isinstance(slot, bool | np.bool_)
+        if not is_integer or not 0 <= operator.index(slot) < self.capacity:
             raise ValueError(f"slot: expected 0 to {self.capacity - 1}, got {slot}")
+        return operator.index(slot)
 
 
 def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +204,7 @@ def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
             )
         if not isinstance(slots, jax.core.Tracer):
             for slot in np.unique(np.asarray(slots)):
-                bank._check_slot(int(slot))
+                bank._checked_slot(int(slot))
         return jax.vmap(lambda slot, *args: apply(bank.select(slot), *args))(slots, *args)
 
     return run

@@ -1,6 +1,5 @@
-"""Adapters put on weights of a tree of parameters, by the name of a method."""
+"""Adapters put on weights of a tree of parameters, by their type or its name."""
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -8,37 +7,21 @@ from typing import Any
 
 import jax
 
-from haiku_implicit import adapters
-from haiku_implicit.core.predicates import Targets
-from haiku_implicit.params import trees, vector_bank
+from haiku_implicit.adapters.adapter import Adapter, method_named, method_names
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.core.predicates import Targets, no_match, predicate_of
+from haiku_implicit.numerics.options import is_positive_integer
+from haiku_implicit.params import trees
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
-from haiku_implicit.params.options import LoRAOptions, check_matrix
-from haiku_implicit.params.remarks import LargeAdapters
-from haiku_implicit.params.selection import errors_name
-
-METHODS: dict[str, Any] = {
-    "boft": adapters.BOFT,
-    "dora": adapters.DoRA,
-    "fourierft": adapters.FourierFT,
-    "ia3": adapters.IA3,
-    "locon": adapters.LoCon,
-    "loha": adapters.LoHa,
-    "lokr": adapters.LoKr,
-    "low_rank_diagonal": adapters.LowRankDiagonal,
-    "oft": adapters.OFT,
-    "shira": adapters.SHiRA,
-    "trained_rows": adapters.TrainedRows,
-    "vblora": adapters.VBLoRA,
-    "vera": adapters.VeRA,
-}
-# Options of `create` that do not come from the user.
-_INNER = ("w", "key", "shared")
+from haiku_implicit.params.options import LoRAOptions, Room, check_matrix
+from haiku_implicit.params.remarks import LargeAdapters, warn_of_skipped
+from haiku_implicit.params.selection import describe, errors_name, stacked_axes
 
 
 def add_adapter(
     params: Any,
     key: Any,
-    method: str,
+    method: str | type[Adapter] | type[LoRA],
     *,
     targets: Targets | None = None,
     exclude: Targets | None = None,
@@ -54,9 +37,12 @@ def add_adapter(
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
       key: a JAX random key, or an integer seed; each weight draws with a key of its own.
-      method: 'lora', 'boft', 'dora', 'fourierft', 'ia3', 'locon', 'loha', 'lokr', 'low_rank_diagonal',
-        'oft', 'shira', 'trained_rows', 'vblora' or 'vera'; see docs/adapters.md.
-      targets, exclude, missing_ok, matrix_axes: as for `add_lora`.
+      method: a type of adapter: `haiku_implicit.LoRA`, one of `haiku_implicit.adapters`, or your own
+        subclass of `haiku_implicit.adapters.Adapter`. Or its name: 'lora', 'boft', 'dora', 'fourierft',
+        'ia3', 'locon', 'loha', 'lokr', 'low_rank_diagonal', 'oft', 'shira', 'trained_rows', 'vblora',
+        'vera' (see docs/adapters.md), or that of your own class in lower case.
+      targets, exclude, missing_ok, matrix_axes: as for `add_lora`. The default are weights with room
+        for the rank, if the method has one; a warning names the others.
       patterns: other options for some weights: a mapping from a regular expression that the whole of
         `module/name` matches to options, such as `{'.*/mlp/.*': {'rank': 4}}`; the first one counts.
       **options: of the method, such as `rank` and `alpha`; see `create` of the type, for example
@@ -67,8 +53,9 @@ def add_adapter(
       more, the vector bank, which `with_vector_bank` puts into the weights in each step.
 
     Raises:
-      ValueError: for an unknown method or option, a missing option, targets that match nothing, a
-        weight that the adapter does not fit.
+      ValueError: for an unknown method or option, a missing option, targets or a pattern that match
+        nothing, a weight that the adapter does not fit.
+      TypeError: for a `method` of another type, or `patterns`.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -81,95 +68,136 @@ def add_adapter(
       ...
       ValueError: method 'dora': expected the options rank, alpha (optional), got ranks
     """
-    of_weight = _options_of(method, options, patterns or {})
+    kind, name = _kind_of(method)
+    of_weight = _options_of(kind, name, options, patterns or {})
     key = jax.random.key(key) if isinstance(key, int) else key
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
-
+    room = Room(lambda path: of_weight(path).get("rank", 1), _room_of(kind, of_weight))
     large = LargeAdapters()
 
-    def make(parameter: trees.Parameter) -> Any:
-        return large.see(parameter, made(parameter))
-
     def made(parameter: trees.Parameter) -> Any:
-        path, value = parameter.path, parameter.value
+        path, value, stacked = parameter.path, parameter.value, parameter.stacked
         own, own_key = of_weight(path), parameter.key_from(key)
-        if method == "lora":
-            return LoRAOptions(**own).put_on(path, value, own_key, parameter.stacked)
-        check_matrix(path, value, method, parameter.stacked)
+        if kind is LoRA:
+            return LoRAOptions(**own).put_on(path, value, own_key, stacked)
+        check_matrix(path, value, name, stacked)
         with errors_name(path, value):
-            return METHODS[method].create(value, own_key, **inner(parameter, own), **own)
+            own = kind.options_for(len(value.shape) - stacked, own)
+            return _created(kind, value, key if kind.one_key else own_key, own)
 
-    room = LoRAOptions(options.get("rank", 1))
-    targets_are = choice, room.takes, room.wanted
-    inner = _inner_options(method, params, targets_are, key)
-    new = trees.replace_targets(params, choice, make, room.takes, room.wanted)
-    large.warn()
-    return vector_bank.added(new, key, options) if method == "vblora" else new
-
-
-def _inner_options(
-    method: str, params: Any, targets_are: Any, key: jax.Array
-) -> Callable[[trees.Parameter, dict[str, Any]], dict[str, Any]]:
-    """What `create` is given beside the options: what weights share, where a kernel begins."""
-    if method == "locon":
-        return lambda p, own: {
-            "kernel_ndim": own.pop("kernel_ndim", len(p.value.shape) - p.stacked)
-        }
-    if method != "vera":
-        return lambda p, own: {}
     parameters = trees.parameters_of(params)
-    choice, takes, wanted = targets_are
-    marks = trees.marks_of(parameters, choice, takes, wanted)
-    shapes = [
-        choice.opened(p).value.shape for p, marked in zip(parameters, marks, strict=True) if marked
-    ]
-    # (Others than matrices are an error, which names the parameter.)
-    shared = [shape for shape in shapes if len(shape) == 2]
-    n, m = (max((shape[i] for shape in shared), default=0) for i in (0, 1))
-
-    @functools.cache
-    def factors(rank: int, dtype: Any) -> Any:
-        return adapters.VeRA.draw(key, (n, m), rank, dtype)
-
-    def inner(parameter: trees.Parameter, own: dict[str, Any]) -> dict[str, Any]:
-        """One pair of factors for all matrices; stacked ones have a pair each."""
-        value = parameter.value
-        plain = len(value.shape) == 2
-        return dict(shared=factors(own["rank"], value.dtype)) if plain else {}
-
-    return inner
+    marks = trees.marks_of(parameters, choice, room.takes, room.wanted)
+    paths = [p.path for p, marked in zip(parameters, marks, strict=True) if marked]
+    for pattern in () if missing_ok else patterns or ():
+        if not any(re.fullmatch(pattern, path) for path in paths):
+            raise no_match("patterns", pattern, paths, kind="weights that get an adapter")
+    make = lambda parameter: large.see(parameter, made(parameter))  # noqa: E731
+    new = trees.replace_marked(params, marks, make, choice.matrix_axes)
+    large.warn()
+    warn_of_skipped(params, choice, room)
+    return new if kind is LoRA else kind.with_shared(new, key, **options)
 
 
-def options_of(method: str) -> dict[str, bool]:
-    """The options of a method, and whether each has to be given.
+def _kind_of(method: Any) -> tuple[Any, str]:
+    """The class of a method, and what errors call it.
+
+    Raises:
+      ValueError: for an unknown name, and a name of several classes.
+      TypeError: for anything but a name, and a class with `create`.
+    """
+    names = ", ".join(map(repr, method_names()))
+    if isinstance(method, str):
+        kind: Any = LoRA if method == "lora" else method_named(method)
+        if kind is None:
+            raise ValueError(
+                f"method: expected 'lora' or one of {names}, or a subclass of "
+                f"haiku_implicit.adapters.Adapter, got {method!r}"
+            )
+        return kind, method
+    if method is LoRA:
+        return LoRA, "lora"
+    is_kind = isinstance(method, type) and issubclass(method, Adapter)
+    if not is_kind or not callable(getattr(method, "create", None)):
+        raise TypeError(
+            "method: expected a subclass of haiku_implicit.adapters.Adapter that has a class method "
+            f"create(w, key, **options), or its name: 'lora' or one of {names}; got {method!r}"
+        )
+    return method, method.__name__
+
+
+def _created(kind: Any, value: Any, key: jax.Array, options: Mapping[str, Any]) -> Any:
+    """A weight with an adapter; raises where the `create` of a type makes something else."""
+    new = kind.create(value, key, **options)
+    if not isinstance(new, Adapter) or tuple(new.shape) != tuple(value.shape):
+        raise TypeError(
+            f"{kind.__name__}.create: expected a {kind.__name__} of the shape {list(value.shape)}, "
+            f"got {describe(new) if hasattr(new, 'shape') else type(new).__name__}"
+        )
+    return new
+
+
+def _room_of(
+    kind: Any, of_weight: Callable[[str], dict[str, Any]]
+) -> Callable[[str, tuple[int, ...]], int]:
+    """The largest rank for the weight of a path and a shape."""
+    if kind is LoRA:
+        return lambda path, shape: min(shape[-2:])
+
+    def room(path: str, shape: tuple[int, ...]) -> int:
+        return kind.room(shape[stacked_axes(path) :], **of_weight(path))
+
+    return room
+
+
+def options_of(method: Any) -> dict[str, bool] | None:
+    """The options of a method, and whether each has to be given; None if it takes any.
 
     Raises:
       ValueError: for an unknown method.
     """
-    if method not in METHODS and method != "lora":
-        raise ValueError(f"method: expected 'lora' or one of {sorted(METHODS)}, got {method!r}")
-    create: Any = LoRAOptions if method == "lora" else METHODS[method].create
-    own = [p for p in inspect.signature(create).parameters.values() if p.name not in _INNER]
+    kind, _ = _kind_of(method)
+    create, first = (LoRAOptions, 0) if kind is LoRA else (kind.create, 2)  # `w` and `key`
+    own = list(inspect.signature(create).parameters.values())[first:]
+    if any(p.kind is p.VAR_KEYWORD for p in own):
+        return None
     return {p.name: p.default is p.empty for p in own}
 
 
 def _options_of(
-    method: str, options: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
+    kind: Any, name: str, options: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
 ) -> Callable[[str], dict[str, Any]]:
     """The options for the weight of a path; raises for those that the method does not have."""
-    known = options_of(method)
+    _check_patterns(patterns)
+    known = options_of(kind)
     for given in (options, *({**options, **more} for more in patterns.values())):
-        wrong = sorted(set(given) - set(known))
-        missing = [name for name, needed in known.items() if needed and name not in given]
+        wrong = sorted(set(given) - set(known or given))
+        missing = [own for own, needed in (known or {}).items() if needed and own not in given]
         if wrong or missing:
-            names = (f"{name}{'' if needed else ' (optional)'}" for name, needed in known.items())
+            names = (f"{own}{'' if needed else ' (optional)'}" for own, needed in known.items())  # type: ignore[union-attr]
             raise ValueError(
-                f"method {method!r}: expected the options {', '.join(names)}, got "
+                f"method {name!r}: expected the options {', '.join(names) or 'none'}, got "
                 f"{', '.join(sorted(given)) or 'none'}"
             )
+        if "rank" in given and not is_positive_integer(given["rank"]):
+            raise ValueError(f"rank: expected a positive integer, got {given['rank']!r}")
 
     def of_weight(path: str) -> dict[str, Any]:
         found = (more for pattern, more in patterns.items() if re.fullmatch(pattern, path))
         return {**options, **next(found, {})}
 
     return of_weight
+
+
+def _check_patterns(patterns: Any) -> None:
+    """Raises unless this is a mapping from regular expressions to options."""
+    if not isinstance(patterns, Mapping):
+        raise TypeError(
+            "patterns: expected a mapping from regular expressions to options, such as "
+            f"{{'.*/mlp/.*': {{'rank': 4}}}}, got {patterns!r}"
+        )
+    for pattern, own in patterns.items():
+        predicate_of("patterns", pattern if isinstance(pattern, str) else (pattern,))
+        if not isinstance(own, Mapping):
+            raise TypeError(
+                f"patterns: expected options for {pattern!r}, such as {{'rank': 4}}, got {own!r}"
+            )

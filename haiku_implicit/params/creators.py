@@ -44,7 +44,7 @@ from haiku_implicit.params.options import (
     checked_group_size,
     zeros_for,
 )
-from haiku_implicit.params.remarks import LargeAdapters, noticing
+from haiku_implicit.params.remarks import LargeAdapters, noticing_dense, noticing_skipped
 from haiku_implicit.params.selection import LORA_SUFFIXES, errors_name, is_floating
 
 Creator = Callable[..., jax.Array]
@@ -154,7 +154,7 @@ def lora_creator(
         large.warn()
         return new
 
-    return _creator(choice, options.takes, make)
+    return _creator(choice, noticing_skipped(options.room), make)
 
 
 def quantize_creator(
@@ -205,7 +205,7 @@ def quantize_creator(
         dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
     )
     choice = trees.Choice(targets, matrix_axes=matrix_axes)
-    return _creator(choice, noticing(options), lambda p: options.put_on(p.path, p.value))
+    return _creator(choice, noticing_dense(options), lambda p: options.put_on(p.path, p.value))
 
 
 def cache_creator(
@@ -356,7 +356,7 @@ def lora_getter(
       {'linear': {'b': (3,), 'w': (2, 3), 'w_lora_a': (2, 1), 'w_lora_b': (1, 3)}}
     """
     options, large = LoRAOptions(rank, alpha, init), LargeAdapters()
-    chosen = predicate_of("targets", targets, options.takes)
+    chosen = predicate_of("targets", targets, noticing_skipped(options.room))
 
     def with_factors(context: Any, value: jax.Array) -> LoRA:
         options.check(path_of(context.module_name, context.name), value)
@@ -423,7 +423,7 @@ def quantize_getter(
     options = QuantizeOptions(
         dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
     )
-    chosen = predicate_of("targets", targets, noticing(options))
+    chosen = predicate_of("targets", targets, noticing_dense(options))
 
     def quantized(context: Any, value: jax.Array) -> ImplicitArray:
         return options.put_on(path_of(context.module_name, context.name), value)

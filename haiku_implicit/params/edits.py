@@ -20,7 +20,7 @@ from haiku_implicit.params.options import (
     QuantizeOptions,
     zeros_for,
 )
-from haiku_implicit.params.remarks import LargeAdapters, warn_of_dense
+from haiku_implicit.params.remarks import LargeAdapters, warn_of_dense, warn_of_skipped
 from haiku_implicit.params.selection import describe
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QuantRule
@@ -53,9 +53,9 @@ def add_lora(
         quantized, that are not called `b`, `bias`, `offset` or `scale` (or `gating_b`, `query_bias`
         and so on), nor `pos`, `position_embeddings` or another name for a table of positions, which is
         added, and that have room for the rank (axes along which `hk.experimental.layer_stack` stacks
-        do not count). A text or compiled pattern: those whose whole `module/name` matches the
-        regular expression. A predicate: those for which `targets(module_name, name, value)` is true.
-        True: all.
+        do not count); a warning names those that have not, and that `exclude` does not name. A text or
+        compiled pattern: those whose whole `module/name` matches the regular expression. A predicate:
+        those for which `targets(module_name, name, value)` is true. True: all.
       init: how the factors begin. A function draws `a`, as `init(key, shape, dtype)`, and `b` is zero;
         None: uniform in ±1/sqrt(n). 'gaussian': normal. 'orthogonal': neither is zero, their product
         is. 'pissa', 'olora': the factors hold the largest part of the weight, which becomes the rest.
@@ -91,6 +91,7 @@ def add_lora(
       has to match). Nearest: linear/w, linear/b
     """
     options = LoRAOptions(rank, alpha, init, rank_stabilized)
+    room = options.room
     key = jax.random.key(key) if isinstance(key, int) else key
 
     large = LargeAdapters()
@@ -101,8 +102,9 @@ def add_lora(
         return large.see(parameter, new)
 
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
-    new = trees.replace_targets(params, choice, make, options.takes, options.wanted)
+    new = trees.replace_targets(params, choice, make, room.takes, room.wanted)
     large.warn()
+    warn_of_skipped(params, choice, room)
     return new
 
 

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.adapters.adapter import Adapter
-from haiku_implicit.adapters.dora import DoRA
 from haiku_implicit.adapters.locon import LoCon
 from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.adapters.trained_rows import TrainedRows
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.arrays.scaled import ScaledMatrix
@@ -140,7 +138,7 @@ def unmerge_adapters(params: Any, adapter: AdapterParts, *, check_base: bool = T
 
     Raises:
       ValueError: for a weight that is not in the tree, that is not dense, or whose adapter cannot be
-        taken out (`DoRA` and `TrainedRows`, which do not keep what was there).
+        taken out (its type does not keep what was there, as `DoRA` and `TrainedRows` do not).
       TypeError: for another kind of adapter.
 
     Example:
@@ -193,7 +191,7 @@ def _taken_out(weight: Any) -> jax.Array:
 
     def undone(weight: Any, left: jax.Array) -> jax.Array:
         match weight:
-            case DoRA() | TrainedRows():
+            case Adapter(keeps_base=False):
                 raise ValueError(f"{type(weight).__name__} does not keep what it replaces")
             case ScaledMatrix():
                 if not bool(jnp.all(weight.scale)):

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray, is_implicit
+from haiku_implicit.core.predicates import path_of
 from haiku_implicit.numerics.formats import RECIPES
 from haiku_implicit.numerics.options import is_positive_integer
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -19,6 +21,46 @@ from haiku_implicit.params.selection import describe, errors_name, is_matrix, is
 from haiku_implicit.products.quant_rules import QuantRule
 
 GroupSize = int | tuple[int, int] | str | None
+
+
+class Room(NamedTuple):
+    """Which weights have room for adapters of a rank: the default targets.
+
+    Attributes:
+      rank_of: the rank for the weight of a path.
+      room_of: the largest rank for the weight of a path and a shape.
+    """
+
+    rank_of: Callable[[str], int]
+    room_of: Callable[[str, tuple[int, ...]], int]
+
+    def takes(self, module_name: str, name: str, value: Any) -> bool:
+        """The default targets: dense or quantized weights with room for the rank."""
+        return _may_hold(module_name, name, value) and self._fits(module_name, name, value)
+
+    def leaves(self, module_name: str, name: str, value: Any) -> bool:
+        """Whether a weight would be a default target, if it had more room."""
+        return _may_hold(module_name, name, value) and not self._fits(module_name, name, value)
+
+    def _fits(self, module_name: str, name: str, value: Any) -> bool:
+        path = path_of(module_name, name)
+        return self.rank_of(path) <= self.room_of(path, tuple(value.shape))
+
+    @property
+    def wanted(self) -> str:
+        """What the default targets are, for errors."""
+        rank = self.rank_of("")
+        return (
+            f"a weight with room for LoRA of rank {rank} that is dense or quantized (those of other "
+            "types have to be named by targets=; infer_matrix_axes finds the axes of weights of more "
+            "than two, for matrix_axes=)"
+        )
+
+
+def _may_hold(module_name: str, name: str, value: Any) -> bool:
+    """Whether this is a dense or quantized weight."""
+    held = isinstance(value, QuantizedMatrix | ScaledMatrix) or not is_implicit(value)
+    return held and is_weight(module_name, name, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +99,10 @@ class LoRAOptions:
             return self.alpha
         return self.alpha * math.sqrt(self.rank)
 
-    def takes(self, module_name: str, name: str, value: Any) -> bool:
-        """The default targets: dense or quantized weights with room for the rank."""
-        held = isinstance(value, QuantizedMatrix | ScaledMatrix) or not is_implicit(value)
-        return held and is_weight(module_name, name, value) and self.rank <= min(value.shape[-2:])
-
     @property
-    def wanted(self) -> str:
-        """What the default targets are, for errors."""
-        return (
-            f"a weight with room for LoRA of rank {self.rank} that is dense or quantized (those of "
-            "other types have to be named by targets=)"
-        )
+    def room(self) -> "Room":
+        """Which weights have room for the rank."""
+        return Room(lambda path: self.rank, lambda path, shape: min(shape[-2:]))
 
     def check(self, path: str, value: Any, stacked: int = 0) -> None:
         """Raises unless a parameter can take LoRA of this rank; `stacked` as for `check_matrix`."""
@@ -80,9 +114,12 @@ class LoRAOptions:
             )
         room = min(value.shape[-2:])
         if self.rank > room:
+            axes = "infer_matrix_axes finds which axes make one matrix, for matrix_axes=. Or give"
+            give = axes if len(value.shape) - stacked > 2 else "Give"
             raise ValueError(
                 f"{path}: LoRA of rank {self.rank} does not fit {describe(value)}; the rank can be "
-                f"{room} at most. Give a smaller rank=, or leave the parameter out by targets="
+                f"{room} at most. {give} a smaller rank=, or leave the parameter "
+                "out by targets="
             )
 
     def factor_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -168,8 +205,8 @@ class QuantizeOptions:
     @property
     def wanted(self) -> str:
         """What the default targets are, for errors."""
-        size = self.group_size
-        if not size:
+        size = self.divisor
+        if not size or isinstance(size, str):
             return "a dense weight"
         return (
             f"a dense weight whose axis {self.axis} is divided by {size} (matrix_axes= says which axes "
@@ -188,7 +225,9 @@ class QuantizeOptions:
             raise ValueError(f"rules: expected them in place of {', '.join(both)}, got both")
 
     def quantize(self, w: jax.Array, moments: jax.Array | None = None) -> QuantizedMatrix:
-        """`QuantizedMatrix.quantize` with these options."""
+        """`QuantizedMatrix.quantize` with these options; of a struct, what it would be."""
+        if isinstance(w, jax.ShapeDtypeStruct):
+            return jax.eval_shape(self.quantize, w)
         return QuantizedMatrix.quantize(w, **vars(self), moments=moments)
 
     def put_on(self, path: str, value: Any, stacked: int = 0) -> ImplicitArray:

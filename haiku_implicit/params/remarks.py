@@ -1,7 +1,7 @@
-"""Warnings of changes that are right, and not what one expects: large adapters, weights left dense."""
+"""Warnings of changes that are right, and not what one expects: large adapters, weights left out."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,8 @@ from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.predicates import Predicate
 from haiku_implicit.core.warn import shown, warn_caller
 from haiku_implicit.params import trees
-from haiku_implicit.params.options import QuantizeOptions
-from haiku_implicit.params.selection import describe, in_tree
+from haiku_implicit.params.options import QuantizeOptions, Room
+from haiku_implicit.params.selection import describe, in_tree, is_complex_weight
 
 
 class LargeAdapters:
@@ -54,17 +54,18 @@ def _numbers(tree: Any) -> int:
 
 def warn_of_dense(params: Any, choice: trees.Choice, options: QuantizeOptions) -> None:
     """Names the weights that `targets=None` leaves dense because their groups do not fit."""
-    if choice.targets is not None:
-        return
-    parameters = trees.parameters_of(params)
-    marks = choice._replace(missing_ok=True).marks(parameters, in_tree(options.leaves))
-    left = [choice.opened(p) for p, m in zip(parameters, marks, strict=True) if m]
-    if left:
-        _warn(left, options)
+    _warn(_left(params, choice, options.leaves), _dense_text(options), _complex(params, choice))
 
 
-def noticing(options: QuantizeOptions) -> Predicate:
-    """`options.takes`, which also warns of the first weight that stays dense: for creators, getters."""
+def warn_of_skipped(params: Any, choice: trees.Choice, room: Room) -> None:
+    """Names the weights that `targets=None` gives no adapter because the rank is too large for them."""
+    _warn(_left(params, choice, room.leaves), _skipped_text, _complex(params, choice))
+
+
+def noticing(
+    options: QuantizeOptions | Room, text: Callable[[Sequence[trees.Parameter]], str]
+) -> Predicate:
+    """`options.takes`, which also warns of the first weight that is left: for creators, getters."""
     said: list[str] = []
 
     def takes(module_name: str, name: str, value: Any) -> bool:
@@ -73,25 +74,87 @@ def noticing(options: QuantizeOptions) -> Predicate:
         if not said and options.leaves(module_name, name, value):
             parameter = trees.Parameter(module_name, name, value)
             said.append(parameter.path)
-            _warn([parameter], options)
+            _warn([parameter], text)
         return False
 
     return takes
 
 
-def _warn(left: Sequence[trees.Parameter], options: QuantizeOptions) -> None:
-    axis = options.axis
-    names = [f"{p.path} ({describe(p.value)})" for p in left]
-    what = "1 weight stays" if len(left) == 1 else f"{len(left)} weights stay"
-    several = any(len(p.value.shape) - p.stacked > 2 for p in left)
-    axes = "; matrix_axes= makes a matrix of more than two axes" if several else ""
-    size = options.divisor
-    fitting = ""
-    if isinstance(size, int):
-        common = math.gcd(size, *(p.value.shape[axis] for p in left))
-        fitting = f" ({common} would fit)" if common >= 8 and options.group_size else ""
-    warn_caller(
-        f"{what} dense, because groups of {size} do not divide axis {axis}: {shown(names)}. Quantize "
-        f"with another group_size={fitting}, these alone by targets=; or leave them out by exclude="
-        f"{axes}"
+def noticing_dense(options: QuantizeOptions) -> Predicate:
+    """`options.takes`, which warns of the first weight that stays dense."""
+    return noticing(options, _dense_text(options))
+
+
+def noticing_skipped(room: Room) -> Predicate:
+    """`room.takes`, which warns of the first weight that gets no adapter."""
+    return noticing(room, _skipped_text)
+
+
+def _left(params: Any, choice: trees.Choice, leaves: Predicate) -> list[trees.Parameter]:
+    """The parameters that a default target would be, but for its shape, and that are not excluded."""
+    if choice.targets is not None:
+        return []
+    parameters = trees.parameters_of(params)
+    marks = choice._replace(missing_ok=True).marks(parameters, in_tree(leaves))
+    return [choice.opened(p) for p, m in zip(parameters, marks, strict=True) if m]
+
+
+def _complex(params: Any, choice: trees.Choice) -> list[trees.Parameter]:
+    """The complex weights among the default targets, which no function here changes."""
+    return _left(params, choice, is_complex_weight)
+
+
+def _warn(
+    left: Sequence[trees.Parameter],
+    text: Callable[[Sequence[trees.Parameter]], str],
+    others: Sequence[trees.Parameter] = (),
+) -> None:
+    """One warning of the weights that are left, and of complex ones."""
+    sentences = [text(left)] if left else []
+    if others:
+        names = _named(others)
+        sentences.append(f"complex weights are not supported, and stay as they are: {names}")
+    if sentences:
+        warn_caller(". ".join(sentences))
+
+
+def _named(left: Sequence[trees.Parameter]) -> str:
+    return shown([f"{p.path} ({describe(p.value)})" for p in left])
+
+
+def _several(left: Sequence[trees.Parameter]) -> bool:
+    """Whether any of them has more axes than a matrix."""
+    return any(len(p.value.shape) - p.stacked > 2 for p in left)
+
+
+def _skipped_text(left: Sequence[trees.Parameter]) -> str:
+    what = "1 weight gets" if len(left) == 1 else f"{len(left)} weights get"
+    axes = (
+        " infer_matrix_axes(apply, params, *args) finds which axes make one matrix of a weight of more "
+        "than two, for matrix_axes=."
+        if _several(left)
+        else ""
     )
+    return (
+        f"{what} no adapter, because the rank is larger than there is room for (the smaller of the "
+        f"last two axes): {_named(left)}.{axes} Or give a smaller rank=, or leave them out by exclude="
+    )
+
+
+def _dense_text(options: QuantizeOptions) -> Callable[[Sequence[trees.Parameter]], str]:
+    def text(left: Sequence[trees.Parameter]) -> str:
+        axis, size = options.axis, options.divisor
+        what = "1 weight stays" if len(left) == 1 else f"{len(left)} weights stay"
+        axes = "; matrix_axes= makes a matrix of more than two axes" if _several(left) else ""
+        axes += " (infer_matrix_axes finds it)" if axes else ""
+        fitting = ""
+        if isinstance(size, int):
+            common = math.gcd(size, *(p.value.shape[axis] for p in left))
+            fitting = f" ({common} would fit)" if common >= 8 and options.group_size else ""
+        return (
+            f"{what} dense, because groups of {size} do not divide axis {axis}: {_named(left)}. "
+            f"Quantize with another group_size={fitting}, these alone by targets=; or leave them out "
+            f"by exclude={axes}"
+        )
+
+    return text

@@ -48,6 +48,14 @@ def is_weight(module_name: str, name: str, value: Any) -> bool:
     return is_matrix(value) and not (added or name.endswith(LORA_SUFFIXES))
 
 
+def is_complex_weight(module_name: str, name: str, value: Any) -> bool:
+    """Whether a parameter would be a weight, if it were not complex."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jax.dtypes.issubdtype(dtype, np.complexfloating):
+        return False
+    return is_weight(module_name, name, jax.ShapeDtypeStruct(value.shape, np.float32))
+
+
 def stacked_axes(module_name: str) -> int:
     """How many axes `hk.experimental.layer_stack` has added to a stored parameter, in front."""
     return module_name.count("__layer_stack_")

@@ -21,6 +21,7 @@ from haiku_implicit.params.selection import (
     describe,
     errors_name,
     in_tree,
+    is_complex_weight,
     is_dense_matrix,
     is_weight,
     stacked_axes,
@@ -241,6 +242,9 @@ def marks_of(
     marks = choice.marks(parameters, takes and in_tree(takes))
     if not any(marks) and not choice.missing_ok:
         paths = [parameter.path for parameter in parameters]
+        number = sum(is_complex_weight(*p[:3]) for p in parameters)
+        if choice.targets is None and number:
+            wanted += f" (complex weights, of which there are {number}, are not supported)"
         raise no_match("targets", choice.targets, paths, wanted=wanted)
     return marks
 

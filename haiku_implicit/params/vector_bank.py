@@ -3,35 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.vblora import VBLoRA, VectorBank
+from haiku_implicit.adapters.vblora import MODULE, NAME, VBLoRA, VectorBank
 from haiku_implicit.core.predicates import path_of
 from haiku_implicit.params import trees
 
-MODULE, NAME = "vblora_bank", "vectors"
 PATH = path_of(MODULE, NAME)
-
-
-def added(params: Any, key: jax.Array, options: Mapping[str, Any]) -> Any:
-    """A tree with `VBLoRA` weights, and the bank for them; one that is there is kept.
-
-    Raises:
-      ValueError: where that is of another size.
-    """
-    count, length = options.get("num_vectors", 256), options.get("vector_length", 256)
-    if MODULE in params:
-        has, wanted = params[MODULE][NAME].shape, (count, length)
-        if has != wanted:
-            raise ValueError(
-                f"num_vectors, vector_length: the tree has a bank of {has} already, got {wanted}"
-            )
-        return params
-    vectors = jax.random.uniform(
-        jax.random.fold_in(key, 1), (count, length), minval=-0.02, maxval=0.02
-    )
-    return beside(params, VectorBank(vectors))
 
 
 def beside(params: Any, bank: VectorBank | None) -> Any:
