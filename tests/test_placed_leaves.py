@@ -398,7 +398,7 @@ ADAPTERS = """
 OPTIONS = dict(
     loha=dict(rank=2), ia3={}, vera=dict(rank=4), oft=dict(block_size=8), boft=dict(block_size=8),
 )
-SPLIT = dict(loha="a1 a2 b1 b2", ia3="factor", vera="a b e", oft="upper", boft="scale")
+SPLIT = dict(loha="a1 a2 b1 b2", ia3="factor", vera="e", oft="upper", boft="scale")
 mesh = mesh_of(AxisType.Auto, 2, 4)
 params = hki.quantize_params({"l": {"w": normal(64, 128)}}, dtype="int4", group_size=16)
 x = normal(8, 64, seed=1)

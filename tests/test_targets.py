@@ -186,10 +186,10 @@ def test_summary_of_parameters():
         ["path", "type", "shape", "dtype", "trained", "bytes", "of dense bytes", "bits"],
         ["embed/embeddings", "dense", "[4,2]", "bfloat16", "8", "16", "16", "16.00"],
         ["linear/b", "dense", "[2]", "float32", "2", "8", "8", "32.00"],
-        ["linear/w", "LoRA of QuantizedMatrix int8", "[4,4]", "float32", "8", "64", "64", "32.00"],
+        ["linear/w", "LoRA of QuantizedMatrix int8", "[4,4]", "float32", "8", "68", "64", "34.00"],
         ["none/w", "Zeros", "[300,2]", "float32", "0", "0", "2,400", "0.00"],
         ["keys/key", "dense", "[]", "key<fry>", "0", "8", "8", "64.00"],
-        ["total", "18", "96", "2,496", "1.22"],
+        ["total", "18", "100", "2,496", "1.28"],
     ]
     assert len({len(line) for line in text.splitlines()}) == 1, "numbers end in one column"
     assert str(hki.summary(jax.eval_shape(lambda: weights()))).count("\n") == 5

@@ -149,16 +149,6 @@ def test_a_model_is_the_same_at_first_and_then_trained(method, never_dense):
     close(t.apply(merged, x), model.apply(moved, x))
 
 
-def test_vera_shares_its_random_factors():
-    params = {f"layer_{i}": {"w": normal((n, m), i)} for i, (n, m) in enumerate([(4, 8), (6, 2)])}
-    new = hki.add_adapter(params, 0, "vera", rank=2)
-    one, other = new["layer_0"]["w"], new["layer_1"]["w"]
-    assert one.a is other.a and one.b is other.b
-    assert one.a.shape == (6, 2) and one.b.shape == (2, 8)
-    stack = hki.add_adapter({"layer": {"w": normal((2, N, M))}}, 0, "vera", rank=2)["layer"]["w"]
-    assert stack.a.shape == (2, N, 2)
-
-
 @pytest.mark.slow
 def test_the_bank_of_vblora_is_one(never_dense):
     """Its gradient is the sum of those that each weight would have alone."""

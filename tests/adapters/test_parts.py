@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.tiers import few
 
 KEY = jax.random.key(0)
 
@@ -185,6 +186,32 @@ def test_each_example_has_its_own_and_nothing_is_compiled_again(base):
     bank = bank.remove(2)
     close(run(bank, slots, X), expected(slots))
     assert traced == [1]
+
+
+@pytest.mark.parametrize("capacity", few([2, 128, 256, 300], 128))
+def test_slots_of_any_integer_dtype(capacity):
+    """The capacity may be no number of the dtype of the slots."""
+    bank = hki.AdapterBank.of({"l": {"w": jnp.zeros((2, 2))}}, capacity=capacity, rank=1)
+    numbers = jnp.arange(capacity, dtype=jnp.float32).reshape(-1, 1, 1)
+    slots = {"l/w": (jnp.ones((capacity, 2, 1)), numbers * jnp.ones((1, 1, 2)), jnp.ones(capacity))}
+    bank = hki.AdapterBank(bank.params, slots)
+    numbers_of = jax.vmap(lambda slot: bank.select(slot)["l"]["w"].b[0, 0])
+    wanted = [0, 1, 7, 127, 128, 200, 255, 256, 299, -1, -128]
+    for dtype in ("int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32"):
+        info = jnp.iinfo(dtype)
+        own = jnp.array([s for s in wanted if info.min <= s <= info.max], dtype)
+        inside = np.array([0 <= int(s) < capacity for s in own])
+        want = np.where(inside, np.asarray(own, np.float32), np.nan)
+        np.testing.assert_array_equal(numbers_of(own), want, err_msg=dtype)
+    run = hki.with_bank(hki.use_implicit_args(lambda params, x: x @ params["l"]["w"]))
+    got = run(bank, jnp.array([1, 0], jnp.int8), jnp.array([[1.0, 0.0]] * 2))
+    np.testing.assert_array_equal(got[:, 0], [1.0, 0.0])
+    zero = hki.AdapterParts({})
+    last = np.uint8(min(capacity, 256) - 1)
+    emptied = bank.put(last, zero).slots["l/w"][1][:, 0, 0]
+    np.testing.assert_array_equal(np.flatnonzero(emptied != numbers[:, 0, 0]), [last])
+    with pytest.raises(ValueError, match=f"slot: expected 0 to {capacity - 1}, got True"):
+        bank.put(True, zero)
 
 
 def test_a_bank_of_a_quantized_base_with_views(never_dense):
