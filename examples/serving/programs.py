@@ -167,7 +167,8 @@ def at_position(state: Any, position: jax.Array) -> Any:
 def choose(logits: jax.Array, how: Sampling) -> jax.Array:
     """The next token after logits `[vocabulary]`; `NOT_FINITE` where they are not."""
     highest = logits.max()
-    finite = jnp.isfinite(highest) & ~jnp.isnan(logits).any()  # XLA's CPU drops NaN in long maxima
+    # (On a CPU, XLA's maximum of so many numbers drops NaN.)
+    finite = jnp.isfinite(highest) & ~jnp.isnan(logits).any()
 
     def drawn() -> jax.Array:
         # Temperatures below this are zero for XLA, and 0 / 0 is NaN.

@@ -13,6 +13,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
+from haiku_implicit.numerics.extremes import largest
 
 
 class Statistic(NamedTuple):
@@ -113,12 +114,12 @@ _CLASSES = 2 * 32 * _PER_OCTAVE  # of 2⁻³² to 2³²; the first and the last 
 
 def _sorted_maxima(x: jax.Array) -> jax.Array:
     """`[2, classes, n]`: for each input 1 in the class of its largest magnitude, and the magnitude."""
-    largest = jnp.abs(x).max(axis=0, initial=0.0)  # (NaN and infinity are in the last class)
-    octave = jnp.log2(jnp.where(largest > 0, jnp.nan_to_num(largest, nan=jnp.inf), 1.0))
+    highest = largest(jnp.abs(x), 0, initial=0.0)  # (NaN and infinity are in the last class)
+    octave = jnp.log2(jnp.where(highest > 0, jnp.nan_to_num(highest, nan=jnp.inf), 1.0))
     where = jnp.clip(jnp.floor(octave * _PER_OCTAVE) + _CLASSES // 2, 0, _CLASSES - 1)
     classes = jnp.arange(_CLASSES, dtype=where.dtype)[:, None]
-    hit = (where[None] == classes) & (largest != 0)[None]
-    return jnp.stack([hit.astype(x.dtype), jnp.where(hit, largest, 0.0)])
+    hit = (where[None] == classes) & (highest != 0)[None]
+    return jnp.stack([hit.astype(x.dtype), jnp.where(hit, highest, 0.0)])
 
 
 def _largest(sums: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.numerics import calibration, formats
+from haiku_implicit.numerics.extremes import largest, smallest
 from haiku_implicit.numerics.options import is_positive_integer
 
 
@@ -88,12 +89,12 @@ class QuantizedBlocks(ImplicitArray):
 
 def _encoded(rows: jax.Array, fmt: formats.Format) -> tuple[jax.Array, jax.Array]:
     """The codes and scales of blocks `[blocks, block]`."""
-    largest = rows.max(-1, keepdims=True)
-    rooted = (rows.min(-1, keepdims=True) >= 0) & (largest > 0)
+    highest = largest(rows, -1, keepdims=True)
+    rooted = (smallest(rows, -1, keepdims=True) >= 0) & (highest > 0)
     roots, lowest = jnp.sqrt(jnp.abs(rows)), _lowest(fmt)
     scale = jnp.where(
         rooted,
-        jnp.sqrt(jnp.abs(largest)) / (fmt.largest - lowest),
+        jnp.sqrt(jnp.abs(highest)) / (fmt.largest - lowest),
         calibration.calibrate(rows, fmt).scale,
     )
     relative = jnp.where(rooted, roots, rows) / jnp.where(scale == 0, 1, scale)

@@ -112,7 +112,7 @@ class Command:
             said = self.run(values, *given)
         if said is not None:
             texts = [self.told(w.message) for w in warned]
-            print(json.dumps({**said.fields, "warnings": texts}) if values.json else said.line)
+            print(as_json({**said.fields, "warnings": texts}) if values.json else said.line)
 
     @contextlib.contextmanager
     def _warnings_as_lines(self) -> Iterator[list[warnings.WarningMessage]]:
@@ -133,6 +133,11 @@ class Command:
             text = f"{error.filename}: {error.strerror}"
         names = "|".join(map(re.escape, sorted(set(self.flags()) - {"h", "help"})))
         return re.sub(rf"(?<![-\w.])(?:(?=({names})=)|^(?=({names}): ))", "--", text)
+
+
+def as_json(found: Any) -> str:
+    """What `--json` prints. (Other programs read it, and no standard has Python's `NaN`.)"""
+    return json.dumps(found, allow_nan=False)
 
 
 def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] | None], int]:

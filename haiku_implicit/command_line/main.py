@@ -21,6 +21,7 @@ from haiku_implicit.command_line.command import (
     Command,
     Said,
     UsageError,
+    as_json,
     check_target,
     main_of,
     number,
@@ -97,7 +98,7 @@ def _inspect(values: flags.FlagValues, path: str) -> None:
     elif not isinstance(tree, Mapping):
         tree = {"": tree}
     found = summary(_with_parts_apart(tree), depth=values.depth)
-    print(json.dumps(found.to_json()) if values.json else found)
+    print(as_json(found.to_json()) if values.json else found)
     if values.plot:
         plot_memory(found, values.plot)
 
@@ -223,7 +224,7 @@ def _diff(values: flags.FlagValues, first: str, second: str) -> None:
     if values.plot:
         check_picture(values.plot)
     found = compare_params(read(values, first), read(values, second))
-    print(json.dumps(found.to_json()) if values.json else found)
+    print(as_json(found.to_json()) if values.json else found)
     if values.plot:
         plot_error(found, values.plot)
 

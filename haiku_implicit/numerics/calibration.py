@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.numerics import formats, options, ranges
+from haiku_implicit.numerics.extremes import largest, smallest
 from haiku_implicit.numerics.formats import Format
 
 
@@ -173,7 +174,7 @@ def _shrunk(first: Scales, fmt: Format) -> Candidates:
 
 def _cut_at_ends(w: jax.Array, fmt: Format) -> Candidates:
     """Ranges about that of the values, cut at both ends."""
-    low, high = w.min(-1, keepdims=True), w.max(-1, keepdims=True)
+    low, high = smallest(w, -1, keepdims=True), largest(w, -1, keepdims=True)
     half = high / 2 - low / 2  # as the difference may overflow
 
     def scales_of(cut: jax.Array) -> Scales:
@@ -255,7 +256,7 @@ def _hqq(w: jax.Array, fmt: Format, steps: int) -> Scales:
 
 def _unit(w: jax.Array) -> jax.Array:
     """The largest magnitude of a block. Sums are taken in units of it, as squares overflow early."""
-    return _divisor(jnp.max(jnp.abs(w), axis=-1, keepdims=True))
+    return _divisor(largest(jnp.abs(w), -1, keepdims=True))
 
 
 def _divisor(x: jax.Array) -> jax.Array:

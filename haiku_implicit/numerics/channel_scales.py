@@ -11,6 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.numerics.extremes import largest, smallest
+
 STEPS = 20  # of the search for AWQ's exponent, from 0 to 1
 _SMALLEST = 1e-4  # of AWQ's s relative to the largest one, for channels that hardly are used
 
@@ -39,9 +41,9 @@ def awq(moments: jax.Array, error: Callable[[jax.Array], jax.Array]) -> jax.Arra
 
 def _inverse_power(size: jax.Array, alpha: jax.Array) -> jax.Array:
     """1/s for s = size^α, such that the largest and the smallest of them are as far from 1."""
-    largest, used = size.max(axis=-1, keepdims=True), size > 0
-    s = jnp.maximum((size / jnp.where(largest > 0, largest, 1)) ** alpha, _SMALLEST)
-    low = jnp.min(s, axis=-1, keepdims=True, where=used, initial=1.0)
+    highest, used = largest(size, -1, keepdims=True), size > 0
+    s = jnp.maximum((size / jnp.where(highest > 0, highest, 1)) ** alpha, _SMALLEST)
+    low = smallest(s, -1, keepdims=True, where=used, initial=1.0)
     return jnp.where(used, jnp.sqrt(low) / s, 1.0).astype(jnp.bfloat16)  # (the largest s is 1)
 
 
@@ -60,7 +62,7 @@ def smoothquant(w: jax.Array, maxima: jax.Array, alpha: float) -> jax.Array:
     Returns:
       `[..., k]`, bfloat16.
     """
-    of_w = jnp.abs(w).max(axis=-1).astype(maxima.dtype)
+    of_w = largest(jnp.abs(w), -1).astype(maxima.dtype)
     used = (maxima > 0) & (of_w > 0)
     x, y = (jnp.where(used, size, 1) for size in (maxima, of_w))
     return (y ** (1 - alpha) / x**alpha).astype(jnp.bfloat16)

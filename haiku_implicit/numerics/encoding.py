@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from haiku_implicit.core import compat
 from haiku_implicit.numerics import calibration, formats, gptq, options, scales
+from haiku_implicit.numerics.extremes import largest
 
 _BLOCK = 256  # how many scales share a scale of theirs, in 'double'
 
@@ -137,12 +138,12 @@ def _in_runs(
     def of_scale(x: jax.Array) -> jax.Array:
         *lead, tiles, groups, _ = x.shape
         of_runs = x.reshape(*lead, tiles, groups // runs.length, runs.length)
-        return jnp.abs(of_runs).max(-1) / formats.FORMATS[runs.format].largest
+        return largest(jnp.abs(of_runs), -1) / formats.FORMATS[runs.format].largest
 
     wanted = of_scale(found.scale)
     held = wanted.astype(jnp.float16)
     # (Some runs may be too small, as that of a neuron that is never used; not the largest one.)
-    most = wanted.max()
+    most = largest(wanted)
     lost = scales.Lost(
         ~jnp.isfinite(held).all(), jnp.abs(most.astype(jnp.float16) - most) > most / 8
     )
@@ -169,7 +170,7 @@ def _in_blocks(found: jax.Array, name: str) -> Encoded:
     along = _largest_divisor(groups, _BLOCK)
     rows = _largest_divisor(tiles, _BLOCK // along) if along == groups else 1
     blocks = found.reshape(*lead, tiles // rows, rows, groups // along, along)
-    of_scale = jnp.abs(blocks).max(axis=(-1, -3)) / formats.FORMATS[name].largest
+    of_scale = largest(jnp.abs(blocks), (-1, -3)) / formats.FORMATS[name].largest
     return _coded(found, of_scale, name)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.numerics.extremes import largest, smallest
+
 # The lower and the upper end; the lower one is None where a range reaches as far down as up.
 Limits = tuple[jax.Array | None, jax.Array]
 
@@ -52,13 +54,13 @@ def find(
         )
     if method == "minmax" and not symmetric:
         over["initial"] = 0.0 if with_zero else None
-        return _times(jnp.min(x, **over), factor), _times(jnp.max(x, **over), factor)
+        return _times(smallest(x, **over), factor), _times(largest(x, **over), factor)
     if method == "rms":
         size = jnp.sqrt(jnp.mean(x * x, **over))
     elif method == "absmean":
         size = jnp.mean(jnp.abs(x), **over)
     else:
-        size = jnp.max(jnp.abs(x), **over)
+        size = largest(jnp.abs(x), **over)
     return None, _times(size, factor)
 
 

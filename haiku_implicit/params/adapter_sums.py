@@ -127,7 +127,8 @@ def _largest(x: jax.Array, density: float) -> jax.Array:
     flat = jnp.abs(x).reshape(*x.shape[:-2], -1)
     count = math.ceil(density * flat.shape[-1])
     smallest = jax.lax.top_k(flat, count)[0][..., -1]
-    return jnp.where(jnp.abs(x) >= smallest[..., None, None], x, 0)
+    # (Not `>=`: NaN is kept, as a sum of adapters with NaN in one of them is not finite.)
+    return jnp.where(jnp.abs(x) < smallest[..., None, None], 0, x)
 
 
 def _bases_of(adapters: Sequence[AdapterParts]) -> tuple[tuple[str, str], ...]:

@@ -1,5 +1,6 @@
 """Plots of what `summary` and `compare_params` find, by matplotlib (the extra `plots`)."""
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +51,9 @@ def plot_error(found: Comparison, path: str | os.PathLike[str]) -> None:
       ImportError: without matplotlib.
       ValueError: for a suffix that no picture has.
     """
-    rows = sorted(found.rows, key=lambda row: row.relative, reverse=True)
+    rows = sorted(
+        found.rows, key=lambda row: (math.isnan(row.relative), row.relative), reverse=True
+    )
     bars = {"relative error": [row.relative for row in rows]}
     _draw([row.path for row in rows], bars, "relative error", "difference of parameters", path)
 

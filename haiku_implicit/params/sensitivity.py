@@ -79,7 +79,8 @@ class Sensitivity:
         ways: dict[str, list[tuple[str | None, float, int]]] = {}
         for row in self.rows:
             own = ways.setdefault(row.path, [(None, 0.0, row.dense_nbytes)])
-            own.append((row.option, row.error, row.nbytes))
+            if not math.isnan(row.error):  # else the outputs with this format are not finite
+                own.append((row.option, row.error, row.nbytes))
         least = sum(min(size for _, _, size in own) for own in ways.values())
         if least > nbytes:
             raise ValueError(

@@ -13,6 +13,7 @@ from haiku_implicit.core import progress
 from haiku_implicit.core.array import flatten_one_level, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.numerics.extremes import largest
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
 from haiku_implicit.params.adapter_parts import check_whole
@@ -173,8 +174,8 @@ class ParameterError(NamedTuple):
       path: `module/name`.
       kinds: what each of the two is.
       relative: the root of the mean square of the difference, over that of the first one; infinite
-        where that is zero and the second one is not (None in `to_json`).
-      largest: the largest magnitude of the difference.
+        if that is zero and the second one is not.
+      largest: the largest magnitude of the difference; NaN if one of the differences is.
     """
 
     path: str
@@ -213,14 +214,12 @@ class Comparison:
         return text_table(names, cells, numbers=2)
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON has it."""
-        rows = [row._asdict() for row in self.rows]
-        found = {**dataclasses.asdict(self), "rows": rows}
-        for entry in (*rows, found):  # JSON has no infinity: where the first one is zero
-            for name in ("relative", "outputs"):
-                if entry.get(name) == math.inf:
-                    entry[name] = None
-        return found
+        """The same as JSON has it, which knows no NaN and no infinity: they are None."""
+        rows = [
+            row._asdict() | {"relative": _finite(row.relative), "largest": _finite(row.largest)}
+            for row in self.rows
+        ]
+        return {**dataclasses.asdict(self), "rows": rows, "outputs": _finite(self.outputs)}
 
 
 def compare_params(
@@ -267,8 +266,12 @@ def _error_of(path: str, a: Any, b: Any) -> ParameterError:
     for x in (a, b):
         check_whole(path, x)
     dense = [materialize_array(x) if is_implicit(x) else x for x in (a, b)]
-    largest = float(jnp.abs(_wide(dense[0]) - _wide(dense[1])).max(initial=0.0))
-    return ParameterError(path, (_kind(a), _kind(b)), _relative([(dense[0], dense[1])]), largest)
+    apart = float(largest(jnp.abs(_wide(dense[0]) - _wide(dense[1])), initial=0.0))
+    return ParameterError(path, (_kind(a), _kind(b)), _relative([(dense[0], dense[1])]), apart)
+
+
+def _finite(x: float | None) -> float | None:
+    return x if x is not None and math.isfinite(x) else None
 
 
 def _wide(x: Any) -> jax.Array:
