@@ -146,6 +146,15 @@ class LoRA(Wrapper, core_ndim=2):
         return split_fields(self, mesh, **self.field_specs(spec, mesh))
 
 
+@dataclasses.dataclass(init=False)
+class RestLoRA(LoRA, core_ndim=2):
+    """A `LoRA` that began with a part of its weight, as by PiSSA: `w` is what was left of that.
+
+    It computes as `LoRA` does. The type says that the correction without its base is not one for the
+    weight as it was.
+    """
+
+
 def _as_alpha(alpha: Any, batch: Sequence[int]) -> Any:
     """An `alpha` for each of the stacked matrices, of the one that is given or of as many."""
     if isinstance(alpha, numbers.Real):

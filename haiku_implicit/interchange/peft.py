@@ -15,36 +15,51 @@ import numpy as np
 
 from haiku_implicit.adapters.dora import DoRA
 from haiku_implicit.arrays import axes as axes_of
-from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.lora import LoRA, RestLoRA
 from haiku_implicit.arrays.matrix_view import MatrixView, view_of
+from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.files.container import CheckpointError, brief
-from haiku_implicit.files.kinds import kind_of, read_json
+from haiku_implicit.files.kinds import kind_of
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.replacing import check_folder, replaced
 from haiku_implicit.files.saving import save
 from haiku_implicit.interchange.names import Names, Place, place_of
+from haiku_implicit.interchange.peft_config import (
+    CONFIG,
+    CONVERT,
+    Config,
+    init_from_base,
+    left_out_by,
+    rank_and_alpha,
+    read_config,
+    training_tensors,
+)
+from haiku_implicit.params import lora_init, trees
 from haiku_implicit.params.adapter_parts import (
     AdapterParts,
+    base_of,
     checked_parts,
+    digest,
     with_base,
     without_base,
 )
+from haiku_implicit.params.selection import describe, errors_name
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+TENSORS = "adapter_model.safetensors"
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+)\."
     r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?"
 )
-_PARTS = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
-_LINEAR = "lora_A.weight", "lora_B.weight"
+_LINEAR = "lora_A", "lora_B"
 _EMBEDDING = "lora_embedding_A", "lora_embedding_B"
+_LENGTHS = "lora_magnitude_vector"
 
 # From `module/name` of a parameter to the name of a module of the PyTorch model.
 Modules = Mapping[str, str] | Callable[[str], str]
 
 
-def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
+def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Any = None) -> AdapterParts:
     """Reads a LoRA or DoRA adapter that PEFT saved.
 
     Args:
@@ -54,49 +69,46 @@ def load_peft(folder: str | os.PathLike[str], names: Names) -> AdapterParts:
         mapping or a function. Weights are `[inputs, outputs]` in Haiku and `[outputs, inputs]` in
         PyTorch; that is seen to here. A `Place` with a shape is for weights `[inputs, heads, width]`,
         None leaves a module out.
+      base: dense parameters of the model, for an adapter whose `init_lora_weights` is 'pissa' or
+        'olora'. PEFT takes the factors that it begins with out of the base each time it loads such an
+        adapter. Here they are found from `base`, and become a part of the adapter, which then has twice
+        the rank and is for `base` as it is. Other adapters do not need it.
 
     Returns:
       The adapter, for `set_adapter`. PEFT's files do not say what base it was trained on in numbers,
-      so that this is not checked. On a parameter that the Haiku model uses twice (tied embeddings) it
-      acts at both ends, where PEFT adapts the look-up or the product alone unless it was told
-      `ensure_weight_tying`: a warning says so.
+      so that this is not checked (but that it is `base`, if that was needed). On a parameter that the
+      Haiku model uses twice (tied embeddings) it acts at both ends, where PEFT adapts the look-up or
+      the product alone unless it was told `ensure_weight_tying`: a warning says so.
 
     Raises:
-      ValueError: for another kind of adapter, a configuration without its `lora_alpha` or `r`, a module
-        without a name, a tensor that is missing, not known, or of another rank.
+      ValueError: for another kind of adapter; a key of the configuration that is not known, or that
+        changes outputs in a way that is not read here (docs/interchange.md has all keys); a
+        configuration without its `lora_alpha` or `r`; a module without a name; a tensor that is
+        missing, not known, or of another rank.
       OSError: for a file that can't be read.
     """
     folder = pathlib.Path(folder)
     _check_folder(folder)
-    config = _config_of(folder / CONFIG)
-    file = str(folder / TENSORS)
-    parts: dict[str, dict[str, Any]] = {}
-    tree = load(file)
-    # (Names without a slash: in a file that `save` wrote they are keys, in another one in a module ''.)
-    tree = tree.get("", tree) if isinstance(tree, Mapping) else {"": tree}
-    for key, tensor in tree.items() if isinstance(tree, Mapping) else ():
-        found = _KEY.fullmatch(key) if isinstance(key, str) else None
-        if found is None or not isinstance(tensor, jax.Array | np.ndarray):
-            raise CheckpointError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
-        part = _PARTS.get(found["part"], found["part"])
-        parts.setdefault(found["module"], {})[part] = tensor
-        if found["part"] == "lora_embedding_A" and not config.get("ensure_weight_tying"):
-            warn_caller(
-                f"{file}: {found['module']}: PEFT adapts the look-up alone. Where the Haiku model also "
-                "multiplies by this parameter (tied embeddings), the adapter changes both"
-            )
-    if not parts:
-        raise ValueError(f"{file}: there is no adapter in it")
-    weights: dict[str, Any] = {}
-    for module, tensors in parts.items():
-        place = place_of(names, module, file)
+    config = read_config(folder / CONFIG)
+    init, file = init_from_base(config), str(folder / TENSORS)
+    parameters = None if base is None else {p.path: p.value for p in trees.parameters_of(base)}
+    weights, bases = {}, {}
+    for module, tensors in _tensors_of(file, config).items():
+        where, place = f"{file}: {module}", place_of(names, module, file)
         if place is None:
             continue
         if place.path in weights:
             raise ValueError(f"names: two modules are {place.path!r}, the second one is {module!r}")
-        weight = _weight_of(f"{file}: {module}", tensors, _scaling_of(config, module))
-        weights[place.path] = _at_place(f"{file}: {module}", weight, place)
-    return AdapterParts(weights)
+        a, b = _factors_of(where, tensors, bool(config.get("use_dora")))
+        scale = _scale_of(where, config, module, a.shape[1])
+        if init is not None and _LINEAR[0] in tensors:
+            w = _dense_base(where, init, parameters, place.path)
+            with errors_name(place.path, w):
+                a, b = _without(a, b, *_start_of(init, w, place.shape, (a, b), scale))
+            bases[place.path] = digest(w)
+        weight = _weight_of(where, a, b, scale, tensors.get(_LENGTHS))
+        weights[place.path] = _at_place(where, weight, place)
+    return AdapterParts(weights, bases=tuple(bases.items()))
 
 
 def save_peft(
@@ -105,6 +117,7 @@ def save_peft(
     names: Modules,
     *,
     base_model: str | None = None,
+    initial: AdapterParts | None = None,
 ) -> None:
     """Writes a LoRA or DoRA adapter as PEFT does.
 
@@ -117,10 +130,14 @@ def save_peft(
       adapter: what `get_adapter` returned.
       names: the name of a module of the PyTorch model for each `module/name`.
       base_model: the name of the PyTorch model, for the configuration.
+      initial: `get_adapter(params)` as it was before training, for LoRA whose `init` changed the
+        weights below it ('pissa', 'olora', `LoftQ`). It is taken out of the adapter, which then has
+        twice the rank and is for the weights as they were before `add_lora`. (What quantizing them
+        loses is not in it.)
 
     Raises:
       ValueError: for an adapter of other types, on stacked weights, or with dense parameters; for a
-        parameter without a name.
+        parameter without a name; if `initial` is missing, or is not where the adapter began.
       OSError: for a file that can't be written.
     """
     checked_parts("adapter", adapter)
@@ -140,10 +157,13 @@ def save_peft(
             raise ValueError(
                 f"{path}: PEFT's LoRA is for single matrices, got {type(weight).__name__}"
             )
+        if isinstance(weight, RestLoRA):
+            weight = _for_the_weight_as_it_was(path, weight, adapter, initial)
         prefix = f"base_model.model.{module}"
         first, second = _EMBEDDING if path.endswith("/embeddings") else _LINEAR
-        tensors[f"{prefix}.{first}"] = jnp.asarray(weight.a).T
-        tensors[f"{prefix}.{second}"] = jnp.asarray(weight.b).T
+        ending = "" if path.endswith("/embeddings") else ".weight"
+        tensors[f"{prefix}.{first}{ending}"] = jnp.asarray(weight.a).T
+        tensors[f"{prefix}.{second}{ending}"] = jnp.asarray(weight.b).T
         if isinstance(weight, DoRA):
             tensors[f"{prefix}.lora_magnitude_vector"] = weight.magnitude
         ranks[module] = int(weight.a.shape[-1])
@@ -176,83 +196,104 @@ def _check_folder(folder: pathlib.Path) -> None:
         raise CheckpointError(f"{folder}: {TENSORS} is not there{hint}")
 
 
-def _config_of(path: pathlib.Path) -> dict[str, Any]:
-    config = read_json(path)
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else config
-        raise ValueError(f"{path}: peft_type: expected 'LORA', got {brief(kind)}")
-    for name in ("r", "lora_alpha"):
-        if not _is_number(config.get(name)):
-            raise ValueError(f"{path}: {name}: expected a number, got {brief(config.get(name))}")
-    for name in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(config.get(name) or {}, dict):
-            raise ValueError(f"{path}: {name}: expected a mapping, got {brief(config[name])}")
-        for pattern, number in (config.get(name) or {}).items():
-            _check_pattern(f"{path}: {name}", pattern, number)
-    if config.get("bias", "none") != "none":
-        raise ValueError(f"{path}: bias: {brief(config['bias'])} is not read; 'none' is")
-    if config.get("modules_to_save"):
-        raise ValueError(
-            f"{path}: modules_to_save: {brief(config['modules_to_save'])} are not read"
-        )
-    return config
+def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Any]]:
+    """The tensors of each module, by their names in it."""
+    parts: dict[str, dict[str, Any]] = {}
+    tree, unused = load(file), training_tensors(config)
+    # (Names without a slash: in a file that `save` wrote they are keys, in another one in a module ''.)
+    tree = tree.get("", tree) if isinstance(tree, Mapping) else {"": tree}
+    for key, tensor in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(key, str) and unused.fullmatch(key):
+            continue
+        found = _KEY.fullmatch(key) if isinstance(key, str) else None
+        if found is None or not isinstance(tensor, jax.Array | np.ndarray):
+            raise CheckpointError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
+        module, part = found["module"], found["part"]
+        if (by := left_out_by(config, module)) is not None:
+            raise ValueError(
+                f"{file}: {key}: PEFT does not read it: {CONFIG} leaves {module} out by {by}, "
+                f"{brief(config[by])}. Mend that key, or take the tensor out of the file"
+            )
+        if part in parts.setdefault(module, {}):
+            raise ValueError(f"{file}: {key}: the module has two tensors {part}")
+        parts[module][part] = tensor
+        if part == _EMBEDDING[0] and not config.get("ensure_weight_tying"):
+            warn_caller(
+                f"{file}: {module}: PEFT adapts the look-up alone. Where the Haiku model also "
+                "multiplies by this parameter (tied embeddings), the adapter changes both"
+            )
+    if not parts:
+        raise ValueError(f"{file}: there is no adapter in it")
+    return parts
 
 
-def _is_number(x: Any) -> bool:
-    """Whether JSON is a number that float32 has: not a boolean, NaN or infinite."""
-    return type(x) in (int, float) and abs(x) <= float(np.finfo(np.float32).max)
-
-
-def _check_pattern(where: str, pattern: str, number: Any) -> None:
-    if not _is_number(number):
-        raise CheckpointError(f"{where}: {brief(pattern)}: expected a number, got {brief(number)}")
-    try:
-        re.compile(rf"(.*\.)?({pattern})$")
-    except (re.error, RecursionError, OverflowError) as e:
-        raise CheckpointError(f"{where}: {brief(pattern)}: not a regular expression: {e}") from None
-
-
-def _scaling_of(config: Mapping[str, Any], module: str) -> Callable[[int], float]:
-    """The `alpha` of `LoRA`, which is divided by the rank, for the rank of a module's tensors."""
-
-    def own(name: str, default: float) -> float:
-        patterns = (config.get(name) or {}).items()
-        return next((n for key, n in patterns if re.match(rf"(.*\.)?({key})$", module)), default)
-
-    rank, alpha = own("rank_pattern", config["r"]), own("alpha_pattern", config["lora_alpha"])
-
-    def alpha_for(found: int) -> float:
-        if found != rank:
-            raise ValueError(f"rank {rank} by {CONFIG}, {found} by the tensors")
-        return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
-
-    return alpha_for
-
-
-def _weight_of(where: str, tensors: Mapping[str, Any], alpha_for: Callable[[int], float]) -> Any:
-    missing = {"lora_A", "lora_B"} - set(tensors)
+def _factors_of(where: str, tensors: Mapping[str, Any], dora: bool) -> tuple[Any, Any]:
+    """`a` and `b` of `LoRA`, of a linear layer or an embedding."""
+    kind = _EMBEDDING if set(_EMBEDDING) & set(tensors) else _LINEAR
+    wanted = {*kind, _LENGTHS} if dora else {*kind}
+    missing, other = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
     if missing:
-        raise ValueError(f"{where}: {', '.join(sorted(missing))}: missing")
-    a, b = tensors["lora_A"], tensors["lora_B"]
+        raise ValueError(f"{where}: {', '.join(missing)}: missing")
+    if other == [_LENGTHS]:
+        raise ValueError(f"{where}: {_LENGTHS}: there is one, but {CONFIG} has no use_dora")
+    if other:
+        raise ValueError(f"{where}: expected {' and '.join(kind)}, got {', '.join(other)} too")
+    a, b = (tensors[name] for name in kind)
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
         raise ValueError(
             f"{where}: expected lora_A [rank, inputs] and lora_B [outputs, rank], got {list(a.shape)} "
             f"and {list(b.shape)}"
         )
-    try:
-        alpha = alpha_for(a.shape[0])
-    except ValueError as e:
-        raise ValueError(f"{where}: {e}") from e
-    magnitude = tensors.get("lora_magnitude_vector")
-    if magnitude is None:
-        return without_base(LoRA, a=a.T, b=b.T, factor=jnp.float32(alpha / a.shape[0]))
-    if magnitude.size != b.shape[0]:
+    return a.T, b.T
+
+
+def _scale_of(where: str, config: Config, module: str, rank: int) -> float:
+    wanted, alpha = rank_and_alpha(config, module)
+    if rank != wanted:
+        raise ValueError(f"{where}: rank {wanted} by {CONFIG}, {rank} by the tensors")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _weight_of(where: str, a: Any, b: Any, scale: float, lengths: Any) -> Any:
+    if lengths is None:
+        return without_base(LoRA, a=a, b=b, factor=jnp.float32(scale))
+    if lengths.size != b.shape[1]:
+        raise ValueError(f"{where}: {_LENGTHS}: expected {b.shape[1]} numbers, got {lengths.size}")
+    alpha = jnp.float32(scale * a.shape[1])
+    return without_base(DoRA, a=a, b=b, alpha=alpha, magnitude=lengths.reshape(-1))
+
+
+def _dense_base(where: str, init: str, base: Mapping[str, Any] | None, path: str) -> Any:
+    """The weight that PEFT changes when it loads an adapter with this initialization."""
+    if base is None:
         raise ValueError(
-            f"{where}: lora_magnitude_vector: expected {b.shape[0]} numbers, got {magnitude.size}"
+            f"{where}: init_lora_weights: {init!r}: PEFT takes a part out of the base when it loads "
+            f"this. Give load_peft the dense parameters as base=. Or {CONVERT}"
         )
-    return without_base(
-        DoRA, a=a.T, b=b.T, alpha=jnp.float32(alpha), magnitude=magnitude.reshape(-1)
-    )
+    if path not in base:
+        raise ValueError(f"{where}: base: {path} is not there")
+    w = base_of(base[path])
+    if is_implicit(w):
+        raise ValueError(
+            f"{where}: base: {init!r} decomposes a dense weight, and {path} is {describe(w)}"
+        )
+    return w
+
+
+def _start_of(init: str, w: Any, shape: Any, factors: Any, scale: float) -> tuple[Any, Any]:
+    """The factors that PEFT begins with on a weight, as it finds them in float32."""
+    a, b = factors
+    sizes = a.shape[0], b.shape[1]
+    if tuple(w.shape) != tuple(shape or sizes):
+        raise ValueError(f"base: expected the shape {list(shape or sizes)} for this adapter")
+    matrix = jnp.asarray(w, jnp.float32).reshape(sizes)
+    parts = lora_init.BY_NAME[init].parts("", matrix, a.shape[1], scale, jax.random.key(0))
+    return parts.a, parts.b
+
+
+def _without(a: Any, b: Any, start_a: Any, start_b: Any) -> tuple[Any, Any]:
+    """Factors of `a @ b - start_a @ start_b`, as PEFT converts such adapters to plain ones."""
+    return jnp.concatenate([a, start_a], -1), jnp.concatenate([b, -start_b], -2)
 
 
 def _named(names: Modules, module: str, where: str) -> str:
@@ -294,6 +335,28 @@ def _made(folder: str | os.PathLike[str]) -> pathlib.Path:
     check_folder(os.fspath(path), os.path.dirname(os.path.realpath(path)))
     path.mkdir(exist_ok=True)
     return path
+
+
+def _for_the_weight_as_it_was(
+    path: str, lora: RestLoRA, adapter: AdapterParts, initial: AdapterParts | None
+) -> LoRA:
+    """The plain LoRA for the weight out of which the first factors were taken."""
+    if initial is None:
+        raise ValueError(
+            f"{path}: its init ('pissa', 'olora' or LoftQ) changed the weight below the adapter, so "
+            "that on the weight that others have it would be wrong. Give save_peft initial= the "
+            "adapter as get_adapter returns it right after add_lora, or keep it by haiku_implicit.save"
+        )
+    start = _matrix_of(checked_parts("initial", initial).weights.get(path))
+    known = [dict(parts.bases).get(path) for parts in (adapter, initial)]
+    if not isinstance(start, RestLoRA) or start.a.shape[:-1] != lora.a.shape[:-1]:
+        raise ValueError(
+            f"initial: {path}: expected the LoRA that the adapter began with, got {start}"
+        )
+    if None not in known and known[0] != known[1]:
+        raise ValueError(f"initial: {path}: the adapter began on another base")
+    a, b = _without(lora.a, lora.b, start.a * (start.scale / lora.scale), start.b)
+    return without_base(LoRA, a=a, b=b, factor=lora.factor)
 
 
 def _matrix_of(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.lora import LoRA, RestLoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.params.adapter_parts import AdapterParts, checked_parts, without_base
@@ -82,6 +82,8 @@ def combine_adapters(
             largest = max(lora.rank for lora, _ in parts)
             deltas = [weight * lora.delta() for lora, weight in parts]
             new = _nearest(merge(path, deltas), rank or largest)
+        if any(isinstance(lora, RestLoRA) for lora, _ in parts):
+            new = without_base(RestLoRA, a=new.a, b=new.b, factor=new.factor)
         view = own[0][0]
         found[path] = view._replace(matrix=new) if isinstance(view, MatrixView) else new
     return AdapterParts(found, bases=bases)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.lora import LoRA, RestLoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray, is_implicit
@@ -142,7 +142,8 @@ class LoRAOptions:
         scale = 1.0 if self.field_alpha is None else self.field_alpha / self.rank
         with errors_name(path, value):
             parts = init_of(self.init, _uniform).parts(path, value, self.rank, scale, key)
-        return LoRA(*parts, self.rank if self.field_alpha is None else self.field_alpha)
+        kind = LoRA if parts.w is value else RestLoRA
+        return kind(*parts, self.rank if self.field_alpha is None else self.field_alpha)
 
 
 def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

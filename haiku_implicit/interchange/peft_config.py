@@ -1,0 +1,270 @@
+"""The keys of PEFT's `adapter_config.json`: read here, without an effect on outputs, or refused."""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.files.kinds import read_json
+
+CONFIG = "adapter_config.json"
+Config = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What becomes of a key.
+
+    Attributes:
+      use: 'read'; 'unused', if no value of it changes an output; 'refused' otherwise.
+      neutral: the value with which a refused key changes no output; null, false and what is empty
+        stand for false.
+      instead: the way out, if a refused key has another value.
+      tensors: a regular expression of the tensors of a module that training alone uses, if the key has
+        a value.
+    """
+
+    use: str
+    neutral: Any = False
+    instead: str = ""
+    tensors: str | None = None
+
+
+_READ, _UNUSED = Key("read"), Key("unused")
+_MERGE = (
+    "Merge the adapter with PEFT (merge_and_unload), save the whole model, and read that by "
+    "load_hugging_face"
+)
+
+
+def _refused(instead: str, neutral: Any = False) -> Key:
+    return Key("refused", neutral, instead)
+
+
+# All keys of a `LoraConfig` of PEFT 0.21.2, and those of PEFT 0.0.1 to 0.2.0 that it has no more.
+KEYS: dict[str, Key] = {
+    "peft_type": _READ,
+    "r": _READ,
+    "lora_alpha": _READ,
+    "rank_pattern": _READ,
+    "alpha_pattern": _READ,
+    "use_rslora": _READ,
+    "use_dora": _READ,
+    "init_lora_weights": _READ,
+    "fan_in_fan_out": _READ,
+    "target_modules": _READ,
+    "exclude_modules": _READ,
+    "layers_to_transform": _READ,
+    "layers_pattern": _READ,
+    "ensure_weight_tying": _READ,
+    # Names and versions.
+    "task_type": _UNUSED,
+    "auto_mapping": _UNUSED,
+    "peft_version": _UNUSED,
+    "base_model_name_or_path": _UNUSED,
+    "revision": _UNUSED,
+    # Training, and the memory that it takes.
+    "inference_mode": _UNUSED,
+    "lora_dropout": _UNUSED,
+    "runtime_config": _UNUSED,
+    "merge_weights": _UNUSED,
+    "velora_config": Key("unused", tensors="lora_velora_embed"),
+    "monteclora_config": Key("unused", tensors=r"lora_monteclora_sampler\..+"),
+    # How the factors began; the value of `init_lora_weights` says which of them count.
+    "loftq_config": _UNUSED,
+    "eva_config": _UNUSED,
+    "corda_config": _UNUSED,
+    "lora_ga_config": _UNUSED,
+    # Options of a key that is refused.
+    "qalora_group_size": _UNUSED,
+    "megatron_core": _UNUSED,
+    # More than two factors of a matrix.
+    "bias": _refused(f"PEFT trained biases too, with 'all' or 'lora_only'. {_MERGE}", "none"),
+    "lora_bias": _refused(f"The corrections have biases. {_MERGE}"),
+    "modules_to_save": _refused(f"Whole modules were trained beside the adapter. {_MERGE}"),
+    "trainable_token_indices": _refused(f"Rows of an embedding were trained. {_MERGE}"),
+    "kasa_config": _refused(f"PEFT changes the base, and the correction has a diagonal. {_MERGE}"),
+    "use_bdlora": _refused(f"The factors are block-diagonal. {_MERGE}"),
+    "target_parameters": _refused(f"The factors of stacked weights lie side by side. {_MERGE}"),
+    "layer_replication": _refused(f"The model has other layers than its base. {_MERGE}"),
+    "enable_lora": _refused(f"The outputs of a layer are adapted in part. {_MERGE}"),
+    "use_qalora": _refused(
+        "The correction is for means of neighboring inputs of a GPTQ layer, which only PEFT runs"
+    ),
+    "megatron_config": _refused(
+        "The layers are Megatron's. Save the adapter from a model with PyTorch's layers"
+    ),
+    "arrow_config": _refused(
+        "It chooses among adapters, token by token. Read each of these adapters by itself"
+    ),
+    "alora_invocation_tokens": _refused(
+        "Tokens before these are not adapted (aLoRA), and no weight can do that. With null here the "
+        "adapter acts on all tokens, which is another function"
+    ),
+}
+
+_FLAGS = "use_rslora", "use_dora", "ensure_weight_tying", "fan_in_fan_out"
+# Values of `init_lora_weights` with which PEFT leaves the base as it is.
+_PLAIN_INITS = "gaussian", "eva", "orthogonal", "mica"
+# Those with which PEFT takes a part out of the base that the base alone determines.
+_FROM_BASE = "pissa", "olora"
+CONVERT = (
+    "convert the adapter to a plain LoRA by PEFT's save_pretrained(path_initial_model_for_weight_"
+    "conversion=...); or, if the weights are those that its training left below the adapter, set this "
+    "key to true"
+)
+
+
+def read_config(path: pathlib.Path) -> dict[str, Any]:
+    """The configuration of a LoRA or DoRA adapter.
+
+    Raises:
+      ValueError: for another kind of adapter, an unknown key, one that is refused, or a value of
+        another type than PEFT writes.
+    """
+    config = read_json(path)
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else config
+        raise ValueError(f"{path}: peft_type: expected 'LORA', got {brief(kind)}")
+    for key, value in config.items():
+        _check_key(path, key, value)
+    for name in ("r", "lora_alpha"):
+        if not _is_number(config.get(name)):
+            raise ValueError(f"{path}: {name}: expected a number, got {brief(config.get(name))}")
+    for name in _FLAGS:
+        if not isinstance(config.get(name), bool | None):
+            raise ValueError(f"{path}: {name}: expected true or false, got {brief(config[name])}")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise ValueError(f"{path}: {name}: expected a mapping, got {brief(config[name])}")
+        for pattern, number in (config.get(name) or {}).items():
+            if not _is_number(number):
+                raise CheckpointError(
+                    f"{path}: {name}: {brief(pattern)}: expected a number, got {brief(number)}"
+                )
+            _check_pattern(f"{path}: {name}", rf"(.*\.)?({pattern})$", pattern)
+    for name in ("target_modules", "exclude_modules", "layers_pattern"):
+        _check_names(f"{path}: {name}", config.get(name), name == "layers_pattern")
+    _check_layers(f"{path}: layers_to_transform", config.get("layers_to_transform"))
+    _check_init(path, config)
+    return config
+
+
+def init_from_base(config: Config) -> str | None:
+    """'pissa' or 'olora', if PEFT takes what it begins with out of the weights of linear layers."""
+    init = config.get("init_lora_weights", True)
+    name = init.lower() if isinstance(init, str) else None
+    return name if name in _FROM_BASE else None
+
+
+def training_tensors(config: Config) -> re.Pattern[str]:
+    """Matches the names of tensors that outputs do not depend on."""
+    own = [key.tensors for name, key in KEYS.items() if key.tensors and config.get(name)]
+    return re.compile(rf"base_model\.model\..+\.({'|'.join(own)})" if own else r"(?!)")
+
+
+def rank_and_alpha(config: Config, module: str) -> tuple[float, float]:
+    """Of a module, as `get_pattern_key` of PEFT finds them."""
+
+    def own(name: str, default: float) -> float:
+        patterns = config.get(name) or {}
+        found = (n for key, n in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+        return next(found, patterns.get(module, default))
+
+    return own("rank_pattern", config["r"]), own("alpha_pattern", config["lora_alpha"])
+
+
+def left_out_by(config: Config, module: str) -> str | None:
+    """The key by which PEFT puts no adapter on a module, whatever tensors there are; None if it does.
+
+    As `check_target_module_exists` of PEFT. (Tied modules get adapters that no key names.)
+    """
+    targets, excluded = config.get("target_modules"), config.get("exclude_modules")
+    if excluded and _names(excluded, module):
+        return "exclude_modules"
+    if targets is None or config.get("ensure_weight_tying"):
+        return None
+    if not (targets == "all-linear" or _names(targets, module)):
+        return "target_modules"
+    layers = config.get("layers_to_transform")
+    if isinstance(targets, str) or module in targets or layers is None or layers == []:
+        return None
+    given = config.get("layers_pattern") or []
+    given = [given] if isinstance(given, str) else given
+    starts = [rf"(?:^|.*?\.){pattern}" for pattern in given] or [r".*?\.[^.]*"]
+    tried = (re.match(rf"{start}\.(?P<layer>\d+)\.", module) for start in starts)
+    found = next((match for match in tried if match), None)
+    wanted = [layers] if isinstance(layers, int) else layers
+    return None if found and int(found["layer"]) in wanted else "layers_to_transform"
+
+
+def _names(names: str | list[str], module: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return module in names or any(module.endswith(f".{name}") for name in names)
+
+
+def _is_number(x: Any) -> bool:
+    """Whether JSON is a number that float32 has: not a boolean, NaN or infinite."""
+    return type(x) in (int, float) and abs(x) <= float(np.finfo(np.float32).max)
+
+
+def _check_key(path: pathlib.Path, name: str, value: Any) -> None:
+    key = KEYS.get(name)
+    if key is None:
+        raise ValueError(
+            f"{path}: {brief(name)}: this key is not one of PEFT 0.21.2 for LoRA, so that its effect "
+            f"is not known; it has the value {brief(value)}. Take it out of the file if it has none "
+            "on outputs"
+        )
+    if key.use == "refused" and value != key.neutral and (value or key.neutral):
+        verb = "are" if isinstance(value, list) else "is"
+        neutral = repr(key.neutral) if key.neutral else "null"
+        raise ValueError(
+            f"{path}: {name}: {brief(value)} {verb} not read; {neutral} is. {key.instead}"
+        )
+
+
+def _check_init(path: pathlib.Path, config: Config) -> None:
+    init = config.get("init_lora_weights", True)
+    name = init.lower() if isinstance(init, str) else init
+    if name in (True, False, None) or name in _PLAIN_INITS:
+        return
+    if name == "olora" and config.get("fan_in_fan_out"):
+        why = "with fan_in_fan_out PEFT decomposes another matrix than it adapts"
+    elif init == "pissa" or name == "olora":
+        return
+    elif re.fullmatch(r"pissa_niter_\d+", str(init)):
+        why = "PEFT takes a part out of the base that it finds by random numbers"
+    elif init in ("corda", "loftq", "lora_ga"):
+        why = "the adapter is for a base that its initialization changed, and which the file lacks"
+    else:
+        raise ValueError(f"{path}: init_lora_weights: {brief(init)} is not known")
+    raise ValueError(
+        f"{path}: init_lora_weights: {brief(init)} is not read: {why}. Instead {CONVERT}"
+    )
+
+
+def _check_names(where: str, names: Any, patterns: bool) -> None:
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if names is not None and not isinstance(names, str) and not is_list:
+        raise ValueError(f"{where}: expected a text or a list of texts, got {brief(names)}")
+    for pattern in [names] if isinstance(names, str) else names if patterns and names else []:
+        _check_pattern(where, pattern, pattern)
+
+
+def _check_layers(where: str, layers: Any) -> None:
+    for layer in layers if isinstance(layers, list) else [layers]:
+        if layer is not None and type(layer) is not int:
+            raise ValueError(f"{where}: expected whole numbers, got {brief(layers)}")
+
+
+def _check_pattern(where: str, pattern: str, given: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as e:
+        raise CheckpointError(f"{where}: {brief(given)}: not a regular expression: {e}") from None
