@@ -1,23 +1,33 @@
-"""Makes peft.npz: what PEFT computes, for tests/adapters/test_peft.py.
+"""Makes peft.npz, peft_adapters.npz and peft_config.json: what PEFT computes, and what it writes.
 
-For each method PEFT puts an adapter with random numbers on a small layer, in float32 on the CPU. The file
+In peft.npz, for tests/adapters/test_peft.py: for each method PEFT puts an adapter with random numbers on a small layer, in float32 on the CPU. The file
 holds the layer's weight, PEFT's own parameters under PEFT's own names, the inputs, the outputs and the
 gradients of the sum of the outputs times `cotangent`. LoRA of convolutions is without dilation and groups:
 PEFT 0.21 leaves the dilation out of its own convolution, and groups mean something else there. BOFT has
 one factor, since more need PEFT's extension for CUDA; of more factors the file has the rotation, made of
 PEFT's permutations and blocks.
 
-To make it anew, in an environment of its own::
+In peft_adapters.npz, for tests/interchange/test_peft.py: a small model, and for each configuration of LoRA
+the files that PEFT saves, and the outputs of a model into which PEFT loads them again.
+
+In peft_config.json: the keys of a configuration of LoRA, with the values that PEFT writes by default.
+
+To make them anew, in an environment of its own::
 
     python -m venv peft_env && peft_env/bin/pip install torch==2.13.0 peft
     peft_env/bin/python tests/data/make_peft_goldens.py
 """
 
+import dataclasses
+import json
 import pathlib
+import tempfile
 
 import numpy as np
 import peft
+import safetensors.torch
 import torch
+from peft.tuners.lora.config import MontecloraConfig
 
 TARGET = pathlib.Path(__file__).with_name("peft.npz")
 N, M = 12, 8
@@ -99,7 +109,116 @@ def butterfly(factors, size):
     return {"blocks": blocks.numpy(), "rotation": rotation.numpy()}
 
 
+# Configurations of LoRA that are read here. `initial` is how a PiSSA adapter becomes a plain one.
+CONFIGURATIONS = {
+    "plain": {},
+    "dropout": dict(lora_dropout=0.5),
+    "no zeros": dict(init_lora_weights=False),
+    "gaussian": dict(init_lora_weights="gaussian"),
+    "orthogonal": dict(init_lora_weights="orthogonal"),
+    "eva": dict(init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0)),
+    "mica": dict(init_lora_weights="mica"),
+    "ranks and alphas": dict(
+        rank_pattern={r"layers\.1\.up": 1, "^model.layers.0.down": 3}, alpha_pattern={"up": 5}
+    ),
+    "rslora": dict(use_rslora=True, rank_pattern={"down": 3}, alpha_pattern={"^up": 5}),
+    "excluded": dict(exclude_modules=["1.down"]),
+    "excluded by a pattern": dict(exclude_modules=r".*\.1\.up"),
+    "pattern of modules": dict(target_modules=r".*layers\.1\.(up|down)"),
+    "one layer": dict(layers_to_transform=1),
+    "layers": dict(layers_to_transform=[0], layers_pattern="layers"),
+    "embedding": dict(target_modules=["embed", "up"]),
+    "dora": dict(use_dora=True),
+    "dora of an embedding": dict(use_dora=True, target_modules=["embed", "up"]),
+    "velora": dict(velora_config=peft.VeloraConfig(num_groups=2)),
+    "monteclora": dict(monteclora_config=MontecloraConfig(num_samples=2)),
+    "groups of qalora": dict(qalora_group_size=2),
+    "pissa": dict(init_lora_weights="pissa"),
+    "pissa, rslora": dict(init_lora_weights="pissa", use_rslora=True, rank_pattern={"up": 3}),
+    "pissa, dora": dict(init_lora_weights="pissa", use_dora=True),
+    "pissa, embedding": dict(init_lora_weights="pissa", target_modules=["embed", "up"]),
+    "pissa, converted": dict(init_lora_weights="pissa"),
+    "olora": dict(init_lora_weights="olora"),
+    "olora, dora": dict(init_lora_weights="olora", use_dora=True),
+    "olora, converted": dict(init_lora_weights="olora", use_rslora=True),
+}
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 8, bias=False), torch.nn.Linear(8, 6, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Blocks(torch.nn.Module):
+    """Layers by the names that PEFT's patterns are for: `model.layers.0.up`."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.embed = torch.nn.Embedding(9, 6)
+        self.model.layers = torch.nn.ModuleList([Block(), Block()])
+
+    def forward(self, ids):
+        x = self.model.embed(ids)
+        for layer in self.model.layers:
+            x = layer(x)
+        return x
+
+
+def saved_adapter(name, options, base):
+    """The files of one configuration, and the outputs with them."""
+
+    def fresh():
+        model = Blocks()
+        model.load_state_dict(base)
+        return model
+
+    options = dict(target_modules=["up", "down"]) | options
+    model = peft.get_peft_model(fresh(), peft.LoraConfig(r=2, lora_alpha=3, **options))
+    with tempfile.TemporaryDirectory() as folder:
+        initial = pathlib.Path(folder) / "initial"
+        model.save_pretrained(initial)
+        for key, p in model.named_parameters():
+            if "lora_" in key:
+                p.add_(0.3 * torch.randn_like(p))
+        convert = dict(path_initial_model_for_weight_conversion=str(initial))
+        model.save_pretrained(folder, **(convert if "converted" in name else {}))
+        config = (pathlib.Path(folder) / "adapter_config.json").read_text()
+        tensors = safetensors.torch.load_file(pathlib.Path(folder) / "adapter_model.safetensors")
+        loaded = peft.PeftModel.from_pretrained(fresh(), folder).eval()
+    out = loaded(IDS).numpy()
+    np.testing.assert_allclose(out, model.eval()(IDS), rtol=1e-4, atol=1e-5)
+    arrays = {f"{name}/tensors/{key}": x.numpy() for key, x in tensors.items()}
+    return {f"{name}/config": np.array(config), f"{name}/out": out, **arrays}
+
+
+IDS = torch.arange(8).reshape(2, 4)
+
+
+@torch.no_grad()
+def adapters():
+    torch.manual_seed(0)
+    base = Blocks().state_dict()
+    arrays = {f"base/{key}": x.numpy() for key, x in base.items()} | {"ids": IDS.numpy()}
+    for name, options in CONFIGURATIONS.items():
+        arrays |= saved_adapter(name, options, base)
+    return arrays
+
+
+def keys():
+    config = peft.LoraConfig()
+    written = json.loads(json.dumps(config.to_dict(), default=list))
+    return {f.name: written.get(f.name) for f in dataclasses.fields(config)}
+
+
 def main():
+    np.savez_compressed(TARGET.with_name("peft_adapters.npz"), **adapters())
+    text = json.dumps(keys(), indent=2)
+    TARGET.with_name("peft_config.json").write_text(text + "\n", encoding="utf-8")
     torch.manual_seed(0)
     arrays = {}
     for name, config in METHODS.items():
