@@ -33,8 +33,8 @@ class Node(NamedTuple):
 _nodes: dict[str, Node] = {}
 _names: dict[type, str] = {}
 _statics: dict[str, type] = {}
-# What is not equal to itself: NaN.
-_nans: dict[str, Any] = {}
+# What is not equal to itself, by its JSON.
+_nans: dict[str, Any] = {"NaN": np.nan}
 
 
 def register_node(
@@ -206,8 +206,8 @@ def naming_lost_types(*trees: Any) -> Iterator[None]:
         raise TypeError(
             f"{_path_of(e.obj, trees)}expected a {' or a '.join(kinds[:3])}, got a dict of its fields "
             f"({', '.join(e.obj)}). Orbax gives such dicts where it restores a checkpoint without a "
-            "target. Give it one: checkpointer.restore(path, target), a tree of the same types, such as "
-            "jax.eval_shape gives of the function that made what was saved"
+            "target. Give it one: checkpointer.restore(path, target), a tree of the same types, such "
+            "as jax.eval_shape gives of the function that made what was saved"
         ) from e
 
 

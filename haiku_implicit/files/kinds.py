@@ -190,7 +190,7 @@ def _kind_of_bytes(path: str, head: bytes, size: int) -> Kind:
 def _is_record(path: str) -> bool:
     """Whether a file begins with an array as AlphaFold 3 writes it.
 
-    Five numbers are the lengths of its scope, its name, its dtype, its shape and its bytes, which follow.
+    Five numbers are the lengths of its scope, name, dtype, shape and bytes, which follow.
     """
     with open(path, "rb") as file:
         start = file.read(_LENGTHS.size)

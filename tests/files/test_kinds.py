@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import struct
 import zipfile
 
 import gguf
@@ -26,6 +27,12 @@ def folder(tmp_path_factory):
     hki.save_gguf(path / "gguf", PARAMS, NAMES, kind="F32", metadata=METADATA)
     (path / "pickle").write_bytes(pickle.dumps(PARAMS))
     np.savez(path / "arrays.npz", **{"linear/w": PARAMS["linear"]["w"]})
+    joined = {
+        "params:mesh/~/linear:w": np.ones(2),
+        "keys:0": np.ones(2),
+        "license": np.array("text"),
+    }
+    np.savez(path / "graphcast.npz", **joined)
     with zipfile.ZipFile(path / "torch", "w") as file:
         file.writestr("archive/data.pkl", b"x")
     with zipfile.ZipFile(path / "zip", "w") as file:
@@ -36,7 +43,11 @@ def folder(tmp_path_factory):
         "page": b"<!DOCTYPE html><html></html>",
         "lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 12\n",
         "noise": bytes(range(128, 255)),
+        "af3.bin": struct.pack("<5i", 8, 14, 5, 1, 2) + b"__meta____identifier__uint8\2\0\0\0ab",
+        "af3.bin.zst": b"\x28\xb5\x2f\xfd" + bytes(range(100)),
+        "af3.bin.zst.1": bytes(range(255, 128, -1)),
         "folders/orbax/_METADATA": b"{}",
+        "folders/steps/100/_CHECKPOINT_METADATA": b"{}",
         "folders/peft/adapter_config.json": b"{}",
         "folders/hub/model.safetensors": (path / "foreign").read_bytes(),
         "folders/plain/model.gguf": b"GGUF",
@@ -54,6 +65,10 @@ KINDS = {
     "gguf": ("a GGUF file", "haiku_implicit.load_gguf reads it"),
     "pickle": ("a pickle", "allow_pickle=True"),
     "arrays.npz": ("an .npz file", "haiku_implicit.load reads it"),
+    "graphcast.npz": ("names are keys joined by ':'", "graphcast.checkpoint.load"),
+    "af3.bin": ("parameters of AlphaFold 3", "get_model_haiku_params(folder) reads them"),
+    "af3.bin.zst": ("compressed by zstd", "get_model_haiku_params(folder) reads them"),
+    "af3.bin.zst.1": ("a piece of what zstd compressed", "Join the pieces"),
     "torch": ("a file that torch.save wrote", "as safetensors"),
     "zip": ("a zip archive", "Unpack"),
     "empty": ("an empty file", "copy it again"),
@@ -62,7 +77,8 @@ KINDS = {
     "lfs": ("a pointer of Git LFS", "git lfs pull"),
     "noise": ("127 bytes that begin with", "copy it again"),
     "pipe": ("a pipe or a device", "into a file first"),
-    "folders/orbax": ("a checkpoint of Orbax", "Restore it with Orbax"),
+    "folders/orbax": ("a checkpoint of Orbax", "Restore it with Orbax, and give it a target"),
+    "folders/steps": ("a checkpoint of Orbax", "Restore it with Orbax, and give it a target"),
     "folders/peft": ("a folder of PEFT", "haiku_implicit.load_peft reads it"),
     "folders/hub": ("a folder in the layout of the Hugging Face hub", "load_hugging_face reads it"),
     "folders/plain": ("a folder", "Give a file in it, such as model.gguf"),

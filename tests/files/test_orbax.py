@@ -1,7 +1,9 @@
 """Orbax saves and restores the trees that `save` and `load` do."""
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -42,3 +44,70 @@ def test_orbax_gives_the_same_tree(name, tmp_path):
     ours = hki.load(tmp_path / "ours", like=by_orbax)
     assert_same(by_orbax, tree)
     assert_same(ours, by_orbax)
+
+
+# --- without a target ------------------------------------------------------------------------------
+
+
+def forward(x):
+    return hk.nets.MLP([8, 4])(x)
+
+
+def lost(tree):
+    """A tree as Orbax restores it without a target: objects are dicts of their fields."""
+    is_object = lambda x: hasattr(x, "__dataclass_fields__") or hasattr(x, "_fields")  # noqa: E731
+    if not is_object(tree):
+        return jax.tree.map(lambda x: lost(x) if is_object(x) else x, tree, is_leaf=is_object)
+    names = getattr(tree, "_fields", None) or data_fields(tree)
+    return {name: lost(getattr(tree, name)) for name in names}
+
+
+def data_fields(x):
+    pairs = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)[0]
+    return [keys[0].name for keys, _ in pairs]
+
+
+WAY_OUT = r"Orbax gives such dicts where it restores .* checkpointer.restore\(path, target\)"
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, hki.grad])
+def test_a_dict_that_was_a_weight_is_told(transform):
+    model = hki.transform_implicit(hk.without_apply_rng(hk.transform(forward)))
+    found = lost(mlp_params()[1])
+    loss = lambda params, x: model.apply(params, x).sum()  # noqa: E731
+    message = r"mlp/~/linear_0/w: expected a LoRA, got a dict of its fields \(a, b, factor, w\). "
+    with pytest.raises(TypeError, match=message + WAY_OUT):
+        transform(loss)(found, jnp.ones((1, 8)))
+
+
+def test_other_errors_about_dicts_stay_what_they_are():
+    with pytest.raises(AttributeError, match="'dict' object has no attribute 'shape'"):
+        hki.use_implicit_args(lambda tree: tree.shape)({"linear": {"w": jnp.ones(2)}})
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'shape'"):
+        hki.use_implicit_args(lambda tree: tree.shape)([jnp.ones(2)])
+
+
+def test_a_dict_that_was_an_optimizer_state_is_told():
+    params = {"w": hki.LoRA(jnp.ones((4, 4)), jnp.ones((4, 2)), jnp.ones((2, 4)))}
+    optimizer = hki.freeze_declared(optax.adam(0.1))
+    count, *rest = optimizer.init(params)
+    with pytest.raises(TypeError, match=f"0: expected a ScaleByAdamState or .*mu, nu.*{WAY_OUT}"):
+        optimizer.update(params, (lost(count), *rest), params)
+
+
+@pytest.mark.slow
+def test_what_orbax_gives_without_a_target(tmp_path):
+    from orbax import checkpoint as ocp
+
+    _, params = mlp_params()
+    model = hki.transform_implicit(hk.without_apply_rng(hk.transform(forward)))
+    x = jnp.ones((1, 8))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", params)
+        checkpointer.wait_until_finished()
+        with pytest.raises(TypeError, match="linear_0/w: expected a LoRA"):
+            model.apply(checkpointer.restore(tmp_path / "orbax"), x)
+        found = checkpointer.restore(tmp_path / "orbax", jax.eval_shape(lambda: params))
+    np.testing.assert_array_equal(model.apply(found, x), model.apply(params, x))
+    with pytest.raises(IsADirectoryError, match="but a checkpoint of Orbax. Restore it with Orbax"):
+        hki.load(tmp_path / "orbax")

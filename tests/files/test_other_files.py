@@ -62,6 +62,22 @@ def test_npz_with_objects_or_damage(path):
             hki.load(path)
 
 
+@pytest.mark.parametrize("text", ["license", b"license"])
+def test_npz_with_texts(text, path):
+    with path.open("wb") as file:
+        np.savez(file, **{"a/w": np.ones(3), "license": np.array(text)})
+    with pytest.raises(
+        hki.CheckpointError, match="license: an array .* not numbers. numpy.load reads"
+    ):
+        hki.load(path)
+
+
+def test_npz_with_names_of_tensorflow(path):
+    with path.open("wb") as file:
+        np.savez(file, **{"dense/kernel:0": np.ones(3, np.float32)})
+    assert_same(hki.load(path), {"dense": {"kernel:0": jnp.ones(3)}})
+
+
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickles_of_parameters(protocol, path):
     tree = params()
