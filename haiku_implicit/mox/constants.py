@@ -62,9 +62,8 @@ def _parts_of(x: Any) -> Any:
         return x.start, x.stop, x.step
     if isinstance(x, functools.partial):
         return x.func, x.args, x.keywords
-    own_equality: Any = type(x).__eq__
-    compared = own_equality is not object.__eq__ and not isinstance(x, type)
-    if dataclasses.is_dataclass(x) and compared:
+    equals: Any = type(x).__eq__
+    if dataclasses.is_dataclass(x) and not isinstance(x, type) and equals is not object.__eq__:
         return [getattr(x, field.name, None) for field in dataclasses.fields(x) if field.compare]
     return None
 
