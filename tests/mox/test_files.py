@@ -310,7 +310,7 @@ def parts_of(mox, way):
         try:
             yield PARTS[way](mox, node)
         except ValueError as e:  # each says why
-            assert repr(node) in str(e)
+            assert repr(node) in str(e) or "no value can be tapped in the body of" in str(e)
 
 
 def arguments_of(part, variables):
@@ -349,7 +349,7 @@ NO_GRADIENT = {"while_loop", "many_primitives"}
 PARTED = [(name, way) for name in ALL for way in PARTS]
 
 
-@pytest.mark.slow_one_of(8)
+@pytest.mark.slow_one_of(40)
 @pytest.mark.parametrize(
     "name, way",
     few(PARTED, ("mlp", "extract"), ("layer_stack", "a layer"), ("own_vjp", "truncate")),
@@ -411,6 +411,7 @@ def test_a_number_of_python_among_the_arguments_of_a_rule(number, dtype, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.slow_one_of(4)
 @pytest.mark.parametrize("name", [*CUSTOM, "mlp", "attention", "scan", "layer_stack", "while_loop"])
 def test_parts_of_models_in_64_bits(name, tmp_path):
     with wide():
