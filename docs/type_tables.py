@@ -100,6 +100,7 @@ ARRAYS: dict[str, Callable[[], Any]] = {
     "LoKr": lambda: adapter("lokr", rank=RANK),
     "LoCon": lambda: hki.adapters.LoCon.create(normal(4, 4, 16, 8), jax.random.key(0), rank=2),
     "VeRA": lambda: adapter("vera", rank=RANK),
+    "RandomMatrix": lambda: adapters.RandomMatrix(jnp.uint32(1), (N, M), 1.0),
     "VBLoRA": lambda: adapter("vblora", rank=RANK, num_vectors=8, vector_length=16),
     "VectorBank": lambda: adapters.VectorBank(normal(8, 16)),
     "IA3": lambda: adapter("ia3"),
