@@ -299,7 +299,7 @@ def same_gradients(rule, w, way, argnums, transform=lambda f: f):
     places = tuple(i for i in argnums if i <= len(values))
     got = transform(jax.grad(WAYS[way](loss), places))(x, *values)
     want = transform(jax.grad(WAYS[way](jax.jit(twin)), places))(x, *values)
-    assert max(jnp.abs(y).max() for y in want) > 0
+    assert isinstance(w, hki.Zeros) or max(jnp.abs(y).max() for y in want) > 0.1
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=3e-4, atol=1e-4)  # float32 sums in another order
 
@@ -311,6 +311,7 @@ def test_rules_are_told_the_same_as_in_a_dense_program(rule, may_be_dense):
 
 
 @pytest.mark.slow
+@pytest.mark.slow_one_of(4)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["lora", "int8", "qlora", "dora", "zeros", "constant"])
 def test_rules_in_all_ways(rule, kind, may_be_dense):

@@ -19,9 +19,10 @@ from haiku_implicit.core.bind import DIFFERENTIABLE
 def at_trace_time() -> Iterator[None]:
     """Operations run at once, on numbers of the program, while it is traced.
 
-    They are compiled in, so that moving them is no transfer that `jax.transfer_guard` should see.
+    They are compiled in, so that moving them is no transfer that `jax.transfer_guard` should see. (In a
+    `shard_map` that is not compiled, `jax.ensure_compile_time_eval` would still give tracers.)
     """
-    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+    with jax.core.eval_context(), jax.transfer_guard("allow"):
         yield
 
 
@@ -65,11 +66,9 @@ def are_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
 
 
 def fold(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation on literals, as literals; as arrays, where nothing can be read."""
+    """The results of an equation on literals, as literals."""
     with at_trace_time():
         results = list(map(jnp.asarray, compat.bind(eqn.primitive, operands, eqn.params)))
-        if any(isinstance(x, jax.core.Tracer) for x in results):
-            return results  # of a shard_map that is not compiled
         return [x.item() if x.weak_type else np.asarray(x) for x in results]
 
 
