@@ -10,11 +10,13 @@ import numpy as np
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.casts import largest_before_overflow, overflows
 from haiku_implicit.numerics.formats import Recipe
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 DENSE = ("F32", "F16", "BF16")
 _LARGEST_HALF = 65504.0
+_LARGEST_BFLOAT16 = largest_before_overflow(jnp.bfloat16)
 
 
 def gguf_package() -> types.ModuleType:
@@ -65,7 +67,7 @@ def to_ggml(weight: Any, kind: Any, *, axis: int = -2) -> np.ndarray:
     exact = kind_of(weight)
     if isinstance(weight, QuantizedMatrix) and exact == name and weight.axis == axis:
         return _blocks_of(weight, name)
-    rows = np.asarray(materialize_array(weight) if is_implicit(weight) else weight, np.float32)
+    rows = as_float32(materialize_array(weight) if is_implicit(weight) else weight)
     return _quantized(rows if axis == -1 else rows.swapaxes(-1, -2), name)
 
 
@@ -118,11 +120,24 @@ def _quantized(rows: np.ndarray, kind: str) -> np.ndarray:
     return gguf.quants.quantize(np.ascontiguousarray(rows), gguf.GGMLQuantizationType[kind])
 
 
+def as_float32(weight: Any) -> np.ndarray:
+    """The numbers in float32; raises a ValueError for those that it does not have."""
+    values = np.asarray(weight)
+    with np.errstate(over="ignore"):
+        rows = values.astype(np.float32)
+    if jnp.issubdtype(values.dtype, jnp.floating) and overflows(values, rows):
+        raise ValueError(f"weight: {values.dtype.name} numbers that are too large for float32")
+    return rows
+
+
 def _check_range(rows: np.ndarray, kind: str) -> None:
     largest = float(np.abs(rows).max(initial=0))
     if not np.isfinite(largest) and kind not in DENSE:
         raise ValueError(f"weight: has elements that are not finite, which {kind!r} can't hold")
-    if np.isfinite(largest) and largest > _LARGEST_HALF and kind not in ("BF16", "MXFP4"):
+    largest = float(np.abs(rows).max(initial=0, where=np.isfinite(rows)))
+    if kind == "BF16" and largest > _LARGEST_BFLOAT16:
+        raise ValueError(f"weight: {largest:g} is too large for 'BF16'; 'F32' can hold it")
+    if largest > _LARGEST_HALF and kind not in ("BF16", "MXFP4"):
         raise ValueError(
             f"weight: {largest:g} is too large for float16, which {kind!r} has numbers or scales in; "
             "'F32' and 'BF16' can hold it"

@@ -18,7 +18,7 @@ from haiku_implicit.core import progress
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.files.replacing import replaced
 from haiku_implicit.interchange import ggml_writing
-from haiku_implicit.interchange.ggml_writing import gguf_package, to_ggml
+from haiku_implicit.interchange.ggml_writing import as_float32, gguf_package, to_ggml
 from haiku_implicit.interchange.gguf_metadata import Info, alignment_of, fields_of, header
 from haiku_implicit.interchange.gguf_reading import read_gguf
 from haiku_implicit.interchange.names import Names, Place, places_of
@@ -294,7 +294,7 @@ def _info(gguf: Any, t: _Tensor) -> Info:
 def _data_of(t: _Tensor) -> np.ndarray:
     weight = t.weight()
     if len(t.shape) < 2:
-        return np.ascontiguousarray(jnp.asarray(_dense(weight)), np.float32)
+        return np.ascontiguousarray(as_float32(_dense(weight)))
     try:
         return np.ascontiguousarray(to_ggml(weight, t.kind, axis=-1))
     except ValueError as e:

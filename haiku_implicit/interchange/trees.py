@@ -15,6 +15,7 @@ from haiku_implicit.core.progress import bar
 from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.names import Names, Place, places_of
+from haiku_implicit.numerics.casts import may_overflow, overflows
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 # How many parameters an error names.
@@ -68,9 +69,14 @@ def tree_of(
 
     Raises:
       CheckpointError: if the parameters are not those of `like`.
-      ValueError: for a tensor that `names` has no place for, two at one place, or a place that does not
-        fit the tensor.
+      ValueError: for a `dtype` that is not floating, a tensor that `names` has no place for, two at one
+        place, or a place that does not fit the tensor.
     """
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"dtype: expected a floating dtype, or None for that of the file, got "
+            f"{np.dtype(dtype).name}"
+        )
     placed = _placed(tensors, names, where)
     if like is not None:
         _check_like(placed, like, where)
@@ -174,6 +180,11 @@ def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
         axes = place.axes_for(len(in_file))
         if isinstance(value, QuantizedMatrix) and not dense:
             new: Any = _as_placed(value, place, axes, shape, dtype)
+            if dtype is not None and may_overflow(value.dtype, dtype):
+                dense = np.asarray(value.materialize())
+                with np.errstate(over="ignore", invalid="ignore"):
+                    if overflows(dense, dense.astype(dtype)):
+                        _warn_of_overflow(f"{where}: {stored.name}", dtype)
         else:
             if isinstance(value, QuantizedMatrix):
                 value = np.asarray(value.materialize())
@@ -191,18 +202,19 @@ def _dense(value: np.ndarray, dtype: Any, where: str) -> Any:
     floating = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
     # A copy in any case: JAX may use the memory of what it is given, and this may be a mapped file.
     copy = _aligned(value.shape, dtype if floating else value.dtype)
-    try:
-        with np.errstate(over="raise"):
-            copy[...] = value
-    except FloatingPointError:
-        warn_caller(
-            f"{where}: has numbers that {np.dtype(dtype).name} does not have, which become infinite. "
-            "dtype=None keeps the dtype of the file"
-        )
-        with np.errstate(over="ignore"):
-            copy[...] = value
+    with np.errstate(over="ignore", invalid="ignore"):
+        copy[...] = value
+    if floating and overflows(value, copy):
+        _warn_of_overflow(where, dtype)
     same = jax.dtypes.canonicalize_dtype(copy.dtype) == copy.dtype
     return jnp.asarray(copy) if same else copy
+
+
+def _warn_of_overflow(where: str, dtype: Any) -> None:
+    warn_caller(
+        f"{where}: has numbers that {np.dtype(dtype).name} does not have, which are beyond its range: "
+        "they become infinite or NaN. dtype=None keeps the dtype of the file"
+    )
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
