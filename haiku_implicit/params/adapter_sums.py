@@ -120,8 +120,9 @@ def _merging(
 def _ties(deltas: _Deltas, density: float) -> jax.Array:
     trimmed = jnp.stack([_largest(x, density) for x in deltas])
     sign = jnp.sign(trimmed.sum(0))
-    agreeing = (jnp.sign(trimmed) == sign[None]) & (trimmed != 0)
-    return (trimmed * agreeing).sum(0) / jnp.maximum(agreeing.sum(0), 1)
+    # (NaN has no sign to agree with, and is not left out for that.)
+    agreeing = ((jnp.sign(trimmed) == sign[None]) & (trimmed != 0)) | jnp.isnan(trimmed)
+    return jnp.where(agreeing, trimmed, 0).sum(0) / jnp.maximum(agreeing.sum(0), 1)
 
 
 def _largest(x: jax.Array, density: float) -> jax.Array:

@@ -304,6 +304,10 @@ def test_the_nucleus_is_the_fewest_tokens_of_that_probability():
     want[4] = 0.0
     np.testing.assert_allclose(drawn, want / want.sum(), atol=0.04)
     assert programs.choose(jnp.log(p), Sampling()) == 1
+    assert programs.choose(jnp.log(p).at[0].set(jnp.nan), Sampling()) == programs.NOT_FINITE
+    many = jnp.zeros(6144).at[777].set(jnp.nan)  # on a CPU, XLA's maximum of so many drops NaN
+    for run in (programs.choose, jax.jit(programs.choose)):
+        assert run(many, Sampling()) == programs.NOT_FINITE
 
 
 # Below the smallest normal number of float32, XLA may compute with zero; float32 has none of the last one.
