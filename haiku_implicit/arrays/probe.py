@@ -11,21 +11,30 @@ from haiku_implicit.arrays.axes import Axes
 from haiku_implicit.arrays.concatenated import Concatenated
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
+from haiku_implicit.products.bilinear import Product, product_of
 
 
 class Use(NamedTuple):
-    """One product of a weight.
+    """One product of a weight; axes are those of the stored weight, from the end.
 
     Attributes:
-      contracted: the axes of the stored weight, from the end, that the product contracts.
-      free: those that are axes of its result alone.
+      op_name: the operation, one of `quant_rules.OP_NAMES`.
+      axes: all that the product has. (A loop takes one after another of a stack.)
+      shared: those of them that the result does not have.
+      tiled: the axes that tiles are along.
+      contracted: the axes that a `dot_general` contracts; none of other operations.
+      free: those that are axes of its result, and not of the other operand.
     """
 
-    contracted: frozenset[int]
-    free: frozenset[int]
+    op_name: str
+    axes: frozenset[int]
+    shared: frozenset[int]
+    tiled: frozenset[int]
+    contracted: frozenset[int] = frozenset()
+    free: frozenset[int] = frozenset()
 
 
 class Log:
@@ -72,13 +81,43 @@ class Probe(Wrapper, core_ndim=0, warn_on_materialize=False):
 def record(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
     """Notes the axes, and is dense."""
     contracted, batch = call.contracted[1], call.batch[1]
+    free = [i for i in range(w.ndim) if i not in (*contracted, *batch)]
+    product = product_of(call.primitive, call.ordered(x, w), call.params)
+    _note("dot_general", w, product, call.w_first, contracted=contracted, free=free)
+    return call(x, w.value)
+
+
+@binary_handler("conv_general_dilated")
+def record_convolution(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
+    """Notes the axes, and is dense."""
+    product = product_of(call.primitive, call.ordered(x, w), call.params)
+    _note(call.primitive.name, w, product, call.w_first)
+    return call(x, w.value)
+
+
+@primitive_handler(ragged_dot_general_p)
+def record_ragged_product(
+    primitive: Primitive, x: jax.Array, w: Probe, sizes: jax.Array, **params: Any
+) -> Any:
+    """Notes the axes, and is dense."""
+    _note("ragged_dot", w, product_of(primitive, (x, w), params), False)
+    return primitive.bind(x, w.value, sizes, **params)
+
+
+def _note(op_name: str, w: Probe, product: Product | None, w_first: bool, **places: Any) -> None:
+    if product is None:
+        return
+    side = 0 if w_first else 1
 
     def stored(places: Any) -> frozenset[int]:
         return frozenset(axis for i in places for _, _, axis in w.axes[i])
 
-    free = [i for i in range(w.ndim) if i not in (*contracted, *batch)]
-    w.log.uses.setdefault(w.path, []).append(Use(stored(contracted), stored(free)))
-    return call(x, w.value)
+    every, tiled = stored(range(w.ndim)), stored(pair[side] for pair in product.summed[-1:])
+    shared = every - stored(axis for axis in product.axes[side] if axis is not None)
+    use = Use(
+        op_name, every, shared, tiled, **{name: stored(found) for name, found in places.items()}
+    )
+    w.log.uses.setdefault(w.path, []).append(use)
 
 
 # --- rearrangements ------------------------------------------------------------------------------

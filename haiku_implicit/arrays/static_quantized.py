@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from haiku_implicit.arrays.converted import ConvertedMatrix
 from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import materialize_array
@@ -102,6 +103,8 @@ class StaticQuantized(RuledWeight):
 
     def how(self, op_name: str, w_first: bool, product: Product) -> How:
         """As the stored weight says, with the range in place of one that is found in the product."""
+        if isinstance(self.weight, ConvertedMatrix):
+            self.weight.check_product(product, 0 if w_first else 1)
         own = how_stored(self.weight, w_first, product)
         return own._replace(stats=self.stats, batch_axes=self.batch_axes)
 

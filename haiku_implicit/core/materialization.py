@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from jax import export
 from jax.extend import source_info_util
 
-from haiku_implicit.core.warn import JAX, LIBRARIES
+from haiku_implicit.core.warn import JAX, LIBRARIES, warn_caller
 
 Policy = Literal["allow", "warn", "error"]
 
@@ -83,6 +83,25 @@ class Materialization:
             f"{self.type_name} {self.dtype}[{shape}] was materialized ({self.nbytes:,} bytes), because "
             f"{self.cause}. {way}{accept}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """A warning of a rule about one use of an array. (A rule that warns by itself is not heard again
+    when its trace is used again.)
+
+    Attributes:
+      text: what it says.
+      file, line, module: as of a `Materialization`.
+    """
+
+    text: str
+    file: str = ""
+    line: int = 0
+    module: str = ""
+
+
+Event = Materialization | Remark
 
 
 class MaterializationReport:
@@ -151,7 +170,7 @@ _reports = contextvars.ContextVar("reports", default=())
 class _Retrace(threading.local):
     """Per thread: the log of the retrace under way."""
 
-    log: list[Materialization] | None = None
+    log: list[Event] | None = None
 
 
 _retrace = _Retrace()
@@ -217,7 +236,7 @@ def materialization_report() -> Iterator[MaterializationReport]:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Materialization]]:
+def recording() -> Iterator[list[Event]]:
     """Collects events instead of delivering them, while a sub-jaxpr is retraced."""
     outer, _retrace.log = _retrace.log, []
     try:
@@ -226,10 +245,13 @@ def recording() -> Iterator[list[Materialization]]:
         _retrace.log = outer
 
 
-def emit(event: Materialization) -> None:
+def emit(event: Event) -> None:
     """Records an event, or, outside any retrace, delivers it: report, then warning or error."""
     if _retrace.log is not None:
         _retrace.log.append(event)
+        return
+    if isinstance(event, Remark):
+        warn_caller(event.text)
         return
     if not event.file:  # a library's function was wrapped as it is: the line that calls it
         file, line = _caller()
@@ -244,7 +266,7 @@ def emit(event: Materialization) -> None:
     _warn_once(event)
 
 
-def replay(events: Sequence[Materialization], of_library: bool = False) -> None:
+def replay(events: Sequence[Event], of_library: bool = False) -> None:
     """Emits the events that were recorded when the current equation's sub-jaxpr was retraced.
 
     Args:

@@ -1,7 +1,7 @@
 """`infer_matrix_axes`: the axes that a model contracts of its weights, found by an abstract run."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,6 +59,24 @@ def infer_matrix_axes(
       >>> hki.add_lora(params, 0, rank=2, matrix_axes=axes)['~']['output_w'].matrix
       LoRA(float32[64,64], w=float32[64,64], a=float32[64,2], b=float32[2,64], factor=float32[])
     """
+    uses = uses_of(apply, params, args, kwargs)
+    found = {}
+    for parameter in trees.parameters_of(params):
+        own = (axes_of_use(use, parameter.value.shape) for use in uses.get(parameter.path, ()))
+        axes = next(filter(None, own), None)
+        if axes is not None:
+            found[parameter.path] = axes
+    return found
+
+
+def uses_of(
+    apply: Callable[..., Any], params: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, list[probe.Use]]:
+    """The products that a model has with each of its weights, by their paths, from an abstract run.
+
+    Args:
+      apply, params, args, kwargs: as for `infer_matrix_axes`.
+    """
     log = probe.Log()
 
     def probed(parameter: trees.Parameter) -> Any:
@@ -80,18 +98,10 @@ def infer_matrix_axes(
 
     with recording():  # what becomes dense here says nothing of the model with its own weights
         jax.eval_shape(run, plain, list(itertools.compress(leaves, is_traced)))
-    found = {}
-    for parameter in trees.parameters_of(plain):
-        uses = (
-            _axes_of_use(use, parameter.value.shape) for use in log.uses.get(parameter.path, ())
-        )
-        axes = next(filter(None, uses), None)
-        if axes is not None:
-            found[parameter.path] = axes
-    return found
+    return log.uses
 
 
-def _axes_of_use(use: probe.Use, shape: Sequence[int]) -> MatrixAxes | None:
+def axes_of_use(use: probe.Use, shape: Sequence[int]) -> MatrixAxes | None:
     """The axes by a product of the weight; None where it is not one of a matrix."""
     if not use.contracted or not use.free or use.contracted & use.free:
         return None

@@ -8,7 +8,9 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.arrays.converted import ConvertedMatrix
 from haiku_implicit.arrays.fake_quantized import FakeQuantized
+from haiku_implicit.arrays.probe import Use
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
 from haiku_implicit.core.predicates import Targets, predicate_of
@@ -17,7 +19,8 @@ from haiku_implicit.numerics.operands import OperandSpec, quantize, stored_matri
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
 from haiku_implicit.params.creators import Getter, getter_of
-from haiku_implicit.params.matrix_axes import MatrixAxesOf
+from haiku_implicit.params.infer_axes import axes_of_use, uses_of
+from haiku_implicit.params.matrix_axes import MatrixAxesOf, open_matrix
 from haiku_implicit.params.quant_stats import fixed_stats, takes_stats
 from haiku_implicit.params.selection import (
     errors_name,
@@ -237,13 +240,24 @@ def quantization_aware(
     )
 
 
-def convert_trained(params: Any, state: Any = None) -> Any:
+def convert_trained(
+    params: Any,
+    state: Any = None,
+    *,
+    apply: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
+) -> Any:
     """Replaces trained weights by stored ones, for inference.
 
     A `FakeQuantized` weight becomes the matrix of its rounded values. A `TrainedQuantized` weight
-    becomes the matrix of the codes that its rule quantizes it to in `x @ w` (which contracts axis -2,
-    or the inputs of the `matrix_axes` that it was trained with; convolution kernels share scales over
-    all axes but the last). With static activation scales,
+    becomes the matrix of the codes that its rule quantizes it to in its product, so that the outputs
+    are those of training. With `apply`, an abstract run of the model finds the product. Without, it is
+    `x @ w` (which contracts axis -2, or the inputs of the `matrix_axes` that it was trained with), or
+    a convolution whose kernel has the outputs last; other kernels, as of `hk.Conv2DTranspose`, need
+    `apply`. A warning names each weight in a product that has other codes in training: the second one
+    of a weight that is used as `x @ w` and as `x @ w.T`, or a table that is looked up, too.
+
+    With static activation scales,
     products are those of `with_quant_stats(t, update=False)` and no longer need the state. A
     `StaticQuantized` weight without ranges gets them, too.
 
@@ -251,6 +265,8 @@ def convert_trained(params: Any, state: Any = None) -> Any:
       params: a tree with such weights.
       state: for static activation scales, Haiku's state with statistics, as `with_quant_stats`
         returns it.
+      apply: the model, called as `apply(params, *args)`; None: see above.
+      args: its further arguments, or `jax.ShapeDtypeStruct`s of them.
 
     Returns:
       The tree with `QuantizedMatrix` in their place, or `StaticQuantized` where activations have
@@ -271,6 +287,8 @@ def convert_trained(params: Any, state: Any = None) -> Any:
       'int4'
     """
 
+    uses = {} if apply is None else uses_of(apply, params, args, {})
+
     def converted(parameter: trees.Parameter) -> Any:
         value, stacked = parameter.value, parameter.stacked
         if isinstance(value, FakeQuantized):
@@ -280,8 +298,15 @@ def convert_trained(params: Any, state: Any = None) -> Any:
         if not isinstance(value, TrainedQuantized):
             return value
         with errors_name(parameter.path, value):
-            rule = trees.rule_of(value.rules, parameter)
-            stored = value.value if rule is None else _stored(value.value, stacked, rule)
+            own = () if parameter.is_matrix else uses.get(parameter.path, ())
+            if own:
+                rule = value.rule_for(own[0].op_name)
+                stored = value.value if rule is None else _stored_for(own[0], parameter, rule)
+            else:
+                rule = trees.rule_of(value.rules, parameter)
+                stored = value.value
+                if rule is not None:
+                    stored = _stored(value.value, stacked, rule, parameter.path)
         if rule is None or not rule.act_static_scale:
             return stored
         stats = fixed_stats(parameter.path, value, stacked, state)
@@ -375,22 +400,61 @@ def _keyed(weight: TrainedQuantized, key: jax.Array) -> TrainedQuantized:
 # --- stored weights ------------------------------------------------------------------------------
 
 
-def _stored(w: jax.Array, stacked: int, rule: QuantRule) -> QuantizedMatrix:
+def _stored(w: jax.Array, stacked: int, rule: QuantRule, path: str = "") -> ConvertedMatrix:
     """The matrix of the codes that a rule quantizes a weight to.
 
     Args:
       w: the dense weight, `[..., n, m]`.
       stacked: how many leading axes stack the weights of different layers.
       rule: the rule for its products.
+      path: its name.
     """
-    qt = quant_rules.as_training_rule(rule)
     if w.ndim - stacked == 3:
         stacked = _stacked_of_three(rule, stacked)
-    channels = (*range(stacked), *(() if qt.disable_channelwise_axes else (w.ndim - 1,)))
+    shared = quant_rules.as_training_rule(rule).disable_channelwise_axes
+    own = (*range(stacked), *(() if shared else (w.ndim - 1,)))
+    return _with_scales(w, own, -2, rule, path)
+
+
+def _with_scales(
+    w: jax.Array, own: Sequence[int], axis: int, rule: QuantRule, path: str
+) -> ConvertedMatrix:
+    """The matrix of the codes that a rule quantizes a weight to.
+
+    Args:
+      w: the weight.
+      own: the axes along which each index has a scale of its own.
+      axis: the one of the last two, -2 or -1, along which scales are shared, or those of tiles differ.
+      rule, path: as for `_stored`.
+    """
+    qt = quant_rules.as_training_rule(rule)
+    shared = tuple(i - w.ndim for i in range(w.ndim - 2) if i not in own)
+    if axis == -1:
+        w, last = jnp.swapaxes(w, -1, -2), {w.ndim - 1: w.ndim - 2, w.ndim - 2: w.ndim - 1}
+        own = [last.get(i, i) for i in own]
     tile = None if qt.tile_size is None else (w.ndim - 2, qt.tile_size)
-    how = OperandSpec(qt.weight_qtype, qt.weight_calibration_method, channels, tile)
-    stored = stored_matrix(quantize(w, how), qt.weight_qtype, w.dtype)
-    return stored.with_activation(quant_rules.activation_of(rule))
+    how = OperandSpec(qt.weight_qtype, qt.weight_calibration_method, tuple(own), tile)
+    stored = stored_matrix(quantize(w, how), qt.weight_qtype, w.dtype)._replace(axis=axis)
+    stored = stored.with_activation(quant_rules.activation_of(rule))
+    return ConvertedMatrix.of(
+        stored, path=path, shared=shared, channelwise=not qt.disable_channelwise_axes
+    )
+
+
+def _stored_for(use: Use, parameter: trees.Parameter, rule: QuantRule) -> Any:
+    """The codes of a weight in one of its products: a matrix, or a view of one."""
+    w, path = parameter.value.value, parameter.path
+    all_share = quant_rules.as_training_rule(rule).disable_channelwise_axes
+    sharing = use.axes if all_share else use.shared
+    last = [i for i in (-2, -1) if i in (use.tiled if rule.tile_size else sharing)]
+    if last and (all_share or not {-2, -1} <= sharing):
+        own = [i for i in range(w.ndim) if i - w.ndim not in sharing]
+        return _with_scales(w, own, last[0], rule, path)
+    axes = axes_of_use(use, w.shape)
+    if axes is None:
+        return _stored(w, parameter.stacked, rule, path)
+    opened = open_matrix(path, w, {path: axes})
+    return opened.closed(_stored(opened.matrix, opened.matrix.ndim - 2, rule, path))
 
 
 def _stacked_of_three(rule: QuantRule, stacked: int) -> int:
