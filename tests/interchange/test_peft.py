@@ -1,14 +1,20 @@
 """Adapters in the files of PEFT: read, written, and what is wrong in them."""
 
+import functools
 import json
+import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 import haiku_implicit as hki
+from haiku_implicit.interchange.peft_config import KEYS
+from tests.tiers import few
 
+DATA = pathlib.Path(__file__).resolve().parents[1] / "data"
 NAMES = {"model.layers.0.q_proj": "model/layer_0/q/w", "model.layers.1.q_proj": "model/layer_1/q/w"}
 BACK = {path: module for module, path in NAMES.items()}
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none"}
@@ -233,3 +239,301 @@ def test_places_that_do_not_fit_an_adapter_and_modules_left_out(tmp_path):
         ValueError, match=r"layers.0.q_proj: axes: expected \(1, 0\) .* got \(0, 1\)"
     ):
         hki.load_peft(folder, of_both(hki.Place("a/w", (0, 1))))
+
+
+# --- what PEFT writes ----------------------------------------------------------------------------
+
+
+@functools.cache
+def goldens():
+    """What PEFT wrote and computed, by configuration; see tests/data/make_peft_goldens.py."""
+    with np.load(DATA / "peft_adapters.npz") as file:
+        return {name: file[name] for name in file}
+
+
+def of(name):
+    start = f"{name}/"
+    return {k.removeprefix(start): x for k, x in goldens().items() if k.startswith(start)}
+
+
+CONFIGURATIONS = sorted({k.split("/")[0] for k in goldens() if k.endswith("/config")})
+
+
+def place(module):
+    name = module.removeprefix("model.").replace(".", "/")
+    return f"{name}/embeddings" if name == "embed" else f"{name}/w"
+
+
+def blocks():
+    """The parameters of the model that the adapters are for."""
+    params = {}
+    for key, w in of("base").items():
+        own, name = place(key.removesuffix(".weight")).rsplit("/", 1)
+        params[own] = {name: jnp.asarray(w if name == "embeddings" else w.T)}
+    return params
+
+
+def run(params):
+    x = np.asarray(params["embed"]["embeddings"])[goldens()["ids"]]
+    for i in range(2):
+        up, down = (np.asarray(params[f"layers/{i}/{name}"]["w"]) for name in ("up", "down"))
+        x = x + np.tanh(x @ up) @ down
+    return x
+
+
+def written_by_peft(folder, name):
+    own = of(name)
+    tensors = {k.removeprefix("tensors/"): x for k, x in own.items() if k.startswith("tensors/")}
+    return write(folder, json.loads(str(own["config"])), tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*PEFT adapts the look-up alone")
+@pytest.mark.parametrize("name", few(CONFIGURATIONS, "ranks and alphas", "olora", "pissa, dora"))
+def test_outputs_are_those_of_peft(tmp_path, name):
+    adapter = hki.load_peft(written_by_peft(tmp_path, name), place, base=blocks())
+    out = run(hki.materialize(hki.set_adapter(blocks(), adapter)))
+    want = goldens()[f"{name}/out"]
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    assert np.abs(run(blocks()) - want).max() > 0.05  # the adapter does something
+
+
+@pytest.mark.parametrize("name", few(["pissa", "olora", "pissa, dora"], "pissa"))
+def test_a_base_that_peft_changes_has_to_be_given(tmp_path, name):
+    folder = written_by_peft(tmp_path, name)
+    with pytest.raises(ValueError, match="init_lora_weights: '(pissa|olora)'.* as base=.*convert"):
+        hki.load_peft(folder, place)
+    other = blocks()
+    other["layers/0/up"] = {"w": 2 * other["layers/0/up"]["w"]}
+    adapter = hki.load_peft(folder, place, base=blocks())
+    with pytest.raises(ValueError, match="layers/0/up/w: the adapter was made for another base"):
+        hki.set_adapter(other, adapter)
+    wrong = {
+        "is not there": {"embed": other["embed"]},
+        r"expected the shape \[6, 8\]": other | {"layers/0/up": {"w": jnp.ones((8, 6))}},
+        "decomposes a dense weight": hki.quantize_params(other, dtype="int8"),
+    }
+    for message, base in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            hki.load_peft(folder, place, base=base)
+
+
+def test_a_base_in_more_axes(tmp_path):
+    """The factors that PiSSA begins with are those of the matrix."""
+    folder = written_by_peft(tmp_path, "pissa")
+    names = lambda m: hki.Place(place(m), shape=(6, 2, 4)) if m.endswith("up") else None  # noqa: E731
+    cut = {k: {"w": v["w"].reshape(6, 2, 4)} for k, v in blocks().items() if k.endswith("up")}
+    params = hki.set_adapter(cut, hki.load_peft(folder, names, base=cut))
+    whole = hki.set_adapter(blocks(), hki.load_peft(folder, place, base=blocks()))
+    got = hki.materialize(params["layers/1/up"]["w"]).reshape(6, 8)
+    np.testing.assert_allclose(got, hki.materialize(whole["layers/1/up"]["w"]), atol=1e-6)
+
+
+# --- the keys of a configuration -----------------------------------------------------------------
+
+
+def test_every_key_of_peft_has_a_place():
+    """PEFT 0.21.2's, and the two that it has no more."""
+    known = json.loads((DATA / "peft_config.json").read_text())
+    assert set(KEYS) == {*known, "merge_weights", "enable_lora"}
+    assert {key.use for key in KEYS.values()} == {"read", "unused", "refused"}
+
+
+def loaded(folder, config):
+    """The factors and scales, which with the base are all that outputs depend on."""
+    adapter = hki.load_peft(write(folder, {**CONFIG, **config}, tensors_of()), NAMES)
+    return jax.tree.leaves_with_path(jax.device_get(adapter))
+
+
+def same(got, want):
+    assert [path for path, _ in got] == [path for path, _ in want] and want
+    for (_, x), (_, y) in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_what_peft_writes_by_default_is_read(tmp_path):
+    config = json.loads((DATA / "peft_config.json").read_text())
+    want = loaded(tmp_path / "short", {})
+    got = loaded(tmp_path / "whole", config | {"r": 2, "lora_alpha": 6})
+    same(got, want)
+
+
+def named(use):
+    return sorted(name for name, key in KEYS.items() if key.use == use)
+
+
+@pytest.mark.parametrize("name", named("unused"))
+def test_an_unused_key_changes_nothing(tmp_path, name):
+    want = loaded(tmp_path / "without", {})
+    for i, value in enumerate([True, 0.5, 7, "some text", ["q_proj"], {"rank": 3}]):
+        got = loaded(tmp_path / str(i), {name: value})
+        same(got, want)
+
+
+@pytest.mark.parametrize("name", named("refused"))
+def test_a_key_that_is_not_read_is_named(tmp_path, name):
+    neutral = ["none"] if name == "bias" else [None, False, [], {}]
+    want = loaded(tmp_path / "without", {})
+    for i, value in enumerate(neutral):
+        same(loaded(tmp_path / str(i), {name: value}), want)
+    for value in (True, 7, "all", [1, 2], {"some": "option"}):
+        with pytest.raises(
+            ValueError, match=f"adapter_config.json: {name}: .* not read; .* is. .{{20}}"
+        ):
+            loaded(tmp_path / "refused", {name: value})
+
+
+# Values of the keys that are read, of which there is no adapter of PEFT's above, and what is said.
+WRONG_VALUES = [
+    ({"a_key_of_a_newer_peft": True}, "'a_key_of_a_newer_peft': this key is not one of PEFT"),
+    ({"a_key_of_a_newer_peft": None}, "'a_key_of_a_newer_peft': this key is not one of PEFT"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4' .* random numbers"),
+    ({"init_lora_weights": "corda"}, "init_lora_weights: 'corda' is not read.* convert"),
+    ({"init_lora_weights": "loftq"}, "init_lora_weights: 'loftq' is not read.* convert"),
+    ({"init_lora_weights": "lora_ga"}, "init_lora_weights: 'lora_ga' is not read.* convert"),
+    ({"init_lora_weights": "PISSA"}, "init_lora_weights: 'PISSA' is not known"),
+    ({"init_lora_weights": "pissa_niter_"}, "init_lora_weights: 'pissa_niter_' is not known"),
+    ({"init_lora_weights": ["pissa"]}, "init_lora_weights: .'pissa'. is not known"),
+    ({"init_lora_weights": "olora", "fan_in_fan_out": True}, "'olora' .* fan_in_fan_out"),
+    ({"use_rslora": "false"}, "use_rslora: expected true or false, got 'false'"),
+    ({"use_dora": 1}, "use_dora: expected true or false, got 1"),
+    ({"use_dora": True}, "q_proj: lora_magnitude_vector: missing"),
+    ({"target_modules": 3}, "target_modules: expected a text or a list of texts, got 3"),
+    ({"target_modules": "("}, "target_modules: '.': not a regular expression"),
+    ({"layers_pattern": ["("]}, "layers_pattern: '.': not a regular expression"),
+    ({"layers_to_transform": "1"}, "layers_to_transform: expected whole numbers, got '1'"),
+    ({"target_modules": ["proj"]}, "leaves model.layers.0.q_proj out by target_modules, .'proj'."),
+    ({"target_modules": "q_proj"}, "leaves model.layers.0.q_proj out by target_modules"),
+    ({"exclude_modules": ["1.q_proj"]}, "leaves model.layers.1.q_proj out by exclude_modules"),
+    (
+        {"target_modules": ["q_proj"], "layers_to_transform": [1, 2]},
+        "leaves model.layers.0.q_proj out by layers_to_transform",
+    ),
+    (
+        {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "blocks"},
+        "leaves model.layers.0.q_proj out by layers_to_transform",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config, message", WRONG_VALUES)
+def test_a_value_that_is_not_read_is_named(tmp_path, config, message):
+    with pytest.raises(ValueError, match=message):
+        loaded(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "layers_to_transform": []},
+        {"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": []},
+        {"target_modules": list(NAMES), "layers_to_transform": [5]},  # whole names come first
+        {"target_modules": ["other"], "ensure_weight_tying": True},
+        {"exclude_modules": ["proj", "0"]},
+        {"init_lora_weights": None},
+        {"rank_pattern": None, "alpha_pattern": None},
+        {"fan_in_fan_out": True},
+    ],
+)
+def test_values_that_leave_nothing_out(tmp_path, config):
+    got, want = loaded(tmp_path / "with", config), loaded(tmp_path / "without", {})
+    same(got, want)
+
+
+@pytest.mark.parametrize(
+    "key, message",
+    [
+        (f"{PREFIX}.lora_B.bias", "lora_B.bias: not a tensor of LoRA"),
+        (f"{PREFIX}.base_layer.weight", "base_layer.weight: not a tensor of LoRA"),
+        (f"{PREFIX}.lora_velora_embed", "lora_velora_embed: not a tensor of LoRA"),
+        (f"{PREFIX}.lora_A", "lora_A: the module has two tensors lora_A|lora_A.weight: the module"),
+        (f"{PREFIX}.lora_magnitude_vector", "lora_magnitude_vector: .* has no use_dora"),
+        (f"{PREFIX}.lora_embedding_A", "q_proj: lora_embedding_B: missing"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*PEFT adapts the look-up alone")
+def test_a_tensor_that_no_key_explains(tmp_path, key, message):
+    tensors = tensors_of() | {key: normal((2, 5), 0)}
+    with pytest.raises(ValueError, match=message):
+        hki.load_peft(write(tmp_path, CONFIG, tensors), NAMES)
+
+
+# --- LoRA that began with a part of its weight ---------------------------------------------------
+
+
+INITS = {
+    "pissa": "pissa",
+    "olora": "olora",
+    "loftq": hki.LoftQ("int8", iterations=2),
+    "orthogonal": "orthogonal",
+}
+
+
+def moved(params):
+    """Other factors than at the beginning."""
+    step = lambda x: x._replace(a=x.a + 0.1, b=x.b - 0.2)  # noqa: E731
+    return {m: {"w": step(own["w"])} for m, own in params.items()}
+
+
+@pytest.mark.parametrize("init", few(INITS, "pissa", "orthogonal"))
+@pytest.mark.parametrize("stabilized", few([False, True], True))
+def test_written_for_the_weight_as_it_was(tmp_path, init, stabilized):
+    options = dict(rank=2, alpha=3.0, init=INITS[init], rank_stabilized=stabilized)
+    began = hki.add_lora(BASE, 0, **options)
+    initial, params = hki.get_adapter(began), moved(began)
+    changes = init != "orthogonal"
+    if changes:
+        with pytest.raises(ValueError, match="layer_0/q/w: its init .* changed .* initial="):
+            hki.save_peft(tmp_path / "new", hki.get_adapter(params), BACK)
+        assert not (tmp_path / "new").exists()
+    hki.save_peft(tmp_path / "new", hki.get_adapter(params), BACK, initial=initial)
+    adapter = hki.load_peft(tmp_path / "new", NAMES)
+    assert {w.rank for w in adapter.weights.values()} == ({4} if changes else {2})
+    got, want = hki.materialize(hki.set_adapter(BASE, adapter)), hki.materialize(params)
+    for path in BASE:  # LoftQ's base lacks what int8 loses of a weight of deviation one
+        np.testing.assert_allclose(
+            got[path]["w"], want[path]["w"], atol=0.02 if init == "loftq" else 1e-5
+        )
+
+
+@pytest.mark.slow
+def test_a_sum_of_them_is_one_of_them(tmp_path):
+    """`w + (a1 b1 + a2 b2) / 2`, and not what is left of `w` below it."""
+    began = hki.add_lora(BASE, 0, rank=2, alpha=3.0, init="pissa")
+    initial = hki.get_adapter(began)
+    for method in ({}, dict(rank=3), dict(method="ties", density=0.9)):
+        adapters = [hki.get_adapter(moved(began)), initial]
+        both = hki.combine_adapters(adapters, [0.5, 0.5], **method)
+        with pytest.raises(ValueError, match="its init .* changed .* initial="):
+            hki.save_peft(tmp_path, both, BACK)
+        hki.save_peft(tmp_path, both, BACK, initial=initial)
+        got = hki.materialize(hki.set_adapter(BASE, hki.load_peft(tmp_path, NAMES)))
+        want = hki.materialize(hki.set_adapter(began, both))
+        for path in BASE:
+            np.testing.assert_allclose(got[path]["w"], want[path]["w"], atol=1e-5)
+
+
+def test_the_mark_stays_through_files_and_steps(tmp_path):
+    began = hki.add_lora(BASE, 0, rank=2, init="pissa")
+    trained, frozen = hki.partition(began, trainable_dense=False)
+    stepped = hki.combine(jax.tree.map(lambda x: x + 0.1, trained), frozen)
+    hki.save(tmp_path / "adapter", hki.get_adapter(stepped))
+    hki.save(tmp_path / "all", stepped)
+    for adapter in (
+        hki.load(tmp_path / "adapter"),
+        hki.get_adapter(hki.load(tmp_path / "all")),
+        hki.get_adapter(hki.quantize_params(stepped, dtype="int8")),
+        hki.get_adapter(hki.set_adapter(stepped, hki.load(tmp_path / "adapter"))),
+    ):
+        with pytest.raises(ValueError, match="its init .* changed"):
+            hki.save_peft(tmp_path / "new", adapter, BACK)
+
+
+def test_an_initial_adapter_of_another_beginning(tmp_path):
+    adapter = hki.get_adapter(hki.add_lora(BASE, 0, rank=2, init="pissa"))
+    other = hki.get_adapter(hki.add_lora(BASE, 0, rank=1, init="pissa"))
+    with pytest.raises(ValueError, match="initial: model/layer_0/q/w: .* began on another base"):
+        hki.save_peft(tmp_path, adapter, BACK, initial=other)
+    plain = hki.get_adapter(hki.add_lora(BASE, 0, rank=2))
+    with pytest.raises(ValueError, match="initial: model/layer_0/q/w: expected the LoRA that"):
+        hki.save_peft(tmp_path, adapter, BACK, initial=plain)
