@@ -38,6 +38,10 @@ CASES = {
         p, 0, rank=4, alpha=6.0, rank_stabilized=True, targets=LINEAR
     ),
     "LoRA, embedding too": lambda p: hki.add_lora(p, 0, rank=4, alpha=6.0, targets=list(NAMES)),
+    "PiSSA": lambda p: hki.add_lora(p, 0, rank=4, alpha=6.0, init="pissa", targets=LINEAR),
+    "OLoRA, rsLoRA": lambda p: hki.add_lora(
+        p, 0, rank=3, alpha=2.0, rank_stabilized=True, init="olora", targets=LINEAR
+    ),
     "DoRA": lambda p: hki.add_adapter(p, 0, "dora", rank=4, alpha=6.0, targets=LINEAR),
     "DoRA, embedding too": lambda p: hki.add_adapter(
         p, 0, "dora", rank=4, alpha=6.0, targets=list(NAMES)
@@ -81,12 +85,13 @@ def main() -> None:
     transformed = hki.transform_implicit(hk.without_apply_rng(hk.transform(model)))
     ids = np.arange(10).reshape(2, 5)
     for name, add in CASES.items():
-        params = trained(add(params_of(Twin())))
+        began = add(params_of(Twin()))
+        params = trained(began)
         want = np.asarray(transformed.apply(params, ids))
         base = np.asarray(transformed.apply(params_of(Twin()), ids))
         with tempfile.TemporaryDirectory() as folder:
             own, theirs = pathlib.Path(folder) / "own", pathlib.Path(folder) / "theirs"
-            hki.save_peft(own, hki.get_adapter(params), NAMES)
+            hki.save_peft(own, hki.get_adapter(params), NAMES, initial=hki.get_adapter(began))
             read = read_by_peft(own)
             got = read(torch.from_numpy(ids)).numpy()
             read.save_pretrained(theirs)
