@@ -200,12 +200,13 @@ def naming_lost_types(*trees: Any) -> Iterator[None]:
     try:
         yield
     except AttributeError as e:
-        kinds = _kinds_with_fields(e.obj) if type(e.obj) is dict else []
+        lost: Any = e.obj
+        kinds = _kinds_with_fields(lost) if type(lost) is dict else []
         if not kinds:
             raise
         raise TypeError(
-            f"{_path_of(e.obj, trees)}expected a {' or a '.join(kinds[:3])}, got a dict of its fields "
-            f"({', '.join(e.obj)}). Orbax gives such dicts where it restores a checkpoint without a "
+            f"{_path_of(lost, trees)}expected a {' or a '.join(kinds[:3])}, got a dict of its fields "
+            f"({', '.join(lost)}). Orbax gives such dicts where it restores a checkpoint without a "
             "target. Give it one: checkpointer.restore(path, target), a tree of the same types, such "
             "as jax.eval_shape gives of the function that made what was saved"
         ) from e

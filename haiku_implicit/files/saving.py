@@ -49,15 +49,15 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
       path: the file, in a folder that is there.
       tree: arrays of JAX or NumPy, random keys, implicit arrays, numbers, texts, bytes, dtypes and
         None, in dicts, lists, tuples, Haiku's immutable dicts, states of optax, and types that
-        `register_tree_type` knows: parameters, their halves by `partition`, Haiku's state, optimizer
-        states. Arrays of NumPy are read back as those of JAX.
+        `register_tree_type` knows: parameters, their halves by `partition`, gradients, Haiku's state,
+        optimizer states. Arrays of NumPy are read back as those of JAX.
       max_shard_bytes: where there is more, the rest goes into further files beside `path`, which
         belong to it: copy them with it, under their names. The arrays of one implicit array may lie in
         several.
 
     Raises:
-      haiku_implicit.CheckpointError: for what a file cannot hold, a `ValueError` that names the key;
-        and in a process that could write, where another one could not.
+      haiku_implicit.CheckpointError: for what a file cannot hold or give back, a `ValueError` that
+        names the key; and in a process that could write, where another one could not.
       ValueError: for a `max_shard_bytes` that is not a positive integer, and for a `path` that ends in
         `.gguf`, whose files `save_gguf` writes.
       OSError: if the file can't be written. The one that was there is still there.

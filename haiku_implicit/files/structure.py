@@ -464,17 +464,14 @@ def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None, static: st
 
     `static` is the metadata as the file has it; None if the arrays need not fit together.
     """
-    found = made if static is not None else known_struct(made) if is_implicit(made) else None
-    if dense and found is not None:
-        own = found.dtype.name, tuple(found.shape)
-        if own != (_canonical(dense[0]), dense[1]):
-            raise ValueError(
-                f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}"
-            )
-    if is_implicit(made):
-        _check_leaves(made)
+    if not is_implicit(made):
+        return
     if static is not None:
         _check_whole(made, static)
+    own = _dense(made)
+    if dense and own and own != (_canonical(dense[0]), dense[1]):
+        raise ValueError(f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}")
+    _check_leaves(made)
 
 
 def _check_whole(made: ImplicitArray, static: str) -> None:

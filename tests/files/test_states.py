@@ -119,9 +119,11 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("wrapper", few(WRAPPERS))
 def test_states_of_each_optimizer_and_each_kind_of_weights(wrapper, path):
-    shift, done = 3 * list(WRAPPERS).index(wrapper), 0
-    optimizers = itertools.islice(itertools.cycle(OPTIMIZERS.values()), shift, None)
-    for optimizer, kind in zip(optimizers, KINDS, strict=False):
+    shift = list(WRAPPERS).index(wrapper)
+    kinds = KINDS[shift % 3 :: 3]
+    optimizers = itertools.islice(itertools.cycle(OPTIMIZERS.values()), 3 * shift, None)
+    done = 0
+    for optimizer, kind in zip(optimizers, kinds, strict=False):
         params = {"m": {"w": weight(kind), "b": jnp.ones(4)}}
         try:
             state = WRAPPERS[wrapper](optimizer).init(params)
@@ -129,7 +131,7 @@ def test_states_of_each_optimizer_and_each_kind_of_weights(wrapper, path):
             continue
         check(path, state)
         done += 1
-    assert done > len(KINDS) - 12
+    assert done > 0.7 * len(kinds)
 
 
 # --- the optimizer that README recommends ----------------------------------------------------------
@@ -143,14 +145,20 @@ def trained(kind="int8", optimizer="adam"):
     return {"params": params, "optimizer": state, "step": 3}
 
 
-@pytest.mark.parametrize("optimizer", few(OPTIMIZERS, "adam", "adafactor"))
-@pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    few(
+        [("int8", "adam"), ("int8", "adafactor"), ("int4", "lbfgs"), ("nf4", "inject")],
+        ("int8", "adam"),
+        ("int8", "adafactor"),
+    ),
+)
 def test_a_state_of_freeze_declared_in_each_way_to_read_it(kind, optimizer, path, capsys):
     tree = trained(kind, optimizer)
     check(path, tree)  # which leaves a file as older versions wrote it
-    for leaf in jax.tree.leaves(hki.load(path, numpy=True))[:-1]:
-        assert isinstance(leaf, np.ndarray)
-    assert_same(jax.tree.map(as_jax, hki.load(path, numpy=True)), tree)
+    host = hki.load(path, numpy=True)
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(host["optimizer"]))
+    jax.tree.map(np.testing.assert_array_equal, host, tree)
     assert_same(hki.load(path, only="optimizer"), {"optimizer": tree["optimizer"]})
     assert_same(hki.load(path, only="params/up/.*")["params"]["up"], tree["params"]["up"])
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
@@ -160,7 +168,10 @@ def test_a_state_of_freeze_declared_in_each_way_to_read_it(kind, optimizer, path
         places = hki.shardings(checkpoint["optimizer"].structs, P(), mesh)
         assert_same(checkpoint["optimizer"].read(shardings=places), tree["optimizer"])
     assert main(["inspect", str(path), "--key=optimizer"]) == 0
-    size = sum(x.size for x in jax.tree.leaves(tree["optimizer"]) if x.ndim)
+    floating = [
+        x for x in jax.tree.leaves(tree["optimizer"]) if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    size = sum(x.size for x in floating)
     assert f"{size:,}" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -191,11 +202,15 @@ def test_the_file_of_another_state_is_not_like_it(path):
 @pytest.mark.parametrize("kind", few(KINDS, "lora of int4", "dora", "dense"))
 def test_parts(kind, path):
     params = {"m": {"w": weight(kind), "b": jnp.ones(4)}}
-    halves = hki.partition(params)
-    empty = jax.tree.map(lambda _: optax.MaskedNode(), params)
-    for tree in (*halves, jax.tree.map(lambda _: None, params), empty):
-        check(path, tree)
-        check(path, hk.data_structures.to_immutable_dict(tree))
+    for half in hki.partition(params):
+        check(path, half)
+
+
+@pytest.mark.parametrize("hole", [None, optax.MaskedNode(), (), {}], ids=str)
+def test_trees_without_arrays(hole, path):
+    tree = jax.tree.map(lambda _: hole, {"m": {"w": made("lora of int4"), "b": jnp.ones(4)}})
+    check(path, tree)
+    check(path, hk.data_structures.to_immutable_dict(tree))
 
 
 def test_gradients(path):
