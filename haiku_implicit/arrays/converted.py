@@ -88,8 +88,9 @@ def check_product_of_two(
 ) -> Any:
     """Whether the product is that of training for both."""
     product = product_of(primitive, (v, w), params)
-    for side, x in enumerate((v, w) if product else ()):
-        x.check_product(product, side)
+    if product is not None:
+        for side, x in enumerate((v, w)):
+            x.check_product(product, side)
     return NotImplemented
 
 

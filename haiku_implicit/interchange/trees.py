@@ -181,9 +181,9 @@ def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
         if isinstance(value, QuantizedMatrix) and not dense:
             new: Any = _as_placed(value, place, axes, shape, dtype)
             if dtype is not None and may_overflow(value.dtype, dtype):
-                dense = np.asarray(value.materialize())
+                values = np.asarray(value.materialize())
                 with np.errstate(over="ignore", invalid="ignore"):
-                    if overflows(dense, dense.astype(dtype)):
+                    if overflows(values, values.astype(dtype)):
                         _warn_of_overflow(f"{where}: {stored.name}", dtype)
         else:
             if isinstance(value, QuantizedMatrix):
