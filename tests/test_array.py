@@ -1,6 +1,7 @@
 """`ImplicitArray`: shape and dtype, the pytree, printing, pickling, and misuse."""
 
 import dataclasses
+import operator
 import pickle
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.core import array
 from tests.cases import CASES, Diagonal, Nought, Outer
+from tests.tiers import few
 
 ALL = pytest.mark.parametrize("name", CASES)
 
@@ -252,7 +254,10 @@ def test_the_decorator_leaves_repr_equality_and_hash_alone(keywords):
 
     a, b = Own(jnp.ones((2, 3))), Own(jnp.ones((2, 3)))
     assert repr(a) == "Own(float32[2,3], x=float32[2,3])"
-    assert a == a and a != b and len({a, b}) == 2
+    with pytest.raises(TypeError, match="as if it were a dense array"):
+        a == b  # noqa: B015
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(a)
 
 
 def test_a_class_that_is_not_a_dataclass_says_so():
@@ -493,11 +498,41 @@ def test_repr_in_a_trace_and_of_an_abstract_array():
     assert texts == [repr(w)] * 2
 
 
-def test_equality_and_hash_are_by_identity():
+OPERATORS = """
+    lt le eq ne gt ge add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift
+""".split()
+FUNCTIONS = [
+    *(bool, float, int, complex, iter, list, hash, sum, max, any, all, sorted, round, abs, divmod),
+    *(operator.index, operator.not_, operator.neg, operator.pos, operator.invert),
+    *(np.asarray, np.sum, np.isnan, jnp.asarray, jnp.sum),
+]
+
+
+@pytest.mark.parametrize("name", few(CASES, "zeros"))
+@pytest.mark.slow_one_of(8)
+def test_nothing_in_python_takes_an_implicit_array_for_a_number(name):
+    """As a `jax.Array` has no truth and no hash, and is equal only element by element."""
+    w = CASES[name](0)
+    for other in (0, 1.5, True, np.float32(1), np.ones(3), jnp.ones(3), CASES[name](0)):
+        for operation in (getattr(operator, name) for name in OPERATORS):
+            for pair in [(w, other), (other, w)]:
+                with pytest.raises(TypeError, match="as if it were a dense array"):
+                    operation(*pair)
+    for fun in FUNCTIONS:
+        with pytest.raises(TypeError, match="as if it were|unhashable"):
+            fun(*(w, 2) if fun is divmod else (w,))
+    for fun in (lambda: w[0], lambda: 1 in w, lambda: w in [1], lambda: {"w": w} == {"w": 1}):
+        with pytest.raises(TypeError, match="as if it were a dense array"):
+            fun()
+
+
+def test_an_implicit_array_is_nothing_else_than_itself():
     w = Outer(jnp.ones(2), jnp.ones(3))
-    assert w == w
-    assert w != Outer(jnp.ones(2), jnp.ones(3))
-    assert {w: 1}[w] == 1
+    assert w != None and w != "w" and w != (1,)  # noqa: E711
+    assert w in [w] and {"w": w} == {"w": w} and w not in (None, "all")
+    assert jax.tree.structure({"w": w}) == jax.tree.structure(
+        {"w": Outer(jnp.ones(2), jnp.ones(3))}
+    )
 
 
 @ALL

@@ -313,9 +313,23 @@ class ImplicitArray(abc.ABC):
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
     __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = _operator
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _operator
-    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __getitem__ = __float__ = __int__ = _operator
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _operator
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __invert__ = __round__ = _operator
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _operator
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _operator
+    __getitem__ = __iter__ = __contains__ = _operator
+    __bool__ = __float__ = __int__ = __complex__ = __index__ = _operator
     __lt__ = __le__ = __gt__ = __ge__ = _operator
+
+    def __eq__(self, other: object) -> Any:
+        """With an array, or a number, an error as of other operators. Anything else is not equal."""
+        if isinstance(
+            other, ImplicitArray | jax.Array | np.ndarray | np.generic | complex | float | int
+        ):
+            return self.__jax_array__()
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # `jax.Array` has none either
 
     def __getattr__(self, name: str) -> Any:
         """Runs if there is no such attribute. For `w.T`, `w.astype`, ..., the error says what to do."""

@@ -169,12 +169,12 @@ def unmerge_adapters(params: Any, adapter: AdapterParts, *, check_base: bool = T
         whole = vector_bank.put_into(with_base(adapter.weights[path], value), bank)
         view = whole if isinstance(whole, MatrixView) else None
         try:
-            base = _taken_out(whole.matrix if view else whole)
+            base = _taken_out(whole if view is None else view.matrix)
         except ValueError as e:
             raise ValueError(
                 f"{path}: {e}. Keep the base, and put adapters on it by set_adapter"
             ) from None
-        return materialize_array(view._replace(matrix=base)) if view else base
+        return base if view is None else materialize_array(view._replace(matrix=base))
 
     return trees.map_parameters(unmerged, params)
 
