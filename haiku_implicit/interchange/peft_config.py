@@ -195,11 +195,15 @@ def left_out_by(config: Config, module: str) -> str | None:
         return None
     given = config.get("layers_pattern") or []
     given = [given] if isinstance(given, str) else given
-    starts = [rf"(?:^|.*?\.){pattern}" for pattern in given] or [r".*?\.[^.]*"]
-    tried = (re.match(rf"{start}\.(?P<layer>\d+)\.", module) for start in starts)
+    patterns = [_layer_of(pattern) for pattern in given] or [r".*?\.[^.]*\.(?P<layer>\d+)\."]
+    tried = (re.match(pattern, module) for pattern in patterns)
     found = next((match for match in tried if match), None)
     wanted = [layers] if isinstance(layers, int) else layers
     return None if found and int(found["layer"]) in wanted else "layers_to_transform"
+
+
+def _layer_of(pattern: str) -> str:
+    return rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\."
 
 
 def _names(names: str | list[str], module: str) -> bool:
@@ -249,11 +253,16 @@ def _check_init(path: pathlib.Path, config: Config) -> None:
     )
 
 
-def _check_names(where: str, names: Any, patterns: bool) -> None:
+def _check_names(where: str, names: Any, of_layers: bool) -> None:
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if names is not None and not isinstance(names, str) and not is_list:
         raise ValueError(f"{where}: expected a text or a list of texts, got {brief(names)}")
-    for pattern in [names] if isinstance(names, str) else names if patterns and names else []:
+    given = [names] if isinstance(names, str) else names or []
+    if of_layers:
+        given = [_layer_of(pattern) for pattern in given]
+    elif not isinstance(names, str):
+        return  # names, and no patterns
+    for pattern in given:
         _check_pattern(where, pattern, pattern)
 
 

@@ -399,7 +399,8 @@ WRONG_VALUES = [
     ({"use_dora": True}, "q_proj: lora_magnitude_vector: missing"),
     ({"target_modules": 3}, "target_modules: expected a text or a list of texts, got 3"),
     ({"target_modules": "("}, "target_modules: '.': not a regular expression"),
-    ({"layers_pattern": ["("]}, "layers_pattern: '.': not a regular expression"),
+    ({"layers_pattern": ["("]}, "layers_pattern: .* not a regular expression"),
+    ({"layers_pattern": "(?P<layer>a)"}, "layers_pattern: .* not a regular expression"),
     ({"layers_to_transform": "1"}, "layers_to_transform: expected whole numbers, got '1'"),
     ({"target_modules": ["proj"]}, "leaves model.layers.0.q_proj out by target_modules, .'proj'."),
     ({"target_modules": "q_proj"}, "leaves model.layers.0.q_proj out by target_modules"),
@@ -513,8 +514,11 @@ def test_a_sum_of_them_is_one_of_them(tmp_path):
             np.testing.assert_allclose(got[path]["w"], want[path]["w"], atol=1e-5)
 
 
-def test_the_mark_stays_through_files_and_steps(tmp_path):
+def test_the_mark_stays_through_files_and_steps(tmp_path, never_dense):
     began = hki.add_lora(BASE, 0, rank=2, init="pissa")
+    x, w = normal((3, 5), 5), began["model/layer_0/q"]["w"]
+    out = hki.use_implicit_args(jnp.matmul)(x, w)  # by the rules of LoRA
+    np.testing.assert_allclose(out, x @ BASE["model/layer_0/q"]["w"], atol=1e-5)
     trained, frozen = hki.partition(began, trainable_dense=False)
     stepped = hki.combine(jax.tree.map(lambda x: x + 0.1, trained), frozen)
     hki.save(tmp_path / "adapter", hki.get_adapter(stepped))
