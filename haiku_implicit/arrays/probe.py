@@ -87,6 +87,13 @@ def record(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
     return call(x, w.value)
 
 
+@primitive_handler("dot_general")
+def record_of_two(primitive: Primitive, v: Probe, w: Probe, **params: Any) -> jax.Array:
+    """Each meets the other as if that were dense."""
+    record(BinaryCall(primitive, params, w_first=True), w.value, v)
+    return record(BinaryCall(primitive, params, w_first=False), v.value, w)
+
+
 @binary_handler("conv_general_dilated")
 def record_convolution(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
     """Notes the axes, and is dense."""

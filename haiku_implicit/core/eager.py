@@ -58,7 +58,7 @@ class _Program(NamedTuple):
     run: Callable[..., list[Any]]
     takes: int
     static: Static
-    events: list[events.Materialization]
+    events: list[events.Event]
     facts: Facts
 
     def holds(self) -> bool:

@@ -159,10 +159,10 @@ def _call_rule(
     except TypeError:  # parameters that are not hashable
         return _run_rule(rule, primitive, with_literals(literals, operands), params)
     out, log = _jitted_rule(rule, primitive)(about, operands)
-    if out is None:
-        return NotImplemented
-    events.replay(log.value, of_library=True)
-    return out
+    # (A rule that leaves the case to the next one has made nothing dense, but may have warned.)
+    said = [e for e in log.value if out is not None or isinstance(e, events.Remark)]
+    events.replay(said, of_library=True)
+    return NotImplemented if out is None else out
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,7 +33,7 @@ class Retraced(NamedTuple):
     jaxpr: ClosedJaxpr
     fun: Callable[..., list[Any]]
     out: list[Any]
-    events: Sequence[events.Materialization]
+    events: Sequence[events.Event]
 
     def rebuild(self, leaves: Sequence[Any]) -> list[Any]:
         """The results, from their leaves."""

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 
 from haiku_implicit.arrays.converted import ConvertedMatrix
 from haiku_implicit.arrays.fake_quantized import FakeQuantized
+from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.arrays.probe import Use
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
 from haiku_implicit.core.predicates import Targets, predicate_of
+from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.operands import OperandSpec, quantize, stored_matrix
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -288,6 +290,7 @@ def convert_trained(
     """
 
     uses = {} if apply is None else uses_of(apply, params, args, {})
+    _warn_of_tiles(params)
 
     def converted(parameter: trees.Parameter) -> Any:
         value, stacked = parameter.value, parameter.stacked
@@ -451,10 +454,25 @@ def _stored_for(use: Use, parameter: trees.Parameter, rule: QuantRule) -> Any:
         own = [i for i in range(w.ndim) if i - w.ndim not in sharing]
         return _with_scales(w, own, last[0], rule, path)
     axes = axes_of_use(use, w.shape)
-    if axes is None:
+    if axes is None or (rule.tile_size and len(use.contracted) > 1):
         return _stored(w, parameter.stacked, rule, path)
     opened = open_matrix(path, w, {path: axes})
     return opened.closed(_stored(opened.matrix, opened.matrix.ndim - 2, rule, path))
+
+
+def _warn_of_tiles(params: Any) -> None:
+    """Names weights whose rows are several axes: tiles in training are those of the last one."""
+    for parameter in trees.parameters_of(params):
+        view = parameter.value
+        if not isinstance(view, MatrixView) or not isinstance(view.matrix, TrainedQuantized):
+            continue
+        of_rows = [group for group in view.axes if any(axis == 0 for _, _, axis in group)]
+        if len(of_rows) > 1 and any(rule.tile_size for rule in view.matrix.rules):
+            warn_caller(
+                f"{parameter.path}: the outputs differ from those of quantized training: tiles of "
+                f"{len(of_rows)} contracted axes are tiles of the last one there, and share their "
+                "scales along the others"
+            )
 
 
 def _stacked_of_three(rule: QuantRule, stacked: int) -> int:
@@ -467,8 +485,8 @@ def _stacked_of_three(rule: QuantRule, stacked: int) -> int:
     if of_matrices and (rule.is_for("conv_general_dilated") or rule.is_for("ragged_dot")):
         raise ValueError(
             "a weight of three axes may be a stack of matrices with scales of their own, or the kernel "
-            "of a convolution (or of ragged_dot): give quantized_training its matrix_axes=, as "
-            "infer_matrix_axes finds them, or a rule for its module with op_names='dot_general', "
-            "'conv_general_dilated' or 'ragged_dot'"
+            "of a convolution (or of ragged_dot): give convert_trained apply= and args=; or give "
+            "quantized_training its matrix_axes=, as infer_matrix_axes finds them, or a rule for its "
+            "module with op_names='dot_general', 'conv_general_dilated' or 'ragged_dot'"
         )
     return stacked + of_matrices
