@@ -89,8 +89,8 @@ def check_product_of_two(
     """Whether the product is that of training for both."""
     product = product_of(primitive, (v, w), params)
     if product is not None:
-        for side, x in enumerate((v, w)):
-            x.check_product(product, side)
+        v.check_product(product, 0)
+        w.check_product(product, 1)
     return NotImplemented
 
 

@@ -255,9 +255,10 @@ def how_stored(q: QuantizedMatrix, q_first: bool, product: Product) -> How:
       product: the product, whose activations have groups only where those of `q` are summed.
     """
     activation = options.activation_of(str(q.activation))
-    in_groups = activation.groups and q.num_groups > 1 and len(product.summed) > 0
+    # (Of a convolution with feature groups, the activation has more inputs than the kernel.)
+    in_groups = activation.groups and len(product.summed) > 0
     if in_groups and product.summed[-1][0 if q_first else 1] == q.ndim + q.axis:
-        tile_size = q.group_size
+        tile_size = q.group_size - q.padding
     else:
         tile_size = None
     config = OperandConfig(activation.qtype, activation.method, activation.tensor, tile_size)

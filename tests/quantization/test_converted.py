@@ -176,6 +176,7 @@ def error_of(want, got):
     return np.abs(want - got).max() / np.abs(want).max()
 
 
+@pytest.mark.slow_one_of(8)
 @pytest.mark.combinations
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", few(MODELS, *QUICK))
@@ -197,6 +198,7 @@ def test_outputs_are_those_of_training(name, rule):
     assert all("ConvertedMatrix" in kind for path, kind in kinds.items() if "/w" in path), kinds
 
 
+@pytest.mark.slow_one_of(3)
 @pytest.mark.parametrize("name", few(MODELS, *QUICK))
 def test_without_the_model_it_says_what_differs(name):
     model, x, plain = MODELS[name]
