@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 import safetensors
 from hypothesis import given, settings
@@ -69,7 +70,6 @@ OPTIMIZERS = {
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),  # whose moments have other shapes
     "sm3": optax.sm3(0.1),
     "lbfgs": optax.lbfgs(0.1),
-    "muon": optax.contrib.muon(0.1),
     "adamw": optax.adamw(optax.cosine_decay_schedule(0.1, 9)),
     "momentum": optax.sgd(0.1, 0.9),
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.lion(0.1)),
@@ -93,6 +93,8 @@ OPTIMIZERS = {
             prodigy=optax.contrib.prodigy,
         ).items()
     },
+    # Older versions lack it.
+    **({"muon": optax.contrib.muon(0.1)} if hasattr(optax.contrib, "muon") else {}),
     "inject": optax.inject_hyperparams(optax.adam)(optax.constant_schedule(0.25)),
 }
 
