@@ -7,6 +7,7 @@ import tempfile
 
 import chex
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
 
@@ -134,3 +135,56 @@ def test_an_error_ends_the_bar(written, monkeypatch):
     monkeypatch.setitem(WORK, "broken", (quantize, ()))
     text = written("broken", 0)
     assert "linear_1/w" in text and text.endswith("\r")
+
+
+# --- errors of the user's functions ------------------------------------------------------------------
+
+
+def broken(*args):
+    raise ZeroDivisionError("the user's own")
+
+
+def batches():
+    yield BATCHES[0]
+    raise ZeroDivisionError("the user's own")
+
+
+USERS = {
+    "input_moments": lambda: hki.input_moments(broken, PARAMS, BATCHES),
+    "input_maxima": lambda: hki.input_maxima(broken, PARAMS, BATCHES),
+    "batches": lambda: hki.input_moments(model, PARAMS, batches()),
+    "targets": lambda: hki.quantize_params(PARAMS, targets=broken),
+    "compare_params": lambda: hki.compare_params(PARAMS, PARAMS, apply=broken),
+    "sensitivity": lambda: hki.sensitivity(
+        broken, PARAMS, [(x,) for x in BATCHES[:1]], {"int8": dict(dtype="int8")}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USERS)
+@pytest.mark.parametrize("installed", [True, False])
+def test_an_error_is_not_shown_below_another(name, installed, monkeypatch):
+    if not installed:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ZeroDivisionError, match="the user's own") as caught:
+        USERS[name]()
+    assert caught.value.__context__ is None
+
+
+def test_an_error_of_a_rule_is_not_shown_below_another():
+    """Also of a primitive whose parameters are not hashable."""
+
+    class Named(hki.LoRA):
+        pass
+
+    primitive = jax.extend.core.Primitive("with_unhashable_parameters")
+    primitive.def_abstract_eval(lambda x, **_: x)
+
+    @hki.primitive_handler(primitive)
+    def rule(primitive, x: Named, **params):
+        raise ZeroDivisionError("the user's own")
+
+    w = Named(jnp.ones((4, 4)), jnp.ones((4, 1)), jnp.ones((1, 4)))
+    with pytest.raises(ZeroDivisionError, match="the user's own") as caught:
+        hki.use_implicit_args(lambda w: primitive.bind(w, names={"a": 1}))(w)
+    assert caught.value.__context__ is None

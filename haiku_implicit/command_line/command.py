@@ -9,10 +9,11 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from absl import flags
 
+from haiku_implicit.core.printable import printable
 from haiku_implicit.files.replacing import checked_target
 
 # Exit codes, as programs of the shell have them.
@@ -99,7 +100,7 @@ class Command:
         except flags.Error as e:
             raise UsageError(_NO_NUMBER.sub("expected a number, got ", str(e))) from e
         if values.help:
-            print(self.help())
+            say(self.help())
             return
         if len(given) != len(self.arguments):
             wanted = " ".join(self.arguments)
@@ -112,7 +113,7 @@ class Command:
             said = self.run(values, *given)
         if said is not None:
             texts = [self.told(w.message) for w in warned]
-            print(as_json({**said.fields, "warnings": texts}) if values.json else said.line)
+            say(as_json({**said.fields, "warnings": texts}) if values.json else said.line)
 
     @contextlib.contextmanager
     def _warnings_as_lines(self) -> Iterator[list[warnings.WarningMessage]]:
@@ -124,13 +125,14 @@ class Command:
                 yield found
             finally:
                 for w in found:
-                    print(f"warning: {self.told(w.message)}", file=sys.stderr)
+                    say(f"warning: {self.told(w.message)}", sys.stderr)
 
     def told(self, error: Exception | Warning | str) -> str:
         """What an error or a warning says, in one line, with flags in place of arguments."""
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = str(error)
         if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
+        text = " ".join(text.split()) or type(error).__name__
         names = "|".join(map(re.escape, sorted(set(self.flags()) - {"h", "help"})))
         return re.sub(rf"(?<![-\w.])(?:(?=({names})=)|^(?=({names}): ))", "--", text)
 
@@ -150,9 +152,20 @@ def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] 
     by_name = {command.name: command for command in commands}
 
     def main(argv: Sequence[str] | None = None) -> int:
-        given = list(sys.argv[1:] if argv is None else argv)
+        _open_streams()
+        try:
+            code = run(list(sys.argv[1:] if argv is None else argv))
+            sys.stdout.flush()
+        except BrokenPipeError:  # what reads the output has read enough, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return DONE
+        except OSError as e:  # a full disk
+            return _said(str(e), FAILED)
+        return code
+
+    def run(given: list[str]) -> int:
         if not given or given[0] in ("help", "-h", "--help", "-help"):
-            print(_overview(commands, about))
+            say(_overview(commands, about))
             return DONE if given else WRONG_USE
         if given[0] not in by_name:
             nearest = difflib.get_close_matches(given[0], by_name, n=1)
@@ -163,12 +176,10 @@ def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] 
         command = by_name[given[0]]
         try:
             command.call(given[1:])
-            sys.stdout.flush()
         except UsageError as e:
-            return _said(f"{e}\nusage: {command.usage}", WRONG_USE)
-        except BrokenPipeError:  # what reads the output has read enough, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return DONE
+            return _said(f"{command.told(e)}\nusage: {command.usage}", WRONG_USE)
+        except BrokenPipeError:
+            raise
         except (ValueError, TypeError, OSError, ImportError) as e:
             return _said(command.told(e), FAILED)
         except KeyboardInterrupt:
@@ -176,6 +187,25 @@ def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] 
         return DONE
 
     return main
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Prints lines, on standard output by default.
+
+    Names from files and arguments may be in them: what is not printed is escaped, and so is what the
+    stream's encoding does not have.
+    """
+    stream = stream or sys.stdout
+    encoding = stream.encoding or "utf-8"
+    text = printable(text, keep="\n")
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+
+
+def _open_streams() -> None:
+    """Opens those that the shell has closed, as by `>&-`: Python has None for them."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _overview(commands: Sequence[Command], about: str) -> str:
@@ -187,7 +217,8 @@ def _overview(commands: Sequence[Command], about: str) -> str:
 
 def _said(message: str, code: int) -> int:
     red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{red}error:{plain} {message}", file=sys.stderr)
+    sys.stderr.write(f"{red}error:{plain} ")
+    say(message, sys.stderr)
     return code
 
 

@@ -26,6 +26,7 @@ from haiku_implicit.command_line.command import (
     main_of,
     number,
     overwrite,
+    say,
     switch,
     text,
 )
@@ -98,7 +99,7 @@ def _inspect(values: flags.FlagValues, path: str) -> None:
     elif not isinstance(tree, Mapping):
         tree = {"": tree}
     found = summary(_with_parts_apart(tree), depth=values.depth)
-    print(as_json(found.to_json()) if values.json else found)
+    say(as_json(found.to_json()) if values.json else str(found))
     if values.plot:
         plot_memory(found, values.plot)
 
@@ -224,7 +225,7 @@ def _diff(values: flags.FlagValues, first: str, second: str) -> None:
     if values.plot:
         check_picture(values.plot)
     found = compare_params(read(values, first), read(values, second))
-    print(as_json(found.to_json()) if values.json else found)
+    say(as_json(found.to_json()) if values.json else str(found))
     if values.plot:
         plot_error(found, values.plot)
 

@@ -18,13 +18,22 @@ def bind(primitive: compat.Primitive, operands: Sequence[Any], params: dict[str,
     their primitives, so each gets a jit of its own here (`docs/benchmarks.md`).
     """
     if primitive in DIFFERENTIABLE and any(map(_is_transformed, operands)):
-        try:
-            static = tuple(params.items())
-            hash(static)
-        except TypeError:  # parameters that are not hashable
-            return compat.bind(primitive, operands, params)
-        return _jitted_primitive(primitive)(static, *operands)
+        static = tuple(params.items())
+        if is_hashable(static):
+            return _jitted_primitive(primitive)(static, *operands)
     return compat.bind(primitive, operands, params)
+
+
+def is_hashable(x: Any) -> bool:
+    """Whether a value, such as parameters of a primitive, can be static.
+
+    The other way goes on after this, and not in a handler: its errors would be shown below a TypeError.
+    """
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 # JAX's own primitives with a derivative. (One of the user's may have no lowering, which jit needs.)

@@ -24,7 +24,7 @@ from haiku_implicit.core.array import (
     is_nested,
     short,
 )
-from haiku_implicit.core.bind import bind
+from haiku_implicit.core.bind import bind, is_hashable
 from haiku_implicit.core.carried import Carried
 from haiku_implicit.core.kept import kept
 from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
@@ -152,11 +152,9 @@ def _call_rule(
 ) -> Any:
     """Calls a rule. It is traced once for operands of one structure with the same literals."""
     literals = tuple(map(as_literal, operands))
-    try:
-        # The generation is part of what the trace is kept for: a nested rule may do something else now.
-        about = tuple(params.items()), literals, dispatch.generation()
-        hash(about)
-    except TypeError:  # parameters that are not hashable
+    # The generation is part of what the trace is kept for: a nested rule may do something else now.
+    about = tuple(params.items()), literals, dispatch.generation()
+    if not is_hashable(about):
         return _run_rule(rule, primitive, with_literals(literals, operands), params)
     out, log = _jitted_rule(rule, primitive)(about, operands)
     # (A rule that leaves the case to the next one has made nothing dense, but may have warned.)

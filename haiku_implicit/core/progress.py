@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from haiku_implicit.core.printable import printable
+
 # Seconds. Work that takes less shows no bar.
 _DELAY = 1.0
 
@@ -24,6 +26,10 @@ def bar(doing: str, total: int | None) -> Iterator[Callable[..., Any]]:
     try:
         from tqdm import tqdm
     except ImportError:
+        tqdm = None
+    if (
+        tqdm is None
+    ):  # not in the handler: an error of `fun` would be shown below that of the import
         yield lambda name, fun, *args: fun(*args)
         return
     # Each step is shown: the one that takes long may come right after one that does not.
@@ -33,7 +39,7 @@ def bar(doing: str, total: int | None) -> Iterator[Callable[..., Any]]:
 
         def run(name: str, fun: Callable[..., Any], *args: Any) -> Any:
             nonlocal done
-            shown.set_postfix_str(name, refresh=False)
+            shown.set_postfix_str(printable(name), refresh=False)
             shown.update(done)
             done = 1
             result = fun(*args)

@@ -13,6 +13,7 @@ from haiku_implicit.core import progress
 from haiku_implicit.core.array import flatten_one_level, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.printable import printable
 from haiku_implicit.numerics.extremes import largest
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
@@ -292,10 +293,10 @@ def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: int
 
     Args:
       names: of the columns.
-      rows: what they hold, as text.
+      rows: what they hold, as text, each of which stays one line: a name may have anything in it.
       numbers: how many of the last columns are set to the right.
     """
-    lines = [tuple(names), *map(tuple, rows)]
+    lines = [tuple(names), *(tuple(map(printable, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     left = len(widths) - numbers
     return "\n".join(

@@ -1,6 +1,9 @@
 """The program `haiku-implicit`, by its `main`."""
 
+import errno
+import io
 import json
+import os
 import subprocess
 import sys
 
@@ -163,6 +166,102 @@ def test_what_reads_the_output_may_stop(folder):
     command = f"{sys.executable} -c '{program}' inspect model | head -n 1"
     found = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert found.stdout.startswith("path") and not found.stderr
+
+
+# --- names with anything in them, and outputs that end ----------------------------------------------
+
+EVIL = "m\x1b[31m\nfake/row  dense  [1]\r\x9b2J\u202e\u2028\t\x07é"
+SHOWN = r"m\x1b[31m\nfake/row  dense  [1]\r\x9b2J\u202e\u2028\t\x07é"
+
+
+@pytest.fixture
+def evil(folder):
+    hki.save("evil", {EVIL: {"w": jnp.ones((32, 8)), EVIL: jnp.ones(3)}})
+    hki.save("other", {EVIL: {"w": jnp.zeros((32, 8)), "new\n": jnp.ones(3)}})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments, lines",
+    [
+        (["inspect", "evil"], 4),
+        (["inspect", "evil", "--depth=1"], 3),
+        (["diff", "evil", "other"], 4),
+        (["quantize", "evil", "new", "--group_size=7"], 1),
+        (["quantize", "evil", "new", "--targets=\x1bno"], 1),
+        (["quantize", "evil", "new", "--dtype=\x1b\n"], 1),
+        (["quantize", "evil", "new", "--exclude=\x1b\n"], 1),
+        (["add-lora", "evil", "new", "--rank=99"], 1),
+        (["add-lora", "evil", "new", "--targets=.*", "--rank=2"], None),
+        (["inspect", "evil", "--key=\x1b"], 1),
+        (["inspect", "\x1b[31m\nno"], 1),
+        (["inspect", "evil", "--\x1b\nflag"], 2),
+        (["inspect", "evil", "\x1b\nmore"], 2),
+        (["quantize", "evil", "\x1b\n.gguf"], 2),
+        (["\x1b\n"], 1),
+        (["convert", "evil", "new", "--names=\x1b\n"], 1),
+        (["merge", "evil", "new", "--adapter=other"], 1),
+    ],
+    ids=str,
+)
+def test_no_name_writes_to_the_terminal(evil, capsys, arguments, lines):
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    assert (out + err).replace("\n", "").isprintable()
+    if lines is not None:
+        assert (out + err).count("\n") == lines
+    if code == 0 and out.startswith("path"):
+        assert SHOWN.partition("/")[0] in out
+
+
+def test_rows_are_of_their_names(evil, capsys):
+    _, out, _ = run(capsys, "inspect", "evil")
+    assert out[1].startswith(f"{SHOWN}/w  ") and out[2].startswith(f"{SHOWN}/{SHOWN}  ")
+    _, out, _ = run(capsys, "inspect", "evil", "--json")
+    assert [row["path"] for row in json.loads(out[0])] == [f"{EVIL}/w", f"{EVIL}/{EVIL}"]
+
+
+def test_an_encoding_without_the_letters(evil, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["inspect", "evil"]) == 0
+    assert rb"\x07\xe9/w" in stream.buffer.getvalue()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "--help"], ["inspect", "model"]])
+def test_an_output_that_ends(folder, capsys, monkeypatch, arguments):
+    """Its reader has gone (`| head -n 1`), it is closed (`>&-`), or there is no room."""
+    out, into = os.pipe()
+    os.close(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", open(into, "w"))  # noqa: SIM115
+        assert main(arguments) == 0
+        sys.stdout.close()  # which writes nothing more
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert main(arguments) == 0
+    full = io.TextIOWrapper(Full(), encoding="utf-8", write_through=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert main(arguments) == 1
+    err = capsys.readouterr().err
+    assert err == "error: [Errno 28] No space left on device\n"
+
+
+class Full(io.RawIOBase):
+    """A file on a full disk."""
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_error_stream_that_is_closed(folder, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["inspect", "absent"]) == 1
+    assert main(["bogus"]) == 2
 
 
 @pytest.mark.parametrize(
