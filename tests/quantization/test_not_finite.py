@@ -14,6 +14,7 @@ from haiku_implicit.command_line.main import main
 from haiku_implicit.numerics import channel_scales
 from haiku_implicit.numerics.extremes import largest, smallest
 from haiku_implicit.quantization import QtRule, QuantStats, dot_general
+from tests.tiers import few
 
 GOOD = np.random.default_rng(0).standard_normal((96, 64)).astype(np.float32)
 BAD = GOOD.copy()
@@ -21,6 +22,7 @@ BAD[50, 20] = np.nan
 WAYS = {"eager": lambda f: f, "jit": jax.jit}
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_largest_and_smallest(way, dtype):
@@ -38,7 +40,9 @@ def test_largest_and_smallest(way, dtype):
     assert not jnp.isnan(smallest(jnp.asarray(BAD), where=~jnp.isnan(BAD), initial=0.0))
 
 
-@pytest.mark.parametrize("calibration", ["absmax", "minmax", "mse", "rms,3", "percentile,99"])
+@pytest.mark.parametrize(
+    "calibration", few(["absmax", "minmax", "mse", "rms,3", "percentile,99"], "absmax", "minmax")
+)
 def test_a_weight(calibration):
     kind = "uint4" if calibration == "minmax" else "int4"
     quantize = functools.partial(
@@ -52,7 +56,7 @@ def test_a_weight(calibration):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", ["nvfp4", "mxfp4", "q4_k"])
+@pytest.mark.parametrize("dtype", few(["nvfp4", "mxfp4", "q4_k"], "nvfp4"))
 def test_scales_that_are_codes(dtype):
     wide = np.tile(GOOD, (8, 1))
     wide[50, 20] = np.nan
@@ -60,6 +64,7 @@ def test_scales_that_are_codes(dtype):
     assert np.isnan(got)[:32, 20].any() or np.isnan(got)[32:64, 20].all()
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("values", [BAD, np.abs(BAD)], ids=["moments", "second moments"])
 def test_the_state_of_an_optimizer(way, values):
@@ -69,8 +74,9 @@ def test_the_state_of_an_optimizer(way, values):
     np.testing.assert_array_equal(np.flatnonzero(got), np.arange(at, at + 256))
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("method", ["absmax", "minmax", "absmax,0.9"])
+@pytest.mark.parametrize("method", few(["absmax", "minmax", "absmax,0.9"], "absmax", "minmax"))
 def test_a_product(way, method):
     """A row with NaN has no numbers; nor has a product with a matrix that has a NaN."""
     rule = QtRule(weight_qtype="int8", act_qtype="int8", act_calibration_method=method)
@@ -105,7 +111,7 @@ def test_calibration():
         assert scale[50] == 1 and scale[49] != 1  # as of a channel without a weight
 
 
-@pytest.mark.parametrize("method", ["linear", "ties", "dare"])
+@pytest.mark.parametrize("method", few(["linear", "ties", "dare"], "ties"))
 def test_a_sum_of_adapters(method):
     params = {"l": {"w": jnp.zeros((96, 64))}}
     adapters = []
