@@ -460,11 +460,103 @@ def dynamic_slice_view(
 
 
 @primitive_handler("gather")
-def gather_from_view(primitive: Primitive, w: MatrixView, ids: jax.Array, **params: Any) -> Any:
-    """Of a matrix that is held transposed, what is gathered along its other axis."""
-    if w.axes != axes_of.whole(w.matrix.shape[-2:])[::-1]:
+def gather_from_view(
+    primitive: Primitive,
+    w: MatrixView,
+    ids: jax.Array,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Sequence[int],
+    mode: Any,
+    fill_value: Any,
+    indices_are_sorted: bool,
+    unique_indices: bool,
+    **params: Any,
+) -> Any:
+    """Parts of axes that are all made of rows, or all of columns, as a gather of whole ones."""
+    d, lead = dimension_numbers, _lead(w)
+    core = list(zip(w.axes, w.shape[lead:], slice_sizes[lead:], strict=True))
+    inner = {f[2] for group, n, size in core if size != n for f in group}
+    elsewhere = max(d.operand_batching_dims, default=-1) >= lead
+    if len(inner) != 1 or elsewhere or any(x is not None for x in params.values()):
         return NotImplemented
-    return _gathered_from_transpose(primitive, w.matrix, ids, **params)
+    (axis,) = inner
+    filling = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
+    at = _places(w, ids, d, slice_sizes, axis, filling)
+
+    # Of the matrix: first the axes of `ids`, those that `axis` makes, then batch axes, the other axis.
+    count = ids.ndim - 1
+    own = [lead + i for i, group in enumerate(w.axes) if any(f[2] == axis for f in group)]
+    dropped = {*d.collapsed_slice_dims, *d.operand_batching_dims}
+    batch = [i for i in range(lead) if i not in dropped]
+    indexed = [k for k, i in enumerate(d.start_index_map) if i < lead]
+    of_batch = jnp.expand_dims(
+        ids[..., np.array(indexed, int)], [count + k for k in range(len(own))]
+    )
+    of_batch = jnp.broadcast_to(of_batch, (*at.shape, len(indexed)))
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(at.ndim, at.ndim + len(batch) + 1)),
+        collapsed_slice_dims=(*(i for i in d.collapsed_slice_dims if i < lead), lead + axis),
+        start_index_map=(*(d.start_index_map[k] for k in indexed), lead + axis),
+        operand_batching_dims=d.operand_batching_dims,
+        start_indices_batching_dims=d.start_indices_batching_dims,
+    )
+    sizes = [*slice_sizes[:lead], *w.matrix.shape[lead:]]
+    sizes[lead + axis] = 1
+    out = primitive.bind(
+        w.matrix,
+        jnp.concatenate([of_batch.astype(at.dtype), at[..., None]], -1),
+        dimension_numbers=numbers,
+        slice_sizes=tuple(sizes),
+        mode=mode,
+        fill_value=fill_value,
+        indices_are_sorted=False,
+        unique_indices=False,
+    )
+    others = [i for i in range(lead, w.ndim) if i not in own]
+    out = _folded(out, out.ndim - 1, 1, [w.axes[i - lead] for i in others], [1 - axis])
+    found = [*own, *batch, *others]
+    out = jnp.squeeze(out, [count + k for k, i in enumerate(found) if i in dropped])
+    found = [i for i in found if i not in dropped]
+    of_ids, of_tensor = iter(range(count)), iter(count + np.argsort(found))
+    order = [next(of_tensor if i in d.offset_dims else of_ids) for i in range(out.ndim)]
+    return jnp.transpose(out, order)
+
+
+def _places(
+    w: MatrixView, ids: jax.Array, numbers: Any, sizes: Sequence[int], axis: int, filling: bool
+) -> jax.Array:
+    """Which rows (or columns) of the matrix a gather from the tensor takes.
+
+    Args:
+      w: the tensor.
+      ids: the indices of the gather.
+      numbers, sizes: its dimension numbers and slice sizes.
+      axis: of the matrix, 0 for the rows.
+      filling: whether slices that are not within bounds are filled: they get a place beyond the last.
+
+    Returns:
+      `[*ids.shape[:-1], ...]`, with an axis more for each of the tensor that `axis` makes, of its size.
+    """
+    lead = _lead(w)
+    starts = dict(zip(numbers.start_index_map, jnp.moveaxis(ids, -1, 0), strict=True))
+    own = [i for i, group in enumerate(w.axes) if any(f[2] == axis for f in group)]
+    shape = (*ids.shape[:-1], *(sizes[lead + i] for i in own))
+    places, inside = jnp.zeros(shape, np.int32), jnp.ones(ids.shape[:-1], bool)
+    for i, group in enumerate(w.axes):
+        last = w.shape[lead + i] - sizes[lead + i]
+        start = starts.get(lead + i, jnp.zeros(ids.shape[:-1], np.int32))
+        inside &= (start >= 0) & (start <= last)
+        if i not in own:
+            continue
+        k = ids.ndim - 1 + own.index(i)
+        start = jnp.clip(start, 0, last).astype(np.int32)  # (integers may be narrow)
+        start = jnp.expand_dims(start, range(ids.ndim - 1, len(shape)))
+        index = start + jax.lax.broadcasted_iota(np.int32, shape, k)
+        for n, stride, _ in reversed(group):
+            places, index = places + index % n * stride, index // n
+    inside = jnp.expand_dims(inside, range(ids.ndim - 1, len(shape)))
+    return jnp.where(inside, places, w.matrix.shape[lead + axis]) if filling else places
 
 
 @primitive_handler("gather", precedence=-1)

@@ -9,6 +9,7 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.arrays import axes as axes_of
 from tests import dense_twin
+from tests.tiers import few
 
 SHAPE = (12, 4, 6)
 
@@ -209,3 +210,103 @@ def test_one_lora_costs_what_lora_of_the_matrix_costs():
 def test_axes_that_do_not_fit_are_an_error(inputs, outputs, message):
     with pytest.raises(ValueError, match=message):
         hki.MatrixView.of(normal(SHAPE), inputs, outputs, lora)
+
+
+# --- gathers ---------------------------------------------------------------------------------------
+
+IDS = jnp.array([2, 0, 3])
+OUTSIDE = jnp.array([1, 9, -9])
+
+# Of a tensor [4, 3, 6] or [2, 4, 3, 6]. The rows of the matrix are the first two axes of the last three,
+# the first one, or the last one; the columns are the others.
+GATHERS = {
+    "outermost": lambda w: w[IDS],
+    "in a tuple": lambda w: w[(IDS,)],
+    "inner": lambda w: w[:, IDS % 3],
+    "last": lambda w: w[..., IDS],
+    "of two axes": lambda w: w[IDS, IDS % 3],
+    "many": lambda w: w[jnp.stack([IDS, IDS])],
+    "within": lambda w: w.at[IDS].get(mode="promise_in_bounds"),
+    "clipped": lambda w: w.at[OUTSIDE].get(mode="clip"),
+    "filled": lambda w: jnp.nan_to_num(w.at[OUTSIDE].get(mode="fill"), nan=7.0),
+    "filled with a number": lambda w: w.at[OUTSIDE].get(mode="fill", fill_value=0.5),
+    "narrow": lambda w: w[IDS.astype(jnp.uint8)],
+    "wrapped around": lambda w: w[-IDS],
+    "taken": lambda w: jnp.take(w, IDS, axis=0) + jnp.take(w, IDS, axis=-3),
+    "windows": lambda w: jax.vmap(lambda i: jax.lax.dynamic_slice_in_dim(w, i, 2))(IDS),
+    "each its own": lambda w: jax.vmap(lambda i: w[i])(IDS),
+    "two at a time": lambda w: jax.vmap(lambda i: w[i], out_axes=1)(jnp.stack([IDS, IDS])),
+}
+BATCHED = {
+    "both": lambda w: w[IDS % 2, IDS],
+    "second": lambda w: w[:, IDS],
+    "mapped": lambda w: jax.vmap(lambda w: w[IDS])(w),
+    "mapped with indices": lambda w: jax.vmap(lambda w, i: w[i])(w, jnp.stack([IDS, 3 - IDS])),
+    "mapped last": lambda w: jax.vmap(lambda w: w[:, IDS % 3], out_axes=-1)(w),
+}
+VIEWS = {
+    "rows split": ((12, 6), "rows"),
+    "columns split": ((4, 18), "rows"),
+    "transposed": ((6, 12), "columns"),
+}
+
+
+def viewed(matrix, transposed, batch=()):
+    """A matrix as a tensor [..., 4, 3, 6]."""
+    w = jnp.swapaxes(matrix, -1, -2) if transposed else matrix
+    return w.reshape(*batch, 4, 3, 6)
+
+
+def same_gather(kind, held, gather, batch=(), dense=()):
+    """Numbers as of the dense tensor, eagerly and compiled; arrays of these types become dense."""
+    shape, order = VIEWS[held]
+    make = {"lora": lora, "int8": int8}.get(kind, int4_pairs)
+    w, use = make(normal((*batch, *shape))), hki.use_implicit_args
+
+    def fun(w):
+        return gather(viewed(w, order == "columns", batch))
+
+    with hki.materialization_report() as report, hki.materialization("allow"):
+        for run in (lambda f: f, jax.jit):
+            close(hki.materialize(run(use(fun))(w)), run(fun)(hki.materialize(w)))
+        if kind == "lora":
+            got, want = (
+                jax.grad(lambda w, f=f: jnp.sum(hki.materialize(f(w)) ** 2))(w)
+                for f in (use(fun), lambda w: fun(hki.materialize(w)))
+            )
+            jax.tree.map(functools.partial(dense_twin.close, rtol=2e-5), got, want)
+    assert {event.type_name for event, _ in report} == set(dense)
+
+
+def int4_pairs(w):
+    return hki.QuantizedMatrix.quantize(w, "int4", group_size=2)
+
+
+ROWS_AND_COLUMNS = ("columns split", "of two axes")
+
+
+@pytest.mark.slow_one_of(2)
+@pytest.mark.parametrize(
+    "held, gather",
+    few(
+        [(held, gather) for held in VIEWS for gather in GATHERS],
+        ("columns split", "outermost"),
+        ("transposed", "filled"),
+    ),
+)
+def test_gathers(held, gather):
+    """Whole rows, or whole columns, of the matrix are gathered; parts of both from the dense array."""
+    for kind in ("lora", "int8", "int4"):
+        dense = ["MatrixView"] if (held, gather) == ROWS_AND_COLUMNS else []
+        same_gather(kind, held, GATHERS[gather], dense=dense)
+
+
+@pytest.mark.slow
+@pytest.mark.slow_one_of(2)
+@pytest.mark.parametrize("held", VIEWS)
+@pytest.mark.parametrize("gather", BATCHED)
+def test_gathers_from_stacked_matrices(held, gather):
+    for kind in ("lora", "int8"):
+        # LoRA has no rule for rows of some of its matrices.
+        dense = ["LoRA"] if (kind, gather) == ("lora", "both") else []
+        same_gather(kind, held, BATCHED[gather], batch=(2,), dense=dense)
