@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import checkify
 from jax.experimental.ode import odeint
 
 import haiku_implicit as hki
@@ -251,6 +252,9 @@ RULES = [
     has_integers,
 ]
 
+# Those whose results are as their inputs are.
+SQUARE = [rule for rule in RULES if rule is not has_integers]
+
 
 def operands():
     keys = jax.random.split(jax.random.key(0), 3)
@@ -374,3 +378,42 @@ def test_odeint_in_a_model(may_be_dense):
         return odeint(lambda y, t: jnp.tanh(y @ w), x, jnp.linspace(0.0, 1.0, 3))
 
     same_gradients(solved, operands()["lora"], "grad", (0, 2, 3))
+
+
+def test_checks_within_are_found(may_be_dense):
+    def checked(w, x):
+        checkify.check(jnp.all(x < 0), "all are negative")
+        return x @ w
+
+    f = jax.custom_vjp(checked)
+    f.defvjp(lambda w, x: (x @ w, (w, x)), lambda s, g: (2 * s[1].T @ g, g @ s[0].T))
+    w = operands()["lora"]
+    for sign, message in [(1.0, "all are negative"), (-1.0, None)]:
+        error, y = checkify.checkify(use(f))(w, jnp.full((2, 6), sign))
+        assert message is None and error.get() is None or message in error.get()
+        np.testing.assert_allclose(
+            y, sign * hki.materialize(w).sum(0)[None].repeat(2, 0), rtol=1e-5
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_random_functions_with_rules(seed, may_be_dense):
+    """A rule on the result of another one, in one way within another, by some of the operands."""
+    draw = np.random.default_rng(seed)
+    kind = draw.choice(["lora", "int8", "qlora", "dora"])
+    first, second = draw.choice(SQUARE, 2)
+    outer, inner = (WAYS[name] for name in draw.choice(list(WAYS), 2))
+
+    def model(x, w):
+        return second(jnp.tanh(first(x, w)) / 3, w)
+
+    w = operands()[kind]
+    loss, values = of_leaves(use(model), w)
+    twin, _ = of_leaves(lambda x, w: model(x, hki.materialize(w)), w)
+    count = int(draw.integers(1, len(values) + 2))
+    places = tuple(int(i) for i in sorted(draw.choice(len(values) + 1, count, replace=False)))
+    x = jax.random.normal(jax.random.key(seed), (6, 6))
+    got, want = (jax.grad(outer(inner(f)), places)(x, *values) for f in (loss, jax.jit(twin)))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * max(1.0, float(jnp.abs(b).max())))

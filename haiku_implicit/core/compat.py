@@ -9,6 +9,7 @@ import jax
 import jax.ad_checkpoint
 import jax.extend.core
 import jax.numpy as jnp
+from jax.experimental import checkify
 from jax.experimental.custom_partitioning import SdyShardingRule
 
 Primitive = jax.extend.core.Primitive
@@ -120,6 +121,15 @@ def _find_custom_vmap() -> Primitive:
 
 
 _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def _find_check_effect() -> type:
+    """What `checkify.check` does beside its results, as a jaxpr has it."""
+    closed = jax.make_jaxpr(lambda x: checkify.check(x > 0, "positive"))(_SCALAR)
+    return type(next(iter(closed.effects)))
+
+
+CheckEffect = _find_check_effect()
 
 remat_p = _primitive_of(jax.checkpoint(lambda x: x * 2), _SCALAR)
 shard_map_p = _find_shard_map()

@@ -26,7 +26,7 @@ from haiku_implicit.core import compat, structure
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import dense_struct, flatten, is_implicit
 from haiku_implicit.core.higher_order import Operands, Params, handles
-from haiku_implicit.core.interpreter import interpret, materialize_array
+from haiku_implicit.core.interpreter import densify, interpret, materialize_array
 from haiku_implicit.core.retrace import retrace
 
 _REFUSED = -1
@@ -38,7 +38,11 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
     has_jvp = "jvp_jaxpr_fun" in params
     primitive = jex.custom_jvp_call_p if has_jvp else jex.custom_vjp_call_p
     original = functools.partial(compat.bind, primitive, params=params)
-    return _interpreted(params["call_jaxpr"], original, primitive.name, operands)
+    body: ClosedJaxpr = params["call_jaxpr"]
+    if any(isinstance(effect, compat.CheckEffect) for effect in body.effects):
+        reason = "its checks are found by checkify, which knows JAX's own primitives alone"
+        return original([densify(x, primitive.name, reason) for x in operands])
+    return _interpreted(body, original, primitive.name, operands)
 
 
 def _interpreted(
