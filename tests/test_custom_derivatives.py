@@ -388,9 +388,9 @@ def test_checks_within_are_found(may_be_dense):
     f = jax.custom_vjp(checked)
     f.defvjp(lambda w, x: (x @ w, (w, x)), lambda s, g: (2 * s[1].T @ g, g @ s[0].T))
     w = operands()["lora"]
-    for sign, message in [(1.0, "all are negative"), (-1.0, None)]:
+    for sign in (1.0, -1.0):
         error, y = checkify.checkify(use(f))(w, jnp.full((2, 6), sign))
-        assert message is None and error.get() is None or message in error.get()
+        assert (error.get() is not None) == (sign > 0)
         np.testing.assert_allclose(
             y, sign * hki.materialize(w).sum(0)[None].repeat(2, 0), rtol=1e-5
         )
