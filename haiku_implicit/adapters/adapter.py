@@ -39,7 +39,7 @@ class Adapter(Wrapper, core_ndim=2):
       >>> import dataclasses, jax.numpy as jnp, haiku_implicit as hki
       >>> from typing import Any
       >>> @dataclasses.dataclass
-      ... class Columns(hki.adapters.Adapter):
+      ... class Stretched(hki.adapters.Adapter):
       ...   factor: Any
       ...   @classmethod
       ...   def create(cls, w, key, *, start=1.0):
@@ -47,10 +47,10 @@ class Adapter(Wrapper, core_ndim=2):
       ...   def equivalent(self):
       ...     return hki.ScaledMatrix(self.w, self.factor, -1)
       >>> params = {'linear': {'w': jnp.ones((4, 3))}}
-      >>> hki.add_adapter(params, 0, Columns, start=2.0)['linear']['w']
-      Columns(float32[4,3], w=float32[4,3], factor=float32[3])
-      >>> type(hki.add_adapter(params, 0, 'columns')['linear']['w']).__name__
-      'Columns'
+      >>> hki.add_adapter(params, 0, Stretched, start=2.0)['linear']['w']
+      Stretched(float32[4,3], w=float32[4,3], factor=float32[3])
+      >>> type(hki.add_adapter(params, 0, 'stretched')['linear']['w']).__name__
+      'Stretched'
     """
 
     field_axes: ClassVar[dict[str, str]] = {}
