@@ -12,7 +12,7 @@ QUANTIZED = hki.QuantizedMatrix.quantize(W, "int4", group_size=32)
 LORA = hki.add_lora({"m": {"w": W}}, jax.random.key(0), rank=2)["m"]["w"]
 
 SHOWN = {
-    "lora": (LORA, "LoRA(", "# float32[64,32], 8,192 bytes as a dense array, 8,960 held"),
+    "lora": (LORA, "LoRA(", "# float32[64,32], 8,192 bytes as a dense array, 8,964 held"),
     "int4": (QUANTIZED, "format='int4'", "8,192 bytes as a dense array, 1,280 held"),
     "zeros": (
         hki.Zeros(shape=(2, 3), dtype=jnp.bfloat16),
