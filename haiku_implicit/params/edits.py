@@ -20,7 +20,12 @@ from haiku_implicit.params.options import (
     QuantizeOptions,
     zeros_for,
 )
-from haiku_implicit.params.remarks import LargeAdapters, warn_of_dense, warn_of_skipped
+from haiku_implicit.params.remarks import (
+    LargeAdapters,
+    warn_of_complex,
+    warn_of_dense,
+    warn_of_skipped,
+)
 from haiku_implicit.params.selection import describe
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QuantRule
@@ -127,12 +132,13 @@ def quantize_params(
     """Quantizes weights of a tree of parameters; of a LoRA weight its `w`.
 
     Args:
-      params: parameters as Haiku's `init` returns them, or any nesting of mappings.
+      params: parameters as Haiku's `init` returns them, or any nesting of mappings; or
+        `jax.ShapeDtypeStruct`s of them, to see what they would become.
       dtype: the number format; `QuantizedMatrix.quantize` says more of it and of the other options.
       group_size: how many consecutive elements along `axis` share a scale; None for all of them.
       targets: which parameters, as for `add_lora`. None: weights, as there, that are not quantized
         yet, that `group_size` divides and whose `axis` is longer than one. A warning names those that
-        it does not divide, and that `exclude` does not name.
+        it does not divide, and that `exclude` does not name; and complex ones, which are not supported.
       axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
         `x @ w`) or -1.
       zero_point: whether codes are relative to a zero point (asymmetric quantization).
@@ -174,7 +180,9 @@ def quantize_params(
     if rules is not None:
         options.refuse_beside_rules(QuantizeOptions())
         make = functools.partial(_stored_by_rule, options)
-        return trees.replace_by_rules(params, trees.checked_rules(rules), choice, make)
+        new = trees.replace_by_rules(params, trees.checked_rules(rules), choice, make)
+        warn_of_complex(params, choice)
+        return new
 
     def quantized(parameter: trees.Parameter) -> Any:
         return options.put_on(parameter.path, parameter.value, parameter.stacked)

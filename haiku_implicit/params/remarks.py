@@ -57,6 +57,11 @@ def warn_of_dense(params: Any, choice: trees.Choice, options: QuantizeOptions) -
     _warn(_left(params, choice, options.leaves), _dense_text(options), _complex(params, choice))
 
 
+def warn_of_complex(params: Any, choice: trees.Choice) -> None:
+    """Names the complex weights that `targets=None` leaves as they are."""
+    _warn([], _skipped_text, _complex(params, choice))
+
+
 def warn_of_skipped(params: Any, choice: trees.Choice, room: Room) -> None:
     """Names the weights that `targets=None` gives no adapter because the rank is too large for them."""
     _warn(_left(params, choice, room.leaves), _skipped_text, _complex(params, choice))
