@@ -7,7 +7,6 @@ import tempfile
 
 import chex
 import jax
-import jax.extend
 import jax.numpy as jnp
 import pytest
 
@@ -168,23 +167,4 @@ def test_an_error_is_not_shown_below_another(name, installed, monkeypatch):
         monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ZeroDivisionError, match="the user's own") as caught:
         USERS[name]()
-    assert caught.value.__context__ is None
-
-
-def test_an_error_of_a_rule_is_not_shown_below_another():
-    """Also of a primitive whose parameters are not hashable."""
-
-    class Named(hki.LoRA):
-        pass
-
-    primitive = jax.extend.core.Primitive("with_unhashable_parameters")
-    primitive.def_abstract_eval(lambda x, **_: x)
-
-    @hki.primitive_handler(primitive)
-    def rule(primitive, x: Named, **params):
-        raise ZeroDivisionError("the user's own")
-
-    w = Named(jnp.ones((4, 4)), jnp.ones((4, 1)), jnp.ones((1, 4)))
-    with pytest.raises(ZeroDivisionError, match="the user's own") as caught:
-        hki.use_implicit_args(lambda w: primitive.bind(w, names={"a": 1}))(w)
     assert caught.value.__context__ is None
