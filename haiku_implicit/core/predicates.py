@@ -48,11 +48,24 @@ def predicate_of(
             f"{argument}: expected a regular expression over 'module/name', a list of such names, a "
             f"predicate (module_name, name, value) -> bool, True or False, got {targets!r}"
         )
-    try:
-        pattern = re.compile(targets)
-    except re.error as e:
-        raise ValueError(f"{argument}: {targets!r} is not a regular expression: {e}") from None
+    pattern = compiled(argument, targets)
     return lambda module_name, name, value: bool(pattern.fullmatch(path_of(module_name, name)))
+
+
+def compiled(argument: str, pattern: Any) -> re.Pattern[str]:
+    """The regular expression that an argument is, or has in it.
+
+    Raises:
+      TypeError: for anything but a text or a compiled one.
+      ValueError: for a text that is not a regular expression.
+    """
+    text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
+    if not isinstance(text, str):
+        raise TypeError(f"{argument}: expected a regular expression, got {pattern!r}")
+    try:
+        return re.compile(pattern)
+    except re.error as e:
+        raise ValueError(f"{argument}: {pattern!r} is not a regular expression: {e}") from None
 
 
 def is_list_of_paths(targets: Any) -> bool:

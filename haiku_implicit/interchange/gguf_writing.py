@@ -3,7 +3,6 @@
 import difflib
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import progress
+from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.files.replacing import replaced
 from haiku_implicit.interchange import ggml_writing
@@ -229,22 +229,23 @@ class _Rules:
 
     def __init__(self, kind: Kinds) -> None:
         rules = kind if isinstance(kind, Mapping) else {".*": kind}
-        self._rules = {pattern: _checked_kinds(own) for pattern, own in rules.items()}
+        self._rules = {compiled("kind", p): _checked_kinds(own) for p, own in rules.items()}
 
     def check_used(self, names: Sequence[str]) -> None:
         """Raises for a pattern that no tensor's whole name matches."""
         for pattern in self._rules:
-            if not any(re.fullmatch(pattern, name) for name in names):
-                nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+            if not any(map(pattern.fullmatch, names)):
+                text = pattern.pattern
+                nearest = difflib.get_close_matches(text, names, n=3, cutoff=0.0)
                 raise ValueError(
-                    f"kind: no tensor's whole name matches {pattern!r}. Nearest: {', '.join(nearest)}"
+                    f"kind: no tensor's whole name matches {text!r}. Nearest: {', '.join(nearest)}"
                 )
 
     def of(self, name: str, path: str, weight: Any, shape: tuple[int, ...]) -> str:
         """The kind of a tensor, for a weight that is laid out as it is."""
         if len(shape) < 2:
             return "F32"
-        found = [own for pattern, own in self._rules.items() if re.fullmatch(pattern, name)]
+        found = [own for pattern, own in self._rules.items() if pattern.fullmatch(name)]
         kinds = found[0] if found else None
         if kinds is None:
             return _kind_of(name, path, weight)

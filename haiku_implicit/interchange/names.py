@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from haiku_implicit.core.predicates import compiled
 from haiku_implicit.files.container import CheckpointError, brief, is_shape
 from haiku_implicit.files.kinds import read_json
 
@@ -208,11 +209,11 @@ def _place_in_json(pattern: str, place: Any) -> str | Place:
 
 
 def _compiled(pattern: str, places: Places) -> re.Pattern[str]:
+    found = compiled("names", pattern)
     try:
-        compiled = re.compile(pattern)
         for place in () if places is None else _each(places):
             # For an error about a group that the pattern does not have.
-            compiled.sub(place.path if isinstance(place, Place) else place, "")
+            found.sub(place.path if isinstance(place, Place) else place, "")
     except (re.error, IndexError) as e:
         raise ValueError(f"names: {pattern!r}: {places!r}: {e}") from None
-    return compiled
+    return found

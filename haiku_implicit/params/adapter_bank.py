@@ -15,6 +15,7 @@ from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.serialization import register_tree_type
+from haiku_implicit.numerics.options import is_positive_integer
 from haiku_implicit.params import trees
 from haiku_implicit.params.adapter_parts import (
     AdapterParts,
@@ -80,8 +81,8 @@ class AdapterBank:
         Raises:
           ValueError: for a capacity below 1, and as `add_lora` does.
         """
-        if capacity < 1:
-            raise ValueError(f"capacity: expected 1 or more, got {capacity}")
+        if not is_positive_integer(capacity):
+            raise ValueError(f"capacity: expected an integer, 1 or more, got {capacity!r}")
         options: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
         zeros = lambda key, shape, dtype: jnp.zeros(shape, dtype)  # noqa: E731
         whole = add_lora(params, 0, rank=rank, alpha=float(rank), init=zeros, **options)
@@ -143,7 +144,13 @@ class AdapterBank:
         return self.put(slot, AdapterParts({}))
 
     def select(self, slot: Any) -> Any:
-        """The parameters with the adapter of a slot, an integer or a traced one."""
+        """The parameters with the adapter of a slot, an integer or a traced one.
+
+        Raises:
+          ValueError: for a slot that there is not; if it is traced, the factors are NaN instead.
+        """
+        if not isinstance(slot, jax.core.Tracer):
+            self._checked_slot(slot)
         place = self._place(slot)
 
         def selected(parameter: trees.Parameter) -> Any:
@@ -174,10 +181,17 @@ class AdapterBank:
         )
 
     def _checked_slot(self, slot: Any) -> int:
-        is_integer = hasattr(slot, "__index__") and not isinstance(slot, bool | np.bool_)
-        if not is_integer or not 0 <= operator.index(slot) < self.capacity:
+        try:
+            number = None if isinstance(slot, bool | np.bool_) else operator.index(slot)
+        except TypeError:  # of another dtype, or an array with axes
+            number = None
+        if number is None:
+            raise ValueError(
+                f"slot: expected an integer from 0 to {self.capacity - 1}, got {slot!r}"
+            )
+        if not 0 <= number < self.capacity:
             raise ValueError(f"slot: expected 0 to {self.capacity - 1}, got {slot}")
-        return operator.index(slot)
+        return number
 
 
 def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from haiku_implicit.arrays.lora import LoRA, RestLoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.keys import as_key
 from haiku_implicit.params.adapter_parts import AdapterParts, checked_parts, without_base
 from haiku_implicit.params.trees import Parameter
 
@@ -42,7 +43,7 @@ def combine_adapters(
         rank for 'linear', the largest of the adapters for the others.
       density: the part of the entries that is kept, for 'ties' and 'dare'; 'ties' keeps so many of each
         matrix, rounded up.
-      key: a random key, for 'dare'.
+      key: a random key, or an integer seed, for 'dare'.
 
     Returns:
       The adapter; its scale is 1.
@@ -105,7 +106,7 @@ def _merging(
         return lambda path, deltas: _ties(deltas, density)
     if key is None:
         raise ValueError("key: 'dare' draws what it keeps; give a random key")
-    key = jax.random.key(key) if isinstance(key, int) else key
+    key = as_key(key)
 
     def dare(path: str, deltas: _Deltas) -> jax.Array:
         keys = jax.random.split(Parameter("", path, None).key_from(key), len(deltas))

@@ -9,7 +9,8 @@ import jax
 
 from haiku_implicit.adapters.adapter import Adapter, method_named, method_names
 from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.core.predicates import Targets, no_match, predicate_of
+from haiku_implicit.core.keys import as_key
+from haiku_implicit.core.predicates import Targets, compiled, no_match
 from haiku_implicit.numerics.options import is_positive_integer
 from haiku_implicit.params import trees
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
@@ -70,7 +71,7 @@ def add_adapter(
     """
     kind, name = _kind_of(method)
     of_weight = _options_of(kind, name, options, patterns or {})
-    key = jax.random.key(key) if isinstance(key, int) else key
+    key = as_key(key)
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
     room = Room(lambda path: of_weight(path).get("rank", 1), _room_of(kind, of_weight))
     large = LargeAdapters()
@@ -167,9 +168,9 @@ def _options_of(
     kind: Any, name: str, options: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
 ) -> Callable[[str], dict[str, Any]]:
     """The options for the weight of a path; raises for those that the method does not have."""
-    _check_patterns(patterns)
     known = options_of(kind)
-    for given in (options, *({**options, **more} for more in patterns.values())):
+    rules = checked_patterns(patterns)
+    for given in (options, *({**options, **more} for _, more in rules)):
         wrong = sorted(set(given) - set(known or given))
         missing = [own for own, needed in (known or {}).items() if needed and own not in given]
         if wrong or missing:
@@ -182,22 +183,20 @@ def _options_of(
             raise ValueError(f"rank: expected a positive integer, got {given['rank']!r}")
 
     def of_weight(path: str) -> dict[str, Any]:
-        found = (more for pattern, more in patterns.items() if re.fullmatch(pattern, path))
+        found = (more for pattern, more in rules if pattern.fullmatch(path))
         return {**options, **next(found, {})}
 
     return of_weight
 
 
-def _check_patterns(patterns: Any) -> None:
-    """Raises unless this is a mapping from regular expressions to options."""
-    if not isinstance(patterns, Mapping):
-        raise TypeError(
-            "patterns: expected a mapping from regular expressions to options, such as "
-            f"{{'.*/mlp/.*': {{'rank': 4}}}}, got {patterns!r}"
-        )
-    for pattern, own in patterns.items():
-        predicate_of("patterns", pattern if isinstance(pattern, str) else (pattern,))
-        if not isinstance(own, Mapping):
+def checked_patterns(
+    patterns: Mapping[str, Mapping[str, Any]],
+) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
+    """The argument `patterns`, compiled."""
+    for part in (patterns, *(patterns.values() if isinstance(patterns, Mapping) else ())):
+        if not isinstance(part, Mapping):
             raise TypeError(
-                f"patterns: expected options for {pattern!r}, such as {{'rank': 4}}, got {own!r}"
+                "patterns: expected a mapping from regular expressions to mappings of options, such as "
+                f"{{'.*/query/w': {{'rank': 4}}}}, got {patterns!r}"
             )
+    return [(compiled("patterns", pattern), more) for pattern, more in patterns.items()]

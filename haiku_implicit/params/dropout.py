@@ -8,8 +8,8 @@ from haiku_implicit.adapters.dropout import InputDropout
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.zeros import Zeros
+from haiku_implicit.core.keys import as_key
 from haiku_implicit.params import trees
-from haiku_implicit.params.quantized_training import typed_key
 
 
 def with_dropout(params: Any, key: Any, rate: float) -> Any:
@@ -33,7 +33,8 @@ def with_dropout(params: Any, key: Any, rate: float) -> Any:
 
     Args:
       params: a tree with `LoRA` in it.
-      key: a random key. Each weight gets one of its own, from this one and its path.
+      key: a random key, or an integer seed. Each weight gets a key of its own, from this one and
+        its path.
       rate: the probability of a zero, at least 0 and less than 1.
 
     Returns:
@@ -41,6 +42,7 @@ def with_dropout(params: Any, key: Any, rate: float) -> Any:
 
     Raises:
       ValueError: for another rate, and where no parameter is a `LoRA`.
+      TypeError: for anything but a key or a seed.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -54,7 +56,7 @@ def with_dropout(params: Any, key: Any, rate: float) -> Any:
         raise ValueError(f"rate: expected a number of at least 0 and less than 1, got {rate!r}")
     if rate == 0:
         return params
-    key = typed_key(key)
+    key = as_key(key)
     count = 0
 
     def dropped(parameter: trees.Parameter) -> Any:

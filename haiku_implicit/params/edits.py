@@ -4,11 +4,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.static_quantized import StaticQuantized
+from haiku_implicit.core.keys import as_key
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
@@ -97,7 +96,7 @@ def add_lora(
     """
     options = LoRAOptions(rank, alpha, init, rank_stabilized)
     room = options.room
-    key = jax.random.key(key) if isinstance(key, int) else key
+    key = as_key(key)
 
     large = LargeAdapters()
 

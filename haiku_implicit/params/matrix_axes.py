@@ -1,6 +1,6 @@
 """Which axes of a weight are the rows of a matrix and which its columns."""
 
-import re
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from haiku_implicit.arrays.matrix_view import MatrixView, unfolded, view_of
 from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.predicates import no_match
+from haiku_implicit.core.predicates import compiled, no_match
 from haiku_implicit.params.selection import errors_name
 
 
@@ -74,13 +74,28 @@ def open_matrix(path: str, value: Any, given: MatrixAxesOf | None = None) -> Ope
 
 def check_given(given: MatrixAxesOf | None, paths: Sequence[str]) -> None:
     """Raises for axes of a parameter that there is not."""
-    for key in given or {}:
-        if key not in paths and not any(re.fullmatch(key, path) for path in paths):
-            raise no_match("matrix_axes", key, paths)
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"matrix_axes: expected a mapping from names to axes, got {given!r}")
+    for key, axes in (given or {}).items():
+        if not isinstance(axes, Sequence) or not all(isinstance(x, Sequence) for x in axes):
+            raise TypeError(
+                f"matrix_axes: {key!r}: expected the axes of the rows and of the columns, such as "
+                f"((-3,), (-2, -1)), got {axes!r}"
+            )
+        if key not in paths:
+            pattern = compiled("matrix_axes", key)
+            if not any(map(pattern.fullmatch, paths)):
+                raise no_match("matrix_axes", key, paths)
 
 
 def _given_for(path: str, given: MatrixAxesOf) -> MatrixAxes | None:
     found = given.get(path)
     if found is None:
-        found = next((axes for key, axes in given.items() if re.fullmatch(key, path)), None)
+        found = next((axes for key, axes in given.items() if _matches(key, path)), None)
     return None if found is None else MatrixAxes(*map(tuple, found))
+
+
+def _matches(key: str, path: str) -> bool:
+    with contextlib.suppress(ValueError):  # the name of another parameter, with a bracket, say
+        return bool(compiled("matrix_axes", key).fullmatch(path))
+    return False

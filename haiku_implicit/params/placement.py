@@ -1,6 +1,5 @@
 """Where the parameters of a model lie on a mesh of devices, from what is known of the dense ones."""
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import is_implicit, known_struct
+from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.sharding import fitting, leaf_specs, names_in, num_parts, padded_spec
 from haiku_implicit.core.transform import tree_flatten_with_implicit
 from haiku_implicit.core.warn import shown, warn_caller
@@ -185,17 +185,16 @@ def _checked(path: str, spec: Any) -> PartitionSpec:
 def _by_rules(paths: Sequence[str], rules: Sequence[tuple[Any, Any]]) -> list[PartitionSpec]:
     """The spec of each array, of the first rule that matches its path."""
     try:
-        compiled = [re.compile(pattern) for pattern, _ in rules]
-    except (re.error, TypeError) as e:
-        patterns = [pattern for pattern, _ in rules]
+        patterns = [compiled("specs", pattern) for pattern, _ in rules]
+    except (ValueError, TypeError) as e:
         raise ValueError(
             "specs: expected pairs of a regular expression and a PartitionSpec, got the patterns "
-            f"{patterns!r}: {e}"
+            f"{[pattern for pattern, _ in rules]!r}: {e}"
         ) from e
     found = []
     for path in paths:
         own = [
-            _checked(path, r[1]) for p, r in zip(compiled, rules, strict=True) if p.fullmatch(path)
+            _checked(path, r[1]) for p, r in zip(patterns, rules, strict=True) if p.fullmatch(path)
         ]
         if not own:
             known = ", ".join(repr(pattern) for pattern, _ in rules)

@@ -14,6 +14,7 @@ from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.arrays.probe import Use
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
+from haiku_implicit.core.keys import as_key
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.numerics import formats
@@ -160,7 +161,8 @@ def with_rounding_key(params: Any, key: Any) -> Any:
 
     Args:
       params: a tree with `TrainedQuantized` in it.
-      key: a random key. Each weight gets one of its own, from this one and its path.
+      key: a random key, or an integer seed. Each weight gets a key of its own, from this one and
+        its path.
 
     Returns:
       The tree with keys on the weights whose rules round stochastically. If a step uses a weight
@@ -174,7 +176,7 @@ def with_rounding_key(params: Any, key: Any) -> Any:
       >>> hki.with_rounding_key(params, jax.random.key(0))['linear']['w'].key.shape
       ()
     """
-    key = typed_key(key)
+    key = as_key(key)
 
     def keyed(parameter: trees.Parameter) -> Any:
         value = parameter.value
@@ -388,15 +390,9 @@ def _needs_key(weight: TrainedQuantized) -> bool:
     )
 
 
-def typed_key(key: jax.Array) -> jax.Array:
-    """A key of JAX's newer kind: Haiku's are arrays of integers."""
-    typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return key if typed else jax.random.wrap_key_data(key)
-
-
 def _keyed(weight: TrainedQuantized, key: jax.Array) -> TrainedQuantized:
     batch = weight.shape[:-2]
-    key = typed_key(key)
+    key = as_key(key)
     return weight._replace(key=jax.random.split(key, batch) if batch else key)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.core.keys import as_key
 from haiku_implicit.numerics import options
 from haiku_implicit.numerics.operands import OperandSpec, QuantizedOperand
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -61,7 +62,7 @@ def dot_general(
       rule: what is quantized how; without `weight_qtype` nothing is.
       out_sharding: of the result.
       lhs_is_weight, rhs_is_weight: which operands are weights; the others are activations.
-      key: a random key, for a rule with stochastic rounding that is differentiated.
+      key: a random key, or an integer seed, for a rule with stochastic rounding that is differentiated.
       stats: statistics of the activation, for a rule with `act_static_scale`.
 
     Returns:
@@ -122,7 +123,7 @@ def conv_general_dilated(
       rule: as for `dot_general`, like those that follow.
       out_sharding: of the result; from the JAX version on that has it.
       lhs_is_weight, rhs_is_weight: which operands are weights.
-      key: a random key.
+      key: a random key, or an integer seed.
       stats: statistics of the activation.
 
     Returns:
@@ -183,7 +184,7 @@ def ragged_dot(
       precision, preferred_element_type, group_offset: as for `jax.lax.ragged_dot`.
       rule: as for `dot_general`, like those that follow.
       lhs_is_weight, rhs_is_weight: which operands are weights.
-      key: a random key.
+      key: a random key, or an integer seed.
       stats: statistics of the activation.
 
     Returns:
@@ -243,6 +244,7 @@ def how_by_rule(
     """As a rule says; nothing of dense operands where it leaves weights alone."""
     config = quant_rules.config_of(rule, *are_weights)
     batch_axes = tuple(rule.act_batch_axes) if rule.act_static_scale else None
+    key = None if key is None else as_key(key)
     return How(config, are_weights, dtype, key, stats, batch_axes, rule.weight_qtype is None)
 
 

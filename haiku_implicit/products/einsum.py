@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.keys import as_key
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.products import by_rule
 from haiku_implicit.products.quant_rules import QuantRule
@@ -40,7 +41,7 @@ def einsum(
       rule: as for `dot_general`.
       precision, preferred_element_type, out_sharding: as for `jnp.einsum`.
       weights: which operands are weights, by position; the last one by default.
-      key: a random key. All products draw from it, each with a key of its own.
+      key: a random key, or an integer seed. All products draw from it, each with a key of its own.
 
     Returns:
       What `jnp.einsum` returns, up to rounding.
@@ -62,6 +63,7 @@ def einsum(
             f"weights: expected positions among {len(operands)} operands, got {weights!r}"
         )
     positions = {i % len(operands) for i in chosen}
+    key = None if key is None else as_key(key)
     options: dict[str, Any] = dict(preferred_element_type=preferred_element_type)
     options |= {} if precision is None else dict(precision=precision)
     options |= {} if out_sharding is None else dict(out_sharding=out_sharding)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.serialization import static_values
 from haiku_implicit.core.warn import shown, warn_caller
 from haiku_implicit.numerics import calibration, formats, options, ranges
@@ -72,7 +73,7 @@ class QuantRule:
     act_batch_axes: Collection[int] = (0,)
 
     def __post_init__(self) -> None:
-        _check_pattern(self.module_path)
+        compiled("module_path", self.module_path)
         self._set(op_names=_op_names(self.op_names), act_batch_axes=tuple(self.act_batch_axes))
         self._set(
             **{name: options.format_name(name, getattr(self, name)) for name in self._qtype_names()}
@@ -313,13 +314,6 @@ def warn_of_unused(rules: Sequence[QuantRule], module_paths: Iterable[str]) -> N
 
 
 # --- validation ----------------------------------------------------------------------------------
-
-
-def _check_pattern(pattern: Any) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as e:
-        raise ValueError(f"module_path: {pattern!r} is not a regular expression: {e}") from None
 
 
 def _op_names(names: Any) -> tuple[str, ...]:

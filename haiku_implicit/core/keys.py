@@ -1,0 +1,37 @@
+"""Random keys that users give."""
+
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def as_key(key: Any) -> jax.Array:
+    """A random key of JAX's newer kind, from one of either kind (Haiku's are integers) or a seed.
+
+    Raises:
+      TypeError: for anything else.
+      ValueError: for several keys, and for a seed of more than 64 bits.
+    """
+    dtype, shape = getattr(key, "dtype", None), tuple(getattr(key, "shape", ()))
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return _one(key, shape, 0)
+    if dtype == np.uint32 and shape:
+        return jax.random.wrap_key_data(_one(key, shape, 1))
+    is_seed = dtype is not None and jax.dtypes.issubdtype(dtype, np.integer) and not shape
+    if isinstance(key, bool) or not (is_seed or isinstance(key, numbers.Integral)):
+        raise TypeError(
+            f"key: expected a random key, as jax.random.key(0) returns, or an integer seed, got {key!r}"
+        )
+    try:
+        return jax.random.key(key)
+    except OverflowError as e:
+        raise ValueError(f"key: expected a seed of at most 64 bits, got {key}") from e
+
+
+def _one(key: Any, shape: tuple[int, ...], axes: int) -> Any:
+    """The key, which has to be a single one."""
+    if len(shape) > axes:
+        raise ValueError(f"key: expected one random key, got an array of them, {list(shape)}")
+    return key
