@@ -161,6 +161,14 @@ class ImplicitArray(abc.ABC):
         """
         return NotImplemented
 
+    def restored(self) -> Self:
+        """This array as rules and `materialize` read it: themselves, unless a type overrides this.
+
+        Trees are mapped over by functions that know nothing of the types in them, such as a cast of all
+        leaves. Override it if leaves that were cast can be told, and taken back, or refused.
+        """
+        return self
+
     def compute_shape(self) -> tuple[int, ...] | None:
         """The shape according to the children, or None if only `materialize` can tell."""
         return None

@@ -92,6 +92,7 @@ def apply(primitive: compat.Primitive, operands: Sequence[Any], params: Params) 
 
     The steps are those that `dispatch.primitive_handler` lists.
     """
+    operands = [x.restored() if is_implicit(x) else x for x in operands]
     types = tuple(type(x) if is_implicit(x) else jax.Array for x in operands)
     for rule, order in dispatch.rules_for(primitive, types):
         out = _call_rule(rule, primitive, [operands[i] for i in order], params)
@@ -280,6 +281,7 @@ def materialize_array(x: Any) -> jax.Array:
 
 
 def _materialized(x: Any) -> jax.Array:
+    x = x.restored()
     shape, dtype = x.shape, x.dtype
     with jax.numpy_dtype_promotion("standard"):
         if is_nested(x):

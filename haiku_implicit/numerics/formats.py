@@ -254,6 +254,27 @@ def pack(codes: jax.Array, fmt: Format) -> jax.Array:
     return stored.reshape(*lead, groups * fmt.stored(g))
 
 
+def restored(codes: jax.Array, fmt: Format) -> jax.Array:
+    """Codes in the dtype of their format, if a cast of a whole tree has changed it.
+
+    `jax.tree.map(lambda x: x.astype(dtype), params)` casts codes as well, and `jmp` those that are
+    floating. Dtypes of 16 bits and more hold all of them.
+
+    Raises:
+      TypeError: for another dtype.
+    """
+    if codes.dtype == fmt.dtype:
+        return codes
+    kinds: Any = (np.floating,) if fmt.is_float else (np.floating, np.integer)
+    if codes.dtype.itemsize == 1 or not any(jax.dtypes.issubdtype(codes.dtype, k) for k in kinds):
+        raise TypeError(
+            f"codes of {fmt.name!r} are {fmt.dtype.name}, and were cast to {codes.dtype.name}, which "
+            "does not hold them. Cast dense values instead: hki.use_implicit_args(lambda params: "
+            "jax.tree.map(lambda x: x.astype(dtype), params))(params)"
+        )
+    return codes.astype(fmt.dtype)
+
+
 def unpack(codes: jax.Array, groups: int, fmt: Format) -> jax.Array:
     """The inverse of `pack`: `[..., groups, g]`."""
     *lead, stored = codes.shape

@@ -302,6 +302,15 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         told = hasattr(new.scale, "dtype") and new.dtype == self.dtype
         return new if told else new._replace(dtype=self.dtype)
 
+    def restored(self) -> Self:
+        """With codes in the dtype of the format, where a cast of a whole tree has changed it.
+
+        Raises:
+          TypeError: for a dtype that does not hold all codes.
+        """
+        codes = formats.restored(self.codes, self._format)
+        return self if codes is self.codes else self._replace(codes=codes)
+
     def compute_shape(self) -> tuple[int, ...]:
         *lead, rows, stored = np.shape(self.codes)
         core = rows, stored * 8 // self._format.bits - self.padding

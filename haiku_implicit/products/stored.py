@@ -15,7 +15,6 @@ import numpy as np
 from haiku_implicit.core.array import dense_struct, is_implicit
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.sharding import left_to_partitioner, result_sharding
-from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.options import activation_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.bilinear import product_of
@@ -84,11 +83,6 @@ def quantized_dot(
     Returns:
       What `dot_general` of `x` and the dense `q` is, up to the order of its sums.
     """
-    own = formats.find(q.format).dtype
-    if q.codes.dtype != own:
-        # Code that casts all floating leaves of a tree, as `jmp` does, casts codes of 8-bit floats too,
-        # which lose nothing by it.
-        q = q._replace(codes=q.codes.astype(own))
     contract, batch = ((tuple(lhs), tuple(rhs)) for lhs, rhs in dimension_numbers)
     if q_first:
         contract, batch = contract[::-1], batch[::-1]

@@ -440,6 +440,55 @@ def test_a_tree_whose_floating_leaves_were_cast(name, dtype, never_dense):
     np.testing.assert_allclose(np.float32(got), want, atol=0.03 * np.abs(want).max())
 
 
+# What reads the codes, each in its own way.
+READERS = {
+    "product": lambda w, x: x @ w,
+    "product with the rows": lambda w, x: w @ x.T[:6],
+    "rows": lambda w, x: w[jnp.array([3, 0])],
+    "columns": lambda w, x: w[:, jnp.array([5, 1])],
+    "slice": lambda w, x: w[:, 1:4],
+    "transposed": lambda w, x: w.T @ x.T,
+    "sum": lambda w, x: w.sum(0),
+    "scaled": lambda w, x: (w * 2.0).T,
+    "in a loop": lambda w, x: jax.lax.fori_loop(0, 2, lambda i, x: (x @ w) @ w.T / 64, x),
+}
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize(
+    "name", ["int8", "int5", "int4", "nf4", "fp8_e4m3", "uint4", "q2_k", "mxfp4"]
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_tree_whose_leaves_were_all_cast(name, dtype, reader, may_be_dense):
+    """`jax.tree.map(lambda x: x.astype(dtype), params)` casts codes, too; they are exact in these."""
+    q = hki.QuantizedMatrix.quantize(normal((256, 6)), name)
+    x = jnp.asarray(normal((3, 256)), jnp.float32)
+    cast = jax.tree.map(lambda leaf: leaf.astype(dtype), q)
+    rounded = lambda leaf: leaf.astype(dtype).astype(leaf.dtype)  # noqa: E731
+    want = jax.tree.map(rounded, q)  # scales are rounded, and codes stay
+    got = hki.use_implicit_args(READERS[reader])(cast, x)
+    want = hki.use_implicit_args(READERS[reader])(want, x)
+    got, want = (np.float32(hki.materialize(y)) for y in (got, want))
+    np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bool_, jnp.complex64, jnp.int4])
+def test_codes_that_were_cast_to_less(name, dtype, may_be_dense):
+    q = hki.QuantizedMatrix.quantize(normal((64, 6)), name)
+    cast = q._replace(codes=q.codes.astype(dtype))
+    x = jnp.asarray(normal((3, 64)), jnp.float32)
+    message = (
+        f"codes of '{name}' are u?int8, and were cast to .* Cast dense values instead: hki.use_i"
+    )
+    for read in (READERS["product"], READERS["rows"], READERS["sum"]):
+        with pytest.raises(TypeError, match=message):
+            hki.use_implicit_args(read)(cast, x)
+    with pytest.raises(TypeError, match=message):
+        hki.materialize(cast)
+
+
 def test_product_of_two_quantized():
     same_as_dense(lambda w, x: (w @ w.T) @ x, quantized(), normal((N, K)))
 
