@@ -617,3 +617,37 @@ def test_no_memory_for_what_is_frozen():
     temporary, state = account([w.w for w in params])
     assert state == 2 * frozen + 4
     assert temporary > weight / 2
+
+
+# --- first mistakes ---------------------------------------------------------------------------------
+
+PLAIN = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1),
+    "lion": optax.lion(0.1),
+    "adafactor": optax.adafactor(0.1),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+    "several steps": optax.MultiSteps(optax.adam(0.1), 1),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("quantized", [True, False])
+def test_gradients_of_what_is_frozen_name_the_optimizer(name, quantized):
+    """With plain optax: JAX's error prints the types that differ, and the type says the way out."""
+    params = {"a": {"w": jnp.ones((8, 8))}}
+    params = hki.add_lora(hki.quantize_params(params) if quantized else params, 0, rank=2)
+    grads = hki.grad(lambda params: (jnp.ones((2, 8)) @ params["a"]["w"]).sum())(params)
+    optimizer = PLAIN[name]
+    with pytest.raises(
+        (ValueError, TypeError), match=r"hki\.freeze_declared\(optimizer\) takes it"
+    ):
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        optax.apply_updates(params, updates)
+    optimizer = hki.freeze_declared(optimizer)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    new = hki.apply_updates(params, updates)
+    jax.tree.map(np.testing.assert_array_equal, new["a"]["w"].w, params["a"]["w"].w)
+    assert (np.asarray(new["a"]["w"].b) != np.asarray(params["a"]["w"].b)).any()

@@ -22,9 +22,19 @@ from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
 
+# An optimizer that meets these zeros was not told of what is frozen.
+_WAY_OUT = "the gradient of a frozen array: hki.freeze_declared(optimizer) takes it"
+
+
+class _TellsTheWayOut(type(SymbolicConstant)):  # type: ignore[misc]
+    """Of `Zeros`: JAX's errors about trees that differ print types, and nothing else of ours."""
+
+    def __repr__(cls) -> str:
+        return f"{super().__repr__()} ({_WAY_OUT})"
+
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
-class Zeros(SymbolicConstant):
+class Zeros(SymbolicConstant, metaclass=_TellsTheWayOut):
     """An array of zeros that annihilates: `x + Zeros` is `x`, `x * Zeros` is `Zeros`.
 
     These zeros are *symbolic*, as those of JAX's own differentiation are: `Zeros * x` and `Zeros / x`
@@ -56,6 +66,12 @@ class Zeros(SymbolicConstant):
 
     def __repr__(self) -> str:
         return f"Zeros({short(self)})"
+
+    def __jax_array__(self) -> jax.Array:
+        try:
+            return super().__jax_array__()
+        except TypeError as error:
+            raise TypeError(f"{error} Zeros may be {_WAY_OUT}.") from None
 
 
 def _zeros(out: jax.ShapeDtypeStruct) -> Zeros:
