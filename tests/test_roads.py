@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import roads
-from tests.devices import run_on_devices
+from tests.devices import HANG, run_on_devices
 
 WALK = "import sys; from tests.roads import walk; walk(*sys.argv[1:3], sys.argv[3:])"
 # Of the roads of all kinds and loops, those that quick tests walk.
@@ -25,7 +25,7 @@ def walked(chosen, folder, devices):
         assert not failed, "\n\n".join(failed)
     paths = [roads.path_of(folder, roads.NAMED[name], "plain") for name in chosen]
     command = [sys.executable, "-W", "ignore", "-m", "tests.plain_model", *paths]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG)
     assert run.returncode == 0, run.stderr
     return dict(zip(chosen, map(float, run.stdout.split()), strict=True))
 

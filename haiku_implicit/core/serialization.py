@@ -213,13 +213,13 @@ def naming_lost_types(*trees: Any) -> Iterator[None]:
 
 
 def _kinds_with_fields(names: Iterable[Any]) -> list[str]:
-    """The names of the types that have just these fields."""
+    """The names of the types that have just these fields; not of subclasses of such types."""
     found = []
     for node in _checkpoints.values():
         with contextlib.suppress(TypeError):  # of a class without its decorator
             if set(node.fields()[0]) == set(names) != set():
-                found.append(node.kind.__name__)
-    return found
+                found.append(node.kind)
+    return [kind.__name__ for kind in found if not set(kind.__mro__[1:]) & set(found)]
 
 
 def _path_of(mapping: Mapping[str, Any], trees: Sequence[Any]) -> str:
