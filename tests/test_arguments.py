@@ -181,9 +181,9 @@ def test_what_is_no_regular_expression(name, tmp_path):
     [{"l/w": 3}, {"l/w": None}, {"l/w": [("rank", 1)]}, [("l/w", {"rank": 1})], "l/w", 3],
 )
 def test_patterns_are_mappings_of_options(patterns):
-    with pytest.raises(
-        TypeError, match="patterns: expected a mapping from regular .* to mappings of"
-    ):
+    known = isinstance(patterns, dict)
+    message = "options for 'l/w', such as" if known else "a mapping from regular .* to mappings of"
+    with pytest.raises(TypeError, match=f"patterns: expected {message}"):
         hki.add_adapter(PARAMS, 0, "dora", rank=2, patterns=patterns)
 
 

@@ -193,10 +193,13 @@ def checked_patterns(
     patterns: Mapping[str, Mapping[str, Any]],
 ) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
     """The argument `patterns`, compiled."""
-    for part in (patterns, *(patterns.values() if isinstance(patterns, Mapping) else ())):
-        if not isinstance(part, Mapping):
-            raise TypeError(
-                "patterns: expected a mapping from regular expressions to mappings of options, such as "
-                f"{{'.*/query/w': {{'rank': 4}}}}, got {patterns!r}"
-            )
+    example = "such as {'.*/mlp/.*': {'rank': 4}}"
+    if not isinstance(patterns, Mapping):
+        raise TypeError(
+            "patterns: expected a mapping from regular expressions to mappings of options, "
+            f"{example}, got {patterns!r}"
+        )
+    for pattern, own in patterns.items():
+        if not isinstance(own, Mapping):
+            raise TypeError(f"patterns: expected options for {pattern!r}, {example}, got {own!r}")
     return [(compiled("patterns", pattern), more) for pattern, more in patterns.items()]

@@ -210,7 +210,9 @@ def test_slots_of_any_integer_dtype(capacity):
     last = np.uint8(min(capacity, 256) - 1)
     emptied = bank.put(last, zero).slots["l/w"][1][:, 0, 0]
     np.testing.assert_array_equal(np.flatnonzero(emptied != numbers[:, 0, 0]), [last])
-    with pytest.raises(ValueError, match=f"slot: expected 0 to {capacity - 1}, got True"):
+    with pytest.raises(
+        ValueError, match=f"slot: expected an integer from 0 to {capacity - 1}, got True"
+    ):
         bank.put(True, zero)
 
 
