@@ -205,6 +205,8 @@ def test_a_double_is_a_double_in_x64_mode(x64):
     assert hki.materialize(Nought(shape=(2,), dtype=np.float64)).dtype == jnp.float64
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(3)
 @ALL
 def test_attributes_of_an_array(name):
     w = CASES[name](0)
@@ -669,6 +671,8 @@ def test_abstract_evaluation_from_outside(name):
     assert (dense.shape, dense.dtype) == (w.shape, w.dtype)
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(3)
 @ALL
 def test_identity_under_transformations(name):
     case = CASES[name]
@@ -681,6 +685,8 @@ def test_identity_under_transformations(name):
     chex.assert_trees_all_equal(jax.device_put(w), w)
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n].core_ndim is not None])
 def test_with_leading_axis_undoes_itself(name):
     w = CASES[name](0, (3,))

@@ -308,6 +308,8 @@ def same_gradients(rule, w, way, argnums, transform=lambda f: f):
         np.testing.assert_allclose(a, b, rtol=3e-4, atol=1e-4)  # float32 sums in another order
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_are_told_the_same_as_in_a_dense_program(rule, may_be_dense):
     for argnums in [(0,), (2, 3)]:  # LoRA's base does not move, but its operand does

@@ -343,6 +343,8 @@ ON_ONE_DEVICE = {
 }
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("fun", ON_ONE_DEVICE.values(), ids=ON_ONE_DEVICE)
 def test_types_of_results_on_one_device(fun, may_be_dense):
     """On two, with all types, in the slow tests."""
@@ -457,6 +459,8 @@ def scaled_gradient(w, x):
 scaled_gradient.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, ct: (kept[0], ct @ kept[0].T))
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fun", UNDER_VMAP.values(), ids=UNDER_VMAP)
 def test_a_mapped_axis_that_is_split(fun, may_be_dense):
     """Also if only the weight is mapped, as in the gradient of a sum, whose cotangents are not."""

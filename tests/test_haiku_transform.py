@@ -121,6 +121,7 @@ def test_wrong_kind(wrong):
 # --- Haiku's features -------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @pytest.mark.usefixtures("may_be_dense")

@@ -12,7 +12,7 @@ from tests.devices import HANG, run_on_devices
 
 WALK = "import sys; from tests.roads import walk; walk(*sys.argv[1:3], sys.argv[3:])"
 # Of the roads of all kinds and loops, those that quick tests walk.
-QUICK = ("LoRA on int4 documented dict", "LoRA plain FlatMap", "quantized training plain dict")
+QUICK = ("LoRA on int4 documented dict",)
 
 
 def walked(chosen, folder, devices):

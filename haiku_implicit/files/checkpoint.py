@@ -15,7 +15,7 @@ from haiku_implicit.files import container, dtypes, placing, writing
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.kinds import open_container
-from haiku_implicit.files.matching import check_like
+from haiku_implicit.files.matching import check_like, with_left_out
 from haiku_implicit.files.parts import Box, Part, assembled
 from haiku_implicit.files.shards import names_of, shards_of
 from haiku_implicit.files.structure import Branch, Leaf, Structure
@@ -57,15 +57,15 @@ class Checkpoint(Mapping[Any, Any]):
         chosen = self._structure
         if only is not None:
             chosen = _selected(chosen, only, self._source.path)
-        if like is not None:
-            check_like(chosen, like, self._source.path)
+        left_out = [] if like is None else check_like(chosen, like, self._source.path)
         source, count = self._source, sum(1 for _ in structures.leaves_of(chosen))
         places = {}
         if shardings is not None:
             places = placing.by_name(chosen, shardings, source.path, self._path)
         with progress.bar("reading", count) as run:
             read = lambda leaf: run(leaf.name, source.read, leaf, places.get(leaf.name))  # noqa: E731
-            return structures.build(chosen, read, source.path, self._path)
+            tree = structures.build(chosen, read, source.path, self._path)
+        return with_left_out(tree, like, source.path) if left_out else tree
 
     def close(self) -> None:
         """Closes the files; what has been read stays. NumPy arrays keep their file open."""

@@ -3,7 +3,11 @@
 import json
 from typing import Any
 
+import jax
+import numpy as np
+
 from haiku_implicit.core import serialization
+from haiku_implicit.core.array import ImplicitArray, is_implicit, numbers_for_none
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import Branch, Leaf, Structure
@@ -11,21 +15,75 @@ from haiku_implicit.files.structure import Branch, Leaf, Structure
 _WAY_OUT = "The file is of another model or other settings; without `like` it is read as it is"
 
 
-def check_like(found: Structure, like: Any, where: str) -> None:
+def check_like(found: Structure, like: Any, where: str) -> list[str]:
     """Checks that the tree in a file has the containers, types, keys, shapes and dtypes of another.
+
+    A field that declares `NONE_MEANS` may be None in the file alone, as older versions left it.
 
     Args:
       found: the structure in the file.
       like: the other tree.
       where: the file, for errors.
 
+    Returns:
+      The paths of the fields that are None in the file alone: see `with_left_out`.
+
     Raises:
       CheckpointError: at the first difference; it names the key, and both sides.
     """
-    _compare(found, structures.describe(like).structure, "", where)
+    left_out: list[str] = []
+    _compare(found, structures.describe(like).structure, "", where, left_out)
+    return left_out
 
 
-def _compare(found: Structure, wanted: Structure, path: str, where: str) -> None:
+def with_left_out(tree: Any, like: Any, where: str) -> Any:
+    """The tree of a file, with what `like` has in the fields that the file leaves out.
+
+    In parameters these are the numbers that None stands for, and in the states of optimizers zeros.
+
+    Raises:
+      CheckpointError: if `like` has other values there, or none.
+    """
+
+    def completed(x: Any, y: Any) -> Any:
+        if not is_implicit(x):
+            return x
+        node = serialization.node_of(x)
+        assert node is not None
+        names, (values, static) = node.fields()[0], node.parts(x)
+        numbers = numbers_for_none(type(x))
+        others = (getattr(y, name) for name in names)
+        made = [
+            _left_out(y, name, numbers[name], where)
+            if old is None and name in numbers
+            else jax.tree.map(completed, old, value, is_leaf=is_implicit)
+            for name, old, value in zip(names, values, others, strict=True)
+        ]
+        return node.build(static, made)
+
+    return jax.tree.map(completed, tree, like, is_leaf=is_implicit)
+
+
+def _left_out(like: Any, name: str, number: float, where: str) -> Any:
+    value = getattr(like, name)
+    arrays = jax.tree.leaves(like)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        values = "no values"
+    elif all(np.all(np.asarray(x) == number) for x in jax.tree.leaves(value)):
+        return value
+    elif not any(np.any(x) for x in arrays):
+        return value  # the moments of an optimizer that has made no step
+    else:
+        values = f"{value}"
+    raise CheckpointError(
+        f"{where}: {type(like).__name__}.{name}: an older version left it out, which stands for "
+        f"{number:g}, and `like` has {values} there. Load the file without `like`, or give as `like` arrays made with the same options"
+    )
+
+
+def _compare(
+    found: Structure, wanted: Structure, path: str, where: str, left_out: list[str]
+) -> None:
     if _about(found) != _about(wanted):
         raise _different(path, _told(wanted), _told(found), where)
     if isinstance(found, Leaf) or isinstance(wanted, Leaf) or found.kind == "value":
@@ -43,9 +101,25 @@ def _compare(found: Structure, wanted: Structure, path: str, where: str) -> None
             raise CheckpointError(
                 f"{where}: {shown}: the file has {_told(child)} there, `like` nothing. {_WAY_OUT}"
             )
-        _compare(child, children[key], shown, where)
+        if _is_none(child) and not _is_none(children[key]) and _may_be_none(found.kind, key):
+            left_out.append(shown)
+            continue
+        _compare(child, children[key], shown, where, left_out)
     if json.dumps(found.static, sort_keys=True) != json.dumps(wanted.static, sort_keys=True):
         raise _different(path, f"{_told(wanted)} with {wanted.static}", f"{found.static}", where)
+
+
+def _is_none(structure: Structure) -> bool:
+    return isinstance(structure, Branch) and structure.kind == "none"
+
+
+def _may_be_none(kind: str, field: Any) -> bool:
+    node = serialization.node_named(kind)
+    return (
+        node is not None
+        and issubclass(node.kind, ImplicitArray)
+        and field in numbers_for_none(node.kind)
+    )
 
 
 def _by_key(branch: Branch) -> dict[Any, Structure]:

@@ -32,7 +32,7 @@ def check(method, use, base):
     jax.tree.map(close, got, want)
 
 
-QUICK = [("lora", "tied", "nf4"), ("dora", "attention", "int4 groups"), ("oft", "layers", "int8")]
+QUICK = [("dora", "attention", "int4 groups"), ("oft", "layers", "int8")]
 QUICK += [("shira", "experts", "nf4"), ("trained_rows", "tied", "int8")]
 # (nf4 differs from int4 in how codes are decoded, which a use does not see.)
 ALL = [

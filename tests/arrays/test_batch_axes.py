@@ -102,6 +102,7 @@ if hasattr(jax.lax, "tile_p"):  # before it, `jnp.tile` was a reshape of all axe
     PARTS["tile"] = lambda w: (jnp.tile(w, (2, 3, 1, 1)),)
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @types
@@ -110,6 +111,8 @@ def test_parts(make, part):
     stays(PARTS[part], make((L, 2, N, M)), eagerly=part in ("slice", "gather"))
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(2)
 @types
 def test_filling_gather(make):
     """Out of bounds, a matrix is NaN; where that is no matter of leaves, the array becomes dense."""

@@ -63,6 +63,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,6 +138,7 @@ REARRANGED = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("kind", ["lora", "int8", "lora of int8"])

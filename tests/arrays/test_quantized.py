@@ -410,7 +410,7 @@ def test_dot_of_batched(axis, in_blocks):
     same_as_dense(products, quantized("int4 zero point", axis, (3, N, M)), *xs, how=("grad",))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.combinations
 @few_kinds
 def test_products_within_transformations(kind, in_blocks):

@@ -257,6 +257,8 @@ MODES = {
 }
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["int8", "lora", "scaled rows"])
 def test_other_modes_are_left_to_the_dense_weight(name, mode, may_be_dense):

@@ -73,7 +73,8 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("first", [False, True])
 def test_products(product, first, request):

@@ -48,6 +48,8 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(3)
 @pytest.mark.combinations
 @AXES
 @pytest.mark.parametrize("equation", PRODUCTS)

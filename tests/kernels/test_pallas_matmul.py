@@ -90,6 +90,8 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -103,7 +103,7 @@ def of_all_shapes(name, axis):
 
 
 @pytest.mark.slow_one_of(3)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize("name", FORMATS)

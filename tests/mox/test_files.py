@@ -395,6 +395,8 @@ times.defvjp(
 )
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("number", [2.0, 2, True])
 def test_a_number_of_python_among_the_arguments_of_a_rule(number, dtype, tmp_path):

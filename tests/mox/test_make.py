@@ -145,7 +145,7 @@ def program(fun, *args):
 
 
 @pytest.mark.slow_one_of(8)
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name, way", few(CASES, *QUICK.items()))
 def test_compiles_to_the_same(name, way):
     """What XLA is given is the same text, and so are the numbers."""

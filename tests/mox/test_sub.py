@@ -183,6 +183,8 @@ MODELS = [
 QUICK = plain, stacked_with_inputs, switched, looped, mapped, scanned
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("model", few(MODELS, *QUICK), ids=lambda m: m.__name__)
 def test_another_function_for_an_equation_in_every_place(model):
     old, new = (hk.transform(functools.partial(model, act)) for act in (jax.nn.relu, jax.nn.gelu))

@@ -42,6 +42,8 @@ def bits_of(codes, fmt, g):
     return out
 
 
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [n for n, f in formats.FORMATS.items() if f.bits < 8])
 def test_packing(name):
     fmt = formats.FORMATS[name]

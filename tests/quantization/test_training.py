@@ -269,7 +269,8 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow_one_of(3)
+@pytest.mark.every(6)
 @pytest.mark.combinations
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("with_key", [False, True])

@@ -1,0 +1,86 @@
+"""Files of older versions, in which a LoRA without `alpha` has no `factor`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import haiku_implicit as hki
+from haiku_implicit.core.array import is_implicit
+from tests.files.trees import assert_same
+
+
+def new(alpha=None):
+    params = {"l": {"w": jnp.arange(12.0).reshape(4, 3), "b": jnp.ones(3)}}
+    return hki.add_lora(params, 0, rank=2, alpha=alpha)
+
+
+def older(tree):
+    """The tree as older versions made it."""
+
+    def without(x):
+        if not is_implicit(x):
+            return x
+        children, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
+        return jax.tree.unflatten(treedef, [*children[:3], None])
+
+    return jax.tree.map(without, tree, is_leaf=is_implicit)
+
+
+OPTIMIZERS = {
+    "frozen": hki.freeze_declared(optax.adam(0.1)),
+    "all": optax.adam(0.1),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "file"
+
+
+def test_parameters(path):
+    params = new()
+    hki.save(path, older(params))
+    assert hki.load(path)["l"]["w"].factor is None
+    assert_same(hki.load(path, like=params), params)
+
+
+def test_inside_of_another(path):
+    params = {"l": {"w": hki.LoRA(new()["l"]["w"], jnp.ones((4, 1)), jnp.ones((1, 3)), alpha=1)}}
+    inner = params["l"]["w"]
+    old = {"l": {"w": inner._replace(w=older(inner.w))}}
+    hki.save(path, old)
+    assert_same(hki.load(path, like=params), params)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_states_of_optimizers(optimizer, path):
+    params = new()
+    state = optimizer.init(params)
+    hki.save(path, older(state))
+    assert_same(hki.load(path, like=state), state)
+
+
+def test_another_scale_is_an_error(path):
+    hki.save(path, older(new()))
+    for alpha in (4, 0):
+        with pytest.raises(
+            hki.CheckpointError, match=r"LoRA.factor: an older .* for 1, and `like` has"
+        ):
+            hki.load(path, like=new(alpha))
+    with pytest.raises(hki.CheckpointError, match="`like` has no values there. Load"):
+        hki.load(path, like=jax.eval_shape(new))
+
+
+def test_other_fields_may_not_be_left_out(path):
+    hki.save(path, {"l": {"w": None, "b": jnp.ones(3)}})
+    with pytest.raises(hki.CheckpointError, match="l/w: expected"):
+        hki.load(path, like=new())
+
+
+def test_a_new_file_is_not_like_an_older_tree(path):
+    hki.save(path, new())
+    with pytest.raises(hki.CheckpointError, match="l/w.factor: expected None, found an array"):
+        hki.load(path, like=older(new()))
+    np.testing.assert_array_equal(hki.load(path)["l"]["w"].factor, 1)
