@@ -77,7 +77,8 @@ def _left_out(like: Any, name: str, number: float, where: str) -> Any:
         values = f"{value}"
     raise CheckpointError(
         f"{where}: {type(like).__name__}.{name}: an older version left it out, which stands for "
-        f"{number:g}, and `like` has {values} there. Load the file without `like`, or give as `like` arrays made with the same options"
+        f"{number:g}, and `like` has {values} there. Load the file without `like`, or "
+        "give as `like` arrays that the same options made"
     )
 
 
