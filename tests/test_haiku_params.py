@@ -378,3 +378,23 @@ def test_quantize_by_rules():
     assert hki.quantize_params(params, rules=[by_rms])["head"]["w"].activation == "int8,rms,3"
     with pytest.raises(ValueError, match="quantize none of the 3 dense weights"):
         hki.quantize_params(params, rules=[QuantRule(module_path="z", weight_qtype="int8")])
+
+
+@pytest.mark.parametrize("first", ["lora", "int8"])
+@pytest.mark.parametrize("second", ["lora", "int8", "training"])
+def test_all_weights_are_implicit_already(first, second):
+    """As in a cell of a notebook that runs twice."""
+    dense = {"l": {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}, "s": {"scale": jnp.ones(4)}}
+    edits = {
+        "lora": lambda params: hki.add_lora(params, 0, rank=1),
+        "int8": lambda params: hki.quantize_params(params, dtype="int8"),
+        "training": lambda params: hki.quantized_training(
+            params, [hki.QtRule(weight_qtype="int8")]
+        ),
+    }
+    params = edits[first](dense)
+    if (first, second) == ("int8", "lora"):
+        assert isinstance(edits[second](params)["l"]["w"], hki.LoRA)
+        return
+    with pytest.raises(ValueError, match="all 1 weights are implicit already; l/w is .*merge_lora"):
+        edits[second](params)

@@ -391,6 +391,27 @@ def test_one_choice_of_dense_arrays_for_gradient_and_optimizer(
         jax.eval_shape(step, params, state)
 
 
+@pytest.mark.parametrize("before, now, said", [(False, True, "trains"), (True, False, "does not")])
+def test_the_state_of_another_choice_of_dense_arrays(before, now, said):
+    """As after a resume with another `trainable_dense`."""
+    params = make_params()
+    state = hki.freeze_declared(optax.adam(0.1), trainable_dense=before).init(params)
+    grads = hki.grad(loss, trainable_dense=now)(params, X)
+    optimizer = hki.freeze_declared(optax.adam(0.1), trainable_dense=now)
+    with pytest.raises(ValueError, match=rf"state: .*mu\['head'\].*, which the optimizer {said}"):
+        optimizer.update(grads, state, params)
+
+
+def test_errors_of_an_optimizer_stay_as_they_are():
+    def update(updates, state, params=None):
+        raise TypeError("of this optimizer")
+
+    params, optimizer = make_params(), optax.GradientTransformation(lambda p: (), update)
+    frozen = hki.freeze_declared(optimizer)
+    with pytest.raises(TypeError, match="of this optimizer"):
+        frozen.update(hki.grad(loss)(params, X), frozen.init(params), params)
+
+
 def test_a_gradient_of_what_the_optimizer_leaves_out():
     """Fields that types freeze may have one (of `jax.grad`), and subtrees that are left out by name."""
     params = make_params()

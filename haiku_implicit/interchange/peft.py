@@ -53,6 +53,10 @@ _KEY = re.compile(
 )
 _LINEAR = "lora_A", "lora_B"
 _EMBEDDING = "lora_embedding_A", "lora_embedding_B"
+_LOOK_UP = (
+    "PEFT adapts the look-up alone, unless its configuration says ensure_weight_tying. If the Haiku model "
+    "also multiplies by this parameter (tied embeddings), here the adapter changes both"
+)
 _LENGTHS = "lora_magnitude_vector"
 
 # From `module/name` of a parameter to the name of a module of the PyTorch model.
@@ -153,14 +157,20 @@ def save_peft(
         if module in ranks:
             raise ValueError(f"names: two parameters are {module!r}, the second one is {path!r}")
         weight = value.matrix if isinstance(value, MatrixView) else value
-        if not isinstance(weight, LoRA | DoRA) or np.ndim(weight.a) != 2:
+        if not isinstance(weight, LoRA | DoRA):
+            raise ValueError(f"{path}: expected LoRA or DoRA, got {type(weight).__name__}")
+        if np.ndim(weight.a) != 2:
             raise ValueError(
-                f"{path}: PEFT's LoRA is for single matrices, got {type(weight).__name__}"
+                f"{path}: expected the LoRA of one matrix, got factors {np.shape(weight.a)} and "
+                f"{np.shape(weight.b)}, as kernels of convolutions and stacked layers have them. Leave "
+                "it out when the adapter is made (exclude=)"
             )
         if isinstance(weight, RestLoRA):
             weight = _for_the_weight_as_it_was(path, weight, adapter, initial)
         prefix = f"base_model.model.{module}"
         first, second = _EMBEDDING if path.endswith("/embeddings") else _LINEAR
+        if first == _EMBEDDING[0]:
+            warn_caller(f"{path}: {_LOOK_UP}")
         ending = "" if path.endswith("/embeddings") else ".weight"
         tensors[f"{prefix}.{first}{ending}"] = jnp.asarray(weight.a).T
         tensors[f"{prefix}.{second}{ending}"] = jnp.asarray(weight.b).T
@@ -218,10 +228,7 @@ def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{file}: {key}: the module has two tensors {part}")
         parts[module][part] = tensor
         if part == _EMBEDDING[0] and not config.get("ensure_weight_tying"):
-            warn_caller(
-                f"{file}: {module}: PEFT adapts the look-up alone. Where the Haiku model also "
-                "multiplies by this parameter (tied embeddings), the adapter changes both"
-            )
+            warn_caller(f"{file}: {module}: {_LOOK_UP}")
     if not parts:
         raise ValueError(f"{file}: there is no adapter in it")
     return parts

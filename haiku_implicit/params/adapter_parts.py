@@ -53,7 +53,8 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
         `value_and_grad` and `freeze_declared` train all dense parameters: give `True` for these.)
 
     Returns:
-      What the adapter adds, without the base. It remembers digests of the bytes of the base, and of
+      What the adapter adds, without the base and without Haiku's state (averages of `BatchNorm`), which
+      goes with it if training changed it. It remembers digests of the bytes of the base, and of
       all parameters that it does not hold: `set_adapter` says what is missing of what was trained.
 
     Raises:

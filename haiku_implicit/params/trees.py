@@ -245,8 +245,22 @@ def marks_of(
         number = sum(is_complex_weight(*p[:3]) for p in parameters)
         if choice.targets is None and number:
             wanted += f" (complex weights, of which there are {number}, are not supported)"
+        if choice.targets is None:
+            _check_not_done(parameters)
         raise no_match("targets", choice.targets, paths, wanted=wanted)
     return marks
+
+
+def _check_not_done(parameters: Sequence[Parameter]) -> None:
+    """Raises if all weights of the default targets are implicit already, as those of a second call are."""
+    done = [p for p in parameters if is_implicit(p.value) and is_weight(*p[:3])]
+    if done and not any(is_weight(*p[:3]) for p in parameters if not is_implicit(p.value)):
+        first = done[0]
+        raise ValueError(
+            f"targets: all {len(done)} weights are implicit already; {first.path} is "
+            f"{describe(first.value)}. merge_lora and dequantize_params make them dense; targets= names "
+            "those of other types that are to be changed"
+        )
 
 
 # --- by rules ------------------------------------------------------------------------------------
@@ -321,6 +335,8 @@ def replace_by_rules(
     if not any(marks):
         if choice.missing_ok:
             return replace_marked(params, marks, lambda parameter: parameter.value)
+        if not modules:
+            _check_not_done(parameters)
         patterns = ", ".join(repr(rule.module_path) for rule in rules)
         raise ValueError(
             f"rules: those for {patterns or 'nothing'} quantize none of the {len(modules)} dense "

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import jax
 import optax
 
 from haiku_implicit.core.array import ImplicitArray, data_names
@@ -209,8 +210,9 @@ def _frozen(
         try:
             with naming_lost_types(state):
                 new, state = inner.update(masked(updates, "updates"), state, own, **extra)
-        except ValueError as e:
+        except (TypeError, ValueError) as e:
             if params is not None:
+                _check_state(state, jax.eval_shape(inner.init, own))
                 raise
             raise ValueError(  # without the parameters a missing gradient is not seen before
                 f"updates: the optimizer can't take these gradients ({e}). If its state is for other "
@@ -221,6 +223,23 @@ def _frozen(
         return fill_slots(treedef, flags, align(treedef, new, "updates"), frozen), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_state(state: Any, wanted: Any) -> None:
+    """Raises if a state has other arrays than that of the parameters, as after a change of `trainable_dense`."""
+    there, expected = (
+        {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (state, wanted)
+    )
+    if there == expected:
+        return
+    missing, other = sorted(expected - there), sorted(there - expected)
+    found = f"has nothing at {missing[0]}" if missing else f"has an array at {other[0]}"
+    trained = "trains" if missing else "does not train"
+    raise ValueError(
+        f"state: {found}, which the optimizer {trained}. A state goes with the parameters and the "
+        "trainable_dense= that it was made with: give those, or make a new one by init(params)"
+    ) from None
 
 
 def _check_gradients(
