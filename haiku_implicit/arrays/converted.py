@@ -15,6 +15,10 @@ from haiku_implicit.core.materialization import Remark, emit
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.bilinear import Product, product_of
 
+# Operations with rules that are no products. Those without any make the weight dense.
+ALONE = ("abs", "square", "integer_pow", "reduce_sum", "reduce_max", "reduce_min")
+WITH_DENSE = ("add", "sub", "max", "min", "pow")
+
 _WAY_OUT = "convert_trained(params, apply=..., args=...) looks at how the model uses its weights"
 
 
@@ -64,6 +68,16 @@ class ConvertedMatrix(QuantizedMatrix, core_ndim=2):
                 f" {_WAY_OUT}.",
             )
 
+    def before_dense(self, primitive_name: str) -> None:
+        """Warns: in training the operation takes the weight before it is rounded."""
+        self.warn_of_unrounded(primitive_name)
+
+    def warn_of_unrounded(self, primitive_name: str) -> None:
+        """Warns of an operation that is no product."""
+        self.warn(
+            f"{primitive_name!r} takes it as it is stored, rounded, and in training as it was before"
+        )
+
     def warn(self, reason: str, way_out: str = "") -> None:
         """Warns of a use that training computes with other codes."""
         of = f"{self.path}: the outputs differ from those of quantized training"
@@ -112,7 +126,8 @@ def check_look_up(
     """Rows that training looks up are not rounded."""
     if tuple(slice_sizes[-2:]) != w.shape[-2:]:
         w.warn("training looks up its rows as they are, and the stored ones are rounded")
-    return NotImplemented
+        return NotImplemented
+    return check_part(primitive, w, indices, slice_sizes=slice_sizes)
 
 
 @primitive_handler(["mul", "div", "neg"], precedence=1)
@@ -121,6 +136,20 @@ def check_scaled(
 ) -> Any:
     """Training quantizes the weight after it was scaled, and a tie may go the other way."""
     w.warn(f"{primitive.name!r} changes it before its product, and training quantizes the result")
+    return NotImplemented
+
+
+@primitive_handler(ALONE, precedence=1)
+def check_alone(primitive: Primitive, w: ConvertedMatrix, **params: Any) -> Any:
+    """Training has the dense weight there. What has no rule at all is for `before_dense`."""
+    w.warn_of_unrounded(primitive.name)
+    return NotImplemented
+
+
+@binary_handler(WITH_DENSE)
+def check_with_dense(call: BinaryCall, x: jax.Array, w: ConvertedMatrix) -> Any:
+    """Training shifts the weight before it quantizes the result."""
+    w.warn_of_unrounded(call.primitive.name)
     return NotImplemented
 
 
@@ -154,7 +183,8 @@ def _changed(w: ConvertedMatrix, params: dict[str, Any]) -> set[int]:
         sizes = params["slice_sizes"]
     else:
         corners = zip(params["start_indices"], params["limit_indices"], strict=True)
-        sizes = [b - a for a, b in corners]
+        steps = params.get("strides") or (1,) * w.ndim
+        sizes = [(b - a) // step for (a, b), step in zip(corners, steps, strict=True)]
     return {i for i, (a, b) in enumerate(zip(sizes, w.shape, strict=True)) if a != b}
 
 

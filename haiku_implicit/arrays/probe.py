@@ -37,6 +37,10 @@ class Use(NamedTuple):
     free: frozenset[int] = frozenset()
 
 
+# The axis of a `Probe` along which it has one of several for each index.
+CHOSEN = 0
+
+
 class Log:
     """The uses of each weight by its path; compared by identity, as static metadata of a `Probe`."""
 
@@ -117,7 +121,7 @@ def _note(op_name: str, w: Probe, product: Product | None, w_first: bool, **plac
     side = 0 if w_first else 1
 
     def stored(places: Any) -> frozenset[int]:
-        return frozenset(axis for i in places for _, _, axis in w.axes[i])
+        return frozenset(axis for i in places for _, _, axis in w.axes[i] if axis != CHOSEN)
 
     every, tiled = stored(range(w.ndim)), stored(pair[side] for pair in product.summed[-1:])
     shared = every - stored(axis for axis in product.axes[side] if axis is not None)
@@ -175,12 +179,26 @@ def change_with_dense(call: BinaryCall, x: jax.Array, w: Probe) -> Any:
     return w._replace(value=value) if value.shape == w.shape else value
 
 
-@primitive_handler(
-    [name for name in ("gather", "tile", "unstack") if hasattr(jax.lax, f"{name}_p")]
-)
+@primitive_handler([name for name in ("tile", "unstack") if hasattr(jax.lax, f"{name}_p")])
 def leave_probe(primitive: Primitive, w: Probe, *others: jax.Array, **params: Any) -> Any:
     """What is looked up is not followed."""
     return primitive.bind(w.value, *others, **params)
+
+
+@primitive_handler("gather")
+def choose_probe(
+    primitive: Primitive, w: Probe, indices: jax.Array, *, slice_sizes: Any, **params: Any
+) -> Any:
+    """Matrices that are looked up among those of a batch are matrices with the same axes."""
+    value = primitive.bind(w.value, indices, slice_sizes=slice_sizes, **params)
+    numbers = params["dimension_numbers"]
+    batch = value.ndim - len(numbers.offset_dims)
+    kept = [i for i in range(w.ndim) if i not in numbers.collapsed_slice_dims]
+    whole = all(slice_sizes[i] == w.shape[i] for i in kept)
+    if not whole or numbers.operand_batching_dims or min(numbers.offset_dims, default=0) < batch:
+        return value
+    looked_up = tuple(((n, 1, CHOSEN),) if n > 1 else () for n in value.shape[:batch])
+    return w._replace(value=value, axes=(*looked_up, *(w.axes[i] for i in kept)))
 
 
 @primitive_handler("concatenate")

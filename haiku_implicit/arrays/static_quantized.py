@@ -7,8 +7,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from haiku_implicit.arrays.converted import ConvertedMatrix
+from haiku_implicit.arrays.converted import ALONE, WITH_DENSE, ConvertedMatrix, check_part
 from haiku_implicit.arrays.ruled import RuledWeight
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -111,6 +114,10 @@ class StaticQuantized(RuledWeight):
     def materialize(self) -> jax.Array:
         return materialize_array(self.weight)
 
+    def before_dense(self, primitive_name: str) -> None:
+        """As the stored weight."""
+        self.weight.before_dense(primitive_name)
+
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
         """As the stored weight; ranges are along its batch axes."""
         return self._split(self.weight.partition_spec(spec, mesh), spec)
@@ -125,3 +132,29 @@ class StaticQuantized(RuledWeight):
         batch = jax.sharding.PartitionSpec(*tuple(spec)[: self.ndim - 2])
         stats = jax.tree.map(lambda _: batch, self.stats)
         return self._replace(parts=tuple(jax.tree.leaves(own)), stats=stats)
+
+
+# --- rules: each warns at most, as those of `ConvertedMatrix` do ----------------------------------
+
+
+@primitive_handler(["slice", "dynamic_slice", "split"], precedence=2)
+def check_batch_axes(primitive: Primitive, w: StaticQuantized, *others: Any, **params: Any) -> Any:
+    """Rules of batch axes do not see the stored weight."""
+    weight = w.weight
+    if isinstance(weight, ConvertedMatrix):
+        check_part(primitive, weight, *others, **params)
+    return NotImplemented
+
+
+@primitive_handler(ALONE, precedence=1)
+def check_alone(primitive: Primitive, w: StaticQuantized, **params: Any) -> Any:
+    """Training has the dense weight there."""
+    w.before_dense(primitive.name)
+    return NotImplemented
+
+
+@binary_handler(WITH_DENSE)
+def check_with_dense(call: BinaryCall, x: jax.Array, w: StaticQuantized) -> Any:
+    """Training shifts the weight before it quantizes the result."""
+    w.before_dense(call.primitive.name)
+    return NotImplemented

@@ -178,6 +178,15 @@ class ImplicitArray(abc.ABC):
         """The dtype according to the children, or None if only `materialize` can tell."""
         return None
 
+    def before_dense(self, primitive_name: str) -> None:  # noqa: B027 (types need not have it)
+        """Called when an operation is about to make this array dense; does nothing by default.
+
+        A type may warn here. The array may be one within another, which becomes dense with it.
+
+        Args:
+          primitive_name: the operation.
+        """
+
     def with_leading_axis(self, size: int | None) -> Any:
         """This array after its leaves have gained or lost a leading axis (stacked, or sliced).
 

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from haiku_implicit.core import compat, dispatch
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import (
+    ImplicitArray,
     check_complete,
     dense_struct,
     flatten_one_level,
@@ -264,11 +265,20 @@ def densify(x: Any, primitive_name: str, reason: str = "") -> Any:
         return x
     event = events.describe(primitive_name, x, reason)
     events.emit(event)
+    _tell_parts(x, primitive_name)
     try:
         return materialize_array(x)
     except Exception as error:  # a type may refuse to be dense: say what asked for it
         error.add_note(f"{event.type_name} was to be materialized, because {event.cause}.")
         raise
+
+
+def _tell_parts(x: ImplicitArray, primitive_name: str) -> None:
+    """Tells an array and the implicit ones in it which primitive makes them dense."""
+    x.before_dense(primitive_name)
+    for child in flatten_one_level(x)[0]:
+        if is_implicit(child):
+            _tell_parts(child, primitive_name)
 
 
 def materialize_array(x: Any) -> jax.Array:

@@ -54,8 +54,8 @@ _KEY = re.compile(
 _LINEAR = "lora_A", "lora_B"
 _EMBEDDING = "lora_embedding_A", "lora_embedding_B"
 _LOOK_UP = (
-    "PEFT adapts the look-up alone, unless its configuration says ensure_weight_tying. If the Haiku model "
-    "also multiplies by this parameter (tied embeddings), here the adapter changes both"
+    "PEFT adapts the look-up alone, unless its configuration says ensure_weight_tying. If the Haiku "
+    "model also multiplies by this parameter (tied embeddings), here the adapter changes both"
 )
 _LENGTHS = "lora_magnitude_vector"
 

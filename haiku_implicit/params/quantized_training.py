@@ -445,7 +445,11 @@ def _stored_for(use: Use, parameter: trees.Parameter, rule: QuantRule) -> Any:
     w, path = parameter.value.value, parameter.path
     all_share = quant_rules.as_training_rule(rule).disable_channelwise_axes
     sharing = use.axes if all_share else use.shared
+    if rule.tile_size and not use.tiled <= sharing:  # a part of the axis that is cut into tiles
+        return _stored(w, parameter.stacked, rule, path)
     last = [i for i in (-2, -1) if i in (use.tiled if rule.tile_size else sharing)]
+    # An axis of length one shares scales or has its own, which is the same.
+    last = last or [i for i in (-2, -1) if w.shape[i] == 1 and not rule.tile_size]
     if last and (all_share or not {-2, -1} <= sharing):
         own = [i for i in range(w.ndim) if i - w.ndim not in sharing]
         return _with_scales(w, own, last[0], rule, path)
@@ -481,8 +485,9 @@ def _stacked_of_three(rule: QuantRule, stacked: int) -> int:
     if of_matrices and (rule.is_for("conv_general_dilated") or rule.is_for("ragged_dot")):
         raise ValueError(
             "a weight of three axes may be a stack of matrices with scales of their own, or the kernel "
-            "of a convolution (or of ragged_dot): give convert_trained apply= and args=; or give "
-            "quantized_training its matrix_axes=, as infer_matrix_axes finds them, or a rule for its "
-            "module with op_names='dot_general', 'conv_general_dilated' or 'ragged_dot'"
+            "of a convolution (or of ragged_dot): give convert_trained apply= and args= that use it "
+            "in a product; or give quantized_training its matrix_axes=, as infer_matrix_axes finds "
+            "them, or a rule for its module with op_names='dot_general', 'conv_general_dilated' or "
+            "'ragged_dot'"
         )
     return stacked + of_matrices

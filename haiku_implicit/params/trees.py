@@ -252,14 +252,14 @@ def marks_of(
 
 
 def _check_not_done(parameters: Sequence[Parameter]) -> None:
-    """Raises if all weights of the default targets are implicit already, as those of a second call are."""
+    """Raises if all weights are implicit already, as in a second call."""
     done = [p for p in parameters if is_implicit(p.value) and is_weight(*p[:3])]
     if done and not any(is_weight(*p[:3]) for p in parameters if not is_implicit(p.value)):
         first = done[0]
         raise ValueError(
             f"targets: all {len(done)} weights are implicit already; {first.path} is "
-            f"{describe(first.value)}. merge_lora and dequantize_params make them dense; targets= names "
-            "those of other types that are to be changed"
+            f"{describe(first.value)}. merge_lora and dequantize_params make them dense; targets= "
+            "names those of other types that are to be changed"
         )
 
 

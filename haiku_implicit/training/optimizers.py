@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import jax
+import jax.numpy as jnp
 import optax
 
 from haiku_implicit.core.array import ImplicitArray, data_names
@@ -226,7 +226,7 @@ def _frozen(
 
 
 def _check_state(state: Any, wanted: Any) -> None:
-    """Raises if a state has other arrays than that of the parameters, as after a change of `trainable_dense`."""
+    """Raises if a state is for other arrays, as after a change of `trainable_dense`."""
     there, expected = (
         {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (state, wanted)

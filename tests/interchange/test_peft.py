@@ -202,7 +202,7 @@ def test_a_file_without_an_adapter(tmp_path):
 
 def test_what_cannot_be_written(tmp_path):
     adapter = hki.get_adapter(hki.add_adapter(BASE, 0, "loha", rank=1))
-    with pytest.raises(ValueError, match="model/layer_0/q/w: PEFT's LoRA .* got LoHa"):
+    with pytest.raises(ValueError, match="model/layer_0/q/w: expected LoRA or DoRA, got LoHa"):
         hki.save_peft(tmp_path / "new", adapter, BACK)
     stacked = {"stack": {"w": jnp.ones((3, 5, 4))}}
     adapter = hki.get_adapter(hki.add_lora(stacked, 0, rank=1))
