@@ -1,5 +1,6 @@
 """The files of a model that is divided into several, which an index lists, or their names number."""
 
+import collections
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
@@ -8,9 +9,13 @@ from typing import Any, NamedTuple
 from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.files.kinds import read_json
 
-# As in model-00002-of-00003.safetensors.
-_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)(\.\w+)", re.DOTALL)
+# As in model-00002-of-00003.safetensors, also before a variant: model-00002-of-00003.fp16.safetensors.
+_NUMBERED = re.compile(r"((?:.*[-_.])?)(\d+)-of-(\d+)((?:\.\w+)+)", re.DOTALL)
+# Of those who write consolidated.00.safetensors, and do not say in a name how many there are.
+_CONSOLIDATED = re.compile(r"consolidated\.(\d+)\.safetensors")
+# As in model.safetensors.index.json, and of a variant model.safetensors.index.fp16.json.
 _INDEX_END = ".safetensors.index.json"
+_INDEX_OF_VARIANT = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json", re.DOTALL)
 # How many files an error names, and the most that a name can tell of.
 _SHOWN, _MOST = 5, 10_000
 
@@ -36,11 +41,14 @@ def shards_of(path: pathlib.Path) -> Shards:
       CheckpointError: if one of them is not there, or an index is damaged.
       OSError: if an index can't be read.
     """
+    model = _model_of(path)
     for index in _indices(path.parent):
         shards = _listed(index)
+        if path in shards.files or (model and model in map(_model_of, shards.files)):
+            _check_numbers(index, shards)
         if path in shards.files:
             return _all_there(path, shards)
-    return _all_there(path, Shards(numbered(path) or (path,)))
+    return _all_there(path, Shards(numbered(path) or _consolidated(path) or (path,)))
 
 
 def shards_in(folder: pathlib.Path, whole: str) -> Shards | None:
@@ -54,13 +62,12 @@ def shards_in(folder: pathlib.Path, whole: str) -> Shards | None:
       CheckpointError: if a file is not there, or an index is damaged.
       OSError: if an index can't be read.
     """
-    if (folder / whole).exists():
-        return Shards((folder / whole,))
-    indices = _indices(folder)
-    own = folder / f"{whole}.index.json"
-    if own in indices or len(indices) == 1:
-        index = own if own in indices else indices[0]
-        return _all_there(index, _listed(index))
+    if (folder / whole).exists():  # of which it may be a part, too
+        return shards_of(folder / whole)
+    if index := _index_in(folder, whole):
+        shards = _listed(index)
+        _check_numbers(index, shards)
+        return _all_there(index, shards)
     models = {files for path in sorted(folder.glob("*.safetensors")) if (files := numbered(path))}
     return _all_there(folder, Shards(models.pop())) if len(models) == 1 else None
 
@@ -71,18 +78,18 @@ def numbered(path: pathlib.Path) -> tuple[pathlib.Path, ...] | None:
     >>> [str(x) for x in numbered(pathlib.Path('a/model-00002-of-00002.gguf'))]
     ['a/model-00001-of-00002.gguf', 'a/model-00002-of-00002.gguf']
     """
-    match = _NUMBERED.fullmatch(path.name)
-    if match is None:
+    if (model := _model_of(path)) is None:
         return None
-    stem, number, count, end = match.groups()
-    if not 1 < int(count) <= _MOST or int(number) > int(count):
-        return None
+    stem, count, end = model
+    number = path.name[len(stem) :].partition("-")[0]
 
-    def file(i: int) -> pathlib.Path:
-        return path.with_name(f"{stem}-{i:0{len(number)}}-of-{count}{end}")
+    def file(i: int, width: int = len(number)) -> pathlib.Path:
+        return path.with_name(f"{stem}{i:0{width}}-of-{count}{end}")
 
     first = 0 if int(number) == 0 or file(0).exists() else 1
-    return tuple(file(i) for i in range(first, first + int(count)))
+    # 10-of-12 is beside 01-of-12 or 1-of-12.
+    width = 1 if number[0] != "0" and file(first, 1).exists() else len(number)
+    return tuple(file(i, width) for i in range(first, first + int(count)))
 
 
 def missing(files: Iterable[pathlib.Path]) -> str:
@@ -106,8 +113,53 @@ def _all_there(where: pathlib.Path, shards: Shards) -> Shards:
     return shards
 
 
+def _model_of(path: pathlib.Path) -> tuple[str, str, str] | None:
+    """Of a numbered name: what is before the number, how many there are, and what is behind."""
+    match = _NUMBERED.fullmatch(path.name)
+    if match is None:
+        return None
+    stem, number, count, end = match.groups()
+    return (stem, count, end) if 1 < int(count) <= _MOST and int(number) <= int(count) else None
+
+
+def _consolidated(path: pathlib.Path) -> tuple[pathlib.Path, ...] | None:
+    """Of consolidated.01.safetensors all files up to the last one that is there."""
+    if (match := _CONSOLIDATED.fullmatch(path.name)) is None:
+        return None
+    beside = map(_CONSOLIDATED.fullmatch, (x.name for x in path.parent.glob("consolidated.*")))
+    last = max([int(match[1]), *(int(other[1]) for other in beside if other)])
+    if last > _MOST:
+        return None
+    width = len(match[1])
+    return tuple(path.with_name(f"consolidated.{i:0{width}}.safetensors") for i in range(last + 1))
+
+
 def _indices(folder: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(folder.glob(f"*{_INDEX_END}"))
+    found = folder.glob("*.safetensors.index*.json")
+    return sorted(index for index in found if _INDEX_OF_VARIANT.fullmatch(index.name))
+
+
+def _index_in(folder: pathlib.Path, whole: str) -> pathlib.Path | None:
+    """The index of the one model in a folder, if there is one: variants come second."""
+    indices = _indices(folder)
+    plain = [index for index in indices if index.name.endswith(_INDEX_END)]
+    if (own := folder / f"{whole}.index.json") in plain:
+        return own
+    found = plain or indices
+    return found[0] if len(found) == 1 else None
+
+
+def _check_numbers(index: pathlib.Path, shards: Shards) -> None:
+    """Raises for an index that lists fewer files than their names say there are."""
+    counts = collections.Counter(map(_model_of, shards.files))
+    for file in shards.files:
+        model = _model_of(file)
+        if model is not None and counts[model] < int(model[1]):
+            raise CheckpointError(
+                f"{index}: weight_map: expected all {int(model[1])} files that the name {file.name} "
+                f"tells of, got {counts[model]}. Copy the index that belongs to the model; without an "
+                "index, all files that the names number are read"
+            )
 
 
 def _listed(index: pathlib.Path) -> Shards:

@@ -13,7 +13,7 @@ import numpy as np
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.kinds import check_file, kind_of, not_a
-from haiku_implicit.files.shards import missing, numbered
+from haiku_implicit.files.shards import missing, names_of, numbered
 from haiku_implicit.interchange.ggml import KINDS, from_ggml
 from haiku_implicit.interchange.ggml_writing import gguf_package
 from haiku_implicit.interchange.gguf_header import SPLIT, Header, header_of
@@ -160,6 +160,7 @@ def _parts(path: str) -> dict[str, Header]:
     """The headers of all files of the model that a file is of, in their order."""
     own = _header(path)
     if own.num_files <= 1:
+        _check_name(path)
         return {path: own}
     here = f"{path}: file {own.number + 1} of {own.num_files} of a model (split.count)"
     files = numbered(pathlib.Path(path)) or ()
@@ -203,11 +204,24 @@ def _joined(paths: list[str]) -> Any:
     return readers[0]
 
 
+def _check_name(path: str) -> None:
+    """Raises for a file that is one of several by its name alone."""
+    if files := numbered(pathlib.Path(path)):
+        others = names_of(file for file in files if file != pathlib.Path(path))
+        raise CheckpointError(
+            f"{path}: by its name one of {len(files)} files of a model, and it does not say so itself "
+            f"(split.count), so that they can't be read as one. The others are {others}. Divide the "
+            "model with llama-gguf-split of llama.cpp. If the file is a whole model, rename it"
+        )
+
+
 def _check_whole(where: str, reader: Any) -> None:
     """Raises for a reader that has the tensors of one file of several."""
     fields = {key: field.contents() for key, field in reader.fields.items() if key in SPLIT}
     count, tensors = fields.get(SPLIT[0], 1), fields.get(SPLIT[2])
-    if count > 1 and len(reader.tensors) != tensors:
+    if count <= 1:
+        _check_name(where)
+    elif len(reader.tensors) != tensors:
         raise CheckpointError(
             f"{where}: one of {count} files of a model: its reader has {len(reader.tensors)} of "
             f"{tensors} tensors. haiku_implicit.open_gguf opens all of them"

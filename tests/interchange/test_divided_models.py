@@ -116,6 +116,16 @@ def test_files_that_are_not_of_one_model(tmp_path):
     fails("m-00003-of-00003.gguf: expected file 3 of 3 .* got file 1 of 1", _3=split[0])
 
 
+def test_a_file_that_is_a_part_by_its_name_alone(tmp_path):
+    (path,) = write_gguf(tmp_path, split_max_tensors=0, split_max_size=0)
+    same(hki.load_gguf(path, NAMES))
+    path = path.rename(tmp_path / "m-00001-of-00002.gguf")
+    shutil.copy(path, tmp_path / "m-00002-of-00002.gguf")
+    for load in (lambda x: hki.load_gguf(x, NAMES), hki.open_gguf):
+        refused(r"name one of 2 .* others are m-00002-of-00002.gguf.* rename it", load, path)
+    refused("name one of 2", hki.load_gguf, gguf.GGUFReader(path), NAMES)
+
+
 # --- safetensors ---------------------------------------------------------------------------------
 
 
@@ -147,6 +157,95 @@ def test_an_index_of_another_name_and_files_without_numbers(tmp_path):
     index.write_text(json.dumps({"weight_map": listed}))
     for path in (tmp_path, tmp_path / "a.safetensors", tmp_path / "b.safetensors"):
         same(hki.load_hugging_face(path, NAMES))
+
+
+def two_files(folder, names, index=None, listed=(0, 1)):
+    """A model of six tensors in two files, of which an index lists some."""
+    folder.mkdir(exist_ok=True)
+    of_tensors = {}
+    for i, name in enumerate(names):
+        own = dict(list(WEIGHTS.items())[3 * i : 3 * i + 3])
+        safetensors.numpy.save_file(own, folder / name)
+        of_tensors |= dict.fromkeys(own, name) if i in listed else {}
+    if index:
+        (folder / index).write_text(json.dumps({"weight_map": of_tensors}))
+    return [folder / name for name in names]
+
+
+def test_an_index_counts_also_if_a_file_has_the_name_of_a_whole_model(tmp_path):
+    names = ("model.safetensors", "model_extra.safetensors")
+    files = two_files(tmp_path, names, "model.safetensors.index.json")
+    for path in (tmp_path, *files):
+        same(hki.load_hugging_face(path, NAMES))
+    refused("one of 2 files .* others are model_extra", hki.load, files[0])
+    write_shards(tmp_path, index=True)  # another form of the model, beside the whole one
+    safetensors.numpy.save_file(WEIGHTS, tmp_path / names[0])
+    for path in (tmp_path, files[0]):
+        same(hki.load_hugging_face(path, NAMES))
+    assert list(hki.load(files[0])[""]) == list(WEIGHTS)
+
+
+def test_an_index_that_lists_fewer_files_than_their_names_say(tmp_path):
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    files = two_files(tmp_path, names, "model.safetensors.index.json", listed=[0])
+    message = r"index.json: weight_map: expected all 2 files that the name model-00001-of.*, got 1"
+    for path in (tmp_path, *files):
+        refused(message, hki.load_hugging_face, path, NAMES)
+    refused(message, hki.load, files[1])
+    safetensors.numpy.save_file(WEIGHTS, tmp_path / "other.safetensors")
+    same(hki.load_hugging_face(tmp_path / "other.safetensors", NAMES))
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("model-0000{}-of-00002.fp16.safetensors", "model.safetensors.index.fp16.json"),
+        ("model.fp16-0000{}-of-00002.safetensors", "model.safetensors.index.fp16.json"),
+        ("{}.safetensors", "model.safetensors.index.fp16.json"),
+        ("model-0000{}-of-00002.fp16.safetensors", None),
+        ("0000{}-of-00002.safetensors", None),
+        ("model_0000{}-of-00002.safetensors", None),
+        ("model.0000{}-of-00002.safetensors", None),
+    ],
+)
+def test_other_names_of_shards(name, index, tmp_path):
+    files = two_files(tmp_path, [name.format(i) for i in (1, 2)], index)
+    for path in (tmp_path, *files):
+        same(hki.load_hugging_face(path, NAMES))
+    for one, other in (files, files[::-1]):
+        refused(f"one of 2 files .* others are {other.name}", hki.load, one)
+    files[1].unlink()
+    refused(files[1].name, hki.load_hugging_face, files[0], NAMES)
+
+
+def test_an_index_of_a_variant_comes_second(tmp_path):
+    two_files(
+        tmp_path, [f"fp16-{i}-of-2.safetensors" for i in (1, 2)], "d.safetensors.index.fp16.json"
+    )
+    files = write_shards(tmp_path, index=True)
+    (tmp_path / "model.safetensors.index.json").rename(tmp_path / "d.safetensors.index.json")
+    files[1].unlink()
+    refused("are not beside it: model-00002", hki.load_hugging_face, tmp_path, NAMES)
+
+
+def test_files_that_are_numbered_without_their_count(tmp_path):
+    first, second = two_files(tmp_path, [f"consolidated.0{i}.safetensors" for i in (0, 1)])
+    for path in (first, second):
+        same(hki.load_hugging_face(path, NAMES))
+    refused("one of 2 files .* others are consolidated.01", hki.load, first)
+    first.unlink()
+    for load in (hki.load, lambda x: hki.load_hugging_face(x, NAMES)):
+        refused("are not beside it: consolidated.00", load, second)
+    same_names = second.rename(first)
+    assert list(hki.load_hugging_face(same_names, NAMES)) == ["layer_3", "layer_4", "layer_5"]
+
+
+def test_numbers_without_zeros_before_them(tmp_path):
+    files = [tmp_path / f"model-{i}-of-10.safetensors" for i in range(1, 11)]
+    for i, file in enumerate(files):
+        safetensors.numpy.save_file({f"layer.{i}.weight": np.ones((1, 2), np.float32)}, file)
+    for path in (tmp_path, files[0], files[9]):
+        assert len(hki.load_hugging_face(path, NAMES)) == 10
 
 
 def test_a_file_that_is_no_part_is_read_alone(tmp_path):
