@@ -23,10 +23,13 @@ _METHODS: dict[str, Callable[[Tensors, str, dict[str, Any]], tuple[list[Stored],
 }
 # In `config.json`: what transformers writes, what it wrote for compressed-tensors, and what MLX writes.
 _CONFIG, _COMPRESSION, _MLX = "quantization_config", "compression_config", "quantization"
+_KEYS = _CONFIG, _COMPRESSION, _MLX
 # What only weights of bitsandbytes have: what they are is in their own tensors.
 _OF_BITSANDBYTES = (".SCB", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
 # Ends of names that only codes have.
 _CODES = (".qweight", ".weight_packed")
+# How many tensors an error names.
+_SHOWN = 5
 
 
 def load_hugging_face(
@@ -78,15 +81,17 @@ def load_hugging_face(
       (64, 8)
     """
     tensors = open_tensors(path)
-    found, used = _quantized(tensors, read_config(path))
+    config = _quantization_of(tensors, read_config(path))
+    found, used = _quantized(tensors, *config)
     _check_codes(tensors, used, names)
+    if config[0] == _MLX:
+        _check_scales(tensors, used, names)
     found += [tensors.dense(name) for name in tensors.files if name not in used]
     return tree_of(found, names, tensors.where, dtype=dtype, like=like, dequantize=dequantize)
 
 
-def _quantized(tensors: Tensors, config: Mapping[str, Any]) -> tuple[list[Stored], set[str]]:
+def _quantized(tensors: Tensors, key: str, own: Any) -> tuple[list[Stored], set[str]]:
     """The quantized weights, and the names of all tensors that they are made of."""
-    key, own = _quantization_of(tensors, config)
     where = f"{tensors.where}: {CONFIG}: {key}"
     if own is None:
         named = any(name.endswith(_OF_BITSANDBYTES) for name in tensors.files)
@@ -111,6 +116,22 @@ def _check_codes(tensors: Tensors, used: set[str], names: Names) -> None:
             )
 
 
+def _check_scales(tensors: Tensors, used: set[str], names: Names) -> None:
+    """Raises for codes of MLX without scales, unless they are left out."""
+    found = []
+    for name, file in tensors.files.items():
+        codes = name.endswith(".weight") and file.tensors[name].dtype == "U32"
+        if codes and name not in used and not _left_out(names, name):
+            found.append(f"{name.removesuffix('.weight')}.scales")
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise CheckpointError(
+            f"{tensors.where}: {', '.join(found[:_SHOWN])}{more}: missing, and the weights are codes "
+            f"that MLX packed into U32 (quantization in {CONFIG}). Copy the files of the model anew; "
+            "a place of None leaves a weight out"
+        )
+
+
 def _left_out(names: Names, name: str) -> bool:
     try:
         return not places_of(names, name, "names")
@@ -122,12 +143,9 @@ def _quantization_of(tensors: Tensors, config: Mapping[str, Any]) -> tuple[str, 
     """What `config.json` says about quantized weights, and under which key; None if nothing."""
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, dict) else [config]
-    found = {
-        key: place[key]
-        for place in places
-        for key in (_CONFIG, _COMPRESSION, _MLX)
-        if place.get(key)
-    }
+    found = {key: place[key] for place in places for key in _KEYS if place.get(key)}
+    if not found:
+        found = _further_in(tensors, config)
     if _MLX in found and found.get(_CONFIG) == found[_MLX]:  # it writes both
         del found[_CONFIG]
     if len(found) > 1:
@@ -135,6 +153,24 @@ def _quantization_of(tensors: Tensors, config: Mapping[str, Any]) -> tuple[str, 
             f"{tensors.where}: {CONFIG}: has {' and '.join(found)}, expected one of them"
         )
     return next(iter(found.items()), (_CONFIG, None))
+
+
+def _further_in(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of the models within a model, such as `thinker_config.text_config`."""
+    found: dict[str, tuple[str, Any]] = {}
+    inner = [(key, x) for key, x in config.items() if isinstance(x, dict)]
+    for path, place in inner:  # which grows
+        for key, value in place.items():
+            if not isinstance(value, dict):
+                continue
+            if key not in _KEYS or (key == _MLX and "bits" not in value):
+                inner.append((f"{path}.{key}", value))
+            elif found.setdefault(key, (path, value))[1] != value:
+                raise CheckpointError(
+                    f"{tensors.where}: {CONFIG}: expected one {key}, got those of {found[key][0]} "
+                    f"and {path}, which differ. Load the two models from files of their own"
+                )
+    return {key: value for key, (_, value) in found.items()}
 
 
 def _method_of(where: str, own: Mapping[str, Any]) -> str:

@@ -396,6 +396,32 @@ def test_settings_of_mlx_for_single_modules(tmp_path):
             loaded(tmp_path, tensors, own | changes, key="quantization")
 
 
+def test_codes_of_mlx_without_scales(tmp_path):
+    tensors, want = mlx_case(4)
+    own = {"group_size": 32, "bits": 4}
+    alone = {"up.weight": tensors["up.weight"], "down.weight": tensors["up.weight"]}
+    inner = {"text_config": {"quantization": own}}
+    for config in ({"quantization": {**own, "up": False}}, inner, {"thinker_config": inner}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        hki.save(tmp_path / "model.safetensors", alone)
+        with pytest.raises(
+            hki.CheckpointError, match=r"(up|down).scales, (up|down).scales: missing"
+        ):
+            hki.load_hugging_face(tmp_path, NAMES)
+        out = lambda name: None if name == "up.weight" else NAMES(name)  # noqa: E731
+        with pytest.raises(hki.CheckpointError, match=r": down.scales: missing"):
+            hki.load_hugging_face(tmp_path, out)
+    hki.save(tmp_path / "model.safetensors", tensors)
+    w = hki.load_hugging_face(tmp_path, NAMES)["up"]["w"]
+    np.testing.assert_allclose(w.materialize(), want.T, rtol=1e-6, atol=1e-6)
+    config["talker_config"] = {"quantization": {**own, "bits": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        hki.CheckpointError, match="got those of talker_config and thinker_config.text"
+    ):
+        hki.load_hugging_face(tmp_path, NAMES)
+
+
 def test_codes_of_configurations_that_are_not_read(tmp_path):
     """They would be a dense weight of integers."""
     tensors, _ = mlx_case(4)
