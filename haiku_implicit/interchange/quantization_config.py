@@ -182,6 +182,8 @@ class Config:
     def of_module(self, module: str) -> "Config":
         """The configuration of one module, by `dynamic`: GPTQModel's settings for patterns of names.
 
+        The first pattern that matches counts, also if it begins with "-:": the module is not quantized.
+
         Raises:
           CheckpointError: if `dynamic` is not what it has to be, or the module is not quantized by it.
         """
@@ -190,19 +192,19 @@ class Config:
             isinstance(x, dict) for x in patterns.values()
         ):
             raise self.wrong("dynamic", "an object {pattern: settings}")
-        for pattern in sorted(patterns, key=lambda pattern: not pattern.startswith("-")):
+        for pattern, changes in patterns.items():
             try:
                 found = re.match(re.sub(r"^[+-]:", "", pattern), module)
             except re.error as e:
                 raise CheckpointError(f"{self.where}: dynamic: {pattern!r}: {e}") from None
             if found is None:
                 continue
-            if pattern.startswith("-"):
+            if pattern.startswith("-:"):
                 raise CheckpointError(
                     f"{self.where}: dynamic: by {pattern!r} {module} is not quantized, and it has a "
                     "qweight. Correct it there"
                 )
-            return self._with(patterns[pattern])
+            return self._with(changes)
         return self
 
     def _with(self, changes: Mapping[str, Any]) -> "Config":

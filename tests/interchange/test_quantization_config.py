@@ -338,6 +338,16 @@ def test_settings_of_single_modules(tmp_path):
         np.testing.assert_array_equal(hki.materialize(found[module]["w"]), w)
 
 
+def test_the_first_pattern_counts_of_modules_that_are_not_quantized_too(tmp_path):
+    codes, zeros, scales = case_of(4, size=16)
+    config = {**GPTQ, **V2, "dynamic": {"+:up": {"group_size": 16}, "-:.*": {}}}
+    w = loaded(tmp_path, gptq(codes, zeros, scales), config)
+    np.testing.assert_array_equal(w.materialize(), values_of(codes, zeros, scales))
+    config["dynamic"] = {"-:.*": {}, "+:up": {"group_size": 16}}
+    with pytest.raises(hki.CheckpointError, match="by '-:.*' up is not quantized"):
+        loaded(tmp_path, gptq(codes, zeros, scales), config)
+
+
 def test_a_configuration_within_that_of_the_text_model(tmp_path):
     codes, zeros, scales = case_of()
     own = {"quantization_config": {**GPTQ, **V2}}
