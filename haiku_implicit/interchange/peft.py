@@ -104,8 +104,9 @@ def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Any = None)
         if place.path in weights:
             raise ValueError(f"names: two modules are {place.path!r}, the second one is {module!r}")
         a, b = _factors_of(where, tensors, bool(config.get("use_dora")))
-        scale = _scale_of(where, config, module, a.shape[1])
-        if init is not None and _LINEAR[0] in tensors:
+        decomposed = init is not None and _LINEAR[0] in tensors
+        scale = _scale_of(where, config, module, (a, b), decomposed)
+        if init is not None and decomposed:
             w = _dense_base(where, init, parameters, place.path)
             with errors_name(place.path, w):
                 a, b = _without(a, b, *_start_of(init, w, place.shape, (a, b), scale))
@@ -254,11 +255,16 @@ def _factors_of(where: str, tensors: Mapping[str, Any], dora: bool) -> tuple[Any
     return a.T, b.T
 
 
-def _scale_of(where: str, config: Config, module: str, rank: int) -> float:
+def _scale_of(where: str, config: Config, module: str, factors: Any, decomposed: bool) -> float:
+    """The scale of a module, by the rank of the configuration.
+
+    A decomposition has no more factors than the weight has rows or columns, whatever rank it is for.
+    """
+    (n, rank), m = factors[0].shape, factors[1].shape[1]
     wanted, alpha = rank_and_alpha(config, module)
-    if rank != wanted:
+    if rank != (min(wanted, n, m) if decomposed else wanted):
         raise ValueError(f"{where}: rank {wanted} by {CONFIG}, {rank} by the tensors")
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return alpha / (math.sqrt(wanted) if config.get("use_rslora") else wanted)
 
 
 def _weight_of(where: str, a: Any, b: Any, scale: float, lengths: Any) -> Any:

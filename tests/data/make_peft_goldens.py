@@ -141,6 +141,10 @@ CONFIGURATIONS = {
     "olora": dict(init_lora_weights="olora"),
     "olora, dora": dict(init_lora_weights="olora", use_dora=True),
     "olora, converted": dict(init_lora_weights="olora", use_rslora=True),
+    "pissa, no higher rank": dict(init_lora_weights="pissa", rank_pattern={"up": 7}),
+    "olora, no higher rank": dict(
+        init_lora_weights="olora", rank_pattern={"up": 9}, use_rslora=True, use_dora=True
+    ),
 }
 
 

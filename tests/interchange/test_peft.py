@@ -155,6 +155,11 @@ WRONG = {
         "modules_to_save: .'head'. are not read",
     ),
     "rank": ({**CONFIG, "r": 3}, {}, "q_proj: rank 3 by adapter_config.json, 2 by the tensors"),
+    "rank of a decomposition": (
+        {**CONFIG, "r": 3, "init_lora_weights": "pissa"},
+        {},
+        "q_proj: rank 3 by adapter_config.json, 2 by the tensors",
+    ),
     "no B": (CONFIG, {f"{PREFIX}.lora_B.weight": None}, "q_proj: lora_B: missing"),
     "unknown": (CONFIG, {f"{PREFIX}.hada_w1": normal((2, 2), 0)}, "hada_w1: not a tensor of LoRA"),
     "convolution": (
@@ -289,7 +294,9 @@ def written_by_peft(folder, name):
 
 
 @pytest.mark.filterwarnings("ignore:.*PEFT adapts the look-up alone")
-@pytest.mark.parametrize("name", few(CONFIGURATIONS, "ranks and alphas", "olora", "pissa, dora"))
+@pytest.mark.parametrize(
+    "name", few(CONFIGURATIONS, "ranks and alphas", "olora", "pissa, dora", "pissa, no higher rank")
+)
 def test_outputs_are_those_of_peft(tmp_path, name):
     adapter = hki.load_peft(written_by_peft(tmp_path, name), place, base=blocks())
     out = run(hki.materialize(hki.set_adapter(blocks(), adapter)))
