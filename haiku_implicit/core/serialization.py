@@ -276,8 +276,8 @@ def encode(x: Any) -> Any:
         return {"complex": [x.real, x.imag]}
     if type(x) is bytes:
         return {"bytes": x.hex()}
-    if isinstance(x, np.dtype) and x.names is None:
-        return {"dtype": x.name}
+    if isinstance(x, np.dtype) and x.names is None and (name := _dtype_name(x)):
+        return {"dtype": name}
     if isinstance(x, np.generic) and x.dtype.kind in "biufcV" and x.dtype.names is None:
         return {"number": [x.dtype.name, x.tobytes().hex()]}
     if isinstance(x, jax.tree_util.PyTreeDef):
@@ -287,6 +287,15 @@ def encode(x: Any) -> Any:
         fields = dataclasses.fields(_statics[name])
         return {"object": [name, {f.name: encode(getattr(x, f.name)) for f in fields}]}
     raise TypeError(f"{x!r}, of the type {type(x).__name__}")
+
+
+def _dtype_name(x: np.dtype[Any]) -> str:
+    """A name that `np.dtype` makes this dtype of; empty if there is none."""
+    for name in (x.name, x.str):  # the name does not say which order of bytes it has
+        with contextlib.suppress(TypeError):
+            if np.dtype(name) == x:
+                return name
+    return ""
 
 
 def decode(data: Any) -> Any:

@@ -150,6 +150,7 @@ def test_containers_and_values(again):
             "more": (
                 np.dtype("int8"),
                 np.dtype("bfloat16"),
+                np.dtype(">i4"),
                 ml_dtypes.bfloat16(3),
                 np.int64(2**40),
             ),
@@ -168,7 +169,7 @@ def test_containers_and_values(again):
 
 
 @pytest.mark.parametrize(
-    "tree", [{1: 2.0, 3: jnp.ones(1)}, {(1, "a"): jnp.ones(1)}, jnp.ones(2), 5]
+    "tree", [{1: 2.0, 3: jnp.ones(1)}, {(1, "a"): jnp.ones(1)}, jnp.ones(2), 5, np.dtype(">f8")]
 )
 def test_other_keys_and_roots(tree, again):
     again(tree)
