@@ -96,6 +96,8 @@ _KINDS = {
     list: "list",
     tuple: "tuple",
 }
+# How many levels `save` writes. To read one takes two calls, and Python allows 1000 of them in all.
+_DEEPEST = 200
 MAPPINGS = ("dict", "OrderedDict", "FlatMapping")
 
 
@@ -119,7 +121,9 @@ def describe(tree: Any) -> Described:
     try:
         return Described(_describe(tree, "", arrays), arrays)
     except RecursionError:
-        raise CheckpointError("the tree is nested too deeply, or holds itself") from None
+        raise CheckpointError(
+            f"the tree is nested too deeply, or holds itself; save writes at most {_DEEPEST} levels"
+        ) from None
 
 
 def joined(path: str, key: Any, dot: str = "/") -> str:
@@ -524,8 +528,14 @@ def check_readable(structure: Structure) -> None:
     """Checks that a file with this structure gives the tree that it describes. No array is read.
 
     Raises:
-      CheckpointError: if it does not; it names the key.
+      CheckpointError: if it does not; it names the key. For a structure that is so deep that a program
+        might not have the room to read it.
     """
+    if (levels := _depth(structure)) > _DEEPEST:
+        raise CheckpointError(
+            f"the tree: expected at most {_DEEPEST} levels of containers, which can be read back "
+            f"wherever a program loads them, got {levels}. Save a flatter tree"
+        )
     way_out = "so that a file could not give it back. Save what is in it as a dict"
     try:
         read = from_json(json.loads(_text(structure)))
@@ -539,6 +549,13 @@ def check_readable(structure: Structure) -> None:
         raise CheckpointError(
             f"{path or 'the tree'}: a {kind} made of its fields is not the same, {way_out}"
         )
+
+
+def _depth(structure: Structure) -> int:
+    """How many containers and objects lie in each other."""
+    if isinstance(structure, Leaf) or structure.kind in ("none", "value"):
+        return 0
+    return 1 + max(map(_depth, structure.children), default=0)
 
 
 def _text(structure: Structure) -> str:

@@ -2,6 +2,7 @@
 
 import collections
 import errno
+import functools
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -12,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 import haiku_implicit as hki
-from haiku_implicit.files import naming
+from haiku_implicit.files import naming, structure
 from tests.files.trees import Registered, assert_same, bits, mlp_params
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
@@ -245,6 +246,7 @@ def test_static_metadata_that_is_not_like_the_other(path):
         (np.array([object()]), "m/w: files have no dtype object"),
         (np.ma.array([1.0], mask=[True]), "files cannot hold a MaskedArray"),
         (np.str_("a"), "files cannot hold a str_"),
+        (np.dtype("bfloat16").newbyteorder(">"), "files cannot hold a dtype"),
         (collections.defaultdict(list), "files cannot hold a defaultdict"),
         ({object(): 1}, "m/w/<object"),
         (jax.ShapeDtypeStruct((1,), jnp.float32), "m/w: a ShapeDtypeStruct, which has no values"),
@@ -267,6 +269,24 @@ def test_arrays_without_values(path):
     itself.append(itself)
     with pytest.raises(hki.CheckpointError, match="holds itself"):
         hki.save(path, itself)
+
+
+def test_nesting(path, monkeypatch):
+    def nest(levels):
+        return functools.reduce(lambda inner, _: {"a": inner}, range(levels), jnp.ones(1))
+
+    def from_below(calls):
+        return from_below(calls - 1) if calls else hki.load(path)
+
+    hki.save(path, nest(200))
+    assert jax.tree.structure(from_below(300)) == jax.tree.structure(nest(200))
+    with pytest.raises(hki.CheckpointError, match=r"at most 200 levels .*, got 201.*flatter"):
+        hki.save(path, nest(201))
+    with pytest.raises(hki.CheckpointError, match="too deeply, .* at most 200 levels"):
+        hki.save(path, nest(2000))
+    monkeypatch.setattr(structure, "_DEEPEST", 1000)  # as older versions wrote them
+    hki.save(path, nest(300))
+    assert jax.tree.structure(hki.load(path)) == jax.tree.structure(nest(300))
 
 
 def test_other_mistakes(tmp_path, path):
