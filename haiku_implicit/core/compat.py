@@ -183,6 +183,24 @@ def own_traces(kind: int = 1) -> Iterator[None]:
         jax.config.update(name, old)
 
 
+def trace_of(x: Any) -> Any:
+    """The trace that an array is a value of; None for one that is no tracer."""
+    return getattr(x, "_trace", None)
+
+
+def _trace_state() -> Any:
+    state = getattr(jax.extend.core, "get_opaque_trace_state", None)
+    return None if state is None else state()
+
+
+_NOT_TRACED = _trace_state()
+
+
+def is_traced() -> bool:
+    """Whether a function is traced, as far as JAX says so: True if it does not."""
+    return _NOT_TRACED is None or _trace_state() != _NOT_TRACED
+
+
 def manual_axes(params: dict[str, Any]) -> frozenset[str]:
     """The mesh axes that a shard_map equation makes manual."""
     for name in ("newly_manual_axes", "manual_axes"):

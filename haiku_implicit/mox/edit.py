@@ -163,6 +163,12 @@ def _check(site: Site) -> None:
             f"{site.node!r} can't be replaced: the model differentiates it (an inner jax.grad), and "
             "the equations of its derivative would stay what they are"
         )
+    if getattr(getattr(site.node, "call", None), "bypassed", False):
+        raise ValueError(
+            f"{site.node!r} can't be replaced: it is in a loop, a branch or a traced function, "
+            "and the model keeps arrays from outside in containers or attributes, and reads them there "
+            "again and not of the call. Hand them through the loop, or return copies of containers"
+        )
 
 
 def _piece(site: Site, new: Replacement) -> higher.Piece:

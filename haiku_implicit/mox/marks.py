@@ -5,13 +5,16 @@ each module call and an `end` behind them. Both return what they are given, so t
 number. `parse.py` makes a tree of such a program, in which there are none of them left.
 """
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
+import enum
 import functools
 import inspect
 import operator
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -118,6 +121,8 @@ class Call:
       results: the structure of the results.
       scope: what is in front of the names of the function that it was made in, if that is transformed
         for itself (`hk.lift`, a stack of layers); None as long as that is not known.
+      bypassed: whether the model goes on with arrays that it gave to the call or got from it otherwise
+        than through its marks.
     """
 
     cls: type | None
@@ -127,6 +132,10 @@ class Call:
     args: Tree
     results: Tree | None = None
     scope: str | None = ""
+    bypassed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path!r} ({self.cls.__name__ if self.cls else 'function'})"
 
 
 def begin(call: Call, arrays: Sequence[Any], seen: Any = ()) -> tuple[Any, list[Any]]:
@@ -172,55 +181,137 @@ def _as_tuple(x: tuple[Any, ...], items: list[Any]) -> Any:
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
 
-class Results:
-    """The containers that calls return, with marks in them.
+class Way(enum.Enum):
+    """How calls are marked if a model has arrays and containers in several places."""
 
-    Others may hold a list or a dict, too, for which the arrays in it are no results of the call: the
-    caller gets another one. A model that changes one of the two afterwards may read the change in the
-    other. For such a model both have to be one, with the marks in it.
+    # Others may hold a container that a call returns. The arrays in theirs are no results of the call:
+    # the caller gets another container.
+    COPIES = 1
+    # A model that changes one of the two may read the change in the other: both are one, with the marks
+    # in it.
+    IN_PLACE = 2
+    # A mark within a loop makes a value of the loop of one from outside. A model that keeps it may read
+    # it outside again: such values are handed on as they are. The rest is as in `IN_PLACE`.
+    AROUND = 3
+
+
+class _Held(NamedTuple):
+    """A container that a call returned, and what was in it then."""
+
+    call: Call
+    container: Any
+    parts: Any
+
+    @property
+    def is_changed(self) -> bool:
+        before, structure = self.parts
+        try:
+            (children, treedef), (again, _) = _parts(self.container), _parts(self.container)
+        except (TypeError, ValueError):  # its keys can't be sorted any more
+            return True
+        same = len(children) == len(before) and all(map(_is_same, children, before, again))
+        return not same or not same_structure(treedef, structure)
+
+
+def _is_same(x: Any, before: Any, again: Any) -> bool:
+    """Whether a part of a container is what it was.
+
+    Some nodes of pytrees make their parts anew each time: then they are what is in them.
+    """
+    if x is before or x is again:
+        return x is before
+    leaves, *others = map(jax.tree.leaves, (x, before, again))
+    if any(len(leaves) != len(y) for y in others):
+        return False
+    return all(x is y or x is not z for x, y, z in zip(leaves, *others, strict=True))
+
+
+class Results:
+    """What calls return, with marks in it.
 
     Args:
-      in_place: whether marks are written into the containers themselves.
+      way: how calls are marked.
     """
 
-    def __init__(self, in_place: bool = False):
-        self._in_place = in_place
-        self._seen: list[tuple[Any, Any]] = []
+    def __init__(self, way: Way = Way.COPIES):
+        self._way = way
+        self._held: list[_Held] = []
+        self._moved: list[weakref.ref[Any]] = []
 
-    def filled(self, x: Any, arrays: Iterator[Any], is_new: bool = False) -> Any:
+    def marked(self, call: Call, arrays: Sequence[Any], marked: Sequence[Any]) -> list[Any]:
+        """What the model goes on with: of its arrays and what marks return for them."""
+        pairs = list(zip(arrays, marked, strict=True))
+        moved = [compat.trace_of(x) is not compat.trace_of(y) for x, y in pairs]
+        if self._way is Way.AROUND:
+            call.bypassed |= any(moved)
+            return [x if flag else y for (x, y), flag in zip(pairs, moved, strict=True)]
+        self._moved += [weakref.ref(y) for y, flag in zip(marked, moved, strict=True) if flag]
+        return list(marked)
+
+    def filled(self, call: Call, x: Any, arrays: Iterator[Any], is_new: bool = False) -> Any:
         """Results with these arrays in the place of their own.
 
         Args:
-          x: the results.
+          call: the call.
+          x: its results.
           arrays: the arrays.
           is_new: whether nobody else holds this container.
         """
         if isinstance(x, jax.core.Tracer):
             return next(arrays)
         if isinstance(x, tuple):
-            return _as_tuple(x, [self.filled(y, arrays) for y in x])
-        structure, own = split(x)
-        if not own:
+            return _as_tuple(x, [self.filled(call, y, arrays) for y in x])
+        if not split(x)[1]:
             return x
-        if type(x) not in (list, dict):
-            return structure.merge([next(arrays) for _ in own])
-        new = x if is_new or self._in_place else x.copy()
-        for key in range(len(x)) if isinstance(x, list) else sorted(x):
-            new[key] = self.filled(x[key], arrays)
-        if new is not x:
-            self._seen += [(y, y.copy()) for y in (x, new)]
+        parts = _parts(x)
+        children = [self.filled(call, y, arrays) for y in parts[0]]
+        if (is_new or self._way is not Way.COPIES) and _fill(x, children, parts[1]):
+            return x
+        new = x.copy() if type(x) in _BUILT_IN else None
+        if not _fill(new, children, parts[1]):
+            new = parts[1].unflatten(children)
+        if not is_new:
+            self._held += [_Held(call, x, parts), _Held(call, new, _parts(new))]
         return new
 
     @property
-    def changed(self) -> bool:
-        """Whether one of two containers was changed after the caller got the other."""
-        return any(not _same_items(x, before) for x, before in self._seen)
+    def changed(self) -> _Held | None:
+        """One of two containers that was changed after the caller got the other."""
+        return next((x for x in self._held if x.is_changed), None)
+
+    def has_moved(self, array: Any) -> bool:
+        """Whether a mark made an array, in a trace, of one from outside of it."""
+        return any(x() is array for x in self._moved)
 
 
-def _same_items(x: Any, y: Any) -> bool:
-    if isinstance(x, dict):
-        return x.keys() == y.keys() and all(x[key] is y[key] for key in x)
-    return len(x) == len(y) and all(map(operator.is_, x, y))
+# Containers whose items can be set.
+_BUILT_IN = (list, dict, collections.OrderedDict, collections.defaultdict)
+
+
+def _parts(x: Any) -> tuple[list[Any], Any]:
+    """What is right in a container, and its structure."""
+    return jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x)
+
+
+def _fill(x: Any, children: Sequence[Any], treedef: Any) -> bool:
+    """Puts other things into a container; returns whether that is possible."""
+    if type(x) in _BUILT_IN:
+        in_order = isinstance(x, list | collections.OrderedDict)
+        keys = range(len(x)) if isinstance(x, list) else x if in_order else sorted(x)
+        for key, child in zip(list(keys), children, strict=True):
+            x[key] = child
+        return True
+    if x is None:
+        return False
+    new = treedef.unflatten(children)
+    fields = dataclasses.fields(new) if dataclasses.is_dataclass(new) else ()
+    try:
+        for name in dict.fromkeys([*getattr(new, "__dict__", ()), *(y.name for y in fields)]):
+            setattr(x, name, getattr(new, name))
+    except (AttributeError, TypeError):  # frozen
+        return False
+    filled, wanted = map(jax.tree.leaves, (x, children))
+    return len(filled) == len(wanted) and all(map(operator.is_, filled, wanted))
 
 
 # By the `id` of a module, the module (so that no other has its `id`) and its constructor's arguments.
@@ -230,23 +321,23 @@ _active: contextvars.ContextVar[_Configs | None] = contextvars.ContextVar("marki
 
 
 @contextlib.contextmanager
-def marking(in_place: bool = False) -> Iterator[Results]:
+def marking(way: Way = Way.COPIES) -> Iterator[Results]:
     """A context in which calls of Haiku modules are marked in what is traced.
 
     Within one another, only the innermost context marks.
 
     Args:
-      in_place: whether marks are written into the lists and dicts that calls return.
+      way: how calls are marked.
 
     Yields:
       The results of calls.
     """
     configs: _Configs = {}
-    results = Results(in_place)
+    results = Results(way)
     before = _active.set(configs)
     mark_call = functools.partial(_mark_call, configs, results)
     try:
-        with compat.own_traces(1 + in_place), hk.intercept_methods(mark_call):
+        with compat.own_traces(way.value), hk.intercept_methods(mark_call):
             yield results
     finally:
         _active.reset(before)
@@ -278,7 +369,8 @@ def _mark_call(
     # Half of all calls are constructors'. Most take no arrays and run nothing: one mark is enough.
     token: Any = 0
     if arrays or method != "__init__":
-        token, arrays = begin(call, arrays)
+        token, marked = begin(call, arrays)
+        arrays = results.marked(call, arrays, marked)
     if structure.treedef is not None:
         rest = iter(arrays)
         args = _refilled(args, rest)
@@ -287,8 +379,8 @@ def _mark_call(
     is_new = sys.getrefcount(out) <= _OF_ONE_NAME
     call.path = getattr(module, "module_name", "")
     call.results, arrays = split(out)
-    arrays = end(token, call, arrays)
-    return out if call.results.treedef is None else results.filled(out, iter(arrays), is_new)
+    arrays = results.marked(call, arrays, end(token, call, arrays))
+    return out if call.results.treedef is None else results.filled(call, out, iter(arrays), is_new)
 
 
 def _references_of_one_name() -> int:

@@ -12,6 +12,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.transform import tree_leaves_with_implicit
 from haiku_implicit.mox import marks
@@ -184,18 +185,38 @@ def program_of(
 
 
 def _marked(fun: Callable[..., Any], arrays: Any) -> ClosedJaxpr:
-    """The program of a function, with marks."""
-    try:
-        with marks.marking() as results:
+    """The program of a function, with marks: set in the first way that leaves its numbers alone."""
+    for way in marks.Way:
+        closed, error, results = _traced(fun, arrays, way)
+        changed = results.changed
+        if changed and way is not marks.Way.COPIES:
+            raise ValueError(
+                f"make_mox: {changed.call} returns a {type(changed.container).__name__} that others "
+                "hold, too, and the model changes it afterwards. That can be followed in lists, "
+                "dictionaries and objects whose attributes can be set: return one of these, or a copy"
+            ) from error
+        if not changed and not isinstance(error, jax.errors.UnexpectedTracerError):
+            break
+    if error is not None:
+        raise error
+    return closed
+
+
+def _traced(fun: Callable[..., Any], arrays: Any, way: marks.Way) -> tuple[Any, Any, marks.Results]:
+    """The program, the error that there is in its place, and what calls returned."""
+    closed = error = None
+    with marks.marking(way) as results:
+        try:
             closed = jax.make_jaxpr(fun)(*arrays)
-    except Exception:
-        if not results.changed:
-            raise
-    else:
-        if not results.changed:
-            return closed
-    with marks.marking(in_place=True):
-        return jax.make_jaxpr(fun)(*arrays)
+        except Exception as e:
+            error = e
+    for x in closed.consts if closed else ():
+        if isinstance(x, jax.core.Tracer) and (results.has_moved(x) or not compat.is_traced()):
+            error = jax.errors.UnexpectedTracerError(
+                "make_mox: the model keeps a value of a loop, a branch or a function that JAX traces, "
+                f"and uses it outside: {x}. Return it from there"
+            )
+    return closed, error, results
 
 
 # Beside the paths of the state that is returned.

@@ -328,6 +328,7 @@ class _BodyReader:
             tree_from_json(x.get("args"), types),
             None if results is None else tree_from_json(results, types),
             of_type(x.get("scope"), str, "scope"),
+            of_type(x.get("bypassed", False), bool, "bypassed"),
         )
         inputs, seen = self.read(x.get("in")), _seen(x, "seen")
         token, *inputs = marks.mark_p.bind(*inputs, call=call, kind="begin", seen=seen)

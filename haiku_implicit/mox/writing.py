@@ -230,7 +230,7 @@ class _BodyWriter:
             "seen_results": list(map(_seen, node.seen_results)),
         }
         self.module = outer
-        return new
+        return new | ({"bypassed": True} if call.bypassed else {})
 
     def equation(self, node: Equation) -> dict[str, Any]:
         try:

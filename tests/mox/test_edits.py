@@ -358,9 +358,121 @@ def accumulated(x):
     return sum(values)
 
 
-@pytest.mark.parametrize("model", [appended, changed_by_two_names, accumulated])
+def changed(make, change, x):
+    d = make(x)
+    change(Pass()(d), x * 9)
+    return arrays_in(d)
+
+
+def set_a(e, x):
+    e["a"] = x
+
+
+def append_q(e, x):
+    e["q"].append(x)
+    e["z"].append(x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(slots=True)
+class Slots:
+    a: jax.Array
+
+
+class Queue(collections.deque):
+    """A container that can't be filled as others are; its parts are made anew each time."""
+
+
+jax.tree_util.register_pytree_node(
+    Queue, lambda q: ([tuple(q)], None), lambda _, parts: Queue(parts[0])
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    a: Pair
+
+
+CHANGED = {
+    "ordered": (lambda x: collections.OrderedDict(b=x, a=x), set_a),
+    "default": (lambda x: collections.defaultdict(list, q=[x]), append_q),
+    "within a dict": (
+        lambda x: {"s": collections.OrderedDict(a=x)},
+        lambda e, x: set_a(e["s"], x),
+    ),
+    "dataclass": (lambda x: Record(x, x), lambda e, x: setattr(e, "b", x)),
+    "slots": (Slots, lambda e, x: setattr(e, "a", x)),
+    "within others": (
+        lambda x: Frozen(Pair([x], None)),
+        lambda e, x: e.a.a.append(x),
+    ),
+}
+CHANGED = {name: functools.partial(changed, *given) for name, given in CHANGED.items()}
+MODELS = [appended, changed_by_two_names, accumulated, *CHANGED.values()]
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_containers_that_have_two_names_stay_one(model):
-    same(make_mox(hk.transform(model))(X).apply({}, None, X), model_alone(model))
+    jax.tree.map(same, make_mox(hk.transform(model))(X).apply({}, None, X), model_alone(model))
+
+
+def test_changes_that_cannot_be_followed_name_the_module_and_the_container():
+    def model(change, x):
+        return changed(lambda x: Queue([x]), change, x)
+
+    with pytest.raises(ValueError, match=r"'pass' \(Pass\) returns a Queue that others hold"):
+        make_mox(hk.transform(functools.partial(model, Queue.append)))(X)
+    unchanged = make_mox(hk.transform(functools.partial(model, lambda e, x: None)))(X)
+    same(unchanged.apply({}, None, X)[0], X)
+
+
+class Puts(hk.Module):
+    """Keeps an array in a container and as an attribute."""
+
+    def __call__(self, d, v):
+        self.last = d["c"] = v
+        return d
+
+
+def kept(loop, x):
+    """Arrays from outside of a loop, which are read outside again."""
+    d, v, puts, p = {"a": x * 2}, x * 3, Puts(name="puts"), Pass()
+    held = []
+
+    def step(c):
+        held.append(p([v]))
+        return c + puts(d, v)["a"].sum() + held[-1][0].sum()
+
+    y = LOOPS[loop](step, x)
+    e = p(d)
+    e["z"] = x
+    return y, puts.last, held[0], d
+
+
+@pytest.mark.parametrize("loop", few(LOOPS, "scan", "while_loop", "cond", "vmap", "jit"))
+def test_arrays_from_outside_that_a_loop_keeps(loop, tmp_path):
+    t = hk.transform(functools.partial(kept, loop))
+    mox, wanted = make_mox(t)(X, params={}), t.apply({}, RNG, X)
+    close(mox.apply({}, RNG, X), wanted)
+    close(saved(mox, tmp_path).apply({}, RNG, X), wanted)
+
+
+def test_calls_that_the_model_goes_around_are_not_replaced(tmp_path):
+    mox = make_mox(hk.transform(functools.partial(kept, "scan")))(X)
+    for each in (mox, saved(mox, tmp_path)):
+        with pytest.raises(ValueError, match="<puts: .*can't be replaced: it is in a loop"):
+            each.sub("puts", lambda d, v: d)
+
+
+def test_a_value_of_a_loop_that_is_used_outside_is_an_error():
+    def model(x):
+        held = []
+        hk.fori_loop(0, 2, lambda i, c: held.append(c * 2) or Pass()(c), x)
+        return held[0]
+
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="the model keeps a value of a loop"):
+        make_mox(hk.transform(model))(X)
 
 
 def model_alone(model):
