@@ -88,7 +88,8 @@ def static(params):
     params, state = trained_rule(act_static_scale=True)(params), init()[1]
     apply = hki.with_quant_stats(MODEL).apply
     for number in range(2):
-        _, state = apply(params, state, jax.random.key(number), *inputs(number)[:1], True)
+        # Larger ones than those of training, so that no product clips what training makes of them.
+        _, state = apply(params, state, jax.random.key(number), 2 * inputs(number)[0], False)
     return hki.convert_trained(params, state)
 
 
