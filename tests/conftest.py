@@ -34,7 +34,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--long",
         action="store_true",
-        help="as --slow, with all that `slow_one_of` leaves out there",
+        help="as --slow, with all parameters of each test",
     )
 
 
@@ -57,10 +57,17 @@ def pytest_collection_modifyitems(config, items):
         for i, item in enumerate(tests):
             if i % number:
                 item.add_marker("slow")
+    slow = {}
     for item in items:
-        fraction = item.get_closest_marker("slow_one_of")
-        if fraction and item.get_closest_marker("slow") and not drawn(item.name, *fraction.args):
-            item.add_marker("long")
+        if item.get_closest_marker("slow") and not item.get_closest_marker("all_slow"):
+            slow.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(
+                item
+            )
+    for tests in slow.values():
+        chosen = drawn([item.name for item in tests])
+        for item in tests:
+            if item.name not in chosen:
+                item.add_marker("long")
     long = config.getoption("long")
     left_out = [
         *([] if long else ["long"]),

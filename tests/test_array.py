@@ -205,7 +205,6 @@ def test_a_double_is_a_double_in_x64_mode(x64):
     assert hki.materialize(Nought(shape=(2,), dtype=np.float64)).dtype == jnp.float64
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(3)
 @ALL
 def test_attributes_of_an_array(name):
@@ -511,7 +510,6 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("name", few(CASES, "zeros"))
-@pytest.mark.slow_one_of(8)
 def test_nothing_in_python_takes_an_implicit_array_for_a_number(name):
     """As a `jax.Array` has no truth and no hash, and is equal only element by element."""
     w = CASES[name](0)
@@ -671,7 +669,6 @@ def test_abstract_evaluation_from_outside(name):
     assert (dense.shape, dense.dtype) == (w.shape, w.dtype)
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(3)
 @ALL
 def test_identity_under_transformations(name):
@@ -685,7 +682,6 @@ def test_identity_under_transformations(name):
     chex.assert_trees_all_equal(jax.device_put(w), w)
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n].core_ndim is not None])
 def test_with_leading_axis_undoes_itself(name):

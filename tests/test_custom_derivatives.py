@@ -308,7 +308,6 @@ def same_gradients(rule, w, way, argnums, transform=lambda f: f):
         np.testing.assert_allclose(a, b, rtol=3e-4, atol=1e-4)  # float32 sums in another order
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_are_told_the_same_as_in_a_dense_program(rule, may_be_dense):
@@ -317,7 +316,6 @@ def test_rules_are_told_the_same_as_in_a_dense_program(rule, may_be_dense):
 
 
 @pytest.mark.slow
-@pytest.mark.slow_one_of(4)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["lora", "int8", "qlora", "dora", "zeros", "constant"])
 def test_rules_in_all_ways(rule, kind, may_be_dense):

@@ -84,7 +84,6 @@ def check(flag, w, dense):
 QUICK = [("jax_disable_jit", "lora of int4"), ("jax_disable_jit", "scaled int8")]
 
 
-@pytest.mark.slow_one_of(4)
 @pytest.mark.parametrize("flag, name", few([(f, n) for f in FLAGS for n in CASES], *QUICK))
 @pytest.mark.slow
 def test_products(flag, name):

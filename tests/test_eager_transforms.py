@@ -120,7 +120,6 @@ QUICK = [(name, "shard_map") for name in ("Zeros", "zero_params", "value_and_gra
 
 
 @pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
-@pytest.mark.slow_one_of(4)
 @pytest.mark.parametrize(
     "program, way", few([(program, way) for program in PROGRAMS for way in WAYS], *QUICK)
 )

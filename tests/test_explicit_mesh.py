@@ -343,7 +343,6 @@ ON_ONE_DEVICE = {
 }
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(2)
 @pytest.mark.parametrize("fun", ON_ONE_DEVICE.values(), ids=ON_ONE_DEVICE)
 def test_types_of_results_on_one_device(fun, may_be_dense):
@@ -459,7 +458,6 @@ def scaled_gradient(w, x):
 scaled_gradient.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, ct: (kept[0], ct @ kept[0].T))
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("fun", UNDER_VMAP.values(), ids=UNDER_VMAP)
 def test_a_mapped_axis_that_is_split(fun, may_be_dense):

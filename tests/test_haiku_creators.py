@@ -231,7 +231,6 @@ def test_state(kind, name):
 # --- within Haiku's features ------------------------------------------------------------------
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(6)
 @pytest.mark.combinations
 @pytest.mark.usefixtures("may_be_dense")

@@ -90,7 +90,6 @@ QUICK = [
 ]
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(4)
 @pytest.mark.parametrize("name, kind", few(CASES, *QUICK))
 def test_module(name, kind):

@@ -122,7 +122,6 @@ def test_wrong_kind(wrong):
 
 
 @pytest.mark.every(2)
-@pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @pytest.mark.usefixtures("may_be_dense")
 @pytest.mark.parametrize("make", [with_lora, with_int4, with_zeros])

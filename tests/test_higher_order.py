@@ -288,7 +288,6 @@ def forward(weight, dense):
                     may_be_dense={"vmap of everything"})  # fmt: skip
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("weight", few(WEIGHTS, "lora"))
 @pytest.mark.parametrize("name", BOTH)
 def test_forward(name, weight):
@@ -324,7 +323,6 @@ def gradients(way):
     }[way]()  # fmt: skip
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("way", few(["outside", "inside"], "outside"))
 @pytest.mark.slow
@@ -380,7 +378,6 @@ def batched(way, dense):
     return Together(each(lambda f: use(jax.vmap(f, axes))), *args, may_be_dense=SELECTS)
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(
     "way",

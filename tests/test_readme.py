@@ -60,6 +60,7 @@ def printed_by(code, document, scope=None):
     return printed.getvalue()
 
 
+@pytest.mark.all_slow
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SINGLE, ids=name_of)
 def test_examples_print_what_the_pages_show(page):
@@ -68,6 +69,7 @@ def test_examples_print_what_the_pages_show(page):
             assert printed_by(code, page) == shown
 
 
+@pytest.mark.all_slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_run_from_top_to_bottom(name):
@@ -151,6 +153,7 @@ def test_every_page_is_in_the_list_of_pages():
             assert page.name == "README.md" or f"]({name_of(page)}) |" in listed, page
 
 
+@pytest.mark.all_slow
 @pytest.mark.slow
 @pytest.mark.parametrize("page", type_tables.pages(), ids=name_of)
 def test_tables_of_types_are_what_the_script_writes(page):

@@ -84,14 +84,12 @@ def traced(make):
         jax.eval_shape(run, X)
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.parametrize("name", few(ADAPTERS, "dora", "shira"))
 def test_adapters_promote_no_rank(name):
     method = name.split()[0]
     traced(functools.partial(hki.add_adapter, key=KEY, method=method, **ADAPTERS[name]))
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.parametrize("name", few(QUANTIZED, "nf4 in groups", "zero point"))
 def test_quantization_promotes_no_rank(name):
     traced(functools.partial(hki.quantize_params, **QUANTIZED[name]))
@@ -172,7 +170,6 @@ def raised(module):
 
 
 @pytest.mark.slow
-@pytest.mark.slow_one_of(32)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("module, flag", EXAMPLES)
 def test_examples(module, flag):

@@ -12,7 +12,6 @@ from tests.cases import CASES
 
 
 @pytest.mark.slow
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", ["lora", "zeros", "int8", "outer"])
 def test_types_of_the_library(name):
     check_type(lambda seed: CASES[name](seed), rtol=1e-3, atol=1e-4)

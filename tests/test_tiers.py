@@ -34,19 +34,19 @@ def test_each_nth_runs_quickly(i, request):
     assert i % 2 == 0 or more_than_quick(request)
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.parametrize("i", few(range(7), 0))
 def test_of_the_slow_ones_some_run_slowly(i, request):
-    slowly = drawn(request.node.name, 3) and more_than_quick(request)
+    names = [f"{request.node.originalname}[{j}]" for j in range(1, 7)]
+    slowly = request.node.name in drawn(names) and more_than_quick(request)
     assert i == 0 or slowly or request.config.getoption("long")
 
 
-def test_about_one_of_a_number_is_drawn():
+def test_those_drawn_are_always_the_same():
     names = [f"test_a[{i}-{j}]" for i in range(60) for j in range(10)]
-    for number in (2, 3):
-        found = [name for name in names if drawn(name, number)]
-        assert abs(len(found) - 600 / number) < 30
-        assert len({name[-2] for name in found}) == 10
+    found = drawn(names, 200)
+    assert len(found) == 200 and found == drawn(names[::-1], 200)
+    assert len({name[-2] for name in found}) == 10
+    assert drawn(names[:3]) == set(names[:3])
 
 
 @pytest.mark.combinations

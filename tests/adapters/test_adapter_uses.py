@@ -44,7 +44,6 @@ ALL = [
 ]
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(4)
 @pytest.mark.parametrize("method, use, base", few(ALL, *QUICK))
 def test_method_on_weight(method, use, base, never_dense):
@@ -88,7 +87,6 @@ def test_a_step_holds_nothing_of_the_size_of_the_weight(method, use):
 CONTRACT = [name for name in CASES if " of " not in name and " through " not in name]
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTRACT)
 def test_contract(name):

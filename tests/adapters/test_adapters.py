@@ -60,7 +60,6 @@ def test_what_it_stands_for_and_operations(name, may_be_dense):
 PRODUCTS = ("x w", "w x", "x wᵀ", "wᵀ x", "einsum")
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(CASES, "dora", "lokr"))
 @pytest.mark.parametrize("base", few(["dense", "int8", "nf4"], "int8"))
 def test_products_and_gradients_of_a_base_of_any_type(name, base, never_dense):

@@ -28,7 +28,6 @@ def close(got, want, tolerance=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), got, want)
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.every(8)
 @pytest.mark.parametrize("use", ["matrix", "attention", "layers"])
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in LOST])

@@ -103,7 +103,6 @@ if hasattr(jax.lax, "tile_p"):  # before it, `jnp.tile` was a reshape of all axe
 
 
 @pytest.mark.every(3)
-@pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @types
 @pytest.mark.parametrize("part", PARTS)
@@ -111,7 +110,6 @@ def test_parts(make, part):
     stays(PARTS[part], make((L, 2, N, M)), eagerly=part in ("slice", "gather"))
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(2)
 @types
 def test_filling_gather(make):

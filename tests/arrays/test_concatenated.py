@@ -78,7 +78,6 @@ PRODUCTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.every(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("pair", PAIRS)

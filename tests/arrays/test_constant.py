@@ -251,7 +251,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.every(6)
 @pytest.mark.parametrize("name", OTHERS)
 def test_fold(name, never_dense):
@@ -525,7 +524,6 @@ def model(x, c, z):
     return jnp.tanh(x @ jnp.full((3, 3), 0.5) + z) * jnp.exp(c) + c.sum(0) * z + jnp.minimum(x, c)
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     "how", ["eager", "jit", "vmap", "inner vmap", "scan", "inner scan", "remat"]

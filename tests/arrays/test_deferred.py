@@ -130,7 +130,6 @@ def all_ways(run, weight, w, x, gain):
     return run(weight(w), x, gain), jax.grad(loss, (0, 1, 2))(values, x, gain), mapped
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(3)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("product", PRODUCTS)

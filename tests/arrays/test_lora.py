@@ -491,7 +491,6 @@ STAYS = {
 }
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(2)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name", STAYS)

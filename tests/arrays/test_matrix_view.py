@@ -64,7 +64,6 @@ PRODUCTS = {
 
 
 @pytest.mark.every(3)
-@pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("equation", PRODUCTS)
@@ -139,7 +138,6 @@ REARRANGED = {
 
 
 @pytest.mark.every(3)
-@pytest.mark.slow_one_of(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("kind", ["lora", "int8", "lora of int8"])
 @pytest.mark.parametrize("name", REARRANGED)
@@ -287,7 +285,6 @@ def int4_pairs(w):
 ROWS_AND_COLUMNS = ("columns split", "of two axes")
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize(
     "held, gather",
     few(
@@ -304,7 +301,6 @@ def test_gathers(held, gather):
 
 
 @pytest.mark.slow
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("held", VIEWS)
 @pytest.mark.parametrize("gather", BATCHED)
 def test_gathers_from_stacked_matrices(held, gather):

@@ -257,7 +257,6 @@ MODES = {
 }
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["int8", "lora", "scaled rows"])

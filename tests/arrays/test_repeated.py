@@ -73,7 +73,6 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(6)
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("first", [False, True])

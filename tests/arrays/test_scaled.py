@@ -48,7 +48,6 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(3)
 @pytest.mark.combinations
 @AXES

@@ -261,7 +261,6 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name, way", [(n, w) for n in NAMES for w in WAYS])
 def test_implicit_parameters_stay_implicit(name, way):

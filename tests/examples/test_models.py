@@ -207,7 +207,6 @@ def check_gradients(apply, params, *inputs):
     jax.tree.map(functools.partial(close, rtol=1e-4), got, jax.jit(of_twin)(params))
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("way", WAYS)

@@ -90,7 +90,6 @@ SHAPES = {
 }
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])

@@ -102,7 +102,6 @@ def of_all_shapes(name, axis):
     return [quantized(name, n - n % step if g else n, g, axis) for n, g in LENGTHS]
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(6)
 @pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])

@@ -104,7 +104,6 @@ def test_errors(call, message):
         call(normal())
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.every(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -82,7 +82,6 @@ def residuals(fun, x, w, policy):
     return [shape for shape in kept if shape not in own]
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.every(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("model", MODELS)

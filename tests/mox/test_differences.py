@@ -115,13 +115,11 @@ def expression(name):
     return make_mox(hk.transform_with_state(fun))(*args, **kwargs)
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(ALL, "mlp", "structures"))
 def test_the_same_program_has_no_difference(name):
     assert diff(expression(name), expression(name)) == ""
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(SAVED, "mlp", "while_with_module_in_condition"))
 def test_what_is_loaded_has_no_difference(name, tmp_path):
     mox = expression(name)

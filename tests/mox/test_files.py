@@ -214,7 +214,6 @@ def test_the_program_is_the_same(name, tmp_path):
     )
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(ALL, "mlp", "named_result"))
 def test_results_and_parameters_have_the_same_bits(name, tmp_path):
     mox, arguments = made(ALL[name], X)
@@ -255,7 +254,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name, way", few(CASES, ("own_jvp", "second"), ("limits", "grad")))
 def test_derivatives_have_the_same_bits(name, way, tmp_path):
     mox, (params, *rest, x) = made(ALL[name], X)
@@ -265,7 +263,6 @@ def test_derivatives_have_the_same_bits(name, way, tmp_path):
     assert_same(*(jax.jit(fun)(params, x) for fun in ways))
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(ALL, "mlp"))
 def test_a_loaded_expression_can_be_saved_again(name, tmp_path):
     mox, arguments = made(ALL[name], X)
@@ -349,7 +346,6 @@ NO_GRADIENT = {"while_loop", "many_primitives"}
 PARTED = [(name, way) for name in ALL for way in PARTS]
 
 
-@pytest.mark.slow_one_of(40)
 @pytest.mark.parametrize(
     "name, way",
     few(PARTED, ("layer_stack", "a layer"), ("own_vjp", "truncate")),
@@ -395,7 +391,6 @@ times.defvjp(
 )
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("number", [2.0, 2, True])
@@ -413,7 +408,6 @@ def test_a_number_of_python_among_the_arguments_of_a_rule(number, dtype, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.slow_one_of(4)
 @pytest.mark.parametrize("name", [*CUSTOM, "mlp", "attention", "scan", "layer_stack", "while_loop"])
 def test_parts_of_models_in_64_bits(name, tmp_path):
     with wide():
@@ -458,7 +452,6 @@ def test_names_in_every_script(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("module", descriptors.ALL_MODULES, ids=lambda x: x.name)
 def test_modules_of_haiku(module, tmp_path):
     def fun(x):
@@ -1004,7 +997,6 @@ def test_mutations():
 
 
 @pytest.mark.slow
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_many_mutations(seed):
     check_mutations(seed, 500)

@@ -144,7 +144,6 @@ def program(fun, *args):
     return jax.jit(lambda *args: arrays_only(fun)(*args)).lower(*args).as_text()
 
 
-@pytest.mark.slow_one_of(8)
 @pytest.mark.every(6)
 @pytest.mark.parametrize("name, way", few(CASES, *QUICK.items()))
 def test_compiles_to_the_same(name, way):
@@ -160,7 +159,6 @@ EAGER = ["returned_inputs", "structures", "integers_and_booleans", "constants", 
 EAGER += ["numpy_arguments", "dataclass_modules"]
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(ALL, *EAGER))
 def test_eager(name):
     """Made from arrays: the same trees with the same bits in them."""

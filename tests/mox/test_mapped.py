@@ -141,7 +141,6 @@ CASES = [(model, function) for model in MODELS for function in FUNCTIONS]
 QUICK = [(two_axes, with_parameters)]
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize(
     ("model", "function"), few(CASES, *QUICK), ids=lambda x: getattr(x, "__name__", str(x))
 )

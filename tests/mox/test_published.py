@@ -87,7 +87,6 @@ def test_saved_and_loaded(name, tmp_path):
 
 
 # (The gradient of the whole AlphaFold takes XLA two minutes to compile.)
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", [name for name in published.MODELS if name != "alphafold"])
 def test_gradients(name, tmp_path):
     """Those of the original, of its expression, and of one from a file."""

@@ -183,7 +183,6 @@ MODELS = [
 QUICK = plain, stacked_with_inputs, switched, looped, mapped, scanned
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(2)
 @pytest.mark.parametrize("model", few(MODELS, *QUICK), ids=lambda m: m.__name__)
 def test_another_function_for_an_equation_in_every_place(model):
@@ -205,7 +204,6 @@ def loss(apply):
     return lambda params, x: sum(jnp.sum(y**2) for y in jax.tree.leaves(apply(params, None, x)))
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
 def test_under_transformations(model):

@@ -176,7 +176,6 @@ def error_of(want, got):
     return np.abs(want - got).max() / np.abs(want).max()
 
 
-@pytest.mark.slow_one_of(8)
 @pytest.mark.combinations
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", few(MODELS, *QUICK))
@@ -198,7 +197,6 @@ def test_outputs_are_those_of_training(name, rule):
     assert all("ConvertedMatrix" in kind for path, kind in kinds.items() if "/w" in path), kinds
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.parametrize("name", few(MODELS, *QUICK))
 def test_without_the_model_it_says_what_differs(name):
     model, x, plain = MODELS[name]
@@ -317,7 +315,6 @@ CHANGED = {name: (of_change(change), ROWS) for name, change in CHANGES.items()} 
 QUICKLY_CHANGED = ("number added", "every second row", "tanh", "block diagonal", "experts")
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("rule", few(["int4", "tiles", "tensor", "static"], "int4", "static"))
 @pytest.mark.parametrize("name", few(CHANGED, *QUICKLY_CHANGED))
 def test_a_weight_that_is_changed_has_the_outputs_of_training_or_it_is_said(

@@ -42,7 +42,6 @@ def bits_of(codes, fmt, g):
     return out
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", [n for n, f in formats.FORMATS.items() if f.bits < 8])
 def test_packing(name):
@@ -203,7 +202,6 @@ EVERY = [*formats.FORMATS, *formats.RECIPES]
 GGML = [name for name in formats.RECIPES if name.startswith(("q", "iq"))]
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(EVERY, "int8", "uint4", "nvfp4"))
 def test_a_search_for_the_least_error_is_no_worse(name):
     w = normal((256, 16)) ** 3  # long tails, as weights have them
@@ -250,7 +248,6 @@ def test_hqq_is_no_worse_and_fits_heavy_tails():
     assert rms(quantize(w, "uint4", 64, calibration="hqq"), w) < rms(quantize(w, "uint4", 64), w)
 
 
-@pytest.mark.slow_one_of(2)
 @pytest.mark.parametrize("name", few(EVERY, "int8", "uint4"))
 def test_nothing_becomes_nan(name):
     """Zeros, constants, one element to a group, the smallest and the largest numbers."""

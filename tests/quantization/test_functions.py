@@ -407,7 +407,6 @@ def test_small_and_zero_values(dtype):
 METHODS = ("absmax", "absmax,0.8", "rms,3", "percentile,90", "minmax", "fixed,-1,1", "fixed,-1,2")
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("method", METHODS)

@@ -143,7 +143,6 @@ NAMES = {
 }
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_moments_of_any_name(name):

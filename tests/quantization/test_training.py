@@ -269,7 +269,6 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_one_of(3)
 @pytest.mark.every(6)
 @pytest.mark.combinations
 @pytest.mark.parametrize("way", WAYS)
