@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.lora import LoRA, RestLoRA
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.predicates import Targets
@@ -37,7 +37,8 @@ class AdapterBank:
     """Parameters of one base, and slots for LoRA adapters of any rank up to one.
 
     A pytree, to be passed to compiled functions. Its slots change by `put` and `remove`, which keep all
-    shapes, so that nothing is compiled again. An empty slot is the base alone.
+    shapes, so that nothing is compiled again (but by the first adapter that began as PiSSA, OLoRA or
+    LoftQ: from then on `select` gives `RestLoRA` for its weights). An empty slot is the base alone.
 
     Attributes:
       params: the tree of parameters, its targets with LoRA of rank `rank` that is zero.
@@ -129,7 +130,7 @@ class AdapterBank:
             )
         if check_base:
             check_bases({p.path: p.value for p in trees.parameters_of(self.params)}, adapter)
-        slots = dict(self.slots)
+        slots, rest = dict(self.slots), set()
         for path, old in self.slots.items():
             value = adapter.weights.get(path)
             new = [None] * 3 if value is None else _padded(path, value, old)
@@ -137,7 +138,9 @@ class AdapterBank:
                 _written(x, slot, jnp.zeros(x.shape[1:], x.dtype) if y is None else y)
                 for x, y in zip(old, new, strict=True)
             )
-        return dataclasses.replace(self, slots=slots)
+            if isinstance(_lora_of(value), RestLoRA):
+                rest.add(path)
+        return dataclasses.replace(self, slots=slots, params=_of_rest(self.params, rest))
 
     def remove(self, slot: int) -> Self:
         """The bank with the slot empty: its examples have the base alone."""
@@ -236,6 +239,20 @@ def _factors(value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
 @jax.jit
 def _written(x: jax.Array, slot: Any, value: jax.Array) -> jax.Array:
     return x.at[slot].set(value)
+
+
+def _of_rest(params: Any, paths: Collection[str]) -> Any:
+    """Parameters with `RestLoRA` at some paths, which files of other programs need to know."""
+
+    def typed(parameter: trees.Parameter) -> Any:
+        view = parameter.value
+        lora = _lora_of(view)
+        if parameter.path not in paths or isinstance(lora, RestLoRA):
+            return view
+        rest = RestLoRA(lora.w, lora.a, lora.b, factor=lora.factor)
+        return view._replace(matrix=rest) if isinstance(view, MatrixView) else rest
+
+    return trees.map_parameters(typed, params) if paths else params
 
 
 def _padded(path: str, value: Any, old: Any) -> tuple[Any, Any, Any]:

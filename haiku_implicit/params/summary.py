@@ -14,7 +14,6 @@ from haiku_implicit.core.array import flatten_one_level, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.printable import printable
-from haiku_implicit.numerics.extremes import largest
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
 from haiku_implicit.params.adapter_parts import check_whole
@@ -257,7 +256,7 @@ def compare_params(
     outputs = None
     if apply is not None:
         pair = (jax.tree.leaves(apply(params, *args)) for params in (first, second))
-        outputs = _relative([(a, b) for a, b in zip(*pair, strict=True)])
+        outputs = _relative([_distance_of("outputs", a, b) for a, b in zip(*pair, strict=True)])
     return Comparison(rows, only_first, only_second, outputs)
 
 
@@ -266,23 +265,51 @@ def _error_of(path: str, a: Any, b: Any) -> ParameterError:
         raise ValueError(f"{path}: the first is {list(a.shape)}, the second {list(b.shape)}")
     for x in (a, b):
         check_whole(path, x)
-    dense = [materialize_array(x) if is_implicit(x) else x for x in (a, b)]
-    apart = float(largest(jnp.abs(_wide(dense[0]) - _wide(dense[1])), initial=0.0))
-    return ParameterError(path, (_kind(a), _kind(b)), _relative([(dense[0], dense[1])]), apart)
+    distance = _distance_of(path, *(materialize_array(x) if is_implicit(x) else x for x in (a, b)))
+    return ParameterError(path, (_kind(a), _kind(b)), _relative([distance]), distance.largest)
 
 
 def _finite(x: float | None) -> float | None:
     return x if x is not None and math.isfinite(x) else None
 
 
-def _wide(x: Any) -> jax.Array:
-    return jnp.asarray(x, jnp.float32)
+class _Distance(NamedTuple):
+    """The largest difference, and the sums of squares of the differences and of the first numbers."""
+
+    largest: float
+    apart: float
+    of_first: float
 
 
-def _relative(pairs: Sequence[tuple[Any, Any]]) -> float:
+_PART = 1 << 22  # numbers that are compared at once
+
+
+def _distance_of(path: str, a: Any, b: Any) -> _Distance:
+    """How far two arrays are apart, computed with doubles.
+
+    Raises:
+      TypeError: for random keys.
+    """
+    if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in (a, b)):
+        raise TypeError(f"{path}: random keys have no distance; compare jax.random.key_data of them")
+    a, b = (np.asarray(x).ravel() for x in (a, b))
+    kind = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
+    found = _Distance(0.0, 0.0, 0.0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for start in range(0, a.size, _PART):
+            one, two = (x[start : start + _PART].astype(kind) for x in (a, b))
+            apart, first = np.abs(one - two), np.abs(one)
+            found = _Distance(
+                float(np.maximum(found.largest, apart.max())),
+                found.apart + float(np.square(apart).sum()),
+                found.of_first + float(np.square(first).sum()),
+            )
+    return found
+
+
+def _relative(distances: Sequence[_Distance]) -> float:
     """The root of the sums of squares of the differences over those of the first ones."""
-    apart = sum(float(jnp.square(_wide(a) - _wide(b)).sum()) for a, b in pairs)
-    of_first = sum(float(jnp.square(_wide(a)).sum()) for a, _ in pairs)
+    apart, of_first = sum(x.apart for x in distances), sum(x.of_first for x in distances)
     if not apart:
         return 0.0
     return math.sqrt(apart / of_first) if of_first else math.inf

@@ -383,3 +383,19 @@ def test_a_half_of_a_partition_is_no_tree_of_parameters(method, half):
             function(part)
     with pytest.raises(TypeError, match="combine the halves of partition first"):
         hki.set_adapter(params, part)
+
+
+def test_a_bank_knows_what_began_with_a_part_of_its_weight(tmp_path):
+    """A program that reads the file would add the correction to the whole weight."""
+    base = {"l": {"w": jax.random.normal(jax.random.key(0), (16, 8))}}
+    began = hki.add_lora(base, 1, rank=2, init="pissa")
+    bank = hki.AdapterBank.of(hki.set_adapter(began, None), capacity=2, rank=2)
+    bank = bank.put(1, initial := hki.get_adapter(began))
+    selected = bank.select(1)
+    np.testing.assert_allclose(hki.materialize(selected)["l"]["w"], base["l"]["w"], atol=1e-5)
+    adapter = hki.get_adapter(selected)
+    with pytest.raises(ValueError, match="l/w.*initial="):
+        hki.save_peft(tmp_path, adapter, {"l/w": "l"})
+    hki.save_peft(tmp_path, adapter, {"l/w": "l"}, initial=initial)
+    again = hki.set_adapter(base, hki.load_peft(tmp_path, {"l": "l/w"}))
+    np.testing.assert_allclose(hki.materialize(again)["l"]["w"], base["l"]["w"], atol=1e-5)

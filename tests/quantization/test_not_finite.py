@@ -130,6 +130,28 @@ def test_a_sum_of_adapters(method):
     assert np.isnan(merged["l"]["w"]).any()
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "relative", "apart"),
+    [
+        ([1 + 0j], [1 + 5j], 5, 5),
+        ([1 + 0j], [complex(1, np.nan)], np.nan, np.nan),
+        (np.float32([1e-30]), np.float32([2e-30]), 1, 1e-30),
+        (np.float32([1e20]), np.float32([2e20]), 1, 1e20),
+        (np.int32([2**24]), np.int32([2**24 + 1]), 2.0**-24, 1),
+        (np.float64([1]), np.float64([1 + 1e-9]), 1e-9, 1e-9),
+    ],
+)
+def test_a_comparison_of_any_numbers(first, second, relative, apart):
+    trees = [{"l": {"b": np.asarray(x)}} for x in (first, second)]
+    [row] = hki.compare_params(*trees).rows
+    np.testing.assert_allclose([row.relative, row.largest], [relative, apart], rtol=1e-6)
+
+
+def test_a_comparison_of_keys():
+    with pytest.raises(TypeError, match="l/b: random keys have no distance"):
+        hki.compare_params(*({"l": {"b": jax.random.key(i)}} for i in range(2)))
+
+
 def test_a_comparison(tmp_path, capsys):
     first, second = ({"l": {"w": jnp.asarray(x)}} for x in (GOOD, BAD))
     found = hki.compare_params(first, second, apply=lambda p: p["l"]["w"])
