@@ -89,7 +89,10 @@ CHANGES = {
     "dora": lambda p, **more: hki.add_adapter(p, 0, "dora", rank=2, **more),
     "quantize": lambda p, **more: hki.quantize_params(p, **more),
     "rules": lambda p, **more: hki.quantize_params(p, rules=RULES, **more),
+    "training": lambda p, **more: hki.quantized_training(p, RULES, **more),
+    "aware": lambda p, **more: hki.quantization_aware(p, RULES, **more),
 }
+BY_RULES = ("rules", "training", "aware")
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -101,8 +104,10 @@ def test_complex_weights_are_named(name):
     assert "complex weights are not supported" in found[0] and "fft/w (complex64[8,8])" in found[0]
     assert "fft/b" not in found[0]
     assert said(CHANGES[name], fft | linear, exclude="fft/.*")[1] == []
-    none = "quantize none" if name == "rules" else "complex weights, of which there are 1, are not"
-    with pytest.raises(ValueError, match=none):
+    by_rules = r"quantize none .* \(1 complex weights are not supported\)"
+    none = by_rules if name in BY_RULES else "complex weights, of which there are 1, are not"
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=none):
+        warnings.simplefilter("ignore")
         CHANGES[name](fft)
 
 
@@ -134,3 +139,22 @@ def test_structs_become_what_arrays_become(name):
     for x, y in zip(jax.tree.leaves(structs), jax.tree.leaves(wanted), strict=True):
         assert isinstance(x, jax.ShapeDtypeStruct)
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
+ON_VALUES = {
+    "pissa": lambda p: hki.add_lora(p, 0, rank=2, init="pissa"),
+    "dora": lambda p: hki.add_adapter(p, 0, "dora", rank=2),
+    "get_adapter": lambda p: hki.get_adapter(hki.add_lora(p, 0, rank=2)),
+    "merge": lambda p: hki.merge_adapters(hki.add_lora(p, 0, rank=2)),
+    "convert": lambda p: hki.convert_trained(hki.quantized_training(p, RULES)),
+    "compare": lambda p: hki.compare_params(p, p),
+}
+
+
+@pytest.mark.parametrize("name", ON_VALUES)
+def test_what_needs_values_says_so(name):
+    structs = jax.eval_shape(lambda: {"l": {"w": jnp.ones((64, 32)), "b": jnp.ones(32)}})
+    with pytest.raises(TypeError, match="^l/[wb]: has no values, but is a jax.ShapeDtypeStruct"):
+        ON_VALUES[name](structs)
+    if name not in ("get_adapter", "compare"):
+        jax.eval_shape(ON_VALUES[name], structs)

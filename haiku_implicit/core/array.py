@@ -631,7 +631,7 @@ def empty_names(x: ImplicitArray) -> list[str]:
 
 
 def check_complete(arrays: Iterable[Any], error: Exception) -> None:
-    """Raises an `IncompleteError` if one of the arrays is a part, which is why there was an error."""
+    """Raises the reason of an error if one of the arrays is a part, or has no values."""
     # The first says so already, and the second has another reason.
     if isinstance(error, IncompleteError | NotImplementedError):
         return
@@ -639,6 +639,16 @@ def check_complete(arrays: Iterable[Any], error: Exception) -> None:
         if empty := empty_names(x):
             raise _incomplete(x, empty, "so that it stands for no array") from error
         check_complete(flatten_one_level(x)[0], error)
+        check_values(type(x).__name__, x, error)
+
+
+def check_values(name: str, x: Any, error: Exception | None = None) -> None:
+    """Raises if arrays are `jax.ShapeDtypeStruct`s, which may be the reason of an error."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(x)):
+        raise TypeError(
+            f"{name}: has no values, but is a jax.ShapeDtypeStruct. jax.eval_shape(function, params) "
+            "gives the structs of what a function of parameters returns"
+        ) from error
 
 
 def _incomplete(x: ImplicitArray, empty: Sequence[str], lost: str) -> IncompleteError:

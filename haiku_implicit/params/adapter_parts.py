@@ -13,7 +13,13 @@ from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.adapters.vblora import VectorBank
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import MatrixView, matrix_in
-from haiku_implicit.core.array import data_names, flatten_one_level, is_implicit, static_items
+from haiku_implicit.core.array import (
+    check_values,
+    data_names,
+    flatten_one_level,
+    is_implicit,
+    static_items,
+)
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import register_tree_type
@@ -79,6 +85,7 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
     for parameter in trees.parameters_of(params):
         path, value = parameter.path, parameter.value
         check_whole(path, value)
+        check_values(path, value)
         if has_adapter(value):
             weights[path] = with_base(value, None)
             bases.append((path, digest(base_of(value))))

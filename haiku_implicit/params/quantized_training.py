@@ -25,6 +25,7 @@ from haiku_implicit.params.creators import Getter, getter_of
 from haiku_implicit.params.infer_axes import axes_of_use, uses_of
 from haiku_implicit.params.matrix_axes import MatrixAxesOf, open_matrix
 from haiku_implicit.params.quant_stats import fixed_stats, takes_stats
+from haiku_implicit.params.remarks import warn_of_complex
 from haiku_implicit.params.selection import (
     errors_name,
     is_dense_matrix,
@@ -88,6 +89,7 @@ def quantized_training(
         return TrainedQuantized(parameter.value, stats=stats, rules=own)
 
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
+    warn_of_complex(params, choice)
     return trees.replace_by_rules(params, found, choice, make, trees.rules_of)
 
 
@@ -239,9 +241,9 @@ def quantization_aware(
         jax.eval_shape(FakeQuantized.quantized, weight)
         return weight
 
-    return trees.replace_by_rules(
-        params, rules, trees.Choice(targets, exclude, missing_ok, matrix_axes), make
-    )
+    choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
+    warn_of_complex(params, choice)
+    return trees.replace_by_rules(params, rules, choice, make)
 
 
 def convert_trained(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import progress
-from haiku_implicit.core.array import flatten_one_level, is_implicit
+from haiku_implicit.core.array import check_values, flatten_one_level, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.printable import printable
@@ -265,6 +265,7 @@ def _error_of(path: str, a: Any, b: Any) -> ParameterError:
         raise ValueError(f"{path}: the first is {list(a.shape)}, the second {list(b.shape)}")
     for x in (a, b):
         check_whole(path, x)
+        check_values(path, x)
     distance = _distance_of(path, *(materialize_array(x) if is_implicit(x) else x for x in (a, b)))
     return ParameterError(path, (_kind(a), _kind(b)), _relative([distance]), distance.largest)
 
@@ -291,7 +292,9 @@ def _distance_of(path: str, a: Any, b: Any) -> _Distance:
       TypeError: for random keys.
     """
     if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in (a, b)):
-        raise TypeError(f"{path}: random keys have no distance; compare jax.random.key_data of them")
+        raise TypeError(
+            f"{path}: random keys have no distance; compare jax.random.key_data of them"
+        )
     a, b = (np.asarray(x).ravel() for x in (a, b))
     kind = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
     found = _Distance(0.0, 0.0, 0.0)

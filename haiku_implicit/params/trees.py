@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from haiku_implicit.core import progress
-from haiku_implicit.core.array import is_implicit, known_struct
+from haiku_implicit.core.array import check_values, is_implicit, known_struct
 from haiku_implicit.core.predicates import (
     Predicate,
     Targets,
@@ -82,7 +82,13 @@ def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, 
         raise a_half("/".join(path), tree)
     if not (hasattr(tree, "shape") and hasattr(tree, "dtype")):
         return tree
-    return fun(Parameter("/".join(path[:-1]), path[-1], tree))
+    parameter = Parameter("/".join(path[:-1]), path[-1], tree)
+    try:
+        return fun(parameter)
+    except (AttributeError, TypeError) as error:
+        if isinstance(error, AttributeError) or "ShapeDtypeStruct" in str(error):
+            check_values(parameter.path, tree, error)
+        raise
 
 
 def a_half(path: str, value: Any) -> ValueError:
@@ -337,10 +343,12 @@ def replace_by_rules(
             return replace_marked(params, marks, lambda parameter: parameter.value)
         if not modules:
             _check_not_done(parameters)
+        number = sum(is_complex_weight(*p[:3]) for p in parameters)
+        of_complex = f" ({number} complex weights are not supported)" if number else ""
         patterns = ", ".join(repr(rule.module_path) for rule in rules)
         raise ValueError(
             f"rules: those for {patterns or 'nothing'} quantize none of the {len(modules)} dense "
-            f"weights; their modules are: {', '.join(sorted(set(modules)))}"
+            f"weights{of_complex}; their modules are: {', '.join(sorted(set(modules)))}"
         )
 
     left = iter(filter(None, decided))
