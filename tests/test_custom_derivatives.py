@@ -417,3 +417,30 @@ def test_random_functions_with_rules(seed, may_be_dense):
     got, want = (jax.grad(outer(inner(f)), places)(x, *values) for f in (loss, jax.jit(twin)))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * max(1.0, float(jnp.abs(b).max())))
+
+
+@jax.custom_vjp
+def with_another_factor(w):
+    return w * 2
+
+
+with_another_factor.defvjp(lambda w: (w * 2, w), lambda w, c: (c * w * w,))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_forward_over_reverse_of_a_rule_for_reverse(jit):
+    """A rule that JAX can't differentiate forward: the inner gradient has used it before."""
+    x = jnp.ones((2, 4))
+    q = hki.LoRA(jnp.eye(4), jnp.ones((4, 2)), jnp.full((2, 4), 0.1), alpha=2.0)
+
+    def loss(w):
+        return ((x @ with_another_factor(w)) ** 4).sum() / 1e4
+
+    def hvp(fun):
+        run = lambda q: jax.jvp(jax.grad(fun), (q,), (q,))[1]  # noqa: E731
+        return (jax.jit(run) if jit else run)(q)
+
+    want = hvp(lambda q: loss(hki.materialize(q)))
+    got = hvp(hki.use_implicit_args(loss))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+    assert np.abs(got.a).max() > 0

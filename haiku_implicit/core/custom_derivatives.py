@@ -106,7 +106,15 @@ class Call:
         self.is_implicit = list(map(is_implicit, out))
         starts = np.cumsum([0, *(len(jax.tree_util.tree_leaves(y)) for y in out)]).tolist()
         self.takers = [start + i for start, i in zip(starts, places, strict=False)]
+        self.is_still = False
         self._jaxprs: dict[Any, ClosedJaxpr] = {}
+
+    @functools.cached_property
+    def still(self) -> "Call":
+        """The same call, whose results have no tangents."""
+        new = object.__new__(Call)
+        new.__dict__.update(self.__dict__, is_still=True)
+        return new
 
     def mapped(self, **options: Any) -> "Call":
         """The same call under `jax.vmap` with these options."""
@@ -136,14 +144,29 @@ def _abstract(*avals: Any, call: Call) -> tuple[list[Any], Any]:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
+    if call.is_still:
+        leaves = call_p.bind(*primals, call=call)
+        return leaves, list(map(_zero, leaves))
     dense, dots = _derivative(call.original, primals, tangents)
     if not any(call.is_implicit):
         return dense, dots
-    leaves = call_p.bind(*primals, call=call)
+    # Where the derivative is differentiated again, the dense results are what has derivatives.
+    leaves = call_p.bind(*primals, call=call.still)
     leaf_dots = list(map(_zero, leaves))
     for i, implicit, y, dot in zip(call.takers, call.is_implicit, dense, dots, strict=True):
-        leaves[i], leaf_dots[i] = leaves[i] if implicit else y, dot
+        leaves[i], leaf_dots[i] = _moving_as(leaves[i], y) if implicit else y, dot
     return leaves, leaf_dots
+
+
+@jax.custom_jvp
+def _moving_as(leaf: jax.Array, y: jax.Array) -> jax.Array:
+    """`leaf`, with the derivatives of `y`."""
+    return leaf
+
+
+@_moving_as.defjvp
+def _moving_as_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return _moving_as(*primals), tangents[1]
 
 
 def _derivative(
