@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -213,13 +214,33 @@ def naming_lost_types(*trees: Any) -> Iterator[None]:
 
 
 def _kinds_with_fields(names: Iterable[Any]) -> list[str]:
-    """The names of the types that have just these fields; not of subclasses of such types."""
-    found = []
+    """The names of the types that may have just these fields; not of subclasses of such types.
+
+    Orbax leaves fields out that are None.
+    """
+    found, there = [], set(names)
     for node in _checkpoints.values():
         with contextlib.suppress(TypeError):  # of a class without its decorator
-            if set(node.fields()[0]) == set(names) != set():
+            fields = set(node.fields()[0])
+            if there and there <= fields and fields - there <= _optional_fields(node.kind):
                 found.append(node.kind)
+    found = list(filter(_is_public, found))
     return [kind.__name__ for kind in found if not set(kind.__mro__[1:]) & set(found)]
+
+
+def _optional_fields(kind: type) -> set[str]:
+    """The fields of a dataclass that are None by default."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return {field.name for field in fields if field.default is None}
+
+
+def _is_public(kind: type) -> bool:
+    """Whether users can name a type: one of their own, or one that the package exports."""
+    package = sys.modules[__name__.partition(".")[0]]
+    if not kind.__module__.startswith(package.__name__):
+        return True
+    places = package, getattr(package, "adapters", None), getattr(package, "quantization", None)
+    return any(getattr(place, kind.__name__, None) is kind for place in places)
 
 
 def _path_of(mapping: Mapping[str, Any], trees: Sequence[Any]) -> str:

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from haiku_implicit.adapters.adapter import Adapter, method_named, method_names
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.keys import as_key
 from haiku_implicit.core.predicates import Targets, compiled, no_match
+from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.numerics.options import is_positive_integer
 from haiku_implicit.params import trees
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
@@ -89,14 +90,29 @@ def add_adapter(
     parameters = trees.parameters_of(params)
     marks = trees.marks_of(parameters, choice, room.takes, room.wanted)
     paths = [p.path for p, marked in zip(parameters, marks, strict=True) if marked]
-    for pattern in () if missing_ok else patterns or ():
-        if not any(re.fullmatch(pattern, path) for path in paths):
-            raise no_match("patterns", pattern, paths, kind="weights that get an adapter")
+    if not missing_ok:
+        _check_patterns(patterns or {}, paths)
     make = lambda parameter: large.see(parameter, made(parameter))  # noqa: E731
     new = trees.replace_marked(params, marks, make, choice.matrix_axes)
     large.warn()
     warn_of_skipped(params, choice, room)
     return new if kind is LoRA else kind.with_shared(new, key, **options)
+
+
+def _check_patterns(patterns: Iterable[str], paths: Sequence[str]) -> None:
+    """Raises for a pattern that matches no weight; warns of one whose weights others take before."""
+    taken: dict[str, str] = {}
+    for pattern in patterns:
+        own = [path for path in paths if re.fullmatch(pattern, path)]
+        if not own:
+            raise no_match("patterns", pattern, paths, kind="weights that get an adapter")
+        if all(path in taken for path in own):
+            warn_caller(
+                f"patterns: {pattern!r} decides for no weight, since {taken[own[0]]!r} before it "
+                f"matches {own[0]}, too. The first pattern that matches decides: put {pattern!r} first"
+            )
+        for path in own:
+            taken.setdefault(path, pattern)
 
 
 def _kind_of(method: Any) -> tuple[Any, str]:

@@ -207,22 +207,33 @@ def _frozen(
         if "value_fn" in extra:
             extra["value_fn"] = unmasked(extra["value_fn"])
         own = None if params is None else masked(params, "params")
-        try:
-            with naming_lost_types(state):
-                new, state = inner.update(masked(updates, "updates"), state, own, **extra)
-        except (TypeError, ValueError) as e:
-            if params is not None:
-                _check_state(state, jax.eval_shape(inner.init, own))
-                raise
-            raise ValueError(  # without the parameters a missing gradient is not seen before
-                f"updates: the optimizer can't take these gradients ({e}). If its state is for other "
-                "arrays, give value_and_grad and the optimizer the same trainable_dense=; give update "
-                "the parameters, and the error names the first such array"
-            ) from e
+        with naming_lost_types(state):
+            new, state = _updated(inner, masked(updates, "updates"), state, own, extra)
         frozen = list(map(zeros_like, values))
         return fill_slots(treedef, flags, align(treedef, new, "updates"), frozen), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _updated(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: Any,
+    state: Any,
+    params: Any,
+    extra: dict[str, Any],
+) -> tuple[Any, Any]:
+    """The update of an optimizer, with errors that say what the trees have to do with them."""
+    try:
+        return inner.update(updates, state, params, **extra)
+    except (TypeError, ValueError) as e:
+        if params is not None:
+            _check_state(state, jax.eval_shape(inner.init, params))
+            raise
+        raise ValueError(  # without the parameters a missing gradient is not seen before
+            f"updates: the optimizer can't take these gradients ({e}). If its state is for other "
+            "arrays, give value_and_grad and the optimizer the same trainable_dense=; give update "
+            "the parameters, and the error names the first such array"
+        ) from e
 
 
 def _check_state(state: Any, wanted: Any) -> None:

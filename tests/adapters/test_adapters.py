@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 
 import haiku as hk
 import jax
@@ -366,3 +367,18 @@ def test_places_outside_of_the_matrix(make, place):
         with pytest.raises(ValueError, match=f"{make}: {name}: expected numbers .* got {place}"):
             of(jnp.ones(2), *arrays)
     jax.eval_shape(of, jnp.ones(2), outside, inside)  # nothing is known there
+
+
+def test_a_pattern_that_others_hide():
+    params = {"a": {"w": jnp.ones((4, 4))}, "b": {"w": jnp.ones((4, 4))}}
+    patterns = {".*": {"rank": 1}, "a/w": {"rank": 2}}
+    with pytest.warns(
+        UserWarning, match="patterns: 'a/w' decides for no weight, since '.*' before"
+    ):
+        hki.add_adapter(params, 0, "dora", rank=3, patterns=patterns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        new = hki.add_adapter(
+            params, 0, "dora", rank=3, patterns=dict(reversed(list(patterns.items())))
+        )
+    assert [new[name]["w"].a.shape[-1] for name in "ab"] == [2, 1]

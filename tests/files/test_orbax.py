@@ -80,6 +80,30 @@ def test_a_dict_that_was_a_weight_is_told(transform):
         transform(loss)(found, jnp.ones((1, 8)))
 
 
+WEIGHTS = {
+    "QuantizedMatrix or a QuantizedBlocks": lambda p: hki.quantize_params(p),
+    "FakeQuantized or a TrainedQuantized": lambda p: hki.quantized_training(p, RULES),
+    "DoRA": lambda p: hki.add_adapter(p, 0, "dora", rank=2),
+}
+RULES = [hki.quantization.QtRule(weight_qtype="int8")]
+
+
+@pytest.mark.parametrize("kinds", WEIGHTS)
+def test_the_types_that_it_may_have_been_are_told(kinds):
+    """Those that users know; Orbax leaves fields out that are None."""
+    model = hki.transform_implicit(hk.without_apply_rng(hk.transform(forward)))
+    params = model.init(jax.random.key(0), x := jnp.ones((1, 8)))
+    made = WEIGHTS[kinds](params)
+    found = {
+        module: {name: {k: v for k, v in lost(w).items() if v is not None} if name == "w" else w}
+        for module, weights in made.items()
+        for name, w in weights.items()
+        if name == "w"
+    }
+    with pytest.raises(TypeError, match=f"linear_0/w: expected a {kinds}, got a dict"):
+        model.apply({m: {**made[m], **own} for m, own in found.items()}, x)
+
+
 def test_other_errors_about_dicts_stay_what_they_are():
     with pytest.raises(AttributeError, match="'dict' object has no attribute 'shape'"):
         hki.use_implicit_args(lambda tree: tree.shape)({"linear": {"w": jnp.ones(2)}})
