@@ -474,13 +474,14 @@ def gather_from_view(
     **params: Any,
 ) -> Any:
     """Parts of axes that are all made of rows, or all of columns, as a gather of whole ones."""
-    d, lead = dimension_numbers, _lead(w)
+    lead = _lead(w)
+    d, ids = _without_batching(dimension_numbers, ids, lead)
     core = list(zip(w.axes, w.shape[lead:], slice_sizes[lead:], strict=True))
     inner = {f[2] for group, n, size in core if size != n for f in group}
-    elsewhere = max(d.operand_batching_dims, default=-1) >= lead
-    if len(inner) != 1 or elsewhere or any(x is not None for x in params.values()):
+    if len(inner) > 1 or any(x is not None for x in params.values()):
         return NotImplemented
-    (axis,) = inner
+    # Of axes of length one either will do.
+    axis = next(iter(inner or {f[2] for group in w.axes for f in group} or {0}))
     filling = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
     at = _places(w, ids, d, slice_sizes, axis, filling)
 
@@ -521,6 +522,27 @@ def gather_from_view(
     of_ids, of_tensor = iter(range(count)), iter(count + np.argsort(found))
     order = [next(of_tensor if i in d.offset_dims else of_ids) for i in range(out.ndim)]
     return jnp.transpose(out, order)
+
+
+def _without_batching(numbers: Any, ids: jax.Array, lead: int) -> tuple[Any, jax.Array]:
+    """The same gather with an index for each batching axis of the operand from `lead` on."""
+    batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    pairs = list(zip(*batching, strict=True))
+    moved = [pair for pair in pairs if pair[0] >= lead]
+    if not moved:
+        return numbers, ids
+    shape = (*ids.shape[:-1], 1)
+    more = [jax.lax.broadcasted_iota(np.int32, shape, of_ids) for _, of_ids in moved]
+    kept = [pair for pair in pairs if pair not in moved]
+    axes = [axis for axis, _ in moved]
+    new = jax.lax.GatherDimensionNumbers(
+        offset_dims=numbers.offset_dims,
+        collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, *axes))),
+        start_index_map=(*numbers.start_index_map, *axes),
+        operand_batching_dims=tuple(axis for axis, _ in kept),
+        start_indices_batching_dims=tuple(of_ids for _, of_ids in kept),
+    )
+    return new, jnp.concatenate([ids.astype(np.int32), *more], -1)
 
 
 def _places(

@@ -235,6 +235,15 @@ GATHERS = {
     "taken": lambda w: jnp.take(w, IDS, axis=0) + jnp.take(w, IDS, axis=-3),
     "windows": lambda w: jax.vmap(lambda i: jax.lax.dynamic_slice_in_dim(w, i, 2))(IDS),
     "each its own": lambda w: jax.vmap(lambda i: w[i])(IDS),
+    "along the inner axis": lambda w: jax.vmap(lambda v, i: v[i])(
+        w, IDS[jnp.array([0, 1, 2, 0])] % 3
+    ),
+    "along the outermost axis": lambda w: jax.vmap(lambda v, i: v[i], (1, 0))(w, IDS),
+    "along it, filled": lambda w: jax.vmap(
+        lambda v, i: v.at[i].get(mode="fill", fill_value=0.5), (1, 0)
+    )(w, OUTSIDE),
+    "of one": lambda w: w[1:2][IDS * 0],
+    "of one, filled": lambda w: w[1:2].at[OUTSIDE].get(mode="fill", fill_value=0.5),
     "two at a time": lambda w: jax.vmap(lambda i: w[i], out_axes=1)(jnp.stack([IDS, IDS])),
 }
 BATCHED = {
@@ -282,7 +291,15 @@ def int4_pairs(w):
     return hki.QuantizedMatrix.quantize(w, "int4", group_size=2)
 
 
-ROWS_AND_COLUMNS = ("columns split", "of two axes")
+ROWS_AND_COLUMNS = [
+    ("columns split", name)
+    for name in (
+        "of two axes",
+        "along the inner axis",
+        "along the outermost axis",
+        "along it, filled",
+    )
+]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +313,7 @@ ROWS_AND_COLUMNS = ("columns split", "of two axes")
 def test_gathers(held, gather):
     """Whole rows, or whole columns, of the matrix are gathered; parts of both from the dense array."""
     for kind in ("lora", "int8", "int4"):
-        dense = ["MatrixView"] if (held, gather) == ROWS_AND_COLUMNS else []
+        dense = ["MatrixView"] if (held, gather) in ROWS_AND_COLUMNS else []
         same_gather(kind, held, GATHERS[gather], dense=dense)
 
 
