@@ -31,6 +31,11 @@ def plain_optax():
     optimizer.update(hki.grad(product)(TUNED), optimizer.init(TUNED), TUNED)
 
 
+def other_half():
+    grads = jax.grad(lambda trained: LOSS(hki.combine(trained, FROZEN)))(TRAINED)
+    optax.adam(0.1).update(grads, optax.adam(0.1).init(FROZEN), TRAINED)
+
+
 def cast(params, dtype):
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
@@ -65,6 +70,7 @@ MISTAKES = {
     "Indexer must have": lambda: LOSS(
         cast(hki.add_adapter(PARAMS, 0, "trained_rows", ids=[3]), jnp.bfloat16)
     ),
+    "unsupported operand type(s) for *: 'float' and 'NoneType'": other_half,
     "No value for 'average'": batch_norm,
 }
 OF_JAX_ALONE = "Unable to initialize backend 'tpu'"
