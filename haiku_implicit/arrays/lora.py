@@ -17,7 +17,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.fields import FROZEN, NONE_MEANS
+from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import padded_spec, split_fields
 from haiku_implicit.core.validation import expecting
@@ -60,7 +60,7 @@ class LoRA(Wrapper, core_ndim=2):
     w: Any = dataclasses.field(metadata=FROZEN)
     a: Any
     b: Any
-    factor: Any = dataclasses.field(default=None, metadata=FROZEN | {NONE_MEANS: 1.0})
+    factor: Any = dataclasses.field(default=None, metadata=FROZEN)
 
     def __init__(
         self,

@@ -17,7 +17,6 @@ from haiku_implicit.core import compat, serialization
 from haiku_implicit.core.fields import (
     AUX,
     FROZEN_KEY,
-    NONE_MEANS,
     STATIC,
     Inferred,
     as_dtype,
@@ -458,12 +457,6 @@ def static_items(x: "ImplicitArray") -> dict[str, Any]:
     """The static metadata of an implicit array; an inferred `shape` or `dtype` is None."""
     names, values = _names(type(x))[1], _flatten(x)[1]
     return {name.lstrip("_"): value for name, value in zip(names, values, strict=True)}
-
-
-def numbers_for_none(cls: type) -> dict[str, float]:
-    """The number that None stands for, by the names of the fields that declare one."""
-    found = {f.name: f.metadata.get(NONE_MEANS) for f in dataclasses.fields(cls)}
-    return {name: number for name, number in found.items() if number is not None}
 
 
 def frozen_names(cls: type) -> frozenset[str]:

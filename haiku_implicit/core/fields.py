@@ -16,9 +16,6 @@ STATIC = {AUX: True}
 # For `dataclasses.field(metadata=FROZEN)`: a `frozen_field` that mypy understands.
 FROZEN = {FROZEN_KEY: True}
 
-# In the metadata of a field: the number that None stands for there.
-NONE_MEANS = "haiku_implicit_none_means"
-
 
 def aux_field(**kwargs: Any) -> Any:
     """A dataclass field that is static metadata of the type rather than a child array.

@@ -1,5 +1,6 @@
 """Whether the tree in a file is like another one."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 
 from haiku_implicit.core import serialization
-from haiku_implicit.core.array import ImplicitArray, is_implicit, numbers_for_none
+from haiku_implicit.core.array import is_implicit
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import Branch, Leaf, Structure
@@ -18,7 +19,7 @@ _WAY_OUT = "The file is of another model or other settings; without `like` it is
 def check_like(found: Structure, like: Any, where: str) -> list[str]:
     """Checks that the tree in a file has the containers, types, keys, shapes and dtypes of another.
 
-    A field that declares `NONE_MEANS` may be None in the file alone, as older versions left it.
+    Numbers of adapters that `completed` fills may be None in the file alone: older versions left them.
 
     Args:
       found: the structure in the file.
@@ -39,7 +40,8 @@ def check_like(found: Structure, like: Any, where: str) -> list[str]:
 def with_left_out(tree: Any, like: Any, where: str) -> Any:
     """The tree of a file, with what `like` has in the fields that the file leaves out.
 
-    In parameters these are the numbers that None stands for, and in the states of optimizers zeros.
+    In parameters these are the numbers that `completed` makes of None, and in the states of optimizers
+    zeros.
 
     Raises:
       CheckpointError: if `like` has other values there, or none.
@@ -51,11 +53,10 @@ def with_left_out(tree: Any, like: Any, where: str) -> Any:
         node = serialization.node_of(x)
         assert node is not None
         names, (values, static) = node.fields()[0], node.parts(x)
-        numbers = numbers_for_none(type(x))
-        others = (getattr(y, name) for name in names)
+        others = [getattr(y, name) for name in names]
         made = [
-            _left_out(y, name, numbers[name], where)
-            if old is None and name in numbers
+            _left_out(x, y, name, where)
+            if old is None and value is not None
             else jax.tree.map(completed, old, value, is_leaf=is_implicit)
             for name, old, value in zip(names, values, others, strict=True)
         ]
@@ -64,21 +65,24 @@ def with_left_out(tree: Any, like: Any, where: str) -> Any:
     return jax.tree.map(completed, tree, like, is_leaf=is_implicit)
 
 
-def _left_out(like: Any, name: str, number: float, where: str) -> Any:
+def _left_out(x: Any, like: Any, name: str, where: str) -> Any:
     value = getattr(like, name)
     arrays = jax.tree.leaves(like)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
-        values = "no values"
-    elif all(np.all(np.asarray(x) == number) for x in jax.tree.leaves(value)):
-        return value
-    elif not any(np.any(x) for x in arrays):
+    if any(isinstance(y, jax.ShapeDtypeStruct) for y in arrays):
+        raise _other_number(like, name, where, "no values")
+    if not any(np.any(y) for y in arrays) or not jax.tree.leaves(value):
         return value  # the moments of an optimizer that has made no step
-    else:
-        values = f"{value}"
-    raise CheckpointError(
-        f"{where}: {type(like).__name__}.{name}: an older version left it out, which stands for "
-        f"{number:g}, and `like` has {values} there. Load the file without `like`, or "
-        "give as `like` arrays that the same options made"
+    wanted = getattr(x.completed(), name)
+    if not np.array_equal(value, wanted):
+        raise _other_number(like, name, where, f"{value}, not {wanted},")
+    return value
+
+
+def _other_number(like: Any, name: str, where: str, values: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: {type(like).__name__}.{name}: an older version left out what it was by default, and "
+        f"`like` has {values} there. Load the file without `like`, or give as `like` arrays that the "
+        "same options made"
     )
 
 
@@ -114,13 +118,11 @@ def _is_none(structure: Structure) -> bool:
     return isinstance(structure, Branch) and structure.kind == "none"
 
 
-def _may_be_none(kind: str, field: Any) -> bool:
+def _may_be_none(kind: str, name: Any) -> bool:
     node = serialization.node_named(kind)
-    return (
-        node is not None
-        and issubclass(node.kind, ImplicitArray)
-        and field in numbers_for_none(node.kind)
-    )
+    if node is None or not hasattr(node.kind, "completed"):
+        return False
+    return any(f.name == name and f.default is None for f in dataclasses.fields(node.kind))
 
 
 def _by_key(branch: Branch) -> dict[Any, Structure]:
