@@ -1,1 +1,1 @@
-"""Haiku's side: wrapped models, and implicit arrays put into their parameters."""
+"""The Haiku side: wrapped models, and edits that put implicit arrays into their parameters."""

@@ -1,4 +1,4 @@
-"""A bank of adapters: many LoRA adapters for one base, of which each example of a batch has one."""
+"""A bank of LoRA adapters for one base, from which each example of a batch selects one."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from haiku_implicit.params.adapter_parts import (
 from haiku_implicit.params.edits import add_lora
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
 
-# A matrix of a weight with its bank, `LoRA` with factors `[capacity, n, rank]`: what a slot is.
+# The factors and the scale of all slots, by the path of their weight.
 _Slots = dict[str, tuple[jax.Array, jax.Array, jax.Array]]
 
 
@@ -34,14 +34,15 @@ _Slots = dict[str, tuple[jax.Array, jax.Array, jax.Array]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdapterBank:
-    """Parameters of one base, and slots for LoRA adapters of any rank up to one.
+    """The parameters of one base, with slots for LoRA adapters up to a maximum rank.
 
-    A pytree, to be passed to compiled functions. Its slots change by `put` and `remove`, which keep all
-    shapes, so that nothing is compiled again (but by the first adapter that began as PiSSA, OLoRA or
-    LoftQ: from then on `select` gives `RestLoRA` for its weights). An empty slot is the base alone.
+    A pytree, to be passed to compiled functions. `put` and `remove` change its slots and keep all
+    shapes, so that nothing is compiled again. (The first adapter that began as PiSSA, OLoRA or LoftQ is
+    the exception: from then on `select` gives `RestLoRA` for its weights.) An empty slot gives the
+    base.
 
     Attributes:
-      params: the tree of parameters, its targets with LoRA of rank `rank` that is zero.
+      params: the tree of parameters, whose targets have LoRA of rank `rank` with factors of zeros.
       slots: by `module/name`, `a` `[capacity, ..., n, rank]`, `b` `[capacity, ..., rank, m]` and the
         scale `[capacity]`.
 
@@ -71,13 +72,13 @@ class AdapterBank:
         exclude: Targets | None = None,
         matrix_axes: MatrixAxesOf | None = None,
     ) -> Self:
-        """An empty bank.
+        """Makes an empty bank.
 
         Args:
           params: the base, without adapters.
-          capacity: how many adapters there is room for.
-          rank: their largest rank.
-          targets, exclude, matrix_axes: which weights they may be for, as for `add_lora`.
+          capacity: the number of slots.
+          rank: the largest rank of an adapter.
+          targets, exclude, matrix_axes: the weights that adapters may change, as for `add_lora`.
 
         Raises:
           ValueError: for a capacity below 1, and as `add_lora` does.
@@ -105,16 +106,16 @@ class AdapterBank:
         return next(iter(self.slots.values()))[0].shape[-1]
 
     def put(self, slot: int, adapter: AdapterParts, *, check_base: bool = True) -> Self:
-        """The bank with an adapter in a slot, in place of what was there.
+        """Returns the bank with an adapter in a slot, which loses its previous adapter.
 
         Args:
           slot: 0 to `capacity - 1`.
-          adapter: LoRA of a rank up to that of the bank, for some of its targets.
+          adapter: LoRA whose rank is at most the rank of the bank, for some of its targets.
           check_base: as for `set_adapter`.
 
         Raises:
-          ValueError: for a slot that there is not, an adapter of a larger rank, for a weight that is
-            not a target of the bank, of another type than LoRA, or for another base.
+          ValueError: for a slot out of range, or an adapter that has a larger rank, is for a weight
+            that is not a target of the bank, is of another type than LoRA, or is for another base.
         """
         slot = self._checked_slot(slot)
         checked_parts("adapter", adapter)
@@ -143,14 +144,14 @@ class AdapterBank:
         return dataclasses.replace(self, slots=slots, params=_of_rest(self.params, rest))
 
     def remove(self, slot: int) -> Self:
-        """The bank with the slot empty: its examples have the base alone."""
+        """Returns the bank with a slot empty, so that its examples use the base."""
         return self.put(slot, AdapterParts({}))
 
     def select(self, slot: Any) -> Any:
-        """The parameters with the adapter of a slot, an integer or a traced one.
+        """The parameters with the adapter of a slot, which is an integer or traced.
 
         Raises:
-          ValueError: for a slot that there is not; if it is traced, the factors are NaN instead.
+          ValueError: for a slot out of range; if the slot is traced, the factors are NaN instead.
         """
         if not isinstance(slot, jax.core.Tracer):
             self._checked_slot(slot)
@@ -174,9 +175,9 @@ class AdapterBank:
         return trees.map_parameters(selected, self.params)
 
     def _place(self, slot: Any) -> jax.Array:
-        """A slot as an index; for one that there is not, an index of which a gather makes NaN."""
+        """A slot as an index, out of bounds if there is no such slot, so that a gather gives NaN."""
         slot = jnp.asarray(slot)
-        if jnp.iinfo(slot.dtype).bits < 32:  # the capacity may be no number of such a dtype
+        if jnp.iinfo(slot.dtype).bits < 32:  # the capacity may be too large for this dtype
             slot = slot.astype(jnp.int32)
         # A negative index would count from the last slot.
         return jnp.where((slot < 0) | (slot >= self.capacity), self.capacity, slot).astype(
@@ -186,7 +187,7 @@ class AdapterBank:
     def _checked_slot(self, slot: Any) -> int:
         try:
             number = None if isinstance(slot, bool | np.bool_) else operator.index(slot)
-        except TypeError:  # of another dtype, or an array with axes
+        except TypeError:  # another dtype, or an array with axes
             number = None
         if number is None:
             raise ValueError(
@@ -198,7 +199,7 @@ class AdapterBank:
 
 
 def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets each example of a batch run with an adapter of its own.
+    """Lets each example of a batch run with its own adapter.
 
     This is `jax.vmap` of `apply` over the examples, with one gather of factors for each target; the
     base is not copied.
@@ -207,9 +208,9 @@ def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
       apply: `apply(params, *args)` of a model on one example.
 
     Returns:
-      `run(bank, slots, *args)`, with the slots `[batch]` integers and a leading axis `batch` on all
-      arrays in `args`. A slot outside of the bank is an error; where slots are traced (within
-      `jax.jit`), the outputs of its example are NaN.
+      `run(bank, slots, *args)`, with integer slots `[batch]` and a leading axis `batch` on all arrays
+      in `args`. A slot out of range is an error; if slots are traced (within `jax.jit`), the outputs of
+      its example are NaN.
     """
 
     @functools.wraps(apply)
@@ -242,7 +243,7 @@ def _written(x: jax.Array, slot: Any, value: jax.Array) -> jax.Array:
 
 
 def _of_rest(params: Any, paths: Collection[str]) -> Any:
-    """Parameters with `RestLoRA` at some paths, which files of other programs need to know."""
+    """Parameters with `RestLoRA` at some paths, a type that files of other programs need to know."""
 
     def typed(parameter: trees.Parameter) -> Any:
         view = parameter.value
@@ -256,7 +257,7 @@ def _of_rest(params: Any, paths: Collection[str]) -> Any:
 
 
 def _padded(path: str, value: Any, old: Any) -> tuple[Any, Any, Any]:
-    """The factors of an adapter with zeros up to the rank of the bank, and the scale."""
+    """The factors of an adapter, padded with zeros to the rank of the bank, and its scale."""
     lora = _lora_of(value)
     if not isinstance(lora, LoRA) or is_implicit(lora.w):
         raise ValueError(f"{path}: a bank has room for LoRA alone, got {type(lora).__name__}")

@@ -1,4 +1,4 @@
-"""Adapters put on weights of a tree of parameters, by their type or its name."""
+"""Adapters added to weights of a tree of parameters, by type or by name."""
 
 import inspect
 import re
@@ -32,32 +32,33 @@ def add_adapter(
     patterns: Mapping[str, Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> Any:
-    """Puts adapters of a kind on weights of a tree of parameters, quantized ones included.
+    """Adds adapters of a type to weights of a tree of parameters, including quantized weights.
 
-    The tree stands for the same numbers as before; what is added is trained, and the weights are not.
+    The new tree stands for the same values. The adapters are trained, and the weights are not.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
-      key: a JAX random key, or an integer seed; each weight draws with a key of its own.
+      key: a JAX random key, or an integer seed; each weight gets its own key from it.
       method: a type of adapter: `haiku_implicit.LoRA`, one of `haiku_implicit.adapters`, or your own
         subclass of `haiku_implicit.adapters.Adapter`. Or its name: 'lora', 'boft', 'dora', 'fourierft',
         'ia3', 'locon', 'loha', 'lokr', 'low_rank_diagonal', 'oft', 'shira', 'trained_rows', 'vblora',
-        'vera' (see docs/adapters.md), or that of your own class in lower case.
-      targets, exclude, missing_ok, matrix_axes: as for `add_lora`. The default are weights with room
-        for the rank, if the method has one; a warning names the others.
-      patterns: other options for some weights: a mapping from a regular expression that the whole of
-        `module/name` matches to options, such as `{'.*/mlp/.*': {'rank': 4}}`; the first one counts.
-      **options: of the method, such as `rank` and `alpha`; see `create` of the type, for example
-        `help(haiku_implicit.adapters.DoRA.create)`.
+        'vera' (see docs/adapters.md), or the name of your own class in lower case.
+      targets, exclude, missing_ok, matrix_axes: as for `add_lora`. The default targets are weights with
+        room for the rank, if the method has one; a warning names the others.
+      patterns: other options for some weights: a mapping from a regular expression that matches the
+        whole `module/name` to options, such as `{'.*/mlp/.*': {'rank': 4}}`. The first pattern that
+        matches counts.
+      **options: the options of the method, such as `rank` and `alpha`; see `create` of the type, for
+        example `help(haiku_implicit.adapters.DoRA.create)`.
 
     Returns:
-      The tree with adapters in place of the targets, mappings as dicts. With 'vblora' it has a module
-      more, the vector bank, which `with_vector_bank` puts into the weights in each step.
+      The tree with adapters on the targets, and mappings as dicts. With 'vblora' it has one more
+      module, the vector bank, which `with_vector_bank` puts into the weights in each step.
 
     Raises:
       ValueError: for an unknown method or option, a missing option, targets or a pattern that match
-        nothing, a weight that the adapter does not fit.
-      TypeError: for a `method` of another type, or `patterns`.
+        nothing, or a weight that the adapter does not fit.
+      TypeError: for a `method` or `patterns` of another type.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -100,7 +101,7 @@ def add_adapter(
 
 
 def _check_patterns(patterns: Iterable[str], paths: Sequence[str]) -> None:
-    """Raises for a pattern that matches no weight; warns of one whose weights others take before."""
+    """Raises if a pattern matches no weight; warns if earlier patterns take all its weights."""
     taken: dict[str, str] = {}
     for pattern in patterns:
         own = [path for path in paths if re.fullmatch(pattern, path)]
@@ -116,11 +117,11 @@ def _check_patterns(patterns: Iterable[str], paths: Sequence[str]) -> None:
 
 
 def _kind_of(method: Any) -> tuple[Any, str]:
-    """The class of a method, and what errors call it.
+    """The class of a method, and its name in errors.
 
     Raises:
-      ValueError: for an unknown name, and a name of several classes.
-      TypeError: for anything but a name, and a class with `create`.
+      ValueError: for an unknown name, or a name that several classes have.
+      TypeError: for anything but a name or an adapter class with `create`.
     """
     names = ", ".join(map(repr, method_names()))
     if isinstance(method, str):
@@ -143,7 +144,7 @@ def _kind_of(method: Any) -> tuple[Any, str]:
 
 
 def _created(kind: Any, value: Any, key: jax.Array, options: Mapping[str, Any]) -> Any:
-    """A weight with an adapter; raises where the `create` of a type makes something else."""
+    """A weight with an adapter; raises if `create` of its type makes anything else."""
     new = kind.create(value, key, **options)
     if not isinstance(new, Adapter) or tuple(new.shape) != tuple(value.shape):
         raise TypeError(
@@ -167,7 +168,7 @@ def _room_of(
 
 
 def options_of(method: Any) -> dict[str, bool] | None:
-    """The options of a method, and whether each has to be given; None if it takes any.
+    """The options of a method, and whether each is required; None if it takes any option.
 
     Raises:
       ValueError: for an unknown method.
@@ -183,7 +184,7 @@ def options_of(method: Any) -> dict[str, bool] | None:
 def _options_of(
     kind: Any, name: str, options: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
 ) -> Callable[[str], dict[str, Any]]:
-    """The options for the weight of a path; raises for those that the method does not have."""
+    """Returns the options of a weight by its path; raises for unknown or missing options."""
     known = options_of(kind)
     rules = checked_patterns(patterns)
     for given in (options, *({**options, **more} for _, more in rules)):
@@ -208,7 +209,7 @@ def _options_of(
 def checked_patterns(
     patterns: Mapping[str, Mapping[str, Any]],
 ) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
-    """The argument `patterns`, compiled."""
+    """The argument `patterns` with compiled expressions; raises if it has another type."""
     example = "such as {'.*/mlp/.*': {'rank': 4}}"
     if not isinstance(patterns, Mapping):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Quantization with calibration data: weights rounded for the inputs that a model gives them."""
+"""Quantization with calibration data: rounding that takes the inputs of each weight into account."""
 
 import functools
 import itertools
@@ -39,16 +39,16 @@ def input_moments(
 ) -> dict[str, jax.Array]:
     """The second moments of the inputs of a model's weights.
 
-    The model runs and is differentiated as it is, with weights in scans, stacks of layers and
+    The model runs and is differentiated unchanged, including weights in scans, stacks of layers and
     checkpointed blocks. A weight is seen if the outputs depend on it in a differentiable way.
 
     Args:
       apply: the model, `apply(params, batch)`, with floating outputs of any structure.
       params: its parameters, with dense weights.
       batches: calibration data.
-      targets: which parameters, as for `add_lora`. None: all dense weights.
-      exclude: which of these are left out, as there.
-      matrix_axes: which axes of weights are their inputs, as there.
+      targets: the weights to observe, as for `add_lora`. None: all dense weights.
+      exclude: the targets to leave out, as for `add_lora`.
+      matrix_axes: the input and output axes of weights, as for `add_lora`.
 
     Returns:
       The sum of xᵀx over the inputs x `[n, k]` of all batches, by the path (`module/name`) of each
@@ -89,10 +89,10 @@ def input_maxima(
     Returns:
       The maximum of |x| over n, for the inputs x `[n, k]` of all batches, by the path (`module/name`)
       of each target that is used as `x @ w`: `[k]` float32, or `[layers, k]` for stacked layers. It is
-      exact if a run of the model uses the weight once (or once in each layer). If a run uses it
-      several times, it is the mean of the largest maxima, those within an eighth of an octave, and at
-      most 9 % too small: a gradient can only sum over uses, so that maxima are read from counts by
-      size. Magnitudes from 2⁻³² to 2³² are told apart.
+      exact if a run of the model uses the weight once (or once in each layer). If a run uses it several
+      times, it is the mean of the largest maxima, those within an eighth of an octave, and at most 9 %
+      too small: a gradient can only sum over uses, so the maxima are read from counts by size.
+      Magnitudes from 2⁻³² to 2³² are distinguished.
 
     Raises:
       ValueError: as `input_moments` does.
@@ -150,7 +150,7 @@ def _collect(
 
 
 def _total(outputs: Any) -> jax.Array:
-    """The sum of all floating outputs: something that has a gradient."""
+    """The sum of all floating outputs, as a scalar to differentiate."""
     leaves = tree_leaves_with_implicit(outputs)
     floating = [y for y in leaves if jnp.issubdtype(y.dtype, np.inexact)]
     if not floating:
@@ -188,28 +188,27 @@ def quantize_with_inputs(
       params: parameters with dense weights.
       inputs: the result of `input_moments` ('smoothquant': of `input_maxima`), or a part of it. The
         weights that it names are quantized.
-      method: 'gptq' rounds elements one after another; the elements that are left make up for the
-        error (arXiv:2210.17323). 'awq' multiplies input channels by rms(x)^α, with the best α of
-        0, 0.05, ..., 1 for each weight, and rounds to the nearest (arXiv:2306.00978). 'awq+gptq'
+      method: 'gptq' rounds elements one after another, and the elements not yet rounded make up for the
+        error (arXiv:2210.17323). 'awq' multiplies input channels by rms(x)^α, with the best α of 0,
+        0.05, ..., 1 for each weight, and rounds to the nearest (arXiv:2306.00978). 'awq+gptq'
         multiplies as 'awq' and rounds as 'gptq'. 'smoothquant', or 'smoothquant,α' (0.5), multiplies
         channels by max|x|^α / max|w|^(1−α), which moves outliers of the activations into the weight
         (arXiv:2211.10438).
       dtype, group_size, zero_point, calibration, scale_dtype: as for `QuantizedMatrix.quantize`. With
-        'mse' the search for scales also weighs errors by the mean squares of the inputs (except for
+        'mse' the search for scales also weights errors by the mean squares of the inputs (except for
         'smoothquant', which does not know them).
-      activation: as there; 'smoothquant' needs one.
-      rules: as for `quantize_params`, in place of `dtype` and the options after it but `scale_dtype`.
-        Weights that they leave alone stay dense.
-      matrix_axes: as for `input_moments`, and the same.
+      activation: as for `QuantizedMatrix.quantize`; 'smoothquant' needs one.
+      rules: as for `quantize_params`, instead of `dtype` and all options after it except `scale_dtype`.
+        Weights without a quantizing rule stay dense.
+      matrix_axes: the `matrix_axes` given to `input_moments`.
 
     Returns:
-      The parameters with `QuantizedMatrix` in place of these weights, grouped along their axis -2. All
-      methods but 'gptq' wrap it in a `ScaledMatrix`, which divides the inputs by the factors of the
-      channels.
+      The parameters with these weights as `QuantizedMatrix`, grouped along axis -2. All methods but
+      'gptq' wrap it in a `ScaledMatrix`, which divides the inputs by the factors of the channels.
 
     Raises:
       ValueError: for empty inputs, a path without a dense weight in `params`, inputs that are not
-        finite or that belong to another method, options that do not fit.
+        finite or that belong to another method, or options that do not fit.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -258,7 +257,7 @@ def quantize_with_inputs(
 def _how_by_rule(
     rules: Sequence[QuantRule], parameter: trees.Parameter, how: QuantizeOptions
 ) -> QuantizeOptions | None:
-    """What the rules say of a parameter; None if they leave it alone."""
+    """The options that the rules give for a parameter; None if they leave it dense."""
     rule = trees.rule_of(rules, parameter)
     if rule is not None and rule.act_static_scale:
         raise ValueError(
@@ -283,9 +282,9 @@ def _gptq(w: jax.Array, moments: jax.Array, how: QuantizeOptions) -> QuantizedMa
 def _awq(
     w: jax.Array, moments: jax.Array, how: QuantizeOptions, products: bool = False
 ) -> ScaledMatrix:
-    """Channels are scaled for the least error of rounding to the nearest.
+    """A weight whose input channels are scaled for the least error of rounding to the nearest.
 
-    With `products` (of all pairs of inputs) the scaled weight is then rounded as by GPTQ.
+    With `products` (the full second moments), the scaled weight is then rounded by GPTQ.
     """
     scale = _awq_scale(w, moments, how)
     return _scaled(w, scale, how, moments if products else _diagonal(moments))
@@ -309,13 +308,14 @@ def _smoothquant(
 def _scaled(
     w: jax.Array, scale: jax.Array, how: QuantizeOptions, moments: jax.Array | None
 ) -> ScaledMatrix:
-    """`w` divided by a scale of its input channels and then quantized, for inputs times that scale.
+    """`w` divided by a scale of its input channels and quantized, for inputs times that scale.
 
     Args:
       w: `[..., k, m]`.
       scale: `[..., k]`.
-      how: it is quantized.
-      moments: those of the inputs of `w`, `[..., k, k]`; or their diagonal, `[..., k]`; or None.
+      how: the options for the quantization.
+      moments: the second moments of the inputs of `w`, `[..., k, k]`; or their diagonal, `[..., k]`; or
+        None.
     """
     wide = scale.astype(formats.arithmetic_dtype(w.dtype))
     if moments is not None:
@@ -336,8 +336,8 @@ class _Method(NamedTuple):
 
     Attributes:
       quantize: a function of the weight, a statistic of its inputs, its options, and perhaps a number.
-      needed: the statistic.
-      numbers: how many numbers may follow the name of the method, at least and at most.
+      needed: the name of the statistic.
+      numbers: the least and the greatest count of numbers that may follow the name of the method.
     """
 
     quantize: Callable[..., ImplicitArray]
@@ -354,7 +354,7 @@ _METHODS = {
 
 
 def _parsed(method: str) -> tuple[_Method, tuple[float, ...]]:
-    """A method by its name, and the numbers after a comma."""
+    """The method of a name, and the numbers after the comma."""
     known = {name: known.numbers for name, known in _METHODS.items()}
     name, numbers = options.parse("method", method, known)
     if not all(0 <= x <= 1 for x in numbers):

@@ -43,45 +43,48 @@ def add_lora(
     matrix_axes: MatrixAxesOf | None = None,
     rank_stabilized: bool = False,
 ) -> Any:
-    """Puts LoRA on weights of a tree of parameters, quantized ones included.
+    """Adds LoRA to weights of a tree of parameters, including quantized weights.
 
-    The tree stands for the same numbers as before. Each weight draws with a key of its own, from `key`
-    and the parameter's path, whichever others are chosen.
+    The new tree stands for the same values. The random key of each weight comes from `key` and the
+    parameter's path, and does not depend on the other targets.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
       key: a JAX random key, or an integer seed.
       rank: the rank of the correction, at most the smaller of a weight's last two axes.
       alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
-      targets: which parameters. None: all floating-point parameters of two axes or more, dense or
-        quantized, that are not called `b`, `bias`, `offset` or `scale` (or `gating_b`, `query_bias`
-        and so on), nor `pos`, `position_embeddings` or another name for a table of positions, which is
-        added, and that have room for the rank (axes along which `hk.experimental.layer_stack` stacks
-        do not count); a warning names those that have not, and that `exclude` does not name. A text or
-        compiled pattern: those whose whole `module/name` matches the regular expression. A predicate:
-        those for which `targets(module_name, name, value)` is true. True: all.
-      init: how the factors begin. A function draws `a`, as `init(key, shape, dtype)`, and `b` is zero;
-        None: uniform in ±1/sqrt(n). 'gaussian': normal. 'orthogonal': neither is zero, their product
-        is. 'pissa', 'olora': the factors hold the largest part of the weight, which becomes the rest.
-        `EVA(moments)`: from the inputs of a calibration batch. `LoftQ(dtype, ...)`: the weight is
-        quantized, and the factors make up for some of what that loses.
-      exclude: which of these are left out all the same, given in the same ways. One that matches no
-        parameter is an error.
-      missing_ok: where nothing is left to change, return the parameters as they are, without an error.
-      matrix_axes: which axes make the matrix of a weight whose last two are not it, as attention's
-        `[inputs, heads, width]`: a mapping from `module/name`, or a regular expression that the whole
-        of it matches, to `(inputs, outputs)`, axes counted from the end, such as
-        `{'.*query_w': ([-3], [-2, -1])}`; or what `infer_matrix_axes` returns. Such a weight becomes a
-        `MatrixView` of one LoRA. Other weights of more than two axes are stacks of matrices, each with
-        factors of its own; a warning names those whose factors have more numbers than the weight.
-      rank_stabilized: scale the correction by `alpha / sqrt(rank)` (rsLoRA, arXiv:2312.03732).
+      targets: the parameters that get LoRA. None: all floating-point parameters of two axes or more,
+        dense or quantized, that have room for the rank (axes along which
+        `hk.experimental.layer_stack` stacks do not count), except those named `b`, `bias`, `offset`
+        or `scale` (or `gating_b`, `query_bias` and so on), and `pos`, `position_embeddings` or
+        another name for a table of positions, which is added. A warning names the weights without
+        room that `exclude` does not name. A text or compiled pattern: the parameters whose whole
+        `module/name` matches the regular expression. A predicate: those for which
+        `targets(module_name, name, value)` is true. True: all.
+      init: the initialization of the factors. A function draws `a`, as `init(key, shape, dtype)`, and
+        `b` is zero; None: uniform in ±1/sqrt(n). 'gaussian': normal. 'orthogonal': neither factor is
+        zero, but their product is. 'pissa', 'olora': the factors hold the largest part of the weight,
+        which becomes the rest. `EVA(moments)`: from the inputs of a calibration batch.
+        `LoftQ(dtype, ...)`: the weight is quantized, and the factors make up for part of the error.
+      exclude: the targets to leave out, in the same forms as `targets`. One that matches no parameter
+        is an error.
+      missing_ok: if no parameter is left to change, return the parameters unchanged, without an
+        error.
+      matrix_axes: the axes that make a matrix of a weight whose last two axes do not, such as
+        attention's `[inputs, heads, width]`: a mapping from `module/name`, or a regular expression
+        that matches all of it, to `(inputs, outputs)`, with axes counted from the end, such as
+        `{'.*query_w': ([-3], [-2, -1])}`; or the result of `infer_matrix_axes`. Such a weight becomes
+        a `MatrixView` of one LoRA. Other weights of more than two axes are stacks of matrices, each
+        with its own factors; a warning names those whose factors have more numbers than the weight.
+      rank_stabilized: whether to scale the correction by `alpha / sqrt(rank)` (rsLoRA,
+        arXiv:2312.03732).
 
     Returns:
-      The tree with `LoRA` in place of the targets, mappings as dicts.
+      The tree with the targets replaced by `LoRA`, and mappings as dicts.
 
     Raises:
-      ValueError: for targets that match nothing (it lists near misses), a parameter that LoRA of this
-        rank does not fit, a rank that is not a positive integer.
+      ValueError: for targets that match nothing (the error lists near misses), a parameter that LoRA
+        of this rank does not fit, or a rank that is not a positive integer.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -128,36 +131,39 @@ def quantize_params(
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
 ) -> Any:
-    """Quantizes weights of a tree of parameters; of a LoRA weight its `w`.
+    """Quantizes weights of a tree of parameters; of a LoRA weight, its `w`.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings; or
-        `jax.ShapeDtypeStruct`s of them, to see what they would become.
-      dtype: the number format; `QuantizedMatrix.quantize` says more of it and of the other options.
-      group_size: how many consecutive elements along `axis` share a scale; None for all of them.
-      targets: which parameters, as for `add_lora`. None: weights, as there, that are not quantized
-        yet, that `group_size` divides and whose `axis` is longer than one. A warning names those that
-        it does not divide, and that `exclude` does not name; and complex ones, which are not supported.
-      axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
+        `jax.ShapeDtypeStruct`s of them, to get the structs of the quantized parameters.
+      dtype: the number format. `QuantizedMatrix.quantize` describes it and the other options.
+      group_size: the number of consecutive elements along `axis` that share a scale; None for all of
+        them.
+      targets: the parameters to quantize, as for `add_lora`. None: weights, as defined there, that
+        are not quantized yet, that `group_size` divides and whose `axis` is longer than one. A
+        warning names the weights that it does not divide and `exclude` does not name, and complex
+        weights, which are not supported.
+      axis: the axis along which scales are shared, -2 (the contracted axis of a weight `[n, m]` in
         `x @ w`) or -1.
       zero_point: whether codes are relative to a zero point (asymmetric quantization).
-      calibration: how scales are found.
-      scale_dtype: how they are stored.
-      activation: the format that activations are quantized to in products; None: they are not.
-      rules: a list of `quantization.QuantRule` in place of the other options (except `targets`, `axis`
+      calibration: the method that finds the scales.
+      scale_dtype: the dtype of the stored scales.
+      activation: the format to which products quantize activations; None for dense activations.
+      rules: a list of `quantization.QuantRule` instead of the other options (except `targets`, `axis`
         and `scale_dtype`). The first rule that matches a module, and the product that its weight is
         for, decides how its dense weights are quantized; a rule without `weight_qtype` leaves them
-        alone. A warning names the rules that decide for no module. A rule with `act_static_scale`
+        dense. A warning names the rules that decide for no module. A rule with `act_static_scale`
         gives `StaticQuantized` weights, whose ranges come from a calibration run (`with_quant_stats`)
         and `convert_trained`.
-      exclude, missing_ok, matrix_axes: as for `add_lora`; `axis` is then one of the matrix.
+      exclude, missing_ok, matrix_axes: as for `add_lora`. With `matrix_axes`, `axis` is an axis of
+        the matrix.
 
     Returns:
-      The tree with `QuantizedMatrix` in place of the targets, mappings as dicts.
+      The tree with the targets replaced by `QuantizedMatrix`, and mappings as dicts.
 
     Raises:
-      ValueError: for targets that match nothing (it lists near misses), a parameter that cannot be
-        quantized so, an unknown format.
+      ValueError: for targets that match nothing (the error lists near misses), a parameter that
+        cannot be quantized with these options, or an unknown format.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -194,7 +200,7 @@ def quantize_params(
 def _stored_by_rule(
     options: QuantizeOptions, parameter: trees.Parameter, rule: QuantRule
 ) -> QuantizedMatrix | StaticQuantized:
-    """A stored weight, for products by its rule."""
+    """A weight quantized by a rule, for products by that rule."""
     stored = options.by_rule(rule, parameter.value.shape).quantize(parameter.value)
     if not rule.act_static_scale:
         return stored
@@ -209,25 +215,27 @@ def quantize_activations(
     exclude: Targets | None = None,
     missing_ok: bool = False,
 ) -> Any:
-    """Makes products with quantized weights round their activations, too.
+    """Makes products with quantized weights quantize their activations, too.
 
-    The codes of the weights stay as they are, for example those read from a file. Activations get
-    scales that fit their largest magnitudes. A product of integers takes a fraction of the time of
-    one with floating-point activations, and rounds more.
+    The codes of the weights do not change, for example codes read from a file. Activations get scales
+    that fit their largest magnitudes. A product of integers takes a fraction of the time of a product
+    with floating-point activations, and rounds more.
 
     Args:
       params: parameters with `QuantizedMatrix` in them, in any nesting of mappings.
-      dtype: the format of activations, such as 'int8' (a scale for each row) or 'int8,groups' (a scale
-        for each part of a row that is multiplied with a group of the weight); None: not rounded.
-      targets: which weights, as for `add_lora`. None: all that are quantized, under LoRA as well.
+      dtype: the format of activations, such as 'int8' (a scale for each row) or 'int8,groups' (a
+        scale for each part of a row that is multiplied with a group of the weight); None: not
+        rounded.
+      targets: the weights to change, as for `add_lora`. None: all quantized weights, including those
+        under LoRA.
       exclude, missing_ok: as for `add_lora`.
 
     Returns:
-      The tree with this `activation` in the targets, mappings as dicts.
+      The tree with this `activation` in the targets, and mappings as dicts.
 
     Raises:
-      ValueError: for targets that match nothing (it lists near misses), a weight that is not
-        quantized, a format that activations can't have.
+      ValueError: for targets that match nothing (the error lists near misses), a weight that is not
+        quantized, or a format that activations cannot have.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -257,12 +265,12 @@ def quantize_activations(
     )
 
 
-# Types of weights that hold a quantized one, and where.
+# Types of weights that hold a quantized weight, and the field that holds it.
 _HOLDERS: dict[type[LoRA | ScaledMatrix], str] = {LoRA: "w", ScaledMatrix: "matrix"}
 
 
 def _is_stored(module_name: str, name: str, value: Any) -> bool:
-    """Whether a weight is quantized, or holds one that is."""
+    """Whether a weight is quantized, or holds a quantized weight."""
     for kind, part in _HOLDERS.items():
         if isinstance(value, kind):
             return _is_stored(module_name, name, getattr(value, part))
@@ -272,18 +280,18 @@ def _is_stored(module_name: str, name: str, value: Any) -> bool:
 def zero_params(
     params: Any, *, targets: Targets, exclude: Targets | None = None, missing_ok: bool = False
 ) -> Any:
-    """Replaces parameters of a tree by symbolic zeros, which hold no memory and cost no work.
+    """Replaces parameters of a tree by symbolic zeros, which cost no memory and no work.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
-      targets: which parameters, as for `add_lora`; there is no default.
+      targets: the parameters to replace, as for `add_lora`, but without a default.
       exclude, missing_ok: as for `add_lora`.
 
     Returns:
-      The tree with `Zeros` in place of the targets, mappings as dicts.
+      The tree with the targets replaced by `Zeros`, and mappings as dicts.
 
     Raises:
-      ValueError: for targets that match nothing (it lists near misses).
+      ValueError: for targets that match nothing (the error lists near misses).
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki

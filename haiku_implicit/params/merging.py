@@ -1,4 +1,4 @@
-"""Merging: weights with adapters become weights without, and back."""
+"""Merging of adapters into dense weights, and back."""
 
 import dataclasses
 from typing import Any
@@ -32,22 +32,22 @@ from haiku_implicit.params.selection import describe
 
 
 def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
-    """Replaces every weight of a tree that has an adapter by the dense weight that it stands for.
+    """Replaces each weight that has an adapter by the dense weight that it stands for.
 
-    What is the same weight twice in the tree, with the same adapter, is one array afterwards, too. A
-    weight that is also in another place without that adapter is not the same any more: a warning says
-    so.
+    A weight that occurs twice in the tree with the same adapter (tied weights) remains one array. If
+    it occurs elsewhere without that adapter, the two are no longer tied, and a warning says so.
 
     Args:
       params: parameters with `LoRA` or types of `haiku_implicit.adapters` in them, in any nesting of
         mappings.
-      requantize: what an adapter on a quantized weight becomes. False: a dense weight, exact but of
-        the dense size. True: the sum in the format of the quantized weight, small but rounded again,
-        so that a correction finer than the format's step is lost. `compare_params(params, merged)` says
-        how much that is, for each weight and for the model's outputs.
+      requantize: whether an adapter on a quantized weight is merged into a quantized weight. False:
+        the result is dense, exact but of the dense size. True: it has the format of the quantized
+        weight, small but rounded again, so that a correction finer than the format's step is lost.
+        `compare_params(params, merged)` reports the loss, for each weight and for the model's
+        outputs.
 
     Returns:
-      The tree without adapters, mappings as dicts. Other parameters do not change.
+      The tree without adapters, with mappings as dicts. Other parameters do not change.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -72,7 +72,7 @@ def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
     return trees.map_marked(whole, marks, merged)
 
 
-# The name that it had when LoRA was the only adapter.
+# The old name, from when LoRA was the only adapter.
 merge_lora = merge_adapters
 
 
@@ -90,18 +90,18 @@ def _with_structure(old: Any, new: Any) -> Any:
 
 
 def _leaf_ids(value: Any) -> tuple[int, ...]:
-    """What two values have in common that are the same arrays."""
+    """The ids of a value's leaves, equal for values that share their arrays."""
     return tuple(map(id, jax.tree.leaves(value)))
 
 
 def _innermost(value: Any) -> Any:
-    """The base of a weight as the adapter holds it: of a view the matrix."""
+    """The base of a weight as its adapter holds it; for a view, the base of its matrix."""
     value = value.matrix if isinstance(value, MatrixView) else value
     return base_of(value)
 
 
 def _warn_of_untied(parameters: list[trees.Parameter]) -> None:
-    """Says which weights are the same array as another one, and will not be."""
+    """Warns of weights that share an array with another weight and will not after merging."""
     by_base: dict[tuple[int, ...], list[trees.Parameter]] = {}
     for p in parameters:
         if base := _leaf_ids(_innermost(p.value)):
@@ -124,21 +124,22 @@ def _warn_of_untied(parameters: list[trees.Parameter]) -> None:
 def unmerge_adapters(params: Any, adapter: AdapterParts, *, check_base: bool = True) -> Any:
     """Takes an adapter out of the dense weights that it was merged into.
 
-    What comes back is the base to rounding; that of a weight in bfloat16 is coarse. Where the base is
-    at hand, keep it instead.
+    The result is the base up to rounding, which is coarse for weights in bfloat16. If you still have
+    the base, use it instead.
 
     Args:
-      params: what `merge_adapters` returned, without `requantize`.
-      adapter: what `get_adapter` returned before.
-      check_base: whether the parameters that had no adapter have to be those that the adapter was made
-        for.
+      params: the result of `merge_adapters`, without `requantize`.
+      adapter: the result of `get_adapter` before merging.
+      check_base: whether to check that the parameters without adapters are those that the adapter was
+        made for.
 
     Returns:
-      The tree without the adapter, mappings as dicts. Parameters that were trained as a whole stay.
+      The tree without the adapter, with mappings as dicts. Trained dense parameters stay trained.
 
     Raises:
-      ValueError: for a weight that is not in the tree, that is not dense, or whose adapter cannot be
-        taken out (its type does not keep what was there, as `DoRA` and `TrainedRows` do not).
+      ValueError: for a weight that is missing from the tree or not dense, or whose adapter cannot be
+        taken out (its type does not keep the values that it replaces, such as `DoRA` and
+        `TrainedRows`).
       TypeError: for another kind of adapter.
 
     Example:
@@ -180,12 +181,12 @@ def unmerge_adapters(params: Any, adapter: AdapterParts, *, check_base: bool = T
 
 
 def _taken_out(weight: Any) -> jax.Array:
-    """The base of a weight that has in its place what the two are together.
+    """The base of an adapted weight that holds the merged dense weight as its base.
 
-    Every type but those that are refused changes a base in the same way, whatever its numbers are.
+    Except for the refused types, an adapter changes every base in the same way, whatever its values.
 
     Raises:
-      ValueError: where the base is not kept.
+      ValueError: if the base cannot be recovered.
     """
     merged = base_of(weight)
 
@@ -198,7 +199,7 @@ def _taken_out(weight: Any) -> jax.Array:
                     raise ValueError("a factor is zero, and what it was multiplied with is lost")
                 scale = jnp.expand_dims(weight.scale, -1 if weight.axis == -2 else -2)
                 return undone(weight.matrix, left / scale)
-            case Rotated():  # its transpose is its inverse
+            case Rotated():  # the inverse of a rotation is its transpose
                 rotation = materialize_array(weight.rotation)
                 return undone(weight.w, jnp.swapaxes(rotation, -1, -2) @ left)
             case LoRA() | Sum() | LoCon():

@@ -1,4 +1,4 @@
-"""Plots of what `summary` and `compare_params` find, by matplotlib (the extra `plots`)."""
+"""Plots of the results of `summary` and `compare_params`, by matplotlib (the extra `plots`)."""
 
 import math
 import os
@@ -8,19 +8,19 @@ from typing import Any
 from haiku_implicit.files.replacing import checked_target, replaced
 from haiku_implicit.params.summary import Comparison, Summary
 
-_MOST = 40  # rows that can be read in one picture
+_MOST = 40  # the most rows that one can read in a picture
 
 
 def plot_memory(found: Summary, path: str | os.PathLike[str]) -> None:
-    """Draws the bytes of each row beside those of its dense array, the largest first.
+    """Draws the bytes of each row and of its dense array, the largest first.
 
     Args:
-      found: what `summary` returned, by parameter or by module.
-      path: of the picture; its suffix says the format, such as `.png` or `.svg`.
+      found: the result of `summary`, by parameter or by module.
+      path: the path of the picture; its suffix is the format, such as `.png` or `.svg`.
 
     Raises:
       ImportError: without matplotlib.
-      ValueError: for a suffix that no picture has.
+      ValueError: for a suffix that is not a picture format.
       OSError: if the file can't be written.
 
     Example:
@@ -44,12 +44,12 @@ def plot_error(found: Comparison, path: str | os.PathLike[str]) -> None:
     """Draws the relative error of each parameter, the largest first.
 
     Args:
-      found: what `compare_params` returned.
+      found: the result of `compare_params`.
       path: as for `plot_memory`.
 
     Raises:
       ImportError: without matplotlib.
-      ValueError: for a suffix that no picture has.
+      ValueError: for a suffix that is not a picture format.
     """
     rows = sorted(
         found.rows, key=lambda row: (math.isnan(row.relative), row.relative), reverse=True
@@ -59,7 +59,7 @@ def plot_error(found: Comparison, path: str | os.PathLike[str]) -> None:
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:
-    """Before any work is done for it: whether a picture can be drawn and written there.
+    """Checks, before any work is done, that a picture can be drawn and written to a path.
 
     Raises:
       ImportError, ValueError, OSError: as `plot_memory` does.
@@ -95,7 +95,7 @@ def _draw(
     if left_out > 0:
         names, bars = names[:_MOST], {name: values[:_MOST] for name, values in bars.items()}
         title = f"{title} (without the {left_out} smallest)"
-    # Without pyplot there is no state to share with the caller's own figures.
+    # Unlike pyplot, this does not share state with the caller's own figures.
     figure = matplotlib.figure.Figure(figsize=(8, 1.2 + 0.25 * len(names)), layout="constrained")
     axes: Any = figure.add_subplot()
     height = 0.8 / len(bars)

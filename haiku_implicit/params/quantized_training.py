@@ -1,4 +1,4 @@
-"""Quantized training of a model: weights with rules, and the stored weights after training."""
+"""Quantized training of a model: weights with rules, and their stored form after training."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -47,27 +47,28 @@ def quantized_training(
 ) -> Any:
     """Puts rules on the weights of a model, for quantized products and gradients in training.
 
-    The weights stay dense and are trained, one floating leaf each. Under `transform_implicit`, every
-    product with one of them quantizes both operands, and in the backward pass the incoming gradient.
-    No module changes.
+    The weights stay dense and are trained, as one floating leaf each. Under `transform_implicit`,
+    every product with such a weight quantizes both operands, and its backward pass quantizes the
+    incoming gradient. No module changes.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
-      rules: `QtRule`s, or `QuantRule`s, which leave the backward pass dense; the first one that
-        matches decides. A warning names those that decide for no module. Static activation scales
+      rules: `QtRule`s, or `QuantRule`s, which leave the backward pass dense; the first rule that
+        matches decides. A warning names the rules that decide for no module. Static activation scales
         (`act_static_scale`) need the model wrapped in `with_quant_stats`.
-      targets: which parameters, as for `add_lora`. None: floating-point parameters of two axes or more
-        that are not called `b`, `bias`, `offset` or `scale`, nor as tables of positions are.
-      exclude, missing_ok, matrix_axes: as for `add_lora`. Training takes the scales from the axes that
-        each product contracts. `convert_trained` has to know them: give `matrix_axes` for weights that
-        are not used as `x @ w`.
+      targets: the weights that get rules, as for `add_lora`. None: floating-point parameters of two
+        axes or more that are not called `b`, `bias`, `offset` or `scale`, and do not have the name of
+        a table of positions.
+      exclude, missing_ok, matrix_axes: as for `add_lora`. Training takes the scales from the axes
+        that each product contracts, but `convert_trained` has to know these axes: give `matrix_axes`
+        for weights that are not used as `x @ w`.
 
     Returns:
-      The tree with `TrainedQuantized` in place of the weights that a rule quantizes, mappings as
-      dicts.
+      The tree with `TrainedQuantized` for each weight that a rule quantizes, and mappings as dicts.
 
     Raises:
-      ValueError: for rules that quantize nothing, a rule with an option that training does not have.
+      ValueError: for rules that quantize nothing, or a rule with an option that training does not
+        have.
       TypeError: for anything but rules.
 
     Example:
@@ -98,8 +99,8 @@ def quantized_training_getter(
 ) -> Getter:
     """A getter for quantized training, for `hk.custom_getter`: stored parameters stay dense arrays.
 
-    The random keys of stochastic rounding come from Haiku's own stream (`hk.next_rng_key`), a new one
-    each time that the model reads a weight.
+    The random keys of stochastic rounding come from Haiku's random keys (`hk.next_rng_key`), a new
+    key each time that the model reads a weight.
 
     Args:
       rules: as for `quantized_training`, without static activation scales. Unused rules give no
@@ -157,14 +158,13 @@ def with_rounding_key(params: Any, key: Any) -> Any:
           params = hki.with_rounding_key(params, key)
           ...
 
-    (Not within `hki.value_and_grad` or `hki.use_implicit_args`: these call a function with ordinary
-    arrays in place of the weights, which then have no keys. Where some arrays are frozen,
+    (Do not call it within `hki.value_and_grad` or `hki.use_implicit_args`: they call a function with
+    ordinary arrays for the weights, and these do not get keys. If some arrays are frozen,
     differentiate with respect to the first part that `partition` returns.)
 
     Args:
       params: a tree with `TrainedQuantized` in it.
-      key: a random key, or an integer seed. Each weight gets a key of its own, from this one and
-        its path.
+      key: a random key, or an integer seed. Each weight gets its own key, from this key and its path.
 
     Returns:
       The tree with keys on the weights whose rules round stochastically. If a step uses a weight
@@ -211,7 +211,7 @@ def quantization_aware(
       targets, exclude, missing_ok, matrix_axes: as for `quantized_training`.
 
     Returns:
-      The tree with `FakeQuantized` in place of the weights that a rule quantizes, mappings as dicts.
+      The tree with `FakeQuantized` for each weight that a rule quantizes, and mappings as dicts.
 
     Raises:
       ValueError: for rules that quantize nothing, or that quantize activations.
@@ -237,7 +237,7 @@ def quantization_aware(
         options = rule.weight_options(parameter.value.shape[-2])
         del options["activation"]
         weight = FakeQuantized(parameter.value, tuple(options.items()))
-        # Raises for a weight that the rule does not fit.
+        # Raises here, and not in training, for a weight that the rule does not fit.
         jax.eval_shape(FakeQuantized.quantized, weight)
         return weight
 
@@ -253,19 +253,19 @@ def convert_trained(
     apply: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
 ) -> Any:
-    """Replaces trained weights by stored ones, for inference.
+    """Replaces trained weights by stored quantized weights, for inference.
 
     A `FakeQuantized` weight becomes the matrix of its rounded values. A `TrainedQuantized` weight
-    becomes the matrix of the codes that its rule quantizes it to in its product, so that the outputs
-    are those of training. With `apply`, an abstract run of the model finds the product. Without, it is
-    `x @ w` (which contracts axis -2, or the inputs of the `matrix_axes` that it was trained with), or
-    a convolution whose kernel has the outputs last; other kernels, as of `hk.Conv2DTranspose`, need
-    `apply`. A warning names each weight in a product that has other codes in training: the second one
-    of a weight that is used as `x @ w` and as `x @ w.T`, or a table that is looked up, too.
+    becomes the matrix of the codes that its rule quantizes it to in its product, so that inference
+    gives the outputs of training. With `apply`, an abstract run of the model finds the product.
+    Without `apply`, the product is taken to be `x @ w` (which contracts axis -2, or the inputs of the
+    `matrix_axes` used in training), or a convolution whose kernel has the outputs last; other
+    kernels, such as the kernel of `hk.Conv2DTranspose`, need `apply`. A warning names each weight in
+    a product that has other codes in training, for example the second product of a weight used as
+    `x @ w` and as `x @ w.T`, or a table that is also looked up.
 
-    With static activation scales,
-    products are those of `with_quant_stats(t, update=False)` and no longer need the state. A
-    `StaticQuantized` weight without ranges gets them, too.
+    With static activation scales, products are the same as under `with_quant_stats(t, update=False)`
+    and no longer need the state. A `StaticQuantized` weight without ranges gets them, too.
 
     Args:
       params: a tree with such weights.
@@ -275,14 +275,14 @@ def convert_trained(
       args: its further arguments, or `jax.ShapeDtypeStruct`s of them.
 
     Returns:
-      The tree with `QuantizedMatrix` in their place, or `StaticQuantized` where activations have
-      static scales. Its `activation` says what the rule says of activations. Weights whose rules leave
+      The tree with `QuantizedMatrix` for these weights, or `StaticQuantized` if activations have
+      static scales. Its `activation` is the activation format of the rule. Weights whose rules leave
       products dense are dense.
 
     Raises:
-      ValueError: for a weight whose rules differ by operation; for one with static activation scales
-        and no statistics. (`jax.jit` cannot tell statistics that have counted nothing: the range
-        becomes NaN, and so do products.)
+      ValueError: for a weight whose rules differ by operation, or a weight with static activation
+        scales and without statistics. (Under `jax.jit`, empty statistics cannot be detected: the
+        range becomes NaN, and so do products.)
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -327,17 +327,17 @@ def dot_general_by_bits(
     bwd_bits: int | None = None,
     mode: Literal["train", "serve", "convert"] = "train",
 ) -> Callable[..., Any]:
-    """Products in integers of n bits forward and m bits backward, in one call.
+    """Returns a product in integers of n bits forward and m bits backward.
 
     Args:
-      fwd_bits: of weights and activations: 2, 3, 4, 5, 6 or 8; None for dense products.
-      bwd_bits: of gradients; None for a dense backward pass.
+      fwd_bits: the bits of weights and activations: 2, 3, 4, 5, 6 or 8; None for dense products.
+      bwd_bits: the bits of gradients; None for a dense backward pass.
       mode: 'train', 'serve' or 'convert', see below.
 
     Returns:
-      'train': a function like `jax.lax.dot_general`, whose second operand is the weight. 'serve': the
-      same for a stored weight, a `QuantizedMatrix`; its result is that of training. 'convert': a
-      function of a weight `[..., n, m]` that returns the stored one.
+      'train': a function like `jax.lax.dot_general`, whose second operand is the weight. 'serve': a
+      function like it for a stored weight, a `QuantizedMatrix`, with the same results. 'convert': a
+      function that takes a weight `[..., n, m]` and returns the stored weight.
 
     Raises:
       ValueError: for other numbers of bits, or another mode.
@@ -380,7 +380,7 @@ def _integer_of(name: str, bits: Any) -> str:
 
 
 def _training_rules(rules: Any) -> list[QtRule]:
-    """The same rules for training, including those that leave modules alone."""
+    """The rules as training rules, including those that leave modules dense."""
     return [quant_rules.as_training_rule(rule) for rule in trees.checked_rules(rules)]
 
 
@@ -402,13 +402,13 @@ def _keyed(weight: TrainedQuantized, key: jax.Array) -> TrainedQuantized:
 
 
 def _stored(w: jax.Array, stacked: int, rule: QuantRule, path: str = "") -> ConvertedMatrix:
-    """The matrix of the codes that a rule quantizes a weight to.
+    """The matrix of the codes that a rule quantizes a weight to, for `x @ w` or a convolution.
 
     Args:
       w: the dense weight, `[..., n, m]`.
-      stacked: how many leading axes stack the weights of different layers.
+      stacked: the number of leading axes that stack the weights of different layers.
       rule: the rule for its products.
-      path: its name.
+      path: the path of the weight.
     """
     if w.ndim - stacked == 3:
         stacked = _stacked_of_three(rule, stacked)
@@ -420,12 +420,12 @@ def _stored(w: jax.Array, stacked: int, rule: QuantRule, path: str = "") -> Conv
 def _with_scales(
     w: jax.Array, own: Sequence[int], axis: int, rule: QuantRule, path: str
 ) -> ConvertedMatrix:
-    """The matrix of the codes that a rule quantizes a weight to.
+    """The matrix of the codes that a rule quantizes a weight to, with scales along given axes.
 
     Args:
       w: the weight.
-      own: the axes along which each index has a scale of its own.
-      axis: the one of the last two, -2 or -1, along which scales are shared, or those of tiles differ.
+      own: the axes along which each index has its own scale.
+      axis: the last or second last axis, -1 or -2, along which scales are shared, or differ by tile.
       rule, path: as for `_stored`.
     """
     qt = quant_rules.as_training_rule(rule)
@@ -443,14 +443,14 @@ def _with_scales(
 
 
 def _stored_for(use: Use, parameter: trees.Parameter, rule: QuantRule) -> Any:
-    """The codes of a weight in one of its products: a matrix, or a view of one."""
+    """The codes of a weight in one of its products: a matrix, or a view of a matrix."""
     w, path = parameter.value.value, parameter.path
     all_share = quant_rules.as_training_rule(rule).disable_channelwise_axes
     sharing = use.axes if all_share else use.shared
     if rule.tile_size and not use.tiled <= sharing:  # a part of the axis that is cut into tiles
         return _stored(w, parameter.stacked, rule, path)
     last = [i for i in (-2, -1) if i in (use.tiled if rule.tile_size else sharing)]
-    # An axis of length one shares scales or has its own, which is the same.
+    # On an axis of length one, a shared scale and an own scale are the same.
     last = last or [i for i in (-2, -1) if w.shape[i] == 1 and not rule.tile_size]
     if last and (all_share or not {-2, -1} <= sharing):
         own = [i for i in range(w.ndim) if i - w.ndim not in sharing]
@@ -463,7 +463,7 @@ def _stored_for(use: Use, parameter: trees.Parameter, rule: QuantRule) -> Any:
 
 
 def _warn_of_tiles(params: Any) -> None:
-    """Names weights whose rows are several axes: tiles in training are those of the last one."""
+    """Warns of weights with several row axes: training tiles only the last one."""
     for parameter in trees.parameters_of(params):
         view = parameter.value
         if not isinstance(view, MatrixView) or not isinstance(view.matrix, TrainedQuantized):
@@ -478,10 +478,10 @@ def _warn_of_tiles(params: Any) -> None:
 
 
 def _stacked_of_three(rule: QuantRule, stacked: int) -> int:
-    """How many leading axes of a weight of three, behind those of stacked layers, stack matrices.
+    """How many leading axes of a three-axis weight stack matrices, after the axes of stacked layers.
 
     Raises:
-      ValueError: if that is not known. (Training sees it in each product.)
+      ValueError: if the rule leaves the operation open. (Training sees it in each product.)
     """
     of_matrices = rule.is_for("dot_general")
     if of_matrices and (rule.is_for("conv_general_dilated") or rule.is_for("ragged_dot")):

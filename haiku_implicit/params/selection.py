@@ -11,14 +11,14 @@ import numpy as np
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.predicates import Predicate
 
-# What Haiku's modules call the parameters that are added or multiplied element by element, alone or
-# behind the name of a part (`gating_b`, `query_bias`); a `w_b` is a weight beside a `w_a`.
+# Names that Haiku's modules give to parameters that are added or multiplied element by element, also
+# with the name of a part before them (`gating_b`, `query_bias`). But `w_b` is a weight, like `w_a`.
 _ELEMENTWISE = re.compile(r"(?!w_b$)(?:.*_)?(?:b|bias|biases|offset|scale)")
-# What models call learned tables of positions: they are added to activations, not multiplied.
+# Names of learned tables of positions: these are added to activations, not multiplied.
 _POSITIONS = re.compile(
     r"pos|positions?|wpe|(?:.*_)?pos(?:ition(?:s|al)?)?_?(?:emb|enc(?!oder))[a-z]*"
 )
-# What `lora_getter` calls the factors beside the parameter `w`.
+# Suffixes that `lora_getter` adds to a weight's name for its factors.
 LORA_SUFFIXES = ("_lora_a", "_lora_b")
 
 
@@ -34,22 +34,22 @@ def is_matrix(value: Any) -> bool:
 
 
 def is_dense_matrix(value: Any) -> bool:
-    """The same, and not implicit."""
+    """Whether a value is a dense floating-point matrix, or a stack of them."""
     return not is_implicit(value) and is_matrix(value)
 
 
 def is_weight(module_name: str, name: str, value: Any) -> bool:
     """Whether a parameter is a matrix, or a stack of them, that multiplies: the default target.
 
-    Biases and scales are not, though Haiku gives some of them several axes of length one. Nor are
-    tables of positions, which are added.
+    Biases and scales do not count, though Haiku gives some of them several axes of length one. Tables
+    of positions, which are added, do not count either.
     """
     added = _ELEMENTWISE.fullmatch(name) or _POSITIONS.fullmatch(name)
     return is_matrix(value) and not (added or name.endswith(LORA_SUFFIXES))
 
 
 def is_complex_weight(module_name: str, name: str, value: Any) -> bool:
-    """Whether a parameter would be a weight, if it were not complex."""
+    """Whether a complex parameter would be a weight if it were real."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jax.dtypes.issubdtype(dtype, np.complexfloating):
         return False
@@ -57,12 +57,12 @@ def is_complex_weight(module_name: str, name: str, value: Any) -> bool:
 
 
 def stacked_axes(module_name: str) -> int:
-    """How many axes `hk.experimental.layer_stack` has added to a stored parameter, in front."""
+    """The number of leading axes that `hk.experimental.layer_stack` adds to a stored parameter."""
     return module_name.count("__layer_stack_")
 
 
 def in_tree(predicate: Predicate) -> Predicate:
-    """A predicate of weights for stored parameters: the axes of stacked layers do not count."""
+    """A predicate of weights, adapted to stored parameters: the axes of stacked layers do not count."""
 
     def of_stored(module_name: str, name: str, value: Any) -> bool:
         enough = len(value.shape) >= 2 + stacked_axes(module_name)
@@ -72,7 +72,7 @@ def in_tree(predicate: Predicate) -> Predicate:
 
 
 def describe(value: Any) -> str:
-    """`float32[2,3]`, with the type for an implicit array."""
+    """A value's dtype and shape, as in `float32[2,3]`, after its type if it is implicit."""
     kind = f"{type(value).__name__} " if is_implicit(value) else ""
     shape = ",".join(map(str, value.shape))
     return f"{kind}{getattr(value.dtype, 'name', value.dtype)}[{shape}]"

@@ -1,4 +1,4 @@
-"""The vector bank of VB-LoRA: one for a tree of parameters, put into its weights in each step."""
+"""The vector bank of VB-LoRA: one bank per tree of parameters, put into the weights in each step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +13,12 @@ PATH = path_of(MODULE, NAME)
 
 
 def beside(params: Any, bank: VectorBank | None) -> Any:
-    """A tree with a bank; as it is for None."""
+    """A tree with a bank added to it; the unchanged tree if the bank is None."""
     return params if bank is None else {**params, MODULE: {NAME: bank}}
 
 
 def put_into(value: Any, bank: VectorBank | None) -> Any:
-    """One weight with the bank in it, where it is a `VBLoRA` or a view of one."""
+    """A weight with the bank in it, if it is a `VBLoRA` or a view of one."""
     return with_vector_bank(beside({"": {"w": value}}, bank))[""]["w"]
 
 
@@ -34,18 +34,18 @@ def with_vector_bank(params: Any) -> Any:
           params = hki.with_vector_bank(hki.combine(trained, frozen))
           ...
 
-    (Not within `hki.value_and_grad` or `hki.use_implicit_args`: these call a function with ordinary
-    arrays in place of the bank, and it raises.)
+    (Do not call it within `hki.value_and_grad` or `hki.use_implicit_args`: they call a function with an
+    ordinary array for the bank, which raises an error here.)
 
     Args:
       params: a tree that `add_adapter(params, key, 'vblora', ...)` has made.
 
     Returns:
-      The tree with the bank in the weights, mappings as dicts. A tree without a bank is returned as it
-      is.
+      The tree with the bank in the weights, and mappings as dicts. A tree without a bank is returned
+      unchanged.
 
     Raises:
-      ValueError: where the bank is an ordinary array.
+      ValueError: if the bank is an ordinary array.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
