@@ -200,7 +200,7 @@ def quantize_with_inputs(
       activation: as for `QuantizedMatrix.quantize`; 'smoothquant' needs one.
       rules: as for `quantize_params`, instead of `dtype` and all options after it except `scale_dtype`.
         Weights without a quantizing rule stay dense.
-      matrix_axes: the `matrix_axes` given to `input_moments`.
+      matrix_axes: the `matrix_axes` given to `input_moments` or `input_maxima`.
 
     Returns:
       The parameters with these weights as `QuantizedMatrix`, grouped along axis -2. All methods but

@@ -1,23 +1,23 @@
 """Creators and getters: implicit parameters and state made inside an unmodified Haiku function.
 
 A *creator* (`hk.custom_creator`) decides which arrays `init` makes and stores. A *getter*
-(`hk.custom_getter`) decides what the model sees in place of a stored array. Both make their arrays with
+(`hk.custom_getter`) decides which array the model sees for a stored array. Both make their arrays with
 `box`, so that the same model without `transform_implicit` computes the same numbers with dense arrays.
 
-All of them have an argument `targets`, which says which parameters they act on:
+All of them have an argument `targets`, which chooses the parameters that they act on:
 
 - None: weights that fit. Weights are floating-point parameters of at least two axes (without the axes
   along which `hk.experimental.layer_stack` stacks) that are not called `b`, `bias`, `offset` or `scale`
   (or `gating_b`, `query_bias` and so on), nor `pos`, `position_embeddings` or another name for a table
-  of positions. They fit LoRA if the rank is not too large, and quantization if the group size divides
-  the axis to quantize along, which is longer than one.
+  of positions. They fit LoRA if the rank is not too large, and quantization if the axis to quantize
+  along is longer than one and divided by the group size.
 - A regular expression that the whole of `module/name` has to match, like `r'.*/linear_\\d+/w'`; a
-  predicate `(module_name, name, value) -> bool`, where `value` has a `shape` and a `dtype`; True for
+  predicate `(module_name, name, value) -> bool`, whose `value` has a `shape` and a `dtype`; True for
   all. A parameter that is chosen in these ways and does not fit is an error.
 
 Creators see the final names of parameters. Getters within `hk.lift`, `hk.transparent_lift` or
-`hk.experimental.layer_stack` see the names within the lifted function: Haiku tells no others when it
-applies the function.
+`hk.experimental.layer_stack` see the names within the lifted function, since Haiku does not provide
+others when it applies the function.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ from haiku_implicit.params.selection import LORA_SUFFIXES, errors_name, is_float
 Creator = Callable[..., jax.Array]
 Getter = Callable[..., jax.Array]
 
-# True while `lora_getter` asks Haiku for the factors, on which no creator or getter of ours acts.
+# True while `lora_getter` asks Haiku for the factors: the creators and getters here must skip these.
 _making_factors: contextvars.ContextVar[bool] = contextvars.ContextVar("factors", default=False)
 
 
@@ -69,7 +69,7 @@ def zeros_creator(targets: Targets) -> Creator:
     The parameter's own initializer does not run.
 
     Args:
-      targets: which parameters; see `lora_creator`. There is no default.
+      targets: the parameters to replace, as for `lora_creator`, but without a default.
 
     Returns:
       A creator: `init` stores `Zeros` of the parameter's shape and dtype.
@@ -110,30 +110,30 @@ def lora_creator(
 ) -> Creator:
     """A creator of LoRA parameters, for `hk.custom_creator`.
 
-    The weight is created as usual, and with it a random factor `a` and a factor `b` of zeros. At
-    first the model computes the same as without them (Hu et al. 2021, arXiv:2106.09685). The keys come
-    from Haiku's own stream (`hk.next_rng_key`). Around a `quantize_creator`, it puts LoRA on quantized
-    weights (QLoRA: Dettmers et al. 2023, arXiv:2305.14314). A parameter with more than two axes, like
-    that of a convolution, is a stack of matrices `[..., n, m]`.
+    It creates the weight as usual, and with it a random factor `a` and a factor `b` of zeros. At first
+    the model computes the same as without them (Hu et al. 2021, arXiv:2106.09685). The keys come from
+    `hk.next_rng_key`. Around a `quantize_creator`, it puts LoRA on quantized weights (QLoRA: Dettmers
+    et al. 2023, arXiv:2305.14314). A parameter with more than two axes, like the kernel of a
+    convolution, is a stack of matrices `[..., n, m]`.
 
     Args:
       rank: the rank of the correction, at most the smaller of `n` and `m`.
       alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
-      targets: which parameters. None: all floating-point parameters of two axes or more that are
-        not called `b`, `bias`, `offset` or `scale` (or `gating_b`, `query_bias` and so on), nor as
-        tables of positions are, and that have room for the rank. A text or compiled pattern: those
+      targets: the parameters that get LoRA. None: all floating-point parameters of two axes or more
+        that have room for the rank, except those named `b`, `bias`, `offset` or `scale` (or `gating_b`,
+        `query_bias` and so on) or like a table of positions. A text or compiled pattern: the parameters
         whose whole `module/name` matches the regular expression. A predicate: those for which
         `targets(module_name, name, value)` is true.
-      init: draws `a`, as `init(key, shape, dtype)` (like those of `jax.nn.initializers`). None: uniform
-        in ±1/sqrt(n), as in PEFT and the authors' own code.
+      init: a function `init(key, shape, dtype)` that draws `a` (like those of `jax.nn.initializers`).
+        None: uniform in ±1/sqrt(n), as in PEFT and the authors' own code.
       matrix_axes: as for `add_lora`.
 
     Returns:
       A creator: `init` stores `LoRA`.
 
     Raises:
-      ValueError: for a rank that is not a positive integer, or an `alpha` that is not finite; from
-        the creator, for a parameter that `targets` chose and that LoRA of this rank does not fit.
+      ValueError: for a rank that is not a positive integer, or an `alpha` that is not finite; from the
+        creator, for a parameter that `targets` chose and that LoRA of this rank does not fit.
       TypeError: for `targets` of another type.
 
     Example:
@@ -172,16 +172,17 @@ def quantize_creator(
     """A creator of quantized parameters, for `hk.custom_creator`.
 
     Args:
-      dtype: the number format; `QuantizedMatrix.quantize` says more of it and of the other options.
-      group_size: how many consecutive elements along `axis` share a scale; None for all of them.
-      targets: which parameters; see `lora_creator`. None: weights, as there, that `group_size` divides
-        and whose `axis` is longer than one.
-      axis: the axis that scales are shared along, -2 (the contracted axis of a weight `[n, m]` in
+      dtype: the number format. `QuantizedMatrix.quantize` describes it and the other options.
+      group_size: the number of consecutive elements along `axis` that share a scale; None for all of
+        them.
+      targets: the parameters to quantize, as for `lora_creator`. None: weights, as defined there, that
+        `group_size` divides and whose `axis` is longer than one.
+      axis: the axis along which scales are shared, -2 (the contracted axis of a weight `[n, m]` in
         `x @ w`) or -1.
       zero_point: whether codes are relative to a zero point (asymmetric quantization).
-      calibration: how scales are found.
-      scale_dtype: how they are stored.
-      activation: the format that activations are quantized to in products; None: they are not.
+      calibration: the method that finds the scales.
+      scale_dtype: the dtype of the stored scales.
+      activation: the format to which products quantize activations; None for dense activations.
       matrix_axes: as for `add_lora`.
 
     Returns:
@@ -189,7 +190,7 @@ def quantize_creator(
 
     Raises:
       ValueError: for options that are out of range; from the creator, for a parameter that `targets`
-        chose and that cannot be quantized so.
+        chose and that cannot be quantized with these options.
       TypeError: for `targets` of another type.
 
     Example:
@@ -213,22 +214,22 @@ def cache_creator(
 ) -> Creator:
     """A creator of quantized caches, for `hk.custom_creator(..., params=False, state=True)`.
 
-    For modules that keep keys and values in Haiku's state and write new positions into it. The state
-    is quantized from the start: see `QuantizedCache`.
+    It is for modules that keep keys and values in Haiku's state and write new positions into it. The
+    state is quantized from the start: see `QuantizedCache`.
 
     Args:
-      dtype: the format, see `QuantizedMatrix.quantize`.
-      group_size: how many elements along the last axis share a scale; None: all of them, so that each
-        position and head has a scale.
-      targets: which states, by a regular expression over `module/name` or a predicate
-        `(module_name, name, value)`. None: all floating ones of three axes or more.
+      dtype: the number format, see `QuantizedMatrix.quantize`.
+      group_size: the number of elements along the last axis that share a scale; None: all of them, so
+        that each position and head has a scale.
+      targets: the states to quantize: a regular expression over `module/name` or a predicate
+        `(module_name, name, value)`. None: all floating states of three axes or more.
 
     Returns:
       A creator: `init` stores `QuantizedCache`.
 
     Raises:
       ValueError: for a group size out of range; from the creator, for a state that `targets` chose and
-        that cannot be quantized so.
+        that cannot be quantized with these options.
       TypeError: for `targets` of another type.
 
     Example:
@@ -262,11 +263,11 @@ def _is_cache(module_name: str, name: str, value: Any) -> bool:
 def _creator(
     choice: trees.Choice, default: Predicate, make: Callable[[trees.Parameter], ImplicitArray]
 ) -> Creator:
-    """A creator that puts `make(parameter)` in place of the chosen parameters.
+    """A creator that replaces the chosen parameters by `make(parameter)`.
 
     Args:
-      choice: which parameters.
-      default: which, where it names none.
+      choice: the choice of parameters.
+      default: the predicate if `choice` does not have targets.
       make: a function of a parameter whose value is a matrix.
     """
     chosen = choice.predicate(default)
@@ -298,10 +299,10 @@ def zeros_getter(targets: Targets) -> Getter:
     """A getter of symbolic zeros, for `hk.custom_getter`: it switches stored parameters off.
 
     Args:
-      targets: which parameters; see `lora_creator`. There is no default.
+      targets: the parameters to replace, as for `lora_creator`, but without a default.
 
     Returns:
-      A getter: the model sees `Zeros` in place of what is stored.
+      A getter: the model sees `Zeros` instead of the stored parameter.
 
     Raises:
       TypeError: for `targets` of another type.
@@ -328,10 +329,11 @@ def lora_getter(
 ) -> Getter:
     """A getter of LoRA weights, for `hk.custom_getter`: stored parameters stay dense arrays.
 
-    Beside a parameter `w` it makes two more in the same module, `w_lora_a` and `w_lora_b`, by
+    For a parameter `w` it makes two more in the same module, `w_lora_a` and `w_lora_b`, by
     `hk.get_parameter`; the model sees `LoRA` of the three. So all parameters are plain arrays, for
-    tools that know nothing else. To put it around a model whose parameters exist already, take the
-    factors from `init` and the rest from there: `hk.data_structures.merge(t.init(...), params)`.
+    tools that support only those. To put it around a model whose parameters exist already, take the
+    factors from `init` and the rest from the parameters:
+    `hk.data_structures.merge(t.init(...), params)`.
 
     Args:
       rank: as for `lora_creator`.
@@ -340,7 +342,7 @@ def lora_getter(
       init: as for `lora_creator`.
 
     Returns:
-      A getter.
+      A getter: the model sees `LoRA`.
 
     Raises:
       ValueError: as for `lora_creator`.
@@ -362,7 +364,7 @@ def lora_getter(
         options.check(path_of(context.module_name, context.name), value)
         name_a, name_b = (context.name + suffix for suffix in LORA_SUFFIXES)
         shape_a, shape_b = options.factor_shapes(value.shape)
-        # Asked for as the parameter itself was, so that whatever casts that casts the factors too.
+        # The dtype that the module requested, so that a getter that casts `w` casts the factors too.
         dtype = context.original_dtype or value.dtype
         with _factors():
             a = hk.get_parameter(
@@ -390,18 +392,18 @@ def quantize_getter(
 ) -> Getter:
     """A getter of quantized weights, for `hk.custom_getter`: stored parameters stay dense.
 
-    Every call quantizes a weight anew when the model reads it: a way to try a format without changing
+    It quantizes a weight each time that the model reads it. So you can try a format without changing
     the parameters.
 
     Args:
-      dtype: as for `quantize_creator`, like all that follow.
-      group_size: how many consecutive elements along `axis` share a scale.
-      targets: which parameters.
-      axis: the axis that scales are shared along.
+      dtype: as for `quantize_creator`, like all further arguments.
+      group_size: the number of consecutive elements along `axis` that share a scale.
+      targets: the parameters to quantize.
+      axis: the axis along which scales are shared.
       zero_point: whether codes are relative to a zero point.
-      calibration: how scales are found.
-      scale_dtype: how they are stored.
-      activation: the format that activations are quantized to in products; None: they are not.
+      calibration: the method that finds the scales.
+      scale_dtype: the dtype of the scales.
+      activation: the format to which products quantize activations; None for dense activations.
 
     Returns:
       A getter: the model sees `QuantizedMatrix`.
@@ -432,7 +434,7 @@ def quantize_getter(
 
 
 def getter_of(chosen: Predicate, make: Callable[[Any, jax.Array], ImplicitArray]) -> Getter:
-    """A getter that puts `make(context, value)` in place of the chosen parameters."""
+    """A getter that replaces the chosen parameters by `make(context, value)`."""
 
     def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
         if _applies(chosen, context.module_name, context.name, value):

@@ -17,7 +17,7 @@ from haiku_implicit.params.transformed import AnyTransformed
 from haiku_implicit.products.activation_stats import QuantStats, Shapes
 from haiku_implicit.training.gradients import is_inexact
 
-# The entry of Haiku's state that holds the statistics; Qwix calls it the same.
+# The entry of Haiku's state that holds the statistics, with the name that Qwix gives it.
 COLLECTION = "quant_stats"
 
 Apply = Callable[..., Any]
@@ -35,39 +35,38 @@ def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
     with the axes of stacked layers first. The scale follows from the average, `sum / count`. With
     `decay=1` that is Qwix's moving average.
 
-    With `update`, a product with such a weight adds the limits of its activation's range, averaged
-    over `act_batch_axes`. It does so each time that it runs: in each step of a scan, at each use of a
-    shared weight. Its own scale counts them at once; other products count them from the next call on.
-    An activation with NaN or infinities, or without elements, does not count. As long as nothing is
-    counted, a product uses the range of its own activation. Without `update` the state does not
-    change.
+    With `update`, a product with such a weight adds the limits of its activation's range, averaged over
+    `act_batch_axes`. It does so each time that it runs: in each step of a scan, at each use of a shared
+    weight. Its own scale counts them at once; other products count them from the next call on. An
+    activation with NaN or infinities, or without elements, does not count. As long as nothing is
+    counted, a product uses the range of its own activation. Without `update` the state does not change.
 
     One forward pass gives the output, its gradients and the statistics. Call it under `jax.jit`: an
     eager call traces the model each time.
 
     Sharp edges:
-      - The statistics leave the model along the gradient of its outputs (state included). A product
-        is not counted if all that depends on it passes through `stop_gradient`, `argmax` or a cast to
-        integers. `convert_trained` names such weights.
+      - The statistics leave the model along the gradient of its outputs (state included). A product is
+        not counted if everything that depends on it passes through `stop_gradient`, `argmax` or a cast
+        to integers. `convert_trained` names such weights.
       - A rule with stochastic rounding needs its key (`with_rounding_key`) while statistics are
-        updated, even if you ask for no gradient.
-      - With `update`, only reverse-mode differentiation with respect to arguments is possible, not
-        with respect to arrays that the model closes over. A product within a `while_loop` raises
-        JAX's error that the loop has no such derivative.
+        updated, even without a gradient.
+      - With `update`, only reverse-mode differentiation with respect to arguments is possible, not with
+        respect to arrays that the model closes over. A product within a `while_loop` raises JAX's error
+        that the loop does not have such a derivative.
       - `use_implicit_args`, `hki.grad` and `hki.value_and_grad` turn weights into ordinary arrays,
         which cannot carry statistics. Use `jax.grad` with respect to the first part that `partition`
         returns, and `combine` both parts in the loss.
 
     Args:
-      t: what `transform_implicit` returns. Apply `hk.without_apply_rng` before that.
+      t: the result of `transform_implicit`. Apply `hk.without_apply_rng` before that.
       update: whether a call adds to the statistics.
-      decay: a factor in (0, 1] of the sums and counts so far, in each call: 0.99 makes a moving
+      decay: a factor in (0, 1] for the sums and counts so far, in each call: 0.99 makes a moving
         average of about the last 100 calls.
 
     Returns:
       An `hk.TransformedWithState` (or `hk.MultiTransformedWithState`): `apply(params, state, ...)`
       returns the output and the state. A `state` without statistics is a valid start;
-      `init_quant_stats` returns one that has all entries.
+      `init_quant_stats` returns a state with all entries.
 
     Raises:
       TypeError: for anything but a transformed function.
@@ -116,14 +115,14 @@ def init_quant_stats(t: Any, params: Any, state: Any, *args: Any, **kwargs: Any)
     """The state with empty statistics, for loops that need its final structure from the start.
 
     Args:
-      t: what `transform_implicit` returns, with one `apply`.
+      t: the result of `transform_implicit`, with one `apply`.
       params: parameters, see `with_quant_stats`.
-      state: the state of the model; {} if it has none.
+      state: the state of the model; {} for a model without state.
       *args: the other arguments of `apply`. The model is traced with them and does not run.
       **kwargs: its keyword arguments.
 
     Returns:
-      The state, with zeros under 'quant_stats' for weights that have no statistics yet.
+      The state, with zeros under 'quant_stats' for weights without statistics.
 
     Raises:
       ValueError: if the activations that one weight meets have limits of different shapes.
@@ -146,12 +145,12 @@ def init_quant_stats(t: Any, params: Any, state: Any, *args: Any, **kwargs: Any)
 
 
 def _with_state(apply: Apply) -> Apply:
-    """The `apply` of a model without state as that of one with state."""
+    """Gives the `apply` of a model without state the signature of a model with state."""
     return lambda params, state, /, *args, **kwargs: (apply(params, *args, **kwargs), state)
 
 
 def _parted(state: Any) -> tuple[dict[str, Any], Stored]:
-    """The model's own state, and the statistics."""
+    """Splits a state into the model's own state and the statistics."""
     if not isinstance(state, Mapping):
         raise TypeError(
             "state: expected a mapping, as Haiku's init returns it ({} for a model without state), got "
@@ -174,7 +173,7 @@ def _joined(inner: Any, stored: Stored) -> dict[str, Any]:
 
 
 def _reading(apply: Apply) -> Apply:
-    """A model whose scales come from the statistics in its state; it does not change them."""
+    """Wraps a model to take scales from the statistics in its state, which do not change."""
 
     def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         inner, stored = _parted(state)
@@ -185,7 +184,7 @@ def _reading(apply: Apply) -> Apply:
 
 
 def _updating(apply: Apply, decay: float) -> Apply:
-    """A model that adds what its products see to the statistics in its state."""
+    """Wraps a model to add the statistics of its products to its state."""
 
     def with_stats(own: Stored, params: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         return apply(_with_stats(params, own, "update"), *rest, **kwargs)
@@ -204,7 +203,7 @@ def _updating(apply: Apply, decay: float) -> Apply:
 def _completed(
     apply: Apply, stored: Stored, params: Any, inner: Any, /, *args: Any, **kwargs: Any
 ) -> Stored:
-    """The statistics, with zeros for the weights that have none yet. The model is only traced."""
+    """The statistics, with zeros for weights that do not have any yet. The model is only traced."""
     if not _names(params) - stored.keys():
         return stored
     shapes, batch = Shapes(), {w.stats.name: w.shape[:-2] for w in _static_weights(params)}
@@ -221,7 +220,7 @@ def _completed(
         sums = {f"sum_of_{limit}": (*batch[name], *shape) for limit, shape in limits.items()}
         own = {"count": batch[name], **sums}
         found[name] = {key: jnp.zeros(shape, jnp.float32) for key, shape in own.items()}
-    return {**found, **stored}  # what is stored already stays
+    return {**found, **stored}  # statistics that are stored already stay
 
 
 # --- weights with statistics ---------------------------------------------------------------------
@@ -232,7 +231,7 @@ def _static_weights(params: Any) -> list[TrainedQuantized | StaticQuantized]:
 
 
 def takes_stats(x: Any) -> TypeGuard[TrainedQuantized | StaticQuantized]:
-    """Whether a value is a weight that gets statistics for a call."""
+    """Whether a value is a weight that takes statistics in a call."""
     static = isinstance(x, TrainedQuantized | StaticQuantized) and x.stats is not None
     return static and x.stats.sums is None
 
@@ -242,7 +241,7 @@ def _names(params: Any) -> set[str]:
 
 
 def _with_stats(params: Any, stored: Stored, mode: Mode, shapes: Shapes | None = None) -> Any:
-    """The parameters, their weights with the statistics that are stored for them."""
+    """The parameters, with the stored statistics on their weights."""
 
     def filled(x: Any) -> Any:
         if not takes_stats(x):
@@ -259,7 +258,7 @@ def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Mode) -> Qu
     """The stored statistics of a weight with these batch axes.
 
     Raises:
-      ValueError: if these are not statistics of such a weight.
+      ValueError: if the entries are not statistics of such a weight.
     """
     entries = dict(stored) if isinstance(stored, Mapping) else {}
     count = entries.pop("count", None)
@@ -280,14 +279,14 @@ def fixed_stats(
     """The final range of a weight's activations: the averages of its statistics.
 
     Args:
-      path: of the parameter, for errors.
+      path: the path of the parameter, for errors.
       w: the weight.
-      stacked: how many of its batch axes stack weights of different layers. Along the others (those
-        of a kernel) the first entry counts for all. Entries that counted nothing become NaN.
+      stacked: how many of its batch axes stack weights of different layers. Along the others (the
+        positions of a kernel) the first entry counts for all. Entries that counted nothing become NaN.
       state: Haiku's state with statistics, or None.
 
     Raises:
-      ValueError: if there are no statistics, or they are empty (which `jax.jit` cannot tell).
+      ValueError: if the statistics are missing, or empty (not detected under `jax.jit`).
     """
     name = path if w.stats is None else w.stats.name
     stored = {} if state is None else _parted(state)[1]
@@ -316,12 +315,12 @@ def _is_counted(count: Any, stacked: int) -> bool:
 
 
 def _per(sums: Any, count: Any) -> jax.Array:
-    """The average; NaN where nothing is counted."""
+    """The average; NaN if nothing is counted."""
     count = jnp.asarray(count)
     return sums / count.reshape(*count.shape, *(1,) * (np.ndim(sums) - count.ndim))
 
 
-# --- what a call adds to the statistics -----------------------------------------------------------
+# --- statistics as a gradient ---------------------------------------------------------------------
 
 
 def _with_gradient(
@@ -361,5 +360,5 @@ def _with_gradient(
 
 
 def _zeros(x: jax.Array) -> Any:
-    """A cotangent of zeros."""
+    """A cotangent of zeros for a value."""
     return jnp.zeros_like(x) if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0)

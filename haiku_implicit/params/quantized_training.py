@@ -99,8 +99,8 @@ def quantized_training_getter(
 ) -> Getter:
     """A getter for quantized training, for `hk.custom_getter`: stored parameters stay dense arrays.
 
-    The random keys of stochastic rounding come from Haiku's random keys (`hk.next_rng_key`), a new
-    key each time that the model reads a weight.
+    The random keys of stochastic rounding come from `hk.next_rng_key`, a new key each time that the
+    model reads a weight.
 
     Args:
       rules: as for `quantized_training`, without static activation scales. Unused rules give no

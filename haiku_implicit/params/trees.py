@@ -1,4 +1,4 @@
-"""Trees of parameters: their arrays by name, and new ones in place of some of them."""
+"""Trees of parameters: access to their arrays by name, and replacement of some of them."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +35,10 @@ from haiku_implicit.products.quant_rules import (
 
 
 class Parameter(NamedTuple):
-    """An array of a tree, dense or implicit, and where it is.
+    """An array of a tree, dense or implicit, with its module and name.
 
     Attributes:
-      module_name, name: where.
+      module_name, name: the keys of the array in the tree.
       value: the array.
       is_matrix: whether its last two axes are known to be a matrix, and all others batch axes.
     """
@@ -50,23 +50,23 @@ class Parameter(NamedTuple):
 
     @property
     def path(self) -> str:
-        """`module/name`."""
+        """The path `module/name`."""
         return path_of(self.module_name, self.name)
 
     @property
     def stacked(self) -> int:
-        """How many of its leading axes are known to stack weights."""
+        """The number of leading axes that are known to stack weights."""
         return len(self.value.shape) - 2 if self.is_matrix else stacked_axes(self.module_name)
 
     def key_from(self, key: jax.Array) -> jax.Array:
-        """A random key of its own, which does not depend on other parameters."""
+        """A random key for this parameter, independent of other parameters."""
         return jax.random.fold_in(key, zlib.crc32(self.path.encode()))
 
 
 def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
-    """A nesting of mappings with `fun(parameter)` in place of each array in it.
+    """Replaces each array in a nesting of mappings by `fun(parameter)`.
 
-    Haiku makes only mappings; other libraries put lists and tuples into them.
+    Haiku makes only mappings, but other libraries put lists and tuples into them.
     """
     if isinstance(tree, Mapping):
         return {k: map_parameters(fun, v, (*path, str(k))) for k, v in tree.items()}
@@ -92,7 +92,7 @@ def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, 
 
 
 def a_half(path: str, value: Any) -> ValueError:
-    """The error for a part of an implicit array in the place of a parameter."""
+    """The error for a parameter that is only a part of an implicit array."""
     return ValueError(
         f"{path}: a part of {type(value).__name__}, as in one of the halves that partition returns. "
         "Put both together first: haiku_implicit.combine(trained, frozen)"
@@ -100,7 +100,7 @@ def a_half(path: str, value: Any) -> ValueError:
 
 
 def parameters_of(tree: Any) -> list[Parameter]:
-    """The arrays of a tree, in its order."""
+    """Lists the arrays of a tree, in its order."""
     found: list[Parameter] = []
     map_parameters(found.append, tree)
     return found
@@ -109,11 +109,11 @@ def parameters_of(tree: Any) -> list[Parameter]:
 def on_matrix(
     make: Callable[[Parameter], Any], given: MatrixAxesOf | None = None
 ) -> Callable[[Parameter], Any]:
-    """`make` for parameters of which some are matrices in views: it gets and returns the matrices.
+    """`make` for parameters of which some are views of matrices: it gets and returns the matrices.
 
     Args:
       make: a function of a parameter.
-      given: the axes of dense parameters that are to be such matrices.
+      given: the axes of dense parameters to be treated as such matrices.
     """
 
     def made(parameter: Parameter) -> Any:
@@ -125,12 +125,12 @@ def on_matrix(
 
 
 def map_matrices(fun: Callable[[Parameter], Any], tree: Any) -> Any:
-    """`map_parameters` of the matrices in views."""
+    """`map_parameters`, with the matrices of views for the views."""
     return map_parameters(on_matrix(fun), tree)
 
 
 def none_of(function: str, kind: str, params: Any) -> ValueError:
-    """The error of a function for weights of a type where there are none, as in a wrapped function."""
+    """The error of a function that finds no weights of its type, as in a wrapped function."""
     found = ", ".join(f"{p.path} {describe(p.value)}" for p in parameters_of(params)[:4])
     return ValueError(
         f"{function}: expected parameters with {kind}, and there are none in: {found}. If there were "
@@ -146,7 +146,7 @@ def replace_marked(
     make: Callable[[Parameter], Any],
     given: MatrixAxesOf | None = None,
 ) -> Any:
-    """`map_marked` of the matrices in views.
+    """`map_marked`, with the matrices of views for the views.
 
     Args:
       given: as for `on_matrix`.
@@ -155,7 +155,7 @@ def replace_marked(
 
 
 def map_marked(params: Any, marks: Sequence[bool], make: Callable[[Parameter], Any]) -> Any:
-    """A tree with `make(parameter)` in place of those that are marked, under a progress bar."""
+    """Replaces each marked parameter of a tree by `make(parameter)`, under a progress bar."""
     left = iter(marks)
     with progress.bar("parameters", sum(marks)) as run:
 
@@ -169,10 +169,11 @@ class Choice(NamedTuple):
     """The arguments by which a function on trees chooses parameters.
 
     Attributes:
-      targets: which parameters; None for the default of the function.
-      exclude: which of these are left out all the same; None for none.
-      missing_ok: whether there may be none left, nothing to exclude, and no parameter with those axes.
-      matrix_axes: which axes of the parameters make matrices, for some.
+      targets: the parameters to change; None for the default of the function.
+      exclude: the targets to leave out; None for none.
+      missing_ok: whether to accept that no target is left, that `exclude` matches nothing, and that no
+        parameter has the name of an entry in `matrix_axes`.
+      matrix_axes: the axes that make matrices of some parameters.
     """
 
     targets: Targets | None
@@ -181,7 +182,7 @@ class Choice(NamedTuple):
     matrix_axes: MatrixAxesOf | None = None
 
     def opened(self, parameter: Parameter) -> Parameter:
-        """The parameter with a matrix, or the struct of one, for its value."""
+        """The parameter with a matrix as its value, or the struct of a matrix."""
         value = parameter.value
         if not is_implicit(value):
             value = jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -189,7 +190,7 @@ class Choice(NamedTuple):
         return parameter._replace(value=opened.matrix, is_matrix=opened.axes is not None)
 
     def predicate(self, default: Predicate | None) -> Predicate:
-        """Whether `targets` chooses a parameter; if it is None, the default of its matrix."""
+        """The predicate of `targets`; if it is None, the default, applied to matrices."""
         of_matrix = default and (lambda *of: default(*self.opened(Parameter(*of))[:3]))
         return predicate_of("targets", self.targets, of_matrix)
 
@@ -197,8 +198,8 @@ class Choice(NamedTuple):
         """Whether each parameter is chosen.
 
         Args:
-          parameters: of a tree.
-          default: the predicate if `targets` is None; without one, None is an error.
+          parameters: the parameters of a tree.
+          default: the predicate if `targets` is None; without a default, None is an error.
         """
         if not self.missing_ok:
             paths = [p.path for p in parameters]
@@ -226,7 +227,7 @@ def replace_targets(
     takes: Predicate | None = None,
     wanted: str = "",
 ) -> Any:
-    """A tree with `make(parameter)` in place of each target; for the others see `marks_of`."""
+    """Replaces each target in a tree by `make(parameter)`; for the other arguments see `marks_of`."""
     marks = marks_of(parameters_of(params), choice, takes, wanted)
     return replace_marked(params, marks, make, choice.matrix_axes)
 
@@ -240,10 +241,10 @@ def marks_of(
     """Whether each parameter is a target. At least one has to be, unless `choice` allows none.
 
     Args:
-      parameters: of a tree.
-      choice: which of them.
-      takes: the predicate if `targets` is None; without one, None is an error.
-      wanted: what this predicate looks for, for errors.
+      parameters: the parameters of a tree.
+      choice: the choice of targets among them.
+      takes: the predicate if `targets` is None; without a predicate, None is an error.
+      wanted: the parameters that this predicate looks for, in words, for errors.
     """
     marks = choice.marks(parameters, takes and in_tree(takes))
     if not any(marks) and not choice.missing_ok:
@@ -273,7 +274,7 @@ def _check_not_done(parameters: Sequence[Parameter]) -> None:
 
 
 def checked_rules(rules: Any) -> list[QuantRule]:
-    """The rules as a list; a single rule makes a list of one."""
+    """The rules as a list; a single rule becomes a list of one."""
     rules = [rules] if isinstance(rules, QuantRule) else list(rules)
     for i, rule in enumerate(rules):
         if not isinstance(rule, QuantRule):
@@ -282,20 +283,20 @@ def checked_rules(rules: Any) -> list[QuantRule]:
 
 
 def rules_of(rules: Sequence[QuantRule], parameter: Parameter) -> tuple[QuantRule, ...]:
-    """The rules that decide for the products of a module; empty if they all leave it alone."""
+    """The rules that decide for the products of a module; empty if they all leave it dense."""
     own = rules_for_module(rules, parameter.module_name)
     return own if any(rule.weight_qtype is not None for rule in own) else ()
 
 
 def rule_of(rules: Sequence[QuantRule], parameter: Parameter) -> QuantRule | None:
-    """The rule by which a weight is stored, that of the products it is for; None to leave it dense.
+    """The rule by which a weight is stored, from the rules for its products; None to leave it dense.
 
-    A weight with two axes is that of a `dot_general`, one with more than three is the kernel of a
-    convolution. One with three may be for any operation, and is taken to be what the rules quantize.
+    A weight with two axes is for a `dot_general`, and a weight with more than three is the kernel of a
+    convolution. A weight with three may be for any operation, and is taken to be for the operation that
+    the rules quantize.
 
     Raises:
-      ValueError: if they quantize one with three axes in one way for one operation, in another for
-        another.
+      ValueError: if they quantize a weight with three axes differently for different operations.
     """
     own = rules_for_module(rules, parameter.module_name)
     axes = len(parameter.value.shape) - parameter.stacked
@@ -320,13 +321,13 @@ def replace_by_rules(
     make: Callable[[Parameter, Any], Any],
     decide: Callable[[Sequence[QuantRule], Parameter], Any] = rule_of,
 ) -> Any:
-    """A tree with `make(parameter, decided)` in place of the dense weights that rules quantize.
+    """Replaces the dense weights that rules quantize by `make(parameter, decided)`.
 
-    A warning names rules that decide for nothing. It points to the caller of the public function
-    that has called this one.
+    A warning names rules that decide for nothing. It points to the caller of the public function that
+    has called this one.
 
     Args:
-      decide: of the rules those that are for a parameter: `rule_of` one, `rules_of` all.
+      decide: a function that selects from the rules for a parameter: `rule_of` one, `rules_of` all.
     """
     parameters = parameters_of(params)
     chosen = choice.marks(parameters, in_tree(is_weight))
