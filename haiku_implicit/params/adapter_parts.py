@@ -1,4 +1,4 @@
-"""An adapter apart from its base: taken out of a tree of parameters, and put into another one."""
+"""Adapters apart from their base: taken out of a tree of parameters, and put into another."""
 
 import dataclasses
 import difflib
@@ -31,14 +31,14 @@ from haiku_implicit.params.selection import describe
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdapterParts:
-    """What an adapter adds to a model: what `get_adapter` takes out and `set_adapter` puts in.
+    """An adapter without its base, as `get_adapter` takes it out and `set_adapter` puts it in.
 
     A pytree. Adapters of one shape for one base have one structure, whatever their `alpha`s are, so
     that a compiled function takes any of them.
 
     Attributes:
-      weights: by `module/name`, the weight with its adapter; where its base was there is None.
-      dense: by `module/name`, parameters that were trained as a whole.
+      weights: by `module/name`, the weight with its adapter and None for its base.
+      dense: by `module/name`, dense parameters that were trained.
       bases: `(module/name, digest)` of the base of each weight, and of each other parameter of the
         model, which `set_adapter` compares; empty for an adapter of unknown base.
     """
@@ -54,18 +54,18 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
     Args:
       params: parameters with `LoRA` or types of `haiku_implicit.adapters` in them, in any nesting of
         mappings.
-      trainable_dense: which dense parameters were trained, too, and belong to it; None for none. (That
-        is what `partition(params, trainable_dense=False)` trains. By default `partition`,
-        `value_and_grad` and `freeze_declared` train all dense parameters: give `True` for these.)
+      trainable_dense: the dense parameters that were trained, too, and belong to the adapter. None for
+        none, as `partition(params, trainable_dense=False)` trains them. By default `partition`,
+        `value_and_grad` and `freeze_declared` train all dense parameters: give `True` for these.
 
     Returns:
-      What the adapter adds, without the base and without Haiku's state (averages of `BatchNorm`), which
-      goes with it if training changed it. It remembers digests of the bytes of the base, and of
-      all parameters that it does not hold: `set_adapter` says what is missing of what was trained.
+      The adapter, without the base and without Haiku's state (averages of `BatchNorm`); keep the state
+      with it if training changed it. It holds digests of the bytes of the base, and of all parameters
+      that are not in it, so that `set_adapter` names trained parameters that are missing.
 
     Raises:
-      ValueError: where no parameter has an adapter, and none is chosen by `trainable_dense`; for one of
-        the halves that `partition` returns.
+      ValueError: if no parameter has an adapter or is chosen by `trainable_dense`; for one of the
+        halves that `partition` returns.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -101,21 +101,21 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
 
 
 def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool = True) -> Any:
-    """Puts an adapter into a tree of parameters, in the place of the one that is there.
+    """Puts an adapter into a tree of parameters, and removes an adapter that is there.
 
     Args:
       params: parameters, with or without an adapter, in any nesting of mappings.
-      adapter: what `get_adapter` or `load` returned; None for the weights without one. (Dense
-        parameters that were trained stay as they are.)
+      adapter: the result of `get_adapter` or `load`; None to remove the adapter. (Dense parameters that
+        were trained do not change back.)
       check_base: whether all parameters have to be those that the adapter was made for. Within
         `jax.jit` they cannot be compared, and are not.
 
     Returns:
-      The tree with the adapter, mappings as dicts.
+      The tree with the adapter, and mappings as dicts.
 
     Raises:
-      ValueError: for a weight that is not in the tree, that has another shape, or that is another one
-        than the adapter was made for.
+      ValueError: for a weight that is missing from the tree, has another shape, or is not the weight
+        that the adapter was made for.
       TypeError: for another kind of adapter.
 
     Example:
@@ -151,7 +151,7 @@ def has_adapter(value: Any) -> bool:
 
 
 def check_whole(path: str, value: Any) -> None:
-    """Raises for an adapter without its arrays, as in the half of `partition` that is not trained."""
+    """Raises for an adapter without its arrays, as in the frozen half that `partition` returns."""
     if not has_adapter(value):
         return
     weight = value.matrix if isinstance(value, MatrixView) else value
@@ -162,7 +162,7 @@ def check_whole(path: str, value: Any) -> None:
 
 
 def base_of(value: Any) -> Any:
-    """The weight without its adapters; of a view of a dense matrix the dense tensor."""
+    """The weight without its adapters; for a view of a dense matrix, the dense tensor."""
     if isinstance(value, MatrixView) and has_adapter(value):
         view = value._replace(matrix=base_of(value.matrix))
         return view if is_implicit(view.matrix) else materialize_array(view)
@@ -172,13 +172,13 @@ def base_of(value: Any) -> Any:
 
 
 def with_base(value: Any, base: Any) -> Any:
-    """The weight with the same adapters on another base."""
+    """The adapters of a weight, on another base."""
     if isinstance(value, MatrixView):
         matrix = base.matrix if isinstance(base, MatrixView) else base
         if matrix is not None and not is_implicit(matrix):
             matrix = matrix_in(matrix, value.axes)
         return value._replace(matrix=with_base(value.matrix, matrix))
-    if isinstance(base, MatrixView):  # for the matrix of which it is, as PEFT's files have it
+    if isinstance(base, MatrixView):  # the adapter is for the matrix in it, as in PEFT's files
         return base._replace(matrix=with_base(value, base.matrix))
     if isinstance(value.w, LoRA | Adapter):
         base = with_base(value.w, base)
@@ -186,11 +186,11 @@ def with_base(value: Any, base: Any) -> Any:
 
 
 def without_base(kind: type[LoRA | Adapter], **fields: Any) -> Any:
-    """An adapter of a type without its base: what is in `AdapterParts`.
+    """An adapter of a type without its base, as `AdapterParts` holds it.
 
     Args:
       kind: the type.
-      **fields: its other fields; those that are not given are None.
+      **fields: its other fields; a missing field is None.
     """
     new = object.__new__(kind)
     new.__dict__.update(dict.fromkeys(data_names(kind)) | fields)
@@ -219,7 +219,7 @@ def digest(value: Any) -> str:
 
 
 def checked_parts(argument: str, adapter: Any) -> AdapterParts:
-    """An adapter apart from its base; raises for anything else, such as whole parameters."""
+    """The adapter unchanged; raises for anything but `AdapterParts`, such as whole parameters."""
     if not isinstance(adapter, AdapterParts):
         raise TypeError(
             f"{argument}: expected an adapter apart from its base, as get_adapter(params) returns it "
@@ -230,7 +230,7 @@ def checked_parts(argument: str, adapter: Any) -> AdapterParts:
 
 
 def check_paths_of(parameters: Mapping[str, Any], paths: Iterable[str]) -> None:
-    """Raises unless an adapter's weights are among parameters, by path."""
+    """Raises unless the paths of an adapter are among those of the parameters."""
     for path in paths:
         if path not in parameters:
             nearest = difflib.get_close_matches(path, parameters, n=5, cutoff=0.0)
@@ -242,7 +242,7 @@ def check_paths_of(parameters: Mapping[str, Any], paths: Iterable[str]) -> None:
 
 def check_bases(parameters: Mapping[str, Any], adapter: AdapterParts) -> None:
     """Raises unless parameters, by path, are those that an adapter was made for, or are traced."""
-    # The weights that it is for come first: of several that differ, they say most.
+    # The adapter's own weights come first: if several parameters differ, they tell the most.
     for path, wanted in sorted(adapter.bases, key=lambda own: own[0] not in adapter.weights):
         if path not in parameters:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Several LoRA adapters as one: sums of their corrections, exact or of a smaller rank."""
+"""Sums of several LoRA adapters as one adapter, exact or of a smaller rank."""
 
 import functools
 import math
@@ -27,29 +27,29 @@ def combine_adapters(
     density: float | None = None,
     key: Any = None,
 ) -> AdapterParts:
-    """One LoRA adapter for the weighted sum of several.
+    """Combines several LoRA adapters into one, by a weighted sum.
 
-    What is added up are the corrections `a @ b`. The mean of the factors, as `jax.tree.map` would take
-    it, is another matrix: it has the products of each `a` with every other `b` in it.
+    The sum is over the corrections `a @ b`. The mean of the factors, as `jax.tree.map` would take it,
+    is another matrix: it has the products of each `a` with every other `b` in it.
 
     Args:
       adapters: LoRA adapters for one base, each for some of its weights, of any rank.
-      weights: a factor for each.
-      method: 'linear' keeps the sum exactly, of the rank of all together; 'ties' (Yadav et al. 2023,
-        arXiv:2306.01708) keeps of each correction the largest entries, of these the ones of the sign
-        that has more weight, and takes their mean; 'dare' (Yu et al. 2023, arXiv:2311.03099) keeps
-        entries at random, and divides them by `density`.
-      rank: of the result; the nearest matrix of this rank, by its singular values. None: the exact
-        rank for 'linear', the largest of the adapters for the others.
-      density: the part of the entries that is kept, for 'ties' and 'dare'; 'ties' keeps so many of each
-        matrix, rounded up.
+      weights: a factor for each adapter.
+      method: 'linear' keeps the sum exactly, with the sum of all ranks. 'ties' (Yadav et al. 2023,
+        arXiv:2306.01708) keeps the largest entries of each correction, then those with the sign that
+        has more weight, and takes their mean. 'dare' (Yu et al. 2023, arXiv:2311.03099) keeps random
+        entries, and divides them by `density`.
+      rank: the rank of the result, which is the nearest matrix of this rank, by its singular values.
+        None: the exact rank for 'linear', the largest rank of the adapters for the others.
+      density: the fraction of entries to keep, for 'ties' and 'dare'; 'ties' keeps exactly this
+        fraction of each matrix, rounded up.
       key: a random key, or an integer seed, for 'dare'.
 
     Returns:
       The adapter; its scale is 1.
 
     Raises:
-      ValueError: for an unknown method, as many weights as there are not adapters, adapters of other
+      ValueError: for an unknown method, different numbers of weights and adapters, adapters of other
         bases or types, dense parameters, or a missing option.
 
     Example:
@@ -93,7 +93,7 @@ def combine_adapters(
 def _merging(
     method: str, density: float | None, key: Any
 ) -> Callable[[str, _Deltas], jax.Array] | None:
-    """What makes one dense correction of several, for the weight of a path; None for the plain sum."""
+    """A function of a path and corrections that makes one correction; None for the plain sum."""
     if method == "linear" and density is None:
         return None
     if method == "linear":
@@ -121,17 +121,17 @@ def _merging(
 def _ties(deltas: _Deltas, density: float) -> jax.Array:
     trimmed = jnp.stack([_largest(x, density) for x in deltas])
     sign = jnp.sign(trimmed.sum(0))
-    # (NaN has no sign to agree with, and is not left out for that.)
+    # (NaN does not agree with any sign, but has to reach the result.)
     agreeing = ((jnp.sign(trimmed) == sign[None]) & (trimmed != 0)) | jnp.isnan(trimmed)
     return jnp.where(agreeing, trimmed, 0).sum(0) / jnp.maximum(agreeing.sum(0), 1)
 
 
 def _largest(x: jax.Array, density: float) -> jax.Array:
-    """The entries of the largest magnitude, of each matrix; zeros in place of the others."""
+    """The entries of the largest magnitude in each matrix; the others become zeros."""
     flat = jnp.abs(x).reshape(*x.shape[:-2], -1)
     count = math.ceil(density * flat.shape[-1])
     smallest = jax.lax.top_k(flat, count)[0][..., -1]
-    # (Not `>=`: NaN is kept, as a sum of adapters with NaN in one of them is not finite.)
+    # (Not `>=`: this keeps NaN, since a sum of adapters with NaN in one of them is not finite.)
     return jnp.where(jnp.abs(x) < smallest[..., None, None], 0, x)
 
 
@@ -156,7 +156,7 @@ def _lora_of(path: str, value: Any) -> LoRA:
 
 
 def _joined(parts: Sequence[tuple[LoRA, float]]) -> LoRA:
-    """The exact sum: the factors side by side."""
+    """The exact sum, with the factors side by side."""
     first = parts[0][0]
     scaled = []
     for lora, weight in parts:
@@ -175,7 +175,7 @@ def _factors_of(delta: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _nearest(delta: jax.Array, rank: int) -> LoRA:
-    """The nearest matrix of a rank (Eckart and Young)."""
+    """LoRA of the nearest matrix of a rank (Eckart and Young)."""
     room = min(delta.shape[-2:])
     if not 1 <= rank <= room:
         raise ValueError(f"rank: expected 1 to {room}, got {rank}")

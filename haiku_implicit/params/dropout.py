@@ -13,7 +13,7 @@ from haiku_implicit.params import trees
 
 
 def with_dropout(params: Any, key: Any, rate: float) -> Any:
-    """Lets the corrections of LoRA see their inputs through dropout, for a training step.
+    """Applies dropout to the inputs of LoRA's corrections, for a training step.
 
     Call it in each step, within the function that `jax.grad` differentiates, with a key of the step:
 
@@ -23,25 +23,24 @@ def with_dropout(params: Any, key: Any, rate: float) -> Any:
           params = hki.with_dropout(hki.combine(trained, frozen), key, 0.1)
           ...
 
-    (Not within `hki.value_and_grad` or `hki.use_implicit_args`: these call a function with ordinary
-    arrays in place of the weights, and it raises.)
+    (Do not call it within `hki.value_and_grad` or `hki.use_implicit_args`: they call a function with
+    ordinary arrays for the weights, which raises an error here.)
 
-    A product `x @ w` is then `x @ w.w + (dropout(x) @ a) @ b`, as in PEFT. Look-ups in an embedding are
-    as without. The mask depends on the key and the weight's path alone: it is the same where a
-    checkpointed block runs again, and where a step uses a weight twice with inputs of one shape. Under
+    A product `x @ w` is then `x @ w.w + (dropout(x) @ a) @ b`, as in PEFT. Look-ups in an embedding do
+    not change. The mask depends only on the key and the weight's path. So it is the same if a
+    checkpointed block runs again, and if a step uses a weight twice with inputs of one shape. Under
     `jax.vmap` all examples have the same mask, unless the key is mapped, too.
 
     Args:
       params: a tree with `LoRA` in it.
-      key: a random key, or an integer seed. Each weight gets a key of its own, from this one and
-        its path.
+      key: a random key, or an integer seed. Each weight gets its own key, from this key and its path.
       rate: the probability of a zero, at least 0 and less than 1.
 
     Returns:
-      The tree with dropout in place of each `LoRA`, mappings as dicts; for a rate of 0 the tree itself.
+      The tree with dropout on each `LoRA`, and mappings as dicts; for a rate of 0, the tree itself.
 
     Raises:
-      ValueError: for another rate, and where no parameter is a `LoRA`.
+      ValueError: for another rate, or if no parameter is a `LoRA`.
       TypeError: for anything but a key or a seed.
 
     Example:

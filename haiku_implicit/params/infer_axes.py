@@ -1,4 +1,4 @@
-"""`infer_matrix_axes`: the axes that a model contracts of its weights, found by an abstract run."""
+"""`infer_matrix_axes`: finds the axes of weights that a model contracts, by an abstract run."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,19 +28,19 @@ def infer_matrix_axes(
     """Finds which axes of its weights a model contracts, by an abstract run that computes nothing.
 
     The axes of each weight are followed through reshapes, transposes, casts, slices, loops and stacks
-    of layers to the first product (`dot_general`) that it is an operand of.
+    of layers to its first product (`dot_general`).
 
     Args:
-      apply: the model, called as `apply(params, *args, **kwargs)`: `t.apply` of what `hk.transform`
-        or `transform_implicit` returns.
+      apply: the model, called as `apply(params, *args, **kwargs)`: `t.apply` of the result of
+        `hk.transform` or `transform_implicit`.
       params: its parameters, or `jax.ShapeDtypeStruct`s of them.
-      *args: what else it takes. Arrays may be `jax.ShapeDtypeStruct`s.
-      **kwargs: the same by keyword.
+      *args: its other arguments. Arrays may be `jax.ShapeDtypeStruct`s.
+      **kwargs: its keyword arguments, likewise.
 
     Returns:
-      By the path (`module/name`) of a weight, its `MatrixAxes(inputs, outputs)`. Weights that no
-      product meets are missing (kernels of convolutions, tables that are looked up), and those that are
-      no matrix: all of whose axes are contracted, or where batch axes do not come first.
+      The `MatrixAxes(inputs, outputs)` of each weight, by its path (`module/name`). Two kinds of
+      weights are missing: weights without a product (kernels of convolutions, tables that are looked
+      up), and weights that are not matrices (all axes are contracted, or batch axes do not come first).
 
     Raises:
       TypeError: for `params` that are not a mapping.
@@ -72,7 +72,7 @@ def infer_matrix_axes(
 def uses_of(
     apply: Callable[..., Any], params: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, list[probe.Use]]:
-    """The products that a model has with each of its weights, by their paths, from an abstract run.
+    """The products of a model with each of its weights, by path, from an abstract run.
 
     Args:
       apply, params, args, kwargs: as for `infer_matrix_axes`.
@@ -96,17 +96,17 @@ def uses_of(
         out = use_implicit_args(apply)(trees.map_parameters(probed, params), *args, **kwargs)
         return [x for x in jax.tree.leaves(out) if is_value(x)]
 
-    with recording():  # what becomes dense here says nothing of the model with its own weights
+    with recording():  # probes that become dense tell nothing about the model with its own weights
         jax.eval_shape(run, plain, list(itertools.compress(leaves, is_traced)))
     return log.uses
 
 
 def axes_of_use(use: probe.Use, shape: Sequence[int]) -> MatrixAxes | None:
-    """The axes by a product of the weight; None where it is not one of a matrix."""
+    """The matrix axes of a weight in a product; None if the weight is not a matrix there."""
     if not use.contracted or not use.free or use.contracted & use.free:
         return None
     first = min(use.contracted | use.free)
-    # Axes of length one between these are followed by no product.
+    # Axes of length one are not followed to products: those between the others count as free.
     free = use.free | {i for i in range(first, 0) if shape[i] == 1} - use.contracted
     if len(use.contracted) + len(free) != -first:
         return None

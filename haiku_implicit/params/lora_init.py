@@ -1,4 +1,4 @@
-"""Initializations of LoRA: by the weight, by its inputs, by how it is going to be quantized."""
+"""Initializations of LoRA: from the weight, from its inputs, or with its quantization."""
 
 import abc
 import dataclasses
@@ -23,16 +23,16 @@ class Parts(NamedTuple):
 
 
 class LoRAInit(abc.ABC):
-    """How the factors of a LoRA begin, and what is left of the weight."""
+    """An initialization of LoRA: the factors, and the weight to be added to their product."""
 
     @abc.abstractmethod
     def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
         """The fields of a LoRA for a weight `[..., n, m]`.
 
         Args:
-          path: of the parameter, `module/name`.
+          path: the path of the parameter, `module/name`.
           w: the weight, dense or implicit.
-          rank: of the correction.
+          rank: the rank of the correction.
           scale: the correction is `scale * a @ b`.
           key: a random key.
         """
@@ -40,7 +40,7 @@ class LoRAInit(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Drawn(LoRAInit):
-    """`a` is drawn, and `b` is zero.
+    """LoRA whose `a` is drawn and whose `b` is zero.
 
     Attributes:
       draw: called as `draw(key, shape, dtype)` with the shape of `a`, `[..., n, r]`.
@@ -55,14 +55,14 @@ class Drawn(LoRAInit):
 
 
 def gaussian(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal with the standard deviation `1 / rank`, as PEFT's 'gaussian' is."""
+    """Draws from a normal distribution of standard deviation `1 / rank`, as PEFT's 'gaussian' does."""
     return jax.random.normal(key, shape, dtype) / shape[-1]
 
 
 class Orthogonal(LoRAInit):
-    """Neither factor is zero, but their product is: they see orthogonal halves of the rank.
+    """LoRA with factors in orthogonal halves of the rank: neither is zero, but their product is.
 
-    As PEFT's 'orthogonal' (https://datta0.github.io/posts/rethink-lora-init). The rank is even.
+    It is PEFT's 'orthogonal' (https://datta0.github.io/posts/rethink-lora-init). The rank is even.
     """
 
     def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
@@ -77,7 +77,7 @@ class Orthogonal(LoRAInit):
 
 
 class PiSSA(LoRAInit):
-    """The factors hold the largest singular values, and the weight what is left.
+    """LoRA whose factors hold the largest singular values; the weight holds the rest.
 
     After Meng et al. 2024, arXiv:2404.02948.
     """
@@ -88,9 +88,9 @@ class PiSSA(LoRAInit):
 
 
 class OLoRA(LoRAInit):
-    """The factors hold the first columns and rows of a QR decomposition (arXiv:2406.01775).
+    """LoRA with the first columns and rows of a QR decomposition (arXiv:2406.01775).
 
-    As in the paper it is that of the weight `[outputs, inputs]`: `b` is orthonormal.
+    As in the paper, it decomposes the weight `[outputs, inputs]`: `b` is orthonormal.
     """
 
     def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
@@ -102,10 +102,10 @@ class OLoRA(LoRAInit):
 
 @dataclasses.dataclass(frozen=True)
 class EVA(LoRAInit):
-    """`a` holds the directions in which the inputs of the weight vary most, and `b` is zero.
+    """LoRA whose `a` holds the directions in which the inputs vary most, and whose `b` is zero.
 
-    After Paischer et al. 2024, arXiv:2410.07170, with one rank for all weights: the authors' spread of
-    ranks over weights is an option by weight (`patterns=` of `add_adapter`).
+    After Paischer et al. 2024, arXiv:2410.07170, with one rank for all weights. To vary the rank by
+    weight, as the authors do, use `patterns=` of `add_adapter`.
 
     Attributes:
       moments: the second moments of the inputs, `[..., n, n]`, by the paths of the weights, as
@@ -136,14 +136,14 @@ class EVA(LoRAInit):
 
 @dataclasses.dataclass(frozen=True)
 class LoftQ(LoRAInit):
-    """The weight is quantized, and the factors make up for what that loses (arXiv:2310.08659).
+    """LoRA on a quantized weight, whose factors make up for the error (arXiv:2310.08659).
 
     Quantizing and decomposing take turns: `q = quantize(w - ab)`, `ab ≈ w - q`. For each matrix the
-    turn that comes nearest to it is kept, since with few bits the error may also grow.
+    turn with the least error is kept, since with few bits the error may also grow.
 
     Attributes:
       dtype, group_size, zero_point: as for `QuantizedMatrix.quantize`.
-      iterations: how many turns there are.
+      iterations: the number of turns.
 
     Example:
       >>> import jax, haiku_implicit as hki
@@ -176,7 +176,7 @@ class LoftQ(LoRAInit):
             error = jnp.square((lost - correction).astype(jnp.float32)).sum((-2, -1))
             best = found if best is None else _choose(error < least, found, best)
             least = jnp.minimum(error, least)
-        assert best is not None  # there is a turn at least
+        assert best is not None  # there is at least one turn
         return best
 
 
@@ -189,7 +189,7 @@ BY_NAME: dict[str, LoRAInit] = {
 
 
 def init_of(init: Any, default: Initializer) -> LoRAInit:
-    """An initialization of what `init=` was given.
+    """The initialization for an argument `init=`; if it is None, `default` draws `a`.
 
     Raises:
       ValueError: for an unknown name.
@@ -202,7 +202,7 @@ def init_of(init: Any, default: Initializer) -> LoRAInit:
 
 
 def truncated(w: jax.Array, rank: int, scale: float) -> tuple[jax.Array, jax.Array]:
-    """`a` and `b` with the largest singular values of `w` in `scale * a @ b`, in float32."""
+    """`a` and `b`, float32, so that `scale * a @ b` has the largest singular values of `w`."""
     if scale <= 0:
         raise ValueError(f"alpha: expected a positive number for this init, got a scale of {scale}")
     u, s, v = jnp.linalg.svd(w.astype(jnp.float32), full_matrices=False)
@@ -211,7 +211,7 @@ def truncated(w: jax.Array, rank: int, scale: float) -> tuple[jax.Array, jax.Arr
 
 
 def _choose(condition: jax.Array, new: Any, old: Any) -> Any:
-    """Of two trees of stacked arrays the first one where the condition is true, for each matrix."""
+    """Selects each matrix from `new` if its condition is true and from `old` otherwise."""
 
     def of_leaf(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(jnp.expand_dims(condition, range(condition.ndim, x.ndim)), x, y)
@@ -220,7 +220,7 @@ def _choose(condition: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _with_rest(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Parts:
-    """The factors, and the weight without them. What is rounded in them goes to the weight."""
+    """The factors, and the weight minus their product, which absorbs their rounding errors."""
     a, b = a.astype(w.dtype), b.astype(w.dtype)
     correction = scale * jnp.matmul(
         a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST

@@ -1,4 +1,4 @@
-"""Which axes of a weight are the rows of a matrix and which its columns."""
+"""Axes of weights: which are the rows of a matrix and which its columns."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -17,27 +17,27 @@ class MatrixAxes(NamedTuple):
     """The axes of a weight, counted from the end (negative), that make it a matrix.
 
     Attributes:
-      inputs: the rows of the matrix: what products contract.
-      outputs: the columns. Axes that are neither come first; they are batch axes.
+      inputs: the rows of the matrix, which products contract.
+      outputs: the columns. The remaining axes come first; they are batch axes.
     """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
-# By the path (`module/name`) of a parameter, or a regular expression that the whole of it matches.
+# Axes by the path (`module/name`) of a parameter, or a regular expression that matches all of it.
 MatrixAxesOf = Mapping[str, MatrixAxes | Sequence[Sequence[int]]]
 _LAST_TWO = MatrixAxes((-2,), (-1,))
 
 
 class Opened(NamedTuple):
-    """A matrix, and the axes of the tensor that it holds; None where nothing is known of them."""
+    """A matrix, and the axes of the tensor that it holds; None if they are unknown."""
 
     matrix: Any
     axes: Axes | None
 
     def closed(self, new: Any) -> Any:
-        """The tensor of another matrix in its place; dense, where that is.
+        """The tensor that holds another matrix with the same axes; dense for a dense matrix.
 
         A stack of matrices with rules stays a view of itself: `convert_trained` could take a tensor of
         three axes or more for the kernel of a convolution.
@@ -49,11 +49,11 @@ class Opened(NamedTuple):
 
 
 def open_matrix(path: str, value: Any, given: MatrixAxesOf | None = None) -> Opened:
-    """The matrix in a `MatrixView`, or that of a dense tensor whose axes are given.
+    """The matrix in a `MatrixView`, or in a dense tensor whose axes are given.
 
     Args:
-      path: of the parameter.
-      value: an array, or a `jax.ShapeDtypeStruct` to get that of the matrix.
+      path: the path of the parameter.
+      value: an array, or a `jax.ShapeDtypeStruct` to get the struct of the matrix.
       given: the axes of some parameters.
 
     Raises:
@@ -73,7 +73,7 @@ def open_matrix(path: str, value: Any, given: MatrixAxesOf | None = None) -> Ope
 
 
 def check_given(given: MatrixAxesOf | None, paths: Sequence[str]) -> None:
-    """Raises for axes of a parameter that there is not."""
+    """Raises for axes in another form, or axes of a parameter that does not exist."""
     if not isinstance(given, Mapping | None):
         raise TypeError(f"matrix_axes: expected a mapping from names to axes, got {given!r}")
     for key, axes in (given or {}).items():
@@ -96,6 +96,6 @@ def _given_for(path: str, given: MatrixAxesOf) -> MatrixAxes | None:
 
 
 def _matches(key: str, path: str) -> bool:
-    with contextlib.suppress(ValueError):  # the name of another parameter, with a bracket, say
+    with contextlib.suppress(ValueError):  # a name with a bracket, say, not an expression
         return bool(compiled("matrix_axes", key).fullmatch(path))
     return False

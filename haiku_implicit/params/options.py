@@ -1,4 +1,4 @@
-"""LoRA and quantization with their options: which weights they fit, and how they are put on one."""
+"""The options of LoRA and quantization: the weights that they fit, and their application to one."""
 
 import dataclasses
 import math
@@ -24,22 +24,22 @@ GroupSize = int | tuple[int, int] | str | None
 
 
 class Room(NamedTuple):
-    """Which weights have room for adapters of a rank: the default targets.
+    """The weights with room for adapters of a rank, which are the default targets.
 
     Attributes:
-      rank_of: the rank for the weight of a path.
-      room_of: the largest rank for the weight of a path and a shape.
+      rank_of: a function from the path of a weight to its rank.
+      room_of: a function from the path and the shape of a weight to the largest rank.
     """
 
     rank_of: Callable[[str], int]
     room_of: Callable[[str, tuple[int, ...]], int]
 
     def takes(self, module_name: str, name: str, value: Any) -> bool:
-        """The default targets: dense or quantized weights with room for the rank."""
+        """Whether a weight is a default target: dense or quantized, with room for the rank."""
         return _may_hold(module_name, name, value) and self._fits(module_name, name, value)
 
     def leaves(self, module_name: str, name: str, value: Any) -> bool:
-        """Whether a weight would be a default target, if it had more room."""
+        """Whether a weight would be a default target if it had more room."""
         return _may_hold(module_name, name, value) and not self._fits(module_name, name, value)
 
     def _fits(self, module_name: str, name: str, value: Any) -> bool:
@@ -48,7 +48,7 @@ class Room(NamedTuple):
 
     @property
     def wanted(self) -> str:
-        """What the default targets are, for errors."""
+        """The default targets in words, for errors."""
         rank = self.rank_of("")
         return (
             f"a weight with room for LoRA of rank {rank} that is dense or quantized (those of other "
@@ -58,21 +58,22 @@ class Room(NamedTuple):
 
 
 def _may_hold(module_name: str, name: str, value: Any) -> bool:
-    """Whether this is a dense or quantized weight."""
+    """Whether a parameter is a dense or quantized weight."""
     held = isinstance(value, QuantizedMatrix | ScaledMatrix) or not is_implicit(value)
     return held and is_weight(module_name, name, value)
 
 
 @dataclasses.dataclass(frozen=True)
 class LoRAOptions:
-    """LoRA of a rank.
+    """The options of LoRA, checked.
 
     Attributes:
-      rank: of the correction.
+      rank: the rank of the correction.
       alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
-      init: draws the factor `a`; None: uniform in ±1/sqrt(n), as in PEFT and the authors' code. Or
-        what `lora_init` has: 'gaussian', 'orthogonal', 'pissa', 'olora', an `EVA` or a `LoftQ`.
-      rank_stabilized: scale by `alpha / sqrt(rank)` (rsLoRA, arXiv:2312.03732).
+      init: a function that draws the factor `a`; None: uniform in ±1/sqrt(n), as in PEFT and the
+        authors' code. Or an initialization of `lora_init`: 'gaussian', 'orthogonal', 'pissa', 'olora',
+        an `EVA` or a `LoftQ`.
+      rank_stabilized: whether to scale by `alpha / sqrt(rank)` (rsLoRA, arXiv:2312.03732).
 
     Raises:
       ValueError: for an option out of its range.
@@ -94,14 +95,14 @@ class LoRAOptions:
 
     @property
     def field_alpha(self) -> float | None:
-        """What the `alpha` of `LoRA` is, whose scale is `alpha / rank`."""
+        """The `alpha` to give to `LoRA`, whose scale is `alpha / rank`."""
         if self.alpha is None or not self.rank_stabilized:
             return self.alpha
         return self.alpha * math.sqrt(self.rank)
 
     @property
     def room(self) -> "Room":
-        """Which weights have room for the rank."""
+        """The weights with room for the rank."""
         return Room(lambda path: self.rank, lambda path, shape: min(shape[-2:]))
 
     def check(self, path: str, value: Any, stacked: int = 0) -> None:
@@ -128,7 +129,7 @@ class LoRAOptions:
         return (*batch, n, self.rank), (*batch, self.rank, m)
 
     def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """The factor `a`, `[..., n, r]`, where it is made apart from the weight."""
+        """Draws the factor `a`, `[..., n, r]`, without the weight."""
         init = init_of(self.init, _uniform)
         if not isinstance(init, Drawn):
             raise ValueError(
@@ -137,7 +138,7 @@ class LoRAOptions:
         return init.draw(key, shape, dtype)
 
     def put_on(self, path: str, value: Any, key: jax.Array, stacked: int = 0) -> LoRA:
-        """A parameter plus a correction; together they are what the parameter was."""
+        """A parameter with LoRA, which stands for the same values."""
         self.check(path, value, stacked)
         scale = 1.0 if self.field_alpha is None else self.field_alpha / self.rank
         with errors_name(path, value):
@@ -173,14 +174,14 @@ class QuantizeOptions:
         object.__setattr__(self, "group_size", checked_group_size(self.group_size))
 
     def takes(self, module_name: str, name: str, value: Any) -> bool:
-        """The default targets: dense weights, also within LoRA, that the groups divide.
+        """Whether a weight is a default target: dense, also within LoRA, and divided by the groups.
 
         An axis of length one (a depthwise kernel `[h, w, 1, m]`) would give a scale to each number.
         """
         return self._might_take(module_name, name, value) and self._divides(value)
 
     def leaves(self, module_name: str, name: str, value: Any) -> bool:
-        """Whether a weight would be a default target, if the groups divided it."""
+        """Whether a weight would be a default target if the groups divided it."""
         return self._might_take(module_name, name, value) and not self._divides(value)
 
     def _might_take(self, module_name: str, name: str, value: Any) -> bool:
@@ -190,7 +191,7 @@ class QuantizeOptions:
 
     @property
     def divisor(self) -> GroupSize:
-        """The group size, or what a format has its own of; None or 'tensor' fit any weight."""
+        """The group size, or the multiple that the format requires; None or 'tensor' fit any weight."""
         if self.group_size is None and self.dtype in RECIPES:
             return RECIPES[self.dtype].multiple
         return self.group_size
@@ -205,7 +206,7 @@ class QuantizeOptions:
 
     @property
     def wanted(self) -> str:
-        """What the default targets are, for errors."""
+        """The default targets in words, for errors."""
         size = self.divisor
         if not size or isinstance(size, str):
             return "a dense weight"
@@ -215,24 +216,24 @@ class QuantizeOptions:
         )
 
     def by_rule(self, rule: QuantRule, shape: tuple[int, ...]) -> Self:
-        """The same axis and dtype of scales, and all else as a rule says for a weight of this shape."""
+        """The options of a rule for a weight of this shape; only `axis` and `scale_dtype` stay."""
         return dataclasses.replace(self, **rule.weight_options(shape[self.axis]))
 
     def refuse_beside_rules(self, default: "QuantizeOptions") -> None:
-        """Raises for options that are given though rules stand in their place."""
+        """Raises if options are given together with rules, which replace them."""
         own, plain = vars(self), vars(default)
         both = [x for x in own if own[x] != plain[x] and x not in ("axis", "scale_dtype")]
         if both:
             raise ValueError(f"rules: expected them in place of {', '.join(both)}, got both")
 
     def quantize(self, w: jax.Array, moments: jax.Array | None = None) -> QuantizedMatrix:
-        """`QuantizedMatrix.quantize` with these options; of a struct, what it would be."""
+        """`QuantizedMatrix.quantize` with these options; for a struct, the struct of the result."""
         if isinstance(w, jax.ShapeDtypeStruct):
             return jax.eval_shape(self.quantize, w)
         return QuantizedMatrix.quantize(w, **vars(self), moments=moments)
 
     def put_on(self, path: str, value: Any, stacked: int = 0) -> ImplicitArray:
-        """A parameter quantized; of a LoRA weight, its `w`."""
+        """Quantizes a parameter; of a LoRA weight, its `w`."""
         if isinstance(value, LoRA):
             return value._replace(w=self.put_on(path, value.w, stacked))
         check_matrix(path, value, "quantization", stacked)
@@ -251,7 +252,7 @@ def zeros_for(value: Any) -> Zeros:
 
 
 def check_matrix(path: str, value: Any, what: str, stacked: int = 0) -> None:
-    """Raises unless a parameter is a floating-point matrix or a stack of them.
+    """Raises unless a parameter is a floating-point matrix or a stack of matrices.
 
     Args:
       stacked: how many of its leading axes stack layers: a stack of biases is not a matrix.
@@ -265,7 +266,7 @@ def check_matrix(path: str, value: Any, what: str, stacked: int = 0) -> None:
 
 
 def checked_group_size(size: Any) -> GroupSize:
-    """A group size; raises if `QuantizedMatrix.quantize` would take it for no weight at all."""
+    """A group size; raises if `QuantizedMatrix.quantize` would reject it for every weight."""
     pair = isinstance(size, tuple | list) and len(size) == 2
     known = size is None or (isinstance(size, str) and size == "tensor")
     if not known and not all(map(is_positive_integer, size if pair else [size])):

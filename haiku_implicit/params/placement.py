@@ -1,4 +1,4 @@
-"""Where the parameters of a model lie on a mesh of devices, from what is known of the dense ones."""
+"""The placement of a model's parameters on a mesh of devices, from the specs of the dense ones."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,39 +16,38 @@ from haiku_implicit.core.warn import shown, warn_caller
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params.selection import describe
 
-# One for all; a tree, or a prefix of one; or rules, of which the first that matches counts.
+# One spec for all; a tree of specs, or a prefix of one; or rules, the first match of which counts.
 Specs = Any
 
 
 def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
     """The sharding of every array of a tree, from the partition specs of the dense weights.
 
-    An implicit array is split as the dense one would be: LoRA's factors along the axes that they have,
-    codes and scales in their own order of storage. Where shards would cut a group, codes are split, and
-    scales are on all devices; one warning says so (`place` makes smaller groups). Give what comes out
+    An implicit array is split as the dense array would be: LoRA's factors along the axes that they
+    have, codes and scales in their own order of storage. If shards would cut a group, codes are split,
+    and scales are on all devices; one warning says so (`place` makes smaller groups). Give the result
     to `jax.device_put`, to `jax.jit` as `in_shardings` and `out_shardings`, or to restore checkpoints.
-    (A dense sharding given there for an implicit array is taken for each of its leaves, and splits a
-    weight along another axis than it says.)
+    (Do not give these a dense sharding for an implicit array: JAX takes it for each leaf, which splits
+    the weight along another axis.)
 
     Args:
       params: parameters, dense or implicit, arrays or `jax.ShapeDtypeStruct`; or another tree of such
-        arrays, such as an optimizer's state. (A part of an implicit array, such as LoRA's factors
-        without the weight there, is replicated. `optimizer.init` of parameters that are placed already
-        gives a state that is.)
-      specs: one `PartitionSpec` for all; or a tree of them, like `params` or a prefix of it, in which
-        an implicit array has one, and None stands for a replicated array; or rules `[(pattern, spec),
-        ...]`, of which the first counts whose regular expression matches the whole path, the keys of
-        the tree joined by `/`. (A rule that matches none is no error: one list may serve several
-        models.)
+        arrays, such as an optimizer's state. (A part of an implicit array is replicated, for example
+        LoRA's factors if the weight is missing. `optimizer.init` of placed parameters gives a placed
+        state.)
+      specs: one `PartitionSpec` for all; or a tree of them, like `params` or a prefix of it, with one
+        for an implicit array and None for a replicated array; or rules `[(pattern, spec), ...]`. The
+        first rule counts whose regular expression matches the whole path, the keys of the tree joined
+        by `/`. (A rule without a match is not an error: one list may serve several models.)
       mesh: a `jax.sharding.Mesh`, or an abstract one.
 
     Returns:
-      The tree with a `NamedSharding` in place of each array, within implicit ones, too, and None in
-      place of a number or a text.
+      The tree with a `NamedSharding` for each array, also within implicit arrays, and None for a number
+      or a text.
 
     Raises:
       ValueError: for a parameter that no rule matches, whose spec has too many axes, or that can't be
-        split so: it names the parameter, its axis, and the number of shards.
+        split by its spec. The error names the parameter, its axis, and the number of shards.
       TypeError: for another kind of mesh, or of specs.
 
     Example:
@@ -69,15 +68,16 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
 
 
 def place(params: Any, specs: Specs, mesh: Any) -> Any:
-    """Parameters on a mesh of devices, in a form that can be split as the specs say.
+    """Puts parameters on a mesh of devices, in a form that can be split by their specs.
 
-    As `jax.device_put(params, hki.shardings(params, specs, mesh))`, but what would not fit is made to:
+    It is `jax.device_put(params, hki.shardings(params, specs, mesh))`, with changes to arrays that do
+    not fit:
 
-    - groups of a quantized weight that shards would cut are divided into smaller ones, each with the
-      scale that they share. Codes and values stay what they are, to the bit; there are more scales.
-      (Not where products round activations by groups: they would round others.)
-    - an axis that can't be cut into shards of one size is whole on every device, and so is an array of
-      a type that can't be split so. One warning names all of them.
+    - Groups of a quantized weight that shards would cut are divided into smaller groups, each with the
+      scale that they share. Codes and values stay the same, to the bit; there are more scales. (Groups
+      stay if products round activations by groups, which smaller groups would change.)
+    - An axis that can't be cut into shards of one size is whole on every device, and so is an array of
+      a type that can't be split by its spec. One warning names all of them.
 
     Args:
       params: parameters, dense or implicit, with arrays in them.
@@ -85,7 +85,7 @@ def place(params: Any, specs: Specs, mesh: Any) -> Any:
       mesh: a `jax.sharding.Mesh`.
 
     Returns:
-      The parameters on the mesh. (`jax.tree.map(lambda x: x.sharding, placed)` says where.)
+      The parameters on the mesh. (`jax.tree.map(lambda x: x.sharding, placed)` shows the shardings.)
 
     Raises:
       ValueError: for a parameter that no rule matches, or a spec with axes that it or the mesh lacks.
@@ -112,7 +112,7 @@ def _for_each(
     specs: Specs,
     mesh: Any,
 ) -> tuple[list[Any], Any, list[str]]:
-    """What a function says of each array and its spec, the structure of the tree, and its notes."""
+    """The results of a function of each array and its spec, the tree's structure, and the notes."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             f"mesh: expected a jax.sharding.Mesh, as jax.make_mesh((jax.device_count(),), ('model',)) "
@@ -129,7 +129,7 @@ def _for_each(
 
 
 def _fitted(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str]) -> tuple[Any, Any]:
-    """An array that can be split, and the shardings of its leaves."""
+    """An array that its spec can split, and the shardings of its leaves."""
     if not hasattr(x, "shape") or (is_implicit(x) and known_struct(x) is None):
         return x, _placed(path, x, spec, mesh, notes)
     what = f"{path}: {describe(x)}"
@@ -173,7 +173,7 @@ def _specs_of(paths: Sequence[str], params: Any, specs: Specs) -> list[Partition
 
 
 def _checked(path: str, spec: Any) -> PartitionSpec:
-    """A spec of the user's."""
+    """A spec given by the user; raises for another type."""
     if spec is None:
         return PartitionSpec()
     if not isinstance(spec, PartitionSpec):
@@ -183,7 +183,7 @@ def _checked(path: str, spec: Any) -> PartitionSpec:
 
 
 def _by_rules(paths: Sequence[str], rules: Sequence[tuple[Any, Any]]) -> list[PartitionSpec]:
-    """The spec of each array, of the first rule that matches its path."""
+    """The spec of each array, from the first rule that matches its path."""
     try:
         patterns = [compiled("specs", pattern) for pattern, _ in rules]
     except (ValueError, TypeError) as e:
@@ -207,7 +207,7 @@ def _by_rules(paths: Sequence[str], rules: Sequence[tuple[Any, Any]]) -> list[Pa
 
 
 def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> None:
-    """Raises for a spec that the mesh or the array has no axes for."""
+    """Raises for a spec with axes that the mesh or the array does not have."""
     unknown = set(names_in(spec)) - set(mesh.shape)
     if unknown:
         raise ValueError(f"{what}: {spec}: the mesh has {dict(mesh.shape)}, no {sorted(unknown)}")
@@ -220,7 +220,7 @@ def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> No
 
 
 def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> str | None:
-    """What says which axis can't be cut, if any can't."""
+    """The reason that an axis can't be cut evenly, in words; None if all axes can."""
     for axis, (length, entry) in enumerate(zip(shape, padded_spec(spec, len(shape)), strict=True)):
         if length % (count := num_parts(entry, mesh)):
             return f"axis {axis}, of length {length}, can't be cut into {count} shards of one size"
@@ -228,7 +228,7 @@ def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> str | None:
 
 
 def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str]) -> Any:
-    """An array with shardings in place of its leaves."""
+    """The shardings of an array's leaves, in the structure of the array."""
     if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
         return _of_part(x, spec, mesh)
     if not hasattr(x, "shape"):  # a number of steps, or a text
@@ -254,7 +254,7 @@ def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str])
 
 
 def _not_as_asked(x: Any, specs: Sequence[PartitionSpec], spec: PartitionSpec, mesh: Any) -> str:
-    """What of an implicit array is not split as the array is, and what would help; empty: nothing."""
+    """The parts of an implicit array that are not split by the spec, in words; empty if all are."""
     found = []
     if missing := set(names_in(spec)) - {name for own in specs for name in names_in(own)}:
         found.append(f"nothing in it can be split by {sorted(missing)}")
@@ -269,7 +269,7 @@ def _not_as_asked(x: Any, specs: Sequence[PartitionSpec], spec: PartitionSpec, m
 
 
 def _of_part(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
-    """The shardings of a part of an implicit array: LoRA's factors lie where those of the weight do."""
+    """The shardings of a part of an implicit array: LoRA's factors are split as in the whole weight."""
     specs = jax.tree.map(lambda _: PartitionSpec(), x)
     if isinstance(x, LoRA) and len(spec) <= (ndim := max(map(np.ndim, (x.a, x.b)))) >= 2:
         *lead, rows, columns = padded_spec(spec, ndim)
@@ -282,9 +282,9 @@ def _of_part(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
 
 
 def _if_even(x: Any, entries: Sequence[Any], mesh: Any) -> Any:
-    """The spec of one array of a part, which is not there, or replicated where it can't be cut.
+    """The spec of one array of a part: None if it is missing, replicated if it can't be cut.
 
-    Of an implicit one, as in a quantized state, those of its leaves.
+    For an implicit array, as in a quantized state, the specs of its leaves.
     """
     if x is None:
         return None
@@ -300,13 +300,13 @@ def _if_even(x: Any, entries: Sequence[Any], mesh: Any) -> Any:
 
 
 def _quantized(x: Any) -> list[QuantizedMatrix]:
-    """The quantized matrices in an implicit array that are not scales of others."""
+    """The quantized matrices in an implicit array, except quantized scales."""
     if isinstance(x, QuantizedMatrix):
         return [x]
     return [z for y in vars(x).values() if is_implicit(y) for z in _quantized(y)]
 
 
 def _say(notes: list[str], help: str = "") -> None:
-    """One warning of what is not as asked."""
+    """Warns once of all notes."""
     if notes:
         warn_caller(shown(notes, most=3, separator="; ") + help)

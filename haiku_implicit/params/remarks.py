@@ -1,4 +1,4 @@
-"""Warnings of changes that are right, and not what one expects: large adapters, weights left out."""
+"""Warnings of correct but unexpected results: large adapters, weights left out."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,10 +16,11 @@ from haiku_implicit.params.selection import describe, in_tree, is_complex_weight
 
 
 class LargeAdapters:
-    """Looks for adapters with more numbers than their weights, and says so once.
+    """Looks for adapters with more numbers than their weights, and warns of them once.
 
-    A weight of more than two axes is a stack of matrices, each of which has an adapter of its own. Of
-    attention's weights `[inputs, heads, width]` these matrices are small, and the adapter is not.
+    A weight of more than two axes is a stack of matrices, each with its own adapter. If these matrices
+    are small, as in attention's weights `[inputs, heads, width]`, the adapters are larger than the
+    weight.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class LargeAdapters:
         self._said = False
 
     def see(self, parameter: trees.Parameter, new: Any) -> Any:
-        """Looks at a weight and the adapter on it, which is returned."""
+        """Looks at a weight and its new adapter, and returns the latter."""
         weight = new.matrix if isinstance(new, MatrixView) else new
         size, added = math.prod(parameter.value.shape), _numbers(weight) - _numbers(weight.w)
         if len(parameter.value.shape) - parameter.stacked > 2 and added > size:
@@ -36,7 +37,7 @@ class LargeAdapters:
         return new
 
     def warn(self) -> None:
-        """Warns of what was found, if that was not done."""
+        """Warns of the large adapters, if it has not warned yet."""
         if not self._found or self._said:
             return
         self._said = True
@@ -53,24 +54,24 @@ def _numbers(tree: Any) -> int:
 
 
 def warn_of_dense(params: Any, choice: trees.Choice, options: QuantizeOptions) -> None:
-    """Names the weights that `targets=None` leaves dense because their groups do not fit."""
+    """Warns of the weights that `targets=None` leaves dense because their groups do not fit."""
     _warn(_left(params, choice, options.leaves), _dense_text(options), _complex(params, choice))
 
 
 def warn_of_complex(params: Any, choice: trees.Choice) -> None:
-    """Names the complex weights that `targets=None` leaves as they are."""
+    """Warns of the complex weights, which `targets=None` does not change."""
     _warn([], _skipped_text, _complex(params, choice))
 
 
 def warn_of_skipped(params: Any, choice: trees.Choice, room: Room) -> None:
-    """Names the weights that `targets=None` gives no adapter because the rank is too large for them."""
+    """Warns of the weights that `targets=None` gives no adapter because the rank is too large."""
     _warn(_left(params, choice, room.leaves), _skipped_text, _complex(params, choice))
 
 
 def noticing(
     options: QuantizeOptions | Room, text: Callable[[Sequence[trees.Parameter]], str]
 ) -> Predicate:
-    """`options.takes`, which also warns of the first weight that is left: for creators, getters."""
+    """`options.takes`, which also warns of the first weight that is left out, for creators and getters."""
     said: list[str] = []
 
     def takes(module_name: str, name: str, value: Any) -> bool:
@@ -96,7 +97,7 @@ def noticing_skipped(room: Room) -> Predicate:
 
 
 def _left(params: Any, choice: trees.Choice, leaves: Predicate) -> list[trees.Parameter]:
-    """The parameters that a default target would be, but for its shape, and that are not excluded."""
+    """The parameters that the default targets leave out, by `leaves`, unless they are excluded."""
     if choice.targets is not None:
         return []
     parameters = trees.parameters_of(params)
@@ -114,7 +115,7 @@ def _warn(
     text: Callable[[Sequence[trees.Parameter]], str],
     others: Sequence[trees.Parameter] = (),
 ) -> None:
-    """One warning of the weights that are left, and of complex ones."""
+    """Warns once of the weights that are left out, and of complex weights."""
     sentences = [text(left)] if left else []
     if others:
         names = _named(others)

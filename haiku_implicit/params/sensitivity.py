@@ -1,4 +1,4 @@
-"""Which weights cost most when they are quantized, and a format for each within a number of bytes."""
+"""The cost of quantizing each weight, and a choice of formats within a number of bytes."""
 
 import dataclasses
 import functools
@@ -22,14 +22,14 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 class WeightCost(NamedTuple):
-    """What one weight costs in one format, all others being as they are.
+    """The cost of quantizing one weight to one format, with all other weights unchanged.
 
     Attributes:
       path: `module/name`.
       option: the name of the format.
       error: the relative error of the model's outputs.
-      nbytes: what the weight takes in this format.
-      dense_nbytes: what it takes as it is.
+      nbytes: the bytes of the weight in this format.
+      dense_nbytes: the bytes of the weight before.
     """
 
     path: str
@@ -41,11 +41,11 @@ class WeightCost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivity:
-    """What `sensitivity` found; `print` shows a table, the weight that costs most first.
+    """The result of `sensitivity`; `print` shows a table, the weight that costs most first.
 
     Attributes:
-      rows: for each weight and option, those with the largest errors first.
-      options: what was asked for.
+      rows: one for each weight and option, the largest errors first.
+      options: the options given to `sensitivity`.
       matrix_axes: the axes of weights that are views of matrices.
     """
 
@@ -61,17 +61,17 @@ class Sensitivity:
         return text_table(("path", "option", "error", "bytes", "of dense bytes"), cells, numbers=3)
 
     def allocate(self, nbytes: int) -> dict[str, str]:
-        """A format for each weight, so that all together take at most so many bytes.
+        """Chooses a format for each weight, so that all together take at most `nbytes` bytes.
 
-        Starts with the format of least error for each weight, and takes the step that adds the least
-        squared error for a byte saved until they fit. Errors of weights are taken to add up in squares,
-        as independent ones do.
+        It starts with dense weights, which have the least error. Until the weights fit, it takes the
+        step that adds the least squared error per byte saved. The squared errors of weights are assumed
+        to add up, as for independent errors.
 
         Args:
-          nbytes: for the weights together.
+          nbytes: the bytes for all weights together.
 
         Returns:
-          By path, the name of an option; weights that stay dense are left out.
+          The name of an option for each path; weights that stay dense are left out.
 
         Raises:
           ValueError: if the smallest formats take more.
@@ -79,7 +79,7 @@ class Sensitivity:
         ways: dict[str, list[tuple[str | None, float, int]]] = {}
         for row in self.rows:
             own = ways.setdefault(row.path, [(None, 0.0, row.dense_nbytes)])
-            if not math.isnan(row.error):  # else the outputs with this format are not finite
+            if not math.isnan(row.error):  # NaN: the outputs with this format are not finite
                 own.append((row.option, row.error, row.nbytes))
         least = sum(min(size for _, _, size in own) for own in ways.values())
         if least > nbytes:
@@ -102,14 +102,14 @@ class Sensitivity:
         return {path: way[0] for path, way in chosen.items() if way[0] is not None}
 
     def quantize(self, params: Any, chosen: Mapping[str, str]) -> Any:
-        """The parameters with each weight in its format.
+        """Quantizes each weight to its chosen format.
 
         Args:
-          params: those that `sensitivity` was given.
-          chosen: what `allocate` returned, or a mapping like it.
+          params: the parameters given to `sensitivity`.
+          chosen: the result of `allocate`, or a mapping like it.
 
         Raises:
-          ValueError: for an option or a parameter that there is not.
+          ValueError: for an option or a parameter that does not exist.
         """
         for name in dict.fromkeys(chosen.values()):
             if name not in self.options:
@@ -123,7 +123,7 @@ class Sensitivity:
 
 
 def _price(old: tuple[Any, float, int], new: tuple[Any, float, int]) -> float:
-    """The squared error that a step adds for a byte saved."""
+    """The squared error that a step adds per byte saved."""
     return (new[1] ** 2 - old[1] ** 2) / (old[2] - new[2])
 
 
@@ -137,24 +137,24 @@ def sensitivity(
     exclude: Targets | None = None,
     matrix_axes: MatrixAxesOf | None = None,
 ) -> Sensitivity:
-    """How much the model's outputs change when one weight is quantized, for each weight and format.
+    """Measures how much the model's outputs change when one weight is quantized.
 
-    Runs the model once for each weight, format and batch, from one compiled program.
+    It runs the model once for each weight, format and batch, from one compiled program.
 
     Args:
-      apply: `apply(params, *batch)`, the model, which need not be wrapped; what it returns is compared.
+      apply: `apply(params, *batch)`, the model, which need not be wrapped; its outputs are compared.
       params: dense parameters.
       batches: arguments of `apply`, each a sequence of arrays of the same shapes.
-      options: by a name of your own, arguments of `quantize_params`: such as
-        `{'int8': dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}`.
-      targets, exclude, matrix_axes: which weights, as for `quantize_params`.
+      options: arguments of `quantize_params` by names that you choose, such as `{'int8':
+        dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}`.
+      targets, exclude, matrix_axes: the weights to quantize, as for `quantize_params`.
 
     Returns:
-      The errors, the largest first; `allocate` and `quantize` make use of them.
+      The errors, the largest first, with the methods `allocate` and `quantize` that use them.
 
     Raises:
       ValueError: without batches or options; as `quantize_params` does for weights that do not fit.
-      TypeError: for a batch that is an array, and not a sequence of them.
+      TypeError: for a batch that is an array, and not a sequence of arrays.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -189,7 +189,7 @@ def sensitivity(
 
 
 def _arguments(batch: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of the model; an array would be a sequence of its rows."""
+    """The arguments of the model; raises for an array, which would be a sequence of its rows."""
     if hasattr(batch, "shape"):
         raise TypeError(
             "batches: expected sequences of the arguments of apply after the parameters, got an array "
@@ -209,7 +209,7 @@ def _errors(
 
     @jax.jit
     def squares(params: Any, rounded: Mapping[str, Any], index: Any, batch: Any) -> Any:
-        """The squares of the change of the outputs, and of the outputs, summed up."""
+        """The sums of squares of the change of the outputs, and of the outputs."""
 
         def exchanged(p: trees.Parameter) -> Any:
             if p.path not in rounded:

@@ -1,4 +1,4 @@
-"""Tables of the parameters of a model: what they are, how much memory they take, how far two differ."""
+"""Tables of the parameters of a model: types, memory, and differences between two trees."""
 
 import dataclasses
 import math
@@ -21,18 +21,18 @@ from haiku_implicit.training.gradients import slots_of, trained
 
 
 class SummaryRow(NamedTuple):
-    """One parameter, or all those of a module.
+    """One parameter, or all parameters of a module.
 
     Attributes:
       path: `module/name`, or the module's name.
-      kind: 'dense', or the type of the implicit array and of the one in it; of several parameters
+      kind: 'dense', or the type of the implicit array and of the array in it; for several parameters,
         each kind once.
-      shape: of the dense array; None for several parameters.
-      dtype: the same; None for several parameters that differ.
-      size: how many numbers the dense array has.
-      trained: how many numbers of it are trained.
-      nbytes: the bytes that it takes.
-      dense_nbytes: those that the dense array would take.
+      shape: the shape of the dense array; None for several parameters.
+      dtype: the dtype of the dense array; None for several parameters that differ.
+      size: the number of elements of the dense array.
+      trained: how many of the parameter's numbers are trained.
+      nbytes: the bytes of the array.
+      dense_nbytes: the bytes of the dense array.
     """
 
     path: str
@@ -46,17 +46,17 @@ class SummaryRow(NamedTuple):
 
     @property
     def bits(self) -> float:
-        """Bits per number of the dense array; 0 for none."""
+        """Bits per element of the dense array; 0 if it is empty."""
         return 8 * self.nbytes / self.size if self.size else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What `summary` found; `print` shows a table.
+    """The result of `summary`; `print` shows a table.
 
     Attributes:
       rows: in the order of the tree.
-      total: all of them together.
+      total: all rows together.
     """
 
     rows: tuple[SummaryRow, ...]
@@ -68,7 +68,7 @@ class Summary:
         return text_table(names, lines, numbers=4)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The rows as JSON has them."""
+        """Returns the rows as JSON values."""
         return [{**row._asdict(), "bits": row.bits} for row in self.rows]
 
     @staticmethod
@@ -84,16 +84,17 @@ def summary(params: Any, *, depth: int | None = None, trainable_dense: Targets =
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings; also the
         `jax.ShapeDtypeStruct`s of them that `jax.eval_shape` returns.
-      depth: None for a row for each parameter; 1 or more for one for each module, by the first so many
-        parts of its name: with 2, `model/layer_1/mlp/linear` counts for `model/layer_1`. Below zero by
-        the last so many: with -1 for `linear`, that of all layers.
-      trainable_dense: which dense parameters count as trained, as for `partition`.
+      depth: None for a row for each parameter; otherwise a row for each module. A depth of 1 or more
+        groups modules by the first parts of their names: with 2, `model/layer_1/mlp/linear` counts for
+        `model/layer_1`. A depth below zero groups them by the last parts: with -1, the row `linear`
+        counts the layers' modules of that name together.
+      trainable_dense: the dense parameters that count as trained, as for `partition`.
 
     Returns:
-      The rows and their total: the path (`module/name`), the type ('dense', or that of the implicit
-      array, and of the one in it; of a quantized one its format, as in 'int4/32' for groups of 32, and
-      what it rounds activations to), shape, dtype, how many numbers are trained, the bytes that it
-      takes, those that the dense array would take, and bits per number.
+      The rows and their total: the path (`module/name`), the type ('dense', or the type of the implicit
+      array, and of the array in it; for a quantized array also its format, as in 'int4/32' for groups
+      of 32, and the format of activations), shape, dtype, the count of trained numbers, the bytes that
+      the array takes, the bytes of the dense array, and bits per number.
 
     Raises:
       TypeError: for anything but a mapping.
@@ -119,7 +120,7 @@ def summary(params: Any, *, depth: int | None = None, trainable_dense: Targets =
 
 
 def _trained_counts(parameters: Sequence[trees.Parameter], trainable_dense: Targets) -> list[int]:
-    """How many numbers of each parameter are trained."""
+    """The count of trained numbers in each parameter."""
     own = [slots_of({p.module_name: {p.name: p.value}}) for p in parameters]
     flags = iter(trained([slot for slots in own for slot in slots], trainable_dense))
     return [sum(math.prod(np.shape(s.value)) for s in slots if next(flags)) for slots in own]
@@ -152,7 +153,7 @@ def _joined(path: str, rows: Sequence[SummaryRow]) -> SummaryRow:
 
 
 def _kind(value: Any) -> str:
-    """'LoRA of QuantizedMatrix': the types of an array and of those that it is made around."""
+    """The type of an array and of the arrays in it, as in 'LoRA of QuantizedMatrix'."""
     if not is_implicit(value):
         return "dense"
     if isinstance(value, QuantizedMatrix):
@@ -168,14 +169,14 @@ def _kind(value: Any) -> str:
 
 
 class ParameterError(NamedTuple):
-    """How far a parameter is from another one.
+    """The differences between two values of a parameter.
 
     Attributes:
       path: `module/name`.
-      kinds: what each of the two is.
-      relative: the root of the mean square of the difference, over that of the first one; infinite
-        if that is zero and the second one is not.
-      largest: the largest magnitude of the difference; NaN if one of the differences is.
+      kinds: the kinds of the two, as in `SummaryRow`.
+      relative: the root of the mean square of the difference, over the root of the mean square of the
+        first value; infinite if only the latter is zero.
+      largest: the largest magnitude of the difference; NaN if one of the differences is NaN.
     """
 
     path: str
@@ -186,12 +187,12 @@ class ParameterError(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare_params` found; `print` shows a table.
+    """The result of `compare_params`; `print` shows a table.
 
     Attributes:
       rows: in the order of the tree.
-      only_first, only_second: paths of parameters that one of the trees does not have.
-      outputs: the relative error of the model's outputs; None where they were not asked for.
+      only_first, only_second: paths of parameters that only one of the trees has.
+      outputs: the relative error of the model's outputs; None without `apply`.
     """
 
     rows: tuple[ParameterError, ...]
@@ -214,7 +215,7 @@ class Comparison:
         return text_table(names, cells, numbers=2)
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON has it, which knows no NaN and no infinity: they are None."""
+        """Returns the comparison as JSON values; NaN and infinity, which JSON lacks, become None."""
         rows = [
             row._asdict() | {"relative": _finite(row.relative), "largest": _finite(row.largest)}
             for row in self.rows
@@ -225,13 +226,13 @@ class Comparison:
 def compare_params(
     first: Any, second: Any, *, apply: Any = None, args: Sequence[Any] = ()
 ) -> Comparison:
-    """How far the parameters of one tree are from those of another: what quantizing or merging did.
+    """Compares the parameters of two trees, for example before and after quantizing or merging.
 
-    One parameter at a time is made dense.
+    It makes one parameter at a time dense.
 
     Args:
       first, second: parameters, dense or implicit, in nestings of mappings.
-      apply: a function `apply(params, *args)`, to compare what it returns, too.
+      apply: a function `apply(params, *args)`, to compare its outputs, too.
       args: its further arguments, such as a batch of inputs.
 
     Returns:
@@ -275,18 +276,18 @@ def _finite(x: float | None) -> float | None:
 
 
 class _Distance(NamedTuple):
-    """The largest difference, and the sums of squares of the differences and of the first numbers."""
+    """The largest difference, and the sums of squares of the differences and of the first values."""
 
     largest: float
     apart: float
     of_first: float
 
 
-_PART = 1 << 22  # numbers that are compared at once
+_PART = 1 << 22  # numbers to compare at a time, which bounds the memory
 
 
 def _distance_of(path: str, a: Any, b: Any) -> _Distance:
-    """How far two arrays are apart, computed with doubles.
+    """The distance between two arrays, computed with doubles.
 
     Raises:
       TypeError: for random keys.
@@ -311,7 +312,7 @@ def _distance_of(path: str, a: Any, b: Any) -> _Distance:
 
 
 def _relative(distances: Sequence[_Distance]) -> float:
-    """The root of the sums of squares of the differences over those of the first ones."""
+    """The root of the squares of the differences over the squares of the first values."""
     apart, of_first = sum(x.apart for x in distances), sum(x.of_first for x in distances)
     if not apart:
         return 0.0
@@ -319,12 +320,12 @@ def _relative(distances: Sequence[_Distance]) -> float:
 
 
 def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: int) -> str:
-    """Columns below their names.
+    """Formats rows of text as columns below their names.
 
     Args:
-      names: of the columns.
-      rows: what they hold, as text, each of which stays one line: a name may have anything in it.
-      numbers: how many of the last columns are set to the right.
+      names: the names of the columns.
+      rows: the text of each cell, which stays on one line whatever characters it has.
+      numbers: how many of the last columns are aligned to the right.
     """
     lines = [tuple(names), *(tuple(map(printable, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -25,36 +25,36 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
     """Lets a transformed Haiku function have implicit parameters and state.
 
     `init` may return implicit arrays (made by a creator such as `lora_creator`, or with `box`), and
-    `apply` takes them wherever it takes arrays: in the parameters, in the state (which may come back
-    changed, implicit or not; what is dense stays so where the implicit array would hold more) and in
-    the inputs. The Haiku function itself notices nothing: it sees
-    arrays of the dense shape and dtype.
+    `apply` takes them wherever it takes arrays: in the parameters, in the state and in the inputs. The
+    new state may have implicit arrays, too, but an entry that is dense stays dense if the implicit
+    array would hold more. The Haiku function itself notices nothing: it sees arrays of the dense shape
+    and dtype.
 
     The wrapped functions are functions of pytrees like Haiku's own; `jax.jit`, `jax.grad` and
     `jax.vmap` apply to them. Called eagerly, they trace the Haiku function once for arguments of one
-    structure (shapes, dtypes, implicit types, and values of arguments that are not arrays) and run
-    this trace in later calls.
+    structure (shapes, dtypes, implicit types, and values of arguments that are not arrays) and run this
+    trace in later calls.
 
-    Haiku's summaries (`hk.experimental.tabulate`, `eval_summary`) of the result count an implicit
-    array as a dense one; its `nbytes` are what it really holds.
+    Haiku's summaries (`hk.experimental.tabulate`, `eval_summary`) of the result count an implicit array
+    as a dense one; its `nbytes` is the real size.
 
     Sharp edges, all of them as with `jax.jit`:
       - The Haiku function has to be pure. Side effects (a Python `print`, reading a global variable)
         happen only while it is traced. `cache=False` traces in every call.
-      - A Python number among the arguments is a constant of the trace; every new value is traced
-        anew. Pass arrays for values that change often.
+      - A Python number among the arguments is a constant of the trace; every new value is traced again.
+        Pass arrays for values that change often.
       - A call with an object that is compared by identity (a mutable configuration, say) is traced
         every time, because the object may have changed.
       - A change of the mixed precision policy (`hk.mixed_precision`) is noticed. A change of a method
         interceptor or a Haiku setting (`hk.config`) around `apply` is not: use `cache=False`.
 
     Args:
-      t: what `hk.transform`, `hk.transform_with_state`, `hk.multi_transform`,
-        `hk.multi_transform_with_state` or `hk.without_apply_rng` returns.
+      t: the result of `hk.transform`, `hk.transform_with_state`, `hk.multi_transform`,
+        `hk.multi_transform_with_state` or `hk.without_apply_rng`.
       cache: whether traces are kept for repeated eager calls.
 
     Returns:
-      The same kind of named tuple, the functions in it with the same signatures. Of a multi-transform,
+      A named tuple of the same type, whose functions have the same signatures. For a multi-transform,
       every function in the tree `apply` is wrapped.
 
     Raises:
@@ -92,20 +92,20 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
     return new
 
 
-# By the `apply` that `transform_implicit` returned, the one that it was given.
+# The original `apply`, by the `apply` that `transform_implicit` returned for it.
 _ORIGINALS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def original_of(apply: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
-    """What `transform_implicit` was given for an `apply`, and whether it was given one."""
+    """The function that `transform_implicit` wrapped as `apply`, and whether there is one."""
     return _ORIGINALS.get(apply, apply), apply in _ORIGINALS
 
 
 def _keeping_state_dense(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of parameters and state whose new state is a carry of loops, if the old one is dense.
+    """Wraps an `apply` so that dense entries of its state stay dense, as the carry of a loop must.
 
-    An average of a LoRA weight (`hk.EMAParamsTree`) starts dense, and is a sum of a dense array and
-    LoRA then: LoRA again, which holds more. So it would change its type with each step.
+    An average of a LoRA weight (`hk.EMAParamsTree`) starts dense. Its next value is the sum of a dense
+    array and LoRA, which is a LoRA again and holds more. So its type would change with each step.
     """
 
     @functools.wraps(apply)
@@ -128,14 +128,14 @@ def _leaves_by_path(tree: Any) -> tuple[dict[Any, Any], Any]:
 
 
 def _as_dense(old: Any, new: Any) -> Any:
-    """A new entry of the state, dense if the old one is, which holds less."""
+    """A new entry of the state, made dense if the old entry is dense and holds less."""
     if not isinstance(old, jax.Array) or not is_implicit(new) or new.nbytes <= old.nbytes:
         return new
     return densify(new, "set_state", "the state has a dense array in its place, which holds less")
 
 
 def _cached(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`use_implicit_args` that keeps its traces, except of calls within another Haiku function.
+    """`use_implicit_args` with cached traces, except for calls within another Haiku function.
 
     The creators, getters and setters of the outer function act on the inner one, too, and may differ
     between calls.

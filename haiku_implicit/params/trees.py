@@ -125,7 +125,7 @@ def on_matrix(
 
 
 def map_matrices(fun: Callable[[Parameter], Any], tree: Any) -> Any:
-    """`map_parameters`, with the matrices of views for the views."""
+    """Replaces each parameter of a tree, or the matrix of a view, by `fun(parameter)`."""
     return map_parameters(on_matrix(fun), tree)
 
 
@@ -146,7 +146,7 @@ def replace_marked(
     make: Callable[[Parameter], Any],
     given: MatrixAxesOf | None = None,
 ) -> Any:
-    """`map_marked`, with the matrices of views for the views.
+    """Replaces each marked parameter of a tree, or the matrix of a view, by `make(parameter)`.
 
     Args:
       given: as for `on_matrix`.
