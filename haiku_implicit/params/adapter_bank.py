@@ -175,7 +175,7 @@ class AdapterBank:
         return trees.map_parameters(selected, self.params)
 
     def _place(self, slot: Any) -> jax.Array:
-        """A slot as an index, out of bounds if there is no such slot, so that a gather gives NaN."""
+        """A slot as an index; a slot out of range becomes an index that gathers NaN."""
         slot = jnp.asarray(slot)
         if jnp.iinfo(slot.dtype).bits < 32:  # the capacity may be too large for this dtype
             slot = slot.astype(jnp.int32)

@@ -199,7 +199,7 @@ def without_base(kind: type[LoRA | Adapter], **fields: Any) -> Any:
 
 
 def digest(value: Any) -> str:
-    """16 hexadecimal digits of the types, shapes and bytes of an array, dense or implicit."""
+    """A digest of an array's types, shapes and bytes, dense or implicit, in 16 hexadecimal digits."""
     found = hashlib.blake2b(digest_size=8)
 
     def add(x: Any) -> None:
@@ -230,7 +230,7 @@ def checked_parts(argument: str, adapter: Any) -> AdapterParts:
 
 
 def check_paths_of(parameters: Mapping[str, Any], paths: Iterable[str]) -> None:
-    """Raises unless the paths of an adapter are among those of the parameters."""
+    """Raises unless the parameters have all paths of an adapter."""
     for path in paths:
         if path not in parameters:
             nearest = difflib.get_close_matches(path, parameters, n=5, cutoff=0.0)
@@ -241,7 +241,7 @@ def check_paths_of(parameters: Mapping[str, Any], paths: Iterable[str]) -> None:
 
 
 def check_bases(parameters: Mapping[str, Any], adapter: AdapterParts) -> None:
-    """Raises unless parameters, by path, are those that an adapter was made for, or are traced."""
+    """Raises unless an adapter was made for these parameters (by path); traced ones pass."""
     # The adapter's own weights come first: if several parameters differ, they tell the most.
     for path, wanted in sorted(adapter.bases, key=lambda own: own[0] not in adapter.weights):
         if path not in parameters:

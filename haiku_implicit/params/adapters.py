@@ -157,7 +157,7 @@ def _created(kind: Any, value: Any, key: jax.Array, options: Mapping[str, Any]) 
 def _room_of(
     kind: Any, of_weight: Callable[[str], dict[str, Any]]
 ) -> Callable[[str, tuple[int, ...]], int]:
-    """The largest rank for the weight of a path and a shape."""
+    """A function from the path and the shape of a weight to its largest rank."""
     if kind is LoRA:
         return lambda path, shape: min(shape[-2:])
 

@@ -76,7 +76,7 @@ def zeros_creator(targets: Targets) -> Creator:
 
     Raises:
       TypeError: for `targets` of another type.
-      ValueError: for a text that is not a regular expression.
+      ValueError: for a string that is not a regular expression.
 
     Example:
       >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
@@ -121,9 +121,9 @@ def lora_creator(
       alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
       targets: the parameters that get LoRA. None: all floating-point parameters of two axes or more
         that have room for the rank, except those named `b`, `bias`, `offset` or `scale` (or `gating_b`,
-        `query_bias` and so on) or like a table of positions. A text or compiled pattern: the parameters
-        whose whole `module/name` matches the regular expression. A predicate: those for which
-        `targets(module_name, name, value)` is true.
+        `query_bias` and so on) or like a table of positions. A string or compiled pattern: the
+        parameters whose whole `module/name` matches the regular expression. A predicate: those for
+        which `targets(module_name, name, value)` is true.
       init: a function `init(key, shape, dtype)` that draws `a` (like those of `jax.nn.initializers`).
         None: uniform in ±1/sqrt(n), as in PEFT and the authors' own code.
       matrix_axes: as for `add_lora`.
@@ -306,7 +306,7 @@ def zeros_getter(targets: Targets) -> Getter:
 
     Raises:
       TypeError: for `targets` of another type.
-      ValueError: for a text that is not a regular expression.
+      ValueError: for a string that is not a regular expression.
 
     Example:
       >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki

@@ -58,7 +58,7 @@ def add_lora(
         `hk.experimental.layer_stack` stacks do not count), except those named `b`, `bias`, `offset`
         or `scale` (or `gating_b`, `query_bias` and so on), and `pos`, `position_embeddings` or
         another name for a table of positions, which is added. A warning names the weights without
-        room that `exclude` does not name. A text or compiled pattern: the parameters whose whole
+        room that `exclude` does not name. A string or compiled pattern: the parameters whose whole
         `module/name` matches the regular expression. A predicate: those for which
         `targets(module_name, name, value)` is true. True: all.
       init: the initialization of the factors. A function draws `a`, as `init(key, shape, dtype)`, and

@@ -32,9 +32,9 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
 
     Args:
       params: parameters, dense or implicit, arrays or `jax.ShapeDtypeStruct`; or another tree of such
-        arrays, such as an optimizer's state. (A part of an implicit array is replicated, for example
-        LoRA's factors if the weight is missing. `optimizer.init` of placed parameters gives a placed
-        state.)
+        arrays, such as an optimizer's state. (LoRA's factors without their weight are
+        split as with it; other parts of implicit arrays are replicated. `optimizer.init` of placed
+        parameters gives a placed state.)
       specs: one `PartitionSpec` for all; or a tree of them, like `params` or a prefix of it, with one
         for an implicit array and None for a replicated array; or rules `[(pattern, spec), ...]`. The
         first rule counts whose regular expression matches the whole path, the keys of the tree joined
@@ -43,7 +43,7 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
 
     Returns:
       The tree with a `NamedSharding` for each array, also within implicit arrays, and None for a number
-      or a text.
+      or a string.
 
     Raises:
       ValueError: for a parameter that no rule matches, whose spec has too many axes, or that can't be
@@ -231,7 +231,7 @@ def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str])
     """The shardings of an array's leaves, in the structure of the array."""
     if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
         return _of_part(x, spec, mesh)
-    if not hasattr(x, "shape"):  # a number of steps, or a text
+    if not hasattr(x, "shape"):  # a number of steps, or a string
         return None
     what = f"{path}: {describe(x)}"
     _fits(what, np.shape(x), spec, mesh)

@@ -260,9 +260,9 @@ def convert_trained(
     gives the outputs of training. With `apply`, an abstract run of the model finds the product.
     Without `apply`, the product is taken to be `x @ w` (which contracts axis -2, or the inputs of the
     `matrix_axes` used in training), or a convolution whose kernel has the outputs last; other
-    kernels, such as the kernel of `hk.Conv2DTranspose`, need `apply`. A warning names each weight in
-    a product that has other codes in training, for example the second product of a weight used as
-    `x @ w` and as `x @ w.T`, or a table that is also looked up.
+    kernels, such as the kernel of `hk.Conv2DTranspose`, need `apply`. A warning names each weight with
+    a use for which training has other codes, such as the second of `x @ w` and `x @ w.T`, or the
+    look-up of a table that is also in a product.
 
     With static activation scales, products are the same as under `with_quant_stats(t, update=False)`
     and no longer need the state. A `StaticQuantized` weight without ranges gets them, too.

@@ -71,7 +71,7 @@ def warn_of_skipped(params: Any, choice: trees.Choice, room: Room) -> None:
 def noticing(
     options: QuantizeOptions | Room, text: Callable[[Sequence[trees.Parameter]], str]
 ) -> Predicate:
-    """`options.takes`, which also warns of the first weight that is left out, for creators and getters."""
+    """`options.takes`, which also warns of the first weight left out, for creators and getters."""
     said: list[str] = []
 
     def takes(module_name: str, name: str, value: Any) -> bool:
@@ -129,7 +129,7 @@ def _named(left: Sequence[trees.Parameter]) -> str:
 
 
 def _several(left: Sequence[trees.Parameter]) -> bool:
-    """Whether any of them has more axes than a matrix."""
+    """Whether any of these weights has more axes than a matrix."""
     return any(len(p.value.shape) - p.stacked > 2 for p in left)
 
 
