@@ -243,7 +243,7 @@ def _written(x: jax.Array, slot: Any, value: jax.Array) -> jax.Array:
 
 
 def _of_rest(params: Any, paths: Collection[str]) -> Any:
-    """Parameters with `RestLoRA` at some paths, a type that files of other programs need to know."""
+    """Parameters with `RestLoRA` at some paths, since writers of other programs' files need the type."""
 
     def typed(parameter: trees.Parameter) -> Any:
         view = parameter.value

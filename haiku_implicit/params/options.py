@@ -216,7 +216,7 @@ class QuantizeOptions:
         )
 
     def by_rule(self, rule: QuantRule, shape: tuple[int, ...]) -> Self:
-        """The options of a rule for a weight of this shape; only `axis` and `scale_dtype` stay."""
+        """The options of a rule for a weight of this shape, with the same `axis` and `scale_dtype`."""
         return dataclasses.replace(self, **rule.weight_options(shape[self.axis]))
 
     def refuse_beside_rules(self, default: "QuantizeOptions") -> None:

@@ -145,8 +145,8 @@ def sensitivity(
       apply: `apply(params, *batch)`, the model, which need not be wrapped; its outputs are compared.
       params: dense parameters.
       batches: arguments of `apply`, each a sequence of arrays of the same shapes.
-      options: arguments of `quantize_params` by names that you choose, such as `{'int8':
-        dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}`.
+      options: arguments of `quantize_params` by names that you choose, such as
+        `{'int8': dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}`.
       targets, exclude, matrix_axes: the weights to quantize, as for `quantize_params`.
 
     Returns:
