@@ -243,7 +243,7 @@ def _written(x: jax.Array, slot: Any, value: jax.Array) -> jax.Array:
 
 
 def _of_rest(params: Any, paths: Collection[str]) -> Any:
-    """Parameters with `RestLoRA` at some paths, since writers of other programs' files need the type."""
+    """Parameters with `RestLoRA` at some paths; writers of other programs' files need this type."""
 
     def typed(parameter: trees.Parameter) -> Any:
         view = parameter.value

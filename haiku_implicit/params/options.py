@@ -65,7 +65,7 @@ def _may_hold(module_name: str, name: str, value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class LoRAOptions:
-    """The options of LoRA, checked.
+    """The options of LoRA, checked when they are made.
 
     Attributes:
       rank: the rank of the correction.

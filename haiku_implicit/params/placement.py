@@ -32,9 +32,9 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
 
     Args:
       params: parameters, dense or implicit, arrays or `jax.ShapeDtypeStruct`; or another tree of such
-        arrays, such as an optimizer's state. (LoRA's factors without their weight are
-        split as with it; other parts of implicit arrays are replicated. `optimizer.init` of placed
-        parameters gives a placed state.)
+        arrays, such as an optimizer's state. (LoRA's factors are split in the same way without their
+        weight; other parts of implicit arrays are replicated. `optimizer.init` of placed parameters
+        gives a placed state.)
       specs: one `PartitionSpec` for all; or a tree of them, like `params` or a prefix of it, with one
         for an implicit array and None for a replicated array; or rules `[(pattern, spec), ...]`. The
         first rule counts whose regular expression matches the whole path, the keys of the tree joined
