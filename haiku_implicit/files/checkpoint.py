@@ -1,4 +1,4 @@
-"""Checkpoints as they lie in their files: opened, checked, and read part by part."""
+"""Opens, checks and reads checkpoints in their files, part by part."""
 
 import functools
 import os
@@ -22,11 +22,11 @@ from haiku_implicit.files.structure import Branch, Leaf, Structure
 
 
 class Checkpoint(Mapping[Any, Any]):
-    """A tree in a file, or a part of it, of which nothing is read until it is asked for.
+    """A tree in a file, or a part of it, that is read when it is needed.
 
     `open_checkpoint` makes it. It maps the keys of a dict, the names of an object's fields, or the
-    numbers of a list to what is there: another `Checkpoint` for a container or an object; arrays,
-    implicit arrays and Python values themselves, read from the file and checked.
+    numbers of a list to their values: another `Checkpoint` for a container or an object; for arrays,
+    implicit arrays and Python values, the value itself, read from the file and checked.
     """
 
     def __init__(self, structure: Structure, path: str, source: "Source | Memory"):
@@ -34,20 +34,20 @@ class Checkpoint(Mapping[Any, Any]):
 
     @property
     def structs(self) -> Any:
-        """The tree with `jax.ShapeDtypeStruct` in place of arrays; no array is read for it."""
+        """The tree with `jax.ShapeDtypeStruct` instead of arrays; this does not read any array."""
         return structures.build(
             self._structure, structures.struct_of, self._source.path, self._path
         )
 
     def read(self, only: Targets | None = None, like: Any = None, shardings: Any = None) -> Any:
-        """The tree.
+        """Reads the tree.
 
         Args:
-          only: which parameters are read: a regular expression over `module/name`, a list of such
-            names, or a predicate `(module_name, name, value) -> bool`, which sees arrays without their
-            values. The tree then has these alone. It has to be nested dicts.
-          like: a tree that it has to be like: see `haiku_implicit.load`.
-          shardings: where the arrays go: see `haiku_implicit.load`.
+          only: the parameters to read: a regular expression over `module/name`, a list of such names,
+            or a predicate `(module_name, name, value) -> bool`, which sees arrays without their values.
+            The result has only these. The tree has to be nested dicts.
+          like: a tree to compare with: see `haiku_implicit.load`.
+          shardings: the shardings of the arrays: see `haiku_implicit.load`.
 
         Raises:
           haiku_implicit.CheckpointError: if the file is damaged, or not like `like`; it names the key.
@@ -68,7 +68,7 @@ class Checkpoint(Mapping[Any, Any]):
         return with_left_out(tree, like, source.path) if left_out else tree
 
     def close(self) -> None:
-        """Closes the files; what has been read stays. NumPy arrays keep their file open."""
+        """Closes the files. Arrays that were read stay valid; NumPy arrays keep their file open."""
         self._source.close()
 
     def __enter__(self) -> "Checkpoint":
@@ -108,14 +108,14 @@ class Checkpoint(Mapping[Any, Any]):
 
 
 def _is_value(structure: Structure) -> bool:
-    """Whether it is no container, but an array, an implicit one, or a Python value."""
+    """Whether a structure is an array, an implicit array or a Python value, not a container."""
     if isinstance(structure, Leaf) or structure.kind in ("none", "value"):
         return True
     return structures.is_implicit_kind(structure.kind)
 
 
 def _selected(structure: Structure, only: Targets, file: str) -> Structure:
-    """The dicts of a structure without the parameters that are not chosen."""
+    """Returns a structure of dicts with only the chosen parameters."""
     predicate = predicate_of("only", only)
     paths: list[str] = []
 
@@ -150,7 +150,7 @@ class Source:
 
     Args:
       path: the main file.
-      numpy: whether arrays are given as views of the files.
+      numpy: whether arrays are returned as views of the files.
     """
 
     def __init__(self, path: str, numpy: bool):
@@ -158,7 +158,7 @@ class Source:
         self.files, self.structure = _opened(path)
 
     def read(self, leaf: Leaf, sharding: Any = None) -> Any:
-        """An array, if its bytes are those that were written; on the devices of a sharding."""
+        """Reads an array and checks its bytes; puts it on the devices of a sharding, if given."""
         if not self.files:
             raise ValueError(f"{self.path}: {leaf.name}: the checkpoint has been closed")
         if sharding is not None:
@@ -172,12 +172,12 @@ class Source:
         return dtypes.array_of(data, leaf.dtype, leaf.shape, leaf.weak_type, as_numpy=False)
 
     def _boxes(self, leaf: Leaf) -> Callable[[Box], np.ndarray]:
-        """Reads boxes of an array. What several boxes are in is checked once."""
+        """A function that reads boxes of an array, and checks each of its tensors once."""
         part = functools.cache(lambda part: self._array(leaf, part, False, as_numpy=True))
         return lambda box: assembled(leaf.tensors, box, part)
 
     def _array(self, leaf: Leaf, part: Part, weak_type: bool, as_numpy: bool) -> Any:
-        """What one tensor holds."""
+        """Reads and checks one tensor of an array."""
         file = self.files[part.file]
         data = file.bytes_of(part.name)
         if part.crc is not None and (found := zlib.crc32(data.data)) != part.crc:
@@ -196,19 +196,19 @@ class Source:
 
 
 class Memory:
-    """In place of `Source` for a tree of NumPy arrays.
+    """The counterpart of `Source` for a tree of NumPy arrays in memory.
 
     Args:
-      path: where it is from.
-      arrays: by their names in the structure.
-      numpy: whether they are given as they are.
+      path: the file that it is from.
+      arrays: the arrays by their names in the structure.
+      numpy: whether arrays are returned as NumPy arrays.
     """
 
     def __init__(self, path: str, arrays: Mapping[str, Any], numpy: bool):
         self.path, self.arrays, self.numpy = path, arrays, numpy
 
     def read(self, leaf: Leaf, sharding: Any = None) -> Any:
-        """An array; on the devices of a sharding."""
+        """Returns an array; on the devices of a sharding, if given."""
         if sharding is not None:
             host = self.arrays[leaf.name]
             box = lambda box: host[tuple(slice(*ends) for ends in box)]  # noqa: E731
@@ -217,11 +217,11 @@ class Memory:
         return dtypes.array_of(data, leaf.dtype, leaf.shape, leaf.weak_type, self.numpy)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, since this does not open files."""
 
 
 def _opened(path: str) -> tuple[list[File], Structure]:
-    """The files of a checkpoint, and its structure, if they fit together."""
+    """Opens the files of a checkpoint, and checks that they fit its structure."""
     while True:
         main = open_container(path)
         if writing.PART in main.metadata:
@@ -236,8 +236,8 @@ def _opened(path: str) -> tuple[list[File], Structure]:
         try:
             files = [main, *(File(_beside(path, name)) for name in names)]
         except FileNotFoundError as e:
-            # Another program may have saved since, and removed what belonged to the old file. Each
-            # time that this is so one more save was done, so that this ends when they do.
+            # Another program may have saved since, and removed the old file's shards. Each repetition
+            # takes one more such save, so that the loop ends when they do.
             if not _is_the_same(path, main):
                 continue
             raise _missing(path, str(e.filename), names, structure) from None
@@ -246,7 +246,7 @@ def _opened(path: str) -> tuple[list[File], Structure]:
 
 
 def _check_alone(path: str) -> None:
-    """Raises for one of several files of a model that another program wrote."""
+    """Raises if a file is one of several files of a model that another program wrote."""
     files = shards_of(pathlib.Path(path)).files
     if len(files) > 1:
         others = names_of(file for file in files if file != pathlib.Path(path))
@@ -258,7 +258,7 @@ def _check_alone(path: str) -> None:
 
 
 def _beside(path: str, name: str) -> str:
-    """A further file of a checkpoint: beside the main one, or beside that which this is a link to."""
+    """The path of a further file: next to the main file, or next to the target of its link."""
     found = os.path.join(os.path.dirname(path), name)
     real = os.path.join(os.path.dirname(os.path.realpath(path)), name)
     return found if os.path.exists(found) else real
@@ -280,7 +280,7 @@ def _missing(path: str, shard: str, names: list[str], structure: Structure) -> C
 
 
 def _parsed(path: str, metadata: Mapping[str, str]) -> tuple[list[str], Structure]:
-    """The names of further files, and the structure, from the metadata of the main file."""
+    """Parses the names of further files and the structure from the metadata of the main file."""
     where = f"{path}: {container.METADATA}"
     text, crc = metadata.get(writing.ENTRY), metadata.get(writing.CHECKSUM)
     if text is None or crc is None:
@@ -313,7 +313,7 @@ def _parsed(path: str, metadata: Mapping[str, str]) -> tuple[list[str], Structur
 
 
 def _check_tables(files: list[File], structure: Structure) -> None:
-    """Whether the files have the tensors of the structure, each of them once, and no others."""
+    """Raises unless the files have exactly the tensors of the structure, each once."""
     main = files[0].path
     expected: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
     for leaf in structures.leaves_of(structure):
@@ -343,7 +343,7 @@ def _check_tables(files: list[File], structure: Structure) -> None:
 
 
 def plain_structure(file: File) -> Structure:
-    """A file of another program: Haiku's `{module: {name: array}}`, by the last `/` of each name."""
+    """The structure of another program's file: `{module: {name: array}}`, split at the last `/`."""
     modules: dict[str, dict[str, Leaf]] = {}
     for name, tensor in file.tensors.items():
         if tensor.dtype not in dtypes.FOREIGN:

@@ -1,10 +1,9 @@
 """The safetensors format: a table of named tensors in front of their bytes.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON: for each tensor its
-dtype, its shape and where its bytes are, and texts under `__metadata__`), and the bytes, without gaps.
-It is read here, and not by the package of that name, because what is wrong in a file has to be told by
-the name of the tensor, keys that occur twice have to be seen, and checkpoints are written tensor by
-tensor.
+A file is the length of its header (8 bytes, little-endian), the header (JSON: the dtype, shape and
+offsets of each tensor, and texts under `__metadata__`), and the bytes, without gaps. This module
+replaces the `safetensors` package because errors have to name the tensor, repeated keys have to be
+found, and checkpoints are written tensor by tensor.
 """
 
 import json
@@ -22,10 +21,10 @@ METADATA = "__metadata__"
 # The format's own limit.
 _MAX_HEADER = 100_000_000
 _LENGTH = 8
-# Characters of an error.
+# The most characters of an error.
 _MAX_TEXT = 1500
 
-# Bytes of an element, by what the format calls a dtype.
+# Bytes of an element, by the format's name of the dtype.
 WIDTHS = {
     "BOOL": 1,
     **dict.fromkeys(["U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"], 1),
@@ -34,7 +33,7 @@ WIDTHS = {
     **dict.fromkeys(["U64", "I64", "F64", "C64"], 8),
 }
 
-# Bits of an element, also of dtypes that are not read.
+# Bits of an element, also for dtypes that are not read.
 _BITS = {dtype: 8 * width for dtype, width in WIDTHS.items()} | {
     "F4": 4,
     "F6_E2M3": 6,
@@ -43,9 +42,9 @@ _BITS = {dtype: 8 * width for dtype, width in WIDTHS.items()} | {
 
 
 class CheckpointError(ValueError):
-    """A file that is not what it has to be, or a tree that a file cannot hold; it names the key.
+    """An invalid file, or a tree that a file cannot hold; the message names the key.
 
-    Its text is one line: what a file calls its tensors may have anything in it.
+    Its text is one line, since tensor names in a file may contain any characters.
     """
 
     def __init__(self, text: str):
@@ -53,20 +52,20 @@ class CheckpointError(ValueError):
 
 
 def one_line(text: str) -> str:
-    """A text for an error, with nothing in it that begins a line or controls a terminal."""
+    """Makes a text safe for an error: no line breaks or terminal control characters."""
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
 
 
 class Tensor(NamedTuple):
-    """A row of the table.
+    """A tensor's row in the table of a file.
 
     Attributes:
-      dtype: what the format calls it, a key of `WIDTHS`, or a dtype of fewer than 8 bits.
-      shape: its shape.
-      start: where its bytes begin, counted from the end of the header.
-      stop: where they end.
+      dtype: the format's name of the dtype: a key of `WIDTHS`, or a dtype of fewer than 8 bits.
+      shape: the tensor's shape.
+      start: the offset of its first byte, counted from the end of the header.
+      stop: the offset after its last byte.
     """
 
     dtype: str
@@ -76,13 +75,13 @@ class Tensor(NamedTuple):
 
 
 class File:
-    """A safetensors file, mapped into memory: nothing is read but its header.
+    """A safetensors file, mapped into memory: only its header is read.
 
     Attributes:
       path: the file.
       metadata: its texts.
       tensors: its table.
-      identity: of the file itself, whatever it is called later.
+      identity: the file's device and inode, which stay when it is renamed.
     """
 
     def __init__(self, path: str):
@@ -98,7 +97,7 @@ class File:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def bytes_of(self, name: str) -> np.ndarray:
-        """The bytes of a tensor, `[bytes]` uint8: a view of the file, not read yet."""
+        """The bytes of a tensor, `[bytes]` uint8: a view of the file that is not read yet."""
         tensor = self.tensors[name]
         return np.frombuffer(
             self._map, np.uint8, tensor.stop - tensor.start, self._start + tensor.start
@@ -106,7 +105,7 @@ class File:
 
 
 def is_container(path: str) -> bool:
-    """Whether a file begins like one of safetensors."""
+    """Whether a file begins like a safetensors file."""
     with open(path, "rb") as file:
         return file.read(_LENGTH + 1)[_LENGTH:] == b"{"
 
@@ -125,15 +124,15 @@ def _read_header(path: str, file: BinaryIO, size: int) -> bytes:
 
 
 def parse_json(where: str, text: bytes | str, hint: str = "the file is damaged") -> Any:
-    """JSON in which no key occurs twice.
+    """Parses JSON in which no key may occur twice.
 
     Args:
       where: the file, for errors.
       text: the JSON.
-      hint: what errors say in the end.
+      hint: the end of error messages.
 
     Raises:
-      CheckpointError: if it is not that.
+      CheckpointError: if the text is not JSON, or repeats a key.
     """
 
     def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -150,12 +149,12 @@ def parse_json(where: str, text: bytes | str, hint: str = "the file is damaged")
         raise
     except RecursionError:
         raise CheckpointError(f"{where}: nested too deeply; {hint}") from None
-    except ValueError as e:  # also of texts that are not UTF-8, and of numbers with too many digits
+    except ValueError as e:  # also for texts that are not UTF-8, and numbers with too many digits
         raise CheckpointError(f"{where}: not JSON ({e}); {hint}") from None
 
 
 def _parse(path: str, header: bytes, size: int) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata, and the table, which has to fill the file."""
+    """The metadata and the table in a header; the tensors have to fill the file."""
     rows = parse_json(f"{path}: the header", header)
     if not isinstance(rows, dict):
         raise CheckpointError(f"{path}: the header is not a table; the file is damaged")
@@ -185,12 +184,12 @@ def _parse(path: str, header: bytes, size: int) -> tuple[dict[str, str], dict[st
 
 
 def is_mapping_of(x: Any, kind: type) -> bool:
-    """Whether JSON is a mapping to values of one kind."""
+    """Whether a JSON value is a mapping to values of one type."""
     return isinstance(x, dict) and all(type(value) is kind for value in x.values())
 
 
 def is_shape(x: Any) -> bool:
-    """Whether JSON is a shape of an array that might exist."""
+    """Whether a JSON value is the shape of an array that might exist."""
     if not isinstance(x, list) or len(x) > 32 or any(type(n) is not int or n < 0 for n in x):
         return False
     return math.prod(max(n, 1) for n in x) < 2**56
@@ -221,7 +220,7 @@ def _tensor(where: str, row: Any) -> Tensor:
 
 
 def brief(x: Any) -> str:
-    """What stands in a file, for an error: at most 80 characters."""
+    """A value from a file as text for an error: at most 80 characters."""
     try:
         text = repr(x)
     except RecursionError:
@@ -230,7 +229,7 @@ def brief(x: Any) -> str:
 
 
 def table(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """The table of tensors, given as `(name, dtype, shape)`, that lie in the file in this order."""
+    """The table of tensors, given as `(name, dtype, shape)` in their order in the file."""
     found, end = {}, 0
     for name, dtype, shape in rows:
         start, end = end, end + math.prod(shape) * WIDTHS[dtype]
@@ -239,10 +238,10 @@ def table(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, Tensor]
 
 
 def header(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
-    """What a file begins with: the length of its header, and this, which ends at a multiple of 8 bytes.
+    """The beginning of a file: the header's length, and the header, padded to a multiple of 8 bytes.
 
     Raises:
-      CheckpointError: if it is longer than the format allows.
+      CheckpointError: if the header is longer than the format allows.
     """
     rows: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     for name, (dtype, shape, start, stop) in tensors.items():

@@ -1,8 +1,8 @@
-"""What safetensors stores for an array of each dtype, and back.
+"""Converts arrays of each dtype to the bytes that safetensors stores, and back.
 
-Dtypes that safetensors lacks are stored as what it has: numbers of 8 bits and less as bytes, one each,
-complex numbers as pairs, random keys as the integers they are made of, gradients of integers (JAX's
-float0), which have no bits, as tensors without bytes.
+Dtypes that safetensors lacks are stored as others: numbers of 8 bits or fewer as one byte each, complex
+numbers as pairs, random keys as their integers, and gradients of integers (JAX's float0), which have
+zero bits, as tensors without bytes.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-# By name: what safetensors calls it. It has them all in every version.
+# The names that safetensors gives to dtypes. Every version of it has them all.
 _NATIVE = {
     **dict(bool="BOOL", bfloat16="BF16", float8_e4m3fn="F8_E4M3", float8_e5m2="F8_E5M2"),
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
@@ -41,7 +41,7 @@ _DTYPES = {
     if name != _NONE
 } | {_NONE: jax.dtypes.float0}
 
-# What other programs write. It is read under the name of a dtype here.
+# The dtypes that other programs write, with the names of ours that read them.
 FOREIGN = {
     **{stored: name for name, stored in _NATIVE.items()},
     **dict(C64="complex64"),
@@ -56,10 +56,10 @@ FOREIGN = {
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf of a tree is stored as a tensor (or has the shape of one that is)."""
+    """Whether a leaf of a tree is stored as a tensor (or is the `ShapeDtypeStruct` of such a leaf)."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct) or _is_none(x):
         return True
-    # A masked array, or one of records, is not only its numbers.
+    # Masked arrays and arrays of records are more than their numbers.
     return type(x) in (np.ndarray, np.memmap)
 
 
@@ -71,7 +71,7 @@ def name_of(x: Any) -> str:
     """The name of an array's dtype in files; `key:threefry2x32` for random keys.
 
     Raises:
-      TypeError: for a dtype that files don't have.
+      TypeError: for a dtype that files cannot hold.
     """
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         impls = [impl for impl in _IMPLS if _key_struct(impl).dtype == x.dtype]
@@ -94,10 +94,10 @@ def _key_struct(impl: str) -> jax.ShapeDtypeStruct:
 
 
 def struct_of(name: str, shape: tuple[int, ...], weak_type: bool = False) -> jax.ShapeDtypeStruct:
-    """An array without its values.
+    """The `jax.ShapeDtypeStruct` of an array with a dtype of this name.
 
     Raises:
-      KeyError: for a name that is not of a dtype.
+      KeyError: for an unknown name.
     """
     if name.startswith(_KEYS):
         return jax.ShapeDtypeStruct(
@@ -107,10 +107,10 @@ def struct_of(name: str, shape: tuple[int, ...], weak_type: bool = False) -> jax
 
 
 def stored_of(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """The dtype and the shape of the tensor that is stored for an array.
+    """The dtype and shape of the tensor that stores an array.
 
     Raises:
-      KeyError: for a name that is not of a dtype.
+      KeyError: for an unknown name.
     """
     if name.startswith(_KEYS):
         data = jax.eval_shape(jax.random.key_data, struct_of(name, shape))
@@ -120,12 +120,12 @@ def stored_of(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
 
 
 def bytes_of(x: Any) -> np.ndarray:
-    """The bytes that are stored for an array, `[bytes]` uint8, little-endian."""
+    """The bytes that store an array, `[bytes]` uint8, little-endian."""
     if isinstance(x, jax.Array):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         if len(x.devices()) == 1:
-            x = x.addressable_data(0)  # JAX would keep the copy on the host for as long as x lives
+            x = x.addressable_data(0)  # else JAX keeps the copy on the host as long as x exists
     elif _is_none(x):
         return np.zeros(0, np.uint8)
     host = np.ascontiguousarray(x).reshape(-1)
@@ -137,18 +137,19 @@ def bytes_of(x: Any) -> np.ndarray:
 def array_of(
     data: np.ndarray, name: str, shape: tuple[int, ...], weak_type: bool, as_numpy: bool
 ) -> Any:
-    """The array that was stored as these bytes.
+    """Makes an array from the bytes that store it.
 
     Args:
       data: `[bytes]` uint8. It is copied into a JAX array.
-      name: of its dtype.
-      shape: its own.
-      weak_type: whether JAX should treat its dtype as that of a Python number.
-      as_numpy: whether to give a NumPy array that is a view of the bytes. Random keys are JAX's anyway.
+      name: the name of the dtype.
+      shape: the array's shape.
+      weak_type: whether the array is weakly typed in JAX, like a Python number.
+      as_numpy: whether to return a NumPy array that is a view of the bytes. Random keys are always JAX
+        arrays.
 
     Returns:
-      A JAX array on the default device; but a copy in NumPy if JAX would give it fewer bits (64 of
-      them, without its 64-bit mode).
+      A JAX array on the default device; but a copy in NumPy for dtypes of 64 bits without JAX's 64-bit
+      mode, since JAX would drop bits.
 
     Raises:
       ValueError: for bytes of booleans that are neither 0 nor 1.
@@ -168,7 +169,7 @@ def array_of(
         return host
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         return host.copy()
-    if weak_type:  # what is written into an array of Python numbers
+    if weak_type:  # an array of Python numbers stays weakly typed under `.at[...].set`
         zero = jnp.full(shape, dtype.type(0).item())
         if zero.dtype == dtype:
             return zero.at[...].set(host)

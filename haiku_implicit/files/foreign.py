@@ -1,4 +1,4 @@
-"""Haiku parameters in files of other kinds: `.npz`, and pickles by an unpickler that runs nothing."""
+"""Reads Haiku parameters from `.npz` files, and from pickles without running their code."""
 
 import collections
 import errno
@@ -19,19 +19,19 @@ from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.kinds import kind_of, not_a
 
-# What `load` reads.
+# The files that `load` reads, for errors.
 EXPECTED = "a safetensors or .npz file"
-# Where only the unpickler can tell: old pickles are texts.
+# Kinds that only the unpickler can tell from pickles: old pickles are texts.
 _MAY_BE_PICKLES = ("pickle", "text", "unknown")
-# Bytes that a pickle's tree may take: these, so many for each byte of it, and so many for each object.
+# A pickle's tree may take `_LEAST_ROOM` bytes, and `_ROOM` per byte of it; each object takes `_NODE`.
 _LEAST_ROOM, _ROOM, _NODE = 1 << 20, 64, 64
 
 
 def read(path: str, allow_pickle: bool) -> Any:
-    """The tree in a file, with NumPy arrays.
+    """Reads the tree in an `.npz` file or a pickle, with NumPy arrays.
 
     Raises:
-      CheckpointError: if it is not such a file; for a pickle without `allow_pickle`.
+      CheckpointError: for a file of another kind, and for a pickle without `allow_pickle`.
     """
     kind = kind_of(path).name
     if kind == "npz":
@@ -47,7 +47,7 @@ def read(path: str, allow_pickle: bool) -> Any:
 
 
 def _read_npz(path: str) -> dict[str, dict[str, Any]]:
-    """`{module: {name: array}}`, of names `module//name` or `module/name`."""
+    """Reads `{module: {name: array}}` from a file with names `module//name` or `module/name`."""
     modules: dict[str, dict[str, Any]] = {}
     try:
         with zipfile.ZipFile(path) as file:
@@ -61,16 +61,16 @@ def _read_npz(path: str) -> dict[str, dict[str, Any]]:
     except CheckpointError:
         raise
     except OSError as e:
-        if e.errno != errno.EINVAL:  # of a place before the file's beginning
+        if e.errno != errno.EINVAL:  # a seek to before the file's beginning
             raise
         raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None
-    except Exception as e:  # what the module says about a damaged archive, of many kinds
+    except Exception as e:  # zipfile raises many types for a damaged archive
         raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None
     return modules
 
 
 def _check_members(path: str, file: zipfile.ZipFile) -> None:
-    """The files in an archive do not overlap: so that what comes out is bounded by its size."""
+    """Raises if files in an archive overlap: they would expand beyond all bounds."""
     compressed = sum(member.compress_size for member in file.infolist())
     if compressed > (size := os.path.getsize(path)):
         raise CheckpointError(
@@ -79,7 +79,7 @@ def _check_members(path: str, file: zipfile.ZipFile) -> None:
 
 
 def _read_member(where: str, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    """An array, if its header tells of as many bytes as there are."""
+    """Reads an array, and checks that it has as many bytes as its header says."""
     try:
         with file.open(member) as stream:
             version = np.lib.format.read_magic(stream)
@@ -102,19 +102,19 @@ def _read_member(where: str, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> 
             data = stream.read()
             if len(data) != expected:
                 raise ValueError(f"{list(shape)} takes {expected} bytes, it has {len(data)}")
-    except Exception as e:  # the header is a text of Python's, which may be anything
+    except Exception as e:  # the header is a Python literal, whose parser raises many types
         said = str(e) or type(e).__name__
         raise CheckpointError(f"{where}: {said}") from None
     return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 # --- pickles -------------------------------------------------------------------------------------
-# What a pickle calls is looked up in a table of stand-ins. These have no attributes that a pickle could
-# set, and never pass on to NumPy what could make it read other memory, or Python objects.
+# Functions that a pickle calls are looked up in a table of stand-ins. These do not have attributes that
+# a pickle could set, and never pass NumPy arguments that make it read other memory, or Python objects.
 
 
 class _Stand:
-    """A function, or the name of a type, in a pickle."""
+    """A stand-in for a function or a type in a pickle."""
 
     __slots__ = ("_call", "name")
     name: str
@@ -137,7 +137,7 @@ class _Stand:
 
 
 class _DType:
-    """NumPy's dtype, of numbers."""
+    """A stand-in for NumPy's dtype, only of numbers."""
 
     def __init__(self, kind: Any, *_: Any):
         named = isinstance(kind, str) and re.fullmatch(r"b1|[iu][1248]|f[248]|c8|c16", kind)
@@ -157,7 +157,7 @@ class _DType:
 
 
 class _Array:
-    """NumPy's array, which gets its contents after it has been made."""
+    """A stand-in for NumPy's array, which gets its contents after its construction."""
 
     def __init__(self) -> None:
         self.value = np.zeros(0)
@@ -178,21 +178,21 @@ def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray:
 
 
 def _encoded(text: Any, encoding: Any) -> bytes:
-    """How a pickle of protocol 2 writes bytes."""
+    """Encodes a text as `_codecs.encode`, with which pickles of protocol 2 write bytes."""
     if not isinstance(text, str) or encoding != "latin1":
         raise CheckpointError("it calls _codecs.encode")
     return text.encode("latin1")
 
 
 def _mapping(*args: Any) -> dict[Any, Any]:
-    """Haiku's immutable dict, as a dict."""
+    """A stand-in for Haiku's immutable dict, which makes a dict."""
     if len(args) > 1 or not all(isinstance(x, Mapping) for x in args):
         raise CheckpointError("it has an immutable dict of Haiku that is not made of a dict")
     return dict(*args)
 
 
 def _functions() -> dict[tuple[str, str], Any]:
-    """What a pickle may name."""
+    """The functions and types that a pickle may name."""
     found: dict[tuple[str, str], Any] = {("_codecs", "encode"): _encoded}
     for core in ("numpy.core", "numpy._core"):
         found[f"{core}.multiarray", "_reconstruct"] = lambda *_: _Array()
@@ -206,7 +206,7 @@ def _functions() -> dict[tuple[str, str], Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows arrays of NumPy, and containers."""
+    """An unpickler that knows only NumPy arrays and containers."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -232,12 +232,12 @@ def _read_pickle(path: str) -> Any:
         raise
     except CheckpointError as e:
         raise CheckpointError(f"{path}: not a pickle of parameters: {e}") from None
-    except Exception as e:  # whatever the unpickler says about bytes that are not a pickle
+    except Exception as e:  # any error of the unpickler about bytes that are not a pickle
         raise CheckpointError(f"{path}: not a whole pickle ({type(e).__name__}: {e})") from None
 
 
 def _check_operations(data: bytes) -> None:
-    """Whether all lengths in a pickle fit into it: Python's unpickler allocates before it looks."""
+    """Raises for lengths and numbers beyond a pickle's size, for which Python would allocate memory."""
     for operation, argument, _ in pickletools.genops(data):
         places = operation.name in ("PUT", "BINPUT", "LONG_BINPUT")
         if places and argument is not None and argument >= len(data):
@@ -245,7 +245,7 @@ def _check_operations(data: bytes) -> None:
 
 
 class _Room:
-    """How much a pickle may become: a few bytes may name what is in it any number of times."""
+    """Limits the memory of a pickle's tree: a few bytes can repeat an object any number of times."""
 
     def __init__(self, size: int):
         self.left = _LEAST_ROOM + _ROOM * size
@@ -259,7 +259,7 @@ class _Room:
 
 
 def _finished(x: Any, room: _Room) -> Any:
-    """What the stand-ins stand for."""
+    """Replaces the stand-ins in a tree by the arrays that they stand for."""
     room.take(_NODE)
     if isinstance(x, _Array):
         room.take(x.value.nbytes)

@@ -1,4 +1,4 @@
-"""What a file or folder is, by how it begins: for errors that say so, and what reads it."""
+"""Recognizes the kind of a file or folder by its beginning, for errors that name what reads it."""
 
 import itertools
 import os
@@ -12,12 +12,12 @@ from haiku_implicit.files.container import CheckpointError, File, is_container, 
 
 
 class Kind(NamedTuple):
-    """What a file is.
+    """A kind of file or folder.
 
     Attributes:
-      name: for programs.
-      what: for errors.
-      way_out: what reads it, or what else helps.
+      name: its name, for programs.
+      what: its description, for errors.
+      way_out: the function that reads it, or other advice.
     """
 
     name: str
@@ -57,7 +57,7 @@ _JOINED = Kind(
     "parameters, which haiku_implicit.save writes",
 )
 
-# Those that the first bytes tell.
+# Kinds that the first bytes identify.
 _BEGINNINGS = {
     b"GGUF": Kind("gguf", "a GGUF file", "haiku_implicit.load_gguf reads it"),
     b"\x93NUMPY": Kind("npy", "an array of NumPy (.npy)", "numpy.load reads it"),
@@ -101,10 +101,10 @@ _FOLDERS = {
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """What a file or folder seems to be. Of a pipe or a device nothing is read.
+    """Recognizes the kind of a file or folder. Does not read from pipes and devices.
 
     Raises:
-      OSError: if it is not there, or can't be read.
+      OSError: if it does not exist, or can't be read.
     """
     path = os.fspath(path)
     status = os.stat(path)
@@ -136,7 +136,7 @@ def _kind_of_folder(path: str) -> Kind:
 
 
 def _has_steps_of_orbax(path: str, names: list[str]) -> bool:
-    """Whether it is the folder of a `CheckpointManager`, with a checkpoint for each of some steps."""
+    """Whether a folder is Orbax's `CheckpointManager`'s, with a checkpoint for each of some steps."""
     steps = itertools.islice((name for name in names if name[-1:].isdecimal()), 20)
     return any(
         os.path.exists(os.path.join(path, step, name)) for step in steps for name in _OF_ORBAX
@@ -147,14 +147,14 @@ def _kind_of_zip(path: str) -> Kind:
     try:
         with zipfile.ZipFile(path) as file:
             names = file.namelist()
-    except Exception:  # the module has many words for bytes that are not an archive
+    except Exception:  # zipfile raises many types for bytes that are not an archive
         return Kind("zip", "an .npz or .zip file that is not whole", _AGAIN)
     if any(name.endswith("data.pkl") for name in names):
         return Kind("torch", "a file that torch.save wrote", "Save its tensors as safetensors")
     if not all(name.endswith(".npy") for name in names):
         return Kind("zip", "a zip archive", _UNPACK)
     last = (name.removesuffix(".npy").rpartition(":") for name in names)
-    # A number behind the colon is one of TensorFlow's names: `dense/kernel:0`.
+    # Names with a number after the colon are TensorFlow's: `dense/kernel:0`.
     return _JOINED if any(colon and not key.isdecimal() for _, colon, key in last) else _NPZ
 
 
@@ -162,7 +162,7 @@ def _kind_of_text(head: bytes) -> Kind | None:
     try:
         text = head.decode("utf-8").lstrip()
     except UnicodeDecodeError as e:
-        if len(head) < _HEAD or e.start < len(head) - 4:  # else it is a character that goes on
+        if len(head) < _HEAD or e.start < len(head) - 4:  # else the head ends within a character
             return None
         text = head[: e.start].decode("utf-8").lstrip()
     if any(ord(c) < 32 and c not in "\t\n\r\f\x1b" for c in text):
@@ -188,9 +188,9 @@ def _kind_of_bytes(path: str, head: bytes, size: int) -> Kind:
 
 
 def _is_record(path: str) -> bool:
-    """Whether a file begins with an array as AlphaFold 3 writes it.
+    """Whether a file begins with an array in AlphaFold 3's format.
 
-    Five numbers are the lengths of its scope, name, dtype, shape and bytes, which follow.
+    Five numbers are the lengths of the scope, name, dtype, shape and bytes that follow.
     """
     with open(path, "rb") as file:
         start = file.read(_LENGTHS.size)
@@ -202,11 +202,11 @@ def _is_record(path: str) -> bool:
 
 
 def not_a(expected: str, path: str | os.PathLike[str]) -> Exception:
-    """The error for a file or folder that is something else.
+    """The error for a file or folder of another kind than expected.
 
     Args:
-      expected: what it should be, as in 'a GGUF file'.
-      path: of what it is; it is there.
+      expected: the expected kind, as in 'a GGUF file'.
+      path: the path of an existing file or folder.
 
     Returns:
       An `IsADirectoryError` for a folder, a `CheckpointError` otherwise.
@@ -217,15 +217,15 @@ def not_a(expected: str, path: str | os.PathLike[str]) -> Exception:
 
 
 def check_file(path: str | os.PathLike[str], expected: str) -> None:
-    """Raises unless a path is that of a file with something in it.
+    """Raises unless a path names a file that is not empty.
 
     Args:
       path: the path.
-      expected: what the file should be, as in 'a GGUF file'.
+      expected: the expected kind of file, as in 'a GGUF file'.
 
     Raises:
       CheckpointError: if it is empty, a pipe or a device.
-      OSError: if it is not there, or a folder.
+      OSError: if it does not exist, or is a folder.
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode) or not status.st_size:
@@ -233,10 +233,10 @@ def check_file(path: str | os.PathLike[str], expected: str) -> None:
 
 
 def open_container(path: str, expected: str = "a safetensors file") -> File:
-    """A file that has to be one of safetensors.
+    """Opens a safetensors file.
 
     Raises:
-      CheckpointError: if it is not that, or damaged.
+      CheckpointError: if it is of another kind, or damaged.
       OSError: if it can't be read.
     """
     check_file(path, expected)
@@ -246,14 +246,14 @@ def open_container(path: str, expected: str = "a safetensors file") -> File:
 
 
 def read_json(path: str | os.PathLike[str], hint: str = "the file is damaged") -> Any:
-    """What is in a file of JSON.
+    """Reads a JSON file.
 
     Args:
       path: the file.
-      hint: what errors say in the end.
+      hint: the end of error messages.
 
     Raises:
-      CheckpointError: if it is not JSON, has a key twice, or is a pipe or a device.
+      CheckpointError: if it is not JSON, repeats a key, is empty, or is a pipe or a device.
       OSError: if it can't be read.
     """
     path = os.fspath(path)

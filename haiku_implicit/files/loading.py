@@ -1,4 +1,4 @@
-"""`load` and `open_checkpoint`: trees from files."""
+"""`load` and `open_checkpoint`: read trees from files."""
 
 import os
 from typing import Any
@@ -23,39 +23,38 @@ def load(
 ) -> Any:
     """Reads the tree that `save` wrote, or the parameters in a file of another program.
 
-    Nothing in a file is run or imported. Types are looked up by name among the implicit types that the
-    program has defined, and those that `register_tree_type` knows. What is read is checked against the
-    checksums in the file.
+    Loading does not run or import anything in a file. It looks types up by name among the program's
+    implicit types and the types that `register_tree_type` knows, and checks data against the checksums
+    in the file.
 
-    A file of safetensors that another program wrote gives a dict `{module: {name: array}}`: the tensor
+    A safetensors file of another program gives a dict `{module: {name: array}}`: the tensor
     `mlp/linear/w` is `w` in the module `mlp/linear`, one without a `/` is in the module `''`. (One of
-    several files of a model is an error, which names the others.) So does a file `.npz`, whose names
-    may also be `module//name`, as in those of AlphaFold.
+    several files of a model is an error, which names the others.) So does an `.npz` file, whose names
+    may also be `module//name`, as in AlphaFold's files.
 
     Args:
-      path: the file, the one whose name was given to `save`.
-      like: a tree, of arrays or `jax.ShapeDtypeStruct`. If the tree in the file has other containers,
-        types, keys, shapes, dtypes or static metadata, this is an error. By default there is no check.
-      only: which parameters are read, if the tree consists of nested dicts: a regular expression over
+      path: the file that `save` was given.
+      like: a tree of arrays or `jax.ShapeDtypeStruct`. If the tree in the file has other containers,
+        types, keys, shapes, dtypes or static metadata, this is an error. The default does not check.
+      only: the parameters to read, if the tree consists of nested dicts: a regular expression over
         `module/name`, a list of such names, or a predicate `(module_name, name, value) -> bool`.
-      shardings: where the arrays go: one `jax.sharding.Sharding` for all, or a tree of them, like the
-        tree in the file or a prefix of it, such as `haiku_implicit.shardings` gives; None in it stands
-        for the default device. Each process reads what its own devices hold. The devices and processes
-        need not be those that the tree was saved from.
-      numpy: whether arrays are those of NumPy, read-only views of the files, which the system reads
-        when they are used and gives up when memory is short. (They are read once for the checksums.)
+      shardings: one `jax.sharding.Sharding` for all arrays, or a tree of them, like the tree in the
+        file or a prefix of it, such as `haiku_implicit.shardings` gives; None in it stands for the
+        default device. Each process reads only the parts that its devices hold. Devices and processes
+        may differ from the ones that saved the tree.
+      numpy: whether to return NumPy arrays: read-only views of the files, which the system reads when
+        they are used and drops when memory is short. (They are read once for the checksums.)
       allow_pickle: whether the file may be a pickle of Haiku parameters, as many published models
-        are. It is read by an unpickler that knows arrays of NumPy and containers alone, and runs
-        nothing else.
+        are. The unpickler knows only NumPy arrays and containers, and does not run anything else.
 
     Returns:
-      The tree, with JAX arrays, by default on the default device. Without JAX's 64-bit mode arrays of
-      64 bits are NumPy's, rather than less precise.
+      The tree, with JAX arrays, by default on the default device. Without JAX's 64-bit mode, arrays of
+      64 bits are NumPy arrays, to keep their precision.
 
     Raises:
       haiku_implicit.CheckpointError: a `ValueError` that names the key: for a file that is truncated or
-        damaged, has a type or a version that this program does not know, lacks a tensor or has one too
-        many, does not fit `like`, or is a pickle, without `allow_pickle` or with other things in it.
+        damaged, has an unknown type or version, lacks a tensor or has an extra one, does not fit
+        `like`, or is a pickle, if it has other objects in it or `allow_pickle` is False.
       ValueError: if `only` matches nothing; for `shardings` of another tree.
       OSError: if the file can't be read.
 
@@ -92,16 +91,16 @@ def open_checkpoint(path: Path, *, numpy: bool = False) -> Checkpoint:
     """Opens the tree in a file without reading its arrays.
 
     Args:
-      path: the file: one that `save` wrote, or another of safetensors.
+      path: the file: one that `save` wrote, or another safetensors file.
       numpy: as for `load`.
 
     Returns:
-      A mapping, as the tree is: `checkpoint['mlp/~/linear_0']['w']` reads this array, and nothing else.
+      A mapping with the keys of the tree: `checkpoint['mlp/~/linear_0']['w']` reads only this array.
       `checkpoint.structs` has shapes and dtypes, `checkpoint.read(only=...)` reads more at once. It is
       a context manager, which closes the files.
 
     Raises:
-      haiku_implicit.CheckpointError: as `load`, for what is wrong with the file's header.
+      haiku_implicit.CheckpointError: as for `load`, for errors in the file's header.
       OSError: if the file can't be read.
 
     Example:

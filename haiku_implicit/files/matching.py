@@ -1,4 +1,4 @@
-"""Whether the tree in a file is like another one."""
+"""Compares the tree in a file with a `like` tree."""
 
 import dataclasses
 import json
@@ -17,9 +17,10 @@ _WAY_OUT = "The file is of another model or other settings; without `like` it is
 
 
 def check_like(found: Structure, like: Any, where: str) -> list[str]:
-    """Checks that the tree in a file has the containers, types, keys, shapes and dtypes of another.
+    """Checks that a file's tree has the containers, types, keys, shapes and dtypes of `like`.
 
-    Numbers of adapters that `completed` fills may be None in the file alone: older versions left them.
+    Numbers of adapters that `completed` fills may be None only in the file: older versions omitted
+    them.
 
     Args:
       found: the structure in the file.
@@ -27,7 +28,7 @@ def check_like(found: Structure, like: Any, where: str) -> list[str]:
       where: the file, for errors.
 
     Returns:
-      The paths of the fields that are None in the file alone: see `with_left_out`.
+      The paths of the fields that are None only in the file: see `with_left_out`.
 
     Raises:
       CheckpointError: at the first difference; it names the key, and both sides.
@@ -38,10 +39,9 @@ def check_like(found: Structure, like: Any, where: str) -> list[str]:
 
 
 def with_left_out(tree: Any, like: Any, where: str) -> Any:
-    """The tree of a file, with what `like` has in the fields that the file leaves out.
+    """Fills the fields that a file leaves out with the values in `like`.
 
-    In parameters these are the numbers that `completed` makes of None, and in the states of optimizers
-    zeros.
+    These have to be the numbers that `completed` gives for None, or zeros in the states of optimizers.
 
     Raises:
       CheckpointError: if `like` has other values there, or none.
@@ -71,7 +71,7 @@ def _left_out(x: Any, like: Any, name: str, where: str) -> Any:
     if any(isinstance(y, jax.ShapeDtypeStruct) for y in arrays):
         raise _other_number(like, name, where, "no values")
     if not any(np.any(y) for y in arrays) or not jax.tree.leaves(value):
-        return value  # the moments of an optimizer that has made no step
+        return value  # the moments of an optimizer before its first step
     wanted = getattr(x.completed(), name)
     if not np.array_equal(value, wanted):
         raise _other_number(like, name, where, f"{value}, not {wanted},")
@@ -126,7 +126,7 @@ def _may_be_none(kind: str, name: Any) -> bool:
 
 
 def _by_key(branch: Branch) -> dict[Any, Structure]:
-    """The children of a branch by their keys, as a file gives them: NaN is one key."""
+    """The children of a branch by their keys as read from a file, so that NaN equals NaN."""
     keys = (serialization.decode(serialization.encode(key)) for key in branch.keys)
     return dict(zip(keys, branch.children, strict=True))
 
@@ -138,14 +138,14 @@ def _different(path: str, wanted: str, found: str, where: str) -> CheckpointErro
 
 
 def _about(structure: Structure) -> Any:
-    """What has to agree of two structures, without what is in them."""
+    """The properties in which two structures have to agree, apart from their children."""
     if isinstance(structure, Leaf):
         return structure.dtype, structure.shape
     return structure.kind, structure.dense
 
 
 def _told(structure: Structure) -> str:
-    """What a structure is, in words."""
+    """Describes a structure in words, for errors."""
     if isinstance(structure, Leaf):
         return f"an array {structure.dtype}{list(structure.shape)}"
     names = {"none": "None", "value": "a Python value"}

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint are called, and which of them are left over."""
+"""The names of a checkpoint's files, and the removal of leftover ones."""
 
 import contextlib
 import importlib
@@ -11,23 +11,23 @@ from typing import Any, BinaryIO
 # Windows has no such locks, but a file that is open cannot be deleted there.
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
-# Each save has a number of its own, which is in the names of all files that it writes.
+# Each save has its own number, which is in the names of all files that it writes.
 _NUMBER = "[0-9a-f]{16}"
 
 
 def temporary_name(path: str, number: str) -> str:
-    """Where the main file is written before it is renamed."""
+    """The name under which the main file is written before it is renamed."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{number}.part")
 
 
 def shard_name(path: str, number: str, index: int, count: int) -> str:
-    """The file with the tensors that the main file has no room for, `index` from 1 on."""
+    """The name of a file with tensors that do not fit into the main file; `index` counts from 1."""
     return f"{path}.{number}-{index:05}-of-{count:05}.safetensors"
 
 
 def number_of(path: str, name: str) -> str | None:
-    """The number of the save that has written a file beside the main one; None for any other file."""
+    """The number of the save that wrote `name` next to the main file; None for any other file."""
     main = re.escape(os.path.basename(path))
     shard = rf"{main}\.({_NUMBER})-\d{{5,}}-of-\d{{5,}}\.safetensors"
     found = re.fullmatch(shard, name) or re.fullmatch(rf"\.{main}\.({_NUMBER})\.part", name)
@@ -35,12 +35,12 @@ def number_of(path: str, name: str) -> str | None:
 
 
 def start(path: str) -> tuple[str, BinaryIO]:
-    """A number for a save, and its temporary file, locked for as long as it is open."""
+    """Returns a number for a save and its temporary file, locked while it is open."""
     while True:
         number = secrets.token_hex(8)
         name = temporary_name(path, number)
         file = open(name, "x+b")  # noqa: SIM115
-        # Before it was locked, another save may have taken it for a leftover.
+        # Another save may have removed it as a leftover before it was locked.
         if _lock(file) is not False and _is_at(name, file):
             return number, file
         file.close()
@@ -55,14 +55,14 @@ def _is_at(name: str, file: BinaryIO) -> bool:
 
 
 def commit(file: BinaryIO, path: str) -> None:
-    """Gives a temporary file its name, while it is open and so locked, for others that save."""
+    """Renames a temporary file to `path` while it is open and so locked against other saves."""
     if fcntl is None:
-        file.close()  # Windows renames no file that is open
+        file.close()  # Windows does not rename open files
     os.replace(file.name, path)
 
 
 def _lock(file: BinaryIO) -> bool | None:
-    """Locks a file. False if it is locked already, None if the system has no such locks."""
+    """Locks a file. Returns False if it is locked already, None if the system lacks such locks."""
     if fcntl is None:
         return None
     try:
@@ -75,12 +75,12 @@ def _lock(file: BinaryIO) -> bool | None:
 
 
 def remove_leftovers(path: str, current: Callable[[], str | None]) -> None:
-    """Removes what saves have left that were replaced or killed: not the present one, nor running ones.
+    """Removes the files of replaced and killed saves, but not of the present save or running ones.
 
     Args:
       path: the main file.
-      current: gives the number of the save that wrote the main file, None if it can't be told. It is
-        asked last, so that what has been renamed in the meantime is known.
+      current: returns the number of the save that wrote the main file, or None if it can't be told. It
+        is called last, to see files that were renamed in the meantime.
     """
     folder = os.path.dirname(path)
     found = {name: number for name in os.listdir(folder) if (number := number_of(path, name))}
@@ -92,7 +92,7 @@ def remove_leftovers(path: str, current: Callable[[], str | None]) -> None:
 
 
 def _has_ended(path: str, number: str) -> bool:
-    """Whether a save is not running. If it was killed, its temporary file is removed."""
+    """Whether a save is no longer running. Removes the temporary file of a killed save."""
     name = temporary_name(path, number)
     try:
         with open(name, "r+b") as file:

@@ -1,4 +1,4 @@
-"""The states of optax and Haiku that files hold without being told."""
+"""Registers the state types of optax and Haiku, so that files hold them by default."""
 
 import sys
 from typing import Any
@@ -11,9 +11,9 @@ from haiku_implicit.core.serialization import register_tree_type
 
 
 def _named_tuples() -> dict[str, Any]:
-    """All of optax, by their names. Some states have none that is public, as those of `rmsprop`.
+    """All named tuples in optax by name, also private ones such as the states of `rmsprop`.
 
-    Files call a type `optax.Name` wherever it is defined: it may move.
+    Files name a type `optax.Name`, without its module, since it may move.
     """
     own = [name for name in sys.modules if name.partition(".")[0] == "optax"]
     found: dict[str, Any] = {}

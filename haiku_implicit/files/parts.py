@@ -1,4 +1,4 @@
-"""Arrays in parts: boxes of them that processes have written, which tile the whole."""
+"""Arrays in parts: each process writes boxes of an array, which together tile it."""
 
 import itertools
 import math
@@ -17,11 +17,11 @@ class Part(NamedTuple):
     """A tensor that holds a box of an array, or all of it.
 
     Attributes:
-      name: of the tensor.
-      file: which file it lies in.
+      name: the tensor's name.
+      file: the index of its file.
       start: the first index along each axis.
-      shape: how many there are along each axis.
-      crc: the CRC-32 of its bytes; None if it is not known.
+      shape: the number of indices along each axis.
+      crc: the CRC-32 of its bytes; None if it is unknown.
     """
 
     name: str
@@ -32,17 +32,17 @@ class Part(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """Where it is in the array."""
+        """The box of the array that it holds."""
         return tuple((i, i + n) for i, n in zip(self.start, self.shape, strict=True))
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box of an index of slices, as JAX gives for the shards of an array."""
+    """Converts an index of slices, as JAX gives for the shards of an array, to a box."""
     return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
 
 
 def parts_to_json(parts: Sequence[Part]) -> Any:
-    """Parts as JSON."""
+    """Converts parts to JSON."""
     names = ("array", "file", "start", "shape", "crc32")
     return [
         dict(zip(names, (name, file, list(start), list(shape), f"{crc or 0:08x}"), strict=True))
@@ -51,7 +51,7 @@ def parts_to_json(parts: Sequence[Part]) -> Any:
 
 
 def parts_from_json(data: Any, shape: tuple[int, ...], where: str) -> tuple[Part, ...]:
-    """The parts that `parts_to_json` gave this for.
+    """Converts JSON from `parts_to_json` back to parts.
 
     Raises:
       CheckpointError: if they do not tile an array of this shape.
@@ -82,7 +82,7 @@ def _part(row: Any, ndim: int, where: str) -> Part:
 
 
 def _tile(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
-    """Whether parts are the cells of a grid, each once, that is as large as the array."""
+    """Whether parts are the cells of a grid as large as the array, each cell once."""
     if not parts:
         return False
     cuts = [sorted({part.start[axis] for part in parts}) for axis in range(len(shape))]
@@ -100,12 +100,12 @@ def _tile(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
 
 
 def assembled(parts: Sequence[Part], box: Box, read: Callable[[Part], np.ndarray]) -> np.ndarray:
-    """A box of an array, of the parts that have something of it.
+    """Assembles a box of an array from the parts that overlap it.
 
     Args:
-      parts: of the array.
-      box: which part of it is wanted.
-      read: gives the array in a part, `[*part.shape]`.
+      parts: the parts of the array.
+      box: the box to return.
+      read: returns the array in a part, `[*part.shape]`.
     """
     sizes = [b - a for a, b in box]
     if 0 in sizes:

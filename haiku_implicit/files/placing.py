@@ -1,4 +1,4 @@
-"""Arrays that are read onto devices: each process reads the boxes that its devices hold."""
+"""Reads arrays onto devices: each process reads the boxes that its devices hold."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +16,15 @@ def by_name(structure: Structure, shardings: Any, file: str, path: str) -> dict[
     """The sharding of each array, by its name in the structure.
 
     Args:
-      structure: of the tree that is read.
-      shardings: one for all arrays, or a tree of them, like that one or a prefix of it, in which None
-        stands for the default device.
-      file: where the structure is from, for errors.
-      path: where it is in the whole tree, for errors.
+      structure: the structure of the tree that is read.
+      shardings: one for all arrays, or a tree of them with this structure or a prefix of it; None in
+        it stands for the default device.
+      file: the structure's file, for errors.
+      path: the structure's path in the whole tree, for errors.
 
     Raises:
       ValueError: for a tree of another structure.
-      TypeError: for what is no sharding.
+      TypeError: for a leaf that is neither a sharding nor None.
     """
     names: dict[int, str] = {}
     found: dict[str, Any] = {}
@@ -61,13 +61,13 @@ def _is_place(x: Any) -> bool:
 def placed(
     leaf: Leaf, sharding: Any, whole: Callable[[], Any], read: Callable[[Box], np.ndarray]
 ) -> Any:
-    """An array on the devices of a sharding.
+    """Reads an array onto the devices of a sharding.
 
     Args:
       leaf: the array in the file.
-      sharding: where it goes.
-      whole: reads all of it.
-      read: reads a box of it.
+      sharding: the sharding of the result.
+      whole: reads all of the array.
+      read: reads a box of the array.
     """
     struct = dtypes.struct_of(leaf.dtype, leaf.shape)
     small = leaf.weak_type or jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key)
@@ -75,9 +75,9 @@ def placed(
         x = whole()
         if isinstance(x, np.ndarray):  # of 64 bits, which JAX would not keep
             return x
-        # Unlike `jax.device_put`, this leaves the devices of other processes to them.
+        # Unlike `jax.device_put`, this writes only to this process's devices.
         return jax.jit(lambda x: x, out_shardings=sharding)(x)
-    # Copied, as JAX may use an array of NumPy without a copy, and this one is a view of a file.
+    # Copied, since JAX may use a NumPy array without a copy, and this one is a view of a file.
     return jax.make_array_from_callback(
         leaf.shape, sharding, lambda index: np.array(read(box_of(index or (), leaf.shape)))
     )

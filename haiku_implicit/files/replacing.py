@@ -1,4 +1,4 @@
-"""Files that other libraries write, whole or not at all."""
+"""Atomic replacement of files, also of files that other libraries write."""
 
 import contextlib
 import os
@@ -7,30 +7,30 @@ from collections.abc import Iterator
 
 
 def checked_target(path: str | os.PathLike[str]) -> str:
-    """Where a file is written: the path, or what it links to.
+    """The path at which a file is written: `path`, or the target of its link.
 
     Raises:
-      OSError: if the folder is missing, or there is something else than a file.
+      OSError: if the folder is missing, or something other than a file is there.
     """
     given, real = os.fspath(path), os.path.realpath(path)
     if os.path.isdir(real):
         raise IsADirectoryError(f"{given}: is a folder; give the name of a file")
     if os.path.exists(real) and not os.path.isfile(real):
-        # (A file that takes its place would remove it, if the system allows that.)
+        # (A file that replaces it would remove it, if the system allows that.)
         raise OSError(f"{given}: is a pipe or a device; give the name of a file")
     check_folder(given, os.path.dirname(real))
     return real
 
 
 def check_folder(given: str, folder: str) -> None:
-    """Raises unless a folder is there.
+    """Raises unless a folder exists.
 
     Args:
-      given: the path that is written to, for the error.
-      folder: where it is.
+      given: the path to write to, for the error.
+      folder: the folder of `given`.
 
     Raises:
-      OSError: if it is missing, or a file. Folders are not made: they may be a typing error.
+      OSError: if it is missing, or a file. Folders are not made: the name may be a typo.
     """
     if os.path.isdir(folder):
         return
@@ -40,7 +40,7 @@ def check_folder(given: str, folder: str) -> None:
 
 
 def named(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    """An error of the system about a path, in place of one about a temporary file beside it."""
+    """An error of the system that names `path` instead of the temporary file next to it."""
     if error.errno is None:
         return error
     return OSError(error.errno, error.strerror, os.fspath(path))
@@ -48,13 +48,13 @@ def named(error: OSError, path: str | os.PathLike[str]) -> OSError:
 
 @contextlib.contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A temporary name beside `path`, whose file takes its place once it is complete and on disk.
+    """Replaces the file at `path` by a temporary one, once that is complete and on disk.
 
     Args:
-      path: of the file, in a folder that is there.
+      path: the file, in an existing folder.
 
     Yields:
-      The name to write to. If what is done with it fails, the file at `path` stays as it was.
+      The temporary name to write to. If the block fails, the file at `path` is kept.
 
     Raises:
       OSError: if the file can't be written, or nothing was.
@@ -77,20 +77,20 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text, whole or not at all."""
+    """Writes a text file atomically."""
     with replaced(path) as temporary, open(temporary, "x", encoding="utf-8") as file:
         file.write(text)
 
 
 def sync_folder(path: str) -> None:
-    """Brings the names in the folder of a file to disk, where the system can."""
+    """Brings the names in the folder of a file to disk, if the system can."""
     try:
         folder = os.open(os.path.dirname(path), os.O_RDONLY)
     except OSError:  # Windows
         return
     try:
         os.fsync(folder)
-    except OSError:  # some file systems of networks
+    except OSError:  # some network file systems
         pass
     finally:
         os.close(folder)

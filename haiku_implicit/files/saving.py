@@ -1,4 +1,4 @@
-"""`save`: trees in safetensors files, whole or not at all."""
+"""`save`: writes trees to safetensors files, atomically."""
 
 import functools
 import os
@@ -31,36 +31,36 @@ Path = str | os.PathLike[str]
 
 
 def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None:
-    """Writes a tree to a file, so that `load` gives the same tree.
+    """Writes a tree to a safetensors file, from which `load` reads the same tree.
 
-    The file is one of safetensors. Other programs find an array of a Haiku model under
-    `module/name`, and the arrays of an implicit one under `module/name.field`. Types, static metadata,
-    containers and Python values are in the file's metadata, with checksums of everything.
+    Other programs find an array of a Haiku model under `module/name`, and the arrays in an implicit
+    array under `module/name.field`. Types, static metadata, containers and Python values are in the
+    file's metadata, with checksums of everything.
 
-    A file that is there already stays as it is until the new one is complete and on disk, also if the
-    program is killed. Two programs that save to the same path leave the file of one of them.
+    An existing file is kept until the new one is complete and on disk, even if the program is killed.
+    If two programs save to the same path, the file of one of them remains.
 
-    Of arrays that lie on the devices of several processes, each process writes what it has, into files
-    of its own beside `path`, in a folder that all of them see. All processes of the program have to
-    call this then, with the same tree, and it returns, or fails, in all of them. What each process has
-    for itself, such as numbers and NumPy arrays, is written by the first one.
+    If arrays are on the devices of several processes, each process writes its parts to its own files
+    next to `path`, in a folder that all of them see. All processes of the program then have to call
+    this with the same tree, and it returns, or fails, in all of them. The first process writes the
+    values that each process holds completely, such as numbers and NumPy arrays.
 
     Args:
-      path: the file, in a folder that is there.
-      tree: arrays of JAX or NumPy, random keys, implicit arrays, numbers, texts, bytes, dtypes and
-        None, in dicts, lists, tuples, Haiku's immutable dicts, states of optax, and types that
+      path: the file, in an existing folder.
+      tree: JAX or NumPy arrays, random keys, implicit arrays, numbers, texts, bytes, dtypes and None,
+        in dicts, lists, tuples, Haiku's immutable dicts, states of optax, and types that
         `register_tree_type` knows: parameters, their halves by `partition`, gradients, Haiku's state,
-        optimizer states. Arrays of NumPy are read back as those of JAX.
-      max_shard_bytes: where there is more, the rest goes into further files beside `path`, which
-        belong to it: copy them with it, under their names. The arrays of one implicit array may lie in
-        several.
+        optimizer states. NumPy arrays are read back as JAX arrays.
+      max_shard_bytes: the most bytes of tensors in a file (a larger tensor has its own). The rest goes
+        into further files next to `path`: copy them with it, under their names. The arrays in one
+        implicit array may be in several files.
 
     Raises:
-      haiku_implicit.CheckpointError: for what a file cannot hold or give back, a `ValueError` that
-        names the key; and in a process that could write, where another one could not.
+      haiku_implicit.CheckpointError: a `ValueError` that names the key, for a value that a file cannot
+        hold or give back; and in processes that could write, if another one could not.
       ValueError: for a `max_shard_bytes` that is not a positive integer, and for a `path` that ends in
         `.gguf`, whose files `save_gguf` writes.
-      OSError: if the file can't be written. The one that was there is still there.
+      OSError: if the file can't be written. An existing file is kept.
 
     Example:
       >>> import os, tempfile, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -94,7 +94,7 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
 def _save(
     given: Path, structure: Structure, arrays: Mapping[str, Any], max_shard_bytes: int
 ) -> None:
-    """Saves what this process has."""
+    """Saves a tree whose arrays this process holds completely."""
     path = checked_target(given)
     tensors = [
         Stored(x.name, x.dtype, x.shape, functools.partial(dtypes.bytes_of, arrays[x.name]))
@@ -105,7 +105,7 @@ def _save(
     structure = with_leaves(structure, lambda leaf: leaf._replace(file=places[leaf.name]))
     try:
         number, main = naming.start(path)
-    except OSError as e:  # which names a temporary file
+    except OSError as e:  # it names a temporary file
         raise named(e, given) from None
     shards = [naming.shard_name(path, number, i, len(files) - 1) for i in range(1, len(files))]
     try:

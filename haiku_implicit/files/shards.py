@@ -1,4 +1,4 @@
-"""The files of a model that is divided into several, which an index lists, or their names number."""
+"""Finds the files of a model that is divided into several, by an index or numbers in their names."""
 
 import collections
 import pathlib
@@ -11,12 +11,12 @@ from haiku_implicit.files.kinds import read_json
 
 # As in model-00002-of-00003.safetensors, also before a variant: model-00002-of-00003.fp16.safetensors.
 _NUMBERED = re.compile(r"((?:.*[-_.])?)(\d+)-of-(\d+)((?:\.\w+)+)", re.DOTALL)
-# Of those who write consolidated.00.safetensors, and do not say in a name how many there are.
+# As in consolidated.00.safetensors, a name without the number of files.
 _CONSOLIDATED = re.compile(r"consolidated\.(\d+)\.safetensors")
-# As in model.safetensors.index.json, and of a variant model.safetensors.index.fp16.json.
+# As in model.safetensors.index.json, and for a variant model.safetensors.index.fp16.json.
 _INDEX_END = ".safetensors.index.json"
 _INDEX_OF_VARIANT = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json", re.DOTALL)
-# How many files an error names, and the most that a name can tell of.
+# How many files an error names, and the largest number of files that a name may give.
 _SHOWN, _MOST = 5, 10_000
 
 
@@ -24,9 +24,9 @@ class Shards(NamedTuple):
     """The files of a model.
 
     Attributes:
-      files: all of them, in their order.
+      files: all files, in their order.
       listed_in: the name of the index; empty if there is none.
-      of_tensors: by the index, the file of each tensor.
+      of_tensors: the file of each tensor, from the index.
     """
 
     files: tuple[pathlib.Path, ...]
@@ -35,10 +35,10 @@ class Shards(NamedTuple):
 
 
 def shards_of(path: pathlib.Path) -> Shards:
-    """The files of the model that a file of safetensors is a part of; it alone if it is no part.
+    """Finds all files of the model to which a safetensors file belongs; it may be the only one.
 
     Raises:
-      CheckpointError: if one of them is not there, or an index is damaged.
+      CheckpointError: if one of them is missing, or an index is damaged.
       OSError: if an index can't be read.
     """
     model = _model_of(path)
@@ -52,17 +52,17 @@ def shards_of(path: pathlib.Path) -> Shards:
 
 
 def shards_in(folder: pathlib.Path, whole: str) -> Shards | None:
-    """The files of the one model in a folder; None if there is none, or several.
+    """Finds the files of the only model in a folder; None if there is none, or several.
 
     Args:
       folder: the folder.
-      whole: the name of the file of a model that is not divided.
+      whole: the file name of a model that is not divided.
 
     Raises:
-      CheckpointError: if a file is not there, or an index is damaged.
+      CheckpointError: if a file is missing, or an index is damaged.
       OSError: if an index can't be read.
     """
-    if (folder / whole).exists():  # of which it may be a part, too
+    if (folder / whole).exists():  # it may also be one of several files
         return shards_of(folder / whole)
     if index := _index_in(folder, whole):
         shards = _listed(index)
@@ -73,7 +73,7 @@ def shards_in(folder: pathlib.Path, whole: str) -> Shards | None:
 
 
 def numbered(path: pathlib.Path) -> tuple[pathlib.Path, ...] | None:
-    """All files of a model, by the numbers in the name of one; None if it has none.
+    """Lists all files of a model by the numbers in the name of one; None for a name without them.
 
     >>> [str(x) for x in numbered(pathlib.Path('a/model-00002-of-00002.gguf'))]
     ['a/model-00001-of-00002.gguf', 'a/model-00002-of-00002.gguf']
@@ -87,13 +87,13 @@ def numbered(path: pathlib.Path) -> tuple[pathlib.Path, ...] | None:
         return path.with_name(f"{stem}{i:0{width}}-of-{count}{end}")
 
     first = 0 if int(number) == 0 or file(0).exists() else 1
-    # 10-of-12 is beside 01-of-12 or 1-of-12.
+    # 10-of-12 may belong to 01-of-12 or 1-of-12.
     width = 1 if number[0] != "0" and file(first, 1).exists() else len(number)
     return tuple(file(i, width) for i in range(first, first + int(count)))
 
 
 def missing(files: Iterable[pathlib.Path]) -> str:
-    """The names of files that are not there, for an error; empty if all are."""
+    """The names of missing files, for an error; empty if all exist."""
     return names_of([file for file in files if not file.exists()])
 
 
@@ -114,7 +114,7 @@ def _all_there(where: pathlib.Path, shards: Shards) -> Shards:
 
 
 def _model_of(path: pathlib.Path) -> tuple[str, str, str] | None:
-    """Of a numbered name: what is before the number, how many there are, and what is behind."""
+    """The parts of a numbered name: the text before the number, the file count, and the text after."""
     match = _NUMBERED.fullmatch(path.name)
     if match is None:
         return None
@@ -123,7 +123,7 @@ def _model_of(path: pathlib.Path) -> tuple[str, str, str] | None:
 
 
 def _consolidated(path: pathlib.Path) -> tuple[pathlib.Path, ...] | None:
-    """Of consolidated.01.safetensors all files up to the last one that is there."""
+    """For a name like consolidated.01.safetensors, all files up to the last existing one."""
     if (match := _CONSOLIDATED.fullmatch(path.name)) is None:
         return None
     beside = map(_CONSOLIDATED.fullmatch, (x.name for x in path.parent.glob("consolidated.*")))
@@ -140,7 +140,7 @@ def _indices(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _index_in(folder: pathlib.Path, whole: str) -> pathlib.Path | None:
-    """The index of the one model in a folder, if there is one: variants come second."""
+    """The index of the only model in a folder, if there is one; variants come second."""
     indices = _indices(folder)
     plain = [index for index in indices if index.name.endswith(_INDEX_END)]
     if (own := folder / f"{whole}.index.json") in plain:
@@ -150,7 +150,7 @@ def _index_in(folder: pathlib.Path, whole: str) -> pathlib.Path | None:
 
 
 def _check_numbers(index: pathlib.Path, shards: Shards) -> None:
-    """Raises for an index that lists fewer files than their names say there are."""
+    """Raises if an index lists fewer files than their names count."""
     counts = collections.Counter(map(_model_of, shards.files))
     for file in shards.files:
         model = _model_of(file)
@@ -163,7 +163,7 @@ def _check_numbers(index: pathlib.Path, shards: Shards) -> None:
 
 
 def _listed(index: pathlib.Path) -> Shards:
-    """What an index lists."""
+    """Reads the files that an index lists."""
     found: Any = read_json(index)
     listed = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(listed, dict) or not listed:

@@ -31,17 +31,17 @@ _FLAT: type = type(hk.data_structures.to_immutable_dict({}))
 
 
 class Leaf(NamedTuple):
-    """An array.
+    """An array in a structure.
 
     Attributes:
-      name: of the tensor that it is stored as. Where it is in the tree, with `/` between keys and a dot
-        before the field of an implicit array.
+      name: the name of its tensor: its path in the tree, with `/` between keys and a dot before the
+        field of an implicit array.
       dtype: the name of its dtype: see `dtypes`.
       shape: its shape.
-      weak_type: whether JAX treats its dtype as that of a Python number.
-      file: which file it lies in, 0 for the main one.
-      crc: the CRC-32 of its bytes; None if it is not known.
-      parts: the tensors that it is stored as, if these are several.
+      weak_type: whether it is weakly typed in JAX, like a Python number.
+      file: the index of its file, 0 for the main one.
+      crc: the CRC-32 of its bytes; None if it is unknown.
+      parts: the tensors that store it, if there are several.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Leaf(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Part, ...]:
-        """What it is stored as: its parts, or one tensor."""
+        """The tensors that store it: its parts, or one tensor."""
         whole = Part(self.name, self.file, (0,) * len(self.shape), self.shape, self.crc)
         return self.parts or (whole,)
 
@@ -64,12 +64,12 @@ class Branch(NamedTuple):
 
     Attributes:
       kind: one of `_CONTAINERS`, 'none', 'value', or the name of a registered type.
-      keys: of the children: those of a mapping, names of fields, numbers.
-      children: what it holds.
-      static: of a registered type, its static metadata as JSON; of a value, the value as JSON.
-      dense: of an implicit array, the dtype and shape of the dense one, if it has them.
-      whole: of an implicit array, whether its arrays make one of `dense`. Those in an optimizer's state
-        may not: some are missing, or have shapes of their own.
+      keys: the children's keys: keys of a mapping, names of fields, or numbers.
+      children: the structures below it.
+      static: the static metadata of a registered type, or a Python value, as JSON.
+      dense: the dtype and shape that an implicit array stands for, if it has them.
+      whole: whether the arrays in an implicit array make an array of `dense`. In an optimizer's state
+        they may not: some are missing, or have other shapes.
     """
 
     kind: str
@@ -96,7 +96,7 @@ _KINDS = {
     list: "list",
     tuple: "tuple",
 }
-# How many levels `save` writes. To read one takes two calls, and Python allows 1000 of them in all.
+# The most levels that `save` writes. Reading a level takes two calls, and Python allows 1000 in all.
 _DEEPEST = 200
 MAPPINGS = ("dict", "OrderedDict", "FlatMapping")
 
@@ -105,17 +105,17 @@ MAPPINGS = ("dict", "OrderedDict", "FlatMapping")
 
 
 class Described(NamedTuple):
-    """A tree: its structure, and its arrays by their tensors' names, in the order of the tree."""
+    """A tree's structure, and its arrays by their tensors' names, in the tree's order."""
 
     structure: Structure
     arrays: dict[str, Any]
 
 
 def describe(tree: Any) -> Described:
-    """The structure of a tree.
+    """Splits a tree into its structure and its arrays.
 
     Raises:
-      CheckpointError: for what a file can't hold; it names the key.
+      CheckpointError: for a value that a file can't hold; it names the key.
     """
     arrays: dict[str, Any] = {}
     try:
@@ -127,18 +127,18 @@ def describe(tree: Any) -> Described:
 
 
 def joined(path: str, key: Any, dot: str = "/") -> str:
-    """The path of a child."""
+    """The path of a child, from its parent's path and its key."""
     return f"{path}{dot}{key}" if path else str(key)
 
 
 def is_implicit_kind(kind: str) -> bool:
-    """Whether a kind of branches is a type of implicit arrays."""
+    """Whether the kind of a branch is a type of implicit arrays."""
     node = serialization.node_named(kind)
     return node is not None and issubclass(node.kind, ImplicitArray)
 
 
 def between(kind: str) -> str:
-    """What is between the path of a branch and the keys in it."""
+    """The separator between the path of a branch and its keys."""
     return "." if is_implicit_kind(kind) else "/"
 
 
@@ -176,14 +176,14 @@ def _check_key(key: Any, where: str) -> None:
 
 
 def _encoded(x: Any) -> Any:
-    """A value as JSON, from which it can be read."""
+    """A value as JSON, after a check that it can be read back."""
     encoded = serialization.encode(x)
     serialization.decode(json.loads(json.dumps(encoded)))
     return encoded
 
 
 def _check_sortable(keys: tuple[Any, ...], where: str) -> None:
-    """JAX sorts the keys of a dict."""
+    """Raises for keys of a dict that JAX can't sort, as it has to."""
     try:
         sorted(keys)
     except TypeError as e:
@@ -201,7 +201,7 @@ def _describe_array(x: Any, path: str, arrays: dict[str, Any]) -> Leaf:
         raise CheckpointError(f"{path}: the array has been deleted (donated to a function?)")
     with _naming(path):
         dtype = dtypes.name_of(x)
-    # A lone surrogate, which a text of Python may have, is in no file that other programs read.
+    # Python texts may have lone surrogates, which other programs do not read.
     base = name = (path or "array").encode(errors="backslashreplace").decode()
     count = 1
     while name in arrays or name == METADATA:
@@ -220,7 +220,7 @@ def _describe_object(
         if is_implicit(x):
             _check_leaves(x)
         encoded = serialization.encode_node(node, static)
-        serialization.decode_node(node, encoded)  # what is written can be read
+        serialization.decode_node(node, encoded)  # checks that it can be read back
     described = [
         _describe(y, joined(path, name, dot), arrays)
         for name, y in zip(names, children, strict=True)
@@ -231,18 +231,18 @@ def _describe_object(
 
 
 def _dense(x: Any) -> tuple[str, tuple[int, ...]] | None:
-    """The dtype and shape of what an object stands for; None if it does not stand for an array."""
+    """The dtype and shape of the array that an object stands for; None if there is not one."""
     struct = known_struct(x) if is_implicit(x) else None
     return None if struct is None else (struct.dtype.name, struct.shape)
 
 
 def _is_whole(x: ImplicitArray, static: str) -> bool:
-    """Whether the arrays of an implicit array make one of its shape and dtype."""
+    """Whether the arrays in an implicit array make an array of its shape and dtype."""
     if _is_part(x):
         return False
     try:
         _check_whole(x, static)
-    except Exception:  # whatever JAX or the type says about arrays that do not fit
+    except Exception:  # any error of JAX or the type about arrays that do not fit
         return False
     return True
 
@@ -261,7 +261,7 @@ def _describe_value(x: Any, path: str) -> Branch:
 
 
 def _called(x: Any) -> str:
-    """What a value is, for errors; of a class such as `jnp.float32` what to give instead."""
+    """Describes a value for errors; for a class such as `jnp.float32`, also names its dtype."""
     try:
         dtype = np.dtype(x) if callable(x) else np.dtype(object)
     except TypeError:
@@ -273,7 +273,7 @@ def _called(x: Any) -> str:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Makes of errors of the types ones that name the key."""
+    """Adds the key to errors that types raise."""
     try:
         yield
     except CheckpointError:
@@ -286,7 +286,7 @@ def _naming(path: str) -> Iterator[None]:
 
 
 def to_json(structure: Structure) -> Any:
-    """A structure as JSON."""
+    """Converts a structure to JSON."""
     if isinstance(structure, Leaf):
         name, dtype, shape, weak_type, file, crc, parts = structure
         found: dict[str, Any] = {"array": name, "dtype": dtype, "shape": list(shape)}
@@ -309,7 +309,7 @@ def to_json(structure: Structure) -> Any:
 
 
 def from_json(data: Any, path: str = "") -> Structure:
-    """The structure that `to_json` gave this for.
+    """Converts JSON from `to_json` back to a structure.
 
     Raises:
       CheckpointError: if it is not valid, or has a type that this program does not know.
@@ -324,7 +324,7 @@ def from_json(data: Any, path: str = "") -> Structure:
     if data.keys() == {"value"}:
         try:
             serialization.decode(data["value"])
-        except Exception as e:  # whatever its parts may raise
+        except Exception as e:  # any error of its parts
             raise CheckpointError(f"{where}: not a value that a file can hold ({e})") from None
         return Branch("value", static=data["value"])
     kind, items = data.get("type"), data.get("items")
@@ -375,7 +375,7 @@ def _keys(data: Any, count: int, where: str) -> tuple[Any, ...]:
     try:
         keys = tuple(map(serialization.decode, data))
         distinct = len(set(keys))
-    except Exception as e:  # whatever their parts may raise
+    except Exception as e:  # any error of their parts
         raise CheckpointError(f"{where}: the keys {data!r:.80} are not valid ({e})") from None
     if not len(keys) == distinct == count:
         raise CheckpointError(f"{where}: {count} items, and {distinct} different keys for them")
@@ -396,12 +396,12 @@ def _known(kind: str, where: str) -> serialization.Node:
 def _decoded(node: serialization.Node, keys: Any, static: Any, where: str) -> tuple[Any, ...]:
     try:
         return serialization.decode_node(node, {"children": list(keys), "static": static})
-    except Exception as e:  # whatever its parts may raise
+    except Exception as e:  # any error of its parts
         raise CheckpointError(f"{where}: the metadata of a {node.name} is not valid: {e}") from None
 
 
 def leaves_of(structure: Structure) -> Iterator[Leaf]:
-    """The arrays in a structure."""
+    """Yields the arrays in a structure."""
     if isinstance(structure, Leaf):
         yield structure
     else:
@@ -410,12 +410,12 @@ def leaves_of(structure: Structure) -> Iterator[Leaf]:
 
 
 def struct_of(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """An array without its values."""
+    """The shape and dtype of an array in a structure."""
     return dtypes.struct_of(leaf.dtype, leaf.shape, leaf.weak_type)
 
 
 def with_leaves(structure: Structure, change: Callable[[Leaf], Leaf]) -> Structure:
-    """A structure with other descriptions of its arrays."""
+    """Returns a structure whose leaves `change` has replaced."""
     if isinstance(structure, Leaf):
         return change(structure)
     children = tuple(with_leaves(child, change) for child in structure.children)
@@ -426,16 +426,16 @@ def with_leaves(structure: Structure, change: Callable[[Leaf], Leaf]) -> Structu
 
 
 def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: str = "") -> Any:
-    """The tree of this structure.
+    """Builds the tree of a structure.
 
     Args:
-      structure: of it.
-      read: gives its arrays.
-      file: where it is from, for errors.
-      path: where it is in the whole tree, for errors.
+      structure: the structure.
+      read: returns the array of a leaf.
+      file: the structure's file, for errors.
+      path: the structure's path in the whole tree, for errors.
 
     Raises:
-      CheckpointError: for arrays that do not make a type what the file says.
+      CheckpointError: for arrays that do not fit their type, or the dtype and shape in the file.
     """
     if isinstance(structure, Leaf):
         return read(structure)
@@ -456,7 +456,7 @@ def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: st
     try:
         made = node.build(values, items)
         _check_made(made, dense, json.dumps(static) if whole else None)
-    except Exception as e:  # whatever JAX or the type says about arrays that do not fit
+    except Exception as e:  # any error of JAX or the type about arrays that do not fit
         raise CheckpointError(
             f"{where}: its arrays do not make a {node.kind.__name__}: {e or type(e).__name__}"
         ) from None
@@ -464,9 +464,9 @@ def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: st
 
 
 def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None, static: str | None) -> None:
-    """Whether arrays give an implicit array the shape and dtype of the file.
+    """Raises unless an implicit array has the dtype and shape in the file.
 
-    `static` is the metadata as the file has it; None if the arrays need not fit together.
+    `static` is the metadata in the file; None if the arrays need not fit together.
     """
     if not is_implicit(made):
         return
@@ -479,7 +479,7 @@ def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None, static: st
 
 
 def _check_whole(made: ImplicitArray, static: str) -> None:
-    """Whether arrays fit together, and make what an implicit array says of itself."""
+    """Raises unless the arrays in an implicit array make an array of its shape and dtype."""
     leaves, treedef = flatten_one_level(made)
     kinds = tuple((y.shape, y.dtype) if hasattr(y, "dtype") else None for y in leaves)
     found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64), static)
@@ -488,7 +488,7 @@ def _check_whole(made: ImplicitArray, static: str) -> None:
 
 
 def _check_leaves(x: ImplicitArray) -> None:
-    """Whether an implicit array has nothing but arrays and numbers in it."""
+    """Raises unless an implicit array contains only arrays and numbers."""
     numbers = (bool, int, float, complex, np.generic)
     for y in flatten_one_level(x)[0]:
         if not (is_implicit(y) or dtypes.is_array(y) or isinstance(y, numbers)):
@@ -496,7 +496,7 @@ def _check_leaves(x: ImplicitArray) -> None:
 
 
 def _is_part(x: ImplicitArray) -> bool:
-    """Whether arrays are missing, as in an adapter without its base."""
+    """Whether an implicit array lacks arrays, as an adapter without its base does."""
     inner = (y for y in flatten_one_level(x)[0] if is_implicit(y))
     return bool(empty_names(x)) or any(map(_is_part, inner))
 
@@ -505,8 +505,8 @@ def _is_part(x: ImplicitArray) -> bool:
 def _traced(
     treedef: Any, kinds: tuple[Any, ...], widest: Any, static: str
 ) -> tuple[tuple[int, ...], Any]:
-    """What `materialize` makes of arrays like these. Most layers of a model have the same."""
-    # Only parts of the cache's key: whether there are 64 bits; and 0.0, which equals 0 in a treedef.
+    """The shape and dtype that `materialize` gives; cached, since most layers of a model are alike."""
+    # Only for the cache's key: whether JAX has 64 bits; and 0.0, which equals 0 in a treedef.
     del widest, static
     leaves = [None if kind is None else jax.ShapeDtypeStruct(*kind) for kind in kinds]
     made = jax.tree_util.tree_unflatten(treedef, leaves)
@@ -525,11 +525,11 @@ def _canonical(name: str) -> str:
 
 
 def check_readable(structure: Structure) -> None:
-    """Checks that a file with this structure gives the tree that it describes. No array is read.
+    """Checks that a file with this structure gives the same tree back, without reading arrays.
 
     Raises:
-      CheckpointError: if it does not; it names the key. For a structure that is so deep that a program
-        might not have the room to read it.
+      CheckpointError: if it does not; it names the key. Also if the structure is too deep to be read
+        wherever a program loads it.
     """
     if (levels := _depth(structure)) > _DEEPEST:
         raise CheckpointError(
@@ -552,7 +552,7 @@ def check_readable(structure: Structure) -> None:
 
 
 def _depth(structure: Structure) -> int:
-    """How many containers and objects lie in each other."""
+    """The number of nested containers and objects."""
     if isinstance(structure, Leaf) or structure.kind in ("none", "value"):
         return 0
     return 1 + max(map(_depth, structure.children), default=0)
@@ -563,7 +563,7 @@ def _text(structure: Structure) -> str:
 
 
 def _different(a: Structure, b: Structure, path: str = "") -> tuple[str, str] | None:
-    """The first place, and what is there, at which two structures differ; the innermost one."""
+    """The path and kind of the first, innermost difference between two structures."""
     if _text(a) == _text(b):
         return None
     if isinstance(a, Leaf):

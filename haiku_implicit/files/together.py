@@ -1,4 +1,4 @@
-"""One checkpoint, of several processes: each writes what lies on its devices."""
+"""Saves one checkpoint from several processes: each writes the arrays on its devices."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ from haiku_implicit.files.writing import (
     write_file,
 )
 
-# In the metadata of a file of parts, for the process that writes the main file.
+# The key for checksums in a file of parts, which the writer of the main file reads.
 _CRCS = "haiku_implicit.crcs"
 _LEADER = 0
 
@@ -37,12 +37,12 @@ def is_spread(x: Any) -> bool:
 
 
 class _Plan(NamedTuple):
-    """Who writes what: the same in all processes.
+    """The files to write and their writers: the same in all processes.
 
     Attributes:
-      structure: of the tree, with the files in which its arrays lie.
+      structure: the tree's structure, with the file of each array.
       files: the tensors of each file. The first one is the main file.
-      writers: the process that writes each of them.
+      writers: the process that writes each file.
     """
 
     structure: Structure
@@ -56,10 +56,10 @@ def save(
     arrays: Mapping[str, Any],
     max_shard_bytes: int,
 ) -> None:
-    """Saves a tree of arrays that lie on devices of several processes, all of which call this.
+    """Saves a tree of arrays on devices of several processes, all of which call this.
 
-    The steps of it are those of a save by one process. After each one the processes tell each other
-    whether it has gone well, so that one of them that fails does not keep the others waiting.
+    The steps are the same as in a save by one process. After each step the processes tell each other
+    whether it succeeded, so that one that fails does not keep the others waiting.
     """
     plan = _planned(structure, arrays, max_shard_bytes)
     me, count = jax.process_index(), len(plan.files) - 1
@@ -87,7 +87,7 @@ def save(
 
 
 def _begun(path: str, me: int, stack: contextlib.ExitStack) -> tuple[str, BinaryIO | None]:
-    """The number of the save, and in the process that leads, its main file."""
+    """Begins a save: returns its number and, in the leading process, its main file."""
     number, main = "0" * 16, None
     with _agreed(path, "begin"):
         checked_target(path)
@@ -101,9 +101,9 @@ def _begun(path: str, me: int, stack: contextlib.ExitStack) -> tuple[str, Binary
 
 @contextlib.contextmanager
 def _agreed(path: str, what: str) -> Iterator[None]:
-    """Ends when all processes have come to its end, and with an error in all if one has one.
+    """Waits at its end for all processes, and raises in all of them if one has an error.
 
-    (It is not agreed on what is no `Exception`, such as an interrupt of this process alone.)
+    (Only for an `Exception`, not for an interrupt of this process.)
     """
     error = None
     try:
@@ -133,7 +133,7 @@ def _write(name: str, tensors: list[Stored], metadata: dict[str, str]) -> None:
 
 
 def _finish(main: BinaryIO, path: str, number: str, plan: _Plan, names: list[str]) -> None:
-    """Writes the main file, with the checksums that the processes have written."""
+    """Writes the main file, with the checksums from the files of the processes."""
     crcs: dict[str, int] = {}
     for name, writer in zip(names, plan.writers[1:], strict=True):
         try:
@@ -199,7 +199,7 @@ def _planned(structure: Structure, arrays: Mapping[str, Any], max_shard_bytes: i
 
 
 def _boxes(leaf: Leaf, x: jax.Array, written: Mapping[int, int]) -> list[tuple[Box, int]]:
-    """The boxes of an array, and the process that writes each: of those that have it, the idlest."""
+    """The boxes of an array, each with its writer: the idlest of the processes that hold it."""
     holders: dict[Box, set[int]] = {}
     places: Any = x.sharding.devices_indices_map(x.shape)
     for device, index in places.items():
@@ -222,7 +222,7 @@ def _is_all(box: Box, leaf: Leaf) -> bool:
 
 
 def _name(leaf: Leaf, box: Box, taken: set[str]) -> str:
-    """A name for a part that nothing else in the tree has."""
+    """A unique name for a part of an array."""
     name = f"{leaf.name}[{','.join(f'{a}:{b}' for a, b in box)}]"
     while name in taken:
         name += "'"
@@ -231,7 +231,7 @@ def _name(leaf: Leaf, box: Box, taken: set[str]) -> str:
 
 
 def _bytes_of(x: jax.Array, leaf: Leaf, box: Box) -> np.ndarray:
-    """The bytes of a box that lies on a device of this process."""
+    """The bytes of a box on a device of this process."""
     if _is_key(x):  # whole, on each of its devices
         return dtypes.bytes_of(x.addressable_data(0))
     shards = x.addressable_shards

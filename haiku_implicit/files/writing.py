@@ -1,4 +1,4 @@
-"""One file of a checkpoint: its tensors, one by one, and what its metadata says."""
+"""Writes one file of a checkpoint: its tensors, one by one, and its metadata."""
 
 import json
 import os
@@ -12,22 +12,22 @@ from haiku_implicit.core import progress
 from haiku_implicit.files import container, dtypes
 from haiku_implicit.files.structure import Leaf, Structure, leaves_of, to_json, with_leaves
 
-# What is in the metadata of a main file, and of the files beside it.
+# Keys in the metadata of a main file, and of the files next to it.
 ENTRY = "haiku_implicit"
 CHECKSUM = "haiku_implicit.crc32"
 PART = "haiku_implicit.part_of"
-# Of the format. In the second one arrays may lie in parts.
+# Versions of the format. The second one allows arrays in parts.
 VERSIONS = (1, 2)
 
 
 class Stored(NamedTuple):
-    """A tensor that is going to be written.
+    """A tensor to write.
 
     Attributes:
-      name: of the tensor.
+      name: the tensor's name.
       dtype: the name of its dtype: see `dtypes`.
       shape: its shape.
-      read: gives its bytes, `[bytes]` uint8.
+      read: returns its bytes, `[bytes]` uint8.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes."""
+        """The number of its bytes."""
         return container.table([self.row])[self.name].stop
 
 
 def divided(tensors: Sequence[Stored], max_shard_bytes: int) -> list[list[Stored]]:
-    """The tensors of each file, which has room for so many bytes, but for one tensor in any case."""
+    """Divides tensors into files of at most `max_shard_bytes`; a larger tensor has its own file."""
     files: list[list[Stored]] = [[]]
     room = max_shard_bytes
     for tensor in tensors:
@@ -65,12 +65,12 @@ def write_file(
     crcs: dict[str, int],
     metadata: Callable[[], Mapping[str, str]],
 ) -> None:
-    """Writes tensors one by one, all to disk, and adds their checksums to `crcs`.
+    """Writes tensors to disk one by one, and adds their checksums to `crcs`.
 
-    The header goes before them and may have the checksums in it: it is written again at the end, with
-    as many bytes.
+    The header precedes them and may contain the checksums: it is written again at the end, with the
+    same length.
     """
-    # The widest first, so that each begins at a multiple of its width.
+    # The widest dtypes first, so that each tensor begins at a multiple of its width.
     ordered = sorted(tensors, key=lambda tensor: -container.WIDTHS[tensor.row[1]])
     table = container.table([tensor.row for tensor in ordered])
     begin = container.header(metadata(), table)
@@ -93,7 +93,7 @@ def write_file(
 
 
 def part_text(path: str, number: str) -> str:
-    """What the metadata of a further file says of the checkpoint that it belongs to."""
+    """The text in a further file's metadata that names its checkpoint."""
     return f"{os.path.basename(path)}, save {number}"
 
 
@@ -103,10 +103,10 @@ def main_metadata(
     """The metadata of a main file.
 
     Args:
-      structure: of the tree.
-      crcs: of the tensors, by name; those that are not known yet are taken for 0.
-      number: of the save.
-      names: of the further files.
+      structure: the tree's structure.
+      crcs: the tensors' checksums by name; 0 stands for unknown ones.
+      number: the number of the save.
+      names: the names of the further files.
     """
 
     def known(leaf: Leaf) -> Leaf:
