@@ -1,1 +1,1 @@
-"""The program `haiku-implicit`: checkpoints looked at and changed without a line of code."""
+"""The program `haiku-implicit`: shows and changes checkpoints without code."""

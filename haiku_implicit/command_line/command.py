@@ -1,4 +1,4 @@
-"""What a command of the program is, and how its flags are read."""
+"""The commands of a program: their flags, help, calls and output."""
 
 import contextlib
 import dataclasses
@@ -16,15 +16,15 @@ from absl import flags
 from haiku_implicit.core.printable import printable
 from haiku_implicit.files.replacing import checked_target
 
-# Exit codes, as programs of the shell have them.
+# Exit codes, as the shell expects them.
 DONE, FAILED, WRONG_USE = 0, 1, 2
 
 
-# Ends of the names of files that other programs would take for something else.
+# Ends of file names that other programs would take for other formats.
 _OTHERS = (".gguf", ".npz", ".npy", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".h5", ".json")
 
 
-# What Python says of a text that is no number.
+# Python's messages about a text that is not a number.
 _NO_NUMBER = re.compile(
     r"(?:invalid literal for int\(\) with base 10|could not convert string to float): "
 )
@@ -36,11 +36,11 @@ class UsageError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """What a command says when it is done.
+    """The message of a command that is done.
 
     Attributes:
-      fields: under --json; `warnings` are added.
-      line: otherwise.
+      fields: the message with --json; `warnings` are added.
+      line: the message without --json.
     """
 
     fields: dict[str, Any]
@@ -52,11 +52,11 @@ class Command:
     """A command of the program.
 
     Attributes:
-      name: how it is called.
-      about: what it does, in a line.
+      name: its name.
+      about: a line about it.
       arguments: the names of its arguments, in their order.
       define: defines its flags.
-      run: does it, with the flags and the arguments. What it returns is said; None if it has said all.
+      run: runs it with the flags and the arguments. Returns a message to print, or None.
     """
 
     name: str
@@ -67,18 +67,18 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """How it is called."""
+        """A line with the command's name and arguments."""
         return f"haiku-implicit {self.name} {' '.join(self.arguments)} [--flags]"
 
     def flags(self) -> flags.FlagValues:
-        """Its flags, not read yet."""
+        """The command's flags, before they are parsed."""
         values = flags.FlagValues()
         flags.DEFINE_bool("help", False, "Says all this.", short_name="h", flag_values=values)
         self.define(values)
         return values
 
     def help(self) -> str:
-        """Its usage and flags."""
+        """The text for --help: the command's usage and flags."""
         lines = [f"{self.about}\n", f"  {self.usage}\n"]
         values = self.flags()
         for name in sorted(set(values) - {"h"}):
@@ -89,10 +89,10 @@ class Command:
         return "\n".join(lines)
 
     def call(self, arguments: Sequence[str]) -> None:
-        """Reads flags and arguments, and runs it.
+        """Parses flags and arguments, and runs the command.
 
         Raises:
-          UsageError: for an unknown flag, one that is not valid, or another number of arguments.
+          UsageError: for an unknown or invalid flag, or another number of arguments.
         """
         values = self.flags()
         try:
@@ -117,7 +117,7 @@ class Command:
 
     @contextlib.contextmanager
     def _warnings_as_lines(self) -> Iterator[list[warnings.WarningMessage]]:
-        """Warnings for people, collected, and in the end a line each on the error stream."""
+        """Collects the warnings for users, and prints each as a line on the error stream at the end."""
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", UserWarning)
@@ -128,7 +128,7 @@ class Command:
                     say(f"warning: {self.told(w.message)}", sys.stderr)
 
     def told(self, error: Exception | Warning | str) -> str:
-        """What an error or a warning says, in one line, with flags in place of arguments."""
+        """The text of an error or a warning, in one line, with flags instead of arguments."""
         text = str(error)
         if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
@@ -138,16 +138,16 @@ class Command:
 
 
 def as_json(found: Any) -> str:
-    """What `--json` prints. (Other programs read it, and no standard has Python's `NaN`.)"""
+    """Converts a result to JSON for `--json`. (Without Python's `NaN`, which standard JSON lacks.)"""
     return json.dumps(found, allow_nan=False)
 
 
 def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] | None], int]:
-    """The `main` of a program: the first argument is the command; it returns the exit code.
+    """Makes the `main` of a program: its first argument is the command; it returns the exit code.
 
     Args:
-      commands: of the program.
-      about: what the program is, in a line.
+      commands: the commands of the program.
+      about: a line about the program.
     """
     by_name = {command.name: command for command in commands}
 
@@ -156,7 +156,7 @@ def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] 
         try:
             code = run(list(sys.argv[1:] if argv is None else argv))
             sys.stdout.flush()
-        except BrokenPipeError:  # what reads the output has read enough, as `head` does
+        except BrokenPipeError:  # the reader of the output has read enough, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return DONE
         except OSError as e:  # a full disk
@@ -192,8 +192,8 @@ def main_of(commands: Sequence[Command], about: str) -> Callable[[Sequence[str] 
 def say(text: str, stream: TextIO | None = None) -> None:
     """Prints lines, on standard output by default.
 
-    Names from files and arguments may be in them: what is not printed is escaped, and so is what the
-    stream's encoding does not have.
+    Names from files and arguments may be in them, so characters that are not printable, or not in the
+    stream's encoding, are escaped.
     """
     stream = stream or sys.stdout
     encoding = stream.encoding or "utf-8"
@@ -202,7 +202,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def _open_streams() -> None:
-    """Opens those that the shell has closed, as by `>&-`: Python has None for them."""
+    """Opens streams that the shell has closed, as by `>&-`: Python sets them to None."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -223,15 +223,15 @@ def _said(message: str, code: int) -> int:
 
 
 def check_target(values: flags.FlagValues, target: str, *, folder: bool = False) -> None:
-    """Before any work is done for it: whether it can be written, and is not there yet.
+    """Checks, before any work, that a target can be written and does not exist yet.
 
     Args:
-      values: with `--overwrite`.
-      target: the file, of safetensors.
+      values: the flags, with `--overwrite`.
+      target: the safetensors file.
       folder: whether it is a folder instead.
 
     Raises:
-      UsageError: if it is there, and `--overwrite` is not given; for the name of another kind of file.
+      UsageError: if it exists, and `--overwrite` is not given; for the name of another kind of file.
       OSError: if its folder is missing.
     """
     suffix = os.path.splitext(target)[1].lower()
@@ -246,7 +246,7 @@ def check_target(values: flags.FlagValues, target: str, *, folder: bool = False)
 
 
 def check_there(values: flags.FlagValues, target: str) -> None:
-    """Raises a `UsageError` if a target is there, and `--overwrite` is not given."""
+    """Raises a `UsageError` if a target exists, and `--overwrite` is not given."""
     if os.path.exists(target) and not values.overwrite:
         raise UsageError(f"{target} is there already; --overwrite writes over it")
 

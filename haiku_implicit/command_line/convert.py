@@ -1,4 +1,4 @@
-"""`haiku-implicit convert`: files of other libraries to those of this one, and back."""
+"""`haiku-implicit convert`: converts other libraries' files to this library's files, and back."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def _run(values: flags.FlagValues, source: str, target: str) -> Said:
 
 
 def _to_gguf(values: flags.FlagValues, source: str, target: str) -> Said:
-    """A file of this library, or another that `load` reads, as a GGUF file."""
+    """Converts a file of this library, or another that `load` reads, to a GGUF file."""
     _check_unused(values, "what is read", "dequantize", "like", "base_model")
     if not values.metadata_from:
         raise UsageError(
@@ -116,7 +116,7 @@ def _to_gguf(values: flags.FlagValues, source: str, target: str) -> Said:
 
 
 def _kinds(given: str | None) -> Any:
-    """What --kind says, as `save_gguf` takes it."""
+    """Parses --kind to the argument of `save_gguf`."""
     if given is None or not given.lstrip().startswith("{"):
         return given.split(",") if given else None
     try:
@@ -126,7 +126,7 @@ def _kinds(given: str | None) -> Any:
 
 
 def _kind_of(source: str) -> str:
-    """What a file or folder is."""
+    """The kind of a file or folder."""
     kind = kind_of(source)
     known = {"gguf": "gguf", "peft": "peft", "saved": "adapter"}
     known |= dict.fromkeys(("hub", "safetensors", "folder"), "hugging_face")
@@ -147,7 +147,7 @@ def _check_unused(values: flags.FlagValues, use: str, *names: str) -> None:
 def _convert_adapter(
     values: flags.FlagValues, kind: str, source: str, target: str, names: Any
 ) -> int:
-    """Between a folder of PEFT and a file of this library; returns how many parameters it adapts."""
+    """Converts between PEFT's folder and this library's file; returns the number of adapted weights."""
     if kind == "peft":
         adapter = load_peft(source, names)
         save(target, adapter)

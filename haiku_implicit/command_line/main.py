@@ -47,7 +47,7 @@ _EXCLUDE = "The same, for those that are left out."
 
 
 def _write(source: Any, target: str, tree: Any) -> Said:
-    """Writes a checkpoint; returns what it holds."""
+    """Writes a checkpoint; returns its sizes."""
     save(target, tree)
     before, after = summary(source).total, summary(tree).total
     return Said(
@@ -105,12 +105,12 @@ def _inspect(values: flags.FlagValues, path: str) -> None:
 
 
 def _factors(adapter: AdapterParts) -> dict[str, Any]:
-    """The arrays of an adapter, which without its base has no shape of its own."""
+    """The arrays of an adapter: without its base it does not have a shape."""
     return dict(_with_parts_apart(adapter.weights))
 
 
 def _with_parts_apart(tree: Any) -> Any:
-    """A tree in which parts of implicit arrays, such as factors without their weight, are mappings."""
+    """Replaces incomplete implicit arrays, such as factors without a weight, by mappings of parts."""
 
     def apart(x: Any) -> Any:
         if not is_implicit(x) or known_struct(x) is not None:
@@ -124,7 +124,7 @@ def _with_parts_apart(tree: Any) -> Any:
 
 
 def _object(values: flags.FlagValues, name: str) -> dict[str, Any]:
-    """The flag that is a JSON object."""
+    """The value of a flag that is a JSON object."""
     try:
         found = json.loads(str(values[name].value))
     except ValueError as e:
@@ -198,7 +198,7 @@ def _merge(values: flags.FlagValues, source: str, target: str) -> Said:
                 raise ValueError(f"{values.adapter}: there is no adapter in it ({e})") from e
         try:
             params = set_adapter(params, adapter, check_base=not values.any_base)
-        except ValueError as e:  # which names the argument of the function
+        except ValueError as e:  # it names the argument of the function
             raise ValueError(str(e).replace("check_base=False", "--any_base")) from e
     if not any(has_adapter(parameter.value) for parameter in parameters_of(params)):
         raise ValueError(

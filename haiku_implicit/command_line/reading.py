@@ -1,4 +1,4 @@
-"""The parameters in a file that a command is given."""
+"""Reads the parameters in a command's file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ def define_key(values: flags.FlagValues) -> None:
 
 
 def part_of(tree: Any, values: flags.FlagValues, path: str) -> Any:
-    """The part of what a file holds that --key names."""
+    """The part of a file's tree that --key names."""
     for key in values.key.split("/") if values.key else ():
         if not isinstance(tree, Mapping) or key not in tree:
             found = ", ".join(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__name__
@@ -26,7 +26,7 @@ def part_of(tree: Any, values: flags.FlagValues, path: str) -> Any:
 
 
 def read(values: flags.FlagValues, path: str) -> Any:
-    """The parameters in a file: a mapping of modules to mappings of arrays."""
+    """Reads the parameters in a file: a mapping of modules to mappings of arrays."""
     tree = part_of(load(path), values, path)
     if isinstance(tree, AdapterParts):
         raise ValueError(

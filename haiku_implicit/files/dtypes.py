@@ -41,7 +41,7 @@ _DTYPES = {
     if name != _NONE
 } | {_NONE: jax.dtypes.float0}
 
-# The dtypes that other programs write, with the names of ours that read them.
+# The dtypes in other programs' files, with our names for them.
 FOREIGN = {
     **{stored: name for name, stored in _NATIVE.items()},
     **dict(C64="complex64"),
@@ -173,5 +173,5 @@ def array_of(
         zero = jnp.full(shape, dtype.type(0).item())
         if zero.dtype == dtype:
             return zero.at[...].set(host)
-    # One at a time: JAX copies twice, and later than it returns.
+    # One at a time: JAX makes two copies, after it returns.
     return jax.block_until_ready(jnp.array(host))

@@ -64,7 +64,7 @@ def _read_npz(path: str) -> dict[str, dict[str, Any]]:
         if e.errno != errno.EINVAL:  # a seek to before the file's beginning
             raise
         raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None
-    except Exception as e:  # zipfile raises many types for a damaged archive
+    except Exception as e:  # zipfile raises many types of errors for a damaged archive
         raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None
     return modules
 
@@ -102,7 +102,7 @@ def _read_member(where: str, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> 
             data = stream.read()
             if len(data) != expected:
                 raise ValueError(f"{list(shape)} takes {expected} bytes, it has {len(data)}")
-    except Exception as e:  # the header is a Python literal, whose parser raises many types
+    except Exception as e:  # the header is a Python literal, which may raise any type of error
         said = str(e) or type(e).__name__
         raise CheckpointError(f"{where}: {said}") from None
     return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")

@@ -1,4 +1,4 @@
-"""Recognizes the kind of a file or folder by its beginning, for errors that name what reads it."""
+"""Recognizes the kind of a file or folder by its beginning, for errors that name its reader."""
 
 import itertools
 import os
@@ -136,7 +136,7 @@ def _kind_of_folder(path: str) -> Kind:
 
 
 def _has_steps_of_orbax(path: str, names: list[str]) -> bool:
-    """Whether a folder is Orbax's `CheckpointManager`'s, with a checkpoint for each of some steps."""
+    """Whether Orbax's `CheckpointManager` wrote a folder, with one checkpoint per step."""
     steps = itertools.islice((name for name in names if name[-1:].isdecimal()), 20)
     return any(
         os.path.exists(os.path.join(path, step, name)) for step in steps for name in _OF_ORBAX
@@ -147,7 +147,7 @@ def _kind_of_zip(path: str) -> Kind:
     try:
         with zipfile.ZipFile(path) as file:
             names = file.namelist()
-    except Exception:  # zipfile raises many types for bytes that are not an archive
+    except Exception:  # zipfile raises many types of errors for bytes that are not an archive
         return Kind("zip", "an .npz or .zip file that is not whole", _AGAIN)
     if any(name.endswith("data.pkl") for name in names):
         return Kind("torch", "a file that torch.save wrote", "Save its tensors as safetensors")

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-# Windows has no such locks, but a file that is open cannot be deleted there.
+# Windows lacks such locks, but open files cannot be deleted there.
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
 # Each save has its own number, which is in the names of all files that it writes.

@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The box of the array that it holds."""
+        """The box of the array in this part."""
         return tuple((i, i + n) for i, n in zip(self.start, self.shape, strict=True))
 
 

@@ -54,7 +54,7 @@ class Leaf(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Part, ...]:
-        """The tensors that store it: its parts, or one tensor."""
+        """The tensors that store the array: its parts, or one tensor."""
         whole = Part(self.name, self.file, (0,) * len(self.shape), self.shape, self.crc)
         return self.parts or (whole,)
 
@@ -183,7 +183,7 @@ def _encoded(x: Any) -> Any:
 
 
 def _check_sortable(keys: tuple[Any, ...], where: str) -> None:
-    """Raises for keys of a dict that JAX can't sort, as it has to."""
+    """Raises for keys of a dict that JAX can't sort, since it sorts them all."""
     try:
         sorted(keys)
     except TypeError as e:

@@ -151,7 +151,7 @@ def _finish(main: BinaryIO, path: str, number: str, plan: _Plan, names: list[str
     sync_folder(path)
 
 
-# --- who writes what -----------------------------------------------------------------------------
+# --- the plan ------------------------------------------------------------------------------------
 
 
 def _planned(structure: Structure, arrays: Mapping[str, Any], max_shard_bytes: int) -> _Plan:

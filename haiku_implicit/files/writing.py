@@ -37,12 +37,12 @@ class Stored(NamedTuple):
 
     @property
     def row(self) -> tuple[str, str, tuple[int, ...]]:
-        """Its row of the file's table."""
+        """The tensor's row in the file's table."""
         return self.name, *dtypes.stored_of(self.dtype, self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The number of its bytes."""
+        """The tensor's size in bytes."""
         return container.table([self.row])[self.name].stop
 
 

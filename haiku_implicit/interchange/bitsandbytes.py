@@ -1,10 +1,10 @@
-"""Weights that bitsandbytes quantized, in a checkpoint of transformers.
+"""Reads weights that bitsandbytes quantized from a checkpoint of transformers.
 
-The formats are those of bitsandbytes 0.50 (`functional.QuantState.as_dict`, `nn.modules.Linear8bitLt`).
-Of 4 bits (nf4, fp4), `X.weight` has two codes in a byte, the first one in its high bits, in the order
-of the dense weight `[outputs, inputs]`; each block of so many of them has a scale in `X.weight.absmax`.
-With double quantization these are codes themselves. Of 8 bits (LLM.int8), `X.SCB` has the largest
-magnitude of each row of `X.weight`.
+Formats: bitsandbytes 0.50 (`functional.QuantState.as_dict`, `nn.modules.Linear8bitLt`). With 4 bits
+(nf4, fp4), `X.weight` has two codes per byte, the first in the high bits, in the order of the dense
+weight `[outputs, inputs]`; each block of codes has a scale in `X.weight.absmax`. Double quantization
+stores these scales as codes. With 8 bits (LLM.int8), `X.SCB` has the largest magnitude of each row of
+`X.weight`.
 """
 
 import functools
@@ -28,7 +28,7 @@ _PARTS_OF_4 = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
 def quantized(tensors: Tensors) -> tuple[list[Stored], set[str]]:
-    """The weights that bitsandbytes quantized, and the names of all tensors that they are made of."""
+    """Finds the weights that bitsandbytes quantized, and the names of all their tensors."""
     found: list[Stored] = []
     used: set[str] = set()
     for name in tensors.files:
@@ -94,7 +94,7 @@ def _state_of(tensors: Tensors, name: str) -> dict[str, Any]:
 
 
 def _scales(tensors: Tensors, name: str, state: Mapping[str, Any], blocks: int) -> np.ndarray:
-    """A float32 scale for each block."""
+    """Reads a float32 scale for each block."""
     if f"{name}.nested_absmax" not in tensors.files:
         return tensors.array(f"{name}.absmax", "F32", (blocks,))
     codes = tensors.array(f"{name}.absmax", "U8", (blocks,))
@@ -106,14 +106,14 @@ def _scales(tensors: Tensors, name: str, state: Mapping[str, Any], blocks: int) 
 
 
 def _values(codes: np.ndarray, table: np.ndarray, scales: np.ndarray, block: int) -> np.ndarray:
-    """Codes times the scales of their blocks, of which the last may be short."""
+    """The table's values for codes, times the scales of their blocks; the last block may be short."""
     return table[codes] * np.repeat(scales, block)[: codes.size]
 
 
 def _matrix(
     codes: np.ndarray, scales: np.ndarray, state: Mapping[str, Any], format_name: str
 ) -> QuantizedMatrix:
-    """Codes `[..., rows, k]`, where a block is a part of a row, or several whole rows of one matrix."""
+    """A `QuantizedMatrix` of codes `[..., rows, k]`, if a block is a part of a row or several rows."""
     (*lead, rows, k), block = codes.shape, state["blocksize"]
     if k % block and (block % k or rows * k % block):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The quantized blocks of GGUF files, without requantizing them.
+"""Reads the quantized blocks of GGUF files, without requantizing them.
 
-The formats are those of GGML (`ggml-common.h`). Their bits are kept; where the order of codes within a
-block is another one than here (`formats.pack`) they are put in order.
+`ggml-common.h` of GGML defines the formats. Their bits are kept; codes are reordered if their order
+within a block differs from `formats.pack`.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 
 def from_ggml(data: Any, kind: Any, *, axis: int = -2, dtype: Any = jnp.float32) -> QuantizedMatrix:
-    """The weight that the blocks of a GGUF file are.
+    """Reads a quantized weight from the blocks of a GGUF file.
 
     Args:
-      data: `[..., rows, bytes]` uint8: the blocks of each row, one after another, as `gguf.GGUFReader`
-        has them.
+      data: `[..., rows, bytes]` uint8: the blocks of each row, one after another, as in
+        `gguf.GGUFReader`.
       kind: 'Q4_0', 'Q4_1', 'Q5_0', 'Q5_1', 'Q8_0', 'Q2_K', 'Q3_K', 'Q4_K', 'Q5_K', 'Q6_K', 'IQ4_NL',
-        'IQ4_XS', 'TQ2_0' or 'MXFP4', or what has such a `name` (`gguf.GGMLQuantizationType`).
-      axis: the axis of the weight that lies within rows: -2 for a weight `[in, out]` of Haiku, of
-        which the file has rows `[out, in]`; -1 for `[rows, elements]` (an embedding).
-      dtype: of the weight's values.
+        'IQ4_XS', 'TQ2_0' or 'MXFP4', or an object with such a `name` (`gguf.GGMLQuantizationType`).
+      axis: the axis of the weight within rows: -2 for Haiku's weights `[in, out]`, which are rows
+        `[out, in]` in the file; -1 for `[rows, elements]` (an embedding).
+      dtype: the dtype of the weight's values.
 
     Returns:
-      A quantized weight of the same number of bytes, with groups along `axis`.
+      A quantized weight with as many bytes, and groups along `axis`.
 
     Raises:
       ValueError: for another kind, or bytes that are not whole blocks.
@@ -81,7 +81,7 @@ def _q4_1(d: np.ndarray, m: np.ndarray, qs: np.ndarray) -> _Parts:
 
 
 def _q5_0(d: np.ndarray, qh: np.ndarray, qs: np.ndarray) -> _Parts:
-    """`d * (code - 16)`, with the fifth bits of all codes in one number of 32 bits."""
+    """`d * (code - 16)`, with the fifth bits of all codes in one 32-bit number."""
     codes = _unpacked(qs, 4, 16) | _unpacked(qh, 1, 1) << 4
     return _Parts(codes, _halves(d), None, "int5")
 
@@ -113,8 +113,9 @@ def _q3_k(hmask: np.ndarray, qs: np.ndarray, scales: np.ndarray, d: np.ndarray) 
 def _q4_k(d: np.ndarray, dmin: np.ndarray, scales: np.ndarray, qs: np.ndarray) -> _Parts:
     """`d * scale * code - dmin * minimum`, with 6-bit scales and minima for 8 groups of 32.
 
-    Bytes 0 to 3 have the first four scales in their low 6 bits, bytes 4 to 7 the first four minima;
-    bytes 8 to 11 the low 4 bits of the others (scales low), whose high 2 bits are on top of the first.
+    The low 6 bits of bytes 0 to 3 are the first four scales, of bytes 4 to 7 the first four minima.
+    Bytes 8 to 11 have the low 4 bits of the other scales (low half) and minima (high half), whose high
+    2 bits are the top bits of bytes 0 to 7.
     """
     first, second, third = np.split(scales, 3, axis=-1)
     scale = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=-1)
@@ -126,7 +127,7 @@ def _q4_k(d: np.ndarray, dmin: np.ndarray, scales: np.ndarray, qs: np.ndarray) -
 def _q5_k(
     d: np.ndarray, dmin: np.ndarray, scales: np.ndarray, qh: np.ndarray, qs: np.ndarray
 ) -> _Parts:
-    """As Q4_K, with a fifth bit."""
+    """`d * scale * code - dmin * minimum`, as Q4_K, with a fifth bit in each code."""
     parts = _q4_k(d, dmin, scales, qs)
     return parts._replace(codes=parts.codes | _unpacked(qh, 1, 32) << 4, format="uint5")
 
@@ -159,7 +160,7 @@ def _mxfp4(e: np.ndarray, qs: np.ndarray) -> _Parts:
 
 
 def _unpacked(data: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Numbers of a few bits: each `run` bytes hold 8 / bits times so many, the first lowest."""
+    """Unpacks numbers of a few bits: `run` bytes hold 8 / bits runs, the first in the lowest bits."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     runs = data.reshape(*data.shape[:-1], -1, 1, run) >> shifts & (2**bits - 1)
     return runs.reshape(*data.shape[:-1], -1)
@@ -177,7 +178,7 @@ def _nested(codes: np.ndarray, d: np.ndarray, name: str) -> QuantizedMatrix:
     )
 
 
-# The sizes of a block's fields in bytes, and what makes parts of them.
+# The sizes of a block's fields in bytes, and the function that converts them to parts.
 KINDS: dict[str, tuple[tuple[int, ...], Callable[..., _Parts]]] = {
     "Q4_0": ((2, 16), _q4_0),
     "Q4_1": ((2, 2, 16), _q4_1),

@@ -1,4 +1,4 @@
-"""Weights as the quantized blocks of GGUF files: the inverse of `ggml`."""
+"""Writes weights as the quantized blocks of GGUF files: the inverse of `ggml`."""
 
 import types
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _LARGEST_BFLOAT16 = largest_before_overflow(jnp.bfloat16)
 
 
 def gguf_package() -> types.ModuleType:
-    """The package `gguf`, which is optional."""
+    """Imports the optional package `gguf`."""
     try:
         import gguf
     except ImportError as e:
@@ -29,25 +29,25 @@ def gguf_package() -> types.ModuleType:
 
 
 def to_ggml(weight: Any, kind: Any, *, axis: int = -2) -> np.ndarray:
-    """The blocks of a GGUF file for a weight; the inverse of `from_ggml`.
+    """Converts a weight to the blocks of a GGUF file; the inverse of `from_ggml`.
 
-    A `QuantizedMatrix` in the format of these blocks, grouped along `axis`, is written bit for bit:
-    what `from_ggml` read, and what `quantize_params(dtype='q4_k')` or `dtype='q4_0'` made, with inputs
-    too. Any other weight is made dense and quantized from its values: as llama.cpp does to Q4_0, Q4_1,
-    Q5_0, Q5_1, Q8_0, TQ2_0 and MXFP4, and to the K-quants and IQ4 for the least squared error, by this
-    library.
+    A `QuantizedMatrix` in the format of these blocks, grouped along `axis`, is written bit for bit.
+    `from_ggml` and `quantize_params` with `dtype='q4_k'` or `dtype='q4_0'` make such weights, also with
+    inputs. Any other weight is made dense and quantized from its values: to Q4_0, Q4_1, Q5_0, Q5_1,
+    Q8_0, TQ2_0 and MXFP4 as in llama.cpp, and to the K-quants and IQ4 by this library, for the least
+    squared error.
 
     Args:
       weight: `[..., n, m]`, dense or implicit.
-      kind: one that `from_ggml` reads, or 'F32', 'F16', 'BF16'; or what has such a `name`.
-      axis: the axis of the weight that lies within rows: -2 for a weight `[in, out]` of Haiku, -1 for
+      kind: a kind that `from_ggml` reads, or 'F32', 'F16', 'BF16'; or an object with such a `name`.
+      axis: the axis of the weight within rows: -2 for Haiku's weights `[in, out]`, -1 for
         `[rows, elements]` (an embedding).
 
     Returns:
-      `[..., rows, bytes]` uint8; of 'F32' and 'F16' the numbers themselves, float32 and float16.
+      `[..., rows, bytes]` uint8; for 'F32' and 'F16' the numbers themselves, float32 and float16.
 
     Raises:
-      ImportError: without the package `gguf`, where that quantizes.
+      ImportError: if the package `gguf` is needed to quantize, and missing.
       ValueError: for another kind, rows that are not whole blocks, numbers that are not finite or too
         large for float16.
 
@@ -72,7 +72,7 @@ def to_ggml(weight: Any, kind: Any, *, axis: int = -2) -> np.ndarray:
 
 
 def checked_kind(kind: Any) -> str:
-    """The name of a kind that can be written; raises for another one."""
+    """Returns the name of a kind; raises if it can't be written."""
     name = kind.upper() if isinstance(kind, str) else getattr(kind, "name", kind)
     if name not in (*DENSE, *RECIPES):
         raise ValueError(f"kind: expected one of {', '.join((*DENSE, *RECIPES))}, got {kind!r}")
@@ -80,7 +80,7 @@ def checked_kind(kind: Any) -> str:
 
 
 def kind_of(weight: Any) -> str | None:
-    """The kind of blocks that a quantized weight is in, or a dense one in numbers; None for others."""
+    """The kind whose format a quantized or dense weight already has; None if there is none."""
     if not isinstance(weight, QuantizedMatrix):
         names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
         return None if is_implicit(weight) else names.get(np.dtype(weight.dtype).name)
@@ -92,7 +92,7 @@ def kind_of(weight: Any) -> str | None:
 
 
 def block_elements(kind: str) -> int:
-    """How many elements of a row a block has; 1 for kinds that are not quantized."""
+    """The number of elements in a block; 1 for kinds that are not quantized."""
     return RECIPES[kind].multiple if kind in RECIPES else 1
 
 
@@ -100,7 +100,7 @@ def block_elements(kind: str) -> int:
 
 
 def _quantized(rows: np.ndarray, kind: str) -> np.ndarray:
-    """The blocks of dense rows `[..., rows, elements]`, float32."""
+    """Quantizes dense float32 rows `[..., rows, elements]` to blocks."""
     if kind == "F32":
         return rows
     if rows.shape[-1] % block_elements(kind):
@@ -121,7 +121,7 @@ def _quantized(rows: np.ndarray, kind: str) -> np.ndarray:
 
 
 def as_float32(weight: Any) -> np.ndarray:
-    """The numbers in float32; raises a ValueError for those that it does not have."""
+    """Converts a weight to float32; raises a ValueError for numbers that are too large."""
     values = np.asarray(weight)
     with np.errstate(over="ignore"):
         rows = values.astype(np.float32)
@@ -150,7 +150,7 @@ _Fields = tuple[np.ndarray, ...]
 
 
 def _blocks_of(weight: QuantizedMatrix, kind: str) -> np.ndarray:
-    """The bytes `[..., rows, bytes]` of a weight in the format of these blocks."""
+    """The bytes `[..., rows, bytes]` of a weight that already has the format of these blocks."""
     recipe = RECIPES[kind]
     groups = formats.unpack(weight.codes, weight.num_groups, formats.FORMATS[weight.format])
     codes = np.asarray(groups)
@@ -162,7 +162,7 @@ def _blocks_of(weight: QuantizedMatrix, kind: str) -> np.ndarray:
 
 
 def _packed(codes: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Numbers of a few bits in bytes: the inverse of `ggml._unpacked`."""
+    """Packs numbers of a few bits into bytes: the inverse of `ggml._unpacked`."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     low = codes.astype(np.uint8) & (2**bits - 1)
     runs = low.reshape(*low.shape[:-1], -1, 8 // bits, run) << shifts
@@ -175,7 +175,7 @@ def _halves(scale: Any) -> np.ndarray:
 
 
 def _codes_of(scale: QuantizedMatrix) -> np.ndarray:
-    """The codes `[..., rows, blocks, n]` of scales that are quantized."""
+    """The codes `[..., rows, blocks, n]` of quantized scales."""
     return np.asarray(formats.unpack(scale.codes, scale.num_groups, formats.FORMATS[scale.format]))
 
 
@@ -212,7 +212,7 @@ def _q3_k(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
 
 
 def _q4_k(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
-    """See `ggml._q4_k` for where the bits of scales and minima are."""
+    """The fields of Q4_K: see `ggml._q4_k` for the bits of scales and minima."""
     low, high = np.split(_codes_of(scale), 2, axis=-1)
     low_minimum, high_minimum = np.split(_codes_of(offset), 2, axis=-1)
     first = low | high >> 4 << 6
@@ -234,7 +234,7 @@ def _q6_k(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
 
 def _iq4_xs(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
     own = _codes_of(scale)
-    # Four high parts of two bits to a byte, and two such bytes.
+    # The high two bits of four scales make a byte; there are two such bytes.
     return _halves(scale.scale), _packed(own >> 4, 2, 1), _packed(own, 4, 1), _packed(codes, 4, 16)
 
 
@@ -262,10 +262,10 @@ _WRITERS: dict[str, Callable[..., _Fields]] = {
     "TQ2_0": _tq2_0,
     "MXFP4": _mxfp4,
 }
-# What a weight has to be like to be in these blocks. (IQ4_NL and TQ2_0 are no recipes, as the codes of
-# the first have that name, and the second is of one use: files of models that were trained for it.)
+# The recipes of weights in these blocks. (`formats` lacks recipes for IQ4_NL, since that is the name of
+# its codes, and for TQ2_0, which is only for files of models that were trained for it.)
 RECIPES: dict[str, Recipe] = {
     kind: formats.RECIPES[kind.lower()] for kind in _WRITERS if kind.lower() in formats.RECIPES
 } | {"IQ4_NL": Recipe("iq4_nl", 32, "float16"), "TQ2_0": Recipe("ternary", 256, "float16")}
-# Kinds that the package `gguf` reads, and does not write.
+# Kinds that the package `gguf` reads, but does not write.
 _BY_LIBRARY = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")

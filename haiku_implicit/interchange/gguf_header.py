@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its table of tensors, checked before anything is read of them.
+"""Reads the header of a GGUF file: its table of tensors, checked before any tensor is read.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -11,26 +11,27 @@ from typing import Any, NamedTuple
 
 from haiku_implicit.files.container import CheckpointError, brief
 
-# How `struct` calls a number of the metadata, by the number of its type.
+# `struct`'s format of a number in the metadata, by the number of its type.
 LAYOUTS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 ALIGNMENT = "general.alignment"
 _WIDTHS = {kind: struct.calcsize(f"<{layout}") for kind, layout in LAYOUTS.items()}
 _UINT32, _STRING, _ARRAY = 4, 8, 9
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 8
-# Lists within lists, and entries of all lists. (The package `gguf` makes an object of some 600 bytes of
-# each. The largest vocabularies have a quarter of a million tokens, with a text, a score and a type.)
+# Limits on nested lists, and on the entries of all lists. (The package `gguf` makes an object of some
+# 600 bytes of each entry. The largest vocabularies have a quarter of a million tokens, with a text, a
+# score and a type.)
 _DEEPEST, _MOST_ENTRIES = 8, 4_000_000
 
 
-# Types that GGML had once, and those that only ik_llama.cpp has, by their numbers in files.
+# Types that GGML removed, and types that only ik_llama.cpp has, by their numbers in files.
 _GONE = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
 _GONE |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 _FOREIGN = {133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN", 137: "IQ2_K", 138: "IQ3_K", 139: "IQ4_K"}
 _FOREIGN |= {140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4_KSS"}
 _FOREIGN |= {152: "IQ5_KS", 153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT", 156: "IQ3_KS"}
 _FOREIGN |= {157: "IQ2_KL", 158: "IQ1_KT"}
-# Of a model in several files: how many, which of them this is, and how many tensors are in all.
+# Keys of a model in several files: the number of files, this file's number, and the tensors in all.
 SPLIT = ("split.count", "split.no", "split.tensors.count")
 
 
@@ -38,12 +39,12 @@ class Row(NamedTuple):
     """A tensor in the table.
 
     Attributes:
-      name: of the tensor.
-      kind: the name of its type, such as 'Q4_0'; of one that is not known what an error calls it.
-      shape: in the order of NumPy: the file has it backwards.
-      start: where its bytes begin in the file.
-      stop: where they end; where they begin if the type is not known.
-      packed: the shape of its blocks as bytes, `[..., rows, bytes]`; None if the type is not known.
+      name: the tensor's name.
+      kind: the name of its type, such as 'Q4_0'; for an unknown type, its description in errors.
+      shape: its shape in NumPy's order, which is the reverse of the file's.
+      start: the offset of its first byte in the file.
+      stop: the offset after its last byte; equal to `start` for an unknown type.
+      packed: the shape of its blocks as bytes, `[..., rows, bytes]`; None for an unknown type.
     """
 
     name: str
@@ -55,13 +56,13 @@ class Row(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What stands in front of a file's tensors.
+    """The header of a file.
 
     Attributes:
-      rows: the tensors.
-      number: which of the files of a model this is, from 0.
-      num_files: how many the model has.
-      tensors: how many tensors are in all of them; None if it does not say.
+      rows: the table of tensors.
+      number: the index of this file among the files of its model, from 0.
+      num_files: the number of the model's files.
+      tensors: the number of tensors in all of them; None if the file does not say.
     """
 
     rows: list[Row]
@@ -75,18 +76,18 @@ class _Ended(Exception):
 
 
 class _Damaged(Exception):
-    """Something in the header can't be."""
+    """The header has an impossible value."""
 
 
 def header_of(path: str, gguf: Any) -> Header | None:
-    """The header of a GGUF file; None if its numbers are in the other order of bytes.
+    """Reads the header of a GGUF file; None if its numbers are in the other byte order.
 
     Args:
-      path: the file, which begins like one of GGUF.
+      path: the file, which begins like a GGUF file.
       gguf: the package, for the sizes of blocks.
 
     Raises:
-      CheckpointError: if something of it is not there, or can't be.
+      CheckpointError: if the header is incomplete or has an impossible value.
       OSError: if it can't be read.
     """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -122,7 +123,7 @@ def _header(read: "_Reader", gguf: Any) -> Header | None:
 
 
 def _numbers(read: "_Reader", count: int) -> dict[str, Any]:
-    """Of the metadata the integers that matter for reading, checked."""
+    """Reads the metadata; returns the integers that matter for reading, after a check."""
     keys: set[str] = set()
     found: dict[str, Any] = {}
     for _ in range(count):
@@ -142,7 +143,7 @@ def _numbers(read: "_Reader", count: int) -> dict[str, Any]:
 
 
 def _rows(read: "_Reader", count: int, gguf: Any) -> Iterator[Row]:
-    """The rows of the table, with places that are counted from the end of the header."""
+    """Yields the rows of the table, with offsets from the end of the header."""
     sizes = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
     names: set[str] = set()
     for _ in range(count):
@@ -158,7 +159,7 @@ def _rows(read: "_Reader", count: int, gguf: Any) -> Iterator[Row]:
         kind, elements, width = sizes.get(number, (_unknown(number), 1, 1))
         if math.prod(max(n, 1) for n in shape) * width >= 2**56:
             raise _Damaged(f"the tensor {brief(name)}: {shape} is not the shape of an array")
-        if number not in sizes:  # nor is its size known
+        if number not in sizes:  # its size is also unknown
             yield Row(name, kind, tuple(shape), start, start, None)
             continue
         last = shape[-1] if shape else 1
@@ -171,7 +172,7 @@ def _rows(read: "_Reader", count: int, gguf: Any) -> Iterator[Row]:
 
 
 def _unknown(number: int) -> str:
-    """What an error calls a type that is not read."""
+    """Describes an unknown type for errors."""
     if number in _GONE:
         what = f"{_GONE[number]}, which GGML no longer has"
     elif number in _FOREIGN:
@@ -182,7 +183,7 @@ def _unknown(number: int) -> str:
 
 
 def _check_places(rows: list[Row], size: int) -> None:
-    """The tensors are in the file, and each byte is of one of them."""
+    """Raises if tensors overlap, or reach beyond the end of the file."""
     end = 0
     for row in sorted(rows, key=lambda row: (row.start, row.stop)):
         if row.start < end:
@@ -201,9 +202,9 @@ class _Reader:
     """Reads parts of a header, one after another.
 
     Attributes:
-      within: what is being read.
-      offset: where it is in the file.
-      size: of the file.
+      within: the name of the section that is being read, for errors.
+      offset: its position in the file.
+      size: the size of the file in bytes.
     """
 
     def __init__(self, data: mmap.mmap):
@@ -211,7 +212,7 @@ class _Reader:
         self.within, self._entries = "its header", 0
 
     def _skip(self, count: int) -> int:
-        """Where the next bytes are."""
+        """Moves past the next bytes, and returns their offset."""
         start = self.offset
         if count > self.size - start:
             raise _Ended
@@ -231,7 +232,7 @@ class _Reader:
             raise _Damaged(f"a text in {self.within} is not UTF-8 ({e})") from None
 
     def value(self, kind: int, depth: int = 0) -> Any:
-        """A number of the metadata; of texts and lists nothing but where they end."""
+        """Reads a number of the metadata; skips texts and lists, and returns None for them."""
         if kind in LAYOUTS:
             return self.numbers(LAYOUTS[kind])[0]
         if kind == _STRING:

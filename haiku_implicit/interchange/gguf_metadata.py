@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file that is written, and the bytes that such a file begins with.
+"""Writes the metadata and the header of a GGUF file.
 
-Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. (The package `gguf` writes neither
-empty lists nor lists in lists, and reads the latter as one list.)
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. (The package `gguf` can't write empty
+or nested lists, and reads nested ones as one list.)
 """
 
 import collections
@@ -16,7 +16,7 @@ from haiku_implicit.interchange.gguf_header import ALIGNMENT, LAYOUTS
 
 _ARCHITECTURE = "general.architecture"
 _FILE_TYPE, _VERSION = "general.file_type", "general.quantization_version"
-# What the reader adds, how the file was divided, and of what kind its tensors are.
+# Keys that the reader adds, that describe the division into files, or the kind of the tensors.
 _NOT_KEPT = ("GGUF.", "split.", _FILE_TYPE)
 
 
@@ -25,8 +25,8 @@ class Field(NamedTuple):
 
     Attributes:
       kind: the number of its type.
-      value: a number or a text; of a list the fields in it.
-      inner: of a list the type of what is in it.
+      value: a number or a text; for a list, its fields.
+      inner: the type of a list's elements; None for other values.
     """
 
     kind: int
@@ -35,7 +35,7 @@ class Field(NamedTuple):
 
 
 class Info(NamedTuple):
-    """A tensor of the file: its name, its shape in the order of NumPy, its kind, and its bytes."""
+    """A tensor of the file: its name, shape in NumPy's order, kind, and number of bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,9 +50,9 @@ def fields_of(
 
     Args:
       gguf: the package.
-      metadata: what the user gives; None removes a key.
-      source: the reader of a file whose metadata is taken over, or None.
-      tensors: of the file.
+      metadata: the user's keys; None removes a key.
+      source: the reader of a file whose metadata is copied, or None.
+      tensors: the tensors of the file.
 
     Raises:
       ValueError: for a value that a file can't hold, or if there is no architecture.
@@ -76,14 +76,14 @@ def _taken_over(gguf: Any, source: Any) -> dict[str, Field]:
     found = {}
     for key, field in source.fields.items():
         if not key.startswith(_NOT_KEPT):
-            # In front of the value are the length of the key, the key, and the type of the value.
+            # The value follows the length of the key, the key, and the type of the value.
             _, _, kind, *parts = field.parts
             found[key] = _read(gguf, int(kind[0]), iter(parts))
     return found
 
 
 def _read(gguf: Any, kind: int, parts: Iterator[np.ndarray]) -> Field:
-    """A value from the parts that the package's reader makes of it."""
+    """Reads a value from the parts into which the package's reader splits it."""
     types = gguf.GGUFValueType
     if kind == types.ARRAY:
         inner, count = int(next(parts)[0]), int(next(parts)[0])
@@ -95,7 +95,7 @@ def _read(gguf: Any, kind: int, parts: Iterator[np.ndarray]) -> Field:
 
 
 def _about(gguf: Any, tensors: Sequence[Info]) -> dict[str, Field]:
-    """What programs show as the file's type, and the version of the quantized blocks."""
+    """The file's type, which programs show, and the version of the quantized blocks."""
     uint32 = gguf.GGUFValueType.UINT32
     sizes: collections.Counter[str] = collections.Counter()
     for t in tensors:
@@ -111,7 +111,7 @@ _TYPES = {bool: "BOOL", str: "STRING", float: "FLOAT32"}
 
 
 def _field(gguf: Any, key: str, value: Any) -> Field:
-    """What a user gives, as a field."""
+    """Converts a user's value to a field."""
     types = gguf.GGUFValueType
     if isinstance(value, list | tuple | np.ndarray):
         each = [_field(gguf, key, x) for x in value]
@@ -141,17 +141,17 @@ def _field(gguf: Any, key: str, value: Any) -> Field:
 
 
 def alignment_of(fields: Mapping[str, Field]) -> int:
-    """What the tensors of a file begin at multiples of."""
+    """The alignment of a file in bytes: its tensors begin at multiples of it."""
     return int(fields[ALIGNMENT].value) if ALIGNMENT in fields else 32
 
 
 def header(gguf: Any, fields: Mapping[str, Field], tensors: Sequence[Info]) -> bytes:
-    """What a file begins with, up to its first tensor.
+    """The beginning of a file, up to its first tensor.
 
     Args:
       gguf: the package.
       fields: the metadata.
-      tensors: of the file, which follow in this order, each filled up to the alignment.
+      tensors: the tensors, which follow in this order, each padded to the alignment.
     """
     alignment, offset = alignment_of(fields), 0
     found = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
@@ -171,7 +171,7 @@ def _text(text: str) -> bytes:
 
 
 def _packed(gguf: Any, field: Field, kind: int) -> bytes:
-    """A value of this type, without its type."""
+    """The bytes of a value of this type, without its type."""
     types = gguf.GGUFValueType
     if kind == types.STRING:
         return _text(field.value)

@@ -1,4 +1,4 @@
-"""Parameters from GGUF files: dense tensors, and quantized ones as they are in the file."""
+"""Reads parameters from GGUF files: dense tensors, and quantized ones without requantizing them."""
 
 import functools
 import os
@@ -21,7 +21,7 @@ from haiku_implicit.interchange.names import Names, places_of
 from haiku_implicit.interchange.trees import Stored, tree_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
-# Those that are not quantized.
+# Kinds that are not quantized.
 _DENSE = {
     **dict(F32=np.float32, F16=np.float16, BF16=ml_dtypes.bfloat16, F64=np.float64),
     **dict(I8=np.int8, I16=np.int16, I32=np.int32, I64=np.int64),
@@ -38,33 +38,31 @@ def load_gguf(
 ) -> dict[str, dict[str, Any]]:
     """Reads the tensors of a GGUF file as the parameters of a Haiku model.
 
-    The file is mapped into memory and read tensor by tensor, with a progress bar. Of a model that is
-    split into several files (`model-00001-of-00003.gguf`, ...) all are read, whichever of them is
-    given. Quantized tensors keep their bits, see `from_ggml`. The groups of a weight `w` `[inputs,
-    outputs]` lie along its inputs, those of an embedding `[rows, width]` along its width, as they do in
-    the file.
+    The file is mapped into memory and read tensor by tensor, with a progress bar. If a model is split
+    into several files (`model-00001-of-00003.gguf`, ...), all are read, whichever of them is given.
+    Quantized tensors keep their bits, see `from_ggml`. As in the file, a weight `w` `[inputs, outputs]`
+    has groups along its inputs, and an embedding `[rows, width]` along its width.
 
     Args:
-      file: the path of the file, or the `gguf.GGUFReader` that `open_gguf` made of it.
-      names: where each tensor goes: a mapping or a function from its name in the file to
-        'module/name', to a `Place`, to a list of places that all get it, or to None for what the model
-        does not have; see `names_by_pattern`.
-      dtype: of the parameters' values. None: that of dense tensors in the file, and float32 for
-        quantized ones. Integers stay what they are.
-      like: `{module: {name: array or shape}}`, such as `jax.eval_shape(model.init, ...)` gives: if the
-        parameters are others, or have other shapes, this is an error. By default there is no check.
+      file: the path of the file, or a `gguf.GGUFReader` from `open_gguf`.
+      names: the place of each tensor: a mapping or a function from its name in the file to
+        'module/name', to a `Place`, to a list of places that all get it, or to None for a tensor that
+        the model does not have; see `names_by_pattern`.
+      dtype: the dtype of the parameters' values. None keeps the dtype of dense tensors, and takes
+        float32 for quantized ones. Integers are not converted.
+      like: `{module: {name: array or shape}}`, such as `jax.eval_shape(model.init, ...)` gives: other
+        parameters or other shapes are an error. The default does not check.
       dequantize: quantized tensors that become dense: a regular expression over 'module/name', a list
         of such names, a predicate, or True for all.
 
     Returns:
-      `{module: {name: array}}`, with dense arrays, `QuantizedMatrix`, and `MatrixView` around that
-      where a place gives a quantized tensor another shape.
+      `{module: {name: array}}`, with dense arrays and `QuantizedMatrix`, in a `MatrixView` if a place
+      gives a quantized tensor another shape.
 
     Raises:
       haiku_implicit.CheckpointError: a `ValueError`: for a file that is truncated or damaged, has
-        tensors of types that are not read (it names all of them, but for those that `names` leaves
-        out), is a part of a model whose other parts are not there, or does not have the parameters
-        of `like`.
+        tensors of unsupported types (it names all except those that `names` leaves out), is a part of a
+        model whose other parts are missing, or has parameters that differ from `like`.
       ValueError: for a tensor without a place, two tensors at one place, or a place that does not fit.
       ImportError: without the package `gguf`.
       OSError: if the file can't be read.
@@ -98,16 +96,16 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
     """Opens a GGUF file.
 
     Args:
-      path: the file; of a model that is split into several, any of them.
+      path: the file; any one of them if the model is split into several.
 
     Returns:
-      A `gguf.GGUFReader`: `fields` has the metadata, `tensors` the tensors, not read yet: those of all
-      files of the model.
+      A `gguf.GGUFReader`: `fields` has the metadata, `tensors` the tensors of all files of the model,
+      which are not read yet.
 
     Raises:
-      haiku_implicit.CheckpointError: a `ValueError`: if it is not a GGUF file, truncated or damaged, a
-        part of a model whose other parts are not there, or has tensors of types that the package does
-        not know.
+      haiku_implicit.CheckpointError: a `ValueError`: if it is not a GGUF file, is truncated or damaged,
+        is a part of a model whose other parts are missing, or has tensors of types that the package
+        does not know.
       ImportError: without the package `gguf`.
       OSError: if the file can't be read.
     """
@@ -123,13 +121,13 @@ def open_gguf(path: str | os.PathLike[str]) -> Any:
 
 
 def read_gguf(path: str | os.PathLike[str]) -> Any:
-    """`open_gguf`, for its metadata alone: the bytes of its numbers may be in another order."""
+    """Opens a GGUF file like `open_gguf`, but only for its metadata: also in the other byte order."""
     gguf = gguf_package()
     path = os.fspath(path)
     _check_beginning(path)
     if header_of(path, gguf) is not None:
         return open_gguf(path)
-    # The package slices the mapped file without looking at its length, so that what a short file raises
+    # The package slices the mapped file without checking its length, so the error for a short file
     # depends on where it ends.
     try:
         return gguf.GGUFReader(path)
@@ -147,7 +145,7 @@ def _check_beginning(path: str) -> None:
 
 
 def _header(path: str) -> Header:
-    """The header of a file, of this machine's order of bytes."""
+    """The header of a file in this machine's byte order."""
     gguf = gguf_package()
     _check_beginning(path)
     header = header_of(path, gguf)
@@ -157,7 +155,7 @@ def _header(path: str) -> Header:
 
 
 def _parts(path: str) -> dict[str, Header]:
-    """The headers of all files of the model that a file is of, in their order."""
+    """The headers of all files of a file's model, in their order."""
     own = _header(path)
     if own.num_files <= 1:
         _check_name(path)
@@ -177,7 +175,7 @@ def _parts(path: str) -> dict[str, Header]:
 
 
 def _check_parts(parts: dict[str, Header], own: Header) -> None:
-    """The files are of one model: each is the one that its name says, and no tensor is in two."""
+    """Raises unless the files are one model: with the numbers in their names, and each tensor once."""
     found: dict[str, str] = {}
     for i, (path, header) in enumerate(parts.items()):
         if (header.number, header.num_files, header.tensors) != (i, own.num_files, own.tensors):
@@ -197,7 +195,7 @@ def _check_parts(parts: dict[str, Header], own: Header) -> None:
 
 
 def _joined(paths: list[str]) -> Any:
-    """The reader of the first file, with the tensors of all."""
+    """The reader of the first file, with the tensors of all files."""
     readers = [gguf_package().GGUFReader(path) for path in paths]
     for other in readers[1:]:
         readers[0].tensors.extend(other.tensors)
@@ -205,7 +203,7 @@ def _joined(paths: list[str]) -> Any:
 
 
 def _check_name(path: str) -> None:
-    """Raises for a file that is one of several by its name alone."""
+    """Raises for a file that is one of several only by its name."""
     if files := numbered(pathlib.Path(path)):
         others = names_of(file for file in files if file != pathlib.Path(path))
         raise CheckpointError(
@@ -216,7 +214,7 @@ def _check_name(path: str) -> None:
 
 
 def _check_whole(where: str, reader: Any) -> None:
-    """Raises for a reader that has the tensors of one file of several."""
+    """Raises for a reader that has the tensors of only one of several files."""
     fields = {key: field.contents() for key, field in reader.fields.items() if key in SPLIT}
     count, tensors = fields.get(SPLIT[0], 1), fields.get(SPLIT[2])
     if count <= 1:
@@ -232,9 +230,9 @@ def _check_whole(where: str, reader: Any) -> None:
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a file: numbers, or of those in few bits blocks `[..., rows, bytes]` uint8.
+    """A tensor of a file: numbers, or quantized blocks `[..., rows, bytes]` uint8.
 
-    Of a type that is not known, there is nothing but its name.
+    `data` is None for an unknown type.
     """
 
     name: str
@@ -249,7 +247,7 @@ def _of_reader(tensor: Any) -> _Tensor:
 
 
 def _mapped(path: str) -> list[_Tensor]:
-    """All tensors, as views of the mapped file. (The package makes objects of all metadata as well.)"""
+    """All tensors, as views of the mapped file. (The package would also make objects of metadata.)"""
     found = []
     for part, header in _parts(path).items():
         data = np.memmap(part, mode="r")
@@ -260,7 +258,7 @@ def _mapped(path: str) -> list[_Tensor]:
 
 
 def _check_kinds(tensors: list[_Tensor], names: Names, where: str) -> None:
-    """All tensors that are asked for are of types that are read."""
+    """Raises for tensors of unsupported types, unless they are left out."""
     unread: dict[tuple[str, bool], list[str]] = {}
     for name, kind, _, data in tensors:
         known = kind in KINDS or kind in _DENSE
@@ -287,5 +285,5 @@ def _read(tensor: _Tensor, dense: bool) -> np.ndarray | QuantizedMatrix:
     assert data is not None  # `_check_kinds`
     if kind not in _DENSE:
         return from_ggml(data, kind, axis=-1)
-    # The reader of the package gives numbers, but for BF16, whose bytes it gives, as the file has them.
+    # The package's reader gives numbers, except for BF16, for which it gives bytes, as the file does.
     return data if data.dtype != np.uint8 else data.view(_DENSE[kind]).reshape(shape)

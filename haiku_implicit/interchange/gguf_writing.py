@@ -1,4 +1,4 @@
-"""`save_gguf`: the parameters of a Haiku model as a GGUF file, for llama.cpp and what is made of it."""
+"""`save_gguf`: writes a Haiku model's parameters to a GGUF file, for llama.cpp and related programs."""
 
 import difflib
 import math
@@ -24,7 +24,7 @@ from haiku_implicit.interchange.gguf_reading import read_gguf
 from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.params import trees
 
-# A kind; some, of which the first is taken whose blocks fit; or one for each pattern of names.
+# A kind; several, to use the first whose blocks fit; or one or several for each pattern of names.
 Kind = str | Sequence[str] | None
 Kinds = Kind | Mapping[str, Kind]
 
@@ -41,32 +41,33 @@ def save_gguf(
     """Writes parameters to a GGUF file.
 
     A weight that is quantized in the format of a GGUF file is written bit for bit, unless `kind` says
-    another one: what was read from such a file, and what `quantize_params(dtype='q4_k')` made, also
-    with inputs (GPTQ). Any other one is quantized as `to_ggml` says. Tensors are written one by one,
-    under a progress bar. A file that is there stays as it is until the new one is complete.
+    another format. Such weights come from GGUF files and from `quantize_params(dtype='q4_k')`, also
+    with inputs (GPTQ). `to_ggml` quantizes all others. Tensors are written one by one, under a progress
+    bar. An existing file is kept until the new one is complete.
 
     Args:
       path: the file.
-      params: parameters, without adapters: `merge_adapters` first.
-      names: where each tensor of the file is in `params`, as for reading one: 'module/name', a `Place`,
-        a list of places that have the same values, or None for a tensor that is left out. A mapping
-        says what tensors there are; a function needs `metadata_from`, whose tensors they are then. So
-        does a `Place` with a shape, which does not say what axes of the parameter the tensor has
-        joined, unless the parameter is a `MatrixView`.
-      kind: one that `from_ggml` reads, 'F32', 'F16' or 'BF16', for all tensors of two axes and more;
-        those of one axis (norms, biases) are 'F32'. Several: the first one whose blocks fit the rows. A
-        mapping from patterns of tensors' names, of which the first that matches the whole name
-        counts: `{'token_embd.weight': 'Q8_0', '.*': ('Q4_K', 'Q5_0')}`. None: as the weight is.
-      metadata: more keys of the file: texts, numbers, booleans, and lists of them, also in lists. An
-        integer is written as `uint32` (`int32` below zero), a float as `float32`, a number of NumPy as
-        what it is. None leaves a key of `metadata_from` out.
-      metadata_from: a GGUF file whose metadata (architecture, sizes, tokenizer) is taken over.
+      params: parameters without adapters: `merge_adapters` first.
+      names: the place of each tensor of the file in `params`, as for `load_gguf`: 'module/name', a
+        `Place`, a list of places that have the same values, or None to leave a tensor out. The keys of
+        a mapping are the tensors to write; for a function, these are the tensors of `metadata_from`,
+        which is then required. A `Place` with a shape also requires it, to know which axes of the
+        parameter the tensor joins, unless the parameter is a `MatrixView`.
+      kind: a kind that `from_ggml` reads, 'F32', 'F16' or 'BF16', for all tensors with at least two
+        axes; tensors with one axis (norms, biases) are 'F32'. For several kinds, the first one whose
+        blocks fit the rows. A mapping gives kinds to patterns of tensors' names; the first pattern that
+        matches the whole name counts: `{'token_embd.weight': 'Q8_0', '.*': ('Q4_K', 'Q5_0')}`. None
+        (the default) keeps the weight's format.
+      metadata: more keys of the file: texts, numbers, booleans, and lists of them, also nested. An
+        integer is written as `uint32` (`int32` below zero), a float as `float32`, a NumPy number with
+        its dtype. None removes a key of `metadata_from`.
+      metadata_from: a GGUF file whose metadata (architecture, sizes, tokenizer) is copied.
 
     Raises:
       ImportError: without the package `gguf`.
-      ValueError: for an adapter; a parameter or a tensor that `names` does not know; a kind that is not
-        known, whose blocks do not fit, or that a weight needs; metadata without an architecture. It is
-        raised before anything is written.
+      ValueError: for an adapter; a parameter or a tensor that `names` does not know; a kind that is
+        unknown, missing, or whose blocks do not fit; metadata without an architecture. It is raised
+        before anything is written.
       OSError: if a file can't be read or written.
 
     Example:
@@ -95,11 +96,11 @@ def save_gguf(
                 file.write(bytes(-info.nbytes % alignment))
 
 
-# --- what is written -------------------------------------------------------------------------------
+# --- tensors ---------------------------------------------------------------------------------------
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the file: its name, kind and shape, and the weight that is laid out as it is."""
+    """A tensor of the file: its name, kind and shape, and its weight with the axes of the tensor."""
 
     name: str
     kind: str
@@ -109,13 +110,13 @@ class _Tensor(NamedTuple):
 
 
 def _planned(params: Any, names: Names, source: Any, kind: Kinds) -> list[_Tensor]:
-    """The tensors of the file, all of which can be written."""
+    """Plans the tensors of the file, and checks that all can be written."""
     by_path = {p.path: p.value for p in trees.parameters_of(params)}
     shapes = {t.name: t.shape.tolist()[::-1] for t in source.tensors} if source else {}
     kinds = _Rules(kind)
     tensors, used = [], set()
     for name in _tensor_names(names, shapes):
-        same: list[_Tensor] = []  # of all places that have this tensor
+        same: list[_Tensor] = []  # one for each place of this tensor
         for place in places_of(names, name, "names"):
             if place.path not in by_path:
                 nearest = difflib.get_close_matches(place.path, by_path, n=3, cutoff=0.0)
@@ -138,7 +139,7 @@ def _planned(params: Any, names: Names, source: Any, kind: Kinds) -> list[_Tenso
 
 
 def _check_same(tensors: Sequence[_Tensor]) -> None:
-    """Parameters that are one tensor in the file have the same values."""
+    """Raises unless parameters that share a tensor in the file have the same values."""
     for other in tensors[1:]:
         one, two = (np.asarray(_dense(t.weight())) for t in (tensors[0], other))
         if not np.array_equal(one, two, equal_nan=True):
@@ -172,7 +173,7 @@ def _tensor(name: str, value: Any, place: Place, shape: Any, kinds: "_Rules") ->
     inverse = tuple(np.argsort(axes).tolist())
 
     def weight() -> Any:
-        """The parameter with the axes of the tensor. (Of a quantized one no data changes.)"""
+        """The parameter with the axes of the tensor. (The data of a quantized one do not change.)"""
         return use_implicit_args(lambda w: jnp.transpose(jnp.reshape(w, own), inverse))(value)
 
     laid_out = weight() if hasattr(value, "materialize") else value
@@ -204,9 +205,9 @@ def _transposed_shape(name: str, value: Any, place: Place, shape: Any) -> tuple[
 
 
 def _shape_in_view(value: Any, place: Place) -> tuple[int, ...] | None:
-    """The axes that are joined in the matrix of which a parameter is a view; None if it is none.
+    """The shape of a `MatrixView`'s matrix, in which axes are joined; None if `value` is not one.
 
-    What was read from a file by the same `Place`, and was quantized there, is such a view.
+    A quantized weight that was read from a file with the same `Place` is such a view.
     """
     if not isinstance(value, MatrixView) or tuple(value.shape) != tuple(place.shape or ()):
         return None
@@ -219,13 +220,13 @@ def _shape_in_view(value: Any, place: Place) -> tuple[int, ...] | None:
 
 
 def _joined(shape: tuple[int, ...]) -> str:
-    """The matrices that a shape may be that of."""
+    """The shapes of matrices that can become this shape, as text."""
     cuts = range(1, len(shape))
     return " or ".join(f"[{math.prod(shape[:i])}, {math.prod(shape[i:])}]" for i in cuts)
 
 
 class _Rules:
-    """The kinds of tensors."""
+    """Rules for the kinds of tensors."""
 
     def __init__(self, kind: Kinds) -> None:
         rules = kind if isinstance(kind, Mapping) else {".*": kind}
@@ -242,7 +243,7 @@ class _Rules:
                 )
 
     def of(self, name: str, path: str, weight: Any, shape: tuple[int, ...]) -> str:
-        """The kind of a tensor, for a weight that is laid out as it is."""
+        """The kind of a tensor, for a weight with the tensor's axes."""
         if len(shape) < 2:
             return "F32"
         found = [own for pattern, own in self._rules.items() if pattern.fullmatch(name)]
@@ -268,7 +269,7 @@ def _checked_kinds(kinds: Kind) -> tuple[str, ...] | None:
 
 
 def _kind_of(name: str, path: str, weight: Any) -> str:
-    """The kind that a weight is in."""
+    """The kind whose format a weight already has."""
     found = ggml_writing.kind_of(weight)
     if found is None or getattr(weight, "axis", -1) != -1:
         raise ValueError(

@@ -1,15 +1,15 @@
-"""Weights of 2, 3, 4 and 8 bits with zero points, in checkpoints that GPTQ and AWQ made.
+"""Reads weights of 2, 3, 4 and 8 bits with zero points from checkpoints of GPTQ and AWQ.
 
-For a module `X` `[inputs, outputs]` there are codes `X.qweight`, zero points `X.qzeros` and scales
-`X.scales`; a value is `scale * (code - zero point)`.
+A module `X` `[inputs, outputs]` has codes `X.qweight`, zero points `X.qzeros` and scales `X.scales`; a
+value is `scale * (code - zero point)`.
 
 - GPTQ (AutoGPTQ's `qlinear_cuda_old.py`, GPTQModel): an integer of 32 bits holds codes of consecutive
-  inputs, the first lowest; scales are `[groups, outputs]`; `X.g_idx` has the group of each input. Zero
-  points are stored less one in the format 'gptq', and as they are in 'gptq_v2'.
+  inputs, the first in the lowest bits; scales are `[groups, outputs]`; `X.g_idx` has the group of each
+  input. The format 'gptq' stores zero points minus one, 'gptq_v2' stores them unchanged.
 - AWQ (AutoAWQ's `packing_utils.py`), 'gemm': 32 bits hold eight outputs in the order 0, 2, 4, 6, 1, 3,
   5, 7; scales are `[groups, outputs]`.
-- AWQ, 'gemv': 32 bits hold eight consecutive inputs, the first lowest; scales are `[outputs, groups]`,
-  filled up with zeros.
+- AWQ, 'gemv': 32 bits hold eight consecutive inputs, the first in the lowest bits; scales are
+  `[outputs, groups]`, padded with zeros.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 _SCALES = "F16 BF16 F32"
-# Of AWQ's eight outputs in 32 bits: where the first, the second, ... is.
+# The positions of the first, second, ... of AWQ's eight outputs in 32 bits.
 _AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
@@ -41,20 +41,20 @@ class _Parts(NamedTuple):
 
 
 def gptq(tensors: Tensors, config: Config) -> tuple[list[Stored], set[str]]:
-    """The weights that GPTQ quantized, and the names of all tensors that they are made of."""
+    """Finds the weights that GPTQ quantized, and the names of all their tensors."""
     layouts = {"gptq": _GPTQ, "gptq_v2": _GPTQ}
     return _found(tensors, config, layouts, bits=(2, 3, 4, 8), words=(8, 16, 32, 64))
 
 
 def awq(tensors: Tensors, config: Config) -> tuple[list[Stored], set[str]]:
-    """The weights that AWQ quantized, and the names of all tensors that they are made of."""
+    """Finds the weights that AWQ quantized, and the names of all their tensors."""
     return _found(tensors, config, {"gemm": _GEMM, "gemv": _GEMV}, bits=(4,), words=(32,))
 
 
 def _found(
     tensors: Tensors, config: Config, layouts: Mapping[str, "_Layout"], **known: tuple[int, ...]
 ) -> tuple[list[Stored], set[str]]:
-    """All weights, and the names of their tensors."""
+    """Finds all quantized weights, and the names of their tensors."""
     found: list[Stored] = []
     used: set[str] = set()
     settings_of = lambda config: config.settings(formats=tuple(layouts), **known)  # noqa: E731
@@ -91,11 +91,11 @@ def _stored(
 
 
 class _Layout(NamedTuple):
-    """How a weight lies in its tensors.
+    """The layout of a weight in its tensors.
 
     Attributes:
-      shape: gives `[outputs, inputs]`.
-      parts: reads it.
+      shape: returns `[outputs, inputs]`.
+      parts: reads the weight.
     """
 
     shape: Callable[[Tensors, str, Settings], tuple[int, int]]
@@ -134,11 +134,11 @@ def _gptq_parts(
 
 
 def _zero_points(where: str, stored: np.ndarray, settings: Settings) -> np.ndarray:
-    """The zero points, of which all are the middle code if the weight is symmetric.
+    """The zero points, all equal to the middle code if the weight is symmetric.
 
-    Some programs wrote symmetric weights with zero points as in 'gptq_v2' and called the format 'gptq'
-    (GPTQModel since version 5). Those that multiply by such weights do not look at them, and others are
-    off by one scale. The middle code tells which it is.
+    Some programs (GPTQModel since version 5) write symmetric weights with zero points as in 'gptq_v2',
+    but call the format 'gptq'. Programs that multiply by such weights ignore their zero points; others
+    would be off by one scale. The middle code tells the formats apart.
     """
     middle, last = 2 ** (settings.bits - 1), 2**settings.bits - 1
     less_one = settings.format == "gptq"
@@ -189,7 +189,7 @@ def _gemv_parts(
 ) -> _Parts:
     (outputs, inputs), bits = shape, settings.bits
     groups = _num_groups(inputs, settings)
-    _, width = _two(tensors, f"{module}.qzeros")  # in which there is room for all groups
+    _, width = _two(tensors, f"{module}.qzeros")  # it may have room for more groups
     width = max(width, -(-groups * bits // 32))
     words = tensors.array(f"{module}.qweight", "I32", (outputs, inputs * bits // 32))
     of_zeros = tensors.array(f"{module}.qzeros", "I32", (outputs, width))
@@ -243,7 +243,7 @@ def _values(parts: _Parts) -> np.ndarray:
 
 
 def _matrix(parts: _Parts, bits: int) -> QuantizedMatrix:
-    """The same. Where all zero points are the middle code, it needs no offsets."""
+    """A `QuantizedMatrix` of the values, without offsets if all zero points are the middle code."""
     codes, scales, zeros, group = parts
     outputs, inputs = codes.shape
     groups = scales.shape[1]
@@ -261,7 +261,7 @@ def _matrix(parts: _Parts, bits: int) -> QuantizedMatrix:
             "QuantizedMatrix. `dequantize` makes it dense"
         )
     if fmt.name == "int8":
-        codes = (codes ^ 128).view(np.int8)  # less 128
+        codes = (codes ^ 128).view(np.int8)  # minus 128
     # A float16 scale has 11 digits and a zero point 8: float32 holds the offset exactly.
     offset = None if symmetric else -scales.astype(np.float32) * zeros.astype(np.float32)
     packed = formats.pack(jnp.asarray(codes.reshape(outputs, groups, size)), fmt)

@@ -1,4 +1,4 @@
-"""Parameters from checkpoints of the Hugging Face hub: dense, or quantized by other libraries."""
+"""Reads checkpoints of the Hugging Face hub, dense or quantized by other libraries."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -14,17 +14,17 @@ from haiku_implicit.interchange.quantization_config import METHOD, Config
 from haiku_implicit.interchange.safetensors_files import CONFIG, Tensors, open_tensors, read_config
 from haiku_implicit.interchange.trees import Stored, tree_of
 
-# By the `quant_method` of a configuration: what finds the quantized weights.
+# The functions that find quantized weights, by the `quant_method` of a configuration.
 _METHODS: dict[str, Callable[[Tensors, str, dict[str, Any]], tuple[list[Stored], set[str]]]] = {
     "awq": lambda tensors, where, own: gptq_awq.awq(tensors, Config(where, own)),
-    # (Of these the tensors say all by themselves, whatever keys there are.)
+    # (For bitsandbytes the tensors suffice, whatever keys there are.)
     "bitsandbytes": lambda tensors, where, own: bitsandbytes.quantized(tensors),
     "gptq": lambda tensors, where, own: gptq_awq.gptq(tensors, Config(where, own)),
 }
-# In `config.json`: what transformers writes, what it wrote for compressed-tensors, and what MLX writes.
+# Keys of `config.json`: from transformers, from transformers for compressed-tensors, and from MLX.
 _CONFIG, _COMPRESSION, _MLX = "quantization_config", "compression_config", "quantization"
 _KEYS = _CONFIG, _COMPRESSION, _MLX
-# What only weights of bitsandbytes have: what they are is in their own tensors.
+# Ends of names that only bitsandbytes's weights have: their tensors contain their format.
 _OF_BITSANDBYTES = (".SCB", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
 # Ends of names that only codes have.
 _CODES = (".qweight", ".weight_packed")
@@ -40,34 +40,35 @@ def load_hugging_face(
     like: Any = None,
     dequantize: Targets | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Reads a checkpoint in safetensors, as transformers writes it, as a Haiku model's parameters.
+    """Reads a transformers checkpoint in safetensors as a Haiku model's parameters.
 
-    Dense weights are read as they are; those that bitsandbytes (nf4, fp4, with double quantization too,
-    and int8), GPTQ, AWQ or MLX quantized keep their codes. `config.json` says which it was. Files are
-    mapped into memory and read tensor by tensor, with a progress bar. Nothing in them is run.
+    Dense weights are read unchanged. Weights that bitsandbytes (nf4, fp4, also with double
+    quantization, and int8), GPTQ, AWQ or MLX quantized keep their codes. `config.json` says which
+    method it was. Files are mapped into memory and read tensor by tensor, with a progress bar. This
+    does not run anything in them.
 
     Args:
       path: a folder with `config.json`, and `model.safetensors` or the files that
-        `model.safetensors.index.json` lists; or a file of safetensors. Of a model that is divided into
-        several files all are read, whichever of them is given.
-      names: where each tensor goes: a mapping or a function from its name in the file to
-        'module/name', to a `Place`, to a list of places that all get it, or to None for what the model
-        does not have; see `names_by_pattern`. A quantized weight has the name that the dense one would
-        have, such as `model.layers.0.self_attn.q_proj.weight`, and is `[outputs, inputs]`.
-      dtype: of the parameters' values. None: that of dense tensors in the file, and what the file
-        says for quantized ones. Integers stay what they are.
-      like: `{module: {name: array or shape}}`, such as `jax.eval_shape(model.init, ...)` gives: if the
-        parameters are others, or have other shapes, this is an error. By default there is no check.
+        `model.safetensors.index.json` lists; or a safetensors file. If the model is divided into
+        several files, all are read, whichever of them is given.
+      names: the place of each tensor: a mapping or a function from its name in the file to
+        'module/name', to a `Place`, to a list of places that all get it, or to None for a tensor that
+        the model does not have; see `names_by_pattern`. A quantized weight has the name of the dense
+        one, such as `model.layers.0.self_attn.q_proj.weight`, and is `[outputs, inputs]`.
+      dtype: the dtype of the parameters' values. None keeps the dtype of dense tensors, and takes the
+        file's for quantized ones. Integers are not converted.
+      like: `{module: {name: array or shape}}`, such as `jax.eval_shape(model.init, ...)` gives: other
+        parameters or other shapes are an error. The default does not check.
       dequantize: quantized weights that become dense: a regular expression over 'module/name', a list
         of such names, a predicate, or True for all.
 
     Returns:
-      `{module: {name: array}}`, with dense arrays, `QuantizedMatrix`, and `MatrixView` around that
-      where a place gives a quantized weight another shape.
+      `{module: {name: array}}`, with dense arrays and `QuantizedMatrix`, in a `MatrixView` if a place
+      gives a quantized weight another shape.
 
     Raises:
       haiku_implicit.CheckpointError: a `ValueError`: for files that are missing, truncated, damaged or
-        quantized in a way that is not read, and for other parameters than those of `like`.
+        quantized in an unsupported way, and for parameters that differ from `like`.
       ValueError: for a tensor without a place, two tensors at one place, a place that does not fit, or
         a weight that a `QuantizedMatrix` can't hold and `dequantize` does not choose.
       OSError: if a file can't be read.
@@ -91,7 +92,7 @@ def load_hugging_face(
 
 
 def _quantized(tensors: Tensors, key: str, own: Any) -> tuple[list[Stored], set[str]]:
-    """The quantized weights, and the names of all tensors that they are made of."""
+    """Finds the quantized weights, and the names of all their tensors."""
     where = f"{tensors.where}: {CONFIG}: {key}"
     if own is None:
         named = any(name.endswith(_OF_BITSANDBYTES) for name in tensors.files)
@@ -107,7 +108,7 @@ def _quantized(tensors: Tensors, key: str, own: Any) -> tuple[list[Stored], set[
 
 
 def _check_codes(tensors: Tensors, used: set[str], names: Names) -> None:
-    """Raises for codes that are not known to be of a quantized weight, unless they are left out."""
+    """Raises for codes without a known method of quantization, unless they are left out."""
     for name in tensors.files:
         if name.endswith(_CODES) and name not in used and not _left_out(names, name):
             raise CheckpointError(
@@ -140,7 +141,7 @@ def _left_out(names: Names, name: str) -> bool:
 
 
 def _quantization_of(tensors: Tensors, config: Mapping[str, Any]) -> tuple[str, Any]:
-    """What `config.json` says about quantized weights, and under which key; None if nothing."""
+    """The key and value for quantized weights in `config.json`; the value is None if there is none."""
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, dict) else [config]
     found = {key: place[key] for place in places for key in _KEYS if place.get(key)}
@@ -156,10 +157,10 @@ def _quantization_of(tensors: Tensors, config: Mapping[str, Any]) -> tuple[str, 
 
 
 def _further_in(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of the models within a model, such as `thinker_config.text_config`."""
+    """Finds the keys for quantized weights in models within a model (`thinker_config.text_config`)."""
     found: dict[str, tuple[str, Any]] = {}
     inner = [(key, x) for key, x in config.items() if isinstance(x, dict)]
-    for path, place in inner:  # which grows
+    for path, place in inner:  # the list grows
         for key, value in place.items():
             if not isinstance(value, dict):
                 continue

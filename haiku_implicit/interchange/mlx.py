@@ -1,7 +1,7 @@
-"""Weights that MLX quantized ('affine', of 2 to 8 bits), as mlx-lm writes them.
+"""Reads weights that MLX quantized ('affine', 2 to 8 bits) from checkpoints of mlx-lm.
 
-A weight `X.weight` `[..., outputs, inputs]` is uint32, in each row one run of bits, the first code
-lowest. A group of inputs has a scale in `X.scales` and an offset in `X.biases`; a value is
+A weight `X.weight` `[..., outputs, inputs]` is uint32; each row is one run of bits, the first code in
+the lowest. A group of inputs has a scale in `X.scales` and an offset in `X.biases`; a value is
 `scale * code + offset` (MLX's `affine_quantize`).
 """
 
@@ -23,7 +23,7 @@ _FLOATS = "F16 BF16 F32"
 
 
 class _Settings(NamedTuple):
-    """How many bits a code has, and how many share a scale."""
+    """The bits of a code, and the number of codes that share a scale."""
 
     bits: int
     group_size: int
@@ -32,12 +32,12 @@ class _Settings(NamedTuple):
 def quantized(
     tensors: Tensors, where: str, config: Mapping[str, Any]
 ) -> tuple[list[Stored], set[str]]:
-    """The weights that MLX quantized, and the names of all tensors that they are made of.
+    """Finds the weights that MLX quantized, and the names of all their tensors.
 
     Args:
-      tensors: of the checkpoint.
-      where: what the configuration is in, for errors.
-      config: `group_size`, `bits`, `mode`, and the same for single modules by their names.
+      tensors: the tensors of the checkpoint.
+      where: the place of the configuration, for errors.
+      config: `group_size`, `bits`, `mode`, and the same keys for single modules under their names.
     """
     found: list[Stored] = []
     used: set[str] = set()

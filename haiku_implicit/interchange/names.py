@@ -1,4 +1,4 @@
-"""Where a tensor of another library's file goes in a Haiku model's parameters."""
+"""Maps the tensors in another library's file to a Haiku model's parameters."""
 
 import os
 import re
@@ -15,10 +15,9 @@ class Place(NamedTuple):
 
     Attributes:
       path: `module/name` of the parameter.
-      axes: the tensor's axes in the parameter's order, as for `numpy.transpose`; None for the order
-        that PyTorch's layers and Haiku's have: the two axes of a weight `w` change places, all others
-        stay.
-      shape: of the parameter, where it is another one than that of the transposed tensor: `[inputs,
+      axes: the tensor's axes in the parameter's order, as for `numpy.transpose`. None is the order
+        between PyTorch's layers and Haiku's: the two axes of a weight `w` are swapped, all others stay.
+      shape: the parameter's shape, if it differs from the shape of the transposed tensor: `[inputs,
         heads, width]` for a matrix `[inputs, heads * width]`.
     """
 
@@ -27,7 +26,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def axes_for(self, ndim: int) -> tuple[int, ...]:
-        """The axes of a tensor with so many, in the parameter's order.
+        """The axes of a tensor with `ndim` of them, in the parameter's order.
 
         >>> Place('linear/w').axes_for(2), Place('embed/embeddings').axes_for(2)
         ((1, 0), (0, 1))
@@ -44,7 +43,7 @@ class Place(NamedTuple):
         return self.axes
 
     def _check_that_axes_are_known(self, ndim: int) -> None:
-        """Raises for a matrix that is cut into more axes: its shape does not say which one is first."""
+        """Raises if a matrix is split into more axes: its shape does not say which one is first."""
         several = self.shape is not None and len(self.shape) > ndim == 2
         if several and self.path.rpartition("/")[2] != "w":
             raise ValueError(
@@ -53,14 +52,14 @@ class Place(NamedTuple):
             )
 
 
-# One place, several that get the same tensor, or None for what the model does not have.
+# One place, several that get the same tensor, or None for a tensor that the model does not have.
 Places = str | Place | Sequence[str | Place] | None
-# From a tensor's name in a file to where it goes.
+# Maps a tensor's name in a file to its place.
 Names = Mapping[str, Places] | Callable[[str], Places]
 
 
 def place_of(names: Names, tensor: str, where: str) -> Place | None:
-    """The one place that a tensor goes to; None if it is left out.
+    """Looks up the only place of a tensor; None if it is left out.
 
     Args:
       names: a mapping or a function.
@@ -68,7 +67,7 @@ def place_of(names: Names, tensor: str, where: str) -> Place | None:
       where: the file, for errors.
 
     Raises:
-      ValueError: for a name that the mapping does not have, several places, or what is not a place.
+      ValueError: for a name that the mapping does not have, several places, or an invalid place.
     """
     places = places_of(names, tensor, where)
     if len(places) > 1:
@@ -79,7 +78,7 @@ def place_of(names: Names, tensor: str, where: str) -> Place | None:
 
 
 def places_of(names: Names, tensor: str, where: str) -> tuple[Place, ...]:
-    """The places that a tensor goes to; none if it is left out.
+    """Looks up the places of a tensor; empty if it is left out.
 
     Args:
       names: a mapping or a function.
@@ -87,7 +86,7 @@ def places_of(names: Names, tensor: str, where: str) -> tuple[Place, ...]:
       where: the file, for errors.
 
     Raises:
-      ValueError: for a name that the mapping does not have, or what is not a place.
+      ValueError: for a name that the mapping does not have, or an invalid place.
     """
     try:
         found = names(tensor) if callable(names) else names[tensor]
@@ -108,26 +107,26 @@ def places_of(names: Names, tensor: str, where: str) -> tuple[Place, ...]:
 
 
 def _each(places: Any) -> tuple[Any, ...]:
-    """One place or several, as several. (A `Place` is a tuple, too.)"""
+    """Converts one place or several to a tuple. (A `Place` is itself a tuple.)"""
     several = isinstance(places, list | tuple) and not isinstance(places, Place)
     return tuple(places) if several else (places,)
 
 
 def names_by_pattern(patterns: Mapping[str, Places]) -> Callable[[str], Places]:
-    r"""Names for models with many layers: one pattern for all tensors of a kind.
+    r"""Makes names for models with many layers, from one pattern for all tensors of a kind.
 
     Args:
-      patterns: for each regular expression, which a whole name of a tensor matches, where it goes:
-        'module/name' or a `Place`, in which `\1` is what the first group in parentheses matched; a
-        list of these for a tensor that several parameters get, such as embeddings that are the output
-        layer too; or None to leave it out. The first pattern that matches counts.
+      patterns: the places for each regular expression, which has to match the whole name of a tensor.
+        A place is 'module/name' or a `Place`, with `\1` for the match of the first group in
+        parentheses; a list of these for a tensor that several parameters get, such as embeddings that
+        are also the output layer; or None to leave it out. The first pattern that matches counts.
 
     Returns:
       A function from a tensor's name to its place, for `load_gguf`, `load_hugging_face` and
       `load_peft`. It raises a `KeyError` for a name that no pattern matches.
 
     Raises:
-      ValueError: for a text that is not a regular expression, or a group that it does not have.
+      ValueError: for an invalid regular expression, or a reference to a group that it does not have.
 
     Example:
       >>> import haiku_implicit as hki
@@ -157,15 +156,15 @@ def _expanded(match: re.Match[str], place: str | Place) -> str | Place:
 
 
 def read_names(path: str | os.PathLike[str]) -> Callable[[str], Places]:
-    r"""Names from a file of JSON.
+    r"""Reads names from a JSON file.
 
     Args:
       path: the file: an object `{pattern: place}`, as for `names_by_pattern`. A place is
-        "module/name", `null`, or `{"path": "module/name", "axes": [0, 1], "shape": [64, 4, 8]}`, of
-        which `axes` and `shape` may be left out; or a list of places.
+        "module/name", `null`, or `{"path": "module/name", "axes": [0, 1], "shape": [64, 4, 8]}` (`axes`
+        and `shape` are optional); or a list of places.
 
     Raises:
-      haiku_implicit.CheckpointError: a `ValueError`: if it is not that.
+      haiku_implicit.CheckpointError: a `ValueError`: if it is not such an object.
       OSError: if the file can't be read.
 
     Example:

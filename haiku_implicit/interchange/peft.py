@@ -1,4 +1,4 @@
-"""Adapters in files of PEFT (https://github.com/huggingface/peft): a configuration, and tensors."""
+"""Reads and writes adapters as PEFT (https://github.com/huggingface/peft) does: config and tensors."""
 
 import collections
 import json
@@ -59,7 +59,7 @@ _LOOK_UP = (
 )
 _LENGTHS = "lora_magnitude_vector"
 
-# From `module/name` of a parameter to the name of a module of the PyTorch model.
+# Maps the `module/name` of a parameter to the name of a module in the PyTorch model.
 Modules = Mapping[str, str] | Callable[[str], str]
 
 
@@ -67,28 +67,28 @@ def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Any = None)
     """Reads a LoRA or DoRA adapter that PEFT saved.
 
     Args:
-      folder: with `adapter_config.json` and `adapter_model.safetensors`.
-      names: the `module/name` of a Haiku model's parameter for the name of a module of the PyTorch
-        model, such as `{'model.layers.0.self_attn.q_proj': 'llama/layer_0/attention/q_proj/w'}`; a
-        mapping or a function. Weights are `[inputs, outputs]` in Haiku and `[outputs, inputs]` in
-        PyTorch; that is seen to here. A `Place` with a shape is for weights `[inputs, heads, width]`,
-        None leaves a module out.
+      folder: the folder with `adapter_config.json` and `adapter_model.safetensors`.
+      names: a mapping or a function from the name of a module in the PyTorch model to the `module/name`
+        of the Haiku model's parameter, such as
+        `{'model.layers.0.self_attn.q_proj': 'llama/layer_0/attention/q_proj/w'}`. `load_peft`
+        transposes weights from PyTorch's `[outputs, inputs]` to Haiku's `[inputs, outputs]`. A `Place`
+        with a shape is for weights `[inputs, heads, width]`, None leaves a module out.
       base: dense parameters of the model, for an adapter whose `init_lora_weights` is 'pissa' or
-        'olora'. PEFT takes the factors that it begins with out of the base each time it loads such an
-        adapter. Here they are found from `base`, and become a part of the adapter, which then has twice
-        the rank and is for `base` as it is. Other adapters do not need it.
+        'olora'. PEFT subtracts the initial factors from the base each time it loads such an adapter.
+        `load_peft` computes them from `base` and includes them in the adapter, which then has twice the
+        rank and is for the unchanged `base`. Other adapters do not need it.
 
     Returns:
-      The adapter, for `set_adapter`. PEFT's files do not say what base it was trained on in numbers,
-      so that this is not checked (but that it is `base`, if that was needed). On a parameter that the
-      Haiku model uses twice (tied embeddings) it acts at both ends, where PEFT adapts the look-up or
-      the product alone unless it was told `ensure_weight_tying`: a warning says so.
+      The adapter, for `set_adapter`. PEFT's files do not identify the values of their base, so
+      `set_adapter` does not check it (except against `base`, if that was needed). If the Haiku model
+      uses a parameter twice (tied embeddings), the adapter acts on both uses, but PEFT adapts only the
+      look-up or the product, unless `ensure_weight_tying` is set: a warning says so.
 
     Raises:
-      ValueError: for another kind of adapter; a key of the configuration that is not known, or that
-        changes outputs in a way that is not read here (docs/interchange.md has all keys); a
-        configuration without its `lora_alpha` or `r`; a module without a name; a tensor that is
-        missing, not known, or of another rank.
+      ValueError: for another kind of adapter; a key of the configuration that is unknown, or that
+        changes outputs in an unsupported way (docs/interchange.md has all keys); a configuration
+        without `lora_alpha` or `r`; a module without a name; a tensor that is missing, unknown, or of
+        another rank.
       OSError: for a file that can't be read.
     """
     folder = pathlib.Path(folder)
@@ -126,23 +126,24 @@ def save_peft(
 ) -> None:
     """Writes a LoRA or DoRA adapter as PEFT does.
 
-    A parameter that is called `embeddings`, as that of `hk.Embed` is, is written as the weight of
-    PyTorch's `Embedding`, any other one as that of its `Linear`. (Where the Haiku model also multiplies
-    by it, PEFT adapts the look-up alone, unless its configuration says `ensure_weight_tying`.)
+    A parameter named `embeddings`, as in `hk.Embed`, is written as the weight of PyTorch's `Embedding`,
+    and any other one as the weight of its `Linear`. (If the Haiku model also multiplies by embeddings,
+    PEFT still adapts only the look-up, unless its configuration says `ensure_weight_tying`.)
 
     Args:
-      folder: is made if it is missing, in one that is there. Files in it are replaced.
-      adapter: what `get_adapter` returned.
-      names: the name of a module of the PyTorch model for each `module/name`.
+      folder: the folder to write. It is made if it is missing; its parent has to exist. Files in it
+        are replaced.
+      adapter: the result of `get_adapter`.
+      names: the name of a module in the PyTorch model for each `module/name`.
       base_model: the name of the PyTorch model, for the configuration.
-      initial: `get_adapter(params)` as it was before training, for LoRA whose `init` changed the
-        weights below it ('pissa', 'olora', `LoftQ`). It is taken out of the adapter, which then has
-        twice the rank and is for the weights as they were before `add_lora`. (What quantizing them
-        loses is not in it.)
+      initial: the result of `get_adapter(params)` before training, for LoRA whose `init` changed the
+        weights below it ('pissa', 'olora', `LoftQ`). It is subtracted from the adapter, which then has
+        twice the rank and is for the weights before `add_lora`. (It does not contain the error of
+        quantizing them.)
 
     Raises:
       ValueError: for an adapter of other types, on stacked weights, or with dense parameters; for a
-        parameter without a name; if `initial` is missing, or is not where the adapter began.
+        parameter without a name; if `initial` is missing, or is not the adapter's beginning.
       OSError: for a file that can't be written.
     """
     checked_parts("adapter", adapter)
@@ -211,7 +212,7 @@ def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Any]]:
     """The tensors of each module, by their names in it."""
     parts: dict[str, dict[str, Any]] = {}
     tree, unused = load(file), training_tensors(config)
-    # (Names without a slash: in a file that `save` wrote they are keys, in another one in a module ''.)
+    # (Names without a slash are keys in a file that `save` wrote, but in a module '' in other files.)
     tree = tree.get("", tree) if isinstance(tree, Mapping) else {"": tree}
     for key, tensor in tree.items() if isinstance(tree, Mapping) else ():
         if isinstance(key, str) and unused.fullmatch(key):
@@ -236,7 +237,7 @@ def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _factors_of(where: str, tensors: Mapping[str, Any], dora: bool) -> tuple[Any, Any]:
-    """`a` and `b` of `LoRA`, of a linear layer or an embedding."""
+    """The factors `a` and `b` of LoRA on a linear layer or an embedding."""
     kind = _EMBEDDING if set(_EMBEDDING) & set(tensors) else _LINEAR
     wanted = {*kind, _LENGTHS} if dora else {*kind}
     missing, other = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
@@ -256,9 +257,9 @@ def _factors_of(where: str, tensors: Mapping[str, Any], dora: bool) -> tuple[Any
 
 
 def _scale_of(where: str, config: Config, module: str, factors: Any, decomposed: bool) -> float:
-    """The scale of a module, by the rank of the configuration.
+    """The scale of a module, from the rank in the configuration.
 
-    A decomposition has no more factors than the weight has rows or columns, whatever rank it is for.
+    The rank of decomposed factors is at most the number of the weight's rows or columns.
     """
     (n, rank), m = factors[0].shape, factors[1].shape[1]
     wanted, alpha = rank_and_alpha(config, module)
@@ -294,7 +295,7 @@ def _dense_base(where: str, init: str, base: Mapping[str, Any] | None, path: str
 
 
 def _start_of(init: str, w: Any, shape: Any, factors: Any, scale: float) -> tuple[Any, Any]:
-    """The factors that PEFT begins with on a weight, as it finds them in float32."""
+    """The initial factors that PEFT computes from a weight, in float32."""
     a, b = factors
     sizes = a.shape[0], b.shape[1]
     if tuple(w.shape) != tuple(shape or sizes):
@@ -305,7 +306,7 @@ def _start_of(init: str, w: Any, shape: Any, factors: Any, scale: float) -> tupl
 
 
 def _without(a: Any, b: Any, start_a: Any, start_b: Any) -> tuple[Any, Any]:
-    """Factors of `a @ b - start_a @ start_b`, as PEFT converts such adapters to plain ones."""
+    """The factors of `a @ b - start_a @ start_b`, as when PEFT converts such adapters to plain ones."""
     return jnp.concatenate([a, start_a], -1), jnp.concatenate([b, -start_b], -2)
 
 
@@ -322,7 +323,7 @@ def _named(names: Modules, module: str, where: str) -> str:
 
 
 def _at_place(where: str, weight: Any, place: Place) -> Any:
-    """The weight `[inputs, outputs]` in the parameter's axes: of several it is a view of the matrix."""
+    """The weight `[inputs, outputs]`, as a view with the axes of its place, if that has a shape."""
     if place.axes not in (None, (1, 0)):
         raise ValueError(f"{where}: axes: expected (1, 0) of an adapter's Place, got {place.axes}")
     if place.shape is None:
@@ -353,7 +354,7 @@ def _made(folder: str | os.PathLike[str]) -> pathlib.Path:
 def _for_the_weight_as_it_was(
     path: str, lora: RestLoRA, adapter: AdapterParts, initial: AdapterParts | None
 ) -> LoRA:
-    """The plain LoRA for the weight out of which the first factors were taken."""
+    """The plain LoRA for the original weight, before its initial factors were subtracted."""
     if initial is None:
         raise ValueError(
             f"{path}: its init ('pissa', 'olora' or LoftQ) changed the weight below the adapter, so "
@@ -393,7 +394,7 @@ def _config_for(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": sorted(ranks),
-        # (Without the mark of the beginning, PEFT takes the pattern of `head` for `block.head`, too.)
+        # (Without `^`, PEFT also uses the pattern of `head` for `block.head`.)
         "rank_pattern": {f"^{re.escape(m)}": n for m, n in ranks.items() if n != rank},
         "alpha_pattern": {f"^{re.escape(m)}": n for m, n in alphas.items() if n != alpha},
     }

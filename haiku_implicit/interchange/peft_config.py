@@ -1,4 +1,4 @@
-"""The keys of PEFT's `adapter_config.json`: read here, without an effect on outputs, or refused."""
+"""The keys of PEFT's `adapter_config.json`: read, refused, or unused as they do not affect outputs."""
 
 import dataclasses
 import pathlib
@@ -17,15 +17,15 @@ Config = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What becomes of a key.
+    """The treatment of a key.
 
     Attributes:
       use: 'read'; 'unused', if no value of it changes an output; 'refused' otherwise.
-      neutral: the value with which a refused key changes no output; null, false and what is empty
-        stand for false.
+      neutral: the value with which a refused key does not change outputs; null, false and empty values
+        count as false.
       instead: the way out, if a refused key has another value.
-      tensors: a regular expression of the tensors of a module that training alone uses, if the key has
-        a value.
+      tensors: a regular expression for a module's tensors that only training uses, if the key has a
+        value.
     """
 
     use: str
@@ -45,7 +45,7 @@ def _refused(instead: str, neutral: Any = False) -> Key:
     return Key("refused", neutral, instead)
 
 
-# All keys of a `LoraConfig` of PEFT 0.21.2, and those of PEFT 0.0.1 to 0.2.0 that it has no more.
+# All keys of `LoraConfig` in PEFT 0.21.2, and the keys of PEFT 0.0.1 to 0.2.0 that it no longer has.
 KEYS: dict[str, Key] = {
     "peft_type": _READ,
     "r": _READ,
@@ -74,7 +74,7 @@ KEYS: dict[str, Key] = {
     "merge_weights": _UNUSED,
     "velora_config": Key("unused", tensors="lora_velora_embed"),
     "monteclora_config": Key("unused", tensors=r"lora_monteclora_sampler\..+"),
-    # How the factors began; the value of `init_lora_weights` says which of them count.
+    # Initialization of the factors; `init_lora_weights` says which of these applies.
     "loftq_config": _UNUSED,
     "eva_config": _UNUSED,
     "corda_config": _UNUSED,
@@ -108,9 +108,9 @@ KEYS: dict[str, Key] = {
 }
 
 _FLAGS = "use_rslora", "use_dora", "ensure_weight_tying", "fan_in_fan_out"
-# Values of `init_lora_weights` with which PEFT leaves the base as it is.
+# Values of `init_lora_weights` with which PEFT does not change the base.
 _PLAIN_INITS = "gaussian", "eva", "orthogonal", "mica"
-# Those with which PEFT takes a part out of the base that the base alone determines.
+# Values with which PEFT subtracts a part of the base that depends only on the base.
 _FROM_BASE = "pissa", "olora"
 CONVERT = (
     "convert the adapter to a plain LoRA by PEFT's save_pretrained(path_initial_model_for_weight_"
@@ -120,11 +120,11 @@ CONVERT = (
 
 
 def read_config(path: pathlib.Path) -> dict[str, Any]:
-    """The configuration of a LoRA or DoRA adapter.
+    """Reads and checks the configuration of a LoRA or DoRA adapter.
 
     Raises:
-      ValueError: for another kind of adapter, an unknown key, one that is refused, or a value of
-        another type than PEFT writes.
+      ValueError: for another kind of adapter, an unknown or refused key, or a value of another type
+        than PEFT writes.
     """
     config = read_json(path)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
@@ -155,20 +155,20 @@ def read_config(path: pathlib.Path) -> dict[str, Any]:
 
 
 def init_from_base(config: Config) -> str | None:
-    """'pissa' or 'olora', if PEFT takes what it begins with out of the weights of linear layers."""
+    """Returns 'pissa' or 'olora' if PEFT subtracts initial factors from linear layers, else None."""
     init = config.get("init_lora_weights", True)
     name = init.lower() if isinstance(init, str) else None
     return name if name in _FROM_BASE else None
 
 
 def training_tensors(config: Config) -> re.Pattern[str]:
-    """Matches the names of tensors that outputs do not depend on."""
+    """A pattern for the names of tensors that do not affect outputs."""
     own = [key.tensors for name, key in KEYS.items() if key.tensors and config.get(name)]
     return re.compile(rf"base_model\.model\..+\.({'|'.join(own)})" if own else r"(?!)")
 
 
 def rank_and_alpha(config: Config, module: str) -> tuple[float, float]:
-    """Of a module, as `get_pattern_key` of PEFT finds them."""
+    """The rank and alpha of a module, found as in PEFT's `get_pattern_key`."""
 
     def own(name: str, default: float) -> float:
         patterns = config.get(name) or {}
@@ -179,9 +179,9 @@ def rank_and_alpha(config: Config, module: str) -> tuple[float, float]:
 
 
 def left_out_by(config: Config, module: str) -> str | None:
-    """The key by which PEFT puts no adapter on a module, whatever tensors there are; None if it does.
+    """The key by which PEFT does not adapt a module, even if it has tensors; None if PEFT adapts it.
 
-    As `check_target_module_exists` of PEFT. (Tied modules get adapters that no key names.)
+    As in PEFT's `check_target_module_exists`. (Tied modules get adapters that no key names.)
     """
     targets, excluded = config.get("target_modules"), config.get("exclude_modules")
     if excluded and _names(excluded, module):
@@ -213,7 +213,7 @@ def _names(names: str | list[str], module: str) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """Whether JSON is a number that float32 has: not a boolean, NaN or infinite."""
+    """Whether a JSON value is a number in the range of float32: not a boolean, NaN or infinite."""
     return type(x) in (int, float) and abs(x) <= float(np.finfo(np.float32).max)
 
 
@@ -261,7 +261,7 @@ def _check_names(where: str, names: Any, of_layers: bool) -> None:
     if of_layers:
         given = [_layer_of(pattern) for pattern in given]
     elif not isinstance(names, str):
-        return  # names, and no patterns
+        return  # names, not patterns
     for pattern in given:
         _check_pattern(where, pattern, pattern)
 

@@ -1,8 +1,8 @@
-"""What the `quantization_config` of a GPTQ or AWQ checkpoint says: every key, and what it means here.
+"""The keys of the `quantization_config` of a GPTQ or AWQ checkpoint, and their treatment.
 
-The keys are those of transformers, AutoGPTQ, GPTQModel, AutoAWQ and AutoRound. Each is read, or changes
-no number that a file stands for, or may have the values listed here alone. Any other key is an error:
-it might change what codes mean. A key with null is one that is not there.
+The keys come from transformers, AutoGPTQ, GPTQModel, AutoAWQ and AutoRound. Each is read, does not
+affect values, or may have only the values listed here. Any other key is an error: it might change the
+meaning of codes. A key with null counts as missing.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from haiku_implicit.files.container import CheckpointError, brief
 
-# Names of one thing. What a file says by several of them has to agree.
+# Alternative names of one key. If a file has several of them, their values have to agree.
 FORMAT = ("format", "checkpoint_format", "version")
 BITS = ("bits", "w_bit", "wbits")
 GROUP_SIZE = ("group_size", "q_group_size")
@@ -22,11 +22,11 @@ _READ = {
     *("dynamic", "pack_dtype", "desc_act", "backend"),
 }
 
-# The values that are read, of keys whose other values make something else of the same codes.
+# The supported values of keys whose other values give codes another meaning.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "is_marlin_format": (False,),
     "rotation": (),  # the model has to transform its activations
-    "adapter": ({},),  # weights beside these
+    "adapter": ({},),  # additional weights
     "hyb_act": (False,),
     "packing_format": ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_gptq", "auto_awq"),
     "data_type": ("int",),
@@ -37,7 +37,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "mock_quantization": (False,),
 }
 
-# How the codes were found, how programs compute with them, and which modules have none.
+# Keys about how codes were found, how programs compute with them, and which modules lack them.
 _FREE = {
     *("dataset", "tokenizer", "damp_percent", "damp_auto_increment", "static_groups"),
     *("true_sequential", "mse", "act_group_aware", "gptaq", "gptaq_alpha", "foem", "v2"),
@@ -64,12 +64,12 @@ _WORDS = {f"int{n}": n for n in (8, 16, 32, 64)}
 
 
 class Settings(NamedTuple):
-    """How a weight of GPTQ or AWQ is stored.
+    """The storage settings of a GPTQ or AWQ weight.
 
     Attributes:
-      bits: of a code.
-      group_size: how many inputs share a scale; None for all.
-      format: the layout.
+      bits: the bits of a code.
+      group_size: the number of inputs that share a scale; None for all.
+      format: the name of the layout.
       symmetric: whether all zero points are the middle code; None if the file does not say.
       ordered: whether the file says that groups are not runs of inputs (`desc_act`).
       word: the bits of an integer that holds codes.
@@ -84,14 +84,14 @@ class Settings(NamedTuple):
 
 
 class Config:
-    """A `quantization_config` whose keys are all known.
+    """A `quantization_config` with only known keys.
 
     Args:
-      where: what it is in, for errors.
+      where: the place of the configuration, for errors.
       config: its JSON.
 
     Raises:
-      CheckpointError: for a key or a value that is not read, or two that contradict each other.
+      CheckpointError: for an unsupported key or value, or two that contradict each other.
     """
 
     def __init__(self, where: str, config: Mapping[str, Any]):
@@ -110,16 +110,16 @@ class Config:
             self.get(keys)
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
-        """The error for the value of a key."""
+        """The error for an unsupported value of a key."""
         return CheckpointError(
             f"{self.where}: {key}: expected {expected}, got {brief(self._config.get(key))}"
         )
 
     def get(self, keys: Sequence[str]) -> tuple[str, Any]:
-        """What a file says by some of these names: one of them, and its value.
+        """Looks up a key by its alternative names; returns one of the names, and the value.
 
         Raises:
-          CheckpointError: if two of them differ.
+          CheckpointError: if the values of two names differ.
         """
         given = [key for key in keys if key in self._config]
         values = [self._config[key] for key in given]
@@ -135,15 +135,15 @@ class Config:
     def settings(
         self, bits: Sequence[int], formats: Sequence[str], words: Sequence[int]
     ) -> Settings:
-        """How weights are stored.
+        """The storage settings of weights.
 
         Args:
-          bits: that a code may have.
-          formats: that are read, the one without a name first.
-          words: the bits of an integer that holds codes.
+          bits: the supported bits of a code.
+          formats: the supported layouts, the default one first.
+          words: the supported bits of an integer that holds codes.
 
         Raises:
-          CheckpointError: for a value that is not read.
+          CheckpointError: for an unsupported value.
         """
         key, number = self.get(BITS)
         if type(number) is not int or number not in bits:
@@ -182,10 +182,10 @@ class Config:
     def of_module(self, module: str) -> "Config":
         """The configuration of one module, by `dynamic`: GPTQModel's settings for patterns of names.
 
-        The first pattern that matches counts, also if it begins with "-:": the module is not quantized.
+        The first pattern that matches counts. If it begins with "-:", the module is not quantized.
 
         Raises:
-          CheckpointError: if `dynamic` is not what it has to be, or the module is not quantized by it.
+          CheckpointError: if `dynamic` is invalid, or says that the module is not quantized.
         """
         patterns = self._config.get("dynamic", {})
         if not isinstance(patterns, dict) or not all(

@@ -1,4 +1,4 @@
-"""Codes of a few bits that follow each other, across the bytes of integers."""
+"""Unpacks codes of a few bits that are packed across the bytes of integers."""
 
 import sys
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """The codes in rows of integers, each of which is one run of bits, the lowest first.
+    """Unpacks the codes in rows of integers: each row is one run of bits, lowest bits first.
 
     Args:
       words: integers `[..., n]` of `w` bits.
-      bits: of a code, up to 8.
+      bits: the bits of a code, up to 8.
 
     Returns:
       Codes `[..., n * w / bits]` uint8.
@@ -26,6 +26,6 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
         codes = data[..., None] >> shifts & np.uint8(2**bits - 1)
         return codes.reshape(*data.shape[:-1], -1)
-    ones = np.unpackbits(data, axis=-1, bitorder="little")  # a code may lie across two bytes
+    ones = np.unpackbits(data, axis=-1, bitorder="little")  # a code may span two bytes
     ones = ones.reshape(*data.shape[:-1], -1, bits)
     return np.bitwise_or.reduce(ones << np.arange(bits, dtype=np.uint8), axis=-1)

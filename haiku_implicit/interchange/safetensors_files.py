@@ -1,4 +1,4 @@
-"""Tensors in the safetensors files of another library, in one or in several."""
+"""Reads tensors from another library's safetensors files, one or several."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from haiku_implicit.files.writing import ENTRY, PART
 from haiku_implicit.interchange.trees import Stored
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-# What holds the values of dense tensors. Codes of fewer bits are nothing without their scales.
+# The dtypes of dense tensors. Codes of fewer bits are useless without their scales.
 _DENSE = (
     "F16",
     "BF16",
@@ -29,7 +29,7 @@ _DENSE = (
 )
 
 
-# What codes are packed into.
+# The dtypes into which codes are packed.
 _PACKED = ("I16", "U16", "I32", "U32")
 
 
@@ -56,12 +56,12 @@ class Tensors:
         return self.files[name].tensors[name].shape
 
     def array(self, name: str, kinds: str = "", shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """A tensor, as a view of the file.
+        """Returns a tensor as a view of the file.
 
         Args:
-          name: of the tensor.
-          kinds: what the format calls the dtypes that it may have; any if empty.
-          shape: that it has to have; any if None.
+          name: the tensor's name.
+          kinds: the format's names of the allowed dtypes; any if empty.
+          shape: the required shape; any if None.
 
         Raises:
           CheckpointError: if there is no such tensor, or it has another dtype or shape.
@@ -79,7 +79,7 @@ class Tensors:
         return dtypes.array_of(data, dtypes.FOREIGN[dtype], found, False, as_numpy=True)
 
     def dense(self, name: str) -> Stored:
-        """A tensor that is not quantized."""
+        """Returns a `Stored` for a tensor that is not quantized."""
 
         def shape() -> tuple[int, ...]:
             self._check_dense(name)
@@ -88,7 +88,7 @@ class Tensors:
         return Stored(name, shape, lambda dense: self.array(name))
 
     def _check_dense(self, name: str) -> None:
-        """Raises for codes, whose values nothing is known about."""
+        """Raises for codes without known scales, and for weights that an unknown method quantized."""
         kind, shape = self.files[name].tensors[name][:2]
         out = "A place of None leaves it out"
         if kind not in _DENSE:
@@ -105,7 +105,7 @@ class Tensors:
 
     @functools.cached_property
     def _scales(self) -> dict[str, str]:
-        """By the names of weights or modules: a tensor of scales that they have."""
+        """The name of a tensor of scales for each weight or module that has one."""
         found = {}
         for name in self.files:
             owner, _, own = name.rpartition(".")
@@ -115,14 +115,14 @@ class Tensors:
 
 
 def open_tensors(path: str | os.PathLike[str]) -> Tensors:
-    """The tensors of a model: of all its files, also when one of several is given.
+    """Opens the tensors in all files of a model, even if `path` is only one of them.
 
     Args:
       path: a file, or a folder in the layout of the Hugging Face hub.
 
     Raises:
       CheckpointError: for a folder without weights, an index that does not fit, a file that is damaged
-        or not there, a tensor that several files have.
+        or missing, or a tensor that several files have.
       OSError: if a file can't be read.
     """
     path = pathlib.Path(path)
@@ -145,14 +145,14 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
 
 def _opened(path: str) -> list[File]:
-    """A file; of a checkpoint that `save` wrote all its files."""
+    """Opens a file, or all files of a checkpoint that `save` wrote."""
     file = open_container(path)
     ours = ENTRY in file.metadata or PART in file.metadata
     return Source(path, numpy=True).files if ours else [file]
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The `config.json` of a folder, or beside a file; empty where there is none.
+    """Reads the `config.json` in a folder, or next to a file; empty if there is none.
 
     Raises:
       CheckpointError: if it is not a JSON object.
@@ -163,7 +163,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _hint(folder: pathlib.Path) -> str:
-    """What there is in their place."""
+    """Text about a folder without weights, for an error."""
     if any(folder.glob("*.bin")):
         return ". Pickled weights (.bin) are not read; save the model as safetensors"
     kind = kind_of(folder)

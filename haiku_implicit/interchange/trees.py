@@ -1,4 +1,4 @@
-"""Trees of parameters from the tensors of another library's file, by names."""
+"""Builds trees of parameters from the tensors in another library's file, by names."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +23,15 @@ _MOST = 5
 
 
 class Stored(NamedTuple):
-    """A tensor of a file, which is not read yet.
+    """A tensor of a file that is not read yet.
 
     Attributes:
-      name: what the file calls it; of a quantized one, what the dense weight would be called.
-      shape: gives its shape, in the order of the file. This and `read` raise for a tensor that can't be
-        read; one that is left out is asked for neither.
-      read: gives it as a NumPy array, which may be a view of the file, or as a `QuantizedMatrix` whose
-        groups lie along the last axis. With True it may give the values of what a `QuantizedMatrix`
-        cannot hold; without, that is an error.
+      name: its name in the file; for a quantized tensor, the name of the dense weight.
+      shape: returns its shape, in the order of the file. This and `read` raise for a tensor that can't
+        be read; neither is called for a tensor that is left out.
+      read: returns a NumPy array, which may be a view of the file, or a `QuantizedMatrix` with groups
+        along the last axis. With True it may return dense values instead, if a `QuantizedMatrix` cannot
+        hold them; otherwise that is an error.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Stored(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A tensor, a place where it goes, its shape in the file, and the shape of the parameter."""
+    """A tensor, its place, its shape in the file, and the shape of the parameter."""
 
     stored: Stored
     place: Place
@@ -57,19 +57,19 @@ def tree_of(
     like: Any,
     dequantize: Targets | None,
 ) -> dict[str, dict[str, Any]]:
-    """The parameters that the tensors of a file are, read one after another.
+    """Reads the tensors of a file one by one into a tree of parameters.
 
     Args:
-      tensors: of the file.
-      names: where each goes.
+      tensors: the tensors of the file.
+      names: the place of each tensor.
       where: the file, for errors.
-      dtype: of the parameters' values; None for that of the file.
-      like: `{module: {name: array or shape}}`: the parameters that there have to be, or None.
-      dequantize: which quantized parameters become dense.
+      dtype: the dtype of the parameters' values; None keeps the file's.
+      like: `{module: {name: array or shape}}`: the expected parameters, or None.
+      dequantize: the quantized parameters that become dense.
 
     Raises:
-      CheckpointError: if the parameters are not those of `like`.
-      ValueError: for a `dtype` that is not floating, a tensor that `names` has no place for, two at one
+      CheckpointError: if the parameters differ from `like`.
+      ValueError: for a `dtype` that is not floating, a tensor without a place in `names`, two at one
         place, or a place that does not fit the tensor.
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
@@ -172,10 +172,10 @@ def _dense_ones(placed: Mapping[str, _Placed], dequantize: Targets | None) -> se
 
 
 def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
-    """The parameter that a tensor is."""
+    """Reads a tensor as a parameter."""
     stored, place, in_file, shape = placed
     try:
-        with np.errstate(all="ignore"):  # infinite scales and NaN are what the file has
+        with np.errstate(all="ignore"):  # infinite scales and NaN come from the file
             value = stored.read(dense)
         axes = place.axes_for(len(in_file))
         if isinstance(value, QuantizedMatrix) and not dense:
@@ -193,14 +193,14 @@ def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
         raise
     except ValueError as e:
         raise ValueError(f"{where}: {stored.name}: {e}") from e
-    # One at a time: JAX computes later than it returns, and needs memory for that.
+    # One at a time: JAX computes after it returns, and needs memory for that.
     return jax.block_until_ready(new)
 
 
 def _dense(value: np.ndarray, dtype: Any, where: str) -> Any:
-    """A JAX array; one of NumPy if JAX would give it fewer bits."""
+    """A JAX array of a tensor's values; a NumPy array if JAX would drop bits."""
     floating = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
-    # A copy in any case: JAX may use the memory of what it is given, and this may be a mapped file.
+    # Always a copy: JAX may use the memory of its argument, and this may be a mapped file.
     copy = _aligned(value.shape, dtype if floating else value.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         copy[...] = value
@@ -218,7 +218,7 @@ def _warn_of_overflow(where: str, dtype: Any) -> None:
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array that JAX takes as it is on a CPU, which has to begin at a multiple of 64 bytes."""
+    """An array that JAX uses on a CPU without a copy, since it begins at a multiple of 64 bytes."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     room = np.empty(size + 64, np.uint8)
@@ -229,7 +229,7 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def _as_placed(
     value: QuantizedMatrix, place: Place, axes: tuple[int, ...], shape: tuple[int, ...], dtype: Any
 ) -> Any:
-    """A matrix whose groups lie along its last axis, with its axes and its shape as a place says."""
+    """A matrix with groups along its last axis, converted to the axes and the shape of a place."""
     lead = len(axes) - 2
     if axes[:lead] != tuple(range(lead)):
         raise ValueError(
