@@ -1,7 +1,7 @@
-"""Haiku models on implicit arrays: LoRA, quantized weights, symbolic zeros, and types of your own.
+"""Haiku models on implicit arrays: LoRA, quantized weights, symbolic zeros, and your own types.
 
-The names, in the order of the data's way: wrap a model; put implicit arrays in its parameters, or have
-it make them; train; see what was materialized; and for new types, the base class and the rules.
+The names follow the order of use: wrap a model; put implicit arrays in its parameters, or let it make
+them; train; report materialized arrays; and for new types, the base class and the rules.
 """
 
 from haiku_implicit import adapters, layers, mox, quantization, testing
@@ -122,7 +122,7 @@ __all__ = [
     # wrap a model or a function
     "transform_implicit",
     "use_implicit_args",
-    # implicit parameters: of a tree, where Haiku makes them, where Haiku reads them
+    # implicit parameters: edits of a tree, Haiku creators, Haiku getters
     "add_lora",
     "add_adapter",
     "quantize_activations",
@@ -223,16 +223,16 @@ __all__ = [
     "mox",
     # heads, rotary positions, meshes and policies, under EasyDeL's names
     "layers",
-    # JAX's transformations with less to say
+    # JAX's transformations with fewer arguments
     "auto_in_axes",
     "auto_jit",
-    # dense arrays, and what became dense
+    # materialization, its policy and its report
     "materialize",
     "materialization",
     "materialization_report",
     "MaterializationError",
     "MaterializationWarning",
-    # types and rules of your own
+    # your own types and rules
     "ImplicitArray",
     "ArrayValue",
     "aux_field",

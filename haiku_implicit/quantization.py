@@ -1,7 +1,7 @@
-"""How numbers are held in few bits, and how to compute with them.
+"""Quantization rules, formats, and products that follow the rules.
 
-The rules that say which modules are quantized how, and JAX's products with such a rule. What applies
-them to the parameters of a model is in `haiku_implicit` itself: `quantized_training`.
+A rule says how the modules that it matches are quantized; the products are JAX's, with such a rule.
+To apply rules to the parameters of a model, use `haiku_implicit.quantized_training`.
 """
 
 from haiku_implicit.numerics import formats

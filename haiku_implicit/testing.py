@@ -1,4 +1,4 @@
-"""What a type of one's own has to hold: one function, for tests outside this library."""
+"""`check_type`: a test of a new implicit type, for use outside this library."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +18,7 @@ from haiku_implicit.core.transform import use_implicit_args
 
 Operation = Callable[[Any], Any]
 
-# Functions of one array of any rank. What the dense array does not allow is left out.
+# Functions of one array of any rank. Those that fail for the dense array are skipped.
 OPERATIONS: dict[str, Operation] = {
     "identity": lambda w: w,
     "plus a number": lambda w: w + 1.5,
@@ -72,7 +72,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def _like(w: Any) -> jax.Array:
-    """A dense array of the shape and dtype of another one, without zeros."""
+    """Makes a dense array without zeros, with the shape and dtype of another one."""
     values = np.cos(np.arange(int(np.prod(w.shape)))).reshape(w.shape)
     return jnp.asarray(values, w.dtype)
 
@@ -91,19 +91,20 @@ def check_type(
     for types with batch axes (`core_ndim`), under `vmap` and in a `scan` over two arrays.
 
     Args:
-      make: an array of the type from a seed; of any shape, but always the same one.
-      dense: what an array (or a batch of them) stands for, by other means than its own `materialize`,
-        if there are any; in functions of JAX.
+      make: makes an array of the type from a seed, always with the same shape.
+      dense: makes the dense array of an array (or of a batch of them), with JAX's functions. If
+        possible, it should not use `materialize`.
       operations: functions of one array, by names for errors. None: `OPERATIONS`, all of which take
         tens of seconds to compile.
       rtol, atol: the tolerances of all comparisons.
 
     Returns:
-      What was materialized: `print` shows a table of it. (Not an error: a rule is a matter of speed.)
+      A report of the materialized arrays; `print` shows it as a table. (They are not errors, since
+      rules only add speed.)
 
     Raises:
-      AssertionError: for results or derivatives that are not those of the dense array, for a shape or
-        dtype that is not that of the dense array, and for whatever is raised. It lists all failures.
+      AssertionError: if results, derivatives, the shape or the dtype differ from the dense array's, or
+        if a function raises. It lists all failures.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -123,7 +124,7 @@ def check_type(
     with materialization("allow"), materialization_report() as report:
         failures = _failures("the array itself", _check_array, make(0), dense)
         if failures:
-            every = {}  # nothing can be told of functions of it
+            every = {}  # its functions would fail as well
         for name, fun in every.items():
             if not _allowed(fun, dense(make(0))):
                 continue
@@ -137,14 +138,14 @@ def check_type(
 def _failures(label: str, check: Callable[..., None], *args: Any) -> list[str]:
     try:
         check(*args)
-    except Exception as error:  # each is reported, whatever it is
+    except Exception as error:  # any error is reported
         lines = [line for line in str(error).splitlines() if line.strip()][:4]
         return [f"{label}: {type(error).__name__}: {' '.join(lines)}"]
     return []
 
 
 def _check_array(w: ImplicitArray, dense: Callable[[Any], jax.Array]) -> None:
-    """It says what it is, is a pytree, and prints."""
+    """Checks the shape and dtype of an array, its flattening, and its repr."""
     want = dense(w)
     assert (w.shape, w.dtype) == (want.shape, want.dtype), (
         f"it says that it is {w.dtype}{list(w.shape)}, and stands for {want.dtype}{list(want.shape)}"
@@ -165,7 +166,7 @@ def _allowed(fun: Operation, dense: jax.Array) -> bool:
 
 
 def _ways(make: Callable[[int], Any], fun: Operation) -> Iterator[tuple[str, Callable[..., None]]]:
-    """The ways to run a function, each with a check of it."""
+    """Yields the ways to run a function, each with a check."""
     implicit = use_implicit_args(fun)
 
     def check(run: Operation, want: Operation, w: Any) -> Callable[..., None]:
@@ -195,7 +196,7 @@ def _ways(make: Callable[[int], Any], fun: Operation) -> Iterator[tuple[str, Cal
 
 
 def _gradients(fun: Operation, w: Any) -> list[jax.Array]:
-    """The derivatives of a sum of the results with respect to each floating leaf."""
+    """Differentiates a weighted sum of the results with respect to each floating leaf."""
     leaves, treedef = flatten(w)
     dtypes = [x.dtype for x in leaves]
     floating = [

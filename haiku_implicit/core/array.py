@@ -31,8 +31,8 @@ class ImplicitArray(abc.ABC):
 
     A subclass is a dataclass (`@dataclasses.dataclass`) whose fields are arrays, other implicit
     arrays or trees of them, and, marked with `aux_field`, static metadata. It must define
-    `materialize`. Rules for JAX primitives are added with `primitive_handler`; if there is no rule,
-    the array is materialized, with a warning.
+    `materialize`. `primitive_handler` adds rules for JAX primitives; if none applies, the array is
+    materialized, with a warning.
 
     Shape and dtype come from the first of these that gives one: the keyword of the constructor,
     `compute_shape()` / `compute_dtype()`, the class attributes `default_shape` / `default_dtype`, and
@@ -47,11 +47,11 @@ class ImplicitArray(abc.ABC):
       core_ndim: how many of the last axes make one tensor of this type (2 for a matrix, 0 for a
         wrapper of any array). All axes before them are batch axes, which every leaf has too.
         `jax.lax.scan` and `vmap` can slice and stack such a type, and there are rules for slicing,
-        stacking and reordering its batch axes. None (the default): this type has no batch axes.
-      linear_in: the names of fields such that the tensor is twice as large where each of them is. A
-        product with a number, a quotient by one, the negative and a cast (as mixed precision makes
-        them) then keep the type, without rules: the fields are scaled, and what has the tensor's
-        dtype is cast. None (the default): nothing is known.
+        stacking and reordering its batch axes. None (the default): this type lacks batch axes.
+      linear_in: the names of fields; if all of them are doubled, the tensor is doubled. A product with
+        a number, a quotient by one, the negative and a cast (as in mixed precision) then keep the
+        type, without rules: the fields are scaled, and leaves of the tensor's dtype are cast. None
+        (the default): nothing is known.
 
     Attributes:
       shape: `tuple[int, ...]`, the shape of the dense tensor.
@@ -82,7 +82,7 @@ class ImplicitArray(abc.ABC):
     core_ndim: ClassVar[int | None] = None
     linear_in: ClassVar[tuple[str, ...] | None] = None
 
-    # What `aux_field` makes, in the form that type checkers understand.
+    # The fields that `aux_field` would make, in the form that type checkers understand.
     shape: tuple[int, ...] = dataclasses.field(
         default=Inferred("shape", as_shape),  # type: ignore[arg-type]
         kw_only=True,
@@ -93,7 +93,7 @@ class ImplicitArray(abc.ABC):
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        _names(cls)  # raises for a class without its decorator; a constructor would not know why
+        _names(cls)  # raises a clear error for a class without its decorator
         return super().__new__(cls)
 
     def __init_subclass__(
@@ -137,67 +137,67 @@ class ImplicitArray(abc.ABC):
 
         It does not run when JAX unflattens, which it also does with placeholders for arrays.
         """
-        # If the children tell the same shape it is left to them, and so stays right when JAX slices or
+        # Drops an explicit shape that equals the children's, so that it stays right when JAX slices or
         # stacks them. (`dataclasses.replace` passes an inferred shape as an explicit one.)
         if self.__dict__.get("_shape") is not None and self.compute_shape() == self.shape:
             self.__dict__["_shape"] = None
 
     @abc.abstractmethod
     def materialize(self) -> jax.Array:
-        """The dense array, of `self.shape` and `self.dtype`, that this stands for.
+        """Returns the dense array, of `self.shape` and `self.dtype`, that this array stands for.
 
         In the method, fields that hold implicit arrays read as dense ones.
         """
 
     def equivalent(self) -> Any:
-        """Another array that stands for the same tensor, whose rules serve where this type has none.
+        """Returns another array for the same tensor, whose rules apply if this type has none.
 
         As in a rule, fields that hold implicit arrays read as dense ones, and operations on them are
         dispatched. `materialize` is then `return dense(self.equivalent())`.
 
         Returns:
-          An implicit array of other types, which have rules; `NotImplemented`, the default, where the
-          type has all the rules there are for it.
+          An implicit array of other types, which have rules. Or `NotImplemented` (the default): the
+          type relies on its own rules.
         """
         return NotImplemented
 
     def restored(self) -> Self:
-        """This array as rules and `materialize` read it: themselves, unless a type overrides this.
+        """Returns this array as rules and `materialize` read it: unchanged, by default.
 
-        Trees are mapped over by functions that know nothing of the types in them, such as a cast of all
-        leaves. Override it if leaves that were cast can be told, and taken back, or refused.
+        Functions that map over trees, such as a cast of all leaves, do not know the types in them.
+        Override this method if it can detect leaves that were cast, and restore or reject them.
         """
         return self
 
     def compute_shape(self) -> tuple[int, ...] | None:
-        """The shape according to the children, or None if only `materialize` can tell."""
+        """Returns the shape according to the children, or None if only `materialize` can tell."""
         return None
 
     def compute_dtype(self) -> Any:
-        """The dtype according to the children, or None if only `materialize` can tell."""
+        """Returns the dtype according to the children, or None if only `materialize` can tell."""
         return None
 
     def before_dense(self, primitive_name: str) -> None:  # noqa: B027 (types need not have it)
-        """Called when an operation is about to make this array dense; does nothing by default.
+        """Runs before an operation makes this array dense; does nothing by default.
 
-        A type may warn here. The array may be one within another, which becomes dense with it.
+        A type may warn here. It also runs for each array inside the one that becomes dense.
 
         Args:
-          primitive_name: the operation.
+          primitive_name: the name of the primitive.
         """
 
     def with_leading_axis(self, size: int | None) -> Any:
-        """This array after its leaves have gained or lost a leading axis (stacked, or sliced).
+        """Returns this array with static fields for leaves that have gained or lost a leading axis.
 
-        The leaves have changed already; this updates static fields. Override it if static metadata
-        other than an explicit shape depends on the number of axes.
+        The leaves are already stacked or sliced. Override this method if static metadata other than an
+        explicit shape depends on the number of axes.
 
         Args:
           size: the length of the leading axis that the leaves have gained, or None if they have lost
             their first axis.
 
         Returns:
-          The array, or `NotImplemented` if its type has no batch axes (`core_ndim=None`).
+          The array, or `NotImplemented` if its type lacks batch axes (`core_ndim=None`).
         """
         if self.core_ndim is None:
             return NotImplemented
@@ -212,52 +212,53 @@ class ImplicitArray(abc.ABC):
         return stacked
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """How the children are split when the dense array is split by `spec` (`jax.shard_map`).
+        """Returns how children are split if the dense array is split by `spec` (`jax.shard_map`).
 
         Args:
           spec: a `jax.sharding.PartitionSpec` of the dense array.
           mesh: the mesh whose axes it names.
 
         Returns:
-          A tree like the part of this array on one device, with a `PartitionSpec` for each leaf: static
-          metadata, such as an explicit shape, is that of the part. Or `NotImplemented`, the default
-          unless the array is fully replicated: then the array is materialized first.
+          A tree like the part of this array on one device, with a `PartitionSpec` for each leaf. Its
+          static metadata, such as an explicit shape, describes the part. Or `NotImplemented`, the
+          default unless the array is fully replicated: then the array is materialized first.
         """
         if any(part is not None for part in spec):
             return NotImplemented
         return jax.tree.map(lambda _: jax.sharding.PartitionSpec(), self)
 
     def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
-        """How fields lie when XLA is to keep the dense array split by `spec`.
+        """Returns how fields are split if XLA is to keep the dense array split by `spec`.
 
         Args:
           spec: a `jax.sharding.PartitionSpec` of the dense array.
           mesh: the mesh whose axes it names.
 
         Returns:
-          A `PartitionSpec` by field, for all arrays in it. Fields that are not named are on all
-          devices. By default the fields of the array's own shape and dtype lie as it does.
+          A dict from the name of a field to the `PartitionSpec` of all arrays in it. Other fields are
+          replicated. By default the fields with the array's own shape and dtype get `spec`.
         """
         names = data_names(type(self))
         return {name: spec for name in names if same_struct(getattr(self, name), self)}
 
     def placement_spec(self, spec: Any, mesh: Any) -> Any:
-        """As `partition_spec`, where XLA is to keep the dense array split by `spec`.
+        """Returns how children are split if XLA is to keep the dense array split by `spec`.
 
-        XLA computes with whole arrays, so that a part need not be an array of this type. Where this
-        returns `NotImplemented`, each field lies as `field_specs` says.
+        The arguments and the result are as for `partition_spec`. XLA computes with whole arrays, so a
+        part need not be an array of this type. If the result is `NotImplemented`, `field_specs` says
+        how each field is split.
         """
         return self.partition_spec(spec, mesh)
 
     def fitted(self, spec: Any, mesh: Any) -> Any:
-        """The same values in a form that can be split by `spec`, see `partition_spec`.
+        """Returns the same values in a form that `spec` can split (see `partition_spec`).
 
         Args:
           spec, mesh: as for `partition_spec`.
 
         Returns:
-          An array of this type, by default with its fields fitted, as `field_specs` splits them; the
-          array itself where there is nothing to do, or to be done.
+          An array of this type, by default with each field fitted to its spec in `field_specs`; the
+          array itself if no field needs a change, or none can be changed.
         """
         specs = self.field_specs(spec, mesh).items()
         inner = {name: (getattr(self, name), own) for name, own in specs}
@@ -271,7 +272,7 @@ class ImplicitArray(abc.ABC):
         if aval is None:
             try:
                 aval = self.__dict__["_aval"] = _abstract_value(self)
-            except Exception as e:  # whatever a type says about None in place of an array
+            except Exception as e:  # each type has its own error for None instead of an array
                 if not (empty := empty_names(self)):
                     raise
                 raise _incomplete(self, empty, "so that there is no shape and dtype") from e
@@ -339,7 +340,7 @@ class ImplicitArray(abc.ABC):
     __lt__ = __le__ = __gt__ = __ge__ = _operator
 
     def __eq__(self, other: object) -> Any:
-        """With an array, or a number, an error as of other operators. Anything else is not equal."""
+        """Raises for an array or a number, like other operators. Anything else is not equal."""
         if isinstance(
             other, ImplicitArray | jax.Array | np.ndarray | np.generic | complex | float | int
         ):
@@ -349,7 +350,7 @@ class ImplicitArray(abc.ABC):
     __hash__ = None  # type: ignore[assignment]  # `jax.Array` has none either
 
     def __getattr__(self, name: str) -> Any:
-        """Runs if there is no such attribute. For `w.T`, `w.astype`, ..., the error says what to do."""
+        """Runs if an attribute is missing. For `w.T`, `w.astype`, ..., the error names the way out."""
         if hasattr(type(self), name):  # a property raised an AttributeError: raise it again
             return object.__getattribute__(self, name)
         if hasattr(jax.Array, name) and not name.startswith("_"):
@@ -369,10 +370,10 @@ class ImplicitArray(abc.ABC):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """What treescope, which alone calls this, shows: shape and dtype, bytes, and the fields."""
+        """Renders the array for treescope, the only caller: shape, dtype, bytes and fields."""
         from treescope import rendering_parts, repr_lib
 
-        # Without its arrays, as a part that `partition` gives, it has no shape.
+        # A part that `partition` returns lacks arrays, and with them its shape.
         known = ("shape", "dtype") if (logical := short(self)) != "?" else ()
         names = (*known, *data_names(type(self)), *_own_aux_names(type(self)))
         fields = {name: getattr(self, name, None) for name in names}
@@ -397,7 +398,7 @@ ArrayValue = Union[ImplicitArray, jax.Array]  # noqa: UP007 (Plum orders a typin
 
 
 def has_equivalent(kind: type[ImplicitArray]) -> bool:
-    """Whether a type says what it is equal to, see `ImplicitArray.equivalent`."""
+    """Whether a type defines `ImplicitArray.equivalent`."""
     return kind.equivalent is not ImplicitArray.equivalent
 
 
@@ -427,7 +428,7 @@ def _names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _check_decorated(cls: type) -> None:
-    """Raises for annotated fields that no decorator has made fields."""
+    """Raises if a class annotates fields without `@dataclass`, or names unknown ones in `linear_in`."""
     own = {f.name for f in dataclasses.fields(cls)}
     if unknown := [name for name in getattr(cls, "linear_in", None) or () if name not in own]:
         raise TypeError(f"{cls.__name__}: linear_in: it has no field {', '.join(unknown)}")
@@ -489,17 +490,17 @@ def _unflatten(cls: type, aux: tuple[Any, ...], children: tuple[Any, ...]) -> Im
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """`jax.tree_util.tree_flatten`, without JAX's type of a structure, which lacks its methods."""
+    """`jax.tree_util.tree_flatten` with an untyped structure, as JAX's stub of it lacks its methods."""
     return jax.tree_util.tree_flatten(tree)
 
 
 def flatten_one_level(x: Any) -> tuple[list[Any], Any]:
-    """The leaves of a tree and its structure, implicit arrays *within* `x` being leaves."""
+    """Flattens a tree into leaves and structure; implicit arrays *within* `x` are leaves."""
     return jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x and is_implicit(y))
 
 
 def num_batch_axes(x: ImplicitArray) -> int:
-    """How many leading axes of `x` are batch axes, which every leaf has too."""
+    """The number of leading axes of `x` that are batch axes, which every leaf has too."""
     core = x.core_ndim
     if core is None:
         return 0
@@ -513,9 +514,9 @@ def is_nested(x: ImplicitArray) -> bool:
 
 
 def _of_dense_fields(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The method, for arrays that hold other implicit arrays too.
+    """Extends a `materialize` method to arrays that hold other implicit arrays.
 
-    The interpreter calls it with a tracer for each of these. A user's own call has them as they are.
+    The interpreter passes a tracer for each of these; a call by a user passes the implicit arrays.
     """
 
     @functools.wraps(materialize)
@@ -543,28 +544,28 @@ def has_symbolic_shape(x: Any) -> bool:
 
 
 def known_struct(x: Any) -> jax.ShapeDtypeStruct | None:
-    """The shape and dtype of an implicit array; None if its fields do not make one.
+    """The shape and dtype of an implicit array, or None if its fields do not determine them.
 
-    So it is for a part, as `partition` gives it, and for much that is in optimizer states.
+    They do not in a part that `partition` returns, nor in many optimizer states.
     """
     try:
         return jax.ShapeDtypeStruct(tuple(x.shape), np.dtype(x.dtype))
-    except Exception:  # whatever a type says about what is in its fields in place of its arrays
+    except Exception:  # each type has its own error for other values in its fields
         return None
 
 
 def same_struct(x: Any, y: Any) -> bool:
-    """Whether two arrays have one shape and dtype."""
+    """Whether two arrays have the same shape and dtype."""
     return getattr(x, "shape", None) == y.shape and getattr(x, "dtype", None) == y.dtype
 
 
 def dense_struct(x: Any) -> Any:
-    """A `jax.ShapeDtypeStruct` for an implicit array; anything else as it is."""
+    """Returns a `jax.ShapeDtypeStruct` for an implicit array, and anything else unchanged."""
     if not is_implicit(x):
         return x
     leaves = jax.tree_util.tree_leaves(x)
-    # The sharding of the dense array is a part of its type, also where it is not split. An array
-    # without leaves is where `jnp.zeros` would be.
+    # Over explicit mesh axes the sharding is a part of the dense array's type, even if the array is
+    # not split. An array without leaves is in the current mesh, as `jnp.zeros` would be.
     explicit = any(compat.explicit_sharding(y) is not None for y in leaves)
     sharding = None
     if explicit or (not leaves and compat.in_explicit_mesh()):
@@ -574,20 +575,20 @@ def dense_struct(x: Any) -> Any:
 
 
 class IncompleteError(AttributeError, ValueError):
-    """Of an array that is not dense by itself, because a part of it lies elsewhere.
+    """Raised for an array that lacks fields, such as one of the two parts that `partition` returns.
 
     An `AttributeError`, so that `hasattr(x, "shape")` is False.
     """
 
 
 def materialized_struct(x: ImplicitArray) -> jax.ShapeDtypeStruct:
-    """What `materialize` returns, without doing it: of one level, with dense arrays in it."""
+    """The shape and dtype that `materialize` returns for dense children, by abstract evaluation."""
     with compat.within_mesh_of(x):
         return jax.eval_shape(*_materializing(x))
 
 
 def _materializing(x: ImplicitArray) -> tuple[Callable[[list[Any]], jax.Array], list[Any]]:
-    """`materialize` as a function of the dense arrays in an implicit one, and what these are like."""
+    """`materialize` as a function of dense children, and the structs of these children."""
     leaves, treedef = flatten_one_level(x)
 
     def dense(leaves: list[Any]) -> jax.Array:
@@ -618,14 +619,14 @@ def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
 
 
 def empty_names(x: ImplicitArray) -> list[str]:
-    """The fields that hold None in place of an array, except those whose default is None."""
+    """The names of fields that hold None instead of an array, unless None is their default."""
     may = {f.name for f in dataclasses.fields(x) if f.default is None}
     return [name for name in data_names(type(x)) if name not in may and getattr(x, name) is None]
 
 
 def check_complete(arrays: Iterable[Any], error: Exception) -> None:
-    """Raises the reason of an error if one of the arrays is a part, or has no values."""
-    # The first says so already, and the second has another reason.
+    """Raises the cause of an error if one of the arrays lacks fields or values."""
+    # An `IncompleteError` names the cause already; a `NotImplementedError` has another one.
     if isinstance(error, IncompleteError | NotImplementedError):
         return
     for x in filter(is_implicit, arrays):
@@ -636,7 +637,7 @@ def check_complete(arrays: Iterable[Any], error: Exception) -> None:
 
 
 def check_values(name: str, x: Any, error: Exception | None = None) -> None:
-    """Raises if arrays are `jax.ShapeDtypeStruct`s, which may be the reason of an error."""
+    """Raises if leaves of `x` are `jax.ShapeDtypeStruct`s, which may be the cause of an error."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(x)):
         raise TypeError(
             f"{name}: has no values, but is a jax.ShapeDtypeStruct. jax.eval_shape(function, params) "
@@ -653,7 +654,7 @@ def _incomplete(x: ImplicitArray, empty: Sequence[str], lost: str) -> Incomplete
 
 
 def short(x: Any) -> str:
-    """`float32[2,3]` for anything with a shape and a dtype."""
+    """A text such as `float32[2,3]` for anything with a shape and a dtype."""
     try:
         name = getattr(x.dtype, "name", None) or np.dtype(x.dtype).name  # random keys: the first
         return f"{name}[{','.join(map(str, x.shape))}]"

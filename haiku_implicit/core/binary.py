@@ -1,4 +1,4 @@
-"""Rules of two operands, each written once for both of their orders."""
+"""Rules for two operands, each written once for both orders."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class BinaryCall:
-    """A primitive of two operands as a program calls it, for the rules of `binary_handler`.
+    """A program's call of a primitive with two operands, for the rules of `binary_handler`.
 
     Attributes:
       primitive: the primitive.
@@ -28,26 +28,26 @@ class BinaryCall:
     w_first: bool
 
     def __call__(self, x: Any, w: Any) -> Any:
-        """The primitive with the parameters it has, on other operands in the program's order."""
+        """Runs the primitive with the same parameters on other operands, in the program's order."""
         return default_handler(self.primitive, *self.ordered(x, w), **self.params)
 
     def ordered(self, x: Any, w: Any) -> tuple[Any, Any]:
-        """The operands in the order of the program."""
+        """Returns the operands in the order of the program."""
         return (w, x) if self.w_first else (x, w)
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:
-        """Of a `dot_general`: the contracted axes of `x`, and those of `w`."""
+        """The contracted axes of `x` and of `w` in a `dot_general`."""
         return self.ordered(*self.params["dimension_numbers"][0])
 
     @property
     def batch(self) -> tuple[Axes, Axes]:
-        """Of a `dot_general`: the batch axes of `x`, and those of `w`."""
+        """The batch axes of `x` and of `w` in a `dot_general`."""
         return self.ordered(*self.params["dimension_numbers"][1])
 
 
 def fits(x: Any, w: Any) -> bool:
-    """Whether a dense operand of an elementwise primitive leaves the shape of `w` as it is."""
+    """Whether an elementwise primitive with a dense `x` keeps the shape of `w`."""
     if x.ndim != w.ndim:
         return bool(x.ndim == 0)
     return all(i in (1, j) for i, j in zip(x.shape, w.shape, strict=True))
@@ -61,11 +61,11 @@ def binary_handler(
 ) -> Callable[[Rule], Rule]:
     """Registers one rule for both orders of two operands: for `x @ w` and for `w @ x`.
 
-    The rule is called as `rule(call, x, w)`, with operands of the types that `x` and `w` are annotated
-    with. `call(x, w)` runs the primitive on other operands in the order that the program has them
-    in; `call.primitive`, `call.params` and `call.w_first` say what it is, and of a `dot_general`
-    `call.contracted` and `call.batch` give the axes as a pair (those of `x`, those of `w`). Otherwise
-    it is a rule as `primitive_handler` describes it.
+    The rule is called as `rule(call, x, w)`, with operands that match the annotations of `x` and `w`.
+    `call(x, w)` runs the primitive on other operands, in the order of the program; `call.primitive`,
+    `call.params` and `call.w_first` describe the call. For a `dot_general`, `call.contracted` and
+    `call.batch` are pairs (axes of `x`, axes of `w`). Otherwise the rule is as `primitive_handler`
+    describes it.
 
     Args:
       primitives: primitives of two operands, as for `primitive_handler`.
@@ -75,8 +75,8 @@ def binary_handler(
       The decorator; it returns the rule unchanged.
 
     Raises:
-      ValueError: for a name that is not that of a primitive.
-      TypeError: for anything but primitives and names.
+      ValueError: for a name that no primitive has.
+      TypeError: for anything other than primitives and names.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, haiku_implicit as hki

@@ -1,4 +1,4 @@
-"""Running a primitive on dense operands, so that JAX derives its derivative and batching only once."""
+"""`bind`: runs a primitive on dense operands, and lets JAX differentiate and batch it only once."""
 
 import functools
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from haiku_implicit.core import compat
 def bind(primitive: compat.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Runs a primitive on dense operands.
 
-    Under differentiation or `vmap`, JAX transforms a bare primitive anew at every use, but a jitted
+    Under differentiation or `vmap`, JAX transforms a bare primitive again at every use, but a jitted
     function only once. The functions of `jax.numpy` are jitted for that reason. A jaxpr holds only
-    their primitives, so each gets a jit of its own here (`docs/benchmarks.md`).
+    their primitives, so each primitive is jitted here (`docs/benchmarks.md`).
     """
     if primitive in DIFFERENTIABLE and any(map(_is_transformed, operands)):
         static = tuple(params.items())
@@ -25,9 +25,9 @@ def bind(primitive: compat.Primitive, operands: Sequence[Any], params: dict[str,
 
 
 def is_hashable(x: Any) -> bool:
-    """Whether a value, such as parameters of a primitive, can be static.
+    """Whether a value, such as the parameters of a primitive, can be static.
 
-    The other way goes on after this, and not in a handler: its errors would be shown below a TypeError.
+    Callers branch on the result instead of a handler, which would chain later errors to a TypeError.
     """
     try:
         hash(x)
@@ -36,7 +36,7 @@ def is_hashable(x: Any) -> bool:
     return True
 
 
-# JAX's own primitives with a derivative. (One of the user's may have no lowering, which jit needs.)
+# JAX's own primitives with a derivative. (A user's primitive may lack a lowering, which jit needs.)
 DIFFERENTIABLE = {
     primitive
     for name in dir(jax.lax)
@@ -45,7 +45,7 @@ DIFFERENTIABLE = {
 
 
 def _is_transformed(x: Any) -> bool:
-    """Whether a value is traced for anything other than making a jaxpr."""
+    """Whether a value is traced for a transformation, not only to make a jaxpr."""
     return isinstance(x, jax.core.Tracer) and not isinstance(x, partial_eval.DynamicJaxprTracer)
 
 

@@ -1,4 +1,4 @@
-"""The boxing primitive: makes an implicit array inside traced code."""
+"""`box`: a primitive that makes an implicit array inside traced code."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ def box(x: Any) -> jax.Array:
     """Turns an implicit array that was made inside a function into a value that JAX can trace.
 
     Under `use_implicit_args` or `transform_implicit`, the value stands for the implicit array, which
-    may become a parameter, a state entry, or an operand. Elsewhere the value is the dense array, in
-    eager code and under `jit`, `grad` and `vmap`. Haiku creators and getters use this.
+    may become a parameter, a state entry, or an operand. Elsewhere (in eager code and under `jit`,
+    `grad` and `vmap`) the value is the dense array. Haiku creators and getters use this function.
 
     Args:
-      x: an implicit array; a dense one is returned as it is.
+      x: an implicit array; a dense one is returned unchanged.
 
     Returns:
       An array of the dense shape and dtype.
@@ -51,7 +51,7 @@ def _abstract(*leaves: Any, treedef: Any) -> jax.core.ShapedArray:
 
 
 def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:
-    # The primal stays boxed, for an interpreter of the differentiated code.
+    # The primal stays boxed, for an interpreter that runs the differentiated code.
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def of_moving(*values: Any) -> jax.Array:

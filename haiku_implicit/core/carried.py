@@ -1,4 +1,4 @@
-"""`Carried`: what a traced function returns beside its arrays."""
+"""`Carried`: a Python value that a traced function returns with its arrays."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import jax
 
 
 class Carried:
-    """A pytree without leaves that holds a Python value. Its static value is the object itself."""
+    """A pytree without leaves that holds a Python value; its static data is the object itself."""
 
     def __init__(self, value: Any):
         self.value = value
 
-    # JAX keeps structures in caches, where events that are equal, mostly none, take no more room.
-    # Anything but a tuple (of events) is compared by identity.
+    # JAX's caches keep structures. Equal tuples of events (mostly empty ones) share one entry there.
+    # Anything other than a tuple (of events) is compared by identity.
     def __eq__(self, other: object) -> bool:
         if self is other or not (isinstance(other, Carried) and type(self.value) is tuple):
             return self is other

@@ -14,20 +14,20 @@ from jax.experimental.custom_partitioning import SdyShardingRule
 
 Primitive = jax.extend.core.Primitive
 
-# For `jax.jit(inline=)`: puts the equations into the jaxpr, without a call. From JAX 0.12 on True
+# For `jax.jit(inline=)`: puts the equations into the jaxpr, without a call. From JAX 0.12 on, True
 # inlines only at a later stage.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
-# What `jax.jit` has for an operand or a result without a sharding of its own.
+# The sharding that `jax.jit` assumes for an operand or a result if none is given.
 UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].default
 
 
-# Whether a rule for XLA's partitioner can say which axes are summed over: not in JAX 0.7.0.
+# Whether a rule for XLA's partitioner can name the axes that are summed over (not in JAX 0.7.0).
 PARTITIONING_RULES = "reduction_factors" in inspect.signature(SdyShardingRule).parameters
 
 
 def bind(primitive: Primitive, args: Any, params: dict[str, Any]) -> list[Any]:
-    """Binds a primitive as an equation has it, and returns its results as a list.
+    """Binds a primitive with the parameters of an equation, and returns a list of results.
 
     `get_bind_params` returns `(subfuns, params)` before JAX 0.10 and `params` from then on.
     """
@@ -49,12 +49,12 @@ def scan_arity(params: dict[str, Any], operands: list[Any]) -> tuple[int, int]:
 
 
 def _primitive_of(fun: Any, *args: Any) -> Primitive:
-    """The primitive that a public function binds, if `jax.extend` does not export it."""
+    """Finds the primitive that a public function binds, for primitives that JAX does not export."""
     return jax.make_jaxpr(fun)(*args).eqns[-1].primitive
 
 
 def auto_mesh(sizes: Iterable[int], names: Iterable[str]) -> jax.sharding.AbstractMesh:
-    """A mesh of no devices, with axes that are left to XLA (JAX 0.12 makes explicit ones)."""
+    """Makes a mesh without devices whose axes are left to XLA (JAX 0.12 makes explicit ones)."""
     sizes, names = tuple(sizes), tuple(names)
     axis_types = (jax.sharding.AxisType.Auto,) * len(names)
     return jax.sharding.AbstractMesh(sizes, names, axis_types=axis_types)
@@ -68,7 +68,7 @@ def _find_shard_map() -> Primitive:
 
 
 def _find_pvary() -> list[Primitive]:
-    """The primitive that marks a value as varying over a mesh axis, where this JAX has one."""
+    """Finds the primitive that marks a value as varying over a mesh axis, if this JAX has one."""
     mesh = auto_mesh([1], ["i"])
     spec = jax.sharding.PartitionSpec
     wrapped = jax.shard_map(
@@ -80,7 +80,7 @@ def _find_pvary() -> list[Primitive]:
 
 
 def _find_sums() -> list[Primitive]:
-    """What adds up over a mesh axis: `psum`, with and without `check_vma`, and `psum_scatter`."""
+    """Finds the sums over a mesh axis: `psum`, with and without `check_vma`, and `psum_scatter`."""
     spec = jax.sharding.PartitionSpec
     one = jax.ShapeDtypeStruct((1,), jnp.float32)
     found = []
@@ -97,7 +97,7 @@ def _find_sums() -> list[Primitive]:
 
 
 def _find_reshards() -> list[Primitive]:
-    """The primitives that change how an array is sharded over explicit axes of a mesh."""
+    """Finds the primitives that change the sharding of an array over explicit mesh axes."""
     axis_types = (jax.sharding.AxisType.Explicit,)
     mesh = jax.sharding.AbstractMesh((1,), ("i",), axis_types=axis_types)
     whole, split = (
@@ -114,7 +114,7 @@ def _find_reshards() -> list[Primitive]:
 
 
 def _find_custom_vmap() -> Primitive:
-    """The primitive of functions with a rule of their own for `vmap`."""
+    """Finds the primitive of functions with a custom rule for `vmap`."""
     fun = jax.custom_batching.custom_vmap(lambda x: x * 2)
     fun.def_vmap(lambda size, batched, x: (x * 2, batched[0]))
     return _primitive_of(fun, _SCALAR)
@@ -124,7 +124,7 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def _find_check_effect() -> type:
-    """What `checkify.check` does beside its results, as a jaxpr has it."""
+    """Finds the type of the effect that `checkify.check` leaves in a jaxpr."""
     closed = jax.make_jaxpr(lambda x: checkify.check(x > 0, "positive"))(_SCALAR)
     return type(next(iter(closed.effects)))
 
@@ -140,7 +140,7 @@ ragged_dot_general_p = _primitive_of(
     jax.ShapeDtypeStruct((1,), jnp.int32),
 )
 custom_vmap_p = _find_custom_vmap()
-# Before JAX 0.8 `auto_axes` has one of its own.
+# Before JAX 0.8, `auto_axes` has a separate primitive.
 RESHARDS = _find_reshards()
 add_any_p = jax.extend.core.primitives.add_jaxvals_p
 
@@ -156,24 +156,24 @@ IDENTITIES = [
 
 
 def polynomials(x: jax.Array) -> list[jax.Array]:
-    """A polynomial with and without its optional parameter, where JAX has a primitive for it (0.12)."""
+    """A polynomial with and without its optional parameter, if JAX has a primitive for it (0.12)."""
     polynomial: Any = getattr(jax.lax, "polynomial", None)
     return [polynomial(x, [x, x]), polynomial(x, [x, x], unroll=1)] if polynomial else []
 
 
-# Whether a trace is one that no other may use.
+# Marks traces that nothing else may use.
 _OWN_TRACES: Any = jax.make_user_context(False) if hasattr(jax, "make_user_context") else None
 
 
 @contextlib.contextmanager
 def own_traces(kind: int = 1) -> Iterator[None]:
-    """A context whose traces JAX's caches keep apart from those outside it, and of another kind."""
+    """A context whose traces JAX caches separately from traces outside it, or of another `kind`."""
     if _OWN_TRACES is not None:
         with _OWN_TRACES(kind):
             yield
         return
     # Before JAX 0.8: a setting of all threads that is part of the caches' keys. Only a compiler with
-    # remote profiles, as there is in Google, reads it.
+    # remote profiles, inside Google, reads it.
     name = "jax_xla_profile_version"
     old = getattr(jax.config, name)
     jax.config.update(name, old + kind)
@@ -184,7 +184,7 @@ def own_traces(kind: int = 1) -> Iterator[None]:
 
 
 def trace_of(x: Any) -> Any:
-    """The trace that an array is a value of; None for one that is no tracer."""
+    """The trace of a tracer; None for any other array."""
     return getattr(x, "_trace", None)
 
 
@@ -197,7 +197,7 @@ _NOT_TRACED = _trace_state()
 
 
 def is_traced() -> bool:
-    """Whether a function is traced, as far as JAX says so: True if it does not."""
+    """Whether a function is being traced; True if this JAX cannot tell."""
     return _NOT_TRACED is None or _trace_state() != _NOT_TRACED
 
 
@@ -210,12 +210,12 @@ def manual_axes(params: dict[str, Any]) -> frozenset[str]:
 
 
 def vary_like(x: Any, others: Any) -> Any:
-    """`x` marked as varying over the mesh axes that the others vary over (inside `shard_map`)."""
+    """Marks `x` as varying over the mesh axes of the other arrays (inside `shard_map`)."""
     return vary_over(x, {axis for y in others for axis in varying(y)})
 
 
 def vary_over(x: Any, axes: Iterable[str]) -> Any:
-    """`x` marked as varying over these axes, as far as they are of a `shard_map` (not of a `vmap`)."""
+    """Marks `x` as varying over those of the axes that belong to a `shard_map` (not to a `vmap`)."""
     mesh = jax.sharding.get_abstract_mesh()
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     manual = {name for name, kind in pairs if kind == jax.sharding.AxisType.Manual}
@@ -240,7 +240,7 @@ def varying(x: Any) -> frozenset[str]:
 def explicit_sharding(x: Any) -> jax.sharding.NamedSharding | None:
     """The sharding in the type of an array or a `jax.ShapeDtypeStruct`, split or not.
 
-    None if it is on no mesh, or on one whose axes are all left to XLA (none of them is `Explicit`).
+    None without a mesh, and on a mesh whose axes are all left to XLA (none of them is `Explicit`).
     """
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return None
@@ -249,18 +249,18 @@ def explicit_sharding(x: Any) -> jax.sharding.NamedSharding | None:
 
 
 def sharding_of_result(fun: Any, *args: Any) -> jax.sharding.NamedSharding | None:
-    """The sharding in the type of a function's one result; None as `explicit_sharding` has it.
+    """The sharding in the type of a function's only result; None as in `explicit_sharding`.
 
-    `jax.eval_shape` leaves it out where only some axes of a mesh are explicit.
+    `jax.eval_shape` omits it if only some axes of a mesh are explicit.
     """
     (about,) = jax.make_jaxpr(fun)(*args).out_avals
     return about.sharding if is_explicit(about.sharding) else None
 
 
 def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
-    """A block with the mesh that is in the types of all of its leaves, where another one is set.
+    """A block that sets the one mesh in the types of a tree's leaves, if another one is current.
 
-    Where none is set, arrays bring theirs, and JAX can't set one around what it runs at once. JAX 0.7.0
+    If no mesh is set, arrays bring theirs, and JAX can't set one around eager operations. JAX 0.7.0
     can't set one here at all.
     """
     context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -273,22 +273,22 @@ def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _mesh_of(x: Any) -> jax.sharding.AbstractMesh | None:
-    """The mesh in the type of an array, or of what describes one; None if it is on none."""
+    """The mesh in the type of an array or a struct, or None."""
     about: Any = jax.typeof(x) if isinstance(x, jax.Array) else x
     mesh: Any = getattr(getattr(about, "sharding", None), "mesh", None)
     return None if mesh is None or mesh.empty else mesh.abstract_mesh
 
 
 def in_explicit_mesh() -> bool:
-    """Whether the current mesh (`jax.set_mesh`) has axes that are a part of arrays' types."""
+    """Whether the current mesh (`jax.set_mesh`) has explicit axes, which are a part of types."""
     return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def is_same_split(sharding: Any, other: Any, ndim: int) -> bool:
-    """Whether two shardings cut an array in the same way, over devices that are only numbered.
+    """Whether two shardings cut an array in the same way, over devices known only by number.
 
-    By the method that JAX calls of what a partitioning rule returns; there is no public one that does
-    not compare devices.
+    JAX calls the same private method on the results of partitioning rules. The public methods also
+    compare devices.
     """
     if sharding.is_fully_replicated or other.is_fully_replicated:
         return bool(sharding.is_fully_replicated and other.is_fully_replicated)
@@ -296,7 +296,7 @@ def is_same_split(sharding: Any, other: Any, ndim: int) -> bool:
 
 
 def is_explicit(sharding: Any) -> bool:
-    """Whether a sharding is on a mesh with axes that are a part of arrays' types."""
+    """Whether a sharding is on a mesh with explicit axes, which are a part of arrays' types."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return False
     return jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
@@ -305,25 +305,25 @@ def is_explicit(sharding: Any) -> bool:
 def struct(
     shape: Any, dtype: Any, weak_type: bool = False, like: Any = (), sharding: Any = None
 ) -> jax.ShapeDtypeStruct:
-    """A `jax.ShapeDtypeStruct` that varies over the mesh axes that any of `like` varies over."""
+    """Makes a `jax.ShapeDtypeStruct` that varies over each mesh axis that any of `like` varies over."""
     axes = frozenset().union(*map(varying, like))
     if not axes:
         return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=sharding)
     options: dict[str, Any] = {"vma": axes}
     if hasattr(jax.sharding, "ManualAxisType"):
         options = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
-    mesh = jax.sharding.get_abstract_mesh()  # which the axes are looked up in
+    mesh = jax.sharding.get_abstract_mesh()  # the axes are looked up in it
     whole = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(mesh, whole)
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=sharding, **options)
 
 
 def pallas_load(ref: Any, index: Any, mask: Any) -> jax.Array:
-    """What a Pallas kernel has at this index of a reference, and zero where `mask` is False.
+    """Reads a reference at this index in a Pallas kernel, with zeros where `mask` is False.
 
-    Before JAX 0.8 these are functions of `pallas` itself.
+    Before JAX 0.8, `load` and `store` are functions of `pallas` itself.
     """
-    # Here, as importing Pallas takes longer than importing this library.
+    # Imported here, as Pallas takes longer to import than this library.
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 
@@ -335,7 +335,7 @@ def pallas_load(ref: Any, index: Any, mask: Any) -> jax.Array:
 
 
 def pallas_store(ref: Any, index: Any, value: jax.Array, mask: Any) -> None:
-    """Writes what a Pallas kernel has at this index of a reference, where `mask` is not False."""
+    """Writes to a reference at this index in a Pallas kernel, except where `mask` is False."""
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 

@@ -1,8 +1,8 @@
-"""Trees in which some containers keep their leaves flat, and so hide the implicit arrays in them.
+"""Trees with containers that keep their leaves flat, and so hide the implicit arrays in them.
 
 JAX asks `is_leaf` about each node that it finds, but it does not look into such a container: Haiku's
-immutable dict (`hk.data_structures.to_immutable_dict`) gives JAX the arrays of all that it holds, and
-their structure as its own static data. So trees whose leaves are implicit arrays are opened first.
+immutable dict (`hk.data_structures.to_immutable_dict`) gives JAX all arrays inside it, and their
+structure as static data. So trees whose leaves are implicit arrays are opened first.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,9 +19,9 @@ _NOT_FLAT = (dict, list, tuple, str, int, float, complex, type(None), np.ndarray
 
 
 class _Opened:
-    """The node of a tree in place of a mapping that keeps its leaves flat. It has no leaves hidden.
+    """A tree node that replaces a mapping with flat leaves, and shows JAX the items of the mapping.
 
-    Unflattened, it is the mapping itself.
+    Unflattening gives a mapping of the original type.
     """
 
     def __init__(self, kind: type, items: dict[Any, Any]):
@@ -43,13 +43,13 @@ jax.tree_util.register_pytree_with_keys(_Opened, _flatten_with_keys, _rebuild)
 
 
 def opened(tree: Any, is_leaf: IsLeaf = is_implicit, as_dicts: bool = False) -> Any:
-    """A tree in which JAX's functions find each leaf, for use with the same `is_leaf`.
+    """Returns a tree in which JAX's functions find each leaf, for use with the same `is_leaf`.
 
     Args:
       tree: any tree.
       is_leaf: as in JAX's functions.
-      as_dicts: whether flat mappings become dicts. By default JAX's functions give them back as what
-        they were.
+      as_dicts: whether flat mappings become dicts. By default JAX's functions return them with their
+        original types.
 
     Raises:
       TypeError: for a container with implicit arrays that is flat and not a mapping.
@@ -67,10 +67,7 @@ def flatten(tree: Any, is_leaf: IsLeaf = is_implicit) -> tuple[list[Any], Any]:
 
 
 def _search(tree: Any, is_leaf: IsLeaf) -> tuple[list[Any], Any, dict[int, Any]]:
-    """The leaves and the structure of a tree in which flat containers are leaves, and what these hold.
-
-    That is by their `id`.
-    """
+    """Flattens a tree, with flat containers as leaves, and returns also their contents by `id`."""
     found: dict[int, Any] = {}
 
     def stops(x: Any) -> bool:
@@ -88,7 +85,7 @@ def _search(tree: Any, is_leaf: IsLeaf) -> tuple[list[Any], Any, dict[int, Any]]
 def _with_nodes(
     leaves: list[Any], treedef: Any, found: dict[int, Any], is_leaf: IsLeaf, as_dicts: bool = False
 ) -> Any:
-    """The tree with `_Opened` nodes (or dicts) in place of flat mappings."""
+    """Rebuilds the tree with `_Opened` nodes (or dicts) instead of flat mappings."""
 
     def node_for(x: Any) -> Any:
         if id(x) not in found:
@@ -100,7 +97,7 @@ def _with_nodes(
 
 
 def _held_flat(x: Any) -> Any:
-    """What a flat mapping holds, as a dict; None for anything else."""
+    """The contents of a flat mapping as a dict; None for anything else."""
     if isinstance(x, _NOT_FLAT) or is_implicit(x) or isinstance(x, jax.Array):
         return None
     treedef: Any
@@ -115,7 +112,7 @@ def _held_flat(x: Any) -> Any:
 
 
 def _check_no_implicit(x: Any, held: Any) -> None:
-    """Raises if a container that keeps its leaves beside this structure holds implicit arrays."""
+    """Raises if a container that holds flat leaves and this structure contains implicit arrays."""
     leaves = jax.tree_util.tree_leaves(x)
     if held.num_leaves != len(leaves):
         return

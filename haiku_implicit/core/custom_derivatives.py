@@ -1,14 +1,14 @@
-"""Functions with a derivative rule of their own, as `higher_order.py` has the other primitives.
+"""Functions with custom derivative rules (`higher_order.py` has the other primitives with a jaxpr).
 
 The body of a `jax.custom_jvp` or `jax.custom_vjp` is interpreted. Under differentiation its rule must
-be used, which is written for dense arrays: the derivative of f(W + AB) with respect to A is not that of
-f. So the operands go through `materialize` and its derivative, and the rule sees dense values and
-tangents.
+be used, which is written for dense arrays: the derivative of f(W + AB) with respect to A differs from
+the derivative of f. So the operands go through `materialize` and its derivative, and the rule sees
+dense values and tangents.
 
 Whether a call is differentiated, and by which operands, is known only when JAX transforms it. So a call
-is one primitive, `interpreted_call`. When JAX asks for its derivative, JAX says which leaves move, and
-the original function is called with these alone moving: its rule is told the same as in a dense program
-(`symbolic_zeros`), and arrays that it closes over stay still.
+is one primitive, `interpreted_call`. When JAX differentiates it, JAX says which leaves have tangents,
+and the original function gets tangents for exactly these. So its rule gets the same information as in a
+dense program (`symbolic_zeros`), and arrays that it closes over stay constant.
 """
 
 import functools
@@ -34,7 +34,7 @@ _REFUSED = -1
 
 @handles(jex.custom_jvp_call_p, jex.custom_vjp_call_p)
 def custom_derivative(operands: Operands, params: Params) -> list[Any]:
-    """`jax.custom_jvp` and `jax.custom_vjp`, with the same rule for the same derivatives."""
+    """Runs `jax.custom_jvp` and `jax.custom_vjp`, with their rules for the same derivatives."""
     has_jvp = "jvp_jaxpr_fun" in params
     primitive = jex.custom_jvp_call_p if has_jvp else jex.custom_vjp_call_p
     original = functools.partial(compat.bind, primitive, params=params)
@@ -48,15 +48,15 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
 def _interpreted(
     body: ClosedJaxpr, original: Callable[[list[Any]], list[Any]], name: str, operands: Operands
 ) -> list[Any]:
-    """A function, interpreted on operands of which some are implicit.
+    """Interprets a function with a custom derivative rule on operands, some of them implicit.
 
-    It is not known here whether a result will be differentiated. So it stays implicit only if any dense
-    tangent can be a tangent of its leaves (`structure.free_summand`).
+    It is not known here whether a result will be differentiated. So a result stays implicit only if
+    its leaves can take any dense tangent (`structure.free_summand`).
 
     Args:
-      body: its jaxpr.
+      body: the jaxpr of the function.
       original: the function itself, of a list of dense operands, for derivatives.
-      name: of its primitive.
+      name: the name of its primitive.
       operands: its operands.
     """
     leaves, treedef = flatten(operands)
@@ -91,14 +91,14 @@ def _interpreted(
 
 
 class Call:
-    """A call of such a function, as functions of the arrays in its operands.
+    """A call of a function with a custom rule, as functions of the arrays in its operands.
 
     Attributes:
-      name: of the primitive that it was.
+      name: the name of the original primitive.
       run: the interpreted body, which returns the leaves of the results.
       original: the function itself, whose results are dense.
       is_implicit: for each result, whether it is implicit in `run`.
-      takers: for each result, which of the leaves takes its tangent.
+      takers: for each result, the index of the leaf that takes its tangent.
     """
 
     def __init__(self, name: str, run: Any, original: Any, out: list[Any], places: list[int]):
@@ -111,13 +111,13 @@ class Call:
 
     @functools.cached_property
     def still(self) -> "Call":
-        """The same call, whose results have no tangents."""
+        """This call, with results that do not have tangents."""
         new = object.__new__(Call)
         new.__dict__.update(self.__dict__, is_still=True)
         return new
 
     def mapped(self, **options: Any) -> "Call":
-        """The same call under `jax.vmap` with these options."""
+        """This call under `jax.vmap` with these options."""
         new = object.__new__(Call)
         new.__dict__.update(self.__dict__, _jaxprs={})
         new.run, new.original = jax.vmap(self.run, **options), jax.vmap(self.original, **options)
@@ -150,7 +150,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
     dense, dots = _derivative(call.original, primals, tangents)
     if not any(call.is_implicit):
         return dense, dots
-    # Where the derivative is differentiated again, the dense results are what has derivatives.
+    # If the derivative is differentiated again, the derivatives pass through the dense results.
     leaves = call_p.bind(*primals, call=call.still)
     leaf_dots = list(map(_zero, leaves))
     for i, implicit, y, dot in zip(call.takers, call.is_implicit, dense, dots, strict=True):
@@ -160,7 +160,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
 
 @jax.custom_jvp
 def _moving_as(leaf: jax.Array, y: jax.Array) -> jax.Array:
-    """`leaf`, with the derivatives of `y`."""
+    """Returns `leaf`, with the derivatives of `y`."""
     return leaf
 
 
@@ -172,7 +172,7 @@ def _moving_as_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any
 def _derivative(
     fun: Callable[[list[Any]], list[Any]], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """`jax.jvp` with `ad.Zero` for the tangents of what does not move, both given and returned."""
+    """`jax.jvp` that takes and returns `ad.Zero` for the tangents of values that do not move."""
     moving = [i for i, t in enumerate(tangents) if not _is_zero(t)]
     moved: set[int] = set()
 
@@ -187,7 +187,7 @@ def _derivative(
 
 
 def _noting(note: Callable[[int], None], i: int) -> Callable[[Any], Any]:
-    """The identity, which calls `note(i)` when it is differentiated by an argument that moves."""
+    """An identity that calls `note(i)` when it is differentiated with a tangent."""
     same = jax.custom_jvp(lambda y: y)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -214,7 +214,7 @@ mlir.register_lowering(call_p, mlir.lower_fun(_run, multiple_results=True))
 
 @handles(call_p)
 def interpreted_again(operands: Operands, params: Params) -> list[Any]:
-    """A call in a program that was interpreted already, within one that is interpreted now."""
+    """Runs a call of an interpreted program within a program that is interpreted now."""
     call: Call = params["call"]
     body = jax.make_jaxpr(lambda *arrays: call.run(list(arrays)))(*map(dense_struct, operands))
 
@@ -225,7 +225,7 @@ def interpreted_again(operands: Operands, params: Params) -> list[Any]:
 
 
 def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """The values with new ones at these places."""
+    """Returns a copy of the values with new ones at these places."""
     mixed = list(values)
     for i, value in zip(places, new, strict=True):
         mixed[i] = value
@@ -233,16 +233,16 @@ def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> l
 
 
 def _place_of_tangent(y: Any) -> int | None:
-    """The leaf of a result that takes its tangent, or None if no leaf can.
+    """The index of the leaf of a result that takes its tangent, or None if no leaf can.
 
-    `_REFUSED` for a type that refuses to be dense (quantities with units), which is an error only
-    under differentiation.
+    It is `_REFUSED` for a type that refuses to be dense (quantities with units), which is an error
+    only under differentiation.
     """
     if not is_implicit(y):
         return 0
     try:
         return structure.free_summand(y)
-    except Exception:  # whatever its `materialize` raises
+    except Exception:  # any error that its `materialize` raises
         return _REFUSED
 
 

@@ -1,4 +1,4 @@
-"""A primitive that asks for a dense operand, for rules that need a whole field of their operand."""
+"""`dense`: a primitive that makes its operand dense, for rules that need a field as a whole."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ dense_p = Primitive("dense")
 
 
 def dense(x: Any) -> jax.Array:
-    """A rule's operand, or a field of it, as a dense array, without a warning.
+    """Returns a rule's operand, or a field of it, as a dense array, without a warning.
 
     In a rule a field reads as a dense array even if it holds an implicit one. Operations on it are
     dispatched: `w.w + delta` would find no rule for a quantized `w.w`, and would warn. A rule that
     needs the dense array in any case says so with this function.
 
     Args:
-      x: an operand, or a field of one. A dense array is returned as it is.
+      x: an operand, or a field of one. A dense array is returned unchanged.
     """
     if not is_implicit(x):
         return dense_p.bind(x)

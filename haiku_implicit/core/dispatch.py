@@ -1,6 +1,6 @@
-"""The table of rules: what a primitive does to operands of given types.
+"""The table of rules: the functions that run primitives on operands of given types.
 
-Plum compares types with annotations. This module holds the table, and the order of the rules.
+Plum compares types with annotations. This module holds the table, and orders the rules.
 """
 
 import functools
@@ -20,7 +20,7 @@ Rule = Callable[..., Any]
 
 _rules: dict[Primitive, list[plum.Method]] = {}
 
-# Counts the calls of `primitive_handler`: traces made before the last one must not be used again.
+# Counts the calls of `primitive_handler`: traces from before the last call must not be used again.
 _registrations = 0
 
 COMMUTATIVE = frozenset(
@@ -32,12 +32,12 @@ COMMUTATIVE = frozenset(
 def primitive_handler(
     primitives: Primitive | str | Iterable[Primitive | str], precedence: int = 0
 ) -> Callable[[Rule], Rule]:
-    """Registers a rule: what primitives do to operands of the annotated types.
+    """Registers a rule, which runs primitives on operands of the annotated types.
 
     The rule is called as `rule(primitive, *operands, **params)`, with the parameters of the primitive
-    by keyword, and returns an array, an implicit array, a list of them where the primitive has
-    several results, or `NotImplemented` to leave the case to the next rule. A parameter whose value
-    is None may be missing in the rule's signature, since JAX adds such parameters in new versions.
+    by keyword. It returns an array, an implicit array, a list of them if the primitive has several
+    results, or `NotImplemented` to leave the case to the next rule. A parameter whose value is None
+    may be missing in the rule's signature, since JAX adds such parameters in new versions.
     An operand that is not annotated, or annotated with `ArrayValue`, may be dense or
     implicit; `jax.Array` means dense; an implicit type means that type and its subclasses. In a rule
     a field of an implicit operand always reads as a dense array, even if it holds another implicit
@@ -45,28 +45,28 @@ def primitive_handler(
 
     The order in which rules are tried:
 
-    1. rules whose annotations match the operands as they stand, the most specific first; of rules
-       that are equally specific, or cannot be compared, the one of the higher `precedence`, then
-       the one registered first;
+    1. rules whose annotations match the operands in their order, the most specific first. If rules
+       are equally specific, or cannot be compared, the higher `precedence` comes first, then the
+       earlier registration;
     2. a rule that returns `NotImplemented` passes on to the next one;
-    3. for a commutative primitive of two operands, unless the class of the implicit one says
-       `commute_ops=False`: the same with the operands swapped. Where only the second operand is
-       implicit, the swapped order, implicit one first, comes before the order as it stands;
+    3. for a commutative primitive of two operands, unless the class of the implicit one sets
+       `commute_ops=False`: the rules for swapped operands. If only the second operand is implicit,
+       the swapped order, implicit one first, comes before the given order;
     4. a primitive that carries a jaxpr is retraced (see `docs/architecture.md`);
-    5. operands whose types say what they are equal to (`ImplicitArray.equivalent`) are replaced by
-       that, and the search begins again;
+    5. operands whose types define `ImplicitArray.equivalent` are replaced by their equivalents, and
+       the search begins again;
     6. the implicit operands are materialized, visibly, and the primitive itself runs.
 
     Args:
       primitives: one primitive or several; a string is looked up once, as `jax.lax.<name>_p` or
         `jax.extend.core.primitives.<name>_p`.
-      precedence: see 1.
+      precedence: see step 1.
 
     Returns:
       The decorator; it returns the rule unchanged.
 
     Raises:
-      ValueError: for a name that is not a primitive's.
+      ValueError: for a name that no primitive has.
       TypeError: for anything other than primitives and names.
 
     Example:
@@ -91,8 +91,8 @@ def primitive_handler(
     def register(rule: Rule) -> Rule:
         global _registrations
         full = plum.Signature.from_callable(rule, precedence=precedence)
-        # The first parameter is the primitive, the key of the table. A parameter without annotation is
-        # `Any` to Plum, which its older versions do not treat as the least specific type.
+        # The first parameter is the primitive, the key of the table. Plum reads a missing annotation as
+        # `Any`, which its older versions do not treat as the least specific type.
         types = [object if t is Any else t for t in full.types[1:]]
         varargs = object if full.varargs is Any else full.varargs
         signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
@@ -109,7 +109,7 @@ def primitive_handler(
 
 @functools.lru_cache(maxsize=4096)
 def keywords_of(rule: Rule) -> frozenset[str] | None:
-    """The names of the parameters that a rule takes by keyword, or None if it takes any."""
+    """The names of the parameters that a rule takes by keyword, or None if it has `**params`."""
     parameters = inspect.signature(rule).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
@@ -150,11 +150,11 @@ def rules() -> dict[Primitive, tuple[plum.Method, ...]]:
 def rules_for(
     primitive: Primitive, types: tuple[type, ...]
 ) -> tuple[tuple[Rule, tuple[int, ...]], ...]:
-    """The rules to try for operands of these types, each with the order of operands to call it with.
+    """The rules to try for operands of these types, each with the order of its operands.
 
     Args:
       primitive: the primitive.
-      types: the class of each operand, `jax.Array` standing for all dense values.
+      types: the class of each operand; `jax.Array` stands for all dense values.
     """
     straight = tuple(range(len(types)))
     orders = [straight]

@@ -1,9 +1,9 @@
 """Repeated eager calls: a function is traced and interpreted once per structure of its arguments.
 
-The interpreted program is kept. It has no implicit arrays in it, so running it eagerly is one loop over
-ordinary primitives. The traces are kept by `jax.jit`, which knows most of what they depend on:
-structure (with the static metadata of implicit types), shapes, dtypes, weak types, and JAX's settings
-(x64, matmul precision, mesh, ...). This module adds the dependencies that JAX does not know.
+The interpreted program is cached. It does not contain implicit arrays, so running it eagerly is one
+loop over ordinary primitives. `jax.jit` caches the traces by most of their dependencies: structure
+(with the static metadata of implicit types), shapes, dtypes, weak types, and JAX's settings (x64,
+matmul precision, mesh, ...). This module adds the dependencies that JAX does not know.
 """
 
 import collections
@@ -30,17 +30,17 @@ from haiku_implicit.core.transform import (
     tree_map_with_implicit,
 )
 
-# Facts that a trace depends on: for each a function, and what it returned when the trace was made.
+# Facts that a trace depends on: for each a function, and its result at the time of the trace.
 Facts = list[tuple[Callable[[], Any], Any]]
 Watch = Callable[[], contextlib.AbstractContextManager[Facts]]
 
-# The most combinations of static arguments, and of structures for each, that programs are kept for.
+# The most combinations of static arguments, and of structures for each, with a cached program.
 _MAX_ENTRIES = 128
 
 
 @contextlib.contextmanager
 def watch_nothing() -> Iterator[Facts]:
-    """For functions that depend only on what JAX knows."""
+    """Watches no facts, for functions that depend only on state that JAX tracks."""
     yield []
 
 
@@ -49,10 +49,10 @@ class _Program(NamedTuple):
 
     Attributes:
       run: from the leaves of the arguments to the leaves of the results.
-      takes: how many leaves of arguments it expects.
+      takes: the number of leaves of arguments that it expects.
       static: the results without their arrays.
-      events: what was materialized in it.
-      facts: what else it depended on.
+      events: the materializations in it.
+      facts: its other dependencies.
     """
 
     run: Callable[..., list[Any]]
@@ -62,14 +62,14 @@ class _Program(NamedTuple):
     facts: Facts
 
     def holds(self) -> bool:
-        """Whether all facts are still what they were when this was traced."""
+        """Whether all facts have the values that they had during the trace."""
         return all(probe() == seen for probe, seen in self.facts)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         for event in self.events:  # without `replay`: no equation surrounds this call
             events.emit(event)
         arrays = list(map(_as_array, leaves))
-        # The numbers that the program itself holds are no transfers, as in a jitted function.
+        # The program's own numbers do not count as transfers, as in a jitted function.
         with jax.transfer_guard_host_to_device("allow"):
             return self.static.merge(map(_as_array, self.run(*arrays)))
 
@@ -80,8 +80,8 @@ def cached_implicit_args(
     """`use_implicit_args` that traces once for all eager calls with arguments of one structure.
 
     Args:
-      fun: a pure function, as `jax.jit` understands it.
-      watch: a context manager, entered while `fun` is traced, that gives a list and fills it with
+      fun: a pure function, as `jax.jit` requires it.
+      watch: a context manager, entered while `fun` is traced, that yields a list and fills it with
         facts that the trace depends on.
     """
     cache = _ProgramCache(functools.partial(call, fun), watch)
@@ -102,27 +102,27 @@ def _is_traced(values: list[Any]) -> bool:
 
 
 class _Entry(NamedTuple):
-    """What is kept for one combination of static arguments, beside the traces that `jax.jit` keeps."""
+    """The cache for one combination of static arguments: a jitted function and its programs."""
 
     jitted: Any
     programs: dict[Any, _Program]
 
 
 class _ProgramCache:
-    """The programs of one function.
+    """The programs of one function, by its static arguments and its traces.
 
     Attributes:
-      call: runs the function interpreted, on the static part of its arguments and the values.
+      call: interprets the function on the static part of its arguments and the values.
       watch: see `cached_implicit_args`.
     """
 
     def __init__(self, call: Callable[[Static, list[Any]], Any], watch: Watch):
         self.call, self.watch = call, watch
-        # For each key the tracing function, and the programs made of its traces.
+        # For each key, the function that traces, and the programs made from its traces.
         self._entries: collections.OrderedDict[Any, _Entry] = collections.OrderedDict()
 
     def __call__(self, key: Any, static: Static, values: list[Any]) -> Any:
-        """Runs the function, by a kept program if there is one.
+        """Runs the function, by a cached program if there is one.
 
         Args:
           key: a hashable value that is equal only for equal `static`.
@@ -136,7 +136,7 @@ class _ProgramCache:
             program = self._find(key, static, values)
         leaves = jax.tree_util.tree_leaves(values)
         if program.takes != len(leaves):
-            # The function closes over tracers of an outer transformation, which JAX made operands.
+            # The function closes over tracers of an outer transformation, which became operands.
             return self.call(static, values)
         return program(leaves)
 
@@ -176,7 +176,7 @@ def _as_array(x: Any) -> jax.Array:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-# Types whose equal values mean the same, so that they can be a part of a key.
+# Types whose equal values are interchangeable, so that they can be a part of a key.
 _BY_VALUE = (bool, int, str, bytes, enum.Enum, np.dtype, range)
 _BY_IDENTITY = (
     type,
@@ -190,10 +190,10 @@ _BY_IDENTITY = (
 
 
 def _key(static: Static) -> Any:
-    """A hashable key for the static part of a call, or None if there is none.
+    """Returns a hashable key for the static part of a call, or None if there cannot be one.
 
-    There is none if an argument is not hashable, or if its hash is its identity: its contents may
-    change.
+    There cannot be one if an argument is not hashable, or if its hash is its identity: its contents
+    may change.
     """
     key: list[Any] = [static.treedef]
     for leaf in static.leaves:

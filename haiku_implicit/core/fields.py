@@ -1,4 +1,4 @@
-"""Fields of implicit types: children, static metadata, what is never trained, and inferred shapes."""
+"""Fields of implicit types: children, static metadata, frozen fields, and inferred shapes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def aux_field(**kwargs: Any) -> Any:
     Its value must be hashable and comparable, since it becomes part of the pytree structure.
 
     Args:
-      **kwargs: what `dataclasses.field` takes.
+      **kwargs: the arguments of `dataclasses.field`.
     """
     metadata = {**kwargs.pop("metadata", {}), **STATIC}
     return dataclasses.field(metadata=metadata, **kwargs)
@@ -33,14 +33,14 @@ def frozen_field(**kwargs: Any) -> Any:
     """A dataclass field whose arrays are never trained (`partition` puts them on the frozen side).
 
     Args:
-      **kwargs: what `dataclasses.field` takes.
+      **kwargs: the arguments of `dataclasses.field`.
     """
     metadata = {**kwargs.pop("metadata", {}), **FROZEN}
     return dataclasses.field(metadata=metadata, **kwargs)
 
 
 class Inferred:
-    """`shape` or `dtype`: the value given to the constructor, else that of `aval`.
+    """The descriptor of `shape` and `dtype`: the constructor's value, else the value in `aval`.
 
     This data descriptor is also the default of the dataclass field. If the constructor is not given
     the field, it stores the descriptor itself, which `__set__` reads as "not given".
@@ -64,7 +64,7 @@ class Inferred:
 
 
 def as_shape(shape: Any) -> tuple[Any, ...]:
-    """Integers, and symbolic lengths of `jax.export` as they are."""
+    """Converts a shape to integers; symbolic lengths of `jax.export` stay unchanged."""
     try:
         lengths: Any = shape if isinstance(shape, tuple | list) else np.atleast_1d(shape)
         return tuple(n if export.is_symbolic_dim(n) else int(n) for n in lengths)
@@ -73,10 +73,10 @@ def as_shape(shape: Any) -> tuple[Any, ...]:
 
 
 def as_dtype(dtype: Any) -> Any:
-    """NumPy's dtype, or JAX's own dtype of random keys."""
+    """Converts to NumPy's dtype; JAX's own dtype of random keys stays unchanged."""
     return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
 
 
 def canonical(dtype: Any) -> Any:
-    """The dtype that JAX uses for this one: 32 bits in place of 64, except in x64 mode."""
+    """Returns the dtype that JAX uses for this one: 32 bits instead of 64, except in x64 mode."""
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)

@@ -1,7 +1,7 @@
-"""Primitives that carry a jaxpr: one function for each, which runs it with implicit operands.
+"""Primitives that carry a jaxpr: for each, a function that runs it on implicit operands.
 
 Each function takes the operands (dense or implicit) and the parameters of an equation, and returns the
-list of results. It interprets the sub-jaxpr, mostly under a trace of its own (`retrace`), and calls a
+list of results. It interprets the sub-jaxpr, mostly under a separate trace (`retrace`), and calls a
 public function of JAX (`jax.jit`, `jax.lax.scan`, ...) on the result. JAX's transformations, which may
 be active around the interpreter, then see an ordinary call.
 """
@@ -30,7 +30,7 @@ Params = dict[str, Any]
 
 
 def handles(*primitives: compat.Primitive) -> Callable[[Any], Any]:
-    """Makes a function the one that runs these primitives."""
+    """Registers the decorated function to run these primitives."""
 
     def register(fun: Any) -> Any:
         for primitive in primitives:
@@ -50,9 +50,9 @@ def _leaves(consts: Any, operands: Any) -> list[Any]:
 
 @handles(jex.closed_call_p, jex.call_p, compat.custom_vmap_p)
 def call(operands: Operands, params: Params) -> list[Any]:
-    """A plain call: its equations are interpreted in place.
+    """Runs a plain call: its equations are interpreted in place.
 
-    So is a function with a rule of its own for `vmap`: that rule is for dense arrays.
+    This includes functions with a custom rule for `vmap`, which handles dense arrays only.
     """
     # Closed in closed_call and custom_vmap, open in core_call.
     jaxpr: Any = params["call" if "call" in params else "call_jaxpr"]
@@ -62,7 +62,7 @@ def call(operands: Operands, params: Params) -> list[Any]:
 
 @handles(jex.jit_p)
 def jit(operands: Operands, params: Params) -> list[Any]:
-    """`jax.jit`: a jitted call of the interpreted function, under its own name."""
+    """Runs `jax.jit`: a jitted call of the interpreted function, under its original name."""
     closed = params["jaxpr"]
     consts = list(closed.consts)
     options = tuple(params[name] for name in ("inline", "keep_unused", "compiler_options_kvs"))
@@ -99,14 +99,14 @@ def _jitted(
 
 
 def _leaf_shardings(values: list[Any], shardings: Any) -> tuple[Any, ...] | None:
-    """`in_shardings` or `out_shardings` of a jit for the leaves of its values; None if it has none."""
+    """Expands `in_shardings` or `out_shardings` of a jit to leaves; None if no sharding is set."""
     if not any(isinstance(s, jax.sharding.Sharding) for s in shardings):
         return None
     found: list[Any] = []
     for x, sharding in zip(values, shardings, strict=True):
         places = leaf_places(x, sharding) if is_implicit(x) else [sharding]
         if places is NotImplemented:
-            # Not specified, or not possible for the type: where its leaves lie changes no number.
+            # Not specified, or not possible for the type: the placement of leaves changes no number.
             places = [compat.UNSPECIFIED] * len(jax.tree_util.tree_leaves(x))
         found += places
     return tuple(found)
@@ -119,7 +119,7 @@ def _putting(places: tuple[Any, ...]) -> Any:
 
 @handles(compat.remat_p)
 def remat(operands: Operands, params: Params) -> list[Any]:
-    """`jax.checkpoint` of the interpreted function: its policy decides what leaves are saved."""
+    """Runs `jax.checkpoint` on the interpreted function; its policy decides which leaves are saved."""
     run = interpreted(params["jaxpr"], operands)
     about = dict(prevent_cse=params["prevent_cse"], policy=params["policy"])
     key = "checkpoint", run, *about.values()
@@ -131,7 +131,7 @@ def remat(operands: Operands, params: Params) -> list[Any]:
 
 @handles(jex.scan_p)
 def scan(operands: Operands, params: Params) -> list[Any]:
-    """`jax.lax.scan`: implicit constants, carries (to a fixed point), scanned inputs and outputs."""
+    """Runs `jax.lax.scan` with implicit constants, carries (to a fixed point), inputs and outputs."""
     num_consts, num_carry = compat.scan_arity(params, operands)
     consts, init = operands[:num_consts], operands[num_consts:][:num_carry]
     xs = [_sliceable(x) for x in operands[num_consts + num_carry :]]
@@ -157,10 +157,10 @@ def _scan_with(
 ) -> list[Any]:
     """Runs a scan whose carry has this structure.
 
-    The body is interpreted while `jax.lax.scan` traces it: once only, if the carry keeps its structure.
+    The body is interpreted while `jax.lax.scan` traces it: only once, if the carry keeps its structure.
 
     Raises:
-      _OtherCarry: if it does not.
+      _OtherCarry: if the carry does not keep its structure.
     """
     closed, length = params["jaxpr"], params["length"]
     (xs_leaves, xs_def), (_, carry_def) = flatten(xs), flatten(carry)
@@ -198,14 +198,14 @@ _NO_BATCH_AXES = "its type has no batch axes (core_ndim), along which 'scan' sli
 
 
 def _sliceable(x: Any) -> Any:
-    """`x` if it can be sliced along its first axis by slicing its leaves, else its dense array."""
+    """Returns `x` if slices of its leaves make a slice along its first axis, else its dense array."""
     if not is_implicit(x) or num_batch_axes(x) > 0:
         return x
     return densify(x, "scan", _NO_BATCH_AXES)
 
 
 def _stackable(y: Any) -> Any:
-    """`y` if it can be stacked by stacking its leaves, else its dense array."""
+    """Returns `y` if stacks of its leaves make a stack of it, else its dense array."""
     if not is_implicit(y) or y.with_leading_axis(1) is not NotImplemented:
         return y
     return densify(y, "scan", _NO_BATCH_AXES)
@@ -217,13 +217,13 @@ def _with_leading_axis(x: Any, size: int | None) -> Any:
 
 @handles(jex.while_p)
 def while_loop(operands: Operands, params: Params) -> list[Any]:
-    """`jax.lax.while_loop`: implicit constants of both functions, carries to a fixed point."""
+    """Runs `jax.lax.while_loop` with implicit constants and carries (to a fixed point)."""
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = operands[:num_cond], operands[num_cond:][:num_body]
     init = operands[num_cond + num_body :]
 
-    # Under `vmap` the condition has batch axes. An element that is done keeps its carry (`_where`).
+    # Under `vmap` the condition has batch axes. An element that has ended keeps its carry (`_where`).
     batch = cond.out_avals[0].shape
     start = [structure.structure(x) for x in init]
     start = [
@@ -261,13 +261,13 @@ _CONDITION = "the condition of 'while' is a dense boolean"
 
 
 def _where(mask: jax.Array, x: Any, y: Any) -> jax.Array:
-    """`x` where the mask, over the first axes, is true, else `y`."""
+    """Selects `x` or `y` by a mask over their first axes."""
     return jnp.where(jnp.expand_dims(mask, tuple(range(mask.ndim, np.ndim(x)))), x, y)
 
 
 @handles(jex.cond_p)
 def cond(operands: Operands, params: Params) -> list[Any]:
-    """`jax.lax.cond` and `switch`: results of the branches are brought to one structure."""
+    """Runs `jax.lax.cond` and `switch`, with all branches' results brought to one structure."""
     index, *args = operands
     branches = params["branches"]
     new = [_retrace(b, args) for b in branches]
@@ -279,7 +279,7 @@ def cond(operands: Operands, params: Params) -> list[Any]:
         events.replay(n.events)
     leaves = jax.tree_util.tree_leaves(args)
     rest = {k: v for k, v in params.items() if k != "branches"}
-    # Bound directly: no public function takes `branches_platforms` (`jax.lax.platform_dependent`).
+    # Bound directly, since no public function takes `branches_platforms` (`platform_dependent`).
     fixed = [_with_consts(n, b.consts) for n, b in zip(new, branches, strict=True)]
     index = densify(index, "cond")
     out = jex.cond_p.bind(index, *leaves, branches=tuple(fixed), **rest)
@@ -287,7 +287,7 @@ def cond(operands: Operands, params: Params) -> list[Any]:
 
 
 def _with_consts(new: Retraced, consts: list[Any]) -> ClosedJaxpr:
-    """The retraced branch as a jaxpr of the operands alone, which holds its constants."""
+    """Returns the retraced branch as a jaxpr that holds its constants and takes only the operands."""
     if not consts:
         return new.jaxpr
     args = new.jaxpr.in_avals[len(consts) :]
@@ -296,7 +296,7 @@ def _with_consts(new: Retraced, consts: list[Any]) -> ClosedJaxpr:
 
 @handles(jex.linear_solve_p)
 def linear_solve(operands: Operands, params: Params) -> list[Any]:
-    """`jax.lax.custom_linear_solve`: the functions' constants may be implicit, the vector is dense."""
+    """Runs `jax.lax.custom_linear_solve` on a dense vector; functions may have implicit constants."""
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
     rest = iter(operands)
     functions: list[Any] = []

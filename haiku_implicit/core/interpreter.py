@@ -1,7 +1,7 @@
-"""The interpreter: a loop over a jaxpr's equations, and what one equation does to implicit operands.
+"""The interpreter: a loop over a jaxpr's equations, each with its effect on implicit operands.
 
-From the top down: `interpret` runs the equations, `apply` decides what one of them does, `_call_rule`
-runs a rule, and `densify` makes a dense array where no rule applies.
+From the top down: `interpret` runs the equations, `apply` chooses the rule of one, `_call_rule` runs
+a rule, and `densify` makes a dense array if no rule applies.
 """
 
 import functools
@@ -33,16 +33,16 @@ from haiku_implicit.core.sharding import in_type
 
 Params = dict[str, Any]
 
-# For each primitive that carries a jaxpr, the function that runs it on implicit operands (see
-# `higher_order`); and for our own primitives (`box`, `dense`).
+# For each primitive that carries a jaxpr (see `higher_order`), and for our own primitives (`box`,
+# `dense`), the function that runs it on implicit operands.
 HIGHER_ORDER: dict[compat.Primitive, Callable[[list[Any], Params], list[Any]]] = {}
 
-# Primitives that make implicit arrays of dense operands; see `box`.
+# Primitives that make implicit arrays from dense operands; see `box`.
 BOXES: set[compat.Primitive] = set()
 
 
 def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr whose constants and arguments may be implicit.
+    """Evaluates a jaxpr on constants and arguments that may be implicit.
 
     Args:
       jaxpr: the program.
@@ -61,7 +61,7 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
     outer = source_info_util.current_name_stack()
     for eqn, dead in zip(jaxpr.eqns, _last_uses(jaxpr), strict=True):
         operands = [read(v) for v in eqn.invars]
-        # The name stack, the traceback and the settings that the equation was traced with.
+        # Restores the name stack, the traceback and the settings of the equation's trace.
         info = eqn.source_info
         name_stack = outer + info.name_stack
         with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
@@ -89,9 +89,9 @@ def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def apply(primitive: compat.Primitive, operands: Sequence[Any], params: Params) -> list[Any]:
-    """Runs one primitive on operands of which some are implicit.
+    """Runs one primitive on operands, some of them implicit.
 
-    The steps are those that `dispatch.primitive_handler` lists.
+    `dispatch.primitive_handler` lists the steps.
     """
     operands = [x.restored() if is_implicit(x) else x for x in operands]
     types = tuple(type(x) if is_implicit(x) else jax.Array for x in operands)
@@ -108,7 +108,7 @@ def apply(primitive: compat.Primitive, operands: Sequence[Any], params: Params) 
         if out is not NotImplemented:
             return list(out) if primitive.multiple_results else [out]
     dense = [densify(x, primitive.name) for x in operands]
-    # A constant is the same on all devices of a `shard_map`, where the others need not be.
+    # A constant is the same on all devices of a `shard_map`; the other operands may vary.
     dense = [
         compat.vary_like(y, dense) if is_implicit(x) else y
         for x, y in zip(operands, dense, strict=True)
@@ -121,11 +121,11 @@ def default_handler(primitive: compat.Primitive, *args: Any, **params: Any) -> A
 
     Args:
       primitive: the primitive.
-      *args: its operands; where one is implicit, the rules for it apply.
+      *args: its operands; if one is implicit, the rules for it apply.
       **params: its parameters, as the rule received them.
 
     Returns:
-      An array, or a list of arrays where the primitive has several results.
+      An array, or a list of arrays if the primitive has several results.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -141,7 +141,7 @@ def default_handler(primitive: compat.Primitive, *args: Any, **params: Any) -> A
 
 
 def _on_equivalents(primitive: compat.Primitive, *operands: Any, **params: Any) -> Any:
-    """The rule of all types that say what they are equal to: the primitive on that."""
+    """The rule of all types that define `equivalent`: runs the primitive on the equivalents."""
     others = [x.equivalent() if is_implicit(x) else x for x in operands]
     others = [x if y is NotImplemented else y for x, y in zip(operands, others, strict=True)]
     if all(x is y for x, y in zip(operands, others, strict=True)):
@@ -152,14 +152,14 @@ def _on_equivalents(primitive: compat.Primitive, *operands: Any, **params: Any) 
 def _call_rule(
     rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: Params
 ) -> Any:
-    """Calls a rule. It is traced once for operands of one structure with the same literals."""
+    """Calls a rule, which is traced once for operands of one structure with the same literals."""
     literals = tuple(map(as_literal, operands))
-    # The generation is part of what the trace is kept for: a nested rule may do something else now.
+    # The generation is part of the cache's key: a new nested rule changes the trace.
     about = tuple(params.items()), literals, dispatch.generation()
     if not is_hashable(about):
         return _run_rule(rule, primitive, with_literals(literals, operands), params)
     out, log = _jitted_rule(rule, primitive)(about, operands)
-    # (A rule that leaves the case to the next one has made nothing dense, but may have warned.)
+    # A rule that leaves the case to the next one made nothing dense, but may have warned.
     said = [e for e in log.value if out is not None or isinstance(e, events.Remark)]
     events.replay(said, of_library=True)
     return NotImplemented if out is None else out
@@ -167,7 +167,7 @@ def _call_rule(
 
 @functools.lru_cache(maxsize=4096)
 def _jitted_rule(rule: dispatch.Rule, primitive: compat.Primitive) -> Any:
-    """A rule, of parameters that are static. So JAX keeps its traces, and `clear_caches` drops them."""
+    """Jits a rule with static parameters: JAX caches its traces, and `clear_caches` drops them."""
 
     def fun(about: Any, operands: list[Any]) -> Any:
         params, literals, _ = about
@@ -206,10 +206,10 @@ def _run_own(
     """Runs a rule on operands whose fields are dense arrays."""
     taken = dispatch.keywords_of(rule)
     if taken is not None:
-        # JAX adds parameters to primitives, None where they are not used. A rule that was written
-        # before still works.
+        # JAX adds parameters to primitives; they are None if unused. Rules that were written before
+        # still work.
         params = {k: v for k, v in params.items() if k in taken or v is not None}
-    # The model may have asked for strict promotion; rules are written for the standard one.
+    # The model may have set strict promotion; rules are written for the standard one.
     with jax.numpy_dtype_promotion("standard"):
         out = rule(primitive, *operands, **params)
     if out is None:
@@ -234,7 +234,7 @@ def _check_results(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any
 
 
 def _in_type(y: Any, var: Var) -> Any:
-    """A result, sharded over explicit mesh axes as that of dense operands is."""
+    """Shards a result over explicit mesh axes, as the equation's result is for dense operands."""
     return y if is_implicit(y) else in_type(y, getattr(var.aval, "sharding", None))
 
 
@@ -254,12 +254,12 @@ def _kind(x: Any) -> str:
 
 
 def densify(x: Any, primitive_name: str, reason: str = "") -> Any:
-    """The dense array of `x`. If `x` is implicit, this is reported, and warned of by the policy.
+    """Returns the dense array of `x`, and reports it (and warns, by the policy) if `x` is implicit.
 
     Args:
       x: an array, dense or implicit.
       primitive_name: the primitive that needs it dense.
-      reason: why it does; by default, because no rule handles it.
+      reason: why it needs it dense; by default, because no rule handles it.
     """
     if not is_implicit(x):
         return x
@@ -268,7 +268,7 @@ def densify(x: Any, primitive_name: str, reason: str = "") -> Any:
     _tell_parts(x, primitive_name)
     try:
         return materialize_array(x)
-    except Exception as error:  # a type may refuse to be dense: say what asked for it
+    except Exception as error:  # a type may refuse to be dense: name the primitive
         error.add_note(f"{event.type_name} was to be materialized, because {event.cause}.")
         raise
 
@@ -282,7 +282,7 @@ def _tell_parts(x: ImplicitArray, primitive_name: str) -> None:
 
 
 def materialize_array(x: Any) -> jax.Array:
-    """The dense array of an implicit array, without a report or a warning."""
+    """Returns the dense array of an implicit array, without a report or a warning."""
     try:
         return _materialized(x)
     except Exception as error:
@@ -297,11 +297,11 @@ def _materialized(x: Any) -> jax.Array:
         if is_nested(x):
             leaves, treedef = flatten_one_level(x)
             rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
-            with events.recording():  # `x` is reported as a whole, and not its parts as well
+            with events.recording():  # `x` is reported as a whole, without its parts
                 out = call_interpreted(lambda *leaves: rebuild(leaves).materialize(), leaves)
         else:
             out = x.materialize()
-    if is_implicit(out):  # an implicit child, returned as it is
+    if is_implicit(out):  # an implicit child, returned unchanged
         out = materialize_array(out)
     if np.shape(out) != shape or out.dtype != dtype:
         raise TypeError(
@@ -323,11 +323,11 @@ def call_interpreted(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), outs)
 
 
-# --- what is known of a jaxpr before it runs ---------------------------------------------------
+# --- analyses of a jaxpr before it runs --------------------------------------------------------
 
 
 def _last_uses(jaxpr: Jaxpr) -> list[list[Var]]:
-    """For each equation the variables that nothing reads after it, so that their buffers can go."""
+    """For each equation, the variables that nothing reads after it, so that their buffers are freed."""
     return kept(jaxpr, "last uses", lambda: _find_last_uses(jaxpr))
 
 
@@ -342,7 +342,7 @@ def _find_last_uses(jaxpr: Jaxpr) -> list[list[Var]]:
 
 
 def _makes_boxes(eqn: JaxprEqn) -> bool:
-    """Whether an equation, or one in its sub-jaxprs, may give an implicit array of dense ones."""
+    """Whether an equation, or one in its sub-jaxprs, may make an implicit array from dense ones."""
     if eqn.primitive not in HIGHER_ORDER:
         return False
     return eqn.primitive in BOXES or any(map(_jaxpr_makes_boxes, _sub_jaxprs(eqn)))

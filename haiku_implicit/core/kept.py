@@ -1,4 +1,4 @@
-"""What is computed once for a jaxpr, and kept for as long as there is that jaxpr."""
+"""A cache of values that are computed once for a jaxpr, and dropped together with it."""
 
 import weakref
 from collections.abc import Callable, Hashable
@@ -8,20 +8,20 @@ from jax.extend.core import Jaxpr
 
 T = TypeVar("T")
 
-# JAX drops a jaxpr with the function that it was traced from, or in `jax.clear_caches()`, and what is
-# kept here goes with it. So nothing in here may hold its own jaxpr.
+# JAX drops a jaxpr with the function that it was traced from, or in `jax.clear_caches()`, and the
+# values here are dropped with it. So no value may hold its own jaxpr.
 _kept: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
-# Beyond so many jaxprs, or entries of one, all begins anew.
+# Beyond this number of jaxprs, or of entries of one jaxpr, the cache is cleared.
 _MOST = 4096
 
 
 def kept(jaxpr: Jaxpr, key: Hashable, make: Callable[[], T]) -> T:
-    """What `make` returned when it was first asked for.
+    """Returns the result of the first call of `make` for this jaxpr and key.
 
     Args:
-      jaxpr: what it is computed of. The result may not hold it.
-      key: what it is, and what else it depends on. It may not hold the jaxpr either.
-      make: computes it.
+      jaxpr: the jaxpr that the result is computed from. The result must not hold it.
+      key: the name of the result, and its other dependencies. It must not hold the jaxpr either.
+      make: computes the result.
     """
     own = _kept.get(jaxpr)
     if own is None or len(own) > _MOST:
@@ -30,5 +30,5 @@ def kept(jaxpr: Jaxpr, key: Hashable, make: Callable[[], T]) -> T:
         own = _kept[jaxpr] = {}
     if key in own:
         return own[key]
-    found = own[key] = make()  # two threads may both do this, and each has a result that is right
+    found = own[key] = make()  # two threads may both do this; both results are right
     return found

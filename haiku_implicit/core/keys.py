@@ -1,4 +1,4 @@
-"""Random keys that users give."""
+"""Conversion of random keys and seeds from users."""
 
 import numbers
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def as_key(key: Any) -> jax.Array:
-    """A random key of JAX's newer kind, from one of either kind (Haiku's are integers) or a seed.
+    """Converts a key of either kind (Haiku's are integers), or a seed, to a key of JAX's newer kind.
 
     Raises:
       TypeError: for anything else.
@@ -31,7 +31,7 @@ def as_key(key: Any) -> jax.Array:
 
 
 def _one(key: Any, shape: tuple[int, ...], axes: int) -> Any:
-    """The key, which has to be a single one."""
+    """Returns the key, after a check that it is a single one."""
     if len(shape) > axes:
         raise ValueError(f"key: expected one random key, got an array of them, {list(shape)}")
     return key

@@ -17,9 +17,9 @@ from haiku_implicit.core.bind import DIFFERENTIABLE
 
 @contextlib.contextmanager
 def at_trace_time() -> Iterator[None]:
-    """Operations run at once, on numbers of the program, while it is traced.
+    """A block whose operations on a program's numbers run immediately, while it is traced.
 
-    They are compiled in, so that moving them is no transfer that `jax.transfer_guard` should see. (In a
+    The numbers are compiled in, so `jax.transfer_guard` should not count them as transfers. (In a
     `shard_map` that is not compiled, `jax.ensure_compile_time_eval` would still give tracers.)
     """
     with jax.core.eval_context(), jax.transfer_guard("allow"):
@@ -31,7 +31,7 @@ class LiteralNumber:
     """A number that a jaxpr holds as a literal, hashable by dtype, bits and weak type.
 
     Attributes:
-      value: the value, as the jaxpr holds it.
+      value: the literal itself.
     """
 
     dtype: np.dtype
@@ -56,7 +56,7 @@ def as_literal(x: Any) -> LiteralNumber | None:
 
 
 def are_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
-    """Whether an equation computes numbers from literals alone (`jnp.clip` casts its limits so)."""
+    """Whether an equation computes numbers only from literals (as casts of `jnp.clip`'s limits)."""
     return (
         len(operands) > 0
         and all(isinstance(v.aval, jax.core.ShapedArray) and not v.aval.shape for v in eqn.outvars)
@@ -66,14 +66,14 @@ def are_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
 
 
 def fold(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation on literals, as literals."""
+    """Runs an equation on literals, and returns the results as literals."""
     with at_trace_time():
         results = list(map(jnp.asarray, compat.bind(eqn.primitive, operands, eqn.params)))
         return [x.item() if x.weak_type else np.asarray(x) for x in results]
 
 
 def with_literals(literals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """The operands for a rule: arrays only, a literal being a concrete one that can be read."""
+    """Makes arrays of a rule's operands; literals become concrete arrays, which a rule can read."""
     with at_trace_time():
         known = [x and x.array() for x in literals]
     mixed = [y if x is None else x for x, y in zip(known, operands, strict=True)]

@@ -1,8 +1,8 @@
 """Implicit arrays that become dense: the policy, the warning and the report.
 
-The interpreter *emits* a `Materialization` where it has to materialize an operand. While a sub-jaxpr
-is retraced, events are only *recorded*. The trace is kept, and each use of it emits the recorded events
-again, so counts, warnings and errors do not depend on caches.
+The interpreter *emits* a `Materialization` when it has to materialize an operand. While a sub-jaxpr
+is retraced, events are only *recorded*. The trace is cached, and each use of it emits the recorded
+events again, so counts, warnings and errors do not depend on caches.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class MaterializationWarning(UserWarning):
 
 
 class MaterializationError(RuntimeError):
-    """The same as `MaterializationWarning`, under the policy `'error'`."""
+    """An implicit array was to be materialized under the policy `'error'`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Materialization:
 
     @property
     def place(self) -> tuple[str, str, str, int]:
-        """What two events of the same place have in common: primitive, type, file and line."""
+        """The primitive, type, file and line, which all events of one place share."""
         return (self.primitive, self.type_name, self.file, self.line)
 
     @property
     def cause(self) -> str:
-        """Why it had to be dense, and where, if that is known."""
+        """Why it had to be dense, with the line and the module if they are known."""
         where = [f"{self.file}:{self.line}"] if self.file else []
         where += [f"in module {self.module}"] if self.module else []
         reason = self.reason or f"no rule handles it in {self.primitive!r}"
@@ -87,12 +87,13 @@ class Materialization:
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """A warning of a rule about one use of an array. (A rule that warns by itself is not heard again
-    when its trace is used again.)
+    """A warning of a rule about one use of an array.
+
+    A rule that calls `warnings.warn` itself would warn only once, when it is traced.
 
     Attributes:
-      text: what it says.
-      file, line, module: as of a `Materialization`.
+      text: the message.
+      file, line, module: as in `Materialization`.
     """
 
     text: str
@@ -105,7 +106,7 @@ Event = Materialization | Remark
 
 
 class MaterializationReport:
-    """What was materialized where, while `materialization_report()` was active.
+    """The arrays that were materialized while `materialization_report()` was active, by place.
 
     Iterating gives `(event, count)` for each place; `str()` is a table, largest first.
     """
@@ -129,12 +130,12 @@ class MaterializationReport:
 
     @property
     def count(self) -> int:
-        """How many arrays were materialized, all places together."""
+        """The number of arrays that were materialized, in all places together."""
         return sum(n for _, n in self)
 
     @property
     def nbytes(self) -> int:
-        """The dense bytes of all of them together."""
+        """The bytes of all dense arrays together."""
         return sum(event.nbytes * n for event, n in self)
 
     def __str__(self) -> str:
@@ -162,7 +163,7 @@ class MaterializationReport:
 
 
 _policy: contextvars.ContextVar[Policy] = contextvars.ContextVar("policy", default="warn")
-# The reports that are open.
+# The reports whose blocks are active.
 _reports: contextvars.ContextVar[tuple[MaterializationReport, ...]]
 _reports = contextvars.ContextVar("reports", default=())
 
@@ -178,13 +179,13 @@ _retrace = _Retrace()
 
 @contextlib.contextmanager
 def materialization(policy: Policy) -> Iterator[None]:
-    """Sets what happens when an implicit array is materialized in a `with` block.
+    """Sets the policy for implicit arrays that are materialized in a `with` block.
 
     It acts when a function is *traced*. A jitted function that was traced before is not affected.
 
-    A thread that is started in the block begins with the default, as JAX's own settings do. To take the
-    policy along, start it with `contextvars.copy_context().run` as its target and the function as the
-    first of its `args`; of a pool, `pool.submit(contextvars.copy_context().run, fun, ...)`.
+    A thread that is started in the block begins with the default, as JAX's own settings do. To pass the
+    policy on, start it with `contextvars.copy_context().run` as its target and the function as the
+    first of its `args`; for a pool, `pool.submit(contextvars.copy_context().run, fun, ...)`.
     (`asyncio.to_thread` does so by itself.)
 
     Args:
@@ -215,9 +216,9 @@ def materialization(policy: Policy) -> Iterator[None]:
 
 @contextlib.contextmanager
 def materialization_report() -> Iterator[MaterializationReport]:
-    """Collects what is materialized within a `with` block, whatever the policy.
+    """Collects the arrays that are materialized within a `with` block, under any policy.
 
-    It counts what this thread traces; for others see `materialization`.
+    It counts only functions that this thread traces; for other threads see `materialization`.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -253,7 +254,7 @@ def emit(event: Event) -> None:
     if isinstance(event, Remark):
         warn_caller(event.text)
         return
-    if not event.file:  # a library's function was wrapped as it is: the line that calls it
+    if not event.file:  # a library's own function was wrapped: name the line that calls it
         file, line = _caller()
         event = dataclasses.replace(event, file=file, line=line)
     for report in _reports.get():
@@ -271,8 +272,8 @@ def replay(events: Sequence[Event], of_library: bool = False) -> None:
 
     Args:
       events: the recorded events.
-      of_library: whether the sub-jaxpr is a library's own (`jnp.clip`, a rule), which is kept for all
-        callers. Its tracebacks name the first caller, so the events get the place of the current
+      of_library: whether the sub-jaxpr belongs to a library (`jnp.clip`, a rule), which all callers
+        share. Its tracebacks name the first caller, so the events get the place of the current
         equation.
     """
     if not events:
@@ -291,7 +292,7 @@ def is_of_jax(jaxpr: Any) -> bool:
 
 
 def describe(primitive_name: str, x: Any, reason: str = "") -> Materialization:
-    """The event for an implicit operand `x` of a primitive, at the current equation."""
+    """Returns the event for an implicit operand `x` of a primitive, at the current equation."""
     file, line, module = _here()
     return Materialization(
         primitive=primitive_name,
@@ -308,16 +309,16 @@ def describe(primitive_name: str, x: Any, reason: str = "") -> Materialization:
 
 
 class _Where(str):
-    """The note on an error, with what it says of the equation: primitive, file, line, module."""
+    """A note on an error; `of` holds the equation's primitive, file, line and module."""
 
     of: tuple[str, str, int, str]
 
 
 def say_where(error: Exception, primitive_name: str, of_library: bool = False) -> None:
-    """Notes on an error of a rule the module and the line that the current equation is of.
+    """Adds a note to the error of a rule: the module and the line of the current equation.
 
-    The innermost equation has the error. Each one around it knows more of the path of the module, and
-    the place where a library wrote the sub-jaxpr (`of_library`, as for `replay`).
+    The innermost equation raises the error. Each one around it knows more of the module's path, and
+    the user's line if the sub-jaxpr belongs to a library (`of_library`, as for `replay`).
     """
     file, line, module = _here()
     notes = list(getattr(error, "__notes__", ()))
@@ -336,13 +337,13 @@ def say_where(error: Exception, primitive_name: str, of_library: bool = False) -
 
 _texts: dict[tuple[object, ...], str] = {}
 _registry: dict[Any, int] = {}
-# Beyond so many, of new shapes, say, warnings are given anew.
+# Beyond this number (of new shapes, for example) warnings are given again.
 _MOST_TEXTS = 10_000
 
 
 def _warn_once(event: Materialization) -> None:
     # Python warns once for each text and line. The text names the Haiku module, which differs from
-    # call to call, so all events of one place use the text of the first.
+    # call to call, so all events of one place use the text of the first one.
     if len(_texts) > _MOST_TEXTS:
         _texts.clear()
         _registry.clear()
@@ -366,7 +367,7 @@ def _module_path(names: str) -> str:
     return "/".join(filter(None, names.split("/")))
 
 
-# What JAX writes for a jitted function, and for the names of what it transforms.
+# JAX's notation for a jitted function, and for the name of a transformed function.
 _FUNCTION = re.compile(r"\bp?jit\([^()]*\)")
 _TRANSFORMED = re.compile(r"\w+\(([^()]*)\)")
 

@@ -1,7 +1,7 @@
-"""Primitives that say where arrays lie: they act on the leaves, as each type says.
+"""Primitives that place arrays: they act on the leaves, as the shardings of each type say.
 
-Not rules, because a rule is traced by itself: `device_put` would do nothing there, and the operands of
-`reshard` are not in the new mesh yet.
+They are not rules, because a rule is traced separately: `device_put` would do nothing there, and
+the operands of `reshard` are not in the new mesh yet.
 """
 
 import functools
@@ -18,7 +18,7 @@ from haiku_implicit.core.sharding import leaf_places
 
 @handles(jax.lax.sharding_constraint_p)
 def constrain(operands: Operands, params: Params) -> list[Any]:
-    """`jax.lax.with_sharding_constraint`: the same split, of the leaves."""
+    """Runs `jax.lax.with_sharding_constraint` on the leaves, with shardings that match."""
     (x,) = operands
     leaves, treedef = flatten(x)
     places = leaf_places(x, params["sharding"])
@@ -30,7 +30,7 @@ def constrain(operands: Operands, params: Params) -> list[Any]:
 
 @handles(jax.lax.device_put_p)
 def put(operands: Operands, params: Params) -> list[Any]:
-    """`jax.device_put` to a device, a memory, or the shards of a mesh."""
+    """Runs `jax.device_put` on the leaves: to a device, a memory, or the shards of a mesh."""
     values, leaves = [], []
     expanded: dict[str, list[Any]] = {name: [] for name in params}
     for i, (x, place) in enumerate(zip(operands, params["devices"], strict=True)):
@@ -49,12 +49,12 @@ def put(operands: Operands, params: Params) -> list[Any]:
 
 
 def _reshard(primitive: compat.Primitive, operands: Operands, params: Params) -> list[Any]:
-    """`jax.sharding.reshard`, over explicit mesh axes."""
+    """Runs `jax.sharding.reshard` on the leaves, over explicit mesh axes."""
     (x,) = operands
     leaves, treedef = flatten(x)
     places = leaf_places(x, params["dst_sharding"])
     if places is NotImplemented:
-        # Made dense in the mesh that it comes from, as the equations before this one were run.
+        # Made dense in the mesh that it comes from, in which the equations before this one ran.
         with compat.within_mesh_of(x):
             x = densify(x, primitive.name)
         return [primitive.bind(x, **params)]

@@ -1,11 +1,11 @@
-"""Which parameters an argument like `targets` chooses, and the error if there are none."""
+"""Arguments like `targets`, which select parameters, and the error if they select none."""
 
 import difflib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Union
 
-# Of a module's name, a parameter's name and the parameter, as Haiku's own predicates are.
+# A function of a module's name, a parameter's name and the parameter, like Haiku's own predicates.
 Predicate = Callable[[str, str, Any], bool]
 # A predicate; a regular expression that the whole of `module/name` has to match; a list of names
 # `module/name`; all; none.
@@ -15,14 +15,14 @@ Targets = Union[  # noqa: UP007 (a callable can't be or-ed)
 
 
 def path_of(module_name: str, name: str) -> str:
-    """`module/name`."""
+    """Returns `module/name`."""
     return f"{module_name}/{name}" if module_name else name
 
 
 def predicate_of(
     argument: str, targets: Targets | None, default: Predicate | None = None
 ) -> Predicate:
-    """The predicate that an argument stands for.
+    """Returns the predicate for an argument like `targets`.
 
     Args:
       argument: the name of the argument, for errors.
@@ -31,7 +31,7 @@ def predicate_of(
 
     Raises:
       TypeError: for anything that is not one of `Targets`.
-      ValueError: for a text that is not a regular expression.
+      ValueError: for a string that is not a regular expression.
     """
     if targets is None and default is not None:
         return default
@@ -53,11 +53,11 @@ def predicate_of(
 
 
 def compiled(argument: str, pattern: Any) -> re.Pattern[str]:
-    """The regular expression that an argument is, or has in it.
+    """Returns the compiled regular expression of an argument, or of an item in it.
 
     Raises:
-      TypeError: for anything but a text or a compiled one.
-      ValueError: for a text that is not a regular expression.
+      TypeError: for anything other than a string or a compiled expression.
+      ValueError: for a string that is not a regular expression.
     """
     text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
     if not isinstance(text, str):
@@ -76,10 +76,10 @@ def is_list_of_paths(targets: Any) -> bool:
 
 
 def check_paths(argument: str, targets: Any, paths: Sequence[str]) -> None:
-    """Checks that the names in a list of them are names of parameters.
+    """Checks that all names in a list are names of parameters.
 
     Raises:
-      ValueError: if one is not.
+      ValueError: if one is not a parameter's name.
     """
     for name in targets if is_list_of_paths(targets) else ():
         if name not in paths:
@@ -95,14 +95,14 @@ def no_match(
     kind: str = "parameters",
     wanted: str = "",
 ) -> ValueError:
-    """The error for an argument that chooses no parameter.
+    """Returns the error for an argument that selects no parameter.
 
     Args:
       argument: the name of the argument.
       targets: its value.
-      paths: `module/name` of each parameter. The error lists those that look most like a pattern.
-      kind: what to call them.
-      wanted: what None would choose.
+      paths: `module/name` of each parameter. The error lists those most similar to the pattern.
+      kind: the word for them.
+      wanted: a description of the parameters that None would select.
     """
     count = f"none of the {len(paths)} {kind}"
     if not isinstance(targets, str | re.Pattern):

@@ -1,12 +1,12 @@
-"""Names from files, as they may be printed: a terminal does what its control characters say."""
+"""Names from files, escaped for printing: a terminal would obey their control characters."""
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""A text in which characters that are not printed are escaped, as in Python.
+    r"""Escapes the characters of a text that are not printable, as Python does.
 
     Args:
-      text: with anything in it.
-      keep: characters that stay as they are.
+      text: any text.
+      keep: characters that stay unchanged.
 
     Example:
       >>> print(printable("name\n\x1b[31m"))

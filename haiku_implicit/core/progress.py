@@ -1,4 +1,4 @@
-"""Progress bars on long work: where tqdm is installed, which is optional, and somebody looks on."""
+"""Progress bars for long work, in a terminal and with tqdm, which is optional."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,31 +8,29 @@ import jax
 
 from haiku_implicit.core.printable import printable
 
-# Seconds. Work that takes less shows no bar.
+# In seconds. Shorter work shows no bar.
 _DELAY = 1.0
 
 
 @contextlib.contextmanager
 def bar(doing: str, total: int | None) -> Iterator[Callable[..., Any]]:
-    """A bar on stderr, if that is a terminal.
+    """Shows a bar on stderr, if stderr is a terminal.
 
     Args:
-      doing: what the bar is labeled with.
-      total: how many steps there are; None where that is not known.
+      doing: the label of the bar.
+      total: the number of steps, or None if it is unknown.
 
     Yields:
-      `run(name, fun, *args)`, which is `fun(*args)` as the next step, and shows its name.
+      `run(name, fun, *args)`, which shows the name, and runs `fun(*args)` as the next step.
     """
     try:
         from tqdm import tqdm
     except ImportError:
         tqdm = None
-    if (
-        tqdm is None
-    ):  # not in the handler: an error of `fun` would be shown below that of the import
+    if tqdm is None:  # not in the handler, which would chain an error of `fun` to the ImportError
         yield lambda name, fun, *args: fun(*args)
         return
-    # Each step is shown: the one that takes long may come right after one that does not.
+    # Shows each step, since a long one may follow right after a short one.
     often: dict[str, Any] = dict(miniters=0, mininterval=0)
     with tqdm(desc=doing, total=total, leave=False, disable=None, delay=_DELAY, **often) as shown:
         done = 0
@@ -43,7 +41,7 @@ def bar(doing: str, total: int | None) -> Iterator[Callable[..., Any]]:
             shown.update(done)
             done = 1
             result = fun(*args)
-            # JAX may compute on after a call has returned, and the bar would be ahead of it.
+            # JAX may go on computing after a call returns, and the bar would be ahead of it.
             return result if shown.disable else jax.block_until_ready(result)
 
         yield run

@@ -1,4 +1,4 @@
-"""Sub-jaxprs, interpreted under a trace of their own that is kept for operands of one structure."""
+"""Sub-jaxprs, interpreted under separate traces that are cached by the structure of operands."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ class Retraced(NamedTuple):
 
     Attributes:
       jaxpr: the program from the leaves of the operands to the leaves of the results.
-      fun: the same as a function of leaves: one object for one program, so that JAX's caches work.
+      fun: the program as a function of leaves: one object for each program, for JAX's caches.
       out: the results, with `jax.ShapeDtypeStruct` leaves.
-      events: what was materialized in it.
+      events: the materializations in it.
     """
 
     jaxpr: ClosedJaxpr
@@ -36,14 +36,14 @@ class Retraced(NamedTuple):
     events: Sequence[events.Event]
 
     def rebuild(self, leaves: Sequence[Any]) -> list[Any]:
-        """The results, from their leaves."""
+        """Returns the results from their leaves."""
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.out), leaves)
 
 
 def retrace(
     jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], transform: Transform | None = None
 ) -> Retraced:
-    """Interprets a sub-jaxpr under a trace of its own, cached by jaxpr and operand structure.
+    """Interprets a sub-jaxpr under a separate trace, cached by jaxpr and operand structure.
 
     Args:
       jaxpr: the sub-jaxpr.
@@ -63,10 +63,10 @@ def retrace(
 
 
 def interpreted(jaxpr: Jaxpr, operands: Sequence[Any], transform: Transform | None = None) -> Run:
-    """The interpreter of a jaxpr as a function `(consts, operands) -> (results, events)`.
+    """Returns the interpreter of a jaxpr as a function `(consts, operands) -> (results, events)`.
 
-    It is one object for one jaxpr, so that traces of it are kept, by JAX: for operands of the same
-    structure and shapes, and the same settings. The events are those of the trace, for `replay`.
+    It is one object for each jaxpr, so JAX caches its traces, by the structure and shapes of operands
+    and by JAX's settings. The events are from the trace, for `replay`.
 
     Args:
       jaxpr, operands, transform: as for `retrace`.
@@ -79,7 +79,7 @@ def interpreted(jaxpr: Jaxpr, operands: Sequence[Any], transform: Transform | No
 def _interpreter_of(
     jaxpr: Jaxpr, literals: tuple[LiteralNumber | None, ...], transform: Transform | None
 ) -> Run:
-    own = weakref.ref(jaxpr)  # it is kept for as long as the jaxpr is there, and runs while it is
+    own = weakref.ref(jaxpr)  # `run` is cached by the jaxpr, and must not keep it alive
 
     def run(consts: list[Any], operands: list[Any]) -> tuple[list[Any], Carried]:
         known = [y if x is None else x.value for x, y in zip(literals, operands, strict=True)]

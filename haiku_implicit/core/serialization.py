@@ -1,7 +1,7 @@
-"""Types in files, those of `jax.export` and checkpoints: their names, and static metadata as JSON.
+"""Types in files (of `jax.export`, and checkpoints): their names, and their static metadata as JSON.
 
-A file says what structure a tree has. Reading one looks names up among the types that this program has
-defined, and runs no code of the file.
+A file describes the structure of a tree. Reading it looks names up among the types that this program
+has defined; it never runs code from the file.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """What is known of a type of pytree nodes: see `register_node` and `register_tree_type`."""
+    """A registered type of pytree nodes; see `register_node` and `register_tree_type`."""
 
     name: str
     kind: type
@@ -34,7 +34,7 @@ class Node(NamedTuple):
 _nodes: dict[str, Node] = {}
 _names: dict[type, str] = {}
 _statics: dict[str, type] = {}
-# What is not equal to itself, by its JSON.
+# Values that are not equal to themselves, by their JSON.
 _nans: dict[str, Any] = {"NaN": np.nan}
 
 
@@ -46,10 +46,11 @@ def register_node(
     """Lets files of `jax.export` hold a type of pytree nodes, under its module and name.
 
     Args:
-      kind: the type. Where another one has the same name (a cell that ran twice, a class within a
-        function), it gets a number behind the name.
-      fields: gives the names of its children, and those of the values in its static data, a tuple.
-      build: makes a node of the static data and the children.
+      kind: the type. If another one has the same name (a cell that ran twice, a class within a
+        function), a number is appended to the name.
+      fields: returns the names of the children, and the names of the values in the static data (a
+        tuple).
+      build: makes a node from the static data and the children.
     """
     name = base = _full_name(kind)
     count = 1
@@ -74,14 +75,14 @@ def _parts_by_jax(x: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def static_values(cls: type[T]) -> type[T]:
-    """Lets the static metadata of nodes hold objects of a frozen dataclass."""
+    """Lets the static metadata of nodes hold objects of this frozen dataclass."""
     _statics[_short(_full_name(cls))] = cls
     return cls
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
-# They outlive a program, so that their names of types have no number: the last class of a name counts.
-# The types of this library go without the names of its modules, which may change.
+# They outlive a program, so their names of types carry no number: the last class of a name counts.
+# Names of this library's types omit their modules, which may change.
 
 _checkpoints: dict[str, Node] = {}
 _kinds: dict[type, str] = {}
@@ -99,23 +100,23 @@ def _short(name: str) -> str:
 def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
     """Lets checkpoints (`haiku_implicit.save`) hold objects of a named tuple or a dataclass.
 
-    Implicit types, and the states of optax, need no registration. A file has the name of the type and
+    Implicit types, and the states of optax, need no registration. A file holds the name of the type and
     the values of its fields, which may be trees. `load` looks the name up, so the program that reads
     the file has to register the type as well.
 
     Args:
       cls: the type. JAX has to know it as a pytree: a named tuple, or a dataclass that
-        `jax.tree_util.register_dataclass`, `chex.dataclass` or something like them has registered. An
-        object is made of its fields, without the constructor.
-      name: what files call it, with a dot in it. By default its module and name, which a type in a
-        script has only in that script (`__main__.State`).
+        `jax.tree_util.register_dataclass`, `chex.dataclass` or a similar function has registered.
+        Loading sets the fields of an object without running its constructor.
+      name: the name in files, with a dot in it. By default its module and name; a type in a script
+        has that name only in the script itself (`__main__.State`).
 
     Returns:
       The type, so that this can be a decorator.
 
     Raises:
-      TypeError: if it is neither a named tuple nor a dataclass.
-      ValueError: for a name without a dot, or one that another type has already.
+      TypeError: if `cls` is neither a named tuple nor a dataclass.
+      ValueError: for a name without a dot, or a name that another type has already.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, haiku_implicit as hki
@@ -149,16 +150,16 @@ def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
 
 def _add_to_checkpoints(kind: type, node: Node) -> None:
     _checkpoints[node.name] = node
-    _kinds.setdefault(kind, node.name)  # a type may have several names, to be read by
+    _kinds.setdefault(kind, node.name)  # a type may have several names, all of which `load` knows
 
 
 def _made_of(cls: Any, static: Any, values: Sequence[Any]) -> Any:
-    """A named tuple of these fields, without its constructor."""
+    """Makes a named tuple of these fields, without its constructor."""
     return cls._make(values)
 
 
 def _filled(cls: type, static: Any, values: Sequence[Any]) -> Any:
-    """A dataclass of these fields, without its constructor."""
+    """Makes a dataclass of these fields, without its constructor."""
     new: Any = object.__new__(cls)
     for field, value in zip(dataclasses.fields(new), values, strict=True):
         object.__setattr__(new, field.name, value)
@@ -166,7 +167,7 @@ def _filled(cls: type, static: Any, values: Sequence[Any]) -> Any:
 
 
 def node_of(x: Any) -> Node | None:
-    """What is known of the type of an object, under its name in checkpoints; None if nothing is.
+    """The node for the type of an object, under its name in checkpoints; None if it is unknown.
 
     Raises:
       TypeError: if a class of the same name has been defined since.
@@ -184,19 +185,19 @@ def node_of(x: Any) -> Node | None:
 
 
 def node_named(name: str) -> Node | None:
-    """What is known of the type that checkpoints call so."""
+    """The node for a type by its name in checkpoints; None if it is unknown."""
     return _checkpoints.get(name)
 
 
 @contextlib.contextmanager
 def naming_lost_types(*trees: Any) -> Iterator[None]:
-    """Makes of an error about a dict that was an object of some type one that says so.
+    """Turns an error about a dict that lost its type into one that names the type.
 
     Args:
-      *trees: that have the dict somewhere, for the error.
+      *trees: the trees that may contain the dict; the error gives its path in them.
 
     Raises:
-      TypeError: if a dict with the fields of a type that is known was used as an object of it.
+      TypeError: if a dict with the fields of a known type was used as an object of that type.
     """
     try:
         yield
@@ -214,13 +215,13 @@ def naming_lost_types(*trees: Any) -> Iterator[None]:
 
 
 def _kinds_with_fields(names: Iterable[Any]) -> list[str]:
-    """The names of the types that may have just these fields; not of subclasses of such types.
+    """The names of the types that may have exactly these fields, without subclasses of such types.
 
-    Orbax leaves fields out that are None.
+    Orbax leaves out fields that are None.
     """
     found, there = [], set(names)
     for node in _checkpoints.values():
-        with contextlib.suppress(TypeError):  # of a class without its decorator
+        with contextlib.suppress(TypeError):  # a class without its decorator
             fields = set(node.fields()[0])
             if there and there <= fields and fields - there <= _optional_fields(node.kind):
                 found.append(node.kind)
@@ -244,7 +245,7 @@ def _is_public(kind: type) -> bool:
 
 
 def _path_of(mapping: Mapping[str, Any], trees: Sequence[Any]) -> str:
-    """Where a mapping is in one of the trees, with a colon; also if it is a copy of what is there."""
+    """The path of a mapping, or of one with the same leaves, in the trees, followed by a colon."""
 
     def is_it(x: Any) -> bool:
         if not isinstance(x, Mapping) or set(x) != set(mapping):
@@ -288,7 +289,7 @@ def decode_node(node: Node, data: Any) -> tuple[Any, ...]:
 
 
 def encode(x: Any) -> Any:
-    """A value that JSON holds: tuples as lists, all others that it does not know as `{kind: parts}`."""
+    """Converts a value for JSON: tuples to lists, other types that JSON lacks to `{kind: parts}`."""
     if x is None or type(x) in (bool, int, float, str):
         return x
     if type(x) is tuple:
@@ -311,8 +312,8 @@ def encode(x: Any) -> Any:
 
 
 def _dtype_name(x: np.dtype[Any]) -> str:
-    """A name that `np.dtype` makes this dtype of; empty if there is none."""
-    for name in (x.name, x.str):  # the name does not say which order of bytes it has
+    """A name from which `np.dtype` makes this dtype, or an empty one if none does."""
+    for name in (x.name, x.str):  # `name` omits the byte order
         with contextlib.suppress(TypeError):
             if np.dtype(name) == x:
                 return name
@@ -320,7 +321,7 @@ def _dtype_name(x: np.dtype[Any]) -> str:
 
 
 def decode(data: Any) -> Any:
-    """What `encode` gave this for. NaN is the same object each time, so that it can be a key."""
+    """Inverts `encode`. NaN is the same object each time, so that it can be a key."""
     value = _decoded(data)
     return value if value == value else _nans.setdefault(json.dumps(data), value)
 
@@ -369,7 +370,7 @@ def _encode_structure(treedef: Any) -> Any:
 
 
 def _decode_structure(data: Any) -> Any:
-    """A tree of this structure."""
+    """Makes a tree of an encoded structure."""
     if data == "leaf":
         return 0
     name, children = data[0], list(map(_decode_structure, data[1]))

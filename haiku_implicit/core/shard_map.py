@@ -1,4 +1,4 @@
-"""`jax.shard_map` with implicit operands, as `higher_order.py` has the other primitives."""
+"""`jax.shard_map` on implicit operands (`higher_order.py` has the other primitives with a jaxpr)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +18,9 @@ from haiku_implicit.core.sharding import in_type, is_spec, names_in, names_in_en
 
 @handles(compat.shard_map_p)
 def shard_map(operands: Operands, params: Params) -> list[Any]:
-    """`jax.shard_map`: the type of an implicit operand says how it is split (`partition_spec`).
+    """Runs `jax.shard_map`: the type of an implicit operand says how it is split (`partition_spec`).
 
-    A result that is like an operand, and is split as that is, stays implicit (a cache that is written).
+    A result with the structure and the spec of an operand (a cache that is written) stays implicit.
     """
     mesh, jaxpr = params["mesh"], params["jaxpr"]
     split = [_split(x, s, mesh) for x, s in zip(operands, params["in_specs"], strict=True)]
@@ -33,7 +33,8 @@ def shard_map(operands: Operands, params: Params) -> list[Any]:
             return results(parts, interpret(jaxpr, (), parts))
 
         if AxisType.Manual in mesh.axis_types:
-            # Within another one JAX can keep operands for a backward pass, but nothing made here.
+            # Inside another `shard_map`, JAX can save operands for a backward pass, but no values that
+            # are made here.
             body = jax.checkpoint(body)
         return jax.shard_map(
             body,
@@ -65,10 +66,10 @@ def shard_map(operands: Operands, params: Params) -> list[Any]:
 def _results_like_operands(
     mapped: Any, leaves: list[Any], pairs: list[Any], params: Params
 ) -> list[int | None]:
-    """For each result of a `shard_map` the implicit operand whose leaves' specs are those of its own.
+    """For each result of a `shard_map`, the index of the implicit operand whose specs it shares.
 
-    That has the type, the static metadata and the shapes of leaves of the result, on each device, and
-    is split by the same spec. None where there is none: then the result becomes dense.
+    On each device, this operand has the type, the static metadata and the shapes of leaves of the
+    result, and it is split by the same spec. None if no operand does: then the result becomes dense.
     """
     specs, mesh = list(params["out_specs"]), params["mesh"]
     candidates = [
@@ -87,16 +88,16 @@ def _results_like_operands(
                     like[k] = i
         return [materialize_array(y) if is_implicit(y) else y for y in out]
 
-    with events.recording():  # it is run once more
+    with events.recording():  # the body runs once more
         jax.eval_shape(mapped(results, specs), *leaves)
     return like
 
 
 def _all_split(own: list[Any], spec: Any, mesh: Any, check_vma: bool) -> bool:
-    """Whether each leaf is split over the axes of the mesh that the array is split over.
+    """Whether each leaf is split over all mesh axes that the array is split over.
 
-    One that is not need not be the same on all devices in a result. JAX checks that for axes that no
-    spec has, unless `check_vma` is False.
+    A leaf that is not split may differ between devices in a result. JAX checks this for axes that no
+    spec names, unless `check_vma` is False.
     """
 
     def axes(spec: Any) -> set[str]:
@@ -115,7 +116,7 @@ def _same_leaves(a: Any, b: Any) -> bool:
 
 
 def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
-    """An operand in a form that can be split, and its part on one device with specs in it."""
+    """Returns an operand in a form that can be split, and its part on one device, with specs."""
     if not is_implicit(x):
         return x, spec
     x = _without_explicit_cuts(x, spec, mesh).fitted(spec, mesh)
@@ -124,9 +125,10 @@ def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
 
 
 def _without_explicit_cuts(x: ImplicitArray, spec: Any, mesh: Any) -> ImplicitArray:
-    """An operand that is whole along explicit axes, if these could not split its parts once more.
+    """Makes an operand whole along explicit axes if they could not split its parts once more.
 
-    That is of axes that the `shard_map` is not over. Arrays within one keep what splits them by these.
+    These are axes that the `shard_map` does not map over. Its body keeps the splits of arrays by these
+    axes.
     """
     explicit: Any = dense_struct(x).sharding
     if not compat.is_explicit(explicit):

@@ -1,8 +1,8 @@
-"""Where arrays lie: the shardings of leaves, and meshes with explicit axes.
+"""Shardings of leaves, and meshes with explicit axes.
 
 Shardings over explicit axes are a part of arrays' types. Products with codes cut axes into blocks and
-groups, for which JAX has no sharding rule. So they leave explicit axes to XLA's partitioner, as if they
-were of type `Auto`. Only the result is sharded explicitly, as the result of the dense product is.
+groups, for which JAX lacks a sharding rule. So they leave explicit axes to XLA's partitioner, as if
+they were of type `Auto`. Only the result is sharded explicitly, like the result of the dense product.
 """
 
 import functools
@@ -23,22 +23,22 @@ from haiku_implicit.core.array import (
     is_implicit,
 )
 
-# Places that are the same for arrays of any rank.
+# Types of places that apply to arrays of any rank.
 _PLACES: tuple[type, ...] = (type(None), jax.Device, SingleDeviceSharding)
 if hasattr(jax, "memory"):  # from JAX 0.8 on: the host's memory and the device's
     _PLACES += (jax.memory.Space,)
 
 
 def leaf_places(x: Any, place: Any) -> Any:
-    """Where each leaf of an implicit array goes when the dense array is to go to a place.
+    """Returns the place of each leaf of an implicit array, for a place of the dense array.
 
     Args:
       x: an implicit array.
       place: a sharding, a device, a memory, or None.
 
     Returns:
-      A list of places, or `NotImplemented` where the type can't be split, and for a sharding of another
-      kind.
+      A list of places, or `NotImplemented` if the type can't be split, and for a sharding other than a
+      `NamedSharding`.
     """
     leaves = jax.tree.leaves(x)
     if isinstance(place, _PLACES):
@@ -54,17 +54,18 @@ def leaf_places(x: Any, place: Any) -> Any:
 
 
 def leaf_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
-    """Where the leaves of an implicit array lie when XLA is to keep the dense array split by `spec`.
+    """Returns the specs of an implicit array's leaves, for XLA to keep the dense array split by `spec`.
 
-    As the type's `placement_spec` says, or its `field_specs`, wherever these cut an axis evenly.
+    They come from the type's `placement_spec`, or else from its `field_specs`, without the entries that
+    do not cut an axis evenly.
 
     Args:
       x: an implicit array.
-      spec: of the dense array.
+      spec: the spec of the dense array.
       mesh: the mesh whose axes it names.
 
     Returns:
-      A list of specs, or `NotImplemented` where no leaf would be split.
+      A list of specs, or `NotImplemented` if no leaf would be split.
     """
     found = x.placement_spec(spec, mesh)
     if found is not NotImplemented:
@@ -81,29 +82,29 @@ def leaf_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
 
 
 def is_spec(x: Any) -> bool:
-    """Whether this is the spec of one array."""
+    """Whether `x` is the spec of one array."""
     return isinstance(x, PartitionSpec)
 
 
 def names_in(spec: PartitionSpec) -> list[str]:
-    """The mesh axes that a spec splits by."""
+    """The mesh axes that a spec names."""
     return [name for entry in spec for name in names_in_entry(entry)]
 
 
 def names_in_entry(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that a spec splits one axis by."""
+    """The mesh axes in an entry of a spec, which splits one array axis."""
     entries = entry if isinstance(entry, tuple) else (entry,)
     return tuple(name for name in entries if isinstance(name, str))
 
 
 def fitting(spec: Any, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """The spec without the entries that don't cut their axes evenly."""
+    """Returns the spec without the entries that don't cut their axes evenly."""
     pairs = zip(padded_spec(spec, len(shape)), shape, strict=True)
     return PartitionSpec(*(None if n % num_parts(entry, mesh) else entry for entry, n in pairs))
 
 
 def in_type(x: Any, sharding: Any) -> Any:
-    """A dense array whose type has this sharding, if that is over explicit axes."""
+    """Returns a dense array with this sharding in its type, if the sharding is over explicit axes."""
     if not compat.is_explicit(sharding):
         return x
     wanted, own = padded_spec(sharding.spec, np.ndim(x)), compat.explicit_sharding(x)
@@ -113,10 +114,10 @@ def in_type(x: Any, sharding: Any) -> Any:
 
 
 def mapped_first(operands: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-    """Operands of a batching rule with the mapped axis first, also those that are not mapped.
+    """Moves the mapped axis of a batching rule's operands first, and repeats the others along it.
 
-    An axis that is split over an explicit mesh axis is so in all of them, as results of dense operands
-    have it in their type.
+    If the axis is split over an explicit mesh axis, it is split in all operands, as it is in the type
+    of the result for dense operands.
     """
     pairs = list(zip(operands, dims, strict=True))
     moved = [None if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
@@ -125,7 +126,7 @@ def mapped_first(operands: Sequence[Any], dims: Sequence[int | None]) -> list[An
 
 
 def _repeated(x: Any, like: Any) -> Any:
-    """An array repeated along a new first axis, which is split as that of another one."""
+    """Repeats an array along a new first axis, which is split like the first axis of `like`."""
     y = jnp.broadcast_to(x, (like.shape[0], *np.shape(x)))
     of_like, own = compat.explicit_sharding(like), compat.explicit_sharding(x)
     if of_like is None:
@@ -136,10 +137,10 @@ def _repeated(x: Any, like: Any) -> Any:
 
 
 def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> Any:
-    """How the result of a primitive with dense operands is sharded over explicit mesh axes.
+    """Returns the sharding over explicit mesh axes of a primitive's result for dense operands.
 
     Args:
-      primitive: with one result.
+      primitive: a primitive with one result.
       operands: its operands, some of them quantized.
       params: its parameters.
 
@@ -147,7 +148,7 @@ def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> An
       A sharding, or None if neither an operand nor `out_sharding` is split over explicit axes.
 
     Raises:
-      The error that JAX raises for dense operands if it can't tell how the result is sharded.
+      The error that JAX raises for dense operands if the sharding of the result is ambiguous.
     """
     if not is_split([params.get("out_sharding"), operands]):
         return None
@@ -163,15 +164,15 @@ def is_split(tree: Any) -> bool:
 
 
 def left_to_partitioner(fun: Callable[..., jax.Array], sharding: Any) -> Callable[..., jax.Array]:
-    """The function with explicit mesh axes left to XLA, and with a result of this sharding."""
+    """Wraps a function to leave explicit mesh axes to XLA, and to return a result of this sharding."""
     mesh = sharding.mesh
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in pairs if kind == AxisType.Explicit)
     new = jax.sharding.auto_axes(fun, axes=axes, out_sharding=sharding)
     if AxisType.Manual not in mesh.axis_types:
         return new
-    # What a backward pass keeps leaves the `shard_map`, and comes back with explicit axes. So it must
-    # not be what has been left to XLA: the operands themselves are kept.
+    # Residuals of a backward pass leave the `shard_map`, and come back with explicit axes. So they must
+    # not be values that were left to XLA: only the operands are saved.
     return jax.checkpoint(new)
 
 
@@ -181,15 +182,15 @@ def padded_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
 
 
 def num_parts(entry: Any, mesh: Any) -> int:
-    """Into how many parts an axis is split, for its entry of a partition spec."""
-    names = names_in(PartitionSpec(entry))  # none for `PartitionSpec.UNCONSTRAINED`
+    """The number of parts of an axis with this entry of a partition spec."""
+    names = names_in(PartitionSpec(entry))  # empty for `PartitionSpec.UNCONSTRAINED`
     return math.prod(mesh.shape[name] for name in names)
 
 
 def split_fields(x: ImplicitArray, mesh: Any, **specs: PartitionSpec) -> Any:
-    """What `partition_spec` returns for an array, from a spec for each of its fields.
+    """Makes the result of `partition_spec` for an array, from a spec for each of its fields.
 
-    All arrays in a field are split by the spec of the field, an implicit one as its type says.
+    A field's spec applies to all arrays in it. An implicit one is split by its own `partition_spec`.
     """
 
     def split(y: Any, spec: PartitionSpec) -> Any:

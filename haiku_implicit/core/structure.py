@@ -1,8 +1,8 @@
-"""Structures of values, and the structure that several values can be brought to.
+"""Structures of values, and the common structure of several values.
 
 The structure of a value is the value with `jax.ShapeDtypeStruct` for its leaves. A loop's carry and the
-result of a `cond` need one structure for several values. It is the one with the most implicit parts
-that all of them can be brought to by materializing parts. At worst that is the dense array.
+result of a `cond` need a common structure for several values. It is the one with the most implicit
+parts that all of them reach by materializing parts. At worst it is the dense array.
 """
 
 import collections
@@ -39,26 +39,26 @@ def same(a: Any, b: Any) -> bool:
 
 
 def join(a: Any, b: Any) -> Any:
-    """The structure with the most implicit parts that both can be brought to by materializing parts."""
+    """Returns the structure with the most implicit parts that both reach by materializing parts."""
     if same(a, b):
         return a
     if is_implicit(a) and type(a) is type(b):
         (parts_a, def_a), (parts_b, def_b) = flatten_one_level(a), flatten_one_level(b)
         if def_a == def_b and all(map(_same_dense, parts_a, parts_b)):
             return def_a.unflatten(map(join, parts_a, parts_b))
-    # A constant is not in a mesh: it is put where the other one is.
+    # A constant is not in a mesh: it takes the sharding of the other value.
     sharding = next(filter(None, map(compat.explicit_sharding, map(dense_struct, (a, b)))), None)
     leaves = jax.tree_util.tree_leaves((a, b))
     return compat.struct(a.shape, a.dtype, like=leaves, sharding=sharding)
 
 
 def passed_on(jaxpr: Jaxpr, num_consts: int, count: int) -> list[tuple[int, int]]:
-    """Which values of a carry a loop's body gives on unchanged.
+    """Finds the values of a carry that a loop's body passes on unchanged.
 
     Args:
       jaxpr: the body.
-      num_consts: how many of its arguments come before the carry.
-      count: how many values the carry has.
+      num_consts: the number of its arguments before the carry.
+      count: the number of values in the carry.
 
     Returns:
       Pairs of places in the carry: the value at the first one is at the second one in the next step.
@@ -69,14 +69,14 @@ def passed_on(jaxpr: Jaxpr, num_consts: int, count: int) -> list[tuple[int, int]
 
 
 def spread(carry: Sequence[Any], passes: Sequence[tuple[int, int]]) -> list[Any]:
-    """Joins the structure of each value of a carry with that of the value that takes its place.
+    """Joins the structure of each value of a carry with the structure of the value that replaces it.
 
-    A trace of the loop's body would find the same, but one place further only: a carry of `n` values
-    that move on, of which one becomes dense, would be traced `n` times.
+    A trace of the loop's body would find the same, but only one place further: if one of `n` values
+    that move on becomes dense, the body would be traced `n` times.
 
     Args:
       carry: structures.
-      passes: what `passed_on` gives.
+      passes: the result of `passed_on`.
     """
     carry, takers = list(carry), collections.defaultdict(list)
     for source, place in passes:
@@ -97,12 +97,12 @@ def coerce(x: Any, target: Any, name: str, reason: str = "") -> Any:
 
     Args:
       x: a value.
-      target: the structure: a `join` of that of `x` and of others.
+      target: the structure, a `join` of the structure of `x` and others.
       name: the primitive that needs this structure.
-      reason: why it does; by default, because values of other types meet there.
+      reason: why it needs it; by default, because values of other types meet there.
     """
     if not is_implicit(x):
-        # Carries of a loop must agree in being weakly typed, too: they are not.
+        # Carries of a loop must also agree in their weak types: here none is weakly typed.
         return _like(x, target)
     if not is_implicit(target):
         reason = reason or f"it meets values of other types in {name!r}"
@@ -117,7 +117,7 @@ def coerce(x: Any, target: Any, name: str, reason: str = "") -> Any:
 
 
 def _like(x: Any, target: Any) -> jax.Array:
-    """A dense value in the dtype of a struct, and where it is in a mesh."""
+    """Returns a dense value with the dtype and the sharding of a struct."""
     x = in_type(jnp.asarray(x, target.dtype), target.sharding)
     return compat.vary_like(x, [target])
 
@@ -126,7 +126,7 @@ class Coerce:
     """A hashable function that brings a list of values to given structures (for `retrace`).
 
     Args:
-      targets, name, reason: as for `coerce`. Values beyond the targets stay as they are.
+      targets, name, reason: as for `coerce`. Values beyond the targets stay unchanged.
       meet: whether a value is brought to the `join` of its own structure and the target, and so may
         have fewer implicit parts than the target.
     """
@@ -151,17 +151,17 @@ class Coerce:
 
 
 def free_summand(x: Any) -> int | None:
-    """The index of a leaf that is one term of a sum that makes the dense value.
+    """Finds a leaf that is one term of the sum that makes the dense value.
 
-    The dense value of `LoRA` is `w + a @ b`. If `w` changes by some amount, and nothing else changes,
-    the dense value changes by the same amount. So any dense tangent is also the tangent of `w`, with
-    zeros for the other leaves. Integer codes are not such a leaf.
+    The dense value of `LoRA` is `w + a @ b`. If only `w` changes, by some amount, the dense value
+    changes by the same amount. So any dense tangent is also a tangent of `w`, with zeros for the other
+    leaves. Integer codes are not such a leaf.
 
     Args:
       x: an implicit array, or its structure.
 
     Returns:
-      The index among all leaves, or None if there is no such leaf.
+      The index among all leaves, or None if no leaf is such a term.
     """
     leaves, treedef = flatten(x)
     dense = jax.make_jaxpr(lambda xs: interpreter.materialize_array(treedef.unflatten(xs)))

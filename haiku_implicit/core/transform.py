@@ -1,4 +1,4 @@
-"""`use_implicit_args`: flatten, trace, interpret, unflatten."""
+"""`use_implicit_args`: flattens, traces, interprets and unflattens."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -17,17 +17,17 @@ R = TypeVar("R")
 
 
 def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
-    """Lets a function of arrays take implicit arrays in their place, and return them.
+    """Lets a function of arrays take and return implicit arrays instead.
 
-    The function is traced with dense abstract values, so it needs no change; what it does is then run
-    on the arguments as they are. The result is an ordinary function of pytrees. `jax.jit`, `grad`,
-    `vmap`, `checkpoint` and `eval_shape` apply to it, and then act on the leaves of the implicit
-    arrays. The function may also use them inside.
+    The function is traced with dense abstract values, so it needs no change. Its program then runs on
+    the given arguments. The wrapped function is an ordinary function of pytrees. `jax.jit`, `grad`,
+    `vmap`, `checkpoint` and `eval_shape` apply to it, and act on the leaves of the implicit arrays. The
+    function may also use these transformations inside.
 
     Args:
       fun: any function that JAX can trace. Any of its arguments, or of the leaves in them, may be
         implicit. Anything that is not an array (a Python number, flag, string, function) is passed
-        on as it is. A function that is itself a tree (a callable pytree, a `functools.partial`) may
+        on unchanged. A function that is itself a tree (a callable pytree, a `functools.partial`) may
         hold implicit arrays, too.
 
     Returns:
@@ -47,8 +47,8 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        # If the function holds implicit arrays, all that it holds is traced. Otherwise it is left as
-        # it is, since it may branch on concrete values that it holds.
+        # If the function holds implicit arrays, all values in it are traced. Otherwise none is, since
+        # the function may branch on concrete values in it.
         if any(map(is_implicit, tree_leaves_with_implicit(tree))):
             return call(_apply, *split(((tree, *args), kwargs)))
         return call(fun, *split((args, kwargs)))
@@ -57,7 +57,7 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def _partial_as_tree(fun: Any) -> Any:
-    """A `functools.partial` as JAX's pytree for it; any other function as it is."""
+    """Converts a `functools.partial` to JAX's pytree; any other function stays unchanged."""
     if isinstance(fun, functools.partial):
         return jax.tree_util.Partial(fun.func, *fun.args, **fun.keywords)
     return fun
@@ -72,20 +72,20 @@ class Static(NamedTuple):
 
     Attributes:
       treedef: the structure, in which an implicit array is one leaf.
-      leaves: for each leaf that is handed on as it is, a tuple of it alone; None for a value.
+      leaves: a tuple of one leaf for each leaf that is passed on unchanged; None for a value.
     """
 
     treedef: Any
     leaves: tuple[tuple[Any] | None, ...]
 
     def merge(self, values: Iterable[Any]) -> Any:
-        """The tree with these values in it."""
+        """Returns the tree with these values in it."""
         rest = iter(values)
         return self.treedef.unflatten([next(rest) if x is None else x[0] for x in self.leaves])
 
 
 def split(tree: Any) -> tuple[Static, list[Any]]:
-    """Splits a tree into what is static and the values, dense or implicit."""
+    """Splits a tree into its static part and its values, dense or implicit."""
     leaves, treedef = tree_flatten_with_implicit(tree)
     static = tuple(None if is_value(x) else (x,) for x in leaves)
     return Static(treedef, static), [x for x in leaves if is_value(x)]
@@ -96,8 +96,8 @@ def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
 
     Args:
       fun: a function.
-      static: what `split` gives for its arguments `(args, kwargs)`.
-      values: the values among them.
+      static: the static part of its arguments, from `split((args, kwargs))`.
+      values: the values among its arguments.
     """
     static_out: Any = None
 
@@ -113,24 +113,24 @@ def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
 
 
 def _with_known_shape(x: Any) -> Any:
-    """A result, dense where a symbolic length (`jax.export`) would be static metadata of it.
+    """Makes a result dense if its static metadata contains a symbolic length (`jax.export`).
 
-    What calls the exported function has arrays of other lengths, and could not tell.
+    Callers of the exported function have arrays of other lengths, but static metadata cannot change.
     """
     return densify(x, "export", "its shape is symbolic") if has_symbolic_shape(x) else x
 
 
 def is_value(x: Any) -> bool:
-    """Whether a leaf is traced (an array, dense or implicit) rather than passed on as it is."""
+    """Whether a leaf is traced (an array, dense or implicit) rather than passed on unchanged."""
     if isinstance(x, np.ndarray | np.generic):  # but not one of strings, dates or objects
         return x.dtype == np.bool_ or bool(jax.dtypes.issubdtype(x.dtype, np.number))
     return is_implicit(x) or isinstance(x, jax.Array)
 
 
 def materialize(tree: Any) -> Any:
-    """A tree with every implicit array in it replaced by its dense array.
+    """Replaces every implicit array in a tree by its dense array.
 
-    This gives no warning, and is not counted in reports, since it was asked for.
+    Reports do not count these arrays, and nothing warns of them, since the call is explicit.
 
     Args:
       tree: a tree of arrays and implicit arrays.
@@ -147,20 +147,20 @@ def materialize(tree: Any) -> Any:
 
 
 def tree_map_with_implicit(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` to which an implicit array is one leaf."""
+    """`jax.tree.map` that treats each implicit array as one leaf."""
     return jax.tree.map(fun, *map(containers.opened, (tree, *rest)), is_leaf=is_implicit)
 
 
 def tree_leaves_with_implicit(tree: Any) -> list[Any]:
-    """`jax.tree.leaves` to which an implicit array is one leaf."""
+    """`jax.tree.leaves` that treats each implicit array as one leaf."""
     return containers.flatten(tree)[0]
 
 
 def tree_flatten_with_implicit(tree: Any) -> tuple[list[Any], Any]:
-    """`jax.tree.flatten` to which an implicit array is one leaf."""
+    """`jax.tree.flatten` that treats each implicit array as one leaf."""
     return containers.flatten(tree)
 
 
 def tree_structure_with_implicit(tree: Any) -> Any:
-    """`jax.tree.structure` to which an implicit array is one leaf."""
+    """`jax.tree.structure` that treats each implicit array as one leaf."""
     return containers.flatten(tree)[1]

@@ -1,4 +1,4 @@
-"""Checks of constructors by chex's assertions, within the library's own sentences."""
+"""Checks of constructors by chex's assertions, with error messages of this library."""
 
 import contextlib
 import re
@@ -9,10 +9,10 @@ _PREFIX = re.compile(r"\[Chex\] Assertion (\w+) failed:")
 
 @contextlib.contextmanager
 def expecting(sentence: str, error: type[Exception] = ValueError) -> Iterator[None]:
-    """Raises what chex asserts within it as an error of the library.
+    """Turns a failed assertion of chex in a `with` block into an error of this library.
 
     Args:
-      sentence: what was expected, what was given, and the way out. What chex says follows it in
+      sentence: the expected value, the given value, and the way out. The message of chex follows in
         parentheses, on the same line.
       error: the type of the error.
 

@@ -9,7 +9,7 @@ import haiku as hk
 import jax
 
 JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-# What stands between the program and a warning of this library: folders, and what decorators call.
+# Files whose frames may be between the program and a warning: folders, and decorators' `contextlib`.
 LIBRARIES = (
     JAX,
     os.path.dirname(os.path.abspath(hk.__file__)) + os.sep,
@@ -19,9 +19,9 @@ LIBRARIES = (
 
 
 def warn_caller(message: str) -> None:
-    """A `UserWarning` for the first frame that is not of this library, of Haiku or of JAX.
+    """Gives a `UserWarning` at the first frame outside this library, Haiku and JAX.
 
-    Python shows it once for each line and text, as always.
+    Python shows it once for each line and text, as usual.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(LIBRARIES) and frame.f_back is not None:
@@ -37,6 +37,6 @@ def warn_caller(message: str) -> None:
 
 
 def shown(items: list[str], most: int = 5, separator: str = ", ") -> str:
-    """The first few of a list, and how many more there are."""
+    """Joins the first few items of a list, with the number of those left out."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more

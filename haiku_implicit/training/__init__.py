@@ -1,1 +1,1 @@
-"""What is trained of a tree of implicit arrays: gradients, optimizers, and their states in few bits."""
+"""Training of trees with implicit arrays: gradients, optimizers, and quantized optimizer states."""

@@ -1,4 +1,4 @@
-"""Which leaves of a parameter tree are trained, and gradients with respect to those alone.
+"""Trainable leaves of a parameter tree, and gradients with respect to only these.
 
 A *slot* is the place of one array in a tree. It holds the array, or None, symbolic zeros or
 `optax.MaskedNode` instead. Parameters, gradients, updates and partitions have the same slots.
@@ -28,8 +28,9 @@ from haiku_implicit.core.array import (
 from haiku_implicit.core.predicates import Targets, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
 
-# For `trainable_dense=`: tuning of biases alone (Ben Zaken et al. 2021, arXiv:2106.10199), and of what
-# normalizing layers scale and shift with (Zhao et al. 2023, arXiv:2312.11420), by Haiku's names.
+# For `trainable_dense=`, by Haiku's names: tuning of only biases (Ben Zaken et al. 2021,
+# arXiv:2106.10199), and of the scales and offsets of normalizing layers (Zhao et al. 2023,
+# arXiv:2312.11420).
 BIASES = r"(?:.*/)?(?!w_b$)(?:[^/]*_)?(?:b|bias|biases|offset)"
 LAYER_NORMS = r"(?:.*/)?(?:scale|offset)"
 
@@ -39,7 +40,7 @@ class Slot(NamedTuple):
 
     Attributes:
       path: its keys, as text.
-      value: the array, or what the slot holds instead.
+      value: the array, or the value that the slot holds instead.
       fields: the implicit arrays around it, outermost first, each as (type, name of the field).
     """
 
@@ -53,12 +54,12 @@ class Slot(NamedTuple):
 
 
 def is_empty(x: Any) -> bool:
-    """Whether a slot holds no array."""
+    """Whether the value of a slot is not an array."""
     return x is None or isinstance(x, Zeros | optax.MaskedNode)
 
 
 def slots_of(tree: Any, path: Any = (), fields: Any = ()) -> list[Slot]:
-    """The slots of a tree, in the order of its leaves."""
+    """Finds the slots of a tree, in the order of its leaves."""
     found = []
     is_slot = lambda x: is_implicit(x) or is_empty(x)  # noqa: E731
     leaves, _ = jax.tree_util.tree_flatten_with_path(containers.opened(tree, is_slot), is_slot)
@@ -78,7 +79,7 @@ def treedef_of(tree: Any) -> Any:
 
 
 def align(treedef: Any, tree: Any, what: str) -> list[Any]:
-    """The values of another tree in each slot."""
+    """Returns the value of another tree in each slot."""
     try:
         return treedef.flatten_up_to(containers.opened(tree, is_empty))
     except (ValueError, TypeError) as e:
@@ -87,11 +88,11 @@ def align(treedef: Any, tree: Any, what: str) -> list[Any]:
 
 
 class _Slot:
-    """What holds the place of an array in a tree."""
+    """A placeholder for an array in a tree."""
 
 
 def _difference(wanted: Any, found: Any, path: tuple[str, ...] = ()) -> str:
-    """Where an implicit array of one tree is not like that of the other; empty if that is nowhere."""
+    """Describes the first implicit array that differs between two trees; empty if none does."""
     leaves, others = (
         {
             (*path, *(jax.tree_util.keystr((k,), simple=True) for k in keys)): x
@@ -128,20 +129,20 @@ def _kind(x: Any) -> str:
 def fill_slots(
     treedef: Any, flags: Sequence[bool], values: Sequence[Any], others: Sequence[Any]
 ) -> Any:
-    """A tree with `values` in the slots that are marked, and `others` in the rest."""
+    """Makes a tree with `values` in the marked slots, and `others` in the rest."""
     triples = zip(flags, values, others, strict=True)
     return treedef.unflatten([value if flag else other for flag, value, other in triples])
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether a value, of an array or not, is of a floating or complex dtype."""
+    """Whether a value, an array or not, has a floating or complex dtype."""
     dtype = getattr(x, "dtype", None)
     dtype = jnp.result_type(x) if dtype is None else dtype
     return bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
 
 def zeros_like(x: Any) -> Any:
-    """Symbolic zeros in place of an array; None in place of random keys and JAX's own `float0`."""
+    """Returns symbolic zeros for an array, and None for random keys and JAX's own `float0`."""
     if is_empty(x):
         return x
     dtype = jnp.result_type(x)
@@ -150,7 +151,7 @@ def zeros_like(x: Any) -> Any:
     return Zeros(shape=np.shape(x), dtype=dtype)
 
 
-# --- what is trained -----------------------------------------------------------------------------
+# --- trainable slots -----------------------------------------------------------------------------
 
 
 def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = True) -> list[bool]:
@@ -177,11 +178,11 @@ def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = 
 
 
 def partition(params: Any, trainable_dense: Targets = True) -> tuple[Any, Any]:
-    """Divides parameters into a trainable and a frozen part.
+    """Splits parameters into a trainable and a frozen part.
 
-    In an implicit array the type decides: the fields that it declares with `frozen_field` (like the
-    `w` of `LoRA`) are frozen, with everything in them. Arrays of integers and booleans are always
-    frozen.
+    The type of an implicit array decides about its fields: those that it declares with `frozen_field`
+    (like the `w` of `LoRA`) are frozen, with everything in them. Arrays of integers and booleans are
+    always frozen.
 
     Args:
       params: a tree of arrays and implicit arrays.
@@ -191,13 +192,13 @@ def partition(params: Any, trainable_dense: Targets = True) -> tuple[Any, Any]:
         and `LAYER_NORMS` (the scales and offsets of normalizing layers).
 
     Returns:
-      Two trees like `params`, `(trainable, frozen)`, each with None in place of the arrays of the
+      Two trees like `params`, `(trainable, frozen)`, each with None instead of the arrays of the
       other. None is not a leaf, so that `jax.grad`, optimizers and checkpoints of the first tree deal
       only with trainable arrays.
 
     Raises:
       TypeError: for a `trainable_dense` of another type.
-      ValueError: for a text that is not a regular expression, or matches nothing.
+      ValueError: for a string that is not a regular expression, or matches nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -220,11 +221,11 @@ def _part(slots: Sequence[Slot], treedef: Any, flags: Sequence[bool]) -> tuple[A
 
 
 def combine(trainable: Any, frozen: Any) -> Any:
-    """Puts the two parts of `partition` together again.
+    """Combines the two parts that `partition` returns.
 
     Args:
-      trainable: a tree with None in place of the arrays of the other one.
-      frozen: the other one.
+      trainable: a tree with None instead of the arrays of `frozen`.
+      frozen: a tree with None instead of the arrays of `trainable`.
 
     Returns:
       The tree with the arrays of both.
@@ -260,17 +261,17 @@ def value_and_grad(
     """`jax.value_and_grad` with respect to the trainable arrays of parameters with implicit arrays.
 
     Args:
-      fun: a function that returns a scalar. It is wrapped in `use_implicit_args` (once more does no
-        harm).
+      fun: a function that returns a scalar. It is wrapped in `use_implicit_args` (wrapping it twice
+        is harmless).
       argnums: the position of the parameters among the arguments, or several positions. In a call
         they may also be given by keyword, unlike with `jax.value_and_grad`.
-      has_aux: whether `fun` returns a pair of the scalar and something else.
+      has_aux: whether `fun` returns a pair of the scalar and auxiliary data.
       trainable_dense: which dense arrays are trained, as in `partition`.
       **kwargs: other options of `jax.value_and_grad` (`holomorphic`, ...).
 
     Returns:
-      A function like that of `jax.value_and_grad`. The gradient is a tree like the parameters. In
-      place of frozen arrays and of integers it has `Zeros` of the same shape and dtype: symbolic
+      A function like the result of `jax.value_and_grad`. The gradient is a tree like the parameters.
+      Instead of frozen arrays and integers it holds `Zeros` of the same shape and dtype: symbolic
       zeros, which take no memory.
 
     Raises:
@@ -287,7 +288,7 @@ def value_and_grad(
     """
     implicit = use_implicit_args(fun)
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    predicate_of("trainable_dense", trainable_dense)  # raises early for a bad one
+    predicate_of("trainable_dense", trainable_dense)  # raises early for an invalid one
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **fun_kwargs: Any) -> Any:
@@ -325,17 +326,17 @@ def value_and_grad(
 
 
 def _by_position(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call, by position where the signature of the function has one for them."""
+    """Converts the arguments of a call to positional ones, if the function's signature allows it."""
     try:
         bound = inspect.signature(fun).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # there is no signature, or the call does not fit it
+    except (TypeError, ValueError):  # without a signature, or for a call that does not fit it
         return args, kwargs
     bound.apply_defaults()
     return bound.args, bound.kwargs
 
 
 def _fill(grads: Any, frozen: Any) -> Any:
-    """Gradients with symbolic zeros in the slots of the frozen part."""
+    """Puts symbolic zeros into the slots of gradients that are in the frozen part."""
     treedef = treedef_of(frozen)
     pairs = zip(align(treedef, grads, "gradients"), slots_of(frozen), strict=True)
     return treedef.unflatten([zeros_like(s.value) if g is None else g for g, s in pairs])
@@ -352,8 +353,8 @@ def grad(
     """`jax.grad` for parameters with implicit arrays; see `value_and_grad`.
 
     Returns:
-      A function that returns the gradient; with `has_aux`, a pair of the gradient and the other
-      result of `fun`.
+      A function that returns the gradient; with `has_aux`, a pair of the gradient and the auxiliary
+      data of `fun`.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki

@@ -1,4 +1,4 @@
-"""Optimizers of optax that leave frozen arrays alone and hold no state for them."""
+"""optax's optimizers without updates and state for frozen arrays."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,23 +27,22 @@ from haiku_implicit.training.gradients import (
 def freeze_declared(
     optimizer: optax.GradientTransformation, *, trainable_dense: Targets = True
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that leaves alone the fields that their type declares as frozen.
+    """Wraps an optimizer to skip fields that an implicit type declares as frozen.
 
     Args:
-      optimizer: any optax optimizer. It sees `optax.MaskedNode`, which has no leaves, in place of
-        frozen arrays. So its state holds nothing for them, and decay, clipping and norms leave them
-        out.
-      trainable_dense: which dense arrays are trained, as in `partition`; the same as for
+      optimizer: any optax optimizer. It sees `optax.MaskedNode`, a node without leaves, instead of
+        frozen arrays. So its state omits them, and so do decay, clipping and norms.
+      trainable_dense: which dense arrays are trained, as in `partition`. Pass the same value to
         `value_and_grad`.
 
     Returns:
-      An optimizer of the whole parameters. Its `update` takes gradients with symbolic zeros, None
-      or arrays in the slots that types freeze, and returns updates with symbolic zeros in all frozen
-      slots (see `apply_updates`).
+      An optimizer of all parameters. Its `update` takes gradients with symbolic zeros, None or arrays
+      in the slots that types freeze, and returns updates with symbolic zeros in all frozen slots (see
+      `apply_updates`).
 
     Raises:
       ValueError: by its `update`, if the gradient of a trainable array is missing, and if there is a
-        gradient of an array that `trainable_dense` leaves out.
+        gradient of an array that `trainable_dense` excludes.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
@@ -68,7 +67,7 @@ def freeze_keys(
     *,
     trainable_dense: Targets = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that leaves fields of an implicit type alone, beside those of `freeze_declared`.
+    """Wraps an optimizer to skip named fields of an implicit type, as well as fields declared frozen.
 
     Args:
       optimizer: any optax optimizer.
@@ -77,7 +76,7 @@ def freeze_keys(
       trainable_dense: which dense arrays are trained, as in `partition`.
 
     Returns:
-      As `freeze_declared`.
+      An optimizer as in `freeze_declared`.
 
     Raises:
       TypeError: if `arr_type` is not an implicit type.
@@ -120,7 +119,7 @@ def freeze_keys(
 def freeze_subtrees(
     optimizer: optax.GradientTransformation, label_fn: Any, *, trainable_dense: Targets = True
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that leaves parts of the parameters alone, beside those of `freeze_declared`.
+    """Wraps an optimizer to skip parts of the parameters, as well as fields declared frozen.
 
     Args:
       optimizer: any optax optimizer.
@@ -130,7 +129,7 @@ def freeze_subtrees(
       trainable_dense: which dense arrays are trained, as in `partition`.
 
     Returns:
-      As `freeze_declared`.
+      An optimizer as in `freeze_declared`.
 
     Raises:
       ValueError: by `init` and `update`, for any other label, or a tree that does not fit.
@@ -146,7 +145,7 @@ def freeze_subtrees(
 
     def select(tree: Any, slots: Sequence[Slot], first: bool) -> list[bool]:
         labels = label_fn(tree) if callable(label_fn) else label_fn
-        # Labels are often a dict, whatever mapping the parameters are.
+        # Labels are often a dict, even if the parameters are another mapping.
         labels, tree = (opened(x, is_empty, as_dicts=True) for x in (labels, tree))
         flags = []
         parts = align(treedef_of(labels), tree, "label_fn")
@@ -167,13 +166,13 @@ def _frozen(
     select: Callable[[Any, Sequence[Slot], bool], list[bool]],
     trainable_dense: Targets,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of the slots that are trainable by declaration and that `select` marks, too."""
+    """Wraps an optimizer to update only slots that are trainable by declaration and by `select`."""
     inner = optax.with_extra_args_support(optimizer)
     predicate_of("trainable_dense", trainable_dense)
 
     def marks_of(tree: Any, slots: Sequence[Slot], first: bool) -> list[tuple[bool, bool]]:
         """For each slot, whether it is trained, and whether `select` marks it."""
-        # A regular expression has to match something once; an update may come without dense parts.
+        # A regular expression has to match something in `init`; an update may lack dense arrays.
         own = trained(slots, trainable_dense, first)
         return list(zip(own, select(tree, slots, first), strict=True))
 
@@ -192,7 +191,7 @@ def _frozen(
             return _masked(treedef, flags, align(treedef, tree, what))
 
         def unmasked(fun: Callable[..., Any]) -> Callable[..., Any]:
-            """A function of the parameters as a function of the masked ones."""
+            """Converts a function of the parameters to a function of masked parameters."""
 
             def of_masked(tree: Any, *args: Any, **kwargs: Any) -> Any:
                 own = align(treedef, tree, "params")
@@ -201,7 +200,7 @@ def _frozen(
             return of_masked
 
         _check_gradients(slots, marks, align(treedef, updates, "updates"))
-        # Line searches take these two: another gradient, and a function of the parameters.
+        # Line searches take another gradient, and a function of the parameters.
         if "grad" in extra:
             extra["grad"] = masked(extra["grad"], "grad")
         if "value_fn" in extra:
@@ -222,14 +221,14 @@ def _updated(
     params: Any,
     extra: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """The update of an optimizer, with errors that say what the trees have to do with them."""
+    """Runs the update of an optimizer, with errors that explain mismatched trees."""
     try:
         return inner.update(updates, state, params, **extra)
     except (TypeError, ValueError) as e:
         if params is not None:
             _check_state(state, jax.eval_shape(inner.init, params))
             raise
-        raise ValueError(  # without the parameters a missing gradient is not seen before
+        raise ValueError(  # without parameters, no earlier check finds a missing gradient
             f"updates: the optimizer can't take these gradients ({e}). If its state is for other "
             "arrays, give value_and_grad and the optimizer the same trainable_dense=; give update "
             "the parameters, and the error names the first such array"
@@ -237,7 +236,7 @@ def _updated(
 
 
 def _check_state(state: Any, wanted: Any) -> None:
-    """Raises if a state is for other arrays, as after a change of `trainable_dense`."""
+    """Raises if a state is for other arrays, for example after a change of `trainable_dense`."""
     there, expected = (
         {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (state, wanted)
@@ -256,7 +255,7 @@ def _check_state(state: Any, wanted: Any) -> None:
 def _check_gradients(
     slots: Sequence[Slot], marks: Sequence[tuple[bool, bool]], gradients: list[Any]
 ) -> None:
-    """Raises where a gradient is missing, or would be lost since `trainable_dense` leaves it out."""
+    """Raises if a gradient is missing, or would be lost because `trainable_dense` excludes it."""
     for slot, (is_trained, is_marked), gradient in zip(slots, marks, gradients, strict=True):
         if is_trained and is_marked and is_empty(gradient):
             raise ValueError(
@@ -282,8 +281,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
     Args:
       params: a tree of arrays and implicit arrays.
-      updates: a tree like it. A parameter stays as it is where this has symbolic zeros, None or
-        `optax.MaskedNode`, or if the parameter is not of a floating dtype.
+      updates: a tree like `params`. A parameter does not change if its update is symbolic zeros, None
+        or `optax.MaskedNode`, or if its dtype is not floating or complex.
 
     Returns:
       The new parameters, in the dtypes of the old ones.

@@ -1,4 +1,4 @@
-"""Optimizers of optax whose state is held in few bits."""
+"""optax's optimizers with a quantized state."""
 
 import operator
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from haiku_implicit.numerics.options import is_positive_integer
 
 
 class QuantizedState(NamedTuple):
-    """The state of an optimizer.
+    """The state of an optimizer that `quantized_state` returns.
 
     Attributes:
-      inner: the state of the optimizer itself, with large arrays quantized.
+      inner: the state of the wrapped optimizer, with large arrays quantized.
     """
 
     inner: Any
@@ -41,29 +41,29 @@ def quantized_state(
     block: int = 256,
     min_size: int = 4096,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that keeps its moments in few bits between steps.
+    """Wraps an optimizer to quantize its moments between steps.
 
-    Optimizer states are quantized in blocks, after Dettmers et al. 2021 (arXiv:2110.02861). In place
-    of their table of 8-bit values, first moments are linear here. Second moments (blocks without a
-    negative number) are stored as their roots, which have the same dynamic range: see
-    `QuantizedBlocks`.
+    The state is quantized in blocks, after Dettmers et al. 2021 (arXiv:2110.02861). Instead of their
+    table of 8-bit values, first moments are linear here. Second moments (blocks without a negative
+    number) are stored as their roots, which have the same dynamic range: see `QuantizedBlocks`.
 
     Arrays of the state that start from the values of the parameters (the sequence `z` of a
-    schedule-free optimizer, the start `x0` of others) are not moments, and stay as they are: their
-    steps are finer than the rounding would be. So do arrays that are smaller than their parameter (the
-    row and column means of Adafactor): they are few bytes, and each number counts for a whole row.
+    schedule-free optimizer, the start `x0` of others) are not moments and are not quantized: their
+    steps are finer than the rounding would be. Arrays smaller than their parameter (the row and column
+    means of Adafactor) are not quantized either: they are few bytes, and each number affects a whole
+    row.
 
     An optimizer that subtracts two moments, as RMSProp with `centered=True` does for the variance, may
-    get a negative number from the rounded ones, and its root is NaN.
+    get a negative difference of the rounded moments, and its root is NaN.
 
     Args:
       optimizer: any optax optimizer.
       dtype: the format: 'int8', 'fp8_e4m3', 'int4', or another symmetric one.
-      block: how many elements share a scale; they fill whole bytes.
-      min_size: smaller arrays stay as they are (biases and norms: few bytes, and they matter).
+      block: the number of elements that share a scale; they fill whole bytes.
+      min_size: smaller arrays are not quantized (biases and norms: few bytes, and they matter).
 
     Returns:
-      An optimizer of the same parameters. Floating arrays in its state are `QuantizedBlocks`, also
+      An optimizer of the same parameters. Floating arrays in its state are `QuantizedBlocks`, even
       within implicit parameters (like the `value` of `TrainedQuantized`).
 
     Raises:
@@ -124,10 +124,10 @@ def _dense(x: Any) -> Any:
 
 
 def _are_smaller(state: Any, params: Any) -> list[bool]:
-    """For each leaf of a state, whether it is smaller than the parameter that it is of.
+    """For each leaf of a state, whether it is smaller than its parameter.
 
-    Its own path has that of the parameter in it, the longest of those that it has. (The paths in lists
-    and tuples, which states are too, may be ambiguous: then it has to be smaller than all of them.)
+    The path of its parameter is the longest parameter path within its own path. (Paths in lists and
+    tuples, which states are too, may be ambiguous: then it has to be smaller than all candidates.)
     """
     sizes = {path: np.size(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
 
@@ -142,9 +142,9 @@ def _are_smaller(state: Any, params: Any) -> list[bool]:
 
 
 def _are_of_params(init: Callable[[Any], Any], params: Any) -> list[bool]:
-    """For each leaf of the first state, whether it is computed from the values of the parameters.
+    """For each leaf of the initial state, whether it is computed from the values of the parameters.
 
-    Moments start from zeros: they depend only on the shapes.
+    Moments start from zeros, and so depend only on the shapes.
     """
     jaxpr = jax.make_jaxpr(init)(params).jaxpr
     found = set(jaxpr.invars)

@@ -1,1 +1,1 @@
-"""JAX's own transformations with less to say: which axes are mapped, and which arguments are static."""
+"""JAX's transformations with fewer arguments: mapped axes and static arguments are found."""

@@ -1,4 +1,4 @@
-"""`auto_in_axes`: which arrays of a tree `jax.vmap` maps over, told by their leading axes."""
+"""`auto_in_axes`: the arrays of a tree that `jax.vmap` maps over, found by their leading axes."""
 
 import operator
 from typing import Any
@@ -12,38 +12,38 @@ from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_
 
 
 def auto_in_axes(tree: Any, size: int, *, exclude: Targets | None = None) -> Any:
-    """The `in_axes` of `jax.vmap` for a tree: 0 where the leading axis has this length, None elsewhere.
+    """Returns the `in_axes` of `jax.vmap` for a tree: 0 for arrays whose first axis has length `size`.
 
-    An implicit array is one array: the axis is that of the tensor that it stands for. What is not an
-    array (a string, a flag, a function) and what has no axes is not mapped over.
+    All other leaves get None: arrays without axes, and leaves that are not arrays (strings, flags,
+    functions). An implicit array is one array with the axes of the tensor that it stands for.
 
-    By its length alone, a parameter that has as many rows as there are examples is taken for a batch.
-    Where the vmapped function is also given parameters, name these in `exclude`.
+    A parameter with as many rows as there are examples is mistaken for a batch. If the vmapped function
+    also takes parameters, name them in `exclude`.
 
-    Around a wrapped function, `jax.vmap` slices the leaves of an implicit array, and so can map over
-    its batch axes only, as in a stack of LoRA weights. An array whose leading axis is another
-    (a `Zeros` has no leaves, the rows of a matrix are not those of its factors) is an error. Within a
-    wrapped function it is an array like all others, so that this maps over anything:
+    Around a wrapped function, `jax.vmap` slices the leaves of an implicit array, and so can map only
+    over its batch axes, as in a stack of LoRA weights. An implicit array whose leading axis is not a
+    batch axis is an error (a `Zeros` does not have leaves; the rows of a matrix are not the rows of its
+    factors). Within a wrapped function it is an ordinary array, so that this maps over anything:
 
         hki.use_implicit_args(lambda *args: jax.vmap(f, hki.auto_in_axes(args, 8))(*args))(*args)
 
     Args:
       tree: the tuple of a function's arguments, or any tree.
       size: the number of examples.
-      exclude: the names of what is not mapped over, although its leading axis has this length: a
-        regular expression that the whole of a path `key/key/...` has to match, a list of such paths,
-        or a predicate of the path without its last key, the last key, and the array.
+      exclude: the names of leaves that are not mapped over, although their leading axis has this
+        length: a regular expression that the whole of a path `key/key/...` has to match, a list of
+        such paths, or a predicate of the path without its last key, the last key, and the array.
 
     Returns:
-      A tree like the given one with 0 or None for each leaf, where an implicit array is one leaf. That
-      of a tuple of arguments is an `in_axes` as it stands; that of a single argument belongs into a
+      A tree like the given one with 0 or None for each leaf; an implicit array is one leaf. The result
+      for a tuple of arguments is a complete `in_axes`; the result for a single argument goes into a
       tuple, as `in_axes=(axes,)`.
 
     Raises:
-      ValueError: where no leading axis has this length; where that of an implicit array has it and
-        `jax.vmap` cannot slice it; where `exclude` matches nothing, or is not a regular expression.
+      ValueError: if no leading axis has this length, if `jax.vmap` cannot slice an implicit array with
+        such an axis, and if `exclude` matches nothing or is not a regular expression.
       TypeError: for a container whose leaves cannot have different axes (Haiku's immutable dict), and
-        for an `exclude` of another kind.
+        for an `exclude` of another type.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -82,13 +82,13 @@ def auto_in_axes(tree: Any, size: int, *, exclude: Targets | None = None) -> Any
 
 
 def _names(path: Any) -> tuple[str, str]:
-    """The keys before the last one, joined, and the last one."""
+    """Returns the keys of a path before the last one, joined, and the last one."""
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path] or [""]
     return "/".join(keys[:-1]), keys[-1]
 
 
 def _excluded(leaves: list[tuple[str, str, Any]], exclude: Targets | None) -> list[bool]:
-    """Which of the leaves `exclude` chooses."""
+    """Whether `exclude` selects each of the leaves."""
     if exclude is None:
         return [False] * len(leaves)
     predicate = predicate_of("exclude", exclude)
@@ -101,12 +101,12 @@ def _excluded(leaves: list[tuple[str, str, Any]], exclude: Targets | None) -> li
 
 
 def _check_sliceable(path: str, x: Any) -> None:
-    """Raises unless slices of the leaves of `x` make up the slice of the tensor."""
+    """Raises unless slices of the leaves of `x` make a slice of the tensor."""
     leaves, treedef = flatten(x)
     if leaves and num_batch_axes(x) > 0 and all(np.shape(y)[:1] == x.shape[:1] for y in leaves):
         shapes = [jax.ShapeDtypeStruct(np.shape(y)[1:], y.dtype) for y in leaves]
         sliced = treedef.unflatten(shapes)
-        # `jax.vmap` leaves static metadata as it is, which a slice may have to change.
+        # `jax.vmap` does not change static metadata, but a slice may have to.
         if flatten(sliced.with_leading_axis(None))[1] == treedef:
             return
     raise ValueError(

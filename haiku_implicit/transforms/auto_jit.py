@@ -1,4 +1,4 @@
-"""`auto_jit`: `jax.jit` that finds out by itself which leaves of its arguments are static."""
+"""`auto_jit`: `jax.jit` that finds the static leaves of its arguments itself."""
 
 import abc
 import copy
@@ -18,42 +18,41 @@ from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
 
 
 def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
-    """`jax.jit` to which all arrays are traced, and all else is static, at any depth of the arguments.
+    """`jax.jit` that traces all arrays at any depth of the arguments; all other leaves are static.
 
-    Arrays are those of JAX and NumPy, tracers, and implicit arrays. All other leaves of the arguments
-    (flags, strings, functions, *Python numbers*) are seen by the function as they are, and each
-    combination of them is compiled once. Give a number that changes often as an array. For
-    an unknown function it is `auto_jit(hki.use_implicit_args(fun))`, as with `jax.jit`.
+    Arrays are JAX's and NumPy's arrays, tracers, and implicit arrays. The function gets all other
+    leaves of the arguments (flags, strings, functions, *Python numbers*) unchanged, and is compiled
+    once for each combination of them. Give a number that changes often as an array. If `fun` cannot
+    take implicit arrays, use `auto_jit(hki.use_implicit_args(fun))`, as with `jax.jit`.
 
-    Static leaves are told apart by their type, `==` and hash (floats by their digits, so that 0.0 is
-    not -0.0). Objects that have no `==` of their own, and functions, are told apart by identity, and
+    Static leaves are compared by their type, `==` and hash (floats by their digits, so that 0.0 is
+    not -0.0). Functions, and objects whose class does not define `==`, are compared by identity, and
     are not kept alive.
 
     Methods work, whether the decorator is in the class or the method is bound. An object that is
     an argument, such as `self`, and is neither a pytree nor hashable by its contents, is taken apart:
-    arrays (in trees, too) in its attributes are traced, the other attributes are static, so that
-    a change in either is seen. The function gets a copy of it. Objects within its attributes
+    arrays in its attributes (or in trees there) are traced, the other attributes are static, and
+    changes in both take effect. The function gets a copy of the object. Objects within its attributes
     count by identity; make them pytrees (`jax.tree_util.register_dataclass`) if they change.
 
-    This is the `AutoJIT` of Dyro and Richards' JAX tutorial, which differs in that it decides about
-    static arguments at its first call; takes trees, NumPy arrays and implicit arrays for static
-    ones; and, in the variant for trees, calls without the keyword arguments and keeps all that it has
-    compiled.
+    This follows the `AutoJIT` of Dyro and Richards' JAX tutorial. `AutoJIT` decides about static
+    arguments at its first call; it treats trees, NumPy arrays and implicit arrays as static; and its
+    variant for trees drops the keyword arguments of calls and keeps all compiled functions.
 
     Args:
       fun: a function or method that JAX can trace, given the static leaves. Without it, a decorator
         is returned, as in `@auto_jit(cache_size=8)`.
-      cache_size: for how many combinations of structures and static leaves compiled functions are
-        kept. Those that were not used for longest are dropped.
+      cache_size: the number of combinations of structures and static leaves whose compiled functions
+        are kept. The least recently used are dropped.
 
     Returns:
-      The compiled function, with the same signature. Its `cache_info()` is that of
+      The compiled function, with the same signature. Its `cache_info()` is as in
       `functools.lru_cache`.
 
     Raises:
-      TypeError: when called, for a leaf that is neither an array nor hashable (with the way to it from
-        the arguments), and where the function sets attributes of an argument, which would be lost.
-      ValueError: where `cache_size` is not positive.
+      TypeError: in a call, for a leaf that is neither an array nor hashable (with its path in the
+        arguments), and if the function sets attributes of an argument, which would be lost.
+      ValueError: if `cache_size` is not positive.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -107,18 +106,18 @@ def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
     return wrapped
 
 
-# --- what is static of the arguments -----------------------------------------------------------------
+# --- the static part of the arguments ----------------------------------------------------------------
 
 
 class _Rebuilt:
-    """The values for what is being rebuilt, and the objects among it with their attributes."""
+    """The state of a rebuild: the values to insert, and the rebuilt objects with their attributes."""
 
     def __init__(self, values: Iterator[Any]):
         self.values = values
         self.objects: list[tuple[Any, list[str], Any]] = []
 
     def check_unchanged(self) -> None:
-        """Raises if an object has other attributes than it was rebuilt with."""
+        """Raises if attributes of an object have changed since it was rebuilt."""
         for x, names, before in self.objects:
             for name in names:
                 leaves, treedef = tree_flatten_with_implicit(vars(x).get(name))
@@ -134,11 +133,11 @@ class _Rebuilt:
 
 
 class _Part(abc.ABC):
-    """A part of the arguments without its values, hashable. Values are taken in their order."""
+    """A part of the arguments without its values, hashable. Rebuilding takes values in order."""
 
     @abc.abstractmethod
     def rebuild(self, made: _Rebuilt) -> Any:
-        """The part with values in it."""
+        """Returns the part with values in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +150,7 @@ class _Value(_Part):
 
 @dataclasses.dataclass(frozen=True)
 class _Constant(_Part):
-    """A static leaf that is told apart by its contents."""
+    """A static leaf that is compared by its contents."""
 
     kind: type
     contents: Any
@@ -162,7 +161,7 @@ class _Constant(_Part):
 
 
 class _Identity(_Part):
-    """A static leaf that is told apart by identity, and not kept alive where Python can do without."""
+    """A static leaf that is compared by identity, and not kept alive if weak references to it work."""
 
     def __init__(self, x: Any):
         self.id = id(x)
@@ -175,7 +174,7 @@ class _Identity(_Part):
         return self.id
 
     def __eq__(self, other: Any) -> bool:
-        # An id is used again when its object is gone; that object is then no longer what `get` gives.
+        # Python may reuse the id of a deleted object; `get` then returns None.
         return isinstance(other, _Identity) and self.get() is other.get() is not None
 
     def rebuild(self, made: _Rebuilt) -> Any:
@@ -194,7 +193,7 @@ class _Tree(_Part):
 
 
 def _copy(x: Any) -> Any:
-    """Another object with the attributes of `x`, also where `copy` gives `x` itself."""
+    """Returns another object with the attributes of `x`, even if `copy.copy` returns `x` itself."""
     other = copy.copy(x)
     if other is x:
         other = object.__new__(type(x))
@@ -234,9 +233,9 @@ class _NotHashable(Exception):
     """A leaf that cannot be static.
 
     Attributes:
-      x: what it is.
-      leaf: the leaf of the arguments that it is, or that it belongs to as an attribute.
-      path: the way from that leaf to it.
+      x: the value.
+      leaf: the leaf of the arguments that is `x`, or has it in an attribute.
+      path: the path from `leaf` to `x`.
     """
 
     def __init__(self, x: Any, leaf: Any, path: str = ""):
@@ -244,12 +243,12 @@ class _NotHashable(Exception):
 
 
 def _tree(tree: Any, values: list[Any], leaf: Callable[[Any, list[Any]], _Part]) -> _Tree:
-    """The tree without its values, which are added to `values`."""
+    """Returns the tree without its values, and adds them to `values`."""
     leaves, treedef = tree_flatten_with_implicit(tree)
     return _Tree(treedef, tuple([leaf(x, values) for x in leaves]))
 
 
-# What is a function, or made of one, has no attributes that it computes with.
+# Functions, and objects made from them, do not compute with attributes.
 _FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -264,7 +263,7 @@ _FUNCTIONS = (
 
 
 def _argument(x: Any, values: list[Any]) -> _Part:
-    """A leaf of the arguments. Objects are taken apart, and so is the `self` of a bound method."""
+    """Converts a leaf of the arguments. Objects and the `self` of bound methods are taken apart."""
     if isinstance(x, types.MethodType):
         return _Method(_Identity(x.__func__), _argument(x.__self__, values))
     if isinstance(x, _FUNCTIONS) or not hasattr(x, "__dict__") or is_value(x) or _has_contents(x):
@@ -280,7 +279,7 @@ def _argument(x: Any, values: list[Any]) -> _Part:
 
 
 def _leaf(x: Any, values: list[Any]) -> _Part:
-    """A value, or what is static as it is."""
+    """Converts a leaf to a value or a static part, without taking it apart."""
     if is_value(x):
         values.append(x)
         return _Value()
@@ -296,12 +295,12 @@ def _leaf(x: Any, values: list[Any]) -> _Part:
 
 
 def _hash_of(x: Any) -> Any:
-    """What hashes `x`: None if nothing does, `object.__hash__` if its identity does."""
+    """The hash function of `x`: None if it is not hashable, `object.__hash__` for its identity."""
     return type(x).__hash__
 
 
 def _has_contents(x: Any) -> bool:
-    """Whether a hash tells what is in `x`."""
+    """Whether the hash of `x` depends on its contents."""
     if _hash_of(x) in (None, object.__hash__):
         return False
     try:
@@ -312,7 +311,7 @@ def _has_contents(x: Any) -> bool:
 
 
 def _path_to(leaf: Any, tree: Any) -> list[str]:
-    """The keys that lead to a leaf."""
+    """The keys on the path to a leaf."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_implicit)[0]:
         if x is leaf:
             return [jax.tree_util.keystr((key,), simple=True) for key in path]
@@ -320,11 +319,11 @@ def _path_to(leaf: Any, tree: Any) -> list[str]:
 
 
 def _named(fun: Any, args: Any, kwargs: Any, e: _NotHashable) -> TypeError:
-    """The error for a leaf that cannot be static, with the way to it from the arguments."""
+    """Returns the error for a leaf that cannot be static, with its path in the arguments."""
     arguments = {"self": getattr(fun, "__self__", fun)}
     try:
         arguments |= inspect.signature(fun).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # there is no signature, or the call does not fit to it
+    except (TypeError, ValueError):  # without a signature, or for a call that does not fit it
         arguments |= dict(args=args, **kwargs)
     name = "/".join(_path_to(e.leaf, arguments))
     return TypeError(
