@@ -1,1 +1,1 @@
-"""Implicit arrays and the interpreter that runs jaxprs on them; knows no type."""
+"""Implicit arrays and the interpreter that runs jaxprs on them, without any concrete type."""

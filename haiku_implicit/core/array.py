@@ -187,7 +187,7 @@ class ImplicitArray(abc.ABC):
         """
 
     def with_leading_axis(self, size: int | None) -> Any:
-        """Returns this array with static fields for leaves that have gained or lost a leading axis.
+        """Returns this array with updated static fields after its leaves gained or lost a leading axis.
 
         The leaves are already stacked or sliced. Override this method if static metadata other than an
         explicit shape depends on the number of axes.
@@ -577,7 +577,7 @@ def dense_struct(x: Any) -> Any:
 class IncompleteError(AttributeError, ValueError):
     """Raised for an array that lacks fields, such as one of the two parts that `partition` returns.
 
-    An `AttributeError`, so that `hasattr(x, "shape")` is False.
+    It is an `AttributeError`, so that `hasattr(x, "shape")` is False.
     """
 
 

@@ -27,7 +27,7 @@ def bind(primitive: compat.Primitive, operands: Sequence[Any], params: dict[str,
 def is_hashable(x: Any) -> bool:
     """Whether a value, such as the parameters of a primitive, can be static.
 
-    Callers branch on the result instead of a handler, which would chain later errors to a TypeError.
+    Callers branch on the result, not in a handler, which would chain later errors to a TypeError.
     """
     try:
         hash(x)

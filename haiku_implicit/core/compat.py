@@ -167,7 +167,7 @@ _OWN_TRACES: Any = jax.make_user_context(False) if hasattr(jax, "make_user_conte
 
 @contextlib.contextmanager
 def own_traces(kind: int = 1) -> Iterator[None]:
-    """A context whose traces JAX caches separately from traces outside it, or of another `kind`."""
+    """A block whose traces JAX caches separately from those outside it and of another `kind`."""
     if _OWN_TRACES is not None:
         with _OWN_TRACES(kind):
             yield
@@ -258,7 +258,7 @@ def sharding_of_result(fun: Any, *args: Any) -> jax.sharding.NamedSharding | Non
 
 
 def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
-    """A block that sets the one mesh in the types of a tree's leaves, if another one is current.
+    """A block that sets the mesh in the types of a tree's leaves, if another mesh is current.
 
     If no mesh is set, arrays bring theirs, and JAX can't set one around eager operations. JAX 0.7.0
     can't set one here at all.

@@ -67,7 +67,7 @@ def flatten(tree: Any, is_leaf: IsLeaf = is_implicit) -> tuple[list[Any], Any]:
 
 
 def _search(tree: Any, is_leaf: IsLeaf) -> tuple[list[Any], Any, dict[int, Any]]:
-    """Flattens a tree, with flat containers as leaves, and returns also their contents by `id`."""
+    """Flattens a tree with flat containers as leaves; also returns their contents, by `id`."""
     found: dict[int, Any] = {}
 
     def stops(x: Any) -> bool:
@@ -112,7 +112,7 @@ def _held_flat(x: Any) -> Any:
 
 
 def _check_no_implicit(x: Any, held: Any) -> None:
-    """Raises if a container that holds flat leaves and this structure contains implicit arrays."""
+    """Raises if a container with flat leaves of the structure `held` contains implicit arrays."""
     leaves = jax.tree_util.tree_leaves(x)
     if held.num_leaves != len(leaves):
         return

@@ -48,7 +48,7 @@ class _Program(NamedTuple):
     """An interpreted function: a program on leaves, and the structure of its results.
 
     Attributes:
-      run: from the leaves of the arguments to the leaves of the results.
+      run: maps the leaves of the arguments to the leaves of the results.
       takes: the number of leaves of arguments that it expects.
       static: the results without their arrays.
       events: the materializations in it.
@@ -190,10 +190,9 @@ _BY_IDENTITY = (
 
 
 def _key(static: Static) -> Any:
-    """Returns a hashable key for the static part of a call, or None if there cannot be one.
+    """Returns a hashable key for the static part of a call, or None.
 
-    There cannot be one if an argument is not hashable, or if its hash is its identity: its contents
-    may change.
+    It is None if an argument is not hashable, or if its hash is its identity: its contents may change.
     """
     key: list[Any] = [static.treedef]
     for leaf in static.leaves:

@@ -106,7 +106,7 @@ def _leaf_shardings(values: list[Any], shardings: Any) -> tuple[Any, ...] | None
     for x, sharding in zip(values, shardings, strict=True):
         places = leaf_places(x, sharding) if is_implicit(x) else [sharding]
         if places is NotImplemented:
-            # Not specified, or not possible for the type: the placement of leaves changes no number.
+            # Not specified, or not possible for the type: the placement of leaves affects no result.
             places = [compat.UNSPECIFIED] * len(jax.tree_util.tree_leaves(x))
         found += places
     return tuple(found)

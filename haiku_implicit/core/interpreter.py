@@ -1,7 +1,7 @@
-"""The interpreter: a loop over a jaxpr's equations, each with its effect on implicit operands.
+"""The interpreter: it runs a jaxpr's equations in a loop, with rules for implicit operands.
 
-From the top down: `interpret` runs the equations, `apply` chooses the rule of one, `_call_rule` runs
-a rule, and `densify` makes a dense array if no rule applies.
+From the top down: `interpret` runs the equations, `apply` chooses a rule for one, `_call_rule` runs
+the rule, and `densify` makes a dense array if no rule applies.
 """
 
 import functools

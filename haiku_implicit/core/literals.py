@@ -56,7 +56,7 @@ def as_literal(x: Any) -> LiteralNumber | None:
 
 
 def are_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
-    """Whether an equation computes numbers only from literals (as casts of `jnp.clip`'s limits)."""
+    """Whether an equation computes numbers only from literals, as `jnp.clip` casts its limits."""
     return (
         len(operands) > 0
         and all(isinstance(v.aval, jax.core.ShapedArray) and not v.aval.shape for v in eqn.outvars)

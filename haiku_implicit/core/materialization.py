@@ -30,7 +30,7 @@ class MaterializationWarning(UserWarning):
 
 
 class MaterializationError(RuntimeError):
-    """An implicit array was to be materialized under the policy `'error'`."""
+    """An implicit array would have been materialized under the policy `'error'`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,7 @@ _reports = contextvars.ContextVar("reports", default=())
 
 
 class _Retrace(threading.local):
-    """Per thread: the log of the retrace under way."""
+    """The log of the current retrace, per thread."""
 
     log: list[Event] | None = None
 

@@ -236,7 +236,7 @@ def _optional_fields(kind: type) -> set[str]:
 
 
 def _is_public(kind: type) -> bool:
-    """Whether users can name a type: one of their own, or one that the package exports."""
+    """Whether users can name a type: they define it, or the package exports it."""
     package = sys.modules[__name__.partition(".")[0]]
     if not kind.__module__.startswith(package.__name__):
         return True

@@ -125,10 +125,9 @@ def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
 
 
 def _without_explicit_cuts(x: ImplicitArray, spec: Any, mesh: Any) -> ImplicitArray:
-    """Makes an operand whole along explicit axes if they could not split its parts once more.
+    """Replicates an operand over explicit axes if they cannot split its parts again.
 
-    These are axes that the `shard_map` does not map over. Its body keeps the splits of arrays by these
-    axes.
+    These are axes that the `shard_map` does not map over; arrays in its body keep their splits by them.
     """
     explicit: Any = dense_struct(x).sharding
     if not compat.is_explicit(explicit):

@@ -20,7 +20,7 @@ from haiku_implicit.core.sharding import in_type
 
 
 def structure(x: Any) -> Any:
-    """The structure of a value."""
+    """Returns the structure of a value."""
 
     def of_leaf(y: Any) -> jax.ShapeDtypeStruct:
         sharding = compat.explicit_sharding(y)
@@ -71,8 +71,8 @@ def passed_on(jaxpr: Jaxpr, num_consts: int, count: int) -> list[tuple[int, int]
 def spread(carry: Sequence[Any], passes: Sequence[tuple[int, int]]) -> list[Any]:
     """Joins the structure of each value of a carry with the structure of the value that replaces it.
 
-    A trace of the loop's body would find the same, but only one place further: if one of `n` values
-    that move on becomes dense, the body would be traced `n` times.
+    Each trace of the loop's body would move a change only one place further: if one of `n` values that
+    move on becomes dense, the body would be traced `n` times.
 
     Args:
       carry: structures.

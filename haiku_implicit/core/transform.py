@@ -72,7 +72,7 @@ class Static(NamedTuple):
 
     Attributes:
       treedef: the structure, in which an implicit array is one leaf.
-      leaves: a tuple of one leaf for each leaf that is passed on unchanged; None for a value.
+      leaves: for each leaf, a tuple of only this leaf if it is passed on unchanged; None for a value.
     """
 
     treedef: Any

@@ -54,7 +54,7 @@ class Slot(NamedTuple):
 
 
 def is_empty(x: Any) -> bool:
-    """Whether the value of a slot is not an array."""
+    """Whether a slot holds None, symbolic zeros or `optax.MaskedNode` instead of an array."""
     return x is None or isinstance(x, Zeros | optax.MaskedNode)
 
 

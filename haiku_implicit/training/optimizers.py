@@ -124,8 +124,8 @@ def freeze_subtrees(
     Args:
       optimizer: any optax optimizer.
       label_fn: a tree of `'freeze'` and `'train'`, or a function that returns it for the parameters
-        (for the gradients, if `update` gets no parameters). A label counts for the whole subtree in
-        its place.
+        (for the gradients, if `update` gets no parameters). A label counts for the whole subtree at
+        its path.
       trainable_dense: which dense arrays are trained, as in `partition`.
 
     Returns:

@@ -1,1 +1,1 @@
-"""JAX's transformations with fewer arguments: mapped axes and static arguments are found."""
+"""JAX's transformations that find mapped axes and static arguments themselves."""

@@ -35,7 +35,7 @@ def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
     changes in both take effect. The function gets a copy of the object. Objects within its attributes
     count by identity; make them pytrees (`jax.tree_util.register_dataclass`) if they change.
 
-    This follows the `AutoJIT` of Dyro and Richards' JAX tutorial. `AutoJIT` decides about static
+    This is like the `AutoJIT` of Dyro and Richards' JAX tutorial. But `AutoJIT` decides about static
     arguments at its first call; it treats trees, NumPy arrays and implicit arrays as static; and its
     variant for trees drops the keyword arguments of calls and keeps all compiled functions.
 
@@ -295,7 +295,7 @@ def _leaf(x: Any, values: list[Any]) -> _Part:
 
 
 def _hash_of(x: Any) -> Any:
-    """The hash function of `x`: None if it is not hashable, `object.__hash__` for its identity."""
+    """The hash function of `x`: None if not hashable, `object.__hash__` if hashed by identity."""
     return type(x).__hash__
 
 
