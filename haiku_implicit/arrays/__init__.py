@@ -1,4 +1,4 @@
-"""The family of implicit types: one file a type, the class and then its rules."""
+"""The family of implicit types: one file per type, with the class and then its rules."""
 
 from haiku_implicit.arrays import (  # noqa: F401 (their rules)
     any_type,

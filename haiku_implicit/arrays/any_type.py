@@ -1,4 +1,4 @@
-"""Rules for every implicit type: what leaves a tensor's value alone, and what types declare linear."""
+"""Rules for every implicit type: operations that keep a tensor's value, and those declared linear."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ from haiku_implicit.core.interpreter import default_handler
 
 @primitive_handler(compat.IDENTITIES)
 def identity(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
-    """`copy`, `stop_gradient`, `checkpoint_name`, ...: leaf by leaf."""
+    """Applies `copy`, `stop_gradient`, `checkpoint_name`, ... leaf by leaf."""
     out = jax.tree.map(lambda leaf: compat.bind(primitive, [leaf], params)[0], x)
     return [out] if primitive.multiple_results else out
 
 
 @primitive_handler("optimization_barrier")
 def optimization_barrier(primitive: Primitive, *operands: Any) -> list[Any]:
-    """One barrier over the leaves of all operands."""
+    """Puts one barrier over the leaves of all operands."""
     leaves, treedef = flatten(list(operands))
     return treedef.unflatten(primitive.bind(*leaves))
 
@@ -32,7 +32,7 @@ def optimization_barrier(primitive: Primitive, *operands: Any) -> list[Any]:
     ["broadcast_in_dim", *(["tile"] if hasattr(jax.lax, "tile_p") else [])], precedence=1
 )
 def repeat_vector(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
-    """A single row or column, as of a bias, that is repeated is dense: the result is larger."""
+    """Makes a repeated row or column (such as a bias) dense: the result is larger."""
     out = jax.eval_shape(lambda y: primitive.bind(y, **params), dense_struct(x))
     lengths, repeated = ([n for n in y.shape if n != 1] for y in (x, out))
     if not x.core_ndim or len(lengths) > 1 or repeated == lengths:
@@ -44,7 +44,7 @@ def repeat_vector(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
 
 
 def _on_linear_fields(x: ImplicitArray, primitive: Primitive, *others: Any, **params: Any) -> Any:
-    """The array with the primitive applied to the fields that it is linear in."""
+    """Applies a primitive to the fields that the array is linear in."""
     if x.linear_in is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return NotImplemented
     new = {}
@@ -57,7 +57,7 @@ def _on_linear_fields(x: ImplicitArray, primitive: Primitive, *others: Any, **pa
 
 @binary_handler("mul")
 def multiply_by_number(call: BinaryCall, number: jax.Array, x: ImplicitArray) -> Any:
-    """The fields are multiplied."""
+    """Multiplies the linear fields by a number."""
     if number.ndim:
         return NotImplemented
     return _on_linear_fields(x, call.primitive, number, **call.params)
@@ -67,19 +67,19 @@ def multiply_by_number(call: BinaryCall, number: jax.Array, x: ImplicitArray) ->
 def divide_by_number(
     primitive: Primitive, x: ImplicitArray, number: jax.Array, **params: Any
 ) -> Any:
-    """The fields are divided."""
+    """Divides the linear fields by a number."""
     return NotImplemented if number.ndim else _on_linear_fields(x, primitive, number, **params)
 
 
 @primitive_handler("neg")
 def negate(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
-    """The fields are negated."""
+    """Negates the linear fields."""
     return _on_linear_fields(x, primitive, **params)
 
 
 @primitive_handler("convert_element_type")
 def cast(primitive: Primitive, x: ImplicitArray, *, new_dtype: Any, **params: Any) -> Any:
-    """What has the tensor's dtype is cast, so that the tensor has the new one."""
+    """Casts the fields that have the tensor's dtype, so that the tensor has the new one."""
     both = (x.dtype, new_dtype)
     if x.linear_in is None or not all(jnp.issubdtype(d, jnp.floating) for d in both):
         return NotImplemented

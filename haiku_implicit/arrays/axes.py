@@ -1,12 +1,12 @@
-"""How the axes of a tensor are made of the axes of a matrix that holds it.
+"""Expresses the axes of a tensor by the axes of the matrix that stores it.
 
 An axis of the tensor is a group of factors, the outermost first. A factor `(size, stride, axis)` is a
 part of an axis of the matrix (0 for the rows, 1 for the columns): the index along that axis is the sum,
-over its factors, of `stride` times the index along the factor. So `[heads, width, m]` is held as a
-matrix `[heads * width, m]` by the groups `((heads, width, 0),), ((width, 1, 0),), ((m, 1, 1),)`. An
-axis of length one has no factors.
+over its factors, of `stride` times the index along the factor. For example, the groups
+`((heads, width, 0),), ((width, 1, 0),), ((m, 1, 1),)` store `[heads, width, m]` as a matrix
+`[heads * width, m]`. An axis of length one has no factors.
 
-Reshaping and transposing such a tensor changes groups and no data.
+Reshaping and transposing such a tensor changes only groups, not data.
 """
 
 import itertools
@@ -26,11 +26,11 @@ def whole(sizes: Sequence[int]) -> Axes:
 
 
 def of_split(sizes: Sequence[Sequence[int]], order: Sequence[int]) -> Axes:
-    """The axes of a tensor whose axes, some for the rows and then some for the columns, are reordered.
+    """The axes of a tensor made by splitting rows and columns into axes and reordering these.
 
     Args:
-      sizes: the lengths of the axes that make the rows, and of those that make the columns.
-      order: where among these each axis of the tensor is.
+      sizes: the lengths of the axes that make the rows, and of the axes that make the columns.
+      order: for each axis of the tensor, its position among these.
     """
     groups = [
         ((n, math.prod(own[i + 1 :]), axis),) if n != 1 else ()
@@ -56,10 +56,10 @@ def parts(axes: Axes, axis: int) -> list[Factor]:
 
 
 def of_part(axes: Axes, counts: Sequence[int]) -> Axes | None:
-    """The axes of a part, where each axis of the tensor is cut into so many.
+    """The axes of one part of a tensor that is cut into `counts` parts along its axes.
 
-    None where the rows or columns of a part would not follow each other in the matrix: where an axis
-    other than the outermost of those that make them is cut, or its outermost factor unevenly.
+    None if the rows or columns of a part would not be contiguous in the matrix: only the outermost
+    factor of the rows or columns can be cut, and only evenly.
     """
     out = []
     for group, count in zip(axes, counts, strict=True):
@@ -76,7 +76,7 @@ def of_part(axes: Axes, counts: Sequence[int]) -> Axes | None:
 def reshaped(axes: Axes, new: Sequence[int]) -> Axes | None:
     """The axes of a tensor of another shape with the same elements in the same order.
 
-    None where an axis would take parts of two factors that are not whole.
+    None if this would cut a factor unevenly, and for empty or symbolic shapes.
     """
     left = [f for group in axes for f in group]
     if any(export.is_symbolic_dim(n) for n in new) or 0 in new or 0 in shape(axes):
@@ -100,7 +100,7 @@ def reshaped(axes: Axes, new: Sequence[int]) -> Axes | None:
 def pieces(
     shape: Sequence[int], axis: int, sizes: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """The first and the last corner of each part, for a tensor that is split along an axis."""
+    """The start and limit indices of each part of a tensor that is split along an axis."""
     for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
         starts, limits = [0] * len(shape), list(shape)
         starts[axis], limits[axis] = end - size, end
@@ -108,12 +108,12 @@ def pieces(
 
 
 def are_mixed(axes: Axes) -> bool:
-    """Whether an axis of the tensor has parts of several axes of the matrix."""
+    """Whether an axis of the tensor has factors of several axes of the matrix."""
     return any(len({f[2] for f in group}) > 1 for group in axes)
 
 
 def _merged(group: Sequence[Factor]) -> Group:
-    """Factors that follow each other in the matrix, too, as one."""
+    """Merges neighboring factors that are contiguous in the matrix."""
     out: list[Factor] = []
     for n, stride, axis in group:
         if out and out[-1][1:] == (n * stride, axis):

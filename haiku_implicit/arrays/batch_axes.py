@@ -1,10 +1,10 @@
-"""Rules for the batch axes of every type that has them (`core_ndim`): they act leaf by leaf.
+"""Rules that act on the batch axes of every type with `core_ndim`, leaf by leaf.
 
-Each leaf of such a type has the batch axes first and axes of its own behind them. What slices, joins
-or reorders batch axes alone does the same to each leaf: the parameters that have an entry for each axis
-keep those of the batch axes, and get for the leaf's own axes the entries that leave an axis as it is.
-If that is what they have for the axes of the array itself, no other than batch axes are touched.
-Otherwise the rules here leave the case to the type's own, or to materialization.
+Each leaf of such a type has the batch axes first, then its own axes. An operation that slices, joins
+or reorders only batch axes applies to each leaf. Parameters with one entry per axis keep their entries
+for the batch axes; for the leaf's own axes they get entries that leave an axis unchanged. If the
+parameters have such entries for the array's other axes too, the operation touches only batch axes.
+Otherwise the rules here leave the case to the type's own rules, or to materialization.
 """
 
 import functools
@@ -22,7 +22,7 @@ from haiku_implicit.core.dispatch import primitive_handler, rules_for
 
 Params = dict[str, Any]
 
-# For parameters with an entry for each axis: the entry that leaves an axis as it is, from the length of
+# For parameters with one entry per axis: the entry that leaves an axis unchanged, from the length of
 # the axis and its place in the result.
 Entry = Callable[[int, int], int]
 _ENTRIES: dict[str, Entry] = {
@@ -43,13 +43,13 @@ def _own(leaf: Any, n: int) -> tuple[int, ...]:
 
 
 def _params_of_leaf(params: Params, own: Sequence[int], core: int, first: int) -> Params:
-    """The parameters for a leaf.
+    """The parameters of a primitive for one leaf.
 
     Args:
-      params: those for the array.
+      params: the parameters for the array.
       own: the shape of the leaf without batch axes.
-      core: how many axes of the array are not batch axes.
-      first: the place of the first axis behind the batch axes, in the result.
+      core: the number of axes of the array that are not batch axes.
+      first: the place of the first axis after the batch axes, in the result.
     """
 
     def adapted(entries: Sequence[int], entry: Entry) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def _params_of_leaf(params: Params, own: Sequence[int], core: int, first: int) -
 
 
 def _acts_on_batch(params: Params, x: ImplicitArray, n: int, first: int) -> bool:
-    """Whether the parameters leave all but the batch axes as they are."""
+    """Whether the parameters leave all axes except the batch axes unchanged."""
     same = _params_of_leaf(params, x.shape[n:], x.ndim - n, first)
     return all(tuple(params[k]) == v for k, v in same.items() if k in _ENTRIES and v is not None)
 
@@ -72,13 +72,13 @@ def _leafwise(
     on_leaf: Callable[..., Any],
     result: Callable[[], Any],
 ) -> Any:
-    """`on_leaf` of each leaf (of all operands), in arrays like the first operand.
+    """Applies `on_leaf` to each leaf (of all operands) and returns arrays like the first operand.
 
     Args:
-      primitive: what is run.
+      primitive: the primitive that is run.
       operands: arrays of one kind.
       on_leaf: the primitive on one leaf of each operand.
-      result: the shapes of the results, which explicit shapes follow.
+      result: gives the shapes of the results, to update explicit shapes.
     """
     split = [flatten_one_level(x) for x in operands]
     treedef = split[0][1]
@@ -94,13 +94,13 @@ def _leafwise(
 
 
 def _result(primitive: Primitive, *operands: Any, **params: Any) -> Callable[[], Any]:
-    """The results of a primitive on dense operands, as structs."""
+    """A function that returns the structs of a primitive's results on dense operands."""
     bind = functools.partial(primitive.bind, **params)
     return lambda: jax.eval_shape(bind, *map(dense_struct, operands))
 
 
 def _alike(operands: Sequence[ImplicitArray]) -> bool:
-    """Whether arrays agree in type, metadata, and dtypes and shapes of leaves behind batch axes."""
+    """Whether arrays agree in type, metadata, and dtypes and shapes of leaves without batch axes."""
 
     def kind(x: ImplicitArray) -> Any:
         leaves, treedef = flatten_one_level(x._replace(shape=None, dtype=x.dtype))
@@ -111,7 +111,7 @@ def _alike(operands: Sequence[ImplicitArray]) -> bool:
 
 
 def _may_grow(x: ImplicitArray) -> bool:
-    """Whether leaves can get new batch axes, and have all that `x` has."""
+    """Whether leaves can get new batch axes, and have all the batch axes of `x`."""
     core = x.core_ndim
     return core is not None and num_batch_axes(x) == x.ndim - core
 
@@ -127,7 +127,7 @@ def _existing(names: str) -> Iterator[str]:
 def change_batch_axes(
     primitive: Primitive, x: ImplicitArray, *starts: jax.Array, **params: Any
 ) -> Any:
-    """`w[1:3]` or `w[i]` of batch axes, batch axes in another order, or repeated."""
+    """Slices (`w[1:3]`, `w[i]`), reorders or repeats batch axes."""
     n = num_batch_axes(x)
     return _changed(primitive, x, starts, params, n) if n else NotImplemented
 
@@ -135,7 +135,7 @@ def change_batch_axes(
 def _changed(
     primitive: Primitive, x: ImplicitArray, starts: Sequence[jax.Array], params: Params, first: int
 ) -> Any:
-    """A primitive on each leaf with the leaf's parameters, if it acts on batch axes alone."""
+    """Applies a primitive to each leaf with the leaf's parameters, if it acts only on batch axes."""
     n = num_batch_axes(x)
     if not _acts_on_batch(params, x, n, first):
         return NotImplemented
@@ -148,13 +148,13 @@ def _changed(
 
 
 def _for_leaf(starts: Sequence[jax.Array], n: int, leaf: Any) -> list[jax.Array]:
-    """The starts of a dynamic slice of a leaf; none where there are none."""
+    """The starts of a dynamic slice of a leaf; none if the primitive has no starts."""
     return [*starts[:n], *[jnp.zeros_like(x) for x in starts[:1]] * (np.ndim(leaf) - n)]
 
 
 @primitive_handler(_existing("squeeze rev split unstack"))
 def act_along_batch_axes(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
-    """Batch axes dropped, reversed, or split into several arrays."""
+    """Drops or reverses batch axes, or splits along one into several arrays."""
     axes = params["dimensions"] if "dimensions" in params else (params["axis"],)
     if max(axes, default=0) >= num_batch_axes(x):
         return NotImplemented
@@ -164,14 +164,14 @@ def act_along_batch_axes(primitive: Primitive, x: ImplicitArray, **params: Any) 
 
 @primitive_handler(["reshape", "broadcast_in_dim"])
 def reshape_batch_axes(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
-    """Batch axes merged, divided, added (`w[None]`) or repeated; the tensor's own stay the last."""
+    """Merges, divides, adds (`w[None]`) or repeats batch axes; the tensor's own axes stay last."""
     new = params["new_sizes" if primitive is jax.lax.reshape_p else "shape"]
     n = num_batch_axes(x)
     first = max(len(new) - (x.ndim - n), 0)
     elsewhere = params.get("dimensions") is not None or params.get("sharding") is not None
     if not _may_grow(x) or elsewhere:
         return NotImplemented
-    # An empty tensor may be reshaped to any number of empty ones.
+    # An empty tensor can be reshaped to any number of empty ones.
     if primitive is jax.lax.reshape_p and math.prod(new[:first]) != math.prod(x.shape[:n]):
         return NotImplemented
     return _changed(primitive, x, (), params, first)
@@ -180,9 +180,10 @@ def reshape_batch_axes(primitive: Primitive, x: ImplicitArray, **params: Any) ->
 def without_whole_axes(
     indices: jax.Array, numbers: Any, shape: Sequence[int], sizes: Sequence[int]
 ) -> tuple[jax.Array, Any]:
-    """A gather (other than a filling one) without the indices of axes that it takes as a whole.
+    """The indices and dimension numbers of a gather without the indices of axes that it takes whole.
 
-    Such an index is clamped to 0. A batched `dynamic_slice` is a gather that has one for every axis.
+    Such an index is clamped to 0, unless the gather fills. A batched `dynamic_slice` is a gather with
+    an index for every axis.
     """
     axes = numbers.start_index_map
     needed = [i for i, axis in enumerate(axes) if sizes[axis] != shape[axis]]
@@ -204,10 +205,10 @@ def gather_batch(
     fill_value: Any,
     **params: Any,
 ) -> Any:
-    """`w[ids]` along batch axes.
+    """Gathers along batch axes, as in `w[ids]`.
 
-    Matrices that are out of bounds are to be NaN throughout, or what `fill_value` says. That is left
-    to the types, unless all leaves are floating: leaves of NaN mean that.
+    A filling gather makes matrices that are out of bounds NaN, or `fill_value`. This rule handles only
+    NaN, and only if all leaves are floating: leaves of NaN represent such a matrix.
     """
     d, n = dimension_numbers, num_batch_axes(x)
     filling = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
@@ -233,7 +234,7 @@ def gather_batch(
 
 
 def _filled_by_leaves(x: ImplicitArray, fill_value: Any) -> bool:
-    """Whether leaves of NaN are an array of the fill value."""
+    """Whether an array with leaves of NaN has the fill value throughout."""
     leaves = flatten_one_level(x)[0]
     floating = all(jnp.issubdtype(y.dtype, np.floating) for y in leaves)
     return bool(leaves) and floating and (fill_value is None or bool(np.isnan(fill_value)))
@@ -244,7 +245,7 @@ def _filled_by_leaves(x: ImplicitArray, fill_value: Any) -> bool:
 
 @primitive_handler("concatenate")
 def concatenate_batch(primitive: Primitive, *operands: ImplicitArray, dimension: int) -> Any:
-    """Arrays side by side along a batch axis."""
+    """Concatenates arrays along a batch axis."""
     if any(dimension >= num_batch_axes(y) for y in operands) or not _alike(operands):
         return NotImplemented
     on_leaves = functools.partial(primitive.bind, dimension=dimension)
@@ -254,7 +255,7 @@ def concatenate_batch(primitive: Primitive, *operands: ImplicitArray, dimension:
 
 @primitive_handler(_existing("stack"))
 def stack_batch(primitive: Primitive, *operands: ImplicitArray, axis: int, **params: Any) -> Any:
-    """`jnp.stack` into a new batch axis."""
+    """Stacks arrays along a new batch axis."""
     x = operands[0]
     if not _may_grow(x) or axis > num_batch_axes(x) or not _alike(operands):
         return NotImplemented
@@ -267,7 +268,7 @@ def stack_batch(primitive: Primitive, *operands: ImplicitArray, axis: int, **par
 def dynamic_update_batch(
     primitive: Primitive, x: ImplicitArray, update: ImplicitArray, *starts: jax.Array, **params: Any
 ) -> Any:
-    """Some matrices of a batch replaced by others."""
+    """Replaces some matrices of a batch."""
     n = num_batch_axes(x)
     core_changes = x.shape[n:] != update.shape[n:]
     if not n or num_batch_axes(update) != n or core_changes or not _alike([x, update]):
@@ -281,7 +282,7 @@ def dynamic_update_batch(
 
 @primitive_handler("select_n")
 def select_one(primitive: Primitive, which: jax.Array, *cases: ImplicitArray) -> Any:
-    """One of several arrays as a whole."""
+    """Selects one of several arrays as a whole."""
     if which.ndim or cases[0].core_ndim is None or not _alike(cases):
         return NotImplemented
     on_leaves = functools.partial(primitive.bind, which)
@@ -289,9 +290,9 @@ def select_one(primitive: Primitive, which: jax.Array, *cases: ImplicitArray) ->
 
 
 def on_batch_axes(primitive: Primitive, x: ImplicitArray, *others: Any, **params: Any) -> Any:
-    """What the rules of every type do to one array, for a type's own rule to try first.
+    """Applies the rules of every type to one array, for a type's own rule to try first.
 
-    `NotImplemented` where other axes are touched as well.
+    Returns `NotImplemented` if the primitive touches other axes as well.
     """
     for rule, _ in rules_for(primitive, (ImplicitArray, *[jax.Array] * len(others))):
         out = rule(primitive, x, *others, **params)

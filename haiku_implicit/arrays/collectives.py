@@ -1,6 +1,6 @@
-"""Rules for collectives (in `jax.shard_map`, or over an axis of `vmap`) that move arrays as they are.
+"""Rules for collectives (in `jax.shard_map`, or over an axis of `vmap`) that move arrays.
 
-They move leaves. What adds up (`psum`, `psum_scatter`) is left to materialization: codes have no sum.
+They move leaves. Sums (`psum`, `psum_scatter`) are left to materialization: codes do not have a sum.
 """
 
 import math
@@ -19,7 +19,7 @@ from haiku_implicit.core.sharding import is_spec
 
 
 def _names(params: dict[str, Any]) -> tuple[Any, ...]:
-    """The axes of the mesh that a collective is over."""
+    """The mesh axes of a collective."""
     names = params["axis_name"] if "axis_name" in params else params["axes"]
     return names if isinstance(names, tuple) else (names,)
 
@@ -30,7 +30,10 @@ def _move(primitive: Primitive, leaf: Any, params: dict[str, Any]) -> Any:
 
 @primitive_handler(["ppermute", *named("pbroadcast")])
 def pass_on(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
-    """Each device gets all of another one's array; where one would get nothing, dense zeros."""
+    """Sends each device all leaves of another device's array.
+
+    If a device would receive nothing, the array is made dense, as that device needs zeros.
+    """
     if primitive is jax.lax.ppermute_p and not _reaches_all(params):
         return NotImplemented
     return jax.tree.map(lambda leaf: _move(primitive, leaf, params), x)
@@ -43,9 +46,9 @@ def _reaches_all(params: dict[str, Any]) -> bool:
 
 @primitive_handler("all_gather")
 def gather_parts(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
-    """The parts of each leaf, along the axis of it that the type splits with the array's.
+    """Gathers the parts of each leaf along the leaf's axis that the type splits with the array's axis.
 
-    Into a new axis (`tiled=False`) if that is among the batch axes, which all leaves have.
+    Gathers into a new axis (`tiled=False`) if it is one of the batch axes, which all leaves have.
     """
     axis = params["all_gather_dimension"]
     if params["tiled"]:
@@ -70,15 +73,15 @@ def gather_parts(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
 
 
 def _result(primitive: Primitive, x: ImplicitArray, params: dict[str, Any]) -> Any:
-    """The result for a dense operand."""
+    """The struct of the result for a dense operand."""
     return jax.eval_shape(lambda y: _move(primitive, y, params), dense_struct(x))
 
 
 def _axes_of_leaves(x: ImplicitArray, axis: int, names: tuple[Any, ...]) -> list[int | None] | None:
-    """The axis of each leaf that is split where the array's is; None for what all parts share.
+    """The axis along which each leaf is split with the array; None for leaves that all parts share.
 
-    None in all for a type that is not split so, or where devices may not have the same of a leaf: JAX
-    knows whether it varies over the devices, except with `check_vma=False`.
+    Returns None if the type cannot be split so, or if devices may differ in a shared leaf: JAX knows
+    whether a leaf varies over the devices, except with `check_vma=False`.
     """
     specs = _split(x, axis, 1)
     if specs is None:
@@ -95,14 +98,14 @@ _PARTS = "parts"
 
 
 def _split(x: ImplicitArray, axis: int, count: int) -> list[PartitionSpec] | None:
-    """How leaves are split where an axis is, into so many parts."""
+    """The partition specs of the leaves if an axis of the array is split into `count` parts."""
     mesh = compat.auto_mesh([count], [_PARTS])
     specs = x.partition_spec(PartitionSpec(*[None] * axis, _PARTS), mesh)
     return None if specs is NotImplemented else jax.tree.leaves(specs, is_leaf=is_spec)
 
 
 def _is_made_of(new: ImplicitArray, part: ImplicitArray, axis: int) -> bool:
-    """Whether the type splits the result into what was put together."""
+    """Whether the type splits the gathered array into the parts that it was gathered from."""
     return _split(new, axis, new.shape[axis] // part.shape[axis]) == _split(part, axis, 1)
 
 
@@ -111,7 +114,7 @@ def _is_made_of(new: ImplicitArray, part: ImplicitArray, axis: int) -> bool:
 
 @primitive_handler(named("all_gather all_to_all pbroadcast ppermute"), precedence=10)
 def move_constant(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
-    """The same number on all devices; zeros come from nowhere as well."""
+    """Moves a constant, which is the same on all devices; a device that receives nothing has zeros."""
     if primitive is jax.lax.ppermute_p and not (_reaches_all(params) or isinstance(x, Zeros)):
         return _move(primitive, x.materialize(), params)
     return reshaped(x, _result(primitive, x, params))
@@ -119,11 +122,11 @@ def move_constant(primitive: Primitive, x: SymbolicConstant, **params: Any) -> A
 
 @primitive_handler(compat.SUMS, precedence=10)
 def add_constant(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
-    """A broadcast scalar, as for any sum."""
+    """Sums a constant over devices as a dense array."""
     return _move(primitive, x.materialize(), params)
 
 
 @primitive_handler(compat.SUMS, precedence=20)
 def add_zeros(primitive: Primitive, x: Zeros, **params: Any) -> Any:
-    """Sums of zeros are zeros."""
+    """Sums zeros over devices, which gives zeros."""
     return reshaped(x, _result(primitive, x, params))

@@ -1,4 +1,4 @@
-"""`Concatenated`: weights of any types side by side, which stay what they are."""
+"""`Concatenated`: weights of any types side by side, which keep their types."""
 
 import dataclasses
 import itertools
@@ -21,26 +21,26 @@ from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import call_interpreted
 from haiku_implicit.core.sharding import is_split
 
-# Weights beside a dense array are kept if they are at least this part of the whole. (A bias that is
-# put in front of activations is not worth it.)
+# Weights concatenated with dense arrays are kept if they are at least this part of the whole. (A bias
+# that is put in front of activations is not worth it.)
 _LEAST_PART = 1 / 4
 
 
 @dataclasses.dataclass
 class Concatenated(ImplicitArray):
-    """Arrays side by side, as `jnp.concatenate` and `jnp.stack` of weights give them.
+    """Arrays side by side, the result of `jnp.concatenate` and `jnp.stack` of weights.
 
-    A product with it is one product for each part: the results are put side by side, or summed where
-    the products contract the axis along which the parts lie. So LoRA and quantized weights that a
-    model concatenates for one product, as those of a gated unit, stay what they are. Rules make this
-    type; there is no need to.
+    A product with it is one product per part. The results are concatenated, or summed if the products
+    contract the axis along which the parts are concatenated. So LoRA and quantized weights that a
+    model concatenates for one product (in a gated unit, for example) keep their types. Rules make this
+    type; users need not.
 
     Attributes:
       parts: a tuple of arrays of one dtype, dense or implicit, that differ in the length of one axis.
       axis: this axis, from the end (negative).
 
     Raises:
-      ValueError: where the parts do not fit together.
+      ValueError: if the parts do not fit together.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -56,7 +56,7 @@ class Concatenated(ImplicitArray):
     def __post_init__(self) -> None:
         shapes = [list(np.shape(x)) for x in self.parts]
         dtypes = {np.dtype(x.dtype) for x in self.parts}
-        # Without the axis along which they lie.
+        # Shapes without the axis of concatenation.
         others = {(*shape[: self.axis], *shape[self.axis :][1:]) for shape in shapes}
         same_rank = len({len(shape) for shape in shapes}) == 1
         if len(dtypes) != 1 or len(others) != 1 or not same_rank or -self.axis > len(shapes[0]):
@@ -71,7 +71,7 @@ class Concatenated(ImplicitArray):
 
     @property
     def core_ndim(self) -> int:  # type: ignore[override]
-        """The axis, those behind it, and what the parts have beside batch axes."""
+        """The larger of `-axis` and the largest `core_ndim` of the parts."""
         cores = (x.core_ndim for x in self.parts if is_implicit(x))
         return max([-self.axis, *(0 if n is None else n for n in cores)])
 
@@ -88,36 +88,36 @@ class Concatenated(ImplicitArray):
 
     @property
     def sizes(self) -> list[int]:
-        """How long each part is along the axis."""
+        """The length of each part along the axis of concatenation."""
         return [np.shape(x)[self.axis] for x in self.parts]
 
     @property
     def place(self) -> int:
-        """The axis from the front."""
+        """The axis of concatenation, counted from the front."""
         return self.ndim + self.axis
 
     def of_each(self, fun: Callable[..., Any], *others: Any, axis: int | None = None) -> Any:
-        """The array of other parts.
+        """Concatenates the results of a function of each part.
 
         Args:
-          fun: called with each part, and the values for it of `others`.
-          others: sequences of a value for each part.
-          axis: where the parts lie then, from the end; None: where they are.
+          fun: called with each part and its values in `others`.
+          others: sequences with one value per part.
+          axis: the new axis of concatenation, from the end; None: `self.axis`.
         """
         new = tuple(map(fun, self.parts, *others))
         return Concatenated(new, self.axis if axis is None else axis)
 
     def split(self, x: jax.Array, axis: int) -> list[jax.Array]:
-        """An array cut in pieces as long as the parts are."""
+        """Splits an array along an axis into pieces of the lengths of the parts."""
         return jnp.split(x, np.cumsum(self.sizes)[:-1].tolist(), axis)
 
 
-# --- how it comes about ----------------------------------------------------------------------------
+# --- construction ----------------------------------------------------------------------------------
 
 
 @primitive_handler("concatenate", precedence=-1)
 def concatenate(primitive: Primitive, *operands: ArrayValue, dimension: int) -> Any:
-    """Of matrices, and perhaps dense arrays, that have no rule to become one of their own type."""
+    """Concatenates matrices, perhaps with dense arrays, if their types do not have a rule for it."""
     weights = [x for x in operands if is_implicit(x)]
     if not all(map(_is_weight, weights)):
         return NotImplemented
@@ -137,7 +137,7 @@ def _is_weight(x: Any) -> bool:
 
 @primitive_handler([name for name in ["stack"] if hasattr(jax.lax, "stack_p")], precedence=-1)
 def stack(primitive: Primitive, *operands: ArrayValue, axis: int) -> Any:
-    """The same along a new axis."""
+    """Stacks matrices, perhaps with dense arrays, along a new axis."""
     if not all(_is_weight(x) for x in operands if is_implicit(x)):
         return NotImplemented
 
@@ -152,7 +152,7 @@ def stack(primitive: Primitive, *operands: ArrayValue, axis: int) -> Any:
 
 @binary_handler("dot_general")
 def dot_with_parts(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
-    """A product with each part."""
+    """Computes a product with each part and joins the results."""
     contracted, batch = call.contracted, call.batch
     met = dict(zip((*contracted[1], *batch[1]), (*contracted[0], *batch[0]), strict=True))
     if call.params.get("out_sharding") is not None or is_split([x, w]):
@@ -170,7 +170,7 @@ def dot_with_parts(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
 
 
 def _summed(call: BinaryCall, xs: Sequence[jax.Array], w: Concatenated) -> Any:
-    """The sum of the products, which is not rounded in between."""
+    """The sum of the products with the parts, which are not rounded before they are added."""
     dtype = call.params.get("preferred_element_type")
     if dtype is None:
         dtype = jnp.result_type(xs[0].dtype, w.dtype)
@@ -190,15 +190,15 @@ def _summed(call: BinaryCall, xs: Sequence[jax.Array], w: Concatenated) -> Any:
 
 @primitive_handler("transpose")
 def transpose_parts(primitive: Primitive, w: Concatenated, *, permutation: Any) -> Any:
-    """Each part, and the axis along which they lie."""
+    """Transposes each part, and the axis of concatenation."""
     axis = permutation.index(w.place) - w.ndim
     return w.of_each(lambda x: jnp.transpose(x, permutation), axis=axis)
 
 
 @primitive_handler(["reshape", "squeeze", "broadcast_in_dim"])
 def reshape_parts(primitive: Primitive, w: Concatenated, **params: Any) -> Any:
-    """Each part, where the new axes do not cut any: the axis is split between parts, or merged with
-    those behind it."""
+    """Reshapes each part if the new axes cut none: the axis is split between parts, or merged with
+    the axes after it."""
     if params.get("dimensions") is not None and primitive is jax.lax.reshape_p:
         return NotImplemented
     if params.get("sharding") is not None or 0 in w.shape:
@@ -211,7 +211,7 @@ def reshape_parts(primitive: Primitive, w: Concatenated, **params: Any) -> Any:
         return NotImplemented
     before = [math.prod(new[:i]) for i in range(len(new))]
     front, behind = math.prod(w.shape[: w.place]), math.prod(w.shape[w.place + 1 :])
-    # Where the axis begins among the new ones: behind those of length one, which are in front.
+    # The new axis at which the axis begins. New axes of length one go in front.
     starts = [i for i, n in enumerate(before) if n == front and (new[i] > 1 or i == len(new) - 1)]
     if not starts:
         return NotImplemented
@@ -233,7 +233,7 @@ def reshape_parts(primitive: Primitive, w: Concatenated, **params: Any) -> Any:
 def slice_parts(
     primitive: Primitive, w: Concatenated, *, start_indices: Any, limit_indices: Any, strides: Any
 ) -> Any:
-    """What the slice has of each part."""
+    """Slices each part that the slice overlaps."""
     if strides is not None and strides[w.place] != 1:
         return NotImplemented
     return _between(w, start_indices, limit_indices, strides)
@@ -241,7 +241,7 @@ def slice_parts(
 
 @primitive_handler("split")
 def split_parts(primitive: Primitive, w: Concatenated, *, sizes: Any, axis: int) -> Any:
-    """What each piece has of each part."""
+    """Splits the array into pieces, each made of the parts that it overlaps."""
     out = [_between(w, *corners, None) for corners in axes_of.pieces(w.shape, axis, sizes)]
     return NotImplemented if any(x is NotImplemented for x in out) else out
 
@@ -266,7 +266,7 @@ def _between(w: Concatenated, starts: Any, limits: Any, strides: Any) -> Any:
 def dynamic_slice_parts(
     primitive: Primitive, w: Concatenated, *starts: jax.Array, slice_sizes: Any
 ) -> Any:
-    """Of each part, where the axis along which they lie is taken whole."""
+    """Slices each part, if the slice takes the axis of concatenation whole."""
     if slice_sizes[w.place] != w.shape[w.place]:
         return NotImplemented
 
@@ -283,13 +283,13 @@ def dynamic_slice_parts(
 
 @primitive_handler(["convert_element_type", "neg"])
 def apply_to_parts(primitive: Primitive, w: Concatenated, **params: Any) -> Any:
-    """Each part."""
+    """Casts or negates each part."""
     return w.of_each(lambda x: primitive.bind(x, **params))
 
 
 @binary_handler(["mul", "div", "add", "sub"])
 def apply_with_dense(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
-    """Each part, with its own piece of an operand that does not make it larger."""
+    """Combines each part with its piece of a dense operand that does not enlarge the result."""
     if call.primitive is jax.lax.div_p and call.w_first is False:
         return NotImplemented
     if not fits(x, w):

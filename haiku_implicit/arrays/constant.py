@@ -1,8 +1,8 @@
 """`SymbolicConstant`: an array of one value, known when the program is traced.
 
-What JAX would compute from constants alone is computed once, at trace time, by the primitive itself
-on a scalar, so that a result is what JAX has (NaN, infinities, overflow, weak types). Where a
-constant meets a dense array, it is a broadcast scalar, which XLA folds into the operation.
+A primitive whose operands are all constants runs once, at trace time, on scalars, so that the result
+equals JAX's (NaN, infinities, overflow, weak types). With a dense array, a constant becomes a
+broadcast scalar, which XLA folds into the operation.
 """
 
 import dataclasses
@@ -34,28 +34,28 @@ from haiku_implicit.core.validation import expecting
 class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
     """An array of one value, which is part of the program and not of its data.
 
-    It has no leaves, so that `jax.jit` compiles the value in. Elementwise functions, reductions and
-    changes of shape of constants are constants again, computed when the function is traced. With a
+    It does not have leaves, so `jax.jit` compiles the value in. Elementwise functions, reductions and
+    changes of shape of constants give constants, computed when the function is traced. With a
     dense array it acts as a broadcast scalar. Sums and products of floating-point constants are
-    rounded once (`n * c`, `c ** n`), and so agree with the dense ones to rounding; in the 8-bit
-    floating-point types, where XLA rounds each step, they are left to the dense array.
+    rounded once (`n * c`, `c ** n`), and so agree with dense sums and products to rounding. In the
+    8-bit floating-point types, for which XLA rounds each step, the dense array computes them.
 
-    As there are no leaves, `jax.vmap` and `jax.lax.scan` from outside `use_implicit_args` have
-    nothing to slice or to stack: a constant passes through them with the shape it has. Inside, it
-    is sliced and stacked like any array.
+    Without leaves, `jax.vmap` and `jax.lax.scan` from outside `use_implicit_args` do not have anything
+    to slice or to stack: a constant passes through them with its shape. Inside, it is sliced and
+    stacked like any array.
 
     Attributes:
       value: the value, as a NumPy array without axes.
-      weak_type: whether it promotes like a Python number, as `jnp.full(shape, value)` has it.
+      weak_type: whether it promotes like a Python number, as `jnp.full(shape, value)` does.
 
     Args:
-      value: a number, or an array without axes; concrete, that is not traced.
+      value: a number, or an array without axes; concrete, that is, not traced.
       shape: the shape.
-      dtype: the dtype; by default what `jnp.asarray(value)` has, weak types included.
+      dtype: the dtype; by default the dtype of `jnp.asarray(value)`, weak types included.
 
     Raises:
-      TypeError: where `value` is traced or not a number, or `dtype` is not a dtype of numbers.
-      ValueError: where `value` has axes or does not fit the dtype, or `shape` is negative.
+      TypeError: if `value` is traced or not a number, or `dtype` is not a dtype of numbers.
+      ValueError: if `value` has axes or does not fit the dtype, or `shape` is negative.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -80,7 +80,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
     @property
     def value(self) -> np.ndarray:
         """The value, as a NumPy array without axes."""
-        # Of a file it may have 64 bits, where JAX has 32.
+        # A value from a file may have 64 bits when JAX has 32.
         stored = np.frombuffer(self.bits, self.__dict__["_dtype"] or self.dtype).reshape(())
         with np.errstate(over="ignore"):
             return stored if stored.dtype == self.dtype else np.asarray(stored, self.dtype)
@@ -94,7 +94,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
         return _full(self, self.shape)
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """The constant of the shape that a part has."""
+        """The constant with the shape of one part."""
         counts = [num_parts(entry, mesh) for entry in padded_spec(spec, self.ndim)]
         lengths = list(zip(self.shape, counts, strict=True))
         if any(n % count for n, count in lengths):
@@ -151,7 +151,7 @@ def _full(x: SymbolicConstant, shape: Sequence[int]) -> jax.Array:
 
 
 def constant_of(x: Any) -> SymbolicConstant | None:
-    """`x` where it is a constant, or a literal of the program, else None."""
+    """`x` as a constant if it is a constant or a literal of the program, else None."""
     if isinstance(x, SymbolicConstant):
         return x
     if is_implicit(x) or isinstance(x, jax.core.Tracer) or x.ndim:
@@ -168,13 +168,13 @@ def _read(x: Any) -> np.ndarray:
 
 
 def _constants(operands: Iterable[Any]) -> list[SymbolicConstant] | None:
-    """The operands where all are constants, else None."""
+    """The operands if all are constants, else None."""
     found = [constant_of(x) for x in operands]
     return None if any(x is None for x in found) else found  # type: ignore[return-value]
 
 
 def result_struct(primitive: Primitive, operands: Sequence[Any], params: Any) -> Any:
-    """Shape, dtype and weak type of the results, from the primitive itself."""
+    """The shapes, dtypes and weak types of a primitive's results."""
     avals = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
         for a in (x.aval if is_implicit(x) else x for x in operands)
@@ -183,17 +183,17 @@ def result_struct(primitive: Primitive, operands: Sequence[Any], params: Any) ->
 
 
 def result_of(call: BinaryCall, x: ArrayValue, w: ArrayValue) -> jax.ShapeDtypeStruct:
-    """The same for two operands."""
+    """The shape, dtype and weak type of the result for two operands."""
     return result_struct(call.primitive, call.ordered(x, w), call.params)
 
 
 def reshaped(x: SymbolicConstant, out: Any) -> Any:
-    """The same constant in other shapes: one for each of the results."""
+    """The constant in other shapes: one for each of the results."""
     return jax.tree.map(lambda s: type(x)._make(x.value, s.shape, bool(s.weak_type)), out)
 
 
 def _same(operands: Sequence[Any]) -> SymbolicConstant | None:
-    """The one constant that all are (of a subclass only where all are), else None."""
+    """The constant that all operands equal, else None. (Of a subclass only if all are.)"""
     constants = _constants(operands)
     if not constants:
         return None
@@ -205,7 +205,7 @@ def _same(operands: Sequence[Any]) -> SymbolicConstant | None:
 def _evaluate(
     primitive: Primitive, constants: Sequence[SymbolicConstant], shapes: Any, params: Any
 ) -> Any:
-    """The primitive on dense arrays of the constants, of small shapes, if that has one value."""
+    """Runs a primitive on small dense arrays of the constants; a constant if all results are equal."""
     here = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
     with at_trace_time():
         small = [jnp.asarray(np.full(s, x.value)) for x, s in zip(constants, shapes, strict=True)]
@@ -222,7 +222,7 @@ def _result(value: np.ndarray, out: Any) -> Any:
 
 
 def _spread(operands: Sequence[Any]) -> list[Any]:
-    """The operands with a broadcast scalar for each constant, which costs nothing in XLA."""
+    """Replaces each constant among the operands by a broadcast scalar, which costs nothing in XLA."""
     others = [x for x in operands if not is_implicit(x)]
     return [
         compat.vary_like(x.materialize(), others) if isinstance(x, SymbolicConstant) else x
@@ -231,7 +231,7 @@ def _spread(operands: Sequence[Any]) -> list[Any]:
 
 
 def named(names: str) -> list[Any]:
-    """The primitives of these names, separated by spaces, that this JAX has."""
+    """The primitives with these names, separated by spaces, that the installed JAX has."""
     found = (getattr(jax.lax, f"{n}_p", getattr(jex, f"{n}_p", None)) for n in names.split())
     return [p for p in found if p is not None]
 
@@ -252,7 +252,7 @@ BINARY = named(
 
 
 def fold_elementwise(primitive: Primitive, *operands: ArrayValue, **params: Any) -> Any:
-    """Constants alone give a constant; with others, each is a broadcast scalar."""
+    """Computes a constant from constants; with other operands, each constant is a broadcast scalar."""
     if not any(isinstance(x, SymbolicConstant) for x in operands):
         return NotImplemented
     constants = _constants(operands)
@@ -266,25 +266,25 @@ primitive_handler(named("clamp regularized_incomplete_beta"), precedence=10)(fol
 
 @primitive_handler(UNARY)
 def fold_unary(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
-    """A function of one constant."""
+    """Computes a function of one constant."""
     return fold_elementwise(primitive, x, **params)
 
 
 @binary_handler(BINARY, precedence=10)
 def fold_binary(call: BinaryCall, x: ArrayValue, constant: SymbolicConstant) -> Any:
-    """A function of two operands, one of which is a constant."""
+    """Computes a function of two operands, at least one of them a constant."""
     return fold_elementwise(call.primitive, *call.ordered(x, constant), **call.params)
 
 
 @primitive_handler("select_n", precedence=10)
 def select_constants(primitive: Primitive, which: ArrayValue, *cases: SymbolicConstant) -> Any:
-    """A choice between constants."""
+    """Selects between constants."""
     return select(primitive, which, *cases)
 
 
 @primitive_handler("select_n", precedence=10)
 def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Any:
-    """A known choice is the case itself; a choice between equal constants is that constant."""
+    """Selects a case: the case itself if the choice is known, a constant if all cases equal it."""
     chosen = constant_of(which)
     if chosen is not None and 0 <= int(chosen.value) < len(cases):
         return as_result(cases[int(chosen.value)], result_struct(primitive, (which, *cases), {}))
@@ -296,13 +296,13 @@ def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Any:
 
 @primitive_handler("bitcast_convert_type")
 def fold_bitcast(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
-    """The bits of a constant are one again where each part of it has the same bits."""
+    """Reinterprets the bits of a constant; a constant if all elements of the result are equal."""
     joins = result_struct(primitive, (x,), params).ndim < x.ndim
     return _evaluate(primitive, (x,), [x.shape[-1:] if joins else ()], params)
 
 
 def as_result(x: Any, out: Any) -> Any:
-    """`x` as the result of an operation that leaves its value alone."""
+    """`x` as the result of an operation that does not change its value."""
     known = constant_of(x)
     if known is not None:
         return reshaped(known, out)
@@ -317,13 +317,13 @@ def as_result(x: Any, out: Any) -> Any:
 
 
 def _any_symbolic(lengths: Iterable[Any]) -> bool:
-    """Whether one of these is not known before the program runs (`jax.export.symbolic_shape`)."""
+    """Whether a length is not known before the program runs (`jax.export.symbolic_shape`)."""
     return any(map(export.is_symbolic_dim, lengths))
 
 
 @primitive_handler(named("reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"))
 def fold_reduction(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
-    """Reductions for which it only matters whether the number of elements is zero, odd or even."""
+    """Reduces a constant if it only matters whether the number of elements is zero, odd or even."""
     if _any_symbolic(x.shape[i] for i in axes):
         return NotImplemented
     small = [(2 - n % 2 if n else 0) if i in axes else 1 for i, n in enumerate(x.shape)]
@@ -332,7 +332,7 @@ def fold_reduction(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **pa
 
 @primitive_handler(named("cumsum cumprod cummax cummin cumlogsumexp"))
 def fold_cumulative(primitive: Primitive, x: SymbolicConstant, *, axis: int, **params: Any) -> Any:
-    """A constant where the second element is what the first is: then so is each that follows."""
+    """Accumulates a constant: if the second element equals the first, so do all that follow."""
     if _any_symbolic([x.shape[axis]]):
         return NotImplemented
     small = [2 if i == axis and n > 1 else 1 for i, n in enumerate(x.shape)]
@@ -341,7 +341,7 @@ def fold_cumulative(primitive: Primitive, x: SymbolicConstant, *, axis: int, **p
 
 @primitive_handler(["reduce_sum", "reduce_prod"])
 def fold_count(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
-    """`n * c`, or `c ** n`."""
+    """Sums a constant to `n * c`, or multiplies its elements to `c ** n`."""
     n = math.prod(x.shape[i] for i in axes)
     if _any_symbolic([n]):
         return NotImplemented
@@ -355,7 +355,7 @@ def fold_count(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params
 
 
 def _rounded_once(value: Any, out: Any) -> Any:
-    """A constant of the result's dtype, if one is known."""
+    """A number as a constant in the result's dtype, if it can be rounded to that."""
     known = exact.rounded(value, out.dtype)
     return NotImplemented if known is None else _result(known, out)
 
@@ -369,7 +369,7 @@ def fold_dot(
     dimension_numbers: Any,
     **params: Any,
 ) -> Any:
-    """`k * a * b` for `k` contracted elements."""
+    """Computes a product of constants: `k * a * b` for `k` contracted elements."""
     (contracted, _), _ = dimension_numbers
     k = math.prod(x.shape[i] for i in contracted)
     out = result_struct(primitive, (x, y), dict(params, dimension_numbers=dimension_numbers))
@@ -383,7 +383,7 @@ def fold_dot(
 
 @binary_handler(named("dot_general conv_general_dilated"), precedence=10)
 def densify_constant(call: BinaryCall, x: ImplicitArray, constant: SymbolicConstant) -> Any:
-    """With another implicit array the constant is the one to become dense."""
+    """Makes the constant dense in a product with another implicit array."""
     if isinstance(x, SymbolicConstant):
         return NotImplemented
     dense = compat.vary_like(densify(constant, call.primitive.name), jax.tree.leaves(x))
@@ -394,7 +394,7 @@ def densify_constant(call: BinaryCall, x: ImplicitArray, constant: SymbolicConst
 def densify_constant_rows(
     primitive: Primitive, x: SymbolicConstant, w: ImplicitArray, sizes: jax.Array, **params: Any
 ) -> Any:
-    """The same for rows that are multiplied with the matrices of their groups."""
+    """Makes constant rows dense in a ragged product with another implicit array."""
     if isinstance(w, SymbolicConstant):
         return NotImplemented
     return default_handler(primitive, densify(x, primitive.name), w, sizes, **params)
@@ -411,7 +411,7 @@ def densify_constant_rows(
     precedence=10,
 )
 def keep_value(primitive: Primitive, x: SymbolicConstant, *rest: ArrayValue, **params: Any) -> Any:
-    """The elements are moved about: wherever from, they are the same."""
+    """Moves elements, which are all the same."""
     return reshaped(x, result_struct(primitive, (x, *rest), params))
 
 
@@ -425,7 +425,7 @@ def gather(
     fill_value: Any,
     **params: Any,
 ) -> Any:
-    """The same, unless what is out of bounds is filled with another value."""
+    """Gathers elements, a constant unless elements out of bounds have another fill value."""
     modes = jax.lax.GatherScatterMode
     known = modes.from_any(mode) in (modes.CLIP, modes.PROMISE_IN_BOUNDS)
     if modes.from_any(mode) == modes.FILL_OR_DROP and fill_value is not None:
@@ -438,7 +438,7 @@ def gather(
 
 @primitive_handler("sort")
 def sort(primitive: Primitive, *operands: ArrayValue, **params: Any) -> Any:
-    """Constants stay as they are."""
+    """Returns the operands if all are constants."""
     constant = all(isinstance(x, SymbolicConstant) for x in operands)
     return list(operands) if constant else NotImplemented
 
@@ -446,7 +446,7 @@ def sort(primitive: Primitive, *operands: ArrayValue, **params: Any) -> Any:
 def join(
     primitive: Primitive, *operands: ArrayValue, data: Any = slice(None), **params: Any
 ) -> Any:
-    """Puts arrays together: a constant where all of them are the same one."""
+    """Joins arrays: a constant if all of them are the same constant."""
     if not any(isinstance(x, SymbolicConstant) for x in operands):
         return NotImplemented
     same = _same(operands[data])
@@ -460,7 +460,7 @@ primitive_handler(named("concatenate stack"), precedence=10)(join)
 
 @primitive_handler("pad", precedence=10)
 def pad(primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_config: Any) -> Any:
-    """A constant where the padding is the same one, or where there is none."""
+    """Pads an array: a constant if the padding is the same constant, or if there is none."""
     params = dict(padding_config=padding_config)
     grows = any(_any_symbolic(n) or n[0] > 0 or n[1] > 0 or n[2] for n in padding_config)
     if isinstance(x, SymbolicConstant) and not (grows and _same((x, padding)) is None):
@@ -472,13 +472,13 @@ def pad(primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_con
 def update_part(
     primitive: Primitive, x: SymbolicConstant, update: SymbolicConstant, *starts: ArrayValue
 ) -> Any:
-    """A constant where a part of it is replaced by the same one."""
+    """Replaces a part of a constant: a constant if the update is the same constant."""
     return join(primitive, x, update, *starts, data=slice(0, 2))
 
 
 @primitive_handler("dynamic_update_slice", precedence=10)
 def update_part_with_dense(primitive: Primitive, *operands: ArrayValue) -> Any:
-    """Otherwise each constant is a broadcast scalar."""
+    """Replaces a part of an array, with each constant as a broadcast scalar."""
     return join(primitive, *operands, data=slice(0, 2))
 
 
@@ -490,5 +490,5 @@ def scatter(
     updates: SymbolicConstant,
     **params: Any,
 ) -> Any:
-    """The same for rows."""
+    """Scatters updates into a constant: unchanged if both are the same constant."""
     return x if _same((x, updates)) is not None else NotImplemented

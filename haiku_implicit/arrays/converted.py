@@ -1,4 +1,4 @@
-"""`ConvertedMatrix`: what `convert_trained` stores, which warns of uses unlike those in training."""
+"""`ConvertedMatrix`: the result of `convert_trained`, which warns of uses that differ from training."""
 
 import dataclasses
 from typing import Any, Self
@@ -15,7 +15,7 @@ from haiku_implicit.core.materialization import Remark, emit
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.bilinear import Product, product_of
 
-# Operations with rules that are no products. Those without any make the weight dense.
+# Operations other than products that have rules. Operations without rules make the weight dense.
 ALONE = ("abs", "square", "integer_pow", "reduce_sum", "reduce_max", "reduce_min")
 WITH_DENSE = ("add", "sub", "max", "min", "pow")
 
@@ -26,14 +26,15 @@ _WAY_OUT = "convert_trained(params, apply=..., args=...) looks at how the model 
 class ConvertedMatrix(QuantizedMatrix, core_ndim=2):
     """A `QuantizedMatrix` with the codes that a weight has in the products of training.
 
-    Training quantizes a weight anew in each product, with scales shared along the axes that the product
-    sums. The stored codes are those of one such product. A product that sums other axes, and whatever
-    changes the weight before its product, has other codes in training: each such use gives a warning.
+    Training quantizes a weight in each product, with scales shared along the axes that the product
+    sums. The stored codes are the codes of one such product. A product that sums other axes has other
+    codes in training, and so has an operation that changes the weight before its product. Each such
+    use gives a warning.
 
     Attributes:
       path: the name of the weight, for warnings.
       shared: the batch axes, from the end (negative), that share scales, as positions of a kernel do.
-      channelwise: whether rows (and the other batch axes) have scales of their own.
+      channelwise: whether rows (and the other batch axes) have separate scales.
     """
 
     path: str = aux_field(default="")
@@ -42,7 +43,7 @@ class ConvertedMatrix(QuantizedMatrix, core_ndim=2):
 
     @classmethod
     def of(cls, q: QuantizedMatrix, **fields: Any) -> Self:
-        """A stored matrix, and what the class adds to it."""
+        """Makes a converted matrix of a quantized matrix and the fields that the class adds."""
         own = {f.name: getattr(q, f.name) for f in dataclasses.fields(q)}
         new = cls(**own, **fields)
         return new if new.dtype == q.dtype else new._replace(dtype=q.dtype)
@@ -52,7 +53,7 @@ class ConvertedMatrix(QuantizedMatrix, core_ndim=2):
 
         Args:
           product: the product.
-          side: which of its operands this is, 0 or 1.
+          side: the operand that this matrix is, 0 or 1.
         """
         of_result = {axis for axis in product.axes[side] if axis is not None}
         own = {i for i in range(self.ndim - 2) if i - self.ndim not in self.shared}
@@ -69,11 +70,11 @@ class ConvertedMatrix(QuantizedMatrix, core_ndim=2):
             )
 
     def before_dense(self, primitive_name: str) -> None:
-        """Warns: in training the operation takes the weight before it is rounded."""
+        """Warns that in training the operation takes the weight before it is rounded."""
         self.warn_of_unrounded(primitive_name)
 
     def warn_of_unrounded(self, primitive_name: str) -> None:
-        """Warns of an operation that is no product."""
+        """Warns of an operation that is not a product."""
         self.warn(
             f"{primitive_name!r} takes it as it is stored, rounded, and in training as it was before"
         )
@@ -84,12 +85,12 @@ class ConvertedMatrix(QuantizedMatrix, core_ndim=2):
         emit(Remark(f"{of}: {reason}.{way_out}"))
 
 
-# --- rules: each warns at most, and leaves the case to those of `QuantizedMatrix` -----------------
+# --- rules: each may warn, and leaves the computation to the rules of `QuantizedMatrix` -----------
 
 
 @binary_handler(["dot_general", "conv_general_dilated"])
 def check_product(call: BinaryCall, x: jax.Array, w: ConvertedMatrix) -> Any:
-    """Whether the product is that of training."""
+    """Warns if training has other scales in a product with a dense array."""
     product = product_of(call.primitive, call.ordered(x, w), call.params)
     if product is not None:
         w.check_product(product, 0 if call.w_first else 1)
@@ -100,7 +101,7 @@ def check_product(call: BinaryCall, x: jax.Array, w: ConvertedMatrix) -> Any:
 def check_product_of_two(
     primitive: Primitive, v: ConvertedMatrix, w: ConvertedMatrix, **params: Any
 ) -> Any:
-    """Whether the product is that of training for both."""
+    """Warns if training has other scales in a product of two converted matrices."""
     product = product_of(primitive, (v, w), params)
     if product is not None:
         v.check_product(product, 0)
@@ -112,7 +113,7 @@ def check_product_of_two(
 def check_ragged_product(
     primitive: Primitive, x: jax.Array, w: ConvertedMatrix, sizes: jax.Array, **params: Any
 ) -> Any:
-    """Whether the product is that of training."""
+    """Warns if training has other scales in a ragged product."""
     product = product_of(primitive, (x, w), params)
     if product is not None:
         w.check_product(product, 1)
@@ -123,7 +124,7 @@ def check_ragged_product(
 def check_look_up(
     primitive: Primitive, w: ConvertedMatrix, indices: jax.Array, *, slice_sizes: Any, **params: Any
 ) -> Any:
-    """Rows that training looks up are not rounded."""
+    """Warns of a look-up of rows, which training does not round."""
     if tuple(slice_sizes[-2:]) != w.shape[-2:]:
         w.warn("training looks up its rows as they are, and the stored ones are rounded")
         return NotImplemented
@@ -134,28 +135,31 @@ def check_look_up(
 def check_scaled(
     primitive: Primitive, w: ConvertedMatrix, *others: jax.Array, **params: Any
 ) -> Any:
-    """Training quantizes the weight after it was scaled, and a tie may go the other way."""
+    """Warns of scaling: training quantizes the scaled weight, and a tie may go the other way."""
     w.warn(f"{primitive.name!r} changes it before its product, and training quantizes the result")
     return NotImplemented
 
 
 @primitive_handler(ALONE, precedence=1)
 def check_alone(primitive: Primitive, w: ConvertedMatrix, **params: Any) -> Any:
-    """Training has the dense weight there. What has no rule at all is for `before_dense`."""
+    """Warns of an operation on the weight by itself, for which training has the dense weight.
+
+    `before_dense` warns of operations that do not have a rule.
+    """
     w.warn_of_unrounded(primitive.name)
     return NotImplemented
 
 
 @binary_handler(WITH_DENSE)
 def check_with_dense(call: BinaryCall, x: jax.Array, w: ConvertedMatrix) -> Any:
-    """Training shifts the weight before it quantizes the result."""
+    """Warns of a sum, extremum or power with a dense array: training quantizes the result."""
     w.warn_of_unrounded(call.primitive.name)
     return NotImplemented
 
 
 @primitive_handler("convert_element_type")
 def check_cast(primitive: Primitive, w: ConvertedMatrix, *, new_dtype: Any, **params: Any) -> Any:
-    """Training quantizes the weight after a cast, which may lose something."""
+    """Warns of a cast that may lose something: training quantizes the cast weight."""
     if jnp.promote_types(w.dtype, new_dtype) != np.dtype(new_dtype):
         w.warn(f"it is cast to {np.dtype(new_dtype).name}, and training quantizes what that leaves")
     return NotImplemented
@@ -163,7 +167,7 @@ def check_cast(primitive: Primitive, w: ConvertedMatrix, *, new_dtype: Any, **pa
 
 @primitive_handler(["slice", "dynamic_slice", "split", "concatenate"], precedence=1)
 def check_part(primitive: Primitive, w: ConvertedMatrix, *others: Any, **params: Any) -> Any:
-    """A part of an axis that shares scales has scales of its own in training, as a longer axis has."""
+    """Warns if the length of an axis that shares scales changes, which changes scales in training."""
     sharing = {w._grouped_axis, *(w.ndim + i for i in w.shared)}
     sharing = sharing if w.channelwise else set(range(w.ndim))
     if sharing & _changed(w, params):
@@ -175,7 +179,7 @@ def check_part(primitive: Primitive, w: ConvertedMatrix, *others: Any, **params:
 
 
 def _changed(w: ConvertedMatrix, params: dict[str, Any]) -> set[int]:
-    """The axes that are cut or made longer."""
+    """The axes that an operation cuts or makes longer."""
     along = params.get("axis", params.get("dimension"))
     if along is not None:
         return {along}
@@ -192,7 +196,10 @@ def _changed(w: ConvertedMatrix, params: dict[str, Any]) -> set[int]:
 def check_reshaped(
     primitive: Primitive, w: ConvertedMatrix, *, new_sizes: Any, **params: Any
 ) -> Any:
-    """Tiles of an axis that becomes several are shared along all of these but the last in training."""
+    """Warns if the axis that is cut into tiles is reshaped.
+
+    In training, tiles are along the last of the new axes and are shared along the others.
+    """
     if w.num_groups > 1 and w.shape[w._grouped_axis] not in new_sizes:
         w.warn("the axis that is cut into tiles is reshaped before the product")
     return NotImplemented

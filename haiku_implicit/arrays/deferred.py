@@ -1,8 +1,8 @@
-"""Weights that a model standardizes or normalizes: what becomes of one before it is multiplied.
+"""Weights that a model standardizes or normalizes before it multiplies them.
 
-Weight standardization (NFNets) subtracts the mean of a kernel and divides by its deviation, weight
-normalization divides by a norm. None of this needs a dense weight: a subtrahend for each row or column
-is a correction of rank one (`LoRA`), a factor for each is a `ScaledMatrix`, and a sum or a maximum of
+Weight standardization (NFNets) subtracts the mean of a kernel and divides by its deviation; weight
+normalization divides by a norm. None of this needs a dense weight. A subtrahend for each row or column
+is a correction of rank one (`LoRA`), and a factor for each is a `ScaledMatrix`. A sum or a maximum of
 squares is computed block after block. `Deferred` is the weight between the square and the sum.
 """
 
@@ -31,7 +31,7 @@ from haiku_implicit.core.sharding import is_split
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.blocks import BLOCKED_FROM, over_blocks, slices
 
-# In blocks of this share, a block's values and what a gradient needs beside them are far below 1/8.
+# With this many blocks, a block's values and a gradient's residuals stay far below 1/8 of the array.
 _NUM_BLOCKS = 64
 
 _COMBINED = {
@@ -45,15 +45,15 @@ Step = tuple[str, tuple[tuple[str, Any], ...]]
 
 @dataclasses.dataclass
 class Deferred(Wrapper, core_ndim=2):
-    """An elementwise function of a weight that is computed where its values are reduced.
+    """An elementwise function of a weight that is computed when its values are reduced.
 
-    Sums, maxima and minima see one block of it at a time; everything else sees the dense array, and
-    that is reported.
+    Sums, maxima and minima see one block of it at a time. Everything else sees the dense array, which
+    is reported.
 
     Attributes:
       w: `[..., n, m]`, the weight, usually itself implicit.
-      steps: the function: primitives with their parameters, one after another, by their names (as
-        `jax.export` can write them to files).
+      steps: the function: a sequence of primitives, by name, with their parameters (`jax.export` can
+        write these to files).
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -72,23 +72,23 @@ class Deferred(Wrapper, core_ndim=2):
         return self.applied(dense(self.w))
 
     def applied(self, values: jax.Array) -> jax.Array:
-        """The function of values of the weight.
+        """Applies the function to values of the weight.
 
         Args:
-          values: of any shape.
+          values: values of any shape.
         """
         for name, params in self.steps:
             values = getattr(jax.lax, f"{name}_p").bind(values, **dict(params))
         return values
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """As the weight."""
+        """The partition specs of the weight's leaves."""
         inner = getattr(self.w, "partition_spec", None)
         parts = spec if inner is None else inner(spec, mesh)
         return NotImplemented if parts is NotImplemented else self._replace(w=parts)
 
 
-# Of a type that a user defines nothing is known but its rules. (Plum needs a typing.Union.)
+# Users' types are not among these: only their rules are known. (Plum needs a typing.Union.)
 Weight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight]  # noqa: UP007
 AnyWeight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight, Deferred]  # noqa: UP007
 
@@ -98,7 +98,7 @@ AnyWeight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight, Deferred]  #
 
 @primitive_handler(["square", "integer_pow", "abs"])
 def defer(primitive: Primitive, w: AnyWeight, **params: Any) -> Any:
-    """What statistics are made of is computed with them."""
+    """Defers the elementwise function of a statistic to its reduction."""
     if isinstance(w, QuantizedCache) or not jnp.issubdtype(w.dtype, jnp.floating):
         return NotImplemented
     step = primitive.name, tuple(params.items())
@@ -109,7 +109,7 @@ def defer(primitive: Primitive, w: AnyWeight, **params: Any) -> Any:
 
 @primitive_handler(["neg", "convert_element_type"])
 def defer_further(primitive: Primitive, w: Deferred, **params: Any) -> Any:
-    """Of weights themselves these are known."""
+    """Defers functions for which weights themselves have rules."""
     new = params.get("new_dtype", w.dtype)
     if not jnp.issubdtype(new, jnp.floating) or params.get("sharding") is not None:
         return NotImplemented
@@ -118,7 +118,7 @@ def defer_further(primitive: Primitive, w: Deferred, **params: Any) -> Any:
 
 
 def _times_itself(operands: list[Any], params: dict[str, Any]) -> Any:
-    """`w * w`, as norms have it. Not a rule, because to a rule both would be arrays of their own."""
+    """Computes `w * w`, as norms do. Not a rule, because a rule cannot see that both are one array."""
     w, other = operands
     if w is not other or not isinstance(w, (*get_args(AnyWeight), FakeQuantized, MatrixView)):
         return NotImplemented
@@ -133,7 +133,7 @@ HIGHER_ORDER[jax.lax.mul_p] = _times_itself
 
 @primitive_handler(list(_COMBINED))
 def reduce_weight(primitive: Primitive, w: Weight, **params: Any) -> Any:
-    """See `reduce_in_blocks`."""
+    """Reduces a weight by `reduce_in_blocks`."""
     if isinstance(w, QuantizedCache):
         return NotImplemented
     return default_handler(primitive, Deferred(w), **params)
@@ -143,10 +143,10 @@ def reduce_weight(primitive: Primitive, w: Weight, **params: Any) -> Any:
 def reduce_in_blocks(
     primitive: Primitive, w: Deferred, *, axes: Sequence[int], **params: Any
 ) -> Any:
-    """A sum, maximum or minimum that never has more of the dense array than a block, nor keeps one.
+    """Reduces with only one block of the dense array in memory, and keeps none for the backward pass.
 
-    (Where several elements are the largest, all of them share the gradient, if not as equally as
-    those of a dense array when blocks are combined.)
+    (If several elements are the largest, all of them share the gradient, but less equally than in a
+    dense array when blocks are combined.)
     """
     is_plain = all(v is None for v in params.values()) and not is_split(w)
     if not is_plain or 0 in w.shape or any(map(export.is_symbolic_dim, w.shape)):
@@ -155,7 +155,7 @@ def reduce_in_blocks(
     length = w.shape[cut]
     size = length if w.size <= BLOCKED_FROM else max(length // _NUM_BLOCKS, 1)
     place = None if cut in axes else cut - sum(i < cut for i in axes)
-    # Sums of blocks are not rounded in between.
+    # Sums of blocks are not rounded before they are added.
     wide = jnp.promote_types(w.dtype, jnp.float32)
 
     def block(start: Any, size: int) -> jax.Array:
@@ -163,15 +163,15 @@ def reduce_in_blocks(
             part = w.w if size == length else slices(w.w, start, size, cut)
             return primitive.bind(w.applied(dense(part)).astype(wide), axes=axes, **params)
 
-        # Checkpointed, or the scan would keep each dense block for the backward pass. (JAX would keep a
-        # function with static arguments, and `w` with it.)
+        # Without a checkpoint, the scan would keep each dense block for the backward pass. (JAX would
+        # keep a function with static arguments, and `w` with it.)
         return jax.checkpoint(reduced, prevent_cse=False)(start)
 
     return over_blocks(block, length, size, place, *_COMBINED[primitive]).astype(w.dtype)
 
 
 def _axis_to_cut(shape: Sequence[int], reduced: Sequence[int]) -> int:
-    """The last axis that is long enough; rather not a reduced one, for the sake of gradients."""
+    """The last axis that is long enough, preferably not a reduced one, for the sake of gradients."""
     return max(range(len(shape)), key=lambda i: (min(shape[i], _NUM_BLOCKS), i not in reduced, i))
 
 
@@ -180,7 +180,7 @@ def _axis_to_cut(shape: Sequence[int], reduced: Sequence[int]) -> int:
 
 @binary_handler(["add", "sub"])
 def shift(call: BinaryCall, x: jax.Array, w: Weight) -> Any:
-    """`w ± x` and `x ± w`, for one `x` or one for each row or column: a correction of rank one."""
+    """Computes `w ± x` and `x ± w` as a correction of rank one: one `x`, or one per row or column."""
     along = _constant_axis(x, w)
     if along is None or not _may_be_wrapped(w, x):
         return NotImplemented
@@ -198,7 +198,7 @@ def shift(call: BinaryCall, x: jax.Array, w: Weight) -> Any:
 def scale(
     primitive: Primitive, w: QuantizedMatrix | ScaledMatrix, x: jax.Array, **params: Any
 ) -> Any:
-    """Factors for rows or columns that the type can't take itself."""
+    """Scales rows or columns with factors that the type can't take itself."""
     along = _constant_axis(x, w)
     if along is None or not _may_be_wrapped(w, x):
         return NotImplemented
@@ -209,23 +209,26 @@ def scale(
 
 
 def _constant_axis(x: jax.Array, w: Any) -> int | None:
-    """An axis of the matrices that an operand does not change along; None without, or for others."""
+    """An axis of the matrices along which an operand is constant; None if there is none.
+
+    None also for an operand that does not fit.
+    """
     if not x.ndim:
         return -2
     return next((i for i in (-2, -1) if fits(x, w) and x.shape[i] != w.shape[i]), None)
 
 
 def _for_each_matrix(x: jax.Array, w: Any, along: int) -> jax.Array:
-    """The operand with all axes of the weight, but for the one that it is constant along."""
+    """Broadcasts an operand to the weight's shape, with length one along its constant axis."""
     shape = list(w.shape)
     shape[along] = 1
     return jnp.broadcast_to(x, shape)
 
 
 def _may_be_wrapped(w: Any, x: jax.Array) -> bool:
-    """Whether products with another type around the weight do what those with the weight do.
+    """Whether products are the same with another type around the weight.
 
-    Convolutions would not quantize activations. And explicit axes of a mesh would split the new parts.
+    Convolutions would not quantize activations, and explicit axes of a mesh would split the new parts.
     """
     if (
         isinstance(w, QuantizedCache)

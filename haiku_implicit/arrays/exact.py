@@ -1,4 +1,4 @@
-"""Sums and products of one number, as exact as they are rounded once: what constants fold to."""
+"""Sums and products of one number, rounded once, for folding constants."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ import numpy as np
 
 
 def number(value: np.ndarray) -> Any:
-    """A value as a Python integer or in double precision; None where XLA's steps matter.
+    """A value as a Python integer or in double precision; None if XLA's steps matter.
 
-    They do where each is rounded to a few bits, or flushed to zero.
+    They matter if each is rounded to a few bits, or flushed to zero.
     """
     if jnp.issubdtype(value.dtype, jnp.integer):
         return int(value)
@@ -32,8 +32,8 @@ def times(c: Any, n: int) -> Any:
 
 
 def power(c: Any, n: int) -> Any:
-    """The product of `n` numbers `c`; None where that is not known."""
-    if isinstance(c, int):  # what survives of its bits in 64 bits is enough for every dtype
+    """The product of `n` numbers `c`; None if that is not known."""
+    if isinstance(c, int):  # the lowest 64 bits are enough for every dtype
         return pow(c, n, 1 << 64)
     if isinstance(c, np.complex128) and not np.isfinite(c):
         return None if n else np.complex128(1)
@@ -42,7 +42,7 @@ def power(c: Any, n: int) -> Any:
 
 
 def rounded(value: Any, dtype: Any) -> np.ndarray | None:
-    """The number in a dtype: integers wrap, others are rounded; None for a dtype of another kind."""
+    """A number in a dtype: integers wrap, others are rounded; None for a dtype of another kind."""
     if isinstance(value, int):
         if not jnp.issubdtype(dtype, jnp.integer):
             return None

@@ -25,16 +25,16 @@ def fake_quantize(
     calibration: str | None = None,
     scale_dtype: Any = None,
 ) -> jax.Array:
-    """Rounds values to those that a format can represent; the gradient is that of the identity.
+    """Rounds values to the values of a format; the gradient is the identity's.
 
-    The values are those of `QuantizedMatrix.quantize` with the same arguments, to the bit; with a zero
-    point, zero is one of them. The gradient is the straight-through estimator (Bengio et al. 2013,
-    arXiv:1308.3432): it passes as if nothing had been rounded.
+    The values equal the values of `QuantizedMatrix.quantize` with the same arguments, to the bit; with
+    a zero point, zero is one of them. The gradient is the straight-through estimator (Bengio et al.
+    2013, arXiv:1308.3432): it passes as if nothing had been rounded.
 
     Args:
       x: `[..., n, m]`, floating.
       dtype: as for `QuantizedMatrix.quantize`, like all that follow.
-      group_size: how many elements share a scale.
+      group_size: the number of elements that share a scale.
       axis: the axis along which elements share a scale.
       zero_point: whether the format has a zero point.
       calibration: how scales are found.
@@ -76,7 +76,7 @@ class FakeQuantized(Wrapper, core_ndim=2, warn_on_materialize=False):
     It stands for `fake_quantize(value, **options)`, and so its gradient goes to `value`.
 
     Attributes:
-      value: `[..., n, m]`, the weight before rounding. It is what is trained.
+      value: `[..., n, m]`, the weight before rounding, which is trained.
       options: arguments of `QuantizedMatrix.quantize`, as pairs.
 
     Example:
@@ -93,13 +93,13 @@ class FakeQuantized(Wrapper, core_ndim=2, warn_on_materialize=False):
         return fake_quantize(self.value, **dict(self.options))
 
     def quantized(self) -> QuantizedMatrix:
-        """The quantized matrix of the same values, for when training is over."""
+        """The quantized matrix with the same values, for use after training."""
         return QuantizedMatrix.quantize(self.value, **dict(self.options))
 
 
 @binary_handler(["dot_general", "conv_general_dilated", "add", "sub", "mul", "div"])
 def multiply_by_straight_through(call: BinaryCall, x: jax.Array, w: FakeQuantized) -> jax.Array:
-    """A product or sum with the rounded values."""
+    """Multiplies or adds a dense array and the rounded values."""
     return call(x, w.materialize())
 
 
@@ -107,7 +107,7 @@ def multiply_by_straight_through(call: BinaryCall, x: jax.Array, w: FakeQuantize
 def multiply_rows_by_straight_through(
     primitive: Primitive, x: jax.Array, w: FakeQuantized, sizes: jax.Array, **params: Any
 ) -> jax.Array:
-    """The same for rows that are multiplied with the matrices of their groups."""
+    """Multiplies rows with the rounded matrices of their groups."""
     return primitive.bind(x, w.materialize(), sizes, **params)
 
 
@@ -120,5 +120,5 @@ def multiply_rows_by_straight_through(
 def apply_to_straight_through(
     primitive: Primitive, w: FakeQuantized, *others: jax.Array, **params: Any
 ) -> jax.Array:
-    """These give dense arrays of the rounded values, where they change more than batch axes."""
+    """Applies an operation that changes more than batch axes to the dense rounded values."""
     return primitive.bind(w.materialize(), *others, **params)

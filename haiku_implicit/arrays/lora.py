@@ -29,24 +29,24 @@ Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
 
 @dataclasses.dataclass(init=False)
 class LoRA(Wrapper, core_ndim=2):
-    """The weight `w + (alpha / rank) * a @ b`, of which `a` and `b` are trained and `w` is frozen.
+    """The weight `w + (alpha / rank) * a @ b`, with trained `a` and `b` and frozen `w`.
 
-    A product `x @ w` runs as `x @ w + (x @ a) @ b`, so that nothing of the size of `w` is made. A
-    convolution, and a product that contracts neither or both of the two last axes, add the correction
-    to `w` for the time of the operation, which costs less there.
+    A product `x @ w` runs as `x @ w + (x @ a) @ b`, without an array of the size of `w`. A
+    convolution, and a product that contracts neither or both of the last two axes, add the correction
+    to `w` during the operation, which costs less there.
 
     Attributes:
-      w: `[..., n, m]`, the frozen weight; itself implicit where it is quantized, say.
+      w: `[..., n, m]`, the frozen weight; itself implicit if it is quantized, for example.
       a: `[..., n, r]`, and
       b: `[..., r, m]`: the factors of the correction, of rank `r`; of any floating dtype, the
-        correction is cast to that of `w`.
+        correction is cast to the dtype of `w`.
       factor: the correction's scale `alpha / r`: `[...]`, float32, never trained; None for 1. The
         constructor takes `alpha`, a number or an array. Weights that differ in it have one structure,
-        so that exchanging one for another compiles nothing.
+        so exchanging one for another does not compile anything.
 
     Raises:
-      ValueError: where the shapes do not fit together, or the number `alpha` is not finite.
-      TypeError: where `w`, `a` or `b` is not of a floating dtype, or `alpha` is not a real number or an
+      ValueError: if the shapes do not fit together, or the number `alpha` is not finite.
+      TypeError: if `w`, `a` or `b` is not of a floating dtype, or `alpha` is not a real number or an
         array of a floating dtype.
 
     Example:
@@ -78,7 +78,7 @@ class LoRA(Wrapper, core_ndim=2):
         self.__post_init__()
         if alpha is not None:
             factor = _as_alpha(alpha, np.shape(w)[:-2]) / self.rank
-            # Within a trace a number stays NumPy's, a constant of the program.
+            # In a trace, a number stays a NumPy array, which is a constant of the program.
             traced = isinstance(a, jax.core.Tracer)
             self.factor = factor if traced else jnp.asarray(factor)
 
@@ -108,7 +108,7 @@ class LoRA(Wrapper, core_ndim=2):
             chex.assert_shape(self.b, (*w[:-2], *axes["RM"]))
 
     def completed(self) -> Self:
-        """The same weight with a `factor` of 1 if it has none, so that all have one structure."""
+        """The weight with a `factor` of 1 if it has none, so that all weights have one structure."""
         if self.factor is not None:
             return self
         return self._replace(factor=jnp.ones(np.shape(self.a)[:-2], jnp.float32))
@@ -136,27 +136,27 @@ class LoRA(Wrapper, core_ndim=2):
         return self.w + self.delta().astype(self.w.dtype)
 
     def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
-        """`w` as the dense array, `a` by its rows and `b` by its columns; the rank is not split."""
+        """The specs of the fields: `w` like the dense array, `a` by rows, `b` by columns, no rank."""
         *lead, n, m = padded_spec(spec, self.ndim)
         a, b = PartitionSpec(*lead, n, None), PartitionSpec(*lead, None, m)
         return dict(w=spec, a=a, b=b, factor=PartitionSpec(*lead))
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """By its fields."""
+        """The parts of the fields by `field_specs`."""
         return split_fields(self, mesh, **self.field_specs(spec, mesh))
 
 
 @dataclasses.dataclass(init=False)
 class RestLoRA(LoRA, core_ndim=2):
-    """A `LoRA` that began with a part of its weight, as by PiSSA: `w` is what was left of that.
+    """A `LoRA` whose correction began as a part of its weight, as in PiSSA: `w` is the rest.
 
-    It computes as `LoRA` does. The type says that the correction without its base is not one for the
-    weight as it was.
+    It computes as `LoRA` does. The type says that the correction without its base does not fit the
+    original weight.
     """
 
 
 def _as_alpha(alpha: Any, batch: Sequence[int]) -> Any:
-    """An `alpha` for each of the stacked matrices, of the one that is given or of as many."""
+    """An `alpha` for each stacked matrix, from one number or an array of them."""
     if isinstance(alpha, numbers.Real):
         if not math.isfinite(alpha):
             raise ValueError(f"LoRA: alpha must be finite, got {alpha!r}")
@@ -173,22 +173,22 @@ def _as_alpha(alpha: Any, batch: Sequence[int]) -> Any:
 
 
 def _of_parts(lora: LoRA, w: Any, a: Any, b: Any, factor: Any = None) -> LoRA:
-    """Other fields; in a rule, where there is nothing to validate.
+    """Replaces the fields of a `LoRA` without validation, for rules.
 
     Args:
-      factor: None for that of `lora`.
+      factor: the new factor; None keeps the old one.
     """
     factor = lora.factor if factor is None else factor
     return lora._replace(w=w, a=a, b=b, factor=factor, shape=None, dtype=None)
 
 
 def _times_scale(x: jax.Array, w: LoRA, places: Sequence[int]) -> jax.Array:
-    """`x` times the correction's scale; the same `x`, and no equation, where that is 1.
+    """Multiplies `x` by the correction's scale; returns `x` itself, without an equation, for no factor.
 
     Args:
       x: an array with the leading axes of `w`.
       w: the weight.
-      places: which axes of `x` these are.
+      places: the positions of these axes in `x`.
     """
     if w.factor is None:
         return x
@@ -200,7 +200,7 @@ def _times_scale(x: jax.Array, w: LoRA, places: Sequence[int]) -> jax.Array:
 
 
 def _scaled_a(w: LoRA) -> jax.Array:
-    """`scale * a`."""
+    """The factor `a` times the scale."""
     return _times_scale(w.a, w, range(w.a.ndim - 2))
 
 
@@ -209,7 +209,7 @@ def _scaled_a(w: LoRA) -> jax.Array:
 
 @binary_handler("dot_general")
 def dot_with_lora(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
-    """`x · (w + ab)` as `x · w + (x · a) · b`, and `(w + ab) · x` as `w · x + a · (b · x)`."""
+    """Computes `x · (w + ab)` as `x · w + (x · a) · b`, and `(w + ab) · x` as `w · x + a · (b · x)`."""
     if not _goes_through_rank(w, call.contracted[1]):
         return _with_sum(call.primitive, call.ordered(x, w), call.params)
     low = _dot_delta(call, x, w)
@@ -220,16 +220,16 @@ def dot_with_lora(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
 
 
 def _goes_through_rank(w: LoRA, contracted: Sequence[int]) -> bool:
-    """Whether a product can contract one of the two factors, and so is cheaper by way of the rank.
+    """Whether a product can contract one of the two factors, and so is cheaper through the rank.
 
-    It can't if only a leading axis is contracted, as `n` of a weight `[n, h, c]` of attention, whose
-    matrices are `[h, c]`: `x · a` and then `· b` would be products as large as those with `w`.
+    It can't if only a leading axis is contracted, such as `n` of attention's weight `[n, h, c]`, whose
+    matrices are `[h, c]`: `x · a` and then `· b` would be as large as the product with `w`.
     """
     return len({w.ndim - 2, w.ndim - 1} & set(contracted)) == 1
 
 
 def _with_sum(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> jax.Array:
-    """A primitive on the dense sum `w + ab`, which a gradient computes again rather than keeps."""
+    """Runs a primitive on the dense sum `w + ab`, which a gradient computes again rather than keeps."""
 
     def run(operands: Sequence[Any]) -> jax.Array:
         summed = [
@@ -241,7 +241,7 @@ def _with_sum(primitive: Primitive, operands: Sequence[Any], params: dict[str, A
 
 
 def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
-    """The product of `x` and the correction, in `dot_general`'s order of axes."""
+    """The product of `x` and the correction, with axes in `dot_general`'s order."""
     found = _operands_and_options(x, w, call.params)
     if found is None:
         return NotImplemented
@@ -256,7 +256,7 @@ def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
 def _operands_and_options(
     x: jax.Array, w: LoRA, params: dict[str, Any]
 ) -> tuple[Factors, dict[str, Any]] | None:
-    """What the products with the factors take, of what the dense product does; None for no products."""
+    """The operands and options of the products with the factors; None if they can't run so."""
     precision, preferred = params.get("precision"), params.get("preferred_element_type")
     algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
     common = _working_dtype(x, w)
@@ -264,14 +264,14 @@ def _operands_and_options(
         return None  # an algorithm is for the dtypes it was chosen for
     if any(not jnp.issubdtype(d, np.inexact) for d in (w.dtype, preferred or w.dtype)):
         return None
-    if preferred is not None:  # which must not be narrower than the operands
+    if preferred is not None:  # it must not be narrower than the operands
         preferred = jnp.promote_types(preferred, common)
     operands = x.astype(common), w.a.astype(common), w.b.astype(common)
     return operands, dict(precision=precision, preferred_element_type=preferred)
 
 
 def _working_dtype(x: Any, w: LoRA) -> Any:
-    """The dtype of the dense product; that of the factors, where 8 bits are too few for them."""
+    """The dtype of the dense product; the factors' dtype if an operand of it has 8 bits."""
     floats = [d for d in (x.dtype, w.dtype) if jnp.issubdtype(d, np.floating)]
     if any(d.itemsize == 1 for d in floats):
         return jnp.result_type(w.a.dtype, w.b.dtype)
@@ -281,12 +281,12 @@ def _working_dtype(x: Any, w: LoRA) -> Any:
 def _dot_through_rank(
     call: BinaryCall, operands: Factors, w: LoRA, options: dict[str, Any]
 ) -> jax.Array:
-    """Two dots, for one contracted axis of the matrix and every leading axis a batch axis."""
+    """The correction's product as two dots, for one contracted axis and all leading axes batch axes."""
     x, a, b = operands
     (x_contract, (axis,)), (x_batch, w_batch) = call.contracted, call.batch
     first, second = (a, b) if axis == w.ndim - 2 else (b, a)
-    # The rank takes the place of the matrix's free axis in between, and of the contracted one in
-    # the second factor. The batch axes come first in every result.
+    # In the first result the rank replaces the matrix's free axis, and in the second factor the
+    # contracted axis. The batch axes come first in every result.
     inner = tuple(range(len(w_batch)))
     ndim = x.ndim - len(x_contract) + 1
     rank_axis = len(inner) if call.w_first else ndim - 1
@@ -309,7 +309,7 @@ def _dot_through_rank(
 def _einsum_delta(
     call: BinaryCall, operands: Factors, w: LoRA, options: dict[str, Any]
 ) -> jax.Array:
-    """Any other product: one contraction of `x`, `a` and `b`, in the cheapest order."""
+    """The correction's product in any other case: contracts `x`, `a` and `b` in the cheapest order."""
     x, a, b = operands
     *lead, n, m = w_axes = list(range(w.ndim))
     rank = w.ndim
@@ -331,7 +331,7 @@ def _einsum_delta(
 def ragged_dot_with_lora(
     primitive: Primitive, x: jax.Array, w: LoRA, sizes: jax.Array, **params: Any
 ) -> Any:
-    """Rows times the matrices of their groups, as `x · w + (x · a) · b`."""
+    """Multiplies rows with the matrices of their groups, as `x · w + (x · a) · b`."""
     numbers = row_numbers(x, w, **params)
     found = _operands_and_options(x, w, params)
     if numbers is None or found is None:
@@ -347,9 +347,9 @@ def ragged_dot_with_lora(
 
 @primitive_handler("conv_general_dilated")
 def conv_with_kernel(primitive: Primitive, x: jax.Array, w: LoRA, **params: Any) -> jax.Array:
-    """A convolution with the kernel summed up.
+    """Convolves with the dense sum `w + ab`.
 
-    A kernel is small beside the images, and one convolution with `w + ab` costs half of two.
+    A kernel is small compared with the images, and one convolution costs half of two.
     """
     out = convolve(x, w.w, params, _scaled_a(w), w.b)
     return _with_sum(primitive, [x, w], params) if out is NotImplemented else out
@@ -370,28 +370,28 @@ def gather_rows(
     mode: Any,
     **params: Any,
 ) -> Any:
-    """Rows `w[ids]` as `w[ids] + a[ids] @ b`, and whole columns likewise; embedding tables.
+    """Gathers rows of an embedding table as `w[ids] + a[ids] @ b`, and whole columns likewise.
 
     Leading axes may be batch axes of the gather, or taken whole.
     """
     n, m = w.ndim - 2, w.ndim - 1
     batched = tuple(dimension_numbers.operand_batching_dims)
     sliced = {*range(w.ndim)} - {*dimension_numbers.collapsed_slice_dims, *batched}
-    # An axis that is taken whole has no index but 0, by every `mode`'s rule of what is in bounds.
+    # The only index of an axis that is taken whole is 0, in every `mode`.
     whole = [i for i in sliced if slice_sizes[i] == w.shape[i]]
     axis = m if m in whole else n
     if axis not in whole or not set(range(n)) <= {*batched, *whole}:
         return NotImplemented
     common = dict(dimension_numbers=dimension_numbers, mode=mode, **params)
     high = primitive.bind(w.w, ids, slice_sizes=slice_sizes, fill_value=fill_value, **common)
-    # What is out of bounds is filled in `high` alone. A factor filled with NaN would put NaN into
-    # the other factor's gradient.
+    # Only `high` is filled out of bounds. A factor filled with NaN would put NaN into the other
+    # factor's gradient.
     fill = 0 if mode == jax.lax.GatherScatterMode.FILL_OR_DROP else fill_value
     taken, other, rank_axis = (w.a, w.b, n) if axis == m else (w.b, w.a, m)
     sizes = _replaced(slice_sizes, axis, w.rank)
     t = primitive.bind(taken, ids, slice_sizes=sizes, fill_value=fill, **common)
 
-    # Where the axes of the operand are in `t`: what is sliced at the offsets, the batch elsewhere.
+    # The places of the operand's axes in `t`: sliced axes at the offsets, batch axes elsewhere.
     offsets = [int(i) for i in dimension_numbers.offset_dims]
     place = dict(zip(sorted(sliced), offsets, strict=True))
     index_axes = [i for i in range(t.ndim) if i not in offsets]
@@ -405,7 +405,7 @@ def gather_rows(
 
 
 def _replaced(values: Sequence[Any], axis: int, instead: Any) -> tuple[Any, ...]:
-    """A parameter that has a value for each axis, for a factor: the rank has its own at `axis`."""
+    """A parameter with one value per axis, for a factor: `instead`, for the rank, at `axis`."""
     new = list(values)
     new[axis] = instead
     return tuple(new)
@@ -413,7 +413,7 @@ def _replaced(values: Sequence[Any], axis: int, instead: Any) -> tuple[Any, ...]
 
 @primitive_handler(["slice", "dynamic_slice"])
 def slice_factors(primitive: Primitive, w: LoRA, *starts: jax.Array, **params: Any) -> LoRA:
-    """A slice of any axes: rows slice `a`, columns `b`, leading axes both."""
+    """Slices any axes: rows slice `a`, columns `b`, leading axes both."""
     of_rank = dict(start_indices=0, limit_indices=w.rank, strides=1, slice_sizes=w.rank)
 
     def part(x: Any, rank_axis: int) -> Any:
@@ -436,7 +436,7 @@ def slice_factors(primitive: Primitive, w: LoRA, *starts: jax.Array, **params: A
 def split_factors(
     primitive: Primitive, w: LoRA, *, sizes: Any, axis: int, **params: Any
 ) -> list[LoRA]:
-    """Rows split `a`, columns `b`, leading axes both."""
+    """Splits an axis: rows split `a`, columns `b`, leading axes both."""
 
     def parts(x: Any, *whole: int) -> list[Any]:
         if x is None or axis in whole:
@@ -450,7 +450,7 @@ def split_factors(
 
 @primitive_handler("transpose")
 def transpose_factors(primitive: Primitive, w: LoRA, *, permutation: Any, **params: Any) -> Any:
-    """`(w + ab)ᵀ` is `wᵀ + bᵀaᵀ`; leading axes in any order."""
+    """Transposes the matrix, `(w + ab)ᵀ = wᵀ + bᵀaᵀ`, and reorders leading axes."""
     core = w.ndim - 2, w.ndim - 1
     if tuple(sorted(permutation[-2:])) != core:
         return NotImplemented
@@ -461,7 +461,7 @@ def transpose_factors(primitive: Primitive, w: LoRA, *, permutation: Any, **para
 
 @primitive_handler("squeeze")
 def squeeze_matrix(primitive: Primitive, w: LoRA, *, dimensions: Any, **params: Any) -> Any:
-    """One row, column or element of the matrix is dense; `batch_axes` does the leading axes."""
+    """Makes a matrix of one row, column or element dense; `batch_axes` squeezes leading axes."""
     if max(dimensions, default=0) < w.ndim - 2:
         return NotImplemented
     high = primitive.bind(w.w, dimensions=dimensions, **params)
@@ -470,11 +470,11 @@ def squeeze_matrix(primitive: Primitive, w: LoRA, *, dimensions: Any, **params: 
 
 @primitive_handler("reduce_sum")
 def sum_factors(primitive: Primitive, w: LoRA, *, axes: Any, **params: Any) -> Any:
-    """`sum(w) + sum(a) @ b`, and the like for any axes."""
+    """Sums over any axes, as `sum(w) + sum(a) @ b` does over the rows."""
     if not jnp.issubdtype(w.dtype, np.inexact) or any(v is not None for v in params.values()):
         return NotImplemented
     high = primitive.bind(w.w, axes=axes, **params)
-    # A sum is exact to rounding on every platform, while a product, unasked, may be not.
+    # A sum is exact to rounding on every platform, but a product at default precision may not be.
     return high + _summed_delta(w, axes, jax.lax.Precision.HIGHEST).astype(high.dtype)
 
 
@@ -492,10 +492,10 @@ def _summed_delta(w: LoRA, axes: Sequence[int], precision: Any) -> jax.Array:
 
 @binary_handler(["add", "sub"])
 def add_to_weight(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
-    """`(w + ab) ± x` is `(w ± x) + ab`, and `x - (w + ab)` is `(x - w) + (-a)b`.
+    """Computes `(w + ab) ± x` as `(w ± x) + ab`, and `x - (w + ab)` as `(x - w) + (-a)b`.
 
-    What is constant along rows or columns is of rank one, see `deferred.shift`; so the sum is not made
-    anew where `x` depends on what is trained.
+    An operand that is constant along rows or columns is of rank one, see `deferred.shift`. So the sum
+    is not computed again if `x` depends on trained values.
     """
     if not fits(x, w) or (x.ndim and x.shape[-2:] != w.shape[-2:]):
         return NotImplemented
@@ -505,13 +505,13 @@ def add_to_weight(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
 
 @primitive_handler("neg")
 def negate(primitive: Primitive, w: LoRA, **params: Any) -> LoRA:
-    """`-(w + ab)` is `-w + (-a)b`."""
+    """Computes `-(w + ab)` as `-w + (-a)b`."""
     return _of_parts(w, primitive.bind(w.w, **params), -w.a, w.b)
 
 
 @primitive_handler(["mul", "div"])
 def rescale(primitive: Primitive, w: LoRA, x: jax.Array, **params: Any) -> Any:
-    """Times or divided by a number, a factor for each row (`a` takes it), or each column (`b`)."""
+    """Multiplies or divides by a number or one per row (applied to `a`), or one per column (to `b`)."""
     by_rows = x.ndim == 0 or x.shape[-1] == 1
     if not fits(x, w) or not (by_rows or x.shape[-2] == 1):
         return NotImplemented
@@ -522,9 +522,9 @@ def rescale(primitive: Primitive, w: LoRA, x: jax.Array, **params: Any) -> Any:
 
 @primitive_handler("convert_element_type")
 def cast_fields(primitive: Primitive, w: LoRA, *, new_dtype: Any, **params: Any) -> Any:
-    """From one floating dtype to another; wider factors stay so, for the sake of their gradients.
+    """Casts to another floating dtype; wider factors keep theirs, for the sake of their gradients.
 
-    A product runs in the dtype of the dense one all the same (`_working_dtype`).
+    A product still runs in the dtype of the dense product (`_working_dtype`).
     """
     if not jnp.issubdtype(new_dtype, np.floating) or not jnp.issubdtype(w.dtype, np.floating):
         return NotImplemented
@@ -534,5 +534,5 @@ def cast_fields(primitive: Primitive, w: LoRA, *, new_dtype: Any, **params: Any)
 
 
 def _wider(old: Any, new: Any) -> Any:
-    """The wider of two dtypes, the new one of two that are equally wide."""
+    """The wider of two dtypes; the new one if they are equally wide."""
     return old if np.dtype(old).itemsize > np.dtype(new).itemsize else new

@@ -1,4 +1,4 @@
-"""`MatrixView`: a tensor of any axes that is held as a matrix of any type."""
+"""`MatrixView`: a tensor of any axes that is stored as a matrix of any type."""
 
 import dataclasses
 import math
@@ -25,17 +25,17 @@ from haiku_implicit.core.sharding import leaf_specs, num_parts, padded_spec
 
 @dataclasses.dataclass
 class MatrixView(ImplicitArray, linear_in="matrix"):
-    """A tensor of which some axes are the rows of a matrix, and the others its columns.
+    """A tensor stored as a matrix: some axes form the rows, and the others the columns.
 
-    So attention's weight `[inputs, heads, width]` can be one LoRA, or one quantized matrix, of
-    `[inputs, heads * width]`, with a rank and with scales of the whole, and not a stack of small
-    matrices. A product that contracts all the rows, or all the columns, is one with the matrix;
-    reshaping and transposing change static metadata alone. `matrix_axes=` of the functions that make
+    So attention's weight `[inputs, heads, width]` can be one LoRA or one quantized matrix
+    `[inputs, heads * width]`, with a common rank or common scales, instead of a stack of small
+    matrices. A product that contracts all rows, or all columns, is a product with the matrix;
+    reshaping and transposing change only static metadata. `matrix_axes=` of the functions that make
     implicit parameters puts this type around them.
 
     Attributes:
       matrix: `[..., n, m]`, usually itself implicit. Leading axes are batch axes of the tensor, too.
-      axes: how each further axis of the tensor is made of rows or columns, see `arrays.axes`;
+      axes: each further axis of the tensor as a group of rows or columns, see `arrays.axes`;
         `MatrixView.of` finds it.
 
     Example:
@@ -61,24 +61,24 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
 
         Args:
           w: the dense tensor.
-          inputs: which of its axes, from the end (negative), are the rows: usually those that are
-            contracted in products.
-          outputs: those that are the columns. All other axes are batch axes, and come first.
+          inputs: the axes that form the rows, from the end (negative): usually the axes that products
+            contract.
+          outputs: the axes that form the columns. All other axes are batch axes, and come first.
           make: called as `make(matrix, **options)` with the dense matrix `[..., n, m]`; returns an
-            implicit one.
+            implicit matrix.
 
         Returns:
-          The array in a `MatrixView`; as it is, where the matrix is the tensor.
+          The array in a `MatrixView`, or the array itself if the matrix is the tensor.
 
         Raises:
-          ValueError: for axes that are not the last ones of the tensor, each once.
+          ValueError: for axes other than the last axes of the tensor, each once.
         """
         matrix, axes = unfolded(w, inputs, outputs)
         return view_of(make(matrix, **options), axes)
 
     @property
     def core_ndim(self) -> int:  # type: ignore[override]
-        """The tensor has batch axes in front of those of `axes`."""
+        """The number of axes in `axes`; the axes in front of them are batch axes."""
         return len(self.axes)
 
     def compute_shape(self) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
         return _folded(dense(self.matrix), _lead(self), 2, self.axes, (0, 1))
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """Rows are split as the outermost of the axes that make them, columns likewise."""
+        """The parts of the matrix: rows are split like their outermost axis, columns likewise."""
         found = self._split(spec, mesh)
         if found is None or not is_implicit(self.matrix):
             return (
@@ -101,7 +101,7 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
         return inner if inner is NotImplemented else self._replace(matrix=inner, axes=found[1])
 
     def placement_spec(self, spec: Any, mesh: Any) -> Any:
-        """The same, and the matrix lies where its type says."""
+        """The specs by which to place leaves, from the matrix's type."""
         found = self._split(spec, mesh)
         if found is None or not is_implicit(self.matrix):
             return self.partition_spec(spec, mesh)
@@ -111,14 +111,14 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
         return self._replace(matrix=jax.tree.unflatten(jax.tree.structure(self.matrix), specs))
 
     def fitted(self, spec: Any, mesh: Any) -> Any:
-        """With a matrix that fits."""
+        """The tensor with a matrix that the mesh can split."""
         found = self._split(spec, mesh)
         if found is None or not is_implicit(self.matrix):
             return self
         return self._replace(matrix=self.matrix.fitted(found[0], mesh))
 
     def _split(self, spec: Any, mesh: Any) -> tuple[PartitionSpec, Axes] | None:
-        """The spec of the matrix, and the axes of a part; None where the tensor can't be split so."""
+        """The spec of the matrix, and the axes of a part; None if the tensor can't be split so."""
         entries, lead = padded_spec(spec, self.ndim), self.ndim - len(self.axes)
         counts = [num_parts(entry, mesh) for entry in entries[lead:]]
         axes = axes_of.of_part(self.axes, counts)
@@ -132,14 +132,14 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
 
 
 def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[Any, Axes]:
-    """A dense tensor as a matrix `[..., n, m]`, and the axes that lead back.
+    """A dense tensor as a matrix `[..., n, m]`, and the `axes` of its `MatrixView`.
 
     Args:
-      w: the tensor; of a `jax.ShapeDtypeStruct` the matrix is one, too.
+      w: the tensor; for a `jax.ShapeDtypeStruct`, the matrix is one, too.
       inputs, outputs: as for `MatrixView.of`.
 
     Raises:
-      ValueError: for axes that are not the last ones of the tensor, each once.
+      ValueError: for axes other than the last axes of the tensor, each once.
     """
     last = [*inputs, *outputs]
     if not inputs or not outputs or sorted(last) != list(range(-len(last), 0)):
@@ -165,7 +165,7 @@ def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[Any
 
 
 def matrix_in(x: jax.Array, axes: Axes) -> jax.Array:
-    """The matrix `[..., n, m]` of a dense tensor whose last axes are made of rows and columns so."""
+    """The matrix `[..., n, m]` of a dense tensor whose last axes are `axes`."""
     lead = x.ndim - len(axes)
     pieces = [f for group in axes for f in group]
     stored = [f for axis in (0, 1) for f in axes_of.parts(axes, axis)]
@@ -176,17 +176,17 @@ def matrix_in(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def view_of(matrix: Any, axes: Axes) -> Any:
-    """The tensor of a matrix; the matrix itself, where that is the tensor."""
+    """The tensor of a matrix; the matrix itself if it is the tensor."""
     return matrix if axes == axes_of.whole(matrix.shape[-2:]) else MatrixView(matrix, axes)
 
 
 def _lead(w: MatrixView) -> int:
-    """How many batch axes a tensor has."""
+    """The number of batch axes of a tensor."""
     return w.ndim - len(w.axes)
 
 
 def _whole_axes(w: MatrixView, groups: Iterable[axes_of.Group]) -> list[int] | None:
-    """The axes of the matrix that these axes of the tensor make; None if they are parts of some."""
+    """The axes of the matrix that these axes of the tensor form; None if they form only a part."""
     used = [f for group in groups for f in group]
     inner = [axis for axis in (0, 1) if any(f[2] == axis for f in used)]
     of_inner = [f for axis in inner for f in axes_of.parts(w.axes, axis)]
@@ -198,7 +198,7 @@ def _whole_axes(w: MatrixView, groups: Iterable[axes_of.Group]) -> list[int] | N
 
 @binary_handler("dot_general")
 def dot_with_view(call: BinaryCall, x: jax.Array, w: MatrixView) -> Any:
-    """A product with the matrix, if all of its rows (or columns) are contracted, or none of them."""
+    """Computes a product with the matrix, if all of its rows (or columns) are contracted, or none."""
     lead = _lead(w)
     if call.params.get("out_sharding") is not None or any(i >= lead for i in call.batch[1]):
         return NotImplemented
@@ -207,7 +207,7 @@ def dot_with_view(call: BinaryCall, x: jax.Array, w: MatrixView) -> Any:
     if inner is None:
         return NotImplemented
 
-    # Of `x`: the axes that do not meet the matrix, and then those that do, in the order of the matrix.
+    # Axes of `x` that do not meet the matrix come first, then the others in the order of the matrix.
     rest = [i for i in range(x.ndim) if i not in of_x]
     stored = [f for axis in inner for f in axes_of.parts(w.axes, axis)]
     split = [of_x.get(i, ((n, i),)) for i, n in enumerate(x.shape)]
@@ -236,14 +236,14 @@ def dot_with_view(call: BinaryCall, x: jax.Array, w: MatrixView) -> Any:
 def _folded(
     x: jax.Array, start: int, count: int, groups: Sequence[axes_of.Group], inner: Sequence[int]
 ) -> jax.Array:
-    """`x` with axes of the tensor in place of axes of the matrix.
+    """Replaces axes of the matrix in `x` by axes of the tensor.
 
     Args:
       x: an array.
-      start: where in it the axes of the matrix begin.
-      count: how many there are.
-      groups: the axes of the tensor that are made of them.
-      inner: which axes of the matrix they are.
+      start: the position of the first of the matrix's axes.
+      count: the number of these axes.
+      groups: the axes of the tensor that they form.
+      inner: their positions in the matrix.
     """
     before, after = x.shape[:start], x.shape[start + count :]
     stored = [f for axis in inner for f in axes_of.parts(tuple(groups), axis)]
@@ -258,47 +258,47 @@ def _folded(
 
 @primitive_handler("reshape")
 def reshape_view(primitive: Primitive, w: MatrixView, *, new_sizes: Any, **params: Any) -> Any:
-    """Axes of the rows are split or merged, and so are those of the columns."""
+    """Splits or merges axes of the rows, or of the columns."""
     return _reshaped(w.matrix, w.axes, new_sizes, params)
 
 
 @primitive_handler("reshape", precedence=-1)
 def reshape_matrix(primitive: Primitive, w: ImplicitArray, *, new_sizes: Any, **params: Any) -> Any:
-    """A matrix of any type whose rows or columns are split becomes a view of itself."""
+    """Splits rows or columns of a matrix of any type, which becomes a view."""
     return _reshaped(w, _own_axes(w), new_sizes, params)
 
 
 @primitive_handler("squeeze")
 def squeeze_view(primitive: Primitive, w: MatrixView, *, dimensions: Any) -> Any:
-    """Axes of length one are dropped."""
+    """Drops axes of length one."""
     new = [n for i, n in enumerate(w.shape) if i not in dimensions]
     return _reshaped(w.matrix, w.axes, new, {})
 
 
 @primitive_handler("squeeze", precedence=-1)
 def squeeze_matrix(primitive: Primitive, w: ImplicitArray, *, dimensions: Any) -> Any:
-    """A matrix of one row, or column, becomes a view without that axis."""
+    """Makes a matrix of one row or column a view without that axis."""
     new = [n for i, n in enumerate(w.shape) if i not in dimensions]
     return _reshaped(w, _own_axes(w), new, {})
 
 
 @primitive_handler("broadcast_in_dim")
 def expand_view(primitive: Primitive, w: MatrixView, **params: Any) -> Any:
-    """Axes of length one are added, also between others."""
+    """Adds axes of length one, also between others."""
     return _expanded(w, w.matrix, w.axes, **params)
 
 
 @primitive_handler("broadcast_in_dim", precedence=-1)
 def expand_matrix(primitive: Primitive, w: ImplicitArray, **params: Any) -> Any:
-    """A matrix of any type with an axis of length one between others becomes a view of itself."""
+    """Adds axes of length one between axes of a matrix of any type, which becomes a view."""
     return _expanded(w, w, _own_axes(w), **params)
 
 
 def _own_axes(w: ImplicitArray) -> Axes | None:
-    """The axes of an array that is a matrix, or a stack of them; None for one that is not.
+    """The axes of an array that is a matrix or a stack of matrices; None for other arrays.
 
-    And None for a `RuledWeight`, which rearranges what it holds itself, and for a type that is equal to
-    another one, whose rules serve.
+    Also None for a `RuledWeight`, which rearranges its wrapped weight itself, and for a type with an
+    equivalent in another type, whose rules apply.
     """
     is_matrix = w.core_ndim == 2 and w.ndim >= 2
     is_matrix = is_matrix and not (isinstance(w, RuledWeight) or has_equivalent(type(w)))
@@ -321,19 +321,19 @@ def _expanded(
 
 
 def _reshaped(matrix: Any, axes: Axes | None, new: Sequence[int], params: dict[str, Any]) -> Any:
-    """The tensor of a matrix in another shape.
+    """Reshapes the tensor of a matrix.
 
     Args:
       matrix: `[..., n, m]`.
-      axes: the axes of the tensor; None if it is not one.
-      new: its new shape.
-      params: further parameters; they are not known here.
+      axes: the axes of the tensor; None if the array is not a matrix.
+      new: the new shape.
+      params: further parameters, which must be None.
     """
     if axes is None or any(x is not None for x in params.values()):
         return NotImplemented
     *batch, rows, columns = matrix.shape
-    # The batch axes are the first ones with their number of elements, and axes of length one that the
-    # tensor did not have.
+    # The new batch axes are the first axes with the old number of elements, plus added axes of length
+    # one.
     sizes = [math.prod(new[:i]) for i in range(len(new) + 1)]
     if math.prod(batch) not in sizes:
         return NotImplemented
@@ -346,7 +346,7 @@ def _reshaped(matrix: Any, axes: Axes | None, new: Sequence[int], params: dict[s
     stacked = (*new[:n], rows, columns)
     if list(new[:n]) != batch:
         if stacked == tuple(new):
-            return NotImplemented  # `batch_axes` does what can be done
+            return NotImplemented  # `batch_axes` handles this if possible
         matrix = default_handler(
             jax.lax.reshape_p, matrix, new_sizes=stacked, dimensions=None, sharding=None
         )
@@ -355,13 +355,13 @@ def _reshaped(matrix: Any, axes: Axes | None, new: Sequence[int], params: dict[s
 
 @primitive_handler("transpose")
 def transpose_view(primitive: Primitive, w: MatrixView, *, permutation: Any) -> Any:
-    """Batch axes change places, and so do all others."""
+    """Reorders batch axes among themselves, and the other axes too."""
     return _transposed(w, w.matrix, w.axes, permutation)
 
 
 @primitive_handler("transpose", precedence=-1)
 def transpose_matrix(primitive: Primitive, w: ImplicitArray, *, permutation: Any) -> Any:
-    """A matrix of a type without a rule of its own."""
+    """Transposes a matrix of a type without its own rule."""
     return _transposed(w, w, _own_axes(w), permutation)
 
 
@@ -376,7 +376,7 @@ def _transposed(
         return NotImplemented
     if of_batch != tuple(range(lead)):
         if matrix is w:
-            return NotImplemented  # `batch_axes` does what can be done
+            return NotImplemented  # `batch_axes` handles this if possible
         order = (*of_batch, lead, lead + 1)
         matrix = default_handler(jax.lax.transpose_p, matrix, permutation=order)
     return view_of(matrix, tuple(axes[i - lead] for i in permutation[lead:]))
@@ -389,7 +389,7 @@ def _transposed(
 def slice_view(
     primitive: Primitive, w: MatrixView, *, start_indices: Any, limit_indices: Any, strides: Any
 ) -> Any:
-    """Parts of axes, where they are parts of the rows or columns that lie together."""
+    """Slices axes, if each part is a contiguous part of the rows or columns."""
     if strides is not None and any(n != 1 for n in strides):
         return NotImplemented
     return _part(w, start_indices, limit_indices)
@@ -397,13 +397,13 @@ def slice_view(
 
 @primitive_handler("split")
 def split_view(primitive: Primitive, w: MatrixView, *, sizes: Any, axis: int) -> Any:
-    """Parts of one axis, on the same condition."""
+    """Splits an axis, if each part is a contiguous part of the rows or columns."""
     out = [_part(w, *corners) for corners in axes_of.pieces(w.shape, axis, sizes)]
     return NotImplemented if any(part is NotImplemented for part in out) else out
 
 
 def _part(w: MatrixView, starts: Sequence[int], limits: Sequence[int]) -> Any:
-    """The part between two corners. `NotImplemented` where it is not a part of the matrix."""
+    """The part between two corners; `NotImplemented` if it is not a contiguous part of the matrix."""
     lead = _lead(w)
     low, high = list(starts[:lead]) + [0, 0], list(limits[:lead]) + list(w.matrix.shape[lead:])
     axes = list(w.axes)
@@ -422,9 +422,9 @@ def _part(w: MatrixView, starts: Sequence[int], limits: Sequence[int]) -> Any:
 def _cut(
     w: MatrixView, group: axes_of.Group, start: int, limit: int
 ) -> tuple[int, int, int, axes_of.Group] | None:
-    """Which axis of the matrix to cut, where, and the axis of the tensor that is left.
+    """The axis of the matrix to cut, its start and limit, and the axis of the tensor that is left.
 
-    The outermost factor of an axis of the matrix can be cut, between its indices.
+    Only the outermost factor of an axis of the matrix can be cut, between its indices; else None.
     """
     n, stride, axis = group[0]
     size = axes_of.length(group[1:])
@@ -440,7 +440,7 @@ def _cut(
 def dynamic_slice_view(
     primitive: Primitive, w: MatrixView, *starts: jax.Array, slice_sizes: Any
 ) -> Any:
-    """The same from starts that are known where it runs."""
+    """Slices axes at starts that are known at run time, if the part is contiguous in the matrix."""
     lead, sizes, axes = _lead(w), list(slice_sizes), list(w.axes)
     at = [*starts[:lead], *[jnp.zeros_like(starts[0])] * 2]
     of_matrix = [*sizes[:lead], *w.matrix.shape[lead:]]
@@ -473,19 +473,19 @@ def gather_from_view(
     unique_indices: bool,
     **params: Any,
 ) -> Any:
-    """Parts of axes that are all made of rows, or all of columns, as a gather of whole ones."""
+    """Gathers parts of axes, all of the rows or all of the columns, as whole rows or columns."""
     lead = _lead(w)
     d, ids = _without_batching(dimension_numbers, ids, lead)
     core = list(zip(w.axes, w.shape[lead:], slice_sizes[lead:], strict=True))
     inner = {f[2] for group, n, size in core if size != n for f in group}
     if len(inner) > 1 or any(x is not None for x in params.values()):
         return NotImplemented
-    # Of axes of length one either will do.
+    # For axes of length one, either axis of the matrix works.
     axis = next(iter(inner or {f[2] for group in w.axes for f in group} or {0}))
     filling = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
     at = _places(w, ids, d, slice_sizes, axis, filling)
 
-    # Of the matrix: first the axes of `ids`, those that `axis` makes, then batch axes, the other axis.
+    # The result has the axes of `ids`, then those made of `axis`, batch axes, and the other axis.
     count = ids.ndim - 1
     own = [lead + i for i, group in enumerate(w.axes) if any(f[2] == axis for f in group)]
     dropped = {*d.collapsed_slice_dims, *d.operand_batching_dims}
@@ -525,7 +525,7 @@ def gather_from_view(
 
 
 def _without_batching(numbers: Any, ids: jax.Array, lead: int) -> tuple[Any, jax.Array]:
-    """The same gather with an index for each batching axis of the operand from `lead` on."""
+    """Rewrites a gather with an index for each batching axis of the operand from `lead` on."""
     batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     pairs = list(zip(*batching, strict=True))
     moved = [pair for pair in pairs if pair[0] >= lead]
@@ -548,17 +548,18 @@ def _without_batching(numbers: Any, ids: jax.Array, lead: int) -> tuple[Any, jax
 def _places(
     w: MatrixView, ids: jax.Array, numbers: Any, sizes: Sequence[int], axis: int, filling: bool
 ) -> jax.Array:
-    """Which rows (or columns) of the matrix a gather from the tensor takes.
+    """The indices of the rows (or columns) of the matrix that a gather from the tensor takes.
 
     Args:
       w: the tensor.
       ids: the indices of the gather.
-      numbers, sizes: its dimension numbers and slice sizes.
-      axis: of the matrix, 0 for the rows.
-      filling: whether slices that are not within bounds are filled: they get a place beyond the last.
+      numbers, sizes: the gather's dimension numbers and slice sizes.
+      axis: the axis of the matrix, 0 for the rows.
+      filling: whether slices out of bounds are filled: they get an index beyond the last.
 
     Returns:
-      `[*ids.shape[:-1], ...]`, with an axis more for each of the tensor that `axis` makes, of its size.
+      `[*ids.shape[:-1], ...]`, with a further axis for each axis of the tensor that is made of `axis`,
+      of its slice size.
     """
     lead = _lead(w)
     starts = dict(zip(numbers.start_index_map, jnp.moveaxis(ids, -1, 0), strict=True))
@@ -583,7 +584,7 @@ def _places(
 
 @primitive_handler("gather", precedence=-1)
 def gather_columns(primitive: Primitive, w: ImplicitArray, ids: jax.Array, **params: Any) -> Any:
-    """Whole columns of a matrix of any type as rows of its transpose, if it has a rule for that."""
+    """Gathers whole columns of a matrix of any type as rows of its transpose, if that is implicit."""
     if w.core_ndim != 2 or w.ndim < 2:
         return NotImplemented
     rows, columns = params["slice_sizes"][-2:]
@@ -605,7 +606,7 @@ def _gathered_from_transpose(
     slice_sizes: Sequence[int],
     **params: Any,
 ) -> Any:
-    """What a `gather` takes from the transpose of `w`, taken from `w`."""
+    """Gathers from `w` the values that a `gather` takes from the transpose of `w`."""
     n, m = w.ndim - 2, w.ndim - 1
     order = [*range(n), m, n]
     numbers = dimension_numbers
@@ -631,13 +632,13 @@ def _gathered_from_transpose(
 
 @primitive_handler(["square", "integer_pow", "abs"])
 def apply_to_matrix(primitive: Primitive, w: MatrixView, **params: Any) -> Any:
-    """What statistics are made of; most types defer it until then."""
+    """Applies the elementwise function of a statistic; most types defer it to the reduction."""
     return view_of(primitive.bind(w.matrix, **params), w.axes)
 
 
 @primitive_handler(["reduce_sum", "reduce_max", "reduce_min"])
 def reduce_view(primitive: Primitive, w: MatrixView, *, axes: Any, **params: Any) -> Any:
-    """Over all of the rows, or of the columns."""
+    """Reduces over all rows, or all columns."""
     lead = _lead(w)
     inner = _whole_axes(w, [w.axes[i - lead] for i in axes if i >= lead])
     if inner is None:
@@ -651,18 +652,18 @@ def reduce_view(primitive: Primitive, w: MatrixView, *, axes: Any, **params: Any
 
 @primitive_handler(["mul", "div", "add", "sub"])
 def with_dense(primitive: Primitive, w: MatrixView, x: jax.Array, **params: Any) -> Any:
-    """With an operand of as many axes, in the matrix's order (a number is for all types alike)."""
+    """Combines the matrix with an operand of as many axes, rearranged. (`any_type` has numbers.)"""
     if x.ndim != w.ndim or not fits(x, w):
         return NotImplemented
     return view_of(primitive.bind(w.matrix, _in_order(x, w), **params), w.axes)
 
 
 def _in_order(x: jax.Array, w: MatrixView) -> jax.Array:
-    """An array that broadcasts with the tensor as one that broadcasts with the matrix."""
+    """Rearranges an array that broadcasts with the tensor to one that broadcasts with the matrix."""
     lead = _lead(w)
     used = {f[2] for n, group in zip(x.shape[lead:], w.axes, strict=True) if n > 1 for f in group}
     pieces = [f for group in w.axes for f in group if f[2] in used]
-    # (An axis of the matrix whose parts are not all alike is broadcast.)
+    # (If any factor of a matrix axis varies, the operand is broadcast along all of them.)
     wide = [axes_of.length(group) if any(f[2] in used for f in group) else 1 for group in w.axes]
     x = jnp.broadcast_to(x, (*x.shape[:lead], *wide)).reshape(
         *x.shape[:lead], *(f[0] for f in pieces)

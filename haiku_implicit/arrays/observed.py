@@ -17,11 +17,11 @@ from haiku_implicit.numerics.extremes import largest
 
 
 class Statistic(NamedTuple):
-    """A statistic of the inputs of a weight: a sum over its uses, and what is read from the sum.
+    """A statistic of the inputs of a weight: a sum over its uses, and a function of the sum.
 
     Attributes:
       shape: from the number of inputs `n` to the shape of the sum.
-      of: from the inputs `[b, n]` of one use, float32, to what is added to the sum.
+      of: from the inputs `[b, n]` of one use, float32, to a term of the sum.
       read: from the sum `[..., *shape]` to the statistic.
     """
 
@@ -35,9 +35,9 @@ class Observed(Wrapper, core_ndim=2, warn_on_materialize=False):
     """A dense weight whose gradient with respect to `sums` is a statistic of its inputs.
 
     So the statistics come from a pure function: differentiation collects them, through loops, branches,
-    checkpoints and stacks of layers. The cotangent's value does not matter, only that there is one.
-    Becoming dense costs nothing here and gives no warning: `input_moments` reports the weights whose
-    inputs were not seen.
+    checkpoints and stacks of layers. The cotangent's value does not matter, only its presence.
+    Becoming dense costs nothing here and does not give a warning: `input_moments` reports the weights
+    whose inputs were not seen.
 
     Attributes:
       w: `[..., n, m]`.
@@ -53,7 +53,7 @@ class Observed(Wrapper, core_ndim=2, warn_on_materialize=False):
 
 @binary_handler("dot_general")
 def observe_inputs(call: BinaryCall, x: jax.Array, w: Observed) -> Any:
-    """`x @ w`: what is contracted with the first axis of the weight are its inputs."""
+    """Observes the inputs in `x @ w`: the operand contracted with the first axis of the weight."""
     if w.ndim != 2 or tuple(call.contracted[1]) != (0,) or call.batch[1]:
         return NotImplemented
     (axis,) = call.contracted[0]
@@ -62,7 +62,7 @@ def observe_inputs(call: BinaryCall, x: jax.Array, w: Observed) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _observed(statistic: Statistic, axis: int, x: jax.Array, sums: jax.Array) -> jax.Array:
-    """`x`; the gradient with respect to `sums` is the statistic of its axis."""
+    """Returns `x`; the gradient with respect to `sums` is the statistic of `x` along `axis`."""
     return x
 
 
@@ -80,7 +80,7 @@ _observed.defvjp(_observe, _give_statistic)
 
 @primitive_handler(["convert_element_type", "split", "slice"])
 def keep_inputs(primitive: Primitive, w: Observed, **params: Any) -> Any:
-    """A cast weight has the same inputs, and so have columns of it, as those of a recurrent gate."""
+    """Observes a cast weight, or columns of it (a recurrent gate's), which have the same inputs."""
     out = primitive.bind(w.w, **params)
     if any(part.shape[:-1] != w.shape[:-1] for part in jax.tree.leaves(out)):
         return NotImplemented
@@ -89,7 +89,7 @@ def keep_inputs(primitive: Primitive, w: Observed, **params: Any) -> Any:
 
 @primitive_handler(["mul", "div"])
 def rescale_columns(primitive: Primitive, w: Observed, x: jax.Array, **params: Any) -> Any:
-    """A weight times or divided by a number, or one for each column, has the same inputs."""
+    """Observes a weight scaled by a number, or by one per column, which has the same inputs."""
     if x.ndim and x.shape[-2] == w.shape[-2]:
         return NotImplemented
     return w._replace(w=primitive.bind(w.w, x, **params))
@@ -97,7 +97,7 @@ def rescale_columns(primitive: Primitive, w: Observed, x: jax.Array, **params: A
 
 @primitive_handler("transpose")
 def transpose_dense(primitive: Primitive, w: Observed, **params: Any) -> jax.Array:
-    """A product that contracts the other axis is not observed: the values are dense."""
+    """Makes a transposed weight dense: a product that contracts the other axis is not observed."""
     return primitive.bind(w.w, **params)
 
 
@@ -105,15 +105,15 @@ def transpose_dense(primitive: Primitive, w: Observed, **params: Any) -> jax.Arr
 
 MOMENTS = Statistic(lambda n: (n, n), lambda x: x.T @ x, lambda sums: sums)
 
-# Gradients add up, and a maximum is not a sum. So the largest magnitude of each use is sorted into one
-# of many classes, and each class counts its members and sums them up. The mean of the highest class
-# with a member is the maximum: exactly, if it has one member.
+# Gradients add up, but a maximum is not a sum. So the largest magnitude of each use goes into one of
+# many classes, and each class counts and sums its members. The mean of the highest class with a member
+# is the maximum: exactly, if it has one member.
 _PER_OCTAVE = 8
-_CLASSES = 2 * 32 * _PER_OCTAVE  # of 2⁻³² to 2³²; the first and the last take what is beyond
+_CLASSES = 2 * 32 * _PER_OCTAVE  # from 2⁻³² to 2³²; the first and the last take values beyond
 
 
 def _sorted_maxima(x: jax.Array) -> jax.Array:
-    """`[2, classes, n]`: for each input 1 in the class of its largest magnitude, and the magnitude."""
+    """`[2, classes, n]`: for each input, 1 and its largest magnitude in the class of the magnitude."""
     highest = largest(jnp.abs(x), 0, initial=0.0)  # (NaN and infinity are in the last class)
     octave = jnp.log2(jnp.where(highest > 0, jnp.nan_to_num(highest, nan=jnp.inf), 1.0))
     where = jnp.clip(jnp.floor(octave * _PER_OCTAVE) + _CLASSES // 2, 0, _CLASSES - 1)
@@ -123,7 +123,7 @@ def _sorted_maxima(x: jax.Array) -> jax.Array:
 
 
 def _largest(sums: jax.Array) -> jax.Array:
-    """`[..., n]`, zero for what was never used."""
+    """The largest magnitude of each input, `[..., n]`; zero for an unused input."""
     count, total = sums[..., 0, :, :], sums[..., 1, :, :]
     top = _CLASSES - 1 - jnp.argmax(count[..., ::-1, :] > 0, axis=-2)[..., None, :]
     count, total = (jnp.take_along_axis(y, top, axis=-2)[..., 0, :] for y in (count, total))

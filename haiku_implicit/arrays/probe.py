@@ -18,15 +18,16 @@ from haiku_implicit.products.bilinear import Product, product_of
 
 
 class Use(NamedTuple):
-    """One product of a weight; axes are those of the stored weight, from the end.
+    """One product of a weight; axes are axes of the stored weight, from the end.
 
     Attributes:
       op_name: the operation, one of `quant_rules.OP_NAMES`.
-      axes: all that the product has. (A loop takes one after another of a stack.)
-      shared: those of them that the result does not have.
-      tiled: the axes that tiles are along.
-      contracted: the axes that a `dot_general` contracts; none of other operations.
-      free: those that are axes of its result, and not of the other operand.
+      axes: all axes in the product. (A loop takes one index after another of a stack.)
+      shared: the axes that the result does not have.
+      tiled: the axes that are cut into tiles.
+      contracted: the axes that a `dot_general` contracts; empty for other operations.
+      free: the axes of the weight, but not of the other operand, that a `dot_general`'s result has;
+        empty for other operations.
     """
 
     op_name: str
@@ -37,12 +38,12 @@ class Use(NamedTuple):
     free: frozenset[int] = frozenset()
 
 
-# The axis of a `Probe` along which it has one of several for each index.
+# Marks an axis of a `Probe` whose indices each hold a looked-up matrix.
 CHOSEN = 0
 
 
 class Log:
-    """The uses of each weight by its path; compared by identity, as static metadata of a `Probe`."""
+    """The uses of each weight, by its path. Compared by identity, as it is static in a `Probe`."""
 
     def __init__(self) -> None:
         self.uses: dict[str, list[Use]] = {}
@@ -50,15 +51,15 @@ class Log:
 
 @dataclasses.dataclass
 class Probe(Wrapper, core_ndim=0, warn_on_materialize=False):
-    """A dense weight that follows its own axes through what rearranges it, to the products.
+    """A dense weight that follows its axes through rearrangements to the products.
 
-    It is for abstract runs of a model (`infer_matrix_axes`): what it stands for does not matter.
+    It is for abstract runs of a model (`infer_matrix_axes`): its values do not matter.
 
     Attributes:
-      value: the weight, as it is rearranged so far.
-      axes: how its axes are made of those of the stored weight, which are counted from the end.
+      value: the weight, as rearranged so far.
+      axes: its axes as groups of the stored weight's axes, which are counted from the end.
       path: the name of the stored weight.
-      log: where products are recorded.
+      log: the record of products.
     """
 
     value: Any
@@ -68,13 +69,13 @@ class Probe(Wrapper, core_ndim=0, warn_on_materialize=False):
 
     @classmethod
     def of(cls, value: jax.Array, path: str, log: Log) -> "Probe":
-        """A stored weight."""
+        """Makes a probe of a stored weight."""
         axes = axes_of.whole(value.shape)
         n = value.ndim
         return cls(value, tuple(tuple((k, s, i - n) for k, s, i in g) for g in axes), path, log)
 
     def with_leading_axis(self, size: int | None) -> Any:
-        """A scan takes the first axis away."""
+        """Drops the first axis, as a scan does."""
         return self._replace(axes=self.axes[1:]) if size is None else NotImplemented
 
 
@@ -83,7 +84,7 @@ class Probe(Wrapper, core_ndim=0, warn_on_materialize=False):
 
 @binary_handler("dot_general")
 def record(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
-    """Notes the axes, and is dense."""
+    """Records the axes in a product, and computes it."""
     contracted, batch = call.contracted[1], call.batch[1]
     free = [i for i in range(w.ndim) if i not in (*contracted, *batch)]
     product = product_of(call.primitive, call.ordered(x, w), call.params)
@@ -93,14 +94,14 @@ def record(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
 
 @primitive_handler("dot_general")
 def record_of_two(primitive: Primitive, v: Probe, w: Probe, **params: Any) -> jax.Array:
-    """Each meets the other as if that were dense."""
+    """Records the axes of both weights in their product, each with the other as a dense array."""
     record(BinaryCall(primitive, params, w_first=True), w.value, v)
     return record(BinaryCall(primitive, params, w_first=False), v.value, w)
 
 
 @binary_handler("conv_general_dilated")
 def record_convolution(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
-    """Notes the axes, and is dense."""
+    """Records the axes in a convolution, and computes it."""
     product = product_of(call.primitive, call.ordered(x, w), call.params)
     _note(call.primitive.name, w, product, call.w_first)
     return call(x, w.value)
@@ -110,7 +111,7 @@ def record_convolution(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
 def record_ragged_product(
     primitive: Primitive, x: jax.Array, w: Probe, sizes: jax.Array, **params: Any
 ) -> Any:
-    """Notes the axes, and is dense."""
+    """Records the axes in a ragged product, and computes it."""
     _note("ragged_dot", w, product_of(primitive, (x, w), params), False)
     return primitive.bind(x, w.value, sizes, **params)
 
@@ -136,7 +137,7 @@ def _note(op_name: str, w: Probe, product: Product | None, w_first: bool, **plac
 
 @primitive_handler(["reshape", "squeeze", "broadcast_in_dim"])
 def reshape_probe(primitive: Primitive, w: Probe, **params: Any) -> Any:
-    """Axes are split and merged; what is repeated is not followed."""
+    """Follows axes that are split or merged; a repeated weight is not followed."""
     value = primitive.bind(w.value, **params)
     axes = axes_of.reshaped(w.axes, value.shape) if value.size == w.size else None
     return value if axes is None else w._replace(value=value, axes=axes)
@@ -144,14 +145,14 @@ def reshape_probe(primitive: Primitive, w: Probe, **params: Any) -> Any:
 
 @primitive_handler("transpose")
 def transpose_probe(primitive: Primitive, w: Probe, *, permutation: Any) -> Probe:
-    """Axes change places."""
+    """Follows axes that change places."""
     value = primitive.bind(w.value, permutation=permutation)
     return w._replace(value=value, axes=tuple(w.axes[i] for i in permutation))
 
 
 @primitive_handler(["slice", "dynamic_slice", "split", "rev"])
 def cut_probe(primitive: Primitive, w: Probe, *starts: jax.Array, **params: Any) -> Any:
-    """A part of an axis is an axis of the same stored one."""
+    """Follows a part of an axis as the same stored axis."""
 
     def part(value: jax.Array) -> Any:
         axes = []
@@ -168,20 +169,20 @@ def cut_probe(primitive: Primitive, w: Probe, *starts: jax.Array, **params: Any)
 
 @primitive_handler(["convert_element_type", "neg", "abs", "tanh", "sign", "exp"])
 def change_probe(primitive: Primitive, w: Probe, **params: Any) -> Probe:
-    """Element by element."""
+    """Follows a weight through an elementwise function."""
     return w._replace(value=primitive.bind(w.value, **params))
 
 
 @binary_handler(["mul", "div", "add", "sub", "max", "min"])
 def change_with_dense(call: BinaryCall, x: jax.Array, w: Probe) -> Any:
-    """Element by element, with an operand that does not make it larger."""
+    """Follows a weight through an elementwise function with an operand that does not enlarge it."""
     value = call(x, w.value)
     return w._replace(value=value) if value.shape == w.shape else value
 
 
 @primitive_handler([name for name in ("tile", "unstack") if hasattr(jax.lax, f"{name}_p")])
 def leave_probe(primitive: Primitive, w: Probe, *others: jax.Array, **params: Any) -> Any:
-    """What is looked up is not followed."""
+    """Makes the weight dense: tiles and pieces are not followed."""
     return primitive.bind(w.value, *others, **params)
 
 
@@ -189,7 +190,7 @@ def leave_probe(primitive: Primitive, w: Probe, *others: jax.Array, **params: An
 def choose_probe(
     primitive: Primitive, w: Probe, indices: jax.Array, *, slice_sizes: Any, **params: Any
 ) -> Any:
-    """Matrices that are looked up among those of a batch are matrices with the same axes."""
+    """Follows matrices that are looked up in a batch: they have the same axes."""
     value = primitive.bind(w.value, indices, slice_sizes=slice_sizes, **params)
     numbers = params["dimension_numbers"]
     batch = value.ndim - len(numbers.offset_dims)
@@ -203,13 +204,13 @@ def choose_probe(
 
 @primitive_handler("concatenate")
 def concatenate_probes(primitive: Primitive, *operands: Probe, dimension: int) -> Concatenated:
-    """Each is followed."""
+    """Follows each of the concatenated weights."""
     return Concatenated(operands, dimension - operands[0].ndim)
 
 
 @primitive_handler([name for name in ["stack"] if hasattr(jax.lax, "stack_p")])
 def stack_probes(primitive: Primitive, *operands: Probe, axis: int) -> Concatenated:
-    """Each is followed."""
+    """Follows each of the stacked weights."""
     parts = []
     for w in operands:
         axes = (*w.axes[:axis], (), *w.axes[axis:])
@@ -219,5 +220,5 @@ def stack_probes(primitive: Primitive, *operands: Probe, axis: int) -> Concatena
 
 @primitive_handler(["dynamic_update_slice", "select_n"])
 def leave_probes(primitive: Primitive, *operands: Probe, **params: Any) -> Any:
-    """What is written into another, or chosen, is not."""
+    """Makes weights dense that are written into one another or selected: they are not followed."""
     return primitive.bind(*(w.value for w in operands), **params)

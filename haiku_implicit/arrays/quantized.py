@@ -20,7 +20,7 @@ from haiku_implicit.products.stored import in_codes, quantized_dot, with_dense
 
 @binary_handler("dot_general")
 def dot_with_codes(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> jax.Array:
-    """A product with the codes, see `quantized_dot`."""
+    """Multiplies with the codes, see `quantized_dot`."""
     return quantized_dot(x, w, q_first=call.w_first, **call.params)
 
 
@@ -28,13 +28,13 @@ def dot_with_codes(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> jax.Ar
 def dot_of_two_quantized(
     primitive: Primitive, v: QuantizedMatrix, w: QuantizedMatrix, **params: Any
 ) -> jax.Array:
-    """Both are dequantized for the one product."""
+    """Multiplies two quantized matrices, both dequantized for the product."""
     return with_dense(primitive, v, w, **params)
 
 
 @binary_handler("conv_general_dilated")
 def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> Any:
-    """A convolution with the kernel, dequantized for it: a kernel is small beside the images."""
+    """Convolves with the dequantized kernel: a kernel is small compared with the images."""
     if w.activation is not None:
         return in_codes(call.primitive, x, w, call.w_first, call.params)
     if not call.w_first and (out := convolve(x, w, call.params)) is not NotImplemented:
@@ -46,7 +46,7 @@ def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> 
 def ragged_dot_with_codes(
     primitive: Primitive, x: jax.Array, w: QuantizedMatrix, sizes: jax.Array, **params: Any
 ) -> Any:
-    """A matrix for each group of rows, see `quantized_ragged_dot`."""
+    """Multiplies rows with the matrices of their groups, see `quantized_ragged_dot`."""
     out = quantized_ragged_dot(x, w, sizes, **params)
     if out is NotImplemented and w.activation is not None:
         return in_codes(primitive, x, w, False, params, sizes)
@@ -58,7 +58,7 @@ def ragged_dot_with_codes(
 
 @primitive_handler(["mul", "div"])
 def rescale(primitive: Primitive, w: QuantizedMatrix, x: jax.Array, **params: Any) -> Any:
-    """Times or divided by factors that are constant along the grouped axis: the scales take them."""
+    """Multiplies or divides the scales by factors that are constant along the grouped axis."""
     if w.rounded_to is not None:
         return NotImplemented  # it was rounded before, not after
     if x.ndim:
@@ -68,7 +68,7 @@ def rescale(primitive: Primitive, w: QuantizedMatrix, x: jax.Array, **params: An
             return NotImplemented
         x = x if w.axis == -1 else jnp.swapaxes(x, -1, -2)  # [..., rows, 1]
     w = w.with_row_scales() if x.ndim else w
-    # In the wider dtype, because a product of two numbers may not fit into float16 scales.
+    # In the wider dtype, because a product of two numbers may not fit in float16 scales.
     wide = formats.arithmetic_dtype(w.scale.dtype)
     apply = jnp.multiply if primitive is jax.lax.mul_p else jnp.divide
     return w.map_scales(lambda leaf: apply(leaf.astype(wide), x.astype(wide)))
@@ -76,10 +76,10 @@ def rescale(primitive: Primitive, w: QuantizedMatrix, x: jax.Array, **params: An
 
 @primitive_handler("neg")
 def negate(primitive: Primitive, w: QuantizedMatrix, **params: Any) -> QuantizedMatrix:
-    """The negative of scales and offsets."""
+    """Negates scales and offsets."""
 
     def negative(leaf: jax.Array) -> jax.Array:
-        signed = jnp.finfo(leaf.dtype).min < 0  # powers of two (e8m0) have no sign
+        signed = jnp.finfo(leaf.dtype).min < 0  # powers of two (e8m0) are unsigned
         return -(leaf if signed else leaf.astype(formats.arithmetic_dtype(leaf.dtype)))
 
     return w.map_scales(negative)
@@ -89,7 +89,7 @@ def negate(primitive: Primitive, w: QuantizedMatrix, **params: Any) -> Quantized
 def cast(
     primitive: Primitive, w: QuantizedMatrix, *, new_dtype: Any, sharding: Any = None, **params: Any
 ) -> Any:
-    """To another floating dtype: that of the values alone, codes and scales stay as they are."""
+    """Casts to another floating dtype, which changes only the dtype of the values, not the leaves."""
     if not jnp.issubdtype(new_dtype, np.floating) or sharding is not None:
         return NotImplemented
     new = np.dtype(new_dtype)
@@ -102,6 +102,6 @@ def cast(
 
 
 def _holds(wide: Any, narrow: Any) -> bool:
-    """Whether every finite number of one floating dtype is one of the other."""
+    """Whether every finite number of the narrow floating dtype is a number of the wide one."""
     a, b = jnp.finfo(wide), jnp.finfo(narrow)
     return bool(a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp)

@@ -1,4 +1,4 @@
-"""`QuantizedBlocks`: an array of any shape held in few bits, in blocks that share a scale."""
+"""`QuantizedBlocks`: an array of any shape in few bits per element, in blocks that share a scale."""
 
 import dataclasses
 import math
@@ -18,19 +18,19 @@ from haiku_implicit.numerics.options import is_positive_integer
 class QuantizedBlocks(ImplicitArray):
     """An array whose elements, in memory order, are quantized in blocks: the state of an optimizer.
 
-    A block with a number below zero is quantized as it is. Of any other block (second moments, and
-    all else that an optimizer divides by) it is the roots that are quantized: second moments have
-    twice the dynamic range of first ones, and 8 bits that hold a gradient would lose its square. No
-    bit is needed for the sign then, and what is positive keeps a positive code: a second moment of
-    zero would make a step infinite. It is otherwise rounded to the nearest: rounded up, a moving
+    A block with a number below zero is quantized directly. In any other block (second moments, and
+    other divisors of an optimizer) the square roots are quantized: second moments have twice the
+    dynamic range of first moments, and 8 bits that hold a gradient would lose its square. The codes
+    then do not need a sign, and a positive number keeps a positive code: a second moment of zero would
+    make a step infinite. Otherwise numbers are rounded to the nearest code: rounded up, a moving
     average would climb a code at each step, up to the largest of its block.
 
-    It has no rules of its own: what computes with it makes it dense.
+    The type does not have rules: any operation makes it dense.
 
     Attributes:
-      codes: `[blocks, block * bits / 8]`, packed as those of `QuantizedMatrix`.
-      scale: `[blocks, 1]`, float32 (float64 for float64 arrays); below zero where the codes are those
-        of roots.
+      codes: `[blocks, block * bits / 8]`, packed like the codes of `QuantizedMatrix`.
+      scale: `[blocks, 1]`, float32 (float64 for float64 arrays); below zero if the codes are of
+        square roots.
       logical_shape: the shape of the array.
       format: the format of the codes.
 
@@ -49,18 +49,18 @@ class QuantizedBlocks(ImplicitArray):
 
     @classmethod
     def quantize(cls, x: Any, dtype: Any, block: int = 256) -> Self:
-        """Rounds an array.
+        """Quantizes an array in blocks.
 
         Args:
           x: an array of any shape, floating.
           dtype: a symmetric format of `QuantizedMatrix.quantize`.
-          block: how many elements share a scale; they fill whole bytes.
+          block: the number of elements that share a scale; they fill whole bytes.
 
         Returns:
-          The quantized array, of the dtype of `x`. A block with NaN or infinity is NaN.
+          The quantized array, with the dtype of `x`. A block with NaN or infinity is NaN.
 
         Raises:
-          ValueError: for a format with an offset, or an unknown one; for a block that does not fit it.
+          ValueError: for an unknown format or a format with an offset; for a block that does not fit it.
         """
         fmt = formats.find(dtype)
         if fmt.offset:
@@ -105,7 +105,7 @@ def _encoded(rows: jax.Array, fmt: formats.Format) -> tuple[jax.Array, jax.Array
 
 
 def _lowest(fmt: formats.Format) -> float:
-    """The value of the code that zero has among roots: integers count from their lowest one."""
+    """The value of the code for a root of zero: integer codes count from the lowest."""
     return fmt.lowest if not fmt.is_float and fmt.table is None else 0.0
 
 

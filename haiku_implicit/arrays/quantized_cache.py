@@ -1,6 +1,6 @@
-"""`QuantizedCache`: a quantized array that is written to, the keys and values of attention.
+"""`QuantizedCache`: a quantized array that accepts writes, for the keys and values of attention.
 
-What is written is quantized, and nothing else is quantized again.
+A write quantizes only the written vectors.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 @dataclasses.dataclass
 class QuantizedCache(QuantizedMatrix, core_ndim=2):
-    """A `QuantizedMatrix` that stays one when vectors are written into it: they are rounded.
+    """A `QuantizedMatrix` that stays quantized when vectors are written into it: they are rounded.
 
     A cache `[batch, time, heads, depth]` is quantized along its last axis, with a scale for each
     position and head (or for each group of the depth). `jax.lax.dynamic_update_slice` and
-    `.at[...].set` of whole vectors along that axis quantize these vectors alone. (Of a plain
-    `QuantizedMatrix` such a write makes a dense array: a weight is not rounded where nobody said so.)
+    `.at[...].set` of whole vectors along that axis quantize only these vectors. (In a plain
+    `QuantizedMatrix` such a write makes a dense array: a weight is not rounded unless requested.)
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -36,13 +36,13 @@ class QuantizedCache(QuantizedMatrix, core_ndim=2):
     """
 
     def fitted(self, spec: Any, mesh: Any) -> Any:
-        """Itself: with smaller groups what is written later would be rounded to other numbers."""
+        """The cache itself: smaller groups would round later writes to other numbers."""
         return self
 
 
 @primitive_handler("dynamic_update_slice")
 def write_slice(primitive: Primitive, w: QuantizedCache, new: jax.Array, *starts: jax.Array) -> Any:
-    """Whole vectors at a position: they alone are quantized."""
+    """Writes whole vectors at a position, and quantizes only these."""
     if not new.size:  # a prompt of no tokens, say
         return w
     if not _takes_vectors(w) or new.shape[-1] != w.shape[-1] or new.ndim < 2:
@@ -54,7 +54,7 @@ def write_slice(primitive: Primitive, w: QuantizedCache, new: jax.Array, *starts
 def write_quantized_slice(
     primitive: Primitive, w: QuantizedCache, new: QuantizedMatrix, *starts: jax.Array
 ) -> Any:
-    """The same of vectors that are quantized in the same way: their codes are copied."""
+    """Writes vectors that are quantized in the same way: their codes are copied."""
     if not (_takes_vectors(w) and _takes_vectors(new) and _alike(w, new)):
         return NotImplemented
     if new.shape[-1] != w.shape[-1]:
@@ -79,7 +79,7 @@ def scatter_vectors(
     dimension_numbers: jax.lax.ScatterDimensionNumbers,
     **params: Any,
 ) -> Any:
-    """`w.at[..., ids, :].set(new)` of whole vectors: they alone are quantized."""
+    """Writes whole vectors by `w.at[..., ids, :].set(new)`, and quantizes only these."""
     d, last = dimension_numbers, w.ndim - 1
     if not new.size:
         return w
@@ -90,7 +90,7 @@ def scatter_vectors(
         or new.shape[-1] != w.shape[-1]
     ):
         return NotImplemented
-    # A window as long as its axis has one place, if it is moved to within bounds.
+    # A window as long as its axis fits in one place, if the mode moves it within bounds.
     clipped = params["mode"] == jax.lax.GatherScatterMode.CLIP
     if last in d.scatter_dims_to_operand_dims and not clipped:
         return NotImplemented
@@ -108,7 +108,7 @@ def scatter_vectors(
 
 
 def _takes_vectors(w: QuantizedMatrix) -> bool:
-    """Whether vectors along the last axis have scales of their own."""
+    """Whether each vector along the last axis has its own scales."""
     return w.axis == -1 and w.scale.shape[-2] == w.codes.shape[-2] and w.rounded_to is None
 
 
@@ -117,10 +117,10 @@ def _write(
     new: QuantizedMatrix,
     write: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> QuantizedCache:
-    """Writes each leaf of quantized vectors."""
+    """Writes each leaf of quantized vectors into the cache's leaf."""
     leaves, treedef = flatten(w)
     updates = jax.tree.leaves(new)
-    # In `shard_map`: scales that devices share differ after a write to their parts.
+    # In `shard_map`, scales that devices share differ after a write to one device's part.
     leaves = [vary_like(x, (*leaves, *updates)) for x in leaves]
     return treedef.unflatten(
         [write(x, update.astype(x.dtype)) for x, update in zip(leaves, updates, strict=True)]
@@ -142,10 +142,11 @@ def _last_writes(
     d: jax.lax.ScatterDimensionNumbers,
     mode: jax.lax.GatherScatterMode,
 ) -> jax.Array:
-    """The updates, each replaced by the last one that is written to the same place.
+    """The updates, each replaced by the last update that is written to the same place.
 
-    Codes and scales are written apart, and the order of writes to one place is not defined: so all of
-    them write the same. The last one is found by numbers that are written and read in the same way.
+    Codes and scales are written separately, and the order of writes to one place is not defined. So all
+    of them write the same values. The last update is found by numbers that are written and read in the
+    same way.
     """
     scattered = [i for i in range(new.ndim) if i not in d.update_window_dims]
     front = jnp.moveaxis(new, scattered, range(len(scattered)))

@@ -1,7 +1,6 @@
-"""Rules of `QuantizedMatrix`: its axes, and parts of it.
+"""Rules of `QuantizedMatrix` that change its axes or take parts of it.
 
-Columns and groups stay quantized. Rows, as an embedding looks them up, become dense; the rest of the
-matrix does not.
+Columns and groups stay quantized. Only the rows that an embedding looks up become dense.
 """
 
 import functools
@@ -23,17 +22,17 @@ _Modes = jax.lax.GatherScatterMode
 
 
 # --- axes ----------------------------------------------------------------------------------------
-# Of the axes of the leaves, batch axes are the same as those of the matrix, the last but one is the
-# rows, and the last one the grouped axis. `batch_axes` has the rules for batch axes alone.
+# Leaves have the batch axes of the matrix, then the rows, and last the grouped axis. `batch_axes` has
+# the rules that touch only batch axes.
 
 
 @primitive_handler("transpose")
 def transpose_matrix(
     primitive: Primitive, w: QuantizedMatrix, *, permutation: Any, **params: Any
 ) -> Any:
-    """The two axes of the matrix change places by name alone; batch axes in any order.
+    """Swaps the two axes of the matrix in name only, and reorders batch axes.
 
-    Rows that are stored one by one may change places with batch axes, too.
+    With scales per row, rows can also change places with batch axes.
     """
     core = (w.ndim - 2, w.ndim - 1)
     if w.axis == -1 and permutation[-1] == core[1] and permutation[-2] != core[0]:
@@ -52,7 +51,7 @@ def transpose_matrix(
 def split_matrix(
     primitive: Primitive, w: QuantizedMatrix, *, sizes: Sequence[int], axis: int, **params: Any
 ) -> Any:
-    """Parts of the rows, or of the grouped axis between groups."""
+    """Splits the rows, or the grouped axis between groups."""
     if axis < w.ndim - 2:
         return NotImplemented
     limits = np.cumsum(sizes).tolist()
@@ -63,7 +62,7 @@ def split_matrix(
 
 @primitive_handler("concatenate")
 def concatenate_matrices(primitive: Primitive, *operands: QuantizedMatrix, dimension: int) -> Any:
-    """Along the rows, or group after group, where the operands are of one kind."""
+    """Concatenates matrices of one kind, along the rows or group after group."""
     operands = tuple(w.with_row_scales()._replace(dtype=w.dtype) for w in operands)
     first = operands[0]
     if dimension < first.ndim - 2 or len({(_kind(w), w.group_size) for w in operands}) > 1:
@@ -76,14 +75,14 @@ def concatenate_matrices(primitive: Primitive, *operands: QuantizedMatrix, dimen
 
 
 def _kind(w: QuantizedMatrix) -> Any:
-    """What two matrices have to have in common for their leaves to be put together."""
+    """A key that is equal for matrices whose leaves can be concatenated."""
     return jax.tree_util.tree_structure(w), *(leaf.dtype for leaf in jax.tree.leaves(w))
 
 
 def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Any:
-    """A quantized part of one axis, of a matrix with scales for each row.
+    """A quantized part along one axis of a matrix with scales for each row.
 
-    `NotImplemented` where it would cut a group.
+    `NotImplemented` if it would cut a group.
     """
 
     def cut(leaf: jax.Array, start: int, limit: int, axis: int) -> jax.Array:
@@ -94,10 +93,10 @@ def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Any:
     if axis != w._grouped_axis:
         return jax.tree.map(lambda leaf: cut(leaf, start, limit, min(axis, w.ndim - 2)), w)
     if start == limit:
-        return NotImplemented  # there is no matrix of no groups
+        return NotImplemented  # a matrix has at least one group
     g, fmt = w.group_size, w._format
     codes = cut(w.codes, fmt.stored(start), fmt.stored(limit), axis=w.ndim - 1)
-    if w.num_groups == 1 and fmt.bits == 8:  # a scale per channel is that of each part
+    if w.num_groups == 1 and fmt.bits == 8:  # a scale per channel holds for each part
         return w._replace(codes=codes)
     if w.padding or start % g or limit % g:
         return NotImplemented
@@ -117,7 +116,7 @@ def slice_matrix(
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
 ) -> Any:
-    """Rows `w[i:j]` are dense, columns `w[:, i:j]` quantized; the latter do not cut a group."""
+    """Slices rows `w[i:j]`, dense, or columns `w[:, i:j]`, quantized, without cutting a group."""
     steps = strides or (1,) * w.ndim
     cuts = list(zip(start_indices, limit_indices, steps, strict=True))
     changed = [i for i, cut in enumerate(cuts) if cut != (0, w.shape[i], 1)]
@@ -142,12 +141,12 @@ def slice_matrix(
 def dynamic_slice_matrix(
     primitive: Primitive, w: QuantizedMatrix, *starts: jax.Array, slice_sizes: Sequence[int]
 ) -> Any:
-    """The same from starts that are known at run time; what cuts the grouped axis is dense."""
+    """Slices rows or columns at starts known at run time; dense if it cuts the grouped axis."""
     changed = [i for i, size in enumerate(slice_sizes) if size != w.shape[i]]
     grouped = w._grouped_axis
     if all(i < w.ndim - 2 for i in changed):
         return NotImplemented
-    # Within bounds, as the primitive has them: to JAX's functions a negative start counts from the end.
+    # Clipped, as the primitive does: in JAX's functions a negative start counts from the end.
     at = {i: jnp.clip(as_index(starts[i]), 0, w.shape[i] - slice_sizes[i]) for i in changed}
     w = w.with_row_scales()
     for i in (i for i in changed if i != grouped):
@@ -163,7 +162,7 @@ def _slice_leaf(start: int, limit: int, step: int, leaf: jax.Array, *, axis: int
 
 
 def as_index(x: jax.Array) -> jax.Array:
-    """Integers wide enough to compute positions with."""
+    """Widens integers so that positions can be computed with them."""
     return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
 
 
@@ -184,8 +183,8 @@ def _elements(
     Args:
       w: the matrix.
       ids: the positions.
-      take: from a leaf and positions of its last axis, the elements.
-      expand: brings something of the shape of `ids` to a shape that broadcasts with these elements.
+      take: returns the elements of a leaf at positions of its last axis.
+      expand: reshapes an array of the shape of `ids` so that it broadcasts with these elements.
     """
     fmt = w._format
     group, places = formats.locate(ids, w.group_size, fmt)
@@ -217,7 +216,7 @@ def gather_from_matrix(
     fill_value: Any,
     **params: Any,
 ) -> Any:
-    """Rows or columns `w[ids]`, dense, also of batched matrices; whole matrices stay quantized."""
+    """Gathers rows or columns `w[ids]`, dense, also of batched matrices; whole ones stay quantized."""
     d, core = dimension_numbers, {w.ndim - 2, w.ndim - 1}
     filling = mode == _Modes.FILL_OR_DROP
     if not filling and mode not in (_Modes.CLIP, _Modes.PROMISE_IN_BOUNDS):
@@ -227,11 +226,11 @@ def gather_from_matrix(
     common = dict(mode=_Modes.CLIP if filling else mode, fill_value=None, **params)
     gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
     if not core & {*gone, *d.start_index_map} and all(slice_sizes[i] == w.shape[i] for i in core):
-        last = indices.ndim - 1 + len(d.offset_dims)  # where the axes of the matrices should be
+        last = indices.ndim - 1 + len(d.offset_dims)  # the matrices' axes should end here
         if d.offset_dims[-2:] != (last - 2, last - 1):
             return NotImplemented
         if not filling or not (fill_value is None or np.isnan(fill_value)):
-            return NotImplemented  # `batch_axes` does all but filling
+            return NotImplemented  # `batch_axes` does everything except filling
         return _gather_matrices(primitive, w, indices, d, slice_sizes, common)
 
     grouped = w._grouped_axis
@@ -256,15 +255,14 @@ def gather_from_matrix(
 def _gather_matrices(
     primitive: Primitive, w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Any, common: Any
 ) -> QuantizedMatrix:
-    """Whole matrices of a batch; one that is out of bounds gets scales of NaN."""
+    """Gathers whole matrices of a batch; a matrix that is out of bounds gets scales of NaN."""
 
     def take(leaf: jax.Array, **options: Any) -> jax.Array:
         own = (*sizes[:-2], *leaf.shape[-2:])
         options = {**common, **options}
         return primitive.bind(leaf, indices, dimension_numbers=d, slice_sizes=own, **options)
 
-    # The offset is filled as well, though NaN scales would do: clamped, its gradient would go to the
-    # last matrix.
+    # NaN scales would be enough, but the gradient of a clamped offset would go to the last matrix.
     filled = dict(mode=_Modes.FILL_OR_DROP, fill_value=np.nan)
     scale = take(w.scale, **filled)
     offset = None if w.offset is None else take(w.offset, **filled)
@@ -272,7 +270,7 @@ def _gather_matrices(
 
 
 def _in_bounds(w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Sequence[int]) -> jax.Array:
-    """For each index vector whether the slice at it lies within the operand."""
+    """Whether the slice at each index vector is within the operand."""
     indices = as_index(indices)  # a length need not fit into 8 bits
     inside = [
         (indices[..., i] >= 0) & (indices[..., i] <= w.shape[axis] - sizes[axis])
@@ -284,10 +282,10 @@ def _in_bounds(w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Sequence[i
 def _stored_gather(
     primitive: Primitive, w: QuantizedMatrix, d: Any, sizes: Sequence[int], common: dict[str, Any]
 ) -> Callable[..., jax.Array]:
-    """A gather from the logical matrix as one from its leaves: `take(leaf, indices, last)`.
+    """Makes the function `take(leaf, indices, last)`: a gather from the matrix, applied to its leaves.
 
-    Its slices are of length `last` along the last axis of a leaf. The result's axes are those of the
-    logical gather, except that the two axes of the matrix, where both are kept, are in storage order.
+    Its slices have the length `last` along the last axis of a leaf. The result has the axes of the
+    logical gather; if both axes of the matrix are kept, they are in storage order.
     """
     place = {w._row_axis: w.ndim - 2, w._grouped_axis: w.ndim - 1}
 
@@ -311,7 +309,7 @@ def _stored_gather(
 def _whole_rows(
     w: QuantizedMatrix, indices: jax.Array, d: Any, take: Callable[..., jax.Array]
 ) -> jax.Array:
-    """The whole of the grouped axis, at other axes' positions."""
+    """Gathers whole rows along the grouped axis, at positions of other axes."""
     at = d.offset_dims[-1]
 
     def rows(leaf: jax.Array) -> jax.Array:
@@ -327,11 +325,11 @@ def _whole_rows(
 def _elements_of_rows(
     w: QuantizedMatrix, indices: jax.Array, d: Any, take: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Single positions of the grouped axis."""
+    """Gathers elements at single positions of the grouped axis."""
     column = d.start_index_map.index(w._grouped_axis)
 
     def take_one(leaf: jax.Array, index: jax.Array) -> jax.Array:
-        # What was sorted or unique need not be so of bytes and of groups.
+        # Sorted or unique indices need not stay so as positions of bytes and groups.
         loose = dict(indices_are_sorted=False, unique_indices=False)
         return take(leaf, indices.at[..., column].set(index), 1, **loose)
 

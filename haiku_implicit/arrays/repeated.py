@@ -1,4 +1,4 @@
-"""`Repeated`: each entry along an axis several times, as query heads share keys, held once."""
+"""`Repeated`: an array with repeated entries, stored once, such as keys that query heads share."""
 
 import dataclasses
 import math
@@ -25,14 +25,14 @@ from haiku_implicit.core.interpreter import default_handler
 class Repeated(ImplicitArray, linear_in="array"):
     """An array whose entries along one axis are repeated: `jnp.repeat(array, count, axis)`.
 
-    What a model makes of a `QuantizedCache`, or of a `MatrixView`, when it broadcasts it: of key heads
-    `[batch, heads, time, depth]` those for `count` query heads each. A product with it is one with the
-    array, which is read once. What writes into it, or cuts parts out, does so in a copy.
+    A model makes it when it broadcasts a `QuantizedCache` or a `MatrixView`, for example when key heads
+    `[batch, heads, time, depth]` each serve `count` query heads. A product with it is a product with the
+    array, which is read once. Writes and slices work on a repeated copy.
 
     Attributes:
       array: `[...]`, usually itself implicit.
-      axis: the axis, counted from the end (negative).
-      count: how often each entry is there.
+      axis: the repeated axis, counted from the end (negative).
+      count: how often each entry is repeated.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -49,7 +49,7 @@ class Repeated(ImplicitArray, linear_in="array"):
 
     @property
     def core_ndim(self) -> int:  # type: ignore[override]
-        """Axes in front of the repeated one and of the array's own are batch axes."""
+        """The larger of `-axis` and the array's `core_ndim`; axes in front are batch axes."""
         return max(-self.axis, getattr(self.array, "core_ndim", None) or 0)
 
     def compute_shape(self) -> tuple[int, ...]:
@@ -69,23 +69,23 @@ def _place(x: Repeated) -> int:
 
 
 def _copied(x: Repeated) -> Any:
-    """The array with its entries repeated: by a gather, as each type has rules for that."""
+    """The array with its entries repeated, by a gather, for which each type has rules."""
     ids = jnp.arange(x.shape[x.axis]) // x.count
     return jnp.take(x.array, ids, axis=_place(x), mode="clip")
 
 
-# --- where they come from ------------------------------------------------------------------------
+# --- construction --------------------------------------------------------------------------------
 
 
 @primitive_handler("broadcast_in_dim")
 def repeat_cache(primitive: Primitive, w: QuantizedCache, **params: Any) -> Any:
-    """New axes, and axes of length one that become longer."""
+    """Broadcasts a cache: adds axes, and repeats axes of length one."""
     return _broadcast(primitive, w, **params)
 
 
 @primitive_handler("broadcast_in_dim", precedence=1)
 def repeat_view(primitive: Primitive, w: MatrixView, **params: Any) -> Any:
-    """The same; new axes of length one are a view of the same matrix."""
+    """Broadcasts a view; new axes of length one give a view of the same matrix."""
     return _broadcast(primitive, w, **params)
 
 
@@ -100,7 +100,7 @@ def _broadcast(
     old = dict(zip(broadcast_dimensions, w.shape, strict=True))
     short = [old.get(i, 1) for i in range(len(shape))]
     longer = [i for i, n in enumerate(shape) if n != short[i]]
-    # (What is repeated along the first axis is a stack, as of beams, which a loop may write into.)
+    # (A repetition along the first axis is a stack, of beams for example, which a loop may write into.)
     if 0 in (*longer, *shape) or sharding is not None:
         return NotImplemented
     if any(export.is_symbolic_dim(n) for n in shape):
@@ -117,7 +117,7 @@ def _broadcast(
 
 @binary_handler("dot_general")
 def dot_with_repeated(call: BinaryCall, x: jax.Array, w: Repeated) -> Any:
-    """A product with the array: of heads that share an entry together, or with a repeated result."""
+    """Multiplies with the array: heads that share an entry together, or with a repeated result."""
     axis = _place(w)
     if axis in call.contracted[1] or call.params.get("out_sharding") is not None:
         return NotImplemented
@@ -128,8 +128,8 @@ def dot_with_repeated(call: BinaryCall, x: jax.Array, w: Repeated) -> Any:
         before = 0 if call.w_first else out.ndim - lead - len(free_of_w)
         return jnp.repeat(out, w.count, axis=lead + before + free_of_w.index(axis))
 
-    # Of `x` the axis that meets the repeated one is cut in two: one that meets the entries, and the
-    # repetitions behind it, a free axis.
+    # The axis of `x` that meets the repeated axis is split in two: the entries, and then the
+    # repetitions, a free axis.
     at = call.batch[1].index(axis)
     cut = call.batch[0][at]
     x = x.reshape(*x.shape[:cut], -1, w.count, *x.shape[cut + 1 :])
@@ -153,7 +153,7 @@ def dot_with_repeated(call: BinaryCall, x: jax.Array, w: Repeated) -> Any:
 def reshape_repeated(
     primitive: Primitive, x: Repeated, *, new_sizes: Sequence[int], **params: Any
 ) -> Any:
-    """The repeated axis joins those before it, or is divided between entries; else in a copy."""
+    """Merges the repeated axis with axes before it, or divides it between entries; else in a copy."""
     behind = math.prod(x.shape[_place(x) + 1 :])
     for i, n in enumerate(new_sizes):
         fits = math.prod(new_sizes[i + 1 :]) == behind and n % x.count == 0
@@ -165,14 +165,14 @@ def reshape_repeated(
 
 @primitive_handler("transpose")
 def transpose_repeated(primitive: Primitive, x: Repeated, *, permutation: Sequence[int]) -> Any:
-    """The axis is another one."""
+    """Transposes the array, and finds the repeated axis."""
     array = jnp.transpose(x.array, permutation)
     return Repeated(array, tuple(permutation).index(_place(x)) - x.ndim, x.count)
 
 
 @primitive_handler("squeeze")
 def squeeze_repeated(primitive: Primitive, x: Repeated, *, dimensions: Sequence[int]) -> Any:
-    """Other axes, of length one, are dropped."""
+    """Drops axes of length one other than the repeated axis."""
     if _place(x) in dimensions:
         return NotImplemented
     gone_behind = sum(i > _place(x) for i in dimensions)
@@ -181,7 +181,7 @@ def squeeze_repeated(primitive: Primitive, x: Repeated, *, dimensions: Sequence[
 
 @primitive_handler("convert_element_type")
 def cast_repeated(primitive: Primitive, x: Repeated, *, new_dtype: Any, **params: Any) -> Any:
-    """To a wider dtype; in a narrower one the gradients of the repetitions would be summed in that."""
+    """Casts to a wider dtype; to a narrower one in a copy, or gradients would be summed in that."""
     if not jnp.issubdtype(new_dtype, np.inexact):
         return NotImplemented
     wider = jnp.promote_types(x.dtype, new_dtype) == new_dtype
@@ -192,5 +192,5 @@ def cast_repeated(primitive: Primitive, x: Repeated, *, new_dtype: Any, **params
 
 @primitive_handler(["slice", "dynamic_slice", "gather", "dynamic_update_slice", "scatter"])
 def change_copy(primitive: Primitive, x: Repeated, *others: jax.Array, **params: Any) -> Any:
-    """Parts, and writes: of the array with its entries repeated."""
+    """Slices, gathers from or writes into a copy with its entries repeated."""
     return default_handler(primitive, _copied(x), *others, **params)

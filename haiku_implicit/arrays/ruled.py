@@ -1,4 +1,4 @@
-"""`RuledWeight`: the base of weights in whose products other operands are quantized, too."""
+"""`RuledWeight`: the base of weights whose products quantize the other operand, too."""
 
 import abc
 from typing import Any
@@ -17,19 +17,19 @@ from haiku_implicit.products.by_rule import How, apply
 
 
 class RuledWeight(Wrapper, core_ndim=2):
-    """A weight, dense or quantized, in whose products activations (and more) are quantized.
+    """A weight, dense or quantized, whose products quantize activations (and more).
 
-    What rearranges or rescales the weight does so to `wrapped`, and the result is a weight again, for
+    Operations that rearrange or rescale the weight apply to `wrapped`, and their result is a weight for
     the product that follows.
     """
 
     @abc.abstractmethod
     def with_weight(self, weight: Any) -> Any:
-        """Another arrangement of the weight, in this type; `weight` itself where it can't be in it."""
+        """Puts a rearranged weight in this type; returns `weight` itself if it doesn't fit the type."""
 
     @abc.abstractmethod
     def how(self, op_name: str, w_first: bool, product: Product) -> How | None:
-        """What is quantized in a product with the weight; None where nothing is.
+        """How operands are quantized in a product with the weight; None if none is.
 
         Args:
           op_name: the operation, one of `quant_rules.OP_NAMES`.
@@ -43,7 +43,7 @@ class RuledWeight(Wrapper, core_ndim=2):
 
 @binary_handler(["dot_general", "conv_general_dilated"])
 def multiply_by_rule(call: BinaryCall, x: jax.Array, w: RuledWeight) -> Any:
-    """See `quantization.dot_general` and `quantization.conv_general_dilated`."""
+    """Multiplies by `quantization.dot_general` or `quantization.conv_general_dilated`."""
     return _multiply(call.primitive.name, call.primitive, x, w, call.w_first, call.params)
 
 
@@ -51,7 +51,7 @@ def multiply_by_rule(call: BinaryCall, x: jax.Array, w: RuledWeight) -> Any:
 def ragged_dot_by_rule(
     primitive: Primitive, x: jax.Array, w: RuledWeight, group_sizes: jax.Array, **params: Any
 ) -> Any:
-    """See `quantization.ragged_dot`."""
+    """Multiplies rows with the matrices of their groups by `quantization.ragged_dot`."""
     return _multiply("ragged_dot", primitive, x, w, False, params, group_sizes)
 
 
@@ -84,9 +84,9 @@ def _multiply(
     ]
 )  # fmt: skip
 def rearrange(primitive: Primitive, w: RuledWeight, *others: jax.Array, **params: Any) -> Any:
-    """The same of what is wrapped: it is still a weight for the product that follows."""
+    """Rearranges the wrapped weight, which is still a weight for the product that follows."""
     out = on_batch_axes(primitive, w, *others, **params)
-    if out is not NotImplemented:  # each matrix has keys and statistics of its own
+    if out is not NotImplemented:  # each matrix has its own keys and statistics
         return out
     out = default_handler(primitive, w.wrapped, *others, **params)
     return jax.tree.map(w.with_weight, out, is_leaf=is_implicit)
@@ -94,9 +94,9 @@ def rearrange(primitive: Primitive, w: RuledWeight, *others: jax.Array, **params
 
 @primitive_handler(["mul", "div"])
 def rescale(primitive: Primitive, w: RuledWeight, x: jax.Array, **params: Any) -> Any:
-    """Times or divided by a number or factors along some axes, as where a weight is normalized.
+    """Multiplies or divides by a number or factors along some axes, as in weight normalization.
 
-    An `x` with a number for each element may be an activation, and the result is then not a weight.
+    An `x` with a number for each element may be an activation, and then the result is not a weight.
     """
     is_factor = x.ndim == 0 or any(i < j for i, j in zip(x.shape, w.shape, strict=True))
     return rearrange(primitive, w, x, **params) if is_factor else NotImplemented
@@ -104,7 +104,7 @@ def rescale(primitive: Primitive, w: RuledWeight, x: jax.Array, **params: Any) -
 
 @primitive_handler("gather")
 def look_up(primitive: Primitive, w: RuledWeight, indices: jax.Array, **params: Any) -> Any:
-    """Rows of a table become dense, unrounded by the rules; whole matrices of a batch are weights."""
+    """Looks up rows, dense and not rounded by the rules, or whole matrices of a batch as weights."""
     out = on_batch_axes(primitive, w, indices, **params)
     if out is NotImplemented:
         out = default_handler(primitive, w.wrapped, indices, **params)

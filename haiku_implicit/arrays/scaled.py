@@ -1,4 +1,4 @@
-"""`ScaledMatrix`: a matrix whose rows or columns are multiplied by a factor each."""
+"""`ScaledMatrix`: a matrix with a factor for each row or column."""
 
 import dataclasses
 import functools
@@ -31,20 +31,20 @@ from haiku_implicit.products.tiles import groups_of_rows
 class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
     """The weight `diag(scale) @ matrix`, or `matrix @ diag(scale)`, around a matrix of any type.
 
-    A product multiplies the other operand by the scale where the scaled axis is contracted, and its
-    result otherwise; the matrix stays what it is. So a quantized matrix can hold a weight whose input
+    A product multiplies the other operand by the scale if the scaled axis is contracted, and its
+    result otherwise; the matrix does not change. So a quantized matrix can hold a weight whose input
     channels were rescaled to be easier to quantize (AWQ, SmoothQuant). If the matrix quantizes
     activations as well, it does so after they were multiplied by the scale.
 
     Attributes:
       matrix: `[..., n, m]`, floating; usually itself implicit.
       scale: `[..., n]` for axis -2, `[..., m]` for axis -1; of any floating dtype: the weight has
-        that of the matrix.
-      axis: the axis of the matrix that has a factor for each of its indices, -2 or -1.
+        the matrix's dtype.
+      axis: the scaled axis of the matrix, -2 or -1.
 
     Raises:
-      ValueError: where the shapes do not fit together, or for another axis.
-      TypeError: where a part is not of a floating dtype.
+      ValueError: if the shapes do not fit together, or for another axis.
+      TypeError: if a part is not of a floating dtype.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -85,20 +85,20 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
         return values.astype(self.dtype)
 
     def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
-        """The matrix as the dense array, the scale as the axis that it is along."""
+        """The specs of the fields: the matrix like the dense array, the scale like its axis."""
         *lead, n, m = padded_spec(spec, self.ndim)
         scale = PartitionSpec(*lead, n if self.axis == -2 else m)
         return dict(matrix=spec, scale=scale)
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """By its fields."""
+        """The parts of the fields by `field_specs`."""
         return split_fields(self, mesh, **self.field_specs(spec, mesh))
 
     def requantize(self, w: Any) -> Self:
-        """Another weight of the same shape, held as this one is: quantized if the matrix is.
+        """Another weight with the scale of this one: quantized like the matrix, if that is implicit.
 
         Args:
-          w: a dense weight of the shape of this one.
+          w: a dense weight of this shape.
         """
         inverse = 1 / self.scale.astype(formats.arithmetic_dtype(self.scale.dtype))
         lead = range(self.ndim - 2)
@@ -112,17 +112,17 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
 
 
 def _times(x: jax.Array, scale: jax.Array, places: Sequence[int]) -> jax.Array:
-    """`x`, multiplied by a scale whose axes are those at `places` of `x`; in the dtype of `x`."""
+    """Multiplies `x` by a scale along the axes `places` of `x`; in the dtype of `x`."""
     shape = [1] * x.ndim
     for i, size in zip(places, scale.shape, strict=True):
         shape[i] = size
     factor = jnp.transpose(scale, np.argsort(places).tolist()).reshape(shape)
     if (own := compat.explicit_sharding(x)) is not None:
-        # The product has the type of `x`; a weight's scale may be split as another axis of `x` is.
+        # The product has the type of `x`; a weight's scale may be split like another axis of `x`.
         pairs = zip(padded_spec(own.spec, x.ndim), shape, strict=True)
         entries = (entry if size > 1 else None for entry, size in pairs)
         factor = in_type(factor, NamedSharding(own.mesh, PartitionSpec(*entries)))
-    with jax.numpy_dtype_promotion("standard"):  # whatever the model's is
+    with jax.numpy_dtype_promotion("standard"):  # whatever the model chose
         wide = jnp.result_type(x.dtype, scale.dtype)
     return (x.astype(wide) * factor.astype(wide)).astype(x.dtype)
 
@@ -132,7 +132,7 @@ def _times(x: jax.Array, scale: jax.Array, places: Sequence[int]) -> jax.Array:
 
 @binary_handler("dot_general")
 def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Any:
-    """`x · diag(s) · m` as `(x · diag(s)) · m`, and `x · m · diag(s)` as `(x · m) · diag(s)`."""
+    """Computes `x · diag(s) · m` as `(x · diag(s)) · m`, `x · m · diag(s)` as `(x · m) · diag(s)`."""
     if _too_coarse(x, call.params):
         return NotImplemented
     contract, batch = call.contracted, call.batch
@@ -161,7 +161,7 @@ def _too_coarse(x: jax.Array, params: dict[str, Any]) -> bool:
 def ragged_dot_with_scaled(
     primitive: Primitive, x: jax.Array, w: ScaledMatrix, sizes: jax.Array, **params: Any
 ) -> Any:
-    """Rows are multiplied by the scales of their group, or their products are."""
+    """Multiplies rows, or their products, by the scales of their groups."""
     numbers = row_numbers(x, w, **params)
     if numbers is None or _too_coarse(x, params):
         return NotImplemented
@@ -176,9 +176,15 @@ def ragged_dot_with_scaled(
 def _scales_of_rows(
     scale: jax.Array, sizes: jax.Array, batch: Sequence[int], num_rows: int
 ) -> jax.Array:
-    """Those of each row's group, `[batch..., rows, n]`, of scales with the groups and `batch` first.
+    """The scales of each row's group, `[batch..., rows, n]`, from scales with the group axis first.
 
-    They are zero for a row that is in no group, as its product is.
+    They are zero for a row without a group, like its product.
+
+    Args:
+      scale: the scales of all groups.
+      sizes: the group sizes.
+      batch: the batch axes of `scale`.
+      num_rows: the number of rows.
     """
     if batch:
         rest = [i - (i > batch[0]) for i in batch[1:]]
@@ -189,7 +195,7 @@ def _scales_of_rows(
 
 @binary_handler("conv_general_dilated")
 def convolve_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> jax.Array:
-    """A convolution with the kernel, dense for it: a kernel is small beside the images."""
+    """Convolves with the dense kernel: a kernel is small compared with the images."""
     return jax.checkpoint(lambda x, w: call(x, dense(w)))(x, w)
 
 
@@ -205,11 +211,11 @@ def gather_rows(
     mode: Any,
     **params: Any,
 ) -> Any:
-    """Rows of one matrix, times their factors, or the factors of the columns; embedding tables."""
+    """Gathers rows of an embedding table, times their factors or the factors of the columns."""
     if w.ndim != 2 or slice_sizes[1] != w.shape[1] or 1 in dimension_numbers.collapsed_slice_dims:
         return NotImplemented
     if mode == jax.lax.GatherScatterMode.FILL_OR_DROP and fill_value is not None:
-        return NotImplemented  # what is filled in would be scaled (by default it is NaN)
+        return NotImplemented  # the fill value would be scaled (the default, NaN, may be)
     take = functools.partial(
         primitive.bind,
         dimension_numbers=dimension_numbers,
@@ -231,7 +237,7 @@ def gather_rows(
 def slice_scaled(
     primitive: Primitive, w: ScaledMatrix, *starts: jax.Array, **params: Any
 ) -> ScaledMatrix:
-    """A slice of any axes, and of the scale's among them."""
+    """Slices any axes of the matrix, and the scale along its axes."""
     kept = (*range(w.ndim - 2), w._scaled_axis)
     own = {k: v if v is None else tuple(v[i] for i in kept) for k, v in params.items()}
     scale = primitive.bind(w.scale, *(starts[i] for i in kept if starts), **own)
@@ -243,7 +249,7 @@ def slice_scaled(
 def transpose_scaled(
     primitive: Primitive, w: ScaledMatrix, *, permutation: Any, **params: Any
 ) -> Any:
-    """The two axes of the matrix change places, and so does that of the scale."""
+    """Transposes the matrix and the scale's axis."""
     core = (w.ndim - 2, w.ndim - 1)
     if tuple(sorted(permutation[-2:])) != core:
         return NotImplemented
@@ -255,7 +261,7 @@ def transpose_scaled(
 
 @primitive_handler("split")
 def split_scaled(primitive: Primitive, w: ScaledMatrix, *, sizes: Any, axis: int) -> Any:
-    """Parts of the matrix, with their parts of the scale."""
+    """Splits the matrix, and the scale along its axes."""
     matrices = primitive.bind(w.matrix, sizes=sizes, axis=axis)
     kept = [*range(w.ndim - 2), w._scaled_axis]
     scales = [w.scale] * len(sizes)
@@ -267,7 +273,7 @@ def split_scaled(primitive: Primitive, w: ScaledMatrix, *, sizes: Any, axis: int
 
 @primitive_handler(["mul", "div"])
 def rescale(primitive: Primitive, w: ScaledMatrix, x: jax.Array, **params: Any) -> Any:
-    """By a number or factors: the scale takes those along its axis, the matrix all others."""
+    """Multiplies or divides the scale by a number or factors along its axis, else the matrix."""
     if not fits(x, w):
         return NotImplemented
     other = w.ndim - 3 - w.axis  # the axis of the matrix that has no scale
@@ -279,7 +285,7 @@ def rescale(primitive: Primitive, w: ScaledMatrix, x: jax.Array, **params: Any) 
 
 @primitive_handler("convert_element_type")
 def cast_scaled(primitive: Primitive, w: ScaledMatrix, *, new_dtype: Any, **params: Any) -> Any:
-    """To another floating dtype: the matrix is cast, the scale keeps its digits."""
+    """Casts the matrix to another floating dtype; the scale keeps its digits."""
     if not jnp.issubdtype(new_dtype, np.floating):
         return NotImplemented
     matrix = primitive.bind(w.matrix, new_dtype=new_dtype, **params)

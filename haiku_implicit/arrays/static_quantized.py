@@ -24,15 +24,15 @@ from haiku_implicit.products.by_rule import How, how_stored
 class StaticQuantized(RuledWeight):
     """A `QuantizedMatrix` with static activation scales.
 
-    A product quantizes the activation with a scale that was found in calibration or training, so that
-    no pass over the activation is needed to find its range; values beyond the range are clipped to it.
+    A product quantizes the activation with a scale from calibration or training, without a pass over
+    the activation to find its range; values beyond the range are clipped to it.
     `convert_trained` makes this type from trained weights and their statistics. `quantize_params` with
     a rule that has `act_static_scale` makes one without statistics, for a calibration run with
     `with_quant_stats`; `convert_trained` then puts the ranges in.
 
     Attributes:
-      parts: the leaves of the `QuantizedMatrix`, see `weight`. Its `activation` says what activations
-        are quantized to.
+      parts: the leaves of the `QuantizedMatrix`, see `weight`. Its `activation` is the format of
+        activations.
       stats: a `QuantStats`: mode 'fixed', the range of activations; or without arrays, see
         `with_quant_stats`.
       kind: the tree structure of the `QuantizedMatrix`.
@@ -61,12 +61,12 @@ class StaticQuantized(RuledWeight):
 
         Args:
           weight: the weight, `[..., n, m]`, with an `activation`.
-          stats: the range, with the batch axes of the weight; or a name alone, that of the parameter.
+          stats: the range, with the batch axes of the weight; or only the name of the parameter.
           batch_axes: the axes of activations that statistics are averaged over.
 
         Raises:
           TypeError: for a weight of another type.
-          ValueError: for one without an activation; for statistics of another mode, or with other
+          ValueError: for a weight without an activation; for statistics of another mode, or with other
             batch axes.
         """
         if not isinstance(weight, QuantizedMatrix):
@@ -83,21 +83,21 @@ class StaticQuantized(RuledWeight):
         return cls(tuple(parts), stats, kind, tuple(batch_axes))
 
     def __reduce__(self) -> Any:
-        """Tree structures cannot be pickled, the stored weight can."""
+        """Pickles the stored weight, because tree structures cannot be pickled."""
         return type(self).of, (self.weight, self.stats, self.batch_axes)
 
     @property
     def weight(self) -> QuantizedMatrix:
-        """The stored weight."""
+        """The stored weight, a `QuantizedMatrix`."""
         return jax.tree.unflatten(self.kind, self.parts)
 
     @property
     def wrapped(self) -> QuantizedMatrix:
-        """The stored weight."""
+        """The stored weight, as for other types around one array."""
         return self.weight
 
     def with_weight(self, weight: Any) -> Any:
-        """What stays a stored matrix keeps the range; the first of several ranges is that of all."""
+        """Puts a rearranged quantized matrix in this type; the first of several ranges serves all."""
         if not isinstance(weight, QuantizedMatrix):
             return weight
         parts, kind = jax.tree.flatten(weight)
@@ -105,7 +105,7 @@ class StaticQuantized(RuledWeight):
         return self._replace(parts=tuple(parts), kind=kind, stats=stats, dtype=None)
 
     def how(self, op_name: str, w_first: bool, product: Product) -> How:
-        """As the stored weight says, with the range in place of one that is found in the product."""
+        """How the stored weight quantizes operands, but with the static range of activations."""
         if isinstance(self.weight, ConvertedMatrix):
             self.weight.check_product(product, 0 if w_first else 1)
         own = how_stored(self.weight, w_first, product)
@@ -115,15 +115,15 @@ class StaticQuantized(RuledWeight):
         return materialize_array(self.weight)
 
     def before_dense(self, primitive_name: str) -> None:
-        """As the stored weight."""
+        """Warns if the stored weight does."""
         self.weight.before_dense(primitive_name)
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """As the stored weight; ranges are along its batch axes."""
+        """Splits the stored weight, and ranges along its batch axes."""
         return self._split(self.weight.partition_spec(spec, mesh), spec)
 
     def placement_spec(self, spec: Any, mesh: Any) -> Any:
-        """As the stored weight."""
+        """The specs by which to place the stored weight's leaves, and ranges along its batch axes."""
         return self._split(self.weight.placement_spec(spec, mesh), spec)
 
     def _split(self, own: Any, spec: Any) -> Any:
@@ -134,12 +134,12 @@ class StaticQuantized(RuledWeight):
         return self._replace(parts=tuple(jax.tree.leaves(own)), stats=stats)
 
 
-# --- rules: each warns at most, as those of `ConvertedMatrix` do ----------------------------------
+# --- rules: each may warn, like the rules of `ConvertedMatrix` ------------------------------------
 
 
 @primitive_handler(["slice", "dynamic_slice", "split"], precedence=2)
 def check_batch_axes(primitive: Primitive, w: StaticQuantized, *others: Any, **params: Any) -> Any:
-    """Rules of batch axes do not see the stored weight."""
+    """Warns for the stored weight, which the rules of batch axes do not see."""
     weight = w.weight
     if isinstance(weight, ConvertedMatrix):
         check_part(primitive, weight, *others, **params)
@@ -148,13 +148,13 @@ def check_batch_axes(primitive: Primitive, w: StaticQuantized, *others: Any, **p
 
 @primitive_handler(ALONE, precedence=1)
 def check_alone(primitive: Primitive, w: StaticQuantized, **params: Any) -> Any:
-    """Training has the dense weight there."""
+    """Warns of an operation on the weight by itself, for which training has the dense weight."""
     w.before_dense(primitive.name)
     return NotImplemented
 
 
 @binary_handler(WITH_DENSE)
 def check_with_dense(call: BinaryCall, x: jax.Array, w: StaticQuantized) -> Any:
-    """Training shifts the weight before it quantizes the result."""
+    """Warns of a sum, extremum or power with a dense array: training quantizes the result."""
     w.before_dense(call.primitive.name)
     return NotImplemented

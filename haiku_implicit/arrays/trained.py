@@ -1,4 +1,4 @@
-"""`TrainedQuantized`: a dense weight in quantized training, quantized anew in each product."""
+"""`TrainedQuantized`: a dense weight in quantized training, which each product quantizes."""
 
 import dataclasses
 from typing import Any
@@ -21,18 +21,17 @@ from haiku_implicit.products.quant_rules import QuantRule
 class TrainedQuantized(RuledWeight):
     """A dense weight that is trained while its products are quantized.
 
-    Each product quantizes the weight, the other operand, and in the backward pass the gradient, as the
-    rules say. Everything else sees the dense weight. What only rearranges or casts it (transposed,
-    sliced, split, reshaped), scales or shifts it gives a `TrainedQuantized` again, for the product that
-    follows. `quantized_training` puts this type into a tree of parameters.
+    Each product quantizes the weight, the other operand, and in the backward pass the gradient, by the
+    rules. Operations that rearrange (transpose, slice, split, reshape), cast, scale or shift the weight
+    give a `TrainedQuantized`, for the product that follows. Everything else sees the dense weight.
+    `quantized_training` puts this type into a tree of parameters.
 
     Attributes:
-      value: `[..., n, m]`, the weight. It is what is trained.
+      value: `[..., n, m]`, the weight, which is trained.
       key: random keys `[...]` for stochastic rounding, or None; see `with_rounding_key`.
       stats: statistics of the activation, a `QuantStats` (without arrays outside of a call, see
-        `with_quant_stats`); None where no rule has static scales.
-      rules: the rules for the weight's module, in order: the first one that is for the operation
-        decides.
+        `with_quant_stats`); None if no rule has static scales.
+      rules: the rules for the weight's module, in order: the first rule for the operation decides.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -49,14 +48,14 @@ class TrainedQuantized(RuledWeight):
     rules: tuple[QuantRule, ...] = aux_field(default=())
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """As the dense weight; keys and statistics are along its batch axes."""
+        """Splits the weight like a dense one, and keys and statistics along its batch axes."""
         batch = jax.sharding.PartitionSpec(*tuple(spec)[: max(self.ndim - 2, 0)])
         return split_fields(self, mesh, value=spec, key=batch, stats=batch)
 
     def with_weight(self, weight: jax.Array) -> Any:
-        """Another arrangement of the same weight; one without a matrix, or of integers, is dense.
+        """Puts a rearranged weight in this type; without a matrix, or of integers, it stays dense.
 
-        Keys are drawn from the first one; the first statistics are those of all.
+        New keys are split from the first key; the first statistics serve all matrices.
         """
         if weight.ndim < 2 or not jnp.issubdtype(weight.dtype, np.floating):
             return weight
@@ -67,7 +66,7 @@ class TrainedQuantized(RuledWeight):
         return self._replace(value=weight, key=key, stats=stats)
 
     def how(self, op_name: str, w_first: bool, product: Product) -> by_rule.How | None:
-        """As the rule says; see `rule_for`."""
+        """How the rule quantizes operands; see `rule_for`."""
         rule = self.rule_for(op_name)
         if rule is None:
             return None
@@ -75,13 +74,13 @@ class TrainedQuantized(RuledWeight):
         return by_rule.how_by_rule(rule, weights, key=self.first_key, stats=self.stats)
 
     def rule_for(self, op_name: str) -> QuantRule | None:
-        """The first rule that is for an operation; None where that leaves products dense."""
+        """The first rule for an operation; None if it leaves products dense."""
         rule = next((rule for rule in self.rules if rule.is_for(op_name)), None)
         return None if rule is None or rule.weight_qtype is None else rule
 
     @property
     def first_key(self) -> Any:
-        """One random key for a product of the weight; None without."""
+        """One random key for a product of the weight; None without keys."""
         return None if self.key is None else self.key.reshape(-1)[0]
 
 
@@ -89,7 +88,7 @@ class TrainedQuantized(RuledWeight):
 def dot_of_two_trained(
     primitive: Primitive, v: TrainedQuantized, w: TrainedQuantized, **params: Any
 ) -> jax.Array:
-    """Both are weights; the rule is that of the second one."""
+    """Multiplies two weights by the rule of the second one."""
     rule = w.rule_for("dot_general")
     if rule is None:
         return primitive.bind(v.value, w.value, **params)
@@ -99,15 +98,15 @@ def dot_of_two_trained(
 
 @primitive_handler(["add", "sub"])
 def shift(primitive: Primitive, w: TrainedQuantized, x: jax.Array, **params: Any) -> Any:
-    """By a number, or one for each row or column, as where a weight is standardized."""
+    """Shifts by a number, or one per row or column, as in weight standardization."""
     return rescale(primitive, w, x, **params)
 
 
 @primitive_handler("concatenate")
 def join(primitive: Primitive, *operands: TrainedQuantized, dimension: int) -> Any:
-    """Weights side by side, as for one product with several, are one weight if their rules agree.
+    """Concatenates weights (for one product with several) to one weight if their rules agree.
 
-    Statistics of activations are those of a single weight, so that weights with any do not join.
+    Statistics of activations belong to a single weight, so weights with statistics do not join.
     """
     first = operands[0]
     if dimension < first.ndim - 2:

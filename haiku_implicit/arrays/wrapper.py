@@ -9,14 +9,14 @@ from haiku_implicit.core.array import ImplicitArray, data_names
 
 
 class Wrapper(ImplicitArray):
-    """An array around another one, its first field, which has the same shape and dtype.
+    """An array around another array, its first field, with the same shape and dtype.
 
-    It stands for the values of that field unless a type has a `materialize` of its own.
+    It has the values of that field unless a type defines its own `materialize`.
     """
 
     @property
     def wrapped(self) -> Any:
-        """The first field."""
+        """The first field, which is the wrapped array."""
         return getattr(self, data_names(type(self))[0])
 
     def compute_shape(self) -> tuple[int, ...]:

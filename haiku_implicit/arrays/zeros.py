@@ -1,4 +1,4 @@
-"""`Zeros`: a constant that annihilates, as JAX's own symbolic zeros do."""
+"""`Zeros`: a constant that annihilates, as JAX's symbolic zeros do."""
 
 import dataclasses
 from typing import Any
@@ -22,12 +22,12 @@ from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
 
-# An optimizer that meets these zeros was not told of what is frozen.
+# An optimizer that meets these zeros was not told which arrays are frozen.
 _WAY_OUT = "the gradient of a frozen array: hki.freeze_declared(optimizer) takes it"
 
 
 class _TellsTheWayOut(type(SymbolicConstant)):  # type: ignore[misc]
-    """Of `Zeros`: JAX's errors about trees that differ print types, and nothing else of ours."""
+    """Adds the way out to the name of `Zeros`: JAX's errors about different trees print only types."""
 
     def __repr__(cls) -> str:
         return f"{super().__repr__()} ({_WAY_OUT})"
@@ -37,10 +37,10 @@ class _TellsTheWayOut(type(SymbolicConstant)):  # type: ignore[misc]
 class Zeros(SymbolicConstant, metaclass=_TellsTheWayOut):
     """An array of zeros that annihilates: `x + Zeros` is `x`, `x * Zeros` is `Zeros`.
 
-    These zeros are *symbolic*, as those of JAX's own differentiation are: `Zeros * x` and `Zeros / x`
-    are `Zeros` even where `x` is infinite or NaN, and `x + Zeros` is `x` even where that is -0.0.
+    These zeros are *symbolic*, like the zeros of JAX's differentiation: `Zeros * x` and `Zeros / x`
+    are `Zeros` even if `x` is infinite or NaN, and `x + Zeros` is `x` even if that is -0.0.
     Linear functions (sums, products, dots, convolutions, negation, casts, changes of shape) give
-    `Zeros` again. Other functions see the number 0 and are folded exactly: `exp(Zeros)` is
+    `Zeros`. Other functions see the number 0 and are folded exactly: `exp(Zeros)` is
     `SymbolicConstant(1.0)`, and `sin(Zeros)` is `SymbolicConstant(0.0)`, a zero that does not
     annihilate.
 
@@ -49,8 +49,8 @@ class Zeros(SymbolicConstant, metaclass=_TellsTheWayOut):
       dtype: the dtype, float32 by default.
 
     Raises:
-      TypeError: where `dtype` is not a dtype of numbers.
-      ValueError: where `shape` is negative.
+      TypeError: if `dtype` is not a dtype of numbers.
+      ValueError: if `shape` is negative.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -88,19 +88,19 @@ ADDITIVE = named("add or xor") + [compat.add_any_p]
 
 @primitive_handler(LINEAR, precedence=20)
 def linear(primitive: Primitive, x: Zeros, **params: Any) -> Zeros:
-    """A linear function of zeros is zeros."""
+    """Applies a linear function to zeros, which gives zeros."""
     return _zeros(result_struct(primitive, (x,), params))
 
 
 @primitive_handler("complex", precedence=20)
 def complex_zeros(primitive: Primitive, x: Zeros, y: Zeros) -> Zeros:
-    """The same of two parts."""
+    """Makes complex zeros of two parts that are zeros."""
     return _zeros(result_struct(primitive, (x, y), {}))
 
 
 @binary_handler(BILINEAR, precedence=20)
 def annihilate(call: BinaryCall, x: ArrayValue, zeros: Zeros) -> Zeros:
-    """A product with zeros is zeros."""
+    """Multiplies with zeros, which gives zeros."""
     return _zeros(result_of(call, x, zeros))
 
 
@@ -108,7 +108,7 @@ def annihilate(call: BinaryCall, x: ArrayValue, zeros: Zeros) -> Zeros:
 def annihilate_rows(
     primitive: Primitive, x: Zeros, w: ArrayValue, sizes: jax.Array, **params: Any
 ) -> Zeros:
-    """A ragged product with zeros is zeros."""
+    """Multiplies rows of zeros with the matrices of their groups, which gives zeros."""
     return _zeros(result_struct(primitive, (x, w, sizes), params))
 
 
@@ -116,13 +116,13 @@ def annihilate_rows(
 def annihilate_groups(
     primitive: Primitive, x: ArrayValue, w: Zeros, sizes: jax.Array, **params: Any
 ) -> Zeros:
-    """The same for the other operand."""
+    """Multiplies rows with matrices of zeros, which gives zeros."""
     return _zeros(result_struct(primitive, (x, w, sizes), params))
 
 
 @primitive_handler(named("triangular_solve"), precedence=20)
 def solve(primitive: Primitive, a: ArrayValue, b: Zeros, **params: Any) -> Any:
-    """A system with zeros on its right side is solved by zeros, unless it is known to be singular."""
+    """Solves a system with zeros on its right side by zeros, unless its matrix is a constant."""
     if constant_of(a) is not None:
         return NotImplemented
     return _zeros(result_struct(primitive, (a, b), params))
@@ -130,7 +130,7 @@ def solve(primitive: Primitive, a: ArrayValue, b: Zeros, **params: Any) -> Any:
 
 @primitive_handler(named("div"), precedence=20)
 def divide(primitive: Primitive, x: Zeros, y: ArrayValue, **params: Any) -> Any:
-    """Zeros divided by anything are zeros, unless the divisor is known to be zero or NaN."""
+    """Divides zeros, which gives zeros, unless the divisor is known to be zero or NaN."""
     known = constant_of(y)
     if known is not None and (not known.value or np.isnan(known.value)):
         return NotImplemented
@@ -139,19 +139,19 @@ def divide(primitive: Primitive, x: Zeros, y: ArrayValue, **params: Any) -> Any:
 
 @binary_handler(ADDITIVE, precedence=20)
 def add(call: BinaryCall, x: ArrayValue, zeros: Zeros) -> Any:
-    """A sum with zeros is the other term."""
+    """Adds zeros, which gives the other term."""
     return as_result(x, result_of(call, x, zeros))
 
 
 @primitive_handler("sub", precedence=20)
 def subtract(primitive: Primitive, x: ArrayValue, zeros: Zeros, **params: Any) -> Any:
-    """What zeros are subtracted from stays."""
+    """Subtracts zeros, which gives the first operand."""
     return as_result(x, result_struct(primitive, (x, zeros), params))
 
 
 @primitive_handler("sub", precedence=20)
 def subtract_from(primitive: Primitive, zeros: Zeros, y: ArrayValue, **params: Any) -> Any:
-    """Zeros minus something is its negative; constants are folded, because 0 - 0 is not -0."""
+    """Subtracts from zeros, which negates; constants are folded, because 0 - 0 is not -0."""
     if constant_of(y) is not None:
         return NotImplemented
     negative = default_handler(jax.lax.neg_p, y)
@@ -162,5 +162,5 @@ def subtract_from(primitive: Primitive, zeros: Zeros, y: ArrayValue, **params: A
 def scatter_nothing(
     primitive: Primitive, x: ArrayValue, indices: ArrayValue, updates: Zeros, **params: Any
 ) -> Any:
-    """Rows of zeros change nothing."""
+    """Adds rows of zeros to an array, which does not change it."""
     return x
