@@ -1,4 +1,4 @@
-"""Adapters: weights that hold a frozen one, and little beside it that is trained. A file each."""
+"""Adapters: weights made of a frozen weight and a few trained numbers, one file per type."""
 
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.adapters.boft import BOFT

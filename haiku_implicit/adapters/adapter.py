@@ -1,4 +1,4 @@
-"""`Adapter`: the base of weights that hold a frozen one, and little beside it that is trained."""
+"""`Adapter`: the base of weights made of a frozen weight and a few trained numbers."""
 
 import dataclasses
 from typing import Any, ClassVar, Self
@@ -16,23 +16,23 @@ from haiku_implicit.core.sharding import padded_spec
 
 @dataclasses.dataclass
 class Adapter(Wrapper, core_ndim=2):
-    """A weight that is made of a frozen one and of trained arrays.
+    """A weight made of a frozen weight and trained arrays.
 
-    A subclass says in `equivalent` what it is in terms of types that have rules for products and parts:
-    `LoRA`, `ScaledMatrix`, `Sum`, `Rotated`. It needs no rules of its own. Its class method
-    `create(w, key, **options)` puts a new one on a weight `[..., n, m]`, dense or implicit, which it
-    leaves as it is; it draws with the key, and raises a `ValueError` for options that do not fit.
-    `haiku_implicit.add_adapter` takes the class, or its name.
+    A subclass defines `equivalent` by types that have rules for products and parts: `LoRA`,
+    `ScaledMatrix`, `Sum`, `Rotated`. So it does not need rules. Its class method
+    `create(w, key, **options)` makes an adapter of a weight `[..., n, m]`, dense or implicit, which it
+    does not change; it draws random numbers with the key, and raises a `ValueError` for options that do
+    not fit. `haiku_implicit.add_adapter` takes the class, or its name.
 
     Class keywords:
-      method: the name of the class for `add_adapter`. By default that of the class in lower case.
+      method: the name of the class for `add_adapter`; by default the class's name in lower case.
 
     Attributes:
-      w: `[..., n, m]`, the frozen weight; itself implicit where it is quantized, say.
-      field_axes: of a subclass: what the axes behind the batch axes are, for fields besides `w`: 'n' or
-        'm' where they are the weight's, else '.'. So they lie on a mesh as the weight does.
+      w: `[..., n, m]`, the frozen weight; itself implicit if it is quantized, for example.
+      field_axes: of a subclass: for fields besides `w`, the axes after the batch axes: 'n' or 'm' for
+        axes of the weight, else '.'. So a mesh splits them like the weight.
       one_key: of a subclass: whether all weights of a tree draw with the same key.
-      keeps_base: of a subclass: whether the base can be told from the weight and the adapter, which
+      keeps_base: of a subclass: whether the base can be computed from the weight and the adapter, as
         `unmerge_adapters` does.
 
     Example:
@@ -65,17 +65,17 @@ class Adapter(Wrapper, core_ndim=2):
 
     @classmethod
     def room(cls, shape: tuple[int, ...], **options: Any) -> int:
-        """The largest rank for a weight of a shape, where the type has one."""
+        """The largest rank for a weight of a shape, if the type has ranks."""
         return min(shape[-2:])
 
     @classmethod
     def options_for(cls, ndim: int, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of `create` for a weight of `ndim` axes besides those of stacked layers."""
+        """The options of `create` for a weight of `ndim` axes, not counting axes of stacked layers."""
         return options
 
     @classmethod
     def with_shared(cls, params: Any, key: jax.Array, **options: Any) -> Any:
-        """A tree with weights of this type, and with the modules for arrays that they share."""
+        """Adds modules for arrays that weights of this type share to a tree with such weights."""
         return params
 
     def equivalent(self) -> Any:
@@ -85,16 +85,16 @@ class Adapter(Wrapper, core_ndim=2):
         return dense(self.equivalent())
 
     def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
-        """The weight as the dense array, and what is trained as `trained_specs` says.
+        """The specs of the fields: the weight like the dense array, trained fields by `trained_specs`.
 
-        Not over explicit axes of a mesh: there JAX has no rule for sums over axes that both operands
-        are split by, which an adapter may have within.
+        Trained fields are not split over explicit axes of a mesh: there JAX does not have a rule for
+        sums over axes by which both operands are split, which an adapter may need.
         """
         explicit = AxisType.Explicit in mesh.axis_types
         return {"w": spec} if explicit else {"w": spec, **self.trained_specs(spec)}
 
     def trained_specs(self, spec: Any) -> dict[str, Any]:
-        """How fields besides the weight are split with it: by the axes that they have of it."""
+        """The specs of fields besides the weight, by the weight's axes that they have."""
         *lead, n, m = padded_spec(spec, self.ndim)
         entries = {"n": n, "m": m}
         return {
@@ -103,15 +103,15 @@ class Adapter(Wrapper, core_ndim=2):
         }
 
     def completed(self) -> Self:
-        """The same weight with an array for each number that is None for its default.
+        """The weight with an array for each number that is None for its default.
 
-        What `create` makes has these arrays. Weights of one shape then have one structure, so that
-        exchanging one for another compiles nothing.
+        `create` makes these arrays. Weights of one shape then have one structure, so exchanging one for
+        another does not compile anything.
         """
         return self
 
     def with_number(self, name: str, value: float, lead: tuple[int, ...]) -> Self:
-        """The same, with an array of this number in a field that is None."""
+        """Fills a field that is None with an array of a number."""
         if getattr(self, name) is not None:
             return self
         return self._replace(**{name: filled(value, lead)})
@@ -122,19 +122,19 @@ class Adapter(Wrapper, core_ndim=2):
         return tuple(np.shape(self.w)[:-2])
 
 
-# By the name of a method, the classes that have it, in the order of their definition.
+# The classes of each method's name, in the order of their definition.
 _methods: dict[str, list[type[Adapter]]] = {}
 
 
 def method_names() -> list[str]:
-    """The names of methods, as `add_adapter` takes them."""
+    """The names of the methods for `add_adapter`, sorted."""
     return sorted(name for name, found in _methods.items() if any(map(_can_create, found)))
 
 
 def method_named(name: str) -> type[Adapter] | None:
-    """The class of a method; None if there is none.
+    """The class of a method; None for an unknown name.
 
-    Of several definitions, as of a cell that ran twice, it is the last one.
+    The last of several definitions counts, as when a notebook cell ran twice.
 
     Raises:
       ValueError: if a class of this library has the name as well.
@@ -152,33 +152,33 @@ def _can_create(cls: type[Adapter]) -> bool:
 
 
 def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """A first factor `[..., n, r]`, uniform in ±1/sqrt(n)."""
+    """Draws a first factor `[..., n, r]`, uniform in ±1/sqrt(n)."""
     bound = shape[-2] ** -0.5
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 def filled(value: float, batch: tuple[int, ...]) -> jax.Array:
-    """An option as an array with batch axes, float32."""
+    """The number of an option as an array with batch axes, float32."""
     return jnp.full(batch, float(value), jnp.float32)
 
 
 def alpha_or(alpha: float | None, rank: int, batch: tuple[int, ...]) -> jax.Array:
-    """The option `alpha` as an array, whose default is a scale `alpha / rank` of 1."""
+    """The option `alpha` as an array; by default a scale `alpha / rank` of 1."""
     return filled(rank if alpha is None else alpha, batch)
 
 
 def places(
     key: jax.Array, shape: tuple[int, ...], count: int, name: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows and columns `[..., count]` of different random entries of each matrix.
+    """Draws the rows and columns `[..., count]` of different random entries of each matrix.
 
-    The entries of a matrix, row by row, are cut into `count` stretches, of which each gives one.
+    The entries of a matrix, row by row, are cut into `count` stretches, and each gives one.
 
     Args:
       key: a random key.
       shape: `[..., n, m]`.
-      count: how many.
-      name: of the option, for errors.
+      count: the number of entries.
+      name: the name of the option, for errors.
     """
     *lead, n, m = shape
     if not 0 < count <= n * m:

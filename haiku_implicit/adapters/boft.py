@@ -1,4 +1,4 @@
-"""`BOFT`: inputs are rotated by a butterfly before they meet the weight."""
+"""`BOFT`: a weight whose inputs are first rotated by a butterfly."""
 
 import dataclasses
 from typing import Any, Self
@@ -18,9 +18,9 @@ from haiku_implicit.arrays.scaled import ScaledMatrix
 class BOFT(Adapter):
     """The weight `rotation @ w @ diag(scale)` (Liu et al. 2023, arXiv:2311.06243).
 
-    The rotation is a product of sparse ones, `B[k-1] ... B[1] B[0]`. Each has orthogonal blocks, the
-    Cayley transforms of skew-symmetric matrices as in `OFT`. A block of the `i`-th one has two halves
-    that are `2^i` halves apart, so that `k` factors mix `2^(k-1)` times as many inputs as a block has.
+    The rotation is a product of sparse rotations, `B[k-1] ... B[1] B[0]`. Each has orthogonal blocks,
+    the Cayley transforms of skew-symmetric matrices as in `OFT`. A block of the `i`-th factor has two
+    halves that are `2^i` halves apart, so `k` factors mix `2^(k-1)` times as many inputs as one block.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
@@ -36,11 +36,11 @@ class BOFT(Adapter):
 
     @classmethod
     def create(cls, w: Any, key: jax.Array, *, block_size: int, factors: int = 2) -> Self:
-        """An adapter without a rotation.
+        """Makes an adapter whose rotation is the identity.
 
         Args:
-          block_size: of the blocks, even.
-          factors: how many sparse rotations there are; `block_size * 2^(factors - 1)` divides `n`.
+          block_size: the size of a block, even if there are several factors.
+          factors: the number of sparse rotations; `block_size * 2^(factors - 1)` divides `n`.
         """
         *lead, n, m = w.shape
         if factors < 1 or (factors > 1 and block_size % 2) or block_size < 2:

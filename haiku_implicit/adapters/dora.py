@@ -1,4 +1,4 @@
-"""`DoRA`: LoRA for the directions of a weight's columns, and their lengths beside it."""
+"""`DoRA`: LoRA for the directions of a weight's columns, with separate trained lengths."""
 
 import dataclasses
 from typing import Any, Self
@@ -15,19 +15,19 @@ from haiku_implicit.core.transform import materialize, use_implicit_args
 
 @dataclasses.dataclass
 class DoRA(Adapter):
-    """The weight `v * (magnitude / |v|)` for `v = w + (alpha / rank) * a @ b`, `|v|` being of columns.
+    """The weight `v * (magnitude / |v|)` for `v = w + (alpha / rank) * a @ b` and column lengths `|v|`.
 
-    After Liu et al. 2024, arXiv:2402.09353. The lengths `|v|` count as constants in gradients, as in
-    section 4.3 of the paper. They are found without `v`: `|v|² = |w|² + 2 w·(a b) + |a b|²`. A column
-    of zeros, as an output that begins at zero has, stays what `w + (alpha / rank) * a @ b` makes of it
-    until it has a length.
+    After Liu et al. 2024, arXiv:2402.09353. The lengths `|v|` are constants for gradients, as in
+    section 4.3 of the paper. They are computed without `v`: `|v|² = |w|² + 2 w·(a b) + |a b|²`. A
+    column of zeros (of an output that begins at zero, for example) is not rescaled until it has a
+    length.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
       a: `[..., n, r]`, and
       b: `[..., r, m]`: the factors of the correction.
       magnitude: `[..., m]`, the lengths of the columns.
-      alpha: as of `LoRA`.
+      alpha: as for `LoRA`.
     """
 
     keeps_base = False
@@ -42,7 +42,7 @@ class DoRA(Adapter):
     def create(cls, w: Any, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
         *lead, n, m = w.shape
         a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
-        # Of a constant the lengths are a constant.
+        # The lengths of a constant are a constant, which `materialize` makes dense.
         lengths = materialize(use_implicit_args(lambda w: jnp.sqrt(_squared_lengths(w)))(w))
         return cls(w, a, b, lengths.astype(w.dtype), alpha_or(alpha, rank, tuple(lead)))
 
@@ -54,7 +54,7 @@ class DoRA(Adapter):
         scaled_a = self.a if self.alpha is None else self.a * lora.scale[..., None, None]
         squares = _squared_lengths(self.w) + _squares_of_delta(self.w, scaled_a, self.b)
         lengths = jnp.sqrt(jax.lax.stop_gradient(squares))
-        # A column of zeros has no direction. It is left as it is, so that its factors have a gradient.
+        # A column of zeros has no direction. It is not rescaled, so that its factors have a gradient.
         some = lengths > 0
         ratio = jnp.where(some, self.magnitude / jnp.where(some, lengths, 1), 1)
         return ScaledMatrix(lora, ratio.astype(self.dtype), -1)
@@ -66,7 +66,7 @@ def _squared_lengths(w: jax.Array) -> jax.Array:
 
 
 def _squares_of_delta(w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """What `a @ b` adds to the squared lengths of the columns of `w`."""
+    """The change of the squared column lengths of `w` when `a @ b` is added."""
     w, a, b = (x.astype(jnp.float32) for x in (w, a, b))
     crossed = jnp.einsum("...nm,...nr->...rm", w, a)
     inner = jnp.einsum("...nr,...ns,...sm->...rm", a, a, b)

@@ -1,4 +1,4 @@
-"""`InputDropout`: a matrix in whose products the other operand is dropped out."""
+"""`InputDropout`: a matrix whose products apply dropout to the other operand."""
 
 import dataclasses
 from typing import Any
@@ -17,14 +17,14 @@ from haiku_implicit.core.fields import FROZEN, aux_field
 class InputDropout(Wrapper, core_ndim=2, linear_in="w"):
     """A matrix that sees its inputs through dropout, as LoRA's correction does in training.
 
-    In a product or a convolution each number of the other operand is zero with the probability `rate`,
+    In a product or a convolution, each number of the other operand is zero with probability `rate`,
     and divided by `1 - rate` otherwise. Everything else sees the matrix, which is the expectation.
     `with_dropout` puts it into weights.
 
     Attributes:
       w: `[..., n, m]`.
-      key: random keys `[...]`. A product with a stack of matrices uses the first one, for all of them.
-      rate: the probability.
+      key: random keys `[...]`. A product with a stack of matrices uses the first key for all of them.
+      rate: the probability of a zero.
     """
 
     w: Any
@@ -32,14 +32,14 @@ class InputDropout(Wrapper, core_ndim=2, linear_in="w"):
     rate: float = aux_field(default=0.0)
 
     def dropped(self, x: jax.Array) -> jax.Array:
-        """The other operand of a product."""
+        """Applies dropout to the other operand of a product."""
         kept = jax.random.bernoulli(self.key.reshape(-1)[0], 1 - self.rate, x.shape)
         return jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
 
 
 @binary_handler(["dot_general", "conv_general_dilated"])
 def product_with_dropout(call: BinaryCall, x: jax.Array, w: InputDropout) -> Any:
-    """The same product of what is left of `x`."""
+    """Computes a product after dropout of `x`."""
     return call(w.dropped(x), w.w)
 
 
@@ -47,7 +47,7 @@ def product_with_dropout(call: BinaryCall, x: jax.Array, w: InputDropout) -> Any
 def ragged_dot_with_dropout(
     primitive: Primitive, x: jax.Array, w: InputDropout, group_sizes: jax.Array, **params: Any
 ) -> jax.Array:
-    """The same, of stacked weights."""
+    """Multiplies rows, after dropout, with the matrices of their groups."""
     return primitive.bind(w.dropped(x), w.w, group_sizes, **params)
 
 
@@ -55,24 +55,24 @@ def ragged_dot_with_dropout(
 def gather_without_dropout(
     primitive: Primitive, w: InputDropout, ids: jax.Array, **params: Any
 ) -> jax.Array:
-    """Indices are not dropped out."""
+    """Gathers from the matrix, without dropout of indices."""
     return primitive.bind(w.w, ids, **params)
 
 
 @primitive_handler(["transpose", "slice", "dynamic_slice"])
 def rearrange(primitive: Primitive, w: InputDropout, *others: jax.Array, **params: Any) -> Any:
-    """The same of the matrix; the keys of another stack come from the first one."""
+    """Transposes or slices the matrix; a stack of another shape gets keys from the first key."""
     return _around(w, primitive.bind(w.w, *others, **params))
 
 
 @primitive_handler("split")
 def split_dropout(primitive: Primitive, w: InputDropout, **params: Any) -> list[Any]:
-    """The same of each part, as of fused queries, keys and values."""
+    """Splits the matrix (fused queries, keys and values, for example)."""
     return [_around(w, part) for part in primitive.bind(w.w, **params)]
 
 
 def _around(w: InputDropout, new: Any) -> InputDropout:
-    """Another matrix, or stack of them, with dropout."""
+    """Puts dropout around another matrix or stack of matrices."""
     lead = new.shape[:-2]
     key = w.key if w.key.shape == lead else jax.random.split(w.key.reshape(-1)[0], lead)
     return w._replace(w=new, key=key, shape=None, dtype=None)

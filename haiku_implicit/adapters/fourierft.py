@@ -1,4 +1,4 @@
-"""`FourierFT`: a correction by a few coefficients of its Fourier transform."""
+"""`FourierFT`: a weight with a correction of a few Fourier coefficients."""
 
 import dataclasses
 from typing import Any, Self
@@ -16,13 +16,13 @@ from haiku_implicit.core.fields import FROZEN
 class FourierFT(Adapter):
     """The weight `w + scale * Re(ifft2(spectrum))` (Gao et al. 2024, arXiv:2405.03003).
 
-    The spectrum is zero but for a few places. Products transform the inputs and the outputs, so that
-    the correction is never made.
+    The spectrum is zero except in a few places. Products transform the inputs and the outputs, so they
+    never make the dense correction.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
       values: `[..., k]`, the coefficients; zeros at first.
-      row, column: `[..., k]`, where in the spectrum they are, at random.
+      row, column: `[..., k]`, their random places in the spectrum.
       scale: `[...]`; None for 1.
     """
 
@@ -40,11 +40,11 @@ class FourierFT(Adapter):
     def create(
         cls, w: Any, key: jax.Array, *, coefficients: int, scale: float | None = 150.0
     ) -> Self:
-        """An adapter without a correction.
+        """Makes an adapter with a correction of zero.
 
         Args:
-          coefficients: how many there are, for each matrix.
-          scale: of the correction; the default is that of PEFT.
+          coefficients: the number of coefficients per matrix.
+          scale: the scale of the correction; the default is PEFT's.
         """
         row, column = places(key, w.shape, coefficients, "coefficients")
         values = jnp.zeros(row.shape, w.dtype)

@@ -1,4 +1,4 @@
-"""`IA3`: a trained factor for each row or column of a weight (Liu et al. 2022, arXiv:2205.05638)."""
+"""`IA3`: a weight with a trained factor per row or column (Liu et al. 2022, arXiv:2205.05638)."""
 
 import dataclasses
 from typing import Any, Self
@@ -34,7 +34,7 @@ class IA3(Adapter):
         return cls(w, jnp.ones((*w.shape[:-2], w.shape[axis]), w.dtype), axis)
 
     def trained_specs(self, spec: Any) -> dict[str, Any]:
-        """The factor as the axis that it is along."""
+        """The spec of the factor: like its axis of the weight."""
         entries = padded_spec(spec, self.ndim)
         return {"factor": PartitionSpec(*entries[:-2], entries[self.axis])}
 

@@ -21,21 +21,20 @@ from haiku_implicit.core.sharding import padded_spec
 
 @dataclasses.dataclass
 class LoCon(Adapter):
-    """The kernel `w + (alpha / rank) * a · b`, the matrix `[window * inputs, outputs]` being corrected.
+    """The kernel `w + (alpha / rank) * a · b`, corrected as a matrix `[window * inputs, outputs]`.
 
     After LyCORIS (Yeh et al. 2023, arXiv:2309.14859) and PEFT's LoRA for convolutions. A convolution
     runs as one with `w`, and one with the `r` channels of `a`, which `b` then mixes. So neither it nor
-    its gradient makes anything of the kernel's size. Where the rank is so large that two convolutions
-    cost more (`a` and `b` have more than a third of the kernel's numbers), the kernel is summed up.
+    its gradient makes an array of the kernel's size. If the rank is so large that two convolutions cost
+    more (`a` and `b` have more than a third of the kernel's numbers), one runs with the dense sum.
 
     Attributes:
       w: `[..., *window, inputs, outputs]`, the frozen kernel, in any order of axes; itself implicit
-        where it is quantized, say.
-      a: as `w`, with `r` in place of the outputs.
+        if it is quantized, for example.
+      a: like `w`, with `r` for the outputs.
       b: `[..., r, outputs]`.
       alpha: `[...]`; None for a scale of 1.
-      axis: which axis of the kernel the outputs are, from the end: -1, or -2 for Haiku's transposed
-        convolutions.
+      axis: the output axis of the kernel, from the end: -1, or -2 for Haiku's transposed convolutions.
     """
 
     a: Any
@@ -45,11 +44,11 @@ class LoCon(Adapter):
 
     @property
     def core_ndim(self) -> int:  # type: ignore[override]
-        """The axes of the kernel; what is before them are batch axes."""
+        """The number of axes of the kernel; the axes before them are batch axes."""
         return np.ndim(self.a) - np.ndim(self.b) + 2
 
     def trained_specs(self, spec: Any) -> dict[str, Any]:
-        """`a` as the kernel, but for the outputs, which `b` has."""
+        """The specs of `a`, like the kernel without its outputs, and of `b`, which has these."""
         entries = list(padded_spec(spec, self.ndim))
         lead, outputs = entries[: self.ndim - self.core_ndim], entries[self.axis]
         entries[self.axis] = None
@@ -58,13 +57,13 @@ class LoCon(Adapter):
 
     @classmethod
     def room(cls, shape: tuple[int, ...], *, axis: int = -1, **options: Any) -> int:
-        """The smaller side of the matrix `[window * inputs, outputs]`."""
+        """The largest rank: the smaller side of the matrix `[window * inputs, outputs]`."""
         outputs = shape[axis] if -len(shape) <= axis < 0 else 1
         return min(math.prod(shape) // outputs, outputs)
 
     @classmethod
     def options_for(cls, ndim: int, options: dict[str, Any]) -> dict[str, Any]:
-        """All axes but those of stacked layers are the kernel's, unless an option says otherwise."""
+        """The options of `create`: all axes except stacked layers are the kernel's by default."""
         return {"kernel_ndim": ndim, **options}
 
     @classmethod
@@ -78,14 +77,14 @@ class LoCon(Adapter):
         axis: int = -1,
         kernel_ndim: int | None = None,
     ) -> Self:
-        """An adapter with `b` zero.
+        """Makes an adapter with `b` zero.
 
         Args:
-          rank: of the correction.
+          rank: the rank of the correction.
           alpha: the correction is scaled by `alpha / rank`.
-          axis: of the outputs, from the end.
-          kernel_ndim: how many of the last axes are the kernel, the others being batch axes; None for
-            all (and all but those of `layer_stack`, in `add_adapter`).
+          axis: the axis of the outputs, from the end.
+          kernel_ndim: the number of last axes that are the kernel, after batch axes; None for all (in
+            `add_adapter`, all except axes of `layer_stack`).
         """
         ndim = kernel_ndim or w.ndim
         if not -ndim <= axis < 0:
@@ -102,7 +101,7 @@ class LoCon(Adapter):
 
     @property
     def scaled_b(self) -> jax.Array:
-        """`(alpha / rank) * b`."""
+        """The factor `b` times the scale `alpha / rank`."""
         if self.alpha is None:
             return self.b
         return self.b * (self.alpha / self.b.shape[-2])[..., None, None].astype(self.b.dtype)
@@ -120,7 +119,7 @@ class LoCon(Adapter):
         return self.with_number("alpha", self.b.shape[-2], self.b.shape[:-2])
 
     def equivalent(self) -> Any:
-        """Without a window this is LoRA."""
+        """A `LoRA` if the kernel does not have a window, else `NotImplemented`."""
         plain = self.core_ndim == 2 and self.axis == -1
         return LoRA(self.w, self.a, self.b, self.alpha) if plain else NotImplemented
 
@@ -130,7 +129,7 @@ class LoCon(Adapter):
 
 @binary_handler("conv_general_dilated")
 def convolve_with_locon(call: BinaryCall, x: jax.Array, w: LoCon) -> Any:
-    """One convolution with the kernel and one of `r` channels, or one with the sum."""
+    """Convolves with the kernel and with `r` channels, or once with the dense sum."""
     numbers = call.params["dimension_numbers"]
     axis, groups = w.axis % w.ndim, call.params["feature_group_count"]
     known = not call.w_first and w.core_ndim == w.ndim and numbers.rhs_spec[0] == axis
@@ -154,7 +153,7 @@ def convolve_with_locon(call: BinaryCall, x: jax.Array, w: LoCon) -> Any:
 
 @primitive_handler("convert_element_type")
 def cast_locon(primitive: Primitive, w: LoCon, *, new_dtype: Any, **params: Any) -> Any:
-    """To another floating dtype: the factors are cast with the kernel."""
+    """Casts the kernel and the factors to another floating dtype."""
     if not jnp.issubdtype(new_dtype, np.floating):
         return NotImplemented
     new, a, b = (primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.a, w.b))

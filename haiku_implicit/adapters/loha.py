@@ -1,4 +1,4 @@
-"""`LoHa`: the elementwise product of two corrections of low rank."""
+"""`LoHa`: a weight with the elementwise product of two low-rank matrices as its correction."""
 
 import dataclasses
 from typing import Any, Self
@@ -17,14 +17,14 @@ class LoHa(Adapter):
     """The weight `w + (alpha / rank) * (a1 @ b1) * (a2 @ b2)` (Hyeon-Woo et al., arXiv:2108.06098).
 
     The correction has the rank `r²`, with the products of the columns of `a1` and `a2` as its first
-    factor. Where that is less than half of the weight's smaller side, products go through these
-    factors; otherwise the correction is made, and not its sum with `w`.
+    factor. If the rank is less than half of the weight's smaller side, products go through these
+    factors; otherwise they make the dense correction, but not its sum with `w`.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
       a1, a2: `[..., n, r]`, and
       b1, b2: `[..., r, m]`: the factors of the two matrices.
-      alpha: the numerator of the scale `alpha / r`, as of `LoRA`.
+      alpha: the numerator of the scale `alpha / r`, as for `LoRA`.
     """
 
     field_axes = {"a1": "n.", "a2": "n.", "b1": ".m", "b2": ".m"}
@@ -60,6 +60,6 @@ class LoHa(Adapter):
             a = (a1[..., :, None] * a2[..., None, :]).reshape(*a1.shape[:-1], r * r)
             b = (b1[..., :, None, :] * b2[..., None, :, :]).reshape(*self.lead, r * r, -1)
             return LoRA(self.w, a, b)
-        # Made again in the backward pass rather than kept.
+        # Computed again in the backward pass rather than kept.
         delta = jax.checkpoint(lambda a1, b1, a2, b2: (a1 @ b1) * (a2 @ b2))(a1, b1, a2, b2)
         return Sum(self.w, delta)

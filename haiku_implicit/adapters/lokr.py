@@ -1,4 +1,4 @@
-"""`LoKr`: a correction that is a Kronecker product (Yeh et al. 2023, arXiv:2309.14859)."""
+"""`LoKr`: a weight with a Kronecker product as its correction (Yeh et al. 2023, arXiv:2309.14859)."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from haiku_implicit.core.fields import FROZEN
 
 @dataclasses.dataclass
 class LoKr(Adapter):
-    """The weight `w + (alpha / rank) * kron(c, d)`, where `c` and `d` are dense or of low rank.
+    """The weight `w + (alpha / rank) * kron(c, d)`, with dense or low-rank `c` and `d`.
 
     Attributes:
       w: `[..., p * s, q * t]`, the frozen weight.
@@ -38,12 +38,12 @@ class LoKr(Adapter):
         alpha: float | None = None,
         factor: int | None = None,
     ) -> Self:
-        """An adapter with `c` zero.
+        """Makes an adapter with `c` zero.
 
         Args:
-          rank: of `d`, where that is less than half of its smaller side; otherwise `d` is dense.
+          rank: the rank of `d` if less than half of its smaller side; otherwise `d` is dense.
           alpha: the correction is scaled by `alpha / rank`.
-          factor: the largest side of `c`; None for sides of `c` and `d` as near as they can be.
+          factor: the largest side of `c`; None for sides of `c` and `d` as equal as possible.
         """
         *lead, n, m = w.shape
         (p, s), (q, t) = split_size(n, factor), split_size(m, factor)

@@ -1,4 +1,4 @@
-"""`LowRankDiagonal`: LoRA, and a diagonal beside it."""
+"""`LowRankDiagonal`: LoRA plus a trained diagonal."""
 
 import dataclasses
 from typing import Any, Self
@@ -17,14 +17,14 @@ from haiku_implicit.core.fields import FROZEN
 class LowRankDiagonal(Adapter, method="low_rank_diagonal"):
     """The weight `w + (alpha / rank) * a @ b + diag(values)`.
 
-    A diagonal has the full rank, which no `a @ b` of a small one comes near.
+    A diagonal has full rank, so no `a @ b` of small rank approximates it.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
       a: `[..., n, r]`, and
       b: `[..., r, m]`: the factors of low rank.
       values: `[..., min(n, m)]`, the diagonal; zeros at first.
-      alpha: as of `LoRA`.
+      alpha: as for `LoRA`.
     """
 
     field_axes = {"a": "n.", "b": ".m"}

@@ -1,4 +1,4 @@
-"""`OFT`: inputs are rotated, in blocks, before they meet the weight."""
+"""`OFT`: a weight whose inputs are first rotated in blocks."""
 
 import dataclasses
 from typing import Any, Self
@@ -16,7 +16,7 @@ class OFT(Adapter):
     """The weight `rotation @ w` (Qiu et al. 2023, arXiv:2306.07280).
 
     The rotation has square blocks along its diagonal. Each is the Cayley transform
-    `(1 + q)(1 - q)^-1` of a skew-symmetric `q`, so that it is orthogonal, and the identity at first.
+    `(1 + q)(1 - q)^-1` of a skew-symmetric `q`, so it is orthogonal, and the identity at first.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
@@ -42,7 +42,7 @@ class OFT(Adapter):
 
 
 def block_size(entries: int) -> int:
-    """The size of a skew-symmetric matrix with so many entries above its diagonal."""
+    """The size of a skew-symmetric matrix from the number of entries above its diagonal."""
     size = round((1 + (1 + 8 * entries) ** 0.5) / 2)
     if size * (size - 1) // 2 != entries:
         raise ValueError(f"upper: expected size * (size - 1) / 2 entries, got {entries}")
@@ -50,14 +50,14 @@ def block_size(entries: int) -> int:
 
 
 def skew(upper: jax.Array, size: int) -> jax.Array:
-    """Skew-symmetric matrices `[..., size, size]` of the entries above their diagonals."""
+    """Skew-symmetric matrices `[..., size, size]` with these entries above their diagonals."""
     rows, columns = jnp.triu_indices(size, 1)
     q = jnp.zeros((*upper.shape[:-1], size, size), upper.dtype).at[..., rows, columns].set(upper)
     return q - jnp.swapaxes(q, -1, -2)
 
 
 def cayley(q: jax.Array) -> jax.Array:
-    """`(1 + q)(1 - q)^-1`, orthogonal for a skew-symmetric `q`; in float32."""
+    """The Cayley transform `(1 + q)(1 - q)^-1`, orthogonal for a skew-symmetric `q`; in float32."""
     q = q.astype(jnp.float32)
     eye = jax.lax.broadcast_to_rank(jnp.eye(q.shape[-1], dtype=q.dtype), q.ndim)
     return jnp.linalg.solve(jnp.swapaxes(eye - q, -1, -2), jnp.swapaxes(eye + q, -1, -2)).swapaxes(

@@ -1,4 +1,4 @@
-"""Matrices that are known by what they do: diagonal ones, Kronecker products, sparse ones."""
+"""Matrices as linear operators, without dense entries: diagonal, Kronecker, block diagonal, sparse."""
 
 import abc
 import dataclasses
@@ -19,21 +19,21 @@ from haiku_implicit.products.tiles import groups_of_rows
 
 
 class Operator(ImplicitArray, core_ndim=2):
-    """A matrix `[n, m]`, or a stack of them, with products that do not need it dense.
+    """A matrix `[n, m]`, or a stack of matrices, with products that do not need it dense.
 
-    A subclass writes its methods for one matrix; batch axes are mapped over.
+    A subclass defines its methods for one matrix; batch axes are mapped over.
     """
 
     @abc.abstractmethod
     def times(self, x: jax.Array) -> jax.Array:
-        """`x @ matrix`: `[k, n]` to `[k, m]`."""
+        """Multiplies `x @ matrix`: `[k, n]` to `[k, m]`."""
 
     @abc.abstractmethod
     def transposed(self) -> "Operator":
-        """`matrix.T`, of the same type."""
+        """The transpose of the matrix, of the same type."""
 
     def rows(self, ids: jax.Array) -> jax.Array:
-        """`matrix[ids]`: `[k]` to `[k, m]`."""
+        """Looks up the rows `matrix[ids]`: `[k]` to `[k, m]`."""
         return self.times(jax.nn.one_hot(ids, self.shape[-2], dtype=self.dtype))
 
     def materialize(self) -> jax.Array:
@@ -42,7 +42,7 @@ class Operator(ImplicitArray, core_ndim=2):
 
 
 def _mapped(fun: Any, times: int) -> Any:
-    """A function of arrays, for all of their leading axes."""
+    """Maps a function over `times` leading axes of its arguments."""
     for _ in range(times):
         fun = jax.vmap(fun)
     return fun
@@ -50,7 +50,7 @@ def _mapped(fun: Any, times: int) -> Any:
 
 @binary_handler("dot_general")
 def dot_with_operator(call: BinaryCall, x: jax.Array, w: Operator) -> Any:
-    """A product that contracts rows or columns, and has every leading axis as a batch axis."""
+    """Computes a product that contracts rows or columns, with every leading axis a batch axis."""
     lead = w.ndim - 2
     (of_x, of_w), (x_batch, w_batch) = call.contracted, call.batch
     preferred = call.params.get("preferred_element_type") or w.dtype
@@ -65,7 +65,7 @@ def dot_with_operator(call: BinaryCall, x: jax.Array, w: Operator) -> Any:
     count = math.prod(x.shape[i] for i in free)
     out = product(w, rows.reshape(*w.shape[:lead], count, rows.shape[-1]))
     out = out.reshape(*rows.shape[:-1], out.shape[-1])
-    # The batch axes in the order of the product, then the free ones of its first operand.
+    # The result has the batch axes in the product's order, then the free axes of the first operand.
     order = [*w_batch, *range(lead, out.ndim)]
     if call.w_first:
         order.insert(lead, order.pop())
@@ -76,7 +76,7 @@ def dot_with_operator(call: BinaryCall, x: jax.Array, w: Operator) -> Any:
 def ragged_dot_with_operator(
     primitive: Primitive, x: jax.Array, w: Operator, group_sizes: jax.Array, **params: Any
 ) -> Any:
-    """Rows of `x` by the operator of their group: each in turn, on its rows and zeros."""
+    """Multiplies rows with the operators of their groups: each in turn, on its rows and zeros."""
     numbers = row_numbers(x, w, **params)
     preferred = params.get("preferred_element_type") or w.dtype
     if numbers is None or numbers.x_batch or not x.dtype == w.dtype == preferred:
@@ -95,7 +95,7 @@ def ragged_dot_with_operator(
 
 @primitive_handler("transpose")
 def transpose_operator(primitive: Primitive, w: Operator, *, permutation: Any) -> Any:
-    """The matrix, or each of the stacked ones, is transposed."""
+    """Transposes the matrix, or each matrix of a stack."""
     lead = range(w.ndim - 2)
     return w.transposed() if permutation == (*lead, w.ndim - 1, w.ndim - 2) else NotImplemented
 
@@ -121,7 +121,7 @@ def gather_rows(
     mode: Any,
     **params: Any,
 ) -> Any:
-    """Rows of one matrix, as an embedding takes them."""
+    """Gathers rows of one matrix, as an embedding does."""
     if not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
         return NotImplemented
     index = ids[..., 0]
@@ -205,17 +205,17 @@ class Kronecker(Operator, linear_in="a"):
 
 @dataclasses.dataclass
 class BlockDiagonal(Operator, linear_in="blocks"):
-    """Square blocks along the diagonal, of indices that are `stride` apart.
+    """A matrix of square diagonal blocks, each of indices that are `stride` apart.
 
-    With a stride of 1 a block has neighbouring indices. With another one, the index
+    With a stride of 1, a block has neighboring indices. With another stride, the index
     `(i * size + j) * stride + k` of the matrix is index `j` of the block `i * stride + k`: a butterfly
     (Dao et al. 2019, arXiv:1903.05895) is a product of such matrices with growing strides. With a
-    `unit` of more than 1, so many neighbouring indices take the place of each index.
+    `unit` of more than 1, `unit` neighboring indices replace each index.
 
     Attributes:
       blocks: `[..., count, size, size]`.
-      stride: how far apart the units of a block are, in units; it divides `count`.
-      unit: how many indices stay together; it divides `size`.
+      stride: the distance between the units of a block, in units; it divides `count`.
+      unit: the number of indices that stay together; it divides `size`.
     """
 
     blocks: Any
@@ -243,9 +243,9 @@ class BlockDiagonal(Operator, linear_in="blocks"):
 
 
 def check_places(owner: Any, shape: tuple[int, int]) -> None:
-    """Raises unless the `row` and `column` of an array lie in a matrix `[n, m]`, where they are known.
+    """Raises if `row` or `column` of an array is known to be outside of a matrix `[n, m]`.
 
-    JAX drops what is added beyond the edge of an array, and would take a negative one from its end.
+    JAX drops updates beyond the edge of an array, and would count negative indices from its end.
     """
     for name, size in zip(("row", "column"), shape, strict=True):
         places = getattr(owner, name)
@@ -264,15 +264,15 @@ def check_places(owner: Any, shape: tuple[int, int]) -> None:
 
 @dataclasses.dataclass
 class AtPlaces(Operator, linear_in="values"):
-    """The base of operators that a few numbers at places of a matrix make.
+    """The base of operators made of a few numbers at places of a matrix.
 
     Attributes:
       values: `[..., k]`.
-      row, column: `[..., k]` integers, where they are; what is at one place is added up.
+      row, column: `[..., k]` integers, the places of the values; values at one place are added.
       shape_of_matrix: `(n, m)`.
 
     Raises:
-      ValueError: for a place outside of the matrix, where the places are known (they are not while JAX
+      ValueError: for a place outside of the matrix, if places are known (they are not while JAX
         traces).
     """
 
@@ -298,7 +298,7 @@ class AtPlaces(Operator, linear_in="values"):
 
 @dataclasses.dataclass
 class Sparse(AtPlaces):
-    """A matrix of a few numbers, all others being zero."""
+    """A matrix with a few nonzero entries."""
 
     def times(self, x: jax.Array) -> jax.Array:
         out = jnp.zeros((x.shape[0], self.shape_of_matrix[1]), x.dtype)
@@ -320,9 +320,9 @@ class Sparse(AtPlaces):
 class Fourier(AtPlaces):
     """The real part of the inverse Fourier transform of a sparse matrix, in both axes.
 
-    A product goes through three steps, none of which makes the matrix: a transform of the rows of `x`,
-    a factor for each coefficient, a transform of what they add up to.
-    The places are frequencies, along rows and columns, and the values real coefficients.
+    A product takes three steps, and none makes the dense matrix: it transforms the rows of `x`,
+    multiplies by the coefficients, and transforms the sums. The places are frequencies, along rows and
+    columns, and the values real coefficients.
     """
 
     def times(self, x: jax.Array) -> jax.Array:
@@ -332,7 +332,7 @@ class Fourier(AtPlaces):
 
     def rows(self, ids: jax.Array) -> jax.Array:
         n = self.shape_of_matrix[0]
-        # (Above that, the product of an index and a frequency does not fit into 32 bits.)
+        # (Above this size, the product of an index and a frequency does not fit in 32 bits.)
         if n >= 1 << 16:
             return super().rows(ids)
         product = ids.astype(jnp.uint32)[:, None] * self.row.astype(jnp.uint32)[None]
@@ -340,7 +340,7 @@ class Fourier(AtPlaces):
         return self._along_columns(jnp.exp(2j * jnp.pi * turns) / n)
 
     def _along_columns(self, amplitudes: jax.Array) -> jax.Array:
-        """Of the amplitudes `[k, coefficients]` along the rows, the transform along the columns."""
+        """Transforms the amplitudes `[k, coefficients]` of the rows along the columns."""
         amplitudes = amplitudes * self.values.astype(amplitudes.real.dtype)[None]
         out = jnp.zeros((amplitudes.shape[0], self.shape_of_matrix[1]), amplitudes.dtype)
         return jnp.fft.ifft(out.at[:, self.column].add(amplitudes)).real.astype(self.dtype)

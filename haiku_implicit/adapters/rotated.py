@@ -27,7 +27,7 @@ class Rotated(Wrapper, core_ndim=2, linear_in="w"):
       rotation: `[..., n, n]`, of the same dtype; usually an operator, such as `BlockDiagonal`.
 
     Raises:
-      ValueError: where the shapes do not fit together.
+      ValueError: if the shapes do not fit together.
     """
 
     w: Any
@@ -46,7 +46,7 @@ class Rotated(Wrapper, core_ndim=2, linear_in="w"):
 
 @binary_handler("dot_general")
 def dot_with_rotated(call: BinaryCall, x: jax.Array, w: Rotated) -> Any:
-    """Where the rows are contracted, `x` is rotated; where they are not, the result is."""
+    """Multiplies and rotates: `x` if the rows are contracted, otherwise the result."""
     lead = w.ndim - 2
     (of_x, of_w), (x_batch, w_batch) = call.contracted, call.batch
     if sorted(w_batch) != list(range(lead)) or len(of_w) != 1 or of_w[0] < lead:
@@ -63,12 +63,14 @@ def dot_with_rotated(call: BinaryCall, x: jax.Array, w: Rotated) -> Any:
 
 
 def _turned(x: jax.Array, rotation: Any, batch: Any, axis: int, contracted: int) -> jax.Array:
-    """`x` with one of its axes multiplied by rows (or columns) of the rotation; axes stay in place.
+    """Multiplies one axis of `x` by rows (or columns) of the rotation; axes stay in place.
 
     Args:
-      batch: which axes of `x` are the batch axes of the rotation.
-      axis: which of its axes is multiplied.
-      contracted: by which of the rotation's axes.
+      x: the array.
+      rotation: `[..., n, n]`.
+      batch: the axes of `x` that meet the batch axes of the rotation.
+      axis: the axis of `x` to multiply.
+      contracted: the axis of the rotation to contract with it.
     """
     numbers = (((axis,), (contracted,)), (tuple(batch), tuple(range(len(batch)))))
     out = jax.lax.dot_general(x, rotation, numbers, preferred_element_type=x.dtype)
@@ -80,7 +82,7 @@ def _turned(x: jax.Array, rotation: Any, batch: Any, axis: int, contracted: int)
 def ragged_dot_with_rotated(
     primitive: Primitive, x: jax.Array, w: Rotated, group_sizes: jax.Array, **params: Any
 ) -> Any:
-    """The rows of `x` are rotated, each as its group says."""
+    """Multiplies rows, rotated by the rotations of their groups, with the matrices of the groups."""
     numbers = row_numbers(x, w, **params)
     if numbers is None or numbers.x_batch or (numbers.x_rows, numbers.w_contracted) != (0, 1):
         return NotImplemented
@@ -100,10 +102,10 @@ def gather_rotated(
     mode: Any,
     **params: Any,
 ) -> Any:
-    """Rows of the rotation, times the weight."""
+    """Gathers rows of the rotation and multiplies them with the weight."""
     if not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
         return NotImplemented
-    # (What is out of bounds is filled at the end: NaN in a factor would get into gradients.)
+    # (Rows out of bounds are filled at the end: NaN in a factor would get into gradients.)
     options = dict(dimension_numbers=dimension_numbers, mode=mode, **params)
     sizes = (1, w.shape[0])
     rows = primitive.bind(w.rotation, ids, slice_sizes=sizes, fill_value=0, **options) @ w.w
@@ -115,13 +117,13 @@ def gather_rotated(
 
 @binary_handler("conv_general_dilated")
 def convolve_with_rotated(call: BinaryCall, x: jax.Array, w: Rotated) -> jax.Array:
-    """A convolution with the kernel, dense for it: a kernel is small beside the images."""
+    """Convolves with the dense kernel: a kernel is small compared with the images."""
     return jax.checkpoint(lambda x, w: call(x, dense(w)))(x, w)
 
 
 @primitive_handler("convert_element_type")
 def cast_rotated(primitive: Primitive, w: Rotated, *, new_dtype: Any, **params: Any) -> Any:
-    """To another floating dtype: both are cast."""
+    """Casts the weight and the rotation to another floating dtype."""
     if not jnp.issubdtype(new_dtype, np.floating):
         return NotImplemented
     cast = [primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.rotation)]

@@ -1,4 +1,4 @@
-"""`SHiRA`: a correction of a few entries."""
+"""`SHiRA`: a weight with a correction of a few entries."""
 
 import dataclasses
 from typing import Any, Self
@@ -14,14 +14,14 @@ from haiku_implicit.core.fields import FROZEN
 
 @dataclasses.dataclass
 class SHiRA(Adapter):
-    """The weight `w + delta`, with a `delta` that is zero but for a few places.
+    """The weight `w + delta`, with a `delta` that is zero except in a few places.
 
-    After Bhardwaj et al. 2024, arXiv:2406.13175, with places at random (the paper's SHiRA-Rand).
+    After Bhardwaj et al. 2024, arXiv:2406.13175, with random places (the paper's SHiRA-Rand).
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
       values: `[..., k]`; zeros at first.
-      row, column: `[..., k]`, where they are.
+      row, column: `[..., k]`, the places of the values.
     """
 
     values: Any
@@ -35,9 +35,10 @@ class SHiRA(Adapter):
 
     @classmethod
     def create(cls, w: Any, key: jax.Array, *, entries: int) -> Self:
-        """An adapter without a correction, of so many entries for each matrix.
+        """Makes an adapter with a correction of zero.
 
-        LoRA of rank `r` trains `r * (n + m)`.
+        Args:
+          entries: the number of trained entries per matrix. (LoRA of rank `r` trains `r * (n + m)`.)
         """
         row, column = places(key, w.shape, entries, "entries")
         return cls(w, jnp.zeros(row.shape, w.dtype), row, column)

@@ -25,12 +25,12 @@ class Sum(Wrapper, core_ndim=2):
 
     Attributes:
       w: `[..., n, m]`.
-      delta: of the same shape and dtype.
-      apart: whether convolutions, too, go through the two terms one by one, and not with a kernel that
-        is their sum: for a `delta` that is more than the matrix that it stands for (`InputDropout`).
+      delta: a correction of the same shape and dtype.
+      apart: whether convolutions, too, use the two terms separately instead of a kernel that is their
+        sum: for a `delta` that does more than its dense matrix (`InputDropout`).
 
     Raises:
-      ValueError: where they differ.
+      ValueError: if shapes or dtypes differ.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -59,7 +59,7 @@ class Sum(Wrapper, core_ndim=2):
 
 @binary_handler("dot_general")
 def dot_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
-    """`x · w + x · delta`."""
+    """Computes a product as `x · w + x · delta`."""
     out = call(x, w.w)
     return out + call(x, w.delta)
 
@@ -68,14 +68,14 @@ def dot_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
 def ragged_dot_with_sum(
     primitive: Primitive, x: jax.Array, w: Sum, group_sizes: jax.Array, **params: Any
 ) -> jax.Array:
-    """The same, of stacked weights."""
+    """Multiplies rows with both matrices of their groups, and adds the results."""
     out = primitive.bind(x, w.w, group_sizes, **params)
     return out + primitive.bind(x, w.delta, group_sizes, **params)
 
 
 @binary_handler("conv_general_dilated")
 def convolve_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
-    """A convolution with the kernel summed up: a kernel is small beside the images."""
+    """Convolves with the dense sum, because a kernel is small compared with the images."""
     if w.apart:
         out = call(x, w.w)
         return out + call(x, w.delta)
@@ -86,7 +86,7 @@ def convolve_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
 def gather_from_sum(
     primitive: Primitive, w: Sum, ids: jax.Array, *, fill_value: Any, mode: Any, **params: Any
 ) -> jax.Array:
-    """The sum of what is taken. What is out of bounds is filled in the first of the two alone."""
+    """Gathers from both terms and adds the results; only the first is filled out of bounds."""
     out = primitive.bind(w.w, ids, fill_value=fill_value, mode=mode, **params)
     fill = 0 if mode == jax.lax.GatherScatterMode.FILL_OR_DROP else fill_value
     return out + primitive.bind(w.delta, ids, fill_value=fill, mode=mode, **params)
@@ -94,26 +94,26 @@ def gather_from_sum(
 
 @primitive_handler(["slice", "dynamic_slice", "transpose", "neg"])
 def rearrange_sum(primitive: Primitive, w: Sum, *others: jax.Array, **params: Any) -> Any:
-    """The same of both; dense where it is no stack of matrices any more."""
+    """Slices, transposes or negates both terms."""
     return _sum_of(w, *(primitive.bind(x, *others, **params) for x in (w.w, w.delta)))
 
 
 @primitive_handler("split")
 def split_sum(primitive: Primitive, w: Sum, **params: Any) -> list[Any]:
-    """The same of both."""
+    """Splits both terms."""
     parts = (primitive.bind(x, **params) for x in (w.w, w.delta))
     return [_sum_of(w, *pair) for pair in zip(*parts, strict=True)]
 
 
 @primitive_handler("reduce_sum")
 def reduce_sum(primitive: Primitive, w: Sum, **params: Any) -> jax.Array:
-    """The sum of both sums."""
+    """Reduces both terms and adds the results."""
     return primitive.bind(w.w, **params) + primitive.bind(w.delta, **params)
 
 
 @primitive_handler("convert_element_type")
 def cast_sum(primitive: Primitive, w: Sum, *, new_dtype: Any, **params: Any) -> Any:
-    """To another floating dtype: both are cast."""
+    """Casts both terms to another floating dtype."""
     if not jnp.issubdtype(new_dtype, np.floating):
         return NotImplemented
     return _sum_of(w, *(primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.delta)))
@@ -121,7 +121,7 @@ def cast_sum(primitive: Primitive, w: Sum, *, new_dtype: Any, **params: Any) -> 
 
 @primitive_handler(["mul", "div"])
 def rescale_sum(primitive: Primitive, w: Sum, x: jax.Array, **params: Any) -> Any:
-    """Times or divided by a number, or by factors for rows or columns."""
+    """Multiplies or divides both terms by a number, or by factors that fit the matrix."""
     if not fits(x, w):
         return NotImplemented
     return _sum_of(w, primitive.bind(w.w, x, **params), primitive.bind(w.delta, x, **params))
@@ -129,7 +129,7 @@ def rescale_sum(primitive: Primitive, w: Sum, x: jax.Array, **params: Any) -> An
 
 @binary_handler(["add", "sub"])
 def add_to_sum(call: BinaryCall, x: jax.Array, w: Sum) -> Any:
-    """`(w + delta) ± x` is `(w ± x) + delta`, and `x - (w + delta)` is `(x - w) - delta`."""
+    """Computes `(w + delta) ± x` as `(w ± x) + delta`, and `x - (w + delta)` as `(x - w) - delta`."""
     if not fits(x, w):
         return NotImplemented
     negative = call.primitive is jax.lax.sub_p and not call.w_first
@@ -137,5 +137,5 @@ def add_to_sum(call: BinaryCall, x: jax.Array, w: Sum) -> Any:
 
 
 def _sum_of(old: Sum, w: Any, delta: Any) -> Sum:
-    """Other terms; in a rule, where there is nothing to validate."""
+    """Replaces the terms of a sum without validation, for rules."""
     return old._replace(w=w, delta=delta, shape=None, dtype=None)

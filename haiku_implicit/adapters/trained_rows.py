@@ -1,4 +1,4 @@
-"""`TrainedRows`: an embedding table of which a few rows are trained."""
+"""`TrainedRows`: an embedding table with a few trained rows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,16 +23,17 @@ from haiku_implicit.core.transform import use_implicit_args
 
 @dataclasses.dataclass
 class TrainedRows(Adapter, method="trained_rows"):
-    """The weight `w` with other rows in some places, as for tokens that are new or get a new meaning.
+    """The weight `w` with some rows replaced, for tokens that are new or get a new meaning.
 
-    What is trained and stored is these rows alone. A look-up takes the trained row where there is one.
-    A product computes with both, and nothing of the size of `w` is made; so logits of a table that is
-    tied to the embedding are right, too.
+    Only these rows are trained and stored. A look-up takes the trained row if there is one. A product
+    computes with both, without an array of the size of `w`; so logits of a table that is tied to the
+    embedding are right, too.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
-      rows: `[..., k, m]`, those of `w` at first; for axis -1 they are columns, `[..., k, n]`.
-      ids: `[..., k]` integers, all different: which rows of `w` these replace.
+      rows: `[..., k, m]`, the trained rows, at first rows of `w`; for axis -1 they are columns,
+        `[..., k, n]`.
+      ids: `[..., k]` integers, all different: the indices of the replaced rows of `w`.
       axis: -2 for rows, -1 for columns (of a transpose).
     """
 
@@ -44,7 +45,7 @@ class TrainedRows(Adapter, method="trained_rows"):
 
     @classmethod
     def create(cls, w: Any, key: jax.Array, *, ids: Sequence[int]) -> Self:
-        """An adapter for the rows of these indices."""
+        """Makes an adapter for the rows with these indices."""
         index = np.asarray(ids)
         if index.ndim != 1 or not index.size or not np.issubdtype(index.dtype, np.integer):
             raise ValueError(f"ids: expected a list of integers, got {ids!r}")
@@ -61,12 +62,12 @@ class TrainedRows(Adapter, method="trained_rows"):
         return rows if self.axis == -2 else jnp.swapaxes(rows, -1, -2)
 
     def trained_specs(self, spec: Any) -> dict[str, Any]:
-        """The rows (columns) as those of the weight, by the axis that they have of it."""
+        """The spec of the rows (columns), split like the weight's axis along them."""
         *lead, n, m = padded_spec(spec, self.ndim)
         return {"rows": PartitionSpec(*lead, None, m if self.axis == -2 else n)}
 
     def equivalent(self) -> LoRA:
-        """The difference as a correction of the rank `k`, where there is no rule below."""
+        """A `LoRA` with the difference as a correction of rank `k`, for operations without a rule."""
         chosen = jax.nn.one_hot(self.ids, self.shape[self.axis], dtype=self.dtype)  # [..., k, n]
         if self.axis == -2:
             difference = self._part() - chosen @ self.w
@@ -86,7 +87,7 @@ class TrainedRows(Adapter, method="trained_rows"):
 
 @binary_handler("dot_general")
 def dot_with_rows(call: BinaryCall, x: jax.Array, w: TrainedRows) -> Any:
-    """Two products, with the rows that are frozen and with those that are trained."""
+    """Multiplies with the frozen rows and with the trained rows, and joins the results."""
     (of_x, of_w), _ = call.contracted, call.batch
     if w.ndim != 2 or len(of_w) != 1 or call.params.get("out_sharding") is not None:
         return NotImplemented
@@ -113,7 +114,7 @@ def gather_rows(
     mode: Any,
     **params: Any,
 ) -> Any:
-    """Whole rows, as an embedding takes them: the trained ones instead, where there are any."""
+    """Gathers whole rows, as an embedding does, trained rows instead of the frozen rows."""
     if w.axis == -1 or not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
         return NotImplemented
     options = dict(
@@ -130,7 +131,7 @@ def gather_rows(
 
 @primitive_handler("transpose")
 def transpose_rows(primitive: Primitive, w: TrainedRows, *, permutation: Any) -> Any:
-    """Rows become columns."""
+    """Transposes the weight: trained rows become columns."""
     lead = range(w.ndim - 2)
     if tuple(permutation) != (*lead, w.ndim - 1, w.ndim - 2):
         return NotImplemented
@@ -140,7 +141,7 @@ def transpose_rows(primitive: Primitive, w: TrainedRows, *, permutation: Any) ->
 
 @primitive_handler("convert_element_type")
 def cast_rows(primitive: Primitive, w: TrainedRows, *, new_dtype: Any, **params: Any) -> Any:
-    """To another floating dtype: both are cast."""
+    """Casts the weight and the trained rows to another floating dtype."""
     if not jnp.issubdtype(new_dtype, np.floating):
         return NotImplemented
     new, rows = (primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.rows))

@@ -12,13 +12,13 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import ImplicitArray, IncompleteError
 from haiku_implicit.core.fields import aux_field
 
-# Where the bank lies in a tree of parameters.
+# The place of the bank in a tree of parameters.
 MODULE, NAME = "vblora_bank", "vectors"
 
 
 @dataclasses.dataclass
 class VectorBank(ImplicitArray):
-    """The vectors that the `VBLoRA` weights of a tree share; a type, so that they count as trained.
+    """The vectors that all `VBLoRA` weights of a tree share; a type, so that they count as trained.
 
     Attributes:
       vectors: `[h, length]`.
@@ -32,21 +32,21 @@ class VectorBank(ImplicitArray):
 
 @dataclasses.dataclass
 class VBLoRA(Adapter):
-    """The weight `w + a @ b`, `a` and `b` being made of pieces of the length of a vector of the bank.
+    """The weight `w + a @ b`, with `a` and `b` made of pieces that are mixed from a bank of vectors.
 
     Each piece is a mean of `top_k` vectors, weighted by the softmax of their logits (Li et al. 2024,
-    arXiv:2405.15179). The bank is trained, too. It lies in the tree of parameters once, and
-    `with_vector_bank` puts it into the weights, so that its gradient is the sum over all of them.
+    arXiv:2405.15179). The bank is trained, too. The tree of parameters stores it once, and
+    `with_vector_bank` puts it into the weights, so its gradient is the sum over all weights.
 
-    Unlike other adapters this one does not begin at `w`: the bank cannot be zero, or it would have no
-    gradient. The first correction is as small as the square of the bank's numbers times the rank.
+    Unlike other adapters, this one does not begin at `w`: a bank of zeros would not get a gradient.
+    The first correction is as small as the square of the bank's numbers times the rank.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
-      of_a: `[..., n / length, r, h]`, the logits for the pieces of the columns of `a`, and
-      of_b: `[..., r, m / length, h]`, for those of the rows of `b`; of `h` vectors.
-      bank: `[..., h, length]`, the vectors; None where the weight lies in a tree.
-      top_k: how many vectors make a piece.
+      of_a: `[..., n / length, r, h]`, the logits of `h` vectors for the pieces of the columns of `a`.
+      of_b: `[..., r, m / length, h]`, the logits for the pieces of the rows of `b`.
+      bank: `[..., h, length]`, the vectors; None while the weight is stored in a tree.
+      top_k: the number of vectors per piece.
     """
 
     field_axes = {"of_a": "n..", "of_b": ".m."}
@@ -67,13 +67,13 @@ class VBLoRA(Adapter):
         vector_length: int = 256,
         top_k: int = 2,
     ) -> Self:
-        """An adapter without its bank.
+        """Makes an adapter without its bank.
 
         Args:
-          rank: of the correction.
-          num_vectors: how many vectors there are in the bank.
-          vector_length: of each; it divides both sides of the weight.
-          top_k: how many vectors make a piece.
+          rank: the rank of the correction.
+          num_vectors: the number of vectors in the bank.
+          vector_length: the length of each vector; it divides both sides of the weight.
+          top_k: the number of vectors per piece.
         """
         *lead, n, m = w.shape
         if vector_length < 1 or n % vector_length or m % vector_length:
@@ -99,10 +99,10 @@ class VBLoRA(Adapter):
 
     @classmethod
     def with_shared(cls, params: Any, key: jax.Array, **options: Any) -> Any:
-        """A tree with the bank of its weights; one that is there is kept.
+        """Adds a bank to a tree with weights of this type, unless the tree has one.
 
         Raises:
-          ValueError: where that is of another size.
+          ValueError: if the tree's bank has another size.
         """
         count, length = options.get("num_vectors", 256), options.get("vector_length", 256)
         if MODULE not in params:
@@ -130,10 +130,10 @@ class VBLoRA(Adapter):
 
 
 def _mixed(logits: jax.Array, bank: jax.Array, top_k: int) -> jax.Array:
-    """Means of the vectors with the largest logits: `[..., h]` to `[..., length]`."""
+    """Computes means of the vectors with the largest logits: `[..., h]` to `[..., length]`."""
     largest, index = jax.lax.top_k(logits, top_k)
     weights = jax.nn.softmax(largest, axis=-1)
-    # (As a product with all vectors, most of them times zero: the bank may have batch axes.)
+    # (A product with all vectors, most of them times zero, because the bank may have batch axes.)
     of_all = jnp.einsum(
         "...k,...kh->...h", weights, jax.nn.one_hot(index, logits.shape[-1], dtype=weights.dtype)
     )

@@ -1,4 +1,4 @@
-"""`VeRA`: LoRA with random factors that weights share, and trained scales."""
+"""`VeRA`: LoRA with shared random factors and trained scales."""
 
 import dataclasses
 import sys
@@ -16,11 +16,11 @@ from haiku_implicit.core.fields import FROZEN, aux_field
 
 @dataclasses.dataclass
 class RandomMatrix(ImplicitArray, core_ndim=2):
-    """A random matrix that is a seed: its numbers are computed where they are used.
+    """A random matrix that is stored as a seed: its numbers are computed when they are used.
 
-    The number at a row and a column depends on the seed, the row and the column alone. So matrices of
-    one seed are parts of one matrix, but for their `bound`, and arrays of 4 bytes hold what they share.
-    The numbers are the same to the bit on all devices, and with all settings of JAX's random keys.
+    The number at a row and a column depends only on the seed, the row and the column. So matrices with
+    one seed are parts of one matrix, except for their `bound`, and a seed of 4 bytes stores it. The
+    numbers are the same to the bit on all devices, and with all settings of JAX's random keys.
 
     Attributes:
       seed: `[...]`, of uint32.
@@ -49,19 +49,19 @@ class RandomMatrix(ImplicitArray, core_ndim=2):
         rows = _mixed(_counted(_mixed(self.seed), n))
         columns = _mixed(_counted(_mixed(~self.seed), m))
         bits = _mixed(rows[..., :, None] ^ columns[..., None, :])
-        # 24 bits are exact in float32, and one product rounds alike however it is compiled.
+        # 24 bits are exact in float32, and one product rounds equally however it is compiled.
         signed = jax.lax.bitcast_convert_type(bits, jnp.int32) >> 8
         return (signed.astype(jnp.float32) * (self.bound * 2.0**-23)).astype(self.dtype)
 
 
 def _counted(start: jax.Array, count: int) -> jax.Array:
-    """`start`, `start + 1` and so on, along a new last axis."""
+    """Counts from `start` along a new last axis: `start`, `start + 1` and so on."""
     shape = (*start.shape, count)
     return start[..., None] + jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """The bits of unsigned integers mixed (the finalizer of MurmurHash3)."""
+    """Mixes the bits of unsigned integers (the finalizer of MurmurHash3)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -69,17 +69,17 @@ def _mixed(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass
 class VeRA(Adapter):
-    """The weight `w + (a * d) @ (b * e)`, of which the vectors `d` and `e` are trained.
+    """The weight `w + (a * d) @ (b * e)`, with trained vectors `d` and `e`.
 
     After Kopiczko et al. 2023, arXiv:2310.11454.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
       a: `[..., n, r]` or with more rows, and
-      b: `[..., r, m]` or with more columns, of which the first ones are used: random, and frozen. Those
-        of `create` are `RandomMatrix`; all weights of a tree that `add_adapter` makes have the same two
-        seeds, so that one pair serves them all, and nothing of its size is stored. Dense arrays, as of
-        a file of another library, are right, too.
+      b: `[..., r, m]` or with more columns, which are not used: random, and frozen. `create` makes
+        `RandomMatrix`; all weights of a tree that `add_adapter` makes have the same two seeds, so one
+        pair serves them all, and no array of its size is stored. Dense arrays, from a file of another
+        library for example, work too.
       d: `[..., r]`.
       e: `[..., m]`, zeros at first.
     """
@@ -94,16 +94,16 @@ class VeRA(Adapter):
 
     @classmethod
     def room(cls, shape: tuple[int, ...], **options: Any) -> int:
-        """Any rank: what is trained of a rank is one number."""
+        """The largest rank: any, because each rank trains only one number."""
         return sys.maxsize
 
     @classmethod
     def create(cls, w: Any, key: jax.Array, *, rank: int, d_initial: float = 0.1) -> Self:
-        """An adapter with `e` zero.
+        """Makes an adapter with `e` zero.
 
         Args:
-          rank: of the correction.
-          d_initial: the value of `d` at first.
+          rank: the rank of the correction.
+          d_initial: the initial value of `d`.
         """
         *lead, n, m = w.shape
         of_a, of_b = jax.random.bits(key, (2,), jnp.uint32)

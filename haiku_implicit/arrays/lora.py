@@ -256,7 +256,7 @@ def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
 def _operands_and_options(
     x: jax.Array, w: LoRA, params: dict[str, Any]
 ) -> tuple[Factors, dict[str, Any]] | None:
-    """The operands and options of the products with the factors; None if they can't run so."""
+    """The operands and options of the products with the factors; None if these can't run."""
     precision, preferred = params.get("precision"), params.get("preferred_element_type")
     algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
     common = _working_dtype(x, w)
@@ -405,7 +405,7 @@ def gather_rows(
 
 
 def _replaced(values: Sequence[Any], axis: int, instead: Any) -> tuple[Any, ...]:
-    """A parameter with one value per axis, for a factor: `instead`, for the rank, at `axis`."""
+    """A parameter with one value per axis, for a factor: with `instead` at `axis`, the rank."""
     new = list(values)
     new[axis] = instead
     return tuple(new)

@@ -224,7 +224,7 @@ def dot_with_view(call: BinaryCall, x: jax.Array, w: MatrixView) -> Any:
     params = call.params | dict(dimension_numbers=numbers)
     out = call.primitive.bind(*call.ordered(x, w.matrix), **params)
 
-    # The free axes of the matrix, in the result, become those of the tensor.
+    # In the result, the free axes of the matrix become axes of the tensor.
     free_lead = [i for i in range(lead) if i not in (*batch[1], *contract[1])]
     free = [axis for axis in (0, 1) if axis not in inner]
     groups = [g for i, g in enumerate(w.axes) if lead + i not in call.contracted[1]]
@@ -298,7 +298,7 @@ def _own_axes(w: ImplicitArray) -> Axes | None:
     """The axes of an array that is a matrix or a stack of matrices; None for other arrays.
 
     Also None for a `RuledWeight`, which rearranges its wrapped weight itself, and for a type with an
-    equivalent in another type, whose rules apply.
+    `equivalent`, whose rules apply.
     """
     is_matrix = w.core_ndim == 2 and w.ndim >= 2
     is_matrix = is_matrix and not (isinstance(w, RuledWeight) or has_equivalent(type(w)))

@@ -43,7 +43,7 @@ CHOSEN = 0
 
 
 class Log:
-    """The uses of each weight, by its path. Compared by identity, as it is static in a `Probe`."""
+    """The uses of each weight, by its path; compared by identity, as static metadata of a `Probe`."""
 
     def __init__(self) -> None:
         self.uses: dict[str, list[Use]] = {}

@@ -60,7 +60,7 @@ class QuantizedBlocks(ImplicitArray):
           The quantized array, with the dtype of `x`. A block with NaN or infinity is NaN.
 
         Raises:
-          ValueError: for an unknown format or a format with an offset; for a block that does not fit it.
+          ValueError: for an unknown format or one with an offset; for a block that does not fit it.
         """
         fmt = formats.find(dtype)
         if fmt.offset:

@@ -32,7 +32,7 @@ def transpose_matrix(
 ) -> Any:
     """Swaps the two axes of the matrix in name only, and reorders batch axes.
 
-    With scales per row, rows can also change places with batch axes.
+    If the grouped axis is the last one, rows can also change places with batch axes.
     """
     core = (w.ndim - 2, w.ndim - 1)
     if w.axis == -1 and permutation[-1] == core[1] and permutation[-2] != core[0]:

@@ -26,8 +26,8 @@ class Repeated(ImplicitArray, linear_in="array"):
     """An array whose entries along one axis are repeated: `jnp.repeat(array, count, axis)`.
 
     A model makes it when it broadcasts a `QuantizedCache` or a `MatrixView`, for example when key heads
-    `[batch, heads, time, depth]` each serve `count` query heads. A product with it is a product with the
-    array, which is read once. Writes and slices work on a repeated copy.
+    `[batch, heads, time, depth]` each serve `count` query heads. A product with it is a product with
+    the array, which is read once. Writes and slices work on a repeated copy.
 
     Attributes:
       array: `[...]`, usually itself implicit.

@@ -176,15 +176,9 @@ def ragged_dot_with_scaled(
 def _scales_of_rows(
     scale: jax.Array, sizes: jax.Array, batch: Sequence[int], num_rows: int
 ) -> jax.Array:
-    """The scales of each row's group, `[batch..., rows, n]`, from scales with the group axis first.
+    """The scales of each row's group, `[batch..., rows, n]`, from `[groups, n]` with batch axes `batch`.
 
     They are zero for a row without a group, like its product.
-
-    Args:
-      scale: the scales of all groups.
-      sizes: the group sizes.
-      batch: the batch axes of `scale`.
-      num_rows: the number of rows.
     """
     if batch:
         rest = [i - (i > batch[0]) for i in batch[1:]]
@@ -276,7 +270,7 @@ def rescale(primitive: Primitive, w: ScaledMatrix, x: jax.Array, **params: Any) 
     """Multiplies or divides the scale by a number or factors along its axis, else the matrix."""
     if not fits(x, w):
         return NotImplemented
-    other = w.ndim - 3 - w.axis  # the axis of the matrix that has no scale
+    other = w.ndim - 3 - w.axis  # the axis of the matrix without a scale
     if x.ndim and x.shape[other] > 1:
         return w._replace(matrix=primitive.bind(w.matrix, x, **params))
     apply = jnp.multiply if primitive is jax.lax.mul_p else jnp.divide

@@ -1,8 +1,8 @@
-"""What attention layers are written with, under the names that EasyDeL gives it.
+"""Functions for attention layers, under the names that EasyDeL uses.
 
-Heads and positions (`attention`), meshes (`meshes`), what is kept for gradients and how products are
-computed (`policies`), and dtypes and docstrings (`functions`). Where EasyDeL's own code fails, or means
-something else than it says, the docstrings say so.
+Heads and positions (`attention`), meshes (`meshes`), checkpoint policies and quantized products
+(`policies`), and dtypes and docstrings (`functions`). Docstrings say if EasyDeL's code fails, or does
+something other than it says.
 """
 
 from haiku_implicit.layers.attention import (

@@ -10,16 +10,16 @@ from haiku_implicit.core.transform import use_implicit_args
 
 @use_implicit_args
 def rotate_half(x: Any) -> jax.Array:
-    """The two halves `(x1, x2)` of the last axis as `(-x2, x1)`.
+    """Returns the halves `(x1, x2)` of the last axis as `(-x2, x1)`.
 
     (EasyDeL calls this a rotation of a complex array. For the complex numbers `x1 + i x2` it is the
-    product with i. Its own code cuts an axis of odd length into unequal halves, here an error.)
+    product with i. EasyDeL's code cuts an axis of odd length into unequal halves, here an error.)
 
     Args:
       x: `[..., d]`, `d` even, of any dtype; may be implicit, also in a call from outside of a model.
 
     Returns:
-      `[..., d]`, of the same dtype.
+      An array `[..., d]` of the same dtype.
 
     Raises:
       ValueError: for an odd length, or an array without axes.
@@ -38,24 +38,24 @@ def rotate_half(x: Any) -> jax.Array:
 
 @use_implicit_args
 def apply_rotary_pos_emb(tensor: Any, sin_: Any, cos_: Any) -> jax.Array:
-    """Turns pairs of elements by angles that depend on the position: rotary embeddings.
+    """Applies rotary embeddings: rotates pairs of elements by angles that depend on the position.
 
-    Element `i` makes a pair with element `i + d / 2` (arXiv:2104.09864 pairs neighbors). The turned
-    values of a quantized tensor are no codes with its scales: the result is dense, and is reported as
-    materialized. Turn keys before they are written into a quantized cache.
+    Element `i` makes a pair with element `i + d / 2` (arXiv:2104.09864 pairs neighbors). The rotated
+    values of a quantized tensor are not codes with its scales: the result is dense, and is reported as
+    materialized. Rotate keys before they are written into a quantized cache.
 
     Args:
       tensor: queries or keys, `[batch, heads, time, d]`, `d` even; may be implicit.
-      sin_: the sines, `[1, 1, length, d]` (or with `batch` or `heads` in place of ones), where `length`
-        is at least `time`; those of the first positions are used.
+      sin_: the sines, `[1, 1, length, d]` (or with `batch` or `heads` for the ones), with a `length` of
+        at least `time`; the first positions are used.
       cos_: the cosines, likewise.
 
     Returns:
-      `[batch, heads, time, d]`, of the dtype that the three promote to.
+      An array `[batch, heads, time, d]` of the dtype that the three promote to.
 
     Raises:
       ValueError: for a tensor or tables with other than four axes, an odd `d`, and tables that are
-        shorter than the tensor. (EasyDeL's own code fails in a broadcast where they are.)
+        shorter than the tensor. (EasyDeL's code fails in a broadcast for these.)
 
     Example:
       >>> import jax.numpy as jnp
@@ -83,7 +83,7 @@ def repeat_kv_bnsh(x: Any, n_rep: int) -> jax.Array:
     """Repeats each key or value head for the query heads that share it, heads before time.
 
     A `QuantizedCache` is not copied: the result is the cache and a number (`Repeated`), and a product
-    with it reads each head once. Other implicit arrays stay implicit where they have rules for it.
+    with it reads each head once. Other implicit arrays stay implicit if they have rules for it.
 
     Args:
       x: keys or values, `[batch, heads, time, d]`, of any dtype; may be implicit.
@@ -109,8 +109,8 @@ def repeat_kv_bnsh(x: Any, n_rep: int) -> jax.Array:
 def repeat_kv_bsnh(x: Any, n_rep: int) -> jax.Array:
     """Repeats each key or value head for the query heads that share it, time before heads.
 
-    (EasyDeL's own code swaps time and heads without need: it returns `[batch, heads, time, d]` for
-    `n_rep` of 1, and otherwise fails, transposing five axes by four.)
+    (EasyDeL's code swaps time and heads: it returns `[batch, heads, time, d]` for `n_rep` of 1, and
+    otherwise fails, because it transposes five axes by four.)
 
     Args:
       x: keys or values, `[batch, time, heads, d]`, of any dtype; may be implicit, as for
@@ -133,7 +133,7 @@ def repeat_kv_bsnh(x: Any, n_rep: int) -> jax.Array:
 
 
 def _repeated(x: Any, n_rep: int, axis: int, axes: str) -> jax.Array:
-    """Each entry along an axis, so many times in a row."""
+    """Repeats each entry along an axis `n_rep` times."""
     _check_four_axes("x", x, axes)
     if n_rep < 1:
         raise ValueError(f"n_rep: expected at least 1, got {n_rep}")

@@ -1,4 +1,4 @@
-"""The dtype that a layer computes in, and docstrings put together from parts."""
+"""Functions for the dtype of a layer's computation, and for docstrings made of parts."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,17 +11,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> Any:
-    """The dtype that arrays should be cast to: the given one, or what they promote to.
+    """Returns the dtype to cast arrays to: the given dtype, or the dtype that they promote to.
 
     Args:
       *args: arrays, implicit arrays, numbers or lists of numbers; a None is ignored. They are not moved
-        to a device. (EasyDeL's own code does that.)
-      dtype: what to return; None to infer it.
-      inexact: whether it has to be floating or complex. An inferred integer dtype becomes the floating
-        one that it promotes to with float32.
+        to a device. (EasyDeL's code does that.)
+      dtype: the dtype to return; None to infer it.
+      inexact: whether the dtype has to be floating or complex. An inferred integer dtype becomes the
+        floating dtype that it promotes to with float32.
 
     Returns:
-      `dtype` as it was given, or the inferred one.
+      `dtype` unchanged, or the inferred dtype.
 
     Raises:
       ValueError: if `dtype` has to be inexact and is not, or there is nothing to infer it from.
@@ -51,23 +51,23 @@ def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> A
 
 
 def _typed(x: Any) -> Any:
-    """What `jnp.result_type` knows the dtype of."""
+    """Returns `x` in a form that `jnp.result_type` accepts."""
     if is_implicit(x):
         return dense_struct(x)
     return jnp.asarray(x) if isinstance(x, list | tuple) else x
 
 
 def add_start_docstrings(*docstr: str) -> Callable[[F], F]:
-    """A decorator that puts text in front of a docstring.
+    """Returns a decorator that puts text in front of a docstring.
 
     Args:
-      *docstr: strings; they are joined as they are, without spaces or line breaks in between.
+      *docstr: strings; they are joined without spaces or line breaks in between.
 
     Returns:
-      A decorator of functions and classes. It changes `__doc__` and returns what it decorates.
+      A decorator of functions and classes. It changes `__doc__` and returns the decorated object.
 
     Raises:
-      TypeError: for anything but strings, where the decorator is made. (EasyDeL's own code fails where
+      TypeError: for anything other than strings, when the decorator is made. (EasyDeL's code fails when
         it is applied.)
 
     Example:

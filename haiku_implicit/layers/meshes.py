@@ -1,7 +1,7 @@
-"""Meshes of devices by the names of their axes, and constraints that do nothing off the mesh.
+"""Meshes of devices with named axes, and sharding constraints that do nothing without the mesh.
 
-The mesh is that of `jax.set_mesh`, or of the older `with mesh:`. (EasyDeL's own code reads a part of
-JAX that is not public, and knows the latter alone.)
+The mesh is set by `jax.set_mesh`, or by the older `with mesh:`. (EasyDeL's code reads a part of JAX
+that is not public, and supports only the latter.)
 """
 
 import functools
@@ -21,21 +21,21 @@ def create_mesh(
     axis_names: Sequence[str] = ("dp", "fsdp", "tp", "sp"),
     backend: str = "",
 ) -> Mesh:
-    """A mesh of all devices: data parallel, fully sharded, tensor parallel and sequence parallel.
+    """Makes a mesh of all devices: data, fully sharded, tensor and sequence parallel by default.
 
     Args:
-      axis_dims: the length of each axis; one may be -1, which takes the devices that are left.
+      axis_dims: the length of each axis; one may be -1, for the remaining devices.
       axis_names: the names of the axes.
-      backend: 'cpu', 'gpu', 'tpu', or '' for JAX's default. (EasyDeL's own code counts the devices of
-        this backend, and makes a mesh of the default one's.)
+      backend: 'cpu', 'gpu', 'tpu', or '' for JAX's default. (EasyDeL's code counts the devices of this
+        backend, but makes a mesh of the default backend's.)
 
     Returns:
       A mesh whose axes are all of type `Auto`.
 
     Raises:
-      ValueError: for lengths whose product is not the number of devices, or that are not as many as the
-        names.
-      RuntimeError: for a backend that is not there.
+      ValueError: for lengths whose product is not the number of devices, or whose number is not the
+        number of names.
+      RuntimeError: for an unavailable backend.
 
     Example:
       >>> from haiku_implicit import layers
@@ -60,15 +60,15 @@ def create_mesh(
 
 
 def names_in_mesh(*names: str) -> bool:
-    """Whether a mesh is set, here or around the code that is traced, and has all these axes.
+    """Returns whether a mesh is set, here or around the traced code, and has all these axes.
 
     (EasyDeL's docstring calls this a decorator that raises. It never was one.)
 
     Args:
-      *names: names of axes. Without any the answer is True.
+      *names: names of axes. Without names, the result is True.
 
     Example:
-      Where no mesh is set (`with jax.set_mesh(layers.create_mesh()):` sets one with this axis):
+      Without a mesh (`with jax.set_mesh(layers.create_mesh()):` sets one with this axis):
 
       >>> from haiku_implicit import layers
       >>> layers.names_in_mesh('dp')
@@ -81,7 +81,7 @@ def names_in_mesh(*names: str) -> bool:
 
 
 def _in_context(name: str) -> bool:
-    """Whether a mesh of `with mesh:` has an axis, which JAX tells by what it accepts."""
+    """Whether a mesh of `with mesh:` has an axis, found by whether JAX accepts a constraint."""
     nothing = jax.ShapeDtypeStruct((0,), jnp.float32)
     try:
         jax.eval_shape(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec(name)), nothing)
@@ -91,15 +91,15 @@ def _in_context(name: str) -> bool:
 
 
 def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
-    """The names of mesh axes in a partition spec, or in a tree of them.
+    """Returns the names of mesh axes in a partition spec, or in a tree of partition specs.
 
     Args:
       partition_specs: a `jax.sharding.PartitionSpec`, or lists, tuples and dicts (of lists, ...) of
-        them, of names and of None.
+        partition specs, names and None.
 
     Returns:
-      Each name once, in the order of their first appearance. (In EasyDeL the order is that of a set,
-      and differs from run to run.)
+      Each name once, in order of first appearance. (EasyDeL returns them in the order of a set, which
+      differs from run to run.)
 
     Example:
       >>> from jax.sharding import PartitionSpec
@@ -117,22 +117,22 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
 
 
 def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
-    """`jax.lax.with_sharding_constraint` where the mesh has the axes, and nothing where it has not.
+    """Applies `jax.lax.with_sharding_constraint` if the mesh has the axes; otherwise does nothing.
 
-    So a model with constraints runs on one device, too. Within `jax.shard_map` the axes that it made
-    manual are off the mesh: an array is there a device's own part. Over axes of type `Explicit` the
-    array is resharded, as JAX takes a constraint for an assertion there.
+    So a model with constraints runs on one device, too. Nothing happens over manual axes of
+    `jax.shard_map`: there an array is one device's part. Over axes of type `Explicit` the array is
+    resharded, as JAX treats a constraint as an assertion there.
 
     Args:
-      x: an array, dense or implicit, or a tree of them. The leaves of an implicit array are split as
-        its type says.
-      partition_specs: a `PartitionSpec` for all arrays, or a tree of them that `x` begins with.
+      x: an array, dense or implicit, or a tree of arrays. The type of an implicit array decides how
+        its leaves are split.
+      partition_specs: a `PartitionSpec` for all arrays, or a prefix tree of `x` with partition specs.
 
     Returns:
-      `x`, split in this way, or as it is.
+      `x`, split in this way or unchanged.
 
     Raises:
-      ValueError: where a mesh has the axes, and an array has less of its own: JAX's error.
+      ValueError: JAX's error, if a mesh has the axes, and an array has fewer axes than its spec.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -160,7 +160,7 @@ def _constrained(tree: Any, spec: PartitionSpec) -> Any:
     return _split(tree, spec, AxisType.Explicit in kinds)
 
 
-# Jitted, as JAX's own function fails outside of it for an array that is on one device.
+# Jitted, because JAX's function fails outside of `jit` for an array on one device.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _split(tree: Any, spec: PartitionSpec, explicit: bool) -> Any:
     def split(x: jax.Array) -> jax.Array:
@@ -173,20 +173,20 @@ def _split(tree: Any, spec: PartitionSpec, explicit: bool) -> Any:
 
 
 def get_ranks_and_size(mesh: Mesh) -> dict[str, Any]:
-    """How the processes of a run share data and models: the sizes of both, and where this one is.
+    """Returns how the processes of a run share data and models: the group sizes and this one's ranks.
 
     Args:
-      mesh: a mesh with the axes 'tp' and 'sp'; one that is not there counts as an axis of length one.
-        (EasyDeL's own code fails without them.)
+      mesh: a mesh with the axes 'tp' and 'sp'; a missing one counts as an axis of length one.
+        (EasyDeL's code fails without them.)
 
     Returns:
-      A dict: `mesh`; `mp_node_size`, the number of processes that hold one model together;
-      `dp_node_size`, the number of such groups, each with data of its own; `mp_node_rank` and
-      `dp_node_rank`, the places of this process among them.
+      A dict: `mesh`; `mp_node_size`, the number of processes that share one model; `dp_node_size`, the
+      number of such groups, each with its own data; `mp_node_rank` and `dp_node_rank`, the ranks of
+      this process in its group and of its group.
 
     Raises:
-      ValueError: where models do not fill whole processes, or the groups not all of these: the ranks
-        would be none.
+      ValueError: if models do not fill whole processes, or the groups do not divide the processes:
+        ranks would not be defined.
 
     Example:
       >>> from haiku_implicit import layers

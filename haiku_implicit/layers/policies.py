@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, and products in few bits, by name."""
+"""Checkpoint policies by name, and quantized products by their number of bits."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.params.quantized_training import dot_general_by_bits
 from haiku_implicit.products.matmul import quantized_matmul_p
 
-# Of which no operand is a part of a weight whose dense value they would make.
+# Products that never make a dense weight from its factors.
 _PRODUCTS = (
     jax.lax.conv_general_dilated_p,
     ragged_dot_general_p,
@@ -20,7 +20,7 @@ _PRODUCTS = (
 
 
 def _no_dequantized_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Saves the results of products; of dense ones, where they are no larger than the operands."""
+    """Saves the results of products, but of dense products only if not larger than the operands."""
     if primitive is not jax.lax.dot_general_p:
         return primitive in _PRODUCTS
     out = jax.eval_shape(functools.partial(primitive.bind, **params), *operands)
@@ -44,27 +44,28 @@ _POLICIES["no_dequantized_saveable"] = _no_dequantized_saveable
 
 
 def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
-    """A policy for `jax.checkpoint(policy=)`: which intermediate values are kept for the gradient.
+    """Returns a policy for `jax.checkpoint(policy=)`: which values are kept for the gradient.
 
     Args:
-      name: of a policy of `jax.checkpoint_policies`: 'everything_saveable', 'nothing_saveable',
+      name: a policy of `jax.checkpoint_policies`: 'everything_saveable', 'nothing_saveable',
         'dots_saveable' (also 'checkpoint_dots'), 'dots_with_no_batch_dims_saveable' (also
-        'checkpoint_dots_with_no_batch_dims'). Or of a function there that makes one, of names
-        ('save_anything_except_these_names', 'save_any_names_but_these', 'save_only_these_names') or of
-        two policies ('save_from_both_policies'). Or 'no_dequantized_saveable', of this library: see
+        'checkpoint_dots_with_no_batch_dims'). Or a function there that makes a policy from names
+        ('save_anything_except_these_names', 'save_any_names_but_these', 'save_only_these_names') or
+        from two policies ('save_from_both_policies'). Or this library's 'no_dequantized_saveable', see
         below.
 
     'no_dequantized_saveable' keeps the results of products with quantized weights, of convolutions and
-    ragged products, and of dense products that are no larger than their operands together; nothing
-    else. So no dequantized weight is kept, since that is not the result of a product. The product of a
-    LoRA's factors is one, where a LoRA becomes dense, but it is larger than these (for ranks below half
-    of the smaller axis). The policies of JAX that keep dots recompute products with quantized weights.
+    ragged products, and of dense products that are not larger than their operands together; nothing
+    else. So no dequantized weight is kept, since it is not the result of a product. When a LoRA becomes
+    dense, the product of its factors is such a result, but it is larger than the factors (for ranks
+    below half of the smaller axis). JAX's policies that keep dots recompute products with quantized
+    weights.
 
     Returns:
       The policy, or the function that makes it.
 
     Raises:
-      ValueError: for another name. (EasyDeL's own code raises a bare KeyError.)
+      ValueError: for another name. (EasyDeL's code raises a bare KeyError.)
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -84,19 +85,20 @@ def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
 def get_dot_general_by_bits(
     bits: int | None = None, mode: Literal["train", "serve", "convert"] = "train"
 ) -> dict[str, Any]:
-    """Products in integers of n bits, forward and backward, as keyword arguments of a layer.
+    """Returns keyword arguments of a layer for products in integers of n bits, forward and backward.
 
     Args:
       bits: 2, 3, 4, 5, 6 or 8; None for dense products.
-      mode: 'train', 'serve' or 'convert', as for `haiku_implicit.dot_general_by_bits`, which gives the
-        function itself.
+      mode: 'train', 'serve' or 'convert', as for `haiku_implicit.dot_general_by_bits`, which returns
+        the function itself.
 
     Returns:
-      `{'dot_general_cls': make}`, where `make()` is what `dot_general_by_bits(bits, bits, mode)` gives:
-      a function like `jax.lax.dot_general` ('convert': one of a weight). Without bits an empty dict.
+      `{'dot_general_cls': make}`, with `make()` equal to `dot_general_by_bits(bits, bits, mode)`: a
+      function like `jax.lax.dot_general` ('convert': a function of a weight). Without bits, an empty
+      dict.
 
     Raises:
-      ValueError: for other numbers of bits, or another mode, at once.
+      ValueError: for other numbers of bits, or another mode, immediately.
 
     Example:
       >>> import jax.numpy as jnp
@@ -109,5 +111,5 @@ def get_dot_general_by_bits(
       [0.5]
     """
     make = functools.partial(dot_general_by_bits, bits, bits, mode)
-    make()  # raises for what it does not know
+    make()  # raises for unknown arguments
     return {} if bits is None else {"dot_general_cls": make}
