@@ -54,7 +54,7 @@ class DoRA(Adapter):
         scaled_a = self.a if self.alpha is None else self.a * lora.scale[..., None, None]
         squares = _squared_lengths(self.w) + _squares_of_delta(self.w, scaled_a, self.b)
         lengths = jnp.sqrt(jax.lax.stop_gradient(squares))
-        # A column of zeros has no direction. It is not rescaled, so that its factors have a gradient.
+        # A column of zeros lacks a direction. It is not rescaled, so that its factors have a gradient.
         some = lengths > 0
         ratio = jnp.where(some, self.magnitude / jnp.where(some, lengths, 1), 1)
         return ScaledMatrix(lora, ratio.astype(self.dtype), -1)

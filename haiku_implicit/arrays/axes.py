@@ -4,7 +4,7 @@ An axis of the tensor is a group of factors, the outermost first. A factor `(siz
 part of an axis of the matrix (0 for the rows, 1 for the columns): the index along that axis is the sum,
 over its factors, of `stride` times the index along the factor. For example, the groups
 `((heads, width, 0),), ((width, 1, 0),), ((m, 1, 1),)` store `[heads, width, m]` as a matrix
-`[heads * width, m]`. An axis of length one has no factors.
+`[heads * width, m]`. An axis of length one has an empty group.
 
 Reshaping and transposing such a tensor changes only groups, not data.
 """

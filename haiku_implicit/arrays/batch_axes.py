@@ -148,7 +148,7 @@ def _changed(
 
 
 def _for_leaf(starts: Sequence[jax.Array], n: int, leaf: Any) -> list[jax.Array]:
-    """The starts of a dynamic slice of a leaf; none if the primitive has no starts."""
+    """The starts of a dynamic slice of a leaf; empty for a primitive without starts."""
     return [*starts[:n], *[jnp.zeros_like(x) for x in starts[:1]] * (np.ndim(leaf) - n)]
 
 

@@ -156,14 +156,14 @@ def dot_with_parts(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
     contracted, batch = call.contracted, call.batch
     met = dict(zip((*contracted[1], *batch[1]), (*contracted[0], *batch[0]), strict=True))
     if call.params.get("out_sharding") is not None or is_split([x, w]):
-        return NotImplemented  # JAX splits no axis that a mesh splits, in uneven parts
+        return NotImplemented  # JAX cannot split a sharded axis into uneven parts
     xs = w.split(x, met[w.place]) if w.place in met else [x] * len(w.parts)
     if w.place in contracted[1]:
         return _summed(call, xs, w)
     outs = [call(*pair) for pair in zip(xs, w.parts, strict=True)]
     if w.place in batch[1]:
         return jnp.concatenate(outs, batch[1].index(w.place))
-    # `dot_general` has batch axes, then the free ones of the first operand, then of the second.
+    # The result has batch axes, then the free axes of the first operand, then the second operand's.
     free = [i for i in range(w.ndim) if i not in met]
     start = len(batch[1]) if call.w_first else outs[0].ndim - len(free)
     return jnp.concatenate(outs, start + free.index(w.place))

@@ -80,7 +80,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
     @property
     def value(self) -> np.ndarray:
         """The value, as a NumPy array without axes."""
-        # A value from a file may have 64 bits when JAX has 32.
+        # A value from a file may have 64 bits, even if JAX uses 32.
         stored = np.frombuffer(self.bits, self.__dict__["_dtype"] or self.dtype).reshape(())
         with np.errstate(over="ignore"):
             return stored if stored.dtype == self.dtype else np.asarray(stored, self.dtype)

@@ -136,7 +136,7 @@ class LoRA(Wrapper, core_ndim=2):
         return self.w + self.delta().astype(self.w.dtype)
 
     def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
-        """The specs of the fields: `w` like the dense array, `a` by rows, `b` by columns, no rank."""
+        """The field specs: `w` like the dense array, `a` by rows, `b` by columns; the rank is whole."""
         *lead, n, m = padded_spec(spec, self.ndim)
         a, b = PartitionSpec(*lead, n, None), PartitionSpec(*lead, None, m)
         return dict(w=spec, a=a, b=b, factor=PartitionSpec(*lead))

@@ -424,7 +424,7 @@ def _cut(
 ) -> tuple[int, int, int, axes_of.Group] | None:
     """The axis of the matrix to cut, its start and limit, and the axis of the tensor that is left.
 
-    Only the outermost factor of an axis of the matrix can be cut, between its indices; else None.
+    Only the outermost factor of an axis of the matrix can be cut, between its indices; otherwise None.
     """
     n, stride, axis = group[0]
     size = axes_of.length(group[1:])

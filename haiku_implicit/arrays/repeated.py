@@ -181,7 +181,7 @@ def squeeze_repeated(primitive: Primitive, x: Repeated, *, dimensions: Sequence[
 
 @primitive_handler("convert_element_type")
 def cast_repeated(primitive: Primitive, x: Repeated, *, new_dtype: Any, **params: Any) -> Any:
-    """Casts to a wider dtype; to a narrower one in a copy, or gradients would be summed in that."""
+    """Casts to a wider dtype; to a narrower one in a copy, or gradients would be summed in it."""
     if not jnp.issubdtype(new_dtype, np.inexact):
         return NotImplemented
     wider = jnp.promote_types(x.dtype, new_dtype) == new_dtype

@@ -29,7 +29,7 @@ class RuledWeight(Wrapper, core_ndim=2):
 
     @abc.abstractmethod
     def how(self, op_name: str, w_first: bool, product: Product) -> How | None:
-        """How operands are quantized in a product with the weight; None if none is.
+        """How a product with the weight quantizes operands; None if it quantizes none.
 
         Args:
           op_name: the operation, one of `quant_rules.OP_NAMES`.

@@ -143,7 +143,7 @@ def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Any:
     if set(of_scale) & set(contract[1]) or call.params.get("out_sharding") is not None:
         return NotImplemented  # a stack of scales for one `x`, or a result that is split
     out = call(x, w.matrix)
-    # `dot_general` has batch axes, then the free ones of the first operand, then of the second.
+    # The result has batch axes, then the free axes of the first operand, then the second operand's.
     free = [i for i in range(w.ndim) if i not in in_x]
     start = len(batch[1]) if call.w_first else out.ndim - len(free)
     in_out = {axis: i for i, axis in enumerate(batch[1])}
@@ -176,7 +176,7 @@ def ragged_dot_with_scaled(
 def _scales_of_rows(
     scale: jax.Array, sizes: jax.Array, batch: Sequence[int], num_rows: int
 ) -> jax.Array:
-    """The scales of each row's group, `[batch..., rows, n]`, from `[groups, n]` with batch axes `batch`.
+    """The scales `[batch..., rows, n]` of each row's group, from `[groups, n]` with axes `batch`.
 
     They are zero for a row without a group, like its product.
     """

@@ -57,7 +57,7 @@ class StaticQuantized(RuledWeight):
     def of(
         cls, weight: QuantizedMatrix, stats: QuantStats, batch_axes: Collection[int] = (0,)
     ) -> Self:
-        """A stored weight with a static range for activations.
+        """Makes a stored weight with a static range for activations.
 
         Args:
           weight: the weight, `[..., n, m]`, with an `activation`.

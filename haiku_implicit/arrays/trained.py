@@ -53,7 +53,7 @@ class TrainedQuantized(RuledWeight):
         return split_fields(self, mesh, value=spec, key=batch, stats=batch)
 
     def with_weight(self, weight: jax.Array) -> Any:
-        """Puts a rearranged weight in this type; without a matrix, or of integers, it stays dense.
+        """Puts a rearranged weight in this type; with fewer than two axes, or of integers, it is dense.
 
         New keys are split from the first key; the first statistics serve all matrices.
         """

@@ -122,7 +122,7 @@ def annihilate_groups(
 
 @primitive_handler(named("triangular_solve"), precedence=20)
 def solve(primitive: Primitive, a: ArrayValue, b: Zeros, **params: Any) -> Any:
-    """Solves a system with zeros on its right side by zeros; a constant matrix may be singular."""
+    """Solves a system with zeros on its right side by zeros, unless a constant matrix is singular."""
     if constant_of(a) is not None:
         return NotImplemented
     return _zeros(result_struct(primitive, (a, b), params))

@@ -55,7 +55,7 @@ def apply_rotary_pos_emb(tensor: Any, sin_: Any, cos_: Any) -> jax.Array:
 
     Raises:
       ValueError: for a tensor or tables with other than four axes, an odd `d`, and tables that are
-        shorter than the tensor. (EasyDeL's code fails in a broadcast for these.)
+        shorter than the tensor. (EasyDeL's code fails in a broadcast for short tables.)
 
     Example:
       >>> import jax.numpy as jnp

@@ -93,9 +93,8 @@ def get_dot_general_by_bits(
         the function itself.
 
     Returns:
-      `{'dot_general_cls': make}`, with `make()` equal to `dot_general_by_bits(bits, bits, mode)`: a
-      function like `jax.lax.dot_general` ('convert': a function of a weight). Without bits, an empty
-      dict.
+      `{'dot_general_cls': make}`; `make()` returns `dot_general_by_bits(bits, bits, mode)`, a function
+      like `jax.lax.dot_general` ('convert': a function of a weight). Without bits, an empty dict.
 
     Raises:
       ValueError: for other numbers of bits, or another mode, immediately.
