@@ -30,7 +30,7 @@ class Scales(NamedTuple):
     offset: jax.Array | None = None
 
 
-# From scales to the nearest ones that can be stored: a function and the arrays that it needs.
+# A function from scales to the nearest ones that can be stored, with the arrays that it needs.
 Rounding = jax.tree_util.Partial
 _UNCHANGED = Rounding(lambda scales: scales)
 
@@ -42,18 +42,19 @@ def calibrate(
     rounding: Rounding = _UNCHANGED,
     weight: jax.Array | float = 1.0,
 ) -> Scales:
-    """The scales of blocks.
+    """Finds the scales of blocks of values.
 
     Args:
       w: `[..., n]`, float32 or float64, finite.
       fmt: the format.
       method: a name of `METHODS`, with numbers after commas (`'percentile,99.5'`); None: absmean for
-        binary and ternary codes, minmax for those with an offset, absmax for all others.
-      rounding: from scales to the nearest ones that can be stored; a search looks among these.
-      weight: what each squared error counts in a search, broadcastable to `w`.
+        binary and ternary codes, minmax for codes with an offset, absmax for all others.
+      rounding: a function from scales to the nearest ones that can be stored; a search considers
+        only these.
+      weight: the weight of each squared error in a search, broadcastable to `w`.
 
     Raises:
-      ValueError: for an unknown method, one that does not fit the format, or wrong numbers.
+      ValueError: for an unknown method, a method that does not fit the format, or wrong numbers.
     """
     name, numbers = options.parse("calibration", method or _default(fmt), METHODS)
     if name == "mse":
@@ -69,8 +70,8 @@ def _default(fmt: Format) -> str:
     return "absmean" if fmt.name in formats.BY_MEAN else "absmax"
 
 
-# How many numbers each method takes, at least and at most: the ranges, with the mean magnitude (binary
-# as in XNOR-Net, arXiv:1603.05279, ternary as in BitNet b1.58), and two searches.
+# The least and the largest count of numbers for each method: ranges, the mean magnitude (binary as in
+# XNOR-Net, arXiv:1603.05279, ternary as in BitNet b1.58), and two searches.
 METHODS = ranges.METHODS | {"fixed": (2, 2), "absmean": (0, 0), "mse": (0, 0), "hqq": (0, 1)}
 
 
@@ -80,7 +81,7 @@ METHODS = ranges.METHODS | {"fixed": (2, 2), "absmean": (0, 0), "mse": (0, 0), "
 def _by_range(
     w: jax.Array, fmt: Format, method: str = "minmax", numbers: tuple[float, ...] = ()
 ) -> Scales:
-    """Scales such that the ends of a range are values of the codes."""
+    """Returns the scales with which codes stand for the ends of a range."""
     if method == "percentile" and numbers and not 50 < numbers[0] <= 100:
         raise ValueError(f"calibration: expected a percentile above 50 to 100, got {numbers[0]:g}")
     if method == "fixed" and not numbers[0] < numbers[1]:
@@ -97,11 +98,11 @@ def _by_range(
 
 
 def _spanning(low: jax.Array | None, high: jax.Array, fmt: Format) -> Scales:
-    """Scales (and offsets) such that the codes span a range.
+    """Returns the scales (and offsets) with which codes span a range.
 
     Without an offset the largest code stands for the upper end. With one, the codes 0 to `largest` span
-    the range. If zero lies in it, zero is one of the codes' values exactly: the offset is a multiple of
-    the scale, whose last bits are cleared so that the multiple is exact (also where a compiler fuses
+    the range. If the range contains zero, one code stands for exactly zero: the offset is a multiple of
+    the scale, whose last bits are cleared so that the multiple is exact (even if a compiler fuses
     `scale * code + offset` into one rounding).
     """
     if not fmt.offset:
@@ -116,13 +117,13 @@ def _spanning(low: jax.Array | None, high: jax.Array, fmt: Format) -> Scales:
 
 # --- searches ------------------------------------------------------------------------------------
 
-# The candidates: by how many steps between codes the range that absmax or minmax finds is made shorter
-# (longer, where negative). The error goes up and down with each part of a step, however many bits codes
-# have. Twice as many candidates change it by less than 1 %.
+# The candidates shorten the range of absmax or minmax by these numbers of code steps (negative: they
+# lengthen it). The error goes up and down within each step, for any number of bits. Twice as many
+# candidates change it by less than 1 %.
 _CUTS = np.linspace(-2, 4.2, 32)
-# With an offset, the same for each end: all pairs are tried.
+# With an offset, the cuts at each end; the search tries all pairs.
 _CUTS_OF_ENDS = (-1, -0.6, -0.2, 0.2, 0.6, 1, 1.5, 2.4, 4.5)
-# One more multiple of the scale, for scales that are powers of two: it rounds up where 1 rounds down.
+# One more multiple of the scale, for scales that are powers of two: it rounds up when 1 rounds down.
 _UP = 1.42
 _HQQ_STEPS = 20
 _REFITS = 4  # how often the best candidate is refitted to its own codes
@@ -136,10 +137,10 @@ def _mse(
     rounding: Rounding = _UNCHANGED,
     weight: jax.Array | float = 1.0,
 ) -> Scales:
-    """The scales of least squared error among those of smaller and larger ranges.
+    """Searches smaller and larger ranges for the scales of least squared error.
 
-    Each candidate is refitted to its own codes: the scale that fits given codes best is a linear
-    regression of the values on the codes, as in GGML's `make_qx_quants`.
+    Each candidate is refitted to its own codes: a linear regression of the values on the codes gives
+    the best scale for these codes, as in GGML's `make_qx_quants`.
     """
     first = _by_range(w, fmt)
     candidates, scales_of = _cut_at_ends(w, fmt) if fmt.offset else _shrunk(first, fmt)
@@ -159,21 +160,21 @@ def _mse(
     return best[0]
 
 
-# What a search tries, and the scales that each of it stands for.
+# The candidates of a search, and a function from a candidate to its scales.
 Candidates = tuple[list[Any], Callable[[jax.Array], Scales]]
 
 
 def _shrunk(first: Scales, fmt: Format) -> Candidates:
-    """Parts of a scale; negative ones, too, where codes are not the same in both directions."""
+    """Returns multiples of a scale; also negative ones if the format is not symmetric."""
     signs = (1.0, -1.0) if fmt.one_sided else (1.0,)
-    # (Floats have no even steps. Of codes of few bits a step is too much.)
+    # (Floats do not have even steps. With few bits, one step is too much.)
     steps = 7 if fmt.is_float else max(7, 2 ** (fmt.bits - 1) - 1)
     factors = (_UP, *(1 - _CUTS / steps))
     return [sign * f for sign in signs for f in factors], lambda f: Scales(first.scale * f)
 
 
 def _cut_at_ends(w: jax.Array, fmt: Format) -> Candidates:
-    """Ranges about that of the values, cut at both ends."""
+    """Returns the range of the values, cut or extended at both ends."""
     low, high = smallest(w, -1, keepdims=True), largest(w, -1, keepdims=True)
     half = high / 2 - low / 2  # as the difference may overflow
 
@@ -186,13 +187,13 @@ def _cut_at_ends(w: jax.Array, fmt: Format) -> Candidates:
 
 
 def refit(w: jax.Array, scales: Scales, fmt: Format, weight: jax.Array | float = 1.0) -> Scales:
-    """The scales (and offsets) of least squared error for the codes that given ones lead to.
+    """Refits scales (and offsets) to the codes that they give, for the least squared error.
 
     Args:
       w: blocks `[..., n]`.
       scales: their scales.
       fmt: the format.
-      weight: what each squared error counts, broadcastable to `w`.
+      weight: the weight of each squared error, broadcastable to `w`.
     """
     q = formats.decode(encode(w, *scales, fmt), w.dtype, fmt)
     sums = functools.partial(jnp.sum, axis=-1, keepdims=True)
@@ -223,7 +224,7 @@ def _squared_error(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _hqq(w: jax.Array, fmt: Format, steps: int) -> Scales:
-    """Half-quadratic quantization: offsets for few large errors (Badri & Shaji 2023).
+    """Half-quadratic quantization: finds offsets with sparse errors (Badri & Shaji 2023).
 
     Minimizes the p-norm of the error for p = 0.7 in alternating steps: the generalized soft threshold
     splits the error into a sparse part and a rest, and the offset takes the mean of the rest.
@@ -255,12 +256,12 @@ def _hqq(w: jax.Array, fmt: Format, steps: int) -> Scales:
 
 
 def _unit(w: jax.Array) -> jax.Array:
-    """The largest magnitude of a block. Sums are taken in units of it, as squares overflow early."""
+    """Returns the largest magnitude of each block: in units of it, squares do not overflow."""
     return _divisor(largest(jnp.abs(w), -1, keepdims=True))
 
 
 def _divisor(x: jax.Array) -> jax.Array:
-    """Ones in place of zeros: the scale of a block is zero where all its values are equal."""
+    """Replaces zeros by ones: a block of equal values has the scale zero."""
     return jnp.where(x == 0, 1, x)
 
 
@@ -269,12 +270,12 @@ def _rounded(w: jax.Array, scales: Scales, fmt: Format) -> jax.Array:
 
 
 def encode(w: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format) -> jax.Array:
-    """The codes, not packed, of values with given scales.
+    """Returns the unpacked codes of values, given their scales.
 
     Args:
       w: values.
-      scale: of a shape that broadcasts with them, in the dtype that they are stored in.
-      offset: the same, or None.
+      scale: broadcastable to `w`, in the dtype of stored scales.
+      offset: as `scale`, or None.
       fmt: the format.
     """
     dtype = formats.arithmetic_dtype(w.dtype)

@@ -1,4 +1,4 @@
-"""Whether a cast loses finite numbers, because the new dtype's range is smaller."""
+"""Finds casts that lose finite numbers, because the new dtype's range is smaller."""
 
 import math
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-# How many numbers are looked at together, so that a large tensor needs no second one.
+# Numbers per comparison, so that a large tensor does not need a second one of its size.
 _BLOCK = 2**20
 
 
 def may_overflow(old: Any, new: Any) -> bool:
-    """Whether a floating dtype has finite numbers beyond those that round to finite ones of another.
+    """Whether some finite numbers of a floating dtype do not round to finite numbers of another.
 
     Args:
       old, new: floating dtypes.
@@ -20,13 +20,13 @@ def may_overflow(old: Any, new: Any) -> bool:
 
 
 def overflows(values: np.ndarray, new: np.ndarray) -> bool:
-    """Whether finite numbers became infinite, NaN or the largest number by a cast.
+    """Whether a cast turned finite numbers into infinity, NaN or the largest number.
 
     (float16, bfloat16 and float8_e5m2 have infinity, float8_e4m3fn has NaN, and float4_e2m1fn neither.)
 
     Args:
       values: floating, before the cast.
-      new: the same afterwards.
+      new: the values after the cast.
     """
     if not may_overflow(values.dtype, new.dtype):
         return False
@@ -41,7 +41,7 @@ def overflows(values: np.ndarray, new: np.ndarray) -> bool:
 
 
 def largest_before_overflow(dtype: Any) -> float:
-    """The largest number that rounds to a finite one: half a step above the largest one."""
+    """Returns the largest number that rounds to a finite one: half a step above the dtype's largest."""
     info = jnp.finfo(dtype)
     largest = float(info.max)
     return largest + math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)

@@ -1,9 +1,9 @@
-"""Scales of input channels, found from what a weight is multiplied by: AWQ and SmoothQuant.
+"""Scales of input channels, found from a weight's inputs: AWQ and SmoothQuant.
 
-In `x @ w` channel j of the inputs may be divided by a number s_j, and row j of the weight multiplied by
-it: the product stays the same, while what is quantized gets other sizes. The functions here return
-1/s, the scale that `ScaledMatrix` has. It is held in bfloat16: the weight is divided by what is held,
-so that the scale's own rounding costs nothing.
+In `x @ w`, dividing channel j of the inputs by a number s_j and multiplying row j of the weight by it
+keeps the product, but changes the magnitudes that are quantized. The functions here return 1/s, the
+scale of `ScaledMatrix`, in bfloat16. The weight is divided by the rounded scale, so that this rounding
+adds no error.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,19 @@ import jax.numpy as jnp
 from haiku_implicit.numerics.extremes import largest, smallest
 
 STEPS = 20  # of the search for AWQ's exponent, from 0 to 1
-_SMALLEST = 1e-4  # of AWQ's s relative to the largest one, for channels that hardly are used
+_SMALLEST = 1e-4  # of AWQ's s, relative to the largest one, for channels that are hardly used
 
 
 def awq(moments: jax.Array, error: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The scales of activation-aware weight quantization (Lin et al. 2023, arXiv:2306.00978, eq. 5).
 
-    s = rms(x)^α with the α of a grid that has the least error of the product. (The authors take the
-    mean magnitude in place of the root of the mean square, which moments hold.) α = 0 is in the grid,
-    so that no weight becomes worse on the inputs that the moments are of. A channel that is never used
-    keeps s = 1.
+    s = rms(x)^α, with the α of a grid that gives the product's least error. (The authors use the mean
+    magnitude; moments hold the mean square.) α = 0 is in the grid, so that no weight becomes worse on
+    the inputs of the moments. A channel that is never used keeps s = 1.
 
     Args:
-      moments: `[..., k, k]`: for inputs x `[n, k]` of the product, xᵀx.
-      error: from scales `[..., k]` to the error `[...]` with them.
+      moments: `[..., k, k]`, xᵀx of the product's inputs x `[n, k]`.
+      error: a function from scales `[..., k]` to the product's error `[...]`.
 
     Returns:
       `[..., k]`, bfloat16.
@@ -40,7 +39,7 @@ def awq(moments: jax.Array, error: Callable[[jax.Array], jax.Array]) -> jax.Arra
 
 
 def _inverse_power(size: jax.Array, alpha: jax.Array) -> jax.Array:
-    """1/s for s = size^α, such that the largest and the smallest of them are as far from 1."""
+    """Returns 1/s for s = size^α, normalized: the largest and the smallest s are equally far from 1."""
     highest, used = largest(size, -1, keepdims=True), size > 0
     s = jnp.maximum((size / jnp.where(highest > 0, highest, 1)) ** alpha, _SMALLEST)
     low = smallest(s, -1, keepdims=True, where=used, initial=1.0)
@@ -50,14 +49,14 @@ def _inverse_power(size: jax.Array, alpha: jax.Array) -> jax.Array:
 def smoothquant(w: jax.Array, maxima: jax.Array, alpha: float) -> jax.Array:
     """The scales of SmoothQuant (Xiao et al. 2022, arXiv:2211.10438, eq. 4).
 
-    s_j = max|x_j|^α / max|w_j|^(1−α) moves what is difficult about outlier channels from the
-    activations to the weight. A channel that is never used, or has no weight, keeps s = 1.
+    s_j = max|x_j|^α / max|w_j|^(1−α) moves the difficulty of outlier channels from the activations to
+    the weight. A channel whose inputs or weights are all zero keeps s = 1.
 
     Args:
       w: `[..., k, m]`.
       maxima: `[..., k]`, the largest magnitudes of the inputs.
-      alpha: how much of it is moved, 0 to 1; the authors take 0.5, and 0.75 for models with more
-        outliers.
+      alpha: how much of the difficulty moves, 0 to 1; the authors use 0.5, and 0.75 for models with
+        more outliers.
 
     Returns:
       `[..., k]`, bfloat16.
@@ -69,10 +68,10 @@ def smoothquant(w: jax.Array, maxima: jax.Array, alpha: float) -> jax.Array:
 
 
 def product_error(difference: jax.Array, moments: jax.Array) -> jax.Array:
-    """The squared error `[...]` of `x @ w` for all inputs, tr(Eᵀ xᵀx E).
+    """Returns the squared error `[...]` of `x @ w`, summed over all inputs: tr(Eᵀ xᵀx E).
 
     Args:
-      difference: `[..., k, m]`, E: of the weight that is held to the weight that is meant.
+      difference: `[..., k, m]`, E: between the stored and the intended weight.
       moments: `[..., k, k]`, xᵀx.
     """
     moved = jnp.matmul(moments, difference, precision=jax.lax.Precision.HIGHEST)

@@ -1,4 +1,4 @@
-"""From a dense matrix to codes and scales."""
+"""Encodes dense matrices as codes and scales."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from haiku_implicit.core import compat
 from haiku_implicit.numerics import calibration, formats, gptq, options, scales
 from haiku_implicit.numerics.extremes import largest
 
-_BLOCK = 256  # how many scales share a scale of theirs, in 'double'
+_BLOCK = 256  # how many scales share a second-level scale, in 'double'
 
 
 @functools.partial(
@@ -48,17 +48,17 @@ def encode_rows(
     scale_dtype: Any = None,
     moments: jax.Array | None = None,
 ) -> Encoded:
-    """Codes, scales and offsets of the rows of a stored matrix.
+    """Encodes the rows of a stored matrix as codes, scales and offsets.
 
     Args:
       stored: `[..., rows, k]`, floating.
       dtype, group_size, zero_point, method (`calibration`), scale_dtype: as for
         `QuantizedMatrix.quantize`.
       moments: `[..., k, k]`, xᵀx of the inputs x `[n, k]`, to round for the least error of the product
-        (`gptq`). Or the diagonal, `[..., k]`: this weighs errors in a search for scales, and elements
-        are rounded to the nearest codes.
+        (`gptq`). Or its diagonal, `[..., k]`, to weigh errors in a search for scales; elements are
+        then rounded to the nearest codes.
     """
-    by_ends = options.split(method)[0] == "minmax"  # of the range, which need not be symmetric
+    by_ends = options.split(method)[0] == "minmax"  # the range need not be symmetric
     fmt, recipe = formats.for_quantizing(dtype, zero_point or by_ends)
     if recipe is not None:
         group_size = _prescribed("group_size", group_size, recipe.group_size, dtype)
@@ -72,7 +72,7 @@ def encode_rows(
     return encoded
 
 
-# Jitted, as eager code would compile each operation anew for each shape.
+# Jitted, because eager code would compile each operation for each shape.
 @functools.partial(
     jax.jit, static_argnames=("fmt", "tile", "method", "scale_dtype"), inline=compat.INLINE
 )
@@ -84,7 +84,7 @@ def _encoded(
     method: str | None,
     scale_dtype: str | None,
 ) -> tuple[Encoded, Any]:
-    """What `encode_rows` returns, and whether the scales do not fit their dtype."""
+    """Returns the result of `encode_rows`, and whether the scales do not fit their dtype."""
     rounding = scales.rounding(scale_dtype)
     products = moments if moments is not None and moments.ndim == stored.ndim else None
     weight = 1.0 if moments is None else _importance(stored, moments, tile)
@@ -94,7 +94,7 @@ def _encoded(
     offset: Any
     if scale_dtype in scales.CODES or scales.runs_of(scale_dtype):
         encoded, lost = _encoded_scales(found, fmt, scale_dtype)
-        if options.split(method)[0] == "mse":  # again, among the scales that these codes can be
+        if options.split(method)[0] == "mse":  # again, among the scales that codes can hold
             rounding = calibration.Rounding(_nearest_of_codes(fmt), encoded)
             found = calibration.calibrate(blocks, fmt, method, rounding, weight)
             encoded = _in_same_blocks(encoded, found)
@@ -113,14 +113,14 @@ def _encoded(
     return Encoded(codes, scale, offset, fmt.name, padding), lost
 
 
-# Scales, and offsets if any, that are codes themselves.
+# Scales (and offsets, if any) that are stored as codes.
 _EncodedScales = tuple[Encoded, Encoded | None]
 
 
 def _encoded_scales(
     found: calibration.Scales, fmt: formats.Format, name: str | None
 ) -> tuple[_EncodedScales, scales.Lost | None]:
-    """Scales in few bits with scales of their own, and whether these do not fit their dtype."""
+    """Encodes scales in few bits, and says whether their second-level scales do not fit their dtype."""
     if name == "e4m3":  # NVFP4: one scale for the tensor
         return (encode_rows(found.scale[..., 0], "fp8_e4m3", "tensor"), None), None
     if runs := scales.runs_of(name):
@@ -133,7 +133,7 @@ def _encoded_scales(
 def _in_runs(
     found: calibration.Scales, runs: scales.Runs
 ) -> tuple[_EncodedScales, scales.Lost | None]:
-    """Scales as codes, a run of consecutive ones with a float16 scale."""
+    """Encodes scales in runs of consecutive ones; each run has a float16 scale."""
 
     def of_scale(x: jax.Array) -> jax.Array:
         *lead, tiles, groups, _ = x.shape
@@ -142,7 +142,7 @@ def _in_runs(
 
     wanted = of_scale(found.scale)
     held = wanted.astype(jnp.float16)
-    # (Some runs may be too small, as that of a neuron that is never used; not the largest one.)
+    # (Scales of some runs may be too small, as for a neuron that is never used; not the largest one.)
     most = largest(wanted)
     lost = scales.Lost(
         ~jnp.isfinite(held).all(), jnp.abs(most.astype(jnp.float16) - most) > most / 8
@@ -156,7 +156,7 @@ def _in_runs(
 
 
 def _from_zero(found: calibration.Scales, fmt: formats.Format) -> calibration.Scales:
-    """Ranges that begin at zero in place of those above it: offsets in runs are not positive."""
+    """Lets ranges above zero begin at zero: offsets in runs are not positive."""
     if found.offset is None:
         return found
     above = found.offset > 0
@@ -165,7 +165,7 @@ def _from_zero(found: calibration.Scales, fmt: formats.Format) -> calibration.Sc
 
 
 def _in_blocks(found: jax.Array, name: str) -> Encoded:
-    """Scales `[..., tiles, groups, 1]` as codes, in blocks with a scale each."""
+    """Encodes scales `[..., tiles, groups, 1]` in blocks; each block has a scale."""
     *lead, tiles, groups, _ = found.shape
     along = _largest_divisor(groups, _BLOCK)
     rows = _largest_divisor(tiles, _BLOCK // along) if along == groups else 1
@@ -175,7 +175,7 @@ def _in_blocks(found: jax.Array, name: str) -> Encoded:
 
 
 def _in_same_blocks(held: _EncodedScales, found: calibration.Scales) -> _EncodedScales:
-    """Other scales as codes with the same scales of theirs."""
+    """Encodes other scales with the second-level scales of `held`."""
     scale, offset = held
     new = _coded(found.scale, scale.scale, scale.format)
     if offset is None or found.offset is None:
@@ -183,9 +183,9 @@ def _in_same_blocks(held: _EncodedScales, found: calibration.Scales) -> _Encoded
     return new, _coded(found.offset, offset.scale, offset.format)
 
 
-@functools.lru_cache  # as `scales.rounding`
+@functools.lru_cache  # as for `scales.rounding`
 def _nearest_of_codes(fmt: formats.Format) -> Callable[..., calibration.Scales]:
-    """A function to the nearest scales that `_in_same_blocks` can hold, for codes of a format."""
+    """Returns a function from scales to the nearest ones that `_in_same_blocks` can hold."""
 
     def nearest(held: _EncodedScales, found: calibration.Scales) -> calibration.Scales:
         if held[1] is not None and formats.FORMATS[held[1].format].offset:
@@ -198,7 +198,7 @@ def _nearest_of_codes(fmt: formats.Format) -> Callable[..., calibration.Scales]:
 
 
 def _coded(found: jax.Array, of_scale: jax.Array, name: str) -> Encoded:
-    """Scales `[..., tiles, groups, 1]` as codes with scales of theirs."""
+    """Encodes scales `[..., tiles, groups, 1]` with second-level scales."""
     whole = formats.by_rows(of_scale, found.shape[-3])
     blocks = found.reshape(*whole.shape, -1)
     codes = calibration.encode(blocks, whole[..., None], None, formats.FORMATS[name])
@@ -212,7 +212,7 @@ def _largest_divisor(n: int, most: int) -> int:
 def _codes(
     stored: jax.Array, scale: Any, offset: Any, fmt: formats.Format, moments: jax.Array | None
 ) -> jax.Array:
-    """The codes `[..., rows, groups, g]` of `[..., rows, k]`, for scales as they are stored."""
+    """Returns the codes `[..., rows, groups, g]` of `[..., rows, k]`, given the stored scales."""
     *lead, rows, k = stored.shape
     scale, offset = (_decoded(x) if isinstance(x, Encoded) else x for x in (scale, offset))
     groups = scale.shape[-1]
@@ -230,7 +230,7 @@ def _decoded(x: Encoded) -> jax.Array:
 
 
 def _check_runs(name: str | None, length: int, group: int) -> None:
-    """Raises where the groups along an axis are not whole runs of them."""
+    """Raises unless the groups along an axis fill whole runs."""
     runs = scales.runs_of(name)
     if runs and length % (group * runs.length):
         raise ValueError(
@@ -263,7 +263,7 @@ def _prescribed(name: str, given: Any, needed: Any, dtype: Any) -> Any:
 
 
 def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -> tuple[int, int]:
-    """How many rows, and how many elements of each, share a scale."""
+    """Returns the tile that shares a scale: the number of rows, and of elements in each."""
     rows, length = core
     if group_size is None or group_size == "tensor":
         return (1 if group_size is None else rows), length
@@ -290,7 +290,7 @@ def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -
 
 
 def _blocks(stored: jax.Array, tile: tuple[int, int]) -> jax.Array:
-    """The elements that share a scale, last: `[..., tiles, groups, rows * g]`."""
+    """Returns `[..., tiles, groups, rows * g]`: the last axis has the elements that share a scale."""
     *lead, rows, k = stored.shape
     r, g = tile
     blocks = stored.reshape(*lead, rows // r, r, k // g, g).swapaxes(-2, -3)

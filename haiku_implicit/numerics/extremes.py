@@ -1,7 +1,7 @@
 """The largest and the smallest number of an array, NaN if one of the numbers is NaN.
 
-`jnp.max` and `jnp.min` say so, too, but not always: on a CPU, XLA computes the maximum of some thousand
-numbers and more in a way that drops NaN. So whoever looks for what is not finite takes these.
+`jnp.max` and `jnp.min` should do so, too. But on a CPU, XLA computes the maximum of some thousand
+numbers or more in a way that drops NaN. So code that looks for numbers that are not finite uses these.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def largest(x: jax.Array, axis: Any = None, **over: Any) -> jax.Array:
 
     Args:
       x: floating.
-      axis: the axes that it is taken over; None for all.
+      axis: the axes to reduce; None for all.
       **over: `keepdims`, `initial` and `where`, as for `jnp.max`.
     """
     return _or_nan(jnp.max, x, axis, over)
@@ -27,7 +27,7 @@ def smallest(x: jax.Array, axis: Any = None, **over: Any) -> jax.Array:
 
     Args:
       x: floating.
-      axis: the axes that it is taken over; None for all.
+      axis: the axes to reduce; None for all.
       **over: `keepdims`, `initial` and `where`, as for `jnp.min`.
     """
     return _or_nan(jnp.min, x, axis, over)

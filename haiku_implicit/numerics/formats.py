@@ -1,7 +1,7 @@
-"""Number formats: what codes are, how they are packed, and what values they stand for.
+"""Number formats: the codes, their packing, and their values.
 
 Everything here works along the last axis, in *groups*: `g` consecutive elements that share a scale
-(and an offset). A value is `scale * decode(code) + offset`. How scales are found is in `calibration`.
+(and an offset). A value is `scale * decode(code) + offset`. `calibration` finds the scales.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ class Format:
     """One number format.
 
     Attributes:
-      name: what users call it.
+      name: the name in options.
       planes: how the bits of a code are stored, lowest first. Codes of 3 bits are a plane of 2 bits,
         four codes to a byte, and a plane of 1 bit, eight to a byte.
       lowest, largest: the range of the codes' values.
-      bias: what is subtracted from a stored code to get its value.
-      table: the value of each stored code, where that is not the code itself.
+      bias: the number to subtract from a stored code to get its value.
+      table: the value of each stored code, if it is not the code less the bias; else None.
       dtype: the dtype of the stored codes.
       offset: whether the codes count up from an offset, the smallest value of a group.
     """
@@ -46,7 +46,7 @@ class Format:
 
     @property
     def multiple(self) -> int:
-        """What the size of a group is a multiple of, for its codes to fill whole bytes."""
+        """Group sizes are multiples of this number, so that the codes of a group fill whole bytes."""
         return 8 // min(self.planes)
 
     @property
@@ -56,12 +56,12 @@ class Format:
 
     @property
     def one_sided(self) -> bool:
-        """Whether a negative scale stands for other numbers than a positive one."""
+        """Whether the values change with the sign of the scale, because they are not symmetric."""
         values = set(self.table or (self.lowest, self.largest))
         return values != {-x for x in values}
 
     def stored(self, length: int) -> int:
-        """How many stored elements hold this many codes."""
+        """Returns the number of stored elements that hold `length` codes."""
         return length * self.bits // 8
 
 
@@ -125,10 +125,10 @@ FORMATS = {
     )
 }
 
-# Formats of so few values that a mean magnitude is the better scale.
+# Formats with so few values that a mean magnitude is the better scale.
 BY_MEAN = ("binary", "ternary")
 
-# Other names of the same codes: those of dtypes among them.
+# Other names of the same codes, among them names of dtypes.
 _ALIASES = {
     "fp8": "fp8_e4m3",
     "float8_e4m3fn": "fp8_e4m3",
@@ -140,12 +140,12 @@ _ALIASES = {
 
 
 class Recipe(NamedTuple):
-    """A format whose groups and scales are a part of its definition.
+    """A format whose definition includes its groups and scales.
 
     Attributes:
       format: the format of the codes.
       group_size: how many elements share a scale.
-      scale_dtype: the format of the scales, see `QuantizedMatrix.quantize`.
+      scale_dtype: the storage of the scales, see `QuantizedMatrix.quantize`.
     """
 
     format: str
@@ -154,12 +154,12 @@ class Recipe(NamedTuple):
 
     @property
     def multiple(self) -> int:
-        """What the length of the grouped axis is a multiple of."""
+        """The length of the grouped axis is a multiple of this number."""
         return self.group_size * int(self.scale_dtype.partition(",")[2] or 1)
 
 
-# OCP Microscaling Formats (MX) Specification 1.0; NVIDIA's NVFP4 has a scale of the tensor besides.
-# Then the blocks of GGML (`ggml-common.h`).
+# OCP Microscaling Formats (MX) Specification 1.0; NVIDIA's NVFP4, which also has a scale of the tensor;
+# the blocks of GGML (`ggml-common.h`).
 RECIPES = {
     "mxfp8": Recipe("fp8_e4m3", 32, "e8m0"),
     "mxfp4": Recipe("fp4", 32, "e8m0"),
@@ -179,10 +179,10 @@ RECIPES = {
 
 
 def find(name: Any, option: str = "dtype", also: Iterable[str] = ()) -> Format:
-    """The format of this name; a dtype of the same name will do.
+    """Finds a format by its name, or by a dtype of that name.
 
     Args:
-      name: what was given.
+      name: the name or the dtype.
       option: the name of the option, for errors.
       also: other names that the option takes, for errors.
 
@@ -204,10 +204,10 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def for_quantizing(name: Any, zero_point: bool) -> tuple[Format, Recipe | None]:
-    """The format that weights are quantized to, and what else its name says.
+    """Returns the format that weights are quantized to, and the recipe of this name, if any.
 
     Raises:
-      ValueError: for an unknown format, or one that has no zero point where one is asked for.
+      ValueError: for an unknown format; with `zero_point`, for a format without one.
     """
     recipe = RECIPES.get(name) if isinstance(name, str) else None
     fmt = find(name, also=RECIPES) if recipe is None else FORMATS[recipe.format]
@@ -224,7 +224,7 @@ def for_quantizing(name: Any, zero_point: bool) -> tuple[Format, Recipe | None]:
 
 
 def group_sizes(length: int, fmt: Format) -> list[int]:
-    """The group sizes that divide an axis of this length, where each fills whole bytes."""
+    """Returns the group sizes that divide an axis of this length and fill whole bytes."""
     return [g for g in range(fmt.multiple, length + 1, fmt.multiple) if length % g == 0]
 
 
@@ -232,7 +232,7 @@ def group_sizes(length: int, fmt: Format) -> list[int]:
 
 
 def pack(codes: jax.Array, fmt: Format) -> jax.Array:
-    """Stored codes: `[..., groups, g]` to `[..., groups * fmt.stored(g)]`.
+    """Packs codes for storage: `[..., groups, g]` to `[..., groups * fmt.stored(g)]`.
 
     Within a group the planes come one after another. A plane of p bits has g·p/8 bytes; byte j holds
     element j in its lowest p bits, element j + g·p/8 in the next, and so on, so that it unpacks into
@@ -255,13 +255,13 @@ def pack(codes: jax.Array, fmt: Format) -> jax.Array:
 
 
 def restored(codes: jax.Array, fmt: Format) -> jax.Array:
-    """Codes in the dtype of their format, if a cast of a whole tree has changed it.
+    """Casts codes back to the dtype of their format, after a cast of a whole tree.
 
-    `jax.tree.map(lambda x: x.astype(dtype), params)` casts codes as well, and `jmp` those that are
-    floating. Dtypes of 16 bits and more hold all of them.
+    `jax.tree.map(lambda x: x.astype(dtype), params)` casts codes as well; `jmp` casts floating codes.
+    Dtypes of 16 bits and more hold all codes.
 
     Raises:
-      TypeError: for another dtype.
+      TypeError: for a dtype that does not hold all codes.
     """
     if codes.dtype == fmt.dtype:
         return codes
@@ -276,7 +276,7 @@ def restored(codes: jax.Array, fmt: Format) -> jax.Array:
 
 
 def unpack(codes: jax.Array, groups: int, fmt: Format) -> jax.Array:
-    """The inverse of `pack`: `[..., groups, g]`."""
+    """Unpacks codes to `[..., groups, g]`, the inverse of `pack`."""
     *lead, stored = codes.shape
     codes = codes.reshape(*lead, groups, stored // groups)
     if fmt.bits == 8:
@@ -293,13 +293,13 @@ def unpack(codes: jax.Array, groups: int, fmt: Format) -> jax.Array:
 
 
 class Place(NamedTuple):
-    """Where one plane of some elements is stored.
+    """Where one plane of some elements' codes is stored.
 
     Attributes:
-      position: of the stored element, along the last axis.
-      shift: by how many bits it is shifted to the right.
-      bits: how many bits are taken then.
-      below: by how many bits they are shifted to the left in the code.
+      position: the positions of the stored elements along the last axis.
+      shift: by how many bits to shift them to the right.
+      bits: how many bits to take then.
+      below: by how many bits these are shifted to the left in the code.
     """
 
     position: jax.Array
@@ -309,7 +309,7 @@ class Place(NamedTuple):
 
 
 def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, list[Place]]:
-    """Where the elements at positions of the axis are stored.
+    """Finds where the elements at these positions of the axis are stored.
 
     Args:
       position: integers.
@@ -317,7 +317,7 @@ def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, list[Pl
       fmt: the format.
 
     Returns:
-      The index of each one's group, and the places of its planes.
+      The index of each element's group, and the places of its planes.
     """
     group, within = position // g, position % g
     places, start, below = [], 0, 0
@@ -333,12 +333,12 @@ def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, list[Pl
 
 
 def arithmetic_dtype(dtype: Any) -> Any:
-    """The dtype that values are computed in: float32, or float64 where the scales are that."""
+    """Returns the dtype to compute values in: float64 for float64 scales, else float32."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
 def decode(codes: jax.Array, dtype: Any, fmt: Format) -> jax.Array:
-    """The values of unpacked codes, before scale and offset."""
+    """Returns the values of unpacked codes, before scale and offset."""
     if fmt.table is not None:
         return jnp.asarray(fmt.table, dtype).at[codes].get(mode="promise_in_bounds")
     values = codes.astype(dtype)
@@ -355,12 +355,12 @@ def scaled(codes: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Fo
 def dequantize(
     codes: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format
 ) -> jax.Array:
-    """The values of stored codes.
+    """Returns the values of stored codes.
 
     Args:
       codes: `[..., rows, fmt.stored(k)]`.
-      scale: `[..., tiles, groups]`, floating; the number of tiles divides that of rows.
-      offset: the same, or None.
+      scale: `[..., tiles, groups]`, floating; the number of tiles divides the number of rows.
+      offset: as `scale`, or None.
       fmt: the format.
 
     Returns:
@@ -374,15 +374,15 @@ def dequantize(
 
 
 def by_rows(scale: jax.Array, rows: int) -> jax.Array:
-    """A scale for each row, of one for each tile of rows."""
+    """Repeats the scale of each tile of rows, to one for each row."""
     tiles = scale.shape[-2]
     return scale if tiles == rows else repeated(scale, rows // tiles, scale.ndim - 2)
 
 
 def repeated(x: jax.Array, count: int, axis: int) -> jax.Array:
-    """Each element of an axis, so many times; also where that axis is split over a mesh.
+    """Repeats each element of an axis, also if the axis is split over a mesh.
 
-    (There `jnp.repeat` asks for `out_sharding`, which it does not have in all versions of JAX.)
+    (Then `jnp.repeat` needs `out_sharding`, which not all versions of JAX have.)
     """
     before, after = x.shape[: axis + 1], x.shape[axis + 1 :]
     x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*before, count, *after))
@@ -390,25 +390,25 @@ def repeated(x: jax.Array, count: int, axis: int) -> jax.Array:
 
 
 def nearest(relative: jax.Array, fmt: Format) -> jax.Array:
-    """The stored code nearest to each value, which is in units of its scale.
+    """Returns the stored code nearest to each value, which is in units of its scale.
 
-    Ties go to the even code where codes are numbers, and to the even mantissa in fp4, as in IEEE 754.
+    Ties go to the even code if codes are numbers, and to the even mantissa in fp4, as in IEEE 754.
     """
     if fmt.is_float:
-        # Out of the range is infinity or NaN in these dtypes: they do not saturate by themselves.
+        # These dtypes do not saturate: numbers out of the range would become infinity or NaN.
         return _rounded_to_float8(jnp.clip(relative, fmt.lowest, fmt.largest), fmt.dtype)
     if fmt.table is not None:
         order, middles = _thresholds(fmt)
         middle = jnp.asarray(middles, relative.dtype)
         at = (relative[..., None] > lax.broadcast_to_rank(middle, relative.ndim + 1)).sum(-1)
         return jnp.asarray(order, fmt.dtype)[at]
-    # Halves of the bias are those of codes that stand for ±1/2 (binary).
+    # The bias is 1/2 if codes stand for ±1/2 (binary).
     codes = jnp.floor(relative) + 1 if fmt.bias == 0.5 else jnp.round(relative) + fmt.bias
     return jnp.clip(codes, fmt.lowest + fmt.bias, fmt.largest + fmt.bias).astype(fmt.dtype)
 
 
 def _rounded_to_float8(x: jax.Array, dtype: Any) -> jax.Array:
-    """The nearest 8-bit floats: some versions of XLA round twice in a cast, by way of float16."""
+    """Rounds to the nearest 8-bit floats; casts of some XLA versions round twice, through float16."""
     info = jnp.finfo(dtype)
     exponent = jnp.maximum(jnp.frexp(x)[1] - 1, int(info.minexp))
     step = jnp.ldexp(jnp.ones_like(x), exponent - info.nmant)
@@ -416,13 +416,13 @@ def _rounded_to_float8(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _thresholds(fmt: Format) -> tuple[list[int], list[float]]:
-    """The codes in the order of their values, and the values between which they change."""
-    # Of the two zeros the positive one, whose code comes first.
+    """Returns the codes in the order of their values, and the thresholds between them."""
+    # The positive one of two zeros is kept, whose code comes first.
     values = {v: code for code, v in reversed(list(enumerate(fmt.table or ())))}
     order = [values[v] for v in sorted(values)]
     table = np.asarray(sorted(values), np.float32)
     middles = (table[1:] + table[:-1]) / 2
-    if fmt.name == "fp4":  # a tie goes up where the upper code is the even one
+    if fmt.name == "fp4":  # a tie goes up if the upper code is even
         up = np.asarray([code % 2 == 0 for code in order[1:]])
         middles = np.where(up, np.nextafter(middles, np.float32(-np.inf)), middles)
     return order, middles.tolist()

@@ -1,7 +1,7 @@
-"""GPTQ: rounding for the least error of what the weight is multiplied by.
+"""GPTQ: rounding for the least error of the product.
 
 Frantar et al. 2022, arXiv:2210.17323: elements along the contracted axis are rounded one after
-another, and those that are left take up the error, as far as their inputs are correlated.
+another, and the remaining ones take up the error, as far as their inputs are correlated.
 """
 
 import functools
@@ -12,20 +12,20 @@ import jax.numpy as jnp
 
 from haiku_implicit.numerics import calibration, formats
 
-DAMPING = 0.01  # of the mean square of the inputs, added to all of them
+DAMPING = 0.01  # added to each input's mean square, in units of their mean
 
 
 @functools.partial(jax.jit, static_argnums=4)
 def codes(
     stored: jax.Array, moments: jax.Array, scale: jax.Array, offset: Any, fmt: formats.Format
 ) -> jax.Array:
-    """The codes of a weight, given its scales.
+    """Returns the codes of a weight, given its scales.
 
     Args:
       stored: `[..., rows, k]`, floating.
-      moments: `[..., k, k]`: for inputs x `[n, k]` of the product, xᵀx.
+      moments: `[..., k, k]`, xᵀx of the product's inputs x `[n, k]`.
       scale: `[..., rows, groups, 1]`.
-      offset: the same, or None.
+      offset: as `scale`, or None.
       fmt: the format.
 
     Returns:
@@ -46,8 +46,8 @@ def codes(
 def _codes_of_matrix(
     fmt: formats.Format, w: jax.Array, moments: jax.Array, scale: jax.Array, *offset: jax.Array
 ) -> jax.Array:
-    """`[rows, k]` from `[rows, k]`; all but the moments have a value for each element."""
-    # The largest inputs first: their errors can be taken up by the most others.
+    """Returns the codes of one matrix; scale and offset have its shape `[rows, k]`, as the codes do."""
+    # The largest inputs first: then most elements are left to take up their errors.
     order = jnp.argsort(-jnp.diagonal(moments))
     factor = _inverse_factor(moments[order][:, order])
     w, scale = w[:, order], scale[:, order]
@@ -59,17 +59,17 @@ def _codes_of_matrix(
         code = calibration.encode(column[0], column[1], own_offset, fmt)
         value = formats.scaled(code, column[1], own_offset, fmt)
         error = (column[0] - value) / factor[i, i]
-        return w - error[:, None] * factor[i][None], code  # (what is done already does not matter)
+        return w - error[:, None] * factor[i][None], code  # (finished columns do not matter)
 
     _, found = jax.lax.scan(step, w, jnp.arange(w.shape[1]))
     return found.T[:, jnp.argsort(order)]
 
 
 def _inverse_factor(moments: jax.Array) -> jax.Array:
-    """The upper Cholesky factor U of the inverse of the damped moments, UᵀU."""
+    """Returns the upper Cholesky factor U of the inverse of the damped moments, UᵀU."""
     size = len(moments)
     mean = jnp.trace(moments) / size
     damped = moments / jnp.where(mean > 0, mean, 1) + DAMPING * jnp.eye(size, dtype=moments.dtype)
-    # From that of the moments in reverse order: no inverse is taken of a matrix, but of a triangle.
+    # From the factor of the moments in reverse order: this inverts only a triangle, not a matrix.
     lower = jnp.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]  # upper: damped = lower lowerᵀ
     return jax.scipy.linalg.solve_triangular(lower, jnp.eye(size, dtype=moments.dtype), lower=False)

@@ -1,7 +1,7 @@
 """Operands of products: arrays that are quantized for one product, with scales for its channels.
 
-A `QuantizedMatrix` is made to be stored. Here nothing is packed: integer codes are int8, which hardware
-can multiply. Scales are those of Qwix. For symmetric integers the range ends half a step above the
+A `QuantizedMatrix` is made for storage. Operands are not packed: integer codes are int8, which hardware
+can multiply. Scales are the ones of Qwix. For symmetric integers the range ends half a step above the
 largest code (at 127.5 for int8), so that the last step is as wide as the others. With a zero point the
 codes span the whole type.
 """
@@ -24,9 +24,9 @@ class OperandSpec(NamedTuple):
     Attributes:
       qtype: the name of a format.
       method: the calibration method, see `QuantRule`.
-      channels: the axes along which each index has a scale of its own.
-      tile: an axis and the number of elements along it that share a scale (a float: the part of the
-        axis), or None.
+      channels: the axes that have a scale for each index.
+      tile: an axis and the number of elements along it that share a scale (a float: the fraction of
+        the axis), or None.
       rounding: the method of stochastic rounding, and the axes along which its noise differs; None:
         to the nearest.
     """
@@ -44,10 +44,10 @@ class QuantizedOperand(NamedTuple):
     Attributes:
       codes: int8 or a float8 dtype; for formats whose codes are not numbers (nf4), the values that
         the codes stand for.
-      scale: of as many axes, each 1, the same, or a divisor (tiles); None for 1. float32, or float64
-        for float64 arrays.
-      zero_point: of the shape of `scale`, floating; or None.
-      inside: where the array was within the range of the calibration; None where it is everywhere.
+      scale: with the axes of `codes`, each of length 1, of the same length, or of a divisor of it
+        (tiles); None for a scale of 1. float32, or float64 for float64 arrays.
+      zero_point: with the shape of `scale`, floating; or None.
+      inside: a mask of the elements within the range of the calibration; None if all are.
     """
 
     codes: jax.Array
@@ -62,7 +62,7 @@ class QuantizedOperand(NamedTuple):
 
     @property
     def wide(self) -> Any:
-        """The dtype that its values are computed in."""
+        """The dtype to compute the values in."""
         like = self.codes.dtype if self.scale is None else self.scale.dtype
         return formats.arithmetic_dtype(like)
 
@@ -70,23 +70,23 @@ class QuantizedOperand(NamedTuple):
 def quantize(
     x: jax.Array, spec: OperandSpec, key: Any = None, limits: Limits | None = None
 ) -> QuantizedOperand:
-    """The nearest codes of an array; with stochastic rounding, one of the two nearest at random.
+    """Quantizes an array to the nearest codes; with stochastic rounding, to one of the two nearest.
 
     Args:
       x: floating.
       spec: how it is quantized.
       key: a random key, for stochastic rounding.
-      limits: the range of each scale, where it is known; None: the range of the array. Values
-        beyond it get the last code; what is infinite or NaN makes all that shares its scale NaN.
+      limits: the range of each scale, if it is known; None: the range of the array. Values beyond it
+        get the last code; an infinite or NaN element makes all elements that share its scale NaN.
 
     Raises:
-      ValueError: for a tile that does not divide its axis, and a calibration that the format does not
+      ValueError: for a tile that does not divide its axis, or a calibration that the format does not
         have.
     """
     fmt = formats.find(spec.qtype)
     x = x.astype(formats.arithmetic_dtype(x.dtype))
     low, high = calibrate(x, spec) if limits is None else limits
-    if limits is not None or clips(spec.method):  # else the range itself is not finite either
+    if limits is not None or clips(spec.method):  # else the range already shows such elements
         low, high = _tainted(x, spec, (low, high))
     if low is None:
         scale, zero_point = _nonzero(high * np.asarray(1 / bound(fmt), high.dtype)), None
@@ -109,7 +109,7 @@ def quantize(
 
 
 def stored_operand(q: QuantizedMatrix) -> QuantizedOperand | None:
-    """A stored matrix as an operand; None unless its codes are numbers that need only a scale."""
+    """Unpacks a stored matrix as an operand; None unless codes are numbers that need only a scale."""
     fmt = formats.find(q.format)
     whole = _is_integer(fmt) and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
     plain = q.offset is None and q.rounded_to is None and not is_implicit(q.scale)
@@ -127,12 +127,12 @@ def stored_operand(q: QuantizedMatrix) -> QuantizedOperand | None:
 
 
 def stored_matrix(x: QuantizedOperand, qtype: str, dtype: Any) -> QuantizedMatrix:
-    """The matrix that stores an operand, grouped along axis -2: the inverse of `stored_operand`.
+    """Returns the matrix that stores an operand, grouped along axis -2: inverse of `stored_operand`.
 
     Args:
       x: `[..., k, m]`; its scales are shared along the axis `k`, or along tiles of it.
       qtype: the format that it was quantized to.
-      dtype: of the matrix.
+      dtype: the dtype of the matrix.
 
     Raises:
       ValueError: for tiles that do not fill whole bytes.
@@ -166,7 +166,7 @@ def stored_matrix(x: QuantizedOperand, qtype: str, dtype: Any) -> QuantizedMatri
 def _storage(
     x: QuantizedOperand, fmt: formats.Format
 ) -> tuple[formats.Format, jax.Array, jax.Array | None]:
-    """The format, the codes (not packed) and the offset, if any, that store an operand's values."""
+    """Returns the format, the unpacked codes and the offset (if any) that store an operand's values."""
     if not _is_integer(fmt):
         return fmt, x.codes if fmt.is_float else formats.nearest(x.codes, fmt), None
     codes = x.codes.astype(jnp.int16)
@@ -178,7 +178,7 @@ def _storage(
 
 
 def dequantize(x: QuantizedOperand, dtype: Any) -> jax.Array:
-    """The values of an operand, in a dtype."""
+    """Returns the values of an operand, in a dtype."""
     values = x.codes.astype(x.wide)
     if x.zero_point is not None:
         values = values - expand(x.zero_point, values.shape)
@@ -188,12 +188,12 @@ def dequantize(x: QuantizedOperand, dtype: Any) -> jax.Array:
 
 
 def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> QuantizedOperand:
-    """Activations as the product with a matrix rounds them, by its `activation`.
+    """Quantizes activations for the product with a matrix, by its `activation`.
 
     Args:
       x: `[..., i]`, floating.
-      q: `[..., i, o]`. With 'groups' in its `activation`, the part of a row of `x` that meets one of
-        its groups has a scale of its own.
+      q: `[..., i, o]`. With 'groups' in its `activation`, each part of a row of `x` that meets a group
+        of `q` has a scale.
     """
     activation = options.activation_of(str(q.activation))
     last, groups = x.ndim - 1, q.scale.shape[-1]
@@ -203,16 +203,16 @@ def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> QuantizedOperand:
 
 
 def rounded_rows(x: jax.Array, q: QuantizedMatrix) -> jax.Array:
-    """The values of `quantize_rows`, in float32 (or float64).
+    """Returns the values of `quantize_rows`, in float32 (or float64).
 
     Args:
-      x, q: see there.
+      x, q: as for `quantize_rows`.
     """
     return dequantize(quantize_rows(x, q), formats.arithmetic_dtype(x.dtype))
 
 
 def expand(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A scale, repeated for the elements of each tile; axes of length one stay so."""
+    """Repeats a scale for the elements of each tile; axes of length one stay so."""
     for axis, (have, want) in enumerate(zip(scale.shape, shape, strict=True)):
         if have not in (1, want):
             scale = formats.repeated(scale, want // have, axis)
@@ -220,7 +220,7 @@ def expand(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def bound(fmt: formats.Format) -> float:
-    """The largest magnitude, in units of the scale, of a symmetric range."""
+    """Returns the largest magnitude of a symmetric range, in units of the scale."""
     return fmt.largest + 0.5 if _is_integer(fmt) else fmt.largest
 
 
@@ -234,7 +234,7 @@ def clips(method: str) -> bool:
 
 
 def calibrate(x: jax.Array, spec: OperandSpec) -> Limits:
-    """The ends of the range of each scale, of an array.
+    """Finds the ends of the range of each scale of an array.
 
     Args:
       x: floating.
@@ -253,7 +253,7 @@ def calibrate(x: jax.Array, spec: OperandSpec) -> Limits:
 
 
 def _fixed(x: jax.Array, method: str, numbers: tuple[float, ...]) -> Limits:
-    """A range that is known; one for the whole array."""
+    """Returns a fixed range, one for the whole array."""
     low, high = ranges.fixed(numbers)
     if not low <= 0 <= high or low == high:
         raise ValueError(
@@ -264,7 +264,7 @@ def _fixed(x: jax.Array, method: str, numbers: tuple[float, ...]) -> Limits:
 
 
 def _tainted(x: jax.Array, spec: OperandSpec, limits: Limits) -> Limits:
-    """The ends of the range of each scale, NaN where the array is not finite."""
+    """Returns the ends of each scale's range, NaN if one of its elements is not finite."""
     tiled, axes, shape = _blocks(x, spec)
     taint = ranges.taint_of(tiled, axes).reshape(shape)
     low, high = jax.tree.map(lambda end: end.astype(x.dtype) + taint, limits)
@@ -272,7 +272,7 @@ def _tainted(x: jax.Array, spec: OperandSpec, limits: Limits) -> Limits:
 
 
 def _blocks(x: jax.Array, spec: OperandSpec) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
-    """The array with the tiled axis in two, the axes that share a scale, and the shape of scales."""
+    """Splits the tiled axis in two; also returns the axes that share a scale, and the scales' shape."""
     shape = [size if i in spec.channels else 1 for i, size in enumerate(x.shape)]
     axes = [i for i in range(x.ndim) if i not in spec.channels]
     if spec.tile is not None:
@@ -303,10 +303,10 @@ def _asymmetric(
 
 
 def _nonzero(scale: jax.Array) -> jax.Array:
-    """Scales that can be divided by: those of zeros become the smallest such number.
+    """Raises scales, zeros above all, to the smallest number that is safe to divide by.
 
-    (A scale of one would do for the codes. But gradients are multiplied by scales before they are
-    quantized, and then those of a channel of zeros would be by far the largest.)
+    (For the codes of zeros a scale of one would do. But gradients are multiplied by scales before they
+    are quantized, and then the gradients of a channel of zeros would be by far the largest.)
     """
     return jnp.maximum(scale, np.sqrt(jnp.finfo(scale.dtype).tiny))
 
@@ -330,16 +330,16 @@ def _codes(relative: jax.Array, fmt: formats.Format) -> jax.Array:
 
 
 def noise(key: Any, method: str, axes: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
-    """Noise between -0.5 and 0.5, which makes rounding to the nearest a random one without bias.
+    """Returns noise between -0.5 and 0.5, which makes rounding stochastic and unbiased.
 
     Args:
       key: a random key.
       method: 'uniform', or 'low_bit_uniform': 256 values, symmetric about zero.
       axes: the axes along which it differs; along the others it is the same.
-      shape: of what is rounded.
+      shape: the shape of the array to round.
 
     Returns:
-      float32 of as many axes, of length one but for `axes`.
+      float32, with the axes of the array, of length one except `axes`.
     """
     if key is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What users write in options: names of formats, and methods with numbers after commas."""
+"""Parsers of options that users write: names of formats, and methods with numbers after commas."""
 
 import functools
 import math
@@ -11,22 +11,22 @@ from haiku_implicit.numerics import formats, ranges
 
 
 def split(text: Any) -> list[str]:
-    """The parts of an option between its commas: 'int8', 'groups' of 'int8,groups'."""
+    """Splits an option at its commas: 'int8,groups' to 'int8' and 'groups'."""
     return str(text).replace(" ", "").split(",")
 
 
 def parse(
     option: str, text: Any, known: Mapping[str, tuple[int, int]]
 ) -> tuple[str, tuple[float, ...]]:
-    """A method and the numbers after it, as in 'percentile,99.5'.
+    """Parses a method and the numbers after it, as in 'percentile,99.5'.
 
     Args:
       option: the name of the option, for errors.
-      text: what was given.
-      known: how many numbers each method takes, at least and at most.
+      text: the value of the option.
+      known: the least and the largest count of numbers for each method.
 
     Raises:
-      ValueError: for an unknown method, more or fewer numbers, or what is not a finite number.
+      ValueError: for an unknown method, more or fewer numbers, or text that is not a finite number.
     """
     name, *rest = split(text)
     if name not in known:
@@ -55,14 +55,14 @@ def is_positive_integer(x: Any) -> bool:
 
 
 def format_name(option: str, value: Any) -> str | None:
-    """The name of a format; that of a recipe ('mxfp4') as it is."""
+    """Returns the name of a format; the name of a recipe ('mxfp4') is returned unchanged."""
     if value is None or (isinstance(value, str) and value in formats.RECIPES):
         return value
     return formats.find(value, option, also=formats.RECIPES).name
 
 
 def operand_format(option: str, value: Any) -> str | None:
-    """The name of a format that operands of products can be quantized to."""
+    """Returns the name of a format that operands of products can be quantized to."""
     name = format_name(option, value)
     known = [f.name for f in formats.FORMATS.values() if _is_of_operands(f)]
     if name is not None and name not in known:
@@ -71,7 +71,7 @@ def operand_format(option: str, value: Any) -> str | None:
 
 
 def _is_of_operands(fmt: formats.Format) -> bool:
-    """Whether a format has a zero, and needs nothing but a scale."""
+    """Whether a format has a zero, and needs only a scale."""
     has_zero = fmt.name not in formats.BY_MEAN and (fmt.table is None or 0 in fmt.table)
     return has_zero and not fmt.offset
 
@@ -81,7 +81,7 @@ class Activation(NamedTuple):
 
     Attributes:
       qtype: their format.
-      groups: whether the part of a row that meets a group of the matrix has a scale of its own.
+      groups: whether each part of a row that meets a group of the matrix has a scale.
       tensor: whether all rows share scales.
       method: how the scales are found.
     """
@@ -93,7 +93,7 @@ class Activation(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether each row is rounded by itself, to nothing but its largest magnitude."""
+        """Whether each row is rounded by itself, and scales come from largest magnitudes."""
         return not self.tensor and self.method == "absmax"
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Activation(NamedTuple):
 
 @functools.lru_cache
 def activation_of(text: str) -> Activation:
-    """What the text of an activation says.
+    """Parses the text of an activation.
 
     Raises:
       ValueError: for a format that activations can't have, or an unknown method.
@@ -118,7 +118,7 @@ def activation_of(text: str) -> Activation:
 
 
 def checked_activation(activation: Any) -> str | None:
-    """The same text for all texts (or dtypes) that say the same; None for None.
+    """Returns one text for all texts (or dtypes) of the same activation; None for None.
 
     Raises:
       ValueError: as `activation_of` does.

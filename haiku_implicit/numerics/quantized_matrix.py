@@ -33,34 +33,34 @@ from haiku_implicit.numerics.options import activation_of, checked_activation, i
 class QuantizedMatrix(ImplicitArray, core_ndim=2):
     """The weight `scale * decode(codes) + offset`, in groups of elements that share a scale.
 
-    Made by `QuantizedMatrix.quantize`, or by `QuantizedMatrix.from_parts` of a weight that comes
-    quantized. The groups lie along one axis of the matrix `[..., n, m]`; in storage that axis, of
-    length `k`, is the last one, and the other one, the `rows`, comes before it. So the storage of a
-    matrix that is grouped along axis -2 is that of its transpose, and `w.T` changes no data.
+    `QuantizedMatrix.quantize` makes one from a dense weight, `QuantizedMatrix.from_parts` from a weight
+    that comes quantized. The groups run along one axis of the matrix `[..., n, m]`. In storage that
+    axis, of length `k`, is the last one, and the other one, the `rows`, comes before it. So a matrix
+    that is grouped along axis -2 is stored like its transpose, and `w.T` changes no data.
 
     Attributes:
       codes: `[..., rows, k * bits / 8]`: int8, uint8, or a float8 dtype, as the format says. Codes of
         less than 8 bits are packed within each group (`quantization.formats.pack`); with 4 bits byte
         j of a group of g elements holds element j in its low nibble and element j + g/2 in its high
-        one. This is the order of GGML (Q4_0, Q4_1), whose blocks fit.
-      scale: `[..., tiles, k / g]`, floating. The number of tiles divides that of rows: it is the same
-        for groups, and for scales per channel (a single one per row); one for a scale per tensor.
-        May be quantized itself (a `QuantizedMatrix` of this shape): nvfp4, QLoRA's double
+        one. This is the order of GGML (Q4_0, Q4_1), so that GGML's blocks fit.
+      scale: `[..., tiles, k / g]`, floating. The number of tiles divides the number of rows: it is
+        the same for groups, and for scales per channel (one per row); it is one for a scale per
+        tensor. May be quantized itself (a `QuantizedMatrix` of this shape): nvfp4, QLoRA's double
         quantization, GGUF's K-quants.
       offset: as `scale`, or None.
       format: the format of the codes, a name of `quantization.formats.FORMATS`.
       axis: the grouped axis of the matrix, -2 or -1.
       padding: how many codes at the end of each row are padding (only with one group in a row).
-      dtype: what the values are rounded to; the dtype of `scale` unless given.
+      dtype: the dtype that values are rounded to; the dtype of `scale` unless given.
       rounded_to: a narrower dtype that the values were rounded to before, by a cast there and back;
         None unless there was one.
-      activation: the format that activations are quantized to in products (in matrix products; a
-        convolution takes them as they are), each row by its largest magnitude, or, as in
-        'int8,groups', each part of a row that meets one of the matrix's groups; None: they are not.
+      activation: the format that activations are quantized to in products, each row (in a convolution,
+        each image) by its largest magnitude, or, as in 'int8,groups', each part of a row that meets
+        one of the matrix's groups; None: no quantization.
         The gradient with respect to activations passes the rounding straight through.
 
     Raises:
-      ValueError: where codes, scales and offsets do not fit together or to the format.
+      ValueError: if codes, scales and offsets do not fit together or to the format.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -104,48 +104,49 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     ) -> Self:
         """Rounds a weight to the nearest codes; also under `jit`, `vmap` and `eval_shape`.
 
-        A group of zeros alone stays exactly zero; with a zero point (and float32 scales) every zero
-        does. An element that is not finite raises an error. Where its value is not known, under `jit`,
-        it makes its group NaN, and with scales that are quantized themselves all that share a scale.
+        A group of only zeros stays exactly zero; with a zero point (and float32 scales) every zero
+        does. An element that is not finite raises an error. Under `jit`, values are not known: there,
+        such an element makes its group NaN, and with scales that are quantized themselves all groups
+        whose scales share a scale.
 
         Args:
           w: `[..., n, m]`, floating, finite.
           dtype: a format: 'int8', 'int6', 'int5', 'int4', 'int3', 'int2', the same with a 'u' (codes
             from an offset on), 'ternary' and 'binary' (2 and 1 bits), 'nf4' (QLoRA,
-            arXiv:2305.14314), 'iq4_nl' (GGML's, for 'mse'), 'fp4' (e2m1), 'fp4_bnb' (that of
-            bitsandbytes), 'fp8_e4m3', 'fp8_e5m2'; or one with its own groups and scales: 'mxfp8',
+            arXiv:2305.14314), 'iq4_nl' (GGML's, for 'mse'), 'fp4' (e2m1), 'fp4_bnb' (bitsandbytes'
+            fp4), 'fp8_e4m3', 'fp8_e5m2'; or one with its own groups and scales: 'mxfp8',
             'mxfp4' (OCP Microscaling 1.0: groups of 32, scales e8m0), 'nvfp4' (16, e4m3, and a scale
             of the tensor), and the blocks of GGUF files: 'q4_0', 'q4_1', 'q5_0', 'q5_1', 'q8_0',
             'q2_k', 'q3_k', 'q4_k', 'q5_k', 'q6_k', 'iq4_xs'.
           group_size: how many consecutive elements along `axis` share a scale; it divides the axis,
-            and fills whole bytes. None: all of them (a scale per channel). A pair: a tile of so many
-            rows (along the other axis) and elements. 'tensor': all elements.
+            and fills whole bytes. None: all of them (a scale per channel). A pair: the rows (along the
+            other axis) and elements of a tile. 'tensor': all elements.
           axis: the axis that scales are shared along: -2, which is contracted in `x @ w`, or -1.
           zero_point: True is short for the format with an offset ('uint4' for 'int4').
-          calibration: how scales are found: 'absmax', 'minmax' (from the least to the largest number,
-            in the format with an offset; either also with a factor, as in 'absmax,0.8'), 'absmean',
+          calibration: the method to find scales: 'absmax', 'minmax' (from the least to the largest
+            number, in the format with an offset; both also with a factor: 'absmax,0.8'), 'absmean',
             'mse' (the least squared error), 'hqq', 'rms,3', 'percentile,99.5', 'fixed,LOW,HIGH'.
             None: absmean for binary and ternary, minmax with an offset, else absmax.
-          scale_dtype: how scales and offsets are stored: 'float32', 'bfloat16', 'float16'; 'e8m0'
+          scale_dtype: the storage of scales and offsets: 'float32', 'bfloat16', 'float16'; 'e8m0'
             (powers of two); 'e4m3' (with a float32 scale of the tensor); 'double' (8 bits in blocks
             of 256 with a float32 scale each: QLoRA's double quantization); 'uint6,8' (6 bits, and a
             float16 scale for 8 groups: Q4_K; also with other numbers). None: float32 (float64
-            for float64 weights), or what the format says.
-          moments: `[..., k, k]` for `axis` of length k: of the inputs x `[n, k]` of the product xᵀx,
-            to round for its least error (GPTQ), see `input_moments`; or the diagonal `[..., k]`, to
-            weigh errors in a search for scales alone.
+            for float64 weights), or the storage that the format prescribes.
+          moments: `[..., k, k]` for `axis` of length k: xᵀx of the product's inputs x `[n, k]`, to
+            round for the product's least error (GPTQ), see `input_moments`; or its diagonal
+            `[..., k]`, only to weigh errors in a search for scales.
           activation: 'int8', 'int4', 'fp8_e4m3', ...: activations are quantized in each product
             (dynamic quantization), so that integers multiply integers, with a scale for each row.
-            'int8,groups' gives them one for each group of the weight, as llama.cpp does; 'int8,tensor'
-            one for all rows. A method may follow, as in 'int8,rms,7' or 'int8,minmax'; it is 'absmax'
-            else. None: weight-only.
+            'int8,groups' gives each row a scale for each group of the weight, as llama.cpp does;
+            'int8,tensor' one scale for all rows. A method may follow, as in 'int8,rms,7' or
+            'int8,minmax'; the default is 'absmax'. None: weight-only.
 
         Returns:
           The quantized weight, of the dtype of `w`.
 
         Raises:
           ValueError: for a weight that is not finite or has less than two axes, an unknown format,
-            calibration or scale_dtype, a group size that does not fit.
+            calibration or scale_dtype, or a group size that does not fit.
           TypeError: for a weight that is not floating.
 
         Example:
@@ -167,7 +168,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
 
     @classmethod
     def _of(cls, encoded: Encoded, axis: int, **fields: Any) -> Self:
-        """The matrix of codes; scales that are codes themselves are a matrix again."""
+        """Makes a matrix from codes; scales that are codes themselves become a matrix, too."""
         parts: dict[str, Any] = {
             name: QuantizedMatrix._of(x, -1, dtype=formats.arithmetic_dtype(x.scale.dtype))
             if isinstance(x, Encoded)
@@ -188,23 +189,23 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         padding: int = 0,
         out_dtype: Any = None,
     ) -> Self:
-        """A weight that comes quantized, in the storage order that the class describes.
+        """Makes a matrix from a weight that comes quantized, in the storage order of the class.
 
         Args:
           codes: `[..., rows, k * bits / 8]`, packed.
           scale: `[..., rows, groups]`, or `[..., tiles, groups]`, floating; may be quantized.
-          offset: the same shape, floating, or None.
+          offset: with the shape of `scale`, floating, or None.
           dtype: the format of the codes, see `quantize`.
-          axis: the axis of the matrix that `k` is: -2 for the matrix `[..., k, rows]` (a weight
+          axis: the axis of the matrix with length `k`: -2 for the matrix `[..., k, rows]` (a weight
             `[in, out]` of Haiku from rows `[out, in]`), -1 for `[..., rows, k]`.
           padding: how many codes at the end of each row are padding.
-          out_dtype: the dtype of the weight; that of `scale` if None.
+          out_dtype: the dtype of the weight; None: the dtype of `scale`.
 
         Returns:
           The quantized weight.
 
         Raises:
-          ValueError: where the parts do not fit together.
+          ValueError: if the parts do not fit together.
 
         Example:
           GGUF's Q4_1, blocks of 32 codes with a scale and a minimum:
@@ -225,7 +226,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         return cls(**parts, format=fmt.name, axis=axis, padding=padding, dtype=out_dtype)
 
     def with_activation(self, activation: str | None) -> "QuantizedMatrix":
-        """The same matrix; products with it quantize activations to a format, or to none.
+        """Returns this matrix with another format for the activations of its products, or None.
 
         Args:
           activation: as for `quantize`.
@@ -236,20 +237,20 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         return self._replace(activation=checked_activation(activation))
 
     def requantize(self, w: Any) -> Self:
-        """Another weight of the same shape, quantized as this one is.
+        """Quantizes another weight of the same shape as this one is.
 
         Args:
-          w: a dense weight of the shape of this one.
+          w: a dense weight of this shape.
         """
         if np.shape(w) != self.shape:
             raise ValueError(f"w: expected shape {list(self.shape)}, got {list(np.shape(w))}")
         return self.like(jnp.asarray(w))
 
     def like(self, w: jax.Array) -> Self:
-        """Any weight, quantized as this one is: with its format, groups, and storage of scales.
+        """Quantizes any weight as this one is: with its format, groups, and storage of scales.
 
         Args:
-          w: `[..., n, m]`, floating; the size of the groups fits.
+          w: `[..., n, m]`, floating; the groups have to fit.
         """
         group = None if self.num_groups == 1 and self._tile[0] == 1 else self._tile
         new = self.quantize(
@@ -260,17 +261,17 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
 
     @property
     def num_groups(self) -> int:
-        """How many groups the grouped axis has."""
+        """The number of groups along the grouped axis."""
         return np.shape(self.scale)[-1]
 
     @property
     def group_size(self) -> int:
-        """How many elements along the grouped axis share a scale (padding counted in)."""
+        """The number of elements along the grouped axis that share a scale, padding included."""
         return np.shape(self.codes)[-1] * 8 // self._format.bits // self.num_groups
 
     @property
     def scale_dtype(self) -> str:
-        """How the scales are stored, as `quantize` takes it: 'float32', 'double', 'uint6,8', ..."""
+        """The storage of the scales, as for `quantize`: 'float32', 'double', 'uint6,8', ..."""
         if is_implicit(self.scale):
             if self.scale.scale.dtype == np.float16:
                 return f"{self.scale.format},{self.scale.group_size}"
@@ -287,7 +288,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         return formats.FORMATS[self.format]
 
     def with_row_scales(self) -> Self:
-        """The same weight with dense scales for each row, for a rule that reads them."""
+        """Returns this weight with dense scales for each row, for rules that read them."""
         rows = np.shape(self.codes)[-2]
         if np.shape(self.scale)[-2] == rows:
             offset = None if self.offset is None else dense(self.offset)
@@ -295,15 +296,16 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         return self.map_scales(lambda leaf: formats.by_rows(dense(leaf), rows))
 
     def map_scales(self, fun: Callable[[Any], Any]) -> Self:
-        """The same codes and dtype, with a function of the scale and of the offset in their place."""
+        """Applies a function to the scale and to the offset; codes and dtype stay."""
         offset = None if self.offset is None else fun(self.offset)
         new = self._replace(scale=fun(self.scale), offset=offset)
-        # Not where the scales still tell it: a loop's carry keeps its structure. (Specs have no dtype.)
+        # The dtype is stored only if the scales no longer tell it: then a loop's carry keeps its
+        # structure. (Specs do not have a dtype.)
         told = hasattr(new.scale, "dtype") and new.dtype == self.dtype
         return new if told else new._replace(dtype=self.dtype)
 
     def restored(self) -> Self:
-        """With codes in the dtype of the format, where a cast of a whole tree has changed it.
+        """Casts codes back to the dtype of the format, after a cast of a whole tree.
 
         Raises:
           TypeError: for a dtype that does not hold all codes.
@@ -337,7 +339,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         return self.rounded(values)
 
     def rounded(self, values: jax.Array) -> jax.Array:
-        """Decoded values as this weight has them: in its dtype, after an earlier rounding if any.
+        """Rounds decoded values to `rounded_to`, if it is set, and to the dtype of this weight.
 
         Args:
           values: of any shape, in the arithmetic dtype of the scales.
@@ -345,12 +347,12 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         if self.rounded_to is None:
             return values.astype(self.dtype)
         values = values.astype(self.rounded_to).astype(self.dtype)
-        # XLA may leave out a cast there and back (`xla_allow_excess_precision`), but not this.
+        # XLA may drop a cast there and back (`xla_allow_excess_precision`), but not this operation.
         digits, exponents = jnp.finfo(self.rounded_to).nmant, jnp.finfo(self.dtype).nexp
         return jax.lax.reduce_precision(values, exponent_bits=exponents, mantissa_bits=digits)
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """Batch axes and rows split as they are, the grouped axis between groups."""
+        """Splits batch axes and rows anywhere, and the grouped axis between groups."""
         *lead, n, m = padded_spec(spec, self.ndim)
         rows, along = (n, m) if self.axis == -1 else (m, n)
         scale_rows, scale_along = rows, along
@@ -361,7 +363,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
             scale_along = None  # a scale per channel belongs to all parts of the channel
         tiles = np.shape(self.scale)[-2]
         if tiles == 1:
-            scale_rows = None  # as does a scale per tensor to all rows
+            scale_rows = None  # a scale per tensor belongs to all rows
         elif tiles % num_parts(rows, mesh):
             return NotImplemented
         if self.shape[self._row_axis] % num_parts(rows, mesh) or self.shape[self.axis] % parts:
@@ -378,7 +380,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         return self._replace(codes=codes, scale=specs[0], offset=offset)
 
     def placement_spec(self, spec: Any, mesh: Any) -> Any:
-        """Codes and scales, each wherever they can be cut evenly, also within groups."""
+        """Splits codes and scales wherever each can be cut evenly, also within groups."""
         found = self.partition_spec(spec, mesh)
         if found is not NotImplemented:
             return found
@@ -393,7 +395,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         return self.map_scales(of_leaf)._replace(codes=of_leaf(self.codes))
 
     def fitted(self, spec: Any, mesh: Any) -> Any:
-        """With smaller groups, so that none would be cut; itself where the numbers would change."""
+        """Returns this weight with groups so small that none is cut; itself if values would change."""
         if self.partition_spec(spec, mesh) is not NotImplemented:
             return self
         *_, n, m = padded_spec(spec, self.ndim)
@@ -406,14 +408,14 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         return self if new.partition_spec(spec, mesh) is NotImplemented else new
 
     def regrouped(self, group_size: int) -> Self:
-        """The same weight in smaller groups: codes and values stay, scales are repeated.
+        """Returns this weight with smaller groups: codes and values stay, scales are repeated.
 
         Args:
-          group_size: a divisor of the size that the groups have.
+          group_size: a divisor of the present group size.
 
         Returns:
-          The weight, with dense scales; itself where groups of this size don't fill whole bytes, and
-          where activations are rounded by groups, so that products would change.
+          The weight, with dense scales; itself if groups of this size don't fill whole bytes, or if
+          activations are rounded by groups, so that products would change.
         """
         fmt, size = self._format, self.group_size
         by_groups = self.activation is not None and activation_of(self.activation).groups
@@ -425,7 +427,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         last = self.ndim - 1
         new = self.map_scales(lambda y: formats.repeated(dense(y), size // group_size, last))
         new = new._replace(codes=formats.pack(codes, fmt))
-        inferred = new._replace(dtype=self.__dict__.get("_dtype"))  # of one structure with this one
+        inferred = new._replace(dtype=self.__dict__.get("_dtype"))  # keeps the tree structure
         return inferred if inferred.dtype == self.dtype else new
 
     @property
@@ -461,7 +463,7 @@ def _check_weight(w: jax.Array) -> None:
 
 
 def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:
-    """Raises unless codes, scale and offset are what the class says."""
+    """Raises unless codes, scale and offset have the shapes and dtypes that the class prescribes."""
     parts = dict(codes=q.codes, scale=q.scale, offset=q.offset)
     parts = {name: x for name, x in parts.items() if x is not None}
     found = ", ".join(f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parts.items())

@@ -1,7 +1,6 @@
-"""Ranges: between which ends the values lie that share a scale.
+"""Ranges: the ends of the values that share a scale.
 
-The scales of stored matrices (`calibration`) and those of operands (`operands`) start from them. How a
-range becomes a scale differs, and is there.
+Stored matrices (`calibration`) and operands (`operands`) turn these into scales, in different ways.
 """
 
 from typing import Any
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 
 from haiku_implicit.numerics.extremes import largest, smallest
 
-# The lower and the upper end; the lower one is None where a range reaches as far down as up.
+# The lower and the upper end; the lower one is None if a range is symmetric about zero.
 Limits = tuple[jax.Array | None, jax.Array]
 
-# Each method, and how many numbers it takes, at least and at most (see `options.parse`).
+# The least and the largest count of numbers for each method (see `options.parse`).
 METHODS = {"absmax": (0, 1), "minmax": (0, 1), "rms": (0, 1), "percentile": (0, 1), "fixed": (1, 2)}
 _RMS_FACTOR = 3.0
 _PERCENT = 99.5
@@ -28,16 +27,16 @@ def find(
     symmetric: bool,
     with_zero: bool = False,
 ) -> Limits:
-    """The ranges of an array.
+    """Finds the ranges of an array.
 
     Args:
       x: floating.
       method: one of `METHODS`, or 'absmean'.
-      numbers: those after it: a factor of what it finds (3 for 'rms'), a percentile (99.5), one end
-        or both of a fixed range.
+      numbers: the numbers after the method: a factor of the range (default: 3 for 'rms', else 1), a
+        percentile (99.5), one end or both of a fixed range.
       axis: the axes whose elements share a range; they stay, with length one.
-      symmetric: whether ranges reach as far down as up.
-      with_zero: whether 'minmax' has zero in its range, also where all values are on one side of it.
+      symmetric: whether ranges are symmetric about zero.
+      with_zero: whether the range of 'minmax' contains zero even if all values have one sign.
     """
     over: Any = dict(axis=axis, keepdims=True)
     if method == "fixed":
@@ -69,15 +68,15 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
 
 
 def fixed(numbers: tuple[float, ...]) -> tuple[float, float]:
-    """The ends of a fixed range: one number is that of a symmetric one."""
+    """Returns the ends of a fixed range; one number stands for a symmetric range."""
     low, high = numbers if len(numbers) == 2 else (-numbers[0], numbers[0])
     return low, high
 
 
 def taint_of(x: jax.Array, axis: Any) -> jax.Array:
-    """What is added to the ends of a range: NaN if one of the elements in it is not finite, else zero.
+    """Returns NaN for ranges with an element that is not finite, else zero; added to their ends.
 
-    In a range that does not follow its elements, infinity would get the last code, and NaN any.
+    If a range does not depend on these elements, infinity would get the last code, and NaN any code.
 
     Args:
       x: floating.

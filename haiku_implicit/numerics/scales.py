@@ -1,4 +1,4 @@
-"""How scales and offsets are stored: as floating numbers, or quantized themselves."""
+"""The storage of scales and offsets: as floating numbers, or quantized themselves."""
 
 import functools
 import re
@@ -15,17 +15,17 @@ from haiku_implicit.numerics.formats import FORMATS, Format
 
 _RUNS = re.compile(r"u?int[4-68],[1-9][0-9]*")
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
-CODES = ("e4m3", "double")  # in which scales are quantized themselves, beside `Runs`
+CODES = ("e4m3", "double")  # with `Runs`, the kinds of scales that are quantized themselves
 
 
 class Runs(NamedTuple):
-    """Scales in codes, each run of them with a float16 scale: 'uint6,8' as GGML's Q4_K has them.
+    """Scales as codes, in runs that have a float16 scale each: 'uint6,8' as in GGML's Q4_K.
 
-    Offsets are the same, times minus one where codes are not negative.
+    Offsets are stored in this way, too, times minus one if codes are not negative.
 
     Attributes:
       format: the format of the codes.
-      length: how many groups' scales share a scale.
+      length: how many scales share a float16 scale.
     """
 
     format: str
@@ -33,7 +33,7 @@ class Runs(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Whether scales are out of the range of the dtype that holds them, booleans.
+    """Whether scales are out of the range of their storage dtype, as booleans.
 
     Attributes:
       large: whether one became infinite.
@@ -47,15 +47,15 @@ class Lost(NamedTuple):
 def store(
     found: Scales, fmt: Format, name: str | None, calibration: str | None
 ) -> tuple[Scales, Lost | None]:
-    """Scales and offsets as floating numbers that are stored, and whether they fit.
+    """Casts scales and offsets to the floating numbers to store, and says whether they fit.
 
     Args:
       found: scales and offsets `[..., tiles, groups]`.
       fmt: the format of their codes.
-      name: what `name_of` returns, but none of `CODES`.
-      calibration: what found them.
+      name: a result of `name_of`, but none of `CODES`.
+      calibration: the calibration method that found the scales.
     """
-    # (Where the largest code is a power of two, as in nf4, that rule would clip up to half of a value.)
+    # (If the largest code is a power of two, as in nf4, the MX rule would clip up to half of a value.)
     by_largest = calibration in (None, "absmax", "minmax") and np.frexp(fmt.largest)[0] > 0.5
     stored = _as_held(found, name, fmt if by_largest else None)
     if name not in _FLOATS:
@@ -69,7 +69,7 @@ def check(lost: Lost | None, dtype: Any) -> None:
     """Raises for scales that are known to be out of the range of their dtype.
 
     Raises:
-      ValueError: it says in which direction.
+      ValueError: says in which direction.
     """
     for problem, wrong in () if lost is None else lost._asdict().items():
         if _known(lambda x: x, wrong):
@@ -80,25 +80,25 @@ def check(lost: Lost | None, dtype: Any) -> None:
 
 
 def _as_held(found: Scales, name: str | None, fmt: Format | None = None) -> Scales:
-    """Scales in the dtype that holds them; `fmt` as for `_powers_of_two`."""
+    """Casts scales to their storage dtype; `fmt` as for `_powers_of_two`."""
     if name == "e8m0":
         return found._replace(scale=_powers_of_two(found.scale, fmt))
     return jax.tree.map(lambda x: x.astype(name), found) if name in _FLOATS else found
 
 
 def runs_of(name: str | None) -> Runs | None:
-    """The runs that 'uint6,8' stands for; None for another name."""
+    """Returns the runs that a name such as 'uint6,8' stands for; None for other names."""
     code, comma, length = (name or "").partition(",")
     return Runs(code, int(length)) if comma else None
 
 
 def name_of(dtype: Any, fmt: Format) -> str | None:
-    """The name of what scales are stored in.
+    """Returns the name of the storage of scales.
 
     Args:
-      dtype: a name of `_FLOATS` or `CODES`, 'e8m0', the text of `Runs`, a floating dtype, or None: as
-        they are.
-      fmt: the format of the codes that the scales are of.
+      dtype: a name of `_FLOATS` or `CODES`, 'e8m0', the text of `Runs`, a floating dtype, or None: no
+        cast.
+      fmt: the format of the codes that the scales belong to.
 
     Raises:
       ValueError: for another dtype, or one that does not fit the format.
@@ -120,7 +120,7 @@ def name_of(dtype: Any, fmt: Format) -> str | None:
 
 
 def _checked_runs(name: str, fmt: Format) -> str:
-    """The text of `Runs`; raises where its codes do not fit those that the scales are of."""
+    """Returns the text of `Runs`; raises if its format does not fit the format of the weight."""
     code, length = str(name).split(",")
     if fmt.offset != FORMATS[code].offset:
         needed = "counts up from zero" if fmt.offset else "has both signs"
@@ -135,11 +135,11 @@ def _checked_runs(name: str, fmt: Format) -> str:
     return name
 
 
-@functools.lru_cache  # one function for one dtype: what is compiled for it is found again
+@functools.lru_cache  # one function for each dtype, so that programs compiled for it are used again
 def rounding(name: str | None) -> Rounding:
-    """A function from scales to the nearest ones that `store` can hold.
+    """Returns a function from scales to the nearest ones that `store` can hold.
 
-    It leaves scales as they are where they will be quantized themselves.
+    It does not change scales that will be quantized themselves.
     """
 
     def nearest(found: Scales) -> Scales:
@@ -160,13 +160,13 @@ def _name(dtype: Any) -> str | None:
 def known_nonfinite(x: jax.Array) -> bool:
     """Whether an array is known to have infinite or NaN elements; False for a tracer.
 
-    A concrete array may be used in a function that is being traced. What is computed from it there is
-    traced too, unless it is evaluated at compile time.
+    A concrete array may be used in a function that is being traced. Computations with it are traced,
+    too, unless they are evaluated at compile time.
     """
     return _known(_has_nonfinite, x)
 
 
-@jax.jit  # one program for a shape, in place of three
+@jax.jit  # one program for each shape, instead of three
 def _has_nonfinite(x: jax.Array) -> jax.Array:
     return ~jnp.isfinite(x).all()
 
@@ -179,11 +179,12 @@ def _known(condition: Callable[..., jax.Array], *arrays: jax.Array) -> bool:
 
 
 def _powers_of_two(scale: jax.Array, fmt: Format | None) -> jax.Array:
-    """Scales in e8m0, a byte each.
+    """Rounds scales to powers of two in e8m0, a byte each.
 
     With a format, they are rounded as section 6.3 of the OCP Microscaling specification says: to the
-    exponent of the largest magnitude less that of the largest code. (So magnitudes just below a power
-    of two saturate.) Without one, to the nearest exponent. A block with NaN or infinities gets NaN.
+    exponent of the largest magnitude less the exponent of the largest code. (So magnitudes just below a
+    power of two saturate.) Without a format, they are rounded to the nearest exponent. A block with NaN
+    or infinities gets NaN.
     """
     if fmt is None:
         exponent = jnp.round(jnp.log2(jnp.where(scale == 0, 1, jnp.abs(scale)))).astype(jnp.int32)
