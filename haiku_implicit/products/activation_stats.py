@@ -1,9 +1,9 @@
-"""Statistics of activations, from which static scales come.
+"""Statistics of activations, the source of static scales.
 
-A product is deep within a model: in a scan, a checkpointed block, a stack of layers. What it sees of an
-activation leaves the model as a gradient: the weight carries the statistics as arrays, and the
-gradient with respect to these is what is to be added to them. JAX sums the gradients of loops and of
-shared weights. `haiku_implicit.with_quant_stats` reads the sum.
+A product is deep within a model: in a scan, a checkpointed block, a stack of layers. The limits of its
+activation leave the model as a gradient: the weight carries the statistics as arrays, and the gradient
+with respect to these is the update to add to them. JAX sums the gradients of loops and of shared
+weights. `haiku_implicit.with_quant_stats` reads the sum.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Shapes:
     """The shapes of statistics, noted while a function is traced.
 
     Attributes:
-      found: for the name of each weight, the shape of each limit by the limit's name.
+      found: from the name of each weight to the shapes of its limits, by the limits' names.
     """
 
     def __init__(self) -> None:
@@ -49,22 +49,21 @@ class Shapes:
 )
 @dataclasses.dataclass(frozen=True)
 class QuantStats:
-    """What has been seen of the activations that a weight is multiplied with.
+    """Statistics of the activations that a weight is multiplied with.
 
-    The limits of a range are 'absmax', or 'min' and 'max': as the rule calibrates activations, the
-    mean over its `act_batch_axes`. The scale is that of the limits' average.
+    The limits of a range are 'absmax', or 'min' and 'max': found by the rule's calibration of
+    activations, and averaged over its `act_batch_axes`. The scale comes from the limits' average.
 
     Attributes:
-      sums: for each limit the sum of those of all products, float32 `[*batch, *limit]`: `batch` are
-        the batch axes of the weight (stacked layers), `limit` the axes of the activation, of length
-        one but for axes of the activation that have scales and are not averaged over. None: there
-        are no statistics.
-      count: float32 `[*batch]`, how many products there were.
-      name: that of the weight, for errors.
-      mode: 'update': the range is the average with this product counted in, and the gradients with
-        respect to `sums` and `count` are what it adds; 'read': the average, but as without
-        statistics where `count` is zero; 'fixed': `sums` are the limits themselves.
-      shapes: where to note shapes, in a call that finds these out.
+      sums: for each limit its sum over all products, float32 `[*batch, *limit]`: `batch` are the batch
+        axes of the weight (stacked layers), `limit` the axes of the activation, of length one except
+        axes of the activation that have scales and are not averaged over. None: without statistics.
+      count: float32 `[*batch]`, the number of products.
+      name: the weight's name, for errors.
+      mode: 'update': the range is the average including this product, and the gradients with respect
+        to `sums` and `count` are its additions to them; 'read': the average, or the activation's own
+        range if `count` is zero; 'fixed': `sums` are the limits themselves.
+      shapes: records the limits' shapes, in a call that finds them out.
 
     Example:
       >>> import jax.numpy as jnp
@@ -83,7 +82,7 @@ class QuantStats:
     shapes: Shapes | None = None
 
     def spread(self, batch: tuple[int, ...]) -> "QuantStats":
-        """The first of the statistics, for a weight with other batch axes."""
+        """Repeats the first of the statistics, for a weight with other batch axes."""
         if self.sums is None or np.shape(self.count) == batch:
             return self
         first = self.first()
@@ -93,7 +92,7 @@ class QuantStats:
         return dataclasses.replace(self, sums=arrays[0], count=arrays[1])
 
     def first(self) -> "QuantStats":
-        """Those of the first matrix of a batch (a kernel is a batch of matrices to this library)."""
+        """Returns the statistics of the first matrix of a batch (a kernel is a batch of matrices)."""
         at = (0,) * np.ndim(self.count)
         sums = {name: x[at] for name, x in (self.sums or {}).items()}
         return dataclasses.replace(self, sums=sums, count=self.count[at])
@@ -109,20 +108,20 @@ serialization.register_node(
 def static_limits(
     x: jax.Array, spec: OperandSpec, batch_axes: Collection[int], stats: QuantStats | None
 ) -> tuple[Limits, Callable[[jax.Array], jax.Array]]:
-    """The static range of an activation, and a function that makes a product's result remember it.
+    """Returns the static range of an activation, and a function that adds the gradients of statistics.
 
     Args:
       x: the activation.
       spec: how it is quantized.
       batch_axes: the axes that limits are averaged over.
-      stats: what has been seen of it.
+      stats: the statistics of the activation.
 
     Returns:
-      The range; and a function to be applied to the result of the product, the identity but for
-      gradients with respect to the statistics.
+      The range, and a function for the result of the product: the identity, except for gradients with
+      respect to the statistics.
 
     Raises:
-      ValueError: for missing statistics, ones of other shapes, or axes that `x` does not have.
+      ValueError: for missing statistics, statistics of other shapes, or axes that `x` does not have.
     """
     if stats is None or (stats.sums is None and stats.shapes is None):
         of = f" of {stats.name!r}" if stats is not None and stats.name else ""
@@ -158,7 +157,7 @@ def _unchanged(out: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _remember(out: jax.Array, totals: Any, added: Any) -> jax.Array:
-    """`out`; the gradients with respect to `totals` are `added`."""
+    """Returns `out`; the gradients with respect to `totals` are `added`."""
     return out
 
 
@@ -171,7 +170,7 @@ _remember.defvjp(
 def _limits_of(
     x: jax.Array, spec: OperandSpec, batch_axes: tuple[int, ...]
 ) -> dict[str, jax.Array]:
-    """The limits of an activation by itself, by their names, averaged over axes."""
+    """Returns the limits of one activation by their names, averaged over axes."""
     if outside := [i for i in batch_axes if not -x.ndim <= i < x.ndim]:
         raise ValueError(
             f"act_batch_axes: expected axes of the activation, which has {x.ndim} (its shape is "
@@ -195,7 +194,7 @@ def _shapes(limits: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _checked(stats: QuantStats, limits: Any) -> QuantStats:
-    """The statistics for one product; raises unless their limits are like these."""
+    """Returns the statistics for one product; raises unless their limits have the shapes of these."""
     found = stats.first()
     if _shapes(found.sums) != _shapes(limits):
         raise _mismatch(stats.name, _shapes(found.sums), _shapes(limits), "the statistics have")

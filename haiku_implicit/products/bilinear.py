@@ -1,9 +1,9 @@
 """Products of quantized arrays: integer codes are multiplied as integers, and scaled afterwards.
 
-A product is linear in each of two operands. All that has to be known of it is which axis of its result
-comes from which axis of an operand: along those axes an operand may have scales, and the result is
-multiplied by them. The gradient with respect to an operand is such a product too, of the incoming
-gradient and the other operand; JAX's transposition of the dense product finds it.
+A product is linear in each of two operands. This code only needs to know which axis of the result comes
+from which axis of an operand: along those axes an operand may have scales, and the result is multiplied
+by them. The gradient with respect to an operand is also such a product, of the incoming gradient and
+the other operand; JAX's transposition of the dense product finds it.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ Operand = jax.Array | QuantizedOperand
 Others = tuple[jax.Array, ...]
 Shape = tuple[int, ...]
 
-# Tiles of fewer elements are multiplied by their scales before the product, and not after it: so many
-# small integer products take longer than the one product of floating numbers that they stand for.
+# Tiles of fewer elements are multiplied by their scales before the product, and not after it: many
+# small integer products take longer than one product of floating numbers.
 _SMALLEST_INTEGER_TILE = 128
 
-# The longest sum of products of 8-bit integers that int32 holds, all of them at the largest magnitude.
+# The longest sum of products of 8-bit integers that int32 holds, if all have the largest magnitude.
 _LONGEST_SUM = (2**31 - 1) // 128**2
 
 
@@ -41,10 +41,10 @@ class Bilinear:
 
     Attributes:
       fun: called as `fun(a, b, dtype)`, with the dtype to accumulate in.
-      axes: for `a` and for `b`: which of its axes each axis of the result comes from.
+      axes: for `a` and for `b`, the source of each axis of the result: an axis of the operand, or None.
       summed: the pairs of axes (of `a`, of `b`) that are summed over; the last one is tiled.
       separable: whether products of pieces along such a pair add up to the product.
-      group_sizes: of a ragged product, how many rows of the result (and of `a`) go with each index of
+      group_sizes: in a ragged product, the number of rows of the result (and of `a`) for each index of
         the first axis of `b`.
     """
 
@@ -61,8 +61,8 @@ class Product:
 
     Attributes:
       primal: called as `primal(lhs, rhs, *others, precision=..., preferred_element_type=...)`.
-      precision: of products that are not of codes: those are exact.
-      axes, summed, separable: as of `Bilinear`.
+      precision: the precision of products of values; products of codes are exact.
+      axes, summed, separable: as for `Bilinear`.
       ragged: whether the first one of the others is its `group_sizes`.
     """
 
@@ -74,11 +74,11 @@ class Product:
     ragged: bool = False
 
     def group_sizes(self, others: Others) -> jax.Array | None:
-        """Those of `Bilinear`."""
+        """Returns the `group_sizes` of `Bilinear`."""
         return others[0] if self.ragged else None
 
     def forward(self, others: Others) -> Bilinear:
-        """The product of `lhs` and `rhs`, given what else it takes."""
+        """Returns the product of `lhs` and `rhs`, given its other arguments."""
 
         def fun(lhs: Any, rhs: Any, dtype: Any) -> jax.Array:
             precision = None if _is_code(lhs) else self.precision
@@ -87,12 +87,12 @@ class Product:
         return Bilinear(fun, self.axes, self.summed, self.separable, self.group_sizes(others))
 
     def transposed(self, side: int, operand: jax.Array, others: Others) -> Bilinear:
-        """The product of the incoming gradient and one operand: the gradient with respect to the other.
+        """Returns the product of the incoming gradient and an operand: the other operand's gradient.
 
         Args:
-          side: the operand that the gradient is with respect to: 0 or 1.
-          operand: an array of its shape.
-          others: what else the product takes.
+          side: the operand to return the gradient of: 0 or 1.
+          operand: an array with the shape of this operand.
+          others: the product's other arguments.
         """
         own, other = self.axes[side], self.axes[1 - side]
         pairs = list(zip(own, other, strict=True))
@@ -124,7 +124,7 @@ class Product:
 def dot_product(
     ndims: tuple[int, int], numbers: Any, precision: Any = None, out_sharding: Any = None
 ) -> Product:
-    """`jax.lax.dot_general` of operands with so many axes."""
+    """Returns the product `jax.lax.dot_general` of operands with `ndims` axes."""
     numbers = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in numbers)
     summed, batch = numbers
     lhs, rhs = (
@@ -150,10 +150,10 @@ def conv_product(
     out_sharding: Any = None,
     **window: Any,
 ) -> Product:
-    """`jax.lax.conv_general_dilated` of operands of these shapes; `window` has its other options."""
+    """Returns the product `jax.lax.conv_general_dilated`; `window` has its other options."""
     numbers = lhs_at, rhs_at, out_at = jax.lax.conv_dimension_numbers(*shapes, dimension_numbers)
     every = range(len(out_at))
-    batched = batch_group_count == 1  # else a batch axis of the result is a part of that of lhs
+    batched = batch_group_count == 1  # else the result's batch axis is a part of lhs's
     lhs_axes = tuple(lhs_at[0] if i == out_at[0] and batched else None for i in every)
     rhs_axes = tuple(rhs_at[0] if i == out_at[1] else None for i in every)
     convolve = functools.partial(
@@ -174,7 +174,7 @@ def conv_product(
 
 
 def ragged_product(precision: Any = None, group_offset: Any = None) -> Product:
-    """`jax.lax.ragged_dot`, whose third operand has the sizes of the groups."""
+    """Returns the product `jax.lax.ragged_dot`, whose third operand has the sizes of the groups."""
     return Product(
         functools.partial(jax.lax.ragged_dot, group_offset=group_offset),
         precision,
@@ -185,14 +185,14 @@ def ragged_product(precision: Any = None, group_offset: Any = None) -> Product:
     )
 
 
-# What `jax.lax.ragged_dot` does; its primitive is more general.
+# The case of `jax.lax.ragged_dot`; its primitive is more general.
 _RAGGED_DOT = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
 
 def product_of(
     primitive: Primitive, operands: tuple[Any, Any], params: dict[str, Any]
 ) -> Product | None:
-    """The product that a primitive computes with these parameters; None for one that isn't known."""
+    """Returns the product that a primitive computes with these parameters; None for an unknown one."""
     options = {name: x for name, x in params.items() if name != "preferred_element_type"}
     lhs, rhs = operands
     if primitive is jax.lax.dot_general_p:
@@ -206,14 +206,14 @@ def product_of(
 
 
 def _sharded(out_sharding: Any) -> dict[str, Any]:
-    """The parameter of a product, for versions of JAX whose products do not all have it."""
+    """Returns the parameter if it is set: in some versions of JAX, not all products have it."""
     return {} if out_sharding is None else dict(out_sharding=out_sharding)
 
 
 def _summed_in(dtype: Any, fun: Callable[..., Any], a: Any, b: Any, *others: Any) -> jax.Array:
-    """A function of two float32 arrays, one product, of arrays of other dtypes; summed in `dtype`.
+    """Calls a function of two float32 arrays, one product, for other dtypes; it sums in `dtype`.
 
-    (JAX transposes no products of integers. So the function is traced for float32.)
+    (JAX does not transpose products of integers. So the function is traced for float32.)
     """
     closed = jax.make_jaxpr(fun)(_struct(a), _struct(b), *others)
     changes: dict[str, Any] = dict(preferred_element_type=np.dtype(dtype))
@@ -234,14 +234,14 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _sharding(x: Any) -> Any:
-    """The sharding that is a part of an array's type, if any (explicit mesh axes)."""
+    """Returns the sharding in an array's type, if any (explicit mesh axes)."""
     sharding: Any = getattr(jax.typeof(x), "sharding", None)
     explicit = sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
     return sharding if explicit else None
 
 
 def _is_code(x: Any) -> bool:
-    """Whether products of an array are exact: precisions and algorithms are for wider dtypes."""
+    """Whether an array has codes, whose products are exact: precisions are for wider dtypes."""
     return np.dtype(x.dtype).itemsize == 1
 
 
@@ -253,13 +253,13 @@ def _is_integer(x: Any) -> bool:
 
 
 def multiply(product: Bilinear, a: Operand, b: Operand, dtype: Any, out_dtype: Any) -> jax.Array:
-    """A product of which either operand may be quantized.
+    """Computes a product of operands that may be quantized.
 
     Args:
       product: the product.
       a, b: its operands.
-      dtype: what dequantized operands are cast to.
-      out_dtype: of the result.
+      dtype: the dtype that dequantized operands are cast to.
+      out_dtype: the dtype of the result.
     """
 
     def of_values() -> jax.Array:
@@ -278,8 +278,8 @@ def multiply(product: Bilinear, a: Operand, b: Operand, dtype: Any, out_dtype: A
     of_codes = _product_of_codes(product, first_a, first_b, out_dtype)
     if of_codes is None or (first_a is a and first_b is b):
         return of_values()
-    # A stored kernel is a stack of matrices, each with its scales. Those of training share them, and
-    # their products are those of training.
+    # A stored kernel is a stack of matrices, each with its scales. Kernels from training share scales:
+    # then this product equals the product in training.
     pairs = [(x.scale, y.scale) for x, y in ((a, first_a), (b, first_b)) if x is not y]
     shared = jnp.all(jnp.stack([jnp.all(x == y) for x, y in pairs]))
     return jax.lax.cond(shared, of_codes, of_values)
@@ -288,7 +288,7 @@ def multiply(product: Bilinear, a: Operand, b: Operand, dtype: Any, out_dtype: A
 def _product_of_codes(
     product: Bilinear, a: QuantizedOperand, b: QuantizedOperand, out_dtype: Any
 ) -> Callable[[], jax.Array] | None:
-    """What multiplies codes and scales the sums; None where that is no way to the product."""
+    """Returns a function that multiplies codes and scales the sums; None if the scales prevent it."""
     tiles = _tiles(product, a, b) if a.multiplies and b.multiplies else None
     if tiles is None:
         return None
@@ -297,7 +297,7 @@ def _product_of_codes(
 
 
 def _first_scales(product: Bilinear, side: int, x: QuantizedOperand) -> QuantizedOperand:
-    """The operand with one scale for all positions of a kernel, that of the first; itself without any.
+    """Returns the operand with the first position's scale for all positions of a kernel, if it has any.
 
     (Positions are axes that the result does not have, and that are not summed like inputs.)
     """
@@ -312,17 +312,17 @@ def _first_scales(product: Bilinear, side: int, x: QuantizedOperand) -> Quantize
 
 
 class _Tiles(NamedTuple):
-    """How two operands are cut into tiles: along which axis each, and into how many."""
+    """How two operands are cut into tiles: the axis of each, and the number of tiles."""
 
     axes: tuple[int, int]
     number: int
 
 
 def _tiles(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> _Tiles | None:
-    """The tiles that have one scale for each index of the result's axes.
+    """Returns the tiles that have one scale for each index of the result's axes.
 
-    None where products of such tiles do not add up to the product, as within groups of a convolution;
-    where sums of integers may overflow; or where it does not pay.
+    None if the products of such tiles do not add up to the product, as within groups of a convolution;
+    if sums of integers may overflow; or if products of codes would be slower.
     """
     has_groups = (False, product.group_sizes is not None)
     tiled = [_tiled_axis(*own) for own in zip((a, b), product.axes, has_groups, strict=True)]
@@ -344,19 +344,19 @@ def _tiles(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> _Tile
 
 
 def _tiled_axis(x: QuantizedOperand, axes: Axes, has_groups: bool) -> int | None:
-    """The axis along which scales differ though the result has no such axis (or its groups have it)."""
+    """Returns an axis with several scales that is neither an axis of the result nor of its groups."""
     shape = () if x.scale is None else x.scale.shape
     known = (0, *axes) if has_groups else axes
     return next((i for i, n in enumerate(shape) if i not in known and n > 1), None)
 
 
 def _longest_sum(product: Bilinear, *operands: QuantizedOperand) -> float:
-    """How many products an element of the result is the sum of, at most; zero where none overflow.
+    """Returns a bound on the number of products in a sum; zero for floats, which do not overflow.
 
-    It is infinite where a length is symbolic (`jax.export`).
+    It is infinite if a length is symbolic (`jax.export`).
 
-    An element of either operand is a factor of one of them, so that the sizes of those axes of it that
-    the result does not have are a bound.
+    Each element of an operand is a factor of at most one product in a sum. So the sizes of the axes
+    that the operand has, but the result does not have, give a bound.
     """
     if not all(_is_integer(x.codes) for x in operands):
         return 0
@@ -370,7 +370,7 @@ def _longest_sum(product: Bilinear, *operands: QuantizedOperand) -> float:
 def _in_tiles(
     product: Bilinear, a: QuantizedOperand, b: QuantizedOperand, tiles: _Tiles
 ) -> jax.Array:
-    """The sum of the products of tiles, each with its own scales."""
+    """Sums the products of tiles, each with its own scales."""
 
     def stacked(axis: int, x: jax.Array) -> jax.Array:
         if x.shape[axis] == 1:  # one scale for all tiles
@@ -387,7 +387,7 @@ def _in_tiles(
 
 
 def _codes(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> jax.Array:
-    """The product of codes, scaled: integers are summed as integers, exactly, all others in float32."""
+    """Multiplies codes and scales the result; sums of integers are exact, all others float32."""
     left, right = a.codes, b.codes
     dtype = np.int32 if _is_integer(left) and _is_integer(right) else np.float32
     if dtype is np.float32 and left.dtype != right.dtype:  # not all products take two dtypes
@@ -402,14 +402,14 @@ def _codes(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> jax.A
 def scaled(
     x: jax.Array, scale: jax.Array | None, axes: Axes, group_sizes: jax.Array | None = None
 ) -> jax.Array:
-    """The result of a product, times the scale of an operand if it has one; sharded as it is.
+    """Multiplies the result of a product by the scale of an operand, if any; keeps its sharding.
 
     Args:
       x: the result.
-      scale: of an operand, with that operand's axes.
-      axes: which of those each axis of `x` comes from.
-      group_sizes: where the operand has the groups of a ragged product along its first axis: of how
-        many rows of `x` each is.
+      scale: the scale of an operand, with that operand's axes.
+      axes: for each axis of `x`, the operand's axis that it comes from, or None.
+      group_sizes: if the operand has the groups of a ragged product along its first axis: the number
+        of rows of `x` in each.
     """
     if scale is None:
         return x

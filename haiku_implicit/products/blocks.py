@@ -1,4 +1,4 @@
-"""Arrays in blocks along an axis, so that what takes much memory exists for one block at a time.
+"""Computations in blocks along an axis: large intermediate values exist for one block at a time.
 
 `over_blocks` runs a function block after block and joins the results; `slices` cuts a block out of
 each leaf of a tree.
@@ -16,7 +16,7 @@ from haiku_implicit.core import compat
 
 Tree = TypeVar("Tree")
 
-# What has more elements than this is computed in blocks.
+# Products with matrices of more elements than this are computed in blocks.
 BLOCKED_FROM = 1 << 18
 
 
@@ -28,17 +28,16 @@ def over_blocks(
     combine: Callable[[Any, Any], Any] = jnp.add,
     start: float = 0.0,
 ) -> Any:
-    """Joins what a function returns for the blocks of an axis.
+    """Joins the results of a function for the blocks of an axis.
 
     Args:
       fun: called as `fun(start, size)`, returns a tree of arrays.
-      length: of the axis that is cut.
-      size: of the blocks, at most `length`. Where results are combined, what is left over is one more,
-        which takes memory beside the others.
-      axis: where blocks lie one after another in the results, not negative; None: the results are
-        combined.
-      combine: of two results, their sum by default.
-      start: the number that combining with changes nothing.
+      length: the length of the axis to cut.
+      size: the size of the blocks, at most `length`. If results are combined, the rest is one more
+        block, which takes memory in addition.
+      axis: the axis of the results along which to concatenate them, not negative; None: combine them.
+      combine: a function of two results, their sum by default.
+      start: the neutral number of `combine`.
     """
     count, rest = divmod(length, size)
     if length == size:
@@ -51,7 +50,7 @@ def over_blocks(
         structs = None if rest else jax.eval_shape(lambda: fun(0, size))
         first = fun(count * size, rest) if rest else _full(structs, start)
         return jax.lax.scan(add, first, jnp.arange(count))[0]
-    # The last block may overlap the one before it, so that all are computed by one program.
+    # The last block may overlap the one before it, so that one program computes all blocks.
     starts = jnp.minimum(jnp.arange(count + bool(rest)) * size, length - size)
     _, blocks = jax.lax.scan(lambda _, start: (None, fun(start, size)), None, starts)
     return jax.tree.map(functools.partial(_joined, rest=rest, axis=axis), blocks)
@@ -64,7 +63,7 @@ def _full(structs: Any, number: float) -> Any:
 
 
 def _joined(blocks: jax.Array, rest: int, axis: int) -> jax.Array:
-    """Stacked blocks one after another along an axis; of the last one the rest, if there is one."""
+    """Concatenates stacked blocks along an axis; takes only the rest of the last one, if any."""
     whole = blocks[:-1] if rest else blocks
     whole = jax.lax.collapse(jnp.moveaxis(whole, 0, axis), axis, axis + 2)
     if not rest:
@@ -74,7 +73,7 @@ def _joined(blocks: jax.Array, rest: int, axis: int) -> jax.Array:
 
 
 def slices(tree: Tree, start: Any, size: int, axis: int) -> Tree:
-    """A part of each leaf along an axis."""
+    """Returns a slice of each leaf along an axis."""
     return jax.tree.map(lambda leaf: _slice(leaf, start, size, axis), tree)
 
 
@@ -86,7 +85,7 @@ def _slice(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _slice_of_bytes(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
-    """A slice of 8-bit floats, as bytes: XLA on a CPU would first make a wider array of the whole."""
+    """Slices 8-bit floats as bytes: XLA on a CPU would first cast the whole array to a wider dtype."""
     part = jax.lax.bitcast_convert_type(x, jnp.uint8)
     part = jax.lax.dynamic_slice_in_dim(part, start, size, axis=axis)
     return jax.lax.bitcast_convert_type(part, x.dtype)

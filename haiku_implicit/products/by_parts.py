@@ -1,9 +1,10 @@
-"""`by_parts`: any product of arrays whose axes have names, as a JAX primitive that XLA splits by these.
+"""`by_parts`: any product of arrays with named axes, as a JAX primitive that XLA splits by these names.
 
-Convolutions and ragged products are functions of XLA's own operations, which decode what is stored.
-Left to XLA, what is decoded would be moved. As one primitive with named axes (`partitioned.Axes`), they
+Convolutions and ragged products are functions of XLA's own operations, which decode stored codes. By
+itself, XLA would move the decoded values. As one primitive with named axes (`partitioned.Axes`), they
 move codes, and each device decodes its own part. Derivatives and batches of such a function are such
-functions, whose names follow from its own. On one device the functions are called as they are.
+functions, too; their names follow from the function's names. On one device the functions are called
+directly.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ Fun = Callable[..., jax.Array]
 def is_wanted(*operands: Any) -> bool:
     """Whether XLA may have to split a product of these: not on one device, nor within a `shard_map`.
 
-    Axes of a mesh that are explicit have rules of their own.
+    Explicit axes of a mesh have other rules.
     """
     leaves = jax.tree.leaves(operands)
     return (
@@ -50,13 +51,13 @@ def is_wanted(*operands: Any) -> bool:
 
 
 def by_parts(fun: Fun, axes: Axes, *operands: Any) -> jax.Array:
-    """The result of a function, which XLA splits over devices by the names of axes.
+    """Calls a function that XLA splits over devices by the names of axes.
 
     Args:
-      fun: hashable, of dense arrays; called with `parts=` as well, which says what part of the whole
-        they are. Linear in each operand that is floating, up to a constant.
+      fun: a hashable function of dense arrays; also called with `parts=`, the part of the whole that
+        they are. Linear in each floating operand, up to a constant.
       axes: the names of the axes of its operands and of its result.
-      *operands: arrays. Those that are implicit are moved as they are, and dense in `fun`.
+      *operands: arrays. Implicit ones move as stored, and are dense in `fun`.
     """
     if not any(map(is_implicit, operands)):
         return _bind(fun, axes, operands, needs_devices())
@@ -89,8 +90,8 @@ class _Expanded:
     """A function of the leaves of its operands.
 
     Attributes:
-      fun: of the operands, dense.
-      treedefs: of each operand, and the number of its leaves; None for one that is dense.
+      fun: the function of dense operands.
+      treedefs: the structure of each operand, and the number of its leaves; None for a dense operand.
     """
 
     fun: Any
@@ -107,13 +108,13 @@ class _Expanded:
 
 
 # --- implicit operands ---------------------------------------------------------------------------
-# A type says in `partition_spec` which axes of its leaves are those of the dense array.
+# A type's `partition_spec` maps axes of the dense array to axes of its leaves.
 
 
 def names_of_leaves(x: Any, names: Names) -> list[Names] | None:
-    """The names of the axes of each leaf of an implicit array, from those of the dense one.
+    """Returns the names of the axes of an implicit array's leaves, from the names of its own axes.
 
-    None where the type does not say so.
+    None if the type does not define them.
     """
     own = [name for name in names if name is not None]
     specs = _specs(x, names, dict.fromkeys(own, 1))
@@ -122,15 +123,15 @@ def names_of_leaves(x: Any, names: Names) -> list[Names] | None:
     found = []
     for leaf, spec in zip(jax.tree.leaves(x), specs, strict=True):
         entries = (*spec, *[None] * (len(leaf.shape) - len(spec)))
-        # One scale for a whole axis is that of all its parts.
+        # One scale for a whole axis belongs to all its parts.
         found.append(tuple(None if n == 1 else e for e, n in zip(entries, leaf.shape, strict=True)))
     return found
 
 
 def pieces_of(x: Any, names: Names) -> list[tuple[str, int]]:
-    """For each name of an implicit array into how many parts its leaves can be cut, of those asked for.
+    """Returns for each axis name of an implicit array the most parts that its leaves can be cut into.
 
-    Asked for are as many as there are devices, or a part of them.
+    The numbers of parts are the divisors of the number of devices.
     """
     count = jax.device_count()
     numbers = [n for n in range(count, 0, -1) if count % n == 0]
@@ -152,7 +153,7 @@ def _can_be_cut(x: Any, names: Names, name: str, parts: int) -> bool:
                     return False
                 shape[i] //= parts
         local.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
-    # (A type may have its shape beside its leaves.)
+    # (A type may store its shape apart from its leaves.)
     whole = [n // parts if own == name else n for own, n in zip(names, x.shape, strict=True)]
     return list(jax.tree.unflatten(treedef, local).shape) == whole
 
@@ -166,7 +167,7 @@ def _specs(x: Any, names: Names, sizes: dict[str, int]) -> list[PartitionSpec] |
 
 
 def _expand(operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    """What reads as dense in a rule of a type may be implicit: then it is moved as it is."""
+    """Binds with implicit operands: an operand that is dense in a type's rule may turn out implicit."""
     return [by_parts(params["fun"], params["axes"], *operands)]
 
 
@@ -191,7 +192,7 @@ def _abstract(*operands: Any, fun: Fun, **_: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("fun", "axes", "mesh"))
 def _run(*operands: jax.Array, fun: Fun, **params: Any) -> jax.Array:
-    """Outside of any trace: the primitive, compiled. (As in `matmul`, none under `disable_jit`.)"""
+    """Compiles the primitive outside of any trace; under `disable_jit` it calls the function."""
     if any(isinstance(x, jax.core.Tracer) for x in operands):
         return _bind(fun, operands=operands, **params)
     return fun(*operands, parts=WHOLE)
@@ -207,7 +208,7 @@ def _lower(ctx: Any, *operands: Any, fun: Fun, axes: Axes, mesh: Any) -> Any:
 
 
 def _opaque(fun: Fun, axes: Axes) -> Fun:
-    """The same, of the whole as one primitive: JAX wants a partitioned function without constants."""
+    """Wraps the whole function in one primitive: JAX partitions only functions without constants."""
 
     def run(*operands: jax.Array, parts: Parts) -> jax.Array:
         if parts is WHOLE:
@@ -251,13 +252,13 @@ def _jvp(primals: Any, tangents: Any, *, fun: Fun, axes: Axes, mesh: Any) -> Any
 
 @dataclasses.dataclass(frozen=True)
 class _Pulled:
-    """What a cotangent, after the operands that are known, gives to one of those that are not.
+    """The cotangent of one unknown operand, from the known operands and the result's cotangent.
 
     Attributes:
-      fun: of all operands, linear in those that are not known.
-      unknown: which these are, and
-      wrt: the one of them.
-      structs: of each of them its shape, dtype, and the names of its axes.
+      fun: the function of all operands, linear in the unknown ones.
+      unknown: the positions of the unknown operands.
+      wrt: the position of the operand whose cotangent this is.
+      structs: the shape, dtype and axis names of each unknown operand.
     """
 
     fun: Any
@@ -302,7 +303,7 @@ def _transpose(ct: Any, *operands: Any, fun: Fun, axes: Axes, mesh: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Mapped:
-    """A function of operands of which some have one more axis, the first one."""
+    """A function mapped over one more axis of some operands, their first."""
 
     fun: Any
     in_axes: tuple[int | None, ...]

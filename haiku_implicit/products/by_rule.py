@@ -1,10 +1,10 @@
-"""JAX's products with a rule that says what is quantized: the same arguments, and quantized gradients.
+"""JAX's products with a rule for quantization: the same arguments, and quantized gradients.
 
-In the forward pass both operands are quantized, with a scale for each index of the axes that are not
-summed (or for each tile of the summed one); integers are multiplied as integers and summed in int32,
-exactly (sums of more than 131071 products, which it may not hold, in the operands' dtype). In the
-backward pass the incoming gradient is quantized, and multiplied with what the forward pass has
-quantized. The rounding itself has the gradient one ("straight through").
+The forward pass quantizes both operands, with a scale for each index of the axes that are not summed
+(or for each tile of the summed one). Integers are multiplied as integers and summed exactly in int32
+(sums of more than 131071 products might overflow it: they use the operands' dtype). The backward pass
+quantizes the incoming gradient, and multiplies it with the quantized operands of the forward pass. The
+rounding itself has the gradient one ("straight through").
 """
 
 from collections.abc import Sequence
@@ -52,25 +52,25 @@ def dot_general(
 ) -> jax.Array:
     """`jax.lax.dot_general` of quantized operands, with a quantized backward pass.
 
-    An operand that is a `QuantizedMatrix` is taken as it is stored, without a gradient.
+    The stored codes of a `QuantizedMatrix` are used directly; it does not get a gradient.
 
     Args:
-      lhs, rhs: arrays; what is not floating is not quantized.
+      lhs, rhs: arrays; only floating ones are quantized.
       dimension_numbers: as for `jax.lax.dot_general`, like the two that follow and `out_sharding`.
-      precision: of products that are not of codes: those of integers are exact.
+      precision: the precision of products of values; products of integers are exact.
       preferred_element_type: the dtype of the result.
-      rule: what is quantized how; without `weight_qtype` nothing is.
-      out_sharding: of the result.
+      rule: the formats and calibrations; without `weight_qtype` dense operands are not quantized.
+      out_sharding: the sharding of the result.
       lhs_is_weight, rhs_is_weight: which operands are weights; the others are activations.
       key: a random key, or an integer seed, for a rule with stochastic rounding that is differentiated.
       stats: statistics of the activation, for a rule with `act_static_scale`.
 
     Returns:
-      What `jax.lax.dot_general` returns, of the same shape and dtype, up to rounding.
+      The result of `jax.lax.dot_general`, with its shape and dtype, up to rounding.
 
     Raises:
       ValueError: for a tile size that does not divide the axis, a calibration that the format does not
-        have, stochastic rounding without a key, a static scale without statistics of one activation.
+        have, stochastic rounding without a key, or a static scale without statistics of one activation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -110,24 +110,24 @@ def conv_general_dilated(
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` of quantized operands, with a quantized backward pass.
 
-    `lhs` has a scale for each index of its batch axis, `rhs` for each output feature. Tiles are those
-    of input features.
+    `lhs` has a scale for each index of its batch axis, `rhs` for each output feature. Tiles divide the
+    input features.
 
     Args:
       lhs, rhs: arrays.
       window_strides: as for `jax.lax.conv_general_dilated`, like those that follow up to
         `preferred_element_type`, and `out_sharding`.
-      padding, lhs_dilation, rhs_dilation, dimension_numbers: see there.
-      feature_group_count, batch_group_count: see there. With batch groups, `lhs` has one scale.
-      precision, preferred_element_type: see there.
-      rule: as for `dot_general`, like those that follow.
-      out_sharding: of the result; from the JAX version on that has it.
+      padding, lhs_dilation, rhs_dilation, dimension_numbers: as for JAX.
+      feature_group_count, batch_group_count: as for JAX. With batch groups, `lhs` has one scale.
+      precision, preferred_element_type: as for JAX.
+      rule: as for `dot_general`, like the arguments that follow.
+      out_sharding: the sharding of the result, in versions of JAX that have this argument.
       lhs_is_weight, rhs_is_weight: which operands are weights.
       key: a random key, or an integer seed.
       stats: statistics of the activation.
 
     Returns:
-      What `jax.lax.conv_general_dilated` returns, up to rounding.
+      The result of `jax.lax.conv_general_dilated`, up to rounding.
 
     Raises:
       ValueError: as for `dot_general`.
@@ -175,20 +175,20 @@ def ragged_dot(
 ) -> jax.Array:
     """`jax.lax.ragged_dot` of quantized operands, with a quantized backward pass.
 
-    `lhs` has a scale for each row, `rhs` for each column, which the groups share.
+    `lhs` has a scale for each row, `rhs` has one for each column, which all groups share.
 
     Args:
       lhs: `[m, k]`.
       rhs: `[g, k, n]`.
       group_sizes: integers `[g]`.
       precision, preferred_element_type, group_offset: as for `jax.lax.ragged_dot`.
-      rule: as for `dot_general`, like those that follow.
+      rule: as for `dot_general`, like the arguments that follow.
       lhs_is_weight, rhs_is_weight: which operands are weights.
       key: a random key, or an integer seed.
       stats: statistics of the activation.
 
     Returns:
-      `[m, n]`, what `jax.lax.ragged_dot` returns, up to rounding.
+      `[m, n]`, the result of `jax.lax.ragged_dot`, up to rounding.
 
     Raises:
       ValueError: as for `dot_general`.
@@ -212,17 +212,17 @@ def ragged_dot(
 
 
 class How(NamedTuple):
-    """What is quantized in a product, and how.
+    """How the operands of a product are quantized.
 
     Attributes:
-      config: of each operand.
+      config: the configuration of each operand.
       are_weights: which operands are weights.
-      dtype: of the result; None for that of the plain product.
+      dtype: the dtype of the result; None: the dtype of the plain product.
       key: a random key for stochastic rounding.
-      stats: statistics of the activation, where its range is static.
-      batch_axes: the axes of the activation that statistics are averaged over; None where its range is
-        found in each product.
-      dense_are_plain: whether nothing is quantized where neither operand is stored in codes.
+      stats: statistics of the activation, if its range is static.
+      batch_axes: the axes of the activation that statistics are averaged over; None if each product
+        finds the range.
+      dense_are_plain: whether a product without operands in codes is not quantized.
     """
 
     config: ProductConfig
@@ -241,7 +241,7 @@ def how_by_rule(
     key: jax.Array | None = None,
     stats: QuantStats | None = None,
 ) -> How:
-    """As a rule says; nothing of dense operands where it leaves weights alone."""
+    """Returns a rule's quantization of a product; without `weight_qtype`, dense operands stay dense."""
     config = quant_rules.config_of(rule, *are_weights)
     batch_axes = tuple(rule.act_batch_axes) if rule.act_static_scale else None
     key = None if key is None else as_key(key)
@@ -249,15 +249,15 @@ def how_by_rule(
 
 
 def how_stored(q: QuantizedMatrix, q_first: bool, product: Product) -> How:
-    """As a stored matrix says by its `activation`; gradients pass as those of a plain product.
+    """Returns the quantization by a matrix's `activation`; gradients are those of a plain product.
 
     Args:
       q: the matrix.
       q_first: whether it is the first operand.
-      product: the product, whose activations have groups only where those of `q` are summed.
+      product: the product, whose activations have groups only if the groups of `q` are summed over.
     """
     activation = options.activation_of(str(q.activation))
-    # (Of a convolution with feature groups, the activation has more inputs than the kernel.)
+    # (In a convolution with feature groups, the activation has more inputs than the kernel.)
     in_groups = activation.groups and len(product.summed) > 0
     if in_groups and product.summed[-1][0 if q_first else 1] == q.ndim + q.axis:
         tile_size = q.group_size - q.padding
@@ -270,14 +270,14 @@ def how_stored(q: QuantizedMatrix, q_first: bool, product: Product) -> How:
 
 
 def apply(product: Product, operands: tuple[Any, Any], how: How, others: Others = ()) -> jax.Array:
-    """A product of operands that are dense, or stored matrices."""
+    """Computes a product of dense operands or stored matrices."""
     pair = as_operand(operands[0]), as_operand(operands[1])
 
     def plain(lhs: Any, rhs: Any, *others: Any) -> jax.Array:
         return product.forward(others).fun(lhs, rhs, how.dtype)
 
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    out = jax.eval_shape(plain, *structs, *others)  # raises what JAX has to say of the arguments
+    out = jax.eval_shape(plain, *structs, *others)  # raises JAX's errors for wrong arguments
     if how.dense_are_plain and not any(isinstance(x, QuantizedOperand) for x in pair):
         return plain(*pair, *others)
     activation = None if how.batch_axes is None else _activation(product, how, pair)
@@ -292,7 +292,7 @@ def apply(product: Product, operands: tuple[Any, Any], how: How, others: Others 
 def _activation(
     product: Product, how: How, pair: tuple[Operand, Operand]
 ) -> tuple[int, jax.Array, OperandSpec] | None:
-    """The operand that is quantized with a static range, and how; None where there is none."""
+    """Returns the operand with a static range, its position and its spec; None if there is none."""
     found = []
     for i, (x, is_weight) in enumerate(zip(pair, how.are_weights, strict=True)):
         spec = spec_of_side(product, how.config, i, x)

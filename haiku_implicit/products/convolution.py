@@ -1,4 +1,4 @@
-"""Convolutions with stored kernels where XLA splits them over devices: what is moved are codes."""
+"""Convolutions with stored kernels that XLA splits over devices: codes move, not dense values."""
 
 import dataclasses
 from typing import Any
@@ -14,12 +14,12 @@ def convolve(x: jax.Array, w: Any, params: dict[str, Any], *factors: jax.Array) 
 
     Args:
       x: the images.
-      w: the kernel; implicit, or what stands for a field that may be.
-      params: of the primitive.
+      w: the kernel; implicit, or the placeholder of a field that may be.
+      params: the parameters of the primitive.
       *factors: none, or `a` and `b` of a correction `a @ b` of the kernel's last two axes.
 
     Returns:
-      The convolution; NotImplemented where XLA splits nothing.
+      The convolution; NotImplemented if XLA does not split the program.
     """
     if not is_wanted(x, w, *factors):
         return NotImplemented
@@ -30,7 +30,7 @@ def convolve(x: jax.Array, w: Any, params: dict[str, Any], *factors: jax.Array) 
         at = dict(zip(spec, pair, strict=False))
         return tuple(at.get(i) for i in range(len(spec)))
 
-    # First those of the batch or of the outputs, then those of the inputs or of the result's channels.
+    # First the names of the batch or the outputs, then those for the inputs or the result's channels.
     of_x: Names = ("batch", "inputs")
     of_w: Names = ("outputs", "inputs")
     of_out: Names = ("batch", "outputs")
@@ -50,10 +50,10 @@ def convolve(x: jax.Array, w: Any, params: dict[str, Any], *factors: jax.Array) 
 
 @dataclasses.dataclass(frozen=True)
 class _Convolution:
-    """The convolution of dense arrays.
+    """A convolution of dense arrays.
 
     Attributes:
-      params: of the primitive, as pairs.
+      params: the parameters of the primitive, as pairs.
     """
 
     params: tuple[tuple[str, Any], ...]

@@ -1,7 +1,7 @@
-"""`jnp.einsum` with a rule that says what is quantized.
+"""`jnp.einsum` with a rule for quantization.
 
-`jnp.einsum` decides on the order of its products, and what it rearranges before them. So it runs
-unchanged, on operands of an implicit type, whose product of two is `by_rule.dot_general`.
+`jnp.einsum` chooses the order of its products, and rearranges operands before them. So it runs
+unchanged, on operands of an implicit type whose products are `by_rule.dot_general`.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ def einsum(
 ) -> jax.Array:
     """`jnp.einsum` of quantized operands, with a quantized backward pass.
 
-    JAX's own order of contraction is kept. Each product of two is `dot_general`; its result is an
-    activation for the next one.
+    JAX's own order of contraction is kept. Each product of two operands is `dot_general`; its result is
+    an activation for the next product.
 
     Args:
       subscripts: as for `jnp.einsum`.
@@ -41,10 +41,10 @@ def einsum(
       rule: as for `dot_general`.
       precision, preferred_element_type, out_sharding: as for `jnp.einsum`.
       weights: which operands are weights, by position; the last one by default.
-      key: a random key, or an integer seed. All products draw from it, each with a key of its own.
+      key: a random key, or an integer seed. Each product derives its own key from it.
 
     Returns:
-      What `jnp.einsum` returns, up to rounding.
+      The result of `jnp.einsum`, up to rounding.
 
     Raises:
       ValueError: as for `dot_general`.
@@ -80,11 +80,11 @@ def einsum(
 
 @dataclasses.dataclass
 class _Operand(ImplicitArray):
-    """An operand of an einsum, or what has become of some.
+    """An operand of an einsum, or the product of some operands.
 
     Attributes:
       value: the array.
-      rule: what is quantized.
+      rule: the rule for quantization.
       first: the position of the first of the operands that are in it.
       is_weight: whether it is a weight.
       key: the random key of the einsum, or None.
@@ -103,7 +103,7 @@ class _Operand(ImplicitArray):
         return self.value.dtype
 
     def materialize(self) -> NoReturn:
-        """A product of the dense array would not be quantized."""
+        """Raises, because a product of the dense array would not be quantized."""
         raise NotImplementedError(
             "quantization.einsum: this version of JAX computes einsums with a primitive that it does "
             "not know; multiply with quantization.dot_general"
@@ -112,7 +112,7 @@ class _Operand(ImplicitArray):
 
 @primitive_handler("dot_general")
 def _multiply(primitive: Any, lhs: _Operand, rhs: _Operand, **params: Any) -> _Operand:
-    # Each product takes a first position out of the race: that tells the products apart.
+    # Each product uses up one first position, whose number makes its key different from all others.
     first, number = sorted((lhs.first, rhs.first))
     key = lhs.key if lhs.key is None or number == 1 else jax.random.fold_in(lhs.key, number - 1)
     own: Any = dict(lhs_is_weight=lhs.is_weight, rhs_is_weight=rhs.is_weight)
@@ -124,11 +124,11 @@ def _multiply(primitive: Any, lhs: _Operand, rhs: _Operand, **params: Any) -> _O
     ["transpose", "squeeze", "reduce_sum", "reduce_or", "convert_element_type", "copy"]
 )
 def _rearrange(primitive: Any, x: _Operand, **params: Any) -> _Operand:
-    """A transposed weight is a weight."""
+    """Rearranges an operand: a transposed weight is still a weight."""
     return x._replace(value=primitive.bind(x.value, **params))
 
 
 @primitive_handler("select_n")
 def _mask(primitive: Any, mask: jax.Array, zeros: jax.Array, x: _Operand) -> _Operand:
-    """The diagonal of an operand that has an index twice."""
+    """Takes the diagonal of an operand that has an index twice."""
     return x._replace(value=primitive.bind(mask, zeros, x.value))

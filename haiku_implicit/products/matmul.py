@@ -1,11 +1,11 @@
 """`quantized_matmul`: activations times a batch of quantized matrices, as a JAX primitive.
 
 The primitive is linear in the activations and in the scales; its rules for differentiation, batching
-and lowering are here. It is lowered to the kernel of `cpu.native` on CPUs, to that of `gpu.pallas` on
-NVIDIA GPUs if it is asked for, and to `reference.product` elsewhere and where a kernel does not serve
-the operands.
+and lowering are here. It is lowered to the kernels of `cpu.native` on CPUs, to the kernels of
+`gpu.pallas` on NVIDIA GPUs if these are enabled, and to `reference.product` on other devices and for
+operands that a kernel does not serve.
 
-A matrix with an `activation` has its activations rounded to that format first. The rounding has the
+If a matrix has an `activation`, the activations are first rounded to that format. The rounding has the
 gradient one: the derivative with respect to the activations is the product of their tangent, not
 rounded, and the matrix.
 """
@@ -48,23 +48,23 @@ quantized_matmul_p = Primitive("quantized_matmul")
 def quantized_matmul(
     x: jax.Array, q: QuantizedMatrix, *, order: Order, precision: Any, dtype: Any
 ) -> jax.Array:
-    """`x @ q` for a batch of matrices, without a dense copy of them.
+    """Computes `x @ q` for a batch of matrices, without a dense copy of them.
 
     Args:
       x: `[batch..., m..., i]`, floating.
-      q: a quantized `[batch..., i, o]` with dense scales for each row. Where it has an `activation`,
-        each row of `x` is rounded to that.
-      order: which axes of the leaves of `q` are those of the batch, which one is that of the rows, and
-        the last one, which is stored in groups. Kernels read the leaves where they are.
+      q: a quantized `[batch..., i, o]` with dense scales for each row. If it has an `activation`, each
+        row of `x` is rounded to that format.
+      order: the axes of the leaves of `q`: first the batch axes, then the axis of the rows, then the
+        last axis, which is stored in groups. Kernels read the leaves without a transposition.
       precision: as for `jax.lax.dot_general`.
-      dtype: of the result.
+      dtype: the dtype of the result.
 
     Returns:
-      `[batch..., m..., o]`. (Axes are one for kernels alone: how they are split over devices is known
-      of each.)
+      `[batch..., m..., o]`. (Only kernels merge these axes: the primitive knows how each one is split
+      over devices.)
     """
     leaves, treedef = jax.tree.flatten(q)
-    # In `shard_map`: the transpose of this sums what the devices' parts of the matrix give to `x`.
+    # In `shard_map`, the transpose of this sums the gradients of `x` over the devices' parts of q.
     operands = [compat.vary_like(y, (x, *leaves)) for y in (x, *leaves)]
     params = dict(treedef=treedef, order=order, precision=precision, dtype=np.dtype(dtype))
     return quantized_matmul_p.bind(*operands, mesh=needs_devices(), **params)
@@ -76,7 +76,7 @@ def _abstract(x: Any, *leaves: Any, treedef: Any, order: Any, dtype: Any, **_: A
 
 
 def _with_standard_promotion(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """For what runs when a program is transformed or lowered; the model's promotion may be strict."""
+    """Wraps code that runs during transformations or lowering; the model's promotion may be strict."""
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def _with_standard_promotion(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_matrices(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """What multiplies `[batch, m, i]`, for any number of axes in place of `batch` and `m`."""
+    """Extends a product of `[batch, m, i]` to any number of axes in place of `batch` and `m`."""
 
     @_with_standard_promotion
     def run(x: jax.Array, *leaves: jax.Array, order: Order, **params: Any) -> Any:
@@ -98,7 +98,7 @@ def _of_matrices(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _flat(shape: tuple[int, ...], order: Order) -> tuple[int, ...]:
-    """The shape `[batch, m, i]` of activations of this shape."""
+    """Merges the axes of activations: returns the shape `[batch, m, i]`."""
     batch, rows = shape[: len(order) - 2], shape[len(order) - 2 : -1]
     return math.prod(batch), math.prod(rows), shape[-1]
 
@@ -108,10 +108,10 @@ _reference = _of_matrices(reference.product)
 
 @functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype", "mesh"))
 def _run(*operands: jax.Array, **params: Any) -> jax.Array:
-    """The product outside of any trace: the primitive, compiled.
+    """Computes the product outside of any trace: compiles the primitive.
 
-    Without tracers JAX wants the operations one by one: under `jax.disable_jit()`, or under
-    `jax_debug_nans` to find the one that gave the first NaN.
+    If the operands are not tracers, JAX wants the operations one by one: under `jax.disable_jit()`, or
+    under `jax_debug_nans` to find the operation that gave the first NaN.
     """
     if isinstance(operands[0], jax.core.Tracer):
         return quantized_matmul_p.bind(*operands, **params)
@@ -119,7 +119,7 @@ def _run(*operands: jax.Array, **params: Any) -> jax.Array:
 
 
 def _of_product(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the primitive that say what is computed."""
+    """Returns the parameters of the primitive that determine its result."""
     return {name: value for name, value in params.items() if name != "mesh"}
 
 
@@ -127,7 +127,7 @@ def _of_product(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _jvp(primals: Any, tangents: Any, *, treedef: Any, **params: Any) -> Any:
-    """The product is linear in the activations, and in scale and offset together."""
+    """Differentiates the product: linear in the activations, and in scale and offset together."""
     bind = functools.partial(quantized_matmul_p.bind, treedef=treedef, **params)
     x, codes, *scales = primals
     of_x, of_codes, *of_scales = tangents
@@ -186,10 +186,10 @@ class _GradientsOfScales:
     """The gradients with respect to scales and offsets, stacked.
 
     Attributes:
-      treedef: of the matrix.
+      treedef: the structure of the matrix.
       order, precision: as for `quantized_matmul`.
       structs: shapes and dtypes of scale (and offset).
-      names: of their axes.
+      names: the names of their axes.
     """
 
     treedef: Any
@@ -201,8 +201,8 @@ class _GradientsOfScales:
     @_with_standard_promotion
     def __call__(self, ct: jax.Array, x: jax.Array, codes: jax.Array, *, parts: Parts) -> Any:
         order = self.order
-        # Where the operands vary over a mesh, these do: JAX would sum gradients of others over the
-        # devices, here and once more where `quantized_matmul` made the scales vary.
+        # If the operands vary over a mesh, these do, too. Else JAX would sum their gradients over the
+        # devices twice: here, and where `quantized_matmul` made the scales vary.
         zeros = [
             compat.vary_like(
                 jnp.zeros([n // parts.count(a) for n, a in zip(shape, self.names, strict=True)], d),
@@ -223,7 +223,7 @@ class _GradientsOfScales:
 
 
 def _batch(operands: Any, axes: Any, *, order: Any, **params: Any) -> Any:
-    """Batched activations alone have more rows; batched matrices are more of them."""
+    """Batches the product: if only activations are batched, as more rows; else as more matrices."""
     x, *leaves = operands
     bind = functools.partial(quantized_matmul_p.bind, **params)
     if all(d is None for d in axes[1:]):
@@ -258,12 +258,12 @@ def _lower(ctx: Any, operands: Any, params: Any, kernel: Any, applies: Any) -> A
 
 
 def _part(params: dict[str, Any]) -> Callable[..., jax.Array]:
-    """The product of parts of the operands."""
+    """Returns the product of parts of the operands."""
     return lambda *operands, parts: quantized_matmul_p.bind(*operands, **params)
 
 
 def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
-    """The axes of `x`, codes, scale (and offset), and the result, by names."""
+    """Names the axes of `x`, codes, scale (and offset), and the result."""
     batch = [f"batch{i}" for i in range(len(order) - 2)]
     rows = [f"row{i}" for i in range(ndim - 1 - len(batch))]
     inputs, outputs = ("along", "across") if q.axis == -2 else ("across", "along")
@@ -272,7 +272,7 @@ def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
         at = dict(zip(order, (*batch, "across", last), strict=True))
         return tuple(at[i] for i in range(len(order)))
 
-    # A scale per channel is that of all parts of the channel.
+    # A scale per channel belongs to all parts of the channel.
     of_scale = stored("along" if q.num_groups > 1 else None)
     operands = (*batch, *rows, inputs), stored("along"), *[of_scale] * (1 + (q.offset is not None))
     summed_in_parts = _sums_in_parts(q)
@@ -282,15 +282,15 @@ def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
 
 
 def _pieces(q: QuantizedMatrix) -> int:
-    """Into how many parts the grouped axis can be cut: between groups, or anywhere in one of bytes."""
+    """Returns the pieces of the grouped axis: its groups, or its codes if one group has whole bytes."""
     one_byte = formats.find(q.format).bits == 8 and not q.padding
     return q.codes.shape[-1] if q.num_groups == 1 and one_byte else q.num_groups
 
 
 def _sums_in_parts(q: QuantizedMatrix) -> bool:
-    """Whether parts of the contracted axis can be multiplied apart.
+    """Whether parts of the contracted axis can be multiplied separately.
 
-    Activations that are rounded by rows are so by whole rows, or by the parts that meet a group.
+    A rounding of activations needs whole rows, or the whole part of a row that meets a group.
     """
     if q.activation is None:
         return True
@@ -300,7 +300,7 @@ def _sums_in_parts(q: QuantizedMatrix) -> bool:
 def _on_one_device(context: Any) -> bool:
     """Whether a program, or a part of it within `shard_map`, runs on whole arrays in this process.
 
-    The partitioner would bring all of the operands of a foreign call to each device.
+    The partitioner would gather all operands of a foreign call on each device.
     """
     if getattr(context.lowering_parameters, "for_export", False):
         return False  # to run elsewhere
