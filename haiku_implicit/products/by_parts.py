@@ -167,7 +167,7 @@ def _specs(x: Any, names: Names, sizes: dict[str, int]) -> list[PartitionSpec] |
 
 
 def _expand(operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    """Binds with implicit operands: an operand that is dense in a type's rule may turn out implicit."""
+    """Handles operands that are implicit although a type's rule takes them for dense arrays."""
     return [by_parts(params["fun"], params["axes"], *operands)]
 
 

@@ -249,7 +249,7 @@ def how_by_rule(
 
 
 def how_stored(q: QuantizedMatrix, q_first: bool, product: Product) -> How:
-    """Returns the quantization by a matrix's `activation`; gradients are those of a plain product.
+    """Returns the quantization by a matrix's `activation`; gradients are a plain product's gradients.
 
     Args:
       q: the matrix.

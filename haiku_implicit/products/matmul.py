@@ -201,8 +201,8 @@ class _GradientsOfScales:
     @_with_standard_promotion
     def __call__(self, ct: jax.Array, x: jax.Array, codes: jax.Array, *, parts: Parts) -> Any:
         order = self.order
-        # If the operands vary over a mesh, these do, too. Else JAX would sum their gradients over the
-        # devices twice: here, and where `quantized_matmul` made the scales vary.
+        # If the operands vary over a mesh, these do, too. Else JAX would sum gradients of scales over
+        # the devices twice: here, and where `quantized_matmul` made the scales vary.
         zeros = [
             compat.vary_like(
                 jnp.zeros([n // parts.count(a) for n, a in zip(shape, self.names, strict=True)], d),
@@ -282,7 +282,7 @@ def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
 
 
 def _pieces(q: QuantizedMatrix) -> int:
-    """Returns the pieces of the grouped axis: its groups, or its codes if one group has whole bytes."""
+    """Returns the number of pieces of the grouped axis: groups, or the codes of one group of bytes."""
     one_byte = formats.find(q.format).bits == 8 and not q.padding
     return q.codes.shape[-1] if q.num_groups == 1 and one_byte else q.num_groups
 

@@ -1,15 +1,15 @@
-"""Products where XLA partitions a program: each device multiplies its own parts.
+"""Products in programs that XLA partitions: each device multiplies its own parts.
 
-Without a rule XLA looks into a product, decodes blocks of the matrix, and moves those. Here a product
+Without a rule, XLA looks into a product, decodes blocks of the matrix, and moves these. Here a product
 is a function of arrays whose axes have names (`Axes`). Axes of one name are cut together: rows of the
 activations and of the result, say, or inputs of the activations, codes, and the scales of their groups.
-From the names follows all that XLA asks for:
+All answers to XLA follow from the names:
 
-- what has a name that the result has is computed for each part of it;
-- what has another name is summed: each device's product is a part of the sum, and they are added up;
-- an array that lies otherwise is moved: stored ones as they are stored, in codes.
+- an axis with a name of the result: each device computes its part of the result;
+- an axis with another name is summed over: each device computes a part of the sum, and these are added;
+- an array with another sharding moves in its stored form: a quantized matrix moves as codes.
 
-Of the ways that the operands' shardings suggest, the one that moves the fewest bytes is taken.
+The operands' shardings suggest several ways to split; the choice moves the fewest bytes.
 """
 
 import dataclasses
@@ -34,26 +34,26 @@ from haiku_implicit.core.sharding import names_in_entry, num_parts, padded_spec
 
 Names = tuple[str | None, ...]
 Pieces = tuple[tuple[str, int], ...]
-Split = dict[str, tuple[str, ...]]  # the mesh axes that the axes of a name are split by
+Split = dict[str, tuple[str, ...]]  # from each name to the mesh axes that split its axes
 
 
 class Parts:
-    """Which part of a function's arrays a device has.
+    """The parts of a function's arrays on one device.
 
     Args:
       split: the mesh axes by name.
-      mesh: None where nothing is split.
+      mesh: the mesh; None if nothing is split.
     """
 
     def __init__(self, split: Split | None = None, mesh: Any = None):
         self._split, self._mesh = split or {}, mesh
 
     def count(self, name: str | None) -> int:
-        """Into how many parts the axes of a name are cut."""
+        """Returns the number of parts that the axes of a name are cut into."""
         return num_parts(self._split.get(name or "", ()), self._mesh) if self._split else 1
 
     def index(self, name: str) -> Any:
-        """Which of these parts it is."""
+        """Returns the index of this device's part among them."""
         return jax.lax.axis_index(self._split[name]) if self._split.get(name) else 0
 
 
@@ -64,14 +64,12 @@ WHOLE = Parts()
 class Axes:
     """Names of the axes of a function's operands and of its result; hashable.
 
-    The function is linear in what has a name that the result does not have: the results for parts of
-    such axes add up.
+    The results for parts of axes whose name the result does not have add up to the whole result.
 
     Attributes:
-      operands: for each operand a name for each axis; None for one that is never split.
-      result: likewise.
-      pieces: names with the number of pieces that an axis has which can't be cut anywhere: it is
-        cut between these.
+      operands: for each operand a name for each axis; None for an axis that is never split.
+      result: a name or None for each axis of the result.
+      pieces: names of axes that can only be cut between pieces, with the number of these pieces.
     """
 
     operands: tuple[Names, ...]
@@ -80,7 +78,7 @@ class Axes:
 
     @property
     def names(self) -> list[str]:
-        """All names: first those of the result."""
+        """All names, first the names in the result."""
         every = (*self.result, *(name for own in self.operands for name in own))
         return list(dict.fromkeys(name for name in every if name is not None))
 
@@ -90,7 +88,7 @@ class Axes:
         return [name for name in self.names if name not in self.result]
 
     def pieces_of(self, name: str, shapes: Sequence[Sequence[int]]) -> int:
-        """Into how many parts the axes of a name can be cut, for operands of these shapes."""
+        """Returns the number of pieces along the axes of a name, for operands of these shapes."""
         lengths = [
             n
             for own, shape in zip(self.operands, shapes, strict=True)
@@ -102,16 +100,16 @@ class Axes:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices over which XLA splits a program, or what a `shard_map` over some mesh axes calls.
+    """The devices over which XLA splits a program, or a function in a `shard_map` over some mesh axes.
 
     Such a `shard_map` makes groups of devices. XLA tells the rule how arrays are split over one group,
-    as if there were no other, with its devices in the order in which one of the arrays is split. So a
-    sum is over all of a group, and no device is asked for its place.
+    as if there were no other, with its devices in the order in which one of the arrays is split. So
+    sums are over whole groups, and functions must not use a device's index.
 
     Attributes:
-      number: of devices, or of those in a group.
-      program: the mesh of the program where there are groups. Else None, as XLA's call has it.
-      free: the names of its axes that are not the `shard_map`'s.
+      number: the number of devices, or of devices in a group.
+      program: the mesh of the program if there are groups; else None: XLA's call has the mesh.
+      free: the names of the mesh axes that are not the `shard_map`'s.
     """
 
     number: int
@@ -119,7 +117,7 @@ class Devices:
     free: tuple[str, ...] = ()
 
     def meshes(self, of_call: Any) -> list[Any]:
-        """The mesh that XLA calls with; or those of a group, one for each order of its axes."""
+        """Returns the mesh of XLA's call, or the meshes of a group, one for each order of its axes."""
         if self.program is None:
             return [of_call]
         first = self.program.devices.reshape(-1)[: self.number]
@@ -133,7 +131,7 @@ class Devices:
 
 
 def devices_of(context: Any) -> Devices | None:
-    """The devices over which XLA splits what is lowered; None where it does not, or are not known."""
+    """Returns the devices over which XLA splits a lowered program; None if it does not, or unknown."""
     if getattr(context.lowering_parameters, "for_export", False):
         return None
     axes = context.axis_context
@@ -149,12 +147,12 @@ def devices_of(context: Any) -> Devices | None:
 def partitioned(
     fun: Callable[..., jax.Array], axes: Axes, devices: Devices
 ) -> Callable[..., jax.Array]:
-    """The function, which XLA splits over devices: each of them runs it on its own parts.
+    """Makes a function that XLA splits over devices: each device runs it on its own parts.
 
     Args:
-      fun: of arrays, called with `parts=` as well: which part these are.
+      fun: a function of arrays; also called with `parts=`, the parts that these are.
       axes: the names of their axes.
-      devices: over which XLA splits it.
+      devices: the devices over which XLA splits it.
     """
 
     def partition(of_call: Any, operands: Any, result: Any) -> Any:
@@ -170,7 +168,7 @@ def partitioned(
         specs = [*(_spec(own, split) for own in axes.operands), PartitionSpec()]  # the table
         places = tuple(NamedSharding(mesh, spec) for spec in specs)
         of_result = NamedSharding(mesh, _spec(axes.result, split))
-        # What is `local` is traced and lowered as a part of the whole program.
+        # JAX traces and lowers `local` as a part of the whole program.
         return devices.program or of_call, local, of_result, places
 
     def infer(of_call: Any, operands: Any, _: Any) -> Any:
@@ -196,18 +194,18 @@ def partitioned(
 
 
 def _as_moved(x: jax.Array) -> jax.Array:
-    """Floats of 8 bits as bytes: XLA on a CPU makes wider ones of them before it moves them."""
+    """Converts floats of 8 bits to bytes: XLA on a CPU would widen them before it moves them."""
     is_byte = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
     return jax.lax.bitcast_convert_type(x, jnp.uint8) if is_byte else x
 
 
 @functools.cache
 def needs_devices() -> Any:
-    """A jaxpr that has a partitioned function in it; None where nothing is partitioned by this rule.
+    """Returns a jaxpr that contains a partitioned function; None if this rule is not in use.
 
-    JAX tells the rule that lowers a primitive the mesh of the program, which partitioning needs, only
-    where such a function is in the program. So the primitive has this among its parameters. Then JAX
-    wants one mesh, of devices that are there: `HAIKU_IMPLICIT_PARTITION=0` in the environment leaves
+    Partitioning needs the mesh of the program. JAX gives it to a primitive's lowering rule only if the
+    program contains such a function, so the primitive has this jaxpr among its parameters. Then JAX
+    wants one mesh, of devices that exist: `HAIKU_IMPLICIT_PARTITION=0` in the environment leaves
     products to XLA, for programs with several meshes or an abstract one.
     """
     wanted = os.environ.get("HAIKU_IMPLICIT_PARTITION", "1") != "0"
@@ -218,15 +216,15 @@ def needs_devices() -> Any:
     return jax.make_jaxpr(fun)(0.0)
 
 
-# --- where the operands lie ----------------------------------------------------------------------
+# --- the shardings of the operands ---------------------------------------------------------------
 
 
 def _placed(arrays: Sequence[Any], meshes: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Operands and results as XLA tells of them, with shardings that name axes of a mesh, and this one.
+    """Expresses XLA's shardings of arrays by names of mesh axes; returns the arrays and the mesh.
 
-    XLA may split an axis by a part of a mesh axis, as two of four devices. JAX would stop at such a
-    sharding; here the array counts as replicated, and XLA moves it. Of several meshes it is one that
-    has names for the most arrays.
+    XLA may split an axis by a part of a mesh axis, as two of four devices. JAX would raise for such a
+    sharding; here the array counts as replicated, and XLA moves it. Among several meshes, this returns
+    one with names for the most arrays.
     """
     found = [([_spec_on(mesh, x) for x in arrays], mesh) for mesh in meshes]
     specs, mesh = max(found, key=lambda own: len(arrays) - own[0].count(None))
@@ -236,7 +234,7 @@ def _placed(arrays: Sequence[Any], meshes: Sequence[Any]) -> tuple[list[Any], An
 
 
 def _spec_on(mesh: Any, x: Any) -> PartitionSpec | None:
-    """How an array is split, by names of the mesh; None where there are none for it."""
+    """Returns an array's split by names of the mesh; None if the mesh cannot express it."""
     ndim = len(x.shape)
     if x.sharding is None:
         return PartitionSpec()
@@ -247,7 +245,7 @@ def _spec_on(mesh: Any, x: Any) -> PartitionSpec | None:
 
 @functools.lru_cache(maxsize=256)
 def _specs_on(mesh: Any, ndim: int) -> list[PartitionSpec]:
-    """Every way to split an array of so many axes on a mesh; those of few mesh axes first."""
+    """Returns every way to split an array of `ndim` axes on a mesh, by few mesh axes first."""
     names = [axis for axis, parts in mesh.shape.items() if parts > 1]
     found: dict[PartitionSpec, None] = {}
     for order in itertools.permutations(names):
@@ -269,11 +267,11 @@ def _cheapest(
     mesh: Any,
     can_sum: Callable[[Sequence[str], Any], bool],
 ) -> Split:
-    """The split that moves the fewest bytes, of operands that lie as they do.
+    """Returns the split that moves the fewest bytes, given the shardings of operands and result.
 
-    Of two that move as many, the one that splits the axes of the result, in their order. But a mesh
-    axis is used where operands agree on what it splits: else less would be moved at times, and each
-    device would multiply as much as one alone.
+    If two splits move the same number, the first in the order of the result's axes is chosen. But if
+    operands agree on the axis that a mesh axis splits, the split uses this mesh axis: without it fewer
+    bytes might move, but each device would compute the whole product.
     """
     arrays = [*zip(operands, axes.operands, strict=True)]
     shapes = [x.shape for x in operands]
@@ -304,9 +302,9 @@ def _cheapest(
 def _suggested(
     axes: Axes, arrays: Sequence[tuple[Any, Names]], mesh: Any
 ) -> Iterator[tuple[Split, int]]:
-    """The ways to split that operands suggest: a mesh axis is for one of the names it splits, or none.
+    """Yields the ways to split that operands suggest: each mesh axis splits one of its names, or none.
 
-    With each, how many mesh axes are idle though all operands that have some name are split by them.
+    With each it yields the number of idle mesh axes that split all operands with some name.
     """
     found: dict[str, dict[str, set[bool]]] = {}  # by mesh axis and name: whether operands are split
     for axis in (axis for axis, parts in mesh.shape.items() if parts > 1):
@@ -333,7 +331,7 @@ def _moved(x: Any, spec: PartitionSpec, mesh: Any) -> float:
 
 
 def _moved_between(x: Any, old: Any, new: Any, mesh: Any) -> float:
-    """The bytes that reach a device where an array is to lie otherwise; none for a part of its own."""
+    """Returns the bytes that a device receives if a sharding changes; zero if it has its part already."""
     pairs = zip(*(padded_spec(s, len(x.shape)) for s in (old, new)), strict=True)
     has_it = all(names_in_entry(b)[: len(names_in_entry(a))] == names_in_entry(a) for a, b in pairs)
     return 0 if has_it else _local_bytes(x, new, mesh)
@@ -351,11 +349,11 @@ def _spec(names: Names, split: Mapping[str, Any]) -> PartitionSpec:
     return PartitionSpec(*(None if name is None else split.get(name) or None for name in names))
 
 
-# --- what XLA's propagation of shardings is told -------------------------------------------------
+# --- the rule for XLA's propagation of shardings -------------------------------------------------
 
 
 def _rule(axes: Axes, cut: Sequence[str]) -> SdyShardingRule:
-    """The axes of all operands, of the table after them, and of the result.
+    """Returns the rule: the axes of all operands, of the table after them, and of the result.
 
     Axes of one name split together, whatever their lengths: codes, and the scales of their groups.
     """
@@ -374,11 +372,11 @@ def _rule(axes: Axes, cut: Sequence[str]) -> SdyShardingRule:
 def _table(
     axes: Axes, shapes: Sequence[Sequence[int]], num_devices: int
 ) -> tuple[list[str], jax.Array]:
-    """The names of axes that are not cut anywhere, and an array that is as long as they have parts.
+    """Returns the names of axes that are cut between pieces, and an array with that many parts of each.
 
-    XLA takes the shortest axis of a name for its length. Where two axes are split by one mesh axis, it
-    keeps the split of the operand that is larger by these lengths: so that is the one with axes of
-    other names, the activations, if it is split at all.
+    XLA uses the length of the shortest axis of a name. If one mesh axis splits two axes, XLA keeps the
+    split of the operand that is larger by these lengths: here the operand with axes of other names, the
+    activations, if it is split at all.
     """
     cut = list(dict.fromkeys(name for name, _ in axes.pieces))
     lengths = [math.gcd(axes.pieces_of(name, shapes), num_devices) for name in cut]

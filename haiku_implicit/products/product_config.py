@@ -1,4 +1,4 @@
-"""How one product is quantized: the formats and the calibration of each of its operands."""
+"""The configuration of a quantized product: the format and the calibration of each operand."""
 
 import dataclasses
 from collections.abc import Collection
@@ -14,8 +14,8 @@ class OperandConfig:
     """How one operand of a product is quantized.
 
     Attributes:
-      qtype: the format; None for a dense operand. Kept as the format's name.
-      calibration_method: how its scales are found, see `QuantRule`.
+      qtype: the format; None for a dense operand. Stored as the format's name.
+      calibration_method: the method to find its scales, see `QuantRule`.
       disable_channelwise_axes: whether all channels share a scale.
       tile_size: how many elements along the contracted axis share a scale, see `QuantRule`.
 
@@ -39,7 +39,7 @@ class GradientConfig(OperandConfig):
     """How the incoming gradient is quantized for a backward product.
 
     Attributes:
-      stochastic_rounding: how it is rounded, see `QtRule.bwd_stochastic_rounding`.
+      stochastic_rounding: the method of rounding, see `QtRule.bwd_stochastic_rounding`.
       channelwise_noise_axes: the axes along which the noise differs.
     """
 
@@ -54,21 +54,20 @@ class GradientConfig(OperandConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductConfig:
-    """How one product is quantized, operand by operand: what a `QtRule` comes to.
+    """How one product is quantized, operand by operand: the resolved form of a `QtRule`.
 
-    The forward pass multiplies `lhs` and `rhs`. The backward pass has two products, for the gradient
-    with respect to `lhs` and for that with respect to `rhs`: each multiplies the incoming gradient with
-    a residual, which is the other operand of the forward pass.
+    The forward pass multiplies `lhs` and `rhs`. The backward pass has two products, for the gradients
+    with respect to `lhs` and to `rhs`: each multiplies the incoming gradient with a residual, which is
+    the other operand of the forward pass.
 
     Attributes:
       lhs, rhs: the operands in the forward pass.
-      dlhs_grad, drhs_grad: the incoming gradient, in the product for `lhs` and in that for `rhs`.
-      dlhs_residual, drhs_residual: the residual in these products, where the forward pass leaves a
-        dense one.
-      disable_gradient_clipping: whether the gradient of values beyond the range of a calibration that
-        clips ('absmax,0.8') passes as well.
-      use_original_residuals: whether the residuals are the operands as they were before they were
-        quantized.
+      dlhs_grad, drhs_grad: the incoming gradient, in the products for `lhs` and for `rhs`.
+      dlhs_residual, drhs_residual: the residual in these products, if the forward pass leaves a dense
+        one.
+      disable_gradient_clipping: whether gradients also pass to values beyond the range of a
+        calibration that clips ('absmax,0.8').
+      use_original_residuals: whether the residuals are the operands before their quantization.
 
     Example:
       >>> from haiku_implicit.quantization import OperandConfig, ProductConfig
@@ -87,7 +86,7 @@ class ProductConfig:
     use_original_residuals: bool = False
 
     def flat(self) -> dict[str, Any]:
-        """All options in one mapping, by the names that Qwix has for them."""
+        """Returns all options in one mapping, by Qwix's names."""
         found = {name: getattr(self, name) for name in _FLAGS}
         for operand, names in _FLAT_NAMES.items():
             config = getattr(self, operand)
@@ -95,11 +94,11 @@ class ProductConfig:
         return found
 
     def with_flat(self, **changes: Any) -> "ProductConfig":
-        """The same but for some options, by the names that Qwix has for them.
+        """Returns this configuration with changed options, by Qwix's names.
 
         Args:
-          **changes: for example `lhs_qtype`, `dlhs_grad_calibration_method`; `tile_size` is that of
-            both operands in the forward pass, `drhs_tile_size` that of both in the product for `rhs`.
+          **changes: for example `lhs_qtype`, `dlhs_grad_calibration_method`; `tile_size` is for both
+            operands of the forward pass, `drhs_tile_size` for both operands of the product for `rhs`.
 
         Raises:
           ValueError: for a name that does not exist, or a value out of its range.
@@ -151,7 +150,7 @@ _FLAGS = ("disable_gradient_clipping", "use_original_residuals")
 
 
 def _flat_name(operand: str, option: str) -> str:
-    """Qwix's name of an option of an operand, of which some are shared by those of one product."""
+    """Returns Qwix's name of an operand's option; operands of one product share some of these names."""
     if option == "channelwise_noise_axes" or (option == "tile_size" and operand in ("lhs", "rhs")):
         return option
     shared = option in ("tile_size", "stochastic_rounding")

@@ -12,8 +12,8 @@ from haiku_implicit.numerics import calibration, formats, options, ranges
 from haiku_implicit.products import product_config
 from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig
 
-# The operations that rules tell apart. An einsum has become products of two by the time that it is
-# seen, so that a rule for the one is a rule for the other.
+# The operations that rules distinguish. When rules see an einsum, it has already become products of two
+# operands, so that a rule for one is a rule for the other.
 OP_NAMES = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot")
 _SAME_OP = {"einsum": "dot_general"}
 
@@ -21,34 +21,34 @@ _SAME_OP = {"einsum": "dot_general"}
 @static_values
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantRule:
-    """What is quantized how, for the modules that it matches.
+    """The formats and calibrations of products in the modules that it matches.
 
-    Rules come in a list, and the first one that matches decides. What none matches is left alone, and
-    so is what is matched by a rule without `weight_qtype`.
+    Rules come in a list, and the first one that matches decides. Modules that no rule matches, or that
+    match a rule without `weight_qtype`, are not quantized.
 
     Attributes:
-      module_path: a regular expression that the whole of Haiku's name of the module matches, as
-        parameters have it: `'transformer/layer_0/linear'`, `'mlp/~/linear_1'`.
-      op_names: the operations that the rule is for, of 'dot_general', 'einsum' (the same as
-        'dot_general'), 'conv_general_dilated', 'ragged_dot'; empty for all of them. Where weights are
-        stored, one with two axes is for the first, one with more than three for a convolution, and one
-        with three for what the rules quantize.
-      weight_qtype: the format of weights, a name (see `QuantizedMatrix.quantize`) or a dtype; None
-        leaves the module alone. Kept as the format's name.
+      module_path: a regular expression that matches the whole of the module's name in Haiku's
+        parameters: `'transformer/layer_0/linear'`, `'mlp/~/linear_1'`.
+      op_names: the operations that the rule is for, from 'dot_general', 'einsum' (the same as
+        'dot_general'), 'conv_general_dilated', 'ragged_dot'; empty for all of them. For stored weights
+        the number of axes tells the operation: two for a 'dot_general', more than three for a
+        convolution, and three for any operation that the rules quantize.
+      weight_qtype: the format of weights, a name (see `QuantizedMatrix.quantize`) or a dtype; with None
+        the module is not quantized. Stored as the format's name.
       act_qtype: the format of activations, or None for dense ones.
-      weight_calibration_method: how the scales of weights are found: a method, and numbers after
-        commas: 'absmax' (the largest magnitude; 'absmax,0.8' for a part of it), 'minmax' (with a zero
-        point), 'rms,3', 'percentile,99.5', 'fixed,-1,1', and for stored weights all that
-        `QuantizedMatrix.quantize` has besides.
-      act_calibration_method: the same for activations.
-      tile_size: how many elements along the (last) contracted axis share a scale; a float is the part
-        of the axis; None for all of them.
-      act_static_scale: whether the scales of activations are those of collected statistics, see
+      weight_calibration_method: the method to find the scales of weights, with numbers after commas:
+        'absmax' (the largest magnitude; 'absmax,0.8' for a part of it), 'minmax' (with a zero point),
+        'rms,3', 'percentile,99.5', 'fixed,-1,1', and for stored weights all other methods of
+        `QuantizedMatrix.quantize`.
+      act_calibration_method: the method for activations.
+      tile_size: how many elements along the (last) contracted axis share a scale; a float is the
+        fraction of the axis; None for all elements.
+      act_static_scale: whether the scales of activations come from collected statistics, see
         `with_quant_stats`.
-      act_batch_axes: the axes of activations that those statistics are averaged over, as the product
-        has them (`jax.vmap` within a model adds one). Along the other axes that have scales each index
-        keeps one of its own, so that their lengths have to stay the same. An average of the largest
-        magnitudes clips those that are larger, by much where the examples of a batch differ.
+      act_batch_axes: the axes of activations in the product (`jax.vmap` within a model adds one) that
+        these statistics are averaged over. Along the other axes that have scales each index keeps its
+        scale, so that their lengths have to stay the same. The average of largest magnitudes clips
+        larger values, by much if the examples of a batch differ.
 
     Raises:
       ValueError: for an option out of its range, by its name.
@@ -112,10 +112,10 @@ class QuantRule:
         return not named or _SAME_OP.get(op_name, op_name) in named
 
     def weight_options(self, length: int) -> dict[str, Any]:
-        """What the rule says of a weight that is stored, as arguments of `QuantizedMatrix.quantize`.
+        """Returns the arguments of `QuantizedMatrix.quantize` for a stored weight.
 
         Args:
-          length: of the axis that scales are shared along.
+          length: the length of the axis that scales are shared along.
         """
         if self.weight_qtype is None:
             raise ValueError("weight_qtype: None leaves the weight as it is")
@@ -126,7 +126,7 @@ class QuantRule:
             round(length * self.tile_size) if isinstance(self.tile_size, float) else self.tile_size
         )
         if method == "absmax" and fmt is not None and (fmt.offset or fmt.name in formats.BY_MEAN):
-            method = None  # the default of rules is that of formats whose range is symmetric
+            method = None  # the rules' default suits only formats with a symmetric range
         activation = activation_of(self)
         return dict(
             dtype=self.weight_qtype, group_size=size, calibration=method, activation=activation
@@ -136,24 +136,24 @@ class QuantRule:
 @static_values
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QtRule(QuantRule):
-    """A rule for quantized training: what `QuantRule` says, and how gradients are quantized.
+    """A rule for quantized training: a `QuantRule` that also says how gradients are quantized.
 
-    The names are those of Qwix. Products are quantized as it does: symmetric integers have the bound
-    of a half more than their largest code, so that 'int8' has the scale `largest magnitude / 127.5`.
+    Names and quantization are Qwix's: the bound of symmetric integers is a half more than their largest
+    code, so that 'int8' has the scale `largest magnitude / 127.5`.
 
     Attributes:
-      bwd_qtype: the format that incoming gradients are quantized to; None for a dense backward pass,
-        which then sees the operands as they were before they were quantized.
-      bwd_calibration_method: how the scales of gradients are found.
-      bwd_weight_grad_tile_size: how many elements along the contracted axis share a scale where the
-        weight's gradient is computed.
-      disable_channelwise_axes: whether one scale is shared by all channels, in both passes.
-      bwd_stochastic_rounding: how gradients are rounded: None to the nearest; 'uniform' up or down
+      bwd_qtype: the format of incoming gradients; None for a dense backward pass, which uses the
+        operands before their quantization.
+      bwd_calibration_method: the method to find the scales of gradients.
+      bwd_weight_grad_tile_size: how many elements along the contracted axis share a scale in the
+        product for the weight's gradient.
+      disable_channelwise_axes: whether all channels share one scale, in both passes.
+      bwd_stochastic_rounding: the rounding of gradients: None to the nearest; 'uniform' up or down
         with noise of 24 bits; 'low_bit_uniform' with noise of 8 bits. Needs integers, and a random
         key in each step.
       channelwise_noise_axes: the axes of gradients along which noise differs.
-      additional_qt_config: other options of single operands, by the names that Qwix has for them, see
-        `ProductConfig.with_flat`. Kept as pairs.
+      additional_qt_config: other options of single operands, by Qwix's names, see
+        `ProductConfig.with_flat`. Stored as pairs.
 
     Example:
       >>> from haiku_implicit.quantization import QtRule
@@ -199,10 +199,10 @@ class QtRule(QuantRule):
 
 
 def config_of(rule: QuantRule, lhs_is_weight: bool, rhs_is_weight: bool) -> ProductConfig:
-    """What a rule says of a product of which these operands are weights, the others activations.
+    """Returns a rule's configuration of a product; the arguments say which operands are weights.
 
     Raises:
-      ValueError: for an `additional_qt_config` that does not exist, or of a value out of its range.
+      ValueError: for an `additional_qt_config` with an unknown name, or a value out of its range.
     """
     qt = as_training_rule(rule)
     shared = qt.disable_channelwise_axes
@@ -232,7 +232,7 @@ def config_of(rule: QuantRule, lhs_is_weight: bool, rhs_is_weight: bool) -> Prod
 
 
 def activation_of(rule: QuantRule) -> str | None:
-    """What a rule says of activations, for a weight that is stored: `QuantizedMatrix.activation`."""
+    """Returns a rule's quantization of activations as `QuantizedMatrix.activation`."""
     if rule.act_qtype is None:
         return None
     config = OperandConfig(rule.act_qtype, rule.act_calibration_method, tile_size=rule.tile_size)
@@ -243,11 +243,11 @@ def activation_of(rule: QuantRule) -> str | None:
 
 
 def as_training_rule(rule: QuantRule) -> QtRule:
-    """The same rule for quantized training, with a dense backward pass if it does not say.
+    """Converts a rule to a `QtRule`, with a dense backward pass if it is not one already.
 
     Raises:
       TypeError: for anything but a rule.
-      ValueError: for what quantized training does not have.
+      ValueError: for formats and methods that quantized training does not have.
     """
     if isinstance(rule, QtRule):
         return rule
@@ -262,7 +262,7 @@ def as_training_rule(rule: QuantRule) -> QtRule:
 def matching_rule(
     rules: Iterable[QuantRule], module_path: str, op_name: str | None = None
 ) -> QuantRule | None:
-    """The first of the rules that matches a module (and an operation), or None.
+    """Returns the first of the rules that matches a module (and an operation), or None.
 
     Args:
       rules: in the order of precedence.
@@ -273,7 +273,7 @@ def matching_rule(
 
 
 def rules_for_module(rules: Iterable[QuantRule], module_path: str) -> tuple[QuantRule, ...]:
-    """The rules that can decide for a module, in order: up to the first one for all operations."""
+    """Returns the rules that can decide for a module, in order: up to the first for all operations."""
     found = []
     for rule in rules:
         if rule.matches(module_path):
@@ -284,11 +284,11 @@ def rules_for_module(rules: Iterable[QuantRule], module_path: str) -> tuple[Quan
 
 
 def unused_rules(rules: Sequence[QuantRule], module_paths: Iterable[str]) -> list[QuantRule]:
-    """The rules that decide for none of some modules: they match nothing, or come too late.
+    """Returns the rules that do not decide for any of some modules: they match none, or come too late.
 
     Args:
       rules: in the order of precedence.
-      module_paths: Haiku's names of modules: the keys of its parameters.
+      module_paths: Haiku's names of modules: the keys of the parameters.
 
     Example:
       >>> from haiku_implicit.quantization import QuantRule, unused_rules
@@ -301,7 +301,7 @@ def unused_rules(rules: Sequence[QuantRule], module_paths: Iterable[str]) -> lis
 
 
 def warn_of_unused(rules: Sequence[QuantRule], module_paths: Iterable[str]) -> None:
-    """Warns of rules that decide for nothing, by their patterns and what there is to match."""
+    """Warns of rules that do not decide for any module: names their patterns, and the modules."""
     paths = sorted(set(module_paths))
     unused = [f"{rule.module_path!r} (rules[{list(rules).index(rule)}])"
               for rule in unused_rules(rules, paths)]  # fmt: skip

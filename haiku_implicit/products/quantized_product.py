@@ -1,7 +1,7 @@
 """Products that quantize their operands, with gradients that are quantized products themselves.
 
 The forward pass quantizes both operands and multiplies them. The backward pass quantizes the incoming
-gradient, and multiplies it with what the forward pass has quantized. The rounding itself has the
+gradient, and multiplies it with the quantized operands of the forward pass. The rounding itself has the
 gradient one ("straight through").
 """
 
@@ -27,13 +27,13 @@ from haiku_implicit.products.product_config import GradientConfig, OperandConfig
 
 
 class Inputs(NamedTuple):
-    """What a product takes.
+    """The arguments of a product.
 
     Attributes:
-      operands: `lhs` and `rhs`. A `QuantizedOperand` is taken as it is, and gets no gradient.
-      others: what else it takes.
+      operands: `lhs` and `rhs`. A `QuantizedOperand` is not quantized again, and gets no gradient.
+      others: the other arguments.
       key: a random key for stochastic rounding, or None.
-      limits: of `lhs` and of `rhs` the range, where it is not that of the operand itself.
+      limits: the ranges of `lhs` and of `rhs`; None: the range of the operand itself.
     """
 
     operands: tuple[Operand, Operand]
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
 
 def as_operand(x: Any) -> Operand:
-    """An array, or a stored matrix in its codes; other implicit arrays are materialized."""
+    """Converts an array; a stored matrix keeps its codes, other implicit arrays are materialized."""
     if not is_implicit(x):
         return jnp.asarray(x)
     if not isinstance(x, QuantizedMatrix):
@@ -55,13 +55,13 @@ def as_operand(x: Any) -> Operand:
 def quantized_product(
     product: Product, config: ProductConfig, inputs: Inputs, dtype: Any
 ) -> jax.Array:
-    """A product that quantizes its operands, and the gradients in its backward pass.
+    """Computes a product that quantizes its operands, and the gradients in its backward pass.
 
     Args:
       product: the product.
       config: how operands and gradients are quantized.
-      inputs: what it takes.
-      dtype: of the result.
+      inputs: its arguments.
+      dtype: the dtype of the result.
     """
     dtypes = (None if isinstance(x, QuantizedOperand) else x.dtype for x in inputs.operands)
     return _product(product, config, (*dtypes, dtype), inputs)
@@ -69,12 +69,12 @@ def quantized_product(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _product(product: Product, config: ProductConfig, dtypes: Any, inputs: Inputs) -> jax.Array:
-    """`dtypes`: of `lhs`, of `rhs` (None for those that get no gradient), and of the result."""
+    """Computes the product; `dtypes` of `lhs`, `rhs` (None: without a gradient) and the result."""
     return _forward(product, config, dtypes, inputs)[0]
 
 
-# What the backward pass takes: the operands as it sees them, and where the gradient of each passes
-# (None: everywhere).
+# The residuals of the backward pass: its operands, and a mask of the elements of each that get a
+# gradient (None: all).
 _Residuals = tuple[Inputs, tuple[jax.Array | None, ...]]
 
 
@@ -86,7 +86,7 @@ def _forward(
         x if spec is None or isinstance(x, QuantizedOperand) else quantize(x, spec, limits=limits)
         for x, spec, limits in zip(inputs.operands, specs, inputs.limits, strict=True)
     ]
-    # (In integers, a stored matrix that is multiplied by some would lose its fractions.)
+    # (In a product with integers, an integer dtype would drop the fractions of a stored matrix.)
     known = [d for d in dtypes[:2] if d is not None and jnp.issubdtype(d, np.inexact)]
     dtype = jnp.result_type(*(known or dtypes[2:]))
     out = multiply(product.forward(inputs.others), lhs, rhs, dtype, dtypes[2])
@@ -96,7 +96,7 @@ def _forward(
 
 
 def _kept(config: ProductConfig, x: Operand, q: Operand) -> tuple[Operand, jax.Array | None]:
-    """What the backward pass sees of an operand `x` that became `q`, and where its gradient passes."""
+    """Returns the residual for an operand `x` quantized to `q`, and a mask of its gradient."""
     if not isinstance(q, QuantizedOperand):
         return q, None
     inside, q = q.inside, q._replace(inside=None)
@@ -107,13 +107,13 @@ def _kept(config: ProductConfig, x: Operand, q: Operand) -> tuple[Operand, jax.A
 
 
 def _is_tiled(q: QuantizedOperand) -> bool:
-    """Whether an operand has scales that the backward product would mix: it is kept dense then."""
+    """Whether the backward product would mix an operand's scales; if so, its residual is dense."""
     shapes = () if q.scale is None else zip(q.scale.shape, q.codes.shape, strict=True)
     return any(n not in (1, m) for n, m in shapes)
 
 
 def spec_of_side(product: Product, config: ProductConfig, i: int, x: Operand) -> OperandSpec | None:
-    """How the forward pass quantizes an operand; None where it does not."""
+    """Returns how the forward pass quantizes an operand; None if it does not."""
     own = (config.lhs, config.rhs)[i]
     if isinstance(x, QuantizedOperand) or not jnp.issubdtype(x.dtype, np.floating):
         return None
@@ -121,7 +121,7 @@ def spec_of_side(product: Product, config: ProductConfig, i: int, x: Operand) ->
 
 
 def _spec(product: Product | Bilinear, i: int, config: OperandConfig) -> OperandSpec:
-    """How an operand of a product is quantized: its configuration, and which of its axes are which."""
+    """Combines an operand's configuration with the meaning of its axes in the product."""
     shared = config.disable_channelwise_axes
     channels = () if shared else tuple(a for a in product.axes[i] if a is not None)
     tile = None
@@ -149,7 +149,7 @@ def _backward(
 def _gradient(
     product: Product, side: int, config: ProductConfig, kept: Inputs, g: jax.Array, dtype: Any
 ) -> jax.Array:
-    """The gradient with respect to an operand: a product of the incoming one and the other operand."""
+    """Returns an operand's gradient: a product of the incoming gradient and the other operand."""
     of_gradient = (config.dlhs_grad, config.drhs_grad)[side]
     of_residual = (config.dlhs_residual, config.drhs_residual)[side]
     own, y = kept.operands[side], kept.operands[1 - side]
@@ -159,7 +159,7 @@ def _gradient(
     left: Operand = g
     if of_gradient.qtype is not None:
         if isinstance(y, QuantizedOperand) and y.multiplies and not _is_tiled(y):
-            # The scales of y lie along axes that are summed here, so the gradient takes them.
+            # The scales of y are along axes that this product sums, so the gradient absorbs them.
             sizes = product.group_sizes(kept.others) if side == 0 else None
             g = scaled(g, y.scale, product.axes[1 - side], sizes)
             y = y._replace(scale=None)

@@ -1,10 +1,10 @@
-"""Ragged products, in which each row meets the matrix of its group, a tile of rows at a time.
+"""Ragged products: each row is multiplied by the matrix of its group, a tile of rows at a time.
 
-The rows come sorted by group, as those of a mixture of experts do. They are cut into tiles of rows of
-one group, as block-sparse products of experts do it (MegaBlocks, arXiv:2211.15841), and a loop
-multiplies tile after tile with the stored matrix of its group. So no more than one matrix is decoded at
-a time, matrices of groups without rows are hardly read, and the number of operations is about what the
-rows ask for. (JAX's own product multiplies all rows with the matrices of all groups on a CPU.)
+The rows come sorted by group, as in a mixture of experts. They are cut into tiles of rows of one group,
+as in block-sparse products of experts (MegaBlocks, arXiv:2211.15841), and a loop multiplies tile after
+tile with the stored matrix of its group. So at most one matrix is decoded at a time, matrices of groups
+without rows are hardly read, and the number of operations is about the number that the rows need. (On a
+CPU, JAX's own product multiplies all rows with the matrices of all groups.)
 """
 
 import dataclasses
@@ -29,11 +29,12 @@ from haiku_implicit.products.tiles import tiles_of
 class RowNumbers(NamedTuple):
     """The axes of a product of `[batch..., m, k]` and stacked matrices `[group, batch..., k, n]`.
 
-    Each may have them in another order, the second one with `k` and `n` (in any order) as its last two.
+    The operands may have these axes in another order; the last two axes of the second operand are `k`
+    and `n`, in any order.
 
     Attributes:
       x_rows, x_contracted: the axes `m` and `k` of the first operand.
-      w_group, w_contracted: the axes of the groups and `k` of the second one.
+      w_group, w_contracted: the axes of the groups and `k` of the second operand.
       x_batch, w_batch: the batch axes.
     """
 
@@ -45,7 +46,7 @@ class RowNumbers(NamedTuple):
     w_batch: tuple[int, ...]
 
     def without_batch(self) -> "RowNumbers":
-        """The same for one element of the first batch axes."""
+        """Returns the axes for one element of the first batch axes."""
         x, w = self.x_batch[0], self.w_batch[0]
         of_x, of_w = (lambda i: i - (i > x)), (lambda i: i - (i > w))
         return RowNumbers(
@@ -58,21 +59,21 @@ class RowNumbers(NamedTuple):
         )
 
     def of_result(self) -> "RowNumbers":
-        """The same for the result as the first operand, whose axes are `[batch..., m, k]`."""
+        """Returns the axes for a next product, with the result `[batch..., m, n]` as first operand."""
         n = len(self.x_batch)
         return self._replace(x_rows=n, x_contracted=n + 1, x_batch=tuple(range(n)))
 
     def names_of_matrices(self) -> Names:
-        """A name for each axis of the stacked matrices."""
+        """Names the axes of the stacked matrices."""
         at: dict[int, str] = {axis: f"batch{i}" for i, axis in enumerate(self.w_batch)}
         at |= {self.w_group: "groups", self.w_contracted: "inputs"}
         return tuple(at.get(i, "outputs") for i in range(len(self.w_batch) + 3))
 
     def axes(self, of_matrices: Sequence[Names], sizes_ndim: int, pieces: Pieces = ()) -> Axes:
-        """The names of all axes.
+        """Names the axes of all operands and of the result.
 
         Args:
-          of_matrices: for each array that the matrices are made of.
+          of_matrices: the names for each leaf of the matrices.
           sizes_ndim: how many axes the sizes of the groups have.
           pieces: see `Axes`.
         """
@@ -93,15 +94,15 @@ def row_numbers(
     out_sharding: Any = None,
     **options: Any,
 ) -> RowNumbers | None:
-    """The axes of a product of rows with the matrices of their groups; None where it is another one.
+    """Returns the axes of a product of rows with the matrices of their groups; None for other products.
 
-    (Or is split over explicit axes of a mesh, or of lengths that are not known, or empty.)
+    (Also None if it is split over explicit axes of a mesh, if lengths are symbolic, or if it is empty.)
 
     Args:
       x, w: the operands.
       ragged_dot_dimension_numbers: as for `jax.lax.ragged_dot_general`, like all that follow.
-      group_offset, out_sharding: these.
-      **options: the others, which make no difference.
+      group_offset, out_sharding: as for JAX.
+      **options: the other parameters, which do not matter here.
     """
     numbers, operands = ragged_dot_dimension_numbers, (x, w)
     contracted, batch = numbers.dot_dimension_numbers
@@ -123,9 +124,9 @@ def row_numbers(
 def quantized_ragged_dot(
     x: jax.Array, q: QuantizedMatrix, group_sizes: jax.Array, **params: Any
 ) -> Any:
-    """`jax.lax.ragged_dot_general(x, q, group_sizes)`, which decodes one matrix at a time.
+    """Computes `jax.lax.ragged_dot_general(x, q, group_sizes)`, and decodes one matrix at a time.
 
-    For the backward pass the codes and the scales are kept, and decoded anew.
+    The backward pass keeps the codes and the scales, and decodes them again.
 
     Args:
       x: `[batch..., m, k]`.
@@ -135,8 +136,8 @@ def quantized_ragged_dot(
       **params: the parameters of `ragged_dot_general`.
 
     Returns:
-      `[batch..., m, n]`, what JAX returns for the dense `q`, up to the order of its sums;
-      NotImplemented for other products, and for activations that are rounded together.
+      `[batch..., m, n]`, JAX's result for the dense `q`, up to the order of its sums; NotImplemented
+      for other products, and for activations that are rounded together.
     """
     numbers = row_numbers(x, q, **params)
     by_rows = q.activation is None or activation_of(q.activation).by_rows
@@ -149,13 +150,13 @@ def quantized_ragged_dot(
     of_leaves = names_of_leaves(q, names) if is_wanted(x, q, group_sizes) else None
     if of_leaves is None:
         return _run(fun, x, *leaves, group_sizes)
-    # Activations that are rounded by rows are so by whole rows.
+    # The rounding of activations needs whole rows.
     pieces = (*pieces_of(q, names), *([] if q.activation is None else [("inputs", 1)]))
     axes = numbers.axes(of_leaves, group_sizes.ndim, pieces)
     return by_parts(fun, axes, x, *leaves, group_sizes)
 
 
-# Jitted, as eager code would lay out each intermediate value anew.
+# Jitted, because eager code would allocate each intermediate value.
 @functools.partial(jax.jit, static_argnums=0)
 def _run(fun: Any, *operands: jax.Array) -> jax.Array:
     out: jax.Array = fun(*operands, parts=WHOLE)
@@ -164,12 +165,12 @@ def _run(fun: Any, *operands: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _StoredProduct:
-    """The product with stored matrices, of whose leaves it is a function.
+    """The product with stored matrices, as a function of their leaves.
 
     Attributes:
       numbers: the axes.
       options: parameters of the products, as pairs.
-      treedef: of the matrices.
+      treedef: the structure of the matrices.
     """
 
     numbers: RowNumbers
@@ -198,7 +199,7 @@ class _StoredProduct:
 def small_ragged_dot(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, numbers: RowNumbers, **options: Any
 ) -> jax.Array:
-    """The same of dense matrices that are small beside the rows: each tile gets a copy of its own.
+    """Computes a ragged product with small dense matrices: each tile gets a copy of its matrix.
 
     JAX's own product copies the rows for each group, and so does its derivative.
 
@@ -246,18 +247,18 @@ def _in_tiles(
     numbers: RowNumbers,
     parts: Parts,
 ) -> jax.Array:
-    """`[batch..., m, n]`.
+    """Computes a ragged product `[batch..., m, n]` in tiles.
 
     Args:
-      multiply: from the rows of tiles `[tiles, rows, k]`, the stacked matrices, the group of each tile,
-        and which axis of a matrix is contracted, to `[tiles, rows, n]`.
+      multiply: a function from the rows of tiles `[tiles, rows, k]`, the stacked matrices, the group of
+        each tile, and the contracted axis of a matrix, to `[tiles, rows, n]`.
       x, w: the operands of the product.
-      sizes: of the groups, `[group]` or `[batch..., group]`.
+      sizes: the sizes of the groups, `[group]` or `[batch..., group]`.
       numbers: the axes.
-      parts: which rows and which groups these are, of those that `sizes` is of.
+      parts: the parts of all rows and groups that `x` and `w` are; `sizes` is for all of them.
     """
     if numbers.x_batch:
-        # Whatever leaves an array has, it has its batch axes.
+        # All leaves of an implicit array have its batch axes.
         axes = numbers.x_batch[0], numbers.w_batch[0], 0 if sizes.ndim > 1 else None
         one = functools.partial(_in_tiles, multiply, numbers=numbers.without_batch(), parts=parts)
         return jax.vmap(one, axes)(x, w, sizes)

@@ -1,4 +1,4 @@
-"""The product with quantized matrices in XLA's own operations, for where no kernel serves.
+"""The product with quantized matrices in XLA's own operations, for cases that no kernel serves.
 
 Blocks of rows are dequantized one after another, so that the dense matrix never exists as a whole. The
 gradients with respect to scales are computed in the same way on all platforms.
@@ -17,7 +17,8 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.bilinear import dot_product, multiply
 from haiku_implicit.products.blocks import over_blocks, slices
 
-# At most this part of the matrix is dense at a time, scales included; and at least so many elements.
+# The part of the matrix that is dense at a time: at most this fraction, scales included, and at least
+# this many elements.
 _DENSE = 1 / 9
 _BLOCK = 1 << 15
 
@@ -25,12 +26,12 @@ _BLOCK = 1 << 15
 def product(
     x: jax.Array, *leaves: jax.Array, treedef: Any, order: Order, precision: Any, dtype: Any
 ) -> jax.Array:
-    """The product of a batch of matrices; takes and returns what the primitive does.
+    """Computes the product with a batch of matrices, with the primitive's arguments and result.
 
     Args:
       x: `[batch, m, i]`.
-      *leaves: of the quantized `[batch, i, o]`.
-      treedef: of these.
+      *leaves: the leaves of the quantized `[batch, i, o]`.
+      treedef: their structure.
       order, precision, dtype: as for `quantized_matmul`.
     """
     run = functools.partial(_product_of_one, precision=precision, dtype=dtype)
@@ -41,7 +42,7 @@ def product(
 
 
 def _product_of_one(x: jax.Array, q: QuantizedMatrix, precision: Any, dtype: Any) -> jax.Array:
-    """`[m, i] @ [i, o]`: a sum over blocks, or columns of the result from each."""
+    """Computes `[m, i] @ [i, o]`: a sum over blocks, or columns of the result from each block."""
     summed = q.axis == -1
     # Sums of blocks are not rounded in between.
     wide = jnp.promote_types(dtype, jnp.float32) if summed else dtype
@@ -72,14 +73,14 @@ def _product_of_one(x: jax.Array, q: QuantizedMatrix, precision: Any, dtype: Any
 def gradients_of_scales(
     ct: jax.Array, x: jax.Array, codes: jax.Array, zeros: Any, treedef: Any, precision: Any
 ) -> Any:
-    """The gradients with respect to scales and offsets, `[batch, rows, groups]` each.
+    """Returns the gradients with respect to scales and offsets, `[batch, rows, groups]` each.
 
     Args:
       ct: `[batch, m, o]`, the gradient with respect to the product.
       x: `[batch, m, i]`.
-      codes: of the quantized `[batch, i, o]`, as `layout.matrices` has them.
-      zeros: arrays of the shapes and dtypes of scales and offsets, likewise.
-      treedef: of the quantized matrix.
+      codes: the codes of the quantized `[batch, i, o]`, reshaped by `layout.matrices`.
+      zeros: arrays with the dtypes and the (reshaped) shapes of scales and offsets.
+      treedef: the structure of the quantized matrix.
       precision: as for `quantized_matmul`.
     """
     whole = treedef.unflatten((codes, *zeros))
@@ -107,8 +108,8 @@ def gradients_of_scales(
 
 
 def _block_size(q: QuantizedMatrix) -> int:
-    """How many rows of a matrix are dequantized at a time."""
+    """Returns the number of rows of a matrix to dequantize at a time."""
     rows = q.codes.shape[-2]
     part = max(_DENSE - q.scale.size / q.size, _DENSE / 4)
     count = max(min(q.size // _BLOCK, math.ceil(1 / part), rows), 1)
-    return rows // count  # rounded down, so that few rows are left over
+    return rows // count  # rounded down, so that few rows remain

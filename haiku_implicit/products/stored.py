@@ -1,8 +1,9 @@
-"""Products with stored matrices: `quantized_dot` decides how one is computed, without a dense copy.
+"""Products with stored matrices: `quantized_dot` chooses how to compute one, without a dense copy.
 
 There are four ways. A product that contracts one axis is a batch of matrix products, and the primitive
-of `matmul` computes these. Of the others, one whose matrix has an `activation` is computed in codes, by
-`quantized_product`; a large one block after block; and a small one with the matrix dequantized whole.
+of `matmul` computes these. Other products are computed in codes, by `quantized_product`, if the matrix
+has an `activation`; else block after block if they are large, and with the whole matrix dequantized if
+they are small.
 """
 
 import functools
@@ -22,7 +23,7 @@ from haiku_implicit.products.blocks import BLOCKED_FROM, over_blocks, slices
 from haiku_implicit.products.by_rule import apply, how_stored
 from haiku_implicit.products.matmul import quantized_matmul
 
-# A large matrix is dequantized in so many blocks.
+# The number of blocks in which a large matrix is dequantized.
 _NUM_BLOCKS = 16
 
 Axes = tuple[int, ...]
@@ -32,8 +33,8 @@ class _Dot(NamedTuple):
     """A `dot_general` of an array `x` and a stored matrix `q`; hashable.
 
     Attributes:
-      contract: the contracted axes of `x`, and those of `q`.
-      batch: likewise the batch axes.
+      contract: the contracted axes of `x`, and of `q`.
+      batch: the batch axes of `x`, and of `q`.
       q_first: whether `q` is the first operand.
       options: the other parameters, as pairs.
     """
@@ -44,7 +45,7 @@ class _Dot(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
     def in_order(self, x: Any, q: Any) -> tuple[Any, Any]:
-        """What belongs to `x` and to `q`, in the order of the operands."""
+        """Returns a pair for `x` and `q` in the order of the operands."""
         return (q, x) if self.q_first else (x, q)
 
     @property
@@ -56,7 +57,7 @@ class _Dot(NamedTuple):
         return dict(self.options).get(name)
 
     def dense(self, x: jax.Array, q: jax.Array, **changes: Any) -> jax.Array:
-        """The product of arrays."""
+        """Computes the product of dense arrays."""
         params = dict(self.options) | dict(dimension_numbers=self.numbers) | changes
         return jax.lax.dot_general_p.bind(*self.in_order(x, q), **params)
 
@@ -69,9 +70,9 @@ def quantized_dot(
     q_first: bool = False,
     **params: Any,
 ) -> jax.Array:
-    """`jax.lax.dot_general(x, q)`, which leaves no dense copy of `q` behind.
+    """Computes `jax.lax.dot_general(x, q)` without keeping a dense copy of `q`.
 
-    For the backward pass the codes and the scales are kept, and dequantized anew.
+    The backward pass keeps the codes and the scales, and dequantizes them again.
 
     Args:
       x: any array.
@@ -81,7 +82,7 @@ def quantized_dot(
       **params: the other parameters of `dot_general`.
 
     Returns:
-      What `dot_general` of `x` and the dense `q` is, up to the order of its sums.
+      The result of `dot_general` for the dense `q`, up to the order of its sums.
     """
     contract, batch = ((tuple(lhs), tuple(rhs)) for lhs, rhs in dimension_numbers)
     if q_first:
@@ -90,15 +91,15 @@ def quantized_dot(
     numbers = dict(dimension_numbers=dimension_numbers)
     sharding = result_sharding(jax.lax.dot_general_p, dot.in_order(x, q), params | numbers)
     if params.get("out_sharding") is not None:
-        # Derivatives have one on any mesh, also where it says nothing.
+        # Derivatives have an `out_sharding` on any mesh, even if it does not split anything.
         dot = dot._replace(options=tuple((params | dict(out_sharding=None)).items()))
     return _dot(x, q, dot) if sharding is None else _in_mesh(x, q, dot, sharding)
 
 
-# Jitted, as eager code would lay out each intermediate value anew.
+# Jitted, because eager code would allocate each intermediate value.
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _in_mesh(x: jax.Array, q: QuantizedMatrix, dot: _Dot, sharding: Any) -> jax.Array:
-    """The product where axes of a mesh are explicit."""
+    """Computes the product if axes of a mesh are explicit."""
     return left_to_partitioner(functools.partial(_dot, dot=dot), sharding)(x, q)
 
 
@@ -122,7 +123,7 @@ def _dot(x: jax.Array, q: QuantizedMatrix, dot: _Dot) -> jax.Array:
 
 
 def _row_axis(x: jax.Array, q: QuantizedMatrix, dot: _Dot, dtype: Any) -> int | None:
-    """The axis of `q` that makes matrices with the one that is stored in groups.
+    """Returns the axis of `q` that makes matrices with the axis that is stored in groups.
 
     One of the two is contracted. None: this is not a product of matrices.
     """
@@ -143,9 +144,9 @@ def _row_axis(x: jax.Array, q: QuantizedMatrix, dot: _Dot, dtype: Any) -> int | 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _as_matmul(x: jax.Array, q: QuantizedMatrix, row: int, dot: _Dot, dtype: Any) -> jax.Array:
-    """The product as one of `[batch..., m..., i]` and `[batch..., i, o]`."""
+    """Computes the product as a product of `[batch..., m..., i]` and `[batch..., i, o]`."""
     ((x_contracted,), (contracted,)), (x_batch, q_batch) = dot.contract, dot.batch
-    # Axes of stacks of matrices that are not axes of `x`, too, come after those that are.
+    # Axes of stacks of matrices come after the batch axes that `x` also has.
     matrix = (row, q.ndim + q.axis)
     free = tuple(i for i in range(q.ndim) if i not in (*q_batch, *matrix))
     of_x = tuple(i for i in range(x.ndim) if i not in (*x_batch, x_contracted))
@@ -153,7 +154,7 @@ def _as_matmul(x: jax.Array, q: QuantizedMatrix, row: int, dot: _Dot, dtype: Any
     in_both = [x.shape[i] for i in x_batch]
     stacked = [q.shape[i] for i in free]
     rows = [x.shape[i] for i in of_x]
-    # Leaves have the grouped axis last, whichever of the array's it is.
+    # The grouped axis of the array, whichever it is, is the last one in leaves.
     others = [i for i in range(q.ndim) if i != q.ndim + q.axis]
     order = (*(others.index(i) for i in (*q_batch, *free, row)), q.ndim - 1)
     x = jnp.transpose(x, (*x_batch, *of_x, x_contracted))
@@ -180,17 +181,17 @@ def in_codes(
     params: dict[str, Any],
     *others: jax.Array,
 ) -> Any:
-    """A product whose activations are quantized, too, as `q.activation` says.
+    """Computes a product with activations quantized by `q.activation`.
 
     Args:
       primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
       x, q: its operands.
-      q_first: whether `q` is the first one.
+      q_first: whether `q` is the first operand.
       params: the parameters of the primitive.
       others: operands after these two.
 
     Returns:
-      What the primitive returns, up to rounding; NotImplemented for other products.
+      The primitive's result, up to rounding; NotImplemented for other products.
     """
     pair = (q, x) if q_first else (x, q)
     product = product_of(primitive, pair, params)
@@ -209,9 +210,9 @@ class _Blocks(NamedTuple):
     Attributes:
       axis: the axis of `q`, never the one that is stored in groups.
       size: the length of a block along it.
-      x_axis: the axis of `x` that is cut along with it, if any.
-      out_axis: the axis of the result where the blocks' results come one after another; None where
-        they are summed, because the axis is contracted.
+      x_axis: the axis of `x` that is cut in the same way, if any.
+      out_axis: the axis of the result along which the blocks' results are concatenated; None if they
+        are summed, because the axis is contracted.
     """
 
     axis: int
@@ -221,7 +222,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(x: jax.Array, q: QuantizedMatrix, dot: _Dot, out: Any) -> _Blocks | None:
-    """The blocks to cut a product in; None where it is computed in one piece."""
+    """Returns the blocks to cut a product in; None to compute it in one piece."""
     algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
     if (
         q.size <= BLOCKED_FROM
@@ -240,7 +241,7 @@ def _blocks(x: jax.Array, q: QuantizedMatrix, dot: _Dot, out: Any) -> _Blocks | 
         out_axis = dot.batch[1].index(axis)
     elif axis not in x_axes:
         if out.size > q.size:
-            return None  # putting the results together would take more than the dense weight does
+            return None  # joining the results would take more memory than the dense weight
         free = [i for i in range(q.ndim) if i not in x_axes]
         before = 0 if dot.q_first else x.ndim - len(x_axes)
         out_axis = len(dot.batch[1]) + before + free.index(axis)
@@ -251,7 +252,7 @@ def _blocks(x: jax.Array, q: QuantizedMatrix, dot: _Dot, out: Any) -> _Blocks | 
 def _in_blocks(
     x: jax.Array, q: QuantizedMatrix, blocks: _Blocks, dot: _Dot, dtype: Any
 ) -> jax.Array:
-    """The product, block after block."""
+    """Computes the product block after block."""
     changes = {}
     if blocks.out_axis is None and jnp.issubdtype(dtype, np.inexact):
         # Sums of blocks are not rounded in between.
@@ -261,7 +262,7 @@ def _in_blocks(
         # Checkpointed, or the scan would keep each dense block for the backward pass.
         @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
         def block(start: Any, size: int) -> jax.Array:
-            # Of the axes of the leaves, the grouped one is the last, and the rows come before it.
+            # The last axis of the leaves is the grouped one, and the rows come before it.
             part = slices(q, start, size, min(blocks.axis, q.ndim - 2))
             own = x if blocks.x_axis is None else slices(x, start, size, blocks.x_axis)
             return dot.dense(own, part.materialize(), **changes)
@@ -276,7 +277,7 @@ def _in_blocks(
 
 
 def with_dense(primitive: Any, *operands: Any, **params: Any) -> jax.Array:
-    """A primitive on the dense values of its stored operands, which are not kept for a gradient.
+    """Computes a primitive on the dense values of stored operands; the backward pass keeps the codes.
 
     Args:
       primitive: a primitive with one result.

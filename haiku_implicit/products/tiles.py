@@ -1,4 +1,4 @@
-"""Rows that are sorted by group, as those of a mixture of experts are: their groups, and tiles."""
+"""Groups and tiles of rows that are sorted by group, as in a mixture of experts."""
 
 from typing import Any, NamedTuple
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Tiles have as many rows as groups have on average, up to so many: longer ones save little of what
-# decoding takes, and more of their rows are empty.
+# Tiles have as many rows as groups have on average, up to this number: longer ones save little decoding
+# time, and more of their rows are empty.
 _MOST_ROWS = 64
 
 
@@ -15,11 +15,11 @@ class Tiles(NamedTuple):
     """Rows, sorted by group, in tiles of rows of one group.
 
     Attributes:
-      rows: `[tiles, rows of a tile]`, int32: which rows are in which tile; what is out of bounds
-        stands for none.
+      rows: `[tiles, rows of a tile]`, int32: the rows in each tile; an index out of bounds is an empty
+        row.
       groups: `[tiles]`, int32: the group of each tile.
-      places: `[rows]`, int32: where each row is among those of all tiles; out of bounds for a row
-        that is in no group.
+      places: `[rows]`, int32: the position of each row among the rows of all tiles; out of bounds for
+        a row that is not in any group.
     """
 
     rows: jax.Array
@@ -35,13 +35,14 @@ def tiles_of(
     first_group: Any = 0,
     num_groups: int | None = None,
 ) -> Tiles:
-    """The tiles of so many rows.
+    """Cuts rows into tiles.
 
     Args:
       sizes: `[groups]`, integers: how many rows each group has, one group after another.
-      num_rows: how many rows there are.
-      first_row: which of the groups' rows is the first one that is there.
-      first_group, num_groups: the groups that are there; None: all of them. Rows of others are in none.
+      num_rows: the number of rows in this part of all groups' rows.
+      first_row: the index of the first of them among all groups' rows.
+      first_group, num_groups: the groups in this part; None: all groups. Rows of other groups are not
+        in any tile.
     """
     ends = jnp.clip(jnp.cumsum(sizes, dtype=np.int32) - first_row, 0, num_rows)
     starts = jnp.concatenate([jnp.zeros(1, np.int32), ends[:-1]])
@@ -51,13 +52,13 @@ def tiles_of(
         )
     num_groups = len(ends)
     height = min(max(-(-num_rows // num_groups), 1), _MOST_ROWS)
-    # A group has less than one tile more than it has whole ones.
+    # A group has at most one tile that is not full.
     count = (num_rows + num_groups * (height - 1)) // height
     last_tiles = jnp.cumsum(-(-(ends - starts) // height), dtype=np.int32)
     first_tiles = jnp.concatenate([jnp.zeros(1, np.int32), last_tiles[:-1]])
 
     tile = jnp.arange(count, dtype=np.int32)
-    # The last tiles may be of no group: what is taken for theirs has no rows left.
+    # The last tiles may not belong to any group: all rows of the group assigned here are used up.
     groups = jnp.minimum(_found(last_tiles, tile), num_groups - 1)
     first = starts[groups] + (tile - first_tiles[groups]) * height
     rows = first[:, None] + jnp.arange(height, dtype=np.int32)[None]
@@ -71,7 +72,7 @@ def tiles_of(
 
 
 def groups_of_rows(sizes: jax.Array, num_rows: int) -> jax.Array:
-    """The group of each row, `[rows]` int32; the number of groups for a row that is in none.
+    """Returns the group of each row, `[rows]` int32; the number of groups for a row outside of groups.
 
     Args:
       sizes: `[groups]`, integers: how many rows each group has, one group after another.
@@ -82,5 +83,5 @@ def groups_of_rows(sizes: jax.Array, num_rows: int) -> jax.Array:
 
 
 def _found(ends: jax.Array, x: jax.Array) -> jax.Array:
-    """In which of the intervals that end there each number lies."""
+    """Returns for each number the index of its interval, of the intervals with these ends."""
     return jnp.sum(ends[None] <= x[:, None], axis=1, dtype=np.int32)

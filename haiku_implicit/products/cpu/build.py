@@ -1,7 +1,8 @@
 """The library of native kernels: compiled from C++ at first use, cached, and registered with JAX.
 
-This file knows nothing of products; `native` calls what it registers. Without a C++ compiler, or with
-`HAIKU_IMPLICIT_NATIVE=0` in the environment, `available()` is False, and XLA's own operations serve.
+This file knows nothing of products; `native` calls the registered handlers. Without a C++ compiler, or
+with `HAIKU_IMPLICIT_NATIVE=0` in the environment, `available()` is False, and XLA's own operations
+compute products.
 """
 
 import contextlib
@@ -28,21 +29,21 @@ SOURCES = [
     for name in ("quantized_matmul", "integer_matmul")
 ]
 
-# What the library defines; each is a target of `jax.ffi.ffi_call`, after this prefix.
+# The functions of the library; each is a target of `jax.ffi.ffi_call`, after this prefix.
 HANDLERS = ("QuantizedMatmul", "IntegerMatmul")
 PREFIX = "haiku_implicit_"
 
-# The CPU is the one that compiles: the library is not shared with others, see `_key`.
+# `native` is the CPU that compiles: other CPUs do not use the library, see `_key`.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
 
 _TIMEOUT = 300  # seconds
 
 _NAME = "quantized_matmul"
-_MOST_KEPT = 8  # libraries in the cache: of several environments, or of machines that share it
+_MOST_KEPT = 8  # libraries in the cache, for several environments, or machines that share it
 
 
 class BuildError(Exception):
-    """The kernels could not be built, and why."""
+    """The kernels could not be built; the message says why."""
 
 
 def available() -> bool:
@@ -64,11 +65,11 @@ def _registered() -> bool:
 
 
 def register(prefix: str, flags: tuple[str, ...]) -> None:
-    """Makes the kernel's handlers targets of `jax.ffi.ffi_call` on the CPU.
+    """Makes the kernels' handlers targets of `jax.ffi.ffi_call` on the CPU.
 
     Args:
-      prefix: what the targets' names begin with.
-      flags: of the compiler.
+      prefix: the prefix of the targets' names.
+      flags: the flags for the compiler.
 
     Raises:
       BuildError, OSError: as `library` does.
@@ -80,14 +81,14 @@ def register(prefix: str, flags: tuple[str, ...]) -> None:
 
 
 def library(flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The library from the user's cache; or compiled, and put there if the cache can be used.
+    """Loads the library from the user's cache; or compiles it, and caches it if possible.
 
     Args:
-      flags: of the compiler.
+      flags: the flags for the compiler.
 
     Raises:
-      BuildError: without a compiler, or where it fails.
-      OSError: where the library cannot be written or loaded.
+      BuildError: without a compiler, or if it fails.
+      OSError: if the library cannot be written or loaded.
     """
     compiler = _compiler()
     name = f"{_NAME}-{_key(compiler, flags)}"
@@ -130,7 +131,7 @@ def _compiler() -> list[str]:
 
 
 def _compile(compiler: list[str], flags: tuple[str, ...], output: str) -> None:
-    """The library of all sources, which are compiled at the same time."""
+    """Compiles all sources at the same time, and links the library."""
     include = f"-I{jax.ffi.include_dir()}"
     with tempfile.TemporaryDirectory() as folder, ThreadPool(len(SOURCES)) as pool:
         objects = [os.path.join(folder, f"{source.stem}.o") for source in SOURCES]
@@ -154,14 +155,14 @@ def _run(command: list[str]) -> None:
 
 
 def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
-    """What the compiled library depends on, as a name."""
+    """Returns a digest of all that the compiled library depends on."""
     sources = [path.read_text() for path in sorted(SOURCES[0].parent.glob("*.[ch]*"))]
     parts = [*sources, jaxlib.version.__version__, *compiler, *flags, _cpu()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _cpu() -> str:
-    """The CPU's model and what it can do."""
+    """Returns the CPU's model and its features."""
     try:
         first = pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -171,16 +172,16 @@ def _cpu() -> str:
 
 
 # --- the cache -----------------------------------------------------------------------------------
-# The name of a file ends with a digest of what is in it, because to load a part of a library can kill
+# The name of a file ends with a digest of its content, because loading an incomplete library can kill
 # the process.
 
 
 def _cache() -> pathlib.Path | None:
-    """The folder of compiled libraries, if it can be used."""
+    """Returns the folder of compiled libraries, or None if it cannot be used."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         return _private(pathlib.Path(base) / "haiku_implicit" / "kernels")
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+    except (OSError, RuntimeError) as error:  # RuntimeError: without a home directory
         _warn_of_cache(error)
         return None
 
@@ -193,10 +194,10 @@ def _warn_of_cache(error: Exception) -> None:
 
 
 def _private(folder: pathlib.Path) -> pathlib.Path:
-    """The folder, made if it does not exist, if only this user can write to it.
+    """Returns the folder, created if it does not exist; only this user may have access.
 
     Raises:
-      OSError: where others can, too: what lies there will be run.
+      OSError: if others have access: the process runs code from this folder.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
@@ -209,7 +210,7 @@ def _private(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _kept(folder: pathlib.Path, name: str) -> ctypes.CDLL | None:
-    """The library of this name in the cache. What is damaged, or cannot be loaded, is removed."""
+    """Loads the library of this name from the cache; removes damaged files."""
     for path in folder.glob(f"{name}-*.so"):
         with contextlib.suppress(OSError, BuildError):
             if path.is_file() and path.name == _file_name(name, path.read_bytes()):
@@ -222,9 +223,9 @@ def _kept(folder: pathlib.Path, name: str) -> ctypes.CDLL | None:
 
 
 def _keep(content: bytes, folder: pathlib.Path, name: str) -> None:
-    """Puts a library into the cache, in place of those that have not been used for longest."""
+    """Puts a library into the cache; removes those that have not been used for longest."""
     try:
-        # A name of its own while it is written: other processes may do the same.
+        # Written under a temporary name: other processes may do the same.
         handle, unfinished = tempfile.mkstemp(dir=folder, prefix=f"{_NAME}-", suffix=".tmp")
         try:
             with open(handle, "wb") as file:
@@ -234,7 +235,7 @@ def _keep(content: bytes, folder: pathlib.Path, name: str) -> None:
             pathlib.Path(unfinished).unlink(missing_ok=True)
     except OSError as error:
         _warn_of_cache(error)
-    with contextlib.suppress(OSError):  # where another process removes the same
+    with contextlib.suppress(OSError):  # if another process removes the same file
         by_last_use = sorted(folder.glob(f"{_NAME}-*"), key=lambda path: path.lstat().st_mtime)
         for path in by_last_use[:-_MOST_KEPT]:
             _remove(path)
@@ -245,7 +246,7 @@ def _file_name(name: str, content: bytes) -> str:
 
 
 def _remove(path: pathlib.Path) -> None:
-    """Removes a file, link or folder; a process that has loaded it keeps what it loaded."""
+    """Removes a file, link or folder; processes that have loaded it keep it in memory."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

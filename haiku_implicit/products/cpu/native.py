@@ -1,4 +1,4 @@
-"""The product with a quantized matrix on CPUs: which operands the native kernels serve, and the calls.
+"""The product with a quantized matrix on CPUs: the conditions on operands, and calls of native kernels.
 
 There are two: `QuantizedMatmul` decodes the matrix and multiplies floats, `IntegerMatmul` multiplies
 integer codes with activations rounded to int8. `build` compiles and registers them.
@@ -16,11 +16,11 @@ from haiku_implicit.numerics.layout import Order, sizes
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.cpu import build
 
-# The dtypes that the kernels serve, with what they call rounding to them.
+# The dtypes that the kernels serve, with the kernels' numbers for rounding to them.
 _FLOATS = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
 _KINDS = {"int8": 1, "fp8_e4m3": 3, "fp8_e5m2": 4}
 
-# Sums of more products of 8 bits might not fit into 32.
+# Sums of more products of 8-bit integers might overflow 32 bits.
 _LARGEST_GROUP = 1 << 16
 # For more rows than this, decoded groups smaller than this are multiplied as floats.
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
@@ -30,9 +30,9 @@ def applies(x: Any, leaves: Any, treedef: Any, order: Any, precision: Any, dtype
     """Whether there is a kernel for a product.
 
     Args:
-      x: `[batch, m, i]`, like those that follow an array or what describes one.
-      leaves: of the quantized matrices.
-      treedef: of these.
+      x: `[batch, m, i]`, an array or its description (as for the leaves).
+      leaves: the leaves of the quantized matrices.
+      treedef: their structure.
       order, precision, dtype: as for `quantized_matmul`.
     """
     q = treedef.unflatten(leaves)
@@ -54,14 +54,14 @@ def applies(x: Any, leaves: Any, treedef: Any, order: Any, precision: Any, dtype
 def native_matmul(
     x: jax.Array, *leaves: jax.Array, treedef: Any, order: Any, dtype: Any, **_: Any
 ) -> Any:
-    """The product through a native kernel, with float32 sums, or those of integers.
+    """Computes the product with a native kernel, in float32 or integer sums.
 
     Args:
       x: `[batch, m, i]`.
-      *leaves: of the quantized `[batch, i, o]`.
-      treedef: of these.
+      *leaves: the leaves of the quantized `[batch, i, o]`.
+      treedef: their structure.
       order: as for `quantized_matmul`.
-      dtype: of the result.
+      dtype: the dtype of the result.
     """
     q: QuantizedMatrix = treedef.unflatten(leaves)
     x = x.astype(jnp.float32)
@@ -97,19 +97,19 @@ def _quantized_matmul(x: jax.Array, q: QuantizedMatrix, order: Order) -> jax.Arr
 
 
 def _size_packed(batch: int, m: int, length: int) -> int:
-    """The elements of memory that the kernel packs activations `[batch, m, length]` in."""
+    """Returns the size of the memory into which the kernel packs activations `[batch, m, length]`."""
     if m <= 8:
         return batch * m * (length + 16)
     return -(-min(m, 512) // 32) * 32 * length
 
 
 class _Integers(NamedTuple):
-    """How stored codes become integers without a sign, and values of these.
+    """How stored codes become unsigned integers, and how these become values.
 
     Attributes:
-      table: the integer of each code of four bits; of eight, what is added to each.
-      bias: what is subtracted then.
-      unit: what the result is multiplied by.
+      table: the integer of each code of four bits; for eight bits, the number to add to each code.
+      bias: the number to subtract then.
+      unit: the factor of the result.
     """
 
     table: np.ndarray
@@ -118,7 +118,7 @@ class _Integers(NamedTuple):
 
 
 def _integers(q: QuantizedMatrix, m: int) -> _Integers | None:
-    """How `IntegerMatmul` reads a matrix; None where it does not serve it, or is slower for `m` rows.
+    """Returns how `IntegerMatmul` reads a matrix; None if it cannot, or is slower for `m` rows.
 
     With many rows, scaling the sums of small groups takes longer than multiplying integers saves.
     """
@@ -159,7 +159,7 @@ def _integer_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, integers: _I
 def _call(
     handler: str, x: jax.Array, q: QuantizedMatrix, order: Order, *memory: int, **attributes: Any
 ) -> Any:
-    """Calls a handler: returns the product, and working memory of the sizes it asked for."""
+    """Calls a handler; returns the product, and working memory of the sizes `memory`."""
     shapes = [(*x.shape[:2], sizes(q, order)[-1]), *((size,) for size in memory)]
     like = (x, *jax.tree.leaves(q))
     results = [compat.struct(shape, jnp.float32, like=like) for shape in shapes]
@@ -170,14 +170,14 @@ def _call(
 
 
 def _readable(scale: jax.Array | None) -> jax.Array:
-    """Scales in a dtype that the kernels read; an empty array in place of None."""
+    """Casts scales to a dtype that the kernels read; replaces None by an empty array."""
     if scale is None:
         return jnp.zeros(0, jnp.float32)
     return scale if scale.dtype in _FLOATS else scale.astype(jnp.float32)
 
 
 def _table(fmt: formats.Format) -> np.ndarray:
-    """The value of each stored code, in a table of at least 16."""
+    """Returns the value of each stored code, in a table of at least 16."""
     if fmt.table is not None:
         return np.asarray(fmt.table, np.float32)
     codes = np.arange(max(16, 2**fmt.bits), dtype=np.uint8).view(fmt.dtype)

@@ -1,10 +1,10 @@
-"""What one program of the GPU computes: the three kernels of `pallas_matmul`, in Pallas.
+"""The three kernels of `pallas_matmul`, in Pallas: the computation of one GPU program.
 
 Each takes a `Plan`, which says how the work is divided (`tiles`), and references to the operands in
 memory. `few_along_groups` serves one or two rows of activations, `along_groups` and `along_rows` all
-others. They share what follows: indices of blocks and pieces, masked loads and stores, and the
+others. They share the functions below: indices of blocks and pieces, masked loads and stores, and the
 decoding of codes. Triton compiles them, so that all sizes are powers of two. Pallas is imported in
-functions, as importing it takes longer than importing this library.
+functions, because importing it takes longer than importing this library.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from haiku_implicit.products.gpu.tiles import Plan, parts, steps, tiles
 
 
 class Refs(NamedTuple):
-    """References to the operands in memory, of one matrix of the batch."""
+    """References to the operands in memory, for one matrix of the batch."""
 
     x: Any
     codes: Any
@@ -31,24 +31,24 @@ class Refs(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Indices, and a mask of those that exist; the mask is None where all do."""
+    """Indices, and a mask of the indices that exist; the mask is None if all do."""
 
     index: Any
     mask: Any
 
     def at(self, *axes: int) -> "Block":
-        """The same with axes of length one inserted at these positions, as by `jnp.expand_dims`."""
+        """Inserts axes of length one at these positions, like `jnp.expand_dims`."""
         mask = None if self.mask is None else jnp.expand_dims(self.mask, axes)
         return Block(jnp.expand_dims(self.index, axes), mask)
 
 
 class Pieces(NamedTuple):
-    """Pieces of groups: where they are in a row, which is the same in every row.
+    """Pieces of groups, by their positions in a row, which are the same in every row.
 
     Attributes:
-      group: of each piece, `[pieces]`.
-      byte: the place of each stored byte in its row, `[pieces, piece]`.
-      within: the place of each in its group, `[pieces, piece]`.
+      group: the group of each piece, `[pieces]`.
+      byte: the position of each stored byte in its row, `[pieces, piece]`.
+      within: the position of each stored byte in its group, `[pieces, piece]`.
     """
 
     group: Block
@@ -57,7 +57,7 @@ class Pieces(NamedTuple):
 
 
 def few_along_groups(plan: Plan, refs: Refs) -> None:
-    """y[m, row] for one or two rows of activations and a block of rows of the matrix.
+    """Computes y[m, row] for one or two rows of activations and a block of rows of the matrix.
 
     Each thread adds up its own products of all pieces; their sums are added up at the end.
     """
@@ -80,7 +80,7 @@ def few_along_groups(plan: Plan, refs: Refs) -> None:
 
 
 def along_groups(plan: Plan, refs: Refs) -> None:
-    """y[m, row] for a block of rows of activations and one of the matrix."""
+    """Computes y[m, row] for a block of rows of activations and a block of rows of the matrix."""
     tile, split = plan.tile, _program_id(2)
     m = _block(_program_id(0), tile.m, plan.m)
     rows = _block(_program_id(1), tile.rows, plan.matrix.rows)
@@ -99,7 +99,7 @@ def along_groups(plan: Plan, refs: Refs) -> None:
 
 
 def along_rows(plan: Plan, refs: Refs) -> None:
-    """y[m, k] for a block of rows of activations and some pieces of the matrix's rows."""
+    """Computes y[m, k] for a block of rows of activations and some pieces of the matrix's rows."""
     tile, split, terms = plan.tile, _program_id(2), steps(plan)
     m = _block(_program_id(0), tile.m, plan.m)
     pieces = _pieces(plan, _program_id(1))
@@ -122,7 +122,7 @@ def _loop(steps: int, step: Callable[[Any, Any], Any], start: Any) -> Any:
 
 
 def _dot(plan: Plan, x: jax.Array, values: jax.Array, axis: int) -> jax.Array:
-    """The product of tiles, of which `axis` of the values is contracted."""
+    """Multiplies tiles; `axis` of the values is contracted."""
     return jax.lax.dot_general(
         x.astype(plan.operand),
         values.astype(plan.operand),
@@ -132,7 +132,7 @@ def _dot(plan: Plan, x: jax.Array, values: jax.Array, axis: int) -> jax.Array:
     )
 
 
-# --- where things are ------------------------------------------------------------------------------
+# --- positions -------------------------------------------------------------------------------------
 
 
 def _program_id(axis: int) -> jax.Array:
@@ -146,18 +146,18 @@ def _iota(size: int) -> jax.Array:
 
 
 def _block(i: Any, size: int, end: int, count: int | None = None) -> Block:
-    """Block i of an axis of length `end`, for any i below `count` (by default, those there are)."""
+    """Returns block i of an axis of length `end`, for i below `count` (default: all that exist)."""
     index = i * size + _iota(size)
     count = parts(end, size) if count is None else count
     return Block(index, index < end if count * size > end else None)
 
 
 def _pieces(plan: Plan, tile: Any) -> Pieces:
-    """The pieces of one tile."""
+    """Returns the pieces of one tile."""
     matrix, size = plan.matrix, plan.tile.piece
     in_group = parts(matrix.stored, size)
     at = tile * plan.tile.pieces + _iota(plan.tile.pieces)
-    # Not `//`, which would look at signs.
+    # Not `//`, which would check signs.
     group = jax.lax.div(at, jnp.full_like(at, in_group))
     first = jax.lax.rem(at, jnp.full_like(at, in_group)) * size
     within = first[:, None] + _iota(size)[None]
@@ -173,12 +173,12 @@ def _pieces(plan: Plan, tile: Any) -> Pieces:
 
 
 def _elements(plan: Plan, pieces: Pieces, digit: int) -> Block:
-    """The elements of a row that one digit of the bytes stands for: `[pieces, piece]`."""
+    """Returns the elements of a row that one digit of the bytes stands for: `[pieces, piece]`."""
     matrix = plan.matrix
     group = matrix.digits * matrix.stored
     index = (pieces.group.index * group + digit * matrix.stored)[:, None] + pieces.within
     mask = pieces.byte.mask
-    if matrix.stored % plan.tile.piece:  # else it would be that of another byte
+    if matrix.stored % plan.tile.piece:  # else it would be another byte's index
         index = jnp.where(pieces.within < matrix.stored, index, matrix.length)
     if matrix.length < matrix.groups * group:
         mask = _both(mask, index < matrix.length)
@@ -202,7 +202,7 @@ def _store(ref: Any, index: Any, value: jax.Array, mask: Any) -> None:
 
 
 def _pairs(a: Block, b: Block) -> tuple[Any, Any]:
-    """The indices and the mask of a matrix, of those of its rows and its columns."""
+    """Combines blocks of rows and columns to the indices and the mask of a matrix."""
     a, b = a.at(1), b.at(0)
     return (a.index, b.index), _both(a.mask, b.mask)
 
@@ -220,7 +220,7 @@ def _store_pairs(ref: Any, a: Block, b: Block, value: jax.Array) -> None:
 
 
 class Read(NamedTuple):
-    """What is stored for some pieces of some rows.
+    """The stored codes, scales and offsets for some pieces of some rows.
 
     Attributes:
       codes: `[rows, pieces, piece]`, bytes.
@@ -233,7 +233,7 @@ class Read(NamedTuple):
 
 
 def _read(refs: Refs, rows: Block, pieces: Pieces) -> Read:
-    # Loaded as a matrix, scales do not decide which threads hold the codes, which are larger.
+    # Loaded as a matrix, scales do not determine the threads that hold the codes, which are larger.
     scale, offset = (
         None if ref is None else _load_pairs(ref, rows, pieces.group).astype(jnp.float32)[..., None]
         for ref in (refs.scale, refs.offset)
@@ -244,7 +244,7 @@ def _read(refs: Refs, rows: Block, pieces: Pieces) -> Read:
 
 
 def _values(plan: Plan, refs: Refs, read: Read, digit: int) -> jax.Array:
-    """The weights that one digit of each byte stands for, float32."""
+    """Returns the weights that one digit of each byte stands for, float32."""
     fmt = plan.matrix.format
     codes = read.codes.astype(jnp.int32)
     if fmt.bits < 8:
@@ -257,7 +257,7 @@ def _values(plan: Plan, refs: Refs, read: Read, digit: int) -> jax.Array:
 
 
 def _decoded(codes: jax.Array, fmt: formats.Format, table: Any) -> jax.Array:
-    """The values of codes, int32, before scale and offset."""
+    """Returns the values of int32 codes, before scale and offset."""
     if fmt.is_float or fmt.name == "fp4":
         return _from_small_float(codes, fmt)
     if table is not None:
@@ -272,14 +272,14 @@ def _decoded(codes: jax.Array, fmt: formats.Format, table: Any) -> jax.Array:
 
 
 def _from_small_float(codes: jax.Array, fmt: formats.Format) -> jax.Array:
-    """Floats of few bits are float16 with fewer digits and another bias of the exponent."""
+    """Decodes floats of few bits: float16 with fewer digits and another bias of the exponent."""
     codes = codes.astype(jnp.uint16)
     mantissa, bias = {"fp4": (1, 1), "fp8_e4m3": (3, 7), "fp8_e5m2": (2, 15)}[fmt.name]
     sign = 1 << (fmt.bits - 1)
     half = _shifted(codes & sign, 16 - fmt.bits) | _shifted(codes & (sign - 1), 10 - mantissa)
     values = jax.lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
     values *= 2.0 ** (15 - bias)
-    if fmt.name == "fp8_e4m3":  # has one NaN, where others have infinities
+    if fmt.name == "fp8_e4m3":  # has one NaN instead of infinities
         values = jnp.where((codes & 0x7F) == 0x7F, jnp.nan, values)
     return values
 

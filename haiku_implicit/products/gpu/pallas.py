@@ -1,15 +1,15 @@
-"""The product with a quantized matrix on NVIDIA GPUs: which operands it serves, and the call.
+"""The product with a quantized matrix on NVIDIA GPUs: the conditions on operands, and the call.
 
-The work is divided in `tiles`, and computed in `kernels`, which Triton compiles. Codes are read as they
-are stored, decoded in registers and multiplied there; no dense weight is written anywhere. The
-primitive has two products, with W[rows, length] as stored:
+`tiles` divides the work, and `kernels`, which Triton compiles, compute it. They read stored codes,
+decode them in registers and multiply there; no dense weight is written anywhere. The primitive has two
+products, with the storage order W[rows, length]:
 
     along the groups:  y[m, row] = sum over k of x[m, k] * W[row, k]
     along the rows:    y[m, k]   = sum over rows of x[m, row] * W[row, k]
 
-Along the groups, one or two rows of x are bound by memory: their sums are taken in each thread's
-registers, without the matrix units. All else is a product of tiles. Where that gives too few programs
-to keep all of the GPU's memory busy, the sum is split among several, whose parts XLA adds up.
+Along the groups, memory bounds products of one or two rows of x: they are summed in each thread's
+registers, without the matrix units. All others are products of tiles. If there are too few programs to
+keep all of the GPU's memory busy, each sum is split among several, and XLA adds up the parts.
 """
 
 import functools
@@ -33,11 +33,11 @@ _FLOATS = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
 _CAPABILITY = 8.0  # of the oldest GPUs that Triton compiles for
 
 
-# --- which -----------------------------------------------------------------------------------------
+# --- conditions ------------------------------------------------------------------------------------
 
 
 def available() -> bool:
-    """Whether products on this process's GPU have the kernel: if `HAIKU_IMPLICIT_PALLAS=1` asks for it.
+    """Whether products on this process's GPU use the kernel: only with `HAIKU_IMPLICIT_PALLAS=1`.
 
     It is not the default, because it has not run on a GPU yet.
     """
@@ -48,7 +48,7 @@ def available() -> bool:
 def supported() -> bool:
     """Whether this process has a GPU that the kernel can be compiled for.
 
-    Without a GPU of its own, the program is for another process: it may have another JAX.
+    If this process does not have a GPU, the program is for another one, perhaps with another JAX.
     """
     try:
         device = jax.local_devices(backend="cuda")[0]
@@ -87,17 +87,17 @@ def pallas_matmul(
     dtype: Any,
     interpret: bool = False,
 ) -> jax.Array:
-    """`x @ q` for a batch of matrices, of which the leaves are given.
+    """Computes `x @ q` for a batch of matrices, given by leaves.
 
     Args:
       x: `[batch, m, i]`, of one of the dtypes that the kernel serves.
-      *leaves: of a quantized `[batch, i, o]` with dense scales for each row.
-      treedef: of the matrix.
+      *leaves: the leaves of a quantized `[batch, i, o]` with dense scales for each row.
+      treedef: the structure of the matrix.
       order: as for `quantized_matmul`.
-      precision: as for `jax.lax.dot_general`; float32 operands are rounded to TensorFloat-32 where
-        this is None or DEFAULT, as XLA does with those of dense products.
-      dtype: of the result; sums are float32.
-      interpret: whether the kernel is run by JAX itself, on any platform: slow, for tests.
+      precision: as for `jax.lax.dot_general`; if it is None or DEFAULT, float32 operands are rounded to
+        TensorFloat-32, as in XLA's dense products.
+      dtype: the dtype of the result; sums are float32.
+      interpret: whether JAX itself runs the kernel, on any platform: slow, for tests.
 
     Returns:
       `[batch, m, o]`.
@@ -126,7 +126,7 @@ def _readable(scale: jax.Array) -> jax.Array:
 
 
 def _call(plan: Plan, out: Any, operands: Any, has_offset: bool, interpret: bool) -> jax.Array:
-    # Here, as importing Pallas takes longer than importing this library.
+    # Imported here, because importing Pallas takes longer than importing this library.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -149,7 +149,7 @@ def _call(plan: Plan, out: Any, operands: Any, has_offset: bool, interpret: bool
     call = pl.pallas_call(
         kernel,
         out_shape=out,
-        # Programs of the same part of the matrix come one after another.
+        # Programs for one part of the matrix run one after another.
         grid=(parts(plan.m, tile.m), columns(plan), *out.shape[:2]),
         in_specs=[whole(x) for x in operands],
         out_specs=result,

@@ -2,7 +2,7 @@
 
 A group of g elements has g / d bytes, with d = 8 / bits *digits* in each; digit i of byte j is
 element i * g / d + j. So a tile of bytes is d tiles of weights, each with contiguous activations.
-The bytes of a group are taken in *pieces* whose size is a power of two, as Triton demands.
+The bytes of a group are read in *pieces* whose size is a power of two, as Triton requires.
 """
 
 from typing import Any, NamedTuple
@@ -14,19 +14,19 @@ import numpy as np
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
-FEW = 2  # up to so many rows of activations, products along groups do not use the matrix units
-PROGRAMS = 512  # about so many programs keep the memory of a large GPU (132 processors) busy
+FEW = 2  # up to this many rows of activations, products along groups do not use the matrix units
+PROGRAMS = 512  # about as many programs keep the memory of a large GPU (132 processors) busy
 
 
 class Matrix(NamedTuple):
-    """What is static about one stored matrix.
+    """The static properties of a stored matrix.
 
     Attributes:
-      rows, length: its shape, padding left out.
+      rows, length: its shape, without padding.
       groups: how many groups each row has.
-      stored: the bytes of a group.
-      format: of the codes.
-      dtype: what its values are rounded to.
+      stored: the number of bytes of a group.
+      format: the format of the codes.
+      dtype: the dtype that its values are rounded to.
     """
 
     rows: int
@@ -38,12 +38,12 @@ class Matrix(NamedTuple):
 
     @property
     def has_table(self) -> bool:
-        """Whether values are looked up; those of other formats are computed."""
+        """Whether values are looked up in a table; kernels compute the values of other formats."""
         return self.format.table is not None and self.format.name != "fp4"
 
     @property
     def digits(self) -> int:
-        """How many codes a byte has."""
+        """The number of codes in a byte."""
         return 8 // self.format.bits
 
 
@@ -55,9 +55,9 @@ class Tile(NamedTuple):
       rows: rows of the matrix.
       pieces: pieces of groups.
       piece: bytes of each, a power of two as the other three are.
-      splits: among how many programs a sum is split.
-      warps: of 32 threads, for each program.
-      stages: how many tiles are under way from memory, where the matrix units are used.
+      splits: the number of programs that share a sum.
+      warps: the number of warps of 32 threads in each program.
+      stages: how many tiles are loaded ahead from memory, if the matrix units are used.
     """
 
     m: int
@@ -70,7 +70,7 @@ class Tile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One kernel: the matrix, the tiles, and how products are taken."""
+    """The plan of one kernel: the matrix, the tiles, and the dtype and precision of products."""
 
     matrix: Matrix
     tile: Tile
@@ -86,13 +86,13 @@ class Plan(NamedTuple):
 
 
 def plan_of(m: int, batch: int, q: QuantizedMatrix, dtype: Any, precision: Any) -> Plan:
-    """How the product of `[batch, m, i]` of this dtype and `[batch, i, o]` is computed."""
+    """Plans the product of `[batch, m, i]` of this dtype and `[batch, i, o]`."""
     along_rows = q.axis == -1
     rows, length = q.shape[-2:] if along_rows else q.shape[:-3:-1]
     groups = q.scale.shape[-1]
     stored = q.codes.shape[-1] // groups
     matrix = Matrix(rows, length, groups, stored, formats.find(q.format), np.dtype(q.dtype))
-    # Values of both dtypes are exact in this one.
+    # This dtype holds the values of both dtypes exactly.
     operand = np.dtype(jnp.promote_types(dtype, q.dtype))
     default, exact = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
     asked = default if precision in (None, default, (default, default)) else exact
@@ -104,14 +104,14 @@ def plan_of(m: int, batch: int, q: QuantizedMatrix, dtype: Any, precision: Any) 
 
 
 def _tile_of_few(m: int, matrix: Matrix) -> Tile:
-    """Each thread reads 16 bytes of a row at a time, and sums what they are multiplied by."""
+    """Returns tiles for few rows: each thread reads 16 bytes of a row at a time, and sums products."""
     piece = min(_power_of_two(matrix.stored), 16)
     pieces = min(1024 // piece, _power_of_two(matrix.groups * parts(matrix.stored, piece)))
     return Tile(m, 8, pieces, piece, splits=1, warps=4, stages=1)
 
 
 def _tile(m: int, matrix: Matrix, along_rows: bool, itemsize: int) -> Tile:
-    """Tiles for the matrix units, of which no side is shorter than 16."""
+    """Returns tiles for the matrix units, with sides of at least 16."""
     block = min(max(_power_of_two(m), 16), 128)
     large = block == 128
     width, depth = (128, 128 // itemsize) if large else (64, 64)  # of the result, and of the sums
@@ -119,44 +119,44 @@ def _tile(m: int, matrix: Matrix, along_rows: bool, itemsize: int) -> Tile:
     if large:
         size = max(size // matrix.digits, 16)
     piece = min(_power_of_two(matrix.stored), size)
-    # Triton would fetch the values of a table ahead, too, one by one.
+    # Triton would also fetch the values of a table ahead, one by one.
     stages = 1 if matrix.has_table else 3
     return Tile(block, rows, size // piece, piece, 1, 8 if large else 4, stages)
 
 
 def _splits(plan: Plan, batch: int) -> int:
-    """A power of two: as many as keep the memory busy, as long as each program has two steps."""
+    """Returns as many splits as keep the memory busy: a power of two; each program has two steps."""
     programs = parts(plan.m, plan.tile.m) * columns(plan) * batch
     most = min(PROGRAMS // programs, _terms(plan) // 2, 16)
     return 1 << max(most.bit_length() - 1, 0)
 
 
 def columns(plan: Plan) -> int:
-    """How many parts the columns of the result are divided into."""
+    """Returns the number of parts that the columns of the result are divided into."""
     return tiles(plan) if plan.along_rows else parts(plan.matrix.rows, plan.tile.rows)
 
 
 def steps(plan: Plan) -> int:
-    """How many tiles each program sums over."""
+    """Returns the number of tiles that each program sums over."""
     return parts(_terms(plan), plan.tile.splits)
 
 
 def _terms(plan: Plan) -> int:
-    """How many tiles there are to sum over."""
+    """Returns the number of tiles to sum over."""
     return parts(plan.matrix.rows, plan.tile.rows) if plan.along_rows else tiles(plan)
 
 
 def tiles(plan: Plan) -> int:
-    """How many tiles a row of the matrix has."""
+    """Returns the number of tiles in a row of the matrix."""
     pieces = plan.matrix.groups * parts(plan.matrix.stored, plan.tile.piece)
     return parts(pieces, plan.tile.pieces)
 
 
 def parts(n: int, size: int) -> int:
-    """How many parts of this size `n` has, the last one perhaps smaller."""
+    """Returns the number of parts of this size in `n`, the last one perhaps smaller."""
     return -(-n // size)
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Returns the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
