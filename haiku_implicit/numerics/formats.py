@@ -417,7 +417,7 @@ def _rounded_to_float8(x: jax.Array, dtype: Any) -> jax.Array:
 
 def _thresholds(fmt: Format) -> tuple[list[int], list[float]]:
     """Returns the codes in the order of their values, and the thresholds between them."""
-    # The positive one of two zeros is kept, whose code comes first.
+    # Only the positive zero is kept, whose code comes before the negative zero's.
     values = {v: code for code, v in reversed(list(enumerate(fmt.table or ())))}
     order = [values[v] for v in sorted(values)]
     table = np.asarray(sorted(values), np.float32)

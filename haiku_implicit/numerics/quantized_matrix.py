@@ -56,8 +56,8 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         None unless there was one.
       activation: the format that activations are quantized to in products, each row (in a convolution,
         each image) by its largest magnitude, or, as in 'int8,groups', each part of a row that meets
-        one of the matrix's groups; None: no quantization.
-        The gradient with respect to activations passes the rounding straight through.
+        one of the matrix's groups; None: no quantization. The gradient with respect to activations
+        passes the rounding straight through.
 
     Raises:
       ValueError: if codes, scales and offsets do not fit together or to the format.
@@ -237,7 +237,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         return self._replace(activation=checked_activation(activation))
 
     def requantize(self, w: Any) -> Self:
-        """Quantizes another weight of the same shape as this one is.
+        """Quantizes another weight of the same shape in the same way.
 
         Args:
           w: a dense weight of this shape.
@@ -247,7 +247,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         return self.like(jnp.asarray(w))
 
     def like(self, w: jax.Array) -> Self:
-        """Quantizes any weight as this one is: with its format, groups, and storage of scales.
+        """Quantizes any weight in the same way: with this format, groups, and storage of scales.
 
         Args:
           w: `[..., n, m]`, floating; the groups have to fit.

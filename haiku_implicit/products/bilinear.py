@@ -241,7 +241,7 @@ def _sharding(x: Any) -> Any:
 
 
 def _is_code(x: Any) -> bool:
-    """Whether an array has codes, whose products are exact: precisions are for wider dtypes."""
+    """Whether an array has codes: products of codes are exact, without precisions and algorithms."""
     return np.dtype(x.dtype).itemsize == 1
 
 
@@ -297,7 +297,7 @@ def _product_of_codes(
 
 
 def _first_scales(product: Bilinear, side: int, x: QuantizedOperand) -> QuantizedOperand:
-    """Returns the operand with the first position's scale for all positions of a kernel, if it has any.
+    """Gives all positions of a kernel the scale of the first; an operand without positions stays.
 
     (Positions are axes that the result does not have, and that are not summed like inputs.)
     """

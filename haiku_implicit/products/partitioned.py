@@ -269,9 +269,9 @@ def _cheapest(
 ) -> Split:
     """Returns the split that moves the fewest bytes, given the shardings of operands and result.
 
-    If two splits move the same number, the first in the order of the result's axes is chosen. But if
-    operands agree on the axis that a mesh axis splits, the split uses this mesh axis: without it fewer
-    bytes might move, but each device would compute the whole product.
+    If two splits move the same number of bytes, splits of the result's axes come first, in their order.
+    But if operands agree on the axis that a mesh axis splits, the split uses this mesh axis: without it
+    fewer bytes might move, but each device would compute the whole product.
     """
     arrays = [*zip(operands, axes.operands, strict=True)]
     shapes = [x.shape for x in operands]
@@ -372,7 +372,7 @@ def _rule(axes: Axes, cut: Sequence[str]) -> SdyShardingRule:
 def _table(
     axes: Axes, shapes: Sequence[Sequence[int]], num_devices: int
 ) -> tuple[list[str], jax.Array]:
-    """Returns the names of axes that are cut between pieces, and an array with that many parts of each.
+    """Returns the names of axes that are cut between pieces, and an array shaped by their parts.
 
     XLA uses the length of the shortest axis of a name. If one mesh axis splits two axes, XLA keeps the
     split of the operand that is larger by these lengths: here the operand with axes of other names, the

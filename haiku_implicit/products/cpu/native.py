@@ -30,7 +30,7 @@ def applies(x: Any, leaves: Any, treedef: Any, order: Any, precision: Any, dtype
     """Whether there is a kernel for a product.
 
     Args:
-      x: `[batch, m, i]`, an array or its description (as for the leaves).
+      x: `[batch, m, i]`, an array or its shape and dtype, as are the leaves.
       leaves: the leaves of the quantized matrices.
       treedef: their structure.
       order, precision, dtype: as for `quantized_matmul`.

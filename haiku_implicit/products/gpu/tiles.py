@@ -15,7 +15,7 @@ from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 FEW = 2  # up to this many rows of activations, products along groups do not use the matrix units
-PROGRAMS = 512  # about as many programs keep the memory of a large GPU (132 processors) busy
+PROGRAMS = 512  # about this many programs keep the memory of a large GPU (132 processors) busy
 
 
 class Matrix(NamedTuple):
@@ -125,7 +125,7 @@ def _tile(m: int, matrix: Matrix, along_rows: bool, itemsize: int) -> Tile:
 
 
 def _splits(plan: Plan, batch: int) -> int:
-    """Returns as many splits as keep the memory busy: a power of two; each program has two steps."""
+    """Returns enough splits to keep the memory busy: a power of two; each program has two steps."""
     programs = parts(plan.m, plan.tile.m) * columns(plan) * batch
     most = min(PROGRAMS // programs, _terms(plan) // 2, 16)
     return 1 << max(most.bit_length() - 1, 0)
