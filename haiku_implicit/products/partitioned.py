@@ -331,7 +331,7 @@ def _moved(x: Any, spec: PartitionSpec, mesh: Any) -> float:
 
 
 def _moved_between(x: Any, old: Any, new: Any, mesh: Any) -> float:
-    """Returns the bytes that a device receives if a sharding changes; zero if it has its part already."""
+    """Returns the bytes that a device receives if a sharding changes; zero if it has its new part."""
     pairs = zip(*(padded_spec(s, len(x.shape)) for s in (old, new)), strict=True)
     has_it = all(names_in_entry(b)[: len(names_in_entry(a))] == names_in_entry(a) for a, b in pairs)
     return 0 if has_it else _local_bytes(x, new, mesh)
