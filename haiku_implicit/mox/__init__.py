@@ -1,4 +1,4 @@
-"""Module expressions: a Haiku model as a tree of its modules' calls, to see, query and change."""
+"""Module expressions: a Haiku model as a tree of module calls, to inspect, query and change."""
 
 from haiku_implicit.mox.files import load, save
 from haiku_implicit.mox.make import eval_mox, make_mox, to_transformed

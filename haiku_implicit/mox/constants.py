@@ -1,4 +1,4 @@
-"""Whether two constants are the same: values in arguments and results that are no arrays."""
+"""Comparison of constants: values in arguments and results that are not arrays."""
 
 import dataclasses
 import functools
@@ -12,8 +12,8 @@ import numpy as np
 def identical(x: Any, y: Any) -> bool:
     """Whether one constant can stand for another in every program.
 
-    Both have one type and one value, also in containers. So 1, 1.0 and True are three constants, and
-    0.0 and -0.0 are two. NaN is the same as NaN.
+    Both must have the same type and the same value, also in containers. So 1, 1.0 and True are three
+    constants, and 0.0 and -0.0 are two. NaN equals NaN.
     """
     if x is y:
         return True
@@ -28,10 +28,10 @@ def identical(x: Any, y: Any) -> bool:
 
 
 def same_structure(x: Any, y: Any) -> bool:
-    """Whether two tree definitions are equal, with identical constants in them: keys, static fields."""
+    """Whether two tree definitions are equal and have identical constants (keys, static fields)."""
     if x is None or y is None:
         return x is y
-    if x.num_nodes == x.num_leaves == y.num_nodes == y.num_leaves == 1:  # what most are
+    if x.num_nodes == x.num_leaves == y.num_nodes == y.num_leaves == 1:  # the most common case
         return True
     children, others = x.children(), y.children()
     return (
@@ -53,7 +53,7 @@ def _same_arrays(x: Any, y: Any) -> bool:
 
 
 def _parts_of(x: Any) -> Any:
-    """What a container has in it, as a sequence or a dict; None of what is no container."""
+    """The items of a container, as a sequence or a dict; None for anything else."""
     if isinstance(x, tuple | list | dict):
         return x
     if isinstance(x, set | frozenset):
@@ -73,7 +73,7 @@ def _same_parts(xs: Any, ys: Any) -> bool:
         return False
     if not isinstance(xs, dict):
         return all(map(identical, xs, ys))
-    keys = {key: key for key in ys}  # 1 is found as True
+    keys = {key: key for key in ys}  # a key 1 finds True, too
     return all(
         key in keys and identical(key, keys[key]) and identical(xs[key], ys[key]) for key in xs
     )

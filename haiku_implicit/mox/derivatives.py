@@ -1,11 +1,11 @@
-"""Rules of functions with derivatives of their own, as programs.
+"""Rules of `jax.custom_jvp` and `jax.custom_vjp` functions, as programs.
 
-A `jax.custom_jvp` or `jax.custom_vjp` function is an equation with Python functions in it. Its rule
-comes out of differentiating the equation while JAX traces: `jax.jvp` and `jax.vjp` call it, and what it
-does are equations again. `with_jvp` and `with_vjp` make such a function of programs.
+Such a function is an equation with Python functions in it. To get its rule as a program, `rules_of`
+differentiates the equation under a trace: `jax.jvp` and `jax.vjp` call the rule, and JAX records its
+equations. `with_jvp` and `with_vjp` make such a function from programs.
 
-Rules are traced with all tangents. One with `symbolic_zeros=True` may do less where some are zero; its
-program in a file then computes these zeros.
+Rules are traced with all tangents. A rule with `symbolic_zeros=True` may do less when some tangents are
+zero; its program in a file computes these zeros.
 """
 
 import functools
@@ -21,17 +21,18 @@ from haiku_implicit.core import compat
 
 
 class NoRule(ValueError):
-    """A function from a file that has no rule for it."""
+    """A file lacks the derivative rule of one of its functions."""
 
 
 class Rules(NamedTuple):
-    """What a function does when it is differentiated.
+    """The derivative rules of a function.
+
+    Only floating-point and complex arrays have tangents and cotangents in these programs.
 
     Attributes:
-      jvp: from arguments and tangents to results and tangents; None of a `jax.custom_vjp` function.
-      fwd: from arguments to results and residuals.
-      bwd: from residuals and cotangents of results to cotangents of arguments. Tangents and cotangents
-        are only those of numbers that have any: of floats and complex numbers.
+      jvp: maps arguments and tangents to results and tangents; None for a `jax.custom_vjp` function.
+      fwd: maps arguments to results and residuals.
+      bwd: maps residuals and cotangents of results to cotangents of arguments.
     """
 
     jvp: ClosedJaxpr | None = None
@@ -40,7 +41,7 @@ class Rules(NamedTuple):
 
 
 def rules_of(eqn: JaxprEqn) -> Rules:
-    """The rules of an equation that calls a function with a derivative of its own."""
+    """The rules of an equation that calls a `jax.custom_jvp` or `jax.custom_vjp` function."""
     avals = [_struct(x.aval) for x in eqn.invars]
     outs = [x.aval for x in eqn.outvars]
     call = functools.partial(_call, eqn)
@@ -88,23 +89,23 @@ def has_tangent(aval: Any) -> bool:
 
 
 def with_zeros(avals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """Tangents for all arrays of these types, from those of the arrays that have any."""
+    """Adds zero tangents for the arrays without a derivative. `tangents` are for the others."""
     rest = iter(tangents)
     none = jax.dtypes.float0
     return [next(rest) if has_tangent(x) else np.zeros(x.shape, none) for x in avals]
 
 
 def without_zeros(avals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """Of the tangents for arrays of these types, those of the arrays that have any."""
+    """Drops the tangents of arrays without a derivative. `tangents` are for all arrays."""
     return [t for x, t in zip(avals, tangents, strict=True) if has_tangent(x)]
 
 
-# A program of arrays.
+# A program, as a function of arrays.
 Run = Callable[..., list[Any]]
 
 
 def with_jvp(body: Run, rule: Run, avals: Sequence[Any], outs: Sequence[Any]) -> Run:
-    """A `jax.custom_jvp` function.
+    """Makes a `jax.custom_jvp` function from its body and its rule.
 
     Args:
       body: the function.
@@ -123,7 +124,7 @@ def with_jvp(body: Run, rule: Run, avals: Sequence[Any], outs: Sequence[Any]) ->
 
 
 def with_vjp(body: Run, fwd: Run, bwd: Run, avals: Sequence[Any], outs: Sequence[Any]) -> Run:
-    """A `jax.custom_vjp` function.
+    """Makes a `jax.custom_vjp` function from its body and its rules.
 
     Args:
       body: the function.

@@ -1,4 +1,4 @@
-"""What is different between two module expressions, as lines."""
+"""The differences between two module expressions, as lines of text."""
 
 import difflib
 import hashlib
@@ -16,13 +16,13 @@ from haiku_implicit.mox.tree import Body, Equation, ModuleCall, jaxprs_of
 
 
 class Origin(NamedTuple):
-    """Where a value comes from.
+    """The origin of a value.
 
     Attributes:
-      text: what is said of it.
-      key: what is equal for equal numbers, constants and arguments.
-      node: the node that it is a result of, or the body that it is an argument of.
-      number: which one this is, of all values of the expression.
+      text: its description.
+      key: a key that is equal for equal numbers, constants and arguments.
+      node: the node that returns the value, or the body that takes it as an argument.
+      number: its index among the values of the expression.
     """
 
     text: str
@@ -32,12 +32,12 @@ class Origin(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line for a node.
+    """The line of a node.
 
     Attributes:
       text: the line.
       node: the node.
-      reads: what the node reads, a body what it returns, by what that is called.
+      reads: the operands of the node, or the results of a body, by name.
       settings: the parameters of an equation.
     """
 
@@ -48,7 +48,7 @@ class Line(NamedTuple):
 
 
 def differences(a: Program, b: Program) -> Iterator[str]:
-    """Lines for what is different: see `diff`."""
+    """Lines for the differences between two expressions: see `diff`."""
     faces = [list(_face_lines(x.interface)) for x in (a, b)]
     for sign, (one, other) in (("-", faces), ("+", faces[::-1])):
         yield from (sign + text for text in one if text not in other)
@@ -71,7 +71,7 @@ def differences(a: Program, b: Program) -> Iterator[str]:
 
 
 def _blocks(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
-    """Places in two texts that are the same, or one in place of the other."""
+    """Pairs of ranges in two lists of lines that are equal, or that replace each other."""
     if old == new:
         yield 0, len(old), 0, len(new)
         return
@@ -81,9 +81,9 @@ def _blocks(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[int, int, 
 
 
 def _changes(x: Line, y: Line, same: Mapping[int, Any], partners: set[int]) -> Iterator[str]:
-    """Lines for what is different of two nodes that look the same.
+    """Lines for the differences between two nodes that look the same.
 
-    What comes from a node that only one of the expressions has is said of that node.
+    A value from a node that only one of the expressions has is left out: that node has its own line.
     """
     for name, one in x.reads.items():
         other = y.reads.get(name, one)
@@ -102,11 +102,11 @@ def _changes(x: Line, y: Line, same: Mapping[int, Any], partners: set[int]) -> I
             yield f"+{y.text}: {name}={y.settings.get(name)}"
 
 
-# --- of one expression ------------------------------------------------------------------------------
+# --- lines of one expression ------------------------------------------------------------------------
 
 
 def _face_lines(face: Interface) -> Iterator[str]:
-    """Lines for what goes in and comes out."""
+    """Lines for arguments, parameters, state and results."""
     for kind, label in (("params", "parameter"), ("state", "state"), ("new_state", "new state")):
         for path, slot in getattr(face, kind).items():
             yield f"{label} {'/'.join(path)}: {_types(slot.atoms)}"
@@ -145,14 +145,14 @@ def _named(name: str, atoms: Sequence[Any]) -> dict[Any, Origin]:
 def _lines_of_body(
     body: Body, text: str, env: dict[Any, Origin], returned: Mapping[str, Any], depth: int
 ) -> Iterator[Line]:
-    """The line of a body, and those of its nodes.
+    """The line of a body, and the lines of its nodes.
 
     Args:
       body: the body.
       text: its line.
-      env: where its arguments come from. What it defines is added.
-      returned: its results, by what they are called.
-      depth: how deep the nodes are.
+      env: the origins of its arguments. The origins of its other variables are added.
+      returned: its results, by name.
+      depth: the depth of the nodes.
     """
     consts = dict(zip(body.constvars, body.consts, strict=False))
     env |= {v: Origin(_text_of(x), _bits(x)) for v, x in consts.items()}
@@ -196,7 +196,7 @@ def _origin(atom: Any, env: Mapping[Any, Origin]) -> Origin:
 
 
 def _settings(node: Equation) -> dict[str, str]:
-    """The parameters of an equation as texts, and what it was traced with."""
+    """The parameters of an equation as texts, and the JAX setting that it was traced with."""
     params = {k: x for k, x in node.eqn.params.items() if not any(jaxprs_of({k: x}))}
     found = {k: str(view.text_of(x)) for k, x in params.items()}
     found |= {k: _text_of(x) for k, x in params.items() if isinstance(x, np.ndarray | jax.Array)}
@@ -211,7 +211,7 @@ def _bits(x: Any) -> Any:
 
 
 def _text_of(x: Any) -> str:
-    """A constant in short: its values, or a digest of them."""
+    """A short text for a constant: its values, or a digest of them."""
     kind, shape, data = _bits(x if hasattr(x, "dtype") else np.asarray(x))
     if not shape:
         return str(x)

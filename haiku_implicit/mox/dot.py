@@ -1,4 +1,4 @@
-"""A module expression as a graph, in the language of Graphviz."""
+"""A module expression as a graph, in Graphviz's DOT language."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,22 +13,22 @@ from haiku_implicit.mox.sources import Place, arguments_of
 from haiku_implicit.mox.tree import Body, Equation, ModuleCall, function_name, reads, walk
 from haiku_implicit.mox.view import clean, is_hidden
 
-# By variable, the names of the boxes that its value comes from.
+# The names of the boxes that a variable's value comes from, by variable.
 Origins = dict[Any, set[str]]
 
 
 def dot(body: Body, interface: Interface, depth: int | None = None) -> str:
-    """The graph: see `Mox.to_dot`."""
+    """The graph of an expression: see `Mox.to_dot`."""
     if depth is not None and (not isinstance(depth, int) or depth < 1):
         raise ValueError(f"depth: expected a number of levels, 1 or more, or None, got {depth!r}")
     return "\n".join(_Graph(depth).lines(body, interface)) + "\n"
 
 
 class _Graph:
-    """What makes the lines of a graph.
+    """Makes the lines of a graph.
 
     Args:
-      depth: how many levels of modules are drawn; the last of them as boxes.
+      depth: how many levels of modules to draw; the last level is drawn as boxes.
     """
 
     def __init__(self, depth: int | None):
@@ -37,7 +37,7 @@ class _Graph:
         self.edges: dict[tuple[str, str], None] = {}
 
     def lines(self, body: Body, interface: Interface) -> Iterator[str]:
-        """All lines."""
+        """All lines of the graph."""
         yield "digraph model {"
         yield '  node [shape="box", fontname="sans-serif", fontsize="10"];'
         yield '  graph [fontname="sans-serif", fontsize="10"];'
@@ -59,7 +59,7 @@ class _Graph:
     def _nodes(
         self, nodes: Sequence[Any], place: Place, origins: Origins, level: int
     ) -> Iterator[str]:
-        """The lines of nodes. Where the values of their variables come from is added to `origins`."""
+        """The lines of nodes. The boxes of their variables are added to `origins`."""
         for node in nodes:
             if isinstance(node, Equation):
                 if node.marked is None:
@@ -94,7 +94,7 @@ class _Graph:
                     origins[v] = _boxes(origins, v) | _boxes(inner, x)
 
     def _box(self, node: Any, label: str, origins: Origins) -> str:
-        """The line of a node that is drawn without what is in it."""
+        """The line of a node that is drawn without its contents."""
         name = self._name()
         inside: list[Any] = list(walk(node, into_bodies=False))
         own = {v for x in inside for v in x.outputs}
@@ -119,12 +119,12 @@ class _Graph:
 
 
 def _boxes(origins: Origins, atom: Any) -> set[str]:
-    """The boxes that a value comes from; none for a number, or a parameter."""
+    """The boxes that a value comes from; empty for a number or a parameter."""
     return origins.get(atom, set()) if isinstance(atom, Var) else set()
 
 
 def _arrays(slot: Slot) -> Iterator[tuple[str, Any]]:
-    """The arrays among arguments, and what they are called."""
+    """The arrays among arguments, with their names."""
     named, _ = jax.tree_util.tree_flatten_with_path(slot.tree.merge(slot.atoms))
     for path, x in named:
         if isinstance(x, Var):

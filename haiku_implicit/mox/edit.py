@@ -1,8 +1,8 @@
-"""Other functions in the place of nodes.
+"""Replacement of nodes by other functions.
 
-A new function is traced alone, as a Haiku function of the node's inputs, and its tree is put where the
-node was. The rest of the model is not traced again. For a node in the body of a loop or a branch, it is
-this equation that is traced again (`higher.py`).
+A new function is traced by itself, as a Haiku function of the node's inputs, and its tree replaces the
+node. The rest of the model is not traced again. If the node is in the body of a loop or a branch, that
+equation is traced again (`higher.py`).
 """
 
 import collections
@@ -46,10 +46,10 @@ class Site(NamedTuple):
 
     Attributes:
       node: the node.
-      path: where the modules and parameters of the new function are.
-      name: the path without the number of an equation, which depends on the others that are replaced.
-      place: where the node is.
-      callers: the `id`s of the calls that `top` is in.
+      path: the path of the modules and parameters of the new function.
+      name: the path without the number of an equation, which depends on the other replaced equations.
+      place: the place of the node.
+      callers: the `id`s of the calls around `top`.
     """
 
     node: Any
@@ -60,7 +60,7 @@ class Site(NamedTuple):
 
     @property
     def top(self) -> Any:
-        """The node itself, or the equation around it that is in no other one's body."""
+        """The node itself, or the outermost equation around it."""
         return self.place.around[0] if self.place.around else self.node
 
 
@@ -71,14 +71,14 @@ def replace(
     path: str | Callable[[Node], str] | None,
     keep_unused: bool,
 ) -> Program:
-    """The expression with other functions in the place of nodes.
+    """Replaces nodes of an expression by other functions.
 
     Args:
       mox: the expression.
-      nodes: the nodes. Of those within one another the outermost is replaced.
-      replacement_of: gives what comes in the place of a site's node.
-      path: where new modules and parameters are.
-      keep_unused: whether parameters and state that nothing reads any more are kept.
+      nodes: the nodes. If one is inside another, the outermost is replaced.
+      replacement_of: makes the replacement for a site.
+      path: the path of new modules and parameters.
+      keep_unused: whether to keep parameters and state that nothing reads any more.
     """
     params = {v: name for name, slot in mox.interface.params.items() for v in slot.atoms}
     sites = sites_of(mox.body, nodes, path, params)
@@ -112,9 +112,10 @@ def replace(
 
 
 def _salts_in(mox: Program) -> set[int]:
-    """The numbers that keys of new functions were folded with: those in the program that fold any.
+    """The numbers that the program already folds into random keys.
 
-    They are not remembered beside the program, which may have been in a file or another model.
+    They are found in the program and not stored next to it, because it may come from a file or from
+    another model.
     """
     if mox.body.read.isdisjoint(mox.interface.rng.atoms):
         return set()
@@ -126,7 +127,7 @@ def _salts_in(mox: Program) -> set[int]:
 
 
 def _new_salt(name: str, salts: set[int]) -> int:
-    """A number for a place of this name that no other place has. It is added to the others."""
+    """A number for a place of this name that is not in `salts`. It is added to them."""
     numbers = (zlib.crc32(f"{name}:{i}".encode()) for i in itertools.count())
     salt = next(x for x in numbers if x not in salts)
     salts.add(salt)
@@ -139,9 +140,9 @@ def holders_of(sites: Sequence[Site]) -> set[int]:
 
 
 def _ended_state(mox: Program, sites: Sequence[Site]) -> set[Path]:
-    """The state of modules none of whose calls is left, and of those below them.
+    """The state of modules that are not called any more, and of the modules below them.
 
-    Calls in a replaced node are gone, as those of a module's own properties in its `__call__`.
+    Calls inside a replaced node count as removed, such as calls of a module's properties in `__call__`.
     """
     replaced = [site for site in sites if isinstance(site.node, ModuleCall)]
     if not mox.interface.new_state or not replaced:
@@ -194,14 +195,14 @@ def sites_of(
     params: Mapping[Any, Path] | None = None,
     inner: bool = False,
 ) -> list[Site]:
-    """Where nodes are in a tree.
+    """The sites of nodes in a tree.
 
-    Of those within one another there is the outermost, or with `inner` all of them.
+    If one node is inside another, the outermost has a site; with `inner`, all of them have.
 
-    The calls of one module have one path. An equation has its own in a call, below that of its module.
+    All calls of a module have the same path. Each equation in a call has a path below its module's.
 
     Raises:
-      ValueError: if there is no node, or one that is not in the tree.
+      ValueError: if a node is a body, or is not in the tree.
     """
     wanted = {id(x): x for x in nodes}
     for node in nodes:
@@ -234,12 +235,12 @@ def sites_of(
     return sites
 
 
-# What Haiku does not allow in the name of a module: `scatter-add`, `<lambda>`.
+# Characters that Haiku does not allow in the name of a module (`scatter-add`, `<lambda>`).
 _NO_NAME = re.compile(r"\W|^(?=\d)")
 
 
 def _scope_of(place: Place) -> str:
-    """What is in front of the names in a body: that of a stack of layers, say."""
+    """The prefix of the names in a body, such as the name of a stack of layers."""
     while place.outer is not None:
         inside = walk(place.body, into_bodies=False)
         scopes = {x.call.scope for x in inside if isinstance(x, ModuleCall) and x.call}
@@ -250,12 +251,12 @@ def _scope_of(place: Place) -> str:
 
 
 class _Caller(NamedTuple):
-    """The call of a module that a node is in.
+    """The innermost call of a module around a node.
 
     Attributes:
       module: the full path of the module.
       call: the `id` of the call.
-      callers: the `id`s of this and of the calls around it, up to the body of an equation.
+      callers: the `id`s of this call and of the calls around it, up to the body of an equation.
     """
 
     module: str
@@ -271,7 +272,7 @@ def _search(
     deep: bool,
     inner: bool,
 ) -> Iterator[tuple[Any, Place, _Caller]]:
-    """The wanted nodes, where they are, and the call of a module that they are in."""
+    """The wanted nodes, their places, and the calls of modules around them."""
     for node in nodes:
         if id(node) in wanted:
             yield node, place, caller
@@ -294,7 +295,7 @@ def _search(
 
 @dataclasses.dataclass
 class Added:
-    """What the grafts so far added to a model: parameters, and state with the last of its values."""
+    """The entries that grafts have added: parameters, and state with its latest values."""
 
     params: dict[Path, Slot] = dataclasses.field(default_factory=dict)
     state: dict[Path, Slot] = dataclasses.field(default_factory=dict)
@@ -302,7 +303,7 @@ class Added:
     unchanged: set[Path] = dataclasses.field(default_factory=set)
 
     def add(self, node: Node, face: Interface) -> list[tuple[Any, Any]]:
-        """Adds those of a function. Returns variables of its that have to be set to earlier ones."""
+        """Adds a function's entries. Returns pairs of its variables and the earlier ones they equal."""
         given: list[tuple[Any, Any]] = []
         for path, slot in face.params.items():
             given += self._shared(node, path, slot, self.params, self.params)
@@ -339,10 +340,10 @@ def grafted(
       mox: the expression that the node is in.
       node: the node.
       piece: the function, with its parameters and state.
-      salt: a number that no other function has, for its random key when it runs.
-      added: what the grafts before this one added. What has the same path is shared with them.
+      salt: a number for its random key at run time, different from the numbers of other functions.
+      added: the entries of the grafts before this one. Entries with the same path are shared.
       ignored: results of the model that are not needed any more.
-      prune: whether loops in it may carry what is not needed any more.
+      prune: whether to drop unneeded equations, also from loops that carry their values.
     """
     wanted = hidden(mox.body, node, ignored)
     used = [i for i, v in enumerate(piece.outputs) if v in wanted]
@@ -381,12 +382,12 @@ def grafted(
         outputs=tuple(piece.outputs[i] for i in used),
         given=tuple(given),
     )
-    # The values of new parameters depend on their names alone: not on the order of changes.
+    # The values of new parameters depend only on their names, not on the order of changes.
     names = sorted(map("/".join, (*face.params, *face.state)))
     return Graft(group, own, piece.inputs, zlib.crc32(repr(names).encode()), taps)
 
 
-# --- the whole ------------------------------------------------------------------------------------
+# --- the whole expression -------------------------------------------------------------------------
 
 
 def with_grafts(
@@ -396,7 +397,7 @@ def with_grafts(
     added: Added,
     keep_unused: bool,
 ) -> Program:
-    """The expression with the grafts in the place of what is at the top of the sites."""
+    """The expression in which grafts replace the top nodes of sites."""
     body = mox.body
     face = _joined(mox.interface, added)
     bodies = [body, *(graft.mox.body for graft in grafts.values())]
@@ -417,16 +418,16 @@ def with_grafts(
         new = dataclasses.replace(new, children=_without_outputs(new.children, dead))
         face = _without_unused(face, body.read_counts, +counts, added.unchanged)
     new = dataclasses.replace(new, invars=face.invars, returns=face.returns)
-    vars(new)["read_counts"] = counts  # the cached property, known already
+    vars(new)["read_counts"] = counts  # the value of the cached property
     init = init_of(mox, new, face, list(grafts.values()))
     return dataclasses.replace(mox, body=new, interface=face, init=init)
 
 
 def _joined(face: Interface, added: Added) -> Interface:
-    """The interface with what grafts added.
+    """The interface with the parameters and state of grafts.
 
     Raises:
-      ValueError: if the model has a parameter or state of that name.
+      ValueError: if the model already has a parameter or state of the same path.
     """
     for kind in ("params", "state"):
         for path in getattr(added, kind):
@@ -452,11 +453,11 @@ def _joined(face: Interface, added: Added) -> Interface:
 
 
 def _read_only_by(nodes: Sequence[Node], body: Body, counts: collections.Counter[Var]) -> set[Var]:
-    """The variables that only these nodes read, and that they do not define themselves.
+    """The variables of other nodes that only the removed nodes read.
 
     Args:
-      nodes: the nodes, which are gone.
-      body: the program that they were in.
+      nodes: the removed nodes.
+      body: the program before their removal.
       counts: how often variables are read without them.
     """
     gone = [x for node in nodes for x in walk(node, into_bodies=False)]
@@ -468,7 +469,7 @@ def _read_only_by(nodes: Sequence[Node], body: Body, counts: collections.Counter
 def _exchanged(
     nodes: Sequence[Node], grafts: Mapping[int, Graft], callers: Container[int]
 ) -> tuple[Node, ...]:
-    """Nodes with the grafts in them, which are in these calls. Other nodes are the same objects."""
+    """Puts grafts into nodes. `callers` are the calls around them; other nodes stay as they are."""
     new: list[Node] = []
     for node in nodes:
         if id(node) in grafts:
@@ -481,7 +482,7 @@ def _exchanged(
 
 
 def _without_outputs(nodes: Sequence[Node], dead: set[Var]) -> tuple[Node, ...]:
-    """Nodes without those outputs of calls that are dead. Other nodes are the same objects."""
+    """Drops the dead outputs of calls. Other nodes stay the same objects."""
     if not dead:
         return tuple(nodes)
     new: list[Node] = []
@@ -498,12 +499,12 @@ def _without_outputs(nodes: Sequence[Node], dead: set[Var]) -> tuple[Node, ...]:
 def _handed_on(
     body: Body, lost: set[Var], read: collections.Counter[Var], returned: Container[Any]
 ) -> set[Var]:
-    """The outputs of calls that only hand values on to what is gone (`hk.lift`).
+    """The outputs of calls that only pass values on to removed nodes (`hk.lift`).
 
     Args:
-      body: the program before.
+      body: the program before the removal.
       lost: variables that nothing reads any more, or that only such calls read.
-      read: how often variables are read now. The reads of such calls are taken off.
+      read: how often variables are read now. The reads of such calls are subtracted.
       returned: the results of the new program.
     """
     if not lost:
@@ -532,7 +533,7 @@ def _handed_on(
 def _without_unused(
     face: Interface, old: Container[Any], new: Container[Any], unchanged: set[Path]
 ) -> Interface:
-    """Without the parameters that only replaced nodes read, and the state that only they changed."""
+    """Drops the parameters that only replaced nodes read, and the state that only they changed."""
 
     def is_read(counts: Container[Any], slot: Slot) -> bool:
         return any(v in counts for v in slot.atoms)

@@ -1,4 +1,4 @@
-"""How many floating-point operations equations take: a count over shapes."""
+"""Counts floating-point operations of equations, from shapes."""
 
 import math
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from haiku_implicit.mox.tree import Equation, Node
 
 
 def flops(node: Node) -> int:
-    """The floating-point operations of a node: a count over its equations.
+    """Counts the floating-point operations of a node.
 
     - A product (`dot_general`, a convolution) takes two for each pair of numbers that it multiplies;
-      the padding of a convolution counts nothing.
+      padding of a convolution is not counted.
     - A reduction takes one for each number that it adds to another.
-    - What only moves data takes none.
-    - Anything else takes one for each element of its results, an `exp` as a sum.
-    - The body of a scan counts as often as it runs, and that of a `while` once, because nobody knows.
-      Of the branches of a condition the most expensive one counts.
+    - Equations that only move data take none.
+    - Other equations take one for each element of their results: `exp` counts as much as `add`.
+    - The body of a scan counts once per step, and the body of a `while` once, because the number of its
+      steps is unknown. A condition counts as its most expensive branch.
 
-    That is XLA's own count (`jax.jit(f).lower(x).cost_analysis()`, flops and transcendentals added up)
-    but for loops, whose bodies XLA counts once, cumulative sums and random numbers.
+    The result equals XLA's (`jax.jit(f).lower(x).cost_analysis()`, flops plus transcendentals), except
+    for loops, whose bodies XLA counts once, cumulative sums and random numbers.
     """
     if not isinstance(node, Equation):
         return sum(map(flops, node.children))
@@ -37,7 +37,7 @@ def flops(node: Node) -> int:
 
 
 def times(node: Equation) -> int:
-    """How often the bodies of an equation run, as far as is known."""
+    """How often the bodies of an equation run; 1 if that is unknown."""
     return int(node.eqn.params["length"]) if node.primitive.name == "scan" else 1
 
 
@@ -52,7 +52,7 @@ def _of_dot(eqn: Any) -> int:
 
 
 def _of_ragged_dot(eqn: Any) -> int:
-    """Each row is multiplied with one of the matrices."""
+    """Counts a ragged product, in which each row is multiplied by one of the matrices."""
     (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     shape = eqn.invars[0].aval.shape
     return 2 * _size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
@@ -79,7 +79,7 @@ def _of_conv(eqn: Any) -> int:
 def _num_inside(
     lhs: int, rhs: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
 ) -> int:
-    """How many pairs of a place of the kernel and one of the result meet a number, and no padding."""
+    """How many pairs of kernel position and result position meet a number, not padding."""
     at = np.arange(out)[:, None] * stride + np.arange(rhs) * rhs_dilation - low
     return int(((at >= 0) & (at % lhs_dilation == 0) & (at // lhs_dilation < lhs)).sum())
 
