@@ -1,7 +1,7 @@
-"""Equations in files: which primitives there are, and the parameters that are not written as they are.
+"""Equations in files: the allowed primitives, and the parameters that need a form of their own.
 
 The parameters of a loop or an inner `jit` differ between versions of JAX, and some are objects of this
-process. What decides about the numbers is written, and the rest is that of an equation made now.
+process. A file has the parameters that affect numbers; the others come from a newly made equation.
 """
 
 import functools
@@ -17,10 +17,10 @@ from haiku_implicit.core import compat
 from haiku_implicit.mox import made
 from haiku_implicit.mox.plain import Unsaveable, require, same_type
 
-# Functions with derivatives of their own, which have a table in a file.
+# Functions with custom derivatives, which have a table in a file.
 WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 
-# They run Python or other programs, name devices, or make sense only within an equation that does.
+# These run Python or other programs, name devices, or make sense only inside an equation that does.
 _NOT_SAVED = {
     "all_gather",
     "all_to_all",
@@ -60,7 +60,7 @@ def primitives() -> dict[str, Primitive]:
 
 
 def to_file(primitive: Primitive, params: Mapping[str, Any], operands: Sequence[Any]) -> Any:
-    """The parameters of an equation that a file has."""
+    """The parameters of an equation, in the form that a file has."""
     known = primitives().get(primitive.name)
     if known is not primitive:
         raise Unsaveable(
@@ -72,7 +72,7 @@ def to_file(primitive: Primitive, params: Mapping[str, Any], operands: Sequence[
         return write(params, operands)
     try:
         made.check_names(primitive, params, (x.aval for x in operands))
-    except ValueError as e:  # bound by hand, in another way than JAX's functions bind it
+    except ValueError as e:  # bound by hand, otherwise than JAX's functions bind it
         raise Unsaveable(str(e)) from e
     return params
 
@@ -89,7 +89,7 @@ def from_file(
     else:
         made.check_names(primitive, params, map(jax.typeof, operands))
     _, read = _SPECIAL.get(name, (None, None))
-    if name == "unstack":  # as many results as the file says, and not as the axis is long
+    if name == "unstack":  # JAX makes as many results as the axis is long, whatever the file says
         axis = params["axis"]
         require(operands[0].shape[axis] == num_results, "unstack has another number of results")
     return compat.bind(primitive, operands, params) if read is None else read(params, operands)
@@ -99,7 +99,7 @@ def from_file(
 
 
 def check_operands(what: str, jaxpr: Any, operands: Sequence[Any]) -> None:
-    """Raises a ValueError unless a program takes these."""
+    """Raises a ValueError unless a program takes these operands."""
     check_types(what, jaxpr, list(map(jax.typeof, operands)))
 
 
@@ -112,7 +112,7 @@ def check_types(what: str, jaxpr: Any, types: Sequence[Any]) -> None:
 
 
 def same_shape(x: Any, y: Any) -> bool:
-    """Whether two types are equal but for weakness."""
+    """Whether two types of arrays have the same shape and dtype. Weak types are ignored."""
     return x.shape == y.shape and x.dtype == y.dtype
 
 
@@ -132,7 +132,7 @@ def _same_types(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
     return len(xs) == len(ys) and all(map(same_type, xs, ys))
 
 
-# --- those with parameters of their own ---------------------------------------------------------------
+# --- primitives with another form in files -----------------------------------------------------------
 
 
 def _refuse(condition: bool, reason: str) -> None:
@@ -178,7 +178,7 @@ def _read_jit(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
 
 
 def _inline(x: Any, default: Any) -> Any:
-    """Whether an inner `jit` is inlined, as this version of JAX says it."""
+    """The parameter `inline` of an inner `jit`, as this version of JAX has it."""
     if x is None or isinstance(default, bool):
         return default
     members = getattr(jax, "Inline", type(default)).__members__
@@ -225,7 +225,7 @@ def _read_scan(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
 
 
 def _scan(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """The same where a scan has trees of its operands and results (from JAX 0.11 on)."""
+    """Binds a scan whose parameters include trees of operands and results (from JAX 0.11 on)."""
     num_consts, num_carry = params["num_consts"], params["num_carry"]
     num_xs = len(operands) - num_consts - num_carry
     num_ys = len(_out_avals(params["jaxpr"])) - num_carry
@@ -236,7 +236,7 @@ def _scan(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _flat_scan(num_consts: int, num_carry: int, num_xs: int, num_ys: int) -> dict[str, Any]:
-    """The parameters of a scan made now that has so many operands and results, in flat lists."""
+    """The parameters of a new scan over flat lists of operands and results, of these lengths."""
 
     def fun(consts: Any, carry: Any, xs: Any) -> Any:
         def step(carry: Any, xs: Any) -> Any:
@@ -255,7 +255,7 @@ def _flat_scan(num_consts: int, num_carry: int, num_xs: int, num_ys: int) -> dic
 
 
 def _read_call(params: dict[str, Any], operands: Sequence[Any], primitive: Any) -> list[Any]:
-    """A call of a program on all operands."""
+    """Binds a call of a program on all operands."""
     name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
     check_operands(primitive.name, params[name], operands)
     return compat.bind(primitive, operands, params)
@@ -285,7 +285,7 @@ def _read_while(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     check_operands("body_jaxpr", params["body_jaxpr"], operands[num_cond:])
     (test,) = _out_avals(params["cond_jaxpr"])
     require(test.dtype == jnp.bool_, "the condition has to be a boolean")
-    # Under `vmap` there is one for each element, along the first axes of what is carried.
+    # Under `vmap` there is a condition for each element, along the first axes of the carry.
     shapes = [jax.typeof(x).shape for x in carry]
     fits = all(shape[: len(test.shape)] == test.shape for shape in shapes)
     require(fits, f"the condition has the shape {test.shape}, and the loop has {shapes}")
@@ -329,8 +329,8 @@ def _read_reduce(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
 
 _CALLS = [getattr(jex, name) for name in ("closed_call_p", "call_p") if hasattr(jex, name)]
 
-# The required and the optional parameters of those that a file has in another way than JAX, or that no
-# function of JAX's makes.
+# The required and the optional parameters of primitives with another form in files, and of primitives
+# that no function of JAX makes.
 _OWN_NAMES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "jit": (("name", "jaxpr", "keep_unused", "donated_invars"), ("inline",)),
     "scan": (

@@ -1,4 +1,4 @@
-"""One module of a model, as an expression of its own."""
+"""Extracts one module of a model as a separate expression."""
 
 import collections
 import dataclasses
@@ -34,12 +34,12 @@ from haiku_implicit.mox.tree import (
 
 
 def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None) -> Program:
-    """One call of a module as an expression of its own, of its arguments.
+    """Extracts one call of a module as a separate expression, a function of the call's arguments.
 
     Args:
       mox: the expression of the model.
       node: the call.
-      layer: which layer is meant of a stack that the call is in; of stacks in one another, one each.
+      layer: the layer of the stack around the call; for nested stacks, one layer for each.
     """
     if not isinstance(node, ModuleCall) or node.call is None:
         raise ValueError(f"where: expected the call of a module, got {node!r}")
@@ -47,7 +47,7 @@ def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None)
     (site,) = sites_of(mox.body, [node], params=params)
     scope = _scope_of(mox.body, site, layer)
     original, face = Original(site.place.body, node), mox.interface
-    # One by one: a call of a module would need all of its arguments, for one of its results too.
+    # As single steps: a whole call would need all of its arguments, even for one of its results.
     single = [x if isinstance(x, Equation) else _setting(*x) for x in steps(scope.children)]
     children = needed(single, set(original.captured))
     read = {*read_counts(children), *original.captured}
@@ -94,19 +94,19 @@ _ANY = [
 ]
 
 
-# --- what there is where a call is -------------------------------------------------------------------
+# --- the scope of a call -----------------------------------------------------------------------------
 
 _ARGUMENTS = "beside its arguments it reads what is computed from the model's arguments"
 _CARRIED = "beside its arguments it reads what a loop around it computes from step to step"
 
 
 class _Scope(NamedTuple):
-    """The nodes that are in reach of a call, with those of the bodies that it is in.
+    """The nodes in reach of a call, with the nodes of the bodies around it.
 
     Attributes:
       body: the whole program, with the constants of all bodies.
       children: the nodes.
-      unknown: variables that have no value outside the loops around the call, and why.
+      unknown: variables without a value outside the loops around the call, each with the reason.
     """
 
     body: Body
@@ -115,7 +115,7 @@ class _Scope(NamedTuple):
 
 
 def _scope_of(root: Body, site: Site, layer: int | Sequence[int] | None) -> _Scope:
-    """The scope of a call, in some layer of each stack around it."""
+    """The scope of a call, in a given layer of each stack around it."""
     layers = iter(_checked_layers(site, layer))
     places = []
     place: Any = site.place
@@ -142,7 +142,7 @@ def _scope_of(root: Body, site: Site, layer: int | Sequence[int] | None) -> _Sco
 
 
 def _checked_layers(site: Site, layer: int | Sequence[int] | None) -> Sequence[int | None]:
-    """The layer of each stack around a call; None where none is given."""
+    """The layer of each stack around a call; None for each if no layer is given."""
     lengths = [x.eqn.params["length"] for x in site.place.around if x.primitive is jex.scan_p]
     if layer is None:
         return [None] * len(lengths)
@@ -155,7 +155,7 @@ def _checked_layers(site: Site, layer: int | Sequence[int] | None) -> Sequence[i
 
 
 def _described(lengths: Sequence[int]) -> str:
-    """What to say of the stacks around a call, the outermost first, and of numbers for their layers."""
+    """Describes the stacks around a call, and the expected layer numbers, for an error message."""
     if not lengths:
         return "not in a stack: expected None"
     if len(lengths) == 1:
@@ -169,7 +169,7 @@ def _described(lengths: Sequence[int]) -> str:
 def _arguments(
     equation: Equation, body: Body, layer: int | None
 ) -> Iterator[tuple[Var, ModuleCall | str]]:
-    """What sets the variables of a body, as a node, or why there is nothing that does."""
+    """The variables of a body, each with a node that sets it, or with the reason if none can."""
     given = list(zip(body.invars, arguments_of(equation, body), strict=True))
     constants = carried = len(given)
     if equation.primitive is jex.scan_p:
@@ -206,11 +206,11 @@ def _element(v: Var, stacked: Atom, index: int) -> ModuleCall:
     return ModuleCall(None, ((body.invars[0], stacked),), body.children, body.returns, (v,))
 
 
-# --- its parameters ----------------------------------------------------------------------------------
+# --- the module's parameters -------------------------------------------------------------------------
 
 
 def _init_on_zeros(mox: Program, face: Interface) -> Callable[..., Any] | None:
-    """The `init` of a module: of its model's, for arguments that are zeros."""
+    """The `init` of an extracted module: calls the model's `init` on zeros."""
     old = mox.init
     if old is None:
         return None

@@ -29,22 +29,22 @@ FORMAT, VERSION = "haiku_implicit.mox", 1
 def save(path: str | os.PathLike[str], mox: Mox) -> None:
     """Writes a module expression to a file, as JSON.
 
-    The file has the whole program with the tree of its modules, the rules of functions with derivatives
-    of their own, and the model's `init` where that can be written. It has no parameters: they are
-    arguments. Another version of JAX reads it if its primitives have the same parameters, and says so
-    if they have not.
+    The file has the whole program with its tree of modules, the rules of functions with custom
+    derivatives, and the model's `init` if it can be written. It does not have the parameters, which are
+    arguments. Another version of JAX can read the file if its primitives have the same parameters; if
+    not, `load` raises an error that names both versions.
 
     Args:
-      path: the file. One that is there already stays as it is until the new one is complete.
+      path: the file. An existing file stays unchanged until the new one is complete.
       mox: the module expression.
 
     Raises:
-      ValueError: if it has what a file can't have: callbacks, Pallas kernels, `shard_map`, foreign
-        functions, functions with a rule of their own for `vmap`, implicit arrays that the model makes
-        itself, arrays on meshes. The error names the equation and its module. Or if an argument or a
-        result is a container other than a dict, a list, a tuple, a named tuple or None, or an argument
-        that became a part of the expression is not a plain value; if a text has half of a surrogate
-        pair, which is no Unicode.
+      ValueError: if the expression has something that a file can't have: callbacks, Pallas kernels,
+        `shard_map`, foreign functions, functions with a custom rule for `vmap`, implicit arrays that
+        the model makes itself, arrays on meshes. The error names the equation and its module.
+        Also if an argument or a result is a container other than a dict, a list, a tuple, a named tuple
+        or None; if an argument that became a part of the expression is not a plain value; or if a text
+        has half of a surrogate pair, which is not valid Unicode.
 
     Example:
       >>> import tempfile, haiku as hk, jax, jax.numpy as jnp
@@ -65,7 +65,7 @@ def save(path: str | os.PathLike[str], mox: Mox) -> None:
     if lone := _WITH_SURROGATE.search(text):
         raise ValueError(f"save: {lone[0]!a} has half of a surrogate pair, which no file can have")
     try:
-        _from_text(text, {})  # what is written can be read
+        _from_text(text, {})  # proves that the file can be read
     except Misplaced as e:
         raise ValueError(f"save: the expression can't be read back: {e}") from e
     write_text(path, text)
@@ -77,18 +77,18 @@ _WITH_SURROGATE = re.compile(r'"[^"]*[\ud800-\udfff][^"]*"')
 def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:
     """Reads a module expression that `save` wrote.
 
-    It evaluates to the same bits as the original, has the same derivatives, and a query finds the same.
-    Nothing in a file is run or imported: a module's class is an empty one of the same name, what a
-    module was constructed with is only shown if it is not a plain value (an initializer), and a named
-    tuple is one made anew with the same name and fields.
+    The expression evaluates to the same bits as the original, has the same derivatives, and gives the
+    same nodes for a query. Nothing in a file is run or imported. A module's class is an empty class of
+    the same name. A constructor argument that is not a plain value (an initializer) can only be shown.
+    A named tuple is a new class with the same name and fields.
 
     Args:
       path: the file.
-      types: classes that the file names, to be used as they are: named tuples of arguments and results,
-        and classes of modules, which `select` then finds. `hk.LSTMState` is known.
+      types: classes to use for these names in the file: named tuples of arguments and results, and
+        classes of modules, which `select` then finds. `hk.LSTMState` is known.
 
     Raises:
-      ValueError: if the file is not such a file, or is not valid; it names the place.
+      ValueError: if the file is not a valid module expression; the error names the place in the file.
       OSError: if the file can't be read.
     """
     types = [types] if isinstance(types, type) else list(types)
@@ -113,7 +113,7 @@ def _to_json(mox: Mox) -> dict[str, Any]:
     writing = Writer()
     try:
         init = writing.program(_init_program(mox)) | writing.tables()
-    except Exception as e:  # what `init` runs is not in the expression, and may be anything
+    except Exception as e:  # `init` may run anything, also code that the model does not
         init = {"missing": f"{type(e).__name__}: {e}"}
     return {
         "format": FORMAT,

@@ -16,14 +16,14 @@ from haiku_implicit.mox.tree import Atom, Body, ModuleCall, body_of, needed, sha
 
 
 class Graft(NamedTuple):
-    """A new function in the place of a node.
+    """A new function that replaces a node.
 
     Attributes:
-      node: what comes there.
+      node: the new node.
       mox: the function's own expression.
-      inputs: what it is given.
-      salt: a number for the random key that its parameters are made with.
-      taps: the variables of what is tapped in it.
+      inputs: its arguments.
+      salt: a number for the random key of its initializers.
+      taps: the variables of the values that are tapped in it.
     """
 
     node: ModuleCall
@@ -36,12 +36,12 @@ class Graft(NamedTuple):
 def init_of(
     old: Program, body: Body, face: Interface, grafts: Sequence[Graft]
 ) -> Callable[..., Any] | None:
-    """The `init` of a model with grafts: its own, and theirs.
+    """The `init` of a model with grafts: calls the old model's `init` and the grafts'.
 
     Args:
-      old: the model before.
-      body: its tree with the grafts.
-      face: what goes in and comes out of this.
+      old: the model without the grafts.
+      body: the tree with the grafts.
+      face: the arguments and results of this tree.
       grafts: the grafts, in the order in which they run.
     """
     if old.init is None:
@@ -105,7 +105,7 @@ def _only(body: Body, returns: Sequence[Any]) -> Body:
 
 
 def _arguments(face: Interface, entries: Any, rng: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments of a model's program while it is initialized: None for what is not there yet."""
+    """The arguments of a model's program during its `init`: None for entries not yet made."""
     arrays: list[Any] = []
     for kind in ("params", "state"):
         for path, slot in getattr(face, kind).items():

@@ -1,8 +1,8 @@
-"""New functions in the bodies of equations: loops, branches and calls are made anew around them.
+"""New functions in the bodies of equations: loops, branches and calls are rebuilt around them.
 
-A piece is a pair of functions of arrays, as Haiku has them: `init(rng, *arrays)` gives parameters and
-state, `apply(params, state, rng, *arrays)` results and new state. That of an equation is made of those
-of the nodes in its bodies.
+A piece is a pair of functions of arrays, as in Haiku: `init(rng, *arrays)` returns parameters and
+state, `apply(params, state, rng, *arrays)` returns results and new state. The piece of an equation is
+made from the pieces of the nodes in its bodies.
 """
 
 import collections
@@ -25,14 +25,14 @@ from haiku_implicit.mox.tree import Atom, Body, steps, walk
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What comes in the place of a node.
+    """A pair of functions that replaces a node.
 
     Attributes:
-      inputs: what it is given.
-      outputs: what it defines.
-      init: its parameters and state, of a random key and arrays.
-      apply: its results, new state, and values that are tapped, by name; of parameters, state, a
-        random key and arrays.
+      inputs: the arguments.
+      outputs: the variables of the results.
+      init: maps a random key and arrays to parameters and state.
+      apply: maps parameters, state, a random key and arrays to results, new state, and tapped values by
+        name.
     """
 
     inputs: tuple[Atom, ...]
@@ -42,12 +42,12 @@ class Piece:
 
 
 class Changes(NamedTuple):
-    """What is changed in the bodies of equations.
+    """Changes in the bodies of equations.
 
     Attributes:
-      pieces: by the `id` of a node, what comes in its place.
-      taps: by the `id` of a body, the values in it that are wanted, by name.
-      holders: the `id`s of the equations around these.
+      pieces: the new pieces, by the `id` of the node that each replaces.
+      taps: the values to tap, by the `id` of a body and by name.
+      holders: the `id`s of the equations around these nodes and bodies.
     """
 
     pieces: Mapping[int, Piece]
@@ -56,15 +56,15 @@ class Changes(NamedTuple):
 
 
 def piece_of_equation(node: Any, changes: Changes, known: set[Var]) -> Piece:
-    """The piece of an equation that has replaced nodes in its bodies.
+    """The piece of an equation with changes in its bodies.
 
     Args:
       node: the equation.
-      changes: what is changed in its bodies.
-      known: the variables in reach of the equation that come from parameters alone.
+      changes: the changes.
+      known: the variables in reach of the equation that come only from parameters.
 
     Raises:
-      ValueError: for an equation in which nothing can be replaced.
+      ValueError: if nothing can be replaced in this kind of equation.
     """
     make = _MAKERS.get(node.primitive)
     if make is None:
@@ -83,11 +83,11 @@ def piece_of_equation(node: Any, changes: Changes, known: set[Var]) -> Piece:
 
 
 def from_parameters(body: Body, known: set[Var]) -> set[Var]:
-    """The variables in a program that are made of parameters alone.
+    """The variables in a program that come only from parameters.
 
     Args:
       body: the program.
-      known: those of its arguments that are.
+      known: its arguments that come only from parameters.
     """
     known = set(known)
     for step in steps(body.children):
@@ -100,7 +100,7 @@ def from_parameters(body: Body, known: set[Var]) -> set[Var]:
 
 
 def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
-    """The piece of a program: its equations, with those of the nodes in it."""
+    """The piece of a program: runs its equations, and the pieces of nodes in it."""
     inside = list(walk(body, into_bodies=False))
     known = from_parameters(body, known)
     own = {id(x): changes.pieces[id(x)] for x in inside if id(x) in changes.pieces}
@@ -143,7 +143,7 @@ def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
 def _substitutes(
     pieces: Mapping[int, Piece], rng: Any, fun: Callable[..., Any]
 ) -> dict[int, Substitute]:
-    """What `run` takes for pieces that are called by a function of the piece, a key and arrays."""
+    """Substitutes for `run` that call `fun` with a piece, its random key and arrays."""
     found = {}
     for i, (node, piece) in enumerate(pieces.items()):
         key = None if rng is None else jax.random.fold_in(rng, i)
@@ -158,14 +158,14 @@ Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def _call(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
-    """`jit`, and other calls: the equations of the body in their place."""
+    """The functions of `jit` and other calls: they inline the equations of the body."""
     (body,) = node.bodies
     piece = of_body(body, known)
     return piece.init, piece.apply
 
 
 def _remat(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
-    """`jax.checkpoint`."""
+    """The functions of `jax.checkpoint`."""
     init, apply = _call(node, of_body, known)
     params = node.eqn.params
     options = dict(policy=params["policy"], prevent_cse=params["prevent_cse"])
@@ -173,7 +173,7 @@ def _remat(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
 
 
 def _cond(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
-    """`jax.lax.switch` and `cond`: each branch has the state of all."""
+    """The functions of `jax.lax.switch` and `cond`: each branch has the state of all branches."""
     if node.eqn.params.get("branches_platforms"):
         raise ValueError(f"nothing can be replaced in {node!r}, whose branches are for platforms")
     branches = [of_body(body, known[1:]) for body in node.bodies]
@@ -197,10 +197,10 @@ def _cond(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
 
 
 def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
-    """`jax.lax.while_loop`: state and the random key are carried.
+    """The functions of `jax.lax.while_loop`: state and the random key are carried.
 
-    Under a `vmap` of the condition, the loop goes on as long as one element does, and what is carried
-    stays as it is for the others.
+    Under a `vmap` of the condition, the loop continues while any element does, and the carry of the
+    other elements does not change.
     """
     params = node.eqn.params
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
@@ -249,13 +249,13 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
 
 
 def _chosen(flags: Any, x: Any, y: Any) -> Any:
-    """The elements of one array, or of another where the flags of the first axes are false."""
+    """Selects from `x` if the flags of the first axes are true, and from `y` if not."""
     flags = jax.lax.broadcast_in_dim(flags, x.shape, range(flags.ndim))
     return jax.lax.select(flags, x, y)
 
 
 def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
-    """`jax.lax.scan`: layers of a stack have parameters and state of their own; other steps share."""
+    """The functions of `jax.lax.scan`: parameters and state per layer of a stack; other steps share."""
     params = node.eqn.params
     num_consts, num_carry = compat.scan_arity(params, list(node.inputs))
     (body,) = node.bodies
@@ -302,9 +302,9 @@ def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
 
 
 def _is_stack(body: Body, known: Sequence[bool], num_unscanned: int, length: int) -> bool:
-    """Whether a loop runs over a stack of layers: whether what it scans over comes from parameters.
+    """Whether a scan runs over a stack of layers, that is, over slices of parameters.
 
-    So it is where each step takes its slice of a parameter, by a number that is scanned over
+    It either scans over parameters, or over numbers by which each step takes its slice of a parameter
     (AlphaFold's stacks).
     """
     scanned: Any = body.invars[num_unscanned:]
@@ -314,12 +314,12 @@ def _is_stack(body: Body, known: Sequence[bool], num_unscanned: int, length: int
 
 
 def _takes_slices(body: Body, params: set[Var], numbers: set[Var], length: int) -> bool:
-    """Whether a program takes one of `length` slices of a parameter, by a number it is given.
+    """Whether a program takes one of `length` slices of a parameter, by the number of the slice.
 
     Args:
       body: the program.
-      params: those of its arguments that come from parameters.
-      numbers: those that the number may be.
+      params: the arguments that come from parameters.
+      numbers: the arguments that may be this number.
       length: how many slices there are.
     """
     params, numbers = (from_parameters(body, x) for x in (params, numbers))
@@ -371,6 +371,3 @@ _OWN_DERIVATIVE = (
     "whole"
 )
 _REASONS = {jex.custom_jvp_call_p: _OWN_DERIVATIVE, jex.custom_vjp_call_p: _OWN_DERIVATIVE}
-
-
-# --- vmap ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A module expression as a page to look at: a tree that folds, with a search box and colors."""
+"""A module expression as an HTML page: a tree that folds, with a search box and colors."""
 
 import base64
 import difflib
@@ -14,11 +14,11 @@ from haiku_implicit.mox.view import clean
 
 
 class Colors:
-    """What is shown in color: a number for some paths.
+    """The numbers that a page shows in color.
 
     Args:
-      values: numbers by the path of a module or of a parameter; None for the bytes of parameters.
-      sizes: of the parameters.
+      values: numbers by the path of a module or a parameter; None for the bytes of parameters.
+      sizes: the sizes of the parameters.
       modules: the paths of modules.
 
     Raises:
@@ -43,11 +43,11 @@ class Colors:
         self.low, self.high = min(found, default=0.0), max(found, default=0.0)
 
     def of_parameter(self, path: Path) -> float | None:
-        """The number that is given for a parameter."""
+        """The given number of a parameter."""
         return (self.given or {}).get("/".join(path))
 
     def of_row(self, row: Row) -> float | None:
-        """The number that is given for a module, or the largest of those in it."""
+        """The given number of a module, or else the largest number in it."""
         if self.given is None:
             return None
         if row.path in self.given and row.kind:
@@ -56,11 +56,11 @@ class Colors:
         return max((x for x in inner if x is not None and not math.isnan(x)), default=None)
 
     def text(self, value: float) -> str:
-        """A number as it is shown."""
+        """A number as the page shows it."""
         return with_unit(value, "B") if self.given is None else f"{value:.4g}"
 
     def cells(self, value: float | None, nbytes: int) -> str:
-        """The columns of the number, with a bar in its color, and of the bytes."""
+        """The cells of a row: the number, with a bar in its color, and the bytes."""
         if self.given is None:
             value = nbytes or None
         bar = "" if value is None else f' style="--v:{self._share(value):.3f}"'
@@ -69,7 +69,7 @@ class Colors:
         return f'<b class="v"{bar}>{text}</b>{"" if self.given is None else of_bytes}'
 
     def _share(self, value: float) -> float:
-        """Where a number is between the lowest and the highest; bytes by their logarithms."""
+        """The position of a number between the lowest and the highest; logarithmic for bytes."""
         if math.isnan(value) or self.high == self.low:
             return 0.0 if math.isnan(value) else 1.0
         low, high, value = self.low, self.high, min(max(value, self.low), self.high)
@@ -86,7 +86,7 @@ def _number(path: str, x: Any) -> float:
 
 
 def page(root: Row, sizes: Sizes, values: Mapping[str, Any] | None = None) -> str:
-    """The page: see `Mox.to_html`."""
+    """The page of an expression: see `Mox.to_html`."""
     colors = Colors(values, sizes, {row.path for row in _all(root) if row.kind})
     hashed = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'"
@@ -111,7 +111,7 @@ def page(root: Row, sizes: Sizes, values: Mapping[str, Any] | None = None) -> st
 
 
 def frame(page: str) -> str:
-    """A page in another one, such as a notebook, with styles and scripts of its own."""
+    """Embeds a page in another one, such as a notebook, with its own styles and scripts."""
     source = html.escape(page, quote=True)
     return (
         f'<iframe srcdoc="{source}" sandbox="allow-scripts" '
@@ -130,7 +130,7 @@ def _escape(text: str) -> str:
 
 
 def _num_open(root: Row) -> int:
-    """How many levels are unfolded at first: as many as a screen or two has space for."""
+    """How many levels are unfolded at first: as many as fit on a screen or two."""
     level, shown, opened = root.rows, len(root.rows), 0
     while level and shown <= _MAX_SHOWN:
         level, opened = [inner for row in level for inner in row.rows], opened + 1
@@ -142,7 +142,7 @@ _MAX_SHOWN = 40
 
 
 def _module(row: Row, sizes: Sizes, colors: Colors, num_open: int) -> Iterator[str]:
-    """A row with what is in it."""
+    """The HTML of a row and its contents."""
     found = " ".join([row.label, row.kind, *row.own_primitives]).lower()
     count = f"{sizes.count(row.read):,}" if row.read else ""
     yield (

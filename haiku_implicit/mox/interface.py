@@ -1,4 +1,4 @@
-"""What goes into a module expression and what comes out: Haiku's trees, and flat lists of arrays."""
+"""The arguments and results of a module expression, as Haiku's trees and as flat lists of arrays."""
 
 import collections
 import dataclasses
@@ -28,7 +28,7 @@ Path = tuple[str, str]
 
 
 class Slot(NamedTuple):
-    """One argument or result: its structure, and the variables of the arrays in it."""
+    """One argument or result: its structure, and the variables of its arrays."""
 
     tree: marks.Tree
     atoms: tuple[Any, ...]
@@ -39,14 +39,14 @@ class Interface:
     """The arguments and results of a module expression.
 
     Attributes:
-      leading: the first arguments of `apply`: of "params", "state", "rng" those that there are.
-      signature: of the Haiku function.
+      leading: the first arguments of `apply`: "params", "state", "rng", or some of these.
+      signature: the signature of the Haiku function.
       params: the parameters.
       state: the state.
       rng: the random key.
       args: the arguments of the Haiku function, by name.
       results: its results.
-      new_state: the state that is returned.
+      new_state: the returned state.
     """
 
     leading: tuple[str, ...]
@@ -82,7 +82,7 @@ class Interface:
         return "state" in self.leading
 
     def with_variables(self, invars: Sequence[Any]) -> "Interface":
-        """The same with these variables for its arguments."""
+        """The interface with other variables for its arguments."""
         slots = [*self.params.values(), *self.state.values(), self.rng, self.args]
         new = iter(slots_with([slot.tree for slot in slots], invars))
         return dataclasses.replace(
@@ -94,7 +94,7 @@ class Interface:
         )
 
     def arguments(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of `apply`, positional and by keyword, that have these arrays in them."""
+        """The arguments of `apply`, positional and by keyword, with these arrays in them."""
         fill = _filling(arrays)
         params = nested({path: fill(slot) for path, slot in self.params.items()})
         state = nested({path: fill(slot) for path, slot in self.state.items()})
@@ -103,7 +103,7 @@ class Interface:
         return [*(first[name] for name in self.leading), *bound.args], bound.kwargs
 
     def merge_results(self, arrays: Sequence[Any]) -> Any:
-        """What `apply` returns, of these arrays."""
+        """The return value of `apply`, with these arrays in it."""
         fill = _filling([literal.array() if (literal := as_literal(x)) else x for x in arrays])
         out = fill(self.results)
         if not self.has_state:
@@ -116,11 +116,11 @@ class Interface:
         Args:
           draws: whether results depend on the random key.
           args: the positional arguments of `apply`.
-          kwargs: the others.
+          kwargs: the keyword arguments.
 
         Raises:
           TypeError: if arguments are missing, or too many.
-          ValueError: if an argument has another structure, shape or dtype, or another constant.
+          ValueError: if an argument has a wrong structure, shape or dtype, or a wrong constant.
         """
         arrays = []
         for kind, label, slot, value in self._parts(self._named(args, kwargs)):
@@ -130,7 +130,7 @@ class Interface:
         return arrays
 
     def arrays_of_arguments(self, args: Any, kwargs: Any) -> list[Any]:
-        """The arrays in the arguments of the Haiku function alone, checked."""
+        """The arrays in the arguments of the Haiku function only, checked."""
         given = named_arguments(self.signature, args, kwargs)
         return checked("", self.args.tree, [v.aval for v in self.args.atoms], given)
 
@@ -174,13 +174,13 @@ def _atoms(slots: Sequence[Slot]) -> tuple[Any, ...]:
 
 
 def slots_with(trees: Sequence[marks.Tree], atoms: Sequence[Any]) -> list[Slot]:
-    """Slots of these structures, which these atoms are dealt out to."""
+    """Slots with these structures, filled with these atoms in order."""
     rest = iter(atoms)
     return [Slot(tree, tuple(itertools.islice(rest, tree.num_arrays))) for tree in trees]
 
 
 def _filling(arrays: Sequence[Any]) -> Callable[[Slot], Any]:
-    """A function that gives the trees of slots, one after the other, with these arrays in them."""
+    """A function that returns the tree of one slot after the other, with these arrays in them."""
     rest = iter(arrays)
     return lambda slot: slot.tree.merge([next(rest) for _ in range(slot.tree.num_arrays)])
 
@@ -189,7 +189,7 @@ def named_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dic
     """The arguments of the Haiku function by their names, with defaults.
 
     Raises:
-      TypeError: if they are others than the function's, or no trees.
+      TypeError: if they do not fit the signature, or are not trees.
     """
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -205,7 +205,7 @@ def by_path(tree: Any, kind: str = "params") -> dict[Path, Any]:
     """The entries of Haiku's parameters or state, by module and name.
 
     Raises:
-      TypeError: if it is something else.
+      TypeError: if the tree is something else.
     """
     if not isinstance(tree, Mapping | None) or not all(
         isinstance(entries, Mapping) for entries in (tree or {}).values()
@@ -227,13 +227,13 @@ def nested(entries: Mapping[Path, Any]) -> dict[str, dict[str, Any]]:
 
 
 def slot_of(x: Any) -> Slot:
-    """The structure of an argument, and the arrays in it; implicit ones as what they stand for."""
+    """The structure of an argument, and its arrays; implicit arrays as their dense shapes."""
     tree, arrays = marks.split(tree_map_with_implicit(dense_struct, x), is_array)
     return Slot(tree, tuple(arrays))
 
 
 def slots_of(entries: Any) -> dict[Path, Slot]:
-    """The same of Haiku's parameters or state."""
+    """The slots of Haiku's parameters or state."""
     return {path: slot_of(x) for path, x in by_path(entries).items()}
 
 
@@ -243,7 +243,7 @@ def is_array(x: Any) -> bool:
 
 
 def key_like(key: Any, variables: Sequence[Any], draws: Callable[[], bool]) -> Any:
-    """A random key as the program takes it: of the same kind, and any one if nothing depends on it."""
+    """Converts a random key to the program's kind. None gives any key, if no result depends on it."""
     if not variables:
         if key is not None:
             raise ValueError(
@@ -268,14 +268,14 @@ def key_like(key: Any, variables: Sequence[Any], draws: Callable[[], bool]) -> A
 
 
 def as_key(key: Any) -> Any:
-    """A random key, from a seed too."""
+    """A random key; an integer is used as a seed."""
     return jax.random.PRNGKey(key) if isinstance(key, int) else key
 
 
 def checked(label: str, tree: marks.Tree, avals: Sequence[Any], value: Any) -> list[Any]:
-    """The arrays in an argument, which has to have this structure, and these shapes and dtypes.
+    """The arrays in an argument, after checking its structure, shapes and dtypes.
 
-    A weak type is not looked at, as in what JAX compiles ahead of time.
+    Weak types are not checked, as in JAX's ahead-of-time compilation.
     """
     leaves, treedef = tree_flatten_with_implicit(value)
     if not same_structure(treedef, tree.treedef):
@@ -304,7 +304,7 @@ _ANOTHER = "Make another one for other arguments"
 
 
 def _other_structure(label: str, expected: Any, value: Any) -> str:
-    """What to say where an argument has another structure, of the arguments the first that has."""
+    """The error message for an argument with a wrong structure; without a label, for the first one."""
     if not label:
         structures = [{k: _described(x) for k, x in tree.items()} for tree in (expected, value)]
         other = [k for k in value if structures[0].get(k) != structures[1][k]]

@@ -1,9 +1,9 @@
-"""Equations that JAX makes now, which those of a file are compared with, or completed from.
+"""Equations that this version of JAX makes, to check and complete the equations of a file.
 
-JAX looks at most parameters when a primitive is bound. Some are read by its compiler alone, or by the
-rule of a derivative: an equation without one of these, or with one too many, would fail far from its
-file. So the names of a file's parameters have to be those of an equation made now. (The compiler can't
-be asked: some wrong values end the process.)
+JAX checks most parameters when a primitive is bound. But only its compiler, or a derivative rule, reads
+some of them: an equation without one of these, or with one too many, would fail far from its file. So
+a file's parameters must have the same names as those in a newly made equation. (The compiler can't do
+the check: some wrong values end the process.)
 """
 
 import concurrent.futures
@@ -22,12 +22,12 @@ from haiku_implicit.mox.plain import all_equations
 
 @functools.cache
 def equations() -> dict[str, list[JaxprEqn]]:
-    """Equations by the names of their primitives.
+    """Newly made equations, by the names of their primitives.
 
-    Those that take more than arrays, where JAX checks not all of it, or that have no public function of
-    their name.
+    They are for primitives whose parameters JAX does not check completely, and for primitives without a
+    public function of their name.
     """
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which no mesh or setting is around
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a thread without meshes or settings
         jaxpr = thread.submit(_traced).result()
     found: dict[str, list[JaxprEqn]] = {}
     for eqn in all_equations(jaxpr.jaxpr):
@@ -36,7 +36,7 @@ def equations() -> dict[str, list[JaxprEqn]]:
 
 
 def template(name: str) -> dict[str, Any]:
-    """The parameters of an equation made now."""
+    """The parameters of a newly made equation."""
     return dict(equations()[name][0].params)
 
 
@@ -92,8 +92,8 @@ def check_names(primitive: Primitive, names: Collection[str], types: Iterable[An
 
     Args:
       primitive: the primitive.
-      names: of the parameters.
-      types: of the operands.
+      names: the names of the parameters.
+      types: the types of the operands.
     """
     name = primitive.name
     if name not in _KNOWN:
@@ -104,20 +104,20 @@ def check_names(primitive: Primitive, names: Collection[str], types: Iterable[An
         require_names(name, names, *known)
 
 
-# The parameters that a primitive has to have and may have, by its name. None: JAX checks them all.
+# The required and the allowed parameters of a primitive, by its name. None: JAX checks them all.
 _KNOWN: dict[str, tuple[frozenset[str], frozenset[str]] | None] = {}
 
 
 def require_names(
     name: str, names: Collection[str], required: Collection[str], allowed: Collection[str] = ()
 ) -> None:
-    """Raises a ValueError unless parameters have the names that they have to have.
+    """Raises a ValueError unless parameters have the required names, and else only allowed ones.
 
     Args:
-      name: of the primitive.
-      names: of the parameters.
-      required: the names that have to be there.
-      allowed: the names that may be there, too.
+      name: the name of the primitive.
+      names: the names of the parameters.
+      required: the names that must be present.
+      allowed: the names that may also be present.
     """
     given = frozenset(names)
     if missing := frozenset(required).difference(given):
@@ -131,7 +131,7 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _made_of(primitive: Primitive, types: Iterable[Any]) -> list[JaxprEqn]:
-    """The equation of a primitive that its public function makes of such operands, if it takes them."""
+    """The equations that a primitive's public function makes for such operands, if it takes them."""
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
     for fun in _public_functions(primitive.name):
         try:

@@ -29,11 +29,11 @@ class _Maker:
 
 @dataclasses.dataclass(frozen=True)
 class _MultiMaker:
-    """The same for each function of a multi-transform.
+    """Makes module expressions of the functions of a multi-transform: see `make_mox`.
 
     Attributes:
       transformed: the multi-transform.
-      apply: its tree of functions, each of which makes the expression of one of them.
+      apply: a tree of functions, which make one expression each.
     """
 
     transformed: Any
@@ -55,7 +55,7 @@ class _MultiMaker:
 
 
 def _with_shapes(transformed: Any, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
-    """What is given, and shapes from `init` of what is not."""
+    """The given `params`, `state` and `rng`; shapes from `init` replace missing ones."""
     has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
     missing = [name for name in ("params", "state") if given[name] is None]
     names = " and ".join(f"{x}=" for x in missing if has_state or x == "params")
@@ -69,24 +69,25 @@ def _with_shapes(transformed: Any, args: Any, kwargs: Any, given: dict[str, Any]
 def make_mox(transformed: Any) -> Callable[..., Any]:
     """Makes the module expression of a transformed Haiku function.
 
-    A function with a derivative rule of its own keeps it. Only JAX's transformations *within* the
-    model see such a rule with the model's modules, as in a jitted model.
+    Functions with custom derivative rules keep them. As in a jitted model, only JAX's transformations
+    *within* the model see such a rule with the model's modules.
 
     Args:
-      transformed: what `hk.transform`, `hk.transform_with_state`, `hk.multi_transform`,
-        `hk.multi_transform_with_state`, `hk.without_apply_rng` or `transform_implicit` returns.
+      transformed: the result of `hk.transform`, `hk.transform_with_state`, `hk.multi_transform`,
+        `hk.multi_transform_with_state`, `hk.without_apply_rng` or `transform_implicit`.
 
     Returns:
-      A function of the arguments of the Haiku function: arrays or `jax.ShapeDtypeStruct`s; anything
-      else (flags, numbers, strings) becomes a part of the expression. It takes `params=`, `state=` and
-      `rng=`, too; without them their shapes come from `init`, which takes longer than making.
-      `rng=None` makes the expression of the model without a key.
+      A function with the arguments of the Haiku function: arrays or `jax.ShapeDtypeStruct`s; anything
+      else (flags, numbers, strings) becomes a part of the expression. It also takes `params=`, `state=`
+      and `rng=`; without them their shapes come from `init`, which takes longer than the expression
+      itself. `rng=None` makes the expression of the model without a key.
 
-      Of a multi-transform, it gives a tree of expressions, like `apply`. Its attribute `apply` is the
-      tree of the functions that make one each: for functions of different arguments.
+      For a multi-transform, the function returns a tree of expressions, like `apply`. Its attribute
+      `apply` is a tree of functions that make one expression each, for functions with different
+      arguments.
 
     Raises:
-      TypeError: for anything else.
+      TypeError: if `transformed` is anything else.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp
@@ -121,35 +122,35 @@ def make_mox(transformed: Any) -> Callable[..., Any]:
 
 
 def eval_mox(mox: Mox, *args: Any, **kwargs: Any) -> Any:
-    """Runs a module expression: what the `apply` of its model gives, bit for bit.
+    """Runs a module expression. Its results equal those of the model's `apply`, bit for bit.
 
-    Compiled, it is the same program, but for loops that do nothing except hand a value through modules,
-    which JAX would leave out. Called eagerly, each of its equations is a program of its own, where
-    functions of `jax.numpy` are one: XLA may round a number there that it fuses with another here.
+    Compiled, it is the same program, except for loops that only pass a value through modules, which JAX
+    would leave out. Called eagerly, each of its equations is a separate program, while a function of
+    `jax.numpy` is one program: XLA may fuse operations in one and round between them in the other.
 
     Args:
       mox: the module expression.
-      *args: as for the model's `apply`: parameters, state where there is one, the random key, and the
-        arguments of the Haiku function, of the shapes that the expression was made with.
+      *args: as for the model's `apply`: parameters, state if the model has one, the random key, and the
+        arguments of the Haiku function, with the shapes that the expression was made for.
       **kwargs: as for `apply`.
 
     Returns:
-      What `apply` returns.
+      The result of `apply`.
 
     Raises:
       TypeError: if there are too few arguments, or too many.
-      ValueError: if an argument is not what the expression was made for.
+      ValueError: if an argument is not one that the expression was made for.
     """
     checked("eval_mox(mox, params, ...)", mox)
     return mox.apply(*args, **kwargs)
 
 
 def to_transformed(mox: Mox) -> hk.Transformed | hk.TransformedWithState:
-    """A module expression as a transformed function again.
+    """Converts a module expression back to a transformed function.
 
     Returns:
-      `hk.Transformed`, or `hk.TransformedWithState` where the model has state. `apply` is that of
-      `eval_mox`.
+      `hk.Transformed`, or `hk.TransformedWithState` if the model has state. Its `apply` does the same
+      as `eval_mox`.
     """
     checked("to_transformed(mox)", mox)
     return mox.transformed()

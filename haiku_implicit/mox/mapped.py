@@ -1,4 +1,4 @@
-"""New functions for nodes under `vmap`: they are written for one element, and the node runs for all."""
+"""New functions for nodes under `vmap`: written for one element, and mapped over all elements."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ class Level(NamedTuple):
     """One `vmap` around a call.
 
     Attributes:
-      name: of its axis.
-      size: how many elements there are.
-      axes: the mapped axis of each argument; None for what is the same for all elements.
+      name: the name of its axis.
+      size: the number of elements.
+      axes: the mapped axis of each argument; None if the argument is the same for all elements.
       out_axes: the mapped axis of each result.
     """
 
@@ -34,7 +34,7 @@ def levels_of(node: ModuleCall) -> tuple[Level, ...]:
     """The `vmap`s around a call, the innermost first.
 
     Raises:
-      ValueError: if JAX changed its arguments and results in different ways.
+      ValueError: if JAX transformed its arguments and results in different ways.
     """
     inner: list[Any] = [None] * len(node.seen_results)
     seen, seen_results = node.seen or inner, node.seen_results
@@ -59,7 +59,7 @@ def element_results(node: Any) -> list[Any]:
 
 
 def element_arguments(node: Any) -> list[Any]:
-    """The same of the arrays among a node's arguments."""
+    """The shapes and dtypes of a node's array arguments, without the axes of `vmap`s around it."""
     seen = getattr(node, "seen", ())
     return _elements([v.aval for v in node.inputs], [x.axes for x in seen])
 
@@ -74,9 +74,10 @@ def _elements(avals: list[Any], axes: Sequence[tuple[int | None, ...]]) -> list[
 
 
 def for_all_elements(piece: Piece, node: ModuleCall) -> Piece:
-    """The piece for a node that has the axes of a `vmap` around it, from that for one element.
+    """Maps a piece for one element over the `vmap`s around a node.
 
-    Inputs and outputs of the piece beyond those of the node are the same for all elements.
+    Additional inputs and outputs of the piece, which the node does not have, are the same for all
+    elements.
     """
     for level in levels_of(node):
         piece = _mapped(piece, repr(node), level)
@@ -115,18 +116,18 @@ def _mapped(piece: Piece, what: str, level: Level) -> Piece:
 def of_one_element(
     node: ModuleCall, fun: Callable[..., Any], arrays: Sequence[Any], hidden: Sequence[Any]
 ) -> list[Any]:
-    """Calls a function of all elements with those that the mapped arrays of one element stand for.
+    """Calls a function of all elements from code that is written for one element.
 
-    This is for functions that `for_all_elements` maps.
+    `for_all_elements` maps this code, and so gives the function the arrays of all elements.
 
     Args:
       node: a call with `vmap`s around it.
-      fun: a function of arrays as the call has them, and of others, to a list of arrays.
-      arrays: the arguments of one element, and the others.
-      hidden: the variables of results beyond those of the call.
+      fun: maps the call's arrays, and further ones, to a list of arrays.
+      arrays: the arguments of one element, and the further arrays.
+      hidden: the variables of further results, which the call does not return.
     """
     levels = levels_of(node)
-    # With these, the primitive is mapped at each level, also if no argument is.
+    # Because of these, JAX maps the primitive at each level, even if no argument is mapped.
     indices = [jax.lax.axis_index(level.name) for level in levels]
     out = (*element_results(node), *(v.aval for v in hidden))
     return element_p.bind(*indices, *arrays, fun=fun, levels=levels, out=out)
@@ -142,7 +143,7 @@ def _abstract(*operands: Any, fun: Any, levels: Any, out: Sequence[Any]) -> list
 
 
 def _batch(operands: Any, axes: Any, *, fun: Any, levels: Any, out: Any) -> Any:
-    """Runs the call when all its levels are mapped, which come from the innermost one outwards."""
+    """Maps one level, the innermost first, and runs the call when all levels are mapped."""
     level, *rest = levels
     indices, arrays = operands[1 : len(levels)], operands[len(levels) :]
     wanted = (*level.axes, *[None] * (len(arrays) - len(level.axes)))
@@ -161,7 +162,7 @@ def _batch(operands: Any, axes: Any, *, fun: Any, levels: Any, out: Any) -> Any:
 
 
 def _moved(level: Level, x: Any, has: int | None, wanted: int | None) -> Any:
-    """An array with its mapped axis where the call has it."""
+    """Moves the mapped axis of an array to its place in the call."""
     if wanted is None:
         if has is None:
             return x

@@ -1,8 +1,8 @@
 """Marks: equations of a traced program that say where a call of a Haiku module begins and ends.
 
 While a program is traced under `marking`, an interceptor puts a `begin` in front of the equations of
-each module call and an `end` behind them. Both return what they are given, so that they change no
-number. `parse.py` makes a tree of such a program, in which there are none of them left.
+each module call and an `end` behind them. Both return their operands, so they do not change any number.
+`tree.py` makes a tree of such a program, without the marks.
 """
 
 import collections
@@ -39,16 +39,16 @@ class Batched(NamedTuple):
 # Classes of modules whose calls are not marked.
 UNMARKED: set[type] = set()
 
-# The transformation that makes a call and its derivative one.
+# The transformation that makes one call of a call and its derivative.
 DIFFERENTIATED = "jvp"
 
 
 class Tree(NamedTuple):
-    """The structure of arguments or results. What is not traced stays in it.
+    """The structure of arguments or results, with the leaves that are not traced.
 
     Attributes:
-      treedef: the structure; None for what is no tree to JAX, which is the one leaf.
-      leaves: for each leaf that is handed on as it is, a tuple of it alone; None for an array.
+      treedef: the structure; None if JAX can't flatten the value, which is then the only leaf.
+      leaves: for each leaf, a tuple of the leaf itself if it is not traced, or None for an array.
     """
 
     treedef: Any
@@ -56,15 +56,15 @@ class Tree(NamedTuple):
 
     @property
     def num_arrays(self) -> int:
-        """How many arrays there are in the tree."""
+        """The number of arrays in the tree."""
         return self.leaves.count(None)
 
     def like(self, other: "Tree") -> bool:
-        """Whether this is another tree's structure, with arrays in the same places."""
+        """Whether another tree has the same structure, with arrays in the same places."""
         return same_structure(self.treedef, other.treedef) and self._places() == other._places()
 
     def other_constants(self, other: "Tree") -> Iterator[tuple[Any, Any]]:
-        """The constants that are different in a tree that is `like` this one, in pairs."""
+        """Pairs of constants that differ between this tree and one that is `like` it."""
         for x, y in zip(self.leaves, other.leaves, strict=True):
             if x is not None and y is not None and not identical(x[0], y[0]):
                 yield x[0], y[0]
@@ -73,12 +73,12 @@ class Tree(NamedTuple):
         return [x is None for x in self.leaves]
 
     def describe(self) -> str:
-        """The structure as people write it: `(array, {'a': array})`."""
+        """The structure in a readable form: `(array, {'a': array})`."""
         shown = self.merge([_Shown("array")] * self.num_arrays)
         return repr(shown)
 
     def without(self, kept: Iterable[bool]) -> "Tree":
-        """The structure with None in the place of those arrays that are not kept."""
+        """The structure with None for the arrays that are not kept."""
         flags = iter(kept)
         gone = [x is None and not next(flags, True) for x in self.leaves]
         leaves = [(None,) if none else x for x, none in zip(self.leaves, gone, strict=True)]
@@ -110,19 +110,19 @@ def split(tree: Any, is_array: Any = lambda x: isinstance(x, jax.core.Tracer)) -
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """What is known of one call beside its equations. Two calls are never equal.
+    """The properties of one call, apart from its equations. Two calls are never equal.
 
     Attributes:
       cls: the class of the module; None for a function that was put in.
-      path: the full name of the module; of a function, its own name.
+      path: the full name of the module; for a function, its own name.
       method: the name of the method.
       config: the arguments that the module was constructed with, by their names.
       args: the structure of `(args, kwargs)`.
       results: the structure of the results.
-      scope: what is in front of the names of the function that it was made in, if that is transformed
-        for itself (`hk.lift`, a stack of layers); None as long as that is not known.
-      bypassed: whether the model goes on with arrays that it gave to the call or got from it otherwise
-        than through its marks.
+      scope: the prefix of the names in the function that makes the call, if that function is
+        transformed by itself (`hk.lift`, a stack of layers); None as long as it is not known.
+      bypassed: whether the model also uses arrays that it gave to the call, or got from it, otherwise
+        than through the marks of the call.
     """
 
     cls: type | None
@@ -139,16 +139,16 @@ class Call:
 
 
 def begin(call: Call, arrays: Sequence[Any], seen: Any = ()) -> tuple[Any, list[Any]]:
-    """Marks the begin of a call of these arrays.
+    """Marks the begin of a call with these arguments.
 
     Args:
       call: the call.
       arrays: its arguments.
-      seen: transformations that were applied to them already.
+      seen: transformations that were already applied to them.
 
     Returns:
-      A token for the end of the call, and the arrays. They have to be used in the call: what it reads
-      of its arguments can't be told from what it reads beside them otherwise.
+      A token for the end of the call, and the arrays. The call has to use these arrays. Otherwise its
+      arguments can't be told from the other values that it reads.
     """
     token, *arrays = mark_p.bind(*arrays, call=call, kind="begin", seen=seen)
     return token, list(arrays)
@@ -157,16 +157,16 @@ def begin(call: Call, arrays: Sequence[Any], seen: Any = ()) -> tuple[Any, list[
 def end(token: Any, call: Call, arrays: Sequence[Any], seen: Any = ()) -> list[Any]:
     """Marks the end of a call with these results, and returns them.
 
-    The results have to be used: an argument that a module returns can't be told from the result
-    otherwise.
+    The program has to use these results. Otherwise an argument that a module returns can't be told from
+    its result.
     """
     return mark_p.bind(token, *arrays, call=call, kind="end", seen=seen)
 
 
 def _refilled(x: Any, arrays: Iterator[Any]) -> Any:
-    """Arguments with these arrays in the place of their own.
+    """Replaces the arrays in arguments.
 
-    Containers are left as they are, but for tuples: a method may change its arguments.
+    Containers other than tuples stay unchanged, because a method may change its arguments.
     """
     if isinstance(x, jax.core.Tracer):
         return next(arrays)
@@ -182,21 +182,21 @@ def _as_tuple(x: tuple[Any, ...], items: list[Any]) -> Any:
 
 
 class Way(enum.Enum):
-    """How calls are marked if a model has arrays and containers in several places."""
+    """How calls are marked if a model has the same arrays and containers in several places."""
 
-    # Others may hold a container that a call returns. The arrays in theirs are no results of the call:
-    # the caller gets another container.
+    # Others may hold a container that a call returns. It keeps its arrays, which are not results of
+    # marks, and the caller gets a copy.
     COPIES = 1
-    # A model that changes one of the two may read the change in the other: both are one, with the marks
-    # in it.
+    # A model may change one of these two containers and read the change in the other. So the container
+    # itself gets the results of marks.
     IN_PLACE = 2
-    # A mark within a loop makes a value of the loop of one from outside. A model that keeps it may read
-    # it outside again: such values are handed on as they are. The rest is as in `IN_PLACE`.
+    # A mark within a loop turns a value from outside into a value of the loop. A model may keep it and
+    # read it outside again. So such values bypass the mark. The rest is as in `IN_PLACE`.
     AROUND = 3
 
 
 class _Held(NamedTuple):
-    """A container that a call returned, and what was in it then."""
+    """A container that a call returned, and its contents at that time."""
 
     call: Call
     container: Any
@@ -214,9 +214,9 @@ class _Held(NamedTuple):
 
 
 def _is_same(x: Any, before: Any, again: Any) -> bool:
-    """Whether a part of a container is what it was.
+    """Whether a part of a container has not changed.
 
-    Some nodes of pytrees make their parts anew each time: then they are what is in them.
+    Some nodes of pytrees make new parts whenever they are flattened. Then the leaves are compared.
     """
     if x is before or x is again:
         return x is before
@@ -227,7 +227,7 @@ def _is_same(x: Any, before: Any, again: Any) -> bool:
 
 
 class Results:
-    """What calls return, with marks in it.
+    """The results of calls, with marks in them.
 
     Args:
       way: how calls are marked.
@@ -239,7 +239,7 @@ class Results:
         self._moved: list[weakref.ref[Any]] = []
 
     def marked(self, call: Call, arrays: Sequence[Any], marked: Sequence[Any]) -> list[Any]:
-        """What the model goes on with: of its arrays and what marks return for them."""
+        """The arrays that the model continues with: results of marks, or its own."""
         pairs = list(zip(arrays, marked, strict=True))
         moved = [compat.trace_of(x) is not compat.trace_of(y) for x, y in pairs]
         if self._way is Way.AROUND:
@@ -249,13 +249,13 @@ class Results:
         return list(marked)
 
     def filled(self, call: Call, x: Any, arrays: Iterator[Any], is_new: bool = False) -> Any:
-        """Results with these arrays in the place of their own.
+        """Replaces the arrays in the results of a call.
 
         Args:
           call: the call.
           x: its results.
-          arrays: the arrays.
-          is_new: whether nobody else holds this container.
+          arrays: the new arrays.
+          is_new: whether nothing else holds this container.
         """
         if isinstance(x, jax.core.Tracer):
             return next(arrays)
@@ -276,11 +276,11 @@ class Results:
 
     @property
     def changed(self) -> _Held | None:
-        """One of two containers that was changed after the caller got the other."""
+        """A container that was changed after the caller got its copy; None without one."""
         return next((x for x in self._held if x.is_changed), None)
 
     def has_moved(self, array: Any) -> bool:
-        """Whether a mark made an array, in a trace, of one from outside of it."""
+        """Whether a mark within a trace made this array from one outside of the trace."""
         return any(x() is array for x in self._moved)
 
 
@@ -289,12 +289,12 @@ _BUILT_IN = (list, dict, collections.OrderedDict, collections.defaultdict)
 
 
 def _parts(x: Any) -> tuple[list[Any], Any]:
-    """What is right in a container, and its structure."""
+    """The direct children of a container, and its structure."""
     return jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x)
 
 
 def _fill(x: Any, children: Sequence[Any], treedef: Any) -> bool:
-    """Puts other things into a container; returns whether that is possible."""
+    """Replaces the children of a container in place; returns whether that is possible."""
     if type(x) in _BUILT_IN:
         in_order = isinstance(x, list | collections.OrderedDict)
         keys = range(len(x)) if isinstance(x, list) else x if in_order else sorted(x)
@@ -314,23 +314,23 @@ def _fill(x: Any, children: Sequence[Any], treedef: Any) -> bool:
     return len(filled) == len(wanted) and all(map(operator.is_, filled, wanted))
 
 
-# By the `id` of a module, the module (so that no other has its `id`) and its constructor's arguments.
+# The constructor's arguments of modules, by `id`; with the modules, so that no others get these `id`s.
 _Configs = dict[int, tuple[Any, dict[str, Any]]]
-# Of the modules of the program that is marked; None if none is.
+# The arguments for the program that is being marked; None if none is.
 _active: contextvars.ContextVar[_Configs | None] = contextvars.ContextVar("marking", default=None)
 
 
 @contextlib.contextmanager
 def marking(way: Way = Way.COPIES) -> Iterator[Results]:
-    """A context in which calls of Haiku modules are marked in what is traced.
+    """A context in which traced programs get marks for calls of Haiku modules.
 
-    Within one another, only the innermost context marks.
+    If such contexts are nested, only the innermost one marks.
 
     Args:
       way: how calls are marked.
 
     Yields:
-      The results of calls.
+      The `Results` of the calls.
     """
     configs: _Configs = {}
     results = Results(way)
@@ -344,7 +344,7 @@ def marking(way: Way = Way.COPIES) -> Iterator[Results]:
 
 
 def active() -> bool:
-    """Whether calls are marked."""
+    """Whether calls of Haiku modules are being marked."""
     return _active.get() is not None
 
 
@@ -360,13 +360,13 @@ def _mark_call(
     if type(module) in UNMARKED or _active.get() is not configs:
         return next_f(*args, **kwargs)
     if method == "__init__":
-        if id(module) in configs:  # of a base class
+        if id(module) in configs:  # a base class's
             return next_f(*args, **kwargs)
         configs[id(module)] = module, _constructor_arguments(type(module), args, kwargs)
     structure, arrays = split((args, kwargs))
     config = configs.get(id(module), (None, {}))[1]
     call = Call(type(module), "", method, config, structure, scope=None)
-    # Half of all calls are constructors'. Most take no arrays and run nothing: one mark is enough.
+    # Half of all calls are of constructors. Most take no arrays and run nothing: one mark is enough.
     token: Any = 0
     if arrays or method != "__init__":
         token, marked = begin(call, arrays)
@@ -388,16 +388,16 @@ def _references_of_one_name() -> int:
     return sys.getrefcount(x)
 
 
-# What Python counts for an object that one variable has.
+# Python's reference count of an object that only one variable has.
 _OF_ONE_NAME = _references_of_one_name()
 
 
 def _constructor_arguments(cls: type, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments by their names, with defaults. Arrays in them become their shapes and dtypes."""
+    """A constructor's arguments by name, with defaults. Shapes and dtypes replace traced arrays."""
     signature = _signature(cls)
     try:
         bound = signature.bind(None, *args, **kwargs)
-    except TypeError:  # the constructor is about to say so
+    except TypeError:  # the constructor is about to raise it
         return {}
     bound.apply_defaults()
     named = dict(list(bound.arguments.items())[1:])
@@ -413,7 +413,7 @@ def _signature(cls: Any) -> inspect.Signature:
 
 
 def _without_arrays(x: Any) -> Any:
-    if isinstance(x, jax.core.Tracer):  # would outlive its trace
+    if isinstance(x, jax.core.Tracer):  # it would outlive its trace
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     if isinstance(x, list | tuple | dict):
         return jax.tree.map(_without_arrays, x) if jax.tree.leaves(x) else x

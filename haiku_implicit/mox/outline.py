@@ -1,4 +1,4 @@
-"""A module expression by its modules: what each reads and how large it is; and this as a short text."""
+"""The outline of a module expression: each module with its parameters and sizes; also as a text."""
 
 import collections
 import dataclasses
@@ -19,14 +19,14 @@ from haiku_implicit.mox.view import is_hidden
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """What there is to say of a module's call, or of a loop or branch with such calls in it.
+    """The row of a module's call, or of a loop or branch with such calls in it.
 
     Attributes:
       node: the node.
-      shapes: those of its arguments and results.
-      path: of a module, its full path; else that of the module around it.
-      times: how often it runs in loops, as far as is known.
-      rows: what is in it.
+      shapes: the shapes of its arguments and results.
+      path: the full path of the module; for a loop or branch, of the module around it.
+      times: how often it runs in loops, as far as known.
+      rows: the rows in it.
       read: the parameters that are read in it.
       primitives: how many equations of each primitive are in it.
       flops: the floating-point operations of all its runs.
@@ -43,7 +43,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The last part of its path; of a loop, its primitive and how often it runs."""
+        """The last part of the path; for a loop, its primitive and the number of its steps."""
         if isinstance(self.node, Equation):
             number = times(self.node)
             return f"{self.node.primitive.name}{f' × {number}' if number != 1 else ''}"
@@ -59,25 +59,25 @@ class Row:
 
     @property
     def own_primitives(self) -> collections.Counter[str]:
-        """How many equations of each primitive are in it, without those in its rows."""
+        """How many equations of each primitive are in it, but not in its inner rows."""
         inner = (row.primitives for row in self.rows)
         return self.primitives - sum(inner, collections.Counter())
 
     @property
     def own_parameters(self) -> list[Path]:
-        """The parameters that are read in it, without those of its rows."""
+        """The parameters that are read in it, but not in its inner rows."""
         return sorted(self.read.difference(*(row.read for row in self.rows)))
 
     @functools.cached_property
     def look(self) -> Any:
-        """What is equal for rows that differ in the numbers in their names alone."""
+        """A key that is equal for rows that differ only by the numbers in their names."""
         stem = re.sub(r"_?\d+", "", self.label)
         inner = tuple(row.look for row in self.rows)
         return _Look((stem, self.kind, self.shapes, self.flops, len(self.read), inner))
 
 
 class _Look(tuple[Any, ...]):
-    """A tuple that knows its hash, which takes long for one that is nested deeply."""
+    """A tuple that stores its hash, which is slow to compute for deeply nested tuples."""
 
     def __hash__(self) -> int:
         own: int | None = self.__dict__.get("hash")
@@ -87,10 +87,10 @@ class _Look(tuple[Any, ...]):
 
 
 class Sizes:
-    """How large the parameters of a model are.
+    """The sizes of a model's parameters.
 
     Args:
-      interface: what goes in and comes out of it.
+      interface: the arguments and results of the model.
     """
 
     def __init__(self, interface: Interface):
@@ -105,18 +105,18 @@ class Sizes:
         return sum(math.prod(aval.shape) for path in paths for aval in self.avals[path])
 
     def nbytes(self, paths: Any) -> int:
-        """Their bytes, as dense arrays."""
+        """The number of bytes of parameters, as dense arrays."""
         found = (aval for path in paths for aval in self.avals[path])
         return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in found)
 
 
 def outline(body: Body, interface: Interface, params: Mapping[Any, Path]) -> Row:
-    """The rows of a model, in that of the whole.
+    """The row of a whole model, with the rows of its modules in it.
 
     Args:
-      body: its tree.
-      interface: what goes in and comes out.
-      params: the parameters, by variable.
+      body: the tree of the model.
+      interface: its arguments and results.
+      params: its parameters, by variable.
     """
     row = Row(body, _shapes(interface.inputs, interface.results.atoms))
     _fill(row, body.children, Place(body, params))
@@ -198,11 +198,11 @@ def _shape(aval: Any) -> str:
 
 
 def runs(rows: Sequence[Row]) -> Iterator[list[Sequence[Row]]]:
-    """Rows that are repeated, together.
+    """Groups repeated rows.
 
     Yields:
-      Lists of equal length, one for each row of what is repeated: the rows that look the same. What is
-      not repeated is one list of one row.
+      For a repeated pattern of rows, one list for each row of the pattern: all rows that look like it.
+      For a row that is not repeated, one list of this row.
     """
     looks = [row.look for row in rows]
     i = 0
@@ -213,7 +213,7 @@ def runs(rows: Sequence[Row]) -> Iterator[list[Sequence[Row]]]:
 
 
 def _longest_run(looks: Sequence[Any], start: int) -> tuple[int, int]:
-    """The length of what is repeated from a place on, and how often it is there."""
+    """The length of the pattern that is repeated from `start` on, and how often it occurs."""
     best = (1, 1)
     for period in range(1, min(_MAX_PERIOD, (len(looks) - start) // 2) + 1):
         number = 1
@@ -247,11 +247,11 @@ def name_of_run(rows: Sequence[Row]) -> str:
 
 
 def text(root: Row, sizes: Sizes, depth: int | None = None) -> str:
-    """A line for each call of a module, and totals.
+    """The text of an outline: a line for each call of a module, and totals.
 
     Args:
-      root: the rows of a model.
-      sizes: of its parameters.
+      root: the row of a whole model.
+      sizes: the sizes of its parameters.
       depth: how many levels of modules to show; None for all.
     """
     if depth is not None and (not isinstance(depth, int) or depth < 0):
@@ -263,7 +263,7 @@ def text(root: Row, sizes: Sizes, depth: int | None = None) -> str:
 
 
 def short_text(root: Row, sizes: Sizes, max_lines: int = 60) -> str:
-    """The same to the depth at which it has not more than so many lines."""
+    """The text of an outline, to the largest depth with at most `max_lines` lines."""
     for depth in range(height(root), 1, -1):
         shown = text(root, sizes, depth)
         if shown.count("\n") < max_lines:
@@ -272,7 +272,7 @@ def short_text(root: Row, sizes: Sizes, max_lines: int = 60) -> str:
 
 
 def height(row: Row) -> int:
-    """How many levels there are in a row."""
+    """The number of levels in a row."""
     return max((1 + height(inner) for inner in row.rows), default=0)
 
 
@@ -286,7 +286,7 @@ def totals(root: Row, sizes: Sizes) -> str:
 
 
 def with_unit(number: float, unit: str) -> str:
-    """A number of three digits: `12.3 kB`."""
+    """A number with three digits and a unit: `12.3 kB`."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if number < 999.5 or prefix == "P":
             return f"{number:.3g} {prefix}{unit}" if number < 999.5 else f"{number:,.0f} P{unit}"

@@ -1,4 +1,4 @@
-"""Parts of a model: values within it, the model up to a node, one module of it."""
+"""Values within a model, a model up to a node, and shared or renamed modules."""
 
 import collections
 import dataclasses
@@ -30,7 +30,7 @@ from haiku_implicit.mox.tree import (
 
 
 def read_of(mox: Program, slots: Mapping[Path, Slot], nodes: Sequence[Node]) -> list[str]:
-    """The parameters or the state that nodes read: `module/name` of each, in the model's order."""
+    """The parameters or state that nodes read, each as `module/name`, in the model's order."""
     known = {v: path for path, slot in slots.items() for v in slot.atoms}
     found = set()
     for site in sites_of(mox.body, nodes, params=known, inner=True):
@@ -50,7 +50,7 @@ def states_of(mox: Program, nodes: Sequence[Node]) -> list[str]:
 
 
 def hidden_outputs_of(mox: Program, node: Node) -> tuple[Var, ...]:
-    """What a node defines beside its results, and something outside of it reads."""
+    """The variables that a node defines, does not return, and that nodes outside of it read."""
     [site] = sites_of(mox.body, [node], inner=True)[:1]
     found = hidden(site.place.body, node).difference(node.outputs)
     return tuple(v for x in walk(node, into_bodies=False) for v in x.outputs if v in found)
@@ -60,9 +60,9 @@ def hidden_outputs_of(mox: Program, node: Node) -> tuple[Var, ...]:
 
 
 def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot]]:
-    """The expression with the values of nodes in reach of its results, and their variables.
+    """The expression with the values of nodes at its top level, and the slots of these values.
 
-    Values in a loop have one more axis in front, of its steps.
+    A value in a loop has one more axis in front, for the steps of the loop.
     """
     params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
     sites = sites_of(mox.body, nodes, params=params, inner=True)
@@ -91,7 +91,7 @@ def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot
 
 
 def _names(sites: Sequence[Site]) -> dict[str, Site]:
-    """Names of sites: their paths and methods, with `:1` and so on for more calls."""
+    """Sites by their names: path and method, with `:1` and so on for further calls."""
     counts: collections.Counter[str] = collections.Counter()
     names = {}
     for site in sites:
@@ -112,7 +112,7 @@ def with_taps(mox: Program, nodes: Sequence[Node]) -> Program:
 
 
 def joined(tree: Any) -> Slot:
-    """A tree of slots as one."""
+    """Joins a tree of slots into one slot."""
 
     def filled(slot: Slot) -> Any:
         return slot.tree.merge([Variable(v) for v in slot.atoms])
@@ -150,7 +150,7 @@ def truncated(mox: Program, node: Node) -> Program:
 
 
 def _defined_before(body: Body, wanted: set[Any]) -> set[Any]:
-    """The variables that there are when these have been computed."""
+    """The variables that are defined by the time that these have been computed."""
     defined: set[Any] = {*body.invars, *body.constvars}
     for step in steps(body.children):
         if defined.issuperset(x for x in wanted if not isinstance(x, Literal)):
@@ -192,7 +192,7 @@ def _init_of_part(mox: Program, face: Interface) -> Callable[..., Any] | None:
 
 
 def part_of(made: Any, face: Interface) -> Any:
-    """Of parameters and state those that an expression has."""
+    """Keeps the parameters and state that an expression has."""
     pairs = zip((face.params, face.state), map(by_path, made), strict=True)
     params, state = (nested({path: entries[path] for path in own}) for own, entries in pairs)
     return (params, state) if face.has_state else params
@@ -202,15 +202,15 @@ def part_of(made: Any, face: Interface) -> Any:
 
 
 def shared(mox: Program, taking: Mapping[str, str]) -> Program:
-    """The expression in which modules have the parameters of others.
+    """The expression in which some modules use the parameters of others.
 
     Args:
       mox: the expression.
-      taking: by the path of a module, the path of the one whose parameters it takes.
+      taking: maps the path of a module to the path of the module whose parameters it takes.
 
     Raises:
-      ValueError: if there is no such module, or its parameters have other names, shapes or dtypes; if a
-        module would take its own parameters, directly or by way of others, or those of two modules.
+      ValueError: if a module does not exist, or its parameters have other names, shapes or dtypes; if a
+        module would take its own parameters, directly or through others, or the ones of two modules.
     """
     old: Mapping[Path, Slot] = mox.interface.params
     sources: dict[Path, Path] = {}
@@ -236,7 +236,7 @@ def shared(mox: Program, taking: Mapping[str, str]) -> Program:
 
 
 def _pairs(entries: Mapping[Path, Slot], module: str, of: str) -> Iterator[tuple[Path, Path]]:
-    """The parameters of a module, and those of another one in their place."""
+    """Pairs of a module's parameters and the parameters of another module that replace them."""
     own, other = (_below(entries, path) for path in (module, of))
     for name, found in ((module, own), (of, other)):
         if not found:
@@ -254,7 +254,7 @@ def _pairs(entries: Mapping[Path, Slot], module: str, of: str) -> Iterator[tuple
 
 
 def _last_source(path: Path, sources: Mapping[Path, Path]) -> Path:
-    """The parameter that is taken in the end, where what is taken takes another one."""
+    """The parameter at the end of a chain of modules that take parameters of each other."""
     way = [path]
     while way[-1] in sources:
         way.append(sources[way[-1]])
@@ -268,7 +268,7 @@ def _last_source(path: Path, sources: Mapping[Path, Path]) -> Path:
 
 
 def _below(entries: Mapping[Path, Slot], module: str) -> dict[Path, Slot]:
-    """The entries of a module and of those in it, by the rest of their path."""
+    """The entries of a module and of the modules below it, by the rest of their path."""
     return {
         (path[0][len(module) :], path[1]): slot
         for path, slot in entries.items()
@@ -277,7 +277,7 @@ def _below(entries: Mapping[Path, Slot], module: str) -> dict[Path, Slot]:
 
 
 def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str]) -> Program:
-    """The expression with other names for modules, and for their parameters and state.
+    """The expression with new names for modules, and for their parameters and state.
 
     Args:
       mox: the expression.
@@ -285,7 +285,7 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
       name: the new last part of the path, the whole new path, or a function of the old one.
 
     Raises:
-      ValueError: if two modules would have one name.
+      ValueError: if two modules would have the same name.
     """
     params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
     sites = sites_of(mox.body, nodes, params=params, inner=True)

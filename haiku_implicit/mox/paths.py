@@ -1,7 +1,7 @@
-"""The paths of modules in a tree: full ones, as in the parameters, and other ones.
+"""The paths of modules in a tree: full paths, as in the parameters, and new paths.
 
-In a function that is transformed for itself, as `hk.lift` and stacks of layers have it, Haiku's names
-begin anew. The parameters that a module reads have its full path.
+In a function that is transformed by itself, as in `hk.lift` and stacks of layers, Haiku's names start
+again from the top. The full path of a module is the path of the parameters that it reads.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, with_jaxpr
 
 
 def with_full_paths(body: Body, params: Mapping[Any, Path]) -> Body:
-    """A program whose modules have their full paths.
+    """Gives the modules of a program their full paths.
 
-    These follow from the parameters and the state that a module reads, or those in it, or else they are
-    as for its caller.
+    A full path follows from the parameters and state that the module reads, or a module in it, or else
+    from the path of its caller.
 
     Args:
       body: the program.
@@ -38,7 +38,7 @@ def with_full_paths(body: Body, params: Mapping[Any, Path]) -> Body:
 
 
 class _Full:
-    """Full paths for calls."""
+    """Finds the full paths of calls."""
 
     def __init__(self) -> None:
         self.calls = _Calls()
@@ -49,7 +49,7 @@ class _Full:
         Args:
           nodes: the nodes.
           known: the parameters in reach.
-          prefix: what is in front of the paths around them.
+          prefix: the prefix of the paths around them.
         """
         return tuple(
             (self._equation if isinstance(node, Equation) else self._call)(node, known, prefix)
@@ -83,15 +83,15 @@ class _Full:
 
 
 def _prefix_of(node: ModuleCall, known: Sources, around: str) -> str:
-    """What is in front of the path of a call; by default what is in front of those around it."""
+    """The prefix of a call's path; by default the prefix of the paths around it."""
     told = _told_by(node, known, around)
     return around if told is None else told
 
 
 def _told_by(node: Node, known: Sources, around: str) -> str | None:
-    """What is in front of a call's path, if the parameters that it reads tell it.
+    """The prefix of a call's path, if the parameters that it reads tell it; else None.
 
-    Those that the module itself reads are of its path, and tell most.
+    The parameters that the module itself reads come first: they have its path.
     """
     if not isinstance(node, ModuleCall) or not node.path:
         return None
@@ -113,7 +113,7 @@ def _told_by(node: Node, known: Sources, around: str) -> str | None:
 
 
 def _parts(nodes: Sequence[Any], known: Sources) -> Iterator[tuple[Any, Sources]]:
-    """The calls and equations among nodes, and in those that only hold others."""
+    """The calls and equations among nodes, and in nodes that only hold others."""
     for node in nodes:
         if isinstance(node, ModuleCall) and node.call is None:
             yield from _parts(node.children, known)
@@ -129,7 +129,7 @@ def _is_below(node: Any, above: ModuleCall) -> bool:
 
 
 def _prefixes(read: Iterable[Path], path: str) -> Iterator[str]:
-    """What is in front of a path in the modules of parameters."""
+    """The prefixes of a path in the paths of parameters."""
     for module, _ in read:
         if f"/{module}".endswith(f"/{path}"):
             yield module[: -len(path)].rstrip("/")
@@ -139,7 +139,7 @@ def _prefixes(read: Iterable[Path], path: str) -> Iterator[str]:
 
 
 def with_new_paths(nodes: Sequence[Any], new_path: Callable[[str], str]) -> tuple[Any, ...]:
-    """Nodes with other paths: what a function gives for the old ones."""
+    """Nodes with new paths. `new_path` maps the old paths to them."""
     calls = _Calls()
 
     def of_node(node: Any) -> Any:
@@ -160,7 +160,7 @@ def with_new_paths(nodes: Sequence[Any], new_path: Callable[[str], str]) -> tupl
 
 
 class _Calls:
-    """Calls with other paths. The same one has the same object: that is how its end is known."""
+    """Calls with new paths. A call has one new object, by which its end mark is found."""
 
     def __init__(self) -> None:
         self._new: dict[tuple[Call, str], Call] = {}
@@ -175,12 +175,12 @@ class _Calls:
 
 # --- changes ----------------------------------------------------------------------------------------
 
-# By a call, the one in its place. By the `id` of an equation's parameters, the new ones.
+# New calls, by the old call. New parameters of equations, by the `id` of the old ones.
 Changes = dict[Any, Any]
 
 
 def _changes(old: Sequence[Any], new: Sequence[Any]) -> Changes:
-    """What is different between nodes and the same ones with other calls."""
+    """The changes between nodes and the same nodes with other calls."""
     found: Changes = {}
     for x, y in zip(old, new, strict=True):
         if x is y:
@@ -197,7 +197,7 @@ def with_changes(node: Equation, changes: Changes) -> Equation:
     """An equation with other calls in its bodies."""
 
     def of_jaxpr(jaxpr: Any) -> Any:
-        # From JAX 0.12 on both kinds are one, which is its own `jaxpr`.
+        # From JAX 0.12 on, closed and open jaxprs are one class, whose `jaxpr` is the object itself.
         if isinstance(jaxpr, ClosedJaxpr) and jaxpr.jaxpr is not jaxpr:
             return jaxpr.replace(jaxpr=of_jaxpr(jaxpr.jaxpr))
         return jaxpr.replace(eqns=[eqn.replace(params=of_params(eqn)) for eqn in jaxpr.eqns])

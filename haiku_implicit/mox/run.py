@@ -1,4 +1,4 @@
-"""Running a tree of equations."""
+"""Runs a tree of equations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, ne
 
 
 class Substitute(NamedTuple):
-    """What runs in the place of a node.
+    """A function that runs instead of a node.
 
     Attributes:
-      inputs: what it is given.
-      outputs: what it defines.
-      fun: the function, of arrays, to a list of arrays.
+      inputs: its arguments.
+      outputs: the variables of its results.
+      fun: the function, from arrays to a list of arrays.
     """
 
     inputs: tuple[Atom, ...]
@@ -39,10 +39,10 @@ def run(
       body: the program.
       consts: values of its `constvars`.
       args: values of its `invars`.
-      substitutes: by the `id` of a node, what runs in its place.
+      substitutes: functions that run instead of nodes, by the `id` of the node.
 
     Returns:
-      Its results.
+      The results of the program.
     """
     variables: Any = (*body.constvars, *body.invars)
     env: dict[Any, Any] = dict(zip(variables, (*consts, *args), strict=True))
