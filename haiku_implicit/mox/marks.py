@@ -316,7 +316,7 @@ def _fill(x: Any, children: Sequence[Any], treedef: Any) -> bool:
 
 # The constructor's arguments of modules, by `id`; with the modules, so that no others get these `id`s.
 _Configs = dict[int, tuple[Any, dict[str, Any]]]
-# The arguments for the program that is being marked; None if none is.
+# The entries of the program that is being marked; None if none is.
 _active: contextvars.ContextVar[_Configs | None] = contextvars.ContextVar("marking", default=None)
 
 

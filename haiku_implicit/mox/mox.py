@@ -1,4 +1,4 @@
-"""`Mox`, a module expression, and what is different between two."""
+"""`Mox`, a module expression, and `diff`, which compares two."""
 
 import dataclasses
 import functools
@@ -29,23 +29,22 @@ class Mox(Program):
 
     Attributes:
       body: the tree.
-      interface: what goes in and comes out.
+      interface: the arguments and results.
       init: the model's `init`.
-      implicit: whether it is the program of a model that makes implicit arrays itself.
+      implicit: whether the model makes implicit arrays itself.
     """
 
     def query(self, xpath: str, *, constructors: bool = False) -> Any:
-        """What an XPath finds in the tree, in the order in which it runs.
+        """Finds nodes of the tree by XPath, in the order in which they run.
 
         A call of a module is an element `module_call` with the attributes `type` (its class), `name`
-        (the last part of its path), `path` (the full one, as in the parameters, in stacks of layers
-        too), `method`, `inputs`, `outputs`, and the arguments that it was constructed with. An equation
-        is an element named after its primitive, with its parameters as attributes; one that calls a
-        function has its `name`. What is False or None is no attribute, so that `[@with_bias]` and
-        `[not(@with_bias)]` say what they seem to. A sequence of one value, such as a stride `(2, 2)`,
-        is written as this value; `stride.given` has it as it is.
-        An argument of a constructor that is called `name`, `type`, `path` or `method` is
-        `arg.name` and so on.
+        (the last part of its path), `path` (the full path, as in the parameters, also in stacks of
+        layers), `method`, `inputs`, `outputs`, and the arguments of its constructor. An equation is an
+        element named after its primitive, with its parameters as attributes; an equation that calls a
+        function also has the `name` of the function. False and None are left out, so `[@with_bias]` and
+        `[not(@with_bias)]` mean what they say. A sequence of equal values, such as a stride `(2, 2)`,
+        is written as one value; `stride.given` is the whole sequence. A constructor argument called
+        `name`, `type`, `path` or `method` is the attribute `arg.name` and so on.
 
         Args:
           xpath: an expression of XPath 1.0.
@@ -56,7 +55,7 @@ class Mox(Program):
 
         Raises:
           ValueError: if it is not an XPath, or compares an attribute with the text 'true' or 'false'.
-          ImportError: without lxml.
+          ImportError: if lxml is missing.
 
         Example:
           >>> import haiku as hk, jax.numpy as jnp
@@ -70,10 +69,10 @@ class Mox(Program):
         return (self._whole_view if constructors else self._view).query(xpath)
 
     def xml(self) -> str:
-        """The tree as XML: what queries see. It is not a file format; see `save`.
+        """The tree as XML, in the form that queries see. It is not a file format; see `save`.
 
         Raises:
-          ImportError: without lxml.
+          ImportError: if lxml is missing.
         """
         return self._view.text()
 
@@ -89,9 +88,9 @@ class Mox(Program):
         """The expression as text: a line for each call of a module, and totals at the end.
 
         A line has the name of the module, its class, the shapes of arguments and results, and how many
-        parameters it reads. Modules that follow one another and differ only by the numbers in their
-        names are one line, as are repeated groups of modules. A loop or a branch with modules in it has
-        a line, too. `str(mox)`, and so `print(mox)`, is this to the depth at which it stays short.
+        parameters it reads. Consecutive modules that differ only by the numbers in their names share
+        one line, and repeated groups of modules are shown once. A loop or a branch with modules in it
+        has a line, too. `str(mox)`, and so `print(mox)`, limits the depth to keep the text short.
 
         Args:
           depth: how many levels of modules to show; None for all.
@@ -124,19 +123,19 @@ class Mox(Program):
         path: str | os.PathLike[str] | None = None,
         values: Mapping[str, Any] | None = None,
     ) -> str:
-        """The expression as a page: a tree of modules that folds, with a search box and colors.
+        """The expression as an HTML page: a tree that folds, with a search box and colors.
 
-        The page needs nothing else, and no network. For each module it shows the class, the shapes,
-        the parameters that it reads and their bytes as dense arrays, and the floating-point operations
-        (`haiku_implicit.mox.flops` says how they are counted), and below it its path, its equations and
-        its parameters. A search without a slash looks at names, classes and primitives, with one at
-        paths.
+        The page needs no other files and no network. For each module it shows the class, the shapes,
+        the parameters that it reads, their bytes as dense arrays, and the floating-point operations
+        (`haiku_implicit.mox.flops` says how they are counted); below these, the path, the equations and
+        the parameters. A search text with a slash is compared with paths, other texts with names,
+        classes and primitives.
 
         Args:
-          path: the file to write; None for none.
-          values: numbers by the path of a module (`mlp/~/linear_0`) or of a parameter
-            (`mlp/~/linear_0/w`), to be shown in color, the error of a quantization, say. A module
-            without one has the largest of those in it. By default bytes of parameters are shown.
+          path: the file to write; None to write none.
+          values: numbers to show in color, by the path of a module (`mlp/~/linear_0`) or a parameter
+            (`mlp/~/linear_0/w`), such as quantization errors. A module without a number shows the
+            largest number in it. By default, the page shows the bytes of parameters.
 
         Returns:
           The page.
@@ -165,13 +164,13 @@ class Mox(Program):
         return page
 
     def to_dot(self, depth: int | None = None) -> str:
-        """The expression as a graph, in the language of Graphviz (`dot -Tsvg`).
+        """The expression as a graph, in Graphviz's DOT language (`dot -Tsvg`).
 
-        Boxes are equations, with the names of the parameters that they read, and clusters modules.
-        Lines are the values that go from one to another; those of state that is returned are left out.
+        Boxes are equations, with the names of the parameters that they read; clusters are modules.
+        Lines are values that pass from one to another; returned state is left out.
 
         Args:
-          depth: how many levels of modules to draw, of which the last ones are boxes; None for all.
+          depth: how many levels of modules to draw, the last level as boxes; None for all.
 
         Raises:
           ValueError: if `depth` is not a number of levels.
@@ -206,31 +205,31 @@ class Mox(Program):
         return {v: path for path, slot in self.interface.params.items() for v in slot.atoms}
 
     def __getitem__(self, pattern: str) -> list[Node]:
-        """The calls of modules whose path matches a glob: `mox['**/linear_*']`.
+        """Finds the calls of modules whose path matches a glob: `mox['**/linear_*']`.
 
         `*` stands for anything within a part of the path, `**` for any number of parts. Other methods
         and properties of a module (`initial_state`, `embeddings`) are left out if the expression calls
         the module itself; XPath finds them: `'//module_call[@method="initial_state"]'`.
 
         Raises:
-          KeyError: if there is none. It names paths that are close.
+          KeyError: if no path matches. The error names similar paths.
         """
         return view.with_path(self.body, pattern)
 
     def select(self, what: type | Callable[[Node], Any]) -> list[Node]:
-        """The calls of a class of modules (and those derived from it), or the nodes of a predicate.
+        """Finds the calls of a class of modules (or a derived class), or the nodes of a predicate.
 
-        By class, other methods of a module are left out as by a glob.
+        A search by class leaves out other methods of a module, as a glob does.
 
-        The calls of modules have `path` (the full one), `name`, `cls`, `type_name`, `method` and
-        `config` (the arguments of the constructor), equations have `primitive`, `name` and `eqn`; both
-        have `inputs` and `outputs`, whose `aval` is the shape and dtype.
+        Calls of modules have `path` (the full path), `name`, `cls`, `type_name`, `method` and `config`
+        (the arguments of the constructor). Equations have `primitive`, `name` and `eqn`. Both have
+        `inputs` and `outputs`, whose `aval` is the shape and dtype.
 
         Args:
-          what: a class of modules, or a function of a node that returns whether it is chosen.
+          what: a class of modules, or a function of a node that returns whether to choose it.
 
         Raises:
-          TypeError: for anything else.
+          TypeError: if `what` is anything else.
 
         Example:
           >>> import haiku as hk, jax.numpy as jnp
@@ -251,26 +250,27 @@ class Mox(Program):
         path: str | Callable[[Node], str] | None = None,
         keep_unused: bool = False,
     ) -> "Mox":
-        """The expression with something else in the place of nodes. The original is left as it is.
+        """Replaces nodes, in a new expression.
 
         Args:
           where: the nodes: an XPath, a glob over the paths of modules, a class of modules, a predicate
-            of nodes, a node, or a list of these. Of nodes within one another the outermost is replaced.
-          replacement: what is called with the node's arguments: a function, which may use Haiku; a
-            class of modules, made with those of the old one's constructor arguments that it takes; a
-            function of no arguments that makes a module; a module expression; a transformed function.
-            None stands for a function that returns its argument, and so drops the node.
-          path: where the replacement's modules and parameters are, or a function of the node. By
-            default below the path of the module; for an equation, below its name in that of its
-            module. Calls of one module share what is created.
-          keep_unused: whether parameters and state that nothing reads any more are kept.
+            of nodes, a node, or a list of these. If one node is inside another, the outermost is
+            replaced.
+          replacement: takes the node's arguments. A function, which may use Haiku; a class of modules,
+            which gets those constructor arguments of the old module that it takes; a function without
+            arguments that makes a module; a module expression; a transformed function. None stands for
+            a function that returns its argument, and so drops the node.
+          path: the path of the replacement's modules and parameters, or a function of the node that
+            returns it. By default below the path of the module; for an equation, below the module's
+            path and the equation's name. Calls of one module share the new parameters.
+          keep_unused: whether to keep parameters and state that nothing reads any more.
 
         Returns:
-          The new expression. Its `init` gives the new parameters beside the old ones.
+          The new expression. Its `init` returns old and new parameters.
 
         Raises:
-          ValueError: if there is no such node; if the replacement returns other structures, shapes or
-            dtypes; if it makes parameters that the model has already.
+          ValueError: if no node is found; if the replacement returns other structures, shapes or
+            dtypes; if it makes parameters that the model already has.
 
         Example:
           >>> import haiku as hk, jax, jax.numpy as jnp
@@ -287,13 +287,13 @@ class Mox(Program):
         )
 
     def wrap(self, where: view.Where, function: Callable[..., Any], *, path: Any = None) -> "Mox":
-        """The expression with a function around nodes.
+        """Wraps nodes in a function, in a new expression.
 
         Args:
           where: the nodes, as for `sub`.
-          function: what is called with the original node, as a function, and the node's arguments. It
-            may use Haiku, and call the original with other arguments of the same structure, shapes and
-            dtypes. State is what the last call of the original leaves.
+          function: takes the original node, as a function, and the node's arguments. It may use Haiku,
+            and call the original with other arguments of the same structure, shapes and dtypes. The
+            state is the state after the last call of the original.
           path: as for `sub`.
 
         Returns:
@@ -308,24 +308,24 @@ class Mox(Program):
         return self._around(where, around, function, path)
 
     def insert_before(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
-        """The expression with a function in front of nodes.
+        """Inserts a function in front of nodes, in a new expression.
 
         Args:
           where: the nodes, as for `sub`.
-          function: a function, a module factory, a module expression or a transformed function. It is
-            called with the node's positional arguments that are arrays or have arrays in them, and
-            returns what is to be there in their place: a tuple where there are several.
+          function: a function, a module factory, a module expression or a transformed function. It
+            takes the node's positional arguments that are arrays or have arrays in them, and returns
+            new values for them: a tuple if there are several.
           path: as for `sub`.
         """
         return self._around(where, before, function, path)
 
     def insert_after(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
-        """The expression with a function behind nodes.
+        """Inserts a function behind nodes, in a new expression.
 
         Args:
           where: the nodes, as for `sub`.
-          function: a function, a module factory, a module expression or a transformed function. It is
-            called with what the node returns, and returns what is to be there in its place.
+          function: a function, a module factory, a module expression or a transformed function. It
+            takes the node's result, and returns a new value for it.
           path: as for `sub`.
 
         Example: adapters of Houlsby et al., 2019 (https://arxiv.org/abs/1902.00751).
@@ -342,12 +342,13 @@ class Mox(Program):
         return self._around(where, after, function, path)
 
     def parameters(self, where: view.Where) -> list[str]:
-        """The parameters that nodes read: `module/name` of each.
+        """The parameters that nodes read, each as `module/name`.
 
-        A module's are those that it, or what is in it, reads otherwise than through its arguments: if
-        it is applied to a parameter of another module (learned queries), that one is an input. So it is
-        for the equations in it. What a module hands to a method of its own, or below it, stays its own.
-        An equation outside of modules reads what it is given.
+        A module's parameters are the ones that it, or a node in it, reads otherwise than through its
+        arguments. If a module is applied to a parameter of another module (learned queries), this
+        parameter is an input, also for the equations in the module. Parameters that a module passes to
+        its own methods, or to modules below it, stay its own. An equation outside of modules reads all
+        its operands.
 
         Args:
           where: the nodes, as for `sub`.
@@ -364,7 +365,7 @@ class Mox(Program):
         return parts.read_of(self, self.interface.params, view.find(self, where))
 
     def states(self, where: view.Where) -> list[str]:
-        """The state that nodes read or write: `module/name` of each entry.
+        """The state that nodes read or write, each entry as `module/name`.
 
         Args:
           where: the nodes, as for `sub`.
@@ -380,10 +381,10 @@ class Mox(Program):
         return parts.states_of(self, view.find(self, where))
 
     def hidden_outputs(self, node: Any) -> tuple[Any, ...]:
-        """The variables that a call of a module defines and does not return, but others read.
+        """The variables that a call of a module defines and does not return, but other nodes read.
 
-        They are those of new state, and of values that the model keeps in a Python variable. (What a
-        call reads otherwise than through its arguments is its attribute `captured`.)
+        They are new state, and values that the model keeps in a Python variable. (The attribute
+        `captured` has the variables that a call reads otherwise than through its arguments.)
 
         Args:
           node: a call, as `query` returns it.
@@ -391,19 +392,19 @@ class Mox(Program):
         return parts.hidden_outputs_of(self, node)
 
     def taps(self, where: view.Where) -> "Mox":
-        """The expression that returns values within it, too.
+        """Adds the values of nodes to the results, in a new expression.
 
         Args:
-          where: the nodes, as for `sub`; those in one another as well.
+          where: the nodes, as for `sub`; nested nodes, too.
 
         Returns:
-          The expression of a function that returns the model's results and a dict: for each node, by
-          its path, what it returns. More calls of one module have `:1` and so on behind the path. What
-          is in a loop has one more axis in front, of its steps. Derivatives go through the values.
+          The expression of a function that returns the model's results and a dict of the nodes' results
+          by path. Further calls of one module have `:1` and so on behind the path. The value of a node
+          in a loop has one more axis in front, for the steps. Derivatives go through the values.
 
         Raises:
-          ValueError: for nodes in branches, which may not run, or in `while` loops, whose steps are not
-            known in number. The error says what to do instead.
+          ValueError: for nodes in branches, which may not run, or in `while` loops, whose number of
+            steps is not known. The error says what to do instead.
 
         Example:
           >>> import haiku as hk, jax, jax.numpy as jnp
@@ -420,8 +421,8 @@ class Mox(Program):
     def truncate(self, where: view.Where) -> "Mox":
         """The expression up to one node, whose value is the result: a model's features.
 
-        What comes after it is left out, with its parameters. Of a node in a loop, the values of all
-        steps are the result.
+        Later nodes are left out, with their parameters. For a node in a loop, the result is the values
+        of all steps.
 
         Args:
           where: the node, as for `sub`.
@@ -429,18 +430,18 @@ class Mox(Program):
         return cast(Mox, parts.truncated(self, self._one(where)))
 
     def extract(self, where: view.Where, *, layer: int | Sequence[int] | None = None) -> "Mox":
-        """One call of a module as an expression of its own, of the arguments of the module.
+        """Extracts one call of a module as an expression with the arguments of the module.
 
-        Its `apply` takes the parameters of the whole model as well, and reads its own.
+        Its `apply` also takes the parameters of the whole model, and reads its own.
 
         Args:
           where: the call, as for `sub`.
-          layer: which layer is meant of a stack (a scan) that the call is in, from 0 on; of stacks in
-            one another a number for each, the outermost first.
+          layer: the layer, from 0 on, if the call is in a stack (a scan); for nested stacks, a number
+            for each, the outermost first.
 
         Raises:
-          ValueError: if the module reads what is computed from the model's arguments beside its own, or
-            what a loop carries from step to step.
+          ValueError: if the module reads, otherwise than through its arguments, values that are
+            computed from the model's arguments, or values that a loop carries from step to step.
 
         Example: the second of three layers, which are one stack in the parameters.
 
@@ -457,12 +458,12 @@ class Mox(Program):
         return cast(Mox, extract.extracted(self, self._one(where), layer))
 
     def patch(self, where: view.Where, value: Any) -> "Mox":
-        """The expression with other values in the place of what nodes return.
+        """Replaces the results of nodes, in a new expression.
 
         Args:
           where: the nodes, as for `sub`.
-          value: an array, or a tree of arrays as the node returns; or a function of what it returns. In
-            a loop an array is that of one step, and the same for all; a function sees each step.
+          value: an array, or a tree of arrays like the node's result; or a function of the result. In a
+            loop, an array is the value of one step, and is used for all; a function sees each step.
 
         Example: the gradient with respect to a value within a model.
 
@@ -486,15 +487,16 @@ class Mox(Program):
         )
 
     def share(self, taking: Mapping[str, str]) -> "Mox":
-        """The expression in which modules have the parameters of others.
+        """Lets modules use the parameters of other modules, in a new expression.
 
         Args:
-          taking: by the path of a module, the path of the one whose parameters it takes. If that takes
-            those of a third one, so does the first.
+          taking: maps the path of a module to the path of the module whose parameters it takes. If that
+            one takes the parameters of a third module, so does the first.
 
         Raises:
-          ValueError: if there is no such module, or its parameters have other names, shapes or dtypes;
-            if a module would take its own, directly or by way of others, or those of two.
+          ValueError: if a module does not exist, or its parameters have other names, shapes or dtypes;
+            if a module would take its own parameters, directly or through others, or the ones of two
+            modules.
           TypeError: if `taking` is not a dictionary.
 
         Example:
@@ -513,14 +515,14 @@ class Mox(Program):
         return cast(Mox, parts.shared(self, taking))
 
     def rename(self, where: view.Where, name: str | Callable[[str], str]) -> "Mox":
-        """The expression with other names for modules, and for their parameters and state.
+        """Renames modules, and their parameters and state, in a new expression.
 
         Args:
-          where: calls of modules, as for `sub`. All calls of one module have one name.
-          name: the new last part of the path, the whole new path, or a function of the old one.
+          where: calls of modules, as for `sub`. All calls of one module get the same name.
+          name: the new last part of the path, the whole new path, or a function of the old path.
 
         Raises:
-          ValueError: if two modules would have one name.
+          ValueError: if two modules would have the same name.
         """
         return cast(Mox, parts.renamed(self, view.find(self, where), name))
 
@@ -550,25 +552,25 @@ class Mox(Program):
 
 
 def map_mox(fun: Callable[[Node], Any], mox: Mox) -> list[Any]:
-    """What a function gives for each node of a module expression, in the order in which they run."""
+    """Applies a function to each node of a module expression, in the order in which they run."""
     checked("map_mox(fun, mox)", mox)
     return [fun(node) for node in mox.select(lambda node: True)]
 
 
 def diff(a: Mox, b: Mox) -> str:
-    """What is different between two module expressions, as lines.
+    """Compares two module expressions, and returns the differences as lines.
 
-    Arguments, results, parameters and state are compared, and nodes: calls of modules by path, class
-    and shapes, equations by primitive, shapes, parameters, operands and the constants among these. Not
-    compared are `init`, what modules were constructed with, and derivative rules of functions.
+    It compares arguments, results, parameters, state, and nodes: calls of modules by path, class and
+    shapes; equations by primitive, shapes, parameters, and operands with their constants. It does not
+    compare `init`, constructor arguments of modules, or derivative rules of functions.
 
     Args:
       a: a module expression.
       b: another one.
 
     Returns:
-      Lines that begin with `-` for what only `a` has, and with `+` for what only `b` has. If a node is
-      in both and reads other values, the lines say which. An empty text if there is no difference.
+      Lines that begin with `-` for parts of `a` only, and with `+` for parts of `b` only. If a node is
+      in both and reads other values, the lines name these. An empty text if the two are equal.
 
     Raises:
       TypeError: if these are not module expressions.

@@ -1,8 +1,7 @@
 """Plain values of an expression as JSON and back: numbers, types, arrays, JAX's own constants.
 
-JSON has texts, numbers, booleans and null as they are, and a tuple as a list. Anything else is an
-object with one key, which says what it is. Reading makes values of the classes listed here, and of no
-others.
+Texts, numbers, booleans and None are written directly, and a tuple as a list. Any other value is an
+object with one key, which names its kind. Reading makes only values of the classes listed here.
 """
 
 import base64
@@ -23,17 +22,17 @@ from haiku_implicit.mox import view
 
 
 class Unsaveable(Exception):
-    """What is being saved has no form in a file. The text is the reason."""
+    """A value can't be written to a file. The text is the reason."""
 
 
 def require(condition: Any, reason: str) -> None:
-    """Raises a ValueError about what is read, unless it is as it should be."""
+    """Raises a ValueError with this reason unless a condition on the file's contents holds."""
     if not condition:
         raise ValueError(reason)
 
 
 def of_type(x: Any, kind: type, what: str) -> Any:
-    """What is read, which has to be of this type. A boolean is no number."""
+    """Returns a value from a file if it is of this type, or raises. A boolean is not a number."""
     require(type(x) is kind, f"{what} has to be a {_JSON_NAMES[kind]}, got {type(x).__name__}")
     return x
 
@@ -42,10 +41,10 @@ _JSON_NAMES = {int: "whole number", str: "text", list: "list", dict: "object", b
 
 
 class Shown:
-    """Something that a file has no more of than how it looks: a function that a module was made with.
+    """A value of which a file has only the text, such as a function that a constructor was given.
 
     Args:
-      text: as an attribute in a query.
+      text: the text of its attribute in a query.
       given: its `repr`.
     """
 
@@ -56,7 +55,7 @@ class Shown:
         return self.given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises a ValueError."""
+        """Raises a ValueError, because the function is not in the file."""
         raise ValueError(f"{self.given} is not in the file that the expression comes from")
 
 
@@ -105,7 +104,7 @@ KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 @functools.cache
 def key_kinds() -> dict[str, tuple[str, Any, Any]]:
-    """By the tag of a kind of random keys: its name, dtype, and what equations have for it."""
+    """Kinds of random keys by tag: the name, the dtype, and the parameter `impl` of equations."""
     found = {}
     for name in KEY_IMPLS:
         jaxpr = jax.make_jaxpr(functools.partial(jax.random.key, impl=name))(0)
@@ -116,7 +115,7 @@ def key_kinds() -> dict[str, tuple[str, Any, Any]]:
 
 @functools.cache
 def _policies() -> dict[str, Any]:
-    """What `jax.checkpoint` may keep: the policies that are plain functions."""
+    """The policies of `jax.checkpoint` that are plain functions, by name."""
     names = (
         x for x in dir(jax.checkpoint_policies) if not x.startswith(("_", "save_", "offload_"))
     )
@@ -124,7 +123,7 @@ def _policies() -> dict[str, Any]:
     return {name: x for name, x in found.items() if callable(x)}
 
 
-# Policies that are made of names of values.
+# Policies that are made from names of values.
 _OF_NAMES = (
     "save_only_these_names",
     "save_any_names_but_these",
@@ -133,9 +132,9 @@ _OF_NAMES = (
 
 
 def _policy_to_json(x: Any) -> Any:
-    """A policy that `jax.checkpoint_policies` makes of others or of names; None for anything else.
+    """A policy that `jax.checkpoint_policies` makes from others or from names; None for anything else.
 
-    It is what is made again of what it holds.
+    To recognize a policy, it is made again from its contents.
     """
     both = jax.checkpoint_policies.save_from_both_policies
     if _is_made_as(x, both(x, x)):
@@ -159,7 +158,7 @@ def _is_made_as(x: Any, other: Any) -> bool:
 
 
 def _held_by(policy: Any) -> list[Any]:
-    """What a policy was made of, whether it is a function or a record."""
+    """The values that a policy was made from. A policy is a function or a record."""
     if dataclasses.is_dataclass(policy):
         return [getattr(policy, field.name) for field in dataclasses.fields(policy)]
     return [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
@@ -235,7 +234,7 @@ def type_to_json(aval: Any) -> list[Any]:
 
 
 def type_from_json(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of an array."""
+    """The type of an array, from JSON."""
     require(len(of_type(x, list, "a type")) in (2, 3), "a type has to be [dtype, shape]")
     shape = of_type(x[1], list, "a shape")
     for n in shape:
@@ -272,7 +271,7 @@ def array_to_json(x: Any) -> dict[str, Any]:
 
 
 def array_from_json(x: Any) -> Any:
-    """A NumPy array, or an array of random keys."""
+    """A NumPy array, or an array of random keys, from JSON."""
     of_type(x, dict, "an array")
     struct = type_from_json(x.get("type"))
     dtype = struct.dtype
@@ -300,7 +299,7 @@ def array_from_json(x: Any) -> Any:
 
 
 def constant_from_json(x: Any) -> Any:
-    """An array of JAX."""
+    """A JAX array, from JSON."""
     array = array_from_json(x)
     if array.dtype == jax.dtypes.float0:
         return array
@@ -313,7 +312,7 @@ def constant_from_json(x: Any) -> Any:
 
 
 def number_of(x: Any, dtype: Any) -> Any:
-    """A number as a NumPy array of a dtype, which has to have it."""
+    """A number as a NumPy array of a dtype that represents it exactly."""
     require(isinstance(dtype, np.dtype), "a number has to have a dtype of numbers")
     array = np.asarray(x, dtype)
     require(x != x or array.item() == x, f"{x} is not a number of the dtype {dtype}")
@@ -323,7 +322,7 @@ def number_of(x: Any, dtype: Any) -> Any:
 # --- values ----------------------------------------------------------------------------------------
 
 
-# What becomes of values that `to_json` does not know; it raises `Unsaveable` for what it can't write.
+# Writes values that `to_json` does not know, or raises `Unsaveable`.
 Other = Callable[[Any], Any]
 
 
@@ -340,7 +339,7 @@ def constant(x: Any) -> Any:
 
 
 def shown(x: Any) -> Any:
-    """The `Other` that keeps how a value looks."""
+    """The `Other` that writes the text of a value, or the shape and dtype of an array."""
     if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return {"struct": type_to_json(jax.ShapeDtypeStruct(x.shape, x.dtype))}
     if isinstance(x, Shown):
@@ -403,8 +402,8 @@ def from_json(x: Any, other: Mapping[str, Callable[[Any], Any]]) -> Any:
     """A plain value from JSON.
 
     Args:
-      x: what was read.
-      other: by tag, what makes a value that `to_json` left to its `other`.
+      x: the JSON.
+      other: functions that read the values that `to_json` left to its `other`, by tag.
     """
     if x is None or type(x) in (bool, int, str, float):
         return x
@@ -479,7 +478,7 @@ def _bytes_from_json(x: Any, other: Any) -> bytes:
     return base64.b64decode(of_type(x, str, "bytes"), validate=True)
 
 
-# Tag, class, how it is written and read.
+# Tag, class, and the functions that write and read it.
 _KINDS: tuple[tuple[str, Any, Any, Any], ...] = (
     (
         "list",

@@ -1,4 +1,4 @@
-"""The program of a model: the tree, with what goes in and comes out."""
+"""The program of a model: its tree, with its arguments and results."""
 
 import contextlib
 import dataclasses
@@ -39,9 +39,9 @@ class Program:
 
     Attributes:
       body: the tree.
-      interface: what goes in and comes out.
+      interface: the arguments and results.
       init: the model's `init`.
-      implicit: whether it is the program of a model that makes implicit arrays itself.
+      implicit: whether the model makes implicit arrays itself.
     """
 
     body: Body
@@ -63,7 +63,7 @@ class Program:
         return any(depends(self.body, [v in keys for v in self.body.invars]))
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's `apply` gives, bit for bit: see `eval_mox`."""
+        """The results of the model's `apply`, bit for bit: see `eval_mox`."""
         leaves = tree_leaves_with_implicit((args, kwargs))
         if self.implicit or any(map(is_implicit, leaves)):
             return self._on_implicit.apply(*args, **kwargs)
@@ -79,7 +79,7 @@ class Program:
         return self.interface.merge_results(run(self.body, self.body.consts, arrays))
 
     def transformed(self) -> hk.Transformed | hk.TransformedWithState:
-        """As a transformed function: see `to_transformed`."""
+        """The program as a transformed function: see `to_transformed`."""
 
         def apply(*args: Any, **kwargs: Any) -> Any:
             return self.apply(*args, **kwargs)
@@ -105,11 +105,11 @@ class Program:
 
 
 def checked(call: str, x: Any) -> None:
-    """Raises a TypeError unless something is a module expression.
+    """Raises a TypeError unless an argument is a module expression.
 
     Args:
-      call: how it is given: `save(path, mox)`.
-      x: what was given.
+      call: the call that takes it, for the error: `save(path, mox)`.
+      x: the argument.
     """
     if not isinstance(x, Program):
         made = ": make one with make_mox(model)(*args)" if _is_transformed(x) else ""
@@ -132,12 +132,12 @@ def program_of(
     """Traces a transformed function for these arguments.
 
     Args:
-      transformed: what Haiku's `transform` or `transform_with_state` returns.
+      transformed: the result of Haiku's `transform` or `transform_with_state`.
       args: the arguments of the Haiku function: arrays, `jax.ShapeDtypeStruct`s and constants.
-      kwargs: the others.
-      prune: whether equations that nothing depends on are left out.
-      **given: `params` and `state`, None for those whose shapes `init` says; and `rng`, None for no
-        key, and `ANY_KEY` for one of the usual kind.
+      kwargs: its keyword arguments.
+      prune: whether to leave out equations that no result depends on.
+      **given: `params` and `state`, or None to take their shapes from `init`; and `rng`: None for no
+        key, `ANY_KEY` for a key of the usual kind.
     """
     has_state = isinstance(transformed, hk.TransformedWithState)
     apply, implicit = original_of(transformed.apply)
@@ -145,7 +145,7 @@ def program_of(
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
-        # The signature lacks arguments of the same names as those that Haiku adds (an RNN's `state`).
+        # The signature lacks arguments whose names Haiku also adds (an RNN's `state`).
         signature = inspect.signature(lambda *args, **kwargs: None)
     named = named_arguments(signature, args, kwargs)
     given = with_shapes(transformed, args, kwargs, **given)
@@ -185,7 +185,7 @@ def program_of(
 
 
 def _marked(fun: Callable[..., Any], arrays: Any) -> ClosedJaxpr:
-    """The program of a function, with marks: set in the first way that leaves its numbers alone."""
+    """The program of a function, with marks set in the first way that does not change its numbers."""
     for way in marks.Way:
         closed, error, results = _traced(fun, arrays, way)
         changed = results.changed
@@ -203,7 +203,7 @@ def _marked(fun: Callable[..., Any], arrays: Any) -> ClosedJaxpr:
 
 
 def _traced(fun: Callable[..., Any], arrays: Any, way: marks.Way) -> tuple[Any, Any, marks.Results]:
-    """The program, the error that there is in its place, and what calls returned."""
+    """Traces a function: its program, the error if there is one, and the results of calls."""
     closed = error = None
     with marks.marking(way) as results:
         try:
@@ -219,14 +219,14 @@ def _traced(fun: Callable[..., Any], arrays: Any, way: marks.Way) -> tuple[Any, 
     return closed, error, results
 
 
-# Beside the paths of the state that is returned.
+# Stands for the results among the paths of the returned state.
 _OUT = ("", "")
 
 
 def split_signature(apply: Any, has_state: bool) -> tuple[tuple[str, ...], inspect.Signature]:
     """The first arguments of an `apply`, and the signature of the Haiku function.
 
-    A function of `*args` alone takes what Haiku's take.
+    If an `apply` has only `*args`, its first arguments are the same as for Haiku's.
     """
     parameters = list(inspect.signature(apply).parameters.values())
     leading: tuple[str, ...] = ("params", "state") if has_state else ("params",)
@@ -241,13 +241,13 @@ def split_signature(apply: Any, has_state: bool) -> tuple[tuple[str, ...], inspe
 def with_shapes(
     transformed: Any, args: Any, kwargs: Any, *, params: Any, state: Any, rng: Any
 ) -> dict[str, Any]:
-    """`params`, `state` and `rng`; the shapes of those that are not given."""
+    """The given `params`, `state` and `rng`; shapes from `init` replace missing ones."""
     rng = _usual_key() if rng is ANY_KEY else as_key(rng)
     has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
     given = dict(params=params, state=state, rng=rng)
     if params is not None and (state is not None or not has_state):
         return given
-    # An initializer may need a key where the model gets none.
+    # An initializer may need a key even if the model gets none.
     key = _usual_key() if rng is None else rng
     structure, arrays = marks.split((key, args, kwargs), is_array)
 
@@ -262,10 +262,10 @@ def with_shapes(
 
 @contextlib.contextmanager
 def init_called(what: str, way_out: str) -> Iterator[None]:
-    """Says in the errors of a model's `init` that it was called, and what to do.
+    """Adds to the errors of a model's `init` that it was called, and the way out.
 
-    Haiku raises a ValueError where `init` lacks a parameter or state. It is replaced by one that says
-    all; other errors get a note, and stay those of the model.
+    Haiku raises a ValueError if `init` lacks a parameter or state. A complete error replaces it. Other
+    errors stay the same, with a note.
     """
     try:
         yield
