@@ -37,7 +37,7 @@ class Line(NamedTuple):
     Attributes:
       text: the line.
       node: the node.
-      reads: the operands of the node, or the results of a body, by name.
+      reads: the origins of the node's operands, or of a body's results, by name.
       settings: the parameters of an equation.
     """
 

@@ -197,7 +197,7 @@ def sites_of(
 ) -> list[Site]:
     """The sites of nodes in a tree.
 
-    If one node is inside another, the outermost has a site; with `inner`, all of them have.
+    If one node is inside another, only the outermost has a site; with `inner`, all of them have one.
 
     All calls of a module have the same path. Each equation in a call has a path below its module's.
 
@@ -303,7 +303,7 @@ class Added:
     unchanged: set[Path] = dataclasses.field(default_factory=set)
 
     def add(self, node: Node, face: Interface) -> list[tuple[Any, Any]]:
-        """Adds a function's entries. Returns pairs of its variables and the earlier ones they equal."""
+        """Adds a function's entries. Returns pairs of its variables and earlier ones, if shared."""
         given: list[tuple[Any, Any]] = []
         for path, slot in face.params.items():
             given += self._shared(node, path, slot, self.params, self.params)
@@ -469,7 +469,7 @@ def _read_only_by(nodes: Sequence[Node], body: Body, counts: collections.Counter
 def _exchanged(
     nodes: Sequence[Node], grafts: Mapping[int, Graft], callers: Container[int]
 ) -> tuple[Node, ...]:
-    """Puts grafts into nodes. `callers` are the calls around them; other nodes stay as they are."""
+    """Puts grafts into nodes. Nodes outside of `callers`, the calls around grafts, do not change."""
     new: list[Node] = []
     for node in nodes:
         if id(node) in grafts:

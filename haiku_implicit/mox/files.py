@@ -84,7 +84,7 @@ def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:
 
     Args:
       path: the file.
-      types: classes to use for these names in the file: named tuples of arguments and results, and
+      types: classes to use for the same names in the file: named tuples of arguments and results, and
         classes of modules, which `select` then finds. `hk.LSTMState` is known.
 
     Raises:

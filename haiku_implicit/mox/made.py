@@ -111,7 +111,7 @@ _KNOWN: dict[str, tuple[frozenset[str], frozenset[str]] | None] = {}
 def require_names(
     name: str, names: Collection[str], required: Collection[str], allowed: Collection[str] = ()
 ) -> None:
-    """Raises a ValueError unless parameters have the required names, and else only allowed ones.
+    """Raises a ValueError if required parameters are missing, or other parameters are not allowed.
 
     Args:
       name: the name of the primitive.

@@ -122,11 +122,11 @@ def make_mox(transformed: Any) -> Callable[..., Any]:
 
 
 def eval_mox(mox: Mox, *args: Any, **kwargs: Any) -> Any:
-    """Runs a module expression. Its results equal those of the model's `apply`, bit for bit.
+    """Runs a module expression. The results equal the results of the model's `apply`, bit for bit.
 
     Compiled, it is the same program, except for loops that only pass a value through modules, which JAX
     would leave out. Called eagerly, each of its equations is a separate program, while a function of
-    `jax.numpy` is one program: XLA may fuse operations in one and round between them in the other.
+    `jax.numpy` is one program: XLA may round a number between two programs that it fuses within one.
 
     Args:
       mox: the module expression.

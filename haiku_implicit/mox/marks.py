@@ -39,7 +39,7 @@ class Batched(NamedTuple):
 # Classes of modules whose calls are not marked.
 UNMARKED: set[type] = set()
 
-# The transformation that makes one call of a call and its derivative.
+# The transformation that merges a call and its derivative into one call.
 DIFFERENTIATED = "jvp"
 
 
@@ -113,7 +113,7 @@ class Call:
     """The properties of one call, apart from its equations. Two calls are never equal.
 
     Attributes:
-      cls: the class of the module; None for a function that was put in.
+      cls: the class of the module; None for an inserted function.
       path: the full name of the module; for a function, its own name.
       method: the name of the method.
       config: the arguments that the module was constructed with, by their names.
@@ -360,7 +360,7 @@ def _mark_call(
     if type(module) in UNMARKED or _active.get() is not configs:
         return next_f(*args, **kwargs)
     if method == "__init__":
-        if id(module) in configs:  # a base class's
+        if id(module) in configs:  # a constructor of a base class
             return next_f(*args, **kwargs)
         configs[id(module)] = module, _constructor_arguments(type(module), args, kwargs)
     structure, arrays = split((args, kwargs))

@@ -132,7 +132,7 @@ class Mox(Program):
         classes and primitives.
 
         Args:
-          path: the file to write; None to write none.
+          path: the file to write; None to write no file.
           values: numbers to show in color, by the path of a module (`mlp/~/linear_0`) or a parameter
             (`mlp/~/linear_0/w`), such as quantization errors. A module without a number shows the
             largest number in it. By default, the page shows the bytes of parameters.
@@ -348,7 +348,7 @@ class Mox(Program):
         arguments. If a module is applied to a parameter of another module (learned queries), this
         parameter is an input, also for the equations in the module. Parameters that a module passes to
         its own methods, or to modules below it, stay its own. An equation outside of modules reads all
-        its operands.
+        parameters among its operands.
 
         Args:
           where: the nodes, as for `sub`.

@@ -277,7 +277,7 @@ def height(row: Row) -> int:
 
 
 def totals(root: Row, sizes: Sizes) -> str:
-    """`1,234 parameters (4.94 kB), 25 equations, 12.3 kflop`."""
+    """The totals of a model: `1,234 parameters (4.94 kB), 25 equations, 12.3 kflop`."""
     paths = list(sizes.avals)
     return (
         f"{sizes.count(paths):,} parameters ({with_unit(sizes.nbytes(paths), 'B')}), "

@@ -50,7 +50,7 @@ def states_of(mox: Program, nodes: Sequence[Node]) -> list[str]:
 
 
 def hidden_outputs_of(mox: Program, node: Node) -> tuple[Var, ...]:
-    """The variables that a node defines, does not return, and that nodes outside of it read."""
+    """The variables that a node defines and does not return, but that nodes outside of it read."""
     [site] = sites_of(mox.body, [node], inner=True)[:1]
     found = hidden(site.place.body, node).difference(node.outputs)
     return tuple(v for x in walk(node, into_bodies=False) for v in x.outputs if v in found)

@@ -78,7 +78,7 @@ def _records() -> dict[str, Any]:
 
 
 def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr, and of those of calls in it."""
+    """The equations of a jaxpr, and of the jaxprs in its calls."""
     for eqn in jaxpr.eqns:
         yield eqn
         inner = eqn.params.get("jaxpr")
@@ -153,7 +153,7 @@ def _policy_to_json(x: Any) -> Any:
 
 
 def _is_made_as(x: Any, other: Any) -> bool:
-    """Whether the same function makes both."""
+    """Whether the same function makes both policies."""
     return type(x) is type(other) and getattr(x, "__code__", 0) is getattr(other, "__code__", 0)
 
 

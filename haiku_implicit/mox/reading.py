@@ -1,8 +1,8 @@
-"""A program from JSON, traced anew.
+"""Reads a program from JSON, by tracing it again.
 
-Nothing of a file is run. Each body becomes a function that binds its equations, whose primitives and
-parameters are looked up in tables (`equations.py`, `plain.py`), and JAX traces it: so its own checks of
-shapes and dtypes apply, and what a file says of types is compared with what JAX finds.
+No code from a file is run. Each body becomes a function that binds its equations, whose primitives and
+parameters are looked up in tables (`equations.py`, `plain.py`). JAX traces this function: so its own
+checks of shapes and dtypes apply, and the types in a file are compared with the types that JAX finds.
 """
 
 import collections
@@ -23,14 +23,14 @@ from haiku_implicit.mox.plain import of_type, require
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.tree import body_of, without_marks
 
-# Bodies within bodies, and equations with those in bodies, each time that they are used.
+# Limits on nested bodies, and on equations, which count again each time that their body is used.
 DEEPEST = 64
 MOST_EQUATIONS = 10_000_000
 
 
 @contextlib.contextmanager
 def at(place: str) -> Iterator[None]:
-    """Names a place in the file in what is raised within."""
+    """Adds a place in the file to the errors that are raised within."""
     try:
         yield
     except Misplaced as e:
@@ -43,7 +43,7 @@ def at(place: str) -> Iterator[None]:
 
 
 class Misplaced(Exception):
-    """What is wrong in a file, and where."""
+    """An error in a file, with its place."""
 
     def __init__(self, place: str, reason: str):
         super().__init__(f"{place}: {reason}")
@@ -54,7 +54,7 @@ class Reader:
     """The tables of a file, as arrays, programs and functions.
 
     Args:
-      tables: what `Writer.tables` gives.
+      tables: the result of `Writer.tables`.
       types: classes by name: named tuples, and modules.
     """
 
@@ -95,7 +95,7 @@ class Reader:
     # --- bodies ---
 
     def body(self, index: Any) -> ClosedJaxpr:
-        """A body that is in the table by now."""
+        """A body that has already been read."""
         return self.bodies[_place(index, self.bodies, "body")]
 
     def _add_body(self, x: Any) -> None:
@@ -114,13 +114,13 @@ class Reader:
         self.bodies.append(closed)
 
     def size_of(self, index: int) -> tuple[int, int]:
-        """How deep a body is, and how many equations it has."""
+        """The depth of a body, and the number of its equations."""
         return self._sizes[index]
 
-    # --- functions with derivatives of their own ---
+    # --- functions with custom derivatives ---
 
     def function(self, index: Any) -> tuple[Callable[..., Any], int]:
-        """Such a function, and the place of its body. Its rule may be read later."""
+        """A function with a custom derivative, and the place of its body. Its rule may come later."""
         x = self._listed[_place(index, self._listed, "function")]
         body = x.get("body")
         if index not in self._functions:
@@ -171,7 +171,7 @@ class Reader:
             ("takes", closed.in_avals, inputs),
             ("returns", closed.out_avals, outputs),
         ):
-            # A cotangent may have another dtype than its argument, if that is a number of Python's.
+            # A cotangent may have another dtype than its argument, if this is a Python number.
             fit = _same_kind if (name, what) == ("bwd", "returns") else equations.same_shape
             fits = len(found) == len(expected) and all(map(fit, found, expected))
             require(fits, f"{name} {what} {list(map(str, found))}, not {list(map(str, expected))}")
@@ -216,8 +216,8 @@ class _BodyReader:
     """Binds the equations of one body while JAX traces.
 
     Attributes:
-      depth: how deep the bodies in it are.
-      size: how many equations it has, with those in the bodies.
+      depth: the depth of the bodies in it.
+      size: the number of its equations, with the equations in these bodies.
     """
 
     def __init__(self, reader: Reader, x: Mapping[str, Any]):
@@ -376,11 +376,11 @@ def _transformation(x: Any) -> Any:
 
 
 class _Array:
-    """In the place of an array in a structure."""
+    """Stands for an array in a structure."""
 
 
 def _class(name: Any, types: Mapping[str, type]) -> type | None:
-    """A class that was given, or an empty one of the same name."""
+    """The class of this name in `types`, or else an empty class of this name."""
     if name is None:
         return None
     of_type(name, str, "the class of a module")
@@ -422,7 +422,7 @@ def _node(x: Any, types: Mapping[str, type]) -> Any:
     return cls(*(_node(y[1], types) for y in fields))
 
 
-# Its arguments are checked by Python, which has no way to write them for a type checker.
+# `Any`, because a type checker only accepts literal arguments. Python checks them.
 _new_namedtuple: Any = collections.namedtuple
 
 

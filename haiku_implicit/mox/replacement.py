@@ -1,4 +1,4 @@
-"""What may be put in the place of a node, as a function of the node's arrays."""
+"""Replacements of nodes, as functions of the nodes' arrays."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, re
 
 
 class _Site(hk.Module):
-    """Where a new function is: its modules and parameters have names below this one's."""
+    """A module around a new function, whose modules and parameters get names below this module's."""
 
     def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fun(*args, **kwargs)
@@ -30,13 +30,13 @@ marks.UNMARKED.add(_Site)
 
 
 class Replacement(NamedTuple):
-    """A Haiku function of arrays for the place of a node.
+    """A Haiku function of arrays that replaces a node.
 
     Attributes:
-      inputs: what it is given.
-      outputs: what it defines.
-      fun: the function, to a list of arrays.
-      replaces: whether the node is not run any more.
+      inputs: its arguments.
+      outputs: the variables of its results.
+      fun: the function, which returns a list of arrays.
+      replaces: whether the node itself does not run any more.
     """
 
     inputs: tuple[Atom, ...]
@@ -46,13 +46,13 @@ class Replacement(NamedTuple):
 
 
 def instead(node: Any, path: str, replacement: Any) -> Replacement:
-    """What is called with the arguments of a node, in its place.
+    """A replacement that is called with the arguments of a node.
 
     Args:
       node: the node.
-      path: where the modules and parameters of the replacement are.
+      path: the path of the modules and parameters of the replacement.
       replacement: a function, a class or a factory of modules, a module expression, a transformed
-        function, or None for what returns its argument.
+        function, or None for a function that returns its argument.
     """
     structure, results = structures_of(node)
     method, config = getattr(node, "method", ""), getattr(node, "config", {})
@@ -66,13 +66,13 @@ def instead(node: Any, path: str, replacement: Any) -> Replacement:
 
 
 def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Replacement:
-    """What is called with the original, and its arguments, in the place of a node.
+    """A replacement that is called with the original node, as a function, and with its arguments.
 
     Args:
-      body: the program that the node is in.
+      body: the program around the node.
       node: the node.
-      path: where the function's modules and parameters are.
-      function: the function. The original is a function of arguments of the same structure.
+      path: the path of the function's modules and parameters.
+      function: the function. The original takes arguments of the same structure.
     """
     structure, results = structures_of(node)
     original, avals = Original(body, node), mapped.element_arguments(node)
@@ -101,7 +101,7 @@ def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Re
 
 
 def before(body: Body, node: Any, path: str, function: Any) -> Replacement:
-    """What calls a function with the arrays among a node's positional arguments, and then the node."""
+    """Calls a function with the arrays among a node's positional arguments, and then the node."""
     structure, _ = structures_of(node)
     args, _ = structure.merge([_ARRAY] * structure.num_arrays)
     places = [i for i, x in enumerate(args) if any(y is _ARRAY for y in jax.tree.leaves(x))]
@@ -126,7 +126,7 @@ _ARRAY = object()
 
 
 def after(body: Body, node: Any, path: str, function: Any) -> Replacement:
-    """What calls a function with what a node returns."""
+    """Calls a node, and then a function with the node's result."""
     _, results = structures_of(node)
     out = results.merge([_ARRAY] * results.num_arrays)
     taken, _ = marks.split(((out,), {}), lambda x: x is _ARRAY)
@@ -142,10 +142,10 @@ class Original:
     """A node as a function of other arguments than its own.
 
     Attributes:
-      captured: what it reads beside its arguments.
-      hidden: what others read of it beside its results.
+      captured: the variables that it reads otherwise than through its arguments.
+      hidden: the variables that it defines and does not return, but other nodes read.
       arguments: the variables that are set to its arguments.
-      call: the node, with these.
+      call: the node, with these variables.
     """
 
     def __init__(self, body: Body, node: Any):
@@ -157,7 +157,7 @@ class Original:
             return
         returned = dict.fromkeys(x for x in node.returns if isinstance(x, Var))
         read = {**read_counts(node.children), **returned}
-        # An array in a list or a dict has no variable of its own within the call.
+        # Within the call, an array in a list or a dict has the outer variable.
         own = [v if v in read or isinstance(x, Literal) else x for v, x in node.given]
         defined = {v for x in walk(node, into_bodies=False) for v in x.outputs}
         defined |= {
@@ -196,7 +196,7 @@ def _run_on(body: Body, *arrays: Any) -> list[Any]:
 
 
 def _at_site(path: str, call: marks.Call, fun: Any, arrays: Sequence[Any], check: Any) -> list[Any]:
-    """Calls a function where its modules and parameters are, with marks around it."""
+    """Calls a function inside the `_Site` of its path, with marks around it."""
     token = None
     if marks.active():
         token, arrays = marks.begin(call, arrays)
@@ -214,7 +214,7 @@ def structures_of(node: Any) -> tuple[marks.Tree, marks.Tree]:
     """The structures of a node's arguments `(args, kwargs)` and of its results.
 
     Raises:
-      ValueError: if the results are no tree of JAX's, so that the arrays in them are not known.
+      ValueError: if JAX can't flatten the results, so that the arrays in them are not known.
     """
     if isinstance(node, ModuleCall) and node.call and node.call.results:
         if node.call.results.treedef is None:
@@ -234,13 +234,13 @@ def structures_of(node: Any) -> tuple[marks.Tree, marks.Tree]:
 def callable_of(
     replacement: Any, arguments: marks.Tree, method: str = "", config: Mapping[str, Any] = {}
 ) -> Callable[..., Any]:
-    """A replacement as a function.
+    """Converts a replacement to a function.
 
     Args:
       replacement: as for `instead`.
-      arguments: the structure of the arguments that it will be given.
-      method: the method that is called of a module.
-      config: what the old module was constructed with.
+      arguments: the structure of the arguments of the function.
+      method: the method to call if the replacement makes a module.
+      config: the constructor arguments of the old module.
     """
     method = method or "__call__"
     if replacement is None:
@@ -262,13 +262,13 @@ def callable_of(
 
 
 def _same(*args: Any, **kwargs: Any) -> Any:
-    """The arrays that come in: the one, or a list of them."""
+    """Returns the arrays among its arguments: one array, or a list of arrays."""
     arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
     return arrays[0] if len(arrays) == 1 else arrays
 
 
 def _lifted(transformed: Any, *args: Any, **kwargs: Any) -> Any:
-    """A transformed function as a part of another Haiku function."""
+    """Runs a transformed function as a part of another Haiku function."""
     has_state = isinstance(transformed, hk.TransformedWithState)
     key = hk.maybe_next_rng_key()
     keys = [key] if "rng" in split_signature(transformed.apply, has_state)[0] else []
@@ -283,7 +283,7 @@ def _lifted(transformed: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _config_for(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a module's constructor arguments, those that another class takes."""
+    """The constructor arguments of a module that another class also takes."""
     parameters = inspect.signature(cls.__init__).parameters
     return {name: x for name, x in config.items() if name in parameters and name != "name"}
 
@@ -305,9 +305,9 @@ def _takes(fun: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _checked(node: Any, results: marks.Tree, out: Any) -> list[Any]:
-    """The arrays that a new function gave, which have to be as those of the node.
+    """The arrays in the results of a new function, after checking them against the node's results.
 
-    The rest of the results is a part of the program around the node, and has to be the same.
+    Other leaves of the results are fixed in the program around the node, and have to be the same.
     """
     kept = _constants_in(out, results)
     structure, arrays = marks.split(out, lambda x: is_array(x) and id(x) not in kept)
@@ -326,7 +326,7 @@ def _checked(node: Any, results: marks.Tree, out: Any) -> list[Any]:
 
 
 def _constants_in(out: Any, results: marks.Tree) -> set[int]:
-    """The `id`s of what is in its place among constants of results: arrays can be such, too."""
+    """The `id`s of leaves that equal constants of the results. A constant can be an array, too."""
     every, _ = marks.split(out, lambda x: False)
     pairs = zip(every.leaves, results.leaves, strict=False)
     return {id(x[0]) for x, old in pairs if x and old and identical(x[0], old[0])}

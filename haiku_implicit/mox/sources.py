@@ -1,4 +1,4 @@
-"""Which parameters the variables of a tree are, also in the bodies of loops and calls."""
+"""Finds the parameters among the variables of a tree, also in the bodies of loops and calls."""
 
 import dataclasses
 import functools
@@ -12,19 +12,19 @@ from haiku_implicit.core import compat
 from haiku_implicit.mox.interface import Path
 from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, reads, steps, walk
 
-# By variable, the module and the name of the parameter that it is (or a slice of it, one a layer).
+# The module and name of a parameter, by the variable that is this parameter (or one layer's slice).
 Sources = dict[Any, Path]
 
 
 def sources_in(nodes: Sequence[Node], known: Mapping[Any, Path]) -> Sources:
     """The parameters in reach of a program's nodes.
 
-    What a call of a module is given as an argument is no parameter within it, unless it is the module's
-    own or that of a module below it.
+    An argument of a module's call does not count as a parameter within the call, unless it belongs to
+    the module or to a module below it.
 
     Args:
       nodes: the nodes.
-      known: those that are its arguments.
+      known: the parameters among the program's arguments.
     """
     found = dict(known)
     _add_sources(nodes, found)
@@ -41,9 +41,9 @@ def _add_sources(nodes: Sequence[Any], found: Sources) -> None:
 
 
 def own_arguments(node: ModuleCall, known: Sources) -> Sources:
-    """The variables of a call's arguments that are parameters of its own."""
+    """The variables of a call's arguments that are parameters of the module itself."""
     pairs = [(v, known[x]) for v, x in node.given if is_known(x, known)]
-    if node.cls is None:  # a function that was put in is a part of what it was put into
+    if node.cls is None:  # an inserted function is a part of the module around it
         return dict(pairs)
     return {v: path for v, path in pairs if f"{path[0]}/".startswith(f"{node.path}/")}
 
@@ -60,7 +60,7 @@ def sources_of_body(node: Equation, body: Body, known: Mapping[Any, Path]) -> So
 
 
 def arguments_of(node: Equation, body: Body) -> Sequence[Any]:
-    """What an equation gives to one of its bodies, in the outer program."""
+    """The operands that an equation passes to one of its bodies."""
     inputs = list(node.inputs)
     if node.primitive is jex.while_p:
         num_cond, num_body = node.eqn.params["cond_nconsts"], node.eqn.params["body_nconsts"]
@@ -73,13 +73,13 @@ def arguments_of(node: Equation, body: Body) -> Sequence[Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-    """Where one is in a tree, and which parameters are in reach there.
+    """A place in a tree, and the parameters in reach there.
 
     Attributes:
       body: the body.
       params: the parameters among the arguments of the whole tree, by variable.
-      around: the equations that it is in, the outermost first.
-      outer: where the last of these is; None in the whole tree.
+      around: the equations around the body, the outermost first.
+      outer: the place of the innermost of these equations; None for the body of the whole tree.
     """
 
     body: Body
@@ -100,9 +100,9 @@ class Place:
 
 
 def read_by(node: Node, known: Sources) -> Iterator[Path]:
-    """The parameters that a node reads, those in the bodies of its equations too.
+    """The parameters that a node reads, also in the bodies of its equations.
 
-    Not those that a call of a module is given as arguments, unless they are its own.
+    Arguments of a module's call do not count, unless they are parameters of the module itself.
     """
     if not isinstance(node, ModuleCall):
         yield from _read_in([node], known)
@@ -148,7 +148,7 @@ def _any_of(atoms: Sequence[Any], found: Container[Any]) -> bool:
 
 
 def _of_results(node: Equation, found: Container[Any]) -> list[bool]:
-    """Which results of an equation depend on variables."""
+    """Which results of an equation depend on the variables in `found`."""
     everything = [True] * len(node.outputs)
     if node.primitive in (jex.scan_p, jex.while_p):
         return _of_loop(node, found)
@@ -165,7 +165,7 @@ def _of_results(node: Equation, found: Container[Any]) -> list[bool]:
 
 
 def _of_loop(node: Equation, found: Container[Any]) -> list[bool]:
-    """The same of a loop: what is carried depends on what it depended on before."""
+    """Which results of a loop depend on the variables in `found`, also by way of earlier steps."""
     body = next(x for x in node.bodies if x.name != "cond_jaxpr")
     flags = [_any_of([x], found) for x in arguments_of(node, body)]
     if node.primitive is jex.while_p:

@@ -1,4 +1,4 @@
-"""The tree of a program: calls of modules, the equations in them, and the bodies of these."""
+"""The tree of a program: calls of modules, their equations, and the bodies of equations."""
 
 import collections
 import dataclasses
@@ -18,11 +18,11 @@ Atom = Union[Var, Literal]  # noqa: UP007
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Equation:
-    """A leaf: one equation of the program. Of a loop, a branch or a call, the parent of its bodies.
+    """One equation of the program: a leaf or, for a loop, a branch or a call, the parent of its bodies.
 
     Attributes:
-      eqn: the equation, as JAX has it.
-      marked: its parameters with marks in their jaxprs; None if there are none.
+      eqn: JAX's equation, without marks.
+      marked: its parameters with marks in their jaxprs; None without marks.
     """
 
     eqn: JaxprEqn
@@ -35,24 +35,24 @@ class Equation:
 
     @property
     def inputs(self) -> Sequence[Atom]:
-        """What the equation reads."""
+        """The operands of the equation."""
         return self.eqn.invars
 
     @property
     def outputs(self) -> Sequence[Var]:
-        """What the equation defines."""
+        """The variables of the equation's results."""
         return self.eqn.outvars
 
     @property
     def name(self) -> str:
-        """The name of the function in it, if it is a call of one; else that of the primitive."""
+        """The name of the function that the equation calls, or else of its primitive."""
         return function_name(self.eqn) or self.primitive.name
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether it computes a value and a derivative of it is computed elsewhere, or is part of one.
+        """Whether an inner `jax.grad` differentiates the equation, or it is part of a derivative.
 
-        That is so within an inner `jax.grad`. Equations in the body of such a one do not know it.
+        Equations in the body of such an equation do not know this.
         """
         return "jvp(" in str(self.eqn.source_info.name_stack)
 
@@ -68,7 +68,7 @@ class Equation:
 
     @property
     def children(self) -> tuple["Node", ...]:
-        """The bodies."""
+        """The bodies of the equation."""
         return self.bodies
 
     def __repr__(self) -> str:
@@ -77,16 +77,16 @@ class Equation:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ModuleCall:
-    """One call of a method of a Haiku module, or of a function that was put in.
+    """One call of a method of a Haiku module, or of an inserted function.
 
     Attributes:
-      call: its module, arguments and results; None for a group of nodes that is not seen as one.
-      given: the variables of the arrays among its arguments, and what they are set to.
-      children: what runs in it.
-      returns: what of it comes back.
-      outputs: the variables that the rest of the program has for `returns`.
+      call: its module, arguments and results; None for a group of nodes that is not shown as a call.
+      given: the variables of its array arguments, each with the value that it is set to.
+      children: the nodes in it.
+      returns: its results, as variables of the call.
+      outputs: its results, as variables of the rest of the program.
       seen: the transformations of JAX that were applied to its arguments, the first one first.
-      seen_results: the same of its results.
+      seen_results: the transformations that were applied to its results.
     """
 
     call: Call | None
@@ -119,7 +119,7 @@ class ModuleCall:
 
     @property
     def type_name(self) -> str:
-        """The name of the class."""
+        """The name of the module's class; empty for a function."""
         return self.cls.__name__ if self.cls is not None else ""
 
     @property
@@ -140,14 +140,14 @@ class ModuleCall:
 
     @functools.cached_property
     def captured(self) -> tuple[Var, ...]:
-        """What it reads otherwise than through its arguments: parameters, state, closures' values."""
+        """The variables that it reads, but not as arguments: parameters, state, closures' values."""
         own = defined_in(self)
         read = [*read_counts(self.children), *(v for v in self.returns if isinstance(v, Var))]
         return tuple(v for v in dict.fromkeys(read) if v not in own)
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether the call and its derivative are one."""
+        """Whether the call and its derivative are one call."""
         return DIFFERENTIATED in (*self.seen, *self.seen_results)
 
     def __repr__(self) -> str:
@@ -158,14 +158,14 @@ class ModuleCall:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Body:
-    """A program: that of the whole model, or one in the parameters of an equation.
+    """A program: the whole model, or a program in the parameters of an equation.
 
     Attributes:
-      name: of the parameter that it is, `branches[0]` say.
+      name: the name of this parameter, such as `branches[0]`.
       constvars: the variables of its constants.
-      consts: their values; empty where an equation hands them over.
+      consts: their values; empty if an equation passes them.
       invars: the variables of its arguments.
-      children: what runs in it.
+      children: the nodes in it.
       returns: its results.
     """
 
@@ -178,17 +178,17 @@ class Body:
 
     @property
     def inputs(self) -> tuple[Var, ...]:
-        """Its arguments."""
+        """The arguments of the program."""
         return self.invars
 
     @property
     def is_differentiated(self) -> bool:
-        """That is said of the equation that it is a body of."""
+        """Always False: only the equation around a body knows this."""
         return False
 
     @property
     def outputs(self) -> tuple[Atom, ...]:
-        """Its results."""
+        """The results of the program."""
         return self.returns
 
     @functools.cached_property
@@ -205,7 +205,7 @@ class Body:
     def counts_with(
         self, removed: Iterable["Node"], added: Sequence["Node"]
     ) -> collections.Counter[Var]:
-        """`read_counts` of the body with nodes in the place of others."""
+        """`read_counts` of the body after nodes are removed and others added."""
         counts, gone = self.read_counts.copy(), read_counts(list(removed))
         counts.update(read_counts(added))
         counts.subtract(gone)
@@ -216,7 +216,7 @@ class Body:
 
     @functools.cached_property
     def last_uses(self) -> dict[int, list[Var]]:
-        """By the `id` of a node, the variables that nothing behind it reads: their values can go."""
+        """The variables that no later node reads, by the `id` of a node: their values can be freed."""
         alive = {v for v in self.returns if isinstance(v, Var)} | {*self.constvars, *self.invars}
         uses: dict[int, list[Var]] = {}
 
@@ -245,7 +245,7 @@ Node = Union[ModuleCall, Equation, Body]  # noqa: UP007
 
 
 def read_counts(nodes: Sequence[Node]) -> collections.Counter[Var]:
-    """How often nodes, and those in them, read each variable."""
+    """How often nodes, and the nodes in them, read each variable."""
     found: list[Atom] = []
     rest = list(nodes)
     while rest:  # a generator like `walk` takes three times as long, for a whole model
@@ -257,7 +257,7 @@ def read_counts(nodes: Sequence[Node]) -> collections.Counter[Var]:
 
 
 def defined_in(node: "Node") -> set[Var]:
-    """The variables that a node defines, and those that are defined in it."""
+    """The variables that a node, and the nodes in it, define."""
     found: set[Any] = set()
     for x in walk(node, into_bodies=False):
         found.update(x.outputs)
@@ -267,19 +267,19 @@ def defined_in(node: "Node") -> set[Var]:
 
 
 def reads(node: Any) -> Sequence[Atom]:
-    """What a node reads itself, without those in it."""
+    """The variables and literals that a node itself reads, without the nodes in it."""
     if isinstance(node, Equation):
         return node.inputs
     return [*node.inputs, *node.returns]
 
 
 def needed(nodes: Sequence[Node], wanted: set[Var], effects: bool = False) -> tuple[Node, ...]:
-    """Those nodes that variables depend on, and that is added to these.
+    """Keeps the nodes that variables depend on.
 
     Args:
       nodes: the nodes.
-      wanted: the variables.
-      effects: whether equations that do something beside are among them (`jax.debug.print`).
+      wanted: the variables. The variables that the kept nodes read are added.
+      effects: whether to keep equations with side effects, too (`jax.debug.print`).
     """
     kept: list[Node] = []
     for node in reversed(nodes):
@@ -303,7 +303,7 @@ def needed(nodes: Sequence[Node], wanted: set[Var], effects: bool = False) -> tu
 
 
 def returning_only(node: ModuleCall, wanted: Container[Any]) -> ModuleCall:
-    """A call that returns only what is wanted of its outputs, and None in the place of the rest."""
+    """A call that returns only its wanted outputs, and None for the rest."""
     pairs = list(zip(node.outputs, node.returns, strict=True))
     kept = [(v, x) for v, x in pairs if v in wanted]
     if len(kept) == len(pairs):
@@ -320,11 +320,11 @@ def returning_only(node: ModuleCall, wanted: Container[Any]) -> ModuleCall:
 def hidden(body: Body, node: Node, ignored: Container[Any] = ()) -> set[Var]:
     """The variables that are defined in a node and read outside it.
 
-    Beside its results there may be others. The first dropout of a model draws the block of random keys
-    that the next ones use, and a normalization writes state.
+    They may be more than its results: the first dropout of a model draws the block of random keys that
+    the next ones use, and a normalization writes state.
 
     Args:
-      body: where the node is.
+      body: the program around the node.
       node: the node.
       ignored: results of the body that do not count.
     """
@@ -334,7 +334,7 @@ def hidden(body: Body, node: Node, ignored: Container[Any] = ()) -> set[Var]:
 
 
 def steps(nodes: Sequence[Node]) -> Iterator[Equation | tuple[Var, Atom]]:
-    """What nodes do, in their order: equations, and variables that are set to others."""
+    """The steps of nodes, in order: equations, and variables that are set to other atoms."""
     for node in nodes:
         if isinstance(node, Equation):
             yield node
@@ -350,7 +350,7 @@ def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
 
 
 def walk(node: Any, into_bodies: bool = True) -> Iterator[Node]:
-    """A node and all that is in it, in the order in which it runs."""
+    """A node and all nodes in it, in the order in which they run."""
     yield node
     if into_bodies or not isinstance(node, Equation):
         for child in node.children:
@@ -358,7 +358,7 @@ def walk(node: Any, into_bodies: bool = True) -> Iterator[Node]:
 
 
 def equations_in(body: Body) -> Iterator[JaxprEqn]:
-    """The equations of a program, those in their parameters too, in no order."""
+    """The equations of a program, also the ones in their parameters, in arbitrary order."""
     nodes: list[Any] = list(body.children)
     jaxprs: list[Any] = []
     while nodes:  # as in `read_counts`
@@ -378,7 +378,7 @@ def equations_in(body: Body) -> Iterator[JaxprEqn]:
 
 
 def calls(root: Any) -> Iterator[ModuleCall]:
-    """The calls of modules in a tree, without those of constructors, and of functions put in."""
+    """The calls of modules (without constructors) and of inserted functions in a tree."""
     for node in root.children:
         if isinstance(node, ModuleCall) and node.call and node.method != "__init__":
             yield node
@@ -387,7 +387,7 @@ def calls(root: Any) -> Iterator[ModuleCall]:
 
 
 def jaxprs_of(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The jaxprs among the parameters of an equation, closed or open, and what they are called."""
+    """The jaxprs among the parameters of an equation, closed or open, with their names."""
     for name, value in params.items():
         if isinstance(value, Jaxpr | ClosedJaxpr):
             yield name, value
@@ -400,8 +400,8 @@ def jaxprs_of(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def function_name(eqn: JaxprEqn) -> str:
     """The name of the function that an equation calls; empty if it calls none.
 
-    That is the parameter `name` where there is one (`jit`), or that of a function with a derivative
-    rule of its own.
+    It is the parameter `name` if there is one (`jit`), or the name of a function with a custom
+    derivative rule.
     """
     name = eqn.params.get("name")
     if isinstance(name, str):
@@ -424,7 +424,7 @@ def _avals(atoms: Sequence[Atom]) -> str:
 
 
 def body_of(name: str, jaxpr: Any) -> Body:
-    """The tree of a jaxpr, with its marks made to calls of modules."""
+    """The tree of a jaxpr, whose marks become calls of modules."""
     consts: tuple[Any, ...] = ()
     if isinstance(jaxpr, ClosedJaxpr):
         jaxpr, consts = jaxpr.jaxpr, tuple(jaxpr.consts)
@@ -436,7 +436,7 @@ def _nodes(jaxpr: Jaxpr) -> tuple[Node, ...]:
     """The nodes of a program's equations.
 
     An inner derivative may leave a `begin` without its `end`, or the other way round, and constructors
-    have only an `end`. The equations are the same then, and the call has fewer of them, or none.
+    have only an `end`. Then the equations are the same, and the call has fewer of them, or none.
     """
     open_calls: list[tuple[Any, list[Node]]] = [(None, [])]
     for eqn in jaxpr.eqns:
@@ -453,7 +453,7 @@ def _nodes(jaxpr: Jaxpr) -> tuple[Node, ...]:
 
 
 def _close(open_calls: list[tuple[Any, list[Node]]], call: Call) -> tuple[Any, list[Node]]:
-    """Takes the begin of a call, and what came after it, from those that are open."""
+    """Removes a call from the open ones. Returns its begin mark and the nodes after it."""
     if not any(eqn is not None and eqn.params["call"] is call for eqn, _ in open_calls):
         return None, []
     while open_calls[-1][0].params["call"] is not call:
@@ -487,20 +487,20 @@ def _leaf(eqn: JaxprEqn) -> Equation:
 
 
 def _without_marks_in(params: Any) -> Any:
-    """The parameters of an equation with no marks in their jaxprs; the same object without any."""
+    """Removes marks from the jaxprs in an equation's parameters; without marks, the same object."""
     found = [name for name, value in params.items() if _clean(value) is not value]
     return dict(params) | {name: _clean(params[name]) for name in found} if found else params
 
 
 def _clean(value: Any) -> Any:
-    """A parameter with no marks in it; the same object without any."""
+    """Removes marks from the jaxprs in one parameter; without marks, the same object."""
     return with_jaxprs(value, without_marks)
 
 
 def with_jaxprs(value: Any, fun: Callable[[Any], Any]) -> Any:
-    """A parameter of an equation with what a function gives for the jaxprs in it.
+    """Applies a function to the jaxprs in a parameter of an equation.
 
-    It is the same object if the function gives the same.
+    The result is the same object if the function does not change them.
     """
     if isinstance(value, Jaxpr | ClosedJaxpr):
         return fun(value)
@@ -512,10 +512,10 @@ def with_jaxprs(value: Any, fun: Callable[[Any], Any]) -> Any:
 
 
 def without_marks(jaxpr: Any) -> Any:
-    """The program with what marks return replaced by what they are given.
+    """Removes the marks of a program: their operands replace their results.
 
-    It is the same object if there are none. JAX compiles a function that is called at several places
-    once, which it knows by its program, so that this is one object, too.
+    Without marks, the result is the same object. For one program there is always one result: JAX
+    compiles a function that is called at several places only once if its program is one object.
     """
     if jaxpr not in _WITHOUT_MARKS:
         new = _remove_marks(jaxpr)
@@ -523,12 +523,12 @@ def without_marks(jaxpr: Any) -> Any:
     return _WITHOUT_MARKS[jaxpr] or jaxpr
 
 
-# By program. None for those that have no marks.
+# The results, by program; None for programs without marks.
 _WITHOUT_MARKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _remove_marks(jaxpr: Any) -> Any:
-    # From JAX 0.12 on both kinds are one, which is its own `jaxpr`.
+    # From JAX 0.12 on, closed and open jaxprs are one class, whose `jaxpr` is the object itself.
     if isinstance(jaxpr, ClosedJaxpr) and jaxpr.jaxpr is not jaxpr:
         new = without_marks(jaxpr.jaxpr)
         return jaxpr if new is jaxpr.jaxpr else jaxpr.replace(jaxpr=new)

@@ -1,4 +1,4 @@
-"""Looking nodes up: an XML view of the tree for XPath, globs over module paths, and predicates."""
+"""Finds nodes: by XPath in an XML view of the tree, by globs over module paths, or by predicates."""
 
 import difflib
 import enum
@@ -14,8 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, function_name, walk
 
-# The attributes of every call of a module. Arguments of constructors with one of these names have
-# `arg.` in front.
+# The attributes of every call of a module. Constructor arguments of these names get the prefix `arg.`.
 _OWN = ("type", "name", "path", "method", "inputs", "outputs")
 
 _BOOLEAN_AS_TEXT = re.compile(
@@ -24,18 +23,18 @@ _BOOLEAN_AS_TEXT = re.compile(
     re.IGNORECASE,
 )
 
-# What libxml2 has to look at each node's children for, where walking once through all gives the same: a
-# test that does not ask for positions.
+# Queries by attributes and not by positions. libxml2 would look at each node's children for them, but a
+# single walk through all nodes has the same result.
 _WITH_ATTRIBUTE = re.compile(r"""//((?:\*|[\w-]+)\[@[\w.-]+=(?:"[^"]*"|'[^']*')\])""")
 
 
 class View:
-    """The XML of a tree, and the way back from an element to its node.
+    """The XML of a tree, with the node of each element.
 
     Args:
       root: the tree.
-      constructors: whether calls of `__init__` are elements. Without them their equations, if any, are
-        those of the caller.
+      constructors: whether calls of `__init__` are elements. If not, their equations, if any, belong to
+        the caller.
     """
 
     def __init__(self, root: Body, constructors: bool = False):
@@ -46,7 +45,7 @@ class View:
         self._add(self.root, root)
 
     def query(self, xpath: str) -> Any:
-        """The nodes that an XPath finds, in the order in which they run; or its text or number."""
+        """The result of an XPath: nodes in the order in which they run, texts, or a single value."""
         self._check_booleans(xpath)
         found = _WITH_ATTRIBUTE.fullmatch(xpath)
         try:
@@ -60,11 +59,11 @@ class View:
         return [self.nodes.get(x, x) if self.etree.iselement(x) else x for x in result]
 
     def _check_booleans(self, xpath: str) -> None:
-        """Raises for the comparison of an attribute with a text that means True, False or None."""
+        """Raises if an XPath compares an attribute with a text that means True, False or None."""
         for found in _BOOLEAN_AS_TEXT.finditer(xpath):
             name, text = found["name"] or found["name2"], found["text"] or found["text2"]
             if text != "true" and self.root.xpath("//@*[name()=$n and .=$t]", n=name, t=text):
-                continue  # somebody gave this text
+                continue  # the model has this text
             means = f"@{name}" if text.lower() == "true" else f"not(@{name})"
             raise ValueError(
                 "query: an attribute that is False or None is not there. In place of "
@@ -127,8 +126,8 @@ def _put_texts(found: dict[str, str], values: Mapping[str, Any], reserved: Seque
 
 
 def _text(x: Any) -> str | None:
-    """A value as an attribute. A sequence of one value, `(2, 2)`, is written as that value."""
-    if type(x) in (int, str):  # what most are
+    """The text of a value. A sequence of equal values, such as `(2, 2)`, is written as one value."""
+    if type(x) in (int, str):  # the most common types
         return str(x)
     if x is None or x is False:
         return None
@@ -161,7 +160,7 @@ text_of = _text
 
 
 def _name_of(x: Any) -> str:
-    """What an object is called: a function, a class, or the class of it."""
+    """The name of a function or a class; for another object, its text or the name of its class."""
     if isinstance(x, functools.partial):
         return _name_of(x.func)
     name = getattr(x, "__name__", None)
@@ -179,7 +178,7 @@ def _aval(aval: Any) -> str:
     return str(aval.str_short())
 
 
-# What XML allows in a name, without the colon.
+# The characters that XML allows in a name, without the colon.
 _START = (
     "A-Za-z_\xc0-\xd6\xd8-\xf6\xf8-\u02ff\u0370-\u037d\u037f-\u1fff\u200c\u200d\u2070-\u218f"
     "\u2c00-\u2fef\u3001-\ud7ff\uf900-\ufdcf\ufdf0-\ufffd\U00010000-\U000effff"
@@ -198,7 +197,7 @@ _NO_XML_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 
 
 def clean(text: str) -> str:
-    """Without the control characters that XML can't have."""
+    """Replaces the control characters in a text that XML can't have."""
     return text if text.isascii() and text.isprintable() else _NO_XML_TEXT.sub("\ufffd", text)
 
 
@@ -219,23 +218,23 @@ def visible(root: Body) -> Iterator[Node]:
 
 
 def calls(root: Body) -> list[ModuleCall]:
-    """The calls of modules in a tree, without those of constructors.
+    """The calls of modules in a tree, without calls of constructors.
 
-    Of a module that is called itself, its other methods and properties are left out.
+    If a module itself is called, its other methods and properties are left out.
     """
     found = [node for node in visible(root) if isinstance(node, ModuleCall)]
     itself = {node.path for node in found if node.method in _CALLS}
     return [x for x in found if x.method in _CALLS or x.path not in itself]
 
 
-_CALLS = ("__call__", "")  # of a module, and of a function that was put in
+_CALLS = ("__call__", "")  # of a module, and of an inserted function
 
 
 def with_path(root: Body, pattern: str) -> list[Node]:
     """The calls of modules whose path matches a glob.
 
     Raises:
-      KeyError: if there is none.
+      KeyError: if no path matches.
     """
     there = calls(root)
     found: list[Node] = [node for node in there if matches_glob(node.path, pattern)]
@@ -248,18 +247,18 @@ def with_path(root: Body, pattern: str) -> list[Node]:
 
 
 def _with_close_names(pattern: str, paths: Sequence[str]) -> list[str]:
-    """Paths whose last part is like that of a pattern."""
+    """The paths whose last part is similar to the last part of a pattern."""
     names = {path.rpartition("/")[2]: path for path in reversed(paths)}
     return [names[x] for x in difflib.get_close_matches(pattern.rpartition("/")[2], names)]
 
 
 def is_hidden(node: Any) -> bool:
-    """Whether a node is a constructor's call, or a group that is not seen as one."""
+    """Whether a node is a call of a constructor, or a group that is not shown as a node."""
     return isinstance(node, ModuleCall) and (node.call is None or node.method == "__init__")
 
 
 def matches_glob(path: str, pattern: str) -> bool:
-    """Whether a module's path is one of a pattern: `*` within a part of it, `**` for any parts."""
+    """Whether a module's path matches a pattern: `*` within a part of it, `**` for any parts."""
     return _match(tuple(path.split("/")), tuple(pattern.split("/")))
 
 
@@ -292,8 +291,8 @@ def find(mox: Any, where: Where) -> list[Node]:
         node, or a list of these.
 
     Raises:
-      ValueError: if there is none. It says what there is.
-      TypeError: if it is something else.
+      ValueError: if no node is found. The error names similar or existing nodes.
+      TypeError: if `where` is something else.
     """
     if isinstance(where, ModuleCall | Equation | Body):
         return [where]
@@ -327,7 +326,7 @@ def _in_order(root: Body, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _what_there_is(mox: Any, where: Where) -> str:
-    """What to say where nothing was found: what is close to it, or what there is."""
+    """The hint of an error if no node was found: similar names, or existing names."""
     nodes = list(visible(mox.body))
     modules = [x for x in nodes if isinstance(x, ModuleCall) and x.cls is not None]
     types = sorted({x.type_name for x in modules})

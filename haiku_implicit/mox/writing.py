@@ -1,8 +1,8 @@
-"""A program as JSON.
+"""Writes a program as JSON.
 
-The file has tables of arrays, of bodies (programs) and of functions with derivatives of their own. They
-name each other by their places in these tables. A body names only bodies in front of it; the rule of a
-function may call the function itself.
+A file has tables of arrays, of bodies (programs) and of functions with custom derivatives. They refer
+to each other by their places in these tables. A body refers only to bodies in front of it; the rule of
+a function may call the function itself.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ class Writer:
     """The tables of a file.
 
     Args:
-      depth: in which derivative functions of their own are looked at. For a file that is None: all are
-        in its table. A number is for `_signature`.
+      depth: for `_signature`, how many levels of derivative rules are compared. None for a file, which
+        has all functions in its table.
     """
 
     def __init__(self, depth: int | None = None):
@@ -38,10 +38,10 @@ class Writer:
         self.functions: list[Any] = []
         self._depth = depth
         self._known: dict[Any, int] = {}
-        # What is looked up by its `id`, which no other object has as long as it is kept.
+        # Objects that are looked up by `id`. While one is kept, no other object gets its `id`.
         self._kept: dict[int, Any] = {}
         self._rules: dict[Any, Any] = {}
-        # Of functions in whose rules are ever new ones, as of a series: how deep this one is in rules.
+        # The depth in rules. Some rules call a new function, whose rule calls another, without end.
         self._order = 0
         self._without_rule: set[int] = set()
 
@@ -50,26 +50,26 @@ class Writer:
         return dict(arrays=self.arrays, bodies=self.bodies, functions=self.functions)
 
     def program(self, program: Program) -> dict[str, Any]:
-        """A program: its body, and what goes in and comes out."""
+        """The JSON of a program: its body, and its arguments and results."""
         body = self.body(program.body, "model", "")
         return {"body": body, "interface": interface_to_json(program.interface)}
 
     def body(self, body: Body, name: str, module: str, scopes: bool = True) -> int:
-        """The place of a body in the table.
+        """Adds a body to the table, and returns its place.
 
         Args:
           body: the body.
-          name: of its function.
-          module: the path of the module that it is in.
-          scopes: whether equations have the names of scopes around them. In a rule, these are those of
-            JAX's differentiation, which comes again.
+          name: the name of its function.
+          module: the path of the module around it.
+          scopes: whether to write the names of the scopes around equations. In a rule, they come from
+            JAX's differentiation, which adds them again.
         """
         new = _BodyWriter(self, module, scopes).write(body, name)
         self.bodies.append(new)
         return len(self.bodies) - 1
 
     def jaxpr(self, jaxpr: Any, module: str, scopes: bool = True) -> int:
-        """The place of a jaxpr in the table. The same jaxpr has one place."""
+        """The place of a jaxpr in the table. Each jaxpr has one place."""
         key = id(jaxpr)
         if key not in self._known:
             self._kept[key] = jaxpr
@@ -80,7 +80,7 @@ class Writer:
         return self._known[key]
 
     def array(self, x: Any) -> int:
-        """The place of an array in the table. Arrays of the same bits have one place."""
+        """The place of an array in the table. Arrays with the same bits have one place."""
         written = plain.array_to_json(x)
         return self._place(("array", _digest(written)), self.arrays, written)
 
@@ -91,10 +91,10 @@ class Writer:
         return self._known[key]
 
     def function(self, node: Equation, module: str) -> Any:
-        """The place in the table of the function that an equation calls, and differentiates by a rule.
+        """The place in the table of the function with a custom derivative that an equation calls.
 
-        The same function has one place. Its rule may call it, and so two are the same when they, their
-        rules, and the functions in these are: JAX has no name for what is the same.
+        Each function has one place. JAX does not identify functions, and a rule may call its function.
+        So two functions are the same if they, their rules, and the functions in these rules are.
         """
         if self._depth is not None:
             return self._signature(node, self._depth, module)
@@ -117,7 +117,7 @@ class Writer:
             "name": function_name(node.eqn),
             "body": self.jaxpr(params["call_jaxpr"], module),
         }
-        if "bwd" in params:  # which a query can see
+        if "bwd" in params:  # a query can see it
             new["bwd_name"] = getattr(params["bwd"], "__name__", "")
         if deep:
             rules = self._rules_of(node)._asdict()
@@ -127,7 +127,7 @@ class Writer:
         return new
 
     def _signature(self, node: Equation, depth: int, module: str) -> str:
-        """What two functions have in common that are the same."""
+        """A digest that is equal for functions that are the same."""
         key = "signature", id(node.eqn), depth
         if key not in self._rules:
             self._kept[id(node.eqn)] = node.eqn
@@ -150,7 +150,7 @@ class Writer:
         return self._rules[key]
 
 
-# Of derivatives, where the derivative of a function is another function, and so on without end.
+# The highest order of derivatives in a file, for functions whose derivatives are ever new functions.
 HIGHEST_ORDER = 6
 
 
@@ -166,7 +166,7 @@ class _BodyWriter:
         self.module = module
         self.scopes = scopes
         self.numbers: dict[Any, int] = {}
-        # A variable may be defined anew: a call that is extracted has its own for its arguments.
+        # A variable may be defined twice: an extracted call has its own variables for its arguments.
         self.count = 0
         self.same: dict[Any, Any] = {}
 
@@ -254,7 +254,7 @@ class _BodyWriter:
         return new | _context(eqn, self.scopes)
 
     def other(self, x: Any) -> Any:
-        """What parameters have beside plain values: programs, and arrays."""
+        """The `Other` for parameters of equations: writes programs and arrays."""
         if isinstance(x, ClosedJaxpr):
             return {"closed": self.writer.jaxpr(x, self.module)}
         if isinstance(x, Jaxpr):
@@ -265,7 +265,7 @@ class _BodyWriter:
 
 
 def _literal(x: Literal) -> dict[str, Any]:
-    """A literal with its exact bits: as a number, where that has them."""
+    """A literal with its exact bits; as a number, if this has the same bits."""
     aval: Any = x.aval
     type_, value = plain.type_to_json(aval), np.asarray(x.val, aval.dtype)
     if aval.shape == ():
@@ -277,14 +277,14 @@ def _literal(x: Literal) -> dict[str, Any]:
 
 
 def _number(x: Any) -> Any:
-    """A weakly typed literal as the number that Python has for it."""
+    """A weakly typed literal as a Python number."""
     kinds: tuple[Any, ...] = (bool, int, float, complex)
     kind = next((kind for kind in kinds if isinstance(x, kind)), None)
     return np.asarray(x).item() if kind is None else kind(x)
 
 
 def _context(eqn: Any, scopes: bool) -> dict[str, Any]:
-    """What an equation has around it: the names of scopes, and settings that change numbers."""
+    """The context of an equation: the names of scopes, and settings that change numbers."""
     ctx: Any = eqn.ctx
     new: dict[str, Any] = {}
     for name in ("compute_type", "xla_metadata"):
@@ -322,8 +322,8 @@ def tree_to_json(tree: Tree, other: plain.Other) -> Any:
 
     Args:
       tree: the structure.
-      other: what becomes of a value that is not plain. With `plain.constant` an unknown container is
-        refused, too; otherwise it is written as a tuple.
+      other: writes a value that is not plain. With `plain.constant`, an unknown container is refused,
+        too; otherwise it is written as a tuple.
     """
     if tree.treedef is None:
         return {"value": plain.to_json(tree.leaves[0][0], other)}  # type: ignore[index]
@@ -351,7 +351,7 @@ def _node(x: Any, other: plain.Other) -> Any:
 
 
 def interface_to_json(face: Interface) -> dict[str, Any]:
-    """The arguments and results of a program."""
+    """The arguments and results of a program, as JSON."""
     new: dict[str, Any] = {"leading": list(face.leading), "signature": []}
     for name, parameter in face.signature.parameters.items():
         written = [name, parameter.kind.name]
