@@ -37,7 +37,7 @@ def write(results: Results) -> list[pathlib.Path]:
 
 
 def tables(results: Results) -> dict[str, str]:
-    """What the document has: ratios, and for each axis plot and numbers, or how to measure it."""
+    """The document's tables: ratios, and for each axis its plot and exponents, or how to measure it."""
     found = {"ratios": ratios_table(results)}
     for name in AXES:
         axis = results["axes"].get(name)
@@ -45,10 +45,7 @@ def tables(results: Results) -> dict[str, str]:
             found[name] = f"Not measured yet: `python -m benchmarks.growth --axis={name}`."
             continue
         image = f"![Costs by {name}, for each implementation](images/{image_name(name)})"
-        values = (
-            f"<details><summary>All values</summary>\n\n{values_table(name, axis)}\n\n</details>"
-        )
-        found[name] = "\n\n".join([image, exponents_table(axis), environment(axis), values])
+        found[name] = "\n\n".join([image, exponents_table(axis), environment(axis)])
     return found
 
 
@@ -85,20 +82,6 @@ def exponents_table(axis: Results) -> str:
         for n in implementations(axis)
     ]
     return markdown.table(["implementation", *(TITLES[c] for c in costs)], rows)
-
-
-def values_table(name: str, axis: Results) -> str:
-    """A row for each value and implementation, with what was measured."""
-    costs = costs_of(axis)
-    header = [
-        name, "implementation",
-        *(f"{TITLES[c]}, {UNITS[c][0]}" if c in UNITS else TITLES[c] for c in costs),
-    ]  # fmt: skip
-    rows = [
-        [str(p["value"]), report.LABELS[p["implementation"]], *(_value(p, c) for c in costs)]
-        for p in axis["points"]
-    ]
-    return markdown.table(header, rows)
 
 
 def environment(axis: Results) -> str:
@@ -197,10 +180,3 @@ def draw(name: str, axis: Results, folder: pathlib.Path) -> pathlib.Path:
 
 def _number(x: float | None) -> str:
     return "–" if x is None else f"{x + 0.0:.2f}".replace("-0.00", "0.00")
-
-
-def _value(point: Results, cost: str) -> str:
-    if cost not in point:
-        return "–"
-    factor = UNITS.get(cost, ("", 1))[1]
-    return f"{point[cost] * factor:,.1f}" if cost in UNITS else f"{point[cost]:,}"
