@@ -288,7 +288,7 @@ def transformations(name: str) -> str:
         ("`hki.merge_adapters`", merged(x)),
     ]
     lines = [f"| {way} | {result} |" for way, result in rows if result]
-    return "\n".join(["| where | what happens |", "|---|---|", *lines])
+    return "\n".join(["| transformation | result |", "|---|---|", *lines])
 
 
 def jitted(x: Any) -> str:
