@@ -1,1 +1,1 @@
-"""What the library costs: `python -m benchmarks.run`, described in `docs/benchmarks.md`."""
+"""The library's costs: `python -m benchmarks.run`, described in `docs/benchmarks.md`."""

@@ -1,10 +1,10 @@
-"""A batch whose examples have 1, 8 or 64 different adapters, against one adapter for all of them.
+"""Times a batch whose examples have 1, 8 or 64 different adapters, against one adapter for all of them.
 
     python -m benchmarks.adapter_bank                # everything: results and tables
     python -m benchmarks.adapter_bank --bank_report_only  # tables from the recorded results
 
-Run it from the root of the repository. All cases take turns in one process; ratios are medians of
-those of all turns. The model is a Llama with random weights, dense and in 4 bits.
+Run it from the root of the repository. All cases take turns in one process; ratios are medians over
+all turns. The model is a Llama with random weights, dense and in 4 bits.
 """
 
 import json
@@ -28,7 +28,7 @@ from benchmarks import tables as markdown
 from benchmarks.machine import about_this_machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
+sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by name
 
 from models import llama  # noqa: E402
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure() -> dict[str, Any]:
-    """The seconds of all turns, for each base, length and number of adapters."""
+    """Returns the seconds of all turns, for each base, length and number of adapters."""
     model = hk.without_apply_rng(hk.transform(lambda tokens: llama.Llama(CONFIG)(tokens)))
     apply = hki.transform_implicit(model).apply
     dense = model.init(jax.random.key(0), jnp.ones((1, 2), jnp.int32))
@@ -82,7 +82,7 @@ def measure() -> dict[str, Any]:
 
 
 def cases_of(name: str, base: Any, apply: Any, length: int) -> list[dict[str, Any]]:
-    """One adapter as parameters of the whole batch, and a bank with so many of them."""
+    """Returns the case of one adapter for the whole batch, and a bank's case for each of `ADAPTERS`."""
     tokens = jax.random.randint(jax.random.key(1), (BANK_BATCH.value, length), 0, CONFIG.vocab_size)
     whole = jax.jit(apply)
     banked = jax.jit(hki.with_bank(lambda params, x: apply(params, x[None])[0]))
@@ -108,7 +108,7 @@ def cases_of(name: str, base: Any, apply: Any, length: int) -> list[dict[str, An
 
 
 def adapted(base: Any, seed: int) -> Any:
-    """The base with an adapter that is not zero."""
+    """Returns the base with an adapter that is not zero."""
     params = hki.add_lora(base, seed, rank=RANK, alpha=16.0, targets=".*_proj/w")
     trained, frozen = hki.partition(params, trainable_dense=False)
     leaves, treedef = jax.tree.flatten(trained)
@@ -118,7 +118,7 @@ def adapted(base: Any, seed: int) -> Any:
 
 
 def table_of(results: dict[str, Any]) -> dict[str, str]:
-    """The throughput of each case relative to one adapter for all."""
+    """Returns a table of each case's throughput relative to one adapter for all."""
     batch, rows = results["batch"], []
     for base in dict.fromkeys(case["base"] for case in results["cases"]):
         for length in LENGTHS:

@@ -1,10 +1,10 @@
-"""What devices send each other for a forward pass and a training step, by types of weights.
+"""Counts the bytes that devices send each other in a forward pass and a training step, by weight type.
 
     python -m benchmarks.collectives
 
 A transformer of four blocks on eight devices of this CPU, split in four ways; then single products of
 other kinds. The figures are the results of collectives in the compiled programs, and the calls of
-native kernels in them, so that it does not matter what else the machine does.
+native kernels in them, so other load on the machine does not matter.
 """
 
 import os
@@ -32,7 +32,7 @@ COLUMNS, ROWS = P(None, "m"), P("m")
 
 
 class Split(NamedTuple):
-    """How weights are split, as rules of `hki.shardings`, and how the batch is."""
+    """The sharding of the weights, as rules of `hki.shardings`, and of the batch."""
 
     rules: list[tuple[str, P]]
     batch: P
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def other_products() -> dict[str, Any]:
-    """Of each kind the function, its parameters by type, its input, and how both are split."""
+    """Returns each kind's function, its parameters by type, its input, and the sharding of both."""
     keys = iter(jax.random.split(jax.random.key(2), 9))
 
     def types(shape: tuple[int, ...]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def blocks(x: jax.Array) -> jax.Array:
 
 
 def types_of(dense: Any) -> dict[str, Any]:
-    """The parameters in each type."""
+    """Returns the parameters in each type."""
     int4 = hki.quantize_params(dense, dtype="int4", group_size=32)
     return {
         "dense": dense,
@@ -176,13 +176,13 @@ def types_of(dense: Any) -> dict[str, Any]:
 
 
 def measured(fun: Callable[..., Any], params: Any, x: jax.Array, split: Split, mesh: Any) -> str:
-    """What is sent, and how many calls of native kernels there are."""
+    """Returns the bytes sent and the number of native kernel calls, as a cell of the table."""
     places = hki.shardings(params, split.rules, mesh), NamedSharding(mesh, split.batch)
     return _cell(fun, (params, x), places)
 
 
 def cell(fun: Any, params: Any, x: jax.Array, specs: tuple[P, P], mesh: Any) -> str:
-    """The same of one parameter, from the specs of both operands."""
+    """Returns the cell for one parameter, from the specs of both operands."""
     of_w = hki.shardings({"w": params}, [(".*", specs[0])], mesh)["w"]
     return _cell(fun, (params, x), (of_w, NamedSharding(mesh, specs[1])))
 

@@ -1,4 +1,4 @@
-"""What the text of a compiled program says of its collectives, and of native kernels."""
+"""Reads collectives and native kernel calls from the text of a compiled program."""
 
 import re
 
@@ -11,12 +11,12 @@ _ITEMSIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 
 
 
 def calls(text: str) -> int:
-    """The calls of native kernels in a compiled program."""
+    """Counts the calls of native kernels in a compiled program."""
     return sum("custom-call" in line and build.PREFIX in line for line in text.splitlines())
 
 
 def sent(text: str) -> int:
-    """The bytes of the results of collectives in a compiled program."""
+    """Returns the bytes of the results of collectives in a compiled program."""
     results = re.findall(rf"= (.*?) (?:{_OPERATIONS})(?:-start)?\(", text)
     arrays = [found for result in results for found in re.findall(r"(\w+)\[([\d,]*)\]", result)]
     return sum(

@@ -1,6 +1,6 @@
-"""The small programs whose costs are counted (`benchmarks.counts`), beside their dense twins.
+"""The small programs whose costs are counted (`benchmarks.counts`), with their dense twins.
 
-Each compiles in a second or less, and together they have what costs: products with all kinds of
+Each compiles in a second or less. Together they have all costly features: products with all kinds of
 weights, gradients, a loop over layers, and a cache.
 """
 
@@ -21,7 +21,7 @@ import haiku_implicit as hki
 from benchmarks import implementations, models, stages
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
+sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by name
 
 import decoding  # noqa: E402
 from models import llama  # noqa: E402
@@ -33,7 +33,7 @@ LLAMA = llama.LlamaConfig(
     vocab_size=64, dim=64, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=128
 )
 CACHED = 32  # positions
-# The modules at the top: their calls are the runs of a user's function.
+# The outermost modules: each of their calls is a run of a user's function.
 TOP = (hk.nets.MLP, models.Transformer, llama.Llama)
 
 Tree = Any
@@ -44,10 +44,10 @@ class Program(NamedTuple):
 
     Attributes:
       fun: a function of arrays.
-      arguments: what it is called with.
-      twin: the name of the program that it may not cost more than, on any version of anything.
-      counted: what is counted: `program` (what it is made of), `calls` (what happens in two jitted
-        calls), `eager calls`, or `sent` (what devices send each other).
+      arguments: its arguments.
+      twin: the name of the program that bounds its counts, with all versions of JAX and XLA.
+      counted: the kind of counts: `program` (the size of the program), `calls` (the traces and
+        compilations of two jitted calls), `eager calls`, or `sent` (bytes between devices).
     """
 
     fun: Callable[..., Any]
@@ -57,7 +57,7 @@ class Program(NamedTuple):
 
 
 def all_programs() -> dict[str, Callable[[], Program]]:
-    """What makes each of the programs, by name."""
+    """Returns a function for each program by name, which makes the program."""
     found: dict[str, Callable[[], Program]] = {}
     for kind in KINDS:
         found[f"MLP, {kind}"] = lambda k=kind: mlp(k)
@@ -70,7 +70,7 @@ def all_programs() -> dict[str, Callable[[], Program]]:
     stacked = dataclasses.replace(SIZES, stacked=True)
     for name, sizes in {"training step": SIZES, "training step, layer_stack": stacked}.items():
         for kind in ("by hand", "LoRA", "QLoRA"):
-            # (In a stack the scales of LoRA are an array, of which each layer reads its own.)
+            # (In a stack, LoRA's scales are an array, from which each layer reads its own.)
             twin = f"{name}, by hand" if (kind, sizes.stacked) == ("LoRA", False) else None
             found[f"{name}, {kind}"] = lambda k=kind, s=sizes, t=twin: training_step(k, s, t)
     for kind, cache in (("dense", "f32"), ("dense", "int8"), ("int4/32", "int4")):
@@ -89,7 +89,7 @@ KINDS: dict[str, Callable[[Tree], Tree]] = {
     "int4/32": lambda params: hki.quantize_params(params, dtype="int4", group_size=32),
     "QLoRA": lambda params: hki.add_lora(KINDS["int4/32"](params), 0, rank=SIZES.rank),
 }
-# How weights are split over the devices, and how the batch is.
+# The sharding of the weights over the devices, and of the batch.
 SPLITS = {
     "data parallel": ([(".*", P())], P("m")),
     "fully sharded": ([(".*/w", P(None, "m")), (".*", P())], P("m")),
@@ -106,7 +106,7 @@ def mlp(kind: str) -> Program:
 
 
 def transformer(kind: str) -> Program:
-    """The forward pass of the transformer that is timed in `benchmarks.run`."""
+    """The forward pass of the transformer that `benchmarks.run` times."""
     return _forward(kind, models.transformed(SIZES), jnp.ones((2, 8), jnp.int32))
 
 
@@ -133,7 +133,7 @@ def training_step(kind: str, sizes: models.Sizes, twin: str | None) -> Program:
 
 
 def decoding_step(kind: str, cache: str) -> Program:
-    """One token after those that a cache holds."""
+    """A decoding step: one token after the tokens in a cache."""
     model = decoding.make_model(LLAMA, CACHED, cache)
     token = jnp.ones((1, 1), jnp.int32)
     key = jax.random.key(0)
@@ -157,5 +157,5 @@ def on_devices(kind: str, split: str) -> Program:
 
 
 def numbers(make: Callable[[], Tree]) -> Tree:
-    """Zeros of the shapes that a function makes, which is not run: that would take the longest."""
+    """Returns zeros of the shapes that a function makes, without running it, which would be slow."""
     return jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), jax.eval_shape(make))

@@ -1,21 +1,21 @@
-"""Counts what programs cost where the machine's mood does not matter, and compares with a baseline.
+"""Counts costs of programs that do not depend on the machine's load, and compares with a baseline.
 
-    python -m benchmarks.counts           # compares; fails where anything costs more
-    python -m benchmarks.counts --renew   # writes the baseline anew
+    python -m benchmarks.counts           # compares; fails if anything costs more
+    python -m benchmarks.counts --renew   # rewrites the baseline
 
-Run it from the root of the repository. Counted are, for each program of `benchmarks.counted_programs`,
+Run it from the root of the repository. For each program of `benchmarks.counted_programs` it counts
 
-* `equations` of its jaxpr, those of loops and inner functions included;
+* `equations` of its jaxpr, including equations of loops and inner functions;
 * `operations` of the lowered module (StableHLO), `instructions` of the compiled one (HLO), and calls of
   native kernels in it;
 * `flops` and `temporary_bytes`, as XLA counts them (it does not see into native kernels);
-* `traces`: how often the user's function runs in two calls with other numbers, and `compilations`.
+* `traces`: the runs of the user's function in two calls with different values, and `compilations`.
 
-and, of programs on eight devices of this CPU, `bytes_sent` by each, as in `benchmarks.collectives`.
+and, for programs on eight devices of this CPU, `bytes_sent` by each, as in `benchmarks.collectives`.
 
-What JAX and XLA make of a program changes with their versions, so the baseline names those that it was
-made with. On others only what holds on all of them is compared: how often is traced and compiled, and
-that LoRA costs what it costs by hand. What costs less is told, and does not fail.
+JAX and XLA make different programs in different versions, so the baseline names the versions that made
+it. With other versions only the counts that hold for all of them are compared: traces, compilations,
+and LoRA against LoRA by hand. A lower count is reported, and does not fail.
 """
 
 import functools
@@ -40,7 +40,7 @@ from haiku_implicit.products.cpu import build
 
 BASELINE = pathlib.Path(__file__).resolve().parent / "results" / "counts.json"
 COMMAND = "python -m benchmarks.counts --renew"
-# As fast as this compiles; passes over HLO, which make what is counted, are the same.
+# The options that compile fastest; the passes over HLO, which decide the counts, stay the same.
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
@@ -53,14 +53,14 @@ COUNTS_FILE = flags.DEFINE_string("counts_file", str(BASELINE), "The file with t
 # Counts that are the same on all versions of JAX and XLA.
 ON_ALL_VERSIONS = ("traces", "compilations")
 VERSIONS = ("jax", "jaxlib", "dm-haiku", "haiku-implicit", "numpy", "optax")
-DECIDING = ("jax", "jaxlib", "dm-haiku")  # what has to be as in the baseline, to compare all
+DECIDING = ("jax", "jaxlib", "dm-haiku")  # a full comparison needs equal versions of these
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 Counts = dict[str, dict[str, int]]
 
 
 class Difference(NamedTuple):
-    """A count that is not that of the baseline (None: which one side does not have)."""
+    """A count that differs from the baseline (None: missing on one side)."""
 
     program: str
     count: str
@@ -69,7 +69,7 @@ class Difference(NamedTuple):
 
     @property
     def worse(self) -> bool:
-        """Whether the gate fails on it: on what costs more, or is not known."""
+        """Whether the gate fails on it: the count is higher, or not in the baseline."""
         return self.baseline is None or self.now is None or self.now > self.baseline
 
 
@@ -103,12 +103,12 @@ def main(argv: Sequence[str]) -> None:
 def report(
     recorded: Mapping[str, Any], now: Counts, twins: Mapping[str, str], partial: bool = False
 ) -> tuple[str, bool]:
-    """What the gate says, and whether it fails.
+    """Returns the gate's report, and whether it fails.
 
     Args:
       recorded: the baseline file: `versions` and `counts`.
-      now: the counts of today.
-      twins: for some programs, the name of the one that they may not cost more than.
+      now: the current counts.
+      twins: for some programs, the name of the program that bounds their counts.
       partial: whether programs of the baseline may be missing in `now`.
     """
     baseline: Counts = recorded["counts"]
@@ -142,7 +142,7 @@ def report(
 
 
 def differences(baseline: Counts, now: Counts) -> list[Difference]:
-    """All counts that differ, in the baseline's order."""
+    """Returns all counts that differ, in the baseline's order."""
     return [
         Difference(program, count, was, is_now)
         for program in dict.fromkeys([*baseline, *now])
@@ -153,7 +153,7 @@ def differences(baseline: Counts, now: Counts) -> list[Difference]:
 
 
 def above_twins(now: Counts, twins: Mapping[str, str]) -> list[Difference]:
-    """Counts that are above those of the same program by hand, which stand for the baseline."""
+    """Returns counts above the counts of the same program by hand, which serve as the baseline."""
     return [
         Difference(f"{program} (to {twin})", count, now[twin][count], value)
         for program, twin in twins.items()
@@ -164,7 +164,7 @@ def above_twins(now: Counts, twins: Mapping[str, str]) -> list[Difference]:
 
 
 def table(rows: Sequence[Difference]) -> list[str]:
-    """Lines with aligned columns."""
+    """Returns lines with aligned columns."""
     text = [("program", "count", "baseline", "now", "")]
     for row in rows:
         numbers = ("-" if n is None else f"{n:,}" for n in (row.baseline, row.now))
@@ -189,7 +189,7 @@ def _only(counts: Counts) -> Counts:
 
 
 def count_all(pattern: str = "") -> tuple[Counts, dict[str, str]]:
-    """The counts of all programs with a name that a regular expression is found in, and their twins."""
+    """Returns the counts of all programs whose names match a regular expression, and their twins."""
     from benchmarks import counted_programs
 
     counts: Counts = {}
@@ -207,7 +207,7 @@ def count_all(pattern: str = "") -> tuple[Counts, dict[str, str]]:
 
 
 def of_program(fun: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, int]:
-    """What a program is made of, and what XLA says that it takes."""
+    """Returns the sizes of a program at each stage, and XLA's estimates of its costs."""
     traced = jax.jit(lambda *args: fun(*args)).trace(*arguments)
     lowered = traced.lower()
     compiled = lowered.compile()
@@ -223,12 +223,12 @@ def of_program(fun: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, i
 
 
 def equations(jaxpr: Jaxpr) -> int:
-    """The equations of a jaxpr, and of those inside of them."""
+    """Counts the equations of a jaxpr, including those inside its equations."""
     return sum(1 + sum(map(equations, _jaxprs_in(list(eqn.params.values())))) for eqn in jaxpr.eqns)
 
 
 def operations(lowered: Any) -> int:
-    """The operations of a lowered program, StableHLO's and calls."""
+    """Counts the operations of a lowered program: StableHLO's operations and calls."""
     return len(re.findall(r"^\s+%\S+ = ", lowered.as_text(), re.MULTILINE))
 
 
@@ -243,7 +243,7 @@ def _jaxprs_in(value: Any) -> Iterator[Jaxpr]:
 
 
 def sent(fun: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, int]:
-    """The bytes that devices send each other: results of collectives, for each device."""
+    """Returns the bytes that devices send each other: results of collectives, for each device."""
     text = jax.jit(fun).lower(*arguments).compile().as_text()
     return dict(bytes_sent=collectives_text.sent(text))
 
@@ -251,12 +251,12 @@ def sent(fun: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, int]:
 def in_calls(
     fun: Callable[..., Any], arguments: Sequence[Any], eager: bool = False
 ) -> dict[str, int]:
-    """How often a function is traced and compiled in two calls, with empty caches before.
+    """Counts the traces and compilations of a function in two calls, starting with empty caches.
 
     Args:
       fun: a function that is not jitted.
-      arguments: those of the first call; in the second one they are copies.
-      eager: whether it is called without `jit`.
+      arguments: the arguments of the first call; the second call gets copies.
+      eager: whether the calls are without `jit`.
     """
     from benchmarks import counted_programs
 
@@ -277,7 +277,7 @@ def in_calls(
     with hk.intercept_methods(count_module):
         for given in (arguments, copies):
             jax.block_until_ready(called(*given))
-    counted = dict(happened)  # JAX has no way to take one listener away
+    counted = dict(happened)  # JAX cannot remove a single listener
     return dict(traces=counted.get("traces", 0), compilations=counted.get("compilations", 0))
 
 

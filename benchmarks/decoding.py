@@ -1,11 +1,11 @@
-"""Tokens per second of SmolLM2: dense and quantized weights and caches, and llama.cpp.
+"""Measures tokens per second of SmolLM2: dense and quantized weights and caches, and llama.cpp.
 
     python -m benchmarks.decoding                # everything: results and tables
     python -m benchmarks.decoding --report_only  # tables from the recorded results
 
-Run it from the root of the repository, with nothing else running on the machine. All take turns, so
-that what else happens on the machine happens to each; ratios are medians of those of all turns.
-llama.cpp is timed where `llama-cpp-python` is installed, on the same file, with as many threads.
+Run it from the root of the repository, with nothing else running on the machine. All cases take turns,
+so that other load on the machine affects each of them; ratios are medians over all turns.
+llama.cpp is timed if `llama-cpp-python` is installed, on the same file, with as many threads.
 """
 
 import json
@@ -29,7 +29,7 @@ from benchmarks import tables as markdown
 from benchmarks.machine import about_this_machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
+sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by name
 
 import decoding  # noqa: E402
 import smollm  # noqa: E402
@@ -42,7 +42,7 @@ TOKENS = flags.DEFINE_integer("decoded_tokens", 64, "How many tokens are decoded
 PROMPT = flags.DEFINE_integer("prompt_tokens", 128, "How many tokens come before them.", 1)
 REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the tables.")
 
-# Weights, what activations are rounded to, and the format of the cache.
+# Weights, the dtype of rounded activations, and the format of the cache.
 CASES = [
     ("f32", "f32", "f32"),
     ("f32", "f32", "int8"),
@@ -55,7 +55,7 @@ CASES = [
     ("4 bits, as in the file", "int8", "int8"),
 ]
 LLAMA = ("4 bits, llama.cpp", "int8,groups", "f16")
-# Seconds of one turn, for the prompt and for the tokens after it, and these tokens.
+# Seconds of one turn for the prompt and for the tokens after it, and these tokens.
 Turn = tuple[float, float, list[int]]
 
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure() -> dict[str, Any]:
-    """The seconds of all turns, the bytes held, and the tokens that are decoded."""
+    """Returns the seconds of all turns, the bytes held, and the decoded tokens."""
     path = smollm.fetch(smollm.MODEL)
     checkpoint = smollm.read_gguf(path)
     weights = all_weights(checkpoint)
@@ -109,17 +109,17 @@ def measure() -> dict[str, Any]:
 
 
 def all_weights(checkpoint: Any) -> dict[str, Any]:
-    """The parameters by the name of their format."""
+    """Returns the parameters by the name of their format."""
     of_file = checkpoint.params
     dense = hki.materialize(of_file)
     int8 = hki.quantize_params(dense, dtype="int8", targets=r".*_proj/w")
-    # (With a scale for each token, of which the head is the transpose.)
+    # (With a scale for each token; the head is the transpose of this weight.)
     int8 = hki.quantize_params(int8, dtype="int8", axis=-1, targets=r".*/embed/.*")
     return {"f32": dense, "int8, per channel": int8, "4 bits, as in the file": of_file}
 
 
 def ours(config: Any, params: Any, cache: str, prompt: list[int]) -> tuple[Callable[[], Turn], int]:
-    """A turn of this library, and the bytes of the cache."""
+    """Returns a function that runs a turn of this library, and the bytes of the cache."""
     model = decoding.make_model(config, len(prompt) + TOKENS.value, cache)
     decoder, empty = decoding.make_decoder(model), decoding.empty_cache(model)
 
@@ -137,7 +137,7 @@ def ours(config: Any, params: Any, cache: str, prompt: list[int]) -> tuple[Calla
 
 
 def llama_cpp(path: pathlib.Path, prompt: list[int]) -> Callable[[], Turn] | None:
-    """The same in llama.cpp, where it is installed."""
+    """Returns a function that runs a turn of llama.cpp, if it is installed."""
     try:
         import llama_cpp as package
     except ImportError:
@@ -169,7 +169,7 @@ def _bytes(tree: Any) -> int:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """The Markdown tables by the names that the document has them under."""
+    """Returns the Markdown tables by their names in the document."""
     cases, about = results["cases"], results["environment"]
     dense = cases[0]
     count = len(dense["tokens"])

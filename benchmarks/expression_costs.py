@@ -1,23 +1,22 @@
-"""Timing what module expressions cost, beside plain tracing of the same model.
+"""Times module expressions, against plain tracing of the same model.
 
-The model is the Llama of `examples/models`, unrolled and of small widths, since it is tracing that is
-measured. Each of its layers has modules and parameters of its own. Nothing is computed: arguments are
-shapes.
+The model is the Llama of `examples/models`, unrolled and narrow, since tracing is measured. Each of
+its layers has its own modules and parameters. Nothing is computed: arguments are shapes.
 
-JAX keeps what it has traced by function: `jax.make_jaxpr` of the same function and shapes takes a
-millisecond the second time. Each time here is therefore that of a new function object (`make_mox` makes
+JAX caches traces by function: `jax.make_jaxpr` of the same function and shapes takes a
+millisecond the second time. Each time here is therefore for a new function object (`make_mox` makes
 one itself). The functions of `jax.numpy` that the model calls stay in JAX's caches, as in a process
 that has traced the model before; a turn that fills them is not counted. With these caches cleared,
 every trace of the model takes some 15 ms longer at any depth, and the ratios are smaller.
 
-Times are processor time, since all of this runs in one thread. They are taken in turns, each with
-another one first, and ratios within a turn. Garbage is collected between turns alone: how long that
-takes depends on what else is in the memory. Where it was collected at any time, the ratios at 96 layers
-were 1.57 for making with `params=`, 2.95 without, and 0.57 for evaluating, of nine turns with one other
-expression in the memory.
+Times are processor time, since all of this runs in one thread. They are taken in turns, each of which
+starts with a different one, and ratios are taken within a turn. Garbage is collected only between
+turns: its time depends on the other contents of the memory. With collection at any time, the ratios at
+96 layers were 1.57 for making with `params=`, 2.95 without, and 0.57 for evaluating, over nine turns
+with one other expression in memory.
 
-An expression keeps what it computes at first use. So evaluating and the view are timed on expressions
-that nothing was done with before, and the first change on one in which a node was looked up by a glob.
+An expression caches its results at first use. So evaluation and the view are timed on unused
+expressions, and the first change on an expression in which a glob has looked up a node.
 """
 
 import pathlib
@@ -37,7 +36,7 @@ from benchmarks.stages import in_turn, no_garbage_collection
 from haiku_implicit.mox import eval_mox, make_mox
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
+sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by name
 
 from models import llama  # noqa: E402
 
@@ -68,12 +67,12 @@ class Model(NamedTuple):
     middle: int
 
     def make(self) -> Any:
-        """A new module expression."""
+        """Makes a new module expression."""
         return make_mox(self.transformed)(self.tokens, params=self.params)
 
 
 def model_of(depth: int) -> Model:
-    """The Llama with so many layers."""
+    """Returns the Llama with a given number of layers."""
     config = llama.LlamaConfig(num_layers=depth, **WIDTHS)
     transformed = hk.without_apply_rng(hk.transform(lambda tokens: llama.Llama(config)(tokens)))
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
@@ -87,7 +86,7 @@ def measure(depths: list[int], turns: int, compile_up_to: int) -> Iterator[Resul
     Args:
       depths: numbers of layers.
       turns: how often each time is taken.
-      compile_up_to: the number of layers up to which programs are compiled.
+      compile_up_to: the largest number of layers with which programs are compiled.
 
     Yields:
       The results so far, after each depth.
@@ -121,7 +120,7 @@ def _by_name(records: list[dict[str, float]]) -> dict[str, list[float]]:
 
 @no_garbage_collection()
 def _turn(model: Model, turn: int) -> dict[str, dict[str, float]]:
-    """The milliseconds of each thing, taken once."""
+    """Returns the milliseconds of each operation, taken once."""
     transformed, params, tokens, middle = model
     evaluated, viewed, changed = (model.make() for _ in range(3))
     functions = dict(
@@ -150,7 +149,7 @@ def _turn(model: Model, turn: int) -> dict[str, dict[str, float]]:
 
 
 def another_linear(x: jax.Array) -> jax.Array:
-    """What is put in the place of a layer: one with a parameter of its own."""
+    """The replacement for a layer: a linear layer with its own parameter."""
     return hk.Linear(x.shape[-1], with_bias=False, name="new")(x)
 
 
@@ -161,7 +160,7 @@ def _ms(fun: Callable[[], Any]) -> float:
 
 
 def compare_programs(model: Model, mox: Any, compiled: bool) -> Results:
-    """What JAX lowers the model and its expression to, and what XLA makes of both.
+    """Compares the lowered and compiled programs of the model and of its expression.
 
     Args:
       model: the model.
@@ -169,14 +168,14 @@ def compare_programs(model: Model, mox: Any, compiled: bool) -> Results:
       compiled: whether to compile them.
 
     Returns:
-      `same_hlo`: whether the texts of the lowered programs are equal, of which `lines` is the length;
-      and of those that are compiled: `operations`, how many there are in the model's and in the
-      expression's, and `same_compiled`, whether these are equal but for places in source files.
+      `same_hlo`: whether the texts of the lowered programs are equal, and `lines`, their length; for
+      compiled programs also `operations`, their numbers in the model and in the expression, and
+      `same_compiled`, whether the compiled programs are equal except for source locations.
     """
     lowered = []
     for apply in (model.transformed.apply, mox.apply):
 
-        def program(*args: Any, apply: Any = apply) -> Any:  # one name for both
+        def program(*args: Any, apply: Any = apply) -> Any:  # one name for both programs
             return apply(*args)
 
         lowered.append(jax.jit(program).lower(model.params, model.tokens))

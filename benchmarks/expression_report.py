@@ -1,4 +1,4 @@
-"""The tables and the plot of what module expressions cost, from the recorded results alone."""
+"""Writes the tables and the plot of the costs of module expressions, from the recorded results."""
 
 import json
 import pathlib
@@ -12,14 +12,14 @@ RESULTS = ROOT / "benchmarks" / "results" / "module_expressions.json"
 DOCUMENT = ROOT / "docs" / "module_expressions.md"
 IMAGE = ROOT / "docs" / "images" / "module_expressions.png"
 
-# What is compared with a plain trace: its title, the aim and its color.
+# Ratios to a plain trace: the title, the aim and the color of each.
 RATIOS = dict(
     make_with_params=("`make_mox`, `params=` given", 2.0, "#1f6fb2"),
     make=("`make_mox` alone", 2.0, "#d07c1f"),
     init=("tracing `init`", None, "#9a9a9a"),
     evaluate=("evaluating", 1.2, "#3a9a5c"),
 )
-# What takes milliseconds. The aims are those at 96 layers.
+# Costs in milliseconds. The aims are for 96 layers.
 TIMES = dict(
     view=("the view", 150.0, "#1f6fb2"),
     slowest_query=("slowest query", 5.0, "#b8433f"),
@@ -33,23 +33,23 @@ Results = dict[str, Any]
 
 
 def load(path: pathlib.Path) -> Results:
-    """Recorded results."""
+    """Reads recorded results."""
     return json.loads(path.read_text())
 
 
 def ratio(case: Results, name: str) -> float:
-    """The median over all turns of a time, relative to the plain trace."""
+    """Returns the median over all turns of a time, relative to the plain trace."""
     pairs = zip(case["ms"][name], case["ms"]["plain"], strict=True)
     return statistics.median(ours / plain for ours, plain in pairs)
 
 
 def queries(case: Results) -> dict[str, float]:
-    """The median milliseconds of each query."""
+    """Returns the median milliseconds of each query."""
     return {name: statistics.median(ms) for name, ms in case["queries"].items()}
 
 
 def milliseconds(case: Results, name: str) -> float:
-    """The median milliseconds of one of `TIMES`, or of what is measured."""
+    """Returns the median milliseconds of one of `TIMES`, or of another measured time."""
     if name == "slowest_query":
         return max(queries(case).values())
     if name == "median_query":
@@ -58,7 +58,7 @@ def milliseconds(case: Results, name: str) -> float:
 
 
 def summary(case: Results) -> str:
-    """A case in a few lines."""
+    """Returns a case as a few lines of text."""
     ratios = ", ".join(f"{name} {ratio(case, name):.2f}" for name in RATIOS)
     times = ", ".join(f"{name} {milliseconds(case, name):.1f}" for name in ("plain", *TIMES))
     return (
@@ -67,13 +67,13 @@ def summary(case: Results) -> str:
 
 
 def write(results: Results) -> None:
-    """Renews the tables and the plot of `docs/module_expressions.md`."""
+    """Updates the tables and the plot of `docs/module_expressions.md`."""
     markdown.replace(DOCUMENT, tables(results))
     draw(results)
 
 
 def tables(results: Results) -> dict[str, str]:
-    """Markdown tables by the name that the document has them under."""
+    """Returns Markdown tables by their names in the document."""
     cases = results["cases"]
     ratios = [
         [

@@ -1,10 +1,10 @@
-"""What each format and calibration costs in accuracy, on real weights.
+"""Measures the accuracy that each format and calibration loses, on real weights.
 
     python -m benchmarks.fidelity                 # everything: results, table and plot
-    python -m benchmarks.fidelity --cases=AWQ     # only those whose name the expression is found in
+    python -m benchmarks.fidelity --cases=AWQ     # only cases whose names match the expression
     python -m benchmarks.fidelity --report_only   # table and plot from the recorded results
 
-Run it from the root of the repository. What is measured is told in `docs/fidelity.md`.
+Run it from the root of the repository. `docs/fidelity.md` describes the measurements.
 """
 
 import json
@@ -27,7 +27,7 @@ from benchmarks import fidelity_report as report
 from benchmarks import result_files
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
+sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by name
 
 import hub  # noqa: E402
 import minilm  # noqa: E402
@@ -71,13 +71,13 @@ def measure() -> None:
 
 
 def held(params: Params, chosen: Any) -> dict[str, float]:
-    """Bits per weight of what is quantized."""
+    """Returns the bits per weight of the quantized weights."""
     arrays = [x for own in params.values() for x in own.values() if chosen(x)]
     return dict(bits=8 * sum(x.nbytes for x in arrays) / sum(x.size for x in arrays))
 
 
 def linear_weights(params: Params) -> list[tuple[str, str]]:
-    """The modules and names of MiniLM's linear weights."""
+    """Returns the modules and names of MiniLM's linear weights."""
     return [(m, n) for m in params for n in params[m] if re.fullmatch(LINEAR, f"{m}/{n}")]
 
 
@@ -86,7 +86,7 @@ def is_quantized(x: Any) -> bool:
 
 
 class Inputs:
-    """What the weights of a model are multiplied by, in all that methods ask for."""
+    """The inputs of a model's weights, with the statistics that each method needs."""
 
     def __init__(self, apply: Any, params: Params, batches: list[Any], targets: str) -> None:
         self.params, self.targets = params, targets
@@ -94,13 +94,13 @@ class Inputs:
         self.maxima = hki.input_maxima(apply, params, batches, targets=targets)
 
     def quantized(self, options: dict[str, Any], method: str | None) -> tuple[Params, Params]:
-        """The parameters with these weights quantized, and those to score."""
+        """Returns the parameters with these weights quantized, and the parameters to score."""
         if method is None:
             new = hki.quantize_params(self.params, targets=self.targets, **options)
         else:
             inputs = self.maxima if method == "smoothquant" else self.moments
             new = hki.quantize_with_inputs(self.params, inputs, method=method, **options)
-        # Where activations are quantized, the dense weights are not what the model is.
+        # With quantized activations, the dense weights would not score the model.
         return new, new if "activation" in options else hki.materialize(new)
 
 
@@ -122,12 +122,12 @@ class Encoder:
         )
 
     def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
-        """The bits, the error of the weights, and the scores."""
+        """Returns the bits, the error of the weights, and the scores."""
         new, scored = self.inputs.quantized(options, method)
         return dict(**held(new, is_quantized), **self.error(new), **self.score(scored))
 
     def error(self, new: Params) -> dict[str, float]:
-        """The error of the linear weights, relative to them."""
+        """Returns the error of the linear weights, relative to the weights."""
         dense = hki.materialize(new)
         pairs = [(dense[m][n], self.params[m][n]) for m, n in linear_weights(self.params)]
         error = sum(float(jnp.sum((a - b) ** 2)) for a, b in pairs)
@@ -135,7 +135,7 @@ class Encoder:
         return dict(rms=math.sqrt(error / total))
 
     def score(self, params: Params) -> dict[str, float]:
-        """The mean cosine to the dense embeddings, and Pearson's correlation with people."""
+        """Returns the mean cosine to the dense embeddings, and Pearson's correlation with people."""
         found = np.asarray(self.apply(params, *self.batch))
         pairs = np.triu_indices(len(found), 1)
         own, theirs = (found @ found.T)[pairs], self.similarities[pairs]
@@ -167,13 +167,13 @@ class Language:
         return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
 
     def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
-        """The perplexity with quantized weights; nothing where groups do not divide its width, 576."""
+        """Returns the perplexity with quantized weights, or no entry if groups do not divide 576."""
         if 576 % (options.get("group_size") or 1):
             return {}
         return self.score(self.inputs.quantized(options, method)[1])
 
     def score(self, params: Params | None) -> dict[str, float]:
-        """The perplexity of the held-out text."""
+        """Returns the perplexity of the held-out text."""
         params = self.params if params is None else params
         return dict(perplexity=math.exp(float(self.loss(params, self.heldout))))
 

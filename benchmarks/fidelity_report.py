@@ -10,7 +10,7 @@ from benchmarks import tables as markdown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fidelity.json"
-GGUF_RESULTS = RESULTS.with_name("gguf_fidelity.json")  # of `benchmarks.gguf_fidelity`
+GGUF_RESULTS = RESULTS.with_name("gguf_fidelity.json")  # from `benchmarks.gguf_fidelity`
 DOCUMENT = ROOT / "docs" / "fidelity.md"
 IMAGE = ROOT / "docs" / "images" / "fidelity.png"
 
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "int8 × int8, SmoothQuant": (W8A8, "smoothquant"),
 }  # fmt: skip
 
-# Qwix 0.1.8 on the same weights, measured apart: bits per weight, relative RMS, cosine.
+# Qwix 0.1.8 on the same weights, measured separately: bits per weight, relative RMS, cosine.
 QWIX = {
     "int8 per channel": (8.07, 0.0099, 0.99949),
     "fp8 e4m3 per channel": (8.07, 0.0261, 0.99809),
@@ -103,7 +103,7 @@ QWIX = {
     "int4 per channel": (4.07, 0.1473, 0.90327),
 }
 
-# llama.cpp's formats, and what is held in about as many bits here.
+# llama.cpp's formats, each with the cases here of about as many bits.
 BESIDE_GGUF = {
     "Q8_0": "int8, 32, mse",
     "Q6_K": "int6, 16, double, mse",
@@ -122,19 +122,19 @@ BESIDE_GGUF = {
 
 
 def write() -> None:
-    """Replaces the tables and the plot by those of the recorded results."""
+    """Updates the tables and the plot from the recorded results."""
     results, theirs = recorded()
     markdown.replace(DOCUMENT, tables(results, theirs))
     draw(results, theirs)
 
 
 def recorded() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The results of this program, and those of `benchmarks.gguf_fidelity`."""
+    """Reads the results of `benchmarks.fidelity` and of `benchmarks.gguf_fidelity`."""
     return json.loads(RESULTS.read_text()), json.loads(GGUF_RESULTS.read_text())
 
 
 def tables(results: dict[str, Any], theirs: dict[str, Any]) -> dict[str, str]:
-    """The tables of `docs/fidelity.md`, by name."""
+    """Returns the tables of `docs/fidelity.md`, by name."""
     dense = results["dense"]
     header = ["format", "bits per weight", "relative RMS", "cosine", "Pearson", "perplexity"]
     rows = [
@@ -152,11 +152,11 @@ def tables(results: dict[str, Any], theirs: dict[str, Any]) -> dict[str, str]:
 
 
 def _beside_gguf(results: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """llama.cpp's formats, each with what is held in about as many bits here."""
+    """Returns a table of llama.cpp's formats, each with the cases here of about as many bits."""
     figures = ["bits", "relative RMS", "cosine"]
     rows = []
     for kind, name in BESIDE_GGUF.items():
-        # Of the two ways to quantize without data, the one of less error.
+        # There are two ways to quantize without data: choose the one with the smaller error.
         ways = [theirs["cases"].get(f"{kind}{way}") for way in ("", ", no importance")]
         best = min(filter(None, ways), key=lambda record: record["rms"])
         rows.append([kind, *_figures(best), name, *_figures(results["cases"][name])])
@@ -168,7 +168,7 @@ def _figures(record: dict[str, float]) -> list[str]:
 
 
 def in_order(results: dict[str, Any]) -> dict[str, Any]:
-    """The records of cases, in the order of the table above."""
+    """Returns the records of cases, in the order of `CASES`."""
     return {name: results["cases"][name] for name in CASES if name in results["cases"]}
 
 
@@ -186,7 +186,7 @@ def draw(results: dict[str, Any], gguf: dict[str, Any]) -> None:
     figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
     bits = np.linspace(1, 8.6, 50)
     axes.plot(bits, 2.0**-bits, color="#9a9a9a", label="rate–distortion bound, Gaussian source")
-    # (Methods that use a calibration batch have their least error elsewhere than in the weights.)
+    # (Methods with a calibration batch minimize another error than the weights'.)
     ours = [(r["bits"], r["rms"]) for n, r in in_order(results).items() if CASES[n][1] is None]
     axes.scatter(*zip(*ours, strict=True), s=18, color="#1f6fb2", label="haiku_implicit")
     theirs = [(b, e) for b, e, _ in QWIX.values()]

@@ -1,10 +1,10 @@
-"""What llama.cpp's formats cost in accuracy, on the weights of `benchmarks.fidelity`, to compare with.
+"""Measures the accuracy of llama.cpp's formats on the weights of `benchmarks.fidelity`, for comparison.
 
     python3 -m venv llama && llama/bin/pip install llama-cpp-python==0.3.36   # compiles for minutes
     python -m benchmarks.gguf_fidelity --library=llama/lib/python3.11/site-packages/llama_cpp/lib
 
-Run the second command from the root of the repository, with what `benchmarks.fidelity` needs. It loads
-llama.cpp's own quantizer by ctypes, and so no Python of that environment. Then
+Run the second command from the root of the repository, with the requirements of `benchmarks.fidelity`.
+It loads llama.cpp's own quantizer by ctypes, so it uses no Python of that environment. Then
 `python -m benchmarks.fidelity --report_only` writes the table and the plot.
 """
 
@@ -25,7 +25,7 @@ LIBRARY = flags.DEFINE_string(
     "library", None, "The folder of llama.cpp's shared libraries, in llama-cpp-python's package."
 )
 
-_BLOCK = 256  # a multiple of all blocks
+_BLOCK = 256  # a multiple of all block sizes
 
 
 def main(argv: Sequence[str]) -> None:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 class Quantizer:
-    """llama.cpp's quantization, in its own library."""
+    """llama.cpp's quantization, called in its own library."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         path = folder.resolve() / "libggml-base.so"
@@ -67,17 +67,17 @@ class Quantizer:
         return self._library.ggml_quantize_requires_imatrix(int(gguf.GGMLQuantizationType[kind]))
 
     def rounded(self, params: Any, kind: str, flat: bool) -> tuple[float, Any]:
-        """The bits per weight, and the parameters with rounded linear weights.
+        """Returns the bits per weight, and the parameters with rounded linear weights.
 
         Args:
           params: parameters of the encoder.
-          kind: the type of GGML.
-          flat: whether all weights are said to be equally important, or nothing is said of it.
+          kind: the type's name in GGML.
+          flat: whether to declare all weights equally important, or to pass no importance.
         """
         new = {module: dict(own) for module, own in params.items()}
         for module, name in fidelity.linear_weights(params):
-            # Rows are along the inputs, as in files of GGUF. A width of 384 has no whole blocks of 256:
-            # blocks go on in the next row. Groups of 16 and 32 are those of the rows all the same.
+            # Rows are along the inputs, as in GGUF files. A width of 384 is not a multiple of
+            # 256, so blocks continue in the next row. Groups of 16 and 32 still stay within rows.
             rows = np.asarray(params[module][name], np.float32).T
             new[module][name] = jnp.asarray(self._round(rows, kind, flat).T)
         elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]

@@ -1,13 +1,13 @@
-"""How the cost of a LoRA step grows with depth, width, rank, adapters, batch, context and devices.
+"""Measures a LoRA step's cost by depth, width, rank, adapters, batch, context and devices.
 
     python -m benchmarks.growth                              # all axes: results, plots and tables
-    python -m benchmarks.growth --axis=depth,layer_stack     # some of them; the others are kept
+    python -m benchmarks.growth --axis=depth,layer_stack     # some axes; the others keep their results
     python -m benchmarks.growth --growth_counts_only         # nothing is compiled or timed
     python -m benchmarks.growth --growth_report_only         # plots and tables of recorded results
 
 Run it from the root of the repository, with nothing else running on the machine. Each point is measured
-in a process of its own (`benchmarks.growth_point`); the implementations of one size come right after
-each other. `docs/growth.md` says what is measured.
+in its own process (`benchmarks.growth_point`); the implementations of one size follow each other.
+`docs/growth.md` describes the measurements.
 """
 
 import json
@@ -29,15 +29,15 @@ RESULTS = ROOT / "benchmarks" / "results" / "growth.json"
 
 
 class Axis(NamedTuple):
-    """What grows, and what stays.
+    """An axis of growth: one size varies, the others are fixed.
 
     Attributes:
       values: from the smallest to the largest.
       field: a field of `models.Sizes`, or of `growth_point.Case` if `sizes` does not have it.
       fixed: the other sizes.
       case: other fields of `growth_point.Case`.
-      compiled_up_to: values above that are only traced and lowered.
-      without: implementations that are left out.
+      compiled_up_to: larger values are only traced and lowered.
+      without: the implementations to leave out.
     """
 
     values: tuple[int, ...]
@@ -55,7 +55,7 @@ AXES = {
     "layer_stack": Axis((6, 12, 24, 48, 96, 192), "depth", dict(NARROW, stacked=True)),
     "width": Axis((64, 128, 256, 512), "width", WIDE),
     "rank": Axis((2, 8, 32, 128), "rank", dict(WIDE, width=256)),
-    # Each example of the batch has an adapter of its own; without LoRA there are none.
+    # Each example of the batch has its own adapter; without LoRA there are none.
     "adapters": Axis(
         (1, 4, 16, 64), "adapters", dict(WIDE, batch=64, length=16), without=("dense",)
     ),
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def chosen_axes() -> list[str]:
-    """The axes of `--axis`, in their order."""
+    """Returns the axes of `--axis`, in the order of the table."""
     if AXIS.value == ["all"]:
         return list(AXES)
     if unknown := set(AXIS.value) - set(AXES):
@@ -101,10 +101,10 @@ def chosen_axes() -> list[str]:
 
 
 def measure(axes: Sequence[str], path: pathlib.Path) -> None:
-    """Measures axes, and writes the results after each one. Those of other axes are kept."""
+    """Measures axes, and writes the results after each one. Other axes keep their results."""
     results = json.loads(path.read_text()) if path.exists() else {"axes": {}}
     points = {name: points_of(AXES[name]) for name in axes}
-    # What others run on this machine, before this adds to it.
+    # The load by others on this machine, before this program adds to it.
     load = round(os.getloadavg()[0], 1)
     with tqdm(total=sum(map(len, points.values())), file=sys.stderr) as bar:
         for name in axes:
@@ -124,7 +124,7 @@ def measure(axes: Sequence[str], path: pathlib.Path) -> None:
 
 
 def points_of(axis: Axis) -> list[tuple[int, dict[str, Any]]]:
-    """The values of an axis, each with the cases to measure."""
+    """Returns the values of an axis, each with the cases to measure."""
     points = []
     for value in axis.values:
         if UP_TO.value is not None and value > UP_TO.value:
@@ -142,7 +142,7 @@ def points_of(axis: Axis) -> list[tuple[int, dict[str, Any]]]:
 
 
 def run_point(case: dict[str, Any]) -> dict[str, Any]:
-    """The record of one case, measured by another process; an error of it is ours."""
+    """Returns the record of one case, measured by another process; raises if that process fails."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.growth_point", json.dumps(case)]
     paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
     run = subprocess.run(
@@ -161,7 +161,7 @@ def run_point(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_losses(axis: str, records: Sequence[dict[str, Any]]) -> None:
-    """Raises unless all implementations of LoRA compute the same."""
+    """Raises unless all implementations of LoRA compute the same losses."""
     by_hand = {r["value"]: r.get("loss") for r in records if r["implementation"] == "by_hand"}
     for r in records:
         expected = by_hand[r["value"]]

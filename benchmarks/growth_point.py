@@ -1,8 +1,8 @@
-"""One measurement of `benchmarks.growth`, in a process of its own: its peak memory is that of one case.
+"""Takes one measurement of `benchmarks.growth` in its own process, so peak memory is the case's own.
 
     python -m benchmarks.growth_point '{"implementation": "library", "sizes": {"depth": 6}}'
 
-The last line that it prints is the record as JSON.
+The last line of its output is the record as JSON.
 """
 
 import cProfile
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 
 class Case(NamedTuple):
-    """What is measured.
+    """The settings of one measurement.
 
     Attributes:
       implementation: a key of `benchmarks.implementations.available()`.
       sizes: fields of `benchmarks.models.Sizes`.
-      adapters: how many sets of LoRA factors there are, of which each example uses one; None: one set,
+      adapters: the number of sets of LoRA factors, from which each example uses one; None: one set,
         and no gather.
-      devices: over how many devices of this CPU the batch is split.
+      devices: the number of devices of this CPU that share the batch.
       compiled: whether the step is compiled and run.
       runs: how often the compiled step is timed.
     """
@@ -46,12 +46,12 @@ def main(argv: list[str]) -> None:
 
 
 def measured(case: Case) -> dict[str, float]:
-    """Counts, seconds, bytes and the loss of one case.
+    """Measures counts, seconds, bytes and the loss of one case.
 
     Returns:
-      `equations` of the jaxpr and `operations` of StableHLO; `calls` of functions, Python's and C's,
-      while the step is traced; `trace` and `lower`, seconds of processor time with empty caches, and if
-      the step is compiled `compile` and `step`, seconds by the clock; `temporary_bytes`,
+      `equations` of the jaxpr and `operations` of StableHLO; `calls` of functions, in Python and C,
+      while the step is traced; `trace` and `lower`, seconds of processor time with empty caches; if
+      the step is compiled, `compile` and `step`, seconds of wall-clock time; `temporary_bytes`,
       `bytes_sent` by each device, the `peak_bytes` of the process, and the `loss`.
     """
     import jax
@@ -60,7 +60,7 @@ def measured(case: Case) -> dict[str, float]:
 
     make_step, arguments = _made(case)
     record: dict[str, float] = {}
-    _trace(*_made(_small(case)))  # imports, and what is done once in a process
+    _trace(*_made(_small(case)))  # imports, and other one-time work of a process
     jax.clear_caches()
     with stages.no_garbage_collection():
         start = time.process_time()
@@ -72,7 +72,7 @@ def measured(case: Case) -> dict[str, float]:
     record["operations"] = counts.operations(lowered)
     if case.compiled:
         record.update(_compiled(lowered, arguments, case))
-        # In kilobytes, on Linux. Of this run alone: profiling comes after it.
+        # In kilobytes, on Linux. For this run only: profiling comes after it.
         record["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     jax.clear_caches()
     with cProfile.Profile() as profile:
@@ -82,7 +82,7 @@ def measured(case: Case) -> dict[str, float]:
 
 
 def _small(case: Case) -> Case:
-    """The same with one layer."""
+    """Returns the case with one layer."""
     return case._replace(sizes=dict(case.sizes, depth=1))
 
 
@@ -112,7 +112,7 @@ def _compiled(lowered: Any, arguments: tuple[Any, ...], case: Case) -> dict[str,
 
 
 def _made(case: Case) -> tuple[Callable[[], Any], tuple[Any, ...]]:
-    """What makes a new training step, and its arguments, where they lie on the devices."""
+    """Returns a function that makes a new training step, and its arguments, placed on the devices."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding
@@ -140,7 +140,7 @@ def _made(case: Case) -> tuple[Callable[[], Any], tuple[Any, ...]]:
 
 
 def _example(sizes: Any) -> tuple[Any, Any]:
-    """Tokens, and parameters of the model by hand. `init` is not run: it would be compiled first."""
+    """Returns tokens, and parameters of the model by hand, without running `init`, which compiles."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -157,7 +157,7 @@ def _example(sizes: Any) -> tuple[Any, Any]:
 
 
 def _of_bank(loss: Any, adapters: int) -> Any:
-    """The mean loss of examples that each have the factors of their own adapter."""
+    """Returns the mean loss of examples that each have the factors of their own adapter."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""The plots and tables of `docs/growth.md`, made from the recorded results alone."""
+"""Draws the plots and writes the tables of `docs/growth.md`, from the recorded results."""
 
 import math
 import pathlib
@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "growth.md"
 IMAGES = ROOT / "docs" / "images"
 
-# The axes, in the document's order; `growth.AXES` says what each one is.
+# The axes, in the document's order; `growth.AXES` describes each one.
 AXES = ("depth", "layer_stack", "width", "rank", "adapters", "batch", "context", "devices")
 COUNTS = ("equations", "operations", "calls")
 TIMES = ("trace", "lower", "compile", "step")
@@ -24,20 +24,20 @@ TITLES = dict(
     bytes_sent="bytes sent",
 )  # fmt: skip
 UNITS = {**dict.fromkeys(TIMES, ("ms", 1e3)), **dict.fromkeys(BYTES, ("MB", 1e-6))}
-# Above this part of its cores, a machine was too busy with other things for its times to mean much.
+# Above this share of busy cores, other work makes the times unreliable.
 BUSY = 0.5
 
 Results = dict[str, Any]
 
 
 def write(results: Results) -> list[pathlib.Path]:
-    """Renews the tables of `docs/growth.md` and the plots of the axes that were measured."""
+    """Updates the tables of `docs/growth.md` and the plots of the measured axes."""
     markdown.replace(DOCUMENT, tables(results))
     return [draw(name, axis, IMAGES) for name, axis in results["axes"].items()]
 
 
 def tables(results: Results) -> dict[str, str]:
-    """The document's tables: ratios, and for each axis its plot and exponents, or how to measure it."""
+    """Returns the document's tables: ratios, and each axis's plot and exponents, or its command."""
     found = {"ratios": ratios_table(results)}
     for name in AXES:
         axis = results["axes"].get(name)
@@ -50,7 +50,7 @@ def tables(results: Results) -> dict[str, str]:
 
 
 def ratios_table(results: Results) -> str:
-    """A row for each axis: costs by those of LoRA by hand, the median over the axis's values."""
+    """Returns a row for each axis: costs relative to LoRA by hand, medians over the axis's values."""
     costs = [c for c in (*COUNTS, *TIMES, *BYTES) if c != "bytes_sent"]
     rows = []
     for axis_name in filter(results["axes"].__contains__, AXES):
@@ -63,19 +63,19 @@ def ratios_table(results: Results) -> str:
 
 
 def median_ratio(axis: Results, name: str, cost: str) -> float | None:
-    """What an implementation costs, where LoRA by hand costs one; None if it was not measured."""
+    """Returns the cost of an implementation relative to LoRA by hand; None if it was not measured."""
     by_hand, own = (dict(zip(*series(axis, n, cost), strict=True)) for n in ("by_hand", name))
     ratios = [own[value] / by_hand[value] for value in own if value in by_hand]
     return statistics.median(ratios) if ratios else None
 
 
 def image_name(axis: str) -> str:
-    """The file of a plot."""
+    """Returns the file name of a plot."""
     return f"growth_{axis}.png"
 
 
 def exponents_table(axis: Results) -> str:
-    """A row for each implementation, with the exponent of each cost."""
+    """Returns a row for each implementation, with the exponent of each cost."""
     costs = costs_of(axis)
     rows = [
         [report.LABELS[n], *(_number(exponent(*series(axis, n, c))) for c in costs)]
@@ -85,7 +85,7 @@ def exponents_table(axis: Results) -> str:
 
 
 def environment(axis: Results) -> str:
-    """What was measured, where, and whether its times are to be believed."""
+    """Describes the measurement and the machine, and warns if its times are unreliable."""
     about = axis["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     fixed = ", ".join(f"{name} {value}" for name, value in axis["fixed"].items())
@@ -105,31 +105,31 @@ def environment(axis: Results) -> str:
 
 
 def busy(axis: Results) -> bool:
-    """Whether other work ran on the machine when an axis was begun."""
+    """Whether other work ran on the machine when the measurement of an axis began."""
     return axis["load"] > BUSY * axis["environment"]["cores"]
 
 
 def costs_of(axis: Results) -> list[str]:
-    """The costs that were measured and are not always zero."""
+    """Returns the measured costs that are not always zero."""
     return [c for c in (*COUNTS, *TIMES, *BYTES) if any(p.get(c) for p in axis["points"])]
 
 
 def implementations(axis: Results) -> list[str]:
-    """The names of the implementations, in their order."""
+    """Returns the names of the implementations, in their order."""
     return list(dict.fromkeys(p["implementation"] for p in axis["points"]))
 
 
 def series(axis: Results, name: str, cost: str) -> tuple[list[int], list[float]]:
-    """The values of an axis at which an implementation's cost is known, and these costs."""
+    """Returns the values of an axis at which an implementation's cost is known, and these costs."""
     own = [p for p in axis["points"] if p["implementation"] == name and p.get(cost)]
     return [p["value"] for p in own], [p[cost] for p in own]
 
 
 def exponent(values: Sequence[float], costs: Sequence[float]) -> float | None:
-    """The power of the value that a cost grows with: the slope in logarithms, of the larger half.
+    """Returns the power of the value by which a cost grows: the log-log slope of the larger half.
 
-    What is paid once hides growth at small values, so that only the last three points count, or the
-    last half if that is more. None where there are less than two.
+    One-time costs hide growth at small values, so only the last three points count, or the
+    last half if that is more. Returns None for fewer than two points.
 
     >>> exponent([1, 2, 4, 8], [3, 12, 48, 192])
     2.0

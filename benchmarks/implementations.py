@@ -1,8 +1,8 @@
 """Ways to train LoRA factors on the same transformer, each as one loss of the same arrays.
 
 Every implementation is a function that returns a new `loss(trainable, frozen, tokens)`: a new
-function object each time, since JAX keeps what it has traced by function. `trainable` and `frozen`
-are Haiku parameter trees, as `split` makes them of those of `models.LoraLinear`.
+function object each time, since JAX caches traces by function. `trainable` and `frozen`
+are Haiku parameter trees, which `split` makes from the parameters of `models.LoraLinear`.
 """
 
 import functools
@@ -22,12 +22,12 @@ FACTORS = ("w_a", "w_b")
 
 
 def split(params: hk.Params) -> tuple[hk.Params, hk.Params]:
-    """The LoRA factors, and all other parameters."""
+    """Splits parameters into the LoRA factors and all others."""
     return hk.data_structures.partition(lambda module, name, value: name in FACTORS, params)
 
 
 def dense(sizes: models.Sizes) -> Loss:
-    """No LoRA: the gradient is that of the weights themselves. What Haiku costs by itself."""
+    """No LoRA: the gradient is with respect to the weights. This is the cost of Haiku by itself."""
     apply = models.transformed(sizes).apply
 
     def loss(trainable: hk.Params, frozen: hk.Params, tokens: jax.Array) -> jax.Array:
@@ -37,7 +37,7 @@ def dense(sizes: models.Sizes) -> Loss:
 
 
 def by_hand(sizes: models.Sizes) -> Loss:
-    """LoRA written into the Haiku modules: what the others are measured against."""
+    """LoRA written into the Haiku modules: the reference for the others."""
     apply = models.transformed(sizes, by_hand=True).apply
 
     def loss(trainable: hk.Params, frozen: hk.Params, tokens: jax.Array) -> jax.Array:
@@ -57,14 +57,14 @@ def library(sizes: models.Sizes) -> Loss:
 
 
 def quax(sizes: models.Sizes) -> Loss:
-    """quax on the same unmodified model, with a type and a rule as lean as the library's own."""
+    """quax on the same unmodified model, with a type and a rule as short as the library's own."""
     from benchmarks import quax_lora
 
     return _with_quax(sizes, functools.partial(quax_lora.Lora, scale=sizes.alpha / sizes.rank))
 
 
 def quax_example(sizes: models.Sizes) -> Loss:
-    """quax with the LoRA type that it ships as an example, which has no scale."""
+    """quax with its example LoRA type, which does not have a scale."""
     from benchmarks import quax_lora
 
     def adapted(w: jax.Array, a: jax.Array, b: jax.Array) -> Any:
@@ -85,7 +85,7 @@ def _with_quax(sizes: models.Sizes, adapted: Callable[..., Any]) -> Loss:
 
 
 def available() -> dict[str, Callable[[models.Sizes], Loss]]:
-    """The implementations by name; quax only where it is installed."""
+    """Returns the implementations by name; quax only if it is installed."""
     found = dict(dense=dense, by_hand=by_hand, library=library)
     if importlib.util.find_spec("quax") is None:
         return found
@@ -93,7 +93,7 @@ def available() -> dict[str, Callable[[models.Sizes], Loss]]:
 
 
 def arguments(name: str, params: hk.Params) -> tuple[hk.Params, hk.Params]:
-    """`trainable` and `frozen` for an implementation, of the parameters of the model by hand."""
+    """Returns an implementation's `trainable` and `frozen`, from parameters of the model by hand."""
     trainable, frozen = split(params)
     if name != "dense":
         return trainable, frozen
@@ -103,7 +103,7 @@ def arguments(name: str, params: hk.Params) -> tuple[hk.Params, hk.Params]:
 
 
 def with_lora(trainable: hk.Params, frozen: hk.Params, sizes: models.Sizes) -> hk.Params:
-    """The parameters of the unmodified model, with `LoRA` for each weight that has factors."""
+    """Returns the parameters of the unmodified model, with `LoRA` for each weight that has factors."""
     return _adapt(trainable, frozen, functools.partial(hki.LoRA, alpha=sizes.alpha))
 
 
@@ -112,7 +112,7 @@ def _merge(frozen: hk.Params, trainable: hk.Params) -> hk.Params:
 
 
 def _adapt(trainable: hk.Params, frozen: hk.Params, adapted: Callable[..., Any]) -> hk.Params:
-    """The parameters of the unmodified model, with `adapted(w, a, b)` for each adapted `w`."""
+    """Returns the parameters of the unmodified model, with `adapted(w, a, b)` for each adapted `w`."""
     params = {module: dict(values) for module, values in frozen.items()}
     for module, factors in trainable.items():
         params[module]["w"] = adapted(params[module]["w"], *(factors[name] for name in FACTORS))

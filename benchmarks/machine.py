@@ -1,4 +1,4 @@
-"""What a measurement was made on."""
+"""Describes the machine and the versions of a measurement."""
 
 import datetime
 import importlib.metadata
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def about_this_machine(*distributions: str) -> dict[str, Any]:
-    """The CPU, and the versions of these distributions that are installed."""
+    """Returns the CPU, and the versions of these distributions if they are installed."""
     versions = {}
     for name in distributions:
         try:

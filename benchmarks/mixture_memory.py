@@ -1,11 +1,11 @@
-"""What a product with the experts of a mixture holds beside its operands and results.
+"""Measures the temporary memory of a product with the experts of a mixture.
 
     python -m benchmarks.mixture_memory
 
-For a weight `[experts, inputs, outputs]` in several types: bytes that it takes, and bytes that
-`jax.lax.ragged_dot` with it allocates for a time, forward and with its gradients (with respect to the
-rows, and to the factors of LoRA). They are XLA's own figures for the compiled programs, so it does not
-matter what else the machine does.
+For a weight `[experts, inputs, outputs]` in several types: its bytes, and the temporary bytes of
+`jax.lax.ragged_dot` with it, forward and with its gradients (with respect to the rows, and to the
+factors of LoRA). These are XLA's own figures for the compiled programs, so other load on the machine
+does not matter.
 """
 
 import sys
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def weights() -> dict[str, Callable[[], Any]]:
-    """The weight in each type; `materialized` makes the dense one of int4 for each product."""
+    """Returns the weight in each type; `materialized` makes int4 codes dense for each product."""
 
     def dense() -> jax.Array:
         shape = EXPERTS.value, INPUTS.value, OUTPUTS.value
@@ -60,14 +60,14 @@ def weights() -> dict[str, Callable[[], Any]]:
 
 
 class Materialized:
-    """A weight that is made dense before each product."""
+    """A weight that becomes dense before each product."""
 
     def __init__(self, weight: Any):
         self.weight = weight
 
 
 def measured(rows: int, weight: Any) -> list[str]:
-    """Megabytes of the weight, and those of temporary arrays."""
+    """Returns the megabytes of the weight, and of temporary arrays."""
     as_dense = isinstance(weight, Materialized)
     weight = weight.weight if as_dense else weight
     trainable, frozen = hki.partition(weight, trainable_dense=False)

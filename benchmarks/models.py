@@ -1,4 +1,4 @@
-"""The model that is timed: a small Haiku transformer, and its twin with LoRA written in by hand.
+"""The timed model: a small Haiku transformer, and its twin with LoRA written in by hand.
 
 Neither knows of this library.
 """
@@ -15,7 +15,7 @@ class Sizes:
     """The sizes of a model, its batch and its adapters.
 
     Attributes:
-      depth: how many layers.
+      depth: the number of layers.
       stacked: whether the layers are one `hk.experimental.layer_stack`.
     """
 
@@ -31,7 +31,7 @@ class Sizes:
 
 
 class LoraLinear(hk.Linear):
-    """`hk.Linear` with LoRA written in by hand, which is what the library is measured against."""
+    """`hk.Linear` with LoRA written in by hand: the reference for the library."""
 
     def __init__(self, output_size: int, *, rank: int, alpha: float, name: str = "linear"):
         super().__init__(output_size, name=name)
@@ -62,14 +62,14 @@ class Linears:
 
 
 class Transformer(hk.Module):
-    """A causal transformer of pre-normalized blocks, each with weights of its own."""
+    """A causal transformer of pre-normalized blocks, each with its own weights."""
 
     def __init__(self, linears: Linears):
         super().__init__(name="transformer")
         self.sizes, self.linear = linears.sizes, linears
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits `[batch, length, vocabulary]` for tokens `int32[batch, length]`."""
+        """Returns logits `[batch, length, vocabulary]` for tokens `int32[batch, length]`."""
         x = hk.Embed(self.sizes.vocabulary, self.sizes.width)(tokens)
         if self.sizes.stacked:
             stack = hk.experimental.layer_stack(self.sizes.depth)
@@ -88,13 +88,13 @@ class Block(hk.Module):
         self.heads, self.linear = linears.sizes.heads, linears
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps `[batch, length, width]` to the same."""
+        """Maps `[batch, length, width]` to `[batch, length, width]`."""
         x = x + self.attention(norm(x))
         hidden = jax.nn.gelu(self.linear(4 * x.shape[-1], "up")(norm(x)))
         return x + self.linear(x.shape[-1], "down")(hidden)
 
     def attention(self, x: jax.Array) -> jax.Array:
-        """Causal attention of several heads."""
+        """Computes causal attention of several heads."""
         *batch, length, width = x.shape
         split = (*batch, length, self.heads, width // self.heads)
         q, k, v = (self.linear(width, name)(x).reshape(split) for name in ("q", "k", "v"))
@@ -111,13 +111,13 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def transformed(sizes: Sizes, by_hand: bool = False) -> hk.Transformed:
-    """The transformer as functions `init(rng, tokens)` and `apply(params, tokens)`."""
+    """Returns the transformer as functions `init(rng, tokens)` and `apply(params, tokens)`."""
     return hk.without_apply_rng(
         hk.transform(lambda tokens: Transformer(Linears(sizes, by_hand))(tokens))
     )
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The mean loss of predicting each next token."""
+    """Returns the mean loss of predicting each next token."""
     logprobs = jax.nn.log_softmax(logits[:, :-1])
     return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()

@@ -1,11 +1,11 @@
-"""What module expressions cost: making, evaluating, looking up and changing, by the model's depth.
+"""Times module expressions: making, evaluating, looking up and changing, by the model's depth.
 
     python -m benchmarks.module_expressions                  # everything: results, tables and plot
     python -m benchmarks.module_expressions --depths=6,12    # less
     python -m benchmarks.module_expressions --report_only    # tables and plot from the results
 
-Run it from the root of the repository, with nothing else running on the machine. How it is measured
-is told in `benchmarks/expression_costs.py`.
+Run it from the root of the repository, with nothing else running on the machine.
+`benchmarks/expression_costs.py` describes the measurements.
 """
 
 import pathlib
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
     if not REPORT_ONLY.value:
         depths = [int(depth) for depth in DEPTHS.value]
         for results in expression_costs.measure(depths, TURNS.value, COMPILE_UP_TO.value):
-            result_files.write(results, path)  # an interrupted run keeps the cases it has finished
+            result_files.write(results, path)  # an interrupted run keeps its finished cases
             print(expression_report.summary(results["cases"][-1]), flush=True)
     expression_report.write(expression_report.load(path))
 

@@ -1,10 +1,10 @@
-"""What AdamW's moments in few bits cost in the loss of a transformer that is trained with them.
+"""Measures how AdamW's moments in few bits change the loss of a transformer trained with them.
 
     python -m benchmarks.optimizer_states                 # everything: results, table and plot
     python -m benchmarks.optimizer_states --seeds=1       # one run of each
     python -m benchmarks.optimizer_states --report_only   # table and plot from the recorded results
 
-Run it from the root of the repository. What is measured is told in `docs/optimizer_states.md`.
+Run it from the root of the repository. `docs/optimizer_states.md` describes the measurements.
 """
 
 import json
@@ -46,8 +46,8 @@ SEEDS = flags.DEFINE_integer("seeds", 3, "How many initializations.", lower_boun
 STEPS = flags.DEFINE_integer("steps", 400, "Steps of each run, a multiple of 10.", lower_bound=50)
 RATE = flags.DEFINE_float("learning_rate", 2e-3, "That of AdamW.")
 
-# Name: (the format of the moments, how much the initial parameters are changed). The second line
-# shows what a change that means nothing does to the loss after so many steps.
+# Name: (the format of the moments, the relative change of the initial parameters). The second line
+# shows how a meaningless change moves the loss after this many steps.
 CASES: dict[str, tuple[str | None, float]] = {
     "float32": (None, 0.0),
     "float32, start times 1.0001": (None, 1e-4),
@@ -56,9 +56,9 @@ CASES: dict[str, tuple[str | None, float]] = {
     "int4": ("int4", 0.0),
 }
 BLOCK = 256
-LAST = 50  # the loss of so many steps is averaged
-BIN = 10  # and of so many for a point of the plot
-# Its tokens are bytes.
+LAST = 50  # the number of steps whose losses are averaged
+BIN = 10  # the number of steps per point of the plot
+# The tokens are bytes.
 CONFIG = llama.LlamaConfig(
     vocab_size=256, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=384
 )
@@ -125,7 +125,7 @@ class Run:
         return optax.apply_updates(params, updates), state, loss
 
     def __call__(self, params: Any, data: np.ndarray, seed: int, progress: Any) -> Results:
-        """The losses of the last steps and of held-out text, the bytes of the state, a curve."""
+        """Returns losses of the last steps and of held-out text, the bytes of the state, a curve."""
         rng = np.random.default_rng(seed)
         cut = len(data) * 9 // 10  # the last tenth is held out
         state, losses = self.optimizer.init(params), []
@@ -143,7 +143,7 @@ class Run:
 
 
 def windows(rng: np.random.Generator, data: np.ndarray, count: int) -> jax.Array:
-    """Passages of the text, `[count, LENGTH]` int32."""
+    """Returns passages of the text, `[count, LENGTH]` int32."""
     starts = rng.integers(len(data) - LENGTH, size=count)
     return jnp.asarray(data[starts[:, None] + np.arange(LENGTH)], jnp.int32)
 
@@ -152,13 +152,13 @@ def windows(rng: np.random.Generator, data: np.ndarray, count: int) -> jax.Array
 
 
 def differences(results: Results, name: str, of: str) -> list[float]:
-    """By how much the loss is above that of the float32 run from the same seed."""
+    """Returns each run's loss minus the loss of the float32 run from the same seed."""
     pairs = zip(results["cases"][name], results["cases"]["float32"], strict=True)
     return [own[of] - reference[of] for own, reference in pairs]
 
 
 def write_table(results: Results) -> None:
-    """Replaces the tables of `docs/optimizer_states.md`."""
+    """Updates the tables of `docs/optimizer_states.md`."""
     cases = results["cases"]
     dense = cases["float32"][0]["bytes"]
     seeds = [f"seed {i}" for i in range(len(cases["float32"]))]
@@ -180,7 +180,7 @@ def write_table(results: Results) -> None:
 
 
 def draw(results: Results) -> None:
-    """Plots the losses, and what each is above that of the float32 run from the same seed."""
+    """Plots the losses, and their differences from the float32 run with the same seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -194,7 +194,7 @@ def draw(results: Results) -> None:
         above = curve - curves["float32"]
         right.plot(steps, above.mean(0), color=color, linewidth=1.2, label=name)
         right.fill_between(steps, above.min(0), above.max(0), color=color, alpha=0.15, linewidth=0)
-    # The first steps fall from far above: they would leave no room for the rest.
+    # The losses of the first steps are far larger: they would leave no room for the rest.
     shown = np.concatenate([c[:, 3:].ravel() for c in curves.values()])
     left.set(xlabel="step", ylabel="loss, nats per byte")
     left.set_ylim(shown.min() - 0.05, shown.max() + 0.05)

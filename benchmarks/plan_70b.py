@@ -1,11 +1,11 @@
-"""What QLoRA of a Llama with 70 billion weights takes on many accelerators: on paper, by its shapes.
+"""Plans QLoRA of a Llama with 70 billion weights on many accelerators, from its shapes only.
 
     python -m benchmarks.plan_70b
 
-Nothing of the model is ever made: its parameters are `jax.ShapeDtypeStruct`s, quantized and placed as
-real ones are, on meshes without devices. Bytes of weights, adapters and Adam's state on a device are
-exact sums over these. What is sent is a formula, which is compared first with the compiled programs of
-a small Llama on eight devices of this CPU. Times are bounds from the rates that are given as flags.
+The model is never made: its parameters are `jax.ShapeDtypeStruct`s, quantized and sharded like real
+ones, on meshes without devices. Bytes of weights, adapters and Adam's state on a device are
+exact sums over these. The bytes sent are a formula, which is first compared with the compiled programs
+of a small Llama on eight devices of this CPU. Times are lower bounds from the rates in the flags.
 """
 
 import math
@@ -30,7 +30,7 @@ from benchmarks import tables as markdown
 from benchmarks.collectives import sent
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
+sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by name
 from models import llama  # noqa: E402
 
 # NVIDIA's data sheet of the H100 SXM: dense bfloat16, HBM3, and NVLink in both directions together.
@@ -59,22 +59,22 @@ LLAMA_70B = llama.LlamaConfig(
 SMALL = llama.LlamaConfig(
     vocab_size=512, dim=256, num_layers=4, num_heads=8, num_kv_heads=4, hidden_dim=512, tied=False
 )
-# Columns, which cuts no group. The embedding and the head are on all devices: XLA would gather the
-# activations of all devices rather than these weights.
+# By columns, so that no group is cut. The embedding and the head are on all devices: XLA would gather
+# the activations of all devices rather than these weights.
 RULES = [(".*_proj/w", P(None, "d")), (".*", P())]
 
 
 class Plan(NamedTuple):
-    """What is on one device, in bytes.
+    """The contents of one device, in bytes.
 
     Attributes:
-      frozen: weights.
+      frozen: frozen weights.
       adapters: LoRA's factors.
-      adam: its two moments of them.
+      adam: Adam's two moments of the factors.
       layer: the codes and scales of one layer, gathered.
-      codes: those of all layers, gathered one after the other.
+      codes: the codes and scales of all layers, gathered one after the other.
       a: the first factors, which are on all devices.
-      b: the second ones, gathered.
+      b: the second factors, gathered.
     """
 
     frozen: int
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def params_of(config: llama.LlamaConfig, dtype: Any) -> Any:
-    """The parameters, as a function of a key: nf4 in groups of 64 or less, LoRA, the rest dense."""
+    """Returns a function from a key to parameters: nf4 in groups of 64 or less, LoRA, others dense."""
     model = hk.without_apply_rng(hk.transform(lambda tokens: llama.Llama(config)(tokens)))
 
     def make(key: jax.Array) -> Any:
@@ -117,13 +117,13 @@ def params_of(config: llama.LlamaConfig, dtype: Any) -> Any:
 
 
 def on_one(tree: Any, places: Any) -> int:
-    """The bytes of a tree on one device."""
+    """Returns the bytes of a tree on one device."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(places), strict=True)
     return sum(math.prod(p.shard_shape(x.shape)) * x.dtype.itemsize for x, p in pairs)
 
 
 def nbytes(tree: Any) -> int:
-    """The bytes of all of a tree."""
+    """Returns the bytes of a whole tree."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -137,7 +137,7 @@ def plan_of(config: llama.LlamaConfig, mesh: Any) -> Plan:
 
 
 def gathered_of(trained: Any, frozen: Any, layers: int) -> tuple[int, int, int, int]:
-    """The bytes of the codes and scales of a layer, those of all layers, and of LoRA's two factors."""
+    """Returns the bytes of one layer's codes and scales, of all layers', and of LoRA's two factors."""
     is_lora = lambda x: isinstance(x, hki.LoRA)  # noqa: E731
     codes = nbytes([x.w for x in jax.tree.leaves(frozen, is_leaf=is_lora) if is_lora(x)])
     factors = [x for x in jax.tree.leaves(trained, is_leaf=is_lora) if is_lora(x)]
@@ -148,19 +148,19 @@ def gathered_of(trained: Any, frozen: Any, layers: int) -> tuple[int, int, int, 
 
 
 def sent_by_step(codes: int, a: int, b: int, passes: int) -> int:
-    """The results of collectives on one device in a training step, in bytes.
+    """Returns the bytes of the results of collectives on one device in a training step.
 
     Args:
-      codes: of all layers, with their scales.
+      codes: the bytes of the codes and scales of all layers.
       a, b: the bytes of LoRA's factors.
       passes: how often codes are gathered: once, if they are kept for the gradient.
     """
-    # Beside the codes: `b` in each pass, and the sums of gradients over devices.
+    # In addition to the codes: `b` in each pass, and the sums of gradients over devices.
     return passes * (codes + b) + a + b
 
 
 def checked() -> list[list[str]]:
-    """The formula and what is compiled, for a small model whose batch and weights are split."""
+    """Compares the formula with compiled programs of a small model, with split batch and weights."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     params = jax.jit(params_of(SMALL, jnp.float32))(jax.random.key(0))
     trained, frozen = jax.device_put(
@@ -185,14 +185,14 @@ def checked() -> list[list[str]]:
 
 
 def described(plan: Plan, devices: int) -> dict[str, str]:
-    """Lines of the table: what is held, what is sent, and how long each takes at least."""
+    """Returns lines of the table: the bytes held, the bytes sent, and lower bounds of the times."""
     tokens = _BATCH.value * _LENGTH.value
-    # The input of each layer is kept, and the layer computed again for the gradient.
+    # Each layer's input is kept, and the layer is computed again for the gradient.
     kept = LLAMA_70B.num_layers * tokens * LLAMA_70B.dim * 2
     logits = 2 * tokens * LLAMA_70B.vocab_size * 4
     held = plan.frozen + 2 * plan.adapters + plan.adam + plan.layer + kept + logits
     received = sent_by_step(plan.codes, plan.a, plan.b, passes=2)
-    # Of those products, forwards, forwards again, and by the activations; none by frozen weights.
+    # Three products per weight: forward, recomputed, and for the gradients of the activations.
     flops = 3 * 2 * weights_of(LLAMA_70B) * tokens
     link = _LINK.value if devices <= 8 else _NETWORK.value
     times = {
@@ -217,7 +217,7 @@ def described(plan: Plan, devices: int) -> dict[str, str]:
 
 
 def weights_of(config: llama.LlamaConfig) -> int:
-    """How many weights are in products with matrices."""
+    """Counts the weights that are operands of matrix products."""
     heads = config.head_dim * (config.num_heads + 2 * config.num_kv_heads)
     layer = config.dim * (heads + config.dim + 3 * config.hidden_dim)
     return config.num_layers * layer + config.dim * config.vocab_size

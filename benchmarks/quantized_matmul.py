@@ -1,14 +1,14 @@
-"""Times products with quantized weights: this library, dense float32, and qwix where it is installed.
+"""Times products with quantized weights: this library, dense float32, and qwix if it is installed.
 
     python -m benchmarks.quantized_matmul                # everything: results, tables and plot
     python -m benchmarks.quantized_matmul --sizes=576x1536 --rows=1,8 --output=results.json
     python -m benchmarks.quantized_matmul --report_only  # tables and plot from the recorded results
 
-Run it from the root of the repository, with nothing else running on the machine. Each time is taken
-in turns with the dense product, and is that of the fastest call: what else a machine does only adds.
+Run it from the root of the repository, with nothing else running on the machine. Each case takes turns
+with the dense product, and its time is the fastest call's: other load on the machine only adds.
 
-Small weights are not alone: a program multiplies with several, one after another, so that the dense
-ones come from memory, as in a model, and calling the program is a small part of the time.
+A program multiplies with several small weights one after another, so that the dense weights come from
+memory, as in a model, and the call of the program is a small part of the time.
 """
 
 import concurrent.futures
@@ -37,11 +37,11 @@ PLOT = ROOT / "docs" / "images" / "quantized_matmul.png"
 
 FORMATS = ("int8", "uint8", "fp8_e4m3", "fp8_e5m2", "int4", "uint4", "nf4", "fp4")
 GROUPS = (None, 128, 32)
-# What is timed with activations rounded to 8 bits, too: formats with a kernel of integers.
+# Also timed with activations rounded to 8 bits: the formats with an integer kernel.
 ROUNDED = ("int8", "int4", "fp4")
-# The dense weights of one program take about so many bytes.
+# The dense weights of one program take about this many bytes.
 IN_MEMORY = 1 << 26
-# What XLA's formulation and qwix are timed for: at one size, since they are slow.
+# Cases for XLA's formulation and for qwix: one size only, since they are slow.
 OTHERS = (
     ("int8", None),
     ("fp8_e4m3", None),
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure() -> Results:
-    """All times, in seconds."""
+    """Measures all times, in seconds."""
     sizes = [tuple(map(int, size.split("x"))) for size in SIZES.value]
     rows = [int(m) for m in ROWS.value]
     bandwidth = memory_bandwidth()
@@ -136,8 +136,8 @@ def _copies(w: Any, count: int) -> list[Any]:
 
 
 def _program(weights: Sequence[Any], x: jax.Array) -> Callable[[], Any]:
-    """Products with all weights, each of which waits for the one before."""
-    leaves, treedef = jax.tree.flatten(weights)  # once: within a model, it is not part of a product
+    """Returns a program of products with all weights, each of which waits for the one before."""
+    leaves, treedef = jax.tree.flatten(weights)  # once: flattening is not part of a product
 
     @hki.use_implicit_args
     def products(weights: Sequence[Any], x: jax.Array) -> list[jax.Array]:
@@ -163,7 +163,7 @@ def _without_kernel(q: hki.QuantizedMatrix, x: jax.Array) -> Callable[[], Any]:
 
 
 def _qwix(w: jax.Array, x: jax.Array, name: str, group: int | None) -> Callable[[], Any] | None:
-    """The same weight-only product in qwix, where it is installed."""
+    """Returns the same weight-only product in qwix, or None without qwix."""
     try:
         import qwix
     except ImportError:
@@ -179,7 +179,7 @@ def _qwix(w: jax.Array, x: jax.Array, name: str, group: int | None) -> Callable[
 
 
 def _in_turns(functions: Sequence[Callable[[], Any]]) -> list[list[float]]:
-    """Seconds that the fastest call of each takes, for each turn."""
+    """Returns the seconds of each function's fastest call, for each turn."""
     calls = []
     for function in functions:
         jax.block_until_ready(function())
@@ -198,7 +198,7 @@ def _seconds(function: Callable[[], Any]) -> float:
 
 
 def memory_bandwidth(size: int = 1 << 29) -> float:
-    """Bytes per second that all cores read from memory together."""
+    """Measures the bytes per second that all cores together read from memory."""
     parts = np.array_split(np.ones(size // 8, np.int64), os.cpu_count() or 1)
     best = 0.0
     with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
@@ -217,7 +217,7 @@ def _ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _to_reading(case: Results, bandwidth: float) -> float:
-    """The time at one row, relative to that of reading the quantized weight."""
+    """Returns the time at one row, relative to the time of reading the quantized weight."""
     return min(case["ours"]) / (case["bytes"] / bandwidth)
 
 
@@ -227,7 +227,7 @@ def _kind(case: Results) -> str:
 
 
 def tables(results: Results) -> dict[str, str]:
-    """Markdown tables by the name that `docs/quantization_speed.md` has them under."""
+    """Returns Markdown tables by their names in `docs/quantization_speed.md`."""
     about = results["environment"]
     cases = [c for c in results["cases"] if c["activation"] is None]
     rows = sorted({c["rows"] for c in cases})
@@ -264,7 +264,7 @@ def tables(results: Results) -> dict[str, str]:
 
 
 def _by_rows(cases: Sequence[Results], rows: Sequence[int]) -> list[list[str]]:
-    """A line for each weight and size: how many times as fast as dense, by the number of rows."""
+    """Returns a line for each weight and size: the speed relative to dense, by the number of rows."""
     lines: dict[Any, dict[int, str]] = {}
     for c in cases:
         key = _kind(c), f"{c['size'][0]} × {c['size'][1]}"
@@ -292,7 +292,7 @@ def _other(case: Results) -> list[str]:
 
 
 def draw(results: Results) -> None:
-    """The speed relative to dense by the number of rows, for each size."""
+    """Plots the speed relative to dense by the number of rows, for each size."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,12 +1,12 @@
-"""Times products with quantized weights on a GPU: this library's kernel, XLA alone, and dense bfloat16.
+"""Times products with quantized weights on a GPU: this library's kernel, XLA only, and dense bfloat16.
 
     python -m benchmarks.quantized_matmul_gpu                # everything: results and table
     python -m benchmarks.quantized_matmul_gpu --gpu_sizes=4096x4096 --gpu_rows=1,512
     python -m benchmarks.quantized_matmul_gpu --gpu_report_only  # the table from the recorded results
 
 Run it from the root of the repository, with nothing else running on the GPU. Each program multiplies
-with several weights in turn, more than the caches hold, so that they come from memory as those of a
-model's layers do. Without a GPU that has the kernel it measures nothing, and exits with status 1.
+with several weights in turn, more than fit in the caches, so that they come from memory as in a
+model's layers. Without a GPU that supports the kernel it measures nothing, and exits with status 1.
 """
 
 import datetime
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure() -> Results:
-    """All times, in seconds for one product."""
+    """Measures all times, in seconds for one product."""
     sizes = [tuple(map(int, size.split("x"))) for size in SIZES.value]
     rows = [int(m) for m in ROWS.value]
     return dict(
@@ -88,7 +88,7 @@ def measure() -> Results:
 
 
 def environment() -> Results:
-    """What the times depend on."""
+    """Returns the hardware and versions that the times depend on."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     versions["haiku-implicit"] = hki.__version__
     device = jax.devices()[0].device_kind
@@ -96,14 +96,14 @@ def environment() -> Results:
 
 
 def copy_bandwidth(size: int = 1 << 30) -> float:
-    """Bytes per second, read and written, of a copy of so many bytes."""
+    """Measures the bytes per second, read and written, of a copy of `size` bytes."""
     x = jnp.zeros(size // 4, jnp.uint32)
     copy = jax.jit(lambda x: x + 1).lower(x).compile()
     return 2 * size / min(_in_turns([lambda: copy(x)], TURNS.value)[0])
 
 
 def measure_rows(size: tuple[int, ...], m: int) -> Iterator[Results]:
-    """The times of all weights of one size with so many rows of activations."""
+    """Yields the times of all weights of one size with `m` rows of activations."""
     x = jax.random.normal(jax.random.key(1), (m, size[0]), jnp.bfloat16)
     w = jax.random.normal(jax.random.key(0), size, jnp.bfloat16)
     for name, group in WEIGHTS:
@@ -125,7 +125,7 @@ def measure_rows(size: tuple[int, ...], m: int) -> Iterator[Results]:
 
 
 def number_of_weights(nbytes: int, m: int) -> int:
-    """So many that they do not fit the caches; few where computing takes longer than reading."""
+    """Returns a number of weights beyond the caches' capacity, or 4 if computing outlasts reading."""
     return max(4, min(32, math.ceil((1 << 28) / nbytes))) if m < 512 else 4
 
 
@@ -143,8 +143,8 @@ def _library(q: hki.QuantizedMatrix, x: jax.Array, count: int, switch: str) -> C
 
 
 def _program(product: Callable[..., Any], w: Any, x: jax.Array, count: int) -> Callable[[], Any]:
-    """One program with a product for each of so many copies of a weight."""
-    # Leaves, not implicit arrays: how these are handed over is not part of a product.
+    """Returns one program with a product for each of `count` copies of a weight."""
+    # Leaves, not implicit arrays: passing these is not part of a product.
     leaves, treedef = jax.tree.flatten(w)
     copies = [[leaf + jnp.zeros((), leaf.dtype) for leaf in leaves] for _ in range(count)]
 
@@ -156,12 +156,12 @@ def _program(product: Callable[..., Any], w: Any, x: jax.Array, count: int) -> C
 
 
 def _in_turns(functions: Sequence[Callable[[], Any]], turns: int) -> list[list[float]]:
-    """Seconds that each takes, for each turn."""
+    """Returns the seconds of each function, for each turn."""
     times: list[list[float]] = [[] for _ in functions]
-    for turn in range(turns + 1):  # the first one is not counted
+    for turn in range(turns + 1):  # the first turn is not counted
         for function, found in zip(functions, times, strict=True):
             start = time.perf_counter()
-            results = [function() for _ in range(4)]  # so that the GPU does not wait for calls
+            results = [function() for _ in range(4)]  # several, so that the GPU never waits
             jax.block_until_ready(results)
             if turn:
                 found.append((time.perf_counter() - start) / 4)
@@ -172,7 +172,7 @@ def _in_turns(functions: Sequence[Callable[[], Any]], turns: int) -> list[list[f
 
 
 def tables(results: Results) -> dict[str, str]:
-    """Markdown by the name that `docs/quantization_speed.md` has it under."""
+    """Returns Markdown tables by their names in `docs/quantization_speed.md`."""
     about = results["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     header = ["weight", "size", "rows", "dense, µs", "kernel", "XLA, in blocks", "XLA, fused"]

@@ -1,8 +1,8 @@
 """LoRA types for quax 0.4.6.
 
-quax ships one as an example (`quax.examples.lora`), which moves axes around each product and stops
-the gradient of `w` at each use. `Lora` does no more than LoRA by hand does, so that what is
-compared is the machinery.
+quax ships a type as an example (`quax.examples.lora`), which moves axes around each product and stops
+the gradient of `w` at each use. `Lora` does no more than LoRA by hand, so that the comparison is
+between the machineries.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class Lora(quax.ArrayValue):
 
 @quax.register(jax.lax.dot_general_p)
 def dot_general(x: jax.Array, w: Lora, *, dimension_numbers: Any, **params: Any) -> jax.Array:
-    """`x · (w + ab)` as `x · w + (x · a) · b`."""
+    """Computes `x · (w + ab)` as `x · w + (x · a) · b`."""
     (contract, w_contract), batch = dimension_numbers
     if w_contract != (0,) or batch != ((), ()):
         raise NotImplementedError(f"dimension numbers {dimension_numbers}")
@@ -41,6 +41,6 @@ def dot_general(x: jax.Array, w: Lora, *, dimension_numbers: Any, **params: Any)
 
 
 def shipped(w: jax.Array, a: jax.Array, b: jax.Array) -> lora.LoraArray:
-    """quax's own type for given factors; its constructor makes some of its own."""
+    """Returns quax's own type with given factors; its constructor makes its own."""
     array = lora.LoraArray(jax.numpy.zeros((1, 1)), rank=1, key=jax.random.key(0))
     return eqx.tree_at(lambda x: (x._w, x.a, x.b), array, (w, a, b))

@@ -1,11 +1,11 @@
-r"""Quantized products and their gradients, beside those of Qwix 0.1.8: the largest differences.
+r"""Compares quantized products and their gradients with Qwix 0.1.8: the largest differences.
 
-Both compute on the same arrays in one process. A difference is the largest one of any element,
-relative to the largest element that Qwix gives. Where Qwix raises, the table says so. In dtypes of two
-bytes, in which Qwix rounds scales and quotients as well, it has the errors of both instead: the root
-mean square relative to that of the dense product in float32. With static activation scales both start
-from the same statistics of earlier batches; the last bit of their averages depends on the order of
-sums, and where that moves a gradient over a tie, the difference is that of one code (about 0.002).
+Both compute on the same arrays in one process. A difference is the largest over all elements,
+relative to Qwix's largest element. If Qwix raises, the table says so. In dtypes of two bytes, in which
+Qwix rounds scales and quotients as well, the table has the errors of both instead: the root mean
+square, relative to the dense product in float32. With static activation scales both start from the
+same statistics of earlier batches; the last bit of their averages depends on the order of sums. If
+that moves a gradient over a tie, the difference is one code (about 0.002).
 
     pip install qwix==0.1.8
     python -m benchmarks.qwix_agreement --output=benchmarks/results/qwix_agreement.json
@@ -65,11 +65,11 @@ class Case:
     """One product with one rule.
 
     Attributes:
-      operation: what it is called in the table.
+      operation: its name in the table.
       rule: the rule of both.
       ours, theirs: functions of the two operands.
-      shapes: of the operands.
-      dtype: of the operands.
+      shapes: the operands' shapes.
+      dtype: the operands' dtype.
     """
 
     operation: str
@@ -81,7 +81,7 @@ class Case:
 
 
 def difference(case: Case) -> dict[str, Any]:
-    """The largest relative differences of the result and of both gradients."""
+    """Returns the largest relative differences of the result and of both gradients."""
     keys = jax.random.split(jax.random.key(0), 3)
     operands = [
         jax.random.normal(k, shape, case.dtype) for k, shape in zip(keys, case.shapes, strict=False)
@@ -114,7 +114,7 @@ def _with_gradients(fun: Callable[..., Any], operands: Any, key: Any) -> list[An
 
 
 def dot_config(rule: QtRule) -> Any:
-    """The configuration that Qwix's own provider makes of the same rule for activations x weights."""
+    """Returns the configuration of Qwix's own provider for a rule, for activations x weights."""
     config = config_of(rule, lhs_is_weight=False, rhs_is_weight=True)
     options = config.flat() | _collecting(rule)
     axes = options.pop("channelwise_noise_axes")
@@ -127,12 +127,12 @@ def dot_config(rule: QtRule) -> Any:
 
 
 def conv_config(rule: QtRule) -> Any:
-    """The same for convolutions."""
+    """Returns the configuration of Qwix's own provider for convolutions."""
     return conv_general_qt.ConvGeneralQtConfig(**_common(rule, conv_general_qt.ConvGeneralQtConfig))
 
 
 def ragged_config(rule: QtRule) -> Any:
-    """The same for `ragged_dot`."""
+    """Returns the configuration of Qwix's own provider for `ragged_dot`."""
     return ragged_dot_qt.RaggedDotQtConfig(**_common(rule, ragged_dot_qt.RaggedDotQtConfig))
 
 
@@ -143,13 +143,13 @@ def _common(rule: QtRule, cls: type) -> dict[str, Any]:
     return _with_dtypes({k: v for k, v in options.items() if k in names})
 
 
-# What earlier batches have left: how many there were, and the sum of their limits.
+# The statistics of earlier batches: their number, and the sum of their limits.
 COUNT = 3
 SUMS = {"absmax": 5.0, "min": -4.5, "max": 5.5}
 
 
 def _collecting(rule: QtRule) -> dict[str, Any]:
-    """The function that Qwix's provider gives, which keeps the average, after these batches."""
+    """Returns the function by which Qwix's provider keeps the average, after these batches."""
 
     def average(calibration: Any) -> Any:
         calibration = jax.tree.map(
@@ -165,7 +165,7 @@ def _collecting(rule: QtRule) -> dict[str, Any]:
 
 
 def _history(rule: QtRule, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The same batches for ours; `shape` is that of the limits."""
+    """Returns the statistics of the same batches for this library; `shape` is the limits' shape."""
     if not rule.act_static_scale:
         return {}
     names = ("min", "max") if rule.act_calibration_method == "minmax" else ("absmax",)
@@ -178,7 +178,7 @@ def _with_dtypes(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def qwix_einsum(subscripts: str, lhs: Any, rhs: Any, rule: QtRule) -> Any:
-    """As in Qwix's provider."""
+    """Computes an einsum as Qwix's provider does."""
 
     def dot(lhs: Any, rhs: Any, numbers: Any, *args: Any, **kwargs: Any) -> Any:
         return dot_general_qt.dot_general_qt(lhs, rhs, numbers, dot_config(rule))
@@ -191,7 +191,7 @@ def qwix_einsum(subscripts: str, lhs: Any, rhs: Any, rule: QtRule) -> Any:
 
 
 def cases() -> Iterator[Case]:
-    """All cases: each operation with its rules."""
+    """Yields all cases: each operation with its rules."""
     forward = list(itertools.product(("int8", "int4", "fp8"), (None, "int8", "fp8")))
     backward = (None, "int8", "fp8_e5m2")
     for (weight, act), bwd, tile in itertools.product(forward, backward, (None, 32, 128, 0.5)):
@@ -223,13 +223,13 @@ def cases() -> Iterator[Case]:
             ("hd,btd->bth", (16, 32), (2, 4, 32)),
         ):
             yield _einsum(subscripts, rule, shapes)
-        if bwd is not None:  # without, Qwix's own provider does not say what is kept
+        if bwd is not None:  # without it, Qwix's own provider does not determine the residuals
             yield from _others(rule)
     yield from _static()
 
 
 def _static() -> Iterator[Case]:
-    """Static activation scales, in the fourth batch."""
+    """Yields cases with static activation scales, in the fourth batch."""
     batches = (((2,), (0,)), ((), ()))
     for qtype, bwd in itertools.product(("int8", "int4", "fp8"), (None, "int8")):
         common = dict(weight_qtype=qtype, act_qtype=qtype, bwd_qtype=bwd, act_static_scale=True)
@@ -314,7 +314,7 @@ def _qwix_conv(lhs: Any, rhs: Any, *, config: Any, window_strides: Any, **option
 
 
 def summary(rule: QtRule) -> str:
-    """What a rule says that is not said by default."""
+    """Describes the settings of a rule that are not the defaults."""
     default = QtRule()
     parts = [
         f"{f.name}={getattr(rule, f.name)}"

@@ -1,4 +1,4 @@
-"""The plots and the tables of `docs/`, made from the recorded results alone."""
+"""Draws the plots and writes the tables of `docs/`, from the recorded results."""
 
 import json
 import pathlib
@@ -23,13 +23,13 @@ COLORS = dict(
 )
 
 STAGES = ("trace", "lower", "compile", "run")
-AGAIN = ("forward", "gradient")  # what is traced again
+AGAIN = ("forward", "gradient")  # the functions that are traced again
 
 Results = dict[str, Any]
 
 
 def ratio(case: Results, name: str, stages: tuple[str, ...]) -> float:
-    """The median over all turns of the time of some stages, relative to LoRA by hand."""
+    """Returns the median over all turns of the time of some stages, relative to LoRA by hand."""
     ours, theirs = (
         [
             sum(values)
@@ -41,7 +41,7 @@ def ratio(case: Results, name: str, stages: tuple[str, ...]) -> float:
 
 
 def seconds(case: Results, name: str, *stages: str) -> float:
-    """The median time of some stages together."""
+    """Returns the median time of some stages together."""
     record = case["implementations"][name]
     return statistics.median(
         sum(values) for values in zip(*(record[stage] for stage in stages), strict=True)
@@ -49,12 +49,12 @@ def seconds(case: Results, name: str, *stages: str) -> float:
 
 
 def flops_ratio(case: Results, name: str) -> float:
-    """The number of flops, relative to LoRA by hand."""
+    """Returns the number of flops, relative to LoRA by hand."""
     return _record(case, name)["flops"] / _record(case, "by_hand")["flops"]
 
 
 def tables(results: Results) -> dict[str, str]:
-    """Markdown tables by the name that `docs/benchmarks.md` has them under."""
+    """Returns Markdown tables by their names in `docs/benchmarks.md`."""
     names = results["implementations"]
     compared = [n for n in names if n != "by_hand"]
     cases = results["cases"]
@@ -114,7 +114,7 @@ def tables(results: Results) -> dict[str, str]:
 
 
 def write_tables(results: Results) -> None:
-    """Renews the tables of `docs/benchmarks.md`."""
+    """Updates the tables of `docs/benchmarks.md`."""
     markdown.replace(DOCUMENT, tables(results))
 
 
@@ -156,7 +156,7 @@ def draw(results: Results, folder: pathlib.Path = IMAGES) -> list[pathlib.Path]:
 
 
 def load(path: pathlib.Path) -> Results:
-    """Recorded results."""
+    """Reads recorded results."""
     return json.loads(path.read_text())
 
 

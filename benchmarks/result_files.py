@@ -1,4 +1,4 @@
-"""Results of measurements as JSON files, with one line for each case, so that changes can be read."""
+"""Writes results as JSON files, with one line for each case, so that diffs are readable."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write(results: Any, path: pathlib.Path) -> None:
-    """Writes results to a temporary file, which then takes the place of the file."""
+    """Writes results to a temporary file, which then replaces the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(to_text(results) + "\n")
@@ -16,7 +16,7 @@ def write(results: Any, path: pathlib.Path) -> None:
 
 
 def to_text(value: Any, indent: str = "") -> str:
-    """JSON in which a dictionary that holds no other one takes one line.
+    """Returns JSON in which a dictionary that holds no other one takes one line.
 
     >>> print(to_text({"turns": 2, "cases": [{"rows": 1, "seconds": [0.5, 0.25]}, {"rows": 8}]}))
     {
@@ -41,7 +41,7 @@ def to_text(value: Any, indent: str = "") -> str:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """All values inside one."""
+    """Yields all values inside a value."""
     if isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:
             yield part

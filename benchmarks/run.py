@@ -2,11 +2,11 @@
 
     python -m benchmarks.run                    # everything: results, plots and tables
     python -m benchmarks.run --depths=12        # less
-    python -m benchmarks.run --again_only       # tracing again alone, the other results kept
+    python -m benchmarks.run --again_only       # tracing again only; keeps the other results
     python -m benchmarks.run --report_only      # plots and tables from the recorded results
 
-Run it from the root of the repository, with nothing else running on the machine. What is measured,
-and how, is told in `docs/benchmarks.md`.
+Run it from the root of the repository, with nothing else running on the machine.
+`docs/benchmarks.md` describes the measurements.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def chosen() -> list[str]:
-    """The implementations to compare, LoRA by hand always among them."""
+    """Returns the implementations to compare, always with LoRA by hand."""
     found = list(implementations.available())
     names = found if NAMES.value is None else NAMES.value
     if unknown := set(names) - set(found):
@@ -108,7 +108,7 @@ def measure(names: list[str], path: pathlib.Path) -> None:
 
 
 def measure_again(names: list[str]) -> report.Results:
-    """Tracing again in a process that has traced before, which nothing is compiled for."""
+    """Times tracing again in a process that has traced before, without compiling."""
     cases = []
     for depth, stacked in _kinds(AGAIN.value, AGAIN_STACKED.value):
         sizes = dataclasses.replace(_base(), depth=depth, stacked=stacked)
@@ -124,7 +124,7 @@ def measure_again(names: list[str]) -> report.Results:
 
 
 def _base() -> models.Sizes:
-    """The sizes that all cases have in common."""
+    """Returns the sizes that all cases have in common."""
     return models.Sizes(depth=0, width=WIDTH.value, length=LENGTH.value)
 
 
@@ -133,7 +133,7 @@ def _kinds(depths: list[str], stacked: list[str]) -> list[tuple[int, bool]]:
 
 
 def with_recorded(results: report.Results, recorded: report.Results) -> report.Results:
-    """The recorded results to add to, if they were measured as these are going to be."""
+    """Returns the recorded results to add to, if their settings are the same as this run's."""
     for name in ("environment", "sizes", "repeats", "runs", "implementations"):
         if recorded[name] != results[name]:
             raise app.UsageError(
@@ -143,7 +143,7 @@ def with_recorded(results: report.Results, recorded: report.Results) -> report.R
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what the results were measured."""
+    """Returns the machine, the versions and the system of the measurements."""
     about = about_this_machine("jax", "jaxlib", "dm-haiku", "haiku-implicit", "quax", "numpy")
     return dict(about, python=platform.python_version(), system=platform.system())
 
@@ -154,7 +154,7 @@ def write(results: report.Results, path: pathlib.Path) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Results with their seconds to a tenth of a microsecond, which is more than can be measured."""
+    """Rounds seconds to a tenth of a microsecond, finer than the measurements."""
     if isinstance(value, dict):
         return {name: rounded(part) for name, part in value.items()}
     if isinstance(value, list):

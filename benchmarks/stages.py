@@ -1,6 +1,6 @@
-"""Timing the stages of one training step, of several implementations side by side.
+"""Times the stages of one training step, of several implementations in turns.
 
-What is compared is measured in turns (A, B, C, A, B, C, ...) and as ratios within a turn, so that a
+Implementations take turns (A, B, C, A, B, C, ...) and ratios are within a turn, so that a
 machine that is busy for a while slows both sides of a ratio.
 """
 
@@ -20,9 +20,9 @@ from benchmarks import implementations, models
 
 LEARNING_RATE = 1e-3
 
-# Without the pass that fuses elementwise operations. On the CPU it gives each layer normalization, and
-# each gradient of one, the sum of all layers' outputs before it to compute anew: time and memory to
-# compile grow with the square of the depth, and the step is slower for it (docs/benchmarks.md).
+# Without the pass that fuses elementwise operations. On the CPU it makes each layer normalization, and
+# each gradient of one, recompute the sum of all earlier layers' outputs: time and memory to
+# compile grow with the square of the depth, and the step gets slower (docs/benchmarks.md).
 UNFUSED = {"xla_disable_hlo_passes": "fusion"}
 
 Record = dict[str, Any]
@@ -31,14 +31,14 @@ Record = dict[str, Any]
 def measure(
     sizes: models.Sizes, names: list[str], repeats: int, runs: int, fuse: bool = True
 ) -> dict[str, Record]:
-    """Times the stages of each implementation, and counts what it compiles to.
+    """Times the stages of each implementation, and counts the size of its program.
 
     Args:
       sizes: the model.
       names: keys of `implementations.available()`.
       repeats: how often tracing and lowering are timed.
       runs: how often the compiled step is timed.
-      fuse: whether XLA's fusion pass is used, as it is by default.
+      fuse: whether to use XLA's fusion pass, as by default.
 
     Returns:
       For each name a record: seconds by stage (`trace`, `lower`, `run`: a list with one value for
@@ -61,7 +61,7 @@ def measure(
 
 
 def _run(records: dict[str, Record], names: list[str], runs: int) -> None:
-    """Times the compiled steps, and compares what they compute."""
+    """Times the compiled steps, and compares their losses."""
     steps = {name: records[name].pop("step") for name in names}
     _check_equal(records)
     for turn in range(runs):
@@ -70,7 +70,7 @@ def _run(records: dict[str, Record], names: list[str], runs: int) -> None:
 
 
 def example(sizes: models.Sizes) -> tuple[jax.Array, hk.Params]:
-    """Tokens, and parameters of the model by hand, none of them at an initial zero."""
+    """Returns tokens, and parameters of the model by hand, moved away from initial zeros."""
     key = jax.random.key(0)
     tokens = jax.random.randint(key, (sizes.batch, sizes.length), 0, sizes.vocabulary)
     init = models.transformed(sizes, by_hand=True).init
@@ -84,7 +84,7 @@ def example(sizes: models.Sizes) -> tuple[jax.Array, hk.Params]:
 
 
 def training_step(loss: implementations.Loss) -> Callable[..., Any]:
-    """A step of gradient descent on the trainable parameters."""
+    """Returns a step of gradient descent on the trainable parameters."""
 
     def step(trainable: hk.Params, frozen: hk.Params, tokens: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(trainable, frozen, tokens)
@@ -96,7 +96,7 @@ def training_step(loss: implementations.Loss) -> Callable[..., Any]:
 def _trace_and_lower(
     name: str, sizes: models.Sizes, params: hk.Params, tokens: jax.Array, record: Record
 ) -> Any:
-    """Traces and lowers as a new process would: with new functions, and with empty caches."""
+    """Traces and lowers as a new process would: with new functions and empty caches."""
     step = jax.jit(training_step(implementations.available()[name](sizes)))
     arguments = implementations.arguments(name, params)
     jax.clear_caches()
@@ -127,7 +127,7 @@ def _compile(
 
 
 def _check_equal(records: dict[str, Record]) -> None:
-    """A benchmark of something else would be worth nothing."""
+    """Raises unless all implementations computed the same: otherwise the comparison is worthless."""
     for name, record in records.items():
         expected = records.get("by_hand", record)["loss"]
         if name != "dense" and not np.isclose(record["loss"], expected, rtol=1e-5):
@@ -137,7 +137,7 @@ def _check_equal(records: dict[str, Record]) -> None:
 def trace_again(sizes: models.Sizes, names: list[str], repeats: int) -> dict[str, Record]:
     """Times tracing a new loss around a model that this process has traced before.
 
-    JAX's caches stay as they are, as in a process that trains the same model twice, or that evaluates
+    JAX's caches are not cleared, as in a process that trains the same model twice, or that evaluates
     it after training.
 
     Returns:
@@ -153,7 +153,7 @@ def trace_again(sizes: models.Sizes, names: list[str], repeats: int) -> dict[str
             records = {name: {kind: [] for kind in transforms} for name in names}
         for kind, transform in transforms.items():
             for name in in_turn(names, turn):
-                # A new function, since JAX keeps what it has traced by function.
+                # A new function, since JAX caches traces by function.
                 step = jax.jit(transform(lambda *args, name=name: losses[name](*args)))
                 arguments = implementations.arguments(name, params)
                 with no_garbage_collection():
@@ -164,7 +164,7 @@ def trace_again(sizes: models.Sizes, names: list[str], repeats: int) -> dict[str
 
 
 def eager_calls(sizes: models.Sizes, calls: int) -> Record:
-    """How often repeated eager calls of the wrapped model run its Python code, and what they cost.
+    """Counts the runs of the wrapped model's Python code in repeated eager calls, and times the calls.
 
     Returns:
       `traces`: how often the function of the model ran in `calls` calls after the first; `library`
@@ -199,7 +199,7 @@ def eager_calls(sizes: models.Sizes, calls: int) -> Record:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Collects garbage, and then not again while this is timed."""
+    """Collects garbage, and disables collection within the context."""
     gc.collect()
     gc.disable()
     try:
@@ -209,7 +209,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def in_turn(names: list[str], turn: int) -> list[str]:
-    """The names, each turn beginning with another one."""
+    """Returns the names, starting with a different one in each turn."""
     shift = turn % len(names)
     return names[shift:] + names[:shift]
 

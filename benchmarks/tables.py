@@ -1,4 +1,4 @@
-"""Markdown tables, and the documents that they stand in."""
+"""Makes Markdown tables, and writes them into documents."""
 
 import pathlib
 import re
@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     return "\n".join(
         "| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]
     )
 
 
 def replace(document: pathlib.Path, tables: Mapping[str, str]) -> None:
-    """Replaces what stands in a document between each `<!-- NAME -->` and `<!-- end -->`.
+    """Replaces a document's text between each `<!-- NAME -->` and `<!-- end -->`.
 
     Raises:
-      ValueError: for a name that the document does not have once.
+      ValueError: for a name that is not in the document exactly once.
     """
     text = document.read_text()
     for name, content in tables.items():
