@@ -167,7 +167,7 @@ class Language:
         return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
 
     def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
-        """Returns the perplexity with quantized weights, or no entry if groups do not divide 576."""
+        """Returns the perplexity with quantized weights; {} if groups do not divide the width, 576."""
         if 576 % (options.get("group_size") or 1):
             return {}
         return self.score(self.inputs.quantized(options, method)[1])

@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def chosen_axes() -> list[str]:
-    """Returns the axes of `--axis`, in the order of the table."""
+    """Returns the axes of `--axis`, in the order of `AXES`."""
     if AXIS.value == ["all"]:
         return list(AXES)
     if unknown := set(AXIS.value) - set(AXES):

@@ -144,7 +144,7 @@ def gathered_of(trained: Any, frozen: Any, layers: int) -> tuple[int, int, int, 
     return codes // layers, codes, nbytes([x.a for x in factors]), nbytes([x.b for x in factors])
 
 
-# --- what is sent, and how long it takes ----------------------------------------------------------
+# --- bytes sent and times -------------------------------------------------------------------------
 
 
 def sent_by_step(codes: int, a: int, b: int, passes: int) -> int:

@@ -1,7 +1,7 @@
-"""int8, int4 and LoRA in AlphaFold 3's Pairformer and diffusion transformer, beside dense weights.
+"""Tries int8, int4 and LoRA in AlphaFold 3's Pairformer and diffusion transformer, against dense ones.
 
-The model is your own checkout of https://github.com/google-deepmind/alphafold3, with what it depends
-on, and stays as it is. The weights are random, or yours (`--weights`), of which this prints nothing.
+The model is your own checkout of https://github.com/google-deepmind/alphafold3, with its dependencies,
+and is not modified. The weights are random, or yours (`--weights`); this never prints them.
 
     python examples/alphafold3.py --repo=PATH
 """
@@ -36,7 +36,7 @@ def run() -> None:
 
 
 def read_weights(folder: str) -> Any:
-    """The parameters of the whole model, as AlphaFold 3 reads them."""
+    """Reads the parameters of the whole model, as AlphaFold 3 reads them."""
     (params,) = dense_twin.modules_of(None, ["alphafold3.model.params"])
     try:
         return params.get_model_haiku_params(folder)
@@ -45,7 +45,7 @@ def read_weights(folder: str) -> Any:
 
 
 def pairformer(modules: Any, _: Any, evoformer: Any, utils: Any, config: Any) -> Any:
-    """The stack of the trunk, as `Evoformer` calls it, and arguments."""
+    """Returns the stack of the trunk, as `Evoformer` calls it, and arguments."""
     own = evoformer.Evoformer.Config().pairformer
     tokens, settings = _TOKENS.value, global_config(config)
 
@@ -65,7 +65,7 @@ def pairformer(modules: Any, _: Any, evoformer: Any, utils: Any, config: Any) ->
 
 
 def diffusion_transformer(_: Any, module: Any, *rest: Any) -> Any:
-    """The transformer over tokens that removes the noise of coordinates, and arguments."""
+    """Returns the transformer over tokens that denoises coordinates, and arguments."""
     own = module.Transformer.Config(num_blocks=_LAYERS.value)
     tokens, settings = _TOKENS.value, global_config(rest[-1])
 
@@ -94,7 +94,7 @@ def show(name: str, model: Any, args: Any, weights: Any) -> None:
     if weights is not None:
         params = dense_twin.params_from(weights, params)
     part = dense_twin.Part(name, hk.transform(model), params, (jax.random.PRNGKey(0), *args))
-    # Weights that are off by their last bit change the diffusion transformer's result by 1e-4 of the
+    # Weights that differ in their last bit change the diffusion transformer's result by 1e-4 of the
     # greatest value in float32, and gradients by ten times as much.
     dense_twin.compare(part, rtol=5e-3 if _DTYPE.value == "float32" else 0.1, runs=_RUNS.value)
 

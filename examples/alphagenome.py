@@ -1,7 +1,7 @@
-"""int8, int4 and LoRA in AlphaGenome's sequence tower, beside dense weights.
+"""Tries int8, int4 and LoRA in AlphaGenome's sequence tower, against dense weights.
 
-The model is your own checkout of https://github.com/google-deepmind/alphagenome_research, with what it
-depends on, and stays as it is. The weights are random, or yours (`--weights`).
+The model is your own checkout of https://github.com/google-deepmind/alphagenome_research, with its
+dependencies, and is not modified. The weights are random, or yours (`--weights`).
 
     python examples/alphagenome.py --repo=PATH
 """
@@ -39,7 +39,7 @@ def run() -> None:
 
 
 def read_weights(folder: str) -> Any:
-    """The parameters and the state of a checkpoint, as AlphaGenome reads them."""
+    """Reads the parameters and the state of a checkpoint, as AlphaGenome reads them."""
     (ocp,) = dense_twin.modules_of(None, ["orbax.checkpoint"])
     try:
         return ocp.StandardCheckpointer().restore(folder)
@@ -48,7 +48,7 @@ def read_weights(folder: str) -> Any:
 
 
 def parts_of(model: Any) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
-    """The parts of the model by name: a function, and the shapes of its arguments."""
+    """Returns the parts of the model by name: a function, and the shapes of its arguments."""
     x = jax.ShapeDtypeStruct((1, _LENGTH.value, 4), jnp.float32)
     encoder, tower, decoder = (
         lambda *args, kind=kind: kind()(*args)
@@ -77,7 +77,7 @@ def show(name: str, model: Callable[..., Any], shapes: list[Any], weights: Any) 
 
 
 def with_products_for_cpus(transformed: Any, params: Any, state: Any, args: Any) -> Any:
-    """The model with ordinary products for those of bfloat16, which XLA does not have on CPUs."""
+    """Replaces the model's bfloat16 products, which XLA lacks on CPUs, by ordinary ones."""
     made = mox.make_mox(transformed)(*args, params=params, state=state)
     for node in made.query('//dot_general[@precision="BF16_BF16_F32"]'):
         options = {**node.eqn.params, "precision": None}

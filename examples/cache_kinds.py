@@ -1,4 +1,4 @@
-"""`models/cached_attention.py` over a dense cache or a quantized one."""
+"""Runs `models/cached_attention.py` over a dense cache or a quantized one."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from models.cached_attention import CachedAttention, Sizes
 
 
 def make_model(sizes: Sizes, kind: str, mesh: Any = None) -> Any:
-    """The model over a cache of one kind, as `init` and `apply`."""
+    """Returns the model over a cache of one kind, as `init` and `apply`."""
 
     def plain(x: jax.Array, padding_mask: jax.Array) -> jax.Array:
         return CachedAttention(sizes, mesh, name="attention")(x, padding_mask)

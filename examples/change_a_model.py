@@ -1,6 +1,6 @@
-"""Models that are changed without their source: other functions, other modules, adapters, LoRA.
+"""Changes models without their source: other functions, other modules, adapters, LoRA.
 
-Each change is made by a query on the model's module expression, and compared with the model that is
+A query on the model's module expression makes each change, which is compared with a model that is
 written that way. The weights are random; the adapters are trained on sequences that repeat.
 
     python examples/change_a_model.py
@@ -45,13 +45,13 @@ def main(argv: list[str]) -> None:
 
 @contextlib.contextmanager
 def stages(what: str, count: int) -> Iterator[Callable[[str], None]]:
-    """A bar over so many things, each of which is named when it begins."""
+    """Shows a progress bar over `count` steps, each of which is named when it begins."""
     shown = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
     with tqdm(total=count, desc=what, bar_format=shown, leave=False) as bar:
 
         def begin(name: str) -> None:
             bar.n += 1
-            bar.set_postfix_str(name)  # which draws it
+            bar.set_postfix_str(name)  # also draws the bar
 
         yield begin
 
@@ -60,7 +60,7 @@ def stages(what: str, count: int) -> Iterator[Callable[[str], None]]:
 
 
 def an_attention_for_a_layer() -> None:
-    """A dense layer within a model becomes attention."""
+    """Replaces a dense layer within a model by attention."""
 
     def model(x: jax.Array) -> jax.Array:
         return hk.nets.MLP([64, 42, 10])(x)
@@ -87,7 +87,7 @@ def an_attention_for_a_layer() -> None:
 
 
 def gelu_in_a_resnet() -> None:
-    """GELU for ReLU, everywhere and in one place."""
+    """Replaces ReLU by GELU, everywhere and in one place."""
 
     def model(x: jax.Array, is_training: bool) -> jax.Array:
         return hk.nets.ResNet50(10)(x, is_training)
@@ -98,7 +98,7 @@ def gelu_in_a_resnet() -> None:
     with stages("ResNet50", 6) as begin:
         begin("init")
         params, state = jax.jit(resnet.init, static_argnums=2)(jax.random.key(1), x, True)
-        # Its last layer starts at zero, and nothing could be seen.
+        # Its last layer starts at zero, which would hide the change.
         params = {
             **params,
             "res_net50/~/logits": jax.tree.map(lambda w: w + 0.01, params["res_net50/~/logits"]),
@@ -126,7 +126,7 @@ def gelu_in_a_resnet() -> None:
 
 
 def resnet_with_gelu() -> Any:
-    """What a reader would do without this: the one name that ResNet's source looks up, exchanged."""
+    """The same change without the library: exchanges the one name that ResNet's source looks up."""
 
     def model(x: jax.Array, is_training: bool) -> jax.Array:
         original = jax.nn.relu
@@ -160,7 +160,7 @@ class LoRALinear(hk.Module):
 
 
 def lora_in_every_projection() -> None:
-    """LoRA in the attention projections of a Llama: as implicit weights, and as modules."""
+    """Puts LoRA in the attention projections of a Llama: as implicit weights, and as modules."""
     tokens = repeating_tokens(jax.random.key(0))
     model = hk.without_apply_rng(hk.transform(lambda tokens: llama.Llama(llama_config())(tokens)))
 
@@ -209,7 +209,7 @@ def lora_in_every_projection() -> None:
 
 
 def norm(grads: Any, weights: list[str], suffix: str = "") -> float:
-    """The norm of the gradients of all factors."""
+    """Returns the norm of the gradients of all factors."""
     found = [grads[name.removesuffix("/w") + suffix] for name in weights]
     factors = [(g["w"].a, g["w"].b) if not suffix else (g["a"], g["b"]) for g in found]
     return float(optax.global_norm(factors))
@@ -219,13 +219,13 @@ def norm(grads: Any, weights: list[str], suffix: str = "") -> float:
 
 
 def bottleneck(x: jax.Array) -> jax.Array:
-    """An adapter (https://arxiv.org/abs/1902.00751): maps `[..., dim]` to the same, at first itself."""
+    """An adapter (https://arxiv.org/abs/1902.00751) on `[..., dim]`, initially the identity."""
     hidden = jax.nn.gelu(hk.Linear(8, name="down")(x))
     return x + hk.Linear(x.shape[-1], w_init=jnp.zeros, name="up")(hidden)
 
 
 class Adapter(hk.Module):
-    """The same as a module."""
+    """The adapter `bottleneck` as a module."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """See `bottleneck`."""
@@ -233,7 +233,7 @@ class Adapter(hk.Module):
 
 
 class BertWithAdapters(bert.Bert):
-    """A BERT as one writes it, with an adapter behind each block."""
+    """A BERT written with an adapter behind each block."""
 
     def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """See `bert.Bert`."""
@@ -250,7 +250,7 @@ class BertWithAdapters(bert.Bert):
 
 
 class LlamaWithAdapters(llama.Llama):
-    """The same for a Llama."""
+    """A Llama written with an adapter behind each block."""
 
     def __call__(self, tokens: jax.Array, cache_length: int | None = None) -> jax.Array:
         """See `llama.Llama`."""
@@ -264,7 +264,7 @@ class LlamaWithAdapters(llama.Llama):
 
 
 def train_adapters(by_hand: Any) -> None:
-    """Adapters that are put into a model, trained beside those of the model that is written so."""
+    """Trains adapters that are put into a model, and compares with a model written with them."""
     of_bert = issubclass(by_hand, bert.Bert)
     plain, name = (bert.Bert, "bert") if of_bert else (llama.Llama, "llama")
     tokens = repeating_tokens(jax.random.key(3))
@@ -307,7 +307,7 @@ def train_adapters(by_hand: Any) -> None:
 
 
 def train(apply: Any, params: Any, tokens: jax.Array, label: str) -> float:
-    """Trains the adapters alone, and returns the last loss."""
+    """Trains only the adapters, and returns the last loss."""
     optimizer = optax.adam(1e-2)
 
     def split(params: Any) -> tuple[Any, Any]:
@@ -335,13 +335,13 @@ def train(apply: Any, params: Any, tokens: jax.Array, label: str) -> float:
 
 
 def repeating_tokens(key: jax.Array) -> jax.Array:
-    """Sequences in which a few tokens repeat, `[batch, time]` int32."""
+    """Returns sequences in which a few tokens repeat, `[batch, time]` int32."""
     start = jax.random.randint(key, (BATCH, 4), 0, VOCABULARY)
     return jnp.tile(start, (1, TIME // 4))
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The mean of the next tokens' negative log-likelihood, in nats."""
+    """Returns the mean negative log-likelihood of the next tokens, in nats."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
     return losses.mean()
 

@@ -1,8 +1,8 @@
-"""A kernel of one's own in a model that was written without it: a type brings it to every weight.
+"""Puts your own kernel into a model that was written without it: a type brings it to every weight.
 
-The weights of a GPT-2 become 8-bit codes with a scale for each column, and their products a Pallas
+The weights of a GPT-2 become 8-bit codes with a scale for each column. Their products become a Pallas
 kernel that reads the codes and scales the sums. On a CPU it runs in Pallas' interpreter, which is slow:
-what counts here is that it is called, and that its numbers are right.
+the example only shows that it is called, and that its numbers are right.
 
     python examples/custom_kernel.py
     python examples/custom_kernel.py --folder=path/to/a/gpt2
@@ -42,15 +42,15 @@ BLOCK = 64  # rows and columns of the result that one program computes
 
 
 def scaled_product(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """`(x @ codes) * scale`: the codes are read as they are, and no weight is made of them.
+    """Computes `(x @ codes) * scale` from the codes, without making a dense weight.
 
     Args:
         x: `[rows, n]`.
         codes: `[n, m]` int8.
-        scale: Of each column, `[m]`.
+        scale: The scale of each column, `[m]`.
 
     Returns:
-        `[rows, m]`, of the dtype of `x`.
+        `[rows, m]`, in the dtype of `x`.
     """
     (rows, n), m = x.shape, codes.shape[1]
 
@@ -73,7 +73,7 @@ def scaled_product(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Arra
 
 @jax.custom_vjp
 def differentiable_product(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """The kernel with its derivative in `x`, which Pallas does not know; the weight is frozen."""
+    """The kernel with its derivative in `x`, which Pallas does not provide; the weight is frozen."""
     return scaled_product(x, codes, scale)
 
 
@@ -83,7 +83,7 @@ def _forward(x: jax.Array, codes: jax.Array, scale: jax.Array) -> Any:
 
 def _backward(weight: Any, cotangent: jax.Array) -> Any:
     codes, scale = weight
-    # The same kernel, whose columns are now the rows of the weight.
+    # The same kernel: its columns are now the rows of the weight.
     ones = jnp.ones(len(codes), cotangent.dtype)
     of_codes = np.zeros(codes.shape, jax.dtypes.float0)
     return scaled_product(cotangent * scale, codes.T, ones), of_codes, jnp.zeros_like(scale)
@@ -101,7 +101,7 @@ class KernelWeight(hki.ImplicitArray):
 
     Attributes:
         codes: `[n, m]` int8.
-        scale: Of each column, `[m]`.
+        scale: The scale of each column, `[m]`.
     """
 
     codes: jax.Array = hki.frozen_field()
@@ -121,7 +121,7 @@ class KernelWeight(hki.ImplicitArray):
 def run_kernel(
     primitive: Any, x: jax.Array, w: KernelWeight, *, dimension_numbers: Any, **params: Any
 ) -> Any:
-    """`x @ w`; any other product is left to the dense matrix, and reported."""
+    """Computes `x @ w`; any other product uses the dense matrix, and is reported."""
     if w.ndim != 2 or dimension_numbers != (((x.ndim - 1,), (0,)), ((), ())):
         return NotImplemented
     if x.dtype != w.dtype:
@@ -130,11 +130,11 @@ def run_kernel(
     return differentiable_product(rows, w.codes, w.scale).reshape(*x.shape[:-1], -1)
 
 
-# --- what it does -----------------------------------------------------------------------------------
+# --- the model with the kernel --------------------------------------------------------------------
 
 
 def run() -> None:
-    """The model with the kernel, and its dense twin."""
+    """Runs the model with the kernel, and its dense twin."""
     model, params, config = load()
     tokens = jnp.arange(_TOKENS.value)[None] % config.vocab_size
     with_kernel = {
@@ -153,7 +153,7 @@ def run() -> None:
     dense = functools.partial(step, apply=lambda p, x: model.apply(hki.materialize(p), x))
     heading(f"GPT-2, {config.num_layers} layers of width {config.dim}, {weights} weights")
     rows, results = [], []
-    with hki.materialization("error"):  # a product that the kernel does not run would stop here
+    with hki.materialization("error"):  # raises for a product that the kernel does not run
         both = ("kernel", kernel, with_kernel), ("dense twin", dense, params)
         for name, fun, held in tqdm(both, "GPT-2", leave=False):
             counts = collections.Counter(primitives_in(jax.make_jaxpr(fun)(trainable).jaxpr))
@@ -168,7 +168,7 @@ def run() -> None:
 
 
 def check(rows: list[list[Any]], kernel: Any, dense: Any, weights: int) -> None:
-    """The same numbers; a call of the kernel for each product with a weight, and its derivative."""
+    """Checks for equal numbers, and one kernel call for each weight's product and its derivative."""
     errors = [difference(*pair) for pair in zip(kernel, dense, strict=True)]
     print(f"largest difference: of logits {errors[0]:.0e}, of gradients {errors[1]:.0e}")
     print("(relative to the largest; the gradients are those of embeddings, norms and biases)")
@@ -178,7 +178,7 @@ def check(rows: list[list[Any]], kernel: Any, dense: Any, weights: int) -> None:
 
 
 def run_what_the_rule_leaves() -> None:
-    """A product for which the rule returns `NotImplemented` is right, and is reported."""
+    """Shows that a product for which the rule returns `NotImplemented` is right, and is reported."""
     w = KernelWeight.of(jax.random.normal(jax.random.key(0), (8, 4)))
     x = jnp.ones((4, 8))
     with hki.materialization("allow"), hki.materialization_report() as report:
@@ -191,7 +191,7 @@ def run_what_the_rule_leaves() -> None:
 
 
 def primitives_in(jaxpr: Any) -> Iterator[str]:
-    """The names of all primitives of a program, except of what the kernels do inside."""
+    """Yields the names of all primitives of a program, but not inside kernels."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         if eqn.primitive.name != "pallas_call":
@@ -205,7 +205,7 @@ def has_equations(x: Any) -> bool:
 
 
 def load() -> tuple[hk.Transformed, Any, gpt2.Gpt2Config]:
-    """The model that the flags name, or one with random weights."""
+    """Returns the model that the flags name, or one with random weights."""
     if _REPO.value or _FOLDER.value:
         folder = _FOLDER.value or hub.fetch(_REPO.value)
         config, model, params = hub.load_as(gpt2.Gpt2Config, folder)

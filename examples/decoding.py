@@ -13,7 +13,7 @@ from models import llama
 
 
 def make_model(config: llama.LlamaConfig, length: int, cache: str) -> Any:
-    """The model with a cache, as functions `init(rng, tokens)`, `apply(params, state, rng, tokens)`."""
+    """Returns the model with a cache: `init(rng, tokens)` and `apply(params, state, rng, tokens)`."""
 
     def plain(tokens: jax.Array) -> jax.Array:
         return llama.Llama(config)(tokens, cache_length=length)
@@ -28,7 +28,7 @@ def make_model(config: llama.LlamaConfig, length: int, cache: str) -> Any:
 
 
 def empty_cache(model: Any) -> Any:
-    """The state before the first token, without initializing the parameters."""
+    """Returns the state before the first token, without initializing the parameters."""
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[1]
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
@@ -37,24 +37,24 @@ class Decoder(NamedTuple):
     """Compiled functions that choose the most likely next token, and update the cache in place.
 
     Attributes:
-      read: `(params, state, tokens [1, time])` to the token `[1]` after them, and the cache.
-      write: `(params, state, token [1], count)` to as many tokens after that one, and the cache. All
-        are one program: what Python does to call one takes as long as a third of a step.
+      read: `(params, state, tokens [1, time])` to the next token `[1]` and the cache.
+      write: `(params, state, token [1], count)` to the next `count` tokens and the cache. All tokens
+        are one program: Python's overhead for a call takes a third of a step.
     """
 
     read: Any
     write: Any
 
     def generate(self, params: Any, state: Any, prompt: list[int], count: int) -> list[int]:
-        """The most likely next tokens, one after another."""
-        state = jax.tree.map(jnp.copy, state)  # the given one is for the next call
+        """Returns the most likely next tokens, one after another."""
+        state = jax.tree.map(jnp.copy, state)  # copied, because calls update it in place
         token, state = self.read(params, state, np.asarray([prompt], np.int32))
         others, _ = self.write(params, state, token, count - 1)
         return [int(token[0]), *map(int, others)]
 
 
 def make_decoder(model: Any) -> Decoder:
-    """The functions for a model with a cache."""
+    """Makes the functions for a model with a cache."""
 
     @functools.partial(jax.jit, donate_argnums=1)
     def read(params: Any, state: Any, tokens: jax.Array) -> Any:

@@ -1,7 +1,7 @@
-"""A model from somebody's own checkout, with other weights in it, beside its dense twin.
+"""Compares a model from your own checkout, with other weights in it, with its dense twin.
 
-What `alphafold3.py` and `alphagenome.py` share: importing from a checkout, the changes of the weights,
-and the table of what they cost and how far the results are off.
+The common parts of `alphafold3.py` and `alphagenome.py`: imports from a checkout, changes of the
+weights, and the table of costs and errors.
 """
 
 import functools
@@ -22,7 +22,7 @@ import tqdm
 import haiku_implicit as hki
 from errors import InputError
 
-LIMIT = 64_000  # bytes: what is smaller may become dense
+LIMIT = 64_000  # bytes: smaller arrays may become dense
 
 
 class Part(NamedTuple):
@@ -43,7 +43,7 @@ def modules_of(repo: str | None, names: list[str]) -> list[Any]:
     source = [str(pathlib.Path(repo).expanduser() / "src")] if repo else []
     if source and not pathlib.Path(source[0]).is_dir():
         raise InputError(f"--repo: there is no folder {source[0]}")
-    # Without the folder of these scripts, whose names are those of the packages that they import.
+    # Without the folder of these scripts: their names hide the packages of the checkout.
     here = pathlib.Path(__file__).resolve().parent
     others = [path for path in sys.path if pathlib.Path(path).resolve() != here]
     try:
@@ -61,12 +61,12 @@ def modules_of(repo: str | None, names: list[str]) -> list[Any]:
 
 
 def random_params(transformed: Any, *args: Any) -> tuple[Any, Any]:
-    """Random parameters and state of a model, without the zeros that many layers start from.
+    """Makes random parameters and state of a model, without the zeros that many layers start from.
 
     Matrices have the scale of their number of inputs, vectors are close to one.
 
     Args:
-      transformed: what `hk.transform_with_state` returns.
+      transformed: the result of `hk.transform_with_state`.
       *args: the arguments of the Haiku function.
     """
     shapes, state = jax.eval_shape(transformed.init, jax.random.PRNGKey(0), *args)
@@ -82,13 +82,13 @@ def random_params(transformed: Any, *args: Any) -> tuple[Any, Any]:
 
 
 def params_from(weights: Mapping[str, Mapping[str, Any]], shapes: Any) -> dict[str, Any]:
-    """The parameters of a part, out of those of the whole model.
+    """Selects the parameters of a part from the parameters of the whole model.
 
-    A module of the part is the one module of the model whose path ends as its own does; the number of
-    a stack of layers in front does not count. Of a stack there may be more layers than the part has.
+    A module of the part is the one module of the model whose path ends with the part's path, without
+    the number of a stack of layers in front. The model's stack may have more layers than the part's.
 
     Raises:
-      InputError: if there is no such module, or more than one, or a shape is another.
+      InputError: if there is not exactly one such module, or if a shape differs.
     """
     found: dict[str, Any] = {}
     for module, entries in shapes.items():
@@ -111,7 +111,7 @@ def params_from(weights: Mapping[str, Mapping[str, Any]], shapes: Any) -> dict[s
 
 
 def changes(part: Part) -> Iterator[tuple[str, Any]]:
-    """The parameters of a part in other forms, and what these are called."""
+    """Yields the parameters of a part in other forms, with a name for each form."""
     axes = hki.infer_matrix_axes(part.transformed.apply, part.params, *part.args)
 
     def quantized(dtype: str) -> Any:
@@ -120,7 +120,7 @@ def changes(part: Part) -> Iterator[tuple[str, Any]]:
     def with_lora(params: Any) -> Any:
         params = hki.add_lora(params, jax.random.key(0), rank=4, matrix_axes=axes)
         trained, frozen = hki.partition(params, trainable_dense=False)
-        # The factors `b` start at zero, and nothing could be seen.
+        # The factors `b` start at zero, which would hide LoRA.
         return hki.combine(jax.tree.map(lambda x: x + 0.01, trained), frozen)
 
     yield "int8", quantized("int8")
@@ -131,13 +131,13 @@ def changes(part: Part) -> Iterator[tuple[str, Any]]:
 
 
 def compare(part: Part, rtol: float, runs: int) -> None:
-    """Prints what a part costs with each change, and how far it is from its dense twin.
+    """Prints the costs of a part with each change, and its distance from its dense twin.
 
     The dense twin has the same weights as plain arrays, and runs without this library.
 
     Args:
       part: the part.
-      rtol: how far results may be off, relative to the greatest one.
+      rtol: the largest allowed error of results, relative to the greatest one.
       runs: how often each program is timed.
     """
     seconds, _ = timed(jax.jit(part.transformed.apply), (part.params, *part.args), runs)
@@ -162,7 +162,7 @@ def compare(part: Part, rtol: float, runs: int) -> None:
 
 
 class Row(NamedTuple):
-    """What a form of the parameters costs: bytes, seconds of a call, and relative errors."""
+    """The costs of a form of the parameters: bytes, seconds of a call, and relative errors."""
 
     name: str
     size: int
@@ -205,7 +205,7 @@ def size_of(params: Any) -> int:
 
 
 def timed(run: Callable[..., Any], args: Any, runs: int) -> tuple[float, Any]:
-    """The median seconds of a call, after a first one, and what it returns."""
+    """Returns the median seconds of a call after the first one, and the result."""
     out = jax.block_until_ready(run(*args))
     times = []
     for _ in range(runs):
@@ -216,10 +216,10 @@ def timed(run: Callable[..., Any], args: Any, runs: int) -> tuple[float, Any]:
 
 
 def difference(got: Any, want: Any) -> float:
-    """The greatest difference, relative to the greatest value of an array.
+    """Returns the greatest difference, relative to the greatest value of an array.
 
-    Arrays that are less than a ten thousandth of the greatest are compared with that: gradients of
-    what does not matter are zeros with rounding.
+    For arrays below a ten thousandth of the greatest value, the difference is relative to that bound:
+    gradients that should be zero have only rounding errors.
     """
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     arrays = [[np.asarray(x, np.float32) for x in pair] for pair in pairs]

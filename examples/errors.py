@@ -1,4 +1,4 @@
-"""What the programs here raise where a file or a flag cannot be used, and how they end then."""
+"""The errors that the programs here raise for an unusable file or flag, and their exit."""
 
 import sys
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from absl import app
 
 
 class InputError(Exception):
-    """A file or text that cannot be used; the message is one line that says what is wrong."""
+    """A file or text that cannot be used; the message is one line with the reason."""
 
 
 def main_of(run: Callable[[], None]) -> Callable[[list[str]], None]:
-    """The `main` of a program: it takes flags alone, and ends with one line for an `InputError`."""
+    """Makes a program's `main`, which takes only flags and ends with one line for an `InputError`."""
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:

@@ -1,7 +1,7 @@
 """Fine-tunes SmolLM2-135M-Instruct on Shakespeare: LoRA on 4-bit weights, on two CPU cores.
 
 The model (`models/llama.py`) is plain Haiku and knows nothing of `haiku_implicit`. Its weights are
-the 4-bit blocks of a GGUF file, which stay 4-bit throughout; what is trained is LoRA beside them.
+the 4-bit blocks of a GGUF file, which stay 4-bit throughout; only LoRA's factors are trained.
 
   python examples/finetune_smollm.py
   python examples/finetune_smollm.py --steps=200 --resume
@@ -50,12 +50,12 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the LoRA factors, the batches a
 
 
 class State(NamedTuple):
-    """What training changes.
+    """The state that training changes.
 
     Attributes:
       step: steps done.
       adapter: the trainable half of the parameters (see `hki.partition`).
-      optimizer: Adam's state for it.
+      optimizer: Adam's state for the adapter.
     """
 
     step: int
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> None:
-    """Loads, scores, trains, scores again."""
+    """Loads, scores, trains, and scores again."""
     started = time.time()
     check_folder(_ADAPTER.value)
     checkpoint = smollm.read_gguf(_GGUF.value or smollm.fetch(smollm.MODEL))
@@ -124,13 +124,13 @@ def run() -> None:
 
 
 def make_model(config: llama.LlamaConfig) -> Any:
-    """The logits `[batch, time, vocab]` of tokens, as a function of (params, tokens)."""
+    """Returns the logits `[batch, time, vocab]` of tokens, as a function of (params, tokens)."""
     model = hk.transform(lambda tokens: llama.Llama(config)(tokens))
     return hki.transform_implicit(hk.without_apply_rng(model)).apply
 
 
 def load_params(checkpoint: smollm.Checkpoint) -> dict[str, dict[str, Any]]:
-    """The parameters as they are in the file, with LoRA factors on top of the targets."""
+    """Returns the file's parameters, still quantized, with LoRA factors on top of the targets."""
     key = jax.random.key(_SEED.value)
     lora = dict(rank=_RANK.value, alpha=_ALPHA.value, targets=_TARGETS.value)
     try:
@@ -140,7 +140,7 @@ def load_params(checkpoint: smollm.Checkpoint) -> dict[str, dict[str, Any]]:
 
 
 def tokenize(tokenizer: Any, text: str) -> Data:
-    """Token ids of the text; the last tenth of it is held out."""
+    """Returns the text's token ids; the last tenth is held out."""
     ids = np.asarray(tokenizer.encode(text).ids, np.int32)
     cut = len(ids) - len(ids) // 10
     data = Data(ids[:cut], ids[cut:])
@@ -153,7 +153,7 @@ def tokenize(tokenizer: Any, text: str) -> Data:
 
 
 def encode_prompt(tokenizer: Any) -> list[int]:
-    """Token ids of the prompt, which has to fit into the context."""
+    """Returns the prompt's token ids, which must fit into the context."""
     ids = list(tokenizer.encode(_PROMPT.value).ids)
     if not ids:
         raise smollm.InputError("--prompt is empty")
@@ -165,7 +165,7 @@ def encode_prompt(tokenizer: Any) -> list[int]:
 
 
 def windows(tokens: np.ndarray, key: list[int]) -> np.ndarray:
-    """A batch of random windows, `[batch, context + 1]`; the same for the same key."""
+    """Returns a batch of random windows, `[batch, context + 1]`; equal keys give equal windows."""
     starts = np.random.default_rng(key).integers(len(tokens) - _CONTEXT.value, size=_BATCH.value)
     return np.stack([tokens[s : s + _CONTEXT.value + 1] for s in starts])
 
@@ -174,7 +174,7 @@ def windows(tokens: np.ndarray, key: list[int]) -> np.ndarray:
 
 
 def make_loss(apply: Any) -> Any:
-    """The next token's mean cross entropy in nats, as a function of (adapter, base, batch)."""
+    """Returns the next token's mean cross entropy in nats, as a function of (adapter, base, batch)."""
 
     def loss(adapter: Any, base: Any, batch: jax.Array) -> jax.Array:
         logits = apply(hki.combine(adapter, base), batch[:, :-1])
@@ -184,7 +184,7 @@ def make_loss(apply: Any) -> Any:
 
 
 def train(apply: Any, optimizer: Any, state: State, base: Any, data: Data) -> State:
-    """Runs the steps that are left, saving now and then, under a progress bar."""
+    """Runs the remaining steps under a progress bar, and saves at intervals."""
     loss_and_grad = jax.value_and_grad(make_loss(apply))
 
     @jax.jit
@@ -211,7 +211,7 @@ def train(apply: Any, optimizer: Any, state: State, base: Any, data: Data) -> St
 
 
 def make_evaluation(apply: Any, data: Data, prompt: list[int], tokenizer: Any) -> Any:
-    """A function of (adapter, base): the held-out loss, and a sample that continues the prompt."""
+    """Returns a function of (adapter, base): the held-out loss, and a continuation of the prompt."""
     loss = jax.jit(make_loss(apply))
 
     @jax.jit
@@ -220,7 +220,7 @@ def make_evaluation(apply: Any, data: Data, prompt: list[int], tokenizer: Any) -
         return jax.random.categorical(key, logits / _TEMPERATURE.value)
 
     def sample(adapter: Any, base: Any) -> str:
-        """Token by token, each from the whole context before it."""
+        """Samples token by token, each from the whole context before it."""
         ids = list(prompt)
         for i in tqdm(range(_SAMPLE.value), desc="sampling", leave=False):
             recent = ids[-_CONTEXT.value :]
@@ -242,7 +242,7 @@ def make_evaluation(apply: Any, data: Data, prompt: list[int], tokenizer: Any) -
 
 
 def check_folder(path: str) -> None:
-    """Says before the training, and not after it, that there is no folder for the adapter."""
+    """Raises before the training, not after it, if the adapter's folder does not exist."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise smollm.InputError(
@@ -256,7 +256,7 @@ def save_state(state: State) -> None:
 
 
 def load_state(fresh: State) -> State:
-    """The saved state, which has to fit the present model and settings (those of `fresh`)."""
+    """Reads the saved state, which must fit the present model and settings (those in `fresh`)."""
     path = _ADAPTER.value
     try:
         with hki.open_checkpoint(path) as file:
@@ -268,7 +268,7 @@ def load_state(fresh: State) -> State:
 
 
 def check_settings(path: str, saved: Mapping[str, Any]) -> None:
-    """That an adapter was trained with the present settings."""
+    """Raises unless an adapter was trained with the present settings."""
     for name, value in settings().items():
         if saved.get(name) != value:
             raise smollm.InputError(
@@ -277,7 +277,7 @@ def check_settings(path: str, saved: Mapping[str, Any]) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """What has to agree between the run that saved an adapter and the one that resumes it."""
+    """Returns the settings that a run must share with the adapter that it resumes."""
     return {"rank": _RANK.value, "alpha": _ALPHA.value, "targets": _TARGETS.value}
 
 

@@ -1,7 +1,7 @@
-"""Greedy text from SmolLM2 on 4-bit weights, with a quantized key-value cache.
+"""Generates greedy text from SmolLM2 on 4-bit weights, with a quantized key-value cache.
 
-The model is plain Haiku that keeps its cache in Haiku's state (`models/llama.py`). The weights stay
-as the GGUF file has them; the cache becomes quantized because `hk.custom_creator` says so.
+The model is plain Haiku that keeps its cache in Haiku's state (`models/llama.py`). The weights keep
+the GGUF file's format; `hk.custom_creator` makes the cache quantized.
 
     python examples/generate_smollm.py --prompt='The capital of France is' --cache=int8
 """
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> None:
-    """Loads the model, reads the prompt, and writes on."""
+    """Loads the model, reads the prompt, and continues it."""
     checkpoint = smollm.read_gguf(_GGUF.value or smollm.fetch(smollm.MODEL))
     params = hki.materialize(checkpoint.params) if _DENSE.value else checkpoint.params
     if _ACTIVATIONS.value != "f32" and not _DENSE.value:

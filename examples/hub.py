@@ -1,4 +1,4 @@
-"""Models from folders in the layout of the Hugging Face hub: BERT, GPT-2, Llama, T5 and ViT.
+"""Loads models from folders in the layout of the Hugging Face hub: BERT, GPT-2, Llama, T5 and ViT.
 
 A folder has a `config.json`, and its weights in `model.safetensors` or in the files that
 `model.safetensors.index.json` lists. `hub_families.py` has the table of names of each model.
@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Loaded(NamedTuple):
-    """What a folder holds.
+    """The contents of a folder.
 
     Attributes:
         config: The sizes of the model, for example a `models.gpt2.Gpt2Config`.
@@ -41,7 +41,7 @@ class Loaded(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of an open file, which is read when it is asked for."""
+    """A tensor of an open file, which is read on demand."""
 
     name: str
     path: pathlib.Path
@@ -60,7 +60,7 @@ class Tensor(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a parameter is: the tensor, and which of its axes each axis of the parameter is."""
+    """The source of a parameter: the tensor, and the tensor's axis for each axis of the parameter."""
 
     tensor: str
     axes: tuple[int, ...]
@@ -84,7 +84,7 @@ def fetch(repo: str) -> pathlib.Path:
     try:
         files = ["config.json", "model*.safetensors", INDEX, "tokenizer*"]
         return pathlib.Path(huggingface_hub.snapshot_download(repo, allow_patterns=files))
-    except Exception as error:  # What networks and the hub raise has no narrower class.
+    except Exception as error:  # networks and the hub raise errors without a narrower common class
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"{repo}: could not be downloaded ({reason})") from error
 
@@ -97,7 +97,7 @@ def load(folder: str | os.PathLike) -> Loaded:
 
     Raises:
         InputError: If a file is missing, damaged or holds something other than the models here.
-            It names the file, and the setting or tensor.
+            The message names the file, and the setting or tensor.
     """
     folder = pathlib.Path(folder)
     with contextlib.ExitStack() as stack:
@@ -119,10 +119,10 @@ def load(folder: str | os.PathLike) -> Loaded:
 
 
 def load_as(config: type, folder: str | os.PathLike) -> Loaded:
-    """The same of a folder that has to hold the model with this config.
+    """Reads a model that must have this config, as `load` does.
 
     Raises:
-        InputError: If it holds another one, and as `load`.
+        InputError: If the folder holds another model, and as `load`.
     """
     loaded = load(folder)
     if not isinstance(loaded.config, config):
@@ -133,7 +133,7 @@ def load_as(config: type, folder: str | os.PathLike) -> Loaded:
 
 @contextlib.contextmanager
 def named(path: pathlib.Path) -> Iterator[None]:
-    """Puts the path before what an `InputError` says."""
+    """Prefixes the message of an `InputError` with the path."""
     try:
         yield
     except InputError as error:
@@ -158,7 +158,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def open_tensors(
     folder: pathlib.Path, prefix: str, stack: contextlib.ExitStack
 ) -> dict[str, Tensor]:
-    """The tensors of all files by their short names; the stack closes the files."""
+    """Opens the tensors of all files by their short names; the stack closes the files."""
     tensors: dict[str, Tensor] = {}
     for path, listed in weight_files(folder).items():
         with named(path):
@@ -176,7 +176,7 @@ def open_tensors(
 
 
 def short_name(name: str, prefix: str) -> str:
-    """The name as the tables have it: without the prefix, and not as old files have norms.
+    """Returns the name in the tables: without the prefix, and with the new names of norms.
 
     >>> short_name("bert.embeddings.LayerNorm.gamma", "bert.")
     'embeddings.LayerNorm.weight'
@@ -187,7 +187,7 @@ def short_name(name: str, prefix: str) -> str:
 
 
 def weight_files(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
-    """The files with weights, and the tensors that have to be in each by the index."""
+    """Returns the files with weights, and the tensors that the index requires in each."""
     whole, index = folder / "model.safetensors", folder / INDEX
     if whole.exists():
         return {whole: set()}
@@ -208,7 +208,7 @@ def weight_files(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
 
 
 def open_safetensors(path: pathlib.Path) -> Any:
-    """The file, mapped into memory."""
+    """Opens the file, mapped into memory."""
     try:
         return safetensors.safe_open(path, framework="numpy")
     except OSError as error:
@@ -221,7 +221,7 @@ def open_safetensors(path: pathlib.Path) -> Any:
 
 
 def find_family(settings: Settings) -> Family:
-    """What kind of model it is; classes and settings that are not computed here are refused."""
+    """Returns the kind of model; refuses classes and settings that are not computed here."""
     kind = settings["model_type"]
     if kind not in FAMILIES:
         raise InputError(f"'model_type' is {kind!r}, expected one of {', '.join(sorted(FAMILIES))}")
@@ -235,7 +235,7 @@ def find_family(settings: Settings) -> Family:
 
 
 def read_config(family: Family, settings: Settings, tensors: Mapping[str, Tensor]) -> Any:
-    """The config of the model."""
+    """Returns the config of the model."""
     try:
         return family.config(settings, tensors.keys())
     except ValueError as error:
@@ -245,7 +245,7 @@ def read_config(family: Family, settings: Settings, tensors: Mapping[str, Tensor
 def find_sources(
     family: Family, shapes: Mapping[str, Mapping[str, Any]]
 ) -> dict[tuple[str, str], Source]:
-    """Where each parameter of the model is, by the table of names."""
+    """Returns the source of each parameter of the model, by the table of names."""
     sources = {}
     for theirs, ours, kind in family.rows:
         for i in itertools.count() if "{i}" in ours else (0,):
@@ -265,7 +265,7 @@ def check_tensors(
     tensors: Mapping[str, Tensor],
     folder: pathlib.Path,
 ) -> None:
-    """Every parameter has its tensor, of the right shape, and there are no others."""
+    """Checks that every parameter has its tensor, of the right shape, and that there are no others."""
     for (module, name), (wanted, axes) in sources.items():
         if wanted not in tensors:
             raise InputError(f"{folder}: tensor {wanted!r} ({module}/{name}) is missing")
@@ -286,7 +286,7 @@ def check_tensors(
 
 
 def check_unused(family: Family, short: str, tensors: Mapping[str, Tensor]) -> None:
-    """A tensor that is not read is a buffer, or a copy of one that is."""
+    """Checks that an unread tensor is a buffer, or a copy of a tensor that is read."""
     tensor, original = tensors[short], tensors.get(family.copies.get(short, ""))
     if original is not None:
         if not np.array_equal(tensor.read(), original.read()):
@@ -301,10 +301,10 @@ def check_unused(family: Family, short: str, tensors: Mapping[str, Tensor]) -> N
 
 
 def read(tensors: Mapping[str, Tensor], source: Source) -> jax.Array:
-    """The parameter in float32, its axes in Haiku's order."""
+    """Reads the parameter in float32, its axes in Haiku's order."""
     tensor = tensors[source.tensor]
     try:
         return jnp.asarray(tensor.read().transpose(source.axes), jnp.float32)
-    # bfloat16 needs a newer version than the oldest that reads the others.
+    # bfloat16 needs a newer version of safetensors than the other dtypes.
     except (TypeError, safetensors.SafetensorError) as error:
         raise InputError(f"{tensor.path}: tensor {tensor.name!r}: {error}") from error

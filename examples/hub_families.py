@@ -1,4 +1,4 @@
-"""The models that `hub.load` reads: what their settings mean, and what their tensors are called."""
+"""The models that `hub.load` reads: the meaning of their settings, and the names of their tensors."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Set
@@ -9,7 +9,7 @@ import numpy as np
 from errors import InputError
 from models import bert, gpt2, llama, t5, vit
 
-# What a module of PyTorch holds: name -> (parameter, which axis of the tensor each of its axes is).
+# The contents of a PyTorch module: name -> (parameter, the tensor's axis for each of its axes).
 LINEAR = {"weight": ("w", (1, 0)), "bias": ("b", (0,))}
 CONV1D = {"weight": ("w", (0, 1)), "bias": ("b", (0,))}  # GPT-2's name of a linear layer
 CONVOLUTION = {"weight": ("w", (2, 3, 1, 0)), "bias": ("b", (0,))}  # from OIHW to HWIO
@@ -19,24 +19,24 @@ BIAS = {"bias": ("b", (0,))}
 CLS = {"cls_token": ("cls", (0, 1, 2))}
 POSITIONS = {"position_embeddings": ("positions", (0, 1, 2))}
 
-# The name of a module in the file, in the Haiku model, and what it holds. `{i}` is each layer.
+# The name of a module in the file, its name in the Haiku model, and its contents. `{i}` is each layer.
 Row = tuple[str, str, Mapping[str, tuple[str, tuple[int, ...]]]]
 
 
 class Settings(dict):
-    """What `config.json` says; a missing key is an `InputError`."""
+    """The settings in `config.json`; a missing key is an `InputError`."""
 
     def __missing__(self, key):
         raise InputError(f"{key!r} is missing")
 
     def expect(self, expected: Mapping[str, Any]) -> None:
-        """Refuses other values than those given; a missing key stands for the one given."""
+        """Refuses values other than the expected ones; a missing key has the expected value."""
         for key, value in expected.items():
             if self.get(key, value) != value:
                 raise InputError(f"{key!r} is {self[key]!r}, expected {value!r}")
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive whole number; null and a missing key are the default, where there is one."""
+        """Returns a positive whole number; null and a missing key give the default, if there is one."""
         found = self.get(key) if default else self[key]
         found = default if found is None else found
         if type(found) is not int or found < 1:
@@ -44,7 +44,7 @@ class Settings(dict):
         return found
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number; a missing key is the default, where there is one."""
+        """Returns a positive number; a missing key gives the default, if there is one."""
         found = self.get(key, default) if default else self[key]
         if type(found) not in (int, float) or not found > 0:
             raise InputError(f"{key!r} is {found!r}, expected a positive number")
@@ -56,15 +56,15 @@ class Family:
     """One kind of model.
 
     Attributes:
-        config: From the settings and the names of the tensors to the model's config.
-        model: From the config to the module, within `hk.transform`.
-        inputs: From the config to arguments of the model.
+        config: Maps the settings and the names of the tensors to the model's config.
+        model: Maps the config to the module, within `hk.transform`.
+        inputs: Maps the config to arguments of the model.
         architectures: The classes of `transformers` that the module computes.
-        expected: Settings that have to have one value; the model computes nothing else.
-        prefix: What may stand before the names of tensors.
+        expected: Settings with only one supported value.
+        prefix: An optional prefix of the names of tensors.
         rows: The table of names.
-        copies: Tensors that may be in the file a second time, and of which ones they are copies.
-        unused: A regular expression for tensors that are buffers, or of parts that are not computed.
+        copies: Tensors that may be in the file a second time, and the originals of these copies.
+        unused: A regular expression for tensors that are buffers, or parts that are not computed.
     """
 
     config: Callable[[Settings, Set[str]], Any]
@@ -127,7 +127,7 @@ def t5_config(settings: Settings, names: Set[str]) -> t5.T5Config:
     kind = settings.get("feed_forward_proj", "relu")
     if kind not in ("relu", "gated-gelu"):
         raise InputError(f"'feed_forward_proj' is {kind!r}, expected 'relu' or 'gated-gelu'")
-    # `transformers` 5 says of all T5 that they are tied; those that are not hold a head.
+    # `transformers` 5 declares every T5 tied; an untied one holds a head.
     tied = settings.get("tie_word_embeddings", True)
     scaled = settings.get("scale_decoder_outputs", tied)
     return t5.T5Config(
@@ -152,7 +152,7 @@ def t5_attention(theirs: str, ours: str) -> tuple[Row, ...]:
 
 
 def t5_stack(side: str, last: int) -> tuple[Row, ...]:
-    """The encoder's or decoder's rows; ``last`` is which of a block's parts is the feed-forward one."""
+    """Returns the encoder's or decoder's rows; ``last`` is the index of a block's feed-forward part."""
     theirs, ours = side + ".block.{i}.layer", f"t5/{side}" + "/layer_{i}"
     dense = f"{theirs}.{last}.DenseReluDense"
     first = f"{side}.block.0.layer.0.SelfAttention"
@@ -303,7 +303,7 @@ LLAMA = Family(
 
 def vit_config(settings: Settings, names: Set[str]) -> vit.VitConfig:
     classifies = settings.get("architectures") == ["ViTForImageClassification"]
-    # Two classes are the default of `transformers`, and not written.
+    # `transformers` does not write its default, two classes.
     labels = settings.get("id2label") or (None, None)
     return vit.VitConfig(
         image_size=settings.size("image_size"),
@@ -347,5 +347,5 @@ VIT = Family(
     ),
 )
 
-# By the `model_type` of `config.json`.
+# Keyed by the `model_type` of `config.json`.
 FAMILIES = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA, "t5": T5, "vit": VIT}

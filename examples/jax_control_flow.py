@@ -1,8 +1,8 @@
-"""Branches and loops of a JAX tutorial, on implicit arrays.
+"""Runs the branches and loops of a JAX tutorial on implicit arrays.
 
-They are those of "JAX Advanced Techniques" by Robert Dyro and Spencer Richards: `where`, `cond` and
-`select` with what they do to gradients, and loops of fixed and variable length, with a history. Each is
-compared with Python's own `if`, `for` and `while` on dense arrays.
+They are from "JAX Advanced Techniques" by Robert Dyro and Spencer Richards: `where`, `cond` and
+`select` with their effects on gradients, and loops of fixed and variable length, with a history. Each
+is compared with Python's own `if`, `for` and `while` on dense arrays.
 
     python examples/jax_control_flow.py
 """
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
 
 
 def branches() -> None:
-    """`if` as `where`, `select`, `cond` and `switch`, between products with two weights."""
+    """Writes `if` as `where`, `select`, `cond` and `switch`, between products with two weights."""
     a, b = lora(jax.random.key(0)), int4(jax.random.key(1))
     x = jax.random.normal(jax.random.key(2), (_SIZE.value,))
     dense_a, dense_b = hki.materialize((a, b))
@@ -67,9 +67,9 @@ def branches() -> None:
 
 
 def nan_lesson() -> None:
-    """The gradient of `where` is NaN where the branch that is not taken has one; `cond`'s is not.
+    """Shows that the gradient of `where` is NaN if the other branch's gradient is; `cond`'s is not.
 
-    That holds for a batched `cond` as well: it is a `select`, but JAX stops the gradients of the branch
+    A batched `cond` also gives no NaN: it is a `select`, but JAX stops the gradients of the branch
     that an example does not take.
     """
     w = lora(jax.random.key(0))
@@ -141,7 +141,7 @@ def batched_cond() -> None:
 
 
 def count(jaxpr: Any, name: str) -> int:
-    """How often a primitive is in a jaxpr, at the top and within `jit`."""
+    """Counts a primitive in a jaxpr, at the top and within `jit`."""
     found = 0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         found += equation.primitive.name == name
@@ -154,7 +154,7 @@ def count(jaxpr: Any, name: str) -> int:
 
 
 def loops_of_fixed_length() -> None:
-    """The document's scaled Fibonacci numbers by `scan`, and powers of a matrix by `fori_loop`."""
+    """Computes the tutorial's scaled Fibonacci numbers by `scan`, and matrix powers by `fori_loop`."""
     a, x0 = transition(), jnp.ones(_SIZE.value)
     steps, dense = 10, np.asarray(hki.materialize(a))
 
@@ -246,7 +246,7 @@ def loops_that_end_early() -> None:
 
     @hki.use_implicit_args
     def with_history(a: Any, x: jax.Array) -> Any:
-        """A `while_loop` that writes its history: it stops computing, and keeps it."""
+        """A `while_loop` that writes its history: it stops early and keeps the history."""
 
         def body(it_x_h: Any) -> Any:
             it, x, history = it_x_h
@@ -308,7 +308,7 @@ def both(counts: Any, ends: Any, want: Any) -> list[str]:
     ]
 
 
-# --- weights, and what is printed -------------------------------------------------------------------
+# --- weights and output ---------------------------------------------------------------------------
 
 
 def int4(key: jax.Array) -> hki.QuantizedMatrix:
@@ -318,7 +318,7 @@ def int4(key: jax.Array) -> hki.QuantizedMatrix:
 
 
 def lora(key: jax.Array) -> hki.LoRA:
-    """LoRA of rank 2 on an 8-bit weight."""
+    """Returns LoRA of rank 2 on an 8-bit weight."""
     n, keys = _SIZE.value, jax.random.split(key, 3)
     w = hki.QuantizedMatrix.quantize(jax.random.normal(keys[0], (n, n)) / n**0.5, "int8")
     a, b = jax.random.normal(keys[1], (n, 2)) / n**0.5, jax.random.normal(keys[2], (2, n)) / n**0.5
@@ -326,7 +326,7 @@ def lora(key: jax.Array) -> hki.LoRA:
 
 
 def transition() -> hki.LoRA:
-    """A matrix whose powers fade: 0.8 of the identity and noise, in 8 bits, and a correction."""
+    """Returns a matrix with fading powers: 0.8 of the identity and noise, in 8 bits, plus LoRA."""
     n, keys = _SIZE.value, jax.random.split(jax.random.key(7), 3)
     w = 0.8 * jnp.eye(n) + 0.1 * jax.random.normal(keys[0], (n, n)) / n**0.5
     factors = jax.random.normal(keys[1], (n, 2)) / n, jax.random.normal(keys[2], (2, n)) / n

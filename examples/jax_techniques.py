@@ -1,8 +1,8 @@
-"""Techniques of a JAX tutorial on implicit arrays: axes, static arguments, keys, callbacks.
+"""Applies techniques of a JAX tutorial to implicit arrays: axes, static arguments, keys, callbacks.
 
-They are those of "JAX Advanced Techniques" by Robert Dyro and Spencer Richards. Each is compared with
-the same on dense arrays, or with a loop. The others are in jax_control_flow.py, remote_functions.py and
-torch_loss.py.
+They are from "JAX Advanced Techniques" by Robert Dyro and Spencer Richards. Each is compared with
+the same computation on dense arrays, or with a loop. The other techniques are in jax_control_flow.py,
+remote_functions.py and torch_loss.py.
 
     python examples/jax_techniques.py
 """
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
 
 
 def axes_of_a_problem() -> None:
-    """Ridge regression by gradient descent, for a batch of targets and one quantized matrix."""
+    """Solves ridge regression by gradient descent, for a batch of targets and one quantized matrix."""
     n, batch = _SIZE.value, _BATCH.value
     keys = jax.random.split(jax.random.key(0), 3)
     matrix = jax.random.normal(keys[0], (2 * n, n)) / n**0.5
@@ -65,7 +65,7 @@ def axes_of_a_problem() -> None:
     def solve_all(arrays: dict[str, Any]) -> jax.Array:
         def run(arrays: dict[str, Any]) -> jax.Array:
             whole = {**arrays, "options": {**problem["options"], **arrays["options"]}}
-            # Inside the wrapped function all are arrays, the zeros too, and the axes are theirs.
+            # Inside the wrapped function all leaves are arrays, even the zeros, with their own axes.
             return jax.vmap(solve, (hki.auto_in_axes(whole, batch),))(whole)
 
         return hki.use_implicit_args(run)(arrays)
@@ -108,7 +108,7 @@ def axes_of_a_problem() -> None:
 
 
 class Layer:
-    """A layer whose flags and strings decide what is compiled."""
+    """A layer whose flags and strings are static arguments of its compiled program."""
 
     def __init__(self, weight: Any, activation: str):
         self.weight, self.activation = weight, activation
@@ -123,7 +123,7 @@ class Layer:
 
 
 def methods_with_flags() -> None:
-    """A method with a nested flag, of an object with a string and LoRA on 4-bit weights."""
+    """Calls a method with a nested flag, of an object with a string and LoRA on 4-bit weights."""
     n = _SIZE.value
     x = jax.random.normal(jax.random.key(0), (_BATCH.value, n))
     layer = Layer(lora_on_int4(jax.random.key(1), n), "relu")
@@ -158,7 +158,7 @@ def methods_with_flags() -> None:
 
 
 def lora_on_int4(key: jax.Array, n: int) -> hki.LoRA:
-    """LoRA of rank 4, `[n, n]`, on a 4-bit weight."""
+    """Returns LoRA of rank 4, `[n, n]`, on a 4-bit weight."""
     keys = jax.random.split(key, 3)
     w = jax.random.normal(keys[0], (n, n)) / n**0.5
     factors = jax.random.normal(keys[1], (n, 4)) / n**0.5, jax.random.normal(keys[2], (4, n)) / 2
@@ -169,7 +169,7 @@ def lora_on_int4(key: jax.Array, n: int) -> hki.LoRA:
 
 
 def keys_for_a_batch() -> None:
-    """Dropout with a key for each example, in an unmodified model, with LoRA of its own for each."""
+    """Runs dropout with each example's own key and LoRA, in an unmodified model."""
     n, batch = _SIZE.value, _BATCH.value
 
     def forward(x: jax.Array) -> jax.Array:
@@ -179,13 +179,13 @@ def keys_for_a_batch() -> None:
     model = hki.transform_implicit(hk.transform(forward))
     params = model.init(jax.random.key(0), jnp.ones(n))
 
-    # The document's way: one key more than needed, the first of which is the new global key.
+    # The tutorial's way: one key more than needed, the first of which is the new global key.
     new_keys = jax.random.split(jax.random.key(1), batch + 1)
     _, keys = new_keys[0], new_keys[1:]
     x = jnp.broadcast_to(jax.random.normal(jax.random.key(2), (n,)), (batch, n))
 
     def with_factors(key: jax.Array) -> Any:
-        """The parameters with factors of an example's own."""
+        """Returns the parameters with an example's own factors."""
         adapted = hki.add_lora(params, key, rank=2, targets="linear/w")
         weight = adapted["linear"]["w"]
         b = jax.random.normal(key, weight.b.shape) / n**0.5
@@ -224,14 +224,14 @@ class JAXKDTree:
 
     Args:
       data: `[points, dim]`.
-      n_return: how many neighbors `query_ball_point` returns; what is missing is -1.
+      n_return: the number of neighbors that `query_ball_point` returns, padded with -1.
     """
 
     def __init__(self, data: jax.Array, n_return: int = 10):
         self.tree, self.data, self.n_return = scipy.spatial.KDTree(data), data, n_return
 
     def query(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The nearest point to each of `x` `[..., dim]`: distances (of which JAX knows the gradient)
+        """Returns the nearest point to each of `x` `[..., dim]`: distances (which are differentiable)
         and indices, `[...]`."""
         struct = jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32)
         indices = jax.pure_callback(
@@ -243,7 +243,7 @@ class JAXKDTree:
         return jnp.linalg.norm(x - self.data[indices], axis=-1), indices
 
     def query_ball_point(self, x: jax.Array, radius: jax.Array) -> jax.Array:
-        """The points within a radius `[...]` of `x` `[..., dim]`, nearest first: `[..., n_return]`."""
+        """Returns points `[..., n_return]` in a radius `[...]` of `x` `[..., dim]`, nearest first."""
         struct = jax.ShapeDtypeStruct((*x.shape[:-1], self.n_return), jnp.int32)
         return jax.pure_callback(
             self._balls, struct, *jax.lax.stop_gradient((x, radius)), vmap_method="broadcast_all"
@@ -262,7 +262,7 @@ class JAXKDTree:
 
 
 def nearest_points() -> None:
-    """Embeddings by an implicit matrix, looked up in a KD-tree; distances are differentiated."""
+    """Looks up embeddings by an implicit matrix in a KD-tree, and differentiates the distances."""
     n, batch, dim, n_return = 32, _BATCH.value, 3, 5
     points = jax.random.normal(jax.random.key(0), (_POINTS.value, dim))
     tree = JAXKDTree(points, n_return)
@@ -332,7 +332,7 @@ def nearest_points() -> None:
     np.testing.assert_allclose(grads.a, of_weight @ weight.b.T, rtol=1e-3, atol=1e-4)
 
 
-# --- what is printed --------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def is_implicit(x: Any) -> bool:
@@ -340,7 +340,7 @@ def is_implicit(x: Any) -> bool:
 
 
 def kind(x: Any) -> str:
-    """`QuantizedMatrix [4, 2]`, or the type of what is not an array."""
+    """Returns `QuantizedMatrix [4, 2]`, for example, or the type of a value that is not an array."""
     name = type(x).__name__ if is_implicit(x) else "array"
     return f"{name} {list(x.shape)}" if hasattr(x, "shape") else type(x).__name__
 

@@ -1,7 +1,7 @@
-"""LoRA on a T5 that is not changed: the same outputs at first, then a pair of texts is memorized.
+"""Puts LoRA on an unmodified T5: equal outputs at first, then it memorizes a pair of texts.
 
-The model (`models/t5.py`) is plain Haiku. Every linear weight gets LoRA factors beside it, these alone
-are trained, and no sum of a weight and its correction is ever made.
+The model (`models/t5.py`) is plain Haiku. Every linear weight gets LoRA factors, only these are
+trained, and the sum of a weight and its correction is never computed.
 
     python examples/lora_t5.py
     python examples/lora_t5.py --repo=google-t5/t5-small
@@ -39,9 +39,9 @@ _STEPS = flags.DEFINE_integer("steps", 20, "Steps of training.", 1)
 _GOAL = flags.DEFINE_float("goal", 0.02, "What the last loss has to be below.", 0.0)
 _PLOT = flags.DEFINE_string("plot", None, "Where the curve of the loss is saved, a PNG.")
 
-# All linear weights. The embeddings, which are the output projection too, are left alone.
+# All linear weights. The embeddings, which are also the output projection, get no LoRA.
 WEIGHTS = r".*/w"
-# Token ids in place of texts, where there is no tokenizer; the last one ends each.
+# Token ids instead of texts, if there is no tokenizer; the last one ends each.
 READ, WRITTEN = (507, 3785, 1), (507, 3911, 1)
 
 
@@ -66,7 +66,7 @@ def run() -> None:
 
 
 def check(params: Any, trained: Any, difference: float, losses: list[float]) -> None:
-    """What was promised of the start, of the frozen weights and of the end."""
+    """Checks the promises for the start, the frozen weights and the end."""
     weights, factors, others = 0, 0, 0
     for module, own in params.items():
         for name, before in own.items():
@@ -109,7 +109,7 @@ def train(apply: Any, params: Any, batch: tuple[jax.Array, ...]) -> tuple[list[f
 
 
 def load() -> tuple[hk.Transformed, Any, t5.T5Config, tuple[Any, Any]]:
-    """The model that the flags name or one with random weights, and the pair of token ids."""
+    """Returns the model that the flags name or one with random weights, and the pair of token ids."""
     if _REPO.value or _FOLDER.value:
         folder = pathlib.Path(_FOLDER.value or hub.fetch(_REPO.value))
         config, model, params = hub.load_as(t5.T5Config, folder)
@@ -129,18 +129,18 @@ def load() -> tuple[hk.Transformed, Any, t5.T5Config, tuple[Any, Any]]:
 
 
 def encode(path: pathlib.Path) -> tuple[Any, Any]:
-    """The texts as token ids, if there is a tokenizer."""
+    """Returns the texts as token ids, if there is a tokenizer."""
     if not path.exists():
         return READ, WRITTEN
     try:
         tokenizer = tokenizers.Tokenizer.from_file(os.fspath(path))
-    except Exception as error:  # What the binding raises has no narrower class.
+    except Exception as error:  # the binding raises errors without a narrower common class
         raise InputError(f"{path}: {error}") from error
     return tokenizer.encode(_INPUT.value).ids, tokenizer.encode(_OUTPUT.value).ids
 
 
 def save_plot(losses: list[float]) -> None:
-    """Draws the losses, where a file is named."""
+    """Draws the losses, if the flags name a file."""
     if not _PLOT.value:
         return
     try:

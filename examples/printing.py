@@ -1,15 +1,15 @@
-"""Headings and tables, as the scripts print them."""
+"""Prints the scripts' headings and tables."""
 
 from typing import Any
 
 
 def heading(text: str) -> None:
-    """Prints a line that is underlined."""
+    """Prints an underlined line."""
     print(f"\n{text}\n{'-' * len(text)}")
 
 
 def table(names: list[str], rows: list[list[Any]]) -> None:
-    """Prints columns of what the rows hold, below their names."""
+    """Prints the rows' columns below their names."""
     texts = [names, *([str(x) for x in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for row in texts:

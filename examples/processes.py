@@ -1,7 +1,7 @@
-"""Processes that train together: how they are started, find each other, and save what each of them has.
+"""Starts processes that train together, connects them, and saves their parts.
 
-One machine takes the place of several here: `start` runs this program as often as it is told to. On
-several machines each of them runs it once, with its number and the address of the first one.
+One machine stands in for several here: `start` runs this program `count` times. With
+several machines, each of them runs it once, with its number and the address of the first one.
 """
 
 import os
@@ -19,13 +19,13 @@ from errors import InputError
 
 
 def start(count: int) -> None:
-    """Runs this program in so many processes, and waits for them.
+    """Runs this program in `count` processes, and waits for them.
 
-    If one ends before its time, the others would wait for what it does not send. So they are stopped;
-    and all are if this process is asked to end (SIGTERM).
+    If one ends too early, the others would wait for its messages, so they are stopped. All are stopped
+    if this process gets SIGTERM.
 
     Raises:
-      InputError: if one has failed; it says what to do.
+      InputError: if one has failed; the message has the way out.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -55,9 +55,9 @@ def join(coordinator: str | None, count: int, number: int, timeout: int) -> None
 
     Args:
       coordinator: `host:port` of process 0.
-      count: of the processes.
-      number: of this one.
-      timeout: after how many seconds without a word from a process the others end.
+      count: the number of processes.
+      number: the number of this process.
+      timeout: the seconds without a heartbeat from a process after which the others end.
     """
     if coordinator is None:
         raise InputError("--process_id needs --coordinator, the host and a port of process 0")
@@ -65,10 +65,10 @@ def join(coordinator: str | None, count: int, number: int, timeout: int) -> None
 
 
 class OneFile:
-    """Checkpoints by `hki.save`: one file, which each save replaces, and beside it those of parts.
+    """Checkpoints by `hki.save`: one file, which each save replaces, with the parts' files next to it.
 
     Args:
-      folder: that all processes see.
+      folder: a folder that all processes see.
     """
 
     def __init__(self, folder: str):
@@ -76,11 +76,11 @@ class OneFile:
         self.path = os.path.join(folder, "run.safetensors")
 
     def save(self, run: Any) -> None:
-        """Saves a tree, of which each process writes what it has."""
+        """Saves a tree, of which each process writes its part."""
         hki.save(self.path, run)
 
     def load(self, like: Any) -> Any:
-        """What was saved last, where the arrays of another such tree lie; None if there is nothing."""
+        """Returns the last saved tree, with the sharding of `like`; None if there is nothing."""
         if not os.path.exists(self.path):
             return None
         places = jax.tree.map(lambda x: getattr(x, "sharding", None), like)
@@ -88,26 +88,26 @@ class OneFile:
 
 
 class Steps:
-    """Checkpoints by Orbax: a folder for each step, of which the last two are kept.
+    """Checkpoints by Orbax: a folder for each step; the last two are kept.
 
     Args:
-      folder: that all processes see.
+      folder: a folder that all processes see.
     """
 
     def __init__(self, folder: str):
-        from orbax import checkpoint  # which takes seconds
+        from orbax import checkpoint  # this import takes seconds
 
         options = checkpoint.CheckpointManagerOptions(max_to_keep=2)
         self.ocp = checkpoint
         self.manager = checkpoint.CheckpointManager(os.path.abspath(folder), options=options)
 
     def save(self, run: Any) -> None:
-        """Saves a tree, of which each process writes what it has."""
+        """Saves a tree, of which each process writes its part."""
         self.manager.save(run.step, args=self.ocp.args.StandardSave(run))
         self.manager.wait_until_finished()
 
     def load(self, like: Any) -> Any:
-        """What was saved last, where the arrays of another such tree lie; None if there is nothing."""
+        """Returns the last saved tree, with the sharding of `like`; None if there is nothing."""
         step = self.manager.latest_step()
         if step is None:
             return None

@@ -1,4 +1,4 @@
-"""Which products a program is made of: of which dtypes and shapes, and in which module."""
+"""Lists the products in a program: their dtypes, shapes and modules."""
 
 import collections
 import re
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-# The operation that each primitive is.
+# The operation of each primitive.
 _PRODUCTS = {
     "conv_general_dilated": "conv_general_dilated",
     "dot_general": "dot_general",
@@ -21,9 +21,9 @@ class Product(NamedTuple):
     """A product in a program.
 
     Attributes:
-      operation: the name of the function of JAX.
+      operation: the name of the JAX function.
       scope: the module's name, within the names of transformations.
-      dtypes, shapes: of the two operands.
+      dtypes, shapes: the dtypes and shapes of the two operands.
     """
 
     operation: str
@@ -33,7 +33,7 @@ class Product(NamedTuple):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """`int8[2, 3]` for each operand."""
+        """The operands as text, each like `int8[2, 3]`."""
         return tuple(f"{d}{list(s)}" for d, s in zip(self.dtypes, self.shapes, strict=True))
 
     @property
@@ -43,22 +43,22 @@ class Product(NamedTuple):
 
     @property
     def is_of_integers(self) -> bool:
-        """Whether both operands are codes of 8 bits."""
+        """Whether both operands are 8-bit codes."""
         return self.dtypes == ("int8", "int8")
 
     def is_in(self, module: str) -> bool:
-        """Whether the last part of a module's name is in its scope."""
+        """Whether the last part of a module's name is in the scope."""
         return module.split("/")[-1] in re.split(r"\W+", self.scope)
 
 
 def products_in(fun: Callable[..., Any], *args: Any) -> list[Product]:
-    """The products of the program that JAX traces a function to, in its order.
+    """Returns the products in the jaxpr of a function, in its order.
 
-    A product in a loop is there once, however often the loop runs.
+    A product in a loop counts once, however often the loop runs.
 
     Args:
       fun: a function of arrays.
-      *args: what it is called with.
+      *args: its arguments.
     """
 
     def within(jaxpr: Jaxpr, outer: str) -> Iterator[Product]:
@@ -77,7 +77,7 @@ def products_in(fun: Callable[..., Any], *args: Any) -> list[Product]:
 
 
 def count_products(fun: Callable[..., Any], *args: Any) -> collections.Counter[str]:
-    """How many of them there are of each kind, such as `'int8 * int8'`.
+    """Counts a program's products of each kind, such as `'int8 * int8'`.
 
     Example:
       >>> import jax.numpy as jnp

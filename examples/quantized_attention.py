@@ -1,12 +1,12 @@
-"""Attention over a key-value cache in 8 and 4 bits, on one device and over eight.
+"""Runs attention over a key-value cache in 8 and 4 bits, on one device and over eight.
 
     python examples/quantized_attention.py
 
 The model (`models/cached_attention.py`) is plain Haiku: keys, values and an index in its state, as in
-EasyDeL's `_concatenate_to_cache`, grouped heads, causal and padding masks. Here it runs unchanged over
+EasyDeL's `_concatenate_to_cache`, grouped heads, causal and padding masks. It runs unchanged over
 the dense cache and over quantized ones, first on one device, and then with the cache split by batch,
-positions and heads over eight devices of the host. Printed are the bytes of the cache, the greatest
-difference of the outputs from those of the dense cache, and the time for each token.
+positions and heads over eight devices of the host. The output is the bytes of the cache, the greatest
+difference from the dense cache's outputs, and the time for each token.
 """
 
 import time
@@ -35,18 +35,18 @@ flags.DEFINE_integer("tokens", 32, "Positions that follow one by one.")
 
 DEVICES = 8
 MESH = (2, 1, 2, 2)  # dp, fsdp, tp, sp
-# The largest difference from the dense cache, as a part of the largest output.
+# The largest difference from the dense cache, relative to the largest output.
 TOLERANCES = {"dense": 0.0, "int8": 0.02, "int4": 0.3}
 
 
 class Run(NamedTuple):
-    """What a cache of one kind gave.
+    """The results of a run with one kind of cache.
 
     Attributes:
-      nbytes: of the keys and values.
+      nbytes: the bytes of the keys and values.
       outputs: `[batch, prompt + tokens, dim]`.
       per_token: seconds.
-      dense: how many arrays were made dense where no rule served.
+      dense: the number of arrays that became dense for lack of a rule.
     """
 
     nbytes: int
@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
 
 def split(state: Any) -> Any:
-    """The state with its cache split over the mesh that is set."""
+    """Returns the state with its cache split over the current mesh."""
     leaves = hki.tree_map_with_implicit(lambda x: CACHE_SPEC if x.ndim else PartitionSpec(), state)
     return layers.with_sharding_constraint(state, leaves)
 
@@ -86,14 +86,14 @@ def run(sizes: Sizes, kind: str, params: Any, x: Any, mask: Any, mesh: Any = Non
 
 
 def at_once(sizes: Sizes, params: Any, x: Any, mask: Any) -> np.ndarray:
-    """The same attention with all positions read at once."""
+    """Computes the attention with all positions read at once."""
     model = make_model(sizes, "dense")
     _, state = model.init(jax.random.key(0), x[:, :1], mask)
     return np.asarray(model.apply(params, state, None, x, mask)[0])
 
 
 def table(runs: dict[str, Run], exact: Run, tokens: np.ndarray) -> None:
-    """Prints bytes, differences of the outputs where there are tokens (and no padding), and times."""
+    """Prints bytes, differences of the outputs at tokens (not at padding), and times."""
     largest = np.abs(exact.outputs[tokens]).max()
     print(f"{'cache':8s} {'bytes':>12s} {'part':>6s} {'difference':>11s} {'ms/token':>9s}")
     for kind, got in runs.items():
@@ -111,7 +111,7 @@ def main(_: Any) -> None:
     sizes = Sizes(FLAGS.heads, FLAGS.kv_heads, FLAGS.head_dim, FLAGS.length)
     total, dim = FLAGS.prompt + FLAGS.tokens, FLAGS.heads * FLAGS.head_dim
     x = jax.random.normal(jax.random.key(0), (FLAGS.batch, total, dim))
-    # Each sequence begins with some padding, of another length.
+    # Each sequence begins with a different amount of padding.
     padding = np.arange(FLAGS.batch) * FLAGS.prompt // (2 * FLAGS.batch)
     mask = jnp.asarray(np.arange(FLAGS.length) >= padding[:, None])
     tokens = np.asarray(mask)[:, :total]

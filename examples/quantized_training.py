@@ -1,14 +1,14 @@
-"""Training in 8 bits: a transformer on Shakespeare and a ResNet on digits, beside float32.
+"""Trains in 8 bits: a transformer on Shakespeare and a ResNet on digits, against float32.
 
-Neither model is changed: `QtRule`s say what is quantized, as in Qwix. Each model is trained from the
+Neither model is changed: `QtRule`s define the quantization, as in Qwix. Each model is trained from the
 same start on the same batches in float32, with products of int8 in the forward pass, and with products
-of int8 in both passes, where gradients are rounded stochastically. A fourth run is float32 again, from
-a start that is a ten-thousandth larger: what a change that means nothing does to the loss.
+of int8 in both passes, with stochastic rounding of gradients. A fourth run is float32 again, from
+a start that is a ten-thousandth larger: the effect of a meaningless change on the loss.
 
-Compared are the mean loss of the last steps and the loss on held-out data (of quantized models, with
-quantized products). This needs losses that are not close to zero, where any two runs differ by many
-percent. So the digits have fresh noise in each batch, and no model can be sure of them; the transformer
-sees a small part of its text once.
+The comparison is between mean losses of the last steps and losses on held-out data (quantized models
+use quantized products). It needs losses that are not close to zero, since there any two runs differ by
+many percent. So the digits have fresh noise in each batch, and no model can be sure of them; the
+transformer sees a small part of its text once.
 
     python examples/quantized_training.py
     python examples/quantized_training.py --models=digits --seeds=3 --plot=curves.png
@@ -47,17 +47,17 @@ _CHANNELS = flags.DEFINE_integer("channels", 16, "Channels of the ResNet's first
 _GOAL = flags.DEFINE_float("goal", 2.0, "How far losses may be from those of float32, in %.", 0.0)
 _PLOT = flags.DEFINE_string("plot", None, "Where the curves are saved, a PNG.")
 
-LAST = 50  # the loss of so many steps is averaged
+LAST = 50  # the number of steps whose losses are averaged
 LENGTH = 64  # bytes of a passage
 NOISE = 0.7  # standard deviation, in images of numbers from -1 to 1
 
 
 class Way(NamedTuple):
-    """How a model is trained.
+    """A way to train a model.
 
     Attributes:
-      options: of the `QtRule` for all modules but those that stay in float32; none: no rule.
-      factor: what the first parameters are multiplied by.
+      options: of the `QtRule` for all modules except those kept in float32; empty for no rule.
+      factor: the factor of the initial parameters.
     """
 
     options: dict[str, Any]
@@ -75,22 +75,22 @@ WAYS = {
 
 
 class Data(NamedTuple):
-    """Examples: inputs, and for each output the number of its class."""
+    """Examples: inputs, and the class number of each output."""
 
     inputs: np.ndarray
     labels: np.ndarray
 
 
 class Task(NamedTuple):
-    """A model, and what it is trained on.
+    """A model and its training data.
 
     Attributes:
       name: its name.
-      model: with state: a function of inputs and of whether it is training, that returns logits.
-      in_float: the modules whose products stay in float32, a regular expression.
+      model: with state: a function of inputs and an is-training flag, which returns logits.
+      in_float: a regular expression for the modules whose products stay in float32.
       batch: makes the batch of a step, given a random generator.
-      heldout: what it is tested on.
-      steps: how many it is trained for.
+      heldout: the test data.
+      steps: the number of training steps.
       rate: the largest learning rate of AdamW; it rises for a tenth of the steps, then falls to 0.
     """
 
@@ -104,7 +104,7 @@ class Task(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The losses of all steps; the mean of the last ones, and of held-out data loss and accuracy."""
+    """The losses of all steps; the mean of the last losses, and held-out loss and accuracy."""
 
     curve: np.ndarray
     last: float
@@ -113,7 +113,7 @@ class Result(NamedTuple):
 
 
 def run() -> None:
-    """Trains each model in each way, prints and draws, and compares."""
+    """Trains each model in each way, prints, draws and compares."""
     found: dict[str, list[dict[str, Result]]] = {}
     for name in dict.fromkeys(_MODELS.value):
         task = {"language": language, "digits": digits}[name]()
@@ -130,11 +130,11 @@ def run() -> None:
         check(name, seeds)
 
 
-# --- the models, and what they learn ----------------------------------------------------------------
+# --- the models and their data --------------------------------------------------------------------
 
 
 def language() -> Task:
-    """A transformer that predicts the next byte of Shakespeare's works."""
+    """Returns the task of a transformer that predicts the next byte of Shakespeare's works."""
     text = smollm.read_text(smollm.fetch(smollm.SHAKESPEARE)).encode()
     data = np.frombuffer(text, np.uint8).astype(np.int32)
     width = _WIDTH.value
@@ -166,7 +166,7 @@ def language() -> Task:
 
 
 def digits() -> Task:
-    """Haiku's ResNet for images of 8 x 8 pixels, whose first convolution is as small as they are."""
+    """Returns the task of Haiku's ResNet on images of 8 x 8 pixels, with a small first convolution."""
     images, labels = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     images = images[order].reshape(-1, 8, 8, 1).astype(np.float32) / 8 - 1
@@ -206,7 +206,7 @@ def digits() -> Task:
 
 
 def start(task: Task, way: str, seed: int) -> tuple[Any, Any]:
-    """The parameters, with rules on their weights if the way has some, and the state."""
+    """Returns the parameters, with the way's rules on their weights if it has any, and the state."""
     options, factor = WAYS[way]
     inputs = task.batch(np.random.default_rng(0)).inputs
     init = jax.jit(task.model.init, static_argnums=2)
@@ -221,7 +221,7 @@ def start(task: Task, way: str, seed: int) -> tuple[Any, Any]:
 def loss_of(
     task: Task, is_training: bool, params: Any, state: Any, key: jax.Array, data: Data
 ) -> tuple[jax.Array, Any]:
-    """The loss, and beside it the new state and the part of the labels that were the likeliest."""
+    """Returns the loss, with the new state and the accuracy."""
     params = hki.with_rounding_key(params, key)
     apply = hki.transform_implicit(task.model).apply
     logits, state = apply(params, state, None, data.inputs, is_training)
@@ -230,7 +230,7 @@ def loss_of(
 
 
 def programs(task: Task) -> tuple[Any, Any]:
-    """A step of training and a test, which compile once for each structure of the parameters."""
+    """Returns a training step and a test, which compile once for each structure of the parameters."""
     gradients = jax.value_and_grad(functools.partial(loss_of, task, True), has_aux=True)
     optimizer = optimizer_of(task)
 
@@ -251,7 +251,7 @@ def optimizer_of(task: Task) -> optax.GradientTransformation:
 
 
 def train(task: Task, step: Any, test: Any, way: str, seed: int) -> Result:
-    """Trains in one way, from a start and on batches that depend on the seed alone."""
+    """Trains in one way; the start and the batches depend only on the seed."""
     params, state = start(task, way, seed)
     moments, losses, rng = optimizer_of(task).init(params), [], np.random.default_rng(seed)
     for i in (bar := tqdm(range(task.steps), f"{way}, seed {seed}", leave=False)):
@@ -264,11 +264,11 @@ def train(task: Task, step: Any, test: Any, way: str, seed: int) -> Result:
     return Result(np.array(losses), last, float(heldout), float(accuracy))
 
 
-# --- what is quantized ------------------------------------------------------------------------------
+# --- quantized products ---------------------------------------------------------------------------
 
 
 def describe(task: Task) -> None:
-    """Counts the products by what they multiply, in both passes; and what becomes dense."""
+    """Counts the products by their operands in both passes, and the arrays that become dense."""
     print("in float32 by a rule:", task.in_float)
     rows, data = [], task.batch(np.random.default_rng(0))
     forward = functools.partial(loss_of, task, True)
@@ -288,12 +288,12 @@ def describe(task: Task) -> None:
 
 
 def summary(counts: Any) -> str:
-    """Counts in words."""
+    """Describes counts in words."""
     return ", ".join(f"{n} of {kind}" for kind, n in sorted(counts.items()))
 
 
 def check_counts(way: str, params: Any, forward: Any, backward: Any) -> None:
-    """A quantized weight has one product of int8 in the forward pass, and two in the backward pass."""
+    """Checks that each quantized weight has one int8 product forward, and two backward."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, hki.TrainedQuantized))
     weights = sum(isinstance(x, hki.TrainedQuantized) for x in leaves)
     options = WAYS[way].options
@@ -303,11 +303,11 @@ def check_counts(way: str, params: Any, forward: Any, backward: Any) -> None:
     assert backward["int8 * int8"] == in_both * 2 * weights, f"{way}: {backward}"
 
 
-# --- what comes out ---------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def print_losses(seeds: list[dict[str, Result]]) -> None:
-    """A table of losses, and how far they are from those of float32 from the same start."""
+    """Prints a table of losses, and their differences from float32 with the same start."""
     print()
     rows = []
     for seed, results in enumerate(seeds):
@@ -320,13 +320,13 @@ def print_losses(seeds: list[dict[str, Result]]) -> None:
 
 
 def differences(result: Result, reference: Result) -> tuple[float, float]:
-    """By how many percent the last and the held-out loss are above those of another run."""
+    """Returns the last and the held-out loss above another run's, in percent."""
     last = 100 * (result.last / reference.last - 1)
     return last, 100 * (result.heldout / reference.heldout - 1)
 
 
 def check(name: str, seeds: list[dict[str, Result]]) -> None:
-    """Training has to have learned something, and quantized training about as much."""
+    """Checks that training learned something, and quantized training about as much."""
     for results in seeds:
         reference = results["float32"]
         assert reference.last < reference.curve[0], f"{name}: nothing was learned"
@@ -336,7 +336,7 @@ def check(name: str, seeds: list[dict[str, Result]]) -> None:
 
 
 def save_plot(found: dict[str, list[dict[str, Result]]]) -> None:
-    """Draws the losses, and how far they are from those of float32, where a file is named."""
+    """Draws the losses, and their differences from float32, if the flags name a file."""
     if not _PLOT.value:
         return
     try:
@@ -361,7 +361,7 @@ def save_plot(found: dict[str, list[dict[str, Result]]]) -> None:
 
 
 def smooth(curve: np.ndarray) -> np.ndarray:
-    """The mean of the last (at most) ten losses, at each step."""
+    """Returns the mean of the last (at most) ten losses, at each step."""
     sums = np.concatenate([[0.0], np.cumsum(curve)])
     ends = np.arange(1, len(sums))
     starts = np.maximum(ends - 10, 0)

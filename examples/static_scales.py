@@ -1,9 +1,9 @@
-"""Which rule quantizes which product, and static activation scales that are served with integers.
+"""Selects rules by operation, and serves static activation scales with integers.
 
 After Qwix's quantized training: a small model with a convolution, an einsum and a mixture of experts
-(`jax.lax.ragged_dot`), in plain Haiku. Rules that are chosen by operation quantize its products, those
-of gradients too. While it is trained, statistics of its activations are collected. Then its weights
-become integers, and the model that takes these, and no statistics, gives the same bits.
+(`jax.lax.ragged_dot`), in plain Haiku. Rules chosen by operation quantize its products, including the
+gradients' products. Training collects statistics of its activations. Then its weights
+become integers, and the model with these, without statistics, gives the same bits.
 
     python examples/static_scales.py
 """
@@ -37,16 +37,16 @@ _MARGIN = flags.DEFINE_float(
 )
 _GOAL = flags.DEFINE_float("goal", 0.9, "What the accuracy has to be above.", 0.0, 1.0)
 
-CLASSES = 4  # which way the stripes of an image go
+CLASSES = 4  # the directions of an image's stripes
 HEADS = 4
-TESTED = 8  # batches that the accuracy is measured on
+TESTED = 8  # the number of batches that measure the accuracy
 
 
-# --- the model and what it learns -------------------------------------------------------------------
+# --- the model and its data -----------------------------------------------------------------------
 
 
 class Heads(hk.Module):
-    """A weight `[inputs, heads, outputs]` in an einsum, as attention has it."""
+    """A weight `[inputs, heads, outputs]` in an einsum, as in attention."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         shape = [x.shape[-1], HEADS, x.shape[-1] // HEADS]
@@ -69,7 +69,7 @@ def classify(images: jax.Array) -> jax.Array:
 
 
 def batches(seed: int, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Images of stripes with noise, and which way these go."""
+    """Yields images of stripes with noise, and the stripes' directions."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[: _SIZE.value, : _SIZE.value]
     for _ in range(number):
@@ -91,16 +91,16 @@ def batches(seed: int, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def rules(static: bool) -> list[QtRule]:
-    """The first rule that matches a module and is for its operation decides.
+    """Returns the rules; the first that matches a module and its operation decides.
 
-    A stored weight of three axes could be for any operation, so the modules with experts are named.
+    A quantized weight of three axes could be for any operation, so the modules with experts are named.
     """
     rule = functools.partial(
         QtRule, weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", act_static_scale=static,
         act_calibration_method=f"absmax,{_MARGIN.value}" if static else "absmax",
     )  # fmt: skip
     return [
-        QtRule(module_path=".*/router"),  # no weight_qtype: its products are left alone
+        QtRule(module_path=".*/router"),  # no weight_qtype: its products are not quantized
         rule(op_names="ragged_dot", module_path="mixture/.*"),
         rule(op_names="conv_general_dilated", module_path="(?!mixture).*"),
         rule(
@@ -110,7 +110,7 @@ def rules(static: bool) -> list[QtRule]:
 
 
 def show_rules(products: Sequence[Product], modules: Sequence[str]) -> None:
-    """A table of the products of each module, which has to be of integers where its rule says so."""
+    """Prints the products of each module, and checks for integer products if its rule says so."""
     rows = []
     for module in modules:
         own = [p for p in products if p.is_in(module)]
@@ -134,7 +134,7 @@ def show_rules(products: Sequence[Product], modules: Sequence[str]) -> None:
 
 
 def train(model: Any, params: Any, state: Any) -> tuple[Any, Any]:
-    """Trains, and collects statistics at each step; the trained parameters, and the state with them."""
+    """Trains, and collects statistics at each step; returns the parameters, and the state with them."""
     optimizer = optax.adam(_RATE.value)
     trainable, frozen = hki.partition(params)
 
@@ -161,8 +161,8 @@ class Way(NamedTuple):
     """A way to run the trained model.
 
     Attributes:
-        name: What it is called.
-        apply: From `params`, `state` and images to logits.
+        name: Its name.
+        apply: Maps `params`, `state` and images to logits.
         params: The weights.
         state: The statistics, if it takes any.
     """
@@ -174,7 +174,7 @@ class Way(NamedTuple):
 
 
 def ways(t: Any, params: Any, state: Any, axes: Any) -> list[Way]:
-    """The trained model with static scales and with dynamic ones, each also served; and in float32."""
+    """Returns the trained model with static and dynamic scales, each also served; and in float32."""
     reading, dense = hki.with_quant_stats(t, update=False), hki.materialize(params)
     dynamic = hki.quantized_training(dense, rules(static=False), matrix_axes=axes)
 
@@ -194,7 +194,7 @@ def ways(t: Any, params: Any, state: Any, axes: Any) -> list[Way]:
 
 
 def compare(ways: Sequence[Way]) -> None:
-    """Prints bytes, products, accuracy and errors of logits, and checks what was promised."""
+    """Prints bytes, products, accuracy and errors of logits, and checks the promises."""
     tested = list(batches(2, TESTED))
     labels = np.stack([own for _, own in tested])
     logits, rows = {}, []
@@ -215,7 +215,7 @@ def compare(ways: Sequence[Way]) -> None:
     as_trained, served = logits["static, as trained"], logits["static, served"]
     print("static scales, trained and served: equal bits:", np.array_equal(as_trained, served))
     np.testing.assert_array_equal(served, as_trained)
-    # With dynamic scales a kernel of the library multiplies what is stored, in another order of sums.
+    # With dynamic scales the library's kernel multiplies the codes, with another order of sums.
     difference = np.abs(logits["dynamic, served"] - logits["dynamic, as trained"]).max()
     assert difference < 1e-2 * largest and max(errors[2:4]) < 0.1, (difference, errors)
     assert rows[1][1] < 0.5 * rows[0][1] and rows[1][2] == 0 < rows[0][2]

@@ -1,7 +1,7 @@
-"""GPT-2 without its biases: as zeros in memory, and as symbolic zeros, which cost nothing.
+"""Runs GPT-2 without its biases: as zeros in memory, and as symbolic zeros, which cost nothing.
 
-The model (`models/gpt2.py`) is plain Haiku and adds its biases in any case. With dense zeros it adds
-zeros; with symbolic ones there is neither a buffer nor an addition. Layer normalization is left alone.
+The model (`models/gpt2.py`) is plain Haiku and always adds its biases. With dense zeros it adds
+zeros; with symbolic ones there is neither a buffer nor an addition. Layer normalization is unchanged.
 
     python examples/symbolic_zeros.py
     python examples/symbolic_zeros.py --repo=openai-community/gpt2
@@ -31,18 +31,18 @@ _LAYERS = flags.DEFINE_integer("layers", 12, "Layers of the GPT-2 with random we
 _WIDTH = flags.DEFINE_integer("width", 768, "Its width, a multiple of 12.", 12)
 _TOKENS = flags.DEFINE_integer("tokens", 9, "How many tokens it reads.", 1)
 
-# The bias of every linear layer; those of layer normalization are called `offset`.
+# The bias of every linear layer; biases of layer normalization are called `offset`.
 BIASES = r".*/b"
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What the model is with one kind of biases.
+    """The measurements of the model with one kind of biases.
 
     Attributes:
         logits: `[1, tokens, vocab]`.
         lowered: Additions in the program that JAX gives to XLA.
-        compiled: Additions in what XLA makes of it.
+        compiled: Additions in XLA's compiled program.
         flops: Floating-point operations, as XLA counts them.
         nbytes: Bytes of the biases.
         milliseconds: A forward pass, the fastest of ten.
@@ -57,11 +57,11 @@ class Outcome:
 
 
 def run() -> None:
-    """Three kinds of biases in one model, compared."""
+    """Compares three kinds of biases in one model."""
     model, params, config = load()
     tokens = jnp.arange(1, 1 + _TOKENS.value)[None] % config.vocab_size
     symbolic = hki.zero_params(params, targets=BIASES)
-    # What a model without the library would have in their place.
+    # The biases of a model without the library.
     dense = hki.materialize(symbolic)
     some = symbolic["gpt2/layer_0/attention/qkv"]["b"]
     heading(f"GPT-2, {config.num_layers} layers of width {config.dim}")
@@ -92,7 +92,7 @@ def run() -> None:
 
 
 def check(params: Any, symbolic: Any, original: Outcome, dense: Outcome, new: Outcome) -> None:
-    """The same logits from fewer additions; what normalizes is what it was."""
+    """Checks for equal logits from fewer additions, and unchanged layer normalization."""
     biases = [b for b in jax.tree.leaves(symbolic, is_leaf=is_zeros) if is_zeros(b)]
     saved = dense.lowered - new.lowered
     difference = float(abs(new.logits - dense.logits).max())
@@ -117,7 +117,7 @@ def is_zeros(x: Any) -> bool:
 
 
 def load() -> tuple[hk.Transformed, dict[str, dict[str, jax.Array]], gpt2.Gpt2Config]:
-    """The model that the flags name, or one with random weights."""
+    """Returns the model that the flags name, or one with random weights."""
     if _REPO.value or _FOLDER.value:
         folder = _FOLDER.value or hub.fetch(_REPO.value)
         config, model, params = hub.load_as(gpt2.Gpt2Config, folder)
@@ -126,7 +126,7 @@ def load() -> tuple[hk.Transformed, dict[str, dict[str, jax.Array]], gpt2.Gpt2Co
     config = gpt2.Gpt2Config(dim=width, num_layers=_LAYERS.value, hidden_dim=4 * width)
     model = hk.without_apply_rng(hk.transform(lambda tokens: gpt2.Gpt2(config)(tokens)))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    # Haiku starts biases at zero, where nothing could be seen.
+    # Haiku starts biases at zero, which would hide the change.
     keys = iter(jax.random.split(jax.random.key(1), len(params)))
     for own in params.values():
         if "b" in own:

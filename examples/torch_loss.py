@@ -1,16 +1,16 @@
-"""A loss of PyTorch in JAX, forward and backward, by `pure_callback` and `custom_vjp`.
+"""Uses a PyTorch loss in JAX, forward and backward, by `pure_callback` and `custom_vjp`.
 
 An unmodified Haiku model with LoRA on 4-bit weights is trained with torch's cross entropy. JAX gets
 the gradient with respect to the logits from torch (`torch.func.vjp`), and does the rest. Values,
-gradients and trained losses are compared with those of optax's cross entropy.
+gradients and trained losses are compared with optax's cross entropy.
 
-PyTorch is not among this project's dependencies. Install it in an environment of its own:
+PyTorch is not among this project's dependencies. Install it in a separate environment:
 
     python3 -m venv .venv-torch && .venv-torch/bin/pip install -e '.[examples]'
     .venv-torch/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu
     .venv-torch/bin/python examples/torch_loss.py
 
-Without it, `--library=numpy` shows the same with a cross entropy in NumPy.
+Without it, `--library=numpy` uses a cross entropy in NumPy.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
 
 
 def of_torch() -> tuple[Losses, Vjp]:
-    """Torch's cross entropy of each example, and its vector-Jacobian product."""
+    """Returns torch's cross entropy of each example, and its vector-Jacobian product."""
     try:
         import torch
     except ImportError:
@@ -68,7 +68,7 @@ def of_torch() -> tuple[Losses, Vjp]:
         return vjp(cotangents)[0].numpy()
 
     def tensors(*arrays: Any) -> Any:
-        # Copies, because JAX's arrays are not writable; torch wants labels of 64 bits.
+        # Copies, because JAX's arrays are not writable; torch needs 64-bit labels.
         return [
             torch.tensor(x, dtype=torch.int64 if x.dtype.kind == "i" else None)
             for x in map(np.asarray, arrays)
@@ -79,7 +79,7 @@ def of_torch() -> tuple[Losses, Vjp]:
 
 
 def of_numpy() -> tuple[Losses, Vjp]:
-    """The same in NumPy."""
+    """Returns NumPy's cross entropy of each example, and its vector-Jacobian product."""
 
     def log_softmax(logits: np.ndarray) -> np.ndarray:
         logits = np.asarray(logits)
@@ -100,18 +100,18 @@ def of_numpy() -> tuple[Losses, Vjp]:
 
 
 def in_jax(forward: Losses, backward: Vjp) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A function of JAX with a gradient, of two functions of NumPy arrays.
+    """Makes a JAX function with a gradient from two functions of NumPy arrays.
 
     Args:
-      forward: from logits `[n, classes]` and integer labels `[n]` to losses `[n]`.
-      backward: from these and the losses' cotangents `[n]` to the logits' cotangents.
+      forward: maps logits `[n, classes]` and integer labels `[n]` to losses `[n]`.
+      backward: maps these and the losses' cotangents `[n]` to the logits' cotangents.
 
     Returns:
-      The losses `[...]` of logits `[..., classes]` and labels `[...]`.
+      A function from logits `[..., classes]` and labels `[...]` to losses `[...]`.
     """
 
     def call(fun: Any, like: jax.Array, logits: jax.Array, *others: jax.Array) -> jax.Array:
-        """Flattens all batch axes, those of `vmap` too, into the one that `fun` has."""
+        """Flattens all batch axes, including those from `vmap`, into the one that `fun` has."""
 
         def flat(logits: Any, *others: Any) -> np.ndarray:
             lead, classes = logits.shape[:-1], logits.shape[-1]
@@ -130,7 +130,7 @@ def in_jax(forward: Losses, backward: Vjp) -> Callable[[jax.Array, jax.Array], j
         return cross_entropy(logits, labels), (logits, labels)
 
     def backward_rule(residuals: Any, cotangents: jax.Array) -> Any:
-        # The labels are integers, which have no gradient: None.
+        # Integer labels do not have a gradient: None.
         return call(backward, residuals[0], *residuals, cotangents), None
 
     cross_entropy.defvjp(forward_rule, backward_rule)
@@ -141,7 +141,7 @@ def in_jax(forward: Losses, backward: Vjp) -> Callable[[jax.Array, jax.Array], j
 
 
 def model_and_data() -> Any:
-    """An unmodified MLP, its parameters with LoRA on 4-bit weights, inputs and labels."""
+    """Returns an unmodified MLP, its parameters with LoRA on 4-bit weights, inputs and labels."""
     model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([128, CLASSES])(x)))
     x = jax.random.normal(jax.random.key(0), (_BATCH.value, FEATURES))
     labels = jax.random.randint(jax.random.key(1), (_BATCH.value,), 0, CLASSES)
@@ -151,7 +151,7 @@ def model_and_data() -> Any:
 
 
 def compare(cross_entropy: Callable[..., jax.Array]) -> None:
-    """Losses and gradients beside optax's, under transformations."""
+    """Compares losses and gradients with optax's, under transformations."""
     apply, params, x, labels = model_and_data()
     reference = optax.softmax_cross_entropy_with_integer_labels
     direct = hki.use_implicit_args(lambda w, x: cross_entropy(x @ w, labels).mean())
@@ -192,7 +192,7 @@ def compare(cross_entropy: Callable[..., jax.Array]) -> None:
 
 
 def train(cross_entropy: Callable[..., jax.Array]) -> None:
-    """LoRA is trained with one loss and with the other."""
+    """Trains LoRA with one loss and with the other."""
     apply, params, x, labels = model_and_data()
     optimizer = hki.freeze_declared(optax.adam(1e-2))
     ends = []

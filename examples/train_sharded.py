@@ -1,15 +1,16 @@
 """Trains a Llama or a mixture of experts on many devices, in one process or several, and resumes.
 
-The models (`models/llama.py`, `models/mixture.py`) are plain Haiku and know nothing of devices. What is
-trained, and how it is split, are two flags. By default the devices are eight parts of this CPU:
+The models (`models/llama.py`, `models/mixture.py`) are plain Haiku and know nothing of devices. Two
+flags set the trained parameters and the sharding. By default the devices are eight parts of this CPU:
 
   python examples/train_sharded.py --mode=qlora --strategy=full --compare
   python examples/train_sharded.py --mode=qlora --strategy=full --processes=2 --checkpoint=run
   python examples/train_sharded.py --model=all --mode=all --strategy=all --compare
 
-With `--checkpoint` each process writes its own part now and then, and the same command goes on from
-what is there, to the same losses. If a process dies, the others are stopped, and the program ends with
-an error: start it again. On several machines, start it on each with `--process_id` and `--coordinator`.
+With `--checkpoint` each process writes its own part at intervals, and the same command resumes from
+the last checkpoint, with the same losses. If a process dies, the others are stopped, and the program
+ends with an error: start it again. On several machines, start it on each with `--process_id` and
+`--coordinator`.
 """
 
 import functools
@@ -70,7 +71,7 @@ HEADS = 8
 
 
 class Job(NamedTuple):
-    """What is trained, what of it, and how it is split."""
+    """The model to train, the mode that sets its trained parameters, and the sharding strategy."""
 
     model: str
     mode: str
@@ -78,18 +79,18 @@ class Job(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What training changes, all that a step depends on beside the frozen weights and its number."""
+    """The state that training changes; a step also depends on the frozen weights and its number."""
 
     step: int
     trained: Any
     optimizer: Any
 
 
-hki.register_tree_type(Run, name="train_sharded.Run")  # so that files can hold it
+hki.register_tree_type(Run, name="train_sharded.Run")  # needed to save it in files
 
 
 def run() -> None:
-    """Starts the processes, or is one of them."""
+    """Starts the processes, or runs as one of them."""
     logging.set_verbosity(logging.WARNING)
     if _PROCESSES.value > 1 and _PROCESS.value is None:
         return processes.start(_PROCESSES.value)
@@ -112,7 +113,7 @@ def run() -> None:
 
 
 def chosen() -> list[Job]:
-    """The jobs that the flags ask for."""
+    """Returns the jobs that the flags select."""
     flag_values = (_MODEL, MODELS), (_MODE, MODES), (_STRATEGY, STRATEGIES)
     axes = [names if flag.value == "all" else (flag.value,) for flag, names in flag_values]
     jobs = [Job(*values) for values in itertools.product(*axes)]
@@ -123,7 +124,7 @@ def chosen() -> list[Job]:
 
 
 def resumed(store: Any, begin: Any, folder: str | None) -> Any:
-    """What was saved last, which has to be a run with the same flags; None if there is nothing."""
+    """Returns the last saved run, which must have the same flags; None if there is nothing."""
     try:
         return store.load(begin)
     except (KeyError, TypeError, ValueError) as error:
@@ -134,7 +135,7 @@ def resumed(store: Any, begin: Any, folder: str | None) -> Any:
 
 
 def report(job: Job) -> list[str]:
-    """Trains, and one device too if that is asked for; what there is to say of it."""
+    """Trains, also on one device if the flags say so, and returns a row of the report."""
     mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
     losses, held, whole = train(job, mesh, _CHECKPOINT.value)
     if not losses:
@@ -153,7 +154,7 @@ def report(job: Job) -> list[str]:
 
 
 def model_of(job: Job) -> Any:
-    """The logits `[batch, time, vocabulary]` of tokens `[batch, time]`."""
+    """Returns a function from tokens `[batch, time]` to logits `[batch, time, vocabulary]`."""
     width = _WIDTH.value
     sizes = dict(
         vocab_size=VOCABULARY,
@@ -173,7 +174,7 @@ def model_of(job: Job) -> Any:
 
 
 def make_params(job: Job, key: jax.Array) -> Any:
-    """The parameters in the types of the mode."""
+    """Returns the parameters in the types of the mode."""
     params = model_of(job).init(key, np.zeros((1, 2), np.int32))
     if job.mode == "quantized":
         int8 = dict(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
@@ -187,13 +188,13 @@ def make_params(job: Job, key: jax.Array) -> Any:
 
 
 def rules_of(job: Job) -> list[tuple[str, P]]:
-    """How each weight is split, whatever type it has: the first rule that fits its path counts.
+    """Returns the sharding of each weight, for any type: the first rule that fits its path counts.
 
-    - data: not at all; each device has its own part of the batch, as with all but `tensor`.
-    - tensor: columns, and rows of the matrix after them, so that a sum over devices follows.
-    - full: each weight in equal parts, which are gathered where they are used. (Not the columns of the
-      embedding: XLA would split activations as these are, and gather them instead.)
-    - expert: each device has experts of its own, and all of the rest.
+    - data: no sharding; each device has its own part of the batch, as with all but `tensor`.
+    - tensor: columns, and rows of the next matrix, so that a sum over devices follows.
+    - full: each weight in equal parts, which are gathered for use. (Not the columns of the
+      embedding: XLA would split activations in the same way, and gather them instead.)
+    - expert: each device has its own experts, and a copy of everything else.
     """
     rest = [(".*", P())]
     experts = ".*mixture/(gate|up|down)_proj/w"
@@ -224,8 +225,8 @@ def train(job: Job, mesh: Any, folder: str | None) -> tuple[dict[int, float], in
     """Trains from the start, or from the checkpoint in a folder.
 
     Returns:
-      The loss of each step that was done, the bytes of weights and of the optimizer's state on one
-      device, and those of all of them.
+      The loss of each step of this run, and the bytes of weights and of the optimizer's state on one
+      device and on all devices.
     """
     rules, key = rules_of(job), jax.random.key(0)
     of_batch = NamedSharding(mesh, P() if job.strategy == "tensor" else P("d"))
@@ -235,7 +236,7 @@ def train(job: Job, mesh: Any, folder: str | None) -> tuple[dict[int, float], in
         trained, frozen = hki.partition(make_params(job, key), trainable_dense=everything)
         return Run(0, trained, optax.adam(_RATE.value).init(trained)), frozen
 
-    # Made where it belongs: no device ever has all of it.
+    # Made with their sharding: no device ever has all of it.
     places = hki.shardings(jax.eval_shape(start, key), rules, mesh)
     begin, frozen = jax.jit(start, out_shardings=places)(key)
     begin = begin._replace(step=0)
@@ -268,9 +269,9 @@ def train(job: Job, mesh: Any, folder: str | None) -> tuple[dict[int, float], in
 
 
 def batch(step: int, sharding: Any) -> jax.Array:
-    """The tokens of a step, `[batch, time + 1]`: each is made of the one before it, and a bit of noise.
+    """Returns a step's tokens, `[batch, time + 1]`: each depends on the one before it, and some noise.
 
-    Each process makes all of it, and places what belongs to its devices.
+    Each process makes all of them, and places its devices' part.
     """
     rng = np.random.default_rng([0, step])
     tokens = rng.integers(VOCABULARY, size=(_BATCH.value, 1))

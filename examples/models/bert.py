@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
-    """The sizes of a BERT; the defaults are those of MiniLM-L6 (https://arxiv.org/abs/2002.10957).
+    """The sizes of a BERT; the defaults are MiniLM-L6's (https://arxiv.org/abs/2002.10957).
 
     Attributes:
         vocab_size: Number of tokens in the vocabulary.
@@ -19,8 +19,8 @@ class BertConfig:
         hidden_dim: Width of the feed-forward network.
         max_positions: Longest sequence.
         norm_eps: Added to the variance in layer normalization.
-        masked_lm: Whether the outputs are logits of the tokens that stood there before some were
-            masked, by two more layers, or the encoder's vectors.
+        masked_lm: Whether two more layers turn the encoder's vectors into logits of the tokens before
+            masking.
     """
 
     vocab_size: int = 30522
@@ -42,14 +42,14 @@ def layer_norm(config: BertConfig, name: str) -> hk.LayerNorm:
 
 
 class Attention(hk.Module):
-    """Attention of all tokens to all tokens that are not padding."""
+    """Attention from all tokens to all tokens that are not padding."""
 
     def __init__(self, config: BertConfig, name: str = "attention"):
         super().__init__(name=name)
         self.config = config
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """Maps ``[batch, time, dim]`` to the same; ``mask`` is ``[batch, time]`` bool."""
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``; ``mask`` is ``[batch, time]`` bool."""
         batch, time, dim = x.shape
         shape = batch, time, self.config.num_heads, dim // self.config.num_heads
         query, key, value = (
@@ -69,7 +69,7 @@ class Layer(hk.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """Maps ``[batch, time, dim]`` to the same."""
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``."""
         attended = Attention(self.config)(x, mask)
         x = layer_norm(self.config, "attention_norm")(x + attended)
         hidden = jax.nn.gelu(hk.Linear(self.config.hidden_dim, name="up")(x), approximate=False)
@@ -77,7 +77,7 @@ class Layer(hk.Module):
 
 
 class Bert(hk.Module):
-    """The encoder: tokens in, a vector of each (or logits of what it was) out."""
+    """The encoder: maps tokens to vectors (or to logits of the original tokens)."""
 
     def __init__(self, config: BertConfig, name: str = "bert"):
         super().__init__(name=name)
@@ -88,7 +88,7 @@ class Bert(hk.Module):
 
         Args:
             tokens: Token ids, ``[batch, time]`` int32.
-            mask: Which of them are not padding, ``[batch, time]`` bool.
+            mask: True for tokens that are not padding, ``[batch, time]`` bool.
 
         Returns:
             ``[batch, time, dim]`` float32, with ``masked_lm`` ``[batch, time, vocab_size]``.
@@ -111,7 +111,7 @@ class Bert(hk.Module):
 
 
 def embed_sentences(config: BertConfig, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean of the tokens' vectors, normalized: ``[batch, dim]`` (Sentence-BERT)."""
+    """Returns the mean of the tokens' vectors, normalized: ``[batch, dim]`` (Sentence-BERT)."""
     x = Bert(config)(tokens, mask) * mask[..., None]
     mean = x.sum(1) / mask.sum(1, keepdims=True)
     return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)

@@ -1,9 +1,9 @@
 """Attention over a cache of keys and values, with grouped heads, causal and padding masks.
 
-Haiku and JAX alone. The cache is as in EasyDeL's ``BaseJAXAttentionModule._concatenate_to_cache``:
-keys, values and an index in the state of the module, written where the index is. With a mesh, single
-tokens are written, and attended to, by ``jax.shard_map``: each device has a part of the batch, of the
-positions and of the heads.
+It uses only Haiku and JAX. The cache follows EasyDeL's
+``BaseJAXAttentionModule._concatenate_to_cache``: keys, values and an index in the state of the module,
+written at the index. With a mesh, ``jax.shard_map`` writes single tokens and attends to them: each
+device has a part of the batch, of the positions and of the heads.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 DATA = ("dp", "fsdp")
 CACHE_SPEC = P(DATA, "sp", "tp", None)
-MASKED = -1e30  # finite, as a device may have no position that is not masked
+MASKED = -1e30  # finite, as all positions of a device may be masked
 
 
 class Sizes(NamedTuple):
-    """How large the attention is; ``num_heads`` is a multiple of ``num_kv_heads``."""
+    """The sizes of the attention; ``num_heads`` is a multiple of ``num_kv_heads``."""
 
     num_heads: int
     num_kv_heads: int
@@ -84,20 +84,20 @@ def write_and_attend(query, key, value, cached_key, cached_value, mask, index) -
 
 
 def scores_of(query: jax.Array, keys: jax.Array, mask: jax.Array) -> jax.Array:
-    """``[batch, heads, time, length]`` of queries ``[batch, time, heads, depth]``, masked."""
+    """Returns masked ``[batch, heads, time, length]`` of queries ``[batch, time, heads, depth]``."""
     keys = jnp.repeat(keys, query.shape[2] // keys.shape[2], axis=2)
     scores = jnp.einsum("bthd,bshd->bhts", query, keys) * query.shape[-1] ** -0.5
     return jnp.where(mask[:, None], scores, MASKED)
 
 
 def mix(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """``[batch, time, heads, depth]`` of values ``[batch, length, fewer heads, depth]``."""
+    """Returns ``[batch, time, heads, depth]`` from values ``[batch, length, fewer heads, depth]``."""
     values = jnp.repeat(values, weights.shape[1] // values.shape[2], axis=2)
     return jnp.einsum("bhts,bshd->bthd", weights, values)
 
 
 def in_parts(mesh: Mesh, *operands: jax.Array) -> Any:
-    """``write_and_attend`` for one token, on the parts of the cache that the devices have."""
+    """Runs ``write_and_attend`` for one token, on the devices' parts of the cache."""
     new = P(DATA, None, "tp", None)
     specs = new, new, new, CACHE_SPEC, CACHE_SPEC, P(DATA, None, "sp"), P()
     outs = new, CACHE_SPEC, CACHE_SPEC
@@ -105,7 +105,7 @@ def in_parts(mesh: Mesh, *operands: jax.Array) -> Any:
 
 
 def on_part(query, key, value, cached_key, cached_value, mask, index) -> Any:
-    """The device that has the position writes there; softmax runs over the positions of all."""
+    """Writes on the device that has the position; softmax runs over the positions of all devices."""
     here = index - jax.lax.axis_index("sp") * cached_key.shape[1]
 
     def write():

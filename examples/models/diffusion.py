@@ -15,7 +15,7 @@ class UnetConfig:
     Attributes:
         channels: Channels of an image.
         widths: Channels at each resolution, from the image's own to the lowest. Each resolution is
-            half of the one before, so that the height and width of images are multiples of
+            half of the one before, so the height and width of images must be multiples of
             ``2 ** (len(widths) - 1)``.
         num_groups: Groups of channels in group normalization; all ``widths`` are multiples of it.
         num_heads: Attention heads at the lowest resolution.
@@ -40,7 +40,7 @@ class UnetConfig:
 
 
 def sinusoids(steps: jax.Array, size: int) -> jax.Array:
-    """Sines and cosines of time steps ``[batch]`` at frequencies 1 to 1e-4, ``[batch, size]``."""
+    """Returns sines and cosines of time steps ``[batch]``, frequencies 1 to 1e-4: ``[batch, size]``."""
     frequencies = jnp.exp(jnp.linspace(0.0, -math.log(10_000.0), size // 2))
     angles = steps[:, None] * frequencies
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
@@ -51,7 +51,7 @@ def normed(config: UnetConfig, x: jax.Array, name: str) -> jax.Array:
 
 
 class Residual(hk.Module):
-    """Two convolutions, between which the time step enters, added to their input."""
+    """Two convolutions with the time step between them, added to their input."""
 
     def __init__(self, config: UnetConfig, width: int, name: str):
         super().__init__(name=name)
@@ -70,14 +70,14 @@ class Residual(hk.Module):
 
 
 class Attention(hk.Module):
-    """Attention of all pixels to all pixels, added to its input."""
+    """Attention from all pixels to all pixels, added to its input."""
 
     def __init__(self, config: UnetConfig, name: str = "attention"):
         super().__init__(name=name)
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, height, width, channels]`` to the same."""
+        """Maps ``[batch, height, width, channels]`` to ``[batch, height, width, channels]``."""
         batch, *_, dim = x.shape
         shape = batch, -1, self.config.num_heads, dim // self.config.num_heads
         y = normed(self.config, x, "norm")
@@ -90,7 +90,7 @@ class Attention(hk.Module):
 
 
 class Unet(hk.Module):
-    """Noisy images and their time steps in, the noise in them out."""
+    """A U-Net: maps noisy images and their time steps to the noise."""
 
     def __init__(self, config: UnetConfig, name: str = "unet"):
         super().__init__(name=name)
@@ -101,10 +101,10 @@ class Unet(hk.Module):
 
         Args:
             images: ``[batch, height, width, channels]`` float32.
-            steps: How far the noise has gone for each of them, ``[batch]``.
+            steps: The time step of each image's noise, ``[batch]``.
 
         Returns:
-            The noise, of the shape of ``images``.
+            The noise, with the shape of ``images``.
         """
         config, last = self.config, len(self.config.widths) - 1
         if images.shape[1] % 2**last or images.shape[2] % 2**last:

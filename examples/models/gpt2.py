@@ -1,7 +1,7 @@
 """GPT-2 in plain Haiku, after https://cdn.openai.com/better-language-models/language_models.pdf.
 
-Layer normalization before each block, learned positions, biases everywhere, and an embedding that
-is shared with the output projection.
+Layer normalization before each block, learned positions, biases everywhere, and one weight for the
+embedding and the output projection.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Gpt2Config:
-    """The sizes of a GPT-2; the defaults are those of the smallest one.
+    """The sizes of a GPT-2; the defaults are the smallest model's.
 
     Attributes:
         vocab_size: Number of tokens in the vocabulary.
@@ -23,7 +23,7 @@ class Gpt2Config:
         hidden_dim: Width of the feed-forward network.
         max_positions: Longest sequence.
         norm_eps: Added to the variance in layer normalization.
-        tied: Whether the embedding is the output projection, too.
+        tied: Whether the embedding is also the output projection.
     """
 
     vocab_size: int = 50257
@@ -52,7 +52,7 @@ class Attention(hk.Module):
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, time, dim]`` to the same."""
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``."""
         batch, time, dim = x.shape
         shape = batch, time, self.config.num_heads, dim // self.config.num_heads
         parts = jnp.split(hk.Linear(3 * dim, name="qkv")(x), 3, axis=-1)
@@ -65,14 +65,14 @@ class Attention(hk.Module):
 
 
 class Layer(hk.Module):
-    """Attention and feed-forward network, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward network, each after a norm and added to the residual stream."""
 
     def __init__(self, config: Gpt2Config, name: str = "layer"):
         super().__init__(name=name)
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, time, dim]`` to the same."""
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``."""
         x = x + Attention(self.config)(layer_norm(self.config, "attention_norm")(x))
         hidden = layer_norm(self.config, "mlp_norm")(x)
         hidden = jax.nn.gelu(hk.Linear(self.config.hidden_dim, name="up")(hidden), approximate=True)
@@ -80,7 +80,7 @@ class Layer(hk.Module):
 
 
 class Gpt2(hk.Module):
-    """The language model: tokens in, logits of each next token out."""
+    """The language model: maps tokens to logits of each next token."""
 
     def __init__(self, config: Gpt2Config, name: str = "gpt2"):
         super().__init__(name=name)
@@ -90,7 +90,7 @@ class Gpt2(hk.Module):
         """Predicts the token after each of ``tokens``.
 
         Args:
-            tokens: Token ids, ``[batch, time]`` int32, at most ``max_positions`` of a sequence.
+            tokens: Token ids, ``[batch, time]`` int32, at most ``max_positions`` per sequence.
 
         Returns:
             Logits, ``[batch, time, vocab_size]`` float32.

@@ -1,7 +1,7 @@
 """A Llama language model in plain Haiku, after https://arxiv.org/abs/2302.13971.
 
 RMSNorm before each block, rotary positions, grouped-query attention, a SwiGLU feed-forward network
-and an embedding that may be shared with the output projection.
+and an embedding that may also be the output projection.
 """
 
 import dataclasses
@@ -25,10 +25,9 @@ class LlamaConfig:
         rope_base: Base of the rotary frequencies.
         norm_eps: Added to the mean square in RMSNorm.
         rope_interleaved: Whether the rotary embedding turns the neighbors ``(2i, 2i + 1)`` of a
-            head, as the paper and llama.cpp have it, or ``(i, i + head_dim / 2)``, as Hugging Face
-            has it. The two are the same model with the outputs of the query and key projections in
-            another order.
-        tied: Whether the embedding is the output projection, too.
+            head, as in the paper and llama.cpp, or ``(i, i + head_dim / 2)``, as in Hugging Face.
+            Both give the same model if the outputs of the query and key projections are permuted.
+        tied: Whether the embedding is also the output projection.
     """
 
     vocab_size: int
@@ -64,7 +63,7 @@ def rotate(x: jax.Array, positions: jax.Array, base: float, interleaved: bool) -
         x: Queries or keys, ``[batch, time, heads, head_dim]``.
         positions: Position of each time step, ``[time]``.
         base: Pair ``i`` turns by ``position * base ** (-2i / head_dim)`` radians.
-        interleaved: Which elements make a pair, see ``LlamaConfig.rope_interleaved``.
+        interleaved: Which elements form a pair, see ``LlamaConfig.rope_interleaved``.
 
     Returns:
         The turned queries or keys, with the shape and dtype of ``x``.
@@ -94,8 +93,8 @@ class Attention(hk.Module):
         """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``.
 
         Args:
-            x: The sequence, or with a cache its next part.
-            cache_length: How many positions to remember in Haiku's state, None for none.
+            x: The sequence; with a cache, its next part.
+            cache_length: The number of positions to keep in Haiku's state, or None.
         """
         config = self.config
         batch, time, dim = x.shape
@@ -130,16 +129,16 @@ class Attention(hk.Module):
 
 
 def remember(name: str, x: jax.Array, start: jax.Array, length: int) -> jax.Array:
-    """Writes keys or values of the positions from ``start`` on into a state of Haiku.
+    """Writes keys or values, from position ``start`` on, into Haiku's state.
 
     Args:
         name: The name of the state.
         x: ``[batch, time, heads, head_dim]``.
         start: The position of the first of them.
-        length: How many positions the state holds.
+        length: The number of positions in the state.
 
     Returns:
-        All that it holds now, ``[batch, length, heads, head_dim]``.
+        The whole state, ``[batch, length, heads, head_dim]``.
     """
     shape = [x.shape[0], length, *x.shape[2:]]
     cache = hk.get_state(name, shape, x.dtype, init=jnp.zeros)
@@ -167,7 +166,7 @@ def rms_norm(config: LlamaConfig, name: str) -> hk.RMSNorm:
 
 
 class Layer(hk.Module):
-    """Attention and feed-forward network, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward network, each after a norm and added to the residual stream."""
 
     def __init__(self, config: LlamaConfig, name: str = "layer"):
         super().__init__(name=name)
@@ -181,7 +180,7 @@ class Layer(hk.Module):
 
 
 class Llama(hk.Module):
-    """The language model: tokens in, logits of each next token out."""
+    """The language model: maps tokens to logits of each next token."""
 
     def __init__(self, config: LlamaConfig, name: str = "llama"):
         super().__init__(name=name)
@@ -191,10 +190,9 @@ class Llama(hk.Module):
         """Predicts the token after each of ``tokens``.
 
         Args:
-            tokens: Token ids, ``[batch, time]`` int32; with a cache those that follow the ones
-                before.
-            cache_length: How many positions each attention remembers in Haiku's state, so that a
-                call takes the new tokens alone. (Then use ``hk.transform_with_state``.)
+            tokens: Token ids, ``[batch, time]`` int32; with a cache, the next tokens.
+            cache_length: The number of positions that each attention keeps in Haiku's state, so that a
+                call takes only the new tokens. (Then use ``hk.transform_with_state``.)
 
         Returns:
             Logits, ``[batch, time, vocab_size]`` float32.

@@ -1,6 +1,6 @@
 """A language model with a mixture of experts, in plain Haiku, after https://arxiv.org/abs/2401.04088.
 
-A Llama in which each token is sent to a few of many feed-forward networks, as in Mixtral. Tokens are
+A Llama that sends each token to a few of many feed-forward networks, as in Mixtral. Tokens are
 sorted by expert, so that each layer of all experts is one product, ``jax.lax.ragged_dot``.
 """
 
@@ -15,11 +15,11 @@ from models import llama
 
 @dataclasses.dataclass(frozen=True)
 class MixtureConfig(llama.LlamaConfig):
-    """The sizes of a Llama, whose ``hidden_dim`` is that of each expert, and of its mixtures.
+    """The sizes of a Llama and its mixtures; ``hidden_dim`` is the width of each expert.
 
     Attributes:
         num_experts: Number of experts in each layer.
-        experts_per_token: How many of them a token is sent to.
+        experts_per_token: Number of experts for each token.
     """
 
     num_experts: int = 8
@@ -46,7 +46,7 @@ class ExpertLinear(hk.Module):
 
         Args:
             x: The rows.
-            group_sizes: How many of them each expert has, ``[num_experts]`` int32.
+            group_sizes: Number of rows of each expert, ``[num_experts]`` int32.
         """
         shape = [self.num_experts, x.shape[-1], self.size]
         init = hk.initializers.TruncatedNormal(x.shape[-1] ** -0.5)
@@ -54,24 +54,24 @@ class ExpertLinear(hk.Module):
 
 
 class Mixture(hk.Module):
-    """The weighted sum of what the best experts of each token make of it."""
+    """The weighted sum of the outputs of each token's best experts."""
 
     def __init__(self, config: MixtureConfig, name: str = "mixture"):
         super().__init__(name=name)
         self.config = config
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which experts each row ``[rows, dim]`` is sent to, and with which weights.
+        """Chooses the experts of each row ``[rows, dim]``, and their weights.
 
         Returns:
-            Weights, whose sum is one, and ids of experts, both ``[rows, experts_per_token]``.
+            Weights with sum one, and ids of experts, both ``[rows, experts_per_token]``.
         """
         logits = hk.Linear(self.config.num_experts, with_bias=False, name="router")(x)
         best, experts = jax.lax.top_k(logits, self.config.experts_per_token)
         return jax.nn.softmax(best), experts
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[..., dim]`` to the same."""
+        """Maps ``[..., dim]`` to ``[..., dim]``."""
         config, rows = self.config, x.reshape(-1, x.shape[-1])
         weights, experts = self.route(rows)
         experts = experts.reshape(-1)
@@ -90,20 +90,20 @@ class Mixture(hk.Module):
 
 
 class Layer(hk.Module):
-    """Attention and a mixture, each behind a norm and added to the residual stream."""
+    """Attention and a mixture, each after a norm and added to the residual stream."""
 
     def __init__(self, config: MixtureConfig, name: str = "layer"):
         super().__init__(name=name)
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, time, dim]`` to the same."""
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``."""
         x = x + llama.Attention(self.config)(llama.rms_norm(self.config, "attention_norm")(x))
         return x + Mixture(self.config)(llama.rms_norm(self.config, "mixture_norm")(x))
 
 
 class MixtureOfExperts(hk.Module):
-    """The language model: tokens in, logits of each next token out."""
+    """The language model: maps tokens to logits of each next token."""
 
     def __init__(self, config: MixtureConfig, name: str = "mixture_of_experts"):
         super().__init__(name=name)

@@ -1,8 +1,8 @@
 """T5, an encoder and a decoder, in plain Haiku, after https://arxiv.org/abs/1910.10683.
 
-RMSNorm before each block, biases nowhere but in the attention's logits, which they give the relative
-positions; these logits are not scaled by the heads' width. Version 1.1 (T5 v1.1, FLAN-T5) has a
-gated feed-forward network and an output projection of its own.
+RMSNorm before each block, no biases except on the attention logits, for the relative positions; these
+logits are not scaled by the heads' width. Version 1.1 (T5 v1.1, FLAN-T5) has a
+gated feed-forward network and its own output projection.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-    """The sizes of a T5; the defaults are those of T5-small (v1.0).
+    """The sizes of a T5; the defaults are T5-small's (v1.0).
 
     Attributes:
         vocab_size: Number of tokens in the vocabulary.
@@ -26,13 +26,13 @@ class T5Config:
         num_heads: Number of attention heads.
         head_dim: Width of a head.
         hidden_dim: Width of the feed-forward network.
-        num_buckets: How many relative positions attention distinguishes, an even number.
+        num_buckets: Number of relative positions that attention distinguishes, an even number.
         max_distance: Positions at least this far apart are in the last bucket.
         norm_eps: Added to the mean square in RMSNorm.
         gated: Whether the feed-forward network is a gated GELU (v1.1) or a ReLU.
         scaled: Whether the decoder's outputs are scaled by ``dim ** -0.5`` before the projection to
             logits (v1.0).
-        tied: Whether the embedding is the output projection, too (v1.0).
+        tied: Whether the embedding is also the output projection (v1.0).
     """
 
     vocab_size: int = 32128
@@ -61,7 +61,7 @@ def linear(size: int, name: str) -> hk.Linear:
 def relative_buckets(
     queries: int, keys: int, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> np.ndarray:
-    """The bucket of each key's position relative to each query's, ``[queries, keys]`` int.
+    """Returns the bucket of each key's position relative to each query's, ``[queries, keys]`` int.
 
     Half of the buckets (of each direction) hold one distance each, the others logarithmically more.
     """
@@ -74,7 +74,7 @@ def relative_buckets(
     else:
         distance = np.maximum(-relative, 0)
     exact = num_buckets // 2
-    # In float32, as the model was trained with.
+    # In float32, as in the model's training.
     ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(exact)
     steps = np.log(ratio) / np.float32(math.log(max_distance / exact))
     far = exact + (steps * np.float32(num_buckets - exact)).astype(int)
@@ -82,7 +82,7 @@ def relative_buckets(
 
 
 class RelativeBias(hk.Module):
-    """What attention's logits get for relative positions; the layers of a stack share it."""
+    """The attention bias for relative positions, which the layers of a stack share."""
 
     def __init__(self, config: T5Config, bidirectional: bool, name: str = "relative_bias"):
         super().__init__(name=name)
@@ -99,18 +99,18 @@ class RelativeBias(hk.Module):
 
 
 class Attention(hk.Module):
-    """Attention of ``x`` to ``source``, whose logits are not scaled."""
+    """Attention from ``x`` to ``source``, without scaling of the logits."""
 
     def __init__(self, config: T5Config, name: str = "attention"):
         super().__init__(name=name)
         self.config = config
 
     def __call__(self, x: jax.Array, source: jax.Array, bias: jax.Array) -> jax.Array:
-        """Maps ``[batch, time, dim]`` to the same.
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``.
 
         Args:
-            x: What asks, ``[batch, time, dim]``.
-            source: What is attended to, ``[batch, source_time, dim]``.
+            x: Input of the queries, ``[batch, time, dim]``.
+            source: Input of the keys and values, ``[batch, source_time, dim]``.
             bias: Added to the logits, broadcast to ``[batch, heads, time, source_time]``.
         """
         heads, depth = self.config.num_heads, self.config.head_dim
@@ -131,7 +131,7 @@ class FeedForward(hk.Module):
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[..., dim]`` to the same."""
+        """Maps ``[..., dim]`` to ``[..., dim]``."""
         size = self.config.hidden_dim
         if self.config.gated:
             gate = jax.nn.gelu(linear(size, "wi_0")(x), approximate=True)
@@ -142,7 +142,7 @@ class FeedForward(hk.Module):
 
 
 class Layer(hk.Module):
-    """Attention to itself, in the decoder to the encoder's outputs, and a feed-forward network."""
+    """Self-attention, in the decoder also cross-attention, and a feed-forward network."""
 
     def __init__(self, config: T5Config, name: str = "layer"):
         super().__init__(name=name)
@@ -155,7 +155,7 @@ class Layer(hk.Module):
         encoded: jax.Array | None = None,
         encoded_bias: jax.Array | None = None,
     ) -> jax.Array:
-        """Maps ``[batch, time, dim]`` to the same; the biases are for ``Attention``."""
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``; the biases are for ``Attention``."""
         normed = rms_norm(self.config, "attention_norm")(x)
         x = x + Attention(self.config)(normed, normed, bias)
         if encoded is not None:
@@ -165,7 +165,7 @@ class Layer(hk.Module):
 
 
 def encode(config: T5Config, x: jax.Array, padding: jax.Array) -> jax.Array:
-    """The encoder: embedded tokens ``[batch, time, dim]`` in, the same shape out."""
+    """Runs the encoder on embedded tokens; maps ``[batch, time, dim]`` to ``[batch, time, dim]``."""
     bias = RelativeBias(config, bidirectional=True)(x.shape[1]) + padding
     for i in range(config.num_layers):
         x = Layer(config, name=f"layer_{i}")(x, bias)
@@ -173,7 +173,7 @@ def encode(config: T5Config, x: jax.Array, padding: jax.Array) -> jax.Array:
 
 
 def decode(config: T5Config, x: jax.Array, encoded: jax.Array, padding: jax.Array) -> jax.Array:
-    """The decoder, whose tokens attend to those before them and to all that is encoded."""
+    """Runs the decoder, whose tokens attend to earlier ones and to the encoder's outputs."""
     time = x.shape[1]
     causal = jnp.where(jnp.tri(time, dtype=bool), 0.0, -1e30)
     bias = RelativeBias(config, bidirectional=False)(time) + causal
@@ -183,7 +183,7 @@ def decode(config: T5Config, x: jax.Array, encoded: jax.Array, padding: jax.Arra
 
 
 class T5(hk.Module):
-    """The whole model: two sequences of tokens in, logits of the second one's next tokens out."""
+    """The whole model: maps two sequences of tokens to logits of the second one's next tokens."""
 
     def __init__(self, config: T5Config, name: str = "t5"):
         super().__init__(name=name)
@@ -193,10 +193,10 @@ class T5(hk.Module):
         """Predicts the token after each of ``targets``.
 
         Args:
-            tokens: What is encoded, ``[batch, time]`` int32.
-            mask: Which of ``tokens`` are not padding, ``[batch, time]`` bool.
-            targets: What the decoder has written so far, ``[batch, target_time]`` int32; by T5's
-                convention it begins with the padding token 0.
+            tokens: The encoder's token ids, ``[batch, time]`` int32.
+            mask: True for ``tokens`` that are not padding, ``[batch, time]`` bool.
+            targets: The decoder's token ids so far, ``[batch, target_time]`` int32; by T5's
+                convention they begin with the padding token 0.
 
         Returns:
             Logits, ``[batch, target_time, vocab_size]`` float32.

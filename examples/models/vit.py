@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class VitConfig:
-    """The sizes of a ViT; the defaults are those of ViT-B/16.
+    """The sizes of a ViT; the defaults are ViT-B/16's.
 
     Attributes:
         image_size: Height and width of an image.
@@ -21,8 +21,8 @@ class VitConfig:
         hidden_dim: Width of the feed-forward network.
         norm_eps: Added to the variance in layer normalization.
         qkv_bias: Whether the projections to queries, keys and values have a bias.
-        num_classes: Outputs of the classifier; 0 for none.
-        pooled: Without a classifier, whether the output is that of the pooler: a dense layer and a
+        num_classes: Number of the classifier's outputs; 0 for no classifier.
+        pooled: Without a classifier, whether to return the pooler's output: a dense layer and a
             tanh on the first token.
     """
 
@@ -52,14 +52,14 @@ def layer_norm(config: VitConfig, name: str) -> hk.LayerNorm:
 
 
 class Attention(hk.Module):
-    """Attention of all patches to all patches."""
+    """Attention from all patches to all patches."""
 
     def __init__(self, config: VitConfig, name: str = "attention"):
         super().__init__(name=name)
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, time, dim]`` to the same."""
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``."""
         batch, time, dim = x.shape
         shape = batch, time, self.config.num_heads, dim // self.config.num_heads
         query, key, value = (
@@ -72,14 +72,14 @@ class Attention(hk.Module):
 
 
 class Layer(hk.Module):
-    """Attention and feed-forward network, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward network, each after a norm and added to the residual stream."""
 
     def __init__(self, config: VitConfig, name: str = "layer"):
         super().__init__(name=name)
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, time, dim]`` to the same."""
+        """Maps ``[batch, time, dim]`` to ``[batch, time, dim]``."""
         x = x + Attention(self.config)(layer_norm(self.config, "attention_norm")(x))
         hidden = layer_norm(self.config, "mlp_norm")(x)
         hidden = hk.Linear(self.config.hidden_dim, name="up")(hidden)
@@ -87,7 +87,7 @@ class Layer(hk.Module):
 
 
 class Vit(hk.Module):
-    """Images in; classes, a vector of the image or vectors of its patches out."""
+    """A vision transformer: maps images to classes, to a vector of the image, or to patch vectors."""
 
     def __init__(self, config: VitConfig, name: str = "vit"):
         super().__init__(name=name)

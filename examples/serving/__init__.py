@@ -1,1 +1,1 @@
-"""A server of completions: a Haiku Llama, many adapters, requests that are decoded together."""
+"""A server of completions: a Haiku Llama with many adapters, whose requests are decoded together."""

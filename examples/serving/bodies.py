@@ -1,6 +1,6 @@
-"""The bytes of a request's body, decompressed as they come.
+"""Reads the bytes of a request's body, decompressed in pieces.
 
-aiohttp would decompress them, too, but logs a traceback for data that are damaged.
+aiohttp could decompress them, but logs a traceback for damaged data.
 """
 
 import zlib
@@ -20,7 +20,7 @@ DECODERS: dict[str, Any] = {  # by Content-Encoding
 
 
 class TooLarge(Exception):
-    """A body of more bytes than are read."""
+    """A body of more bytes than the limit."""
 
 
 async def pieces_of(request: web.Request, most: int) -> AsyncIterator[bytes]:

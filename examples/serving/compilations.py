@@ -1,4 +1,4 @@
-"""How many programs JAX compiles."""
+"""Counts the programs that JAX compiles."""
 
 from typing import Any, Self
 
@@ -8,7 +8,7 @@ EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class Compilations:
-    """Counts the programs that are compiled, or read from JAX's persistent cache, while it is entered.
+    """Counts the programs that are compiled or read from JAX's persistent cache within the context.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -28,7 +28,7 @@ class Compilations:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._counts = False  # JAX has no way to take one listener away
+        self._counts = False  # JAX cannot remove a single listener
 
     def _listen(self, event: str, duration: float, **_: Any) -> None:
         self.count += self._counts and event == EVENT

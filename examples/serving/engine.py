@@ -1,8 +1,7 @@
-"""Continuous batching: requests take slots as they come, and leave them when they are done.
+"""Continuous batching: requests take slots as they arrive, and leave them when they finish.
 
 One thread runs the model. In each turn it reads the prompts of some waiting requests into free slots,
-then decodes one token for all running ones. Requests hear of their tokens through a function of theirs,
-which the thread calls.
+then decodes one token for all running ones. The thread reports tokens by a function of the request.
 """
 
 import collections
@@ -22,23 +21,23 @@ from serving.programs import NOT_FINITE, Programs, Sampling
 
 
 class Refused(Exception):
-    """A request or an adapter that the engine does not take; the message says why, and the way out."""
+    """A request or an adapter that the engine refuses; the message has the reason and the way out."""
 
 
 class TooLong(Refused):
-    """More tokens than there is room for."""
+    """More tokens than fit."""
 
 
 class QueueFull(Refused):
-    """As many requests wait as may."""
+    """The queue of requests is full."""
 
 
 class UnknownModel(Refused):
-    """A name that is neither that of the base nor of an adapter."""
+    """A name that is neither the base's nor an adapter's."""
 
 
 class Taken(Refused):
-    """An adapter's name is taken, it is in use, or the bank is full."""
+    """An adapter's name is taken, the adapter is in use, or the bank is full."""
 
 
 class Stopping(Refused):
@@ -52,7 +51,7 @@ class Finished:
     Attributes:
       reason: `"stop"` for a token that ends the answer, `"length"` for `max_tokens`, `"cancelled"`, or
         `"error"`.
-      message: what the error was.
+      message: the error's text.
     """
 
     reason: str
@@ -61,15 +60,15 @@ class Finished:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt, and how it is to be answered.
+    """A prompt, with the settings of its answer.
 
     Attributes:
       prompt: its tokens.
-      send: called with each token of the answer, and at last with a `Finished`, by the engine's thread;
-        it has to return at once.
+      send: called by the engine's thread with each token of the answer, and finally with a `Finished`;
+        it must return at once.
       model: the name of an adapter, or of the base.
-      max_tokens: the answer's.
-      stop: tokens that end the answer, and do not belong to it.
+      max_tokens: the largest number of tokens in the answer.
+      stop: tokens that end the answer, and are not part of it.
       how: temperature, top_p and seed.
     """
 
@@ -79,7 +78,7 @@ class Request:
     max_tokens: int = 16
     stop: frozenset[int] = frozenset()
     how: Sampling = Sampling()
-    # The engine's: the slot in the bank, the answer so far, and when what happened.
+    # The engine's fields: the slot in the bank, the answer so far, and the times of events.
     adapter: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     cancelled: bool = False
@@ -89,7 +88,7 @@ class Request:
 
 @dataclasses.dataclass
 class Counters:
-    """What has happened since the start; seconds are sums over requests."""
+    """Counts of events since the start; seconds are sums over requests."""
 
     prompt_tokens: int = 0
     tokens: int = 0
@@ -116,17 +115,17 @@ class Engine:
         """
         Args:
           programs: the compiled programs.
-          bank: an empty bank around the base; its slot 0 stays empty, which is the base alone.
+          bank: an empty bank around the base; its slot 0 stays empty and serves the base.
           base: the name of the base.
-          queue: how many requests may wait.
-          budget: about how many tokens of prompts, padding included, are read in a turn, while others
+          queue: the number of requests that may wait.
+          budget: about how many tokens of prompts, including padding, a turn reads while others
             wait for their next token.
         """
         self.programs, self.base, self.max_queue = programs, base, queue
         self.counters = Counters()
         self._bank, self._leaves, self._budget = bank, programs.leaves_of(bank), budget
         self._adapters = {base: 0}
-        self._lock = threading.Condition()  # of all that follows, and of `_adapters`
+        self._lock = threading.Condition()  # guards all fields that follow, and `_adapters`
         self._changing_bank = threading.Lock()
         self._queue: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}
@@ -139,7 +138,7 @@ class Engine:
 
     @property
     def models(self) -> list[str]:
-        """The base, and the adapters."""
+        """Returns the names of the base and the adapters."""
         with self._lock:
             return list(self._adapters)
 
@@ -153,7 +152,7 @@ class Engine:
 
     @property
     def accepts(self) -> bool:
-        """Whether requests are taken at all."""
+        """Whether the engine takes requests."""
         return not self._stopping and self.failed is None
 
     def start(self) -> None:
@@ -163,7 +162,7 @@ class Engine:
         """Puts a request into the queue.
 
         Raises:
-          Refused: one of its subclasses, for a request that cannot be served.
+          Refused: or one of its subclasses, if the request cannot be served.
         """
         self._check_sizes(request)
         with self._lock:
@@ -192,7 +191,7 @@ class Engine:
             )
 
     def cancel(self, request: Request) -> None:
-        """Ends a request, which frees its slot; one that has ended stays as it is."""
+        """Ends a request, which frees its slot; a finished one stays unchanged."""
         with self._lock:
             request.cancelled = True
             if request in self._queue:
@@ -201,13 +200,13 @@ class Engine:
             self._lock.notify_all()
 
     def put_adapter(self, name: str, adapter: hki.AdapterParts) -> None:
-        """Adds an adapter, while others run; nothing is compiled.
+        """Adds an adapter while requests run; nothing is compiled.
 
         Raises:
-          Taken: for a name that is there, and where the bank is full.
-          ValueError: for an adapter that does not fit the bank or was made for another base.
+          Taken: if the name exists, or the bank is full.
+          ValueError: if the adapter does not fit the bank or was made for another base.
         """
-        with self._changing_bank:  # requests go on with the old bank until the new one is whole
+        with self._changing_bank:  # requests use the old bank until the new one is complete
             with self._lock:
                 slot = self._slot_for(name)
             bank = self._bank.put(slot, adapter)
@@ -227,11 +226,11 @@ class Engine:
         return free[0]
 
     def remove_adapter(self, name: str) -> None:
-        """Makes room for another adapter.
+        """Removes an adapter, which makes room for another one.
 
         Raises:
-          UnknownModel: where there is none of this name.
-          Taken: where requests use it, and for the base.
+          UnknownModel: if there is none of this name.
+          Taken: if requests use it, and for the base.
         """
         with self._changing_bank, self._lock:
             if name not in self._adapters:
@@ -243,7 +242,7 @@ class Engine:
             del self._adapters[name]  # the next adapter overwrites the slot
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Takes no more requests, and finishes those that it has; whether it did so in time."""
+        """Takes no more requests, and finishes the accepted ones; returns whether it did so in time."""
         with self._lock:
             self._stopping = True
             self._lock.notify_all()
@@ -262,7 +261,7 @@ class Engine:
         """Compiles everything, before `start`.
 
         Args:
-          shown: passes its argument on, and may show how far it is: `tqdm`, say.
+          shown: returns its argument, and may show progress, as `tqdm` does.
         """
         sizes = self.programs.sizes
         works: list[Callable[[], Any]] = [self._put_and_forget]
@@ -280,7 +279,7 @@ class Engine:
             work()
 
     def _put_and_forget(self) -> None:
-        """Puts zeros into the last slot, where zeros are: compiles what a new adapter needs."""
+        """Puts zeros into the last slot, which holds zeros: compiles the program for a new adapter."""
         zeros = jax.tree.map(np.zeros_like, hki.get_adapter(self._bank.params))
         self._bank.put(self._bank.capacity - 1, zeros)
 
@@ -290,7 +289,7 @@ class Engine:
         try:
             while self._has_work():
                 self.turn()
-        except BaseException as error:  # whatever it was, nobody may wait for ever
+        except BaseException as error:  # after any error, nobody may wait forever
             logging.exception("the engine has failed")
             with self._lock:
                 self.failed = f"the engine has failed: {error!r}"
@@ -307,7 +306,7 @@ class Engine:
             self._decode()
 
     def _has_work(self) -> bool:
-        """Waits for requests; False when the engine stops and has none."""
+        """Waits for requests; returns False when the engine stops and has none."""
         with self._lock:
             while not self._queue and not self._running and not self._stopping:
                 self._lock.wait()
@@ -322,7 +321,7 @@ class Engine:
                 self._leave(slot, Finished("cancelled"))
 
     def _admit(self) -> None:
-        """Reads prompts into free slots, as many as the budget of tokens allows, one at least."""
+        """Reads prompts into free slots, as many as the budget of tokens allows, but at least one."""
         left = self._budget
         while left > 0:
             with self._lock:
@@ -342,7 +341,7 @@ class Engine:
                 self._take(slot, token)
 
     def _decode(self) -> None:
-        """One token more for all running requests."""
+        """Decodes one more token for all running requests."""
         with self._lock:
             running, leaves = dict(self._running), self._leaves
         width = next(w for w in self.programs.sizes.widths if w > max(running))
@@ -359,7 +358,7 @@ class Engine:
                 self._take(slot, tokens[slot])
 
     def _take(self, slot: int, token: int) -> None:
-        """A token of the request in a slot, which may be its last one."""
+        """Handles a token of the request in a slot, which may be its last one."""
         request = self._running[slot]
         if token == NOT_FINITE:
             message = f"the numbers of {request.model!r} are not finite for this prompt"

@@ -1,7 +1,7 @@
-"""The compiled programs of the server: reading a prompt, and one token more for each running request.
+"""The server's compiled programs: reading a prompt, and one more token for each running request.
 
-The cache has a row for each slot, a whole Haiku state of a batch of one, so that each request is at a
-position of its own. The model knows nothing of this: both programs run it by `jax.vmap`.
+The cache has a row for each slot, a whole Haiku state for a batch of one, so that each request has its
+own position. The model knows nothing of this: both programs run it by `jax.vmap`.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 
 import haiku_implicit as hki
 
-NOT_FINITE = -1  # in place of a token, where the logits are not finite
+NOT_FINITE = -1  # instead of a token, if the logits are not finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Sizes:
     """The shapes of all programs: nothing else is ever compiled.
 
     Attributes:
-      length: positions in the cache of each: those of its prompt and its answer.
-      prompts: lengths that prompts are padded to, the largest one is the limit.
-      widths: how many slots, from the first one on, a decoding step computes; the last one is how many
-        there are.
+      length: positions in each slot's cache, for its prompt and its answer.
+      prompts: lengths that prompts are padded to; the largest one is the limit.
+      widths: how many slots, from the first one on, a decoding step computes; the last one is the
+        number of slots.
     """
 
     length: int
@@ -43,22 +43,22 @@ class Sizes:
 
     @property
     def slots(self) -> int:
-        """How many requests are decoded together."""
+        """The number of requests that are decoded together."""
         return self.widths[-1]
 
     def padded(self, count: int) -> int:
-        """The length that a prompt of so many tokens is padded to."""
+        """Returns the length that a prompt of `count` tokens is padded to."""
         return next(size for size in self.prompts if size >= count)
 
 
 class Sampling(NamedTuple):
-    """How tokens are chosen: numbers for one request, arrays `[width]` for a step.
+    """How to choose tokens: numbers for one request, arrays `[width]` for a step.
 
     Attributes:
       temperature: 0 for the most likely token.
       top_p: tokens are drawn from the most likely ones that have this probability together.
-      seed: uint32. With the token's index it decides the draw, so that the other requests do not.
-      index: how many tokens of the answer there are already.
+      seed: uint32. Seed and token index decide the draw, independently of other requests.
+      index: the number of tokens of the answer so far.
     """
 
     temperature: Any = 0.0
@@ -72,7 +72,7 @@ class Sampling(NamedTuple):
 
 
 class Programs:
-    """The two programs for a model and a bank, and the cache that they work on.
+    """The two programs for a model and a bank, and their cache.
 
     A bank is passed as its leaves (`leaves_of`): JAX passes a list of arrays on faster than a tree of
     Python objects.
@@ -81,7 +81,7 @@ class Programs:
     def __init__(self, model: Any, empty: Any, sizes: Sizes):
         """
         Args:
-          model: `apply(params, state, None, tokens [1, time])` gives logits and the state after them.
+          model: `apply(params, state, None, tokens [1, time])` gives logits and the next state.
           empty: the state before the first token, of `sizes.length` positions.
           sizes: the shapes of the programs.
         """
@@ -94,7 +94,7 @@ class Programs:
         self.cache = [jnp.zeros((sizes.slots, *x.shape), x.dtype) for x in leaves]
 
     def leaves_of(self, bank: hki.AdapterBank) -> list[jax.Array]:
-        """The arrays of a bank; all banks of one `Programs` have one structure."""
+        """Returns the arrays of a bank; all banks of one `Programs` have one structure."""
         leaves, structure = jax.tree.flatten(bank)
         if self._bank is not None and self._bank != structure:
             raise ValueError("bank: another structure than that of the bank before")
@@ -104,14 +104,14 @@ class Programs:
     def prefill(
         self, bank: list[jax.Array], adapter: int, slot: int, prompt: list[int], how: Sampling
     ) -> int:
-        """Reads a prompt into a slot, whatever was there before, and returns the first token.
+        """Reads a prompt into a slot, overwriting its contents, and returns the first token.
 
         Args:
           bank: its leaves.
           adapter: the prompt's slot in the bank.
           slot: the slot in the cache.
           prompt: 1 to `sizes.prompts[-1]` tokens.
-          how: numbers.
+          how: the sampling settings, as numbers.
         """
         padded = np.zeros(self.sizes.padded(len(prompt)), np.int32)
         padded[: len(prompt)] = prompt
@@ -122,7 +122,7 @@ class Programs:
     def decode(
         self, bank: list[jax.Array], adapters: list[int], tokens: list[int], how: Sampling
     ) -> list[int]:
-        """One token more for each of the first slots; all lists have one of `sizes.widths` lengths."""
+        """Returns a token for each of the first slots; the lists' length is one of `sizes.widths`."""
         adapters, tokens = np.asarray(adapters, np.int32), np.asarray(tokens, np.int32)
         out, self.cache = self._decode(
             bank, self.cache, adapters, tokens, how.as_arrays(), width=len(tokens)
@@ -132,10 +132,10 @@ class Programs:
     def _prefill_of(self, bank, cache, where, prompt, how):
         adapter, slot, length = where
         params = jax.tree.unflatten(self._bank, bank).select(adapter)
-        # A row of zeros, not the row of the slot: what another request left there may be NaN, and a
+        # A row of zeros, not the row of the slot: another request may have left NaN there, and a
         # weight of zero times NaN is NaN.
         logits, row = self._model.apply(params, self._empty, None, prompt[None])
-        # The padding's keys lie behind the position: masked, and then overwritten.
+        # The padding's keys come after the position: masked, and later overwritten.
         row = jax.tree.leaves(at_position(row, length))
         cache = [
             jax.lax.dynamic_update_index_in_dim(x, new, slot, 0)
@@ -152,12 +152,12 @@ class Programs:
             jax.lax.dynamic_update_slice_in_dim(x, new, 0, 0)
             for x, new in zip(cache, jax.tree.leaves(front), strict=True)
         ]
-        # A loop, in which conditions are not computed both ways as under `jax.vmap`.
+        # A loop, which evaluates only one branch of conditions, unlike `jax.vmap`.
         return jax.lax.map(lambda args: choose(*args), (logits[:, 0, -1], how)), cache
 
 
 def at_position(state: Any, position: jax.Array) -> Any:
-    """The state of a Llama with a cache, at another position."""
+    """Returns the state of a Llama with a cache, at another position."""
     return {
         module: {name: position if name == "position" else x for name, x in values.items()}
         for module, values in state.items()
@@ -165,13 +165,13 @@ def at_position(state: Any, position: jax.Array) -> Any:
 
 
 def choose(logits: jax.Array, how: Sampling) -> jax.Array:
-    """The next token after logits `[vocabulary]`; `NOT_FINITE` where they are not."""
+    """Returns the next token after logits `[vocabulary]`; `NOT_FINITE` if they are not finite."""
     highest = logits.max()
-    # (On a CPU, XLA's maximum of so many numbers drops NaN.)
+    # (On a CPU, XLA's maximum over many numbers drops NaN.)
     finite = jnp.isfinite(highest) & ~jnp.isnan(logits).any()
 
     def drawn() -> jax.Array:
-        # Temperatures below this are zero for XLA, and 0 / 0 is NaN.
+        # Smaller temperatures are zero for XLA, and 0 / 0 is NaN.
         least = jnp.finfo(jnp.float32).tiny
         scaled = (logits - highest) / jnp.maximum(how.temperature, least)
         scaled = jax.lax.cond(how.top_p < 1, lambda: nucleus(scaled, how.top_p), lambda: scaled)
@@ -184,9 +184,9 @@ def choose(logits: jax.Array, how: Sampling) -> jax.Array:
 
 
 def nucleus(logits: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The logits of the fewest tokens that have `top_p` of the probability, the others -inf.
+    """Returns the logits of the fewest tokens with probability `top_p`, and -inf for the others.
 
-    There is one at least, however small `top_p` is.
+    At least one token remains, however small `top_p` is.
     """
     ordered = jnp.sort(logits, descending=True)
     probabilities = jax.nn.softmax(ordered)

@@ -1,4 +1,4 @@
-"""The bodies of requests, as OpenAI's clients send them: what is read, and what is refused."""
+"""Reads the bodies of requests, as OpenAI's clients send them, and refuses unsupported ones."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class BadRequest(Exception):
-    """A body that cannot be answered; `param` is the field that is wrong."""
+    """A body that cannot be answered; `param` is the wrong field."""
 
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
@@ -16,14 +16,14 @@ class BadRequest(Exception):
 
 
 class Question(NamedTuple):
-    """What a body asks for.
+    """The contents of a body.
 
     Attributes:
       model: the name of the base or of an adapter.
       prompt: a text, a list of tokens, or of messages (a chat).
-      max_tokens: None for as many as there is room for, the default of chats.
+      max_tokens: None for as many as fit, the default of chats.
       stop: texts that end the answer.
-      include_usage: whether a stream ends with the numbers of tokens.
+      include_usage: whether a stream ends with the token counts.
     """
 
     model: str
@@ -38,7 +38,7 @@ class Question(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field of a body: what it is without being given, what is expected, and whether it is that."""
+    """A field of a body: its default, a description of its valid values, and a test for them."""
 
     default: Any
     expected: str
@@ -99,7 +99,7 @@ COMMON = {
     "stream": Field(False, "true or false", lambda x: type(x) is bool),
     "stream_options": Field({}, 'an object like {"include_usage": true}', is_stream_options),
     "user": Field("", "a text", is_text),
-    # What there is no more of than this.
+    # Fields that only support their defaults.
     "n": Field(1, "1, other values are not supported", lambda x: x == 1),
 }
 OF_COMPLETIONS = COMMON | {
@@ -118,7 +118,7 @@ def read(body: bytes, chat: bool) -> Question:
     """Reads a body.
 
     Raises:
-      BadRequest: for one that is not JSON, or has fields that are unknown, missing, or wrong.
+      BadRequest: if it is not JSON, or has unknown, missing, or wrong fields.
     """
     data = parsed(body)
     fields, prompt = (OF_CHATS, "messages") if chat else (OF_COMPLETIONS, "prompt")
@@ -172,6 +172,6 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value in an error, cut short."""
+    """Returns a value for an error message, cut short."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,17 +1,17 @@
-"""Text and tokens: prompts, chats, and the text of an answer as its tokens come."""
+"""Converts text and tokens: prompts, chats, and the text of an answer token by token."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import tokenizers
 
-INCOMPLETE = "\ufffd"  # what a decoder writes for the beginning of a character
+INCOMPLETE = "\ufffd"  # a decoder writes it for an incomplete character
 
 
 class AnswerText:
     """The text of an answer, a piece for each token, up to the first of some stop texts.
 
-    A piece comes when it is certain: when its characters are complete, and cannot be the beginning of a
+    A piece comes when it is certain: its characters are complete, and cannot begin a
     stop text any more.
     """
 
@@ -22,7 +22,7 @@ class AnswerText:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that has become certain with a token."""
+        """Adds a token, and returns the text that has become certain."""
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens)
         found = [at for at in map(text.find, self._stop) if at >= 0]
@@ -33,7 +33,7 @@ class AnswerText:
         return self._up_to(text, certain - self._begun(text[:certain]))
 
     def end(self) -> str:
-        """What is left when no token follows."""
+        """Returns the remaining text after the last token."""
         text = "" if self.stopped else self._tokenizer.decode(self._tokens)
         return self._up_to(text, len(text))
 
@@ -43,15 +43,15 @@ class AnswerText:
         return piece
 
     def _begun(self, text: str) -> int:
-        """How many of the last characters may be the beginning of a stop text."""
+        """Returns how many of the last characters may begin a stop text."""
         lengths = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
         return max(lengths, default=0)
 
 
 class ChatTemplate:
-    """SmolLM's: each message between `<|im_start|>role` and `<|im_end|>`, then the assistant's turn.
+    """SmolLM's template: messages in `<|im_start|>role` and `<|im_end|>`, then the assistant's turn.
 
-    Contents cannot end a message: special tokens in them are encoded as the characters they consist of.
+    Contents cannot end a message: special tokens in them are encoded character by character.
     """
 
     START, END = "<|im_start|>", "<|im_end|>"
@@ -60,7 +60,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         """
         Raises:
-          ValueError: for a tokenizer without the template's special tokens.
+          ValueError: if the tokenizer does not have the template's special tokens.
         """
         start, end = tokenizer.token_to_id(self.START), tokenizer.token_to_id(self.END)
         if start is None or end is None:
@@ -70,7 +70,7 @@ class ChatTemplate:
         self._plain.encode_special_tokens = True
 
     def tokens(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The prompt for messages, each with a `role` and a `content`."""
+        """Returns the prompt for messages, each with a `role` and a `content`."""
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.SYSTEM}, *messages]
         encode = lambda text: self._plain.encode(text).ids  # noqa: E731

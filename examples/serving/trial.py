@@ -1,4 +1,4 @@
-"""The server tried: the same requests one at a time and all at once, over loopback."""
+"""Tries the server: sends the same requests one at a time and all at once, over loopback."""
 
 import asyncio
 import dataclasses
@@ -25,12 +25,12 @@ BEGINNINGS = (
 
 
 class TrialError(Exception):
-    """A request that was not answered."""
+    """An unanswered request."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What one request got, and when (seconds since it was sent)."""
+    """The answer to one request, with times (seconds since it was sent)."""
 
     text: str
     first: float
@@ -39,7 +39,7 @@ class Answer:
 
 
 def random_adapter(params: Any, seed: int, *, rank: int, targets: str) -> hki.AdapterParts:
-    """An adapter that changes what the base says."""
+    """Returns an adapter that changes the base's answers."""
     adapter = hki.get_adapter(
         hki.add_lora(params, seed, rank=rank, alpha=2.0 * rank, targets=targets)
     )
@@ -71,7 +71,7 @@ async def measure(port: int, models: Sequence[str], requests: int, tokens: int) 
         )
         for i in range(requests)
     ]
-    # As many connections as there are requests; by default the client has 100.
+    # One connection for each request; the client's default is 100.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as session:
         start = time.perf_counter()
@@ -101,7 +101,7 @@ async def measure(port: int, models: Sequence[str], requests: int, tokens: int) 
 
 
 def row(name: str, answers: Sequence[Answer], seconds: float) -> str:
-    """Throughput, and medians and maxima of the latencies."""
+    """Returns throughput, and medians and maxima of the latencies."""
 
     def cell(values: Sequence[float]) -> str:
         return f"{statistics.median(values):.2f} ({max(values):.2f})"

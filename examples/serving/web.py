@@ -1,7 +1,7 @@
 """The server's HTTP side: OpenAI's completions and chats, adapters, health and metrics.
 
-The event loop never waits for the model: the engine's thread hands tokens over by
-`call_soon_threadsafe`, and whatever else takes long runs in a thread.
+The event loop never waits for the model: the engine's thread passes tokens on by
+`call_soon_threadsafe`, and other slow work runs in a thread.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ MOST_JSON = 1 << 20  # bytes of a body
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-# What the engine refuses, as HTTP and OpenAI's clients have it: status and code.
+# The engine's refusals as status and code, for HTTP and OpenAI's clients.
 REFUSALS = {
     engines.TooLong: (400, "context_length_exceeded"),
     engines.UnknownModel: (404, "model_not_found"),
@@ -56,10 +56,10 @@ class Server:
     ):
         """
         Args:
-          engine: a running one.
-          tokenizer: the model's.
+          engine: a running engine.
+          tokenizer: the model's tokenizer.
           stop: tokens that end each answer.
-          most_upload: bytes of the largest file of an adapter.
+          most_upload: the largest file of an adapter, in bytes.
         """
         self.engine, self.tokenizer = engine, tokenizer
         self.stop, self.most_upload = stop, most_upload
@@ -139,7 +139,7 @@ class Server:
             if reply.error:
                 return error(*reply.error)
             return web.json_response(reply.whole(text))
-        finally:  # also where the client has gone: the handler is cancelled then
+        finally:  # also if the client has gone: the handler is cancelled then
             self.engine.cancel(request)
 
     def tokens_of(self, prompt: Any, chat: bool) -> list[int]:
@@ -190,7 +190,7 @@ class Server:
             text = data if isinstance(data, str) else json.dumps(data)
             await response.write(f"data: {text}\n\n".encode())
 
-        with contextlib.suppress(ConnectionResetError):  # there is nobody to answer any more
+        with contextlib.suppress(ConnectionResetError):  # nobody is left to answer
             async for piece in pieces:
                 if piece:
                     await write(reply.chunk(piece))
@@ -317,10 +317,10 @@ class Reply:
 
 
 def read_adapter(path: pathlib.Path) -> hki.AdapterParts:
-    """An adapter from a file that somebody sent.
+    """Reads an adapter from an uploaded file.
 
     Raises:
-      ValueError: for a file that is damaged or holds something else.
+      ValueError: if the file is damaged or holds something else.
     """
     adapter = hki.load(path, numpy=True)  # JAX would compile a copy for each shape
     if not isinstance(adapter, hki.AdapterParts):
@@ -342,7 +342,7 @@ def read_adapter(path: pathlib.Path) -> hki.AdapterParts:
 
 
 def error(status: int, code: str | None, message: str, param: str | None = None) -> web.Response:
-    """An error as OpenAI's clients read it."""
+    """Returns an error in the form of OpenAI's API."""
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     body = error_body(status, code, message, param)
     return web.json_response(body, status=status, headers=headers)
