@@ -192,7 +192,7 @@ def described(plan: Plan, devices: int) -> dict[str, str]:
     logits = 2 * tokens * LLAMA_70B.vocab_size * 4
     held = plan.frozen + 2 * plan.adapters + plan.adam + plan.layer + kept + logits
     received = sent_by_step(plan.codes, plan.a, plan.b, passes=2)
-    # Three products per weight: forward, recomputed, and for the gradients of the activations.
+    # Products per weight: forward, recomputed, and activations' gradients; none for frozen weights.
     flops = 3 * 2 * weights_of(LLAMA_70B) * tokens
     link = _LINK.value if devices <= 8 else _NETWORK.value
     times = {

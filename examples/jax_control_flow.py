@@ -67,7 +67,7 @@ def branches() -> None:
 
 
 def nan_lesson() -> None:
-    """Shows that the gradient of `where` is NaN if the other branch's gradient is; `cond`'s is not.
+    """Shows that the gradient of `where` is NaN if the untaken branch's is; `cond`'s gradient is not.
 
     A batched `cond` also gives no NaN: it is a `select`, but JAX stops the gradients of the branch
     that an example does not take.

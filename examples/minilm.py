@@ -79,7 +79,7 @@ def read_similarities(path: pathlib.Path) -> np.ndarray:
 
 
 def tokenize(path: pathlib.Path, texts: list[str], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns token ids ``[texts, length]`` int32, cut or padded, and a mask without the padding."""
+    """Returns token ids ``[texts, length]`` int32, cut or padded, and a mask (False: padding)."""
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length)

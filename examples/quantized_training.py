@@ -56,7 +56,7 @@ class Way(NamedTuple):
     """A way to train a model.
 
     Attributes:
-      options: of the `QtRule` for all modules except those kept in float32; empty for no rule.
+      options: options of the `QtRule` for all modules except those kept in float32; empty: no rule.
       factor: the factor of the initial parameters.
     """
 

@@ -1,4 +1,4 @@
-"""Serves SmolLM2 and many adapters for it over HTTP, as OpenAI's completions.
+"""Serves SmolLM2 and many adapters for it over HTTP, with OpenAI's completions API.
 
 The weights keep the GGUF file's format, the key-value cache is quantized, and requests for different
 adapters are decoded together.

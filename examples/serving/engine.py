@@ -1,7 +1,7 @@
 """Continuous batching: requests take slots as they arrive, and leave them when they finish.
 
 One thread runs the model. In each turn it reads the prompts of some waiting requests into free slots,
-then decodes one token for all running ones. The thread reports tokens by a function of the request.
+then decodes one token for all running ones. The thread calls a request's function with each token.
 """
 
 import collections
@@ -162,7 +162,7 @@ class Engine:
         """Puts a request into the queue.
 
         Raises:
-          Refused: or one of its subclasses, if the request cannot be served.
+          Refused: a subclass of it, if the request cannot be served.
         """
         self._check_sizes(request)
         with self._lock:

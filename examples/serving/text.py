@@ -51,7 +51,7 @@ class AnswerText:
 class ChatTemplate:
     """SmolLM's template: messages in `<|im_start|>role` and `<|im_end|>`, then the assistant's turn.
 
-    Contents cannot end a message: special tokens in them are encoded character by character.
+    Contents cannot end a message: special tokens in them are encoded as ordinary text.
     """
 
     START, END = "<|im_start|>", "<|im_end|>"
