@@ -93,6 +93,9 @@ def static(params):
     return hki.convert_trained(params, state)
 
 
+# Twice the mean of the largest inputs, so that no product of the trained model clips others.
+STATIC = dict(act_static_scale=True, act_calibration_method="absmax,2")
+
 KINDS = {
     "LoRA": Kind(),
     "DoRA": Kind(adapt=adapted("dora", rank=2)),
@@ -104,7 +107,7 @@ KINDS = {
     "DoRA on int4": Kind(quantized(dtype="int4", group_size=8), adapted("dora", rank=2)),
     "LoRA on static scales": Kind(static, rounds=True),
     "quantized training": Kind(trained_rule(), None, rounds=True),
-    "static training": Kind(trained_rule(act_static_scale=True), None, stats=True, rounds=True),
+    "static training": Kind(trained_rule(**STATIC), None, stats=True, rounds=True),
     "bank": Kind(quantized(dtype="int8"), None),
 }
 
@@ -254,10 +257,22 @@ def batch(number):
     return jax.device_put(arrays, NamedSharding(mesh(), P("d"))) if several else arrays
 
 
+def in_places(step, run):
+    """A step whose results are split as the run is: `out_shardings` of JAX can't be a FlatMap of Haiku."""
+    places = [x.sharding if isinstance(x, jax.Array) else None for x in jax.tree.leaves(run)]
+
+    def placed_step(*args):
+        leaves, treedef = jax.tree.flatten(step(*args))
+        pairs = zip(leaves, places, strict=True)
+        keep = jax.lax.with_sharding_constraint
+        return treedef.unflatten(x if place is None else keep(x, place) for x, place in pairs)
+
+    return placed_step
+
+
 def trained_on(road, run, steps):
     _, step = LOOPS[road.loop](road)
-    places = jax.tree.map(lambda x: x.sharding if isinstance(x, jax.Array) else None, run)
-    step = jax.jit(step, out_shardings=places if jax.device_count() > 1 else None)
+    step = jax.jit(step if jax.device_count() == 1 else in_places(step, run))
     for _ in range(steps):
         key, own = jax.random.split(run.key)
         new = step(run._replace(step=0), own, *batch(run.step))
