@@ -312,7 +312,7 @@ CHANGED = {name: (of_change(change), ROWS) for name, change in CHANGES.items()} 
         ROWS,
     ),
 }
-QUICKLY_CHANGED = ("number added", "every second row", "tanh", "block diagonal", "experts")
+QUICKLY_CHANGED = ("number added", "tanh", "experts")
 
 
 @pytest.mark.parametrize("rule", few(["int4", "tiles", "tensor", "static"], "int4", "static"))
@@ -357,6 +357,7 @@ ONE_CHANNEL = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ONE_CHANNEL)
 def test_axes_of_length_one(name):
     want, got, said, _ = trained_of(*ONE_CHANNEL[name], RULES["int4"], apply=True)

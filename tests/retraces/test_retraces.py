@@ -56,6 +56,7 @@ def jaxprs_of(fun, *args):
     return jax.jit(hki.use_implicit_args(fun)).trace(*args)
 
 
+@pytest.mark.slow  # it looks at all objects, of which a worker has many
 def test_what_is_kept_for_a_jaxpr_goes_with_it():
     """An inner jit, a loop, a branch and a checkpoint of a function that is gone."""
     w = hki.LoRA(jnp.ones((4, 4)), jnp.ones((4, 1)), jnp.ones((1, 4)))
