@@ -444,3 +444,31 @@ def test_forward_over_reverse_of_a_rule_for_reverse(jit):
     got = hvp(hki.use_implicit_args(loss))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
     assert np.abs(got.a).max() > 0
+
+
+def test_a_call_that_was_differentiated_before_it_is_mapped():
+    """One program, which JAX keeps: its gradient, and then the gradient of it under `vmap`."""
+    x = jnp.ones((2, 4))
+    qs = hki.LoRA(
+        jnp.stack([jnp.eye(4), 2 * jnp.eye(4)]), jnp.ones((2, 4, 1)), jnp.full((2, 1, 4), 0.1)
+    )
+    first = jax.tree.map(lambda leaf: leaf[0], qs)
+
+    @jax.custom_vjp
+    def transposed(w):  # by numbers of axes that a batch would change
+        return w.T * 2
+
+    transposed.defvjp(lambda w: (w.T * 2, w), lambda w, c: (c.T * w * w,))
+
+    def loss(w):
+        return ((x @ transposed(w)) ** 4).sum() / 1e4
+
+    fun = jax.jit(hki.use_implicit_args(loss))
+    dense = jax.jit(lambda q: loss(hki.materialize(q)))
+
+    def of_all(f):
+        return jax.grad(lambda qs: (jax.vmap(f)(qs) * jnp.array([1.0, 3.0])).sum())
+
+    jax.grad(fun)(first)
+    got, want = of_all(fun)(qs), of_all(dense)(qs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)

@@ -112,15 +112,18 @@ class Call:
     @functools.cached_property
     def still(self) -> "Call":
         """This call, with results that do not have tangents."""
-        new = object.__new__(Call)
-        new.__dict__.update(self.__dict__, is_still=True)
-        return new
+        return self._with(is_still=True)
 
     def mapped(self, **options: Any) -> "Call":
         """This call under `jax.vmap` with these options."""
+        run, original = jax.vmap(self.run, **options), jax.vmap(self.original, **options)
+        return self._with(run=run, original=original, _jaxprs={})
+
+    def _with(self, **fields: Any) -> "Call":
+        """A copy with other fields, without the `still` call that the original may have made."""
         new = object.__new__(Call)
-        new.__dict__.update(self.__dict__, _jaxprs={})
-        new.run, new.original = jax.vmap(self.run, **options), jax.vmap(self.original, **options)
+        new.__dict__.update(self.__dict__, **fields)
+        new.__dict__.pop("still", None)
         return new
 
     def jaxpr(self, avals: tuple[Any, ...]) -> ClosedJaxpr:
