@@ -15,10 +15,6 @@ from haiku_implicit.core.materialization import Remark, emit
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.bilinear import Product, product_of
 
-# Operations other than products that have rules. Operations without rules make the weight dense.
-ALONE = ("abs", "square", "integer_pow", "reduce_sum", "reduce_max", "reduce_min")
-WITH_DENSE = ("add", "sub", "max", "min", "pow")
-
 _WAY_OUT = "convert_trained(params, apply=..., args=...) looks at how the model uses its weights"
 
 
@@ -71,10 +67,6 @@ class ConvertedMatrix(QuantizedMatrix, core_ndim=2):
 
     def before_dense(self, primitive_name: str) -> None:
         """Warns that in training the operation takes the weight before it is rounded."""
-        self.warn_of_unrounded(primitive_name)
-
-    def warn_of_unrounded(self, primitive_name: str) -> None:
-        """Warns of an operation that is not a product."""
         self.warn(
             f"{primitive_name!r} takes it as it is stored, rounded, and in training as it was before"
         )
@@ -140,23 +132,6 @@ def check_scaled(
     return NotImplemented
 
 
-@primitive_handler(ALONE, precedence=1)
-def check_alone(primitive: Primitive, w: ConvertedMatrix, **params: Any) -> Any:
-    """Warns of an operation on the weight by itself, for which training has the dense weight.
-
-    `before_dense` warns of operations that do not have a rule.
-    """
-    w.warn_of_unrounded(primitive.name)
-    return NotImplemented
-
-
-@binary_handler(WITH_DENSE)
-def check_with_dense(call: BinaryCall, x: jax.Array, w: ConvertedMatrix) -> Any:
-    """Warns of a sum, extremum or power with a dense array: training quantizes the result."""
-    w.warn_of_unrounded(call.primitive.name)
-    return NotImplemented
-
-
 @primitive_handler("convert_element_type")
 def check_cast(primitive: Primitive, w: ConvertedMatrix, *, new_dtype: Any, **params: Any) -> Any:
     """Warns of a cast that may lose something: training quantizes the cast weight."""
@@ -188,7 +163,7 @@ def _changed(w: ConvertedMatrix, params: dict[str, Any]) -> set[int]:
     else:
         corners = zip(params["start_indices"], params["limit_indices"], strict=True)
         steps = params.get("strides") or (1,) * w.ndim
-        sizes = [(b - a) // step for (a, b), step in zip(corners, steps, strict=True)]
+        sizes = [-((a - b) // step) for (a, b), step in zip(corners, steps, strict=True)]
     return {i for i, (a, b) in enumerate(zip(sizes, w.shape, strict=True)) if a != b}
 
 

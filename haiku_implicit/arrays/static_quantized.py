@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from haiku_implicit.arrays.converted import ALONE, WITH_DENSE, ConvertedMatrix, check_part
+from haiku_implicit.arrays.converted import ConvertedMatrix, check_part
 from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
@@ -146,15 +146,18 @@ def check_batch_axes(primitive: Primitive, w: StaticQuantized, *others: Any, **p
     return NotImplemented
 
 
-@primitive_handler(ALONE, precedence=1)
-def check_alone(primitive: Primitive, w: StaticQuantized, **params: Any) -> Any:
+# Operations other than products that have rules. Operations without rules make the weight dense.
+@primitive_handler(
+    ["abs", "square", "integer_pow", "reduce_sum", "reduce_max", "reduce_min"], precedence=1
+)
+def check_alone(primitive: Primitive, w: ConvertedMatrix | StaticQuantized, **params: Any) -> Any:
     """Warns of an operation on the weight by itself, for which training has the dense weight."""
     w.before_dense(primitive.name)
     return NotImplemented
 
 
-@binary_handler(WITH_DENSE)
-def check_with_dense(call: BinaryCall, x: jax.Array, w: StaticQuantized) -> Any:
+@binary_handler(["add", "sub", "max", "min", "pow"], precedence=1)
+def check_with_dense(call: BinaryCall, x: jax.Array, w: ConvertedMatrix | StaticQuantized) -> Any:
     """Warns of a sum, extremum or power with a dense array: training quantizes the result."""
     w.before_dense(call.primitive.name)
     return NotImplemented

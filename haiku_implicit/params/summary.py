@@ -292,7 +292,7 @@ def _distance_of(path: str, a: Any, b: Any) -> _Distance:
     Raises:
       TypeError: for random keys.
     """
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in (a, b)):
+    if any(jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in (a, b)):
         raise TypeError(
             f"{path}: random keys have no distance; compare jax.random.key_data of them"
         )

@@ -174,3 +174,10 @@ def test_a_comparison(tmp_path, capsys):
     assert printed["rows"][0]["largest"] is printed["rows"][0]["relative"] is None
     assert main(["diff", *names]) == 0
     assert "nan" in capsys.readouterr().out
+
+
+def test_a_comparison_of_numbers_of_python():
+    found = hki.compare_params(
+        {"l": {"b": jnp.ones(2)}}, {"l": {"b": jnp.full(2, 3.0)}}, apply=lambda p: (2, p["l"]["b"])
+    )
+    assert found.outputs == np.sqrt(8 / 6)
