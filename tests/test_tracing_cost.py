@@ -78,6 +78,7 @@ def count_jvps(primitive):
 @pytest.mark.parametrize(
     "transform", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"]
 )
+@pytest.mark.slow
 def test_a_rule_runs_once_for_one_structure(transform):
     x = jnp.arange(1.0, 4.0)
     out = transform(many(jnp.cos))(Doubled(x))

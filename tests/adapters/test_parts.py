@@ -234,6 +234,7 @@ def test_a_bank_of_a_quantized_base_with_views(never_dense):
         close(got[i], apply(hki.materialize(params), x[i]), 1e-4)
 
 
+@pytest.mark.slow
 def test_gradients_of_one_adapter_in_a_bank(base):
     bank = hki.AdapterBank.of(base, capacity=2, rank=2).put(1, hki.get_adapter(tuned(base, 1)))
 

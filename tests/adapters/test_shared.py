@@ -78,6 +78,7 @@ def test_an_adapter_of_vera_is_its_vectors(tmp_path):
     )  # (each array begins at 64 bytes)
 
 
+@pytest.mark.slow
 def test_one_pair_of_random_factors_serves_all_weights():
     shapes = {"small": (4, 6), "large": (9, 8), "stack": (3, 5, 7)}
     params = {name: {"w": normal(shape)} for name, shape in shapes.items()}

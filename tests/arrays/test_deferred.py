@@ -179,6 +179,7 @@ def test_reductions(name):
     close(use(lambda w: jnp.sum(w * w))(w), jnp.sum(dense_of(w) ** 2))
 
 
+@pytest.mark.slow
 def test_bfloat16():
     for make in (MAKE["lora of int4 by rows"], int8):
         w, x = make((64, 48)), normal(5, 4, 64).astype(jnp.bfloat16)
@@ -397,6 +398,7 @@ def test_across_boundaries():
         close(hki.materialize(jax.jit(use(fun))(w)), fun(dense_of(w)))
 
 
+@pytest.mark.slow
 def test_per_example_gains():
     w, x, gains = MAKE["lora of int8"](SHAPE), normal(5, 4, 8), normal(6, 3, 6) + 1
     fun = lambda w, gains: jax.vmap(lambda g: x @ standardized((0,), w, g))(gains)  # noqa: E731

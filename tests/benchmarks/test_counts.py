@@ -117,6 +117,7 @@ def test_equations_of_loops_and_functions_count():
     assert counts.equations(jax.make_jaxpr(fun)(1.0).jaxpr) == 4
 
 
+@pytest.mark.slow
 def test_what_is_traced_twice_is_counted():
     import haiku as hk
 

@@ -109,6 +109,7 @@ def test_compilations_are_counted():
     assert compilations.count == before > 0
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_each_adapter_alone(engine, adapters, alone):
     """Also of one that is added while others run; and nothing is compiled for any of it."""
     for name in ("a0", "a1"):

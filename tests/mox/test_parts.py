@@ -127,6 +127,7 @@ def test_before_a_call_with_several_arrays_and_flags():
 # --- values ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_taps_at_the_top_and_in_loops():
     _, mox, params = made(stack)
     out, values = eval_mox(

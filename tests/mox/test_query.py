@@ -304,6 +304,7 @@ def recurrent(ids):
     return x @ embed.embeddings.T
 
 
+@pytest.mark.slow
 def test_a_class_and_a_glob_mean_calls_of_modules_themselves():
     ids = jnp.array([[0, 3, 2], [1, 6, 5]])
     t = hk.transform(recurrent)
