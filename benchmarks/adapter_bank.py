@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by n
 from models import llama  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "adapter_bank.json"
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
+DOCUMENTS = (ROOT / "docs" / "benchmarks.md",)
 
 BANK_TURNS = flags.DEFINE_integer("bank_turns", 9, "How often each time is taken.", 1)
 BANK_BATCH = flags.DEFINE_integer("bank_batch", 64, "Examples in a batch.", 1)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"wrote {RESULTS}")
     tables = table_of(json.loads(RESULTS.read_text()))
     print(tables["adapter bank"])
-    markdown.replace(DOCUMENT, tables)
+    markdown.replace(DOCUMENTS, tables)
 
 
 def measure() -> dict[str, Any]:

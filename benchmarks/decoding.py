@@ -35,7 +35,7 @@ import decoding  # noqa: E402
 import smollm  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "decoding.json"
-DOCUMENT = ROOT / "docs" / "quantization_speed.md"
+DOCUMENTS = (ROOT / "docs" / "quantization_speed.md",)
 
 TURNS = flags.DEFINE_integer("turns", 5, "How often each time is taken.", 1)
 TOKENS = flags.DEFINE_integer("decoded_tokens", 64, "How many tokens are decoded.", 2)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     if not REPORT_ONLY.value:
         result_files.write(measure(), RESULTS)
         print(f"wrote {RESULTS}")
-    markdown.replace(DOCUMENT, tables(json.loads(RESULTS.read_text())))
+    markdown.replace(DOCUMENTS, tables(json.loads(RESULTS.read_text())))
 
 
 # --- measuring -----------------------------------------------------------------------------------

@@ -11,7 +11,10 @@ from benchmarks import tables as markdown
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fidelity.json"
 GGUF_RESULTS = RESULTS.with_name("gguf_fidelity.json")  # from `benchmarks.gguf_fidelity`
-DOCUMENT = ROOT / "docs" / "fidelity.md"
+DOCUMENTS = (
+    ROOT / "docs" / "fidelity.md",
+    ROOT / "benchmarks" / "results" / "fidelity.md",
+)
 IMAGE = ROOT / "docs" / "images" / "fidelity.png"
 
 # Name: (options of `QuantizedMatrix.quantize`, the method that uses the calibration batch, if any).
@@ -103,6 +106,28 @@ QWIX = {
     "int4 per channel": (4.07, 0.1473, 0.90327),
 }
 
+# The cases of the page's own table; the table of all cases is in `benchmarks/results/fidelity.md`.
+MAIN = (
+    "dense",
+    "int8 per channel",
+    "fp8 e4m3 per channel",
+    "int6, 16, double, mse",
+    "int5, 32, zero point, double, mse",
+    "nf4, 64",
+    "int4, 32, zero point, double, mse",
+    "int4, 64",
+    "mxfp4",
+    "nvfp4, mse",
+    "int3, 32, zero point, double, mse",
+    "int2, 32, zero point, double, mse",
+    "nf4, 64, GPTQ",
+    "int4, 64, AWQ",
+    "int3, 64, GPTQ",
+    "int8 × int8",
+    "int8 × int8, SmoothQuant",
+    "Qwix 0.1.8: nf4 tile 64",
+)
+
 # llama.cpp's formats, each with the cases here of about as many bits.
 BESIDE_GGUF = {
     "Q8_0": "int8, 32, mse",
@@ -124,7 +149,7 @@ BESIDE_GGUF = {
 def write() -> None:
     """Updates the tables and the plot from the recorded results."""
     results, theirs = recorded()
-    markdown.replace(DOCUMENT, tables(results, theirs))
+    markdown.replace(DOCUMENTS, tables(results, theirs))
     draw(results, theirs)
 
 
@@ -148,7 +173,12 @@ def tables(results: dict[str, Any], theirs: dict[str, Any]) -> dict[str, str]:
             for name, (bits, rms, cosine) in QWIX.items()
         ),
     ]
-    return dict(fidelity=markdown.table(header, rows), gguf=_beside_gguf(results, theirs))
+    main = [row for row in rows if row[0] in MAIN]
+    return dict(
+        main=markdown.table(header, main),
+        fidelity=markdown.table(header, rows),
+        gguf=_beside_gguf(results, theirs),
+    )
 
 
 def _beside_gguf(results: dict[str, Any], theirs: dict[str, Any]) -> str:

@@ -10,7 +10,10 @@ from benchmarks import report
 from benchmarks import tables as markdown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "growth.md"
+DOCUMENTS = (
+    ROOT / "docs" / "growth.md",
+    ROOT / "benchmarks" / "results" / "growth.md",
+)
 IMAGES = ROOT / "docs" / "images"
 
 # The axes, in the document's order; `growth.AXES` describes each one.
@@ -32,7 +35,7 @@ Results = dict[str, Any]
 
 def write(results: Results) -> list[pathlib.Path]:
     """Updates the tables of `docs/growth.md` and the plots of the measured axes."""
-    markdown.replace(DOCUMENT, tables(results))
+    markdown.replace(DOCUMENTS, tables(results))
     return [draw(name, axis, IMAGES) for name, axis in results["axes"].items()]
 
 
@@ -44,7 +47,7 @@ def tables(results: Results) -> dict[str, str]:
         if axis is None:
             found[name] = f"Not measured yet: `python -m benchmarks.growth --axis={name}`."
             continue
-        image = f"![Costs by {name}, for each implementation](images/{image_name(name)})"
+        image = f"![Costs by {name}, for each implementation](../../docs/images/{image_name(name)})"
         found[name] = "\n\n".join([image, exponents_table(axis), environment(axis)])
     return found
 

@@ -35,7 +35,7 @@ import smollm  # noqa: E402
 from models import llama  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "optimizer_states.json"
-DOCUMENT = ROOT / "docs" / "optimizer_states.md"
+DOCUMENTS = (ROOT / "docs" / "optimizer_states.md",)
 IMAGE = ROOT / "docs" / "images" / "optimizer_states.png"
 
 ONLY = flags.DEFINE_string(
@@ -176,7 +176,7 @@ def write_table(results: Results) -> None:
         f"{results['parameters']:,} parameters, {results['steps']} steps of AdamW with a learning "
         f"rate of {results['learning_rate']}; losses in nats per byte."
     )
-    markdown.replace(DOCUMENT, dict(losses=markdown.table(header, rows), about=about))
+    markdown.replace(DOCUMENTS, dict(losses=markdown.table(header, rows), about=about))
 
 
 def draw(results: Results) -> None:

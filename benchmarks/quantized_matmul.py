@@ -32,7 +32,10 @@ from benchmarks.machine import about_this_machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "quantized_matmul.json"
-DOCUMENT = ROOT / "docs" / "quantization_speed.md"
+DOCUMENTS = (
+    ROOT / "docs" / "quantization_speed.md",
+    ROOT / "benchmarks" / "results" / "quantized_matmul.md",
+)
 PLOT = ROOT / "docs" / "images" / "quantized_matmul.png"
 
 FORMATS = ("int8", "uint8", "fp8_e4m3", "fp8_e5m2", "int4", "uint4", "nf4", "fp4")
@@ -74,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"wrote {path}")
     if REPORT.value:
         results = json.loads(path.read_text())
-        markdown.replace(DOCUMENT, tables(results))
+        markdown.replace(DOCUMENTS, tables(results))
         draw(results)
 
 

@@ -33,7 +33,7 @@ from haiku_implicit.products.gpu import pallas
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "quantized_matmul_gpu.json"
-DOCUMENT = ROOT / "docs" / "quantization_speed.md"
+DOCUMENTS = (ROOT / "docs" / "quantization_speed.md",)
 
 WEIGHTS = (
     ("int8", None),
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
             sys.exit(1)
         result_files.write(measure(), path)
         print(f"wrote {path}")
-    markdown.replace(DOCUMENT, tables(json.loads(path.read_text())))
+    markdown.replace(DOCUMENTS, tables(json.loads(path.read_text())))
 
 
 # --- measuring -----------------------------------------------------------------------------------

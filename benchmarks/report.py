@@ -8,7 +8,10 @@ from typing import Any
 from benchmarks import tables as markdown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
+DOCUMENTS = (
+    ROOT / "docs" / "benchmarks.md",
+    ROOT / "benchmarks" / "results" / "lora_transformer.md",
+)
 IMAGES = ROOT / "docs" / "images"
 
 LABELS = dict(
@@ -115,7 +118,7 @@ def tables(results: Results) -> dict[str, str]:
 
 def write_tables(results: Results) -> None:
     """Updates the tables of `docs/benchmarks.md`."""
-    markdown.replace(DOCUMENT, tables(results))
+    markdown.replace(DOCUMENTS, tables(results))
 
 
 def draw(results: Results, folder: pathlib.Path = IMAGES) -> list[pathlib.Path]:

@@ -12,18 +12,22 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def replace(document: pathlib.Path, tables: Mapping[str, str]) -> None:
-    """Replaces a document's text between each `<!-- NAME -->` and `<!-- end -->`.
+def replace(documents: Sequence[pathlib.Path], tables: Mapping[str, str]) -> None:
+    """Replaces the text between each `<!-- NAME -->` and `<!-- end -->`, in one of some documents.
 
     Raises:
-      ValueError: for a name that is not in the document exactly once.
+      ValueError: for a name that is not in the documents exactly once.
     """
-    text = document.read_text()
+    texts = {document: document.read_text() for document in documents}
     for name, content in tables.items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(
-            pattern, lambda m, content=content: m[1] + content + "\n" + m[2], text, flags=re.DOTALL
-        )
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        count = sum(len(pattern.findall(text)) for text in texts.values())
         if count != 1:
-            raise ValueError(f"{document}: expected one '<!-- {name} -->', found {count}")
-    document.write_text(text)
+            names = " and ".join(map(str, documents))
+            raise ValueError(f"{names}: expected one '<!-- {name} -->', found {count}")
+        for document, text in texts.items():
+            texts[document] = pattern.sub(
+                lambda m, content=content: m[1] + content + "\n" + m[2], text
+            )
+    for document, text in texts.items():
+        document.write_text(text)

@@ -33,7 +33,7 @@ def test_a_run(tmp_path, monkeypatch):
     """All that is to be said of one run, which takes long."""
     monkeypatch.setattr(growth, "AXES", AXES)
     monkeypatch.setattr(growth, "NAMES", ("by_hand", "library"))
-    monkeypatch.setattr(growth_report, "DOCUMENT", tmp_path / "growth.md")
+    monkeypatch.setattr(growth_report, "DOCUMENTS", (tmp_path / "growth.md",))
     monkeypatch.setattr(growth_report, "IMAGES", tmp_path)
     path = tmp_path / "growth.json"
     with flagsaver.flagsaver(growth_output=str(path), growth_report=False, growth_runs=1):
@@ -135,9 +135,10 @@ def test_times_of_a_busy_machine_are_marked():
 
 def test_the_recorded_results_are_those_of_the_document(recorded):
     assert set(recorded["axes"]) == set(growth.AXES)
+    pages = "".join(page.read_text() for page in growth_report.DOCUMENTS)
     for name, table in growth_report.tables(recorded).items():
         expected = f"<!-- {name} -->\n{table}\n<!-- end -->"
-        assert expected in growth_report.DOCUMENT.read_text(), name
+        assert expected in pages, name
 
 
 @pytest.mark.parametrize("cost", growth_report.COUNTS)

@@ -31,7 +31,7 @@ def test_results_and_table(tmp_path, monkeypatch):
     """Run on whatever is there: every formulation gives the same product."""
     document = tmp_path / "document.md"
     document.write_text("before\n<!-- gpu -->\nnothing\n<!-- end -->\nafter\n")
-    monkeypatch.setattr(benchmark, "DOCUMENT", document)
+    monkeypatch.setattr(benchmark, "DOCUMENTS", (document,))
     monkeypatch.setattr(benchmark, "WEIGHTS", (("int4", 32), ("int8", None)))
     monkeypatch.setattr(benchmark, "number_of_weights", lambda *_: 2)
     monkeypatch.setattr(benchmark, "copy_bandwidth", lambda: 1e9)
@@ -51,6 +51,7 @@ def test_results_and_table(tmp_path, monkeypatch):
 
 def test_the_document_has_its_place(tmp_path):
     copy = tmp_path / "document.md"
-    copy.write_text(benchmark.DOCUMENT.read_text())
-    tables.replace(copy, {"gpu": "a table"})
+    (page,) = benchmark.DOCUMENTS
+    copy.write_text(page.read_text())
+    tables.replace([copy], {"gpu": "a table"})
     assert "a table" in copy.read_text()
