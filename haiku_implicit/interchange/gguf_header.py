@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its table of tensors, checked before any tensor is read.
+"""Reads the header of a GGUF file: its metadata and its table of tensors, all checked.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -6,7 +6,7 @@ Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import math
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from haiku_implicit.files.container import CheckpointError, brief
@@ -15,12 +15,11 @@ from haiku_implicit.files.container import CheckpointError, brief
 LAYOUTS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 ALIGNMENT = "general.alignment"
 _WIDTHS = {kind: struct.calcsize(f"<{layout}") for kind, layout in LAYOUTS.items()}
-_UINT32, _STRING, _ARRAY = 4, 8, 9
+_UINT32, STRING, ARRAY = 4, 8, 9
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 8
-# Limits on nested lists, and on the entries of all lists. (The package `gguf` makes an object of some
-# 600 bytes of each entry. The largest vocabularies have a quarter of a million tokens, with a text, a
-# score and a type.)
+# Limits on nested lists, and on the entries of all lists. (The largest vocabularies have a quarter of a
+# million tokens, with a text, a score and a type.)
 _DEEPEST, _MOST_ENTRIES = 8, 4_000_000
 
 
@@ -32,7 +31,27 @@ _FOREIGN |= {140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4
 _FOREIGN |= {152: "IQ5_KS", 153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT", 156: "IQ3_KS"}
 _FOREIGN |= {157: "IQ2_KL", 158: "IQ1_KT"}
 # Keys of a model in several files: the number of files, this file's number, and the tensors in all.
-SPLIT = ("split.count", "split.no", "split.tensors.count")
+_SPLIT = ("split.count", "split.no", "split.tensors.count")
+
+
+class Field(NamedTuple):
+    """A value of the metadata.
+
+    Attributes:
+      kind: the number of its type.
+      value: a number or a text; for a list, a list of these; for a list of lists, a list of fields.
+      inner: the type of a list's elements; None for other values.
+    """
+
+    kind: int
+    value: Any
+    inner: int | None = None
+
+    def contents(self) -> Any:
+        """Returns the value as Python's numbers, texts and lists."""
+        if self.inner != ARRAY:
+            return self.value
+        return [field.contents() for field in self.value]
 
 
 class Row(NamedTuple):
@@ -59,16 +78,32 @@ class Header(NamedTuple):
     """The header of a file.
 
     Attributes:
+      fields: the metadata.
       rows: the table of tensors.
-      number: the index of this file among the files of its model, from 0.
-      num_files: the number of the model's files.
-      tensors: the number of tensors in all of them; None if the file does not say.
+      order: the byte order, as in `struct`: '<' or '>'.
     """
 
+    fields: dict[str, Field]
     rows: list[Row]
-    number: int = 0
-    num_files: int = 1
-    tensors: int | None = None
+    order: str
+
+    def _number(self, key: str, default: int | None) -> Any:
+        return self.fields[key].value if key in self.fields else default
+
+    @property
+    def number(self) -> int:
+        """The index of this file among the files of its model, from 0."""
+        return self._number("split.no", 0)
+
+    @property
+    def num_files(self) -> int:
+        """The number of the model's files."""
+        return self._number("split.count", 1) or 1
+
+    @property
+    def num_tensors(self) -> int | None:
+        """The number of tensors in all files of the model; None if the file does not say."""
+        return self._number("split.tensors.count", None)
 
 
 class _Ended(Exception):
@@ -79,8 +114,8 @@ class _Damaged(Exception):
     """The header has an impossible value."""
 
 
-def header_of(path: str, gguf: Any) -> Header | None:
-    """Reads the header of a GGUF file; None if its numbers are in the other byte order.
+def header_of(path: str, gguf: Any) -> Header:
+    """Reads the header of a GGUF file, in either byte order.
 
     Args:
       path: the file, which begins like a GGUF file.
@@ -103,42 +138,44 @@ def header_of(path: str, gguf: Any) -> Header | None:
             raise CheckpointError(f"{path}: truncated or damaged GGUF file: {e}") from None
 
 
-def _header(read: "_Reader", gguf: Any) -> Header | None:
+def _header(read: "_Reader", gguf: Any) -> Header:
     (version,) = read.numbers("I")
     if version and not version % 2**16:
-        return None
+        read.order, read.offset = ">", 4
+        (version,) = read.numbers("I")
     if version not in _VERSIONS:
         raise _Damaged(f"version {version} of the format; read are {_VERSIONS}")
     num_tensors, num_keys = read.numbers("QQ")
     read.within = "its metadata"
-    numbers = _numbers(read, num_keys)
+    fields = _fields(read, num_keys)
     read.within = "its table of tensors"
     rows = list(_rows(read, num_tensors, gguf))
-    alignment = numbers.get(ALIGNMENT, 32)
+    alignment = alignment_of(fields)
     data = -(-read.offset // alignment) * alignment
     rows = [row._replace(start=data + row.start, stop=data + row.stop) for row in rows]
     _check_places(rows, read.size)
-    count, number, total = map(numbers.get, SPLIT)
-    return Header(rows, number or 0, count or 1, total)
+    return Header(fields, rows, read.order)
 
 
-def _numbers(read: "_Reader", count: int) -> dict[str, Any]:
-    """Reads the metadata; returns the integers that matter for reading, after a check."""
-    keys: set[str] = set()
-    found: dict[str, Any] = {}
+def alignment_of(fields: Mapping[str, Field]) -> int:
+    """Returns the alignment of a file in bytes: its tensors begin at multiples of it."""
+    return int(fields[ALIGNMENT].value) if ALIGNMENT in fields else 32
+
+
+def _fields(read: "_Reader", count: int) -> dict[str, Field]:
+    """Reads the metadata, and checks the integers that matter for reading."""
+    found: dict[str, Field] = {}
     for _ in range(count):
         key = read.text()
         (kind,) = read.numbers("I")
-        value = read.value(kind)
-        if key in keys:
+        field = read.field(kind)
+        if key in found:
             raise _Damaged(f"the key {brief(key)} occurs twice in its metadata")
-        keys.add(key)
-        if key == ALIGNMENT and (kind != _UINT32 or value.bit_count() != 1):
-            raise _Damaged(f"{ALIGNMENT} should be a power of two, not {brief(value)}")
-        if key in SPLIT and type(value) is not int:
-            raise _Damaged(f"{key} should be an integer, not {brief(value)}")
-        if key == ALIGNMENT or key in SPLIT:
-            found[key] = value
+        if key == ALIGNMENT and (kind != _UINT32 or field.value.bit_count() != 1):
+            raise _Damaged(f"{ALIGNMENT} should be a power of two, not {brief(field.value)}")
+        if key in _SPLIT and type(field.value) is not int:
+            raise _Damaged(f"{key} should be an integer, not {brief(field.value)}")
+        found[key] = field
     return found
 
 
@@ -203,13 +240,14 @@ class _Reader:
 
     Attributes:
       within: the name of the section that is being read, for errors.
+      order: the byte order, as in `struct`.
       offset: its position in the file.
       size: the size of the file in bytes.
     """
 
     def __init__(self, data: mmap.mmap):
         self._data, self.offset, self.size = data, 4, len(data)
-        self.within, self._entries = "its header", 0
+        self.within, self.order, self._entries = "its header", "<", 0
 
     def _skip(self, count: int) -> int:
         """Moves past the next bytes, and returns their offset."""
@@ -220,33 +258,33 @@ class _Reader:
         return start
 
     def numbers(self, layout: str) -> tuple[Any, ...]:
-        layout = f"<{layout}"
+        layout = f"{self.order}{layout}"
         return struct.unpack_from(layout, self._data, self._skip(struct.calcsize(layout)))
 
-    def text(self) -> str:
+    def text(self, errors: str = "strict") -> str:
         (count,) = self.numbers("Q")
         start = self._skip(count)
         try:
-            return self._data[start : start + count].decode("utf-8")
+            return self._data[start : start + count].decode("utf-8", errors)
         except UnicodeDecodeError as e:
             raise _Damaged(f"a text in {self.within} is not UTF-8 ({e})") from None
 
-    def value(self, kind: int, depth: int = 0) -> Any:
-        """Reads a number of the metadata; skips texts and lists, and returns None for them."""
+    def field(self, kind: int, depth: int = 0) -> Field:
+        """Reads a value of the metadata."""
         if kind in LAYOUTS:
-            return self.numbers(LAYOUTS[kind])[0]
-        if kind == _STRING:
-            self._skip(*self.numbers("Q"))
-            return None
-        if kind != _ARRAY or depth > _DEEPEST:
+            return Field(kind, *self.numbers(LAYOUTS[kind]))
+        if kind == STRING:  # tokens may be parts of a character, which have to be written again
+            return Field(kind, self.text("surrogateescape"))
+        if kind != ARRAY or depth > _DEEPEST:
             raise _Damaged(f"a value of the type {kind}, in {depth} lists, in its metadata")
         inner, count = self.numbers("IQ")
         self._entries += count
         if self._entries > _MOST_ENTRIES:
             raise _Damaged(f"lists of more than {_MOST_ENTRIES:,} entries in its metadata")
         if inner in LAYOUTS:
-            self._skip(count * _WIDTHS[inner])
-            return None
-        for _ in range(count):
-            self.value(inner, depth + 1)
-        return None
+            if count * _WIDTHS[inner] > self.size - self.offset:
+                raise _Ended
+            return Field(kind, list(self.numbers(f"{count}{LAYOUTS[inner]}")), inner)
+        if inner == STRING:
+            return Field(kind, [self.text("surrogateescape") for _ in range(count)], inner)
+        return Field(kind, [self.field(inner, depth + 1) for _ in range(count)], inner)

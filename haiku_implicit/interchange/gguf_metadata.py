@@ -1,37 +1,23 @@
 """Writes the metadata and the header of a GGUF file.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. (The package `gguf` can't write empty
-or nested lists, and reads nested ones as one list.)
+or nested lists.)
 """
 
 import collections
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from haiku_implicit.interchange.gguf_header import ALIGNMENT, LAYOUTS
+from haiku_implicit.interchange.gguf_header import ARRAY, LAYOUTS, STRING, Field, alignment_of
 
 _ARCHITECTURE = "general.architecture"
 _FILE_TYPE, _VERSION = "general.file_type", "general.quantization_version"
-# Keys that the reader adds, that describe the division into files, or the kind of the tensors.
-_NOT_KEPT = ("GGUF.", "split.", _FILE_TYPE)
-
-
-class Field(NamedTuple):
-    """A value of the metadata.
-
-    Attributes:
-      kind: the number of its type.
-      value: a number or a text; for a list, its fields.
-      inner: the type of a list's elements; None for other values.
-    """
-
-    kind: int
-    value: Any
-    inner: int | None = None
+# Keys that describe the division into files, or the kind of the tensors.
+_NOT_KEPT = ("split.", _FILE_TYPE)
 
 
 class Info(NamedTuple):
@@ -44,20 +30,23 @@ class Info(NamedTuple):
 
 
 def fields_of(
-    gguf: Any, metadata: Mapping[str, Any], source: Any, tensors: Sequence[Info]
+    gguf: Any,
+    metadata: Mapping[str, Any],
+    source: Mapping[str, Field],
+    tensors: Sequence[Info],
 ) -> dict[str, Field]:
     """The metadata of a file.
 
     Args:
       gguf: the package.
       metadata: the user's keys; None removes a key.
-      source: the reader of a file whose metadata is copied, or None.
+      source: the metadata that is copied from another file.
       tensors: the tensors of the file.
 
     Raises:
       ValueError: for a value that a file can't hold, or if there is no architecture.
     """
-    fields = _taken_over(gguf, source) if source else {}
+    fields = {key: field for key, field in source.items() if not key.startswith(_NOT_KEPT)}
     fields |= _about(gguf, tensors)
     for key, value in metadata.items():
         if value is None:
@@ -70,28 +59,6 @@ def fields_of(
             "read, or metadata_from=, the file that the model came from"
         )
     return {_ARCHITECTURE: fields.pop(_ARCHITECTURE)} | fields
-
-
-def _taken_over(gguf: Any, source: Any) -> dict[str, Field]:
-    found = {}
-    for key, field in source.fields.items():
-        if not key.startswith(_NOT_KEPT):
-            # The value follows the length of the key, the key, and the type of the value.
-            _, _, kind, *parts = field.parts
-            found[key] = _read(gguf, int(kind[0]), iter(parts))
-    return found
-
-
-def _read(gguf: Any, kind: int, parts: Iterator[np.ndarray]) -> Field:
-    """Reads a value from the parts into which the package's reader splits it."""
-    types = gguf.GGUFValueType
-    if kind == types.ARRAY:
-        inner, count = int(next(parts)[0]), int(next(parts)[0])
-        return Field(kind, [_read(gguf, inner, parts) for _ in range(count)], inner)
-    if kind == types.STRING:
-        next(parts)  # its length
-        return Field(kind, next(parts).tobytes().decode())
-    return Field(kind, next(parts).item())
 
 
 def _about(gguf: Any, tensors: Sequence[Info]) -> dict[str, Field]:
@@ -122,7 +89,8 @@ def _field(gguf: Any, key: str, value: Any) -> Field:
             raise ValueError(
                 f"metadata: {key}: expected a list of numbers or texts of one type, got {value!r}"
             )
-        return Field(types.ARRAY, each, inner.pop())
+        (kind,) = inner
+        return Field(types.ARRAY, each if kind == ARRAY else [x.value for x in each], kind)
     if isinstance(value, np.generic):
         name = "BOOL" if value.dtype == bool else value.dtype.name.upper()
         if name in types.__members__:
@@ -140,11 +108,6 @@ def _field(gguf: Any, key: str, value: Any) -> Field:
 # --- bytes -----------------------------------------------------------------------------------------
 
 
-def alignment_of(fields: Mapping[str, Field]) -> int:
-    """The alignment of a file in bytes: its tensors begin at multiples of it."""
-    return int(fields[ALIGNMENT].value) if ALIGNMENT in fields else 32
-
-
 def header(gguf: Any, fields: Mapping[str, Field], tensors: Sequence[Info]) -> bytes:
     """The beginning of a file, up to its first tensor.
 
@@ -156,7 +119,7 @@ def header(gguf: Any, fields: Mapping[str, Field], tensors: Sequence[Info]) -> b
     alignment, offset = alignment_of(fields), 0
     found = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
     for key, field in fields.items():
-        found += _text(key) + struct.pack("<I", field.kind) + _packed(gguf, field, field.kind)
+        found += _text(key) + struct.pack("<I", field.kind) + _packed(field)
     for t in tensors:
         kind = gguf.GGMLQuantizationType[t.kind]
         numbers = (len(t.shape), *t.shape[::-1], kind, offset)
@@ -166,17 +129,19 @@ def header(gguf: Any, fields: Mapping[str, Field], tensors: Sequence[Info]) -> b
 
 
 def _text(text: str) -> bytes:
-    data = text.encode()
+    data = text.encode("utf-8", "surrogateescape")
     return struct.pack("<Q", len(data)) + data
 
 
-def _packed(gguf: Any, field: Field, kind: int) -> bytes:
-    """The bytes of a value of this type, without its type."""
-    types = gguf.GGUFValueType
-    if kind == types.STRING:
+def _packed(field: Field) -> bytes:
+    """The bytes of a value, without its type."""
+    if field.kind == STRING:
         return _text(field.value)
-    if kind != types.ARRAY:
-        return struct.pack(f"<{LAYOUTS[kind]}", field.value)
+    if field.kind != ARRAY:
+        return struct.pack(f"<{LAYOUTS[field.kind]}", field.value)
     assert field.inner is not None
-    each = [_packed(gguf, x, field.inner) for x in field.value]
-    return struct.pack("<IQ", field.inner, len(each)) + b"".join(each)
+    head = struct.pack("<IQ", field.inner, len(field.value))
+    if field.inner in LAYOUTS:
+        return head + struct.pack(f"<{len(field.value)}{LAYOUTS[field.inner]}", *field.value)
+    each = map(_text if field.inner == STRING else _packed, field.value)
+    return head + b"".join(each)

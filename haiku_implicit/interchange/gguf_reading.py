@@ -4,6 +4,7 @@ import functools
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from haiku_implicit.files.kinds import check_file, kind_of, not_a
 from haiku_implicit.files.shards import missing, names_of, numbered
 from haiku_implicit.interchange.ggml import KINDS, from_ggml
 from haiku_implicit.interchange.ggml_writing import gguf_package
-from haiku_implicit.interchange.gguf_header import SPLIT, Header, header_of
+from haiku_implicit.interchange.gguf_header import Field, Header, Row, header_of
 from haiku_implicit.interchange.names import Names, places_of
 from haiku_implicit.interchange.trees import Stored, tree_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
@@ -44,7 +45,7 @@ def load_gguf(
     has groups along its inputs, and an embedding `[rows, width]` along its width.
 
     Args:
-      file: the path of the file, or a `gguf.GGUFReader` from `open_gguf`.
+      file: the path of the file, or a `GGUFFile` from `open_gguf`.
       names: the place of each tensor: a mapping or a function from its name in the file to
         'module/name', to a `Place`, to a list of places that all get it, or to None for a tensor that
         the model does not have; see `names_by_pattern`.
@@ -80,59 +81,89 @@ def load_gguf(
       >>> hki.load_gguf(path, {'up.weight': 'linear/w', 'up.bias': 'linear/b'})['linear']['w']
       QuantizedMatrix(float32[64,8], ...)
     """
-    if hasattr(file, "tensors"):
-        where, tensors = os.fspath(file.data.filename), [_of_reader(t) for t in file.tensors]
-        _check_whole(where, file)
-    else:
-        where = os.fspath(file)
-        tensors = _mapped(where)
-    _check_kinds(tensors, names, where)
-    partial = functools.partial
-    stored = [Stored(t.name, partial(_shape, t), partial(_read, t)) for t in tensors]
-    return tree_of(stored, names, where, dtype=dtype, like=like, dequantize=dequantize)
+    if not isinstance(file, GGUFFile):  # a `gguf.GGUFReader` has the name of its file
+        file = open_gguf(file.data.filename if hasattr(file, "tensors") else file)
+    _check_kinds(file.tensors, names, file.path)
+    stored = [
+        Stored(t.name, functools.partial(_shape, t), functools.partial(_read, t))
+        for t in file.tensors
+    ]
+    return tree_of(stored, names, file.path, dtype=dtype, like=like, dequantize=dequantize)
 
 
-def open_gguf(path: str | os.PathLike[str]) -> Any:
+class Tensor(NamedTuple):
+    """A tensor of a GGUF file.
+
+    Attributes:
+      name: its name.
+      kind: the name of its type, such as 'Q4_0'; a description if the type is not known.
+      shape: its shape in NumPy's order, which is the reverse of the file's.
+      data: a view of the mapped file: numbers, or blocks `[..., rows, bytes]` uint8 of a quantized
+        tensor; None if the type is not known.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    data: np.ndarray | None
+
+
+class GGUFFile(NamedTuple):
+    """An opened GGUF file, or all files of one model.
+
+    Attributes:
+      path: the file that was opened.
+      fields: the metadata. A field's `contents()` is its value.
+      tensors: the tensors of all files of the model, which are not read yet.
+    """
+
+    path: str
+    fields: dict[str, Field]
+    tensors: list[Tensor]
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """Opens a GGUF file.
 
     Args:
       path: the file; any one of them if the model is split into several.
 
     Returns:
-      A `gguf.GGUFReader`: `fields` has the metadata, `tensors` the tensors of all files of the model,
-      which are not read yet.
+      A `GGUFFile`: `fields` has the metadata, `tensors` the tensors of all files of the model, which
+      are not read yet.
 
     Raises:
       haiku_implicit.CheckpointError: a `ValueError`: if it is not a GGUF file, is truncated or damaged,
-        is a part of a model whose other parts are missing, or has tensors of types that the package
-        does not know.
+        or is a part of a model whose other parts are missing.
       ImportError: without the package `gguf`.
       OSError: if the file can't be read.
     """
-    parts = _parts(os.fspath(path))
-    for part, header in parts.items():
-        for row in header.rows:
-            if row.packed is None:
-                raise CheckpointError(
-                    f"{part}: {row.name} has {row.kind}, and the package gguf opens no such file. "
-                    "haiku_implicit.load_gguf reads the other tensors, if names leaves this one out"
-                )
-    return _joined(list(parts))
+    path = os.fspath(path)
+    parts = _parts(path)
+    tensors = [tensor for part, header in parts.items() for tensor in _tensors(part, header.rows)]
+    return GGUFFile(path, next(iter(parts.values())).fields, tensors)
 
 
-def read_gguf(path: str | os.PathLike[str]) -> Any:
-    """Opens a GGUF file like `open_gguf`, but only for its metadata: also in the other byte order."""
-    gguf = gguf_package()
+def _tensors(path: str, rows: list[Row]) -> Iterator[Tensor]:
+    file = np.memmap(path, mode="r")
+    for name, kind, shape, start, stop, packed in rows:
+        data = None if packed is None else file[start:stop]
+        if data is not None:
+            data = (
+                data.view(_DENSE[kind]).reshape(shape) if kind in _DENSE else data.reshape(packed)
+            )
+        yield Tensor(name, kind, shape, data)
+
+
+def header_of_model(path: str | os.PathLike[str]) -> Header:
+    """Returns the metadata of a model, and the tables of all its files, in either byte order."""
     path = os.fspath(path)
     _check_beginning(path)
-    if header_of(path, gguf) is not None:
-        return open_gguf(path)
-    # The package slices the mapped file without checking its length, so the error for a short file
-    # depends on where it ends.
-    try:
-        return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as e:
-        raise CheckpointError(f"{path}: truncated or damaged GGUF file ({e})") from e
+    own = header_of(path, gguf_package())
+    if own.order != "<":
+        return own
+    headers = list(_parts(path).values())
+    return headers[0]._replace(rows=[row for header in headers for row in header.rows])
 
 
 # --- the files of a model --------------------------------------------------------------------------
@@ -149,7 +180,7 @@ def _header(path: str) -> Header:
     gguf = gguf_package()
     _check_beginning(path)
     header = header_of(path, gguf)
-    if header is None or sys.byteorder != "little":
+    if header.order != "<" or sys.byteorder != "little":
         raise CheckpointError(f"{path}: only little-endian GGUF files are read, on such machines")
     return header
 
@@ -178,28 +209,24 @@ def _check_parts(parts: dict[str, Header], own: Header) -> None:
     """Raises unless the files are one model: with the numbers in their names, and each tensor once."""
     found: dict[str, str] = {}
     for i, (path, header) in enumerate(parts.items()):
-        if (header.number, header.num_files, header.tensors) != (i, own.num_files, own.tensors):
+        if (header.number, header.num_files, header.num_tensors) != (
+            i,
+            own.num_files,
+            own.num_tensors,
+        ):
             raise CheckpointError(
-                f"{path}: expected file {i + 1} of {own.num_files} and {own.tensors} tensors in all, "
-                f"got file {header.number + 1} of {header.num_files} and {header.tensors}"
+                f"{path}: expected file {i + 1} of {own.num_files} and {own.num_tensors} tensors "
+                f"in all, got file {header.number + 1} of {header.num_files} and {header.num_tensors}"
             )
         for row in header.rows:
             if row.name in found:
                 raise CheckpointError(f"{path}: {row.name}: {found[row.name]} has it, too")
             found[row.name] = path
-    if own.tensors not in (None, len(found)):
+    if own.num_tensors not in (None, len(found)):
         raise CheckpointError(
-            f"{next(iter(parts))}: a model of {own.tensors} tensors (split.tensors.count); its "
+            f"{next(iter(parts))}: a model of {own.num_tensors} tensors (split.tensors.count); its "
             f"{own.num_files} files have {len(found)}"
         )
-
-
-def _joined(paths: list[str]) -> Any:
-    """The reader of the first file, with the tensors of all files."""
-    readers = [gguf_package().GGUFReader(path) for path in paths]
-    for other in readers[1:]:
-        readers[0].tensors.extend(other.tensors)
-    return readers[0]
 
 
 def _check_name(path: str) -> None:
@@ -213,51 +240,10 @@ def _check_name(path: str) -> None:
         )
 
 
-def _check_whole(where: str, reader: Any) -> None:
-    """Raises for a reader that has the tensors of only one of several files."""
-    fields = {key: field.contents() for key, field in reader.fields.items() if key in SPLIT}
-    count, tensors = fields.get(SPLIT[0], 1), fields.get(SPLIT[2])
-    if count <= 1:
-        _check_name(where)
-    elif len(reader.tensors) != tensors:
-        raise CheckpointError(
-            f"{where}: one of {count} files of a model: its reader has {len(reader.tensors)} of "
-            f"{tensors} tensors. haiku_implicit.open_gguf opens all of them"
-        )
-
-
 # --- tensors ---------------------------------------------------------------------------------------
 
 
-class _Tensor(NamedTuple):
-    """A tensor of a file: numbers, or quantized blocks `[..., rows, bytes]` uint8.
-
-    `data` is None for an unknown type.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    data: np.ndarray | None
-
-
-def _of_reader(tensor: Any) -> _Tensor:
-    shape = tuple(map(int, tensor.shape[::-1]))
-    return _Tensor(tensor.name, tensor.tensor_type.name, shape, tensor.data)
-
-
-def _mapped(path: str) -> list[_Tensor]:
-    """All tensors, as views of the mapped file. (The package would also make objects of metadata.)"""
-    found = []
-    for part, header in _parts(path).items():
-        data = np.memmap(part, mode="r")
-        for name, kind, shape, start, stop, packed in header.rows:
-            own = None if packed is None else data[start:stop].reshape(packed)
-            found.append(_Tensor(name, kind, shape, own))
-    return found
-
-
-def _check_kinds(tensors: list[_Tensor], names: Names, where: str) -> None:
+def _check_kinds(tensors: list[Tensor], names: Names, where: str) -> None:
     """Raises for tensors of unsupported types, unless they are left out."""
     unread: dict[tuple[str, bool], list[str]] = {}
     for name, kind, _, data in tensors:
@@ -276,14 +262,12 @@ def _check_kinds(tensors: list[_Tensor], names: Names, where: str) -> None:
         )
 
 
-def _shape(tensor: _Tensor) -> tuple[int, ...]:
+def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tensor.shape
 
 
-def _read(tensor: _Tensor, dense: bool) -> np.ndarray | QuantizedMatrix:
-    _, kind, shape, data = tensor
-    assert data is not None  # `_check_kinds`
-    if kind not in _DENSE:
-        return from_ggml(data, kind, axis=-1)
-    # The package's reader gives numbers, except for BF16, for which it gives bytes, as the file does.
-    return data if data.dtype != np.uint8 else data.view(_DENSE[kind]).reshape(shape)
+def _read(tensor: Tensor, dense: bool) -> np.ndarray | QuantizedMatrix:
+    assert tensor.data is not None  # `_check_kinds`
+    if tensor.kind in _DENSE:
+        return tensor.data
+    return from_ggml(tensor.data, tensor.kind, axis=-1)

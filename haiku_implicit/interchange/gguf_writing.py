@@ -19,8 +19,9 @@ from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.files.replacing import replaced
 from haiku_implicit.interchange import ggml_writing
 from haiku_implicit.interchange.ggml_writing import as_float32, gguf_package, to_ggml
-from haiku_implicit.interchange.gguf_metadata import Info, alignment_of, fields_of, header
-from haiku_implicit.interchange.gguf_reading import read_gguf
+from haiku_implicit.interchange.gguf_header import Header, alignment_of
+from haiku_implicit.interchange.gguf_metadata import Info, fields_of, header
+from haiku_implicit.interchange.gguf_reading import header_of_model
 from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.params import trees
 
@@ -86,7 +87,7 @@ def save_gguf(
     source = None if metadata_from is None else _opened(metadata_from)
     tensors = _planned(params, names, source, kind)
     infos = [_info(gguf, t) for t in tensors]
-    fields = fields_of(gguf, metadata or {}, source, infos)
+    fields = fields_of(gguf, metadata or {}, source.fields if source else {}, infos)
     alignment = alignment_of(fields)
     with replaced(path) as temporary, open(temporary, "wb") as file:
         file.write(header(gguf, fields, infos))
@@ -109,10 +110,10 @@ class _Tensor(NamedTuple):
     weight: Callable[[], Any]
 
 
-def _planned(params: Any, names: Names, source: Any, kind: Kinds) -> list[_Tensor]:
+def _planned(params: Any, names: Names, source: Header | None, kind: Kinds) -> list[_Tensor]:
     """Plans the tensors of the file, and checks that all can be written."""
     by_path = {p.path: p.value for p in trees.parameters_of(params)}
-    shapes = {t.name: t.shape.tolist()[::-1] for t in source.tensors} if source else {}
+    shapes = {row.name: row.shape for row in source.rows} if source else {}
     kinds = _Rules(kind)
     tensors, used = [], set()
     for name in _tensor_names(names, shapes):
@@ -307,8 +308,8 @@ def _dense(weight: Any) -> Any:
     return weight.materialize() if hasattr(weight, "materialize") else weight
 
 
-def _opened(path: str | os.PathLike[str]) -> Any:
+def _opened(path: str | os.PathLike[str]) -> Header:
     try:
-        return read_gguf(path)
+        return header_of_model(path)
     except ValueError as e:
         raise ValueError(f"metadata_from: {e}") from e

@@ -231,7 +231,10 @@ def test_headers_of_gguf(parts, message, path):
     gguf_file(path, **parts)
     names = lambda name: f"m/{name}"  # noqa: E731
     refused(message, hki.load_gguf, path, names)
-    refused(message, hki.open_gguf, path)
+    if "not known" in message:  # such a tensor can be left out
+        assert hki.open_gguf(path).tensors[0].data is None
+    else:
+        refused(message, hki.open_gguf, path)
 
 
 def test_a_gguf_file_as_the_package_reads_it(path):

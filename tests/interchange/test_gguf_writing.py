@@ -281,3 +281,24 @@ def test_a_pattern_of_kinds_has_to_match_a_whole_name(params, written):
         written(params, kind={"blk": "Q8_0"})
     tensors, _ = written(params, kind={r"blk\..*": "q8_0", ".*": "F16"})
     assert kinds(tensors)[1] == "Q8_0"
+
+
+@pytest.mark.parametrize("order", "<>")
+def test_tokens_that_are_parts_of_a_character(order, tmp_path):
+    """Tokenizers of bytes have such texts; they are copied as they are, from either byte order."""
+
+    def value(order):
+        tokens = [b"caf\xc3\xa9", b"\xc3", b"\xa9\xff"]
+        parts = [struct.pack(f"{order}Q", len(token)) + token for token in tokens]
+        return struct.pack(f"{order}IIQ", 9, 8, len(tokens)) + b"".join(parts)
+
+    fields = {b"general.architecture": struct.pack(f"{order}IQ", 8, 4) + b"test"}
+    fields[b"tokens"] = value(order)
+    path = tmp_path / "bytes.gguf"
+    keys = [struct.pack(f"{order}Q", len(key)) + key + x for key, x in fields.items()]
+    path.write_bytes(b"GGUF" + struct.pack(f"{order}IQQ", 3, 0, len(fields)) + b"".join(keys))
+    copy = tmp_path / "copy.gguf"
+    params = {"m": {"w": jnp.ones((4, 32))}}
+    hki.save_gguf(copy, params, {"w": "m/w"}, kind="F32", metadata_from=path)
+    assert value("<") in copy.read_bytes()
+    assert hki.open_gguf(copy).fields["tokens"].contents()[0] == "café"
