@@ -785,6 +785,42 @@ def test_a_rule_may_read_a_literal():
         assert [g(T(ONES), n)[0] for n in (2.0, 3.0, 2.0)] == [1, 2, 1]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_rule_sees_that_its_operands_are_one_array(nested):
+    A = new_type()
+
+    @hki.primitive_handler(["mul", "sub"])
+    def rule(primitive, x: A, y: hki.ArrayValue):
+        return tagged(1 if x is y else 2)
+
+    @hki.primitive_handler("select_n")
+    def choose(primitive, which, x: A, y: hki.ArrayValue):
+        return tagged(1 if x is y else 2)
+
+    make = lambda x: A(A(x)) if nested else A(x)  # noqa: E731
+    a, b = make(ONES), make(ONES)
+    for fun in (lax.mul, lax.sub, lambda x, y: lax.select(ONES > 0, x, y)):
+        assert run(lambda x, fun=fun: fun(x, x), a) == 1
+        assert run(fun, a, b) == 2
+
+
+def test_a_product_with_itself_is_a_square_unless_its_type_has_a_rule():
+    A, B = new_type(), new_type()
+
+    @hki.primitive_handler("square")
+    def square(primitive, x: A | B):
+        return tagged(1)
+
+    @hki.primitive_handler("mul")
+    def times(primitive, x: B, y: hki.ArrayValue):
+        return tagged(2)
+
+    assert run(lambda x: x * x, A(ONES)) == 1
+    assert run(lambda x: x * x, B(ONES)) == 2
+    with hki.materialization("allow"):
+        assert run(lambda x, y: x * y, A(ONES), A(2 * ONES)) == 2.0
+
+
 def test_literals_are_told_apart_by_their_bits():
     """By these a rule is traced: nan is equal to itself, and 0 is not -0."""
     T, seen = new_type(), []

@@ -8,25 +8,24 @@ squares is computed block after block. `Deferred` is the weight between the squa
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Union, get_args
+from typing import Any, Union
 
 import jax
 import jax.numpy as jnp
 from jax import export
 
-from haiku_implicit.arrays.fake_quantized import FakeQuantized
 from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.arrays.quantized_cache import QuantizedCache
 from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
-from haiku_implicit.core.interpreter import HIGHER_ORDER, apply, default_handler
+from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import is_split
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.blocks import BLOCKED_FROM, over_blocks, slices
@@ -117,15 +116,10 @@ def defer_further(primitive: Primitive, w: Deferred, **params: Any) -> Any:
     return w._replace(steps=(*w.steps, step), dtype=jnp.dtype(new))
 
 
-def _times_itself(operands: list[Any], params: dict[str, Any]) -> Any:
-    """Computes `w * w`, as norms do. Not a rule, because a rule cannot see that both are one array."""
-    w, other = operands
-    if w is not other or not isinstance(w, (*get_args(AnyWeight), FakeQuantized, MatrixView)):
-        return NotImplemented
-    return apply(jax.lax.square_p, [w], {})
-
-
-HIGHER_ORDER[jax.lax.mul_p] = _times_itself
+@primitive_handler("mul", precedence=-1)
+def times_itself(primitive: Primitive, w: ImplicitArray, other: ImplicitArray) -> Any:
+    """Computes `w * w`, as norms do, as the square of `w`."""
+    return default_handler(jax.lax.square_p, w) if w is other else NotImplemented
 
 
 # --- reductions ----------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def primitive_handler(
     implicit; `jax.Array` means dense; an implicit type means that type and its subclasses. In a rule
     a field of an implicit operand always reads as a dense array, even if it holds another implicit
     array: operations on it are dispatched in turn.
+    Operands that are one array in the program are one object in the rule: `x is y` in `x * x`.
 
     The order in which rules are tried:
 

@@ -152,27 +152,40 @@ def _on_equivalents(primitive: compat.Primitive, *operands: Any, **params: Any) 
 def _call_rule(
     rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: Params
 ) -> Any:
-    """Calls a rule, which is traced once for operands of one structure with the same literals."""
-    literals = tuple(map(as_literal, operands))
+    """Calls a rule, which is traced once for operands of one structure with the same literals.
+
+    Operands that are one object are one object in the rule, too.
+    """
+    distinct, places = _distinct(operands)
+    literals = tuple(map(as_literal, distinct))
     # The generation is part of the cache's key: a new nested rule changes the trace.
-    about = tuple(params.items()), literals, dispatch.generation()
+    about = tuple(params.items()), literals, places, dispatch.generation()
     if not is_hashable(about):
-        return _run_rule(rule, primitive, with_literals(literals, operands), params)
-    out, log = _jitted_rule(rule, primitive)(about, operands)
+        known = with_literals(literals, distinct)
+        return _run_rule(rule, primitive, [known[i] for i in places], params)
+    out, log = _jitted_rule(rule, primitive)(about, distinct)
     # A rule that leaves the case to the next one made nothing dense, but may have warned.
     said = [e for e in log.value if out is not None or isinstance(e, events.Remark)]
     events.replay(said, of_library=True)
     return NotImplemented if out is None else out
 
 
+def _distinct(operands: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
+    """Drops repeated objects; returns the others, and the position of each operand among them."""
+    positions = {key: i for i, key in enumerate(dict.fromkeys(map(id, operands)))}
+    distinct = list({id(x): x for x in operands}.values())
+    return distinct, tuple(positions[id(x)] for x in operands)
+
+
 @functools.lru_cache(maxsize=4096)
 def _jitted_rule(rule: dispatch.Rule, primitive: compat.Primitive) -> Any:
     """Jits a rule with static parameters: JAX caches its traces, and `clear_caches` drops them."""
 
-    def fun(about: Any, operands: list[Any]) -> Any:
-        params, literals, _ = about
+    def fun(about: Any, distinct: list[Any]) -> Any:
+        params, literals, places, _ = about
+        known = with_literals(literals, distinct)
         with events.recording() as log:
-            out = _run_rule(rule, primitive, with_literals(literals, operands), dict(params))
+            out = _run_rule(rule, primitive, [known[i] for i in places], dict(params))
         return None if out is NotImplemented else out, Carried(tuple(log))
 
     fun.__name__ = fun.__qualname__ = getattr(rule, "__name__", "rule")
@@ -185,7 +198,8 @@ def _run_rule(
     """Runs a rule. If an operand is nested, the rule is traced and interpreted on the inner arrays."""
     if not any(is_implicit(x) and is_nested(x) for x in operands):
         return _run_own(rule, primitive, operands, params)
-    split = [flatten_one_level(x) if is_implicit(x) else ([x], None) for x in operands]
+    distinct, places = _distinct(operands)
+    split = [flatten_one_level(x) if is_implicit(x) else ([x], None) for x in distinct]
 
     def on_leaves(*leaves: Any) -> Any:
         rest = iter(leaves)
@@ -193,7 +207,7 @@ def _run_rule(
         for own, treedef in split:
             mine = [next(rest) for _ in own]
             args.append(mine[0] if treedef is None else treedef.unflatten(mine))
-        out = _run_own(rule, primitive, args, params)
+        out = _run_own(rule, primitive, [args[i] for i in places], params)
         return None if out is NotImplemented else out
 
     out = call_interpreted(on_leaves, [leaf for own, _ in split for leaf in own])
