@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.arrays import axes as axes_of
-from haiku_implicit.arrays.quantized_cache import QuantizedCache
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import Primitive
@@ -131,8 +130,8 @@ def concatenate(primitive: Primitive, *operands: ArrayValue, dimension: int) -> 
 
 
 def _is_weight(x: Any) -> bool:
-    """Whether an implicit array is a matrix of some type. (A cache is an activation.)"""
-    return (x.core_ndim or 0) >= 2 and not isinstance(x, QuantizedCache)
+    """Whether an implicit array is a matrix of some type."""
+    return x.is_weight and (x.core_ndim or 0) >= 2
 
 
 @primitive_handler([name for name in ["stack"] if hasattr(jax.lax, "stack_p")], precedence=-1)

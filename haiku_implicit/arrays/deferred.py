@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import export
 
 from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.arrays.quantized_cache import QuantizedCache
 from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.wrapper import Wrapper
@@ -98,7 +97,7 @@ AnyWeight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight, Deferred]  #
 @primitive_handler(["square", "integer_pow", "abs"])
 def defer(primitive: Primitive, w: AnyWeight, **params: Any) -> Any:
     """Defers the elementwise function of a statistic to its reduction."""
-    if isinstance(w, QuantizedCache) or not jnp.issubdtype(w.dtype, jnp.floating):
+    if not w.is_weight or not jnp.issubdtype(w.dtype, jnp.floating):
         return NotImplemented
     step = primitive.name, tuple(params.items())
     if isinstance(w, Deferred):
@@ -128,9 +127,7 @@ def times_itself(primitive: Primitive, w: ImplicitArray, other: ImplicitArray) -
 @primitive_handler(list(_COMBINED))
 def reduce_weight(primitive: Primitive, w: Weight, **params: Any) -> Any:
     """Reduces a weight by `reduce_in_blocks`."""
-    if isinstance(w, QuantizedCache):
-        return NotImplemented
-    return default_handler(primitive, Deferred(w), **params)
+    return default_handler(primitive, Deferred(w), **params) if w.is_weight else NotImplemented
 
 
 @primitive_handler(list(_COMBINED))
@@ -224,11 +221,7 @@ def _may_be_wrapped(w: Any, x: jax.Array) -> bool:
 
     Convolutions would not quantize activations, and explicit axes of a mesh would split the new parts.
     """
-    if (
-        isinstance(w, QuantizedCache)
-        or not jnp.issubdtype(w.dtype, jnp.floating)
-        or is_split([w, x])
-    ):
+    if not (w.is_weight and jnp.issubdtype(w.dtype, jnp.floating)) or is_split([w, x]):
         return False
     stored = w.wrapped if isinstance(w, RuledWeight) else w
     return w.ndim == 2 or getattr(stored, "activation", None) is None

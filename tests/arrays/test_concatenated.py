@@ -1,5 +1,6 @@
 """`Concatenated`: weights side by side, beside the contract for every type."""
 
+import dataclasses
 import functools
 
 import jax
@@ -152,6 +153,20 @@ def test_what_is_not_a_weight_is_dense():
     cache = hki.QuantizedCache.quantize(V, "int8", axis=-1)
     out = hki.use_implicit_args(lambda v, w: jnp.concatenate([v, w]))(cache, W)
     assert isinstance(out, jax.Array)
+
+
+@pytest.mark.usefixtures("may_be_dense")
+def test_a_type_says_whether_it_is_a_weight():
+    @dataclasses.dataclass
+    class Kept(hki.ImplicitArray, core_ndim=2, is_weight=False):
+        x: hki.ArrayValue
+
+        def materialize(self):
+            return 1 * self.x
+
+    join = hki.use_implicit_args(lambda v, w: jnp.concatenate([v, w]))
+    assert isinstance(join(Kept(V), W), jax.Array)
+    assert isinstance(join(lora(V), W), hki.Concatenated)
 
 
 @pytest.mark.parametrize("other", [(7, 24), (32, 24, 1), ()])
