@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
 from haiku_implicit.core import compat
-from haiku_implicit.core.carried import Carried
+from haiku_implicit.core.caches import Carried
 from haiku_implicit.core.structure import free_summand
 from tests.cases import Diagonal, Outer
 from tests.devices import run_on_devices

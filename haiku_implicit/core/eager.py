@@ -21,7 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from haiku_implicit.core import containers, dispatch
 from haiku_implicit.core import materialization as events
-from haiku_implicit.core.carried import Carried
+from haiku_implicit.core.caches import Carried
 from haiku_implicit.core.transform import (
     Static,
     call,

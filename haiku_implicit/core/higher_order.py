@@ -19,9 +19,8 @@ from jax.extend.core import primitives as jex
 from haiku_implicit.core import compat, structure
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import dense_struct, flatten, is_implicit, num_batch_axes
-from haiku_implicit.core.carried import Carried
+from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.interpreter import HIGHER_ORDER, densify, interpret
-from haiku_implicit.core.kept import kept
 from haiku_implicit.core.retrace import Retraced, Run, interpreted, retrace
 from haiku_implicit.core.sharding import leaf_places
 

@@ -26,8 +26,7 @@ from haiku_implicit.core.array import (
     short,
 )
 from haiku_implicit.core.bind import bind, is_hashable
-from haiku_implicit.core.carried import Carried
-from haiku_implicit.core.kept import kept
+from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
 from haiku_implicit.core.sharding import in_type
 

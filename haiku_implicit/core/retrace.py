@@ -9,9 +9,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from haiku_implicit.core import dispatch
 from haiku_implicit.core import materialization as events
-from haiku_implicit.core.carried import Carried
+from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.interpreter import interpret
-from haiku_implicit.core.kept import kept
 from haiku_implicit.core.literals import LiteralNumber, as_literal
 
 # A hashable function that is applied to the list of results.

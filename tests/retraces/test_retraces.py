@@ -13,7 +13,7 @@ import pytest
 from jax.extend.core import Jaxpr
 
 import haiku_implicit as hki
-from haiku_implicit.core.kept import _kept
+from haiku_implicit.core.caches import _kept
 from tests.retraces import count
 
 

@@ -1,9 +1,10 @@
-"""A cache of values that are computed once for a jaxpr, and dropped together with it."""
+"""Values beside traces: `kept` caches one for a jaxpr, `Carried` returns one from a traced function."""
 
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+import jax
 from jax.extend.core import Jaxpr
 
 T = TypeVar("T")
@@ -32,3 +33,23 @@ def kept(jaxpr: Jaxpr, key: Hashable, make: Callable[[], T]) -> T:
         return own[key]
     found = own[key] = make()  # two threads may both do this; both results are right
     return found
+
+
+class Carried:
+    """A pytree without leaves that holds a Python value; its static data is the object itself."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    # JAX's caches keep structures. Equal tuples of events (mostly empty ones) share one entry there.
+    # Anything other than a tuple (of events) is compared by identity.
+    def __eq__(self, other: object) -> bool:
+        if self is other or not (isinstance(other, Carried) and type(self.value) is tuple):
+            return self is other
+        return type(other.value) is tuple and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value) if type(self.value) is tuple else object.__hash__(self)
+
+
+jax.tree_util.register_pytree_node(Carried, lambda x: ((), x), lambda x, _: x)
