@@ -11,8 +11,11 @@ Reshaping and transposing such a tensor changes only groups, not data.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import export
 
 Factor = tuple[int, int, int]
@@ -45,14 +48,37 @@ def length(group: Group) -> int:
     return math.prod(n for n, _, _ in group)
 
 
-def shape(axes: Axes) -> tuple[int, ...]:
+def shape(axes: Sequence[Group]) -> tuple[int, ...]:
     """The shape of the tensor."""
     return tuple(map(length, axes))
 
 
-def parts(axes: Axes, axis: int) -> list[Factor]:
+def parts(axes: Sequence[Group], axis: int) -> list[Factor]:
     """The factors of an axis of the matrix, the outermost first."""
     return sorted((f for group in axes for f in group if f[2] == axis), key=lambda f: -f[1])
+
+
+def stored(axes: Sequence[Group], inner: Sequence[int] = (0, 1)) -> list[Group]:
+    """Axes of the matrix as groups of the factors that the axes of the tensor have of them."""
+    return [tuple(parts(axes, axis)) for axis in inner]
+
+
+def others(lengths: Sequence[int]) -> list[Group]:
+    """A group for each axis of an array that is no axis of the matrix."""
+    return [((n, i, -1),) for i, n in enumerate(lengths)]
+
+
+def rearranged(x: jax.Array, old: Sequence[Group], new: Sequence[Group]) -> jax.Array:
+    """Splits axes of an array into factors, reorders these, and merges them.
+
+    Args:
+      x: an array with an axis for each group of `old`.
+      old, new: the axes before and after, as groups of the same factors.
+    """
+    factors = [f for group in old for f in group]
+    order = [factors.index(f) for group in new for f in group]
+    x = jnp.transpose(x.reshape([n for n, _, _ in factors]), order)
+    return x.reshape(shape(new))
 
 
 def of_part(axes: Axes, counts: Sequence[int]) -> Axes | None:
@@ -71,6 +97,27 @@ def of_part(axes: Axes, counts: Sequence[int]) -> Axes | None:
             group = (*([(n // count, stride, axis)] if n > count else []), *group[1:])
         out.append(group)
     return tuple(out)
+
+
+def new_shape(shape: Sequence[int], params: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape that `reshape`, `squeeze` or `broadcast_in_dim` gives a tensor.
+
+    Args:
+      shape: the shape of the tensor.
+      params: the parameters of the primitive.
+
+    Returns:
+      The new shape, or None if the operation also reorders, repeats or shards elements.
+    """
+    if params.get("sharding") is not None:
+        return None
+    if "new_sizes" in params:
+        return None if params["dimensions"] is not None else tuple(params["new_sizes"])
+    if "shape" not in params:
+        return tuple(n for i, n in enumerate(shape) if i not in params["dimensions"])
+    old = dict(zip(params["broadcast_dimensions"], shape, strict=True))
+    repeats = any(n != old.get(i, 1) for i, n in enumerate(params["shape"]))
+    return None if repeats else tuple(params["shape"])
 
 
 def reshaped(axes: Axes, new: Sequence[int]) -> Axes | None:

@@ -9,7 +9,7 @@ Otherwise the rules here leave the case to the type's own rules, or to materiali
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -191,6 +191,26 @@ def without_whole_axes(
         return indices, numbers
     kept = tuple(axes[i] for i in needed)
     return indices[..., jnp.array(needed)], numbers._replace(start_index_map=kept)
+
+
+def with_renamed_axes(numbers: Any, new: Mapping[int, int]) -> Any:
+    """The dimension numbers of a gather from an operand whose axis `i` has become axis `new[i]`.
+
+    The order of the axes of slices in the result does not change.
+    """
+    collapsed, indexed, batching = (
+        tuple(new.get(i, i) for i in axes)
+        for axes in (
+            numbers.collapsed_slice_dims,
+            numbers.start_index_map,
+            numbers.operand_batching_dims,
+        )
+    )
+    return numbers._replace(
+        collapsed_slice_dims=tuple(sorted(collapsed)),
+        start_index_map=indexed,
+        operand_batching_dims=batching,
+    )
 
 
 @primitive_handler("gather")

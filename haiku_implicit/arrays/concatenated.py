@@ -198,15 +198,8 @@ def transpose_parts(primitive: Primitive, w: Concatenated, *, permutation: Any) 
 def reshape_parts(primitive: Primitive, w: Concatenated, **params: Any) -> Any:
     """Reshapes each part if the new axes cut none: the axis is split between parts, or merged with
     the axes after it."""
-    if params.get("dimensions") is not None and primitive is jax.lax.reshape_p:
-        return NotImplemented
-    if params.get("sharding") is not None or 0 in w.shape:
-        return NotImplemented
-    out = jax.eval_shape(
-        lambda x: primitive.bind(x, **params), jax.ShapeDtypeStruct(w.shape, w.dtype)
-    )
-    new = out.shape
-    if math.prod(new) != w.size:
+    new = axes_of.new_shape(w.shape, params)
+    if new is None or 0 in w.shape:
         return NotImplemented
     before = [math.prod(new[:i]) for i in range(len(new))]
     front, behind = math.prod(w.shape[: w.place]), math.prod(w.shape[w.place + 1 :])

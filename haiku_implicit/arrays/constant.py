@@ -277,12 +277,6 @@ def fold_binary(call: BinaryCall, x: ArrayValue, constant: SymbolicConstant) -> 
 
 
 @primitive_handler("select_n", precedence=10)
-def select_constants(primitive: Primitive, which: ArrayValue, *cases: SymbolicConstant) -> Any:
-    """Selects between constants."""
-    return select(primitive, which, *cases)
-
-
-@primitive_handler("select_n", precedence=10)
 def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Any:
     """Selects a case: the case itself if the choice is known, a constant if all cases equal it."""
     chosen = constant_of(which)
@@ -469,16 +463,8 @@ def pad(primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_con
 
 
 @primitive_handler("dynamic_update_slice", precedence=10)
-def update_part(
-    primitive: Primitive, x: SymbolicConstant, update: SymbolicConstant, *starts: ArrayValue
-) -> Any:
-    """Replaces a part of a constant: a constant if the update is the same constant."""
-    return join(primitive, x, update, *starts, data=slice(0, 2))
-
-
-@primitive_handler("dynamic_update_slice", precedence=10)
-def update_part_with_dense(primitive: Primitive, *operands: ArrayValue) -> Any:
-    """Replaces a part of an array, with each constant as a broadcast scalar."""
+def update_part(primitive: Primitive, *operands: ArrayValue) -> Any:
+    """Replaces a part of an array: a constant if the update is the same constant."""
     return join(primitive, *operands, data=slice(0, 2))
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.axes import Axes
+from haiku_implicit.arrays.batch_axes import with_renamed_axes
 from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.core.array import ImplicitArray, has_equivalent, is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
@@ -88,7 +89,9 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
         return self.matrix.dtype
 
     def materialize(self) -> jax.Array:
-        return _folded(dense(self.matrix), _lead(self), 2, self.axes, (0, 1))
+        lead = axes_of.others(self.shape[: _lead(self)])
+        stored = axes_of.stored(self.axes)
+        return axes_of.rearranged(dense(self.matrix), [*lead, *stored], [*lead, *self.axes])
 
     def partition_spec(self, spec: Any, mesh: Any) -> Any:
         """The parts of the matrix: rows are split like their outermost axis, columns likewise."""
@@ -152,32 +155,32 @@ def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[Any
             f"matrix axes: inputs {list(inputs)} and outputs {list(outputs)} are {len(last)} axes, and "
             f"the tensor has the shape {list(w.shape)}"
         )
-    lead = len(w.shape) - len(last)
     sizes = [[w.shape[i] for i in own] for own in (inputs, outputs)]
-
-    def matrix_of(w: jax.Array) -> jax.Array:
-        matrix = jnp.transpose(w, (*range(lead), *(w.ndim + i for i in last)))
-        return matrix.reshape(*w.shape[:lead], *map(math.prod, sizes))
-
-    abstract = isinstance(w, jax.ShapeDtypeStruct)
-    matrix = jax.eval_shape(matrix_of, w) if abstract else matrix_of(w)
-    return matrix, axes_of.of_split(sizes, np.argsort(last).tolist())
+    axes = axes_of.of_split(sizes, np.argsort(last).tolist())
+    if isinstance(w, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda w: matrix_in(w, axes), w), axes
+    return matrix_in(w, axes), axes
 
 
 def matrix_in(x: jax.Array, axes: Axes) -> jax.Array:
     """The matrix `[..., n, m]` of a dense tensor whose last axes are `axes`."""
-    lead = x.ndim - len(axes)
-    pieces = [f for group in axes for f in group]
-    stored = [f for axis in (0, 1) for f in axes_of.parts(axes, axis)]
-    x = x.reshape(*x.shape[:lead], *(f[0] for f in pieces))
-    x = jnp.transpose(x, (*range(lead), *(lead + pieces.index(f) for f in stored)))
-    sizes = (math.prod(f[0] for f in axes_of.parts(axes, axis)) for axis in (0, 1))
-    return x.reshape(*x.shape[:lead], *sizes)
+    lead = axes_of.others(x.shape[: x.ndim - len(axes)])
+    return axes_of.rearranged(x, [*lead, *axes], [*lead, *axes_of.stored(axes)])
 
 
 def view_of(matrix: Any, axes: Axes) -> Any:
     """The tensor of a matrix; the matrix itself if it is the tensor."""
     return matrix if axes == axes_of.whole(matrix.shape[-2:]) else MatrixView(matrix, axes)
+
+
+def matrix_of(w: Any) -> Any:
+    """The matrix that a view holds; any other array itself."""
+    return w.matrix if isinstance(w, MatrixView) else w
+
+
+def with_matrix(w: Any, new: Any) -> Any:
+    """A view of another matrix with the axes of the view `w`; the matrix itself if `w` is no view."""
+    return w._replace(matrix=new) if isinstance(w, MatrixView) else new
 
 
 def _lead(w: MatrixView) -> int:
@@ -209,12 +212,9 @@ def dot_with_view(call: BinaryCall, x: jax.Array, w: MatrixView) -> Any:
 
     # Axes of `x` that do not meet the matrix come first, then the others in the order of the matrix.
     rest = [i for i in range(x.ndim) if i not in of_x]
-    stored = [f for axis in inner for f in axes_of.parts(w.axes, axis)]
-    split = [of_x.get(i, ((n, i),)) for i, n in enumerate(x.shape)]
-    pieces: list[tuple[int, ...]] = [f for group in split for f in group]
-    order = [pieces.index((x.shape[i], i)) for i in rest] + [pieces.index(f) for f in stored]
-    x = jnp.transpose(x.reshape([f[0] for f in pieces]), order)
-    x = x.reshape(*x.shape[: len(rest)], *(w.matrix.shape[lead + axis] for axis in inner))
+    split = [of_x.get(i, group) for i, group in enumerate(axes_of.others(x.shape))]
+    stored = axes_of.stored(w.axes, inner)
+    x = axes_of.rearranged(x, split, [*(split[i] for i in rest), *stored])
 
     pairs = [(rest.index(i), j) for i, j in zip(*call.contracted, strict=True) if j < lead]
     pairs += [(len(rest) + k, lead + axis) for k, axis in enumerate(inner)]
@@ -245,91 +245,24 @@ def _folded(
       groups: the axes of the tensor that they form.
       inner: their positions in the matrix.
     """
-    before, after = x.shape[:start], x.shape[start + count :]
-    stored = [f for axis in inner for f in axes_of.parts(tuple(groups), axis)]
-    order = [start + stored.index(f) for group in groups for f in group]
-    x = x.reshape(*before, *(n for n, _, _ in stored), *after)
-    x = jnp.transpose(x, (*range(start), *order, *range(start + len(stored), x.ndim)))
-    return x.reshape(*before, *map(axes_of.length, groups), *after)
+    others = axes_of.others(x.shape)
+    before, after = others[:start], others[start + count :]
+    stored = axes_of.stored(groups, inner)
+    return axes_of.rearranged(x, [*before, *stored, *after], [*before, *groups, *after])
 
 
 # --- axes ----------------------------------------------------------------------------------------
 
 
-@primitive_handler("reshape")
-def reshape_view(primitive: Primitive, w: MatrixView, *, new_sizes: Any, **params: Any) -> Any:
-    """Splits or merges axes of the rows, or of the columns."""
-    return _reshaped(w.matrix, w.axes, new_sizes, params)
+@primitive_handler(["reshape", "squeeze", "broadcast_in_dim"], precedence=-1)
+def reshape_matrix(primitive: Primitive, w: ImplicitArray, **params: Any) -> Any:
+    """Splits or merges axes of the rows, or of the columns, of a view or of a matrix of any type.
 
-
-@primitive_handler("reshape", precedence=-1)
-def reshape_matrix(primitive: Primitive, w: ImplicitArray, *, new_sizes: Any, **params: Any) -> Any:
-    """Splits rows or columns of a matrix of any type, which becomes a view."""
-    return _reshaped(w, _own_axes(w), new_sizes, params)
-
-
-@primitive_handler("squeeze")
-def squeeze_view(primitive: Primitive, w: MatrixView, *, dimensions: Any) -> Any:
-    """Drops axes of length one."""
-    new = [n for i, n in enumerate(w.shape) if i not in dimensions]
-    return _reshaped(w.matrix, w.axes, new, {})
-
-
-@primitive_handler("squeeze", precedence=-1)
-def squeeze_matrix(primitive: Primitive, w: ImplicitArray, *, dimensions: Any) -> Any:
-    """Makes a matrix of one row or column a view without that axis."""
-    new = [n for i, n in enumerate(w.shape) if i not in dimensions]
-    return _reshaped(w, _own_axes(w), new, {})
-
-
-@primitive_handler("broadcast_in_dim")
-def expand_view(primitive: Primitive, w: MatrixView, **params: Any) -> Any:
-    """Adds axes of length one, also between others."""
-    return _expanded(w, w.matrix, w.axes, **params)
-
-
-@primitive_handler("broadcast_in_dim", precedence=-1)
-def expand_matrix(primitive: Primitive, w: ImplicitArray, **params: Any) -> Any:
-    """Adds axes of length one between axes of a matrix of any type, which becomes a view."""
-    return _expanded(w, w, _own_axes(w), **params)
-
-
-def _own_axes(w: ImplicitArray) -> Axes | None:
-    """The axes of an array that is a matrix or a stack of matrices; None for other arrays.
-
-    Also None for a `RuledWeight`, which rearranges its wrapped weight itself, and for a type with an
-    `equivalent`, whose rules apply.
+    Also adds and drops axes of length one. A matrix becomes a view.
     """
-    is_matrix = w.core_ndim == 2 and w.ndim >= 2
-    is_matrix = is_matrix and not (isinstance(w, RuledWeight) or has_equivalent(type(w)))
-    return axes_of.whole(w.shape[-2:]) if is_matrix else None
-
-
-def _expanded(
-    w: ImplicitArray,
-    matrix: Any,
-    axes: Axes | None,
-    *,
-    shape: Any,
-    broadcast_dimensions: Any,
-    sharding: Any = None,
-) -> Any:
-    places = dict(zip(broadcast_dimensions, w.shape, strict=True))
-    if any(n != places.get(i, 1) for i, n in enumerate(shape)) or sharding is not None:
-        return NotImplemented
-    return _reshaped(matrix, axes, shape, {})
-
-
-def _reshaped(matrix: Any, axes: Axes | None, new: Sequence[int], params: dict[str, Any]) -> Any:
-    """Reshapes the tensor of a matrix.
-
-    Args:
-      matrix: `[..., n, m]`.
-      axes: the axes of the tensor; None if the array is not a matrix.
-      new: the new shape.
-      params: further parameters, which must be None.
-    """
-    if axes is None or any(x is not None for x in params.values()):
+    matrix, axes = _opened(w)
+    new = axes_of.new_shape(w.shape, params)
+    if axes is None or new is None:
         return NotImplemented
     *batch, rows, columns = matrix.shape
     # The new batch axes are the first axes with the old number of elements, plus added axes of length
@@ -345,7 +278,7 @@ def _reshaped(matrix: Any, axes: Axes | None, new: Sequence[int], params: dict[s
         return NotImplemented  # (no product could contract an axis of rows and columns)
     stacked = (*new[:n], rows, columns)
     if list(new[:n]) != batch:
-        if stacked == tuple(new):
+        if stacked == new:
             return NotImplemented  # `batch_axes` handles this if possible
         matrix = default_handler(
             jax.lax.reshape_p, matrix, new_sizes=stacked, dimensions=None, sharding=None
@@ -353,26 +286,13 @@ def _reshaped(matrix: Any, axes: Axes | None, new: Sequence[int], params: dict[s
     return view_of(matrix, changed)
 
 
-@primitive_handler("transpose")
-def transpose_view(primitive: Primitive, w: MatrixView, *, permutation: Any) -> Any:
-    """Reorders batch axes among themselves, and the other axes too."""
-    return _transposed(w, w.matrix, w.axes, permutation)
-
-
 @primitive_handler("transpose", precedence=-1)
 def transpose_matrix(primitive: Primitive, w: ImplicitArray, *, permutation: Any) -> Any:
-    """Transposes a matrix of a type without its own rule."""
-    return _transposed(w, w, _own_axes(w), permutation)
-
-
-def _transposed(
-    w: ImplicitArray, matrix: Any, axes: Axes | None, permutation: Sequence[int]
-) -> Any:
-    if axes is None:
-        return NotImplemented
-    lead = w.ndim - len(axes)
+    """Transposes a view, or a matrix of a type without its own rule; batch axes stay in front."""
+    matrix, axes = _opened(w)
+    lead = w.ndim - len(axes or ())
     of_batch = tuple(permutation[:lead])
-    if any(i >= lead for i in of_batch):
+    if axes is None or any(i >= lead for i in of_batch):
         return NotImplemented
     if of_batch != tuple(range(lead)):
         if matrix is w:
@@ -380,6 +300,19 @@ def _transposed(
         order = (*of_batch, lead, lead + 1)
         matrix = default_handler(jax.lax.transpose_p, matrix, permutation=order)
     return view_of(matrix, tuple(axes[i - lead] for i in permutation[lead:]))
+
+
+def _opened(w: ImplicitArray) -> tuple[Any, Axes | None]:
+    """The matrix of a view, or a matrix itself, and the axes of the tensor; None for other arrays.
+
+    Also None for a `RuledWeight`, which rearranges its wrapped weight itself, and for a type with an
+    `equivalent`, whose rules apply.
+    """
+    if isinstance(w, MatrixView):
+        return w.matrix, w.axes
+    is_matrix = w.core_ndim == 2 and w.ndim >= 2
+    is_matrix = is_matrix and not (isinstance(w, RuledWeight) or has_equivalent(type(w)))
+    return w, axes_of.whole(w.shape[-2:]) if is_matrix else None
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -495,12 +428,10 @@ def gather_from_view(
         ids[..., np.array(indexed, int)], [count + k for k in range(len(own))]
     )
     of_batch = jnp.broadcast_to(of_batch, (*at.shape, len(indexed)))
-    numbers = jax.lax.GatherDimensionNumbers(
+    numbers = d._replace(
         offset_dims=tuple(range(at.ndim, at.ndim + len(batch) + 1)),
         collapsed_slice_dims=(*(i for i in d.collapsed_slice_dims if i < lead), lead + axis),
         start_index_map=(*(d.start_index_map[k] for k in indexed), lead + axis),
-        operand_batching_dims=d.operand_batching_dims,
-        start_indices_batching_dims=d.start_indices_batching_dims,
     )
     sizes = [*slice_sizes[:lead], *w.matrix.shape[lead:]]
     sizes[lead + axis] = 1
@@ -535,8 +466,7 @@ def _without_batching(numbers: Any, ids: jax.Array, lead: int) -> tuple[Any, jax
     more = [jax.lax.broadcasted_iota(np.int32, shape, of_ids) for _, of_ids in moved]
     kept = [pair for pair in pairs if pair not in moved]
     axes = [axis for axis, _ in moved]
-    new = jax.lax.GatherDimensionNumbers(
-        offset_dims=numbers.offset_dims,
+    new = numbers._replace(
         collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, *axes))),
         start_index_map=(*numbers.start_index_map, *axes),
         operand_batching_dims=tuple(axis for axis, _ in kept),
@@ -590,37 +520,18 @@ def gather_columns(primitive: Primitive, w: ImplicitArray, ids: jax.Array, **par
     rows, columns = params["slice_sizes"][-2:]
     if rows != w.shape[-2] or columns == w.shape[-1]:
         return NotImplemented
-    order = (*range(w.ndim - 2), w.ndim - 1, w.ndim - 2)
+    n, m = w.ndim - 2, w.ndim - 1
+    order = (*range(n), m, n)
     transpose = default_handler(jax.lax.transpose_p, w, permutation=order)
     if isinstance(transpose, MatrixView) or not is_implicit(transpose):
         return NotImplemented
-    return _gathered_from_transpose(primitive, transpose, ids, **params)
-
-
-def _gathered_from_transpose(
-    primitive: Primitive,
-    w: Any,
-    ids: jax.Array,
-    *,
-    dimension_numbers: Any,
-    slice_sizes: Sequence[int],
-    **params: Any,
-) -> Any:
-    """Gathers from `w` the values that a `gather` takes from the transpose of `w`."""
-    n, m = w.ndim - 2, w.ndim - 1
-    order = [*range(n), m, n]
-    numbers = dimension_numbers
-    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    swapped = jax.lax.GatherDimensionNumbers(
-        offset_dims=numbers.offset_dims,
-        collapsed_slice_dims=tuple(sorted(order[i] for i in numbers.collapsed_slice_dims)),
-        start_index_map=tuple(order[i] for i in numbers.start_index_map),
-        operand_batching_dims=numbers.operand_batching_dims,
-        start_indices_batching_dims=numbers.start_indices_batching_dims,
+    numbers = params["dimension_numbers"]
+    swapped = dict(
+        dimension_numbers=with_renamed_axes(numbers, {n: m, m: n}),
+        slice_sizes=tuple(params["slice_sizes"][i] for i in order),
     )
-    sizes = tuple(slice_sizes[i] for i in order)
-    out = default_handler(primitive, w, ids, dimension_numbers=swapped, slice_sizes=sizes, **params)
-    if {n, m} & dropped:
+    out = default_handler(primitive, transpose, ids, **params | swapped)
+    if {n, m} & {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}:
         return out
     # Both axes are in the result, in the other order.
     *_, i, j = numbers.offset_dims
@@ -660,15 +571,10 @@ def with_dense(primitive: Primitive, w: MatrixView, x: jax.Array, **params: Any)
 
 def _in_order(x: jax.Array, w: MatrixView) -> jax.Array:
     """Rearranges an array that broadcasts with the tensor to one that broadcasts with the matrix."""
-    lead = _lead(w)
-    used = {f[2] for n, group in zip(x.shape[lead:], w.axes, strict=True) if n > 1 for f in group}
-    pieces = [f for group in w.axes for f in group if f[2] in used]
+    lead = axes_of.others(x.shape[: _lead(w)])
+    own = zip(x.shape[len(lead) :], w.axes, strict=True)
+    used = {f[2] for n, group in own if n > 1 for f in group}
     # (If any factor of a matrix axis varies, the operand is broadcast along all of them.)
-    wide = [axes_of.length(group) if any(f[2] in used for f in group) else 1 for group in w.axes]
-    x = jnp.broadcast_to(x, (*x.shape[:lead], *wide)).reshape(
-        *x.shape[:lead], *(f[0] for f in pieces)
-    )
-    stored = [f for axis in (0, 1) if axis in used for f in axes_of.parts(w.axes, axis)]
-    x = jnp.transpose(x, (*range(lead), *(lead + pieces.index(f) for f in stored)))
-    sizes = (w.matrix.shape[axis - 2] if axis in used else 1 for axis in (0, 1))
-    return x.reshape(*x.shape[:lead], *sizes)
+    wide = [tuple(f for f in group if f[2] in used) for group in w.axes]
+    x = jnp.broadcast_to(x, (*x.shape[: len(lead)], *axes_of.shape(wide)))
+    return axes_of.rearranged(x, [*lead, *wide], [*lead, *axes_of.stored(wide)])

@@ -138,8 +138,8 @@ def _note(op_name: str, w: Probe, product: Product | None, w_first: bool, **plac
 @primitive_handler(["reshape", "squeeze", "broadcast_in_dim"])
 def reshape_probe(primitive: Primitive, w: Probe, **params: Any) -> Any:
     """Follows axes that are split or merged; a repeated weight is not followed."""
-    value = primitive.bind(w.value, **params)
-    axes = axes_of.reshaped(w.axes, value.shape) if value.size == w.size else None
+    value, new = primitive.bind(w.value, **params), axes_of.new_shape(w.shape, params)
+    axes = None if new is None else axes_of.reshaped(w.axes, new)
     return value if axes is None else w._replace(value=value, axes=axes)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.arrays.batch_axes import without_whole_axes
+from haiku_implicit.arrays.batch_axes import with_renamed_axes, without_whole_axes
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.numerics import formats
@@ -287,16 +287,7 @@ def _stored_gather(
     Its slices have the length `last` along the last axis of a leaf. The result has the axes of the
     logical gather; if both axes of the matrix are kept, they are in storage order.
     """
-    place = {w._row_axis: w.ndim - 2, w._grouped_axis: w.ndim - 1}
-
-    def stored(axes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(place.get(i, i) for i in axes)
-
-    numbers = d._replace(
-        collapsed_slice_dims=tuple(sorted(stored(d.collapsed_slice_dims))),
-        start_index_map=stored(d.start_index_map),
-        operand_batching_dims=stored(d.operand_batching_dims),
-    )
+    numbers = with_renamed_axes(d, {w._row_axis: w.ndim - 2, w._grouped_axis: w.ndim - 1})
 
     def take(leaf: jax.Array, indices: jax.Array, last: int, **options: Any) -> jax.Array:
         own = (*sizes[:-2], sizes[w._row_axis], last)
