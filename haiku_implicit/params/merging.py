@@ -11,7 +11,7 @@ from haiku_implicit.adapters.locon import LoCon
 from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.arrays.matrix_view import matrix_of, with_matrix
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
@@ -96,8 +96,7 @@ def _leaf_ids(value: Any) -> tuple[int, ...]:
 
 def _innermost(value: Any) -> Any:
     """The base of a weight as its adapter holds it; for a view, the base of its matrix."""
-    value = value.matrix if isinstance(value, MatrixView) else value
-    return base_of(value)
+    return base_of(matrix_of(value))
 
 
 def _warn_of_untied(parameters: list[trees.Parameter]) -> None:
@@ -168,14 +167,13 @@ def unmerge_adapters(params: Any, adapter: AdapterParts, *, check_base: bool = T
                 f"{path}: expected the dense weight that merge_adapters made, got {describe(value)}"
             )
         whole = vector_bank.put_into(with_base(adapter.weights[path], value), bank)
-        view = whole if isinstance(whole, MatrixView) else None
         try:
-            base = _taken_out(whole if view is None else view.matrix)
+            base = with_matrix(whole, _taken_out(matrix_of(whole)))
         except ValueError as e:
             raise ValueError(
                 f"{path}: {e}. Keep the base, and put adapters on it by set_adapter"
             ) from None
-        return base if view is None else materialize_array(view._replace(matrix=base))
+        return materialize_array(base) if is_implicit(base) else base
 
     return trees.map_parameters(unmerged, params)
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from haiku_implicit.arrays.converted import ConvertedMatrix
 from haiku_implicit.arrays.fake_quantized import FakeQuantized
-from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.arrays.probe import Use
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
@@ -465,11 +464,11 @@ def _stored_for(use: Use, parameter: trees.Parameter, rule: QuantRule) -> Any:
 def _warn_of_tiles(params: Any) -> None:
     """Warns of weights with several row axes: training tiles only the last one."""
     for parameter in trees.parameters_of(params):
-        view = parameter.value
-        if not isinstance(view, MatrixView) or not isinstance(view.matrix, TrainedQuantized):
+        matrix, axes = open_matrix(parameter.path, parameter.value)
+        if axes is None or not isinstance(matrix, TrainedQuantized):
             continue
-        of_rows = [group for group in view.axes if any(axis == 0 for _, _, axis in group)]
-        if len(of_rows) > 1 and any(rule.tile_size for rule in view.matrix.rules):
+        of_rows = [group for group in axes if any(axis == 0 for _, _, axis in group)]
+        if len(of_rows) > 1 and any(rule.tile_size for rule in matrix.rules):
             warn_caller(
                 f"{parameter.path}: the outputs differ from those of quantized training: tiles of "
                 f"{len(of_rows)} contracted axes are tiles of the last one there, and share their "

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.arrays.matrix_view import matrix_of
 from haiku_implicit.core.predicates import Predicate
 from haiku_implicit.core.warn import shown, warn_caller
 from haiku_implicit.params import trees
@@ -29,7 +29,7 @@ class LargeAdapters:
 
     def see(self, parameter: trees.Parameter, new: Any) -> Any:
         """Looks at a weight and its new adapter, and returns the latter."""
-        weight = new.matrix if isinstance(new, MatrixView) else new
+        weight = matrix_of(new)
         size, added = math.prod(parameter.value.shape), _numbers(weight) - _numbers(weight.w)
         if len(parameter.value.shape) - parameter.stacked > 2 and added > size:
             about = f"{describe(parameter.value)}: {added:,} numbers for {size:,}"
