@@ -16,7 +16,7 @@ import numpy as np
 from haiku_implicit.adapters.dora import DoRA
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.lora import LoRA, RestLoRA
-from haiku_implicit.arrays.matrix_view import MatrixView, view_of
+from haiku_implicit.arrays.matrix_view import matrix_of, view_of
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.files.container import CheckpointError, brief
@@ -158,7 +158,7 @@ def save_peft(
         module = _named(names, path, "adapter")
         if module in ranks:
             raise ValueError(f"names: two parameters are {module!r}, the second one is {path!r}")
-        weight = value.matrix if isinstance(value, MatrixView) else value
+        weight = matrix_of(value)
         if not isinstance(weight, LoRA | DoRA):
             raise ValueError(f"{path}: expected LoRA or DoRA, got {type(weight).__name__}")
         if np.ndim(weight.a) != 2:
@@ -180,7 +180,7 @@ def save_peft(
             tensors[f"{prefix}.lora_magnitude_vector"] = weight.magnitude
         ranks[module] = int(weight.a.shape[-1])
         alphas[module] = ranks[module] if weight.alpha is None else float(weight.alpha)
-    kinds = {isinstance(value, DoRA) for value in map(_matrix_of, adapter.weights.values())}
+    kinds = {isinstance(value, DoRA) for value in map(matrix_of, adapter.weights.values())}
     if len(kinds) > 1:
         raise ValueError("adapter: PEFT has LoRA or DoRA in one file, got both")
     config = _config_for(ranks, alphas, kinds == {True}, base_model)
@@ -361,7 +361,7 @@ def _for_the_weight_as_it_was(
             "that on the weight that others have it would be wrong. Give save_peft initial= the "
             "adapter as get_adapter returns it right after add_lora, or keep it by haiku_implicit.save"
         )
-    start = _matrix_of(checked_parts("initial", initial).weights.get(path))
+    start = matrix_of(checked_parts("initial", initial).weights.get(path))
     known = [dict(parts.bases).get(path) for parts in (adapter, initial)]
     if not isinstance(start, RestLoRA) or start.a.shape[:-1] != lora.a.shape[:-1]:
         raise ValueError(
@@ -371,10 +371,6 @@ def _for_the_weight_as_it_was(
         raise ValueError(f"initial: {path}: the adapter began on another base")
     a, b = _without(lora.a, lora.b, start.a * (start.scale / lora.scale), start.b)
     return without_base(LoRA, a=a, b=b, factor=lora.factor)
-
-
-def _matrix_of(value: Any) -> Any:
-    return value.matrix if isinstance(value, MatrixView) else value
 
 
 def _config_for(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.arrays.lora import LoRA, RestLoRA
-from haiku_implicit.arrays.matrix_view import MatrixView
-from haiku_implicit.core.array import ImplicitArray, is_implicit
+from haiku_implicit.arrays.matrix_view import matrix_of
+from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.numerics.options import is_positive_integer
@@ -139,7 +139,7 @@ class AdapterBank:
                 _written(x, slot, jnp.zeros(x.shape[1:], x.dtype) if y is None else y)
                 for x, y in zip(old, new, strict=True)
             )
-            if isinstance(_lora_of(value), RestLoRA):
+            if isinstance(matrix_of(value), RestLoRA):
                 rest.add(path)
         return dataclasses.replace(self, slots=slots, params=_of_rest(self.params, rest))
 
@@ -162,17 +162,15 @@ class AdapterBank:
                 return parameter.value
             slots = self.slots[parameter.path]
             a, b, factor = (x.at[place].get(mode="fill", fill_value=jnp.nan) for x in slots)
-            view = parameter.value
-            if not isinstance(view, ImplicitArray):
+            if not is_implicit(parameter.value):
                 raise TypeError(
                     "params: the bank is an argument of a wrapped function (use_implicit_args or "
                     "hki.grad), in which its LoRA weights read as dense arrays. Differentiate with "
                     "jax.grad, with respect to bank.slots"
                 )
-            lora = _lora_of(view)._replace(a=a, b=b, factor=factor)
-            return view._replace(matrix=lora) if isinstance(view, MatrixView) else lora
+            return parameter.value._replace(a=a, b=b, factor=factor)
 
-        return trees.map_parameters(selected, self.params)
+        return trees.map_matrices(selected, self.params)
 
     def _place(self, slot: Any) -> jax.Array:
         """A slot as an index; a slot out of range becomes an index that gathers NaN."""
@@ -228,12 +226,8 @@ def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _lora_of(value: Any) -> LoRA:
-    return value.matrix if isinstance(value, MatrixView) else value
-
-
 def _factors(value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    lora = _lora_of(value)
+    lora = matrix_of(value)
     return lora.a, lora.b, lora.factor
 
 
@@ -246,19 +240,17 @@ def _of_rest(params: Any, paths: Collection[str]) -> Any:
     """Parameters with `RestLoRA` at some paths; writers of other programs' files need this type."""
 
     def typed(parameter: trees.Parameter) -> Any:
-        view = parameter.value
-        lora = _lora_of(view)
+        lora = parameter.value
         if parameter.path not in paths or isinstance(lora, RestLoRA):
-            return view
-        rest = RestLoRA(lora.w, lora.a, lora.b, factor=lora.factor)
-        return view._replace(matrix=rest) if isinstance(view, MatrixView) else rest
+            return lora
+        return RestLoRA(lora.w, lora.a, lora.b, factor=lora.factor)
 
-    return trees.map_parameters(typed, params) if paths else params
+    return trees.map_matrices(typed, params) if paths else params
 
 
 def _padded(path: str, value: Any, old: Any) -> tuple[Any, Any, Any]:
     """The factors of an adapter, padded with zeros to the rank of the bank, and its scale."""
-    lora = _lora_of(value)
+    lora = matrix_of(value)
     if not isinstance(lora, LoRA) or is_implicit(lora.w):
         raise ValueError(f"{path}: a bank has room for LoRA alone, got {type(lora).__name__}")
     rank, own = old[0].shape[-1], lora.a.shape[-1]

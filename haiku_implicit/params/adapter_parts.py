@@ -12,7 +12,7 @@ import numpy as np
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.adapters.vblora import VectorBank
 from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.arrays.matrix_view import MatrixView, matrix_in
+from haiku_implicit.arrays.matrix_view import matrix_in, matrix_of, with_matrix
 from haiku_implicit.core.array import (
     check_values,
     data_names,
@@ -147,14 +147,14 @@ def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool =
 
 def has_adapter(value: Any) -> bool:
     """Whether a parameter is a weight with an adapter, or a view of one."""
-    return isinstance(value.matrix if isinstance(value, MatrixView) else value, LoRA | Adapter)
+    return isinstance(matrix_of(value), LoRA | Adapter)
 
 
 def check_whole(path: str, value: Any) -> None:
     """Raises for an adapter without its arrays, as in the frozen half that `partition` returns."""
     if not has_adapter(value):
         return
-    weight = value.matrix if isinstance(value, MatrixView) else value
+    weight = matrix_of(value)
     none = dataclasses.MISSING
     needed = [f for f in dataclasses.fields(weight) if f.default is none is f.default_factory]
     if any(getattr(weight, f.name) is None for f in needed):
@@ -163,26 +163,24 @@ def check_whole(path: str, value: Any) -> None:
 
 def base_of(value: Any) -> Any:
     """The weight without its adapters; for a view of a dense matrix, the dense tensor."""
-    if isinstance(value, MatrixView) and has_adapter(value):
-        view = value._replace(matrix=base_of(value.matrix))
-        return view if is_implicit(view.matrix) else materialize_array(view)
-    while isinstance(value, LoRA | Adapter):
-        value = value.w
-    return value
+    if not has_adapter(value):
+        return value
+    matrix = matrix_of(value)
+    while isinstance(matrix, LoRA | Adapter):
+        matrix = matrix.w
+    base = with_matrix(value, matrix)
+    return base if base is matrix or is_implicit(matrix) else materialize_array(base)
 
 
 def with_base(value: Any, base: Any) -> Any:
-    """The adapters of a weight, on another base."""
-    if isinstance(value, MatrixView):
-        matrix = base.matrix if isinstance(base, MatrixView) else base
-        if matrix is not None and not is_implicit(matrix):
-            matrix = matrix_in(matrix, value.axes)
-        return value._replace(matrix=with_base(value.matrix, matrix))
-    if isinstance(base, MatrixView):  # the adapter is for the matrix in it, as in PEFT's files
-        return base._replace(matrix=with_base(value, base.matrix))
-    if isinstance(value.w, LoRA | Adapter):
-        base = with_base(value.w, base)
-    return value.completed()._replace(w=base)
+    """The adapters of a weight, on another base. Each may be a view: adapters are for the matrix."""
+    weight, matrix = matrix_of(value), matrix_of(base)
+    if weight is not value and base is not None and not is_implicit(base):
+        matrix = matrix_in(base, value.axes)
+    view = base if weight is value else value
+    if isinstance(weight.w, LoRA | Adapter):
+        matrix = with_base(weight.w, matrix)
+    return with_matrix(view, weight.completed()._replace(w=matrix))
 
 
 def without_base(kind: type[LoRA | Adapter], **fields: Any) -> Any:

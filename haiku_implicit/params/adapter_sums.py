@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.arrays.lora import LoRA, RestLoRA
-from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.arrays.matrix_view import matrix_of, with_matrix
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.keys import as_key
 from haiku_implicit.params.adapter_parts import AdapterParts, checked_parts, without_base
@@ -85,8 +85,7 @@ def combine_adapters(
             new = _nearest(merge(path, deltas), rank or largest)
         if any(isinstance(lora, RestLoRA) for lora, _ in parts):
             new = without_base(RestLoRA, a=new.a, b=new.b, factor=new.factor)
-        view = own[0][0]
-        found[path] = view._replace(matrix=new) if isinstance(view, MatrixView) else new
+        found[path] = with_matrix(own[0][0], new)
     return AdapterParts(found, bases=bases)
 
 
@@ -149,7 +148,7 @@ def _bases_of(adapters: Sequence[AdapterParts]) -> tuple[tuple[str, str], ...]:
 
 
 def _lora_of(path: str, value: Any) -> LoRA:
-    lora = value.matrix if isinstance(value, MatrixView) else value
+    lora = matrix_of(value)
     if not isinstance(lora, LoRA) or is_implicit(lora.w):
         raise ValueError(f"{path}: only LoRA can be combined, got {type(lora).__name__}")
     return lora
