@@ -59,12 +59,12 @@ def parts(axes: Sequence[Group], axis: int) -> list[Factor]:
 
 
 def stored(axes: Sequence[Group], inner: Sequence[int] = (0, 1)) -> list[Group]:
-    """Axes of the matrix as groups of the factors that the axes of the tensor have of them."""
+    """The rows and the columns (or one of them) as groups of the factors in the tensor's axes."""
     return [tuple(parts(axes, axis)) for axis in inner]
 
 
 def others(lengths: Sequence[int]) -> list[Group]:
-    """A group for each axis of an array that is no axis of the matrix."""
+    """A group for each axis of an array other than a matrix, with factors of their own."""
     return [((n, i, -1),) for i, n in enumerate(lengths)]
 
 
