@@ -12,7 +12,7 @@ import pytest
 from absl.testing import parameterized
 
 import haiku_implicit as hki
-from haiku_implicit.core.validation import expecting
+from haiku_implicit.core.messages import expecting
 
 
 @chex.dataclass

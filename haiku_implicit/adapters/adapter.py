@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
-from haiku_implicit.core.dense import dense
+from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.sharding import padded_spec
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 from haiku_implicit.adapters.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive
-from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
 from haiku_implicit.core.sharding import padded_spec

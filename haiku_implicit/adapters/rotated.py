@@ -11,10 +11,10 @@ import numpy as np
 from haiku_implicit.adapters.operators import takes_whole_rows
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
-from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.validation import expecting
+from haiku_implicit.core.messages import expecting
 from haiku_implicit.products.ragged import row_numbers
 
 

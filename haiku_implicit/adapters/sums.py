@@ -11,12 +11,12 @@ import numpy as np
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.array import short
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
+from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
-from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import split_fields
-from haiku_implicit.core.validation import expecting
 
 
 @dataclasses.dataclass

@@ -13,8 +13,8 @@ from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.adapters.operators import takes_whole_rows
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive
-from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
 from haiku_implicit.core.sharding import padded_spec

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import ImplicitArray
-from haiku_implicit.core.dense import dense
+from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import FROZEN, aux_field
 
 

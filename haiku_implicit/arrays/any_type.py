@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, flatten_one_level
 from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive
-from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
 

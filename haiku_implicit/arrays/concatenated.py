@@ -13,8 +13,8 @@ import numpy as np
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
+from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive
-from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import call_interpreted

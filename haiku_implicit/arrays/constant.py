@@ -26,8 +26,8 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler, densify
 from haiku_implicit.core.literals import at_trace_time
+from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import num_parts, padded_spec
-from haiku_implicit.core.validation import expecting
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)

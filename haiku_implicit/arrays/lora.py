@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
+from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
-from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import padded_spec, split_fields
-from haiku_implicit.core.validation import expecting
 from haiku_implicit.products.convolution import convolve
 from haiku_implicit.products.ragged import row_numbers, small_ragged_dot
 

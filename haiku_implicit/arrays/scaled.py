@@ -15,13 +15,13 @@ from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
+from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
-from haiku_implicit.core.dense import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import in_type, padded_spec, split_fields
-from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats
 from haiku_implicit.products.ragged import row_numbers
 from haiku_implicit.products.tiles import groups_of_rows

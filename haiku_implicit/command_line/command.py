@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from haiku_implicit.core.printable import printable
+from haiku_implicit.core.messages import printable
 from haiku_implicit.files.replacing import checked_target
 
 # Exit codes, as the shell expects them.

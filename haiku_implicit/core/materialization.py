@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from jax import export
 from jax.extend import source_info_util
 
-from haiku_implicit.core.warn import JAX, LIBRARIES, warn_caller
+from haiku_implicit.core.messages import JAX, LIBRARIES, warn_caller
 
 Policy = Literal["allow", "warn", "error"]
 

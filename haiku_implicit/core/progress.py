@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from haiku_implicit.core.printable import printable
+from haiku_implicit.core.messages import printable
 
 # In seconds. Shorter work shows no bar.
 _DELAY = 1.0

@@ -18,7 +18,7 @@ from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.lora import LoRA, RestLoRA
 from haiku_implicit.arrays.matrix_view import matrix_of, view_of
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.warn import warn_caller
+from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.files.kinds import kind_of
 from haiku_implicit.files.loading import load

@@ -10,9 +10,9 @@ import numpy as np
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.matrix_view import view_of
+from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
 from haiku_implicit.core.progress import bar
-from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.numerics.casts import may_overflow, overflows

@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, is_implicit
-from haiku_implicit.core.dense import dense
+from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import aux_field, frozen_field
+from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import (
     fitting,
     is_split,
@@ -23,7 +24,6 @@ from haiku_implicit.core.sharding import (
     num_parts,
     padded_spec,
 )
-from haiku_implicit.core.validation import expecting
 from haiku_implicit.numerics import formats, scales
 from haiku_implicit.numerics.encoding import Encoded, encode_rows
 from haiku_implicit.numerics.options import activation_of, checked_activation, is_integer

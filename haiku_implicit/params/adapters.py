@@ -10,8 +10,8 @@ import jax
 from haiku_implicit.adapters.adapter import Adapter, method_named, method_names
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.keys import as_key
+from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets, compiled, no_match
-from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.numerics.options import is_positive_integer
 from haiku_implicit.params import trees
 from haiku_implicit.params.matrix_axes import MatrixAxesOf

@@ -16,9 +16,9 @@ from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import tree_leaves_with_implicit, use_implicit_args
-from haiku_implicit.core.warn import shown, warn_caller
 from haiku_implicit.numerics import channel_scales, formats, options, scales
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees

@@ -15,7 +15,7 @@ from haiku_implicit.arrays.matrix_view import matrix_of, with_matrix
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.warn import warn_caller
+from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees, vector_bank
 from haiku_implicit.params.adapter_parts import (

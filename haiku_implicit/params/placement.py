@@ -9,10 +9,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import is_implicit, known_struct
+from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.sharding import fitting, leaf_specs, names_in, num_parts, padded_spec
 from haiku_implicit.core.transform import tree_flatten_with_implicit
-from haiku_implicit.core.warn import shown, warn_caller
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params.selection import describe
 

@@ -14,8 +14,8 @@ from haiku_implicit.arrays.probe import Use
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
 from haiku_implicit.core.keys import as_key
+from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets, predicate_of
-from haiku_implicit.core.warn import warn_caller
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.operands import OperandSpec, quantize, stored_matrix
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from haiku_implicit.arrays.matrix_view import matrix_of
+from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Predicate
-from haiku_implicit.core.warn import shown, warn_caller
 from haiku_implicit.params import trees
 from haiku_implicit.params.options import QuantizeOptions, Room
 from haiku_implicit.params.selection import describe, in_tree, is_complex_weight

@@ -12,8 +12,8 @@ import numpy as np
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_values, flatten_one_level, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import printable
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.printable import printable
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
 from haiku_implicit.params.adapter_parts import check_whole

@@ -5,9 +5,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.serialization import static_values
-from haiku_implicit.core.warn import shown, warn_caller
 from haiku_implicit.numerics import calibration, formats, options, ranges
 from haiku_implicit.products import product_config
 from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig

@@ -73,7 +73,7 @@ def test_tests_that_run_the_line_come_first_by_what_they_take(tmp_path):
 
 @pytest.mark.slow
 def test_a_run(tmp_path):
-    file = "haiku_implicit/core/validation.py"
+    file = "haiku_implicit/core/messages.py"
     results = tmp_path / "results.json"
     # Only its doctest.
     options = [f"--files={file}", f"--tests={file}", f"--results={results}", "--processes=1"]

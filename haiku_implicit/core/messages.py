@@ -1,0 +1,86 @@
+"""Texts for users: warnings at the caller's line, errors of chex's assertions, names from files."""
+
+import contextlib
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+
+import haiku as hk
+import jax
+
+JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+# Files whose frames may be between the program and a warning: folders, and decorators' `contextlib`.
+LIBRARIES = (
+    JAX,
+    os.path.dirname(os.path.abspath(hk.__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    contextlib.__file__,
+)
+
+_PREFIX = re.compile(r"\[Chex\] Assertion (\w+) failed:")
+
+
+def warn_caller(message: str) -> None:
+    """Gives a `UserWarning` at the first frame outside this library, Haiku and JAX.
+
+    Python shows it once for each line and text, as usual.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(LIBRARIES) and frame.f_back is not None:
+        frame = frame.f_back
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__", "sys"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def shown(items: list[str], most: int = 5, separator: str = ", ") -> str:
+    """Joins the first few items of a list, with the number of those left out."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + more
+
+
+@contextlib.contextmanager
+def expecting(sentence: str, error: type[Exception] = ValueError) -> Iterator[None]:
+    """Turns a failed assertion of chex in a `with` block into an error of this library.
+
+    Args:
+      sentence: the expected value, the given value, and the way out. The message of chex follows in
+        parentheses, on the same line.
+      error: the type of the error.
+
+    Example:
+      >>> import chex, jax.numpy as jnp
+      >>> with expecting("w: expected a matrix, got shape [3]"):
+      ...   chex.assert_rank(jnp.ones(3), 2)
+      Traceback (most recent call last):
+      ...
+      ValueError: w: expected a matrix, got shape [3] (chex.assert_rank: Error in rank ...
+    """
+    try:
+        yield
+    except AssertionError as failed:
+        said = _PREFIX.sub(r"chex.\1:", " ".join(str(failed).split()))
+        raise error(f"{sentence} ({said})") from None
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Escapes the characters of a text that are not printable, as Python does.
+
+    Args:
+      text: any text.
+      keep: characters that stay unchanged.
+
+    Example:
+      >>> print(printable("name\n\x1b[31m"))
+      name\n\x1b[31m
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
