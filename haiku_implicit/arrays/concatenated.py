@@ -131,7 +131,7 @@ def concatenate(primitive: Primitive, *operands: ArrayValue, dimension: int) -> 
 
 def _is_weight(x: Any) -> bool:
     """Whether an implicit array is a matrix of some type."""
-    return x.is_weight and (x.core_ndim or 0) >= 2
+    return x.may_be_wrapped and (x.core_ndim or 0) >= 2
 
 
 @primitive_handler([name for name in ["stack"] if hasattr(jax.lax, "stack_p")], precedence=-1)

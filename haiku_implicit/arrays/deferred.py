@@ -97,7 +97,7 @@ AnyWeight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight, Deferred]  #
 @primitive_handler(["square", "integer_pow", "abs"])
 def defer(primitive: Primitive, w: AnyWeight, **params: Any) -> Any:
     """Defers the elementwise function of a statistic to its reduction."""
-    if not w.is_weight or not jnp.issubdtype(w.dtype, jnp.floating):
+    if not w.may_be_wrapped or not jnp.issubdtype(w.dtype, jnp.floating):
         return NotImplemented
     step = primitive.name, tuple(params.items())
     if isinstance(w, Deferred):
@@ -127,7 +127,7 @@ def times_itself(primitive: Primitive, w: ImplicitArray, other: ImplicitArray) -
 @primitive_handler(list(_COMBINED))
 def reduce_weight(primitive: Primitive, w: Weight, **params: Any) -> Any:
     """Reduces a weight by `reduce_in_blocks`."""
-    return default_handler(primitive, Deferred(w), **params) if w.is_weight else NotImplemented
+    return default_handler(primitive, Deferred(w), **params) if w.may_be_wrapped else NotImplemented
 
 
 @primitive_handler(list(_COMBINED))
@@ -221,7 +221,7 @@ def _may_be_wrapped(w: Any, x: jax.Array) -> bool:
 
     Convolutions would not quantize activations, and explicit axes of a mesh would split the new parts.
     """
-    if not (w.is_weight and jnp.issubdtype(w.dtype, jnp.floating)) or is_split([w, x]):
+    if not (w.may_be_wrapped and jnp.issubdtype(w.dtype, jnp.floating)) or is_split([w, x]):
         return False
     stored = w.wrapped if isinstance(w, RuledWeight) else w
     return w.ndim == 2 or getattr(stored, "activation", None) is None

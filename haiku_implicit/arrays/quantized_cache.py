@@ -18,7 +18,7 @@ from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
 
 @dataclasses.dataclass
-class QuantizedCache(QuantizedMatrix, core_ndim=2, is_weight=False):
+class QuantizedCache(QuantizedMatrix, core_ndim=2, may_be_wrapped=False):
     """A `QuantizedMatrix` that stays quantized when vectors are written into it: they are rounded.
 
     A cache `[batch, time, heads, depth]` is quantized along its last axis, with a scale for each

@@ -44,7 +44,7 @@ class ImplicitArray(abc.ABC):
       commute_ops: whether a rule of this type may be called with the operands of a commutative
         primitive swapped, the implicit one first. True by default.
       warn_on_materialize: whether materializing this type is worth a warning. True by default.
-      is_weight: whether rules may put another type around this one, as for a weight that awaits a
+      may_be_wrapped: whether rules may put another type around this one, as for a weight that awaits a
         product. True by default; False for an activation that keeps its type, such as a cache.
       core_ndim: how many of the last axes make one tensor of this type (2 for a matrix, 0 for a
         wrapper of any array). All axes before them are batch axes, which every leaf has too.
@@ -81,7 +81,7 @@ class ImplicitArray(abc.ABC):
     default_dtype: ClassVar[Any] = None
     commute_ops: ClassVar[bool] = True
     warn_on_materialize: ClassVar[bool] = True
-    is_weight: ClassVar[bool] = True
+    may_be_wrapped: ClassVar[bool] = True
     core_ndim: ClassVar[int | None] = None
     linear_in: ClassVar[tuple[str, ...] | None] = None
 
@@ -104,7 +104,7 @@ class ImplicitArray(abc.ABC):
         *,
         commute_ops: bool | None = None,
         warn_on_materialize: bool | None = None,
-        is_weight: bool | None = None,
+        may_be_wrapped: bool | None = None,
         core_ndim: int | None = None,
         linear_in: str | tuple[str, ...] | None = None,
         **kwargs: Any,
@@ -113,7 +113,7 @@ class ImplicitArray(abc.ABC):
         given = dict(
             commute_ops=commute_ops,
             warn_on_materialize=warn_on_materialize,
-            is_weight=is_weight,
+            may_be_wrapped=may_be_wrapped,
             core_ndim=core_ndim,
             linear_in=(linear_in,) if isinstance(linear_in, str) else linear_in,
         )

@@ -156,9 +156,9 @@ def test_what_is_not_a_weight_is_dense():
 
 
 @pytest.mark.usefixtures("may_be_dense")
-def test_a_type_says_whether_it_is_a_weight():
+def test_a_type_says_whether_it_may_be_wrapped():
     @dataclasses.dataclass
-    class Kept(hki.ImplicitArray, core_ndim=2, is_weight=False):
+    class Kept(hki.ImplicitArray, core_ndim=2, may_be_wrapped=False):
         x: hki.ArrayValue
 
         def materialize(self):
