@@ -160,12 +160,7 @@ def dot_with_parts(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
     if w.place in contracted[1]:
         return _summed(call, xs, w)
     outs = [call(*pair) for pair in zip(xs, w.parts, strict=True)]
-    if w.place in batch[1]:
-        return jnp.concatenate(outs, batch[1].index(w.place))
-    # The result has batch axes, then the free axes of the first operand, then the second operand's.
-    free = [i for i in range(w.ndim) if i not in met]
-    start = len(batch[1]) if call.w_first else outs[0].ndim - len(free)
-    return jnp.concatenate(outs, start + free.index(w.place))
+    return jnp.concatenate(outs, call.in_result(x, w)[1][w.place])
 
 
 def _summed(call: BinaryCall, xs: Sequence[jax.Array], w: Concatenated) -> Any:

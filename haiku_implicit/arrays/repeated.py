@@ -121,28 +121,21 @@ def dot_with_repeated(call: BinaryCall, x: jax.Array, w: Repeated) -> Any:
     axis = _place(w)
     if axis in call.contracted[1] or call.params.get("out_sharding") is not None:
         return NotImplemented
-    free_of_w = [i for i in range(w.ndim) if i not in (*call.contracted[1], *call.batch[1])]
-    lead = len(call.batch[1])
-    if axis in free_of_w:
-        out = call(x, w.array)
-        before = 0 if call.w_first else out.ndim - lead - len(free_of_w)
-        return jnp.repeat(out, w.count, axis=lead + before + free_of_w.index(axis))
+    if axis not in call.batch[1]:
+        return jnp.repeat(call(x, w.array), w.count, axis=call.in_result(x, w)[1][axis])
 
     # The axis of `x` that meets the repeated axis is split in two: the entries, and then the
     # repetitions, a free axis.
     at = call.batch[1].index(axis)
     cut = call.batch[0][at]
     x = x.reshape(*x.shape[:cut], -1, w.count, *x.shape[cut + 1 :])
-    of_x = [tuple(i + (i > cut) for i in axes) for axes in (call.contracted[0], call.batch[0])]
     numbers = tuple(
-        call.ordered(own, other)
-        for own, other in zip(of_x, (call.contracted[1], call.batch[1]), strict=True)
+        call.ordered(tuple(i + (i > cut) for i in of_x), of_w)
+        for of_x, of_w in (call.contracted, call.batch)
     )
-    params = call.params | dict(dimension_numbers=numbers)
-    out = default_handler(call.primitive, *call.ordered(x, w.array), **params)
-    free_of_x = [i for i in range(x.ndim) if i not in (*of_x[0], *of_x[1])]
-    repetitions = lead + (len(free_of_w) if call.w_first else 0) + free_of_x.index(cut + 1)
-    out = jnp.moveaxis(out, repetitions, at + 1)
+    split = dataclasses.replace(call, params=call.params | dict(dimension_numbers=numbers))
+    repetitions = split.in_result(x, w.array)[0][cut + 1]
+    out = jnp.moveaxis(split(x, w.array), repetitions, at + 1)
     return out.reshape(*out.shape[:at], -1, *out.shape[at + 2 :])
 
 

@@ -143,11 +143,7 @@ def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Any:
     if set(of_scale) & set(contract[1]) or call.params.get("out_sharding") is not None:
         return NotImplemented  # a stack of scales for one `x`, or a result that is split
     out = call(x, w.matrix)
-    # The result has batch axes, then the free axes of the first operand, then the second operand's.
-    free = [i for i in range(w.ndim) if i not in in_x]
-    start = len(batch[1]) if call.w_first else out.ndim - len(free)
-    in_out = {axis: i for i, axis in enumerate(batch[1])}
-    in_out |= {axis: start + i for i, axis in enumerate(free)}
+    in_out = call.in_result(x, w)[1]
     return _times(out, w.scale, [in_out[i] for i in of_scale])
 
 

@@ -45,6 +45,20 @@ class BinaryCall:
         """The batch axes of `x` and of `w` in a `dot_general`."""
         return self.ordered(*self.params["dimension_numbers"][1])
 
+    def in_result(self, x: Any, w: Any) -> tuple[dict[int, int], dict[int, int]]:
+        """The axes that a `dot_general`'s result has of `x` and of `w`: its axis by theirs.
+
+        The result has the batch axes, then the free axes of the first operand, then the second's.
+        """
+        found, start = [], len(self.batch[0])
+        numbers = self.params["dimension_numbers"]
+        for y, contracted, batch in zip(self.ordered(x, w), *numbers, strict=True):
+            free = [i for i in range(y.ndim) if i not in (*contracted, *batch)]
+            own = {axis: i for i, axis in enumerate(batch)}
+            found.append(own | {axis: start + i for i, axis in enumerate(free)})
+            start += len(free)
+        return self.ordered(*found)
+
 
 def fits(x: Any, w: Any) -> bool:
     """Whether an elementwise primitive with a dense `x` keeps the shape of `w`."""
