@@ -887,6 +887,27 @@ def test_binary_handler_gives_the_axes_of_each_operand():
     assert seen == [numbers] * 2
 
 
+@pytest.mark.parametrize("numbers", [(((1,), (0,)), ((3, 0), (2, 1))), (((), ()), ((2,), (0,)))])
+def test_binary_handler_gives_the_axes_of_the_result(numbers):
+    A, found = new_type(), []
+
+    @hki.binary_handler("dot_general")
+    def note(call, x: jax.Array, w: A):
+        found.append(call.in_result(x, w))
+        return call(x, w.x)
+
+    (of_x, of_w), (batch_x, batch_w) = numbers
+    x, w = np.zeros((2, 3, 5, 7)), np.zeros((3, 2, 7, 11))
+    w = w if of_x else np.zeros((5, 4, 6))
+    out = use(lambda x, w: lax.dot_general(x, w, numbers))(x, A(w))
+    swapped = (of_w, of_x), (batch_w, batch_x)
+    back = use(lambda x, w: lax.dot_general(w, x, swapped))(x, A(w))
+    for result, places in zip((out, back), found, strict=True):
+        for operand, contracted, own in zip((x, w), (of_x, of_w), places, strict=True):
+            assert sorted({*own, *contracted}) == [*range(operand.ndim)]
+            assert all(operand.shape[i] == result.shape[j] for i, j in own.items())
+
+
 def test_binary_handler_passes_on_and_takes_any_second_type():
     A = new_type(commute_ops=False)
 

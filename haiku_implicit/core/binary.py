@@ -78,7 +78,8 @@ def binary_handler(
     The rule is called as `rule(call, x, w)`, with operands that match the annotations of `x` and `w`.
     `call(x, w)` runs the primitive on other operands, in the order of the program; `call.primitive`,
     `call.params` and `call.w_first` describe the call. For a `dot_general`, `call.contracted` and
-    `call.batch` are pairs (axes of `x`, axes of `w`). Otherwise the rule is as `primitive_handler`
+    `call.batch` are pairs (axes of `x`, axes of `w`), and `call.in_result(x, w)` says where the other
+    axes are in the result. Otherwise the rule is as `primitive_handler`
     describes it.
 
     Args:
