@@ -21,6 +21,7 @@ from haiku_implicit.arrays import (
     Zeros,
     fake_quantize,
 )
+from haiku_implicit.arrays.lora_init import EVA, LoftQ
 from haiku_implicit.core import (  # noqa: F401  (register themselves)
     custom_derivatives,
     higher_order,
@@ -81,7 +82,6 @@ from haiku_implicit.params.edits import (
     zero_params,
 )
 from haiku_implicit.params.infer_axes import infer_matrix_axes
-from haiku_implicit.params.lora_init import EVA, LoftQ
 from haiku_implicit.params.merging import merge_adapters, merge_lora, unmerge_adapters
 from haiku_implicit.params.placement import place, shardings
 from haiku_implicit.params.plots import plot_error, plot_memory

@@ -340,7 +340,7 @@ def test_bad_lora_options(make, options, error, message):
     [
         (
             dict(rank=4, targets=".*"),
-            r"linear/w: LoRA of rank 4 does not fit float32\[4,3\]; .* 3 at most",
+            r"linear/w \(float32\[4,3\]\): LoRA of rank 4 does not fit; .* 3 at most",
         ),
         (dict(rank=2, targets=".*/b"), r"linear/b: LoRA needs a floating-point .* float32\[3\]"),
     ],

@@ -294,7 +294,7 @@ def test_nothing_to_do_by_default(params):
         (lambda p: hki.add_lora(p, KEY, rank=2, alpha=float("inf")), "alpha: expected None or"),
         (
             lambda p: hki.add_lora(p, KEY, rank=4, targets=".*linear_1/w"),
-            r"linear_1/w: LoRA of rank 4 does",
+            r"linear_1/w \(float32\[5,3\]\): LoRA of rank 4 does",
         ),
         (
             lambda p: hki.add_lora(p, KEY, rank=1, targets=".*/b"),
@@ -302,7 +302,7 @@ def test_nothing_to_do_by_default(params):
         ),
         (
             lambda p: hki.add_lora(hki.add_lora(p, KEY, rank=1), KEY, rank=1, targets=".*/w"),
-            r"linear_0/w: this is LoRA float32\[4,5\] already; merge_lora",
+            r"linear_0/w \(LoRA float32\[4,5\]\): this is LoRA already; merge_lora",
         ),
         (lambda p: hki.quantize_params(p, dtype="int7"), "linear_0/w .*int7"),
         (

@@ -1,6 +1,5 @@
 """Adapters: weights made of a frozen weight and a few trained numbers, one file per type."""
 
-from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.adapters.boft import BOFT
 from haiku_implicit.adapters.dora import DoRA
 from haiku_implicit.adapters.dropout import InputDropout
@@ -25,6 +24,7 @@ from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.adapters.trained_rows import TrainedRows
 from haiku_implicit.adapters.vblora import VBLoRA, VectorBank
 from haiku_implicit.adapters.vera import RandomMatrix, VeRA
+from haiku_implicit.arrays.adapter import Adapter
 
 __all__ = [
     "BOFT",

@@ -6,11 +6,11 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.adapters.oft import block_size as size_of
 from haiku_implicit.adapters.oft import cayley, skew
 from haiku_implicit.adapters.operators import BlockDiagonal
 from haiku_implicit.adapters.rotated import Rotated
+from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
 
 

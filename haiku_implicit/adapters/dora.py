@@ -6,7 +6,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter, alpha_or, uniform
+from haiku_implicit.arrays.adapter import Adapter, alpha_or, uniform
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import FROZEN
@@ -31,6 +31,8 @@ class DoRA(Adapter):
     """
 
     keeps_base = False
+    peft_flag = "use_dora"
+    peft_tensors = {"magnitude": "lora_magnitude_vector"}
     field_axes = {"a": "n.", "b": ".m", "magnitude": "m"}
 
     a: Any
@@ -45,6 +47,11 @@ class DoRA(Adapter):
         # The lengths of a constant are a constant, which `materialize` makes dense.
         lengths = materialize(use_implicit_args(lambda w: jnp.sqrt(_squared_lengths(w)))(w))
         return cls(w, a, b, lengths.astype(w.dtype), alpha_or(alpha, rank, tuple(lead)))
+
+    @classmethod
+    def of_factors(cls, a: Any, b: Any, scale: Any, **others: Any) -> Self:
+        """As `LoRA.of_factors`, with the lengths as another field."""
+        return cls.without_base(a=a, b=b, alpha=jnp.float32(scale * a.shape[-1]), **others)
 
     def completed(self) -> Self:
         return self.with_number("alpha", self.a.shape[-1], self.a.shape[:-2])

@@ -6,9 +6,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter, filled, places
-from haiku_implicit.adapters.operators import Fourier, check_places
+from haiku_implicit.adapters.operators import Fourier, check_places, places
 from haiku_implicit.adapters.sums import Sum
+from haiku_implicit.arrays.adapter import Adapter, filled
 from haiku_implicit.core.fields import FROZEN
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.sharding import padded_spec

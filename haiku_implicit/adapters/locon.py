@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from haiku_implicit.adapters.adapter import Adapter, alpha_or
+from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
@@ -62,7 +62,7 @@ class LoCon(Adapter):
         return min(math.prod(shape) // outputs, outputs)
 
     @classmethod
-    def options_for(cls, ndim: int, options: dict[str, Any]) -> dict[str, Any]:
+    def options_for(cls, path: str, ndim: int, options: dict[str, Any]) -> dict[str, Any]:
         """The options of `create`: all axes except stacked layers are the kernel's by default."""
         return {"kernel_ndim": ndim, **options}
 

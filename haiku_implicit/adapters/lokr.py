@@ -7,9 +7,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter, filled, uniform
 from haiku_implicit.adapters.operators import Kronecker
 from haiku_implicit.adapters.sums import Sum
+from haiku_implicit.arrays.adapter import Adapter, filled, uniform
 from haiku_implicit.core.fields import FROZEN
 
 

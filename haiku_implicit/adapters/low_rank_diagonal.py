@@ -6,9 +6,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter, alpha_or, uniform
 from haiku_implicit.adapters.operators import Diagonal
 from haiku_implicit.adapters.sums import Sum
+from haiku_implicit.arrays.adapter import Adapter, alpha_or, uniform
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.fields import FROZEN
 

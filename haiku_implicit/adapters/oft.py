@@ -6,9 +6,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.adapters.operators import BlockDiagonal
 from haiku_implicit.adapters.rotated import Rotated
+from haiku_implicit.arrays.adapter import Adapter
 
 
 @dataclasses.dataclass

@@ -262,6 +262,29 @@ def check_places(owner: Any, shape: tuple[int, int]) -> None:
             )
 
 
+def places(
+    key: jax.Array, shape: tuple[int, ...], count: int, name: str
+) -> tuple[jax.Array, jax.Array]:
+    """Draws the rows and columns `[..., count]` of different random entries of each matrix.
+
+    The entries of a matrix, row by row, are cut into `count` stretches, and each gives one.
+
+    Args:
+      key: a random key.
+      shape: `[..., n, m]`.
+      count: the number of entries.
+      name: the name of the option, for errors.
+    """
+    *lead, n, m = shape
+    if not 0 < count <= n * m:
+        raise ValueError(f"{name}: expected 1 to {n * m} for a weight [{n}, {m}], got {count}")
+    step = n * m // count
+    start = np.arange(count, dtype=np.int64) * step  # (may not fit into JAX's integers)
+    start = start.reshape(*(1 for _ in lead), count)
+    column = jax.random.randint(key, (*lead, count), 0, step) + start % m
+    return jnp.asarray(start // m) + column // m, column % m
+
+
 @dataclasses.dataclass
 class AtPlaces(Operator, linear_in="values"):
     """The base of operators made of a few numbers at places of a matrix.

@@ -119,12 +119,3 @@ def gather_rotated(
 def convolve_with_rotated(call: BinaryCall, x: jax.Array, w: Rotated) -> jax.Array:
     """Convolves with the dense kernel: a kernel is small compared with the images."""
     return jax.checkpoint(lambda x, w: call(x, dense(w)))(x, w)
-
-
-@primitive_handler("convert_element_type")
-def cast_rotated(primitive: Primitive, w: Rotated, *, new_dtype: Any, **params: Any) -> Any:
-    """Casts the weight and the rotation to another floating dtype."""
-    if not jnp.issubdtype(new_dtype, np.floating):
-        return NotImplemented
-    cast = [primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.rotation)]
-    return w._replace(w=cast[0], rotation=cast[1])

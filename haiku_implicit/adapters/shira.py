@@ -6,9 +6,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter, places
-from haiku_implicit.adapters.operators import Sparse, check_places
+from haiku_implicit.adapters.operators import Sparse, check_places, places
 from haiku_implicit.adapters.sums import Sum
+from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.core.fields import FROZEN
 
 

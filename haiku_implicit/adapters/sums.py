@@ -6,7 +6,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.array import short
@@ -20,7 +19,7 @@ from haiku_implicit.core.sharding import split_fields
 
 
 @dataclasses.dataclass
-class Sum(Wrapper, core_ndim=2):
+class Sum(Wrapper, core_ndim=2, linear_in=("w", "delta")):
     """The weight `w + delta`. A product with it is the sum of the two products.
 
     Attributes:
@@ -92,9 +91,9 @@ def gather_from_sum(
     return out + primitive.bind(w.delta, ids, fill_value=fill, mode=mode, **params)
 
 
-@primitive_handler(["slice", "dynamic_slice", "transpose", "neg"])
+@primitive_handler(["slice", "dynamic_slice", "transpose"])
 def rearrange_sum(primitive: Primitive, w: Sum, *others: jax.Array, **params: Any) -> Any:
-    """Slices, transposes or negates both terms."""
+    """Slices or transposes both terms."""
     return _sum_of(w, *(primitive.bind(x, *others, **params) for x in (w.w, w.delta)))
 
 
@@ -109,14 +108,6 @@ def split_sum(primitive: Primitive, w: Sum, **params: Any) -> list[Any]:
 def reduce_sum(primitive: Primitive, w: Sum, **params: Any) -> jax.Array:
     """Reduces both terms and adds the results."""
     return primitive.bind(w.w, **params) + primitive.bind(w.delta, **params)
-
-
-@primitive_handler("convert_element_type")
-def cast_sum(primitive: Primitive, w: Sum, *, new_dtype: Any, **params: Any) -> Any:
-    """Casts both terms to another floating dtype."""
-    if not jnp.issubdtype(new_dtype, np.floating):
-        return NotImplemented
-    return _sum_of(w, *(primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.delta)))
 
 
 @primitive_handler(["mul", "div"])

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.adapters.operators import takes_whole_rows
+from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
@@ -22,7 +22,7 @@ from haiku_implicit.core.transform import use_implicit_args
 
 
 @dataclasses.dataclass
-class TrainedRows(Adapter, method="trained_rows"):
+class TrainedRows(Adapter, method="trained_rows", linear_in=("w", "rows")):
     """The weight `w` with some rows replaced, for tokens that are new or get a new meaning.
 
     Only these rows are trained and stored. A look-up takes the trained row if there is one. A product
@@ -137,12 +137,3 @@ def transpose_rows(primitive: Primitive, w: TrainedRows, *, permutation: Any) ->
         return NotImplemented
     new = primitive.bind(w.w, permutation=permutation)
     return w._replace(w=new, axis=-3 - w.axis, shape=None, dtype=None)
-
-
-@primitive_handler("convert_element_type")
-def cast_rows(primitive: Primitive, w: TrainedRows, *, new_dtype: Any, **params: Any) -> Any:
-    """Casts the weight and the trained rows to another floating dtype."""
-    if not jnp.issubdtype(new_dtype, np.floating):
-        return NotImplemented
-    new, rows = (primitive.bind(x, new_dtype=new_dtype, **params) for x in (w.w, w.rows))
-    return w._replace(w=new, rows=rows, shape=None, dtype=None)

@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter
+from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.box import dense

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.arrays.adapter import Adapter
+from haiku_implicit.arrays.lora_init import Initializer, LoRAInit, init_of
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
@@ -28,7 +29,7 @@ Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
 
 
 @dataclasses.dataclass(init=False)
-class LoRA(Wrapper, core_ndim=2):
+class LoRA(Adapter):
     """The weight `w + (alpha / rank) * a @ b`, with trained `a` and `b` and frozen `w`.
 
     A product `x @ w` runs as `x @ w + (x @ a) @ b`, without an array of the size of `w`. A
@@ -57,7 +58,8 @@ class LoRA(Wrapper, core_ndim=2):
        [2. 2. 2.]]
     """
 
-    w: Any = dataclasses.field(metadata=FROZEN)
+    peft_flag = ""
+
     a: Any
     b: Any
     factor: Any = dataclasses.field(default=None, metadata=FROZEN)
@@ -107,11 +109,51 @@ class LoRA(Wrapper, core_ndim=2):
             chex.assert_shape(self.a, (*w[:-2], *axes["NR"]))
             chex.assert_shape(self.b, (*w[:-2], *axes["RM"]))
 
+    @classmethod
+    def check_options(cls, options: dict[str, Any]) -> None:
+        super().check_options(options)
+        _own_alpha(options["rank"], options.get("alpha"), options.get("rank_stabilized", False))
+        init_of(options.get("init"))
+
+    @classmethod
+    def options_for(cls, path: str, ndim: int, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of `create`, with an `init` for this weight."""
+        return {**options, "init": init_of(options.get("init")).of_weight(path)}
+
+    @classmethod
+    def create(
+        cls,
+        w: Any,
+        key: jax.Array,
+        *,
+        rank: int,
+        alpha: float | None = None,
+        init: Initializer | LoRAInit | str | None = None,
+        rank_stabilized: bool = False,
+    ) -> "LoRA":
+        """Makes a LoRA that stands for the same values.
+
+        Args:
+          rank: the rank of the correction, at most the smaller of `n` and `m`.
+          alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
+          init: the initialization of the factors, as for `haiku_implicit.add_lora`.
+          rank_stabilized: whether to scale the correction by `alpha / sqrt(rank)`.
+        """
+        own_alpha = _own_alpha(rank, alpha, rank_stabilized)
+        check_room(w, rank)
+        scale = 1.0 if alpha is None else own_alpha / rank
+        parts = init_of(init).parts(w, rank, scale, key)
+        return (LoRA if parts.w is w else RestLoRA)(*parts, own_alpha)
+
+    @classmethod
+    def of_factors(cls, a: Any, b: Any, scale: Any, **others: Any) -> Self:
+        """A correction without its base, from its factors and its scale `alpha / rank`."""
+        factor = None if scale is None else jnp.asarray(scale, jnp.float32)
+        return cls.without_base(a=a, b=b, factor=factor, **others)
+
     def completed(self) -> Self:
         """The weight with a `factor` of 1 if it has none, so that all weights have one structure."""
-        if self.factor is not None:
-            return self
-        return self._replace(factor=jnp.ones(np.shape(self.a)[:-2], jnp.float32))
+        return self.with_number("factor", 1.0, np.shape(self.a)[:-2])
 
     @property
     def rank(self) -> int:
@@ -147,12 +189,37 @@ class LoRA(Wrapper, core_ndim=2):
 
 
 @dataclasses.dataclass(init=False)
-class RestLoRA(LoRA, core_ndim=2):
+class RestLoRA(LoRA, method=""):
     """A `LoRA` whose correction began as a part of its weight, as in PiSSA: `w` is the rest.
 
     It computes as `LoRA` does. The type says that the correction without its base does not fit the
     original weight.
     """
+
+
+def _own_alpha(rank: int, alpha: float | None, rank_stabilized: bool) -> float:
+    """The `alpha` of the constructor, from options of `LoRA.create`; raises if one is out of range."""
+    if rank_stabilized and alpha is None:
+        raise ValueError("rank_stabilized: expected an alpha, got None")
+    if alpha is None:
+        return rank
+    real = isinstance(alpha, int | float | np.integer | np.floating)
+    if not real or not math.isfinite(alpha):
+        raise ValueError(f"alpha: expected None or a finite number, got {alpha!r}")
+    return alpha * math.sqrt(rank) if rank_stabilized else alpha
+
+
+def check_room(w: Any, rank: int) -> None:
+    """Raises unless a weight can take LoRA of a rank."""
+    if isinstance(w, LoRA):
+        raise ValueError("this is LoRA already; merge_lora it first, or leave it out by targets=")
+    if rank > (room := LoRA.room(w.shape)):
+        axes = "infer_matrix_axes finds which axes make one matrix, for matrix_axes=. Or give"
+        raise ValueError(
+            f"LoRA of rank {rank} does not fit; the rank can be {room} at most. "
+            f"{axes if len(w.shape) > 2 else 'Give'} a smaller rank=, or leave the parameter out by "
+            "targets="
+        )
 
 
 def _as_alpha(alpha: Any, batch: Sequence[int]) -> Any:

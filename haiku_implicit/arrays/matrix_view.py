@@ -179,7 +179,7 @@ def matrix_of(w: Any) -> Any:
 
 
 def with_matrix(w: Any, new: Any) -> Any:
-    """Another matrix in place of the one in a view; the matrix itself if `w` is not a view."""
+    """A view of another matrix with the axes of the view `w`; the matrix itself if `w` is no view."""
     return w._replace(matrix=new) if isinstance(w, MatrixView) else new
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from haiku_implicit.adapters.adapter import method_names
+from haiku_implicit.arrays.adapter import method_names
 from haiku_implicit.command_line import convert
 from haiku_implicit.command_line.command import (
     Command,
@@ -156,7 +156,7 @@ def _quantize(values: flags.FlagValues, source: str, target: str) -> Said:
 
 
 def _define_add_lora(values: flags.FlagValues) -> None:
-    text(values, "method", "lora", ", ".join(["lora", *method_names()]))
+    text(values, "method", "lora", ", ".join(method_names()))
     number(values, "rank", None, "Of the adapter; 8 by default, for methods that have one.")
     flags.DEFINE_float(
         "alpha", None, "Its scale is alpha / rank; by default 1.", flag_values=values

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.arrays import axes as axes_of
-from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import progress
 from haiku_implicit.core.predicates import compiled
@@ -163,7 +162,7 @@ def _tensor_names(names: Names, shapes: Mapping[str, Any]) -> Iterable[str]:
 
 def _tensor(name: str, value: Any, place: Place, shape: Any, kinds: "_Rules") -> _Tensor:
     matrix = getattr(value, "matrix", value)  # of a `MatrixView`
-    if isinstance(matrix, LoRA | Adapter):
+    if isinstance(matrix, Adapter):
         raise ValueError(
             f"{place.path}: a {type(matrix).__name__} adapter is on this weight, which a GGUF file "
             "can't hold. Merge it first: haiku_implicit.merge_adapters(params) gives dense weights, to "

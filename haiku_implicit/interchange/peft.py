@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.adapters.dora import DoRA
 from haiku_implicit.arrays import axes as axes_of
+from haiku_implicit.arrays import lora_init
+from haiku_implicit.arrays.adapter import Adapter, kinds
 from haiku_implicit.arrays.lora import LoRA, RestLoRA
 from haiku_implicit.arrays.matrix_view import matrix_of, view_of
 from haiku_implicit.core.array import is_implicit
@@ -35,29 +36,23 @@ from haiku_implicit.interchange.peft_config import (
     read_config,
     training_tensors,
 )
-from haiku_implicit.params import lora_init, trees
+from haiku_implicit.params import trees
 from haiku_implicit.params.adapter_parts import (
     AdapterParts,
     base_of,
     checked_parts,
     digest,
     with_base,
-    without_base,
 )
 from haiku_implicit.params.selection import describe, errors_name
 
 TENSORS = "adapter_model.safetensors"
-_KEY = re.compile(
-    r"base_model\.model\.(?P<module>.+)\."
-    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?"
-)
 _LINEAR = "lora_A", "lora_B"
 _EMBEDDING = "lora_embedding_A", "lora_embedding_B"
 _LOOK_UP = (
     "PEFT adapts the look-up alone, unless its configuration says ensure_weight_tying. If the Haiku "
     "model also multiplies by this parameter (tied embeddings), here the adapter changes both"
 )
-_LENGTHS = "lora_magnitude_vector"
 
 # Maps the `module/name` of a parameter to the name of a module in the PyTorch model.
 Modules = Mapping[str, str] | Callable[[str], str]
@@ -95,6 +90,7 @@ def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Any = None)
     _check_folder(folder)
     config = read_config(folder / CONFIG)
     init, file = init_from_base(config), str(folder / TENSORS)
+    kind = next((kind for flag, kind in _kinds().items() if config.get(flag)), LoRA)
     parameters = None if base is None else {p.path: p.value for p in trees.parameters_of(base)}
     weights, bases = {}, {}
     for module, tensors in _tensors_of(file, config).items():
@@ -103,7 +99,7 @@ def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Any = None)
             continue
         if place.path in weights:
             raise ValueError(f"names: two modules are {place.path!r}, the second one is {module!r}")
-        a, b = _factors_of(where, tensors, bool(config.get("use_dora")))
+        a, b = _factors_of(where, tensors, kind)
         decomposed = init is not None and _LINEAR[0] in tensors
         scale = _scale_of(where, config, module, (a, b), decomposed)
         if init is not None and decomposed:
@@ -111,7 +107,7 @@ def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Any = None)
             with errors_name(place.path, w):
                 a, b = _without(a, b, *_start_of(init, w, place.shape, (a, b), scale))
             bases[place.path] = digest(w)
-        weight = _weight_of(where, a, b, scale, tensors.get(_LENGTHS))
+        weight = _weight_of(where, tensors, kind, a, b, scale)
         weights[place.path] = _at_place(where, weight, place)
     return AdapterParts(weights, bases=tuple(bases.items()))
 
@@ -159,31 +155,17 @@ def save_peft(
         if module in ranks:
             raise ValueError(f"names: two parameters are {module!r}, the second one is {path!r}")
         weight = matrix_of(value)
-        if not isinstance(weight, LoRA | DoRA):
-            raise ValueError(f"{path}: expected LoRA or DoRA, got {type(weight).__name__}")
-        if np.ndim(weight.a) != 2:
-            raise ValueError(
-                f"{path}: expected the LoRA of one matrix, got factors {np.shape(weight.a)} and "
-                f"{np.shape(weight.b)}, as kernels of convolutions and stacked layers have them. Leave "
-                "it out when the adapter is made (exclude=)"
-            )
+        _check_writable(path, weight)
         if isinstance(weight, RestLoRA):
             weight = _for_the_weight_as_it_was(path, weight, adapter, initial)
-        prefix = f"base_model.model.{module}"
-        first, second = _EMBEDDING if path.endswith("/embeddings") else _LINEAR
-        if first == _EMBEDDING[0]:
-            warn_caller(f"{path}: {_LOOK_UP}")
-        ending = "" if path.endswith("/embeddings") else ".weight"
-        tensors[f"{prefix}.{first}{ending}"] = jnp.asarray(weight.a).T
-        tensors[f"{prefix}.{second}{ending}"] = jnp.asarray(weight.b).T
-        if isinstance(weight, DoRA):
-            tensors[f"{prefix}.lora_magnitude_vector"] = weight.magnitude
+        own = _tensors_for(path, weight)
+        tensors |= {f"base_model.model.{module}.{name}": x for name, x in own.items()}
         ranks[module] = int(weight.a.shape[-1])
         alphas[module] = ranks[module] if weight.alpha is None else float(weight.alpha)
-    kinds = {isinstance(value, DoRA) for value in map(matrix_of, adapter.weights.values())}
-    if len(kinds) > 1:
+    found = {matrix_of(value).peft_flag for value in adapter.weights.values()}
+    if len(found) > 1:
         raise ValueError("adapter: PEFT has LoRA or DoRA in one file, got both")
-    config = _config_for(ranks, alphas, kinds == {True}, base_model)
+    config = _config_for(ranks, alphas, found, base_model)
     folder = _made(folder)
     save(folder / TENSORS, tensors)
     with replaced(folder / CONFIG) as temporary:
@@ -212,12 +194,17 @@ def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Any]]:
     """The tensors of each module, by their names in it."""
     parts: dict[str, dict[str, Any]] = {}
     tree, unused = load(file), training_tensors(config)
+    extra = [name for kind in _kinds().values() for name in kind.peft_tensors.values()]
+    names = re.compile(
+        r"base_model\.model\.(?P<module>.+)\."
+        rf"(?P<part>{'|'.join([*_LINEAR, *_EMBEDDING, *extra])})(\.weight)?"
+    )
     # (Names without a slash are keys in a file that `save` wrote, but in a module '' in other files.)
     tree = tree.get("", tree) if isinstance(tree, Mapping) else {"": tree}
     for key, tensor in tree.items() if isinstance(tree, Mapping) else ():
         if isinstance(key, str) and unused.fullmatch(key):
             continue
-        found = _KEY.fullmatch(key) if isinstance(key, str) else None
+        found = names.fullmatch(key) if isinstance(key, str) else None
         if found is None or not isinstance(tensor, jax.Array | np.ndarray):
             raise CheckpointError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
         module, part = found["module"], found["part"]
@@ -236,18 +223,26 @@ def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def _factors_of(where: str, tensors: Mapping[str, Any], dora: bool) -> tuple[Any, Any]:
-    """The factors `a` and `b` of LoRA on a linear layer or an embedding."""
-    kind = _EMBEDDING if set(_EMBEDDING) & set(tensors) else _LINEAR
-    wanted = {*kind, _LENGTHS} if dora else {*kind}
+def _kinds() -> dict[str, type[Adapter]]:
+    """The types of adapters in PEFT's files of LoRA, by the key of the configuration that is true."""
+    return {k.peft_flag: k for k in reversed(kinds()) if k.peft_flag is not None}
+
+
+def _factors_of(where: str, tensors: Mapping[str, Any], kind: type[Adapter]) -> tuple[Any, Any]:
+    """The factors `a` and `b` of an adapter on a linear layer or an embedding."""
+    factors = _EMBEDDING if set(_EMBEDDING) & set(tensors) else _LINEAR
+    wanted = {*factors, *kind.peft_tensors.values()}
     missing, other = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
     if missing:
         raise ValueError(f"{where}: {', '.join(missing)}: missing")
-    if other == [_LENGTHS]:
-        raise ValueError(f"{where}: {_LENGTHS}: there is one, but {CONFIG} has no use_dora")
     if other:
-        raise ValueError(f"{where}: expected {' and '.join(kind)}, got {', '.join(other)} too")
-    a, b = (tensors[name] for name in kind)
+        for flag, of in _kinds().items():
+            if other == sorted(of.peft_tensors.values()):
+                raise ValueError(
+                    f"{where}: {', '.join(other)}: there is one, but {CONFIG} has no {flag}"
+                )
+        raise ValueError(f"{where}: expected {' and '.join(factors)}, got {', '.join(other)} too")
+    a, b = (tensors[name] for name in factors)
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
         raise ValueError(
             f"{where}: expected lora_A [rank, inputs] and lora_B [outputs, rank], got {list(a.shape)} "
@@ -268,13 +263,15 @@ def _scale_of(where: str, config: Config, module: str, factors: Any, decomposed:
     return alpha / (math.sqrt(wanted) if config.get("use_rslora") else wanted)
 
 
-def _weight_of(where: str, a: Any, b: Any, scale: float, lengths: Any) -> Any:
-    if lengths is None:
-        return without_base(LoRA, a=a, b=b, factor=jnp.float32(scale))
-    if lengths.size != b.shape[1]:
-        raise ValueError(f"{where}: {_LENGTHS}: expected {b.shape[1]} numbers, got {lengths.size}")
-    alpha = jnp.float32(scale * a.shape[1])
-    return without_base(DoRA, a=a, b=b, alpha=alpha, magnitude=lengths.reshape(-1))
+def _weight_of(
+    where: str, tensors: Mapping[str, Any], kind: Any, a: Any, b: Any, scale: float
+) -> Any:
+    others = {field: tensors[name] for field, name in kind.peft_tensors.items()}
+    for field, x in others.items():
+        if x.size != b.shape[1]:
+            name = kind.peft_tensors[field]
+            raise ValueError(f"{where}: {name}: expected {b.shape[1]} numbers, got {x.size}")
+    return kind.of_factors(a, b, scale, **{field: x.reshape(-1) for field, x in others.items()})
 
 
 def _dense_base(where: str, init: str, base: Mapping[str, Any] | None, path: str) -> Any:
@@ -301,7 +298,7 @@ def _start_of(init: str, w: Any, shape: Any, factors: Any, scale: float) -> tupl
     if tuple(w.shape) != tuple(shape or sizes):
         raise ValueError(f"base: expected the shape {list(shape or sizes)} for this adapter")
     matrix = jnp.asarray(w, jnp.float32).reshape(sizes)
-    parts = lora_init.BY_NAME[init].parts("", matrix, a.shape[1], scale, jax.random.key(0))
+    parts = lora_init.BY_NAME[init].parts(matrix, a.shape[1], scale, jax.random.key(0))
     return parts.a, parts.b
 
 
@@ -351,6 +348,29 @@ def _made(folder: str | os.PathLike[str]) -> pathlib.Path:
     return path
 
 
+def _check_writable(path: str, weight: Any) -> None:
+    """Raises unless PEFT's files can hold an adapter."""
+    if weight.peft_flag is None:
+        raise ValueError(f"{path}: expected LoRA or DoRA, got {type(weight).__name__}")
+    if np.ndim(weight.a) != 2:
+        raise ValueError(
+            f"{path}: expected the LoRA of one matrix, got factors {np.shape(weight.a)} and "
+            f"{np.shape(weight.b)}, as kernels of convolutions and stacked layers have them. Leave "
+            "it out when the adapter is made (exclude=)"
+        )
+
+
+def _tensors_for(path: str, weight: Any) -> dict[str, Any]:
+    """The tensors of a weight, by their names in its module."""
+    (first, second), ending = _LINEAR, ".weight"
+    if path.endswith("/embeddings"):
+        warn_caller(f"{path}: {_LOOK_UP}")
+        (first, second), ending = _EMBEDDING, ""
+    factors = {first + ending: jnp.asarray(weight.a).T, second + ending: jnp.asarray(weight.b).T}
+    others = {name: getattr(weight, field) for field, name in weight.peft_tensors.items()}
+    return factors | others
+
+
 def _for_the_weight_as_it_was(
     path: str, lora: RestLoRA, adapter: AdapterParts, initial: AdapterParts | None
 ) -> LoRA:
@@ -370,11 +390,11 @@ def _for_the_weight_as_it_was(
     if None not in known and known[0] != known[1]:
         raise ValueError(f"initial: {path}: the adapter began on another base")
     a, b = _without(lora.a, lora.b, start.a * (start.scale / lora.scale), start.b)
-    return without_base(LoRA, a=a, b=b, factor=lora.factor)
+    return LoRA.of_factors(a, b, lora.factor)
 
 
 def _config_for(
-    ranks: Mapping[str, int], alphas: Mapping[str, float], dora: bool, base_model: str | None
+    ranks: Mapping[str, int], alphas: Mapping[str, float], flags: set[str], base_model: str | None
 ) -> dict[str, Any]:
     rank, alpha = (collections.Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
     return {
@@ -385,7 +405,7 @@ def _config_for(
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "use_dora": dora,
+        **{flag: flag in flags for flag in _kinds() if flag},
         "use_rslora": False,
         "fan_in_fan_out": False,
         "inference_mode": True,

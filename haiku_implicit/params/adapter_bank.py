@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.arrays.lora import LoRA, RestLoRA
+from haiku_implicit.arrays.lora import RestLoRA
 from haiku_implicit.arrays.matrix_view import matrix_of
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.predicates import Targets
@@ -22,6 +22,7 @@ from haiku_implicit.params.adapter_parts import (
     check_bases,
     checked_parts,
     has_adapter,
+    lora_of,
 )
 from haiku_implicit.params.edits import add_lora
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
@@ -250,9 +251,7 @@ def _of_rest(params: Any, paths: Collection[str]) -> Any:
 
 def _padded(path: str, value: Any, old: Any) -> tuple[Any, Any, Any]:
     """The factors of an adapter, padded with zeros to the rank of the bank, and its scale."""
-    lora = matrix_of(value)
-    if not isinstance(lora, LoRA) or is_implicit(lora.w):
-        raise ValueError(f"{path}: a bank has room for LoRA alone, got {type(lora).__name__}")
+    lora = lora_of(path, value, "a bank has room for LoRA alone")
     rank, own = old[0].shape[-1], lora.a.shape[-1]
     if own > rank:
         raise ValueError(f"{path}: the adapter has rank {own}, the bank has room for {rank}")

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from haiku_implicit.adapters.adapter import Adapter
 from haiku_implicit.adapters.vblora import VectorBank
+from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import matrix_in, matrix_of, with_matrix
 from haiku_implicit.core.array import (
     check_values,
-    data_names,
     flatten_one_level,
     is_implicit,
     static_items,
@@ -147,7 +146,15 @@ def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool =
 
 def has_adapter(value: Any) -> bool:
     """Whether a parameter is a weight with an adapter, or a view of one."""
-    return isinstance(matrix_of(value), LoRA | Adapter)
+    return isinstance(matrix_of(value), Adapter)
+
+
+def lora_of(path: str, value: Any, purpose: str) -> LoRA:
+    """The LoRA of a weight, on a base without adapters; raises for adapters of other types."""
+    lora = matrix_of(value)
+    if not isinstance(lora, LoRA) or is_implicit(lora.w):
+        raise ValueError(f"{path}: {purpose}, got {type(lora).__name__}")
+    return lora
 
 
 def check_whole(path: str, value: Any) -> None:
@@ -166,7 +173,7 @@ def base_of(value: Any) -> Any:
     if not has_adapter(value):
         return value
     matrix = matrix_of(value)
-    while isinstance(matrix, LoRA | Adapter):
+    while isinstance(matrix, Adapter):
         matrix = matrix.w
     base = with_matrix(value, matrix)
     return base if base is matrix or is_implicit(matrix) else materialize_array(base)
@@ -178,22 +185,9 @@ def with_base(value: Any, base: Any) -> Any:
     if weight is not value and base is not None and not is_implicit(base):
         matrix = matrix_in(base, value.axes)
     view = base if weight is value else value
-    if isinstance(weight.w, LoRA | Adapter):
+    if isinstance(weight.w, Adapter):
         matrix = with_base(weight.w, matrix)
     return with_matrix(view, weight.completed()._replace(w=matrix))
-
-
-def without_base(kind: type[LoRA | Adapter], **fields: Any) -> Any:
-    """An adapter of a type without its base, as `AdapterParts` holds it.
-
-    Args:
-      kind: the type.
-      **fields: its other fields; a missing field is None.
-    """
-    new = object.__new__(kind)
-    new.__dict__.update(dict.fromkeys(data_names(kind)) | fields)
-    new.__dict__.update(_shape=None, _dtype=None)
-    return new
 
 
 def digest(value: Any) -> str:

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.arrays.lora import LoRA, RestLoRA
-from haiku_implicit.arrays.matrix_view import matrix_of, with_matrix
-from haiku_implicit.core.array import is_implicit
+from haiku_implicit.arrays.matrix_view import with_matrix
 from haiku_implicit.core.keys import as_key
-from haiku_implicit.params.adapter_parts import AdapterParts, checked_parts, without_base
+from haiku_implicit.params.adapter_parts import AdapterParts, checked_parts, lora_of
 from haiku_implicit.params.trees import Parameter
 
 _Deltas = list[jax.Array]
@@ -75,7 +74,7 @@ def combine_adapters(
             for a, w in zip(adapters, weights, strict=True)
             if path in a.weights
         ]
-        parts = [(_lora_of(path, value), weight) for value, weight in own]
+        parts = [(lora_of(path, value, "only LoRA can be combined"), by) for value, by in own]
         if merge is None:
             new = _joined(parts)
             new = new if rank is None else _nearest(new.delta(), rank)
@@ -84,7 +83,7 @@ def combine_adapters(
             deltas = [weight * lora.delta() for lora, weight in parts]
             new = _nearest(merge(path, deltas), rank or largest)
         if any(isinstance(lora, RestLoRA) for lora, _ in parts):
-            new = without_base(RestLoRA, a=new.a, b=new.b, factor=new.factor)
+            new = RestLoRA.of_factors(new.a, new.b, new.factor)
         found[path] = with_matrix(own[0][0], new)
     return AdapterParts(found, bases=bases)
 
@@ -147,13 +146,6 @@ def _bases_of(adapters: Sequence[AdapterParts]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(found.items()))
 
 
-def _lora_of(path: str, value: Any) -> LoRA:
-    lora = matrix_of(value)
-    if not isinstance(lora, LoRA) or is_implicit(lora.w):
-        raise ValueError(f"{path}: only LoRA can be combined, got {type(lora).__name__}")
-    return lora
-
-
 def _joined(parts: Sequence[tuple[LoRA, float]]) -> LoRA:
     """The exact sum, with the factors side by side."""
     first = parts[0][0]
@@ -179,4 +171,4 @@ def _nearest(delta: jax.Array, rank: int) -> LoRA:
     if not 1 <= rank <= room:
         raise ValueError(f"rank: expected 1 to {room}, got {rank}")
     a, b = _factors_of(delta, rank)
-    return without_base(LoRA, a=a, b=b).completed()
+    return LoRA.of_factors(a, b, None).completed()

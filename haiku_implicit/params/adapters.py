@@ -7,15 +7,13 @@ from typing import Any
 
 import jax
 
-from haiku_implicit.adapters.adapter import Adapter, method_named, method_names
-from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.adapter import Adapter, method_named, method_names
 from haiku_implicit.core.keys import as_key
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets, compiled, no_match
-from haiku_implicit.numerics.options import is_positive_integer
 from haiku_implicit.params import trees
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
-from haiku_implicit.params.options import LoRAOptions, Room, check_matrix
+from haiku_implicit.params.options import Room, check_matrix
 from haiku_implicit.params.remarks import LargeAdapters, warn_of_skipped
 from haiku_implicit.params.selection import describe, errors_name, stacked_axes
 
@@ -23,7 +21,7 @@ from haiku_implicit.params.selection import describe, errors_name, stacked_axes
 def add_adapter(
     params: Any,
     key: Any,
-    method: str | type[Adapter] | type[LoRA],
+    method: str | type[Adapter],
     *,
     targets: Targets | None = None,
     exclude: Targets | None = None,
@@ -40,8 +38,8 @@ def add_adapter(
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
       key: a JAX random key, or an integer seed; each weight gets its own key from it.
       method: a type of adapter: `haiku_implicit.LoRA`, one of `haiku_implicit.adapters`, or your own
-        subclass of `haiku_implicit.adapters.Adapter`. Or its name: 'lora', 'boft', 'dora', 'fourierft',
-        'ia3', 'locon', 'loha', 'lokr', 'low_rank_diagonal', 'oft', 'shira', 'trained_rows', 'vblora',
+        subclass of `haiku_implicit.adapters.Adapter`. Or its name: 'boft', 'dora', 'fourierft', 'ia3',
+        'locon', 'loha', 'lokr', 'lora', 'low_rank_diagonal', 'oft', 'shira', 'trained_rows', 'vblora',
         'vera' (see docs/adapters.md), or the name of your own class in lower case.
       targets, exclude, missing_ok, matrix_axes: as for `add_lora`. The default targets are weights with
         room for the rank, if the method has one; a warning names the others.
@@ -75,29 +73,29 @@ def add_adapter(
     of_weight = _options_of(kind, name, options, patterns or {})
     key = as_key(key)
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
-    room = Room(lambda path: of_weight(path).get("rank", 1), _room_of(kind, of_weight))
     large = LargeAdapters()
+
+    def room_of(path: str, shape: tuple[int, ...]) -> int:
+        return kind.room(shape[stacked_axes(path) :], **of_weight(path))
 
     def made(parameter: trees.Parameter) -> Any:
         path, value, stacked = parameter.path, parameter.value, parameter.stacked
-        own, own_key = of_weight(path), parameter.key_from(key)
-        if kind is LoRA:
-            return LoRAOptions(**own).put_on(path, value, own_key, stacked)
         check_matrix(path, value, name, stacked)
+        own_key = key if kind.one_key else parameter.key_from(key)
         with errors_name(path, value):
-            own = kind.options_for(len(value.shape) - stacked, own)
-            return _created(kind, value, key if kind.one_key else own_key, own)
+            own = kind.options_for(path, len(value.shape) - stacked, of_weight(path))
+            return large.see(parameter, _created(kind, value, own_key, own))
 
+    room = Room(lambda path: of_weight(path).get("rank", 1), room_of)
     parameters = trees.parameters_of(params)
     marks = trees.marks_of(parameters, choice, room.takes, room.wanted)
     paths = [p.path for p, marked in zip(parameters, marks, strict=True) if marked]
     if not missing_ok:
         _check_patterns(patterns or {}, paths)
-    make = lambda parameter: large.see(parameter, made(parameter))  # noqa: E731
-    new = trees.replace_marked(params, marks, make, choice.matrix_axes)
+    new = trees.replace_marked(params, marks, made, choice.matrix_axes)
     large.warn()
     warn_of_skipped(params, choice, room)
-    return new if kind is LoRA else kind.with_shared(new, key, **options)
+    return kind.with_shared(new, key, **options)
 
 
 def _check_patterns(patterns: Iterable[str], paths: Sequence[str]) -> None:
@@ -125,20 +123,18 @@ def _kind_of(method: Any) -> tuple[Any, str]:
     """
     names = ", ".join(map(repr, method_names()))
     if isinstance(method, str):
-        kind: Any = LoRA if method == "lora" else method_named(method)
+        kind = method_named(method)
         if kind is None:
             raise ValueError(
-                f"method: expected 'lora' or one of {names}, or a subclass of "
+                f"method: expected one of {names}, or a subclass of "
                 f"haiku_implicit.adapters.Adapter, got {method!r}"
             )
         return kind, method
-    if method is LoRA:
-        return LoRA, "lora"
     is_kind = isinstance(method, type) and issubclass(method, Adapter)
     if not is_kind or not callable(getattr(method, "create", None)):
         raise TypeError(
             "method: expected a subclass of haiku_implicit.adapters.Adapter that has a class method "
-            f"create(w, key, **options), or its name: 'lora' or one of {names}; got {method!r}"
+            f"create(w, key, **options), or its name, one of {names}; got {method!r}"
         )
     return method, method.__name__
 
@@ -154,19 +150,6 @@ def _created(kind: Any, value: Any, key: jax.Array, options: Mapping[str, Any]) 
     return new
 
 
-def _room_of(
-    kind: Any, of_weight: Callable[[str], dict[str, Any]]
-) -> Callable[[str, tuple[int, ...]], int]:
-    """A function from the path and the shape of a weight to its largest rank."""
-    if kind is LoRA:
-        return lambda path, shape: min(shape[-2:])
-
-    def room(path: str, shape: tuple[int, ...]) -> int:
-        return kind.room(shape[stacked_axes(path) :], **of_weight(path))
-
-    return room
-
-
 def options_of(method: Any) -> dict[str, bool] | None:
     """The options of a method, and whether each is required; None if it takes any option.
 
@@ -174,8 +157,7 @@ def options_of(method: Any) -> dict[str, bool] | None:
       ValueError: for an unknown method.
     """
     kind, _ = _kind_of(method)
-    create, first = (LoRAOptions, 0) if kind is LoRA else (kind.create, 2)  # `w` and `key`
-    own = list(inspect.signature(create).parameters.values())[first:]
+    own = list(inspect.signature(kind.create).parameters.values())[2:]  # without `w` and `key`
     if any(p.kind is p.VAR_KEYWORD for p in own):
         return None
     return {p.name: p.default is p.empty for p in own}
@@ -196,8 +178,7 @@ def _options_of(
                 f"method {name!r}: expected the options {', '.join(names) or 'none'}, got "
                 f"{', '.join(sorted(given)) or 'none'}"
             )
-        if "rank" in given and not is_positive_integer(given["rank"]):
-            raise ValueError(f"rank: expected a positive integer, got {given['rank']!r}")
+        kind.check_options(given)
 
     def of_weight(path: str) -> dict[str, Any]:
         found = (more for pattern, more in rules if pattern.fullmatch(path))

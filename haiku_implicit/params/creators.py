@@ -30,12 +30,12 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.lora_init import Initializer
 from haiku_implicit.arrays.quantized_cache import QuantizedCache
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.box import box
 from haiku_implicit.core.predicates import Predicate, Targets, path_of, predicate_of
 from haiku_implicit.params import trees
-from haiku_implicit.params.lora_init import Initializer
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.options import (
     GroupSize,

@@ -5,26 +5,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.lora_init import Initializer, LoRAInit
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.static_quantized import StaticQuantized
-from haiku_implicit.core.keys import as_key
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
-from haiku_implicit.params.lora_init import Initializer, LoRAInit
+from haiku_implicit.params.adapters import add_adapter
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.options import (
     GroupSize,
-    LoRAOptions,
     QuantizeOptions,
     zeros_for,
 )
-from haiku_implicit.params.remarks import (
-    LargeAdapters,
-    warn_of_complex,
-    warn_of_dense,
-    warn_of_skipped,
-)
+from haiku_implicit.params.remarks import warn_of_complex, warn_of_dense
 from haiku_implicit.params.selection import describe
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QuantRule
@@ -97,22 +91,9 @@ def add_lora(
       ValueError: targets: 'linear/v' matches none of the 2 parameters (the whole of 'module/name'
       has to match). Nearest: linear/w, linear/b
     """
-    options = LoRAOptions(rank, alpha, init, rank_stabilized)
-    room = options.room
-    key = as_key(key)
-
-    large = LargeAdapters()
-
-    def make(parameter: trees.Parameter) -> LoRA:
-        own_key = parameter.key_from(key)
-        new = options.put_on(parameter.path, parameter.value, own_key, parameter.stacked)
-        return large.see(parameter, new)
-
-    choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
-    new = trees.replace_targets(params, choice, make, room.takes, room.wanted)
-    large.warn()
-    warn_of_skipped(params, choice, room)
-    return new
+    options: Any = dict(targets=targets, exclude=exclude, missing_ok=missing_ok)
+    options |= dict(rank=rank, alpha=alpha, init=init, rank_stabilized=rank_stabilized)
+    return add_adapter(params, key, LoRA, matrix_axes=matrix_axes, **options)
 
 
 def quantize_params(

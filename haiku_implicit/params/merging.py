@@ -6,16 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.adapter import Adapter
-from haiku_implicit.adapters.locon import LoCon
 from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.matrix_view import matrix_of, with_matrix
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.structure import free_summand
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees, vector_bank
 from haiku_implicit.params.adapter_parts import (
@@ -200,11 +199,16 @@ def _taken_out(weight: Any) -> jax.Array:
             case Rotated():  # the inverse of a rotation is its transpose
                 rotation = materialize_array(weight.rotation)
                 return undone(weight.w, jnp.swapaxes(rotation, -1, -2) @ left)
-            case LoRA() | Sum() | LoCon():
+            case Adapter() if (equal := weight.equivalent()) is not NotImplemented:
+                return undone(equal, left)
+            case Adapter() | Sum():
                 zeros = jnp.zeros(weight.w.shape, weight.w.dtype)
-                return undone(weight.w, left - materialize_array(weight._replace(w=zeros)))
-            case Adapter():
-                return undone(weight.equivalent(), left)
+                correction = weight._replace(w=zeros)
+                if free_summand(correction) != 0:
+                    raise ValueError(
+                        f"{type(weight).__name__} is not a sum of its weight and a rest"
+                    )
+                return undone(weight.w, left - materialize_array(correction))
         return left
 
     return undone(weight, merged)

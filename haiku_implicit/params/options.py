@@ -1,14 +1,13 @@
 """The options of LoRA and quantization: the weights that they fit, and their application to one."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
-import numpy as np
 
-from haiku_implicit.arrays.lora import LoRA, RestLoRA
+from haiku_implicit.arrays.lora import LoRA, check_room
+from haiku_implicit.arrays.lora_init import Drawn, Initializer, LoRAInit, init_of
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray, is_implicit
@@ -16,7 +15,6 @@ from haiku_implicit.core.predicates import path_of
 from haiku_implicit.numerics.formats import RECIPES
 from haiku_implicit.numerics.options import is_positive_integer
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params.lora_init import Drawn, Initializer, LoRAInit, init_of
 from haiku_implicit.params.selection import describe, errors_name, is_matrix, is_weight
 from haiku_implicit.products.quant_rules import QuantRule
 
@@ -85,20 +83,7 @@ class LoRAOptions:
     rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
-        if not is_positive_integer(self.rank):
-            raise ValueError(f"rank: expected a positive integer, got {self.rank!r}")
-        if self.alpha is not None and not _is_finite(self.alpha):
-            raise ValueError(f"alpha: expected None or a finite number, got {self.alpha!r}")
-        if self.rank_stabilized and self.alpha is None:
-            raise ValueError("rank_stabilized: expected an alpha, got None")
-        init_of(self.init, _uniform)
-
-    @property
-    def field_alpha(self) -> float | None:
-        """The `alpha` to give to `LoRA`, whose scale is `alpha / rank`."""
-        if self.alpha is None or not self.rank_stabilized:
-            return self.alpha
-        return self.alpha * math.sqrt(self.rank)
+        LoRA.check_options(vars(self))
 
     @property
     def room(self) -> "Room":
@@ -108,20 +93,8 @@ class LoRAOptions:
     def check(self, path: str, value: Any, stacked: int = 0) -> None:
         """Raises unless a parameter can take LoRA of this rank; `stacked` as for `check_matrix`."""
         check_matrix(path, value, "LoRA", stacked)
-        if isinstance(value, LoRA):
-            raise ValueError(
-                f"{path}: this is {describe(value)} already; merge_lora it first, or leave it out by "
-                "targets="
-            )
-        room = min(value.shape[-2:])
-        if self.rank > room:
-            axes = "infer_matrix_axes finds which axes make one matrix, for matrix_axes=. Or give"
-            give = axes if len(value.shape) - stacked > 2 else "Give"
-            raise ValueError(
-                f"{path}: LoRA of rank {self.rank} does not fit {describe(value)}; the rank can be "
-                f"{room} at most. {give} a smaller rank=, or leave the parameter "
-                "out by targets="
-            )
+        with errors_name(path, value):
+            check_room(value, self.rank)
 
     def factor_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of `a` and `b` for a weight `[..., n, m]`."""
@@ -130,7 +103,7 @@ class LoRAOptions:
 
     def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """Draws the factor `a`, `[..., n, r]`, without the weight."""
-        init = init_of(self.init, _uniform)
+        init = init_of(self.init)
         if not isinstance(init, Drawn):
             raise ValueError(
                 f"init: {self.init!r} needs the weight; give it to add_lora, on existing parameters"
@@ -140,16 +113,9 @@ class LoRAOptions:
     def put_on(self, path: str, value: Any, key: jax.Array, stacked: int = 0) -> LoRA:
         """A parameter with LoRA, which stands for the same values."""
         self.check(path, value, stacked)
-        scale = 1.0 if self.field_alpha is None else self.field_alpha / self.rank
         with errors_name(path, value):
-            parts = init_of(self.init, _uniform).parts(path, value, self.rank, scale, key)
-        kind = LoRA if parts.w is value else RestLoRA
-        return kind(*parts, self.rank if self.field_alpha is None else self.field_alpha)
-
-
-def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    bound = 1 / math.sqrt(shape[-2])
-    return jax.random.uniform(key, shape, dtype, -bound, bound)
+            options = LoRA.options_for(path, len(value.shape) - stacked, vars(self))
+            return LoRA.create(value, key, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +241,3 @@ def checked_group_size(size: Any) -> GroupSize:
             f"{size!r}"
         )
     return tuple(size) if pair else size
-
-
-def _is_finite(x: Any) -> bool:
-    return isinstance(x, int | float | np.integer | np.floating) and math.isfinite(x)

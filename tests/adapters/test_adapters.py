@@ -298,7 +298,7 @@ def test_options_for_some_weights():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("doro",), "method: expected 'lora' or one of .*'dora'.* got 'doro'"),
+        (("doro",), "method: expected one of .*'dora'.*'lora'.* got 'doro'"),
         (("dora",), "method 'dora': expected the options rank, alpha .optional., got none"),
         (
             ("oft", "w", {"block_size": 5}),

@@ -1,11 +1,14 @@
 """Adapters by their class: those of a user beside those of the library."""
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import haiku_implicit as hki
@@ -76,6 +79,50 @@ def test_an_own_type_goes_the_whole_way(method, tmp_path, never_dense):
     )
 
 
+IN_ANOTHER_PROCESS = """
+import sys
+import haiku_implicit as hki
+from tests.adapters.test_own_adapter import base  # defines the types, too
+folder = sys.argv[1]
+params = hki.set_adapter(base(), hki.load(folder + "/adapter"))
+print(type(params["layer"]["w"]).__name__, type(hki.load(folder + "/params")["stack"]["w"]).__name__)
+hki.save(folder + "/merged", hki.merge_adapters(params))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [Columns, "columns"])
+def test_an_own_type_is_trained_and_saved_and_merged_in_another_process(method, tmp_path):
+    params, x = hki.add_adapter(base(), 0, method, spread=0.5), normal((8, 6), 2)
+    optimizer = hki.freeze_declared(optax.adam(0.05), trainable_dense=False)
+
+    def loss(params):
+        y = jnp.tanh(x @ params["layer"]["w"] + params["layer"]["b"]) @ params["stack"]["w"][0].T
+        return ((y - 1) ** 2).mean()
+
+    @jax.jit
+    def step(params, state):
+        value, grads = hki.value_and_grad(loss, trainable_dense=False)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return hki.apply_updates(params, updates), state, value
+
+    new, state, losses = params, optimizer.init(params), []
+    for _ in range(10):
+        new, state, value = step(new, state)
+        losses.append(float(value))
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
+    jax.tree.map(np.testing.assert_array_equal, hki.set_adapter(new, None), base())
+    hki.save(tmp_path / "adapter", hki.get_adapter(new))
+    hki.save(tmp_path / "params", new)
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["Columns", "Columns"], done.stderr
+    merged = hki.load(tmp_path / "merged")
+    for module in ("layer", "stack"):
+        w = new[module]["w"]
+        np.testing.assert_allclose(merged[module]["w"], w.w * w.factor[..., None, :], rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", few(METHODS, "lora", "locon"))
 def test_a_class_is_its_name(name):
     kind = hki.LoRA if name == "lora" else type(
@@ -126,7 +173,7 @@ class NoCreate(hki.adapters.Adapter):
     "method, options, error, message",
     [
         (NoCreate, {}, TypeError, "method: expected a subclass of .*Adapter .* create"),
-        ("nocreate", {}, ValueError, "method: expected 'lora' or one of .*or a subclass"),
+        ("nocreate", {}, ValueError, "method: expected one of .*'lora'.*or a subclass"),
         (hki.Zeros, {}, TypeError, "method: expected a subclass of .*got .*Zeros"),
         (3, {}, TypeError, "method: expected a subclass .*got 3"),
         (Columns, {}, ValueError, "method 'Columns': expected the options spread, shift .optional"),

@@ -294,7 +294,11 @@ def test_an_error_stream_that_is_closed(folder, monkeypatch):
         (["inspect", "text"], 1, "text: "),
         (["quantize", "model", "model"], 2, "model is there already; --overwrite writes over it"),
         (["quantize", "model", "new", "--dtype=int99"], 1, "dtype: expected one of int8"),
-        (["add-lora", "model", "new", "--method=lore"], 1, "method: expected 'lora' or one of"),
+        (
+            ["add-lora", "model", "new", "--method=lore"],
+            1,
+            "method: expected one of 'boft', 'dora'",
+        ),
         (["quantize", "model", "new", "--targets=nothing"], 1, "--targets: 'nothing' matches none"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.arrays.adapter import uniform
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 
@@ -25,12 +26,15 @@ class Parts(NamedTuple):
 class LoRAInit(abc.ABC):
     """An initialization of LoRA: the factors, and the weight to be added to their product."""
 
+    def of_weight(self, path: str) -> "LoRAInit":
+        """The initialization of the weight with a path, `module/name`."""
+        return self
+
     @abc.abstractmethod
-    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
         """The fields of a LoRA for a weight `[..., n, m]`.
 
         Args:
-          path: the path of the parameter, `module/name`.
           w: the weight, dense or implicit.
           rank: the rank of the correction.
           scale: the correction is `scale * a @ b`.
@@ -48,7 +52,7 @@ class Drawn(LoRAInit):
 
     draw: Initializer
 
-    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
         *lead, n, m = w.shape
         a = self.draw(key, (*lead, n, rank), w.dtype)
         return Parts(w, a, jnp.zeros((*lead, rank, m), w.dtype))
@@ -65,7 +69,7 @@ class Orthogonal(LoRAInit):
     It is PEFT's 'orthogonal' (https://datta0.github.io/posts/rethink-lora-init). The rank is even.
     """
 
-    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
         if rank % 2:
             raise ValueError(f"init: 'orthogonal' needs an even rank, got {rank}")
         *lead, n, m = w.shape
@@ -82,7 +86,7 @@ class PiSSA(LoRAInit):
     After Meng et al. 2024, arXiv:2404.02948.
     """
 
-    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
         w = _dense("pissa", w)
         return _with_rest(w, *truncated(w, rank, scale), scale)
 
@@ -93,7 +97,7 @@ class OLoRA(LoRAInit):
     As in the paper, it decomposes the weight `[outputs, inputs]`: `b` is orthonormal.
     """
 
-    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
         w = _dense("olora", w)
         q, r = jnp.linalg.qr(jnp.swapaxes(w, -1, -2).astype(jnp.float32))
         a, b = (jnp.swapaxes(x, -1, -2) for x in (r[..., :rank, :], q[..., :rank]))
@@ -110,6 +114,7 @@ class EVA(LoRAInit):
     Attributes:
       moments: the second moments of the inputs, `[..., n, n]`, by the paths of the weights, as
         `input_moments` returns them.
+      path: the path of the weight, which `add_lora` and `add_adapter` give.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -120,8 +125,13 @@ class EVA(LoRAInit):
     """
 
     moments: Mapping[str, jax.Array]
+    path: str = ""
 
-    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def of_weight(self, path: str) -> "EVA":
+        return dataclasses.replace(self, path=path)
+
+    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+        path = self.path
         if path not in self.moments:
             raise ValueError(f"init: EVA has no moments of {path}, only of {sorted(self.moments)}")
         moments, (*lead, n, m) = self.moments[path], w.shape
@@ -162,7 +172,7 @@ class LoftQ(LoRAInit):
         if self.iterations < 1:
             raise ValueError(f"iterations: expected 1 or more, got {self.iterations}")
 
-    def parts(self, path: str, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
         rest = w = _dense("LoftQ", w)
         best, least = None, jnp.full(w.shape[:-2], jnp.inf)
         for _ in range(self.iterations):
@@ -188,8 +198,8 @@ BY_NAME: dict[str, LoRAInit] = {
 }
 
 
-def init_of(init: Any, default: Initializer) -> LoRAInit:
-    """The initialization for an argument `init=`; if it is None, `default` draws `a`.
+def init_of(init: Any) -> LoRAInit:
+    """The initialization for an argument `init=`; None draws `a` uniformly.
 
     Raises:
       ValueError: for an unknown name.
@@ -198,7 +208,7 @@ def init_of(init: Any, default: Initializer) -> LoRAInit:
         if init not in BY_NAME:
             raise ValueError(f"init: expected a function or one of {sorted(BY_NAME)}, got {init!r}")
         return BY_NAME[init]
-    return init if isinstance(init, LoRAInit) else Drawn(init or default)
+    return init if isinstance(init, LoRAInit) else Drawn(init or uniform)
 
 
 def truncated(w: jax.Array, rank: int, scale: float) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,7 @@
 """`Adapter`: the base of weights made of a frozen weight and a few trained numbers."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar, Self
 
 import jax
@@ -9,9 +10,11 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
+from haiku_implicit.core.array import data_names
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.sharding import padded_spec
+from haiku_implicit.numerics.options import is_positive_integer
 
 
 @dataclasses.dataclass
@@ -25,15 +28,20 @@ class Adapter(Wrapper, core_ndim=2):
     not fit. `haiku_implicit.add_adapter` takes the class, or its name.
 
     Class keywords:
-      method: the name of the class for `add_adapter`; by default the class's name in lower case.
+      method: the name of the class for `add_adapter`; by default the class's name in lower case. An
+        empty one for a class that only other code makes.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight; itself implicit if it is quantized, for example.
+      method: of a subclass: its name for `add_adapter`.
       field_axes: of a subclass: for fields besides `w`, the axes after the batch axes: 'n' or 'm' for
         axes of the weight, else '.'. So a mesh splits them like the weight.
       one_key: of a subclass: whether all weights of a tree draw with the same key.
       keeps_base: of a subclass: whether the base can be computed from the weight and the adapter, as
         `unmerge_adapters` does.
+      peft_flag: of a subclass: the key in PEFT's configuration of LoRA that is true for this type, ''
+        for LoRA itself; None if PEFT's files of LoRA can't hold the type.
+      peft_tensors: of a subclass: PEFT's names of the tensors besides the two factors, by field.
 
     Example:
       >>> import dataclasses, jax.numpy as jnp, haiku_implicit as hki
@@ -56,12 +64,16 @@ class Adapter(Wrapper, core_ndim=2):
     field_axes: ClassVar[dict[str, str]] = {}
     one_key: ClassVar[bool] = False
     keeps_base: ClassVar[bool] = True
+    method: ClassVar[str] = ""
+    peft_flag: ClassVar[str | None] = None
+    peft_tensors: ClassVar[dict[str, str]] = {}
 
     w: Any = dataclasses.field(metadata=FROZEN)
 
     def __init_subclass__(cls, *, method: str | None = None, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        _methods.setdefault(method or cls.__name__.lower(), []).append(cls)
+        cls.method = cls.__name__.lower() if method is None else method
+        _kinds.append(cls)
 
     @classmethod
     def room(cls, shape: tuple[int, ...], **options: Any) -> int:
@@ -69,8 +81,20 @@ class Adapter(Wrapper, core_ndim=2):
         return min(shape[-2:])
 
     @classmethod
-    def options_for(cls, ndim: int, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of `create` for a weight of `ndim` axes, not counting axes of stacked layers."""
+    def check_options(cls, options: dict[str, Any]) -> None:
+        """Raises for options of `create` that fit no weight."""
+        if "rank" in options and not is_positive_integer(options["rank"]):
+            raise ValueError(f"rank: expected a positive integer, got {options['rank']!r}")
+
+    @classmethod
+    def options_for(cls, path: str, ndim: int, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of `create` for one weight.
+
+        Args:
+          path: its path, `module/name`.
+          ndim: the number of its axes, without those of stacked layers.
+          options: the options that the user gave.
+        """
         return options
 
     @classmethod
@@ -78,11 +102,19 @@ class Adapter(Wrapper, core_ndim=2):
         """Adds modules for arrays that weights of this type share to a tree with such weights."""
         return params
 
-    def equivalent(self) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no equivalent()")
+    @classmethod
+    def without_base(cls, **fields: Any) -> Self:
+        """An adapter with None for its base and for missing fields, as `AdapterParts` holds it."""
+        new = object.__new__(cls)
+        new.__dict__.update(dict.fromkeys(data_names(cls)) | fields)
+        new.__dict__.update(_shape=None, _dtype=None)
+        return new
 
     def materialize(self) -> jax.Array:
-        return dense(self.equivalent())
+        equal = self.equivalent()
+        if equal is NotImplemented:
+            raise NotImplementedError(f"{type(self).__name__} has no equivalent()")
+        return dense(equal)
 
     def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
         """The specs of the fields: the weight like the dense array, trained fields by `trained_specs`.
@@ -122,13 +154,18 @@ class Adapter(Wrapper, core_ndim=2):
         return tuple(np.shape(self.w)[:-2])
 
 
-# The classes of each method's name, in the order of their definition.
-_methods: dict[str, list[type[Adapter]]] = {}
+# All classes of adapters, in the order of their definition.
+_kinds: list[type[Adapter]] = []
+
+
+def kinds() -> list[type[Adapter]]:
+    """The classes that have a name for `add_adapter`, in the order of their definition."""
+    return [cls for cls in _kinds if cls.method and callable(getattr(cls, "create", None))]
 
 
 def method_names() -> list[str]:
     """The names of the methods for `add_adapter`, sorted."""
-    return sorted(name for name, found in _methods.items() if any(map(_can_create, found)))
+    return sorted({cls.method for cls in kinds()})
 
 
 def method_named(name: str) -> type[Adapter] | None:
@@ -139,7 +176,7 @@ def method_named(name: str) -> type[Adapter] | None:
     Raises:
       ValueError: if a class of this library has the name as well.
     """
-    found = list(filter(_can_create, _methods.get(name, [])))
+    found = [cls for cls in kinds() if cls.method == name]
     package = __name__.partition(".")[0]
     if len({cls.__module__.partition(".")[0] == package for cls in found}) > 1:
         names = " and ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found)
@@ -147,13 +184,9 @@ def method_named(name: str) -> type[Adapter] | None:
     return found[-1] if found else None
 
 
-def _can_create(cls: type[Adapter]) -> bool:
-    return callable(getattr(cls, "create", None))
-
-
 def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Draws a first factor `[..., n, r]`, uniform in ±1/sqrt(n)."""
-    bound = shape[-2] ** -0.5
+    bound = 1 / math.sqrt(shape[-2])
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
@@ -165,26 +198,3 @@ def filled(value: float, batch: tuple[int, ...]) -> jax.Array:
 def alpha_or(alpha: float | None, rank: int, batch: tuple[int, ...]) -> jax.Array:
     """The option `alpha` as an array; by default a scale `alpha / rank` of 1."""
     return filled(rank if alpha is None else alpha, batch)
-
-
-def places(
-    key: jax.Array, shape: tuple[int, ...], count: int, name: str
-) -> tuple[jax.Array, jax.Array]:
-    """Draws the rows and columns `[..., count]` of different random entries of each matrix.
-
-    The entries of a matrix, row by row, are cut into `count` stretches, and each gives one.
-
-    Args:
-      key: a random key.
-      shape: `[..., n, m]`.
-      count: the number of entries.
-      name: the name of the option, for errors.
-    """
-    *lead, n, m = shape
-    if not 0 < count <= n * m:
-        raise ValueError(f"{name}: expected 1 to {n * m} for a weight [{n}, {m}], got {count}")
-    step = n * m // count
-    start = np.arange(count, dtype=np.int64) * step  # (may not fit into JAX's integers)
-    start = start.reshape(*(1 for _ in lead), count)
-    column = jax.random.randint(key, (*lead, count), 0, step) + start % m
-    return jnp.asarray(start // m) + column // m, column % m
