@@ -71,24 +71,36 @@ class Static(NamedTuple):
     """A tree without its values: its structure, and the leaves that are not traced.
 
     Attributes:
-      treedef: the structure, in which an implicit array is one leaf.
+      treedef: the structure; None if JAX can't flatten the tree, which is then the only leaf.
       leaves: for each leaf, a tuple of only this leaf if it is passed on unchanged; None for a value.
     """
 
     treedef: Any
     leaves: tuple[tuple[Any] | None, ...]
 
+    @property
+    def num_arrays(self) -> int:
+        """The number of values."""
+        return self.leaves.count(None)
+
     def merge(self, values: Iterable[Any]) -> Any:
         """Returns the tree with these values in it."""
         rest = iter(values)
-        return self.treedef.unflatten([next(rest) if x is None else x[0] for x in self.leaves])
+        leaves = [next(rest) if x is None else x[0] for x in self.leaves]
+        return leaves[0] if self.treedef is None else self.treedef.unflatten(leaves)
 
 
 def split(tree: Any) -> tuple[Static, list[Any]]:
     """Splits a tree into its static part and its values, dense or implicit."""
-    leaves, treedef = tree_flatten_with_implicit(tree)
-    static = tuple(None if is_value(x) else (x,) for x in leaves)
-    return Static(treedef, static), [x for x in leaves if is_value(x)]
+    return split_leaves(*tree_flatten_with_implicit(tree), is_value)
+
+
+def split_leaves(
+    leaves: Sequence[Any], treedef: Any, is_array: Callable[[Any], bool]
+) -> tuple[Static, list[Any]]:
+    """Splits a flat tree into its static part and the leaves for which `is_array` is true."""
+    static = tuple(None if is_array(x) else (x,) for x in leaves)
+    return Static(treedef, static), [x for x in leaves if is_array(x)]
 
 
 def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from haiku_implicit.mox import view
-from haiku_implicit.mox.interface import Interface
+from haiku_implicit.mox.interface import Interface, described
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.tree import Body, Equation, ModuleCall, jaxprs_of
 
@@ -111,7 +111,7 @@ def _face_lines(face: Interface) -> Iterator[str]:
         for path, slot in getattr(face, kind).items():
             yield f"{label} {'/'.join(path)}: {_types(slot.atoms)}"
     for label, slot in (("rng", face.rng), ("arguments", face.args), ("results", face.results)):
-        yield f"{label} {slot.tree.describe()}: {_types(slot.atoms)}"
+        yield f"{label} {described(slot.tree)}: {_types(slot.atoms)}"
 
 
 def _types(atoms: Sequence[Any]) -> str:

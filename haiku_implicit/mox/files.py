@@ -11,6 +11,7 @@ from typing import Any
 import haiku as hk
 import jax
 
+from haiku_implicit.core.transform import Static
 from haiku_implicit.files.container import one_line
 from haiku_implicit.files.kinds import check_file, kind_of, not_a
 from haiku_implicit.files.replacing import write_text
@@ -135,7 +136,7 @@ def _init_program(mox: Mox) -> Program:
         rng = slot_of(jax.eval_shape(lambda: jax.random.PRNGKey(0)))
     face = dataclasses.replace(old, leading=("rng",), params={}, state={}, rng=rng, new_state={})
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in face.invars]
-    trees: list[marks.Tree] = []
+    trees: list[Static] = []
 
     def on_arrays(*arrays: Any) -> list[Any]:
         args, kwargs = face.arguments(arrays)

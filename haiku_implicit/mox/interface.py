@@ -16,6 +16,7 @@ from jax.extend.core import Var
 from haiku_implicit.core.array import dense_struct, is_implicit
 from haiku_implicit.core.literals import as_literal
 from haiku_implicit.core.transform import (
+    Static,
     is_value,
     tree_flatten_with_implicit,
     tree_map_with_implicit,
@@ -30,7 +31,7 @@ Path = tuple[str, str]
 class Slot(NamedTuple):
     """One argument or result: its structure, and the variables of its arrays."""
 
-    tree: marks.Tree
+    tree: Static
     atoms: tuple[Any, ...]
 
 
@@ -173,7 +174,7 @@ def _atoms(slots: Sequence[Slot]) -> tuple[Any, ...]:
     return tuple(atom for slot in slots for atom in slot.atoms)
 
 
-def slots_with(trees: Sequence[marks.Tree], atoms: Sequence[Any]) -> list[Slot]:
+def slots_with(trees: Sequence[Static], atoms: Sequence[Any]) -> list[Slot]:
     """Slots with these structures, filled with these atoms in order."""
     rest = iter(atoms)
     return [Slot(tree, tuple(itertools.islice(rest, tree.num_arrays))) for tree in trees]
@@ -272,7 +273,7 @@ def as_key(key: Any) -> Any:
     return jax.random.PRNGKey(key) if isinstance(key, int) else key
 
 
-def checked(label: str, tree: marks.Tree, avals: Sequence[Any], value: Any) -> list[Any]:
+def checked(label: str, tree: Static, avals: Sequence[Any], value: Any) -> list[Any]:
     """The arrays in an argument, after checking its structure, shapes and dtypes.
 
     Weak types are not checked, as in JAX's ahead-of-time compilation.
@@ -322,7 +323,19 @@ def _other_structure(label: str, expected: Any, value: Any) -> str:
 
 
 def _described(x: Any) -> str:
-    return slot_of(x).tree.describe()
+    return described(slot_of(x).tree)
+
+
+def described(tree: Static) -> str:
+    """A structure in a readable form: `(array, {'a': array})`."""
+    return repr(tree.merge([_Shown("array")] * tree.num_arrays))
+
+
+class _Shown(str):
+    """A text that is shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _brief(x: Any) -> str:

@@ -15,7 +15,7 @@ import inspect
 import operator
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -23,7 +23,8 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit.core import compat
-from haiku_implicit.mox.constants import identical, same_structure
+from haiku_implicit.core.transform import Static, split_leaves
+from haiku_implicit.mox.constants import same_structure
 
 mark_p = compat.Primitive("module_mark")
 mark_p.multiple_results = True
@@ -43,69 +44,15 @@ UNMARKED: set[type] = set()
 DIFFERENTIATED = "jvp"
 
 
-class Tree(NamedTuple):
-    """The structure of arguments or results, with the leaves that are not traced.
-
-    Attributes:
-      treedef: the structure; None if JAX can't flatten the value, which is then the only leaf.
-      leaves: for each leaf, a tuple of the leaf itself if it is not traced, or None for an array.
-    """
-
-    treedef: Any
-    leaves: tuple[tuple[Any] | None, ...]
-
-    @property
-    def num_arrays(self) -> int:
-        """The number of arrays in the tree."""
-        return self.leaves.count(None)
-
-    def like(self, other: "Tree") -> bool:
-        """Whether another tree has the same structure, with arrays in the same places."""
-        return same_structure(self.treedef, other.treedef) and self._places() == other._places()
-
-    def other_constants(self, other: "Tree") -> Iterator[tuple[Any, Any]]:
-        """Pairs of constants that differ between this tree and one that is `like` it."""
-        for x, y in zip(self.leaves, other.leaves, strict=True):
-            if x is not None and y is not None and not identical(x[0], y[0]):
-                yield x[0], y[0]
-
-    def _places(self) -> list[bool]:
-        return [x is None for x in self.leaves]
-
-    def describe(self) -> str:
-        """The structure in a readable form: `(array, {'a': array})`."""
-        shown = self.merge([_Shown("array")] * self.num_arrays)
-        return repr(shown)
-
-    def without(self, kept: Iterable[bool]) -> "Tree":
-        """The structure with None for the arrays that are not kept."""
-        flags = iter(kept)
-        gone = [x is None and not next(flags, True) for x in self.leaves]
-        leaves = [(None,) if none else x for x, none in zip(self.leaves, gone, strict=True)]
-        return self._replace(leaves=tuple(leaves))
-
-    def merge(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these arrays in it."""
-        rest = iter(arrays)
-        leaves = [next(rest) if x is None else x[0] for x in self.leaves]
-        return leaves[0] if self.treedef is None else self.treedef.unflatten(leaves)
-
-
-class _Shown(str):
-    """A text that is shown without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def split(tree: Any, is_array: Any = lambda x: isinstance(x, jax.core.Tracer)) -> Any:
-    """A tree's structure, and the arrays in it."""
+def split(
+    tree: Any, is_array: Any = lambda x: isinstance(x, jax.core.Tracer)
+) -> tuple[Static, list[Any]]:
+    """Splits a tree into its static part and its arrays. Arrays in implicit arrays are separate."""
     try:
         leaves, treedef = jax.tree_util.tree_flatten(tree)
     except (TypeError, ValueError):  # a dict whose keys can't be sorted, say
         leaves, treedef = [tree], None
-    static = tuple(None if is_array(x) else (x,) for x in leaves)
-    return Tree(treedef, static), [x for x in leaves if is_array(x)]
+    return split_leaves(leaves, treedef, is_array)
 
 
 @dataclasses.dataclass(eq=False)
@@ -129,8 +76,8 @@ class Call:
     path: str
     method: str
     config: Mapping[str, Any]
-    args: Tree
-    results: Tree | None = None
+    args: Static
+    results: Static | None = None
     scope: str | None = ""
     bypassed: bool = False
 

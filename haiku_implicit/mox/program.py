@@ -14,7 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.transform import tree_leaves_with_implicit
+from haiku_implicit.core.transform import Static, tree_leaves_with_implicit
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.interface import (
     Interface,
@@ -159,7 +159,7 @@ def program_of(
         results=slot_of(None),
         new_state={},
     )
-    returned: dict[Any, marks.Tree] = {}
+    returned: dict[Any, Static] = {}
 
     def on_arrays(*arrays: Any) -> list[Any]:
         args, kwargs = face.arguments(arrays)

@@ -17,6 +17,7 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from haiku_implicit.core.transform import Static
 from haiku_implicit.mox import derivatives, equations, marks, plain
 from haiku_implicit.mox.interface import Interface, Path, Slot, slots_with
 from haiku_implicit.mox.plain import of_type, require
@@ -387,7 +388,7 @@ def _class(name: Any, types: Mapping[str, type]) -> type | None:
     return types.get(name) or type(name, (), {"__doc__": "A class that only a file names."})
 
 
-def tree_from_json(x: Any, types: Mapping[str, type]) -> marks.Tree:
+def tree_from_json(x: Any, types: Mapping[str, type]) -> Static:
     """A structure that `tree_to_json` wrote."""
     tree, _ = marks.split(_node(x, types), lambda leaf: isinstance(leaf, _Array))
     return tree

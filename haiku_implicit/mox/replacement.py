@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
+from haiku_implicit.core.transform import Static
 from haiku_implicit.mox import mapped, marks
-from haiku_implicit.mox.constants import identical
-from haiku_implicit.mox.interface import checked, is_array
+from haiku_implicit.mox.constants import identical, same_structure
+from haiku_implicit.mox.interface import checked, described, is_array
 from haiku_implicit.mox.program import Program, split_signature
 from haiku_implicit.mox.run import run, run_equation
 from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, read_counts, walk
@@ -107,7 +108,7 @@ def before(body: Body, node: Any, path: str, function: Any) -> Replacement:
     places = [i for i, x in enumerate(args) if any(y is _ARRAY for y in jax.tree.leaves(x))]
     if not places:
         raise ValueError(
-            f"{node!r} is given no arrays by position, but {structure.describe()}. Take them by their "
+            f"{node!r} is given no arrays by position, but {described(structure)}. Take them by their "
             "names: wrap(where, lambda original, **kwargs: original(...))"
         )
     taken, _ = marks.split((tuple(args[i] for i in places), {}), lambda x: x is _ARRAY)
@@ -210,7 +211,7 @@ def _at_site(path: str, call: marks.Call, fun: Any, arrays: Sequence[Any], check
     return marks.end(token, call, new) if marks.active() else new
 
 
-def structures_of(node: Any) -> tuple[marks.Tree, marks.Tree]:
+def structures_of(node: Any) -> tuple[Static, Static]:
     """The structures of a node's arguments `(args, kwargs)` and of its results.
 
     Raises:
@@ -232,7 +233,7 @@ def structures_of(node: Any) -> tuple[marks.Tree, marks.Tree]:
 
 
 def callable_of(
-    replacement: Any, arguments: marks.Tree, method: str = "", config: Mapping[str, Any] = {}
+    replacement: Any, arguments: Static, method: str = "", config: Mapping[str, Any] = {}
 ) -> Callable[..., Any]:
     """Converts a replacement to a function.
 
@@ -288,7 +289,7 @@ def _config_for(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in config.items() if name in parameters and name != "name"}
 
 
-def _is_factory(fun: Any, arguments: marks.Tree) -> bool:
+def _is_factory(fun: Any, arguments: Static) -> bool:
     """Whether a function makes a module, rather than takes these arguments."""
     if isinstance(fun, functools.partial) and isinstance(fun.func, type):
         return issubclass(fun.func, hk.Module)
@@ -304,28 +305,31 @@ def _takes(fun: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _checked(node: Any, results: marks.Tree, out: Any) -> list[Any]:
+def _checked(node: Any, results: Static, out: Any) -> list[Any]:
     """The arrays in the results of a new function, after checking them against the node's results.
 
     Other leaves of the results are fixed in the program around the node, and have to be the same.
     """
     kept = _constants_in(out, results)
     structure, arrays = marks.split(out, lambda x: is_array(x) and id(x) not in kept)
-    if not structure.like(results):
+    taken = [[x is None for x in tree.leaves] for tree in (structure, results)]
+    if not same_structure(structure.treedef, results.treedef) or taken[0] != taken[1]:
         raise ValueError(
-            f"{node!r}: the replacement has to return {results.describe()}, and returned "
-            f"{structure.describe()}"
+            f"{node!r}: the replacement has to return {described(results)}, and returned "
+            f"{described(structure)}"
         )
-    for old, new in results.other_constants(structure):
-        raise ValueError(
-            f"{node!r}: the replacement has to return {old!r}, which the rest of the model was traced "
-            f"with, and returned {new!r}. To change it, change the model and make its expression again"
-        )
+    for old, new in zip(results.leaves, structure.leaves, strict=True):
+        if old and new and not identical(old[0], new[0]):
+            raise ValueError(
+                f"{node!r}: the replacement has to return {old[0]!r}, which the rest of the model was "
+                f"traced with, and returned {new[0]!r}. To change it, change the model and make its "
+                "expression again"
+            )
     pairs = zip(mapped.element_results(node), arrays, strict=True)
     return [_as(f"{node!r}: result {i}", aval, x) for i, (aval, x) in enumerate(pairs)]
 
 
-def _constants_in(out: Any, results: marks.Tree) -> set[int]:
+def _constants_in(out: Any, results: Static) -> set[int]:
     """The `id`s of leaves that equal constants of the results. A constant can be an array, too."""
     every, _ = marks.split(out, lambda x: False)
     pairs = zip(every.leaves, results.leaves, strict=False)

@@ -310,9 +310,10 @@ def returning_only(node: ModuleCall, wanted: Container[Any]) -> ModuleCall:
         return node
     call = node.call
     if call is not None and call.results is not None:
-        call = dataclasses.replace(
-            call, results=call.results.without(v in wanted for v, _ in pairs)
-        )
+        flags = iter([v in wanted for v in node.outputs])
+        leaves = (x if x is not None or next(flags, True) else (None,) for x in call.results.leaves)
+        results = call.results._replace(leaves=tuple(leaves))
+        call = dataclasses.replace(call, results=results)
     outputs = tuple(v for v, _ in kept)
     return dataclasses.replace(node, call=call, outputs=outputs, returns=tuple(x for _, x in kept))
 

@@ -15,10 +15,11 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
+from haiku_implicit.core.transform import Static
 from haiku_implicit.mox import equations, plain
 from haiku_implicit.mox.derivatives import NoRule, Rules, rules_of
 from haiku_implicit.mox.interface import Interface
-from haiku_implicit.mox.marks import Batched, Call, Tree
+from haiku_implicit.mox.marks import Batched, Call
 from haiku_implicit.mox.plain import Unsaveable
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.tree import Body, Equation, ModuleCall, body_of, function_name
@@ -317,7 +318,7 @@ class _Leaf:
         self.x = x
 
 
-def tree_to_json(tree: Tree, other: plain.Other) -> Any:
+def tree_to_json(tree: Static, other: plain.Other) -> Any:
     """A structure as JSON: "array" for an array, and containers as objects with one key.
 
     Args:
