@@ -9,8 +9,17 @@ from jax.extend.core import Var
 
 from haiku_implicit.mox.flops import times
 from haiku_implicit.mox.interface import Interface, Slot
-from haiku_implicit.mox.sources import Place, arguments_of
-from haiku_implicit.mox.tree import Body, Equation, ModuleCall, function_name, reads, walk
+from haiku_implicit.mox.sites import Place
+from haiku_implicit.mox.sources import arguments_of
+from haiku_implicit.mox.tree import (
+    Body,
+    Equation,
+    defined_in,
+    function_name,
+    reads,
+    variables,
+    walk,
+)
 from haiku_implicit.mox.view import clean, is_hidden
 
 # The names of the boxes that a variable's value comes from, by variable.
@@ -43,7 +52,7 @@ class _Graph:
         yield '  graph [fontname="sans-serif", fontsize="10"];'
         origins: Origins = {}
         for label, atom in [*_arrays(interface.args), *(("rng", v) for v in interface.rng.atoms)]:
-            if atom in body.read:
+            if body.uses[atom]:
                 name = self._name()
                 origins[atom] = {name}
                 yield f'  {name} [label={_quoted(label)}, shape="ellipse"];'
@@ -96,11 +105,9 @@ class _Graph:
     def _box(self, node: Any, label: str, origins: Origins) -> str:
         """The line of a node that is drawn without its contents."""
         name = self._name()
-        inside: list[Any] = list(walk(node, into_bodies=False))
-        own = {v for x in inside for v in x.outputs}
-        own |= {v for x in inside if isinstance(x, ModuleCall) for v, _ in x.given}
-        read = (x for part in inside for x in reads(part))
-        self._connect([x for x in read if isinstance(x, Var) and x not in own], origins, name)
+        own = defined_in(node)
+        read = (v for x in walk(node, into_bodies=False) for v in variables(reads(x)))
+        self._connect([v for v in read if v not in own], origins, name)
         origins |= {v: {name} for v in own}
         return f"  {name} [label={_quoted(label)}];"
 

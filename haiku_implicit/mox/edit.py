@@ -7,67 +7,54 @@ equation is traced again (`higher.py`).
 
 import collections
 import dataclasses
+import functools
 import itertools
-import posixpath
-import re
+import operator
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
+import numpy as np
 from jax.extend.core import Literal, Var
 from jax.extend.core import primitives as jex
 
-from haiku_implicit.mox import higher, mapped
-from haiku_implicit.mox.graft import Graft, init_of
-from haiku_implicit.mox.interface import Interface, Path, Slot
-from haiku_implicit.mox.program import ANY_KEY, Program, program_of
-from haiku_implicit.mox.replacement import Replacement
-from haiku_implicit.mox.sources import Place
+from haiku_implicit.mox.higher import Changes, Piece
+from haiku_implicit.mox.interface import (
+    Interface,
+    Path,
+    Slot,
+    as_key,
+    by_path,
+    key_like,
+)
+from haiku_implicit.mox.program import ANY_KEY, Program, init_called, program_of
+from haiku_implicit.mox.run import run
+from haiku_implicit.mox.sites import Site, sites_of
+from haiku_implicit.mox.sources import depends
 from haiku_implicit.mox.tree import (
+    Atom,
     Body,
-    Equation,
     ModuleCall,
     Node,
+    body_of,
     calls,
     equations_in,
     hidden,
     needed,
-    read_counts,
     returning_only,
     shape_of,
+    uses,
+    variables,
     walk,
 )
-
-
-class Site(NamedTuple):
-    """A node to replace.
-
-    Attributes:
-      node: the node.
-      path: the path of the modules and parameters of the new function.
-      name: the path without the number of an equation, which depends on the other replaced equations.
-      place: the place of the node.
-      callers: the `id`s of the calls around `top`.
-    """
-
-    node: Any
-    path: str
-    name: str
-    place: Place
-    callers: tuple[int, ...]
-
-    @property
-    def top(self) -> Any:
-        """The node itself, or the outermost equation around it."""
-        return self.place.around[0] if self.place.around else self.node
 
 
 def replace(
     mox: Program,
     nodes: Sequence[Node],
-    replacement_of: Callable[[Site], Replacement],
+    piece_of: Callable[[Site], Piece],
     path: str | Callable[[Node], str] | None,
     keep_unused: bool,
 ) -> Program:
@@ -76,85 +63,15 @@ def replace(
     Args:
       mox: the expression.
       nodes: the nodes. If one is inside another, the outermost is replaced.
-      replacement_of: makes the replacement for a site.
+      piece_of: makes the function for a site.
       path: the path of new modules and parameters.
       keep_unused: whether to keep parameters and state that nothing reads any more.
     """
-    params = {v: name for name, slot in mox.interface.params.items() for v in slot.atoms}
-    sites = sites_of(mox.body, nodes, path, params)
+    sites = sites_of(mox.body, nodes, path)
     for site in sites:
         _check(site)
-    replacements = {id(site.node): replacement_of(site) for site in sites}
-    pieces = {id(site.node): _piece(site, replacements[id(site.node)]) for site in sites}
-    changes = higher.Changes(pieces, {}, holders_of(sites))
-    known = higher.from_parameters(mox.body, set(params)) if changes.holders else set()
-    ended = _ended_state(mox, [site for site in sites if replacements[id(site.node)].replaces])
-    ignored = {v for path in ended for v in mox.interface.new_state[path].atoms}
-    grafts: dict[int, Graft] = {}
-    added, salts = Added(), _salts_in(mox)
-    for site in {id(site.top): site for site in sites}.values():
-        top = site.top
-        if id(top) in pieces:
-            piece = pieces[id(top)]
-        else:
-            piece = higher.piece_of_equation(top, changes, known)
-        salt = _new_salt(site.name, salts)
-        grafts[id(top)] = grafted(mox, top, piece, salt, added, ignored, id(top) not in pieces)
-    defined: set[Any] = {v for graft in grafts.values() for v in graft.node.outputs}
-    defined |= {v for graft in grafts.values() for x in walk(graft.node, False) for v in x.outputs}
-    added.unchanged = {
-        path
-        for path in ended
-        if path in mox.interface.state
-        and not defined.intersection(mox.interface.new_state[path].atoms)
-    }
-    return with_grafts(mox, sites, grafts, added, keep_unused)
-
-
-def _salts_in(mox: Program) -> set[int]:
-    """The numbers that the program already folds into random keys.
-
-    They are found in the program and not stored next to it, because it may come from a file or from
-    another model.
-    """
-    if mox.body.read.isdisjoint(mox.interface.rng.atoms):
-        return set()
-    found: set[int] = set()
-    for eqn in equations_in(mox.body):
-        if eqn.primitive is jex.random_fold_in_p and isinstance(eqn.invars[1], Literal):
-            found.add(int(eqn.invars[1].val))
-    return found
-
-
-def _new_salt(name: str, salts: set[int]) -> int:
-    """A number for a place of this name that is not in `salts`. It is added to them."""
-    numbers = (zlib.crc32(f"{name}:{i}".encode()) for i in itertools.count())
-    salt = next(x for x in numbers if x not in salts)
-    salts.add(salt)
-    return salt
-
-
-def holders_of(sites: Sequence[Site]) -> set[int]:
-    """The `id`s of the equations around sites."""
-    return {id(equation) for site in sites for equation in site.place.around}
-
-
-def _ended_state(mox: Program, sites: Sequence[Site]) -> set[Path]:
-    """The state of modules that are not called any more, and of the modules below them.
-
-    Calls inside a replaced node count as removed, such as calls of a module's properties in `__call__`.
-    """
-    replaced = [site for site in sites if isinstance(site.node, ModuleCall)]
-    if not mox.interface.new_state or not replaced:
-        return set()
-    gone = {id(x) for site in replaced for x in walk(site.node)}
-    left = {call.path for call in calls(mox.body) if id(call) not in gone}
-    ended = {site.path for site in replaced if site.node.path not in left}
-    return {
-        path
-        for path in mox.interface.new_state
-        if path[0] not in left and any(f"{path[0]}/".startswith(f"{x}/") for x in ended)
-    }
+    pieces = {id(site.node): piece_of(site) for site in sites}
+    return Edit(Changes(mox, sites, pieces)).program(keep_unused)
 
 
 def _check(site: Site) -> None:
@@ -172,381 +89,332 @@ def _check(site: Site) -> None:
         )
 
 
-def _piece(site: Site, new: Replacement) -> higher.Piece:
-    """The parameters, state and results of the function for a node."""
-    made = hk.transform_with_state(new.fun)
+def _ended_state(changes: Changes) -> set[Path]:
+    """The state of modules that are not called any more, and of the modules below them.
 
-    def apply(*args: Any) -> Any:
-        return *made.apply(*args), {}
-
-    piece = higher.Piece(new.inputs, new.outputs, made.init, apply)
-    if isinstance(site.node, Equation):
-        return piece
-    return mapped.for_all_elements(piece, site.node)
-
-
-# --- sites ----------------------------------------------------------------------------------------
-
-
-def sites_of(
-    root: Body,
-    nodes: Sequence[Node],
-    path: Any = None,
-    params: Mapping[Any, Path] | None = None,
-    inner: bool = False,
-) -> list[Site]:
-    """The sites of nodes in a tree.
-
-    If one node is inside another, only the outermost has a site; with `inner`, all of them have one.
-
-    All calls of a module have the same path. Each equation in a call has a path below its module's.
-
-    Raises:
-      ValueError: if a node is a body, or is not in the tree.
+    Calls inside a replaced node count as removed, such as calls of a module's properties in `__call__`.
     """
-    wanted = {id(x): x for x in nodes}
-    for node in nodes:
-        if isinstance(node, Body):
-            raise ValueError(f"where: {node!r} is a body: choose calls of modules, or equations")
-    for deep in (False, True):
-        place = Place(root, params or {})
-        found = list(_search(root.children, wanted, place, _Caller("", 0, ()), deep, inner))
-        inside = {id(x) for node, _, _ in found for x in walk(node, into_bodies=deep)}
-        if inside.issuperset(wanted):
-            break
-    else:
-        lost = next(x for key, x in wanted.items() if key not in inside)
-        raise ValueError(f"where: {lost!r} is not a node of this expression, but of another one")
-    leaves: collections.Counter[Any] = collections.Counter()
-    sites = []
-    for node, place, caller in found:
-        number = ""
-        if path is not None:
-            own = path if isinstance(path, str) else path(node)
-        elif isinstance(node, ModuleCall):
-            own = node.path or caller.module
-        else:
-            name = _NO_NAME.sub("_", node.name)
-            own = "/".join(filter(None, [caller.module or _scope_of(place), name]))
-            leaves[caller.call, own] += 1
-            count = leaves[caller.call, own]
-            number = f"_{count - 1}" if count > 1 else ""
-        sites.append(Site(node, own + number, own, place, caller.callers))
-    return sites
+    mox, pieces = changes.mox, changes.pieces
+    new_state = mox.interface.new_state
+    sites = [x for x in changes.sites if id(x.node) in pieces and pieces[id(x.node)].replaces]
+    replaced = [site for site in sites if isinstance(site.node, ModuleCall)]
+    if not new_state or not replaced:
+        return set()
+    gone = {id(x) for site in replaced for x in walk(site.node)}
+    left = {call.path for call in calls(mox.body) if id(call) not in gone}
+    ended = {site.path for site in replaced if site.node.path not in left}
+    return {
+        path
+        for path in new_state
+        if path[0] not in left and any(f"{path[0]}/".startswith(f"{x}/") for x in ended)
+    }
 
 
-# Characters that Haiku does not allow in the name of a module (`scatter-add`, `<lambda>`).
-_NO_NAME = re.compile(r"\W|^(?=\d)")
-
-
-def _scope_of(place: Place) -> str:
-    """The prefix of the names in a body, such as the name of a stack of layers."""
-    while place.outer is not None:
-        inside = walk(place.body, into_bodies=False)
-        scopes = {x.call.scope for x in inside if isinstance(x, ModuleCall) and x.call}
-        if found := scopes - {None, ""}:
-            return posixpath.commonpath(map(str, found))
-        place = place.outer
-    return ""
-
-
-class _Caller(NamedTuple):
-    """The innermost call of a module around a node.
+class Graft(NamedTuple):
+    """A new function that replaces a node.
 
     Attributes:
-      module: the full path of the module.
-      call: the `id` of the call.
-      callers: the `id`s of this call and of the calls around it, up to the body of an equation.
+      top: the old node.
+      node: the new node.
+      mox: the function's own expression.
+      inputs: its arguments.
+      salt: a number for the random key of its initializers.
+      taps: the variables of the values that are tapped in it.
     """
 
-    module: str
-    call: int
-    callers: tuple[int, ...]
+    top: Node
+    node: ModuleCall
+    mox: Program
+    inputs: tuple[Atom, ...]
+    salt: int
+    taps: tuple[Atom, ...]
 
 
-def _search(
-    nodes: Sequence[Node],
-    wanted: Mapping[int, Node],
-    place: Place,
-    caller: _Caller,
-    deep: bool,
-    inner: bool,
-) -> Iterator[tuple[Any, Place, _Caller]]:
-    """The wanted nodes, their places, and the calls of modules around them."""
-    for node in nodes:
-        if id(node) in wanted:
-            yield node, place, caller
-            if not inner:
-                continue
-        if isinstance(node, ModuleCall):
-            if not deep and node.inside.isdisjoint(wanted):
-                continue
-            callers = caller.callers if place.around else (*caller.callers, id(node))
-            own = _Caller(node.path or caller.module, id(node), callers)
-            yield from _search(node.children, wanted, place, own, deep, inner)
-        elif isinstance(node, Equation) and deep:
-            for body in node.bodies:
-                below = place.inside(node, body)
-                yield from _search(body.children, wanted, below, caller, deep, inner)
-
-
-# --- grafts ---------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Added:
-    """The entries that grafts have added: parameters, and state with its latest values."""
-
-    params: dict[Path, Slot] = dataclasses.field(default_factory=dict)
-    state: dict[Path, Slot] = dataclasses.field(default_factory=dict)
-    new_state: dict[Path, Slot] = dataclasses.field(default_factory=dict)
-    unchanged: set[Path] = dataclasses.field(default_factory=set)
-
-    def add(self, node: Node, face: Interface) -> list[tuple[Any, Any]]:
-        """Adds a function's entries. Returns pairs of its variables and earlier ones, if shared."""
-        given: list[tuple[Any, Any]] = []
-        for path, slot in face.params.items():
-            given += self._shared(node, path, slot, self.params, self.params)
-        for path, slot in face.state.items():
-            given += self._shared(node, path, slot, self.state, self.new_state)
-        self.new_state |= face.new_state
-        return given
-
-    def _shared(self, node: Node, path: Path, slot: Slot, first: Any, last: Any) -> Any:
-        if path not in first:
-            first[path] = slot
-            return []
-        avals = [[v.aval.strip_weak_type() for v in x.atoms] for x in (first[path], slot)]
-        if avals[0] != avals[1]:
-            raise ValueError(
-                f"{node!r}: {'/'.join(path)!r} is {avals[1]} here, and {avals[0]} for another node. "
-                "Give each a path of its own (path=)"
-            )
-        return zip(slot.atoms, last[path].atoms, strict=True)
-
-
-def grafted(
-    mox: Program,
-    node: Any,
-    piece: higher.Piece,
-    salt: int,
-    added: Added,
-    ignored: Container[Any],
-    prune: bool,
-) -> Graft:
-    """Traces a function for the inputs of a node.
+class Edit:
+    """A change of an expression: traces a graft for each changed node at the top of the program.
 
     Args:
-      mox: the expression that the node is in.
-      node: the node.
-      piece: the function, with its parameters and state.
-      salt: a number for its random key at run time, different from the numbers of other functions.
-      added: the entries of the grafts before this one. Entries with the same path are shared.
-      ignored: results of the model that are not needed any more.
-      prune: whether to drop unneeded equations, also from loops that carry their values.
+      changes: the changes.
+
+    Attributes:
+      grafts: the grafts, by the `id` of the node that each replaces.
     """
-    wanted = hidden(mox.body, node, ignored)
-    used = [i for i, v in enumerate(piece.outputs) if v in wanted]
 
-    def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
-        key = jax.random.fold_in(rng, salt)
-        out, state, taps = piece.apply(params, state, key, *arrays)
-        return [out[i] for i in used] + jax.tree.leaves(taps), state
+    def __init__(self, changes: Changes):
+        self.mox, self.changes, self.ended = changes.mox, changes, _ended_state(changes)
+        self.face = self.mox.interface
+        self.key = self.face.rng.atoms if "rng" in self.face.leading else ()
+        self.added: dict[str, dict[Path, Slot]] = {"params": {}, "state": {}, "new_state": {}}
+        self.grafts: dict[int, Graft] = {}
+        for site in {id(site.top): site for site in changes.sites}.values():
+            self._graft(site, changes.piece_of(site.top))
 
-    key = mox.interface.rng.atoms if "rng" in mox.interface.leading else ()
-    rng = shape_of(key[0]) if key else ANY_KEY
-    inputs = [shape_of(x) for x in piece.inputs]
-    program = hk.TransformedWithState(piece.init, apply)
-    own = program_of(program, inputs, {}, params=None, state=None, rng=rng, prune=prune)
-    face = own.interface
-    returned = {v for v in face.returns if isinstance(v, Var)}
-    children = needed(own.body.children, returned, effects=True)
-    read = {*read_counts(children), *(v for v in face.returns if isinstance(v, Var))}
-    pairs = [*zip(face.args.atoms, piece.inputs, strict=True), *added.add(node, face)]
-    given = [pair for pair in pairs if pair[0] in read]
-    (own_key,) = face.rng.atoms
-    if own_key in read:
-        if not key:
+    def _graft(self, site: Site, piece: Piece) -> None:
+        """Traces a piece for the inputs of a site's top node."""
+        node = site.top
+        ignored = [v for path in self.ended for v in self.face.new_state[path].atoms]
+        wanted = hidden(self.mox.body, node, ignored)
+        used = [i for i, v in enumerate(piece.outputs) if v in wanted]
+        own = self._traced(site, piece, used)
+        face = own.interface
+        shared = self._shared(node, face)
+        children = needed(own.body.children, set(variables(face.returns)), effects=True)
+        read = uses(children, face.returns)
+        if not self.key and read[face.rng.atoms[0]]:
             raise ValueError(
                 f"{node!r}: the replacement draws random numbers, and the model has no key"
             )
-        given.append((own_key, key[0]))
-    rest = needed(node.children, wanted.difference(piece.outputs))
-    if rest and isinstance(node, ModuleCall):
-        given += node.given
-    results, taps = face.results.atoms[: len(used)], face.results.atoms[len(used) :]
-    group = ModuleCall(
-        call=None,
-        children=(*rest, *children),
-        returns=results,
-        outputs=tuple(piece.outputs[i] for i in used),
-        given=tuple(given),
-    )
-    # The values of new parameters depend only on their names, not on the order of changes.
-    names = sorted(map("/".join, (*face.params, *face.state)))
-    return Graft(group, own, piece.inputs, zlib.crc32(repr(names).encode()), taps)
+        pairs = [*zip(face.args.atoms, piece.inputs, strict=True), *shared]
+        given = [x for x in (*pairs, *zip(face.rng.atoms, self.key, strict=False)) if read[x[0]]]
+        rest = needed(node.children, wanted.difference(piece.outputs))
+        if rest and isinstance(node, ModuleCall):
+            given += node.given
+        results = face.results.atoms
+        new = ModuleCall(
+            call=None,
+            children=(*rest, *children),
+            returns=results[: len(used)],
+            outputs=tuple(piece.outputs[i] for i in used),
+            given=tuple(given),
+        )
+        # The values of new parameters depend only on their names, not on the order of changes.
+        names = sorted(map("/".join, (*face.params, *face.state)))
+        salt = zlib.crc32(repr(names).encode())
+        self.grafts[id(node)] = Graft(node, new, own, piece.inputs, salt, results[len(used) :])
+
+    def _traced(self, site: Site, piece: Piece, used: Sequence[int]) -> Program:
+        """The expression of a piece: of its used results, and of the values that are tapped in it."""
+        numbers = (zlib.crc32(f"{site.name}:{i}".encode()) for i in itertools.count())
+        salt = next(x for x in numbers if x not in self._salts)
+        self._salts.add(salt)
+
+        def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+            key = jax.random.fold_in(rng, salt)
+            out, state, taps = piece.apply(params, state, key, *arrays)
+            return [out[i] for i in used] + jax.tree.leaves(taps), state
+
+        rng = shape_of(self.key[0]) if self.key else ANY_KEY
+        inputs = [shape_of(x) for x in piece.inputs]
+        # An equation that is traced again may have lost the need for values that a loop carries.
+        prune = id(site.top) not in self.changes.pieces
+        program = hk.TransformedWithState(piece.init, apply)
+        return program_of(program, inputs, {}, params=None, state=None, rng=rng, prune=prune)
+
+    @functools.cached_property
+    def _salts(self) -> set[int]:
+        """The numbers that the program folds into random keys.
+
+        They are found in the program and not stored next to it, because it may come from a file or from
+        another model.
+        """
+        if not any(self.mox.body.uses[v] for v in self.face.rng.atoms):
+            return set()
+        found = (
+            x.invars for x in equations_in(self.mox.body) if x.primitive is jex.random_fold_in_p
+        )
+        return {int(number.val) for _, number in found if isinstance(number, Literal)}
+
+    def _shared(self, node: Node, face: Interface) -> list[tuple[Any, Any]]:
+        """Adds the entries of a function. Pairs its variables with earlier ones if shared."""
+        params, state, new_state = self.added.values()
+        given: list[tuple[Any, Any]] = []
+        for slots, first, last in (
+            (face.params, params, params),
+            (face.state, state, new_state),
+        ):
+            for path, slot in slots.items():
+                if first.setdefault(path, slot) is slot:
+                    continue
+                avals = [[v.aval.strip_weak_type() for v in x.atoms] for x in (first[path], slot)]
+                if avals[0] != avals[1]:
+                    raise ValueError(
+                        f"{node!r}: {'/'.join(path)!r} is {avals[1]} here, and {avals[0]} for another "
+                        "node. Give each a path of its own (path=)"
+                    )
+                given += zip(slot.atoms, last[path].atoms, strict=True)
+        new_state |= face.new_state
+        return given
+
+    def program(self, keep_unused: bool = True) -> Program:
+        """The expression in which the grafts replace their nodes."""
+        mox, grafts = self.mox, self.grafts.values()
+        unchanged, body = self._unchanged(), mox.body
+        face = self._joined(unchanged)
+        read = body.uses.copy()
+        read.subtract(uses((graft.top for graft in grafts), body.returns))
+        read.update(uses((graft.node for graft in grafts), face.returns))
+        before = collections.Counter[Var]() if keep_unused else body.uses
+        children = _exchanged(body.children, self.grafts, before, read)
+        if not keep_unused:
+            face = _without_unused(face, before, read, unchanged)
+        bodies = [body, *(graft.mox.body for graft in grafts)]
+        new = Body(
+            body.name,
+            constvars=tuple(v for x in bodies for v in x.constvars),
+            consts=tuple(c for x in bodies for c in x.consts),
+            invars=face.invars,
+            children=children,
+            returns=face.returns,
+        )
+        vars(new)["uses"] = read  # the value of the cached property
+        init = mox.init and _Init(mox, new, face, list(grafts))
+        return dataclasses.replace(mox, body=new, interface=face, init=init)
+
+    def _unchanged(self) -> set[Path]:
+        """The state that was changed only by replaced nodes."""
+        nodes = (x for graft in self.grafts.values() for x in walk(graft.node, into_bodies=False))
+        defined = {v for x in nodes for v in x.outputs}
+        state, new = self.face.state, self.face.new_state
+        return {p for p in self.ended if p in state and defined.isdisjoint(new[p].atoms)}
+
+    def _joined(self, unchanged: Collection[Path]) -> Interface:
+        """The interface with the parameters and state of grafts.
+
+        Raises:
+          ValueError: if the model already has a parameter or state of the same path.
+        """
+        face = self.face
+        for kind in ("params", "state"):
+            for path in self.added[kind]:
+                if path in getattr(face, kind):
+                    raise ValueError(
+                        f"{kind}: the model has {'/'.join(path)!r}, and a replacement makes another "
+                        "one. Give it another place: path="
+                    )
+        new_state = {**face.new_state, **{path: face.state[path] for path in unchanged}}
+        old = dict(params=face.params, state=face.state, new_state=new_state)
+        slots: Any = {kind: {**old[kind], **new} for kind, new in self.added.items()}
+        leading = face.leading
+        if self.added["state"] and not face.has_state:
+            leading = ("params", "state", *leading[1:])
+        return dataclasses.replace(face, leading=leading, **slots)
 
 
-# --- the whole expression -------------------------------------------------------------------------
-
-
-def with_grafts(
-    mox: Program,
-    sites: Sequence[Site],
-    grafts: Mapping[int, Graft],
-    added: Added,
-    keep_unused: bool,
-) -> Program:
-    """The expression in which grafts replace the top nodes of sites."""
-    body = mox.body
-    face = _joined(mox.interface, added)
-    bodies = [body, *(graft.mox.body for graft in grafts.values())]
-    new = Body(
-        body.name,
-        constvars=tuple(v for x in bodies for v in x.constvars),
-        consts=tuple(c for x in bodies for c in x.consts),
-        invars=(),
-        children=_exchanged(body.children, grafts, {x for site in sites for x in site.callers}),
-        returns=(),
-    )
-    tops = list({id(site.top): site.top for site in sites}.values())
-    counts = body.counts_with(tops, [graft.node for graft in grafts.values()])
-    if not keep_unused:
-        lost = {v for path in added.unchanged for v in face.state[path].atoms}
-        lost |= _read_only_by(tops, body, counts)
-        dead = _handed_on(body, lost, counts, face.returns)
-        new = dataclasses.replace(new, children=_without_outputs(new.children, dead))
-        face = _without_unused(face, body.read_counts, +counts, added.unchanged)
-    new = dataclasses.replace(new, invars=face.invars, returns=face.returns)
-    vars(new)["read_counts"] = counts  # the value of the cached property
-    init = init_of(mox, new, face, list(grafts.values()))
-    return dataclasses.replace(mox, body=new, interface=face, init=init)
-
-
-def _joined(face: Interface, added: Added) -> Interface:
-    """The interface with the parameters and state of grafts.
-
-    Raises:
-      ValueError: if the model already has a parameter or state of the same path.
-    """
-    for kind in ("params", "state"):
-        for path in getattr(added, kind):
-            if path in getattr(face, kind):
-                raise ValueError(
-                    f"{kind}: the model has {'/'.join(path)!r}, and a replacement makes another one. "
-                    "Give it another place: path="
-                )
-    leading = face.leading
-    if added.state and not face.has_state:
-        leading = ("params", "state", *face.leading[1:])
-    return dataclasses.replace(
-        face,
-        leading=leading,
-        params={**face.params, **added.params},
-        state={**face.state, **added.state},
-        new_state={
-            **face.new_state,
-            **{path: face.state[path] for path in added.unchanged},
-            **added.new_state,
-        },
-    )
-
-
-def _read_only_by(nodes: Sequence[Node], body: Body, counts: collections.Counter[Var]) -> set[Var]:
-    """The variables of other nodes that only the removed nodes read.
-
-    Args:
-      nodes: the removed nodes.
-      body: the program before their removal.
-      counts: how often variables are read without them.
-    """
-    gone = [x for node in nodes for x in walk(node, into_bodies=False)]
-    inside = {v for x in gone for v in x.outputs}
-    inside |= {v for x in gone if isinstance(x, ModuleCall) for v, _ in x.given}
-    return {v for v in read_counts(nodes) if not counts[v]}.difference(inside, body.invars)
+# --- what nothing reads any more ------------------------------------------------------------------
 
 
 def _exchanged(
-    nodes: Sequence[Node], grafts: Mapping[int, Graft], callers: Container[int]
+    nodes: Sequence[Node],
+    grafts: Mapping[int, Graft],
+    before: Mapping[Var, int],
+    read: collections.Counter[Var],
 ) -> tuple[Node, ...]:
-    """Puts grafts into nodes. Nodes outside of `callers`, the calls around grafts, do not change."""
-    new: list[Node] = []
-    for node in nodes:
-        if id(node) in grafts:
-            node = grafts[id(node)].node
-        elif id(node) in callers:
-            children = _exchanged(node.children, grafts, callers)
-            node = dataclasses.replace(cast(ModuleCall, node), children=children)
-        new.append(node)
-    return tuple(new)
+    """Puts grafts into nodes, and drops the outputs of calls whose last use is gone.
 
-
-def _without_outputs(nodes: Sequence[Node], dead: set[Var]) -> tuple[Node, ...]:
-    """Drops the dead outputs of calls. Other nodes stay the same objects."""
-    if not dead:
-        return tuple(nodes)
-    new: list[Node] = []
-    for node in nodes:
-        if isinstance(node, ModuleCall):
-            node = returning_only(node, set(node.outputs) - dead)
-            children = _without_outputs(node.children, dead)
-            if any(x is not y for x, y in zip(children, node.children, strict=True)):
-                node = dataclasses.replace(node, children=children)
-        new.append(node)
-    return tuple(new)
-
-
-def _handed_on(
-    body: Body, lost: set[Var], read: collections.Counter[Var], returned: Container[Any]
-) -> set[Var]:
-    """The outputs of calls that only pass values on to removed nodes (`hk.lift`).
+    Such an output only passed a value on to removed nodes (`hk.lift`). From the last node to the first,
+    so that a dropped output is no use of another call's output.
 
     Args:
-      body: the program before the removal.
-      lost: variables that nothing reads any more, or that only such calls read.
-      read: how often variables are read now. The reads of such calls are subtracted.
-      returned: the results of the new program.
+      nodes: the nodes. Unchanged ones stay the same objects.
+      grafts: the grafts, by the `id` of the node that each replaces.
+      before: how often each variable was read before.
+      read: how often it is read now. The uses by dropped outputs are subtracted.
     """
-    if not lost:
-        return set()
-    handed: dict[Any, Any] = {}
-    nodes = list(body.children)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ModuleCall):
-            handed.update(zip(node.outputs, node.returns, strict=True))
-            nodes += node.children
-    rest, found = (
-        [v for v, x in handed.items() if v in lost or (isinstance(x, Var) and x in lost)],
-        set[Var](),
-    )
-    while rest:
-        v = rest.pop()
-        if v in handed and v not in found and not read[v] and v not in returned:
-            found.add(v)
-            if isinstance(x := handed[v], Var):
-                read[x] -= 1
-                rest.append(x)
-    return found
+    new: list[Node] = []
+    for node in reversed(nodes):
+        if id(node) in grafts:
+            node = grafts[id(node)].node
+        elif isinstance(node, ModuleCall):
+            kept = {v for v in node.outputs if read[v] or not before[v]}
+            pairs = zip(node.outputs, node.returns, strict=True)
+            read.subtract(variables(x for v, x in pairs if v not in kept))
+            node = returning_only(node, kept)
+            children = _exchanged(node.children, grafts, before, read)
+            if any(map(operator.is_not, children, node.children)):
+                node = dataclasses.replace(node, children=children)
+        new.append(node)
+    return tuple(reversed(new))
 
 
 def _without_unused(
-    face: Interface, old: Container[Any], new: Container[Any], unchanged: set[Path]
+    face: Interface,
+    before: Mapping[Var, int],
+    read: collections.Counter[Var],
+    unchanged: Collection[Path],
 ) -> Interface:
     """Drops the parameters that only replaced nodes read, and the state that only they changed."""
-
-    def is_read(counts: Container[Any], slot: Slot) -> bool:
-        return any(v in counts for v in slot.atoms)
-
-    params = {
-        path: slot
+    params = [
+        path
         for path, slot in face.params.items()
-        if is_read(new, slot) or not is_read(old, slot)
-    }
-    gone = {path for path in unchanged if not is_read(new, face.state[path])}
-    return dataclasses.replace(
-        face,
-        params=params,
-        state={path: slot for path, slot in face.state.items() if path not in gone},
-        new_state={path: slot for path, slot in face.new_state.items() if path not in gone},
-    )
+        if any(before[v] for v in slot.atoms) and not any(read[v] for v in slot.atoms)
+    ]
+    # Unchanged state is returned, which is one use.
+    state = [path for path in unchanged if all(read[v] == 1 for v in face.state[path].atoms)]
+    read.subtract(v for path in state for v in face.state[path].atoms)
+    return face.without(params, state)
+
+
+# --- init -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Init:
+    """The `init` of a model with grafts: calls the old model's `init` and the grafts'.
+
+    Attributes:
+      old: the model without the grafts.
+      body: the tree with the grafts.
+      face: the arguments and results of this tree.
+      grafts: the grafts, in the order in which they run.
+    """
+
+    old: Program
+    body: Body
+    face: Interface
+    grafts: Sequence[Graft]
+
+    def __call__(self, rng: Any, *args: Any, **kwargs: Any) -> Any:
+        with init_called("init of the changed model called that of the model before", _WAY_OUT):
+            made = _init_of(self.old)(rng, *args, **kwargs)
+        params, state = made if self.old.has_state else (made, {})
+        entries = dict(params=by_path(params), state=by_path(state))
+        for graft in self.grafts:
+            key = None if rng is None else jax.random.fold_in(as_key(rng), graft.salt)
+            new = _initial(graft, key)
+            if new is None:
+                given = self._arguments(entries, rng, args, kwargs)
+                values = run(_only(self.body, graft.inputs), self.body.consts, given)
+                new = _init_of(graft.mox)(key, *values)
+            for kind, x in zip(entries, new, strict=True):
+                entries[kind] = {**by_path(x), **entries[kind]}
+        return self.face.of_init(*entries.values())
+
+    def _arguments(self, entries: Any, rng: Any, args: Any, kwargs: Any) -> list[Any]:
+        """The arguments of the model's program: None for entries not yet made."""
+        face, arrays = self.face, list[Any]()
+        for kind in ("params", "state"):
+            for path, slot in getattr(face, kind).items():
+                arrays += jax.tree.leaves(entries[kind].get(path)) or [None] * len(slot.atoms)
+        if face.rng.atoms:
+            arrays.append(key_like(rng, face.rng.atoms, lambda: True))
+        return arrays + face.arrays_of_arguments(args, kwargs)
+
+
+_WAY_OUT = "Call it with the arguments that this one takes (is_training=True, say)"
+
+
+def _initial(graft: Graft, key: Any) -> Any:
+    """The parameters and the state of a graft; None if they depend on its inputs."""
+    face = graft.mox.interface
+    if not face.params and not face.state:
+        return {}, {}
+    avals = list(map(shape_of, graft.inputs))
+    closed, shapes = jax.make_jaxpr(_init_of(graft.mox), return_shape=True)(key, *avals)
+    body = body_of("init", closed)
+    num_keys = len(body.invars) - len(avals)
+    if any(depends(body, [False] * num_keys + [True] * len(avals))):
+        return None
+    zeros = [np.zeros(x.shape, x.dtype) for x in avals]
+    leaves = run(_only(body, body.returns), body.consts, [*jax.tree.leaves(key), *zeros])
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def _init_of(mox: Program) -> Callable[..., Any]:
+    assert mox.init is not None
+    return mox.init
+
+
+def _only(body: Body, returns: Sequence[Any]) -> Body:
+    """A program that computes some of its variables."""
+    children = needed(body.children, set(variables(returns)))
+    return dataclasses.replace(body, children=children, returns=tuple(returns))

@@ -13,11 +13,11 @@ from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
 from haiku_implicit.mox import marks
-from haiku_implicit.mox.edit import Site, sites_of
-from haiku_implicit.mox.interface import Interface, Slot
-from haiku_implicit.mox.parts import Variable, part_of, pruned
+from haiku_implicit.mox.interface import Interface, Slot, by_path
+from haiku_implicit.mox.parts import Variable, pruned
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.replacement import Original, structures_of
+from haiku_implicit.mox.sites import Site, sites_of
 from haiku_implicit.mox.sources import arguments_of
 from haiku_implicit.mox.tree import (
     Atom,
@@ -27,9 +27,9 @@ from haiku_implicit.mox.tree import (
     Node,
     body_of,
     needed,
-    read_counts,
     shape_of,
     steps,
+    uses,
 )
 
 
@@ -43,16 +43,15 @@ def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None)
     """
     if not isinstance(node, ModuleCall) or node.call is None:
         raise ValueError(f"where: expected the call of a module, got {node!r}")
-    params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
-    (site,) = sites_of(mox.body, [node], params=params)
+    (site,) = sites_of(mox.body, [node])
     scope = _scope_of(mox.body, site, layer)
     original, face = Original(site.place.body, node), mox.interface
     # As single steps: a whole call would need all of its arguments, even for one of its results.
     single = [x if isinstance(x, Equation) else _setting(*x) for x in steps(scope.children)]
     children = needed(single, set(original.captured))
-    read = {*read_counts(children), *original.captured}
+    read = uses(children, original.captured)
     for v, reason in [*((v, _ARGUMENTS) for v in face.args.atoms), *scope.unknown.items()]:
-        if v in read:
+        if read[v]:
             raise ValueError(f"{node!r} can't be extracted: {reason}")
     structure, results = structures_of(node)
     args, kwargs = structure.merge([Variable(v) for v in original.arguments])
@@ -71,7 +70,7 @@ def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None)
         for path, slot in new_state.items()
     }
     uses_state = any(changed.intersection(slot.atoms) for slot in face.new_state.values()) or any(
-        read.intersection(slot.atoms) for slot in face.state.values()
+        read[v] for slot in face.state.values() for v in slot.atoms
     )
     leading = tuple(name for name in face.leading if name != "state" or uses_state)
     own = dataclasses.replace(
@@ -222,6 +221,6 @@ def _init_on_zeros(mox: Program, face: Interface) -> Callable[..., Any] | None:
             mox.interface.signature, collections.OrderedDict(slot.tree.merge(zeros))
         )
         made = old(rng, *given.args, **given.kwargs)
-        return part_of(made if mox.has_state else (made, {}), face)
+        return face.of_init(*map(by_path, made if mox.has_state else (made, {})))
 
     return init

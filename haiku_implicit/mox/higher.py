@@ -8,8 +8,8 @@ made from the pieces of the nodes in its bodies.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ from jax.extend.core import Var
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
-from haiku_implicit.mox.interface import by_path, nested
+from haiku_implicit.mox.interface import by_path, by_variable, nested
+from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.run import Substitute, run
+from haiku_implicit.mox.sites import Site
 from haiku_implicit.mox.sources import arguments_of, is_known
 from haiku_implicit.mox.tree import Atom, Body, steps, walk
 
@@ -33,26 +35,45 @@ class Piece:
       init: maps a random key and arrays to parameters and state.
       apply: maps parameters, state, a random key and arrays to results, new state, and tapped values by
         name.
+      replaces: whether the node itself does not run any more.
     """
 
     inputs: tuple[Atom, ...]
     outputs: tuple[Var, ...]
     init: Callable[..., Any]
     apply: Callable[..., Any]
+    replaces: bool = True
 
 
-class Changes(NamedTuple):
-    """Changes in the bodies of equations.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Changes:
+    """Changes of an expression, also in the bodies of equations.
 
     Attributes:
+      mox: the expression.
+      sites: the sites of the replaced nodes and of the tapped values.
       pieces: the new pieces, by the `id` of the node that each replaces.
       taps: the values to tap, by the `id` of a body and by name.
-      holders: the `id`s of the equations around these nodes and bodies.
     """
 
+    mox: Program
+    sites: Sequence[Site]
     pieces: Mapping[int, Piece]
-    taps: Mapping[int, Mapping[str, Sequence[Any]]]
-    holders: Collection[int]
+    taps: Mapping[int, Mapping[str, Sequence[Any]]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def holders(self) -> frozenset[int]:
+        """The `id`s of the equations around the sites."""
+        return frozenset(id(equation) for site in self.sites for equation in site.place.around)
+
+    @functools.cached_property
+    def known(self) -> set[Var]:
+        """The variables at the top of the program that come only from parameters."""
+        return from_parameters(self.mox.body, set(by_variable(self.mox.interface.params)))
+
+    def piece_of(self, top: Any) -> Piece:
+        """The piece for a changed node at the top of the program."""
+        return self.pieces.get(id(top)) or piece_of_equation(top, self, self.known)
 
 
 def piece_of_equation(node: Any, changes: Changes, known: set[Var]) -> Piece:

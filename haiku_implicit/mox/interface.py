@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,6 +82,19 @@ class Interface:
         """Whether the model has state, and returns a new one."""
         return "state" in self.leading
 
+    def without(self, params: Container[Path], state: Container[Path]) -> "Interface":
+        """The interface without these parameters, and without this state."""
+
+        def rest(slots: Mapping[Path, Slot], gone: Container[Path]) -> dict[Path, Slot]:
+            return {path: slot for path, slot in slots.items() if path not in gone}
+
+        return dataclasses.replace(
+            self,
+            params=rest(self.params, params),
+            state=rest(self.state, state),
+            new_state=rest(self.new_state, state),
+        )
+
     def with_variables(self, invars: Sequence[Any]) -> "Interface":
         """The interface with other variables for its arguments."""
         slots = [*self.params.values(), *self.state.values(), self.rng, self.args]
@@ -110,6 +123,12 @@ class Interface:
         if not self.has_state:
             return out
         return out, nested({path: fill(slot) for path, slot in self.new_state.items()})
+
+    def of_init(self, params: Mapping[Path, Any], state: Mapping[Path, Any]) -> Any:
+        """The return value of `init`: the model's own entries among these."""
+        pairs = (self.params, params), (self.state, state)
+        own = [nested({path: entries[path] for path in slots}) for slots, entries in pairs]
+        return tuple(own) if self.has_state else own[0]
 
     def split(self, draws: Callable[[], bool], args: Any, kwargs: Any) -> list[Any]:
         """The arrays in the arguments of `apply`, checked.
@@ -225,6 +244,11 @@ def nested(entries: Mapping[Path, Any]) -> dict[str, dict[str, Any]]:
     for (module, name), x in entries.items():
         out.setdefault(module, {})[name] = x
     return out
+
+
+def by_variable(slots: Mapping[Path, Slot]) -> dict[Any, Path]:
+    """The paths of parameters or state, by variable."""
+    return {v: path for path, slot in slots.items() for v in slot.atoms}
 
 
 def slot_of(x: Any) -> Slot:

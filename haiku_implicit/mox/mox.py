@@ -17,9 +17,10 @@ from haiku_implicit.mox import (
     parts,
     view,
 )
-from haiku_implicit.mox.interface import Path
+from haiku_implicit.mox.higher import Piece
 from haiku_implicit.mox.program import Program, checked
-from haiku_implicit.mox.replacement import Replacement, after, around, before, instead
+from haiku_implicit.mox.replacement import after, around, before, instead
+from haiku_implicit.mox.sites import Site, sites_of
 from haiku_implicit.mox.tree import Node
 
 
@@ -198,11 +199,7 @@ class Mox(Program):
 
     @functools.cached_property
     def _outline(self) -> outline.Row:
-        return outline.outline(self.body, self.interface, self._params)
-
-    @property
-    def _params(self) -> dict[Any, Path]:
-        return {v: path for path, slot in self.interface.params.items() for v in slot.atoms}
+        return outline.outline(self.body, self.interface)
 
     def __getitem__(self, pattern: str) -> list[Node]:
         """Finds the calls of modules whose path matches a glob: `mox['**/linear_*']`.
@@ -527,7 +524,7 @@ class Mox(Program):
         return cast(Mox, parts.renamed(self, view.find(self, where), name))
 
     def _one(self, where: view.Where) -> Node:
-        sites = edit.sites_of(self.body, view.find(self, where))
+        sites = sites_of(self.body, view.find(self, where))
         if len(sites) > 1:
             found = ", ".join(repr(site.node) for site in sites[:5])
             raise ValueError(
@@ -536,7 +533,7 @@ class Mox(Program):
         return sites[0].node
 
     def _around(self, where: view.Where, kind: Any, function: Any, path: Any) -> "Mox":
-        def put(site: edit.Site) -> Replacement:
+        def put(site: Site) -> Piece:
             return kind(site.place.body, site.node, site.path, function)
 
         return self._with(where, put, path)
@@ -544,7 +541,7 @@ class Mox(Program):
     def _with(
         self,
         where: view.Where,
-        put: Callable[[edit.Site], Replacement],
+        put: Callable[[Site], Piece],
         path: str | Callable[[Node], str] | None,
         keep_unused: bool = False,
     ) -> "Mox":

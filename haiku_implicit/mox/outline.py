@@ -5,15 +5,13 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import Var
-
 from haiku_implicit.mox.flops import flops, times
-from haiku_implicit.mox.interface import Interface, Path
-from haiku_implicit.mox.sources import Place
-from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, walk
+from haiku_implicit.mox.interface import Interface, Path, by_variable
+from haiku_implicit.mox.sites import Place
+from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, variables, walk
 from haiku_implicit.mox.view import is_hidden
 
 
@@ -110,16 +108,15 @@ class Sizes:
         return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in found)
 
 
-def outline(body: Body, interface: Interface, params: Mapping[Any, Path]) -> Row:
+def outline(body: Body, interface: Interface) -> Row:
     """The row of a whole model, with the rows of its modules in it.
 
     Args:
       body: the tree of the model.
       interface: its arguments and results.
-      params: its parameters, by variable.
     """
     row = Row(body, _shapes(interface.inputs, interface.results.atoms))
-    _fill(row, body.children, Place(body, params))
+    _fill(row, body.children, Place(body, by_variable(interface.params)))
     return row
 
 
@@ -137,12 +134,12 @@ def _fill(row: Row, nodes: Sequence[Node], place: Place) -> None:
             inner = _row(node, getattr(node, "path", "") or row.path, row.times)
             _fill(inner, node.children, place)
             _add(row, inner)
-            row.read.update(place.known[v] for v in _variables(node.inputs) if v in place.known)
+            row.read.update(place.known[v] for v in variables(node.inputs) if v in place.known)
 
 
 def _add_equation(row: Row, node: Equation, place: Place) -> None:
     known = place.known
-    row.read.update(known[v] for v in _variables(node.inputs) if v in known)
+    row.read.update(known[v] for v in variables(node.inputs) if v in known)
     row.primitives.update(x.primitive.name for x in walk(node) if isinstance(x, Equation))
     row.flops += row.times * flops(node)
 
@@ -166,10 +163,6 @@ def _add(row: Row, inner: Row) -> None:
     row.read |= inner.read
     row.primitives += inner.primitives
     row.flops += inner.flops
-
-
-def _variables(atoms: Any) -> Iterator[Any]:
-    return (x for x in atoms if isinstance(x, Var))
 
 
 def _row(node: Any, path: str, times: int) -> Row:

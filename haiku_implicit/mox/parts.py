@@ -8,52 +8,48 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, Var
 
-from haiku_implicit.mox import higher, marks
-from haiku_implicit.mox.edit import Added, Site, grafted, holders_of, sites_of, with_grafts
-from haiku_implicit.mox.graft import Graft
-from haiku_implicit.mox.interface import Interface, Path, Slot, by_path, nested
+from haiku_implicit.mox import marks
+from haiku_implicit.mox.edit import Edit
+from haiku_implicit.mox.higher import Changes
+from haiku_implicit.mox.interface import Interface, Path, Slot, by_path, by_variable, nested
 from haiku_implicit.mox.paths import with_new_paths
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.replacement import structures_of
+from haiku_implicit.mox.sites import Site, sites_of
 from haiku_implicit.mox.sources import read_by
 from haiku_implicit.mox.tree import (
     Body,
     ModuleCall,
     Node,
     defined_in,
-    hidden,
+    hidden_outputs,
     needed,
-    read_counts,
     steps,
-    walk,
+    uses,
+    variables,
 )
 
 
 def read_of(mox: Program, slots: Mapping[Path, Slot], nodes: Sequence[Node]) -> list[str]:
     """The parameters or state that nodes read, each as `module/name`, in the model's order."""
-    known = {v: path for path, slot in slots.items() for v in slot.atoms}
     found = set()
-    for site in sites_of(mox.body, nodes, params=known, inner=True):
+    for site in sites_of(mox.body, nodes, inner=True, params=by_variable(slots)):
         found |= set(read_by(site.node, site.place.known))
     return ["/".join(path) for path in slots if path in found]
 
 
 def states_of(mox: Program, nodes: Sequence[Node]) -> list[str]:
     """The state that nodes read or, at the top of the model, write."""
-    written = set()
-    for node in nodes:
-        defined = defined_in(node)
-        for path, slot in mox.interface.new_state.items():
-            written |= {"/".join(path)} if defined.intersection(slot.atoms) else set()
-    read = read_of(mox, mox.interface.state, nodes)
-    return sorted(written.union(read))
+    defined = set().union(*map(defined_in, nodes))
+    new_state = mox.interface.new_state.items()
+    written = {"/".join(path) for path, slot in new_state if defined.intersection(slot.atoms)}
+    return sorted(written.union(read_of(mox, mox.interface.state, nodes)))
 
 
 def hidden_outputs_of(mox: Program, node: Node) -> tuple[Var, ...]:
     """The variables that a node defines and does not return, but that nodes outside of it read."""
-    [site] = sites_of(mox.body, [node], inner=True)[:1]
-    found = hidden(site.place.body, node).difference(node.outputs)
-    return tuple(v for x in walk(node, into_bodies=False) for v in x.outputs if v in found)
+    (site,) = sites_of(mox.body, [node])
+    return hidden_outputs(site.place.body, node)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -64,30 +60,24 @@ def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot
 
     A value in a loop has one more axis in front, for the steps of the loop.
     """
-    params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
-    sites = sites_of(mox.body, nodes, params=params, inner=True)
-    names = _names(sites)
+    names = _names(sites_of(mox.body, nodes, inner=True))
+    looped = [site for site in names.values() if site.place.around]
     taps: dict[int, dict[str, Any]] = collections.defaultdict(dict)
-    values: dict[str, Any] = {}
     for name, site in names.items():
         if site.place.around:
             taps[id(site.place.body)][name] = site.node.outputs
-        else:
-            values[name] = site.node.outputs
-    changes = higher.Changes({}, taps, holders_of(sites))
-    known = higher.from_parameters(mox.body, set(params)) if changes.holders else set()
-    grafts: dict[int, Graft] = {}
-    for site in {id(site.top): site for site in sites if site.place.around}.values():
-        piece = higher.piece_of_equation(site.top, changes, known)
-        graft = grafted(mox, site.top, piece, 0, Added(), (), True)
-        grafts[id(site.top)] = graft
-        own = sorted(name for name, x in names.items() if x.place.around and x.top is site.top)
-        rest = iter(graft.taps)
-        values |= {name: tuple(next(rest) for _ in names[name].node.outputs) for name in own}
-    looped = [site for site in sites if site.place.around]
-    new = with_grafts(mox, looped, grafts, Added(), keep_unused=True)
-    slots = {name: Slot(structures_of(names[name].node)[1], values[name]) for name in names}
-    return new, slots
+    edit = Edit(Changes(mox, looped, {}, taps))
+    rest = {key: iter(graft.taps) for key, graft in edit.grafts.items()}
+    values = {
+        name: [next(rest[id(site.top)]) for _ in site.node.outputs]
+        if site.place.around
+        else site.node.outputs
+        for name, site in sorted(names.items())
+    }
+    slots = {
+        name: Slot(structures_of(site.node)[1], tuple(values[name])) for name, site in names.items()
+    }
+    return edit.program(), slots
 
 
 def _names(sites: Sequence[Site]) -> dict[str, Site]:
@@ -161,19 +151,15 @@ def _defined_before(body: Body, wanted: set[Any]) -> set[Any]:
 
 def pruned(mox: Program, face: Interface, children: Sequence[Node]) -> Program:
     """The expression with other results, without the nodes and parameters that they don't need."""
-    children = needed(children, {v for v in face.returns if isinstance(v, Var)})
-    read = {*read_counts(children), *(v for v in face.results.atoms if isinstance(v, Var))}
-    params = {path: x for path, x in face.params.items() if read.intersection(x.atoms)}
-    gone = {
+    children = needed(children, set(variables(face.returns)))
+    read = uses(children, face.results.atoms)
+    params = [path for path, x in face.params.items() if not any(read[v] for v in x.atoms)]
+    state = [
         path
         for path, x in face.state.items()
-        if not read.intersection(x.atoms) and face.new_state.get(path, x).atoms == x.atoms
-    }
-    state, new_state = (
-        {path: x for path, x in entries.items() if path not in gone}
-        for entries in (face.state, face.new_state)
-    )
-    face = dataclasses.replace(face, params=params, state=state, new_state=new_state)
+        if not any(read[v] for v in x.atoms) and face.new_state.get(path, x).atoms == x.atoms
+    ]
+    face = face.without(params, state)
     body = dataclasses.replace(mox.body, children=children)
     init = _init_of_part(mox, face)
     return dataclasses.replace(mox, body=_returning(body, face), interface=face, init=init)
@@ -186,16 +172,9 @@ def _init_of_part(mox: Program, face: Interface) -> Callable[..., Any] | None:
 
     def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
         made = old(rng, *args, **kwargs)
-        return part_of(made if had_state else (made, {}), face)
+        return face.of_init(*map(by_path, made if had_state else (made, {})))
 
     return init
-
-
-def part_of(made: Any, face: Interface) -> Any:
-    """Keeps the parameters and state that an expression has."""
-    pairs = zip((face.params, face.state), map(by_path, made), strict=True)
-    params, state = (nested({path: entries[path] for path in own}) for own, entries in pairs)
-    return (params, state) if face.has_state else params
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -287,8 +266,7 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
     Raises:
       ValueError: if two modules would have the same name.
     """
-    params = {v: path for path, slot in mox.interface.params.items() for v in slot.atoms}
-    sites = sites_of(mox.body, nodes, params=params, inner=True)
+    sites = sites_of(mox.body, nodes, inner=True)
     names = {}
     for site in sites:
         old = getattr(site.node, "path", "")

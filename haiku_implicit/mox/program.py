@@ -57,7 +57,7 @@ class Program:
     @functools.cached_property
     def draws_random(self) -> bool:
         """Whether a result depends on the random key."""
-        if not any(v in self.body.read for v in self.interface.rng.atoms):
+        if not any(self.body.uses[v] for v in self.interface.rng.atoms):
             return False
         keys = set(self.interface.rng.atoms)
         return any(depends(self.body, [v in keys for v in self.body.invars]))

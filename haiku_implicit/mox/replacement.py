@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import haiku as hk
 import jax
@@ -14,10 +14,11 @@ from jax.extend.core import Literal, Var
 from haiku_implicit.core.transform import Static
 from haiku_implicit.mox import mapped, marks
 from haiku_implicit.mox.constants import identical, same_structure
+from haiku_implicit.mox.higher import Piece
 from haiku_implicit.mox.interface import checked, described, is_array
 from haiku_implicit.mox.program import Program, split_signature
 from haiku_implicit.mox.run import run, run_equation
-from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, read_counts, walk
+from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden_outputs, uses
 
 
 class _Site(hk.Module):
@@ -30,23 +31,24 @@ class _Site(hk.Module):
 marks.UNMARKED.add(_Site)
 
 
-class Replacement(NamedTuple):
-    """A Haiku function of arrays that replaces a node.
+def _piece(
+    node: Any,
+    inputs: Sequence[Atom],
+    outputs: Sequence[Var],
+    fun: Callable[..., list[Any]],
+    replaces: bool = True,
+) -> Piece:
+    """The piece of a Haiku function of arrays, for all elements of the `vmap`s around a node."""
+    made = hk.transform_with_state(fun)
 
-    Attributes:
-      inputs: its arguments.
-      outputs: the variables of its results.
-      fun: the function, which returns a list of arrays.
-      replaces: whether the node itself does not run any more.
-    """
+    def apply(*args: Any) -> Any:
+        return *made.apply(*args), {}
 
-    inputs: tuple[Atom, ...]
-    outputs: tuple[Var, ...]
-    fun: Callable[..., list[Any]]
-    replaces: bool = True
+    piece = Piece(tuple(inputs), tuple(outputs), made.init, apply, replaces)
+    return piece if isinstance(node, Equation) else mapped.for_all_elements(piece, node)
 
 
-def instead(node: Any, path: str, replacement: Any) -> Replacement:
+def instead(node: Any, path: str, replacement: Any) -> Piece:
     """A replacement that is called with the arguments of a node.
 
     Args:
@@ -63,10 +65,10 @@ def instead(node: Any, path: str, replacement: Any) -> Replacement:
         call = marks.Call(None, path, "", {}, structure, results)
         return _at_site(path, call, fun, arrays, functools.partial(_checked, node))
 
-    return Replacement(tuple(node.inputs), tuple(node.outputs), on_arrays)
+    return _piece(node, node.inputs, node.outputs, on_arrays)
 
 
-def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Replacement:
+def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Piece:
     """A replacement that is called with the original node, as a function, and with its arguments.
 
     Args:
@@ -98,10 +100,10 @@ def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Re
 
     inputs = (*node.inputs, *original.captured)
     outputs = (*node.outputs, *original.hidden)
-    return Replacement(inputs, outputs, on_arrays, replaces=False)
+    return _piece(node, inputs, outputs, on_arrays, replaces=False)
 
 
-def before(body: Body, node: Any, path: str, function: Any) -> Replacement:
+def before(body: Body, node: Any, path: str, function: Any) -> Piece:
     """Calls a function with the arrays among a node's positional arguments, and then the node."""
     structure, _ = structures_of(node)
     args, _ = structure.merge([_ARRAY] * structure.num_arrays)
@@ -126,7 +128,7 @@ def before(body: Body, node: Any, path: str, function: Any) -> Replacement:
 _ARRAY = object()
 
 
-def after(body: Body, node: Any, path: str, function: Any) -> Replacement:
+def after(body: Body, node: Any, path: str, function: Any) -> Piece:
     """Calls a node, and then a function with the node's result."""
     _, results = structures_of(node)
     out = results.merge([_ARRAY] * results.num_arrays)
@@ -156,21 +158,11 @@ class Original:
         self.call, self._body = node, None
         if isinstance(node, Equation):
             return
-        returned = dict.fromkeys(x for x in node.returns if isinstance(x, Var))
-        read = {**read_counts(node.children), **returned}
+        read = uses(node.children, node.returns)
         # Within the call, an array in a list or a dict has the outer variable.
         own = [v if v in read or isinstance(x, Literal) else x for v, x in node.given]
-        defined = {v for x in walk(node, into_bodies=False) for v in x.outputs}
-        defined |= {
-            v
-            for x in walk(node, into_bodies=False)
-            if x is not node and isinstance(x, ModuleCall)
-            for v, _ in x.given
-        }
-        self.captured = tuple(v for v in read if v not in defined and v not in own)
-        others = hidden(body, node).difference(node.outputs)
-        inside = walk(node, into_bodies=False)
-        self.hidden = tuple(dict.fromkeys(v for x in inside for v in x.outputs if v in others))
+        self.captured = tuple(v for v in node.captured if v not in own)
+        self.hidden = hidden_outputs(body, node)
         self.arguments = tuple(own)
         given = tuple(zip((v for v, _ in node.given), own, strict=True))
         self.call = dataclasses.replace(node, given=given)

@@ -1,7 +1,5 @@
 """Finds the parameters among the variables of a tree, also in the bodies of loops and calls."""
 
-import dataclasses
-import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,34 +67,6 @@ def arguments_of(node: Equation, body: Body) -> Sequence[Any]:
         return [*consts, *carry]
     # The first operand of a condition is the index of the branch.
     return inputs[len(inputs) - len(body.invars) :]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Place:
-    """A place in a tree, and the parameters in reach there.
-
-    Attributes:
-      body: the body.
-      params: the parameters among the arguments of the whole tree, by variable.
-      around: the equations around the body, the outermost first.
-      outer: the place of the innermost of these equations; None for the body of the whole tree.
-    """
-
-    body: Body
-    params: Mapping[Any, Path]
-    around: tuple[Equation, ...] = ()
-    outer: "Place | None" = None
-
-    @functools.cached_property
-    def known(self) -> Sources:
-        """The parameters in reach, by variable."""
-        if self.outer is None:
-            return sources_in(self.body.children, self.params)
-        return sources_of_body(self.around[-1], self.body, self.outer.known)
-
-    def inside(self, node: Equation, body: Body) -> "Place":
-        """The place of a body of an equation."""
-        return Place(body, self.params, (*self.around, node), self)
 
 
 def read_by(node: Node, known: Sources) -> Iterator[Path]:

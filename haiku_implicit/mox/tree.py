@@ -142,8 +142,7 @@ class ModuleCall:
     def captured(self) -> tuple[Var, ...]:
         """The variables that it reads, but not as arguments: parameters, state, closures' values."""
         own = defined_in(self)
-        read = [*read_counts(self.children), *(v for v in self.returns if isinstance(v, Var))]
-        return tuple(v for v in dict.fromkeys(read) if v not in own)
+        return tuple(v for v in uses(self.children, self.returns) if v not in own)
 
     @property
     def is_differentiated(self) -> bool:
@@ -192,33 +191,15 @@ class Body:
         return self.returns
 
     @functools.cached_property
-    def read(self) -> frozenset[Var]:
-        """The variables that its nodes read, or that it returns."""
-        found = {v for v in self.returns if isinstance(v, Var)}
-        return frozenset(found | set(self.read_counts))
-
-    @functools.cached_property
-    def read_counts(self) -> collections.Counter[Var]:
-        """How often its nodes read each variable."""
-        return read_counts(self.children)
-
-    def counts_with(
-        self, removed: Iterable["Node"], added: Sequence["Node"]
-    ) -> collections.Counter[Var]:
-        """`read_counts` of the body after nodes are removed and others added."""
-        counts, gone = self.read_counts.copy(), read_counts(list(removed))
-        counts.update(read_counts(added))
-        counts.subtract(gone)
-        for v in gone:
-            if not counts[v]:
-                del counts[v]
-        return counts
+    def uses(self) -> collections.Counter[Var]:
+        """How often its nodes read each variable, or it returns it."""
+        return uses(self.children, self.returns)
 
     @functools.cached_property
     def last_uses(self) -> dict[int, list[Var]]:
         """The variables that no later node reads, by the `id` of a node: their values can be freed."""
-        alive = {v for v in self.returns if isinstance(v, Var)} | {*self.constvars, *self.invars}
-        uses: dict[int, list[Var]] = {}
+        alive = {*variables(self.returns), *self.constvars, *self.invars}
+        found: dict[int, list[Var]] = {}
 
         def visit(nodes: Sequence[Any]) -> None:
             for node in reversed(nodes):
@@ -230,12 +211,12 @@ class Body:
                     visit(node.children)
 
         def last(node: Node, atoms: Sequence[Atom]) -> None:
-            new = {v for v in atoms if isinstance(v, Var)} - alive
+            new = set(variables(atoms)) - alive
             alive.update(new)
-            uses[id(node)] = list(new)
+            found[id(node)] = list(new)
 
         visit(self.children)
-        return uses
+        return found
 
     def __repr__(self) -> str:
         return f"<{self.name}: {len(self.children)} nodes>"
@@ -244,8 +225,13 @@ class Body:
 Node = Union[ModuleCall, Equation, Body]  # noqa: UP007
 
 
-def read_counts(nodes: Sequence[Node]) -> collections.Counter[Var]:
-    """How often nodes, and the nodes in them, read each variable."""
+def variables(atoms: Iterable[Any]) -> Iterator[Var]:
+    """The variables among variables and literals."""
+    return (x for x in atoms if isinstance(x, Var))
+
+
+def uses(nodes: Iterable[Node], returns: Iterable[Atom] = ()) -> collections.Counter[Var]:
+    """How often nodes, and the nodes in them, read each variable; with results of their program."""
     found: list[Atom] = []
     rest = list(nodes)
     while rest:  # a generator like `walk` takes three times as long, for a whole model
@@ -253,7 +239,7 @@ def read_counts(nodes: Sequence[Node]) -> collections.Counter[Var]:
         found += reads(node)
         if not isinstance(node, Equation):
             rest += node.children
-    return collections.Counter(v for v in found if isinstance(v, Var))
+    return collections.Counter(variables([*found, *returns]))
 
 
 def defined_in(node: "Node") -> set[Var]:
@@ -285,7 +271,7 @@ def needed(nodes: Sequence[Node], wanted: set[Var], effects: bool = False) -> tu
     for node in reversed(nodes):
         if isinstance(node, ModuleCall):
             node = returning_only(node, wanted)
-            wanted.update(atom for atom in node.returns if isinstance(atom, Var))
+            wanted.update(variables(node.returns))
             children = needed(node.children, wanted, effects)
             # A module may read the arguments of its constructor later on.
             given = any(v in wanted for v, _ in node.given)
@@ -297,7 +283,7 @@ def needed(nodes: Sequence[Node], wanted: set[Var], effects: bool = False) -> tu
             wanted.intersection(node.outputs) or (effects and node.eqn.effects)
         ):
             continue
-        wanted.update(v for v in reads(node) if isinstance(v, Var))
+        wanted.update(variables(reads(node)))
         kept.append(node)
     return tuple(reversed(kept))
 
@@ -318,7 +304,7 @@ def returning_only(node: ModuleCall, wanted: Container[Any]) -> ModuleCall:
     return dataclasses.replace(node, call=call, outputs=outputs, returns=tuple(x for _, x in kept))
 
 
-def hidden(body: Body, node: Node, ignored: Container[Any] = ()) -> set[Var]:
+def hidden(body: Body, node: Node, ignored: Iterable[Atom] = ()) -> set[Var]:
     """The variables that are defined in a node and read outside it.
 
     They may be more than its results: the first dropout of a model draws the block of random keys that
@@ -327,11 +313,17 @@ def hidden(body: Body, node: Node, ignored: Container[Any] = ()) -> set[Var]:
     Args:
       body: the program around the node.
       node: the node.
-      ignored: results of the body that do not count.
+      ignored: results of the program that do not count.
     """
-    own, of_all = read_counts([node]), body.read_counts
-    returned = {v for v in body.returns if isinstance(v, Var) and v not in ignored}
-    return {v for v in defined_in(node) if of_all[v] > own[v] or v in returned}
+    own = uses([node], ignored)
+    return {v for v in defined_in(node) if body.uses[v] > own[v]}
+
+
+def hidden_outputs(body: Body, node: Node) -> tuple[Var, ...]:
+    """The variables that a node defines and does not return, but that are read outside it."""
+    others = hidden(body, node).difference(node.outputs)
+    inside = (v for x in walk(node, into_bodies=False) for v in x.outputs)
+    return tuple(dict.fromkeys(v for v in inside if v in others))
 
 
 def steps(nodes: Sequence[Node]) -> Iterator[Equation | tuple[Var, Atom]]:
@@ -362,7 +354,7 @@ def equations_in(body: Body) -> Iterator[JaxprEqn]:
     """The equations of a program, also the ones in their parameters, in arbitrary order."""
     nodes: list[Any] = list(body.children)
     jaxprs: list[Any] = []
-    while nodes:  # as in `read_counts`
+    while nodes:  # as in `uses`
         node = nodes.pop()
         if isinstance(node, Equation):
             yield node.eqn
