@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -32,7 +32,7 @@ from haiku_implicit.mox.interface import (
 from haiku_implicit.mox.program import ANY_KEY, Program, init_called, program_of
 from haiku_implicit.mox.run import run
 from haiku_implicit.mox.sites import Site, sites_of
-from haiku_implicit.mox.sources import depends
+from haiku_implicit.mox.sources import depends, is_known
 from haiku_implicit.mox.tree import (
     Atom,
     Body,
@@ -244,21 +244,18 @@ class Edit:
         read.subtract(uses((graft.top for graft in grafts), body.returns))
         read.update(uses((graft.node for graft in grafts), face.returns))
         before = collections.Counter[Var]() if keep_unused else body.uses
-        children = _exchanged(body.children, self.grafts, before, read)
+        ended = {v for path in unchanged for v in face.state[path].atoms if not keep_unused}
+        children = _exchanged(body.children, self.grafts, before, read, ended)
         if not keep_unused:
             face = _without_unused(face, before, read, unchanged)
         bodies = [body, *(graft.mox.body for graft in grafts)]
-        new = Body(
-            body.name,
-            constvars=tuple(v for x in bodies for v in x.constvars),
-            consts=tuple(c for x in bodies for c in x.consts),
-            invars=face.invars,
-            children=children,
-            returns=face.returns,
-        )
-        vars(new)["uses"] = read  # the value of the cached property
-        init = mox.init and _Init(mox, new, face, list(grafts))
-        return dataclasses.replace(mox, body=new, interface=face, init=init)
+        constvars = tuple(v for x in bodies for v in x.constvars)
+        consts = tuple(c for x in bodies for c in x.consts)
+        whole = dataclasses.replace(body, constvars=constvars, consts=consts)
+        new = dataclasses.replace(mox, body=whole).with_nodes(children, face, None)
+        vars(new.body)["uses"] = read  # the value of the cached property
+        init = mox.init and _Init(mox, new.body, face, list(grafts))
+        return dataclasses.replace(new, init=init)
 
     def _unchanged(self) -> set[Path]:
         """The state that was changed only by replaced nodes."""
@@ -298,28 +295,30 @@ def _exchanged(
     grafts: Mapping[int, Graft],
     before: Mapping[Var, int],
     read: collections.Counter[Var],
+    ended: Container[Var],
 ) -> tuple[Node, ...]:
     """Puts grafts into nodes, and drops the outputs of calls whose last use is gone.
 
-    Such an output only passed a value on to removed nodes (`hk.lift`). From the last node to the first,
-    so that a dropped output is no use of another call's output.
+    Such an output only passed a value on to removed nodes (`hk.lift`). Nodes are visited from the last
+    to the first, since a dropped output does not use the output of an earlier call any more.
 
     Args:
       nodes: the nodes. Unchanged ones stay the same objects.
       grafts: the grafts, by the `id` of the node that each replaces.
       before: how often each variable was read before.
       read: how often it is read now. The uses by dropped outputs are subtracted.
+      ended: the variables of state that nothing changes any more. Unread outputs with it are dropped.
     """
     new: list[Node] = []
     for node in reversed(nodes):
         if id(node) in grafts:
             node = grafts[id(node)].node
         elif isinstance(node, ModuleCall):
-            kept = {v for v in node.outputs if read[v] or not before[v]}
-            pairs = zip(node.outputs, node.returns, strict=True)
+            pairs = list(zip(node.outputs, node.returns, strict=True))
+            kept = {v for v, x in pairs if read[v] or not (before[v] or is_known(x, ended))}
             read.subtract(variables(x for v, x in pairs if v not in kept))
             node = returning_only(node, kept)
-            children = _exchanged(node.children, grafts, before, read)
+            children = _exchanged(node.children, grafts, before, read, ended)
             if any(map(operator.is_not, children, node.children)):
                 node = dataclasses.replace(node, children=children)
         new.append(node)
@@ -365,18 +364,17 @@ class _Init:
 
     def __call__(self, rng: Any, *args: Any, **kwargs: Any) -> Any:
         with init_called("init of the changed model called that of the model before", _WAY_OUT):
-            made = _init_of(self.old)(rng, *args, **kwargs)
-        params, state = made if self.old.has_state else (made, {})
-        entries = dict(params=by_path(params), state=by_path(state))
+            made = self.old.initial(rng, *args, **kwargs)
+        entries = dict(zip(("params", "state"), made, strict=True))
         for graft in self.grafts:
             key = None if rng is None else jax.random.fold_in(as_key(rng), graft.salt)
             new = _initial(graft, key)
             if new is None:
                 given = self._arguments(entries, rng, args, kwargs)
                 values = run(_only(self.body, graft.inputs), self.body.consts, given)
-                new = _init_of(graft.mox)(key, *values)
+                new = graft.mox.initial(key, *values)
             for kind, x in zip(entries, new, strict=True):
-                entries[kind] = {**by_path(x), **entries[kind]}
+                entries[kind] = {**x, **entries[kind]}
         return self.face.of_init(*entries.values())
 
     def _arguments(self, entries: Any, rng: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -399,19 +397,14 @@ def _initial(graft: Graft, key: Any) -> Any:
     if not face.params and not face.state:
         return {}, {}
     avals = list(map(shape_of, graft.inputs))
-    closed, shapes = jax.make_jaxpr(_init_of(graft.mox), return_shape=True)(key, *avals)
+    closed, shapes = jax.make_jaxpr(graft.mox.init, return_shape=True)(key, *avals)
     body = body_of("init", closed)
     num_keys = len(body.invars) - len(avals)
     if any(depends(body, [False] * num_keys + [True] * len(avals))):
         return None
     zeros = [np.zeros(x.shape, x.dtype) for x in avals]
     leaves = run(_only(body, body.returns), body.consts, [*jax.tree.leaves(key), *zeros])
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-
-
-def _init_of(mox: Program) -> Callable[..., Any]:
-    assert mox.init is not None
-    return mox.init
+    return map(by_path, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
 
 def _only(body: Body, returns: Sequence[Any]) -> Body:

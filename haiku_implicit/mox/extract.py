@@ -13,7 +13,7 @@ from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
 from haiku_implicit.mox import marks
-from haiku_implicit.mox.interface import Interface, Slot, by_path
+from haiku_implicit.mox.interface import Interface, Slot
 from haiku_implicit.mox.parts import Variable, pruned
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.replacement import Original, structures_of
@@ -210,17 +210,12 @@ def _element(v: Var, stacked: Atom, index: int) -> ModuleCall:
 
 def _init_on_zeros(mox: Program, face: Interface) -> Callable[..., Any] | None:
     """The `init` of an extracted module: calls the model's `init` on zeros."""
-    old = mox.init
-    if old is None:
-        return None
 
     def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
         slot = mox.interface.args
         zeros = [np.zeros(v.aval.shape, v.aval.dtype) for v in slot.atoms]
-        given = inspect.BoundArguments(
-            mox.interface.signature, collections.OrderedDict(slot.tree.merge(zeros))
-        )
-        made = old(rng, *given.args, **given.kwargs)
-        return face.of_init(*map(by_path, made if mox.has_state else (made, {})))
+        named = collections.OrderedDict(slot.tree.merge(zeros))
+        given = inspect.BoundArguments(mox.interface.signature, named)
+        return face.of_init(*mox.initial(rng, *given.args, **given.kwargs))
 
-    return init
+    return mox.init and init

@@ -202,7 +202,7 @@ def slots_with(trees: Sequence[Static], atoms: Sequence[Any]) -> list[Slot]:
 def _filling(arrays: Sequence[Any]) -> Callable[[Slot], Any]:
     """A function that returns the tree of one slot after the other, with these arrays in them."""
     rest = iter(arrays)
-    return lambda slot: slot.tree.merge([next(rest) for _ in range(slot.tree.num_arrays)])
+    return lambda slot: slot.tree.merge(rest)
 
 
 def named_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -374,11 +374,6 @@ def _results(*operands: Any, kind: str, make_token: Any) -> list[Any]:
     return [make_token(), *operands] if kind == "begin" else list(operands[1:])
 
 
-@mark_p.def_impl
-def _run(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
-    return _results(*operands, kind=kind, make_token=lambda: jax.numpy.zeros((), jax.numpy.int32))
-
-
 _TOKEN = jax.core.ShapedArray((), jax.numpy.int32)
 
 
@@ -387,11 +382,12 @@ def _abstract(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
     return _results(*operands, kind=kind, make_token=lambda: _TOKEN)
 
 
-def _lower(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
+def _run(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
     return _results(*operands, kind=kind, make_token=lambda: jax.numpy.zeros((), jax.numpy.int32))
 
 
-mlir.register_lowering(mark_p, mlir.lower_fun(_lower, multiple_results=True))
+mark_p.def_impl(_run)
+mlir.register_lowering(mark_p, mlir.lower_fun(_run, multiple_results=True))
 
 
 def _differentiate(primals: Any, tangents: Any, *, call: Call, kind: str, seen: Any) -> Any:

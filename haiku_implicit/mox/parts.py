@@ -11,7 +11,7 @@ from jax.extend.core import Literal, Var
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.edit import Edit
 from haiku_implicit.mox.higher import Changes
-from haiku_implicit.mox.interface import Interface, Path, Slot, by_path, by_variable, nested
+from haiku_implicit.mox.interface import Interface, Path, Slot, by_variable
 from haiku_implicit.mox.paths import with_new_paths
 from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.replacement import structures_of
@@ -98,7 +98,7 @@ def with_taps(mox: Program, nodes: Sequence[Node]) -> Program:
     new, slots = tapped(mox, nodes)
     results = joined((new.interface.results, slots))
     face = dataclasses.replace(new.interface, results=results)
-    return dataclasses.replace(new, body=_returning(new.body, face), interface=face)
+    return new.with_nodes(new.body.children, face, new.init)
 
 
 def joined(tree: Any) -> Slot:
@@ -115,10 +115,6 @@ def joined(tree: Any) -> Slot:
 @dataclasses.dataclass(frozen=True)
 class Variable:
     atom: Any
-
-
-def _returning(body: Body, face: Interface) -> Body:
-    return dataclasses.replace(body, invars=face.invars, returns=face.returns)
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -160,21 +156,7 @@ def pruned(mox: Program, face: Interface, children: Sequence[Node]) -> Program:
         if not any(read[v] for v in x.atoms) and face.new_state.get(path, x).atoms == x.atoms
     ]
     face = face.without(params, state)
-    body = dataclasses.replace(mox.body, children=children)
-    init = _init_of_part(mox, face)
-    return dataclasses.replace(mox, body=_returning(body, face), interface=face, init=init)
-
-
-def _init_of_part(mox: Program, face: Interface) -> Callable[..., Any] | None:
-    old, had_state = mox.init, mox.has_state
-    if old is None:
-        return None
-
-    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
-        made = old(rng, *args, **kwargs)
-        return face.of_init(*map(by_path, made if had_state else (made, {})))
-
-    return init
+    return mox.with_nodes(children, face, mox.with_init_of(face.of_init))
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -209,9 +191,7 @@ def shared(mox: Program, taking: Mapping[str, str]) -> Program:
     params = {path: slot for path, slot in old.items() if path not in sources}
     face = dataclasses.replace(mox.interface, params=params)
     children = (ModuleCall(None, tuple(given), (), (), ()), *mox.body.children)
-    body = dataclasses.replace(mox.body, children=children)
-    init = _init_of_part(mox, face)
-    return dataclasses.replace(mox, body=_returning(body, face), interface=face, init=init)
+    return mox.with_nodes(children, face, mox.with_init_of(face.of_init))
 
 
 def _pairs(entries: Mapping[Path, Slot], module: str, of: str) -> Iterator[tuple[Path, Path]]:
@@ -287,9 +267,11 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
         new_state=_with_names(face.new_state, names),
     )
     children = with_new_paths(mox.body.children, lambda path: _new_name(path, names))
-    body = dataclasses.replace(mox.body, children=children)
-    init = mox.init and _renamed_init(mox, names)
-    return dataclasses.replace(mox, body=body, interface=face, init=init)
+
+    def of_init(*entries: Mapping[Path, Any]) -> Any:
+        return face.of_init(*(_with_names(x, names) for x in entries))
+
+    return mox.with_nodes(children, face, mox.with_init_of(of_init))
 
 
 def _new_name(path: str, names: Mapping[str, str]) -> str:
@@ -307,14 +289,3 @@ def _with_names(entries: Mapping[Path, Any], names: Mapping[str, str]) -> dict[P
             raise ValueError(f"there would be two {'/'.join(path)!r}: give the module another name")
         new[path] = x
     return new
-
-
-def _renamed_init(mox: Program, names: Mapping[str, str]) -> Callable[..., Any]:
-    def init(*args: Any, **kwargs: Any) -> Any:
-        assert mox.init is not None
-        made = mox.init(*args, **kwargs)
-        parts = made if mox.has_state else (made,)
-        new = tuple(nested(_with_names(by_path(x), names)) for x in parts)
-        return new if mox.has_state else new[0]
-
-    return init

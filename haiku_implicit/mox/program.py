@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 import haiku as hk
 import jax
@@ -18,6 +18,7 @@ from haiku_implicit.core.transform import Static, tree_leaves_with_implicit
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.interface import (
     Interface,
+    Path,
     as_key,
     by_path,
     is_array,
@@ -29,7 +30,7 @@ from haiku_implicit.mox.interface import (
 from haiku_implicit.mox.paths import with_full_paths
 from haiku_implicit.mox.run import run
 from haiku_implicit.mox.sources import depends
-from haiku_implicit.mox.tree import Body, body_of
+from haiku_implicit.mox.tree import Body, Node, body_of
 from haiku_implicit.params.transformed import original_of, transform_implicit
 
 
@@ -53,6 +54,30 @@ class Program:
     def has_state(self) -> bool:
         """Whether the model has state, and returns a new one."""
         return self.interface.has_state
+
+    def with_nodes(
+        self, children: Sequence[Node], face: Interface, init: Callable[..., Any] | None
+    ) -> Self:
+        """The program with other nodes, arguments and results, and another `init`."""
+        body = dataclasses.replace(
+            self.body, children=tuple(children), invars=face.invars, returns=face.returns
+        )
+        return dataclasses.replace(self, body=body, interface=face, init=init)
+
+    def with_init_of(
+        self, change: Callable[[dict[Path, Any], dict[Path, Any]], Any]
+    ) -> Callable[..., Any] | None:
+        """The `init` of a changed program: a function of the parameters and the state of `init`."""
+        if self.init is None:
+            return None
+        return lambda *args, **kwargs: change(*self.initial(*args, **kwargs))
+
+    def initial(self, *args: Any, **kwargs: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
+        """The parameters and the state that `init` makes, by path."""
+        assert self.init is not None
+        made = self.init(*args, **kwargs)
+        params, state = made if self.has_state else (made, {})
+        return by_path(params), by_path(state)
 
     @functools.cached_property
     def draws_random(self) -> bool:
