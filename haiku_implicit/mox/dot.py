@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
-from haiku_implicit.mox.flops import times
+from haiku_implicit.mox.flops import label_of_loop
 from haiku_implicit.mox.interface import Interface, Slot
 from haiku_implicit.mox.sites import Place
 from haiku_implicit.mox.sources import arguments_of
@@ -15,7 +15,6 @@ from haiku_implicit.mox.tree import (
     Body,
     Equation,
     defined_in,
-    function_name,
     reads,
     variables,
     walk,
@@ -74,10 +73,10 @@ class _Graph:
                 if node.marked is None:
                     yield self._box(node, _label(node, place), origins)
                 elif level == self.depth:
-                    yield self._box(node, _label_of_loop(node), origins)
+                    yield self._box(node, label_of_loop(node), origins)
                 else:
                     inner = self._bodies(node, place, origins, level + 1)
-                    yield from self._cluster(_label_of_loop(node), inner)
+                    yield from self._cluster(label_of_loop(node), inner)
                 continue
             if level == self.depth and not is_hidden(node):
                 yield self._box(node, f"{node.name}\n{node.type_name}", origins)
@@ -142,13 +141,7 @@ def _label(node: Equation, place: Place) -> str:
     """The primitive, and the names of the parameters that an equation reads."""
     known = place.known
     read = (known[v][1] for v in node.inputs if isinstance(v, Var) and v in known)
-    name = f"{node.primitive.name} {function_name(node.eqn)}".strip()
-    return "\n".join([name, *dict.fromkeys(read)])
-
-
-def _label_of_loop(node: Equation) -> str:
-    number = times(node)
-    return f"{node.primitive.name} × {number}" if number != 1 else node.primitive.name
+    return "\n".join([node.label, *dict.fromkeys(read)])
 
 
 def _quoted(text: str) -> str:

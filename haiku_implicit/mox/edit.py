@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 from jax.extend.core import primitives as jex
 
-from haiku_implicit.mox.higher import Changes, Piece
+from haiku_implicit.mox.higher import Changes
 from haiku_implicit.mox.interface import (
     Interface,
     Path,
@@ -30,7 +30,7 @@ from haiku_implicit.mox.interface import (
     key_like,
 )
 from haiku_implicit.mox.program import ANY_KEY, Program, init_called, program_of
-from haiku_implicit.mox.run import run
+from haiku_implicit.mox.run import Piece, run
 from haiku_implicit.mox.sites import Site, sites_of
 from haiku_implicit.mox.sources import depends, is_known
 from haiku_implicit.mox.tree import (

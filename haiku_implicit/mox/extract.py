@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from haiku_implicit.mox.tree import (
     Node,
     body_of,
     needed,
+    setting,
     shape_of,
     steps,
     uses,
@@ -47,44 +48,46 @@ def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None)
     scope = _scope_of(mox.body, site, layer)
     original, face = Original(site.place.body, node), mox.interface
     # As single steps: a whole call would need all of its arguments, even for one of its results.
-    single = [x if isinstance(x, Equation) else _setting(*x) for x in steps(scope.children)]
+    single = [x if isinstance(x, Equation) else setting(x) for x in steps(scope.children)]
     children = needed(single, set(original.captured))
     read = uses(children, original.captured)
     for v, reason in [*((v, _ARGUMENTS) for v in face.args.atoms), *scope.unknown.items()]:
         if read[v]:
             raise ValueError(f"{node!r} can't be extracted: {reason}")
-    structure, results = structures_of(node)
-    args, kwargs = structure.merge([Variable(v) for v in original.arguments])
-    signature = inspect.Signature(_ANY)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    tree, variables = marks.split(dict(bound.arguments), lambda x: isinstance(x, Variable))
-    new_state = {
-        path: slot
-        for path, slot in face.new_state.items()
-        if set(original.hidden).intersection(slot.atoms) or path in face.state
-    }
-    changed = {*original.hidden, *node.outputs}
-    new_state = {
-        path: slot if changed.issuperset(slot.atoms) else face.state[path]
-        for path, slot in new_state.items()
-    }
-    uses_state = any(changed.intersection(slot.atoms) for slot in face.new_state.values()) or any(
-        read[v] for slot in face.state.values() for v in slot.atoms
-    )
-    leading = tuple(name for name in face.leading if name != "state" or uses_state)
-    own = dataclasses.replace(
-        face,
-        leading=leading,
-        signature=signature,
-        args=Slot(tree, tuple(x.atom for x in variables)),
-        results=Slot(results, tuple(node.outputs)),
-        new_state=new_state if uses_state else {},
-        state=face.state if uses_state else {},
-    )
+    own = _interface(face, node, original, read)
     whole = dataclasses.replace(mox, body=scope.body)
     part = pruned(whole, own, (*children, original.call))
     return dataclasses.replace(part, init=_init_on_zeros(mox, part.interface))
+
+
+def _interface(
+    face: Interface, node: ModuleCall, original: Original, read: Mapping[Var, int]
+) -> Interface:
+    """The arguments and results of a call, with the parameters and state of the whole model.
+
+    Args:
+      face: the arguments and results of the model.
+      node: the call.
+      original: the call, as a function.
+      read: how often each variable of the model is read for the call.
+    """
+    structure, results = structures_of(node)
+    args, kwargs = structure.merge([Variable(v) for v in original.arguments])
+    named = dict(args=args, kwargs=kwargs)
+    tree, variables = marks.split(named, lambda x: isinstance(x, Variable))
+    changed = {*original.hidden, *node.outputs}
+    uses_state = any(changed.intersection(slot.atoms) for slot in face.new_state.values()) or any(
+        read[v] for slot in face.state.values() for v in slot.atoms
+    )
+    return dataclasses.replace(
+        face,
+        leading=tuple(name for name in face.leading if name != "state" or uses_state),
+        signature=inspect.Signature(_ANY),
+        args=Slot(tree, tuple(x.atom for x in variables)),
+        results=Slot(results, tuple(node.outputs)),
+        new_state=face.state_after(changed) if uses_state else {},
+        state=face.state if uses_state else {},
+    )
 
 
 _ANY = [
@@ -178,7 +181,7 @@ def _arguments(
         constants -= len(equation.outputs)
     for i, (v, outer) in enumerate(given):
         if i < constants:
-            yield v, _setting(v, outer)
+            yield v, setting((v, outer))
         elif i < carried:
             yield v, _CARRIED
         elif layer is None:
@@ -189,11 +192,6 @@ def _arguments(
             )
         else:
             yield v, _element(v, outer, layer)
-
-
-def _setting(v: Var, atom: Atom) -> ModuleCall:
-    """A node that sets a variable to another one."""
-    return ModuleCall(None, ((v, atom),), (), (), ())
 
 
 def _element(v: Var, stacked: Atom, index: int) -> ModuleCall:

@@ -41,6 +41,12 @@ def times(node: Equation) -> int:
     return int(node.eqn.params["length"]) if node.primitive.name == "scan" else 1
 
 
+def label_of_loop(node: Equation) -> str:
+    """The primitive of an equation with bodies, and how often they run: `scan × 12`."""
+    number = times(node)
+    return f"{node.primitive.name} × {number}" if number != 1 else str(node.primitive.name)
+
+
 def _size(atom: Any) -> int:
     return math.prod(getattr(atom.aval, "shape", ()))
 

@@ -19,30 +19,10 @@ from jax.extend.core import primitives as jex
 from haiku_implicit.core import compat
 from haiku_implicit.mox.interface import by_path, by_variable, nested
 from haiku_implicit.mox.program import Program
-from haiku_implicit.mox.run import Substitute, run
+from haiku_implicit.mox.run import Piece, run
 from haiku_implicit.mox.sites import Site
 from haiku_implicit.mox.sources import arguments_of, is_known
-from haiku_implicit.mox.tree import Atom, Body, steps, walk
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A pair of functions that replaces a node.
-
-    Attributes:
-      inputs: the arguments.
-      outputs: the variables of the results.
-      init: maps a random key and arrays to parameters and state.
-      apply: maps parameters, state, a random key and arrays to results, new state, and tapped values by
-        name.
-      replaces: whether the node itself does not run any more.
-    """
-
-    inputs: tuple[Atom, ...]
-    outputs: tuple[Var, ...]
-    init: Callable[..., Any]
-    apply: Callable[..., Any]
-    replaces: bool = True
+from haiku_implicit.mox.tree import Body, steps, walk
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,26 +114,29 @@ def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
     def init(rng: Any, *arrays: Any) -> Any:
         params: dict[Any, Any] = {}
         state: dict[Any, Any] = {}
+        keys = _keys(own, rng)
 
-        def piece(made: Piece, key: Any, *arrays: Any) -> Any:
+        def run_piece(made: Piece, *arrays: Any) -> Any:
+            key = keys[id(made)]
             for entries, new in zip((params, state), made.init(key, *arrays), strict=True):
                 entries |= {path: x for path, x in by_path(new).items() if path not in entries}
             return made.apply(nested(params), nested(state), key, *arrays)[0]
 
-        run(body, body.consts, arrays, _substitutes(own, rng, piece))
+        run(body, body.consts, arrays, own, run_piece)
         return nested(params), nested(state)
 
     def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
         taps: dict[str, Any] = {}
+        keys = _keys(own, rng)
 
-        def piece(made: Piece, key: Any, *arrays: Any) -> Any:
+        def run_piece(made: Piece, *arrays: Any) -> Any:
             nonlocal state
-            out, new, tapped = made.apply(params, state, key, *arrays)
+            out, new, tapped = made.apply(params, state, keys[id(made)], *arrays)
             state = nested(by_path(state) | by_path(new))
             taps.update(tapped)
             return out
 
-        out = run(body, body.consts, arrays, _substitutes(own, rng, piece))
+        out = run(body, body.consts, arrays, own, run_piece)
         rest = iter(out[num_results:])
         taps |= {name: [next(rest) for _ in atoms] for name, atoms in wanted.items()}
         return out[:num_results], state, taps
@@ -161,15 +144,12 @@ def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
     return Piece(body.invars, (), init, apply)
 
 
-def _substitutes(
-    pieces: Mapping[int, Piece], rng: Any, fun: Callable[..., Any]
-) -> dict[int, Substitute]:
-    """Substitutes for `run` that call `fun` with a piece, its random key and arrays."""
-    found = {}
-    for i, (node, piece) in enumerate(pieces.items()):
-        key = None if rng is None else jax.random.fold_in(rng, i)
-        found[node] = Substitute(piece.inputs, piece.outputs, functools.partial(fun, piece, key))
-    return found
+def _keys(pieces: Mapping[int, Piece], rng: Any) -> dict[int, Any]:
+    """The random keys of pieces, by the `id` of the piece."""
+    return {
+        id(piece): None if rng is None else jax.random.fold_in(rng, i)
+        for i, piece in enumerate(pieces.values())
+    }
 
 
 # --- the equations ---------------------------------------------------------------------------------

@@ -82,6 +82,13 @@ class Interface:
         """Whether the model has state, and returns a new one."""
         return "state" in self.leading
 
+    def state_after(self, defined: set[Any]) -> dict[Path, Slot]:
+        """The returned state of a part of the model: the old state if its new value is not defined."""
+        new = {p: slot for p, slot in self.new_state.items() if defined.issuperset(slot.atoms)}
+        return {
+            p: new.get(p, self.state.get(p)) for p in self.new_state if p in new or p in self.state
+        }
+
     def without(self, params: Container[Path], state: Container[Path]) -> "Interface":
         """The interface without these parameters, and without this state."""
 

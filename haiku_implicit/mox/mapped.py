@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
 from haiku_implicit.core import compat
-from haiku_implicit.mox.higher import Piece
 from haiku_implicit.mox.interface import by_path
+from haiku_implicit.mox.run import Piece
 from haiku_implicit.mox.tree import ModuleCall
 
 

@@ -17,9 +17,9 @@ from haiku_implicit.mox import (
     parts,
     view,
 )
-from haiku_implicit.mox.higher import Piece
 from haiku_implicit.mox.program import Program, checked
 from haiku_implicit.mox.replacement import after, around, before, instead
+from haiku_implicit.mox.run import Piece
 from haiku_implicit.mox.sites import Site, sites_of
 from haiku_implicit.mox.tree import Node
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from haiku_implicit.mox.flops import flops, times
+from haiku_implicit.mox.flops import flops, label_of_loop, times
 from haiku_implicit.mox.interface import Interface, Path, by_variable
 from haiku_implicit.mox.sites import Place
 from haiku_implicit.mox.tree import Body, Equation, ModuleCall, Node, variables, walk
@@ -43,8 +43,7 @@ class Row:
     def label(self) -> str:
         """The last part of the path; for a loop, its primitive and the number of its steps."""
         if isinstance(self.node, Equation):
-            number = times(self.node)
-            return f"{self.node.primitive.name}{f' × {number}' if number != 1 else ''}"
+            return label_of_loop(self.node)
         return self.node.name or "function"
 
     @property

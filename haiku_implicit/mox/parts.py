@@ -19,11 +19,11 @@ from haiku_implicit.mox.sites import Site, sites_of
 from haiku_implicit.mox.sources import read_by
 from haiku_implicit.mox.tree import (
     Body,
-    ModuleCall,
     Node,
     defined_in,
     hidden_outputs,
     needed,
+    setting,
     steps,
     uses,
     variables,
@@ -126,12 +126,7 @@ def truncated(mox: Program, node: Node) -> Program:
     ((_, result),) = slots.items()
     defined = _defined_before(new.body, set(result.atoms))
     face = new.interface
-    state = {
-        path: slot if defined.issuperset(slot.atoms) else face.state[path]
-        for path, slot in face.new_state.items()
-        if path in face.state or defined.issuperset(slot.atoms)
-    }
-    face = dataclasses.replace(face, results=result, new_state=state)
+    face = dataclasses.replace(face, results=result, new_state=face.state_after(defined))
     return pruned(new, face, new.body.children)
 
 
@@ -190,7 +185,7 @@ def shared(mox: Program, taking: Mapping[str, str]) -> Program:
     ]
     params = {path: slot for path, slot in old.items() if path not in sources}
     face = dataclasses.replace(mox.interface, params=params)
-    children = (ModuleCall(None, tuple(given), (), (), ()), *mox.body.children)
+    children = (setting(*given), *mox.body.children)
     return mox.with_nodes(children, face, mox.with_init_of(face.of_init))
 
 

@@ -5,6 +5,7 @@ again from the top. The full path of a module is the path of the parameters that
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ class _Full:
     """Finds the full paths of calls."""
 
     def __init__(self) -> None:
-        self.calls = _Calls()
+        self.with_path = _renamer()
 
     def nodes(self, nodes: Sequence[Any], known: Sources, prefix: str) -> tuple[Any, ...]:
         """Nodes with full paths.
@@ -61,7 +62,7 @@ class _Full:
         if call is not None:
             prefix = _prefix_of(node, known, prefix) if call.scope is None else ""
             if prefix:
-                call = self.calls.with_path(call, f"{prefix}/{call.path}", prefix)
+                call = self.with_path(call, f"{prefix}/{call.path}", prefix)
         new = dataclasses.replace(node, call=call)
         given = own_arguments(new, known)
         if not known.keys() >= given.keys():
@@ -140,14 +141,15 @@ def _prefixes(read: Iterable[Path], path: str) -> Iterator[str]:
 
 def with_new_paths(nodes: Sequence[Any], new_path: Callable[[str], str]) -> tuple[Any, ...]:
     """Nodes with new paths. `new_path` maps the old paths to them."""
-    calls = _Calls()
+
+    with_path = _renamer()
 
     def of_node(node: Any) -> Any:
         if isinstance(node, ModuleCall):
             call = node.call
             if call is not None:
                 scope = call.scope and new_path(call.scope)
-                call = calls.with_path(call, new_path(call.path), scope)
+                call = with_path(call, new_path(call.path), scope)
             return dataclasses.replace(node, call=call, children=tuple(map(of_node, node.children)))
         if node.marked is None:
             return node
@@ -159,18 +161,19 @@ def with_new_paths(nodes: Sequence[Any], new_path: Callable[[str], str]) -> tupl
     return tuple(map(of_node, nodes))
 
 
-class _Calls:
-    """Calls with new paths. A call has one new object, by which its end mark is found."""
+def _renamer() -> Callable[[Call, str, str | None], Call]:
+    """A function that gives a call a path and a scope.
 
-    def __init__(self) -> None:
-        self._new: dict[tuple[Call, str], Call] = {}
+    The call with these has one object, by which its end mark is found.
+    """
 
-    def with_path(self, call: Call, path: str, scope: str | None) -> Call:
-        """The call with a path and a scope; the same object if these are its own."""
+    @functools.cache
+    def with_path(call: Call, path: str, scope: str | None) -> Call:
         if (path, scope) == (call.path, call.scope):
             return call
-        new = dataclasses.replace(call, path=path, scope=scope)
-        return self._new.setdefault((call, path), new)
+        return dataclasses.replace(call, path=path, scope=scope)
+
+    return with_path
 
 
 # --- changes ----------------------------------------------------------------------------------------

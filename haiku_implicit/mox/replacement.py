@@ -14,10 +14,9 @@ from jax.extend.core import Literal, Var
 from haiku_implicit.core.transform import Static
 from haiku_implicit.mox import mapped, marks
 from haiku_implicit.mox.constants import identical, same_structure
-from haiku_implicit.mox.higher import Piece
 from haiku_implicit.mox.interface import checked, described, is_array
 from haiku_implicit.mox.program import Program, split_signature
-from haiku_implicit.mox.run import run, run_equation
+from haiku_implicit.mox.run import Piece, run, run_equation
 from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden_outputs, uses
 
 

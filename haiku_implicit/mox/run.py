@@ -1,7 +1,8 @@
 """Runs a tree of equations."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Var
@@ -11,25 +12,32 @@ from haiku_implicit.mox import marks
 from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden, needed
 
 
-class Substitute(NamedTuple):
-    """A function that runs instead of a node.
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A pair of functions that replaces a node.
 
     Attributes:
-      inputs: its arguments.
-      outputs: the variables of its results.
-      fun: the function, from arrays to a list of arrays.
+      inputs: the arguments.
+      outputs: the variables of the results.
+      init: maps a random key and arrays to parameters and state.
+      apply: maps parameters, state, a random key and arrays to results, new state, and tapped values by
+        name.
+      replaces: whether the node itself does not run any more.
     """
 
     inputs: tuple[Atom, ...]
     outputs: tuple[Var, ...]
-    fun: Callable[..., Sequence[Any]]
+    init: Callable[..., Any]
+    apply: Callable[..., Any]
+    replaces: bool = True
 
 
 def run(
     body: Body,
     consts: Sequence[Any],
     args: Sequence[Any],
-    substitutes: Mapping[int, Substitute] | None = None,
+    pieces: Mapping[int, Piece] | None = None,
+    run_piece: Callable[..., Sequence[Any]] | None = None,
 ) -> list[Any]:
     """Binds the equations of a program, in their order, to these values.
 
@@ -39,7 +47,8 @@ def run(
       body: the program.
       consts: values of its `constvars`.
       args: values of its `invars`.
-      substitutes: functions that run instead of nodes, by the `id` of the node.
+      pieces: the pieces that run instead of nodes, by the `id` of the node.
+      run_piece: runs a piece on its arrays.
 
     Returns:
       The results of the program.
@@ -47,15 +56,15 @@ def run(
     variables: Any = (*body.constvars, *body.invars)
     env: dict[Any, Any] = dict(zip(variables, (*consts, *args), strict=True))
     outer, last_uses, marked = source_info_util.current_name_stack(), body.last_uses, marks.active()
-    substitutes = substitutes or {}
+    pieces = pieces or {}
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
 
     def visit(nodes: Sequence[Any]) -> None:
         for node in nodes:
-            if id(node) in substitutes:
-                substitute(node, substitutes[id(node)])
+            if id(node) in pieces:
+                substitute(node, pieces[id(node)])
             elif isinstance(node, Equation):
                 results = run_equation(node, list(map(read, node.inputs)), outer)
                 env.update(zip(node.outputs, results, strict=True))
@@ -75,8 +84,9 @@ def run(
             results = marks.end(token, node.call, results, node.seen_results)
         env.update(zip(node.outputs, results, strict=True))
 
-    def substitute(node: Any, new: Substitute) -> None:
-        results = new.fun(*map(read, new.inputs))
+    def substitute(node: Any, new: Piece) -> None:
+        assert run_piece is not None
+        results = run_piece(new, *map(read, new.inputs))
         others = needed(node.children, hidden(body, node).difference(new.outputs))
         if others:
             env.update((var, read(atom)) for var, atom in node.given)

@@ -49,6 +49,11 @@ class Equation:
         return function_name(self.eqn) or self.primitive.name
 
     @property
+    def label(self) -> str:
+        """The names of its primitive and of the function that it calls."""
+        return f"{self.primitive.name} {function_name(self.eqn)}".strip()
+
+    @property
     def is_differentiated(self) -> bool:
         """Whether an inner `jax.grad` differentiates the equation, or it is part of a derivative.
 
@@ -72,7 +77,7 @@ class Equation:
         return self.bodies
 
     def __repr__(self) -> str:
-        return f"<{self.primitive.name}{_label(self)}: {_avals(self.inputs)} -> {_avals(self.outputs)}>"
+        return f"<{self.label}: {_avals(self.inputs)} -> {_avals(self.outputs)}>"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -337,6 +342,11 @@ def steps(nodes: Sequence[Node]) -> Iterator[Equation | tuple[Var, Atom]]:
             yield from zip(node.outputs, node.returns, strict=True)
 
 
+def setting(*given: tuple[Var, Atom]) -> ModuleCall:
+    """A node that sets variables to other atoms."""
+    return ModuleCall(None, given, (), (), ())
+
+
 def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a variable."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
@@ -404,11 +414,6 @@ def function_name(eqn: JaxprEqn) -> str:
     return jaxpr.debug_info.func_name if isinstance(jaxpr, Jaxpr) else ""
 
 
-def _label(node: Equation) -> str:
-    name = function_name(node.eqn)
-    return f" {name}" if name else ""
-
-
 def _avals(atoms: Sequence[Atom]) -> str:
     return ", ".join(atom.aval.str_short(short_dtypes=True) for atom in atoms) or "()"
 
@@ -456,8 +461,8 @@ def _close(open_calls: list[tuple[Any, list[Node]]], call: Call) -> tuple[Any, l
 
 def _merge_last(open_calls: list[tuple[Any, list[Node]]]) -> None:
     begin, children = open_calls.pop()
-    given = tuple(zip(begin.outvars[1:], begin.invars, strict=True))
-    open_calls[-1][1].extend([ModuleCall(None, given, (), (), ()), *children])
+    given = zip(begin.outvars[1:], begin.invars, strict=True)
+    open_calls[-1][1].extend([setting(*given), *children])
 
 
 def _module_call(begin: Any, end: JaxprEqn, children: Sequence[Node]) -> ModuleCall:
@@ -481,13 +486,8 @@ def _leaf(eqn: JaxprEqn) -> Equation:
 
 def _without_marks_in(params: Any) -> Any:
     """Removes marks from the jaxprs in an equation's parameters; without marks, the same object."""
-    found = [name for name, value in params.items() if _clean(value) is not value]
-    return dict(params) | {name: _clean(params[name]) for name in found} if found else params
-
-
-def _clean(value: Any) -> Any:
-    """Removes marks from the jaxprs in one parameter; without marks, the same object."""
-    return with_jaxprs(value, without_marks)
+    new = {name: with_jaxprs(value, without_marks) for name, value in params.items()}
+    return new if any(new[name] is not value for name, value in params.items()) else params
 
 
 def with_jaxprs(value: Any, fun: Callable[[Any], Any]) -> Any:

@@ -118,14 +118,14 @@ def _put_texts(found: dict[str, str], values: Mapping[str, Any], reserved: Seque
         if value is None or value is False or isinstance(value, Jaxpr | ClosedJaxpr):
             continue
         name = _xml_name(f"arg.{name}" if name in reserved else name)
-        text = _text(value)
+        text = text_of(value)
         if text is not None:
             found[name] = clean(text)
         if isinstance(value, tuple | list):
             found[f"{name}.given"] = clean(str(value))
 
 
-def _text(x: Any) -> str | None:
+def text_of(x: Any) -> str | None:
     """The text of a value. A sequence of equal values, such as `(2, 2)`, is written as one value."""
     if type(x) in (int, str):  # the most common types
         return str(x)
@@ -140,7 +140,7 @@ def _text(x: Any) -> str | None:
     if isinstance(x, tuple | list) and not hasattr(x, "_fields"):
         return _text_of_sequence(x)
     if isinstance(x, Mapping):
-        return " ".join(f"{key}={_text(value)}" for key, value in x.items())
+        return " ".join(f"{key}={text_of(value)}" for key, value in x.items())
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
     if isinstance(x, np.dtype):
@@ -151,12 +151,11 @@ def _text(x: Any) -> str | None:
 def _text_of_sequence(xs: Sequence[Any]) -> str | None:
     if set(map(type, xs)) == {int}:  # a shape, axes
         return str(xs[0]) if len(set(xs)) == 1 else " ".join(map(str, xs))
-    texts = [str(x) if isinstance(x, tuple | list) else _text(x) or str(x) for x in xs]
-    return _text(xs[0]) if texts and len(set(texts)) == 1 else " ".join(texts)
+    texts = [str(x) if isinstance(x, tuple | list) else text_of(x) or str(x) for x in xs]
+    return text_of(xs[0]) if texts and len(set(texts)) == 1 else " ".join(texts)
 
 
 _dtype_name = functools.lru_cache(lambda dtype: dtype.name)
-text_of = _text
 
 
 def _name_of(x: Any) -> str:
