@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import Var
 
 from haiku_implicit.mox.flops import label_of_loop
-from haiku_implicit.mox.interface import Interface, Slot
+from haiku_implicit.mox.interface import Interface, Slot, by_variable
 from haiku_implicit.mox.sites import Place
 from haiku_implicit.mox.sources import arguments_of
 from haiku_implicit.mox.tree import (
@@ -55,8 +55,7 @@ class _Graph:
                 name = self._name()
                 origins[atom] = {name}
                 yield f'  {name} [label={_quoted(label)}, shape="ellipse"];'
-        entries = [*interface.params.items(), *interface.state.items()]
-        names = {v: path for path, slot in entries for v in slot.atoms}
+        names = by_variable(interface.params) | by_variable(interface.state)
         yield from self._nodes(body.children, Place(body, names), origins, 1)
         name = self._name()
         yield f'  {name} [label="result", shape="ellipse"];'

@@ -396,8 +396,9 @@ def _initial(graft: Graft, key: Any) -> Any:
     face = graft.mox.interface
     if not face.params and not face.state:
         return {}, {}
+    init: Any = graft.mox.init
     avals = list(map(shape_of, graft.inputs))
-    closed, shapes = jax.make_jaxpr(graft.mox.init, return_shape=True)(key, *avals)
+    closed, shapes = jax.make_jaxpr(init, return_shape=True)(key, *avals)
     body = body_of("init", closed)
     num_keys = len(body.invars) - len(avals)
     if any(depends(body, [False] * num_keys + [True] * len(avals))):

@@ -48,7 +48,7 @@ def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None)
     scope = _scope_of(mox.body, site, layer)
     original, face = Original(site.place.body, node), mox.interface
     # As single steps: a whole call would need all of its arguments, even for one of its results.
-    single = [x if isinstance(x, Equation) else setting(x) for x in steps(scope.children)]
+    single = [node or setting((v[0], x[0])) for v, x, node in steps(scope.children)]
     children = needed(single, set(original.captured))
     read = uses(children, original.captured)
     for v, reason in [*((v, _ARGUMENTS) for v in face.args.atoms), *scope.unknown.items()]:

@@ -22,7 +22,7 @@ from haiku_implicit.mox.program import Program
 from haiku_implicit.mox.run import Piece, run
 from haiku_implicit.mox.sites import Site
 from haiku_implicit.mox.sources import arguments_of, is_known
-from haiku_implicit.mox.tree import Body, steps, walk
+from haiku_implicit.mox.tree import Body, steps, variables, walk
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,11 +92,8 @@ def from_parameters(body: Body, known: set[Var]) -> set[Var]:
     """
     known = set(known)
     for step in steps(body.children):
-        if isinstance(step, tuple):
-            known |= {step[0]} if is_known(step[1], known) else set()
-        else:
-            atoms = [x for x in step.inputs if isinstance(x, Var)]
-            known.update(step.outputs if atoms and known.issuperset(atoms) else ())
+        atoms = list(variables(step.inputs))
+        known.update(step.outputs if atoms and known.issuperset(atoms) else ())
     return known
 
 
@@ -324,18 +321,17 @@ def _takes_slices(body: Body, params: set[Var], numbers: set[Var], length: int) 
       length: how many slices there are.
     """
     params, numbers = (from_parameters(body, x) for x in (params, numbers))
-    for step in steps(body.children):
-        if isinstance(step, tuple):
+    for _, operands, node in steps(body.children):
+        if node is None:
             continue
-        operands = step.inputs
-        if step.primitive is jex.dynamic_slice_p and is_known(operands[0], params):
+        if node.primitive is jex.dynamic_slice_p and is_known(operands[0], params):
             operand: Any = operands[0]
-            sizes = zip(operand.aval.shape, step.eqn.params["slice_sizes"], strict=True)
+            sizes = zip(operand.aval.shape, node.eqn.params["slice_sizes"], strict=True)
             axes = zip(operands[1:], sizes, strict=True)
             if any(is_known(i, numbers) and size == (length, 1) for i, size in axes):
                 return True
-        for inner in step.bodies:
-            pairs = list(zip(inner.invars, arguments_of(step, inner), strict=True))
+        for inner in node.bodies:
+            pairs = list(zip(inner.invars, arguments_of(node, inner), strict=True))
             own_params = {v for v, x in pairs if is_known(x, params)}
             own_numbers = {v for v, x in pairs if is_known(x, numbers)}
             if _takes_slices(inner, own_params, own_numbers, length):

@@ -84,9 +84,10 @@ class Interface:
 
     def state_after(self, defined: set[Any]) -> dict[Path, Slot]:
         """The returned state of a part of the model: the old state if its new value is not defined."""
-        new = {p: slot for p, slot in self.new_state.items() if defined.issuperset(slot.atoms)}
         return {
-            p: new.get(p, self.state.get(p)) for p in self.new_state if p in new or p in self.state
+            path: slot if defined.issuperset(slot.atoms) else self.state[path]
+            for path, slot in self.new_state.items()
+            if path in self.state or defined.issuperset(slot.atoms)
         }
 
     def without(self, params: Container[Path], state: Container[Path]) -> "Interface":

@@ -136,7 +136,7 @@ def _defined_before(body: Body, wanted: set[Any]) -> set[Any]:
     for step in steps(body.children):
         if defined.issuperset(x for x in wanted if not isinstance(x, Literal)):
             break
-        defined |= {step[0]} if isinstance(step, tuple) else set(step.outputs)
+        defined.update(step.outputs)
     return defined
 
 

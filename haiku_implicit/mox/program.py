@@ -21,6 +21,7 @@ from haiku_implicit.mox.interface import (
     Path,
     as_key,
     by_path,
+    by_variable,
     is_array,
     named_arguments,
     slot_of,
@@ -204,8 +205,7 @@ def program_of(
     face = dataclasses.replace(
         face.with_variables(body.invars), results=new_state.pop(_OUT), new_state=new_state
     )
-    entries = [*face.params.items(), *face.state.items()]
-    body = with_full_paths(body, {v: path for path, slot in entries for v in slot.atoms})
+    body = with_full_paths(body, by_variable(face.params) | by_variable(face.state))
     return Program(body, face, transformed.init, implicit)
 
 

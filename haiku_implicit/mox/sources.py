@@ -1,5 +1,6 @@
 """Finds the parameters among the variables of a tree, also in the bodies of loops and calls."""
 
+import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -104,12 +105,9 @@ def depends(body: Body, flags: Sequence[bool]) -> list[bool]:
     """
     found = {v for v, flag in zip(body.invars, flags, strict=True) if flag}
     for step in steps(body.children):
-        if isinstance(step, tuple):
-            found |= {step[0]} if is_known(step[1], found) else set()
-        elif _any_of(step.inputs, found):
-            found.update(
-                v for v, flag in zip(step.outputs, _of_results(step, found), strict=True) if flag
-            )
+        if _any_of(step.inputs, found):
+            flags = _of_results(step.equation, found) if step.equation else [True]
+            found.update(itertools.compress(step.outputs, flags))
     return [_any_of([x], found) for x in body.returns]
 
 

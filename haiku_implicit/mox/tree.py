@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -331,15 +331,30 @@ def hidden_outputs(body: Body, node: Node) -> tuple[Var, ...]:
     return tuple(dict.fromkeys(v for v in inside if v in others))
 
 
-def steps(nodes: Sequence[Node]) -> Iterator[Equation | tuple[Var, Atom]]:
-    """The steps of nodes, in order: equations, and variables that are set to other atoms."""
+class Step(NamedTuple):
+    """A step of a program: an equation, or a variable that is set to another atom.
+
+    Attributes:
+      outputs: the variables that it defines.
+      inputs: the atoms that it reads.
+      equation: the equation; None for a variable that is set.
+    """
+
+    outputs: Sequence[Var]
+    inputs: Sequence[Atom]
+    equation: Equation | None = None
+
+
+def steps(nodes: Sequence[Node]) -> Iterator[Step]:
+    """The steps of nodes, in order."""
     for node in nodes:
         if isinstance(node, Equation):
-            yield node
+            yield Step(node.outputs, node.inputs, node)
         elif isinstance(node, ModuleCall):
-            yield from node.given
+            yield from (Step((v,), (x,)) for v, x in node.given)
             yield from steps(node.children)
-            yield from zip(node.outputs, node.returns, strict=True)
+            pairs = zip(node.outputs, node.returns, strict=True)
+            yield from (Step((v,), (x,)) for v, x in pairs)
 
 
 def setting(*given: tuple[Var, Atom]) -> ModuleCall:
