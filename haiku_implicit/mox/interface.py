@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,10 @@ class Slot(NamedTuple):
 
     tree: Static
     atoms: tuple[Any, ...]
+
+    def arrays_of(self, value: Any, label: str = "") -> list[Any]:
+        """The arrays in a value for the slot, after checks: see `checked`."""
+        return checked(label, self.tree, [v.aval for v in self.atoms], value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +66,12 @@ class Interface:
     @property
     def invars(self) -> tuple[Any, ...]:
         """The variables of all arguments, in their order."""
-        return _atoms([*self.params.values(), *self.state.values(), self.rng, self.args])
+        return _atoms(self._slots)
+
+    @property
+    def _slots(self) -> list[Slot]:
+        """The slots of all arguments."""
+        return [*self.params.values(), *self.state.values(), self.rng, self.args]
 
     @property
     def returns(self) -> tuple[Any, ...]:
@@ -105,8 +114,7 @@ class Interface:
 
     def with_variables(self, invars: Sequence[Any]) -> "Interface":
         """The interface with other variables for its arguments."""
-        slots = [*self.params.values(), *self.state.values(), self.rng, self.args]
-        new = iter(slots_with([slot.tree for slot in slots], invars))
+        new = iter(slots_with([slot.tree for slot in self._slots], invars))
         return dataclasses.replace(
             self,
             params={path: next(new) for path in self.params},
@@ -150,17 +158,22 @@ class Interface:
           TypeError: if arguments are missing, or too many.
           ValueError: if an argument has a wrong structure, shape or dtype, or a wrong constant.
         """
-        arrays = []
-        for kind, label, slot, value in self._parts(self._named(args, kwargs)):
-            if kind == "rng":
-                value = key_like(value, slot.atoms, draws)
-            arrays += checked(label, slot.tree, [v.aval for v in slot.atoms], value)
-        return arrays
+        given, arrays = self._named(args, kwargs), list[Any]()
+        for kind, slots in (("params", self.params), ("state", self.state)):
+            entries = by_path(given.get(kind), kind)
+            for path, slot in slots.items():
+                if path not in entries:
+                    raise ValueError(
+                        f"{kind}: there is no {'/'.join(path)!r}, which the model reads. Pass all that "
+                        "init gives"
+                    )
+                arrays += slot.arrays_of(entries[path], f"{kind}: {'/'.join(path)}")
+        arrays += self.rng.arrays_of(key_like(given.get("rng"), self.rng.atoms, draws), "rng")
+        return arrays + self.args.arrays_of(given["args"])
 
     def arrays_of_arguments(self, args: Any, kwargs: Any) -> list[Any]:
         """The arrays in the arguments of the Haiku function only, checked."""
-        given = named_arguments(self.signature, args, kwargs)
-        return checked("", self.args.tree, [v.aval for v in self.args.atoms], given)
+        return self.args.arrays_of(named_arguments(self.signature, args, kwargs))
 
     @property
     def apply_signature(self) -> inspect.Signature:
@@ -182,19 +195,6 @@ class Interface:
         except TypeError as e:
             raise TypeError(f"{e}. The arguments are {self.apply_signature}") from None
         return dict(first, args=named)
-
-    def _parts(self, given: Mapping[str, Any]) -> Iterator[tuple[str, str, Slot, Any]]:
-        for kind in ("params", "state"):
-            entries = by_path(given.get(kind), kind)
-            for path, slot in getattr(self, kind).items():
-                if path not in entries:
-                    raise ValueError(
-                        f"{kind}: there is no {'/'.join(path)!r}, which the model reads. Pass all that "
-                        "init gives"
-                    )
-                yield kind, f"{kind}: {'/'.join(path)}", slot, entries[path]
-        yield "rng", "rng", self.rng, given.get("rng")
-        yield "args", "", self.args, given["args"]
 
 
 def _atoms(slots: Sequence[Slot]) -> tuple[Any, ...]:

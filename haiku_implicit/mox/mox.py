@@ -279,9 +279,7 @@ class Mox(Program):
           >>> smooth.query('count(//function)')
           1.0
         """
-        return self._with(
-            where, lambda site: instead(site.node, site.path, replacement), path, keep_unused
-        )
+        return self._edited(where, instead, replacement, path, keep_unused)
 
     def wrap(self, where: view.Where, function: Callable[..., Any], *, path: Any = None) -> "Mox":
         """Wraps nodes in a function, in a new expression.
@@ -302,7 +300,7 @@ class Mox(Program):
           >>> mox = make_mox(hk.transform(lambda x: hk.nets.MLP([8, 8])(x)))(jnp.ones((2, 8)))
           >>> skips = mox.wrap(hk.Linear, lambda linear, x: x + linear(x))
         """
-        return self._around(where, around, function, path)
+        return self._edited(where, around, function, path)
 
     def insert_before(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
         """Inserts a function in front of nodes, in a new expression.
@@ -314,7 +312,7 @@ class Mox(Program):
             new values for them: a tuple if there are several.
           path: as for `sub`.
         """
-        return self._around(where, before, function, path)
+        return self._edited(where, before, function, path)
 
     def insert_after(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
         """Inserts a function behind nodes, in a new expression.
@@ -336,7 +334,7 @@ class Mox(Program):
           >>> sorted(new.init(jax.random.key(0), jnp.ones((2, 8))))[1:3]
           ['mlp/~/linear_0/down', 'mlp/~/linear_0/up']
         """
-        return self._around(where, after, function, path)
+        return self._edited(where, after, function, path)
 
     def parameters(self, where: view.Where) -> list[str]:
         """The parameters that nodes read, each as `module/name`.
@@ -476,12 +474,7 @@ class Mox(Program):
         """
         if callable(value):
             return self.insert_after(where, value)
-        return self._with(
-            where,
-            lambda site: instead(site.node, site.path, lambda *args, **kwargs: value),
-            None,
-            True,
-        )
+        return self._edited(where, instead, lambda *args, **kwargs: value, None, keep_unused=True)
 
     def share(self, taking: Mapping[str, str]) -> "Mox":
         """Lets modules use the parameters of other modules, in a new expression.
@@ -532,20 +525,19 @@ class Mox(Program):
             )
         return sites[0].node
 
-    def _around(self, where: view.Where, kind: Any, function: Any, path: Any) -> "Mox":
-        def put(site: Site) -> Piece:
-            return kind(site.place.body, site.node, site.path, function)
-
-        return self._with(where, put, path)
-
-    def _with(
+    def _edited(
         self,
         where: view.Where,
-        put: Callable[[Site], Piece],
+        kind: Callable[[Site, Any], Piece],
+        function: Any,
         path: str | Callable[[Node], str] | None,
         keep_unused: bool = False,
     ) -> "Mox":
-        return cast(Mox, edit.replace(self, view.find(self, where), put, path, keep_unused))
+        def piece_of(site: Site) -> Piece:
+            return kind(site, function)
+
+        nodes = view.find(self, where)
+        return cast(Mox, edit.replace(self, nodes, piece_of, path, keep_unused))
 
 
 def map_mox(fun: Callable[[Node], Any], mox: Mox) -> list[Any]:

@@ -17,6 +17,7 @@ from haiku_implicit.mox.constants import identical, same_structure
 from haiku_implicit.mox.interface import checked, described, is_array
 from haiku_implicit.mox.program import Program, split_signature
 from haiku_implicit.mox.run import Piece, run, run_equation
+from haiku_implicit.mox.sites import Site
 from haiku_implicit.mox.tree import Atom, Body, Equation, ModuleCall, hidden_outputs, uses
 
 
@@ -47,15 +48,15 @@ def _piece(
     return piece if isinstance(node, Equation) else mapped.for_all_elements(piece, node)
 
 
-def instead(node: Any, path: str, replacement: Any) -> Piece:
+def instead(site: Site, replacement: Any) -> Piece:
     """A replacement that is called with the arguments of a node.
 
     Args:
-      node: the node.
-      path: the path of the modules and parameters of the replacement.
+      site: the site of the node.
       replacement: a function, a class or a factory of modules, a module expression, a transformed
         function, or None for a function that returns its argument.
     """
+    node, path = site.node, site.path
     structure, results = structures_of(node)
     method, config = getattr(node, "method", ""), getattr(node, "config", {})
     fun = callable_of(replacement, structure, method, config)
@@ -67,17 +68,16 @@ def instead(node: Any, path: str, replacement: Any) -> Piece:
     return _piece(node, node.inputs, node.outputs, on_arrays)
 
 
-def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Piece:
+def around(site: Site, function: Callable[..., Any]) -> Piece:
     """A replacement that is called with the original node, as a function, and with its arguments.
 
     Args:
-      body: the program around the node.
-      node: the node.
-      path: the path of the function's modules and parameters.
+      site: the site of the node.
       function: the function. The original takes arguments of the same structure.
     """
+    node, path = site.node, site.path
     structure, results = structures_of(node)
-    original, avals = Original(body, node), mapped.element_arguments(node)
+    original, avals = Original(site.place.body, node), mapped.element_arguments(node)
     what = f"{node!r}: (args, kwargs) of the original"
     name = getattr(function, "__name__", "function").strip("<>")
 
@@ -102,15 +102,15 @@ def around(body: Body, node: Any, path: str, function: Callable[..., Any]) -> Pi
     return _piece(node, inputs, outputs, on_arrays, replaces=False)
 
 
-def before(body: Body, node: Any, path: str, function: Any) -> Piece:
+def before(site: Site, function: Any) -> Piece:
     """Calls a function with the arrays among a node's positional arguments, and then the node."""
-    structure, _ = structures_of(node)
+    structure, _ = structures_of(site.node)
     args, _ = structure.merge([_ARRAY] * structure.num_arrays)
     places = [i for i, x in enumerate(args) if any(y is _ARRAY for y in jax.tree.leaves(x))]
     if not places:
         raise ValueError(
-            f"{node!r} is given no arrays by position, but {described(structure)}. Take them by their "
-            "names: wrap(where, lambda original, **kwargs: original(...))"
+            f"{site.node!r} is given no arrays by position, but {described(structure)}. Take them "
+            "by their names: wrap(where, lambda original, **kwargs: original(...))"
         )
     taken, _ = marks.split((tuple(args[i] for i in places), {}), lambda x: x is _ARRAY)
     fun = callable_of(function, taken)
@@ -120,16 +120,16 @@ def before(body: Body, node: Any, path: str, function: Any) -> Piece:
         pairs = dict(zip(places, new if len(places) > 1 else [new], strict=True))
         return original(*(pairs.get(i, x) for i, x in enumerate(args)), **kwargs)
 
-    return around(body, node, path, with_new_arguments)
+    return around(site, with_new_arguments)
 
 
 # Stands for an array.
 _ARRAY = object()
 
 
-def after(body: Body, node: Any, path: str, function: Any) -> Piece:
+def after(site: Site, function: Any) -> Piece:
     """Calls a node, and then a function with the node's result."""
-    _, results = structures_of(node)
+    _, results = structures_of(site.node)
     out = results.merge([_ARRAY] * results.num_arrays)
     taken, _ = marks.split(((out,), {}), lambda x: x is _ARRAY)
     fun = callable_of(function, taken)
@@ -137,7 +137,7 @@ def after(body: Body, node: Any, path: str, function: Any) -> Piece:
     def with_new_results(original: Any, *args: Any, **kwargs: Any) -> Any:
         return fun(original(*args, **kwargs))
 
-    return around(body, node, path, with_new_results)
+    return around(site, with_new_results)
 
 
 class Original:
