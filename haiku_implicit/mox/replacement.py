@@ -56,14 +56,12 @@ def instead(site: Site, replacement: Any) -> Piece:
       replacement: a function, a class or a factory of modules, a module expression, a transformed
         function, or None for a function that returns its argument.
     """
-    node, path = site.node, site.path
-    structure, results = structures_of(node)
+    node = site.node
     method, config = getattr(node, "method", ""), getattr(node, "config", {})
-    fun = callable_of(replacement, structure, method, config)
+    fun = callable_of(replacement, structures_of(node)[0], method, config)
 
     def on_arrays(*arrays: Any) -> list[Any]:
-        call = marks.Call(None, path, "", {}, structure, results)
-        return _at_site(path, call, fun, arrays, functools.partial(_checked, node))
+        return _at_site(site, site.path, fun, arrays)
 
     return _piece(node, node.inputs, node.outputs, on_arrays)
 
@@ -75,11 +73,11 @@ def around(site: Site, function: Callable[..., Any]) -> Piece:
       site: the site of the node.
       function: the function. The original takes arguments of the same structure.
     """
-    node, path = site.node, site.path
+    node = site.node
     structure, results = structures_of(node)
     original, avals = Original(site.place.body, node), mapped.element_arguments(node)
     what = f"{node!r}: (args, kwargs) of the original"
-    name = getattr(function, "__name__", "function").strip("<>")
+    name = f"{site.path}/{getattr(function, '__name__', 'function').strip('<>')}"
 
     def on_arrays(*arrays: Any) -> list[Any]:
         arguments, captured = arrays[: len(node.inputs)], arrays[len(node.inputs) :]
@@ -93,8 +91,7 @@ def around(site: Site, function: Callable[..., Any]) -> Piece:
         def fun(*args: Any, **kwargs: Any) -> Any:
             return function(call_original, *args, **kwargs)
 
-        call = marks.Call(None, f"{path}/{name}", "", {}, structure, results)
-        out = _at_site(path, call, fun, arguments, functools.partial(_checked, node))
+        out = _at_site(site, name, fun, arguments)
         return [*out, *(others or original(arguments, captured)[1])]
 
     inputs = (*node.inputs, *original.captured)
@@ -187,18 +184,18 @@ def _run_on(body: Body, *arrays: Any) -> list[Any]:
     return run(body, (), arrays)
 
 
-def _at_site(path: str, call: marks.Call, fun: Any, arrays: Sequence[Any], check: Any) -> list[Any]:
-    """Calls a function inside the `_Site` of its path, with marks around it."""
-    token = None
+def _at_site(site: Site, name: str, fun: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Calls a function of this name inside the `_Site` of a path, with marks around it."""
+    token, call = None, marks.Call(None, name, "", {}, *structures_of(site.node))
     if marks.active():
         token, arrays = marks.begin(call, arrays)
     args, kwargs = call.args.merge(arrays)
     try:
-        out = _Site(name=hk.force_name(path))(fun, *args, **kwargs)
+        out = _Site(name=hk.force_name(site.path))(fun, *args, **kwargs)
     except Exception as error:
-        error.add_note(f"This was in the replacement at {path!r}.")
+        error.add_note(f"This was in the replacement at {site.path!r}.")
         raise
-    new = check(call.results, out)
+    new = _checked(site.node, out)
     return marks.end(token, call, new) if marks.active() else new
 
 
@@ -296,11 +293,12 @@ def _takes(fun: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _checked(node: Any, results: Static, out: Any) -> list[Any]:
+def _checked(node: Any, out: Any) -> list[Any]:
     """The arrays in the results of a new function, after checking them against the node's results.
 
     Other leaves of the results are fixed in the program around the node, and have to be the same.
     """
+    _, results = structures_of(node)
     kept = _constants_in(out, results)
     structure, arrays = marks.split(out, lambda x: is_array(x) and id(x) not in kept)
     taken = [[x is None for x in tree.leaves] for tree in (structure, results)]
