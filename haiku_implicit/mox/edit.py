@@ -287,7 +287,7 @@ class Edit:
         return dataclasses.replace(face, leading=leading, **slots)
 
 
-# --- what nothing reads any more ------------------------------------------------------------------
+# --- unused values --------------------------------------------------------------------------------
 
 
 def _exchanged(

@@ -141,7 +141,6 @@ def _prefixes(read: Iterable[Path], path: str) -> Iterator[str]:
 
 def with_new_paths(nodes: Sequence[Any], new_path: Callable[[str], str]) -> tuple[Any, ...]:
     """Nodes with new paths. `new_path` maps the old paths to them."""
-
     with_path = _renamer()
 
     def of_node(node: Any) -> Any:
