@@ -67,6 +67,8 @@ from haiku_implicit.params.adapters import add_adapter
 from haiku_implicit.params.calibrated import input_maxima, input_moments, quantize_with_inputs
 from haiku_implicit.params.creators import (
     cache_creator,
+    creator,
+    getter,
     lora_creator,
     lora_getter,
     quantize_creator,
@@ -144,6 +146,8 @@ __all__ = [
     "input_moments",
     "input_maxima",
     "quantize_with_inputs",
+    "creator",
+    "getter",
     "lora_creator",
     "quantize_creator",
     "cache_creator",

@@ -650,6 +650,20 @@ def check_values(name: str, x: Any, error: Exception | None = None) -> None:
         ) from error
 
 
+def check_no_half(name: str, x: Any) -> None:
+    """Raises for a part of an implicit array."""
+    if is_implicit(x) and known_struct(x) is None:
+        raise a_half(name, x)
+
+
+def a_half(name: str, x: Any) -> ValueError:
+    """The error for a parameter that is only a part of an implicit array."""
+    return ValueError(
+        f"{name}: a part of {type(x).__name__}, as in one of the halves that partition returns. "
+        "Put both together first: haiku_implicit.combine(trained, frozen)"
+    )
+
+
 def _incomplete(x: ImplicitArray, empty: Sequence[str], lost: str) -> IncompleteError:
     is_none = f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} None"
     return IncompleteError(

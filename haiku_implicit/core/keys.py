@@ -1,10 +1,19 @@
 """Conversion of random keys and seeds from users."""
 
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+
+# A random key; or a function that makes keys, such as `hk.next_rng_key`.
+KeySource = jax.Array | Callable[[], jax.Array]
+
+
+def as_key_source(key: Any) -> KeySource:
+    """Converts a key or a seed as `as_key` does; a function that makes keys is returned unchanged."""
+    return key if callable(key) else as_key(key)
 
 
 def as_key(key: Any) -> jax.Array:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import chex
 import jax
@@ -27,6 +27,18 @@ from haiku_implicit.core.sharding import (
 from haiku_implicit.numerics import formats, scales
 from haiku_implicit.numerics.encoding import Encoded, encode_rows
 from haiku_implicit.numerics.options import activation_of, checked_activation, is_integer
+
+
+class QuantizeArguments(TypedDict, total=False):
+    """The `**options` of functions that quantize weights; `QuantizedMatrix.quantize` documents them."""
+
+    dtype: Any
+    group_size: int | tuple[int, int] | str | None
+    axis: int
+    zero_point: bool
+    calibration: str | None
+    scale_dtype: Any
+    activation: str | None
 
 
 @dataclasses.dataclass

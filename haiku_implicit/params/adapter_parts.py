@@ -14,6 +14,7 @@ from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import matrix_in, matrix_of, with_matrix
 from haiku_implicit.core.array import (
+    a_half,
     check_values,
     flatten_one_level,
     is_implicit,
@@ -165,7 +166,7 @@ def check_whole(path: str, value: Any) -> None:
     none = dataclasses.MISSING
     needed = [f for f in dataclasses.fields(weight) if f.default is none is f.default_factory]
     if any(getattr(weight, f.name) is None for f in needed):
-        raise trees.a_half(path, weight)
+        raise a_half(path, weight)
 
 
 def base_of(value: Any) -> Any:

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 from haiku_implicit.arrays.adapter import Adapter, method_named, method_names
-from haiku_implicit.core.keys import as_key
+from haiku_implicit.core.keys import as_key_source
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets, compiled, no_match
 from haiku_implicit.params import trees
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.options import Room, check_matrix
-from haiku_implicit.params.remarks import LargeAdapters, warn_of_skipped
+from haiku_implicit.params.remarks import LargeAdapters
 from haiku_implicit.params.selection import describe, errors_name, stacked_axes
 
 
@@ -36,7 +36,7 @@ def add_adapter(
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
-      key: a JAX random key, or an integer seed; each weight gets its own key from it.
+      key: as for `add_lora`.
       method: a type of adapter: `haiku_implicit.LoRA`, one of `haiku_implicit.adapters`, or your own
         subclass of `haiku_implicit.adapters.Adapter`. Or its name: 'boft', 'dora', 'fourierft', 'ia3',
         'locon', 'loha', 'lokr', 'lora', 'low_rank_diagonal', 'oft', 'shira', 'trained_rows', 'vblora',
@@ -71,7 +71,10 @@ def add_adapter(
     """
     kind, name = _kind_of(method)
     of_weight = _options_of(kind, name, options, patterns or {})
-    key = as_key(key)
+    key = as_key_source(key)
+    shares = kind.one_key or kind.with_shared.__func__ is not Adapter.with_shared.__func__  # type: ignore[attr-defined]
+    if callable(key) and shares:
+        raise ValueError(f"method {name!r}: all weights share one key; give key= a key or a seed")
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
     large = LargeAdapters()
 
@@ -90,11 +93,11 @@ def add_adapter(
     parameters = trees.parameters_of(params)
     marks = trees.marks_of(parameters, choice, room.takes, room.wanted)
     paths = [p.path for p, marked in zip(parameters, marks, strict=True) if marked]
-    if not missing_ok:
+    if not choice.may_be_empty:
         _check_patterns(patterns or {}, paths)
     new = trees.replace_marked(params, marks, made, choice.matrix_axes)
     large.warn()
-    warn_of_skipped(params, choice, room)
+    trees.warn_of_others(parameters, choice, room.leaves, room.told)
     return kind.with_shared(new, key, **options)
 
 

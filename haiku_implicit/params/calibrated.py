@@ -4,7 +4,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import tree_leaves_with_implicit, use_implicit_args
 from haiku_implicit.numerics import channel_scales, formats, options, scales
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.numerics.quantized_matrix import QuantizeArguments, QuantizedMatrix
 from haiku_implicit.params import trees
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
-from haiku_implicit.params.options import GroupSize, QuantizeOptions
+from haiku_implicit.params.options import QuantizeOptions
 from haiku_implicit.params.selection import describe, errors_name
 from haiku_implicit.products.quant_rules import QuantRule
 
@@ -173,14 +173,9 @@ def quantize_with_inputs(
     inputs: dict[str, jax.Array],
     *,
     method: str = "gptq",
-    dtype: str = "int4",
-    group_size: GroupSize = None,
-    zero_point: bool = False,
-    calibration: str | None = "mse",
-    scale_dtype: Any = None,
-    activation: str | None = None,
     rules: Sequence[QuantRule] | None = None,
     matrix_axes: MatrixAxesOf | None = None,
+    **options: Unpack[QuantizeArguments],
 ) -> Any:
     """Quantizes weights for the least error of their products with their inputs.
 
@@ -194,13 +189,13 @@ def quantize_with_inputs(
         multiplies as 'awq' and rounds as 'gptq'. 'smoothquant', or 'smoothquant,α' (0.5), multiplies
         channels by max|x|^α / max|w|^(1−α), which moves outliers of the activations into the weight
         (arXiv:2211.10438).
-      dtype, group_size, zero_point, calibration, scale_dtype: as for `QuantizedMatrix.quantize`. With
-        'mse' the search for scales also weights errors by the mean squares of the inputs (except for
-        'smoothquant', which does not know them).
-      activation: as for `QuantizedMatrix.quantize`; 'smoothquant' needs one.
-      rules: as for `quantize_params`, instead of `dtype` and all options after it except `scale_dtype`.
-        Weights without a quantizing rule stay dense.
+      rules: as for `quantize_params`, instead of all options except `scale_dtype`. Weights without a
+        quantizing rule stay dense.
       matrix_axes: the `matrix_axes` given to `input_moments` or `input_maxima`.
+      **options: how to quantize, as `QuantizedMatrix.quantize` documents: `dtype` ('int4'),
+        `group_size`, `zero_point`, `calibration` ('mse'; the search for scales also weights errors by
+        the mean squares of the inputs, except for 'smoothquant', which does not know them),
+        `scale_dtype`, `activation` ('smoothquant' needs one).
 
     Returns:
       The parameters with these weights as `QuantizedMatrix`, grouped along axis -2. All methods but
@@ -209,6 +204,7 @@ def quantize_with_inputs(
     Raises:
       ValueError: for empty inputs, a path without a dense weight in `params`, inputs that are not
         finite or that belong to another method, or options that do not fit.
+      TypeError: for an unknown option.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -224,9 +220,11 @@ def quantize_with_inputs(
       True
     """
     chosen, numbers = _parsed(method)
-    how = QuantizeOptions(dtype, group_size, -2, zero_point, calibration, scale_dtype, activation)
+    default: QuantizeArguments = dict(dtype="int4", calibration="mse")
+    how = QuantizeOptions.of(options, default, rules=rules is not None)
+    if how.axis != -2:
+        raise ValueError(f"axis: the inputs are those of axis -2, got {how.axis}")
     if rules is not None:
-        how.refuse_beside_rules(QuantizeOptions("int4", calibration="mse"))
         rules = trees.checked_rules(rules)
     elif chosen.needed == "maxima":
         _check_activation(method, how)

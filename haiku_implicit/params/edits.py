@@ -2,23 +2,18 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.numerics.quantized_matrix import QuantizeArguments, QuantizedMatrix
 from haiku_implicit.params import trees
 from haiku_implicit.params.adapters import add_adapter
 from haiku_implicit.params.matrix_axes import MatrixAxesOf
-from haiku_implicit.params.options import (
-    GroupSize,
-    QuantizeOptions,
-    zeros_for,
-)
-from haiku_implicit.params.remarks import warn_of_complex, warn_of_dense
+from haiku_implicit.params.options import QuantizeOptions, zeros_for
 from haiku_implicit.params.selection import describe
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QuantRule
@@ -44,7 +39,8 @@ def add_lora(
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings.
-      key: a JAX random key, or an integer seed.
+      key: a JAX random key, an integer seed, or a function such as `hk.next_rng_key`, which makes the
+        key of each weight.
       rank: the rank of the correction, at most the smaller of a weight's last two axes.
       alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
       targets: the parameters that get LoRA. None: all floating-point parameters of two axes or more,
@@ -99,45 +95,35 @@ def add_lora(
 def quantize_params(
     params: Any,
     *,
-    dtype: str = "int8",
-    group_size: GroupSize = None,
     targets: Targets | None = None,
-    axis: int = -2,
-    zero_point: bool = False,
-    calibration: str | None = None,
-    scale_dtype: Any = None,
-    activation: str | None = None,
     rules: Sequence[QuantRule] | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
+    **options: Unpack[QuantizeArguments],
 ) -> Any:
     """Quantizes weights of a tree of parameters; of a LoRA weight, its `w`.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings; or
         `jax.ShapeDtypeStruct`s of them, to get the structs of the quantized parameters.
-      dtype: the number format. `QuantizedMatrix.quantize` describes it and the other options.
-      group_size: the number of consecutive elements along `axis` that share a scale; None for all of
-        them.
       targets: the parameters to quantize, as for `add_lora`. None: weights, as defined there, that
         are not quantized yet, that `group_size` divides and whose `axis` is longer than one. A
         warning names the weights that it does not divide and `exclude` does not name, and complex
         weights, which are not supported.
-      axis: the axis along which scales are shared, -2 (the contracted axis of a weight `[n, m]` in
-        `x @ w`) or -1.
-      zero_point: whether codes are relative to a zero point (asymmetric quantization).
-      calibration: the method that finds the scales.
-      scale_dtype: the dtype of the stored scales.
-      activation: the format to which products quantize activations; None for dense activations.
-      rules: a list of `quantization.QuantRule` instead of the other options (except `targets`, `axis`
-        and `scale_dtype`). The first rule that matches a module, and the product that its weight is
-        for, decides how its dense weights are quantized; a rule without `weight_qtype` leaves them
-        dense. A warning names the rules that decide for no module. A rule with `act_static_scale`
-        gives `StaticQuantized` weights, whose ranges come from a calibration run (`with_quant_stats`)
-        and `convert_trained`.
+      rules: a list of `quantization.QuantRule` instead of the options (except `axis` and
+        `scale_dtype`). The first rule that matches a module, and the product that its weight is for,
+        decides how its dense weights are quantized; a rule without `weight_qtype` leaves them dense. A
+        warning names the rules that decide for no module. A rule with `act_static_scale` gives
+        `StaticQuantized` weights, whose ranges come from a calibration run (`with_quant_stats`) and
+        `convert_trained`.
       exclude, missing_ok, matrix_axes: as for `add_lora`. With `matrix_axes`, `axis` is an axis of
         the matrix.
+      **options: how to quantize, as `QuantizedMatrix.quantize` documents: `dtype` (the number format,
+        'int8'), `group_size` (the number of elements that share a scale; None: a whole row or column),
+        `axis` (along which they lie, -2), `zero_point` (False), `calibration` (how scales are found:
+        None for the default of the format), `scale_dtype` (how scales are stored, None), `activation`
+        (the format of activations in products; None: dense).
 
     Returns:
       The tree with the targets replaced by `QuantizedMatrix`, and mappings as dicts.
@@ -145,6 +131,7 @@ def quantize_params(
     Raises:
       ValueError: for targets that match nothing (the error lists near misses), a parameter that
         cannot be quantized with these options, or an unknown format.
+      TypeError: for an unknown option.
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -159,23 +146,14 @@ def quantize_params(
       >>> new['linear']['w'].format, type(new['head']['w']) is type(params['head']['w'])
       ('nf4', True)
     """
-    options = QuantizeOptions(
-        dtype, group_size, axis, zero_point, calibration, scale_dtype, activation
-    )
+    how = QuantizeOptions.of(options, rules=rules is not None)
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
     if rules is not None:
-        options.refuse_beside_rules(QuantizeOptions())
-        make = functools.partial(_stored_by_rule, options)
-        new = trees.replace_by_rules(params, trees.checked_rules(rules), choice, make)
-        warn_of_complex(params, choice)
-        return new
-
-    def quantized(parameter: trees.Parameter) -> Any:
-        return options.put_on(parameter.path, parameter.value, parameter.stacked)
-
-    new = trees.replace_targets(params, choice, quantized, options.takes, options.wanted)
-    warn_of_dense(params, choice, options)
-    return new
+        stored = functools.partial(_stored_by_rule, how)
+        edit = trees.by_rules(trees.checked_rules(rules), stored)
+    else:
+        edit = trees.of_weights(lambda p: how.put_on(p.path, p.value, p.stacked), how)
+    return trees.replace_targets(params, choice, edit)
 
 
 def _stored_by_rule(
@@ -237,13 +215,12 @@ def quantize_activations(
             )
         return value.with_activation(dtype)
 
-    return trees.replace_targets(
-        params,
-        trees.Choice(targets, exclude, missing_ok),
+    edit = trees.Edit(
         lambda parameter: with_activation(parameter.path, parameter.value),
         _is_stored,
-        "a quantized weight",
+        functools.partial(trees.nothing_chosen, wanted="a quantized weight"),
     )
+    return trees.replace_targets(params, trees.Choice(targets, exclude, missing_ok), edit)
 
 
 # Types of weights that hold a quantized weight, and the field that holds it.
@@ -280,4 +257,4 @@ def zero_params(
       {'linear': {'b': Zeros(float32[3])}}
     """
     choice = trees.Choice(targets, exclude, missing_ok)
-    return trees.replace_targets(params, choice, lambda parameter: zeros_for(parameter.value))
+    return trees.replace_targets(params, choice, trees.Edit(lambda p: zeros_for(p.value)))

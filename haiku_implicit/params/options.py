@@ -1,21 +1,28 @@
 """The options of LoRA and quantization: the weights that they fit, and their application to one."""
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
 
-from haiku_implicit.arrays.lora import LoRA, check_room
-from haiku_implicit.arrays.lora_init import Drawn, Initializer, LoRAInit, init_of
+from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.predicates import path_of
 from haiku_implicit.numerics.formats import RECIPES
 from haiku_implicit.numerics.options import is_positive_integer
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params.selection import describe, errors_name, is_matrix, is_weight
+from haiku_implicit.numerics.quantized_matrix import QuantizeArguments, QuantizedMatrix
+from haiku_implicit.params.remarks import named, of_many_axes
+from haiku_implicit.params.selection import (
+    Parameter,
+    describe,
+    errors_name,
+    is_matrix,
+    is_weight,
+)
 from haiku_implicit.products.quant_rules import QuantRule
 
 GroupSize = int | tuple[int, int] | str | None
@@ -54,6 +61,21 @@ class Room(NamedTuple):
             "than two, for matrix_axes=)"
         )
 
+    def told(self, left: Sequence[Parameter]) -> str:
+        """The warning about weights without room."""
+        what = "1 weight gets" if len(left) == 1 else f"{len(left)} weights get"
+        axes = (
+            " infer_matrix_axes(apply, params, *args) finds which axes make one matrix of a weight of "
+            "more than two, for matrix_axes=."
+            if of_many_axes(left)
+            else ""
+        )
+        return (
+            f"{what} no adapter, because the rank is larger than there is room for (the smaller of "
+            f"the last two axes): {named(left)}.{axes} Or give a smaller rank=, or leave them out by "
+            "exclude="
+        )
+
 
 def _may_hold(module_name: str, name: str, value: Any) -> bool:
     """Whether a parameter is a dense or quantized weight."""
@@ -62,65 +84,8 @@ def _may_hold(module_name: str, name: str, value: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class LoRAOptions:
-    """The options of LoRA, checked when they are made.
-
-    Attributes:
-      rank: the rank of the correction.
-      alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
-      init: a function that draws the factor `a`; None: uniform in ±1/sqrt(n), as in PEFT and the
-        authors' code. Or an initialization of `lora_init`: 'gaussian', 'orthogonal', 'pissa', 'olora',
-        an `EVA` or a `LoftQ`.
-      rank_stabilized: whether to scale by `alpha / sqrt(rank)` (rsLoRA, arXiv:2312.03732).
-
-    Raises:
-      ValueError: for an option out of its range.
-    """
-
-    rank: int
-    alpha: float | None = None
-    init: Initializer | LoRAInit | str | None = None
-    rank_stabilized: bool = False
-
-    def __post_init__(self) -> None:
-        LoRA.check_options(vars(self))
-
-    @property
-    def room(self) -> "Room":
-        """The weights with room for the rank."""
-        return Room(lambda path: self.rank, lambda path, shape: min(shape[-2:]))
-
-    def check(self, path: str, value: Any, stacked: int = 0) -> None:
-        """Raises unless a parameter can take LoRA of this rank; `stacked` as for `check_matrix`."""
-        check_matrix(path, value, "LoRA", stacked)
-        with errors_name(path, value):
-            check_room(value, self.rank)
-
-    def factor_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of `a` and `b` for a weight `[..., n, m]`."""
-        *batch, n, m = shape
-        return (*batch, n, self.rank), (*batch, self.rank, m)
-
-    def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Draws the factor `a`, `[..., n, r]`, without the weight."""
-        init = init_of(self.init)
-        if not isinstance(init, Drawn):
-            raise ValueError(
-                f"init: {self.init!r} needs the weight; give it to add_lora, on existing parameters"
-            )
-        return init.draw(key, shape, dtype)
-
-    def put_on(self, path: str, value: Any, key: jax.Array, stacked: int = 0) -> LoRA:
-        """A parameter with LoRA, which stands for the same values."""
-        self.check(path, value, stacked)
-        with errors_name(path, value):
-            options = LoRA.options_for(path, len(value.shape) - stacked, vars(self))
-            return LoRA.create(value, key, **options)
-
-
-@dataclasses.dataclass(frozen=True)
 class QuantizeOptions:
-    """The options of `QuantizedMatrix.quantize`, under the same names.
+    """The options of `QuantizedMatrix.quantize`, checked as far as no weight is needed.
 
     Raises:
       ValueError: for an `axis` or a `group_size` that no weight could have.
@@ -138,6 +103,34 @@ class QuantizeOptions:
         if self.axis not in (-2, -1):
             raise ValueError(f"axis: expected -2 or -1, got {self.axis!r}")
         object.__setattr__(self, "group_size", checked_group_size(self.group_size))
+
+    @classmethod
+    def of(
+        cls, options: QuantizeArguments, default: QuantizeArguments | None = None, *, rules: bool
+    ) -> Self:
+        """The record of a function's `**options`.
+
+        Args:
+          options: the options that the user gives.
+          default: other defaults of the function.
+          rules: whether there are rules, which replace all options but `axis` and `scale_dtype`.
+
+        Raises:
+          TypeError: for an unknown option.
+          ValueError: for options beside rules that replace them.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(options.keys() - set(known)):
+            raise TypeError(
+                f"unexpected keyword argument {unknown[0]!r}: expected an option of "
+                f"QuantizedMatrix.quantize, {', '.join(known)}"
+            )
+        plain = cls(**(default or {}))
+        new = dataclasses.replace(plain, **options)
+        both = [x for x in known if getattr(new, x) != getattr(plain, x)]
+        if both := [x for x in both if rules and x not in ("axis", "scale_dtype")]:
+            raise ValueError(f"rules: expected them in place of {', '.join(both)}, got both")
+        return new
 
     def takes(self, module_name: str, name: str, value: Any) -> bool:
         """Whether a weight is a default target: dense, also within LoRA, and divided by the groups.
@@ -181,16 +174,25 @@ class QuantizeOptions:
             "make the matrix of a weight of more than two)"
         )
 
+    def told(self, left: Sequence[Parameter]) -> str:
+        """The warning about weights that the groups do not divide."""
+        axis, size = self.axis, self.divisor
+        what = "1 weight stays" if len(left) == 1 else f"{len(left)} weights stay"
+        axes = "; matrix_axes= makes a matrix of more than two axes" if of_many_axes(left) else ""
+        axes += " (infer_matrix_axes finds it)" if axes else ""
+        fitting = ""
+        if isinstance(size, int):
+            common = math.gcd(size, *(p.value.shape[axis] for p in left))
+            fitting = f" ({common} would fit)" if common >= 8 and self.group_size else ""
+        return (
+            f"{what} dense, because groups of {size} do not divide axis {axis}: {named(left)}. "
+            f"Quantize with another group_size={fitting}, these alone by targets=; or leave them out "
+            f"by exclude={axes}"
+        )
+
     def by_rule(self, rule: QuantRule, shape: tuple[int, ...]) -> Self:
         """The options of a rule for a weight of this shape, with the same `axis` and `scale_dtype`."""
         return dataclasses.replace(self, **rule.weight_options(shape[self.axis]))
-
-    def refuse_beside_rules(self, default: "QuantizeOptions") -> None:
-        """Raises if options are given together with rules, which replace them."""
-        own, plain = vars(self), vars(default)
-        both = [x for x in own if own[x] != plain[x] and x not in ("axis", "scale_dtype")]
-        if both:
-            raise ValueError(f"rules: expected them in place of {', '.join(both)}, got both")
 
     def quantize(self, w: jax.Array, moments: jax.Array | None = None) -> QuantizedMatrix:
         """`QuantizedMatrix.quantize` with these options; for a struct, the struct of the result."""

@@ -13,23 +13,18 @@ from haiku_implicit.arrays.fake_quantized import FakeQuantized
 from haiku_implicit.arrays.probe import Use
 from haiku_implicit.arrays.static_quantized import StaticQuantized
 from haiku_implicit.arrays.trained import TrainedQuantized
-from haiku_implicit.core.keys import as_key
+from haiku_implicit.core.keys import as_key_source
 from haiku_implicit.core.messages import warn_caller
-from haiku_implicit.core.predicates import Targets, predicate_of
+from haiku_implicit.core.predicates import Targets
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.operands import OperandSpec, quantize, stored_matrix
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params import trees
-from haiku_implicit.params.creators import Getter, getter_of
+from haiku_implicit.params.creators import Getter, checked, getter
 from haiku_implicit.params.infer_axes import axes_of_use, uses_of
 from haiku_implicit.params.matrix_axes import MatrixAxesOf, open_matrix
 from haiku_implicit.params.quant_stats import fixed_stats, takes_stats
-from haiku_implicit.params.remarks import warn_of_complex
-from haiku_implicit.params.selection import (
-    errors_name,
-    is_dense_matrix,
-    is_weight,
-)
+from haiku_implicit.params.selection import errors_name
 from haiku_implicit.products import by_rule, quant_rules
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QtRule, QuantRule
@@ -89,8 +84,7 @@ def quantized_training(
         return TrainedQuantized(parameter.value, stats=stats, rules=own)
 
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
-    warn_of_complex(params, choice)
-    return trees.replace_by_rules(params, found, choice, make, trees.rules_of)
+    return trees.replace_targets(params, choice, trees.by_rules(found, make, trees.rules_of))
 
 
 def quantized_training_getter(
@@ -133,19 +127,12 @@ def quantized_training_getter(
                 f"rules[{i}]: act_static_scale needs weights that carry statistics, which a getter "
                 "does not see; use quantized_training on the parameters, and with_quant_stats"
             )
-    chosen = predicate_of("targets", targets, is_weight)
 
-    def is_quantized(module_name: str, name: str, value: Any) -> bool:
-        parameter = trees.Parameter(module_name, name, value)
-        decided = is_dense_matrix(value) and bool(trees.rules_of(found, parameter))
-        return decided and chosen(module_name, name, value)
+    def edit(params: Any) -> Any:
+        trained = quantized_training(params, found, targets=targets)
+        return with_rounding_key(trained, hk.next_rng_key)
 
-    def trained(context: Any, value: jax.Array) -> TrainedQuantized:
-        parameter = trees.Parameter(context.module_name, context.name, value)
-        weight = TrainedQuantized(value, rules=trees.rules_of(found, parameter))
-        return _keyed(weight, hk.next_rng_key()) if _needs_key(weight) else weight
-
-    return getter_of(is_quantized, trained)
+    return getter(checked(edit))
 
 
 def with_rounding_key(params: Any, key: Any) -> Any:
@@ -177,13 +164,14 @@ def with_rounding_key(params: Any, key: Any) -> Any:
       >>> hki.with_rounding_key(params, jax.random.key(0))['linear']['w'].key.shape
       ()
     """
-    key = as_key(key)
+    key = as_key_source(key)
 
     def keyed(parameter: trees.Parameter) -> Any:
         value = parameter.value
         if not isinstance(value, TrainedQuantized) or not _needs_key(value):
             return value
-        return _keyed(value, parameter.key_from(key))
+        own, batch = parameter.key_from(key), value.shape[:-2]
+        return value._replace(key=jax.random.split(own, batch) if batch else own)
 
     return trees.map_matrices(keyed, params)
 
@@ -241,8 +229,7 @@ def quantization_aware(
         return weight
 
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
-    warn_of_complex(params, choice)
-    return trees.replace_by_rules(params, rules, choice, make)
+    return trees.replace_targets(params, choice, trees.by_rules(rules, make))
 
 
 def convert_trained(
@@ -389,12 +376,6 @@ def _needs_key(weight: TrainedQuantized) -> bool:
         isinstance(rule, QtRule) and rule.weight_qtype and rule.bwd_stochastic_rounding
         for rule in weight.rules
     )
-
-
-def _keyed(weight: TrainedQuantized, key: jax.Array) -> TrainedQuantized:
-    batch = weight.shape[:-2]
-    key = as_key(key)
-    return weight._replace(key=jax.random.split(key, batch) if batch else key)
 
 
 # --- stored weights ------------------------------------------------------------------------------

@@ -1,15 +1,18 @@
-"""Which parameters are weights (the default of `targets`), and how errors describe a parameter."""
+"""Parameters: which are weights (the default of `targets`), and how errors describe a parameter."""
 
 import contextlib
 import re
+import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.predicates import Predicate
+from haiku_implicit.core.keys import KeySource, as_key
+from haiku_implicit.core.predicates import Predicate, path_of
+from haiku_implicit.params.one_by_one import is_one_of_many
 
 # Names that Haiku's modules give to parameters that are added or multiplied element by element, also
 # with the name of a part before them (`gating_b`, `query_bias`). But `w_b` is a weight, like `w_a`.
@@ -18,8 +21,39 @@ _ELEMENTWISE = re.compile(r"(?!w_b$)(?:.*_)?(?:b|bias|biases|offset|scale)")
 _POSITIONS = re.compile(
     r"pos|positions?|wpe|(?:.*_)?pos(?:ition(?:s|al)?)?_?(?:emb|enc(?!oder))[a-z]*"
 )
-# Suffixes that `lora_getter` adds to a weight's name for its factors.
+# Suffixes that a getter of LoRA adds to a weight's name for its factors.
 LORA_SUFFIXES = ("_lora_a", "_lora_b")
+
+
+class Parameter(NamedTuple):
+    """An array of a tree, dense or implicit, with its module and name.
+
+    Attributes:
+      module_name, name: the keys of the array in the tree.
+      value: the array.
+      is_matrix: whether its last two axes are known to be a matrix, and all others batch axes.
+    """
+
+    module_name: str
+    name: str
+    value: Any
+    is_matrix: bool = False
+
+    @property
+    def path(self) -> str:
+        """The path `module/name`."""
+        return path_of(self.module_name, self.name)
+
+    @property
+    def stacked(self) -> int:
+        """The number of leading axes that are known to stack weights."""
+        return len(self.value.shape) - 2 if self.is_matrix else stacked_axes(self.module_name)
+
+    def key_from(self, key: KeySource) -> jax.Array:
+        """A random key for this parameter, independent of other parameters."""
+        if callable(key):
+            return as_key(key())
+        return jax.random.fold_in(key, zlib.crc32(self.path.encode()))
 
 
 def is_floating(value: Any) -> bool:
@@ -58,7 +92,7 @@ def is_complex_weight(module_name: str, name: str, value: Any) -> bool:
 
 def stacked_axes(module_name: str) -> int:
     """The number of leading axes that `hk.experimental.layer_stack` adds to a stored parameter."""
-    return module_name.count("__layer_stack_")
+    return 0 if is_one_of_many() else module_name.count("__layer_stack_")
 
 
 def in_tree(predicate: Predicate) -> Predicate:

@@ -24,7 +24,7 @@ T = TypeVar("T", bound=AnyTransformed)
 def transform_implicit(t: T, *, cache: bool = True) -> T:
     """Lets a transformed Haiku function have implicit parameters and state.
 
-    `init` may return implicit arrays (made by a creator such as `lora_creator`, or with `box`), and
+    `init` may return implicit arrays (made by a `creator`, or with `box`), and
     `apply` takes them wherever it takes arrays: in the parameters, in the state and in the inputs. The
     new state may have implicit arrays, too, but an entry that is dense stays dense if the implicit
     array would hold more. The Haiku function itself notices nothing: it sees arrays of the dense shape
@@ -61,9 +61,9 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
       TypeError: for anything else.
 
     Example:
-      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> import functools, haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
       >>> def model(x):
-      ...   with hk.custom_creator(hki.lora_creator(rank=2)):
+      ...   with hk.custom_creator(hki.creator(functools.partial(hki.add_lora, rank=2))):
       ...     return hk.nets.MLP([8, 3])(x)
       >>> t = hki.transform_implicit(hk.transform(model))
       >>> x = jnp.ones((1, 4))

@@ -1,30 +1,33 @@
 """Trees of parameters: access to their arrays by name, and replacement of some of them."""
 
-import zlib
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from haiku_implicit.core import progress
-from haiku_implicit.core.array import check_values, is_implicit, known_struct
+from haiku_implicit.core.array import check_no_half, check_values, is_implicit
 from haiku_implicit.core.predicates import (
     Predicate,
     Targets,
     check_paths,
     no_match,
-    path_of,
     predicate_of,
 )
 from haiku_implicit.params.matrix_axes import MatrixAxesOf, check_given, open_matrix
+from haiku_implicit.params.one_by_one import is_one_of_many
+from haiku_implicit.params.options import QuantizeOptions, Room
+from haiku_implicit.params.remarks import Text, warn_of_left_out
 from haiku_implicit.params.selection import (
+    Parameter,
     describe,
     errors_name,
     in_tree,
     is_complex_weight,
     is_dense_matrix,
     is_weight,
-    stacked_axes,
 )
 from haiku_implicit.products.quant_rules import (
     OP_NAMES,
@@ -32,35 +35,6 @@ from haiku_implicit.products.quant_rules import (
     rules_for_module,
     warn_of_unused,
 )
-
-
-class Parameter(NamedTuple):
-    """An array of a tree, dense or implicit, with its module and name.
-
-    Attributes:
-      module_name, name: the keys of the array in the tree.
-      value: the array.
-      is_matrix: whether its last two axes are known to be a matrix, and all others batch axes.
-    """
-
-    module_name: str
-    name: str
-    value: Any
-    is_matrix: bool = False
-
-    @property
-    def path(self) -> str:
-        """The path `module/name`."""
-        return path_of(self.module_name, self.name)
-
-    @property
-    def stacked(self) -> int:
-        """The number of leading axes that are known to stack weights."""
-        return len(self.value.shape) - 2 if self.is_matrix else stacked_axes(self.module_name)
-
-    def key_from(self, key: jax.Array) -> jax.Array:
-        """A random key for this parameter, independent of other parameters."""
-        return jax.random.fold_in(key, zlib.crc32(self.path.encode()))
 
 
 def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
@@ -78,8 +52,7 @@ def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, 
     if isinstance(tree, list | tuple):
         items = [map_parameters(fun, v, (*path, str(i))) for i, v in enumerate(tree)]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if is_implicit(tree) and known_struct(tree) is None:
-        raise a_half("/".join(path), tree)
+    check_no_half("/".join(path), tree)
     if not (hasattr(tree, "shape") and hasattr(tree, "dtype")):
         return tree
     parameter = Parameter("/".join(path[:-1]), path[-1], tree)
@@ -89,14 +62,6 @@ def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, 
         if isinstance(error, AttributeError) or "ShapeDtypeStruct" in str(error):
             check_values(parameter.path, tree, error)
         raise
-
-
-def a_half(path: str, value: Any) -> ValueError:
-    """The error for a parameter that is only a part of an implicit array."""
-    return ValueError(
-        f"{path}: a part of {type(value).__name__}, as in one of the halves that partition returns. "
-        "Put both together first: haiku_implicit.combine(trained, frozen)"
-    )
 
 
 def parameters_of(tree: Any) -> list[Parameter]:
@@ -181,6 +146,11 @@ class Choice(NamedTuple):
     missing_ok: bool = False
     matrix_axes: MatrixAxesOf | None = None
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether to accept that no parameter of a tree is chosen."""
+        return self.missing_ok or is_one_of_many()
+
     def opened(self, parameter: Parameter) -> Parameter:
         """The parameter with a matrix as its value, or the struct of a matrix."""
         value = parameter.value
@@ -194,6 +164,11 @@ class Choice(NamedTuple):
         of_matrix = default and (lambda *of: default(*self.opened(Parameter(*of))[:3]))
         return predicate_of("targets", self.targets, of_matrix)
 
+    def chosen(self, parameters: Sequence[Parameter], default: Predicate) -> list[Parameter]:
+        """The chosen ones of some parameters, opened; `default` is of weights without stacked axes."""
+        marks = self.marks(parameters, in_tree(default))
+        return [self.opened(p) for p in itertools.compress(parameters, marks)]
+
     def marks(self, parameters: Sequence[Parameter], default: Predicate | None) -> list[bool]:
         """Whether each parameter is chosen.
 
@@ -201,7 +176,7 @@ class Choice(NamedTuple):
           parameters: the parameters of a tree.
           default: the predicate if `targets` is None; without a default, None is an error.
         """
-        if not self.missing_ok:
+        if not self.may_be_empty:
             paths = [p.path for p in parameters]
             check_given(self.matrix_axes, paths)
             check_paths("targets", self.targets, paths)
@@ -209,10 +184,10 @@ class Choice(NamedTuple):
         chosen = self.predicate(default)
         excluded = predicate_of("exclude", self.exclude, lambda *_: False)
         wanted, out = ([bool(f(*p[:3])) for p in parameters] for f in (chosen, excluded))
-        if self.exclude not in (None, False) and not any(out) and not self.missing_ok:
+        if self.exclude not in (None, False) and not any(out) and not self.may_be_empty:
             raise no_match("exclude", self.exclude, [p.path for p in parameters])
         left = [w and not o for w, o in zip(wanted, out, strict=True)]
-        if any(wanted) and not any(left) and not self.missing_ok:
+        if any(wanted) and not any(left) and not self.may_be_empty:
             names = ", ".join(p.path for p, w in zip(parameters, wanted, strict=True) if w)
             raise ValueError(
                 f"exclude: it leaves out all {sum(wanted)} that targets chooses: {names}"
@@ -220,42 +195,94 @@ class Choice(NamedTuple):
         return left
 
 
-def replace_targets(
-    params: Any,
-    choice: Choice,
-    make: Callable[[Parameter], Any],
-    takes: Predicate | None = None,
-    wanted: str = "",
-) -> Any:
-    """Replaces each target in a tree by `make(parameter)`; for the other arguments see `marks_of`."""
-    marks = marks_of(parameters_of(params), choice, takes, wanted)
-    return replace_marked(params, marks, make, choice.matrix_axes)
+class Edit(NamedTuple):
+    """A change of parameters.
+
+    Attributes:
+      make: a function of a chosen parameter, or of the matrix of a view, that returns its new value.
+      takes: the default targets; None if `targets` has to choose.
+      nothing: the error if no parameter is chosen, by the parameters of a tree and the choice.
+      fits: whether a chosen parameter is changed; None for all of them.
+      warn: warns of correct but unexpected results, by the parameters of a tree and the choice.
+    """
+
+    make: Callable[[Parameter], Any]
+    takes: Predicate | None = None
+    nothing: Callable[[Sequence[Parameter], Choice], ValueError] | None = None
+    fits: Callable[[Parameter], bool] | None = None
+    warn: Callable[[Sequence[Parameter], Choice], None] | None = None
+
+
+def of_weights(make: Callable[[Parameter], Any], default: Room | QuantizeOptions) -> Edit:
+    """An edit of weights, which warns of the weights that the default leaves out."""
+    return Edit(
+        make,
+        default.takes,
+        functools.partial(nothing_chosen, wanted=default.wanted),
+        warn=functools.partial(warn_of_others, leaves=default.leaves, told=default.told),
+    )
+
+
+def replace_targets(params: Any, choice: Choice, edit: Edit) -> Any:
+    """Replaces each target in a tree. At least one has to be there, unless `choice` allows none."""
+    parameters = parameters_of(params)
+    marks = choice.marks(parameters, edit.takes and in_tree(edit.takes))
+    if edit.fits is not None:
+        pairs = zip(parameters, marks, strict=True)
+        marks = [marked and edit.fits(choice.opened(p)) for p, marked in pairs]
+    if not any(marks) and not choice.may_be_empty:
+        raise (edit.nothing or nothing_chosen)(parameters, choice)
+    new = replace_marked(params, marks, edit.make, choice.matrix_axes)
+    if edit.warn is not None:
+        edit.warn(parameters, choice)
+    return new
 
 
 def marks_of(
-    parameters: Sequence[Parameter],
-    choice: Choice,
-    takes: Predicate | None = None,
-    wanted: str = "",
+    parameters: Sequence[Parameter], choice: Choice, takes: Predicate, wanted: str
 ) -> list[bool]:
     """Whether each parameter is a target. At least one has to be, unless `choice` allows none.
 
     Args:
       parameters: the parameters of a tree.
       choice: the choice of targets among them.
-      takes: the predicate if `targets` is None; without a predicate, None is an error.
-      wanted: the parameters that this predicate looks for, in words, for errors.
+      takes: the default targets.
+      wanted: the default targets in words, for errors.
     """
-    marks = choice.marks(parameters, takes and in_tree(takes))
-    if not any(marks) and not choice.missing_ok:
-        paths = [parameter.path for parameter in parameters]
-        number = sum(is_complex_weight(*p[:3]) for p in parameters)
-        if choice.targets is None and number:
-            wanted += f" (complex weights, of which there are {number}, are not supported)"
-        if choice.targets is None:
-            _check_not_done(parameters)
-        raise no_match("targets", choice.targets, paths, wanted=wanted)
+    marks = choice.marks(parameters, in_tree(takes))
+    if not any(marks) and not choice.may_be_empty:
+        raise nothing_chosen(parameters, choice, wanted)
     return marks
+
+
+def nothing_chosen(parameters: Sequence[Parameter], choice: Choice, wanted: str = "") -> ValueError:
+    """The error for targets that choose nothing; raises if all weights are implicit already."""
+    number = sum(is_complex_weight(*p[:3]) for p in parameters)
+    if choice.targets is None:
+        _check_not_done(parameters)
+        if number:
+            wanted += f" (complex weights, of which there are {number}, are not supported)"
+    return no_match("targets", choice.targets, [p.path for p in parameters], wanted=wanted)
+
+
+def warn_of_others(
+    parameters: Sequence[Parameter],
+    choice: Choice,
+    leaves: Predicate = lambda *_: False,
+    told: Text | None = None,
+) -> None:
+    """Warns of the weights that `targets=None` leaves out, unless `exclude` names them.
+
+    Args:
+      parameters: the parameters of a tree.
+      choice: the choice of targets among them.
+      leaves: the weights that do not fit.
+      told: the warning about these. Another sentence names complex weights.
+    """
+    if choice.targets is None:
+        lenient = choice._replace(missing_ok=True)
+        left, others = (lenient.chosen(parameters, f) for f in (leaves, is_complex_weight))
+        warn_of_left_out(left, others, told)
 
 
 def _check_not_done(parameters: Sequence[Parameter]) -> None:
@@ -314,50 +341,55 @@ def rule_of(rules: Sequence[QuantRule], parameter: Parameter) -> QuantRule | Non
     return next(iter(found.values()), None)
 
 
-def replace_by_rules(
-    params: Any,
+def by_rules(
     rules: Sequence[QuantRule],
-    choice: Choice,
     make: Callable[[Parameter, Any], Any],
     decide: Callable[[Sequence[QuantRule], Parameter], Any] = rule_of,
-) -> Any:
-    """Replaces the dense weights that rules quantize by `make(parameter, decided)`.
+) -> Edit:
+    """An edit of the dense weights that rules quantize.
 
-    A warning names rules that decide for nothing. It points to the caller of the public function that
-    has called this one.
+    Warnings name complex weights, and rules that decide for nothing.
 
     Args:
+      rules: the rules.
+      make: called as `make(parameter, decided)`.
       decide: a function that selects from the rules for a parameter: `rule_of` one, `rules_of` all.
     """
-    parameters = parameters_of(params)
-    chosen = choice.marks(parameters, in_tree(is_weight))
-    decided, modules = [], []
-    for p, is_chosen in zip(map(choice.opened, parameters), chosen, strict=True):
-        is_target = is_chosen and is_dense_matrix(p.value)
-        if is_target:
-            modules.append(p.module_name)
-        with errors_name(p.path, p.value):
-            decided.append(decide(rules, p) if is_target else None)
-    marks = list(map(bool, decided))
-    if not any(marks):
-        if choice.missing_ok:
-            return replace_marked(params, marks, lambda parameter: parameter.value)
-        if not modules:
-            _check_not_done(parameters)
-        number = sum(is_complex_weight(*p[:3]) for p in parameters)
-        of_complex = f" ({number} complex weights are not supported)" if number else ""
-        patterns = ", ".join(repr(rule.module_path) for rule in rules)
-        raise ValueError(
-            f"rules: those for {patterns or 'nothing'} quantize none of the {len(modules)} dense "
-            f"weights{of_complex}; their modules are: {', '.join(sorted(set(modules)))}"
-        )
 
-    left = iter(filter(None, decided))
-
-    def replaced(parameter: Parameter) -> Any:
+    def fits(parameter: Parameter) -> bool:
         with errors_name(parameter.path, parameter.value):
-            return make(parameter, next(left))
+            return is_dense_matrix(parameter.value) and bool(decide(rules, parameter))
 
-    new = replace_marked(params, marks, replaced, choice.matrix_axes)
-    warn_of_unused(rules, modules)
-    return new
+    def made(parameter: Parameter) -> Any:
+        with errors_name(parameter.path, parameter.value):
+            return make(parameter, decide(rules, parameter))
+
+    def weights(parameters: Sequence[Parameter], choice: Choice) -> list[Parameter]:
+        return [p for p in choice.chosen(parameters, is_weight) if is_dense_matrix(p.value)]
+
+    def nothing(parameters: Sequence[Parameter], choice: Choice) -> ValueError:
+        return _no_weights(rules, parameters, weights(parameters, choice))
+
+    def warn(parameters: Sequence[Parameter], choice: Choice) -> None:
+        warn_of_others(parameters, choice)
+        found = weights(parameters, choice)
+        if any(map(fits, found)) and not is_one_of_many():
+            warn_of_unused(rules, [p.module_name for p in found])
+
+    return Edit(made, is_weight, nothing, fits, warn)
+
+
+def _no_weights(
+    rules: Sequence[QuantRule], parameters: Sequence[Parameter], weights: Sequence[Parameter]
+) -> ValueError:
+    """The error for rules that quantize no weight; raises if all weights are implicit already."""
+    if not weights:
+        _check_not_done(parameters)
+    number = sum(is_complex_weight(*p[:3]) for p in parameters)
+    of_complex = f" ({number} complex weights are not supported)" if number else ""
+    patterns = ", ".join(repr(rule.module_path) for rule in rules)
+    modules = sorted({p.module_name for p in weights})
+    return ValueError(
+        f"rules: those for {patterns or 'nothing'} quantize none of the {len(weights)} dense "
+        f"weights{of_complex}; their modules are: {', '.join(modules)}"
+    )
