@@ -32,7 +32,6 @@ from qwix._src.core import (
 )
 
 from benchmarks import result_files
-from haiku_implicit.products.quant_rules import config_of
 from haiku_implicit.quantization import (
     QtRule,
     QuantStats,
@@ -115,7 +114,7 @@ def _with_gradients(fun: Callable[..., Any], operands: Any, key: Any) -> list[An
 
 def dot_config(rule: QtRule) -> Any:
     """Returns the configuration of Qwix's own provider for a rule, for activations x weights."""
-    config = config_of(rule, lhs_is_weight=False, rhs_is_weight=True)
+    config = rule.config(lhs_is_weight=False, rhs_is_weight=True)
     options = config.flat() | _collecting(rule)
     axes = options.pop("channelwise_noise_axes")
     for side in ("dlhs", "drhs"):
@@ -137,7 +136,7 @@ def ragged_config(rule: QtRule) -> Any:
 
 
 def _common(rule: QtRule, cls: type) -> dict[str, Any]:
-    options = config_of(rule, lhs_is_weight=False, rhs_is_weight=True).flat()
+    options = rule.config(lhs_is_weight=False, rhs_is_weight=True).flat()
     options |= _collecting(rule)
     names = {f.name for f in dataclasses.fields(cls)}
     return _with_dtypes({k: v for k, v in options.items() if k in names})

@@ -5,10 +5,11 @@ To apply rules to the parameters of a model, use `haiku_implicit.quantized_train
 """
 
 from haiku_implicit.numerics import formats
+from haiku_implicit.numerics.options import OperandConfig
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.by_rule import conv_general_dilated, dot_general, ragged_dot
 from haiku_implicit.products.einsum import einsum
-from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig
+from haiku_implicit.products.product_config import GradientConfig, ProductConfig
 from haiku_implicit.products.quant_rules import QtRule, QuantRule, matching_rule, unused_rules
 
 __all__ = [

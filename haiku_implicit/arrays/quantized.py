@@ -1,5 +1,7 @@
 """Rules of `QuantizedMatrix`: products, and elementwise functions that change only the scales."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.sharding import left_to_partitioner, result_sharding
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.convolution import convolve
@@ -20,8 +23,22 @@ from haiku_implicit.products.stored import in_codes, quantized_dot, with_dense
 
 @binary_handler("dot_general")
 def dot_with_codes(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> jax.Array:
-    """Multiplies with the codes, see `quantized_dot`."""
-    return quantized_dot(x, w, q_first=call.w_first, **call.params)
+    """Multiplies with the codes, see `quantized_dot`; leaves explicit axes of a mesh to XLA."""
+    sharding = result_sharding(call.primitive, call.ordered(x, w), call.params)
+    if call.params.get("out_sharding") is not None:
+        # Derivatives have an `out_sharding` on any mesh, even if it does not split anything.
+        call = dataclasses.replace(call, params=call.params | dict(out_sharding=None))
+    return _dot(call, x, w) if sharding is None else _dot_in_mesh(call, x, w, sharding)
+
+
+def _dot(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> jax.Array:
+    return quantized_dot(call, x, w.with_row_scales())
+
+
+# Jitted, because eager code would allocate each intermediate value.
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _dot_in_mesh(call: BinaryCall, x: jax.Array, w: QuantizedMatrix, sharding: Any) -> jax.Array:
+    return left_to_partitioner(functools.partial(_dot, call), sharding)(x, w)
 
 
 @primitive_handler("dot_general")
@@ -36,7 +53,7 @@ def dot_of_two_quantized(
 def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> Any:
     """Convolves with the dequantized kernel: a kernel is small compared with the images."""
     if w.activation is not None:
-        return in_codes(call.primitive, x, w, call.w_first, call.params)
+        return in_codes(call, x, w)
     if not call.w_first and (out := convolve(x, w, call.params)) is not NotImplemented:
         return out
     return with_dense(call.primitive, *call.ordered(x, w), **call.params)
@@ -49,7 +66,7 @@ def ragged_dot_with_codes(
     """Multiplies rows with the matrices of their groups, see `quantized_ragged_dot`."""
     out = quantized_ragged_dot(x, w, sizes, **params)
     if out is NotImplemented and w.activation is not None:
-        return in_codes(primitive, x, w, False, params, sizes)
+        return in_codes(BinaryCall(primitive, params, w_first=False), x, w, sizes)
     return out
 
 

@@ -13,7 +13,8 @@ from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.products.bilinear import Product, product_of
-from haiku_implicit.products.by_rule import How, apply
+from haiku_implicit.products.product_config import ProductConfig
+from haiku_implicit.products.quantized_product import quantized_product
 
 
 class RuledWeight(Wrapper, core_ndim=2):
@@ -21,14 +22,24 @@ class RuledWeight(Wrapper, core_ndim=2):
 
     Operations that rearrange or rescale the weight apply to `wrapped`, and their result is a weight for
     the product that follows.
+
+    Attributes:
+      stats: statistics of the activation, a `QuantStats`, or None.
     """
+
+    stats: Any
+
+    @property
+    def first_key(self) -> Any:
+        """A random key for stochastic rounding in one product; None without keys."""
+        return None
 
     @abc.abstractmethod
     def with_weight(self, weight: Any) -> Any:
         """Puts a rearranged weight in this type; returns `weight` itself if it doesn't fit the type."""
 
     @abc.abstractmethod
-    def how(self, op_name: str, w_first: bool, product: Product) -> How | None:
+    def config(self, op_name: str, w_first: bool, product: Product) -> ProductConfig | None:
         """How a product with the weight quantizes operands; None if it quantizes none.
 
         Args:
@@ -44,7 +55,7 @@ class RuledWeight(Wrapper, core_ndim=2):
 @binary_handler(["dot_general", "conv_general_dilated"])
 def multiply_by_rule(call: BinaryCall, x: jax.Array, w: RuledWeight) -> Any:
     """Multiplies by `quantization.dot_general` or `quantization.conv_general_dilated`."""
-    return _multiply(call.primitive.name, call.primitive, x, w, call.w_first, call.params)
+    return _multiply(call.primitive.name, call, x, w)
 
 
 @primitive_handler(ragged_dot_general_p)
@@ -52,26 +63,21 @@ def ragged_dot_by_rule(
     primitive: Primitive, x: jax.Array, w: RuledWeight, group_sizes: jax.Array, **params: Any
 ) -> Any:
     """Multiplies rows with the matrices of their groups by `quantization.ragged_dot`."""
-    return _multiply("ragged_dot", primitive, x, w, False, params, group_sizes)
+    return _multiply("ragged_dot", BinaryCall(primitive, params, False), x, w, group_sizes)
 
 
 def _multiply(
-    op_name: str,
-    primitive: Primitive,
-    x: jax.Array,
-    w: RuledWeight,
-    w_first: bool,
-    params: dict[str, Any],
-    *others: jax.Array,
+    op_name: str, call: BinaryCall, x: jax.Array, w: RuledWeight, *others: jax.Array
 ) -> Any:
-    pair = (w.wrapped, x) if w_first else (x, w.wrapped)
-    product = product_of(primitive, pair, params)
+    pair, dtype = call.ordered(x, w.wrapped), call.params["preferred_element_type"]
+    product = product_of(call.primitive, pair, call.params)
     if product is None:
         return NotImplemented
-    how = w.how(op_name, w_first, product)
-    if how is None:
-        return default_handler(primitive, *pair, *others, **params)
-    return apply(product, pair, how._replace(dtype=params["preferred_element_type"]), others)
+    config = w.config(op_name, call.w_first, product)
+    if config is None:
+        return default_handler(call.primitive, *pair, *others, **call.params)
+    options = dict(dtype=dtype, key=w.first_key, stats=w.stats)
+    return quantized_product(product, config, pair, others, **options)
 
 
 # --- rearrangements ------------------------------------------------------------------------------

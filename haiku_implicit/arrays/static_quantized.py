@@ -17,7 +17,8 @@ from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.bilinear import Product
-from haiku_implicit.products.by_rule import How, how_stored
+from haiku_implicit.products.product_config import ProductConfig
+from haiku_implicit.products.quantized_product import config_by_activation
 
 
 @dataclasses.dataclass
@@ -104,12 +105,11 @@ class StaticQuantized(RuledWeight):
         stats = self.stats.spread(weight.shape[:-2])
         return self._replace(parts=tuple(parts), kind=kind, stats=stats, dtype=None)
 
-    def how(self, op_name: str, w_first: bool, product: Product) -> How:
+    def config(self, op_name: str, w_first: bool, product: Product) -> ProductConfig:
         """How the stored weight quantizes operands, but with the static range of activations."""
         if isinstance(self.weight, ConvertedMatrix):
             self.weight.check_product(product, 0 if w_first else 1)
-        own = how_stored(self.weight, w_first, product)
-        return own._replace(stats=self.stats, batch_axes=self.batch_axes)
+        return config_by_activation(self.weight, w_first, product, self.batch_axes)
 
     def materialize(self) -> jax.Array:
         return materialize_array(self.weight)

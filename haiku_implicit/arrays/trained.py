@@ -14,6 +14,7 @@ from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.sharding import split_fields
 from haiku_implicit.products import by_rule
 from haiku_implicit.products.bilinear import Product
+from haiku_implicit.products.product_config import ProductConfig
 from haiku_implicit.products.quant_rules import QuantRule
 
 
@@ -65,13 +66,10 @@ class TrainedQuantized(RuledWeight):
         stats = None if stats is None else stats.spread(batch)
         return self._replace(value=weight, key=key, stats=stats)
 
-    def how(self, op_name: str, w_first: bool, product: Product) -> by_rule.How | None:
+    def config(self, op_name: str, w_first: bool, product: Product) -> ProductConfig | None:
         """How the rule quantizes operands; see `rule_for`."""
         rule = self.rule_for(op_name)
-        if rule is None:
-            return None
-        weights = w_first, not w_first
-        return by_rule.how_by_rule(rule, weights, key=self.first_key, stats=self.stats)
+        return None if rule is None else rule.config(w_first, not w_first)
 
     def rule_for(self, op_name: str) -> QuantRule | None:
         """The first rule for an operation; None if it leaves products dense."""

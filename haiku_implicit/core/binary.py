@@ -15,7 +15,7 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class BinaryCall:
-    """A program's call of a primitive with two operands, for the rules of `binary_handler`.
+    """A program's call of a primitive with two operands, for the rules of `binary_handler`; hashable.
 
     Attributes:
       primitive: the primitive.
@@ -26,6 +26,9 @@ class BinaryCall:
     primitive: Primitive
     params: dict[str, Any]
     w_first: bool
+
+    def __hash__(self) -> int:
+        return hash((self.primitive, frozenset(self.params.items()), self.w_first))
 
     def __call__(self, x: Any, w: Any) -> Any:
         """Runs the primitive with the same parameters on other operands, in the program's order."""

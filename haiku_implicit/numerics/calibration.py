@@ -1,4 +1,4 @@
-"""Calibration: finding the scales of stored matrices.
+"""Calibration: finding the scales of stored matrices; `ranges` says how those of operands differ.
 
 All functions here take blocks `[..., n]`, in float32 or float64: the elements along the last axis share
 a scale (and an offset). Scales and offsets are `[..., 1]`.
@@ -47,8 +47,8 @@ def calibrate(
     Args:
       w: `[..., n]`, float32 or float64, finite.
       fmt: the format.
-      method: a name of `METHODS`, with numbers after commas (`'percentile,99.5'`); None: absmean for
-        binary and ternary codes, minmax for codes with an offset, absmax for all others.
+      method: a name of `options.CALIBRATIONS`, with numbers after commas (`'percentile,99.5'`); None:
+        absmean for binary and ternary codes, minmax for codes with an offset, absmax for all others.
       rounding: a function from scales to the nearest ones that can be stored; a search considers
         only these.
       weight: the weight of each squared error in a search, broadcastable to `w`.
@@ -56,7 +56,7 @@ def calibrate(
     Raises:
       ValueError: for an unknown method, a method that does not fit the format, or wrong numbers.
     """
-    name, numbers = options.parse("calibration", method or _default(fmt), METHODS)
+    name, numbers = options.parse("calibration", method or _default(fmt), options.CALIBRATIONS)
     if name == "mse":
         return _mse(w, fmt, rounding, weight)
     if name == "hqq":
@@ -68,11 +68,6 @@ def _default(fmt: Format) -> str:
     if fmt.offset:
         return "minmax"
     return "absmean" if fmt.name in formats.BY_MEAN else "absmax"
-
-
-# The least and the largest count of numbers for each method: ranges, the mean magnitude (binary as in
-# XNOR-Net, arXiv:1603.05279, ternary as in BitNet b1.58), and two searches.
-METHODS = ranges.METHODS | {"fixed": (2, 2), "absmean": (0, 0), "mse": (0, 0), "hqq": (0, 1)}
 
 
 # --- scales from ranges --------------------------------------------------------------------------
@@ -89,7 +84,7 @@ def _by_range(
             f"calibration: expected 'fixed,LOW,HIGH', low first, got {numbers[0]:g}, {numbers[1]:g}"
         )
     find = functools.partial(
-        ranges.find, method=method, numbers=numbers, axis=-1, symmetric=not fmt.offset
+        ranges.limits, method=method, numbers=numbers, axis=-1, symmetric=not fmt.offset
     )
     if method not in ("rms", "absmean"):
         return _spanning(*find(w), fmt)

@@ -1,11 +1,11 @@
 """Operands of products: arrays that are quantized for one product, with scales for its channels.
 
 A `QuantizedMatrix` is made for storage. Operands are not packed: integer codes are int8, which hardware
-can multiply. Scales are the ones of Qwix. For symmetric integers the range ends half a step above the
-largest code (at 127.5 for int8), so that the last step is as wide as the others. With a zero point the
-codes span the whole type.
+can multiply. Scales are the ones of Qwix, and `ranges` says how they differ from the scales of stored
+matrices. With a zero point the codes span the whole type.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -13,29 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.numerics import formats, options, ranges
+from haiku_implicit.numerics import formats, ranges
+from haiku_implicit.numerics.options import OperandConfig
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.numerics.ranges import Limits
-
-
-class OperandSpec(NamedTuple):
-    """How an operand is quantized; hashable.
-
-    Attributes:
-      qtype: the name of a format.
-      method: the calibration method, see `QuantRule`.
-      channels: the axes that have a scale for each index.
-      tile: an axis and the number of elements along it that share a scale (a float: the fraction of
-        the axis), or None.
-      rounding: the method of stochastic rounding, and the axes along which its noise differs; None:
-        to the nearest.
-    """
-
-    qtype: str
-    method: str = "absmax"
-    channels: tuple[int, ...] = ()
-    tile: tuple[int, int | float] | None = None
-    rounding: tuple[str, tuple[int, ...]] | None = None
+from haiku_implicit.numerics.ranges import Limits, ScaledAxes
 
 
 class QuantizedOperand(NamedTuple):
@@ -68,13 +49,18 @@ class QuantizedOperand(NamedTuple):
 
 
 def quantize(
-    x: jax.Array, spec: OperandSpec, key: Any = None, limits: Limits | None = None
+    x: jax.Array,
+    config: OperandConfig,
+    axes: ScaledAxes,
+    key: Any = None,
+    limits: Limits | None = None,
 ) -> QuantizedOperand:
     """Quantizes an array to the nearest codes; with stochastic rounding, to one of the two nearest.
 
     Args:
       x: floating.
-      spec: how it is quantized.
+      config: how it is quantized.
+      axes: the axes along which scales differ.
       key: a random key, for stochastic rounding.
       limits: the range of each scale, if it is known; None: the range of the array. Values beyond it
         get the last code; an infinite or NaN element makes all elements that share its scale NaN.
@@ -83,13 +69,13 @@ def quantize(
       ValueError: for a tile that does not divide its axis, or a calibration that the format does not
         have.
     """
-    fmt = formats.find(spec.qtype)
+    fmt, clips = formats.find(config.qtype), ranges.clips(config)
     x = x.astype(formats.arithmetic_dtype(x.dtype))
-    low, high = calibrate(x, spec) if limits is None else limits
-    if limits is not None or clips(spec.method):  # else the range already shows such elements
-        low, high = _tainted(x, spec, (low, high))
+    low, high = ranges.of_operand(x, config, axes) if limits is None else limits
+    if limits is not None or clips:  # else the range already shows such elements
+        low, high = ranges.tainted(x, config, axes, (low, high))
     if low is None:
-        scale, zero_point = _nonzero(high * np.asarray(1 / bound(fmt), high.dtype)), None
+        scale, zero_point = _nonzero(high * np.asarray(1 / _bound(fmt), high.dtype)), None
     else:
         scale, zero_point = _asymmetric(low, high, fmt)
     # The largest magnitude is a tie between two codes. The barriers make every compiled program take
@@ -98,23 +84,24 @@ def quantize(
     relative = x * expand(inverse, x.shape)
     if zero_point is not None:
         relative = relative + expand(zero_point, x.shape)
-    if spec.rounding is not None:
-        relative = relative + noise(key, *spec.rounding, x.shape).astype(x.dtype)
+    if config.stochastic_rounding is not None:
+        added = noise(key, config.stochastic_rounding, config.channelwise_noise_axes, x.shape)
+        relative = relative + added.astype(x.dtype)
     inside = None
-    if clips(spec.method):
+    if clips:
         inside = (x <= expand(high, x.shape)) & (
             x >= expand(-high if low is None else low, x.shape)
         )
     return QuantizedOperand(_codes(relative, fmt), scale, zero_point, inside)
 
 
-def stored_operand(q: QuantizedMatrix) -> QuantizedOperand | None:
-    """Unpacks a stored matrix as an operand; None unless codes are numbers that need only a scale."""
+def stored_operand(q: QuantizedMatrix) -> QuantizedOperand:
+    """Unpacks a stored matrix as an operand: as codes if these are numbers that need only a scale."""
     fmt = formats.find(q.format)
     whole = _is_integer(fmt) and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
     plain = q.offset is None and q.rounded_to is None and not is_implicit(q.scale)
     if not plain or not (whole or fmt.is_float):
-        return None
+        return QuantizedOperand(q.with_row_scales().materialize(), None)
     groups, rows = q.scale.shape[-1], q.codes.shape[-2]
     codes = formats.unpack(q.codes, groups, fmt)
     codes = codes.reshape(*codes.shape[:-2], -1)[..., : q.shape[q.axis]]
@@ -195,11 +182,9 @@ def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> QuantizedOperand:
       q: `[..., i, o]`. With 'groups' in its `activation`, each part of a row of `x` that meets a group
         of `q` has a scale.
     """
-    activation = options.activation_of(str(q.activation))
-    last, groups = x.ndim - 1, q.scale.shape[-1]
-    tiled = activation.groups and q.axis == -2 and groups > 1
-    tile = (last, x.shape[-1] // groups) if tiled else None
-    return quantize(x, OperandSpec(activation.qtype, channels=tuple(range(last)), tile=tile))
+    last = x.ndim - 1
+    tiled = last if q.axis == -2 and q.num_groups > 1 else None
+    return quantize(x, q.activation_config, ScaledAxes(tuple(range(last)), tiled))
 
 
 def rounded_rows(x: jax.Array, q: QuantizedMatrix) -> jax.Array:
@@ -219,74 +204,9 @@ def expand(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return scale
 
 
-def bound(fmt: formats.Format) -> float:
-    """Returns the largest magnitude of a symmetric range, in units of the scale."""
+def _bound(fmt: formats.Format) -> float:
+    """Returns the largest magnitude of a symmetric range, in units of the scale; see `ranges`."""
     return fmt.largest + 0.5 if _is_integer(fmt) else fmt.largest
-
-
-def clips(method: str) -> bool:
-    """Whether values may lie beyond the range that a calibration method finds."""
-    name, numbers = _parse(method)
-    return name not in ("absmax", "minmax") or (bool(numbers) and numbers[0] < 1)
-
-
-# --- ranges --------------------------------------------------------------------------------------
-
-
-def calibrate(x: jax.Array, spec: OperandSpec) -> Limits:
-    """Finds the ends of the range of each scale of an array.
-
-    Args:
-      x: floating.
-      spec: how it is quantized.
-    """
-    x = x.astype(formats.arithmetic_dtype(x.dtype))
-    name, numbers = _parse(spec.method)
-    if name == "fixed":
-        return _fixed(x, spec.method, numbers)
-    tiled, axes, shape = _blocks(x, spec)
-    if x.size == 0:
-        return None, jnp.zeros(shape, x.dtype)
-    limits = ranges.find(tiled, name, numbers, axes, symmetric=name != "minmax", with_zero=True)
-    low, high = jax.tree.map(lambda end: end.reshape(shape), limits)
-    return low, high
-
-
-def _fixed(x: jax.Array, method: str, numbers: tuple[float, ...]) -> Limits:
-    """Returns a fixed range, one for the whole array."""
-    low, high = ranges.fixed(numbers)
-    if not low <= 0 <= high or low == high:
-        raise ValueError(
-            f"calibration method: expected 'fixed,LOW,HIGH' with LOW <= 0 <= HIGH, got {method!r}"
-        )
-    ends = [jnp.full((1,) * x.ndim, end, x.dtype) for end in (low, high)]
-    return (None if low == -high else ends[0]), ends[1]
-
-
-def _tainted(x: jax.Array, spec: OperandSpec, limits: Limits) -> Limits:
-    """Returns the ends of each scale's range, NaN if one of its elements is not finite."""
-    tiled, axes, shape = _blocks(x, spec)
-    taint = ranges.taint_of(tiled, axes).reshape(shape)
-    low, high = jax.tree.map(lambda end: end.astype(x.dtype) + taint, limits)
-    return low, high
-
-
-def _blocks(x: jax.Array, spec: OperandSpec) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
-    """Splits the tiled axis in two; also returns the axes that share a scale, and the scales' shape."""
-    shape = [size if i in spec.channels else 1 for i, size in enumerate(x.shape)]
-    axes = [i for i in range(x.ndim) if i not in spec.channels]
-    if spec.tile is not None:
-        axis, size = spec.tile
-        length = x.shape[axis]
-        size = round(length * size) if isinstance(size, float) else size
-        if size < 1 or length % size:
-            raise ValueError(
-                f"tile_size: expected one that divides the axis of length {length}, got {spec.tile[1]}"
-            )
-        shape[axis] = length // size
-        x = x.reshape(*x.shape[:axis], length // size, size, *x.shape[axis + 1 :])
-        axes = [i + (i >= axis) for i in axes]
-    return x, tuple(axes), tuple(shape)
 
 
 def _asymmetric(
@@ -311,10 +231,6 @@ def _nonzero(scale: jax.Array) -> jax.Array:
     return jnp.maximum(scale, np.sqrt(jnp.finfo(scale.dtype).tiny))
 
 
-def _parse(method: str) -> tuple[str, tuple[float, ...]]:
-    return options.parse("calibration method", method, ranges.METHODS)
-
-
 # --- codes ---------------------------------------------------------------------------------------
 
 
@@ -329,7 +245,7 @@ def _codes(relative: jax.Array, fmt: formats.Format) -> jax.Array:
     return codes if fmt.is_float else formats.decode(codes, relative.dtype, fmt)
 
 
-def noise(key: Any, method: str, axes: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+def noise(key: Any, method: str, axes: Collection[int], shape: tuple[int, ...]) -> jax.Array:
     """Returns noise between -0.5 and 0.5, which makes rounding stochastic and unbiased.
 
     Args:

@@ -26,7 +26,12 @@ from haiku_implicit.core.sharding import (
 )
 from haiku_implicit.numerics import formats, scales
 from haiku_implicit.numerics.encoding import Encoded, encode_rows
-from haiku_implicit.numerics.options import activation_of, checked_activation, is_integer
+from haiku_implicit.numerics.options import (
+    OperandConfig,
+    checked_activation,
+    is_integer,
+    parse_activation,
+)
 
 
 class QuantizeArguments(TypedDict, total=False):
@@ -272,6 +277,11 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         return new._replace(dtype=self.dtype)
 
     @property
+    def activation_config(self) -> OperandConfig:
+        """How products quantize activations; 'groups' are tiles of this matrix's group size."""
+        return parse_activation(self.activation, self.group_size - self.padding)
+
+    @property
     def num_groups(self) -> int:
         """The number of groups along the grouped axis."""
         return np.shape(self.scale)[-1]
@@ -302,9 +312,6 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     def with_row_scales(self) -> Self:
         """Returns this weight with dense scales for each row, for rules that read them."""
         rows = np.shape(self.codes)[-2]
-        if np.shape(self.scale)[-2] == rows:
-            offset = None if self.offset is None else dense(self.offset)
-            return self._replace(scale=dense(self.scale), offset=offset)
         return self.map_scales(lambda leaf: formats.by_rows(dense(leaf), rows))
 
     def map_scales(self, fun: Callable[[Any], Any]) -> Self:
@@ -430,7 +437,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
           activations are rounded by groups, so that products would change.
         """
         fmt, size = self._format, self.group_size
-        by_groups = self.activation is not None and activation_of(self.activation).groups
+        by_groups = self.activation_config.tile_size is not None
         whole = group_size and size % group_size == 0 and group_size % fmt.multiple == 0
         if group_size == size or not whole or self.padding or by_groups:
             return self

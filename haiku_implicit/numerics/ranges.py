@@ -1,25 +1,37 @@
 """Ranges: the ends of the values that share a scale.
 
-Stored matrices (`calibration`) and operands (`operands`) turn these into scales, in different ways.
+Stored matrices (`calibration`) and operands of products (`operands`) find ranges here, and turn them
+into scales in two ways, which differ by half a step:
+
+| | stored matrices | operands |
+|---|---|---|
+| a symmetric range of integers ends at | the largest code: 127 for int8 | half a step more: 127.5 |
+| the scale of a range of zeros | zero | the smallest number that is safe to divide by |
+| a range that is not symmetric has | an offset, any number | a zero point, a number of steps |
+| the scales are those of | GGML, bitsandbytes | Qwix |
+
+With half a step more, the last step is as wide as the others; without it, the largest magnitude has an
+exact code. So a weight has other codes in `QuantizedMatrix.quantize` than in quantized training, and
+`convert_trained` stores the codes of training. (Floats and tables end at their largest code in both.)
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.numerics import formats, options
 from haiku_implicit.numerics.extremes import largest, smallest
+from haiku_implicit.numerics.options import OperandConfig
 
 # The lower and the upper end; the lower one is None if a range is symmetric about zero.
 Limits = tuple[jax.Array | None, jax.Array]
 
-# The least and the largest count of numbers for each method (see `options.parse`).
-METHODS = {"absmax": (0, 1), "minmax": (0, 1), "rms": (0, 1), "percentile": (0, 1), "fixed": (1, 2)}
 _RMS_FACTOR = 3.0
 _PERCENT = 99.5
 
 
-def find(
+def limits(
     x: jax.Array,
     method: str,
     numbers: tuple[float, ...],
@@ -31,7 +43,7 @@ def find(
 
     Args:
       x: floating.
-      method: one of `METHODS`, or 'absmean'.
+      method: one of `options.RANGES`, or 'absmean'.
       numbers: the numbers after the method: a factor of the range (default: 3 for 'rms', else 1), a
         percentile (99.5), one end or both of a fixed range.
       axis: the axes whose elements share a range; they stay, with length one.
@@ -83,3 +95,91 @@ def taint_of(x: jax.Array, axis: Any) -> jax.Array:
       axis: the axes whose elements share a range; they stay, with length one.
     """
     return jnp.where(jnp.isfinite(x).all(axis, keepdims=True), 0, jnp.nan).astype(x.dtype)
+
+
+# --- ranges of operands --------------------------------------------------------------------------
+
+
+class ScaledAxes(NamedTuple):
+    """The axes of an operand along which its scales differ.
+
+    Attributes:
+      channels: the axes that have a scale for each index.
+      tiled: the axis that is cut into tiles if the configuration has a `tile_size`; None if no axis is.
+    """
+
+    channels: tuple[int, ...]
+    tiled: int | None = None
+
+
+def of_operand(x: jax.Array, config: OperandConfig, axes: ScaledAxes) -> Limits:
+    """Finds the ends of the range of each scale of an array.
+
+    Args:
+      x: floating.
+      config: how it is quantized.
+      axes: the axes along which scales differ.
+
+    Raises:
+      ValueError: for a tile that does not divide its axis, or numbers out of the method's range.
+    """
+    x = x.astype(formats.arithmetic_dtype(x.dtype))
+    name, numbers = _parsed(config)
+    if name == "fixed":
+        return _fixed(x, config.calibration_method, numbers)
+    tiled, shared, shape = _blocks(x, config, axes)
+    if x.size == 0:
+        return None, jnp.zeros(shape, x.dtype)
+    found = limits(tiled, name, numbers, shared, symmetric=name != "minmax", with_zero=True)
+    low, high = jax.tree.map(lambda end: end.reshape(shape), found)
+    return low, high
+
+
+def clips(config: OperandConfig) -> bool:
+    """Whether values may lie beyond the range that the calibration method finds."""
+    name, numbers = _parsed(config)
+    return name not in ("absmax", "minmax") or (bool(numbers) and numbers[0] < 1)
+
+
+def tainted(x: jax.Array, config: OperandConfig, axes: ScaledAxes, known: Limits) -> Limits:
+    """Returns the ends of each scale's range, NaN if one of its elements is not finite."""
+    tiled, shared, shape = _blocks(x, config, axes)
+    taint = taint_of(tiled, shared).reshape(shape)
+    low, high = jax.tree.map(lambda end: end.astype(x.dtype) + taint, known)
+    return low, high
+
+
+def _parsed(config: OperandConfig) -> tuple[str, tuple[float, ...]]:
+    return options.parse("calibration method", config.calibration_method, options.RANGES)
+
+
+def _fixed(x: jax.Array, method: str, numbers: tuple[float, ...]) -> Limits:
+    """Returns a fixed range, one for the whole array."""
+    low, high = fixed(numbers)
+    if not low <= 0 <= high or low == high:
+        raise ValueError(
+            f"calibration method: expected 'fixed,LOW,HIGH' with LOW <= 0 <= HIGH, got {method!r}"
+        )
+    ends = [jnp.full((1,) * x.ndim, end, x.dtype) for end in (low, high)]
+    return (None if low == -high else ends[0]), ends[1]
+
+
+def _blocks(
+    x: jax.Array, config: OperandConfig, axes: ScaledAxes
+) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
+    """Splits the tiled axis in two; also returns the axes that share a scale, and the scales' shape."""
+    shape = [size if i in axes.channels else 1 for i, size in enumerate(x.shape)]
+    shared = [i for i in range(x.ndim) if i not in axes.channels]
+    size, axis = config.tile_size, axes.tiled
+    if size is not None and axis is not None:
+        length = x.shape[axis]
+        size = round(length * size) if isinstance(size, float) else size
+        if size < 1 or length % size:
+            raise ValueError(
+                f"tile_size: expected one that divides the axis of length {length}, got "
+                f"{config.tile_size}"
+            )
+        shape[axis] = length // size
+        x = x.reshape(*x.shape[:axis], length // size, size, *x.shape[axis + 1 :])
+        shared = [i + (i >= axis) for i in shared]
+    return x, tuple(shared), tuple(shape)

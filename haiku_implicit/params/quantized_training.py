@@ -17,15 +17,18 @@ from haiku_implicit.core.keys import as_key_source
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.operands import OperandSpec, quantize, stored_matrix
+from haiku_implicit.numerics.operands import quantize, stored_matrix
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.numerics.ranges import ScaledAxes
 from haiku_implicit.params import trees
 from haiku_implicit.params.creators import Getter, checked, getter
 from haiku_implicit.params.infer_axes import axes_of_use, uses_of
 from haiku_implicit.params.matrix_axes import MatrixAxesOf, open_matrix
 from haiku_implicit.params.quant_stats import fixed_stats, takes_stats
-from haiku_implicit.params.selection import errors_name
-from haiku_implicit.products import by_rule, quant_rules
+from haiku_implicit.params.selection import (
+    errors_name,
+)
+from haiku_implicit.products import by_rule
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.quant_rules import QtRule, QuantRule
 
@@ -365,9 +368,12 @@ def _integer_of(name: str, bits: Any) -> str:
 # --- rules on weights ----------------------------------------------------------------------------
 
 
-def _training_rules(rules: Any) -> list[QtRule]:
-    """The rules as training rules, including those that leave modules dense."""
-    return [quant_rules.as_training_rule(rule) for rule in trees.checked_rules(rules)]
+def _training_rules(rules: Any) -> list[QuantRule]:
+    """The rules, including those that leave modules dense; raises for formats that only storage has."""
+    rules = trees.checked_rules(rules)
+    for rule in rules:
+        rule.config(lhs_is_weight=False, rhs_is_weight=True)
+    return rules
 
 
 def _needs_key(weight: TrainedQuantized) -> bool:
@@ -392,7 +398,7 @@ def _stored(w: jax.Array, stacked: int, rule: QuantRule, path: str = "") -> Conv
     """
     if w.ndim - stacked == 3:
         stacked = _stacked_of_three(rule, stacked)
-    shared = quant_rules.as_training_rule(rule).disable_channelwise_axes
+    shared = rule.operand(is_weight=True).disable_channelwise_axes
     own = (*range(stacked), *(() if shared else (w.ndim - 1,)))
     return _with_scales(w, own, -2, rule, path)
 
@@ -408,24 +414,23 @@ def _with_scales(
       axis: the last or second last axis, -1 or -2, along which scales are shared, or differ by tile.
       rule, path: as for `_stored`.
     """
-    qt = quant_rules.as_training_rule(rule)
+    config = rule.operand(is_weight=True)
     shared = tuple(i - w.ndim for i in range(w.ndim - 2) if i not in own)
     if axis == -1:
         w, last = jnp.swapaxes(w, -1, -2), {w.ndim - 1: w.ndim - 2, w.ndim - 2: w.ndim - 1}
         own = [last.get(i, i) for i in own]
-    tile = None if qt.tile_size is None else (w.ndim - 2, qt.tile_size)
-    how = OperandSpec(qt.weight_qtype, qt.weight_calibration_method, tuple(own), tile)
-    stored = stored_matrix(quantize(w, how), qt.weight_qtype, w.dtype)._replace(axis=axis)
-    stored = stored.with_activation(quant_rules.activation_of(rule))
+    codes = quantize(w, config, ScaledAxes(tuple(own), w.ndim - 2))
+    stored = stored_matrix(codes, config.qtype, w.dtype)._replace(axis=axis)
+    stored = stored.with_activation(rule.activation)
     return ConvertedMatrix.of(
-        stored, path=path, shared=shared, channelwise=not qt.disable_channelwise_axes
+        stored, path=path, shared=shared, channelwise=not config.disable_channelwise_axes
     )
 
 
 def _stored_for(use: Use, parameter: trees.Parameter, rule: QuantRule) -> Any:
     """The codes of a weight in one of its products: a matrix, or a view of a matrix."""
     w, path = parameter.value.value, parameter.path
-    all_share = quant_rules.as_training_rule(rule).disable_channelwise_axes
+    all_share = rule.operand(is_weight=True).disable_channelwise_axes
     sharing = use.axes if all_share else use.shared
     if rule.tile_size and not use.tiled <= sharing:  # a part of the axis that is cut into tiles
         return _stored(w, parameter.stacked, rule, path)

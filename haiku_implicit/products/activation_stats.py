@@ -8,7 +8,7 @@ weights. `haiku_implicit.with_quant_stats` reads the sum.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import serialization
-from haiku_implicit.numerics.operands import Limits, OperandSpec, calibrate
+from haiku_implicit.numerics import ranges
+from haiku_implicit.numerics.options import OperandConfig
+from haiku_implicit.numerics.ranges import Limits, ScaledAxes
 
 _WAY_OUT = (
     "wrap the model in with_quant_stats after transform_implicit, and hand on the state that it "
@@ -106,14 +108,14 @@ serialization.register_node(
 
 
 def static_limits(
-    x: jax.Array, spec: OperandSpec, batch_axes: Collection[int], stats: QuantStats | None
+    x: jax.Array, config: OperandConfig, axes: ScaledAxes, stats: QuantStats | None
 ) -> tuple[Limits, Callable[[jax.Array], jax.Array]]:
     """Returns the static range of an activation, and a function that adds the gradients of statistics.
 
     Args:
       x: the activation.
-      spec: how it is quantized.
-      batch_axes: the axes that limits are averaged over.
+      config: how it is quantized; its limits are averaged over `static_axes`.
+      axes: the axes along which scales differ.
       stats: the statistics of the activation.
 
     Returns:
@@ -128,7 +130,7 @@ def static_limits(
         raise ValueError(
             f"act_static_scale: there are no statistics{of} in quant_stats; {_WAY_OUT}"
         )
-    limits_of = functools.partial(_limits_of, spec=spec, batch_axes=tuple(batch_axes))
+    limits_of = functools.partial(_limits_of, config=config, axes=axes)
     if stats.mode == "fixed":
         known = _checked(stats, jax.eval_shape(limits_of, x))
         return _as_range(known.sums), _unchanged
@@ -167,20 +169,19 @@ _remember.defvjp(
 )
 
 
-def _limits_of(
-    x: jax.Array, spec: OperandSpec, batch_axes: tuple[int, ...]
-) -> dict[str, jax.Array]:
+def _limits_of(x: jax.Array, config: OperandConfig, axes: ScaledAxes) -> dict[str, jax.Array]:
     """Returns the limits of one activation by their names, averaged over axes."""
+    batch_axes = config.static_axes or ()
     if outside := [i for i in batch_axes if not -x.ndim <= i < x.ndim]:
         raise ValueError(
             f"act_batch_axes: expected axes of the activation, which has {x.ndim} (its shape is "
             f"{list(x.shape)}), got {outside[0]}"
         )
-    low, high = calibrate(jax.lax.stop_gradient(x), spec)
+    low, high = ranges.of_operand(jax.lax.stop_gradient(x), config, axes)
     limits = {"absmax": high} if low is None else {"min": low, "max": high}
-    axes = tuple({i % x.ndim for i in batch_axes})
+    averaged = tuple({i % x.ndim for i in batch_axes})
     return {
-        name: jnp.mean(y.astype(jnp.float32), axis=axes, keepdims=True)
+        name: jnp.mean(y.astype(jnp.float32), axis=averaged, keepdims=True)
         for name, y in limits.items()
     }
 

@@ -20,6 +20,8 @@ from jax import export
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.interpreter import interpret
 from haiku_implicit.numerics.operands import QuantizedOperand, dequantize
+from haiku_implicit.numerics.options import OperandConfig
+from haiku_implicit.numerics.ranges import ScaledAxes
 from haiku_implicit.products.tiles import groups_of_rows
 
 Axes = tuple[int | None, ...]
@@ -86,6 +88,10 @@ class Product:
 
         return Bilinear(fun, self.axes, self.summed, self.separable, self.group_sizes(others))
 
+    def plain(self, lhs: Any, rhs: Any, *others: Any, dtype: Any = None) -> jax.Array:
+        """Computes the product of dense arrays."""
+        return self.forward(others).fun(lhs, rhs, dtype)
+
     def transposed(self, side: int, operand: jax.Array, others: Others) -> Bilinear:
         """Returns the product of the incoming gradient and an operand: the other operand's gradient.
 
@@ -119,6 +125,19 @@ class Product:
             summed=tuple((i, b) for i, (a, b) in enumerate(pairs) if a is None and b is not None),
             separable=self.separable,
         )
+
+
+def scaled_axes(product: Product | Bilinear, side: int, config: OperandConfig) -> ScaledAxes:
+    """Returns the axes along which the scales of an operand differ in a product.
+
+    Args:
+      product: the product.
+      side: the operand, 0 or 1.
+      config: how it is quantized.
+    """
+    shared = config.disable_channelwise_axes
+    channels = () if shared else tuple(a for a in product.axes[side] if a is not None)
+    return ScaledAxes(channels, product.summed[-1][side] if product.summed else None)
 
 
 def dot_product(

@@ -8,32 +8,25 @@ rounding itself has the gradient one ("straight through").
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.keys import as_key
-from haiku_implicit.numerics import options
-from haiku_implicit.numerics.operands import OperandSpec, QuantizedOperand
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.products import quant_rules
-from haiku_implicit.products.activation_stats import QuantStats, static_limits
+from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.bilinear import (
-    Operand,
     Others,
     Product,
     conv_product,
     dot_product,
     ragged_product,
 )
-from haiku_implicit.products.product_config import OperandConfig, ProductConfig
-from haiku_implicit.products.quantized_product import (
-    Inputs,
-    as_operand,
-    quantized_product,
-    spec_of_side,
-)
+from haiku_implicit.products.quant_rules import QuantRule
+from haiku_implicit.products.quantized_product import quantized_product
 
 
 def dot_general(
@@ -43,7 +36,7 @@ def dot_general(
     precision: Any = None,
     preferred_element_type: Any = None,
     *,
-    rule: quant_rules.QuantRule,
+    rule: QuantRule,
     out_sharding: Any = None,
     lhs_is_weight: bool = False,
     rhs_is_weight: bool = True,
@@ -83,9 +76,7 @@ def dot_general(
     """
     product = dot_product((lhs.ndim, rhs.ndim), dimension_numbers, precision, out_sharding)
     weights = (lhs_is_weight, rhs_is_weight)
-    return apply(
-        product, (lhs, rhs), how_by_rule(rule, weights, preferred_element_type, key, stats)
-    )
+    return _by_rule(product, (lhs, rhs), (), rule, weights, preferred_element_type, key, stats)
 
 
 def conv_general_dilated(
@@ -101,7 +92,7 @@ def conv_general_dilated(
     precision: Any = None,
     preferred_element_type: Any = None,
     *,
-    rule: quant_rules.QuantRule,
+    rule: QuantRule,
     out_sharding: Any = None,
     lhs_is_weight: bool = False,
     rhs_is_weight: bool = True,
@@ -154,9 +145,7 @@ def conv_general_dilated(
         rhs_dilation=rhs_dilation,
     )
     weights = (lhs_is_weight, rhs_is_weight)
-    return apply(
-        product, (lhs, rhs), how_by_rule(rule, weights, preferred_element_type, key, stats)
-    )
+    return _by_rule(product, (lhs, rhs), (), rule, weights, preferred_element_type, key, stats)
 
 
 def ragged_dot(
@@ -167,7 +156,7 @@ def ragged_dot(
     preferred_element_type: Any = None,
     group_offset: Any = None,
     *,
-    rule: quant_rules.QuantRule,
+    rule: QuantRule,
     lhs_is_weight: bool = False,
     rhs_is_weight: bool = True,
     key: Any = None,
@@ -204,103 +193,32 @@ def ragged_dot(
        [4. 4.]]
     """
     product, weights = ragged_product(precision, group_offset), (lhs_is_weight, rhs_is_weight)
-    how = how_by_rule(rule, weights, preferred_element_type, key, stats)
-    return apply(product, (lhs, rhs), how, (jnp.asarray(group_sizes),))
+    others = (jnp.asarray(group_sizes),)
+    return _by_rule(product, (lhs, rhs), others, rule, weights, preferred_element_type, key, stats)
 
 
-# --- products of any kind ------------------------------------------------------------------------
-
-
-class How(NamedTuple):
-    """How the operands of a product are quantized.
-
-    Attributes:
-      config: the configuration of each operand.
-      are_weights: which operands are weights.
-      dtype: the dtype of the result; None: the dtype of the plain product.
-      key: a random key for stochastic rounding.
-      stats: statistics of the activation, if its range is static.
-      batch_axes: the axes of the activation that statistics are averaged over; None if each product
-        finds the range.
-      dense_are_plain: whether a product without operands in codes is not quantized.
-    """
-
-    config: ProductConfig
-    are_weights: tuple[bool, bool]
-    dtype: Any = None
-    key: jax.Array | None = None
-    stats: QuantStats | None = None
-    batch_axes: tuple[int, ...] | None = None
-    dense_are_plain: bool = False
-
-
-def how_by_rule(
-    rule: quant_rules.QuantRule,
+def _by_rule(
+    product: Product,
+    operands: tuple[Any, Any],
+    others: Others,
+    rule: QuantRule,
     are_weights: tuple[bool, bool],
-    dtype: Any = None,
-    key: jax.Array | None = None,
-    stats: QuantStats | None = None,
-) -> How:
-    """Returns a rule's quantization of a product; without `weight_qtype`, dense operands stay dense."""
-    config = quant_rules.config_of(rule, *are_weights)
-    batch_axes = tuple(rule.act_batch_axes) if rule.act_static_scale else None
+    dtype: Any,
+    key: Any,
+    stats: QuantStats | None,
+) -> jax.Array:
+    if not isinstance(rule, QuantRule):
+        raise TypeError(f"rule: expected a QtRule or a QuantRule, got {rule!r}")
+    config = rule.config(*are_weights)
+    lhs, rhs = map(_as_operand, operands)
+    if rule.weight_qtype is None and not any(map(is_implicit, (lhs, rhs))):
+        return product.plain(lhs, rhs, *others, dtype=dtype)
     key = None if key is None else as_key(key)
-    return How(config, are_weights, dtype, key, stats, batch_axes, rule.weight_qtype is None)
+    return quantized_product(product, config, (lhs, rhs), others, dtype=dtype, key=key, stats=stats)
 
 
-def how_stored(q: QuantizedMatrix, q_first: bool, product: Product) -> How:
-    """Returns the quantization by a matrix's `activation`; gradients are a plain product's gradients.
-
-    Args:
-      q: the matrix.
-      q_first: whether it is the first operand.
-      product: the product, whose activations have groups only if the groups of `q` are summed over.
-    """
-    activation = options.activation_of(str(q.activation))
-    # (In a convolution with feature groups, the activation has more inputs than the kernel.)
-    in_groups = activation.groups and len(product.summed) > 0
-    if in_groups and product.summed[-1][0 if q_first else 1] == q.ndim + q.axis:
-        tile_size = q.group_size - q.padding
-    else:
-        tile_size = None
-    config = OperandConfig(activation.qtype, activation.method, activation.tensor, tile_size)
-    pair = (OperandConfig(), config) if q_first else (config, OperandConfig())
-    both = ProductConfig(lhs=pair[0], rhs=pair[1], use_original_residuals=True)
-    return How(both, (q_first, not q_first))
-
-
-def apply(product: Product, operands: tuple[Any, Any], how: How, others: Others = ()) -> jax.Array:
-    """Computes a product of dense operands or stored matrices."""
-    pair = as_operand(operands[0]), as_operand(operands[1])
-
-    def plain(lhs: Any, rhs: Any, *others: Any) -> jax.Array:
-        return product.forward(others).fun(lhs, rhs, how.dtype)
-
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    out = jax.eval_shape(plain, *structs, *others)  # raises JAX's errors for wrong arguments
-    if how.dense_are_plain and not any(isinstance(x, QuantizedOperand) for x in pair):
-        return plain(*pair, *others)
-    activation = None if how.batch_axes is None else _activation(product, how, pair)
-    if activation is None or how.batch_axes is None:
-        return quantized_product(product, how.config, Inputs(pair, others, how.key), out.dtype)
-    i, x, spec = activation
-    limits, remember = static_limits(x, spec, how.batch_axes, how.stats)
-    inputs = Inputs(pair, others, how.key, (limits, None) if i == 0 else (None, limits))
-    return remember(quantized_product(product, how.config, inputs, out.dtype))
-
-
-def _activation(
-    product: Product, how: How, pair: tuple[Operand, Operand]
-) -> tuple[int, jax.Array, OperandSpec] | None:
-    """Returns the operand with a static range, its position and its spec; None if there is none."""
-    found = []
-    for i, (x, is_weight) in enumerate(zip(pair, how.are_weights, strict=True)):
-        spec = spec_of_side(product, how.config, i, x)
-        if spec is not None and not is_weight and not isinstance(x, QuantizedOperand):
-            found.append((i, x, spec))
-    if len(found) > 1:
-        raise ValueError(
-            "act_static_scale: expected a product of an activation and a weight, got one of two "
-            "activations; say which operand is a weight, or leave it out"
-        )
-    return found[0] if found else None
+def _as_operand(x: Any) -> jax.Array | QuantizedMatrix:
+    """Converts an array; a stored matrix keeps its codes, other implicit arrays are materialized."""
+    if isinstance(x, QuantizedMatrix):
+        return x
+    return materialize_array(x) if is_implicit(x) else jnp.asarray(x)

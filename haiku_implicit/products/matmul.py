@@ -26,7 +26,6 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import mapped_first
 from haiku_implicit.numerics import formats
 from haiku_implicit.numerics.layout import Order, matrices, sizes
-from haiku_implicit.numerics.options import activation_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products import reference
 from haiku_implicit.products.by_parts import by_parts, is_wanted
@@ -294,7 +293,7 @@ def _sums_in_parts(q: QuantizedMatrix) -> bool:
     """
     if q.activation is None:
         return True
-    return q.axis == -2 and q.num_groups > 1 and activation_of(q.activation).groups
+    return q.axis == -2 and q.num_groups > 1 and q.activation_config.tile_size is not None
 
 
 def _on_one_device(context: Any) -> bool:

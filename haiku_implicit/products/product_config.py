@@ -1,55 +1,12 @@
 """The configuration of a quantized product: the format and the calibration of each operand."""
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
-from haiku_implicit.numerics import options, ranges
+from haiku_implicit.numerics.options import OperandConfig, renamed
 
-STOCHASTIC_ROUNDING = ("uniform", "low_bit_uniform")
-
-
-@dataclasses.dataclass(frozen=True)
-class OperandConfig:
-    """How one operand of a product is quantized.
-
-    Attributes:
-      qtype: the format; None for a dense operand. Stored as the format's name.
-      calibration_method: the method to find its scales, see `QuantRule`.
-      disable_channelwise_axes: whether all channels share a scale.
-      tile_size: how many elements along the contracted axis share a scale, see `QuantRule`.
-
-    Raises:
-      ValueError: for an option out of its range, by its name.
-    """
-
-    qtype: Any = None
-    calibration_method: str = "absmax"
-    disable_channelwise_axes: bool = False
-    tile_size: int | float | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "qtype", options.operand_format("qtype", self.qtype))
-        options.parse("calibration_method", self.calibration_method, ranges.METHODS)
-        check_tile_size("tile_size", self.tile_size)
-
-
-@dataclasses.dataclass(frozen=True)
-class GradientConfig(OperandConfig):
-    """How the incoming gradient is quantized for a backward product.
-
-    Attributes:
-      stochastic_rounding: the method of rounding, see `QtRule.bwd_stochastic_rounding`.
-      channelwise_noise_axes: the axes along which the noise differs.
-    """
-
-    stochastic_rounding: str | None = None
-    channelwise_noise_axes: Collection[int] = (0,)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "channelwise_noise_axes", tuple(self.channelwise_noise_axes))
-        check_rounding("stochastic_rounding", self.stochastic_rounding, self.qtype)
+GradientConfig = OperandConfig
+"""Another name of `OperandConfig`, for the configuration of an incoming gradient."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,12 +35,17 @@ class ProductConfig:
 
     lhs: OperandConfig = dataclasses.field(default_factory=OperandConfig)
     rhs: OperandConfig = dataclasses.field(default_factory=OperandConfig)
-    dlhs_grad: GradientConfig = dataclasses.field(default_factory=GradientConfig)
-    drhs_grad: GradientConfig = dataclasses.field(default_factory=GradientConfig)
+    dlhs_grad: OperandConfig = dataclasses.field(default_factory=OperandConfig)
+    drhs_grad: OperandConfig = dataclasses.field(default_factory=OperandConfig)
     dlhs_residual: OperandConfig = dataclasses.field(default_factory=OperandConfig)
     drhs_residual: OperandConfig = dataclasses.field(default_factory=OperandConfig)
     disable_gradient_clipping: bool = False
     use_original_residuals: bool = False
+
+    @property
+    def operands(self) -> tuple[OperandConfig, OperandConfig]:
+        """The configurations of both operands in the forward pass."""
+        return self.lhs, self.rhs
 
     def flat(self) -> dict[str, Any]:
         """Returns all options in one mapping, by Qwix's names."""
@@ -112,36 +74,9 @@ class ProductConfig:
         new = {name: changes[name] for name in _FLAGS if name in changes}
         for operand, names in _FLAT_NAMES.items():
             own = {option: changes[name] for option, name in names.items() if name in changes}
-            try:
+            with renamed(names):
                 new[operand] = dataclasses.replace(getattr(self, operand), **own)
-            except ValueError as e:
-                option, problem = str(e).split(":", 1)
-                raise ValueError(f"{names[option]}:{problem}") from None
         return dataclasses.replace(self, **new)
-
-
-# --- validation ----------------------------------------------------------------------------------
-
-
-def check_tile_size(name: str, value: Any) -> None:
-    if value is None:
-        return
-    part = isinstance(value, float) and 0 < value <= 1
-    if not (options.is_positive_integer(value) or part):
-        raise ValueError(
-            f"{name}: expected a positive integer, or a float in (0, 1] for a part of the axis, got "
-            f"{value!r}"
-        )
-
-
-def check_rounding(name: str, method: Any, qtype: str | None) -> None:
-    if method not in (None, *STOCHASTIC_ROUNDING):
-        known = ", ".join(map(repr, STOCHASTIC_ROUNDING))
-        raise ValueError(f"{name}: expected None or one of {known}, got {method!r}")
-    if method is not None and not (qtype or "").startswith("int"):
-        raise ValueError(
-            f"{name}: expected gradients in integers with it, got the format {qtype!r}"
-        )
 
 
 # --- the names of Qwix ----------------------------------------------------------------------------
@@ -157,8 +92,13 @@ def _flat_name(operand: str, option: str) -> str:
     return f"{operand.partition('_')[0] if shared else operand}_{option}"
 
 
+_OPTIONS = ("qtype", "calibration_method", "disable_channelwise_axes", "tile_size")
+_ROUNDING = ("stochastic_rounding", "channelwise_noise_axes")
 _FLAT_NAMES = {
-    operand: {option: _flat_name(operand, option) for option in vars(config)}
-    for operand, config in vars(ProductConfig()).items()
-    if operand not in _FLAGS
+    operand: {option: _flat_name(operand, option) for option in options}
+    for options, operands in (
+        (_OPTIONS, ("lhs", "rhs", "dlhs_residual", "drhs_residual")),
+        ((*_OPTIONS, *_ROUNDING), ("dlhs_grad", "drhs_grad")),
+    )
+    for operand in operands
 }

@@ -8,14 +8,18 @@ from typing import Any
 from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.serialization import static_values
-from haiku_implicit.numerics import calibration, formats, options, ranges
-from haiku_implicit.products import product_config
-from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig
+from haiku_implicit.numerics import formats, options
+from haiku_implicit.numerics.options import OperandConfig
+from haiku_implicit.products.product_config import ProductConfig
 
 # The operations that rules distinguish. When rules see an einsum, it has already become products of two
 # operands, so that a rule for one is a rule for the other.
 OP_NAMES = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot")
 _SAME_OP = {"einsum": "dot_general"}
+
+_GRADIENT_OPTIONS = {
+    option: f"bwd_{option}" for option in ("qtype", "calibration_method", "stochastic_rounding")
+}
 
 
 @static_values
@@ -75,22 +79,15 @@ class QuantRule:
     def __post_init__(self) -> None:
         compiled("module_path", self.module_path)
         self._set(op_names=_op_names(self.op_names), act_batch_axes=tuple(self.act_batch_axes))
-        self._set(
-            **{name: options.format_name(name, getattr(self, name)) for name in self._qtype_names()}
-        )
-        for name in self._method_names():
-            options.parse(name, getattr(self, name), calibration.METHODS | ranges.METHODS)
-        product_config.check_tile_size("tile_size", self.tile_size)
+        for name in ("weight_qtype", "act_qtype"):
+            self._set(**{name: options.format_name(name, getattr(self, name))})
+        for name in ("weight_calibration_method", "act_calibration_method"):
+            options.parse(name, getattr(self, name), options.CALIBRATIONS | options.RANGES)
+        options.check_tile_size("tile_size", self.tile_size)
         if self.act_static_scale and self.act_qtype is None:
             raise ValueError(
                 "act_static_scale: expected an act_qtype with it, got None; give one, or leave it out"
             )
-
-    def _qtype_names(self) -> tuple[str, ...]:
-        return "weight_qtype", "act_qtype"
-
-    def _method_names(self) -> tuple[str, ...]:
-        return "weight_calibration_method", "act_calibration_method"
 
     def _set(self, **changes: Any) -> None:
         for name, value in changes.items():
@@ -127,10 +124,47 @@ class QuantRule:
         )
         if method == "absmax" and fmt is not None and (fmt.offset or fmt.name in formats.BY_MEAN):
             method = None  # the rules' default suits only formats with a symmetric range
-        activation = activation_of(self)
         return dict(
-            dtype=self.weight_qtype, group_size=size, calibration=method, activation=activation
+            dtype=self.weight_qtype, group_size=size, calibration=method, activation=self.activation
         )
+
+    @property
+    def activation(self) -> str | None:
+        """The quantization of activations as `QuantizedMatrix.activation`."""
+        return None if self.act_qtype is None else options.activation_text(self._activation())
+
+    def _activation(self) -> OperandConfig:
+        return self.operand(is_weight=False)
+
+    def operand(self, is_weight: bool) -> OperandConfig:
+        """Returns how the forward pass quantizes a weight, or an activation.
+
+        Raises:
+          ValueError: for a format or a method that stored weights have, and operands of products not.
+        """
+        static = self.act_static_scale and not is_weight
+        return self._operand(
+            dict(qtype="weight_qtype", calibration_method="weight_calibration_method")
+            if is_weight
+            else dict(qtype="act_qtype", calibration_method="act_calibration_method"),
+            tile_size=self.tile_size,
+            static_axes=tuple(self.act_batch_axes) if static else None,
+        )
+
+    def _operand(self, names: Mapping[str, str], **others: Any) -> OperandConfig:
+        """Makes a configuration of options that the rule has under other names, and other options."""
+        own = {option: getattr(self, name) for option, name in names.items()}
+        with options.renamed(names):
+            return OperandConfig(**own, **others)
+
+    def config(self, lhs_is_weight: bool, rhs_is_weight: bool) -> ProductConfig:
+        """Returns the configuration of a product; the arguments say which operands are weights.
+
+        Raises:
+          ValueError: as `operand` does.
+        """
+        lhs, rhs = self.operand(lhs_is_weight), self.operand(rhs_is_weight)
+        return ProductConfig(lhs=lhs, rhs=rhs, use_original_residuals=True)
 
 
 @static_values
@@ -174,86 +208,47 @@ class QtRule(QuantRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self._qtype_names():
-            options.operand_format(name, getattr(self, name))
-        for name in self._method_names():
-            options.parse(name, getattr(self, name), ranges.METHODS)
-        product_config.check_tile_size("bwd_weight_grad_tile_size", self.bwd_weight_grad_tile_size)
-        product_config.check_rounding(
-            "bwd_stochastic_rounding", self.bwd_stochastic_rounding, self.bwd_qtype
-        )
         extra = self.additional_qt_config
         pairs = extra.items() if isinstance(extra, Mapping) else extra or ()
         self._set(
+            bwd_qtype=options.format_name("bwd_qtype", self.bwd_qtype),
             channelwise_noise_axes=tuple(self.channelwise_noise_axes),
             additional_qt_config=tuple(sorted((str(k), v) for k, v in pairs)),
         )
-        for side in (True, False):  # raises for overrides that do not exist, and for bad ones
-            config_of(self, lhs_is_weight=side, rhs_is_weight=not side)
+        options.check_tile_size("bwd_weight_grad_tile_size", self.bwd_weight_grad_tile_size)
+        for side in (True, False):  # raises for options out of range
+            self.config(lhs_is_weight=side, rhs_is_weight=not side)
 
-    def _qtype_names(self) -> tuple[str, ...]:
-        return *super()._qtype_names(), "bwd_qtype"
+    def _activation(self) -> OperandConfig:
+        return self.config(lhs_is_weight=False, rhs_is_weight=True).lhs
 
-    def _method_names(self) -> tuple[str, ...]:
-        return *super()._method_names(), "bwd_calibration_method"
+    def operand(self, is_weight: bool) -> OperandConfig:
+        """Returns how the forward pass quantizes a weight, or an activation."""
+        shared = self.disable_channelwise_axes
+        return dataclasses.replace(super().operand(is_weight), disable_channelwise_axes=shared)
 
+    def config(self, lhs_is_weight: bool, rhs_is_weight: bool) -> ProductConfig:
+        """Returns the configuration of a product; the arguments say which operands are weights.
 
-def config_of(rule: QuantRule, lhs_is_weight: bool, rhs_is_weight: bool) -> ProductConfig:
-    """Returns a rule's configuration of a product; the arguments say which operands are weights.
-
-    Raises:
-      ValueError: for an `additional_qt_config` with an unknown name, or a value out of its range.
-    """
-    qt = as_training_rule(rule)
-    shared = qt.disable_channelwise_axes
-    configs: dict[str, OperandConfig] = {}
-    for side, is_weight in (("lhs", lhs_is_weight), ("rhs", rhs_is_weight)):
-        qtype, method = (
-            (qt.weight_qtype, qt.weight_calibration_method)
-            if is_weight
-            else (qt.act_qtype, qt.act_calibration_method)
-        )
-        tile_size = qt.bwd_weight_grad_tile_size if is_weight and qt.bwd_qtype else None
-        configs[side] = OperandConfig(qtype, method, shared, qt.tile_size)
-        configs[f"d{side}_residual"] = OperandConfig(tile_size=tile_size)
-        configs[f"d{side}_grad"] = GradientConfig(
-            qt.bwd_qtype,
-            qt.bwd_calibration_method,
-            shared,
-            tile_size,
-            qt.bwd_stochastic_rounding,
-            qt.channelwise_noise_axes,
-        )
-    config = ProductConfig(**configs, use_original_residuals=qt.bwd_qtype is None)  # type: ignore
-    try:
-        return config.with_flat(**dict(qt.additional_qt_config or ()))
-    except ValueError as e:
-        raise ValueError(f"additional_qt_config: {e}") from None
-
-
-def activation_of(rule: QuantRule) -> str | None:
-    """Returns a rule's quantization of activations as `QuantizedMatrix.activation`."""
-    if rule.act_qtype is None:
-        return None
-    config = OperandConfig(rule.act_qtype, rule.act_calibration_method, tile_size=rule.tile_size)
-    if isinstance(rule, QtRule):
-        config = config_of(rule, lhs_is_weight=False, rhs_is_weight=True).lhs
-    shared, tiled = config.disable_channelwise_axes, config.tile_size is not None
-    return str(options.Activation(config.qtype, tiled, shared, config.calibration_method))
-
-
-def as_training_rule(rule: QuantRule) -> QtRule:
-    """Converts a rule to a `QtRule`, with a dense backward pass if it is not one already.
-
-    Raises:
-      TypeError: for anything but a rule.
-      ValueError: for formats and methods that quantized training does not have.
-    """
-    if isinstance(rule, QtRule):
-        return rule
-    if not isinstance(rule, QuantRule):
-        raise TypeError(f"rule: expected a QtRule or a QuantRule, got {rule!r}")
-    return QtRule(**{f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)})
+        Raises:
+          ValueError: for an `additional_qt_config` with an unknown name, or a value out of its range.
+        """
+        configs: dict[str, Any] = {}
+        for side, is_weight in (("lhs", lhs_is_weight), ("rhs", rhs_is_weight)):
+            tile_size = self.bwd_weight_grad_tile_size if is_weight and self.bwd_qtype else None
+            configs[side] = self.operand(is_weight)
+            configs[f"d{side}_residual"] = OperandConfig(tile_size=tile_size)
+            configs[f"d{side}_grad"] = self._operand(
+                _GRADIENT_OPTIONS,
+                disable_channelwise_axes=self.disable_channelwise_axes,
+                tile_size=tile_size,
+                channelwise_noise_axes=self.channelwise_noise_axes,
+            )
+        config = ProductConfig(**configs, use_original_residuals=self.bwd_qtype is None)
+        try:
+            return config.with_flat(**dict(self.additional_qt_config or ()))
+        except ValueError as e:
+            raise ValueError(f"additional_qt_config: {e}") from None
 
 
 # --- lists of rules ------------------------------------------------------------------------------

@@ -5,25 +5,22 @@ gradient, and multiplies it with the quantized operands of the forward pass. The
 gradient one ("straight through").
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.numerics.operands import (
-    Limits,
-    OperandSpec,
-    QuantizedOperand,
-    quantize,
-    stored_operand,
-)
+from haiku_implicit.numerics.operands import QuantizedOperand, quantize, stored_operand
+from haiku_implicit.numerics.options import OperandConfig
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.products.bilinear import Bilinear, Operand, Others, Product, multiply, scaled
-from haiku_implicit.products.product_config import GradientConfig, OperandConfig, ProductConfig
+from haiku_implicit.numerics.ranges import Limits
+from haiku_implicit.products.activation_stats import QuantStats, static_limits
+from haiku_implicit.products.bilinear import Operand, Others, Product, multiply, scaled, scaled_axes
+from haiku_implicit.products.product_config import ProductConfig
 
 
 class Inputs(NamedTuple):
@@ -42,29 +39,82 @@ class Inputs(NamedTuple):
     limits: tuple[Limits | None, Limits | None] = (None, None)
 
 
-def as_operand(x: Any) -> Operand:
-    """Converts an array; a stored matrix keeps its codes, other implicit arrays are materialized."""
-    if not is_implicit(x):
-        return jnp.asarray(x)
-    if not isinstance(x, QuantizedMatrix):
-        return materialize_array(x)
-    stored = stored_operand(x)
-    return QuantizedOperand(materialize_array(x), None) if stored is None else stored
+def config_by_activation(
+    q: QuantizedMatrix, q_first: bool, product: Product, static_axes: tuple[int, ...] | None = None
+) -> ProductConfig:
+    """Returns the configuration by a matrix's `activation`; gradients are a plain product's gradients.
+
+    Args:
+      q: the matrix.
+      q_first: whether it is the first operand.
+      product: the product, whose activations have groups only if the groups of `q` are summed over.
+      static_axes: as for `OperandConfig`.
+    """
+    config, side = q.activation_config, 0 if q_first else 1
+    in_groups = product.summed and product.summed[-1][side] == q.ndim + q.axis
+    tile_size = config.tile_size if in_groups else None
+    config = dataclasses.replace(config, tile_size=tile_size, static_axes=static_axes)
+    own: dict[str, Any] = {"rhs" if q_first else "lhs": config}
+    return ProductConfig(**own, use_original_residuals=True)
 
 
 def quantized_product(
-    product: Product, config: ProductConfig, inputs: Inputs, dtype: Any
+    product: Product,
+    config: ProductConfig,
+    operands: tuple[jax.Array | QuantizedMatrix, jax.Array | QuantizedMatrix],
+    others: Others = (),
+    *,
+    dtype: Any = None,
+    key: jax.Array | None = None,
+    stats: QuantStats | None = None,
 ) -> jax.Array:
     """Computes a product that quantizes its operands, and the gradients in its backward pass.
 
     Args:
       product: the product.
       config: how operands and gradients are quantized.
-      inputs: its arguments.
-      dtype: the dtype of the result.
+      operands: `lhs` and `rhs`, dense arrays or stored matrices.
+      others: the other arguments of the product.
+      dtype: the dtype of the result; None: the dtype of the plain product.
+      key: a random key for stochastic rounding.
+      stats: statistics of the activation, if its range is static.
+
+    Raises:
+      ValueError: for two operands with static ranges, or one without statistics.
     """
-    dtypes = (None if isinstance(x, QuantizedOperand) else x.dtype for x in inputs.operands)
-    return _product(product, config, (*dtypes, dtype), inputs)
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    # (Raises JAX's errors for wrong arguments.)
+    out = jax.eval_shape(functools.partial(product.plain, dtype=dtype), *structs, *others)
+    lhs, rhs = (stored_operand(x) if isinstance(x, QuantizedMatrix) else x for x in operands)
+    pair = lhs, rhs
+    limits, remember = _static_ranges(product, config, pair, stats)
+    dtypes = (None if isinstance(x, QuantizedOperand) else x.dtype for x in pair)
+    inputs = Inputs(pair, others, key, limits)
+    return remember(_product(product, config, (*dtypes, out.dtype), inputs))
+
+
+_Ranges = tuple[Limits | None, Limits | None]
+
+
+def _static_ranges(
+    product: Product, config: ProductConfig, pair: tuple[Operand, Operand], stats: QuantStats | None
+) -> tuple[_Ranges, Callable[[jax.Array], jax.Array]]:
+    """Returns the static range of the activation, if any, and the function of `static_limits`."""
+    static = [
+        (i, x, own)
+        for i, (x, own) in enumerate(zip(pair, config.operands, strict=True))
+        if own.static_axes is not None and _rounds(x, own)
+    ]
+    if not static:
+        return (None, None), lambda out: out
+    if len(static) > 1:
+        raise ValueError(
+            "act_static_scale: expected a product of an activation and a weight, got one of two "
+            "activations; say which operand is a weight, or leave it out"
+        )
+    ((i, x, own),) = static
+    limits, remember = static_limits(x, own, scaled_axes(product, i, own), stats)
+    return ((limits, None) if i == 0 else (None, limits)), remember
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -81,10 +131,10 @@ _Residuals = tuple[Inputs, tuple[jax.Array | None, ...]]
 def _forward(
     product: Product, config: ProductConfig, dtypes: Any, inputs: Inputs
 ) -> tuple[jax.Array, _Residuals]:
-    specs = (spec_of_side(product, config, i, x) for i, x in enumerate(inputs.operands))
+    both = zip(inputs.operands, config.operands, inputs.limits, strict=True)
     lhs, rhs = operands = [
-        x if spec is None or isinstance(x, QuantizedOperand) else quantize(x, spec, limits=limits)
-        for x, spec, limits in zip(inputs.operands, specs, inputs.limits, strict=True)
+        quantize(x, own, scaled_axes(product, i, own), limits=limits) if _rounds(x, own) else x
+        for i, (x, own, limits) in enumerate(both)
     ]
     # (In a product with integers, an integer dtype would drop the fractions of a stored matrix.)
     known = [d for d in dtypes[:2] if d is not None and jnp.issubdtype(d, np.inexact)]
@@ -112,25 +162,11 @@ def _is_tiled(q: QuantizedOperand) -> bool:
     return any(n not in (1, m) for n, m in shapes)
 
 
-def spec_of_side(product: Product, config: ProductConfig, i: int, x: Operand) -> OperandSpec | None:
-    """Returns how the forward pass quantizes an operand; None if it does not."""
-    own = (config.lhs, config.rhs)[i]
-    if isinstance(x, QuantizedOperand) or not jnp.issubdtype(x.dtype, np.floating):
-        return None
-    return None if own.qtype is None else _spec(product, i, own)
-
-
-def _spec(product: Product | Bilinear, i: int, config: OperandConfig) -> OperandSpec:
-    """Combines an operand's configuration with the meaning of its axes in the product."""
-    shared = config.disable_channelwise_axes
-    channels = () if shared else tuple(a for a in product.axes[i] if a is not None)
-    tile = None
-    if config.tile_size is not None and product.summed:
-        tile = product.summed[-1][i], config.tile_size
-    rounding = None
-    if isinstance(config, GradientConfig) and config.stochastic_rounding is not None:
-        rounding = config.stochastic_rounding, tuple(config.channelwise_noise_axes)
-    return OperandSpec(config.qtype, config.calibration_method, channels, tile, rounding)
+def _rounds(x: Operand, config: OperandConfig) -> TypeGuard[jax.Array]:
+    """Whether the forward pass quantizes an operand."""
+    if config.qtype is None or isinstance(x, QuantizedOperand):
+        return False
+    return bool(jnp.issubdtype(x.dtype, np.floating))
 
 
 def _backward(
@@ -163,9 +199,9 @@ def _gradient(
             sizes = product.group_sizes(kept.others) if side == 0 else None
             g = scaled(g, y.scale, product.axes[1 - side], sizes)
             y = y._replace(scale=None)
-        left = quantize(g, _spec(transposed, 0, of_gradient), kept.key)
+        left = quantize(g, of_gradient, scaled_axes(transposed, 0, of_gradient), kept.key)
     if of_residual.qtype is not None and not isinstance(y, QuantizedOperand):
-        y = quantize(y, _spec(transposed, 1, of_residual))
+        y = quantize(y, of_residual, scaled_axes(transposed, 1, of_residual))
     return multiply(transposed, left, y, wide, dtype)
 
 

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from haiku_implicit.core.binary import BinaryCall
 from haiku_implicit.core.sharding import is_split
-from haiku_implicit.numerics.options import activation_of
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.blocks import slices
 from haiku_implicit.products.by_parts import by_parts, is_wanted, names_of_leaves, pieces_of
@@ -140,8 +140,7 @@ def quantized_ragged_dot(
       for other products, and for activations that are rounded together.
     """
     numbers = row_numbers(x, q, **params)
-    by_rows = q.activation is None or activation_of(q.activation).by_rows
-    if numbers is None or not by_rows:
+    if numbers is None or not q.activation_config.by_rows:
         return NotImplemented
     kept = {name: params.get(name) for name in ("precision", "preferred_element_type")}
     leaves, treedef = jax.tree.flatten(q)
@@ -189,9 +188,10 @@ class _StoredProduct:
         # Checkpointed, or the loop would keep the codes of each tile for the backward pass.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def one(rows: jax.Array, group: jax.Array) -> jax.Array:
-            part = jax.tree.map(lambda leaf: leaf[0], slices(q, group, 1, 0))
-            numbers = (((1,), (contract,)), ((), ()))
-            return quantized_dot(rows, part, numbers, out_sharding=None, **dict(self.options))
+            part = jax.tree.map(lambda leaf: leaf[0], slices(q, group, 1, 0)).with_row_scales()
+            params = dict(self.options, out_sharding=None)
+            params |= dict(dimension_numbers=(((1,), (contract,)), ((), ())))
+            return quantized_dot(BinaryCall(jax.lax.dot_general_p, params, False), rows, part)
 
         return jax.lax.map(lambda tile: one(*tile), (rows, groups))
 
@@ -236,7 +236,9 @@ class _SmallProduct:
         self, rows: jax.Array, w: jax.Array, groups: jax.Array, contract: int
     ) -> jax.Array:
         numbers = (((2,), (1 + contract,)), ((0,), (0,)))
-        return jax.lax.dot_general(rows, w[groups], numbers, **dict(self.options))
+        return jax.lax.dot_general(
+            rows, w[groups], numbers, out_sharding=None, **dict(self.options)
+        )
 
 
 def _in_tiles(

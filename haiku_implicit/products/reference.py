@@ -56,11 +56,9 @@ def _product_of_one(x: jax.Array, q: QuantizedMatrix, precision: Any, dtype: Any
     def block(start: Any, size: int) -> jax.Array:
         part = slices(q, start, size, -2)._replace(axis=-1)  # as stored: nothing is transposed
         if rounded is not None:
-            codes = stored_operand(part)
-            other = part.materialize() if codes is None else codes
             both = dot_product((2, 2), numbers, precision).forward(())
             between = jnp.promote_types(part.dtype, rounded.wide)
-            return multiply(both, rounded, other, between, dtype)
+            return multiply(both, rounded, stored_operand(part), between, dtype)
         columns = slices(x, start, size, 1) if summed else x
         return jax.lax.dot_general(
             columns, part.materialize(), numbers, precision=precision, preferred_element_type=wide

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.products.quant_rules import as_training_rule, config_of
 from haiku_implicit.quantization import (
     GradientConfig,
     OperandConfig,
     ProductConfig,
     QtRule,
     QuantRule,
+    dot_general,
     matching_rule,
     unused_rules,
 )
@@ -156,15 +156,15 @@ def test_a_rule_says_how_each_operand_of_a_product_is_quantized():
         drhs_residual=OperandConfig(tile_size=2),
         disable_gradient_clipping=True,
     )
-    assert config_of(rule, lhs_is_weight=False, rhs_is_weight=True) == expected
-    swapped = config_of(rule, lhs_is_weight=True, rhs_is_weight=False)
+    assert rule.config(lhs_is_weight=False, rhs_is_weight=True) == expected
+    swapped = rule.config(lhs_is_weight=True, rhs_is_weight=False)
     assert swapped.lhs.qtype == "int4"
     assert (swapped.dlhs_grad.tile_size, swapped.drhs_grad.tile_size) == (2, None)
     # Dense gradients are those of the operands before rounding, as Qwix's provider has it.
-    forward = as_training_rule(QuantRule(weight_qtype="int8"))
-    assert config_of(forward, False, True).use_original_residuals
+    for cls in (QuantRule, QtRule):
+        assert cls(weight_qtype="int8").config(False, True).use_original_residuals
     with pytest.raises(TypeError, match="rule: expected a QtRule or a QuantRule, got 'int8'"):
-        config_of("int8", False, True)
+        dot_general(jnp.eye(2), jnp.eye(2), (((1,), (0,)), ((), ())), rule="int8")
 
 
 def test_options_of_operands_have_the_flat_names_of_qwix():
