@@ -350,10 +350,8 @@ def _decoded(data: Any) -> Any:
 def _object_of(name: str, values: dict[str, Any]) -> Any:
     if name not in _statics:
         raise ValueError(f"static metadata of the type {name!r}, which this program does not know")
-    new: Any = object.__new__(_statics[name])
-    for field in dataclasses.fields(new):
-        object.__setattr__(new, field.name, decode(values[field.name]))
-    return new
+    fields = dataclasses.fields(_statics[name])
+    return _filled(_statics[name], (), [decode(values[field.name]) for field in fields])
 
 
 def _encode_structure(treedef: Any) -> Any:

@@ -123,13 +123,16 @@ def _read_header(path: str, file: BinaryIO, size: int) -> bytes:
     return header
 
 
-def parse_json(where: str, text: bytes | str, hint: str = "the file is damaged") -> Any:
+def parse_json(
+    where: str, text: bytes | str, hint: str = "the file is damaged", **options: Any
+) -> Any:
     """Parses JSON in which no key may occur twice.
 
     Args:
       where: the file, for errors.
       text: the JSON.
       hint: the end of error messages.
+      **options: options of `json.loads`.
 
     Raises:
       CheckpointError: if the text is not JSON, or repeats a key.
@@ -144,7 +147,7 @@ def parse_json(where: str, text: bytes | str, hint: str = "the file is damaged")
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=without_doubles)
+        return json.loads(text, object_pairs_hook=without_doubles, **options)
     except CheckpointError:
         raise
     except RecursionError:

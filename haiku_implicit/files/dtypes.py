@@ -80,12 +80,17 @@ def name_of(x: Any) -> str:
                 f"files have no {x.dtype}; of random keys they have {', '.join(_IMPLS)}"
             )
         return f"{_KEYS}{impls[0]}"
-    name = _NONE if x.dtype == jax.dtypes.float0 else np.dtype(x.dtype).name
+    name = name_of_dtype(x.dtype)
     if name not in STORED:
         raise TypeError(
             f"files have no dtype {name}; they have {', '.join(STORED)}, and random keys"
         )
     return name
+
+
+def name_of_dtype(dtype: Any) -> str:
+    """The name of a dtype of numbers, which `STORED` has if files can hold it."""
+    return _NONE if dtype == jax.dtypes.float0 else np.dtype(dtype).name
 
 
 @functools.cache

@@ -1,31 +1,13 @@
 """`save`: writes trees to safetensors files, atomically."""
 
-import functools
 import os
-from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 
-from haiku_implicit.files import dtypes, naming, together
+from haiku_implicit.files import together
 from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.files.replacing import checked_target, named, sync_folder
-from haiku_implicit.files.structure import (
-    Structure,
-    check_readable,
-    describe,
-    leaves_of,
-    with_leaves,
-)
-from haiku_implicit.files.writing import (
-    PART,
-    Stored,
-    divided,
-    main_metadata,
-    number_in,
-    part_text,
-    write_file,
-)
+from haiku_implicit.files.structure import check_readable, describe
 
 Path = str | os.PathLike[str]
 
@@ -85,59 +67,4 @@ def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None
         if isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(f"{name}: a ShapeDtypeStruct, which has no values. Give arrays")
     check_readable(structure)
-    if any(map(together.is_spread, arrays.values())):
-        together.save(path, structure, arrays, max_shard_bytes)
-    else:
-        _save(path, structure, arrays, max_shard_bytes)
-
-
-def _save(
-    given: Path, structure: Structure, arrays: Mapping[str, Any], max_shard_bytes: int
-) -> None:
-    """Saves a tree whose arrays this process holds completely."""
-    path = checked_target(given)
-    tensors = [
-        Stored(x.name, x.dtype, x.shape, functools.partial(dtypes.bytes_of, arrays[x.name]))
-        for x in leaves_of(structure)
-    ]
-    files = divided(tensors, max_shard_bytes)
-    places = {tensor.name: i for i, tensors in enumerate(files) for tensor in tensors}
-    structure = with_leaves(structure, lambda leaf: leaf._replace(file=places[leaf.name]))
-    try:
-        number, main = naming.start(path)
-    except OSError as e:  # it names a temporary file
-        raise named(e, given) from None
-    shards = [naming.shard_name(path, number, i, len(files) - 1) for i in range(1, len(files))]
-    try:
-        with main:
-            _write(main, shards, files, structure, number, path)
-            naming.commit(main, path)
-    except BaseException as e:
-        if os.path.exists(main.name):  # else it is the checkpoint by now
-            for name in (*shards, main.name):
-                naming.remove(name)
-        if isinstance(e, OSError):
-            raise named(e, given) from None
-        raise
-    sync_folder(path)
-    naming.remove_leftovers(path, lambda: number_in(path))
-
-
-def _write(
-    main: BinaryIO,
-    shards: list[str],
-    files: list[list[Stored]],
-    structure: Structure,
-    number: str,
-    path: str,
-) -> None:
-    """Writes the further files, then the main one."""
-    crcs: dict[str, int] = {}
-    part = {PART: part_text(path, number)}
-    for name, tensors in zip(shards, files[1:], strict=True):
-        with open(name, "xb") as file:
-            write_file(file, tensors, crcs, lambda: part)
-    if shards:
-        sync_folder(path)
-    names = [os.path.basename(name) for name in shards]
-    write_file(main, files[0], crcs, lambda: main_metadata(structure, crcs, number, names))
+    together.save(path, structure, arrays, max_shard_bytes)

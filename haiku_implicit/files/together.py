@@ -1,4 +1,4 @@
-"""Saves one checkpoint from several processes: each writes the arrays on its devices."""
+"""Saves a checkpoint from one or several processes: each writes the arrays on its devices."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from haiku_implicit.files import container, dtypes, naming
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.parts import Box, Part, box_of
-from haiku_implicit.files.replacing import checked_target, sync_folder
+from haiku_implicit.files.replacing import checked_target, named, sync_folder
 from haiku_implicit.files.structure import Leaf, Structure, leaves_of, with_leaves
 from haiku_implicit.files.writing import (
     PART,
@@ -56,27 +56,31 @@ def save(
     arrays: Mapping[str, Any],
     max_shard_bytes: int,
 ) -> None:
-    """Saves a tree of arrays on devices of several processes, all of which call this.
+    """Saves a tree of arrays. If they are on devices of several processes, all of these call this.
 
-    The steps are the same as in a save by one process. After each step the processes tell each other
-    whether it succeeded, so that one that fails does not keep the others waiting.
+    After each step the processes tell each other whether it succeeded, so that one that fails does not
+    keep the others waiting.
     """
-    plan = _planned(structure, arrays, max_shard_bytes)
-    me, count = jax.process_index(), len(plan.files) - 1
-    path = os.path.realpath(given)
+    spread = any(map(is_spread, arrays.values()))
+    me, agreed = (jax.process_index(), _agreed) if spread else (_LEADER, _alone)
+    plan, crcs = _planned(structure, arrays, max_shard_bytes), dict[str, int]()
+    path, count = os.path.realpath(given), len(plan.files) - 1
     with contextlib.ExitStack() as stack:
-        number, main = _begun(path, me, stack)
+        stack.enter_context(_naming(given))
+        number, main = _begun(given, me, stack, agreed)
+        number = _sent(number, me) if spread else number
         names = [naming.shard_name(path, number, i, count) for i in range(1, count + 1)]
         own = [i for i in range(1, count + 1) if plan.writers[i] == me]
         try:
-            with _agreed(path, "write its part"):
+            with agreed(path, "write its part"):
                 for i in own:
-                    _write(names[i - 1], plan.files[i], {PART: part_text(path, number)})
+                    part = {PART: part_text(path, number)}
+                    _write(names[i - 1], plan.files[i], part, crcs, spread)
                 if own:
                     sync_folder(path)
-            with _agreed(path, "write the main file"):
+            with agreed(path, "write the main file"):
                 if main is not None:
-                    _finish(main, path, number, plan, names)
+                    _finish(main, path, number, plan, names, crcs)
         except BaseException:
             if main is None or os.path.exists(main.name):  # else it is the checkpoint by now
                 for name in [names[i - 1] for i in own] + ([main.name] if main else []):
@@ -86,17 +90,38 @@ def save(
         naming.remove_leftovers(path, lambda: number_in(path))
 
 
-def _begun(path: str, me: int, stack: contextlib.ExitStack) -> tuple[str, BinaryIO | None]:
+@contextlib.contextmanager
+def _naming(given: str | os.PathLike[str]) -> Iterator[None]:
+    """Names the file in errors of the system, in place of a temporary one."""
+    try:
+        yield
+    except OSError as e:
+        raise named(e, given) from None
+
+
+def _begun(
+    given: str | os.PathLike[str], me: int, stack: contextlib.ExitStack, agreed: Any
+) -> tuple[str, BinaryIO | None]:
     """Begins a save: returns its number and, in the leading process, its main file."""
     number, main = "0" * 16, None
-    with _agreed(path, "begin"):
-        checked_target(path)
+    with agreed(os.path.realpath(given), "begin"):
+        path = checked_target(given)
         if me == _LEADER:
             number, main = naming.start(path)
             stack.enter_context(main)
+    return number, main
+
+
+def _sent(number: str, me: int) -> str:
+    """The number of a save, which the leading process sends to all others."""
     sent = np.frombuffer(bytes.fromhex(number), np.uint8)
     received = multihost_utils.broadcast_one_to_all(sent, is_source=me == _LEADER)
-    return np.asarray(received, np.uint8).tobytes().hex(), main
+    return np.asarray(received, np.uint8).tobytes().hex()
+
+
+def _alone(path: str, what: str) -> contextlib.AbstractContextManager[None]:
+    """The counterpart of `_agreed` in a save by one process."""
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -120,22 +145,26 @@ def _agreed(path: str, what: str) -> Iterator[None]:
         )
 
 
-def _write(name: str, tensors: list[Stored], metadata: dict[str, str]) -> None:
-    """Writes a file of parts, with their checksums in its metadata."""
-    crcs: dict[str, int] = {}
+def _write(
+    name: str, tensors: list[Stored], part: dict[str, str], crcs: dict[str, int], spread: bool
+) -> None:
+    """Writes a file next to the main one, with its checksums if another process may write that."""
 
     def known() -> dict[str, str]:
         texts = {tensor.name: f"{crcs.get(tensor.name, 0):08x}" for tensor in tensors}
-        return metadata | {_CRCS: json.dumps(texts)}
+        return part | ({_CRCS: json.dumps(texts)} if spread else {})
 
     with open(name, "xb") as file:
         write_file(file, tensors, crcs, known)
 
 
-def _finish(main: BinaryIO, path: str, number: str, plan: _Plan, names: list[str]) -> None:
-    """Writes the main file, with the checksums from the files of the processes."""
-    crcs: dict[str, int] = {}
+def _finish(
+    main: BinaryIO, path: str, number: str, plan: _Plan, names: list[str], crcs: dict[str, int]
+) -> None:
+    """Writes the main file, with own checksums and those in the files of other processes."""
     for name, writer in zip(names, plan.writers[1:], strict=True):
+        if writer == _LEADER:
+            continue
         try:
             texts = json.loads(container.File(name).metadata[_CRCS])
         except FileNotFoundError:
@@ -168,18 +197,15 @@ def _planned(structure: Structure, arrays: Mapping[str, Any], max_shard_bytes: i
             continue
         boxes[leaf.name] = []
         for box, process in _boxes(leaf, x, written):
-            name = (
-                leaf.name
-                if not boxes[leaf.name] and _is_all(box, leaf)
-                else _name(leaf, box, taken)
-            )
+            name = leaf.name if _is_all(box, leaf) else _name(leaf, box, taken)
             boxes[leaf.name].append((name, box))
             shape = tuple(b - a for a, b in box)
             read = functools.partial(_bytes_of, x, leaf, box)
             tensor = Stored(name, leaf.dtype, shape, read)
             own[process].append(tensor)
             written[process] += tensor.nbytes
-    files, writers = [main], [_LEADER]
+    files = divided(main, max_shard_bytes)
+    writers = [_LEADER] * len(files)
     for process, tensors in own.items():
         found = divided(tensors, max_shard_bytes) if tensors else []
         files += found

@@ -2,15 +2,15 @@
 
 Such a function is an equation with Python functions in it. To get its rule as a program, `rules_of`
 differentiates the equation under a trace: `jax.jvp` and `jax.vjp` call the rule, and JAX records its
-equations. `with_jvp` and `with_vjp` make such a function from programs.
+equations. `with_rules` makes such a function from programs.
 
 Rules are traced with all tangents. A rule with `symbolic_zeros=True` may do less when some tangents are
 zero; its program in a file computes these zeros.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,26 +24,18 @@ class NoRule(ValueError):
     """A file lacks the derivative rule of one of its functions."""
 
 
-class Rules(NamedTuple):
-    """The derivative rules of a function.
-
-    Only floating-point and complex arrays have tangents and cotangents in these programs.
-
-    Attributes:
-      jvp: maps arguments and tangents to results and tangents; None for a `jax.custom_vjp` function.
-      fwd: maps arguments to results and residuals.
-      bwd: maps residuals and cotangents of results to cotangents of arguments.
-    """
-
-    jvp: ClosedJaxpr | None = None
-    fwd: ClosedJaxpr | None = None
-    bwd: ClosedJaxpr | None = None
+# The rules of a function with a custom derivative, by the name of its primitive:
+# - `jvp` maps arguments and tangents to results and tangents;
+# - `fwd` maps arguments to results and residuals;
+# - `bwd` maps residuals and cotangents of results to cotangents of arguments.
+# Only floating-point and complex arrays have tangents and cotangents in these programs.
+RULES = {"custom_jvp_call": ("jvp",), "custom_vjp_call": ("fwd", "bwd")}
 
 
-def rules_of(eqn: JaxprEqn) -> Rules:
+def rules_of(eqn: JaxprEqn) -> dict[str, ClosedJaxpr]:
     """The rules of an equation that calls a `jax.custom_jvp` or `jax.custom_vjp` function."""
     avals = [_struct(x.aval) for x in eqn.invars]
-    outs = [x.aval for x in eqn.outvars]
+    outs = [_struct(x.aval) for x in eqn.outvars]
     call = functools.partial(_call, eqn)
     if eqn.primitive.name == "custom_jvp_call":
 
@@ -53,7 +45,7 @@ def rules_of(eqn: JaxprEqn) -> Rules:
             out, tangents = jax.jvp(call, primals, tuple(tangents))
             return [*out, *without_zeros(outs, tangents)]
 
-        return Rules(jvp=jax.make_jaxpr(jvp)(*avals, *without_zeros(avals, avals)))
+        return {"jvp": jax.make_jaxpr(jvp)(*types_of("jvp", avals, outs)[0])}
     trees: list[Any] = []
 
     def fwd(*primals: Any) -> list[Any]:
@@ -70,8 +62,27 @@ def rules_of(eqn: JaxprEqn) -> Rules:
     forward = jax.make_jaxpr(fwd)(*avals)
     residuals = list(map(_struct, forward.out_avals[len(outs) :]))
     num_residuals = len(residuals)
-    cotangents = map(_struct, without_zeros(outs, outs))
-    return Rules(fwd=forward, bwd=jax.make_jaxpr(bwd)(*residuals, *cotangents))
+    backward = jax.make_jaxpr(bwd)(*types_of("bwd", avals, outs, residuals)[0])
+    return {"fwd": forward, "bwd": backward}
+
+
+def types_of(
+    rule: str, avals: Sequence[Any], outs: Sequence[Any], residuals: Sequence[Any] = ()
+) -> tuple[list[Any], list[Any]]:
+    """The types of the arguments and results of a rule.
+
+    Args:
+      rule: its name.
+      avals: the types of the function's arguments.
+      outs: the types of its results.
+      residuals: the types of its residuals.
+    """
+    tangents, out_tangents = without_zeros(avals, avals), without_zeros(outs, outs)
+    if rule == "jvp":
+        return [*avals, *tangents], [*outs, *out_tangents]
+    if rule == "fwd":
+        return [*avals], [*outs, *residuals]
+    return [*residuals, *out_tangents], tangents
 
 
 def _call(eqn: JaxprEqn, *arrays: Any) -> list[Any]:
@@ -104,45 +115,36 @@ def without_zeros(avals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
 Run = Callable[..., list[Any]]
 
 
-def with_jvp(body: Run, rule: Run, avals: Sequence[Any], outs: Sequence[Any]) -> Run:
-    """Makes a `jax.custom_jvp` function from its body and its rule.
+def with_rules(
+    body: Run, rules: Mapping[str, Run], avals: Sequence[Any], outs: Sequence[Any]
+) -> Run:
+    """Makes a `jax.custom_jvp` or `jax.custom_vjp` function from its body and its rules.
 
     Args:
       body: the function.
-      rule: its `Rules.jvp`.
+      rules: its rules by name: see `RULES`.
       avals: the types of its arguments.
       outs: the types of its results.
     """
-    fun: Any = jax.custom_jvp(body)
+    fun: Any
 
     def jvp(primals: Any, tangents: Any) -> Any:
-        every = rule(*primals, *without_zeros(avals, tangents))
+        every = rules["jvp"](*primals, *without_zeros(avals, tangents))
         return every[: len(outs)], with_zeros(outs, every[len(outs) :])
 
-    fun.defjvp(jvp)
-    return fun
-
-
-def with_vjp(body: Run, fwd: Run, bwd: Run, avals: Sequence[Any], outs: Sequence[Any]) -> Run:
-    """Makes a `jax.custom_vjp` function from its body and its rules.
-
-    Args:
-      body: the function.
-      fwd: its `Rules.fwd`.
-      bwd: its `Rules.bwd`.
-      avals: the types of its arguments.
-      outs: the types of its results.
-    """
-    fun: Any = jax.custom_vjp(body)
-
     def forward(*primals: Any) -> Any:
-        every = fwd(*primals)
+        every = rules["fwd"](*primals)
         return every[: len(outs)], every[len(outs) :]
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        found = iter(bwd(*residuals, *without_zeros(outs, cotangents)))
+        found = iter(rules["bwd"](*residuals, *without_zeros(outs, cotangents)))
         return tuple(next(found) if has_tangent(x) else None for x in avals)
 
-    backward.__name__ = getattr(bwd, "__name__", "backward")
-    fun.defvjp(forward, backward)
+    if "jvp" in rules:
+        fun = jax.custom_jvp(body)
+        fun.defjvp(jvp)
+    else:
+        fun = jax.custom_vjp(body)
+        backward.__name__ = rules["bwd"].__name__
+        fun.defvjp(forward, backward)
     return fun

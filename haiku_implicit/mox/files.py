@@ -12,16 +12,16 @@ import haiku as hk
 import jax
 
 from haiku_implicit.core.transform import Static
-from haiku_implicit.files.container import one_line
+from haiku_implicit.files.container import CheckpointError, one_line, parse_json
 from haiku_implicit.files.kinds import check_file, kind_of, not_a
 from haiku_implicit.files.replacing import write_text
 from haiku_implicit.mox import marks
 from haiku_implicit.mox.interface import is_array, slot_of
 from haiku_implicit.mox.mox import Mox
-from haiku_implicit.mox.plain import of_type
 from haiku_implicit.mox.program import Program, checked
 from haiku_implicit.mox.reading import Misplaced, Reader, at
 from haiku_implicit.mox.tree import body_of
+from haiku_implicit.mox.values import of_type
 from haiku_implicit.mox.writing import Writer
 
 FORMAT, VERSION = "haiku_implicit.mox", 1
@@ -67,7 +67,7 @@ def save(path: str | os.PathLike[str], mox: Mox) -> None:
         raise ValueError(f"save: {lone[0]!a} has half of a surrogate pair, which no file can have")
     try:
         _from_text(text, {})  # proves that the file can be read
-    except Misplaced as e:
+    except (Misplaced, CheckpointError) as e:
         raise ValueError(f"save: the expression can't be read back: {e}") from e
     write_text(path, text)
 
@@ -101,7 +101,7 @@ def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:
     data = pathlib.Path(path).read_bytes()
     try:
         return _from_text(data.decode("utf-8"), known)
-    except (Misplaced, UnicodeDecodeError) as e:
+    except (Misplaced, CheckpointError, UnicodeDecodeError) as e:
         raise ValueError(one_line(f"{path} is not a valid module expression: {e}")) from e
 
 
@@ -154,8 +154,7 @@ def _init_program(mox: Mox) -> Program:
 
 
 def _from_text(text: str, types: Mapping[str, type]) -> Mox:
-    with at("the file"):
-        read = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
+    read = parse_json("the file", text, parse_constant=_no_constant)
     if not isinstance(read, dict) or read.get("format") != FORMAT:
         raise Misplaced("format", f"expected {FORMAT!r}")
     if type(read.get("version")) is not int or read["version"] != VERSION:
@@ -176,23 +175,19 @@ def _from_text(text: str, types: Mapping[str, type]) -> Mox:
 
 
 def _program(x: Any, types: Mapping[str, type]) -> Program:
-    return Reader(of_type(x, dict, "a program"), types).program(x, None, False)
+    return Reader(of_type(x, dict, "a program"), types).program(x)
 
 
 def _initializer(x: Any, types: Mapping[str, type]) -> Callable[..., Any]:
-    if type(x) is dict and "missing" in x:
-        why = of_type(x["missing"], str, "missing")
+    why = x.get("missing") if type(x) is dict else None
+    program = _program(x, types) if why is None else None
 
-        def missing(*args: Any, **kwargs: Any) -> Any:
+    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
+        if program is None:
             raise ValueError(
                 "init: the file of this expression has none, as that of the model could not be saved "
                 f"({why}). Parameters have to come from elsewhere"
             )
-
-        return missing
-    program = _program(x, types)
-
-    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
         return program.apply(rng, *args, **kwargs)
 
     return init
@@ -200,10 +195,3 @@ def _initializer(x: Any, types: Mapping[str, type]) -> Callable[..., Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("an object has a key twice")
-    return found

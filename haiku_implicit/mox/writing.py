@@ -6,23 +6,21 @@ a function may call the function itself.
 """
 
 import hashlib
-import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from haiku_implicit.core.transform import Static
-from haiku_implicit.mox import equations, plain
-from haiku_implicit.mox.derivatives import NoRule, Rules, rules_of
-from haiku_implicit.mox.interface import Interface
+from haiku_implicit.mox import equations, values
+from haiku_implicit.mox.derivatives import RULES, NoRule, rules_of
 from haiku_implicit.mox.marks import Batched, Call
-from haiku_implicit.mox.plain import Unsaveable
 from haiku_implicit.mox.program import Program
+from haiku_implicit.mox.structures import interface_to_json, tree_to_json
 from haiku_implicit.mox.tree import Body, Equation, ModuleCall, body_of, function_name
+from haiku_implicit.mox.values import SHOWN, Kind, Unsaveable
 
 
 class Writer:
@@ -38,10 +36,11 @@ class Writer:
         self.bodies: list[Any] = []
         self.functions: list[Any] = []
         self._depth = depth
-        self._known: dict[Any, int] = {}
+        self._places: dict[Any, int] = {}
+        # Rules and signatures of functions.
+        self._made: dict[Any, Any] = {}
         # Objects that are looked up by `id`. While one is kept, no other object gets its `id`.
         self._kept: dict[int, Any] = {}
-        self._rules: dict[Any, Any] = {}
         # The depth in rules. Some rules call a new function, whose rule calls another, without end.
         self._order = 0
         self._without_rule: set[int] = set()
@@ -71,25 +70,29 @@ class Writer:
 
     def jaxpr(self, jaxpr: Any, module: str, scopes: bool = True) -> int:
         """The place of a jaxpr in the table. Each jaxpr has one place."""
-        key = id(jaxpr)
-        if key not in self._known:
-            self._kept[key] = jaxpr
+
+        def add() -> int:
             inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-            self._known[key] = self.body(
-                body_of("", jaxpr), inner.debug_info.func_name, module, scopes
-            )
-        return self._known[key]
+            return self.body(body_of("", jaxpr), inner.debug_info.func_name, module, scopes)
+
+        return self._once(self._places, "jaxpr", jaxpr, add)
 
     def array(self, x: Any) -> int:
         """The place of an array in the table. Arrays with the same bits have one place."""
-        written = plain.array_to_json(x)
-        return self._place(("array", _digest(written)), self.arrays, written)
+        written = values.array_to_json(x)
+        place = self._places.setdefault(("array", _digest(written)), len(self.arrays))
+        self.arrays += [written] if place == len(self.arrays) else []
+        return place
 
-    def _place(self, key: Any, table: list[Any], new: Any) -> int:
-        if key not in self._known:
-            self._known[key] = len(table)
-            table.append(new)
-        return self._known[key]
+    def _once(self, results: dict[Any, Any], kind: Any, x: Any, make: Callable[[], Any]) -> Any:
+        """The result of a function for an object, which is called for it only once."""
+        key = kind, id(x)
+        if key not in results:
+            self._kept[id(x)] = x
+            results[key] = make()
+        return results[key]
+
+    # --- functions with custom derivatives ---
 
     def function(self, node: Equation, module: str) -> Any:
         """The place in the table of the function with a custom derivative that an equation calls.
@@ -99,20 +102,20 @@ class Writer:
         """
         if self._depth is not None:
             return self._signature(node, self._depth, module)
-        key = self._signature(node, 2, module)
-        known = key in self._known
-        place = self._place(key, self.functions, None)
-        if not known or (place in self._without_rule and self._order <= HIGHEST_ORDER):
+        key = "function", self._signature(node, 2, module)
+        is_new = key not in self._places
+        place = self._places.setdefault(key, len(self.functions))
+        self.functions += [None] if is_new else []
+        if is_new or (place in self._without_rule and self._order <= HIGHEST_ORDER):
             self._order += 1
-            self._without_rule.discard(place)
-            self.functions[place] = self._function(node, module, self._order <= HIGHEST_ORDER)
-            if self._order > HIGHEST_ORDER:
-                self._without_rule.add(place)
+            deep = self._order <= HIGHEST_ORDER
+            (self._without_rule.discard if deep else self._without_rule.add)(place)
+            self.functions[place] = self._function(node, module, deep)
             self._order -= 1
         return place
 
     def _function(self, node: Equation, module: str, deep: bool) -> dict[str, Any]:
-        params = node.eqn.params if node.marked is None else node.marked
+        params = node.params_to_bind(True)
         new = {
             "kind": node.primitive.name,
             "name": function_name(node.eqn),
@@ -120,35 +123,27 @@ class Writer:
         }
         if "bwd" in params:  # a query can see it
             new["bwd_name"] = getattr(params["bwd"], "__name__", "")
-        if deep:
-            rules = self._rules_of(node)._asdict()
-            new |= {
-                k: self.jaxpr(x, module, scopes=False) for k, x in rules.items() if x is not None
-            }
-        return new
+        rules = self._once(self._made, "rules", node.eqn, lambda: _rules_of(node)) if deep else {}
+        return new | {k: self.jaxpr(x, module, scopes=False) for k, x in rules.items()}
 
     def _signature(self, node: Equation, depth: int, module: str) -> str:
         """A digest that is equal for functions that are the same."""
-        key = "signature", id(node.eqn), depth
-        if key not in self._rules:
-            self._kept[id(node.eqn)] = node.eqn
-            inner = Writer(depth - 1)
-            inner._kept, inner._rules = self._kept, self._rules
-            function = inner._function(node, module, deep=depth > 0)
-            self._rules[key] = _digest([function, inner.tables()])
-        return self._rules[key]
 
-    def _rules_of(self, node: Equation) -> Any:
-        key = "rules", id(node.eqn)
-        if key not in self._rules:
-            self._kept[id(node.eqn)] = node.eqn
-            try:
-                self._rules[key] = rules_of(node.eqn)
-            except NoRule:
-                self._rules[key] = Rules()
-            except Exception as e:  # from the user's rule
-                raise Unsaveable(f"its rule can't be traced: {type(e).__name__}: {e}") from e
-        return self._rules[key]
+        def make() -> str:
+            inner = Writer(depth - 1)
+            inner._kept, inner._made = self._kept, self._made
+            return _digest([inner._function(node, module, deep=depth > 0), inner.tables()])
+
+        return self._once(self._made, ("signature", depth), node.eqn, make)
+
+
+def _rules_of(node: Equation) -> dict[str, ClosedJaxpr]:
+    try:
+        return rules_of(node.eqn)
+    except NoRule:
+        return {}
+    except Exception as e:  # from the user's rule
+        raise Unsaveable(f"its rule can't be traced: {type(e).__name__}: {e}") from e
 
 
 # The highest order of derivatives in a file, for functions whose derivatives are ever new functions.
@@ -170,12 +165,20 @@ class _BodyWriter:
         # A variable may be defined twice: an extracted call has its own variables for its arguments.
         self.count = 0
         self.same: dict[Any, Any] = {}
+        self.kinds = {
+            "closed": Kind(lambda x: isinstance(x, ClosedJaxpr), self.jaxpr),
+            "open": Kind(lambda x: isinstance(x, Jaxpr), self.jaxpr),
+            "array": Kind(lambda x: isinstance(x, np.ndarray | jax.Array), writer.array),
+        }
+
+    def jaxpr(self, jaxpr: Any) -> int:
+        return self.writer.jaxpr(jaxpr, self.module)
 
     def write(self, body: Body, name: str) -> dict[str, Any]:
         if len(body.consts) != len(body.constvars):
             raise Unsaveable(f"the program in it ({name}) has constants without values")
         new: dict[str, Any] = {"name": name}
-        new["inputs"] = [plain.type_to_json(v.aval) for v in body.invars]
+        new["inputs"] = [values.type_to_json(v.aval) for v in body.invars]
         self.define(body.invars)
         new["constants"] = [self.writer.array(x) for x in body.consts]
         self.define(body.constvars)
@@ -213,14 +216,14 @@ class _BodyWriter:
 
     def call(self, node: ModuleCall, call: Call) -> dict[str, Any]:
         outer, self.module = self.module, node.path or self.module
-        results = None if call.results is None else tree_to_json(call.results, plain.shown)
+        results = None if call.results is None else tree_to_json(call.results, SHOWN)
         new = {
             "module": None if call.cls is None else call.cls.__name__,
             "path": call.path,
             "scope": call.scope or "",
             "method": call.method,
-            "config": {name: plain.to_json(x, plain.shown) for name, x in call.config.items()},
-            "args": tree_to_json(call.args, plain.shown),
+            "config": {name: values.to_json(x, SHOWN) for name, x in call.config.items()},
+            "args": tree_to_json(call.args, SHOWN),
             "results": results,
             "in": self.atoms(node.inputs),
             "given": self.define([v for v, _ in node.given]),
@@ -245,36 +248,26 @@ class _BodyWriter:
     def _equation(self, node: Equation) -> dict[str, Any]:
         eqn = node.eqn
         new: dict[str, Any] = {"op": node.primitive.name, "in": self.atoms(node.inputs)}
-        if node.primitive.name in equations.WITH_RULES:
+        if node.primitive.name in RULES:
             new["function"] = self.writer.function(node, self.module)
         else:
             params = equations.to_file(node.primitive, node.params_to_bind(True), node.inputs)
-            new["params"] = {k: plain.to_json(x, self.other) for k, x in params.items()}
-        new["types"] = [plain.type_to_json(v.aval) for v in eqn.outvars]
+            new["params"] = {k: values.to_json(x, self.kinds) for k, x in params.items()}
+        new["types"] = [values.type_to_json(v.aval) for v in eqn.outvars]
         new["out"] = self.define(eqn.outvars)
         return new | _context(eqn, self.scopes)
-
-    def other(self, x: Any) -> Any:
-        """The `Other` for parameters of equations: writes programs and arrays."""
-        if isinstance(x, ClosedJaxpr):
-            return {"closed": self.writer.jaxpr(x, self.module)}
-        if isinstance(x, Jaxpr):
-            return {"open": self.writer.jaxpr(x, self.module)}
-        if isinstance(x, np.ndarray | jax.Array):
-            return {"array": self.writer.array(x)}
-        return plain.refuse(x)
 
 
 def _literal(x: Literal) -> dict[str, Any]:
     """A literal with its exact bits; as a number, if this has the same bits."""
     aval: Any = x.aval
-    type_, value = plain.type_to_json(aval), np.asarray(x.val, aval.dtype)
+    type_, value = values.type_to_json(aval), np.asarray(x.val, aval.dtype)
     if aval.shape == ():
         number: Any = _number(x.val) if aval.weak_type else value.item()
         is_plain = type(number) in (bool, int, float, complex)
         if is_plain and np.asarray(number, aval.dtype).tobytes() == value.tobytes():
-            return {"value": plain.to_json(number), "type": type_}
-    return {"bits": plain.array_to_json(value), "type": type_}
+            return {"value": values.to_json(number), "type": type_}
+    return {"bits": values.array_to_json(value), "type": type_}
 
 
 def _number(x: Any) -> Any:
@@ -306,72 +299,3 @@ def _seen(transformation: Any) -> Any:
     if isinstance(transformation, Batched):
         return {"size": transformation.size, "axes": list(transformation.axes)}
     return transformation
-
-
-# --- structures ------------------------------------------------------------------------------------
-
-
-class _Leaf:
-    """A leaf of a structure."""
-
-    def __init__(self, x: Any):
-        self.x = x
-
-
-def tree_to_json(tree: Static, other: plain.Other) -> Any:
-    """A structure as JSON: "array" for an array, and containers as objects with one key.
-
-    Args:
-      tree: the structure.
-      other: writes a value that is not plain. With `plain.constant`, an unknown container is refused,
-        too; otherwise it is written as a tuple.
-    """
-    if tree.treedef is None:
-        return {"value": plain.to_json(tree.leaves[0][0], other)}  # type: ignore[index]
-    return _node(tree.treedef.unflatten(map(_Leaf, tree.leaves)), other)
-
-
-def _node(x: Any, other: plain.Other) -> Any:
-    if isinstance(x, _Leaf):
-        return "array" if x.x is None else {"value": plain.to_json(x.x[0], other)}
-    if x is None:
-        return None
-    if type(x) in (tuple, list):
-        return {type(x).__name__: [_node(y, other) for y in x]}
-    if type(x) is dict:
-        return {"dict": [[plain.to_json(k), _node(y, other)] for k, y in x.items()]}
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        parts = [[name, _node(y, other)] for name, y in zip(x._fields, x, strict=True)]
-        return {"namedtuple": [type(x).__name__, *parts]}
-    if other is plain.constant:
-        raise Unsaveable(
-            f"it has a {type(x).__name__}. A file can have dicts, lists, tuples, named tuples and None"
-        )
-    children, _ = jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x)
-    return {"tuple": [_node(y, other) for y in children]}
-
-
-def interface_to_json(face: Interface) -> dict[str, Any]:
-    """The arguments and results of a program, as JSON."""
-    new: dict[str, Any] = {"leading": list(face.leading), "signature": []}
-    for name, parameter in face.signature.parameters.items():
-        written = [name, parameter.kind.name]
-        if parameter.default is not inspect.Parameter.empty:
-            written.append(_named(f"the default of {name}", plain.to_json, parameter.default))
-        new["signature"].append(written)
-    for kind in ("params", "state", "new_state"):
-        slots: Mapping[Any, Any] = getattr(face, kind)
-        new[kind] = [
-            [*path, _named("/".join(path), tree_to_json, slot.tree)] for path, slot in slots.items()
-        ]
-    new["rng"] = _named("rng", tree_to_json, face.rng.tree)
-    new["args"] = _named("the arguments", tree_to_json, face.args.tree)
-    new["results"] = _named("the results", tree_to_json, face.results.tree)
-    return new
-
-
-def _named(what: str, write: Any, x: Any) -> Any:
-    try:
-        return write(x, plain.constant)
-    except Unsaveable as e:
-        raise ValueError(f"save: {what} can't be saved: {e}") from e

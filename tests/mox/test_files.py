@@ -19,7 +19,7 @@ from haiku._src.integration import descriptors
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
-from haiku_implicit.mox import eval_mox, load, make_mox, plain, save, to_transformed
+from haiku_implicit.mox import eval_mox, load, make_mox, save, to_transformed, values
 from tests.haiku_models import MODELS, RNG, X
 from tests.tiers import few
 
@@ -573,7 +573,7 @@ def test_other_policies_can_not_be_saved(tmp_path):
             save(tmp_path / "mox.json", mox)
     for given in ([], ["eval"], ["save_only_these_names", 3], ["save_from_both_policies", {}]):
         with pytest.raises(ValueError):
-            plain.from_json({"policy": given}, {})
+            values.from_json({"policy": given}, {})
 
 
 def callback(x):

@@ -1,4 +1,4 @@
-"""Equations that this version of JAX makes, to check and complete the equations of a file.
+"""Equations that this version of JAX makes: templates, to check and complete the equations of a file.
 
 JAX checks most parameters when a primitive is bound. But only its compiler, or a derivative rule, reads
 some of them: an equation without one of these, or with one too many, would fail far from its file. So
@@ -8,16 +8,15 @@ the check: some wrong values end the process.)
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
-from haiku_implicit.mox.plain import all_equations
 
 
 @functools.cache
@@ -27,10 +26,12 @@ def equations() -> dict[str, list[JaxprEqn]]:
     They are for primitives whose parameters JAX does not check completely, and for primitives without a
     public function of their name.
     """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    x, i = jax.ShapeDtypeStruct((2, 2), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a thread without meshes or settings
-        jaxpr = thread.submit(_traced).result()
+        jaxpr = thread.submit(jax.make_jaxpr(_program), x, i, key).result()
     found: dict[str, list[JaxprEqn]] = {}
-    for eqn in all_equations(jaxpr.jaxpr):
+    for eqn in equations_of(jaxpr):
         found.setdefault(eqn.primitive.name, []).append(eqn)
     return found
 
@@ -40,14 +41,19 @@ def template(name: str) -> dict[str, Any]:
     return dict(equations()[name][0].params)
 
 
-def _traced() -> ClosedJaxpr:
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    x, i = jax.ShapeDtypeStruct((2, 2), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
-    return jax.make_jaxpr(_program)(x, i, key)
+def equations_of(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr, and of the jaxprs in its calls, in order."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        yield from equations_of(eqn.params["jaxpr"]) if "jaxpr" in eqn.params else ()
 
 
 def _program(x: jax.Array, i: jax.Array, key: jax.Array) -> Any:
-    calls = [jax.jit(lambda x: x * 2)(x), jax.device_put(x)]
+    calls = [
+        jax.jit(lambda x: x * 2)(x),
+        jax.device_put(x),
+        jax.device_put(x, jax.devices()[0], src=jax.devices()[0]),
+    ]
     row, image = x[0], x[None, None]
     control_flow = [
         jax.lax.scan(lambda c, y: (c + y, None), row, x)[0],
@@ -98,14 +104,13 @@ def check_names(primitive: Primitive, names: Collection[str], types: Iterable[An
     name = primitive.name
     if name not in _KNOWN:
         made = equations().get(name) or _made_of(primitive, types)
-        found = {frozenset(eqn.params) for eqn in made}
-        _KNOWN[name] = (frozenset.intersection(*found), frozenset.union(*found)) if found else None
+        _KNOWN[name] = [frozenset(eqn.params) for eqn in made]
     if known := _KNOWN[name]:
-        require_names(name, names, *known)
+        require_names(name, names, known[0].intersection(*known), known[0].union(*known))
 
 
-# The required and the allowed parameters of a primitive, by its name. None: JAX checks them all.
-_KNOWN: dict[str, tuple[frozenset[str], frozenset[str]] | None] = {}
+# The names in newly made equations, by the primitive's name. Without any, JAX checks them all.
+_KNOWN: dict[str, list[frozenset[str]]] = {}
 
 
 def require_names(
@@ -119,32 +124,24 @@ def require_names(
       required: the names that must be present.
       allowed: the names that may also be present.
     """
-    given = frozenset(names)
-    if missing := frozenset(required).difference(given):
-        raise ValueError(f"{name} has to have the parameter{_listed(missing)}")
-    if foreign := given.difference(required, allowed):
-        raise ValueError(f"{name} does not have the parameter{_listed(foreign)}")
+    missing = sorted({*required} - {*names})
+    foreign = sorted({*names} - {*required, *allowed})
+    for verb, wrong in (("has to have", missing), ("does not have", foreign)):
+        if wrong:
+            plural = "s" * (len(wrong) > 1)
+            raise ValueError(f"{name} {verb} the parameter{plural} {', '.join(map(repr, wrong))}")
 
 
-def _listed(names: Collection[str]) -> str:
-    return f"{'s' * (len(names) > 1)} {', '.join(map(repr, sorted(names)))}"
-
-
-def _made_of(primitive: Primitive, types: Iterable[Any]) -> list[JaxprEqn]:
+def _made_of(primitive: Primitive, types: Iterable[Any]) -> Sequence[JaxprEqn]:
     """The equations that a primitive's public function makes for such operands, if it takes them."""
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
-    for fun in _public_functions(primitive.name):
+    names = (primitive.name, f"bitwise_{primitive.name}")
+    found: list[Any] = [getattr(x, y, None) for x in (jax.lax, jax.lax.linalg) for y in names]
+    for fun in filter(None, found):
         try:
-            made = all_equations(jax.make_jaxpr(fun)(*structs).jaxpr)
+            made = list(equations_of(jax.make_jaxpr(fun)(*structs)))
         except Exception:  # it takes other arguments
             continue
-        if found := [eqn for eqn in made if eqn.primitive is primitive]:
-            return found
+        if own := [eqn for eqn in made if eqn.primitive is primitive]:
+            return own
     return []
-
-
-def _public_functions(name: str) -> Iterator[Callable[..., Any]]:
-    for module in (jax.lax, jax.lax.linalg):
-        for public in (name, f"bitwise_{name}"):
-            if callable(fun := getattr(module, public, None)):
-                yield fun
