@@ -1,5 +1,7 @@
 """Where implicit parameters lie on a mesh. What needs several devices is a program of its own."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
 from haiku_implicit.core import compat
+from haiku_implicit.core.sharding import fitted, part_specs
 from tests.cases import Outer
 from tests.devices import run_on_devices
 
@@ -178,11 +181,11 @@ def test_groups_that_shards_would_cut_are_named_once():
 def test_smaller_groups_have_the_same_values(options):
     q = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (64, 32)), *options)
     for spec in (P("model"), P(None, "model"), P("model", "data"), P(("data", "model"))):
-        new = q.fitted(spec, MESH)
-        assert new.partition_spec(spec, MESH) is not NotImplemented
+        new = fitted(q, spec, MESH)
+        assert part_specs(new, spec, MESH) is not NotImplemented
         assert new.dtype == q.dtype and new.codes.nbytes == q.codes.nbytes
         np.testing.assert_array_equal(new.materialize(), q.materialize())
-    assert q.fitted(P(), MESH) is q
+    assert fitted(q, P(), MESH) is q
 
 
 def test_what_a_type_within_a_weight_cannot_split_is_on_all_devices():
@@ -197,12 +200,74 @@ def test_what_a_type_within_a_weight_cannot_split_is_on_all_devices():
 
 def test_parts_of_views_and_constants_have_their_own_shapes():
     view = quantized(dtype="int8")["att"]["w"]
-    part = view.partition_spec(P("data", "model"), MESH)
+    part = part_specs(view, P("data", "model"), MESH)
     assert part.axes == (((32, 1, 0),), (), ((8, 1, 1),))
     zeros = hki.Zeros(shape=(4, 8))
-    assert zeros.partition_spec(P(None, "model"), MESH).shape == (4, 2)
-    assert zeros.partition_spec(P("model"), MESH).shape == (1, 8)
-    assert zeros.partition_spec(P(("data", "model")), MESH) is NotImplemented
+    assert part_specs(zeros, P(None, "model"), MESH).shape == (4, 2)
+    assert part_specs(zeros, P("model"), MESH).shape == (1, 8)
+    assert part_specs(zeros, P(("data", "model")), MESH) is NotImplemented
+
+
+@dataclasses.dataclass
+class Declared(hki.ImplicitArray, core_ndim=2):
+    """A multiple of an outer product, which says which axes its fields have."""
+
+    field_axes = {"u": "n", "v": "m"}
+    u: jax.Array
+    v: jax.Array
+    factor: jax.Array
+
+    def materialize(self):
+        return self.factor[..., None, None] * self.u[..., :, None] * self.v[..., None, :]
+
+
+@dataclasses.dataclass
+class Normed(Declared, core_ndim=2):
+    separable = False
+
+
+@dataclasses.dataclass
+class Forgetful(Declared, core_ndim=2):
+    field_axes = {"u": "n"}
+
+
+@dataclasses.dataclass
+class Hooked(Outer, core_ndim=2):
+    """A type from before `field_axes`."""
+
+    def partition_spec(self, spec, mesh):
+        return self._replace(u=P(*spec[:-1]), v=P(*spec[:-2], spec[-1]))
+
+
+def test_a_declaration_of_axes_splits_a_type():
+    w = Declared(jnp.ones((2, 4)), jnp.ones((2, 8)), jnp.ones(2))
+    part = part_specs(w, P("data", None, "model"), MESH)
+    assert (part.u, part.v, part.factor) == (P("data", None), P("data", "model"), P("data"))
+    assert specs_of({"w": w}, P("data", "model")) == {
+        "w/u": ("data", "model"),
+        "w/v": ("data", None),
+        "w/factor": ("data",),
+    }
+    assert part_specs(w, P(None, ("data", "model")), MESH) is NotImplemented  # 4 rows, 8 parts
+    assert fitted(w, P(None, ("data", "model")), MESH) is w
+
+
+def test_a_type_whose_parts_need_more_is_only_placed():
+    w = Normed(jnp.ones((2, 4)), jnp.ones((2, 8)), jnp.ones(2))
+    assert part_specs(w, P(None, None, "model"), MESH) is NotImplemented
+    found = specs_of({"w": w}, P("data", "model"))
+    assert found == {"w/u": ("data", "model"), "w/v": ("data", None), "w/factor": (None,)}
+
+
+def test_a_declaration_that_lacks_an_axis_gives_no_parts():
+    w = Forgetful(jnp.ones(4), jnp.ones(8), jnp.ones(()))
+    assert part_specs(w, P(None, "model"), MESH) is NotImplemented
+    assert part_specs(w, P("model"), MESH).u == P("model")
+
+
+def test_a_type_with_the_former_hook_is_split_by_it():
+    found = specs_of({"w": Hooked(jnp.ones(4), jnp.ones(8))}, P("data", "model"))
+    assert found == {"w/u": ("data",), "w/v": ("model",)}
 
 
 @pytest.mark.parametrize("mesh", [None, 4, ("data",), P()])

@@ -5,12 +5,10 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import aux_field
-from haiku_implicit.core.sharding import padded_spec
 
 
 @dataclasses.dataclass
@@ -33,10 +31,10 @@ class IA3(Adapter):
             raise ValueError(f"axis: expected -2 or -1, got {axis!r}")
         return cls(w, jnp.ones((*w.shape[:-2], w.shape[axis]), w.dtype), axis)
 
-    def trained_specs(self, spec: Any) -> dict[str, Any]:
-        """The spec of the factor: like its axis of the weight."""
-        entries = padded_spec(spec, self.ndim)
-        return {"factor": PartitionSpec(*entries[:-2], entries[self.axis])}
+    @property
+    def field_axes(self) -> dict[str, str]:  # type: ignore[override]
+        """The factor has the scaled axis of the weight."""
+        return {"factor": "nm"[self.axis]}
 
     def equivalent(self) -> ScaledMatrix:
         return ScaledMatrix(self.w, self.factor.astype(self.dtype), self.axis)

@@ -7,7 +7,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.lora import LoRA
@@ -16,7 +15,7 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
-from haiku_implicit.core.sharding import padded_spec
+from haiku_implicit.core.sharding import axis_names
 
 
 @dataclasses.dataclass
@@ -47,13 +46,12 @@ class LoCon(Adapter):
         """The number of axes of the kernel; the axes before them are batch axes."""
         return np.ndim(self.a) - np.ndim(self.b) + 2
 
-    def trained_specs(self, spec: Any) -> dict[str, Any]:
-        """The specs of `a`, like the kernel without its outputs, and of `b`, which has these."""
-        entries = list(padded_spec(spec, self.ndim))
-        lead, outputs = entries[: self.ndim - self.core_ndim], entries[self.axis]
-        entries[self.axis] = None
-        b = PartitionSpec(*lead, None, outputs)
-        return {"a": PartitionSpec(*entries), "b": b, "alpha": PartitionSpec(*lead)}
+    @property
+    def field_axes(self) -> dict[str, str]:  # type: ignore[override]
+        """The axes of `a`, the kernel's without its outputs, and of `b`, which has these."""
+        kernel = axis_names(self.core_ndim)
+        outputs = kernel[self.axis]
+        return {"a": kernel.replace(outputs, "."), "b": f".{outputs}", "alpha": ""}
 
     @classmethod
     def room(cls, shape: tuple[int, ...], *, axis: int = -1, **options: Any) -> int:

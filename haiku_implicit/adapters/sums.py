@@ -15,7 +15,6 @@ from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.messages import expecting
-from haiku_implicit.core.sharding import split_fields
 
 
 @dataclasses.dataclass
@@ -39,6 +38,8 @@ class Sum(Wrapper, core_ndim=2, linear_in=("w", "delta")):
       [[1. 2. 0.]]
     """
 
+    field_axes = {"w": "nm", "delta": "nm"}
+
     w: Any
     delta: Any
     apart: bool = aux_field(default=False)
@@ -51,9 +52,6 @@ class Sum(Wrapper, core_ndim=2, linear_in=("w", "delta")):
 
     def materialize(self) -> jax.Array:
         return self.w + self.delta
-
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        return split_fields(self, mesh, **self.field_specs(spec, mesh))
 
 
 @binary_handler("dot_general")

@@ -7,7 +7,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from haiku_implicit.adapters.operators import takes_whole_rows
 from haiku_implicit.arrays.adapter import Adapter
@@ -17,7 +16,6 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
-from haiku_implicit.core.sharding import padded_spec
 from haiku_implicit.core.transform import use_implicit_args
 
 
@@ -61,10 +59,10 @@ class TrainedRows(Adapter, method="trained_rows", linear_in=("w", "rows")):
         rows = self.rows.astype(self.dtype)
         return rows if self.axis == -2 else jnp.swapaxes(rows, -1, -2)
 
-    def trained_specs(self, spec: Any) -> dict[str, Any]:
-        """The spec of the rows (columns), split like the weight's axis along them."""
-        *lead, n, m = padded_spec(spec, self.ndim)
-        return {"rows": PartitionSpec(*lead, None, m if self.axis == -2 else n)}
+    @property
+    def field_axes(self) -> dict[str, str]:  # type: ignore[override]
+        """The rows (columns) have the weight's axis along them."""
+        return {"rows": ".m" if self.axis == -2 else ".n"}
 
     def equivalent(self) -> LoRA:
         """A `LoRA` with the difference as a correction of rank `k`, for operations without a rule."""

@@ -7,13 +7,11 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
 
 from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.array import data_names
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import FROZEN
-from haiku_implicit.core.sharding import padded_spec
 from haiku_implicit.numerics.options import is_positive_integer
 
 
@@ -34,8 +32,8 @@ class Adapter(Wrapper, core_ndim=2):
     Attributes:
       w: `[..., n, m]`, the frozen weight; itself implicit if it is quantized, for example.
       method: of a subclass: its name for `add_adapter`.
-      field_axes: of a subclass: for fields besides `w`, the axes after the batch axes: 'n' or 'm' for
-        axes of the weight, else '.'. So a mesh splits them like the weight.
+      field_axes: of a subclass: the axes of fields besides `w`, as for every implicit type.
+      separable: of a subclass: False by default, as an adapter may compute norms of whole columns.
       one_key: of a subclass: whether all weights of a tree draw with the same key.
       keeps_base: of a subclass: whether the base can be computed from the weight and the adapter, as
         `unmerge_adapters` does.
@@ -62,6 +60,7 @@ class Adapter(Wrapper, core_ndim=2):
     """
 
     field_axes: ClassVar[dict[str, str]] = {}
+    separable = False
     one_key: ClassVar[bool] = False
     keeps_base: ClassVar[bool] = True
     method: ClassVar[str] = ""
@@ -115,24 +114,6 @@ class Adapter(Wrapper, core_ndim=2):
         if equal is NotImplemented:
             raise NotImplementedError(f"{type(self).__name__} has no equivalent()")
         return dense(equal)
-
-    def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
-        """The specs of the fields: the weight like the dense array, trained fields by `trained_specs`.
-
-        Trained fields are not split over explicit axes of a mesh: there JAX does not have a rule for
-        sums over axes by which both operands are split, which an adapter may need.
-        """
-        explicit = AxisType.Explicit in mesh.axis_types
-        return {"w": spec} if explicit else {"w": spec, **self.trained_specs(spec)}
-
-    def trained_specs(self, spec: Any) -> dict[str, Any]:
-        """The specs of fields besides the weight, by the weight's axes that they have."""
-        *lead, n, m = padded_spec(spec, self.ndim)
-        entries = {"n": n, "m": m}
-        return {
-            name: PartitionSpec(*lead, *(entries.get(axis) for axis in axes))
-            for name, axes in self.field_axes.items()
-        }
 
     def completed(self) -> Self:
         """The weight with an array for each number that is None for its default.

@@ -81,6 +81,11 @@ def rearranged(x: jax.Array, old: Sequence[Group], new: Sequence[Group]) -> jax.
     return x.reshape(shape(new))
 
 
+def is_outermost(group: Group, axes: Axes) -> bool:
+    """Whether an axis begins with the outermost factor of the rows or columns."""
+    return bool(group) and parts(axes, group[0][2])[0] == group[0]
+
+
 def of_part(axes: Axes, counts: Sequence[int]) -> Axes | None:
     """The axes of one part of a tensor that is cut into `counts` parts along its axes.
 
@@ -90,8 +95,7 @@ def of_part(axes: Axes, counts: Sequence[int]) -> Axes | None:
     out = []
     for group, count in zip(axes, counts, strict=True):
         if count > 1:
-            outermost = group and parts(axes, group[0][2])[0] == group[0]
-            if not outermost or group[0][0] % count:
+            if not is_outermost(group, axes) or group[0][0] % count:
                 return None
             n, stride, axis = group[0]
             group = (*([(n // count, stride, axis)] if n > count else []), *group[1:])

@@ -15,7 +15,7 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, num_batch_axes
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.sharding import is_spec
+from haiku_implicit.core.sharding import is_spec, part_specs
 
 
 def _names(params: dict[str, Any]) -> tuple[Any, ...]:
@@ -100,7 +100,7 @@ _PARTS = "parts"
 def _split(x: ImplicitArray, axis: int, count: int) -> list[PartitionSpec] | None:
     """The partition specs of the leaves if an axis of the array is split into `count` parts."""
     mesh = compat.auto_mesh([count], [_PARTS])
-    specs = x.partition_spec(PartitionSpec(*[None] * axis, _PARTS), mesh)
+    specs = part_specs(x, PartitionSpec(*[None] * axis, _PARTS), mesh)
     return None if specs is NotImplemented else jax.tree.leaves(specs, is_leaf=is_spec)
 
 

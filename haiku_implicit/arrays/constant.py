@@ -27,7 +27,6 @@ from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler, densify
 from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.core.messages import expecting
-from haiku_implicit.core.sharding import num_parts, padded_spec
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
@@ -67,6 +66,8 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
        [0. 2. 4.]]
     """
 
+    field_axes = {}
+
     bits: bytes = aux_field()
     weak_type: bool = aux_field(default=False)
 
@@ -92,14 +93,6 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
 
     def materialize(self) -> jax.Array:
         return _full(self, self.shape)
-
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """The constant with the shape of one part."""
-        counts = [num_parts(entry, mesh) for entry in padded_spec(spec, self.ndim)]
-        lengths = list(zip(self.shape, counts, strict=True))
-        if any(n % count for n, count in lengths):
-            return NotImplemented
-        return self._replace(shape=tuple(n // count for n, count in lengths))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({short(self)}, value={self.value})"

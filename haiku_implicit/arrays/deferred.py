@@ -63,6 +63,8 @@ class Deferred(Wrapper, core_ndim=2):
       25.0
     """
 
+    field_axes = {"w": "nm"}
+
     w: Any
     steps: tuple[Step, ...] = aux_field(default=())
 
@@ -78,12 +80,6 @@ class Deferred(Wrapper, core_ndim=2):
         for name, params in self.steps:
             values = getattr(jax.lax, f"{name}_p").bind(values, **dict(params))
         return values
-
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """The partition specs of the weight's leaves."""
-        inner = getattr(self.w, "partition_spec", None)
-        parts = spec if inner is None else inner(spec, mesh)
-        return NotImplemented if parts is NotImplemented else self._replace(w=parts)
 
 
 # Users' types are not among these: only their rules are known. (Plum needs a typing.Union.)

@@ -21,7 +21,7 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.messages import expecting
-from haiku_implicit.core.sharding import padded_spec, split_fields
+from haiku_implicit.core.sharding import padded_spec
 from haiku_implicit.products.convolution import convolve
 from haiku_implicit.products.ragged import row_numbers, small_ragged_dot
 
@@ -59,6 +59,8 @@ class LoRA(Adapter):
     """
 
     peft_flag = ""
+    field_axes = {"w": "nm", "a": "n.", "b": ".m"}
+    separable = True
 
     a: Any
     b: Any
@@ -176,16 +178,6 @@ class LoRA(Adapter):
 
     def materialize(self) -> jax.Array:
         return self.w + self.delta().astype(self.w.dtype)
-
-    def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
-        """The field specs: `w` like the dense array, `a` by rows, `b` by columns; the rank is whole."""
-        *lead, n, m = padded_spec(spec, self.ndim)
-        a, b = PartitionSpec(*lead, n, None), PartitionSpec(*lead, None, m)
-        return dict(w=spec, a=a, b=b, factor=PartitionSpec(*lead))
-
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """The parts of the fields by `field_specs`."""
-        return split_fields(self, mesh, **self.field_specs(spec, mesh))
 
 
 @dataclasses.dataclass(init=False)

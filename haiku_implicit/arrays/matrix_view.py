@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.axes import Axes
@@ -21,7 +20,7 @@ from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
-from haiku_implicit.core.sharding import leaf_specs, num_parts, padded_spec
+from haiku_implicit.core.sharding import axis_names
 
 
 @dataclasses.dataclass
@@ -93,45 +92,19 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
         stored = axes_of.stored(self.axes)
         return axes_of.rearranged(dense(self.matrix), [*lead, *stored], [*lead, *self.axes])
 
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """The parts of the matrix: rows are split like their outermost axis, columns likewise."""
-        found = self._split(spec, mesh)
-        if found is None or not is_implicit(self.matrix):
-            return (
-                NotImplemented if found is None else self._replace(matrix=found[0], axes=found[1])
-            )
-        inner = self.matrix.partition_spec(found[0], mesh)
-        return inner if inner is NotImplemented else self._replace(matrix=inner, axes=found[1])
+    @property
+    def field_axes(self) -> dict[str, str]:  # type: ignore[override]
+        """Rows are split like their outermost axis, columns likewise."""
+        found = [".", "."]
+        for name, group in zip(axis_names(len(self.axes)), self.axes, strict=True):
+            if axes_of.is_outermost(group, self.axes):
+                found[group[0][2]] = name
+        return {"matrix": "".join(found)}
 
-    def placement_spec(self, spec: Any, mesh: Any) -> Any:
-        """The specs by which to place leaves, from the matrix's type."""
-        found = self._split(spec, mesh)
-        if found is None or not is_implicit(self.matrix):
-            return self.partition_spec(spec, mesh)
-        specs = leaf_specs(self.matrix, found[0], mesh)
-        if specs is NotImplemented:
-            return NotImplemented
-        return self._replace(matrix=jax.tree.unflatten(jax.tree.structure(self.matrix), specs))
-
-    def fitted(self, spec: Any, mesh: Any) -> Any:
-        """The tensor with a matrix that the mesh can split."""
-        found = self._split(spec, mesh)
-        if found is None or not is_implicit(self.matrix):
-            return self
-        return self._replace(matrix=self.matrix.fitted(found[0], mesh))
-
-    def _split(self, spec: Any, mesh: Any) -> tuple[PartitionSpec, Axes] | None:
-        """The spec of the matrix, and the axes of a part; None if the tensor can't be split so."""
-        entries, lead = padded_spec(spec, self.ndim), self.ndim - len(self.axes)
-        counts = [num_parts(entry, mesh) for entry in entries[lead:]]
-        axes = axes_of.of_part(self.axes, counts)
-        if axes is None:
-            return None
-        core: list[Any] = [None, None]
-        for entry, count, group in zip(entries[lead:], counts, self.axes, strict=True):
-            if entry is not None and group and (count > 1 or core[group[0][2]] is None):
-                core[group[0][2]] = entry
-        return PartitionSpec(*entries[:lead], *core), axes
+    def as_part(self, counts: Sequence[int]) -> Any:
+        """The view with the axes of a part."""
+        axes = axes_of.of_part(self.axes, counts[len(counts) - len(self.axes) :])
+        return NotImplemented if axes is None else self._replace(axes=axes)
 
 
 def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[Any, Axes]:

@@ -6,7 +6,7 @@ A write quantizes only the written vectors.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class QuantizedCache(QuantizedMatrix, core_ndim=2, may_be_wrapped=False):
       (0.265625, 1.0)
     """
 
-    def fitted(self, spec: Any, mesh: Any) -> Any:
+    def divided(self, counts: Sequence[int]) -> Self:
         """The cache itself: smaller groups would round later writes to other numbers."""
         return self
 

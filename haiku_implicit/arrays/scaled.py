@@ -21,7 +21,7 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.messages import expecting
-from haiku_implicit.core.sharding import in_type, padded_spec, split_fields
+from haiku_implicit.core.sharding import in_type, padded_spec
 from haiku_implicit.numerics import formats
 from haiku_implicit.products.ragged import row_numbers
 from haiku_implicit.products.tiles import groups_of_rows
@@ -84,15 +84,10 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
         values = _times(dense(self.matrix), self.scale, (*lead, self._scaled_axis))
         return values.astype(self.dtype)
 
-    def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
-        """The specs of the fields: the matrix like the dense array, the scale like its axis."""
-        *lead, n, m = padded_spec(spec, self.ndim)
-        scale = PartitionSpec(*lead, n if self.axis == -2 else m)
-        return dict(matrix=spec, scale=scale)
-
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """The parts of the fields by `field_specs`."""
-        return split_fields(self, mesh, **self.field_specs(spec, mesh))
+    @property
+    def field_axes(self) -> dict[str, str]:  # type: ignore[override]
+        """The scale has the scaled axis of the matrix."""
+        return {"matrix": "nm", "scale": "nm"[self.axis]}
 
     def requantize(self, w: Any) -> Self:
         """Another weight with the scale of this one: quantized like the matrix, if that is implicit.

@@ -14,6 +14,7 @@ from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.sharding import is_spec
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.products.activation_stats import QuantStats
 from haiku_implicit.products.bilinear import Product
@@ -48,6 +49,8 @@ class StaticQuantized(RuledWeight):
       >>> print(hki.use_implicit_args(jnp.dot)(jnp.array([[2.0, 0.5]]), w).round(1))
       [[1.  0.5]]
     """
+
+    field_axes = {"weight": "nm"}
 
     parts: Any = frozen_field()
     stats: Any = frozen_field()
@@ -118,20 +121,11 @@ class StaticQuantized(RuledWeight):
         """Warns if the stored weight does."""
         self.weight.before_dense(primitive_name)
 
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """Splits the stored weight, and ranges along its batch axes."""
-        return self._split(self.weight.partition_spec(spec, mesh), spec)
-
-    def placement_spec(self, spec: Any, mesh: Any) -> Any:
-        """The specs by which to place the stored weight's leaves, and ranges along its batch axes."""
-        return self._split(self.weight.placement_spec(spec, mesh), spec)
-
-    def _split(self, own: Any, spec: Any) -> Any:
-        if own is NotImplemented:
-            return NotImplemented
-        batch = jax.sharding.PartitionSpec(*tuple(spec)[: self.ndim - 2])
-        stats = jax.tree.map(lambda _: batch, self.stats)
-        return self._replace(parts=tuple(jax.tree.leaves(own)), stats=stats)
+    def _replace(self, **changes: Any) -> Self:
+        """Takes a `weight` as well, also one of other leaves, such as partition specs."""
+        if "weight" in changes:
+            changes["parts"] = tuple(jax.tree.leaves(changes.pop("weight"), is_leaf=is_spec))
+        return super()._replace(**changes)
 
 
 # --- rules: each may warn, like the rules of `ConvertedMatrix` ------------------------------------

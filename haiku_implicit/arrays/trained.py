@@ -11,7 +11,6 @@ from haiku_implicit.arrays.ruled import RuledWeight, rescale
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
-from haiku_implicit.core.sharding import split_fields
 from haiku_implicit.products import by_rule
 from haiku_implicit.products.bilinear import Product
 from haiku_implicit.products.product_config import ProductConfig
@@ -43,15 +42,12 @@ class TrainedQuantized(RuledWeight):
       [[0.66405237]]
     """
 
+    field_axes = {}
+
     value: Any
     key: Any = frozen_field(default=None)
     stats: Any = frozen_field(default=None)
     rules: tuple[QuantRule, ...] = aux_field(default=())
-
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """Splits the weight like a dense one, and keys and statistics along its batch axes."""
-        batch = jax.sharding.PartitionSpec(*tuple(spec)[: max(self.ndim - 2, 0)])
-        return split_fields(self, mesh, value=spec, key=batch, stats=batch)
 
     def with_weight(self, weight: jax.Array) -> Any:
         """Puts a rearranged weight in this type; with fewer than two axes, or of integers, it is dense.

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, Union
 
 import jax
@@ -58,6 +58,16 @@ class ImplicitArray(abc.ABC):
     Attributes:
       shape: `tuple[int, ...]`, the shape of the dense tensor.
       dtype: `np.dtype`, the dtype of the dense tensor.
+      field_axes: of the class: which axis of a field is which axis of the tensor, so that a mesh of
+        devices can split both. For each field a letter for each of its axes after the batch axes: 'm'
+        for the tensor's last axis, 'n' for the one before, then 'l', 'k', ...; '.' for an axis of the
+        field's own. (An upper-case letter: if its length is 1, all parts have it whole.) A field that
+        is not named has all axes of the tensor if it has its shape and dtype, and only batch axes
+        otherwise. None (the default): only fields with the tensor's shape and dtype are split, and
+        `jax.shard_map` makes the array dense.
+      separable: of the class: whether a part of the tensor depends only on the same parts of its
+        fields. If not, `jax.shard_map` makes the array dense, and fields that are neither named nor
+        like the tensor are whole on each device. True by default.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp
@@ -84,6 +94,8 @@ class ImplicitArray(abc.ABC):
     may_be_wrapped: ClassVar[bool] = True
     core_ndim: ClassVar[int | None] = None
     linear_in: ClassVar[tuple[str, ...] | None] = None
+    field_axes: ClassVar[Mapping[str, str] | None] = None
+    separable: ClassVar[bool] = True
 
     # The fields that `aux_field` would make, in the form that type checkers understand.
     shape: tuple[int, ...] = dataclasses.field(
@@ -216,59 +228,36 @@ class ImplicitArray(abc.ABC):
             stacked.shape = explicit[1:] if size is None else (size, *explicit)
         return stacked
 
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """Returns how children are split if the dense array is split by `spec` (`jax.shard_map`).
+    def as_part(self, counts: Sequence[int]) -> Any:
+        """Returns this array with the static fields of one part, for leaves that are cut separately.
+
+        Override this method if static fields other than an explicit shape describe lengths.
 
         Args:
-          spec: a `jax.sharding.PartitionSpec` of the dense array.
-          mesh: the mesh whose axes it names.
+          counts: the number of parts along each axis.
 
         Returns:
-          A tree like the part of this array on one device, with a `PartitionSpec` for each leaf. Its
-          static metadata, such as an explicit shape, describes the part. Or `NotImplemented`, the
-          default unless the array is fully replicated: then the array is materialized first.
+          The array, or `NotImplemented` if it can't be cut like this.
         """
-        if any(part is not None for part in spec):
+        explicit = self.__dict__.get("_shape")
+        if explicit is None:
+            return self
+        lengths = list(zip(explicit, counts, strict=True))
+        if any(n % count for n, count in lengths):
             return NotImplemented
-        return jax.tree.map(lambda _: jax.sharding.PartitionSpec(), self)
+        return self._replace(shape=tuple(n // count for n, count in lengths))
 
-    def field_specs(self, spec: Any, mesh: Any) -> dict[str, Any]:
-        """Returns how fields are split if XLA is to keep the dense array split by `spec`.
-
-        Args:
-          spec: a `jax.sharding.PartitionSpec` of the dense array.
-          mesh: the mesh whose axes it names.
-
-        Returns:
-          A dict from the name of a field to the `PartitionSpec` of all arrays in it. Other fields are
-          replicated. By default the fields with the array's own shape and dtype get `spec`.
-        """
-        names = data_names(type(self))
-        return {name: spec for name in names if same_struct(getattr(self, name), self)}
-
-    def placement_spec(self, spec: Any, mesh: Any) -> Any:
-        """Returns how children are split if XLA is to keep the dense array split by `spec`.
-
-        The arguments and the result are as for `partition_spec`. XLA computes with whole arrays, so a
-        part need not be an array of this type. If the result is `NotImplemented`, `field_specs` says
-        how each field is split.
-        """
-        return self.partition_spec(spec, mesh)
-
-    def fitted(self, spec: Any, mesh: Any) -> Any:
-        """Returns the same values in a form that `spec` can split (see `partition_spec`).
+    def divided(self, counts: Sequence[int]) -> Any:
+        """Returns the same values in a form whose fields can be cut, such as one with smaller groups.
 
         Args:
-          spec, mesh: as for `partition_spec`.
+          counts: the number of parts along each axis.
 
         Returns:
-          An array of this type, by default with each field fitted to its spec in `field_specs`; the
-          array itself if no field needs a change, or none can be changed.
+          An array of this type, or this array if no form can be cut; `NotImplemented` (the default) if
+          only arrays within this one have such forms.
         """
-        specs = self.field_specs(spec, mesh).items()
-        inner = {name: (getattr(self, name), own) for name, own in specs}
-        new = {k: y.fitted(own, mesh) for k, (y, own) in inner.items() if is_implicit(y)}
-        return self._replace(**new) if any(new[k] is not inner[k][0] for k in new) else self
+        return NotImplemented
 
     @property
     def aval(self) -> jax.core.ShapedArray:

@@ -13,12 +13,20 @@ from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, is_implicit
 from haiku_implicit.core.higher_order import Operands, Params, handles
 from haiku_implicit.core.interpreter import densify, interpret, materialize_array
-from haiku_implicit.core.sharding import in_type, is_spec, names_in, names_in_entry, padded_spec
+from haiku_implicit.core.sharding import (
+    fitted,
+    in_type,
+    is_spec,
+    names_in,
+    names_in_entry,
+    padded_spec,
+    part_specs,
+)
 
 
 @handles(compat.shard_map_p)
 def shard_map(operands: Operands, params: Params) -> list[Any]:
-    """Runs `jax.shard_map`: the type of an implicit operand says how it is split (`partition_spec`).
+    """Runs `jax.shard_map`: the type of an implicit operand says how it is split (`field_axes`).
 
     A result with the structure and the spec of an operand (a cache that is written) stays implicit.
     """
@@ -119,8 +127,8 @@ def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
     """Returns an operand in a form that can be split, and its part on one device, with specs."""
     if not is_implicit(x):
         return x, spec
-    x = _without_explicit_cuts(x, spec, mesh).fitted(spec, mesh)
-    part = x.partition_spec(spec, mesh)
+    x = fitted(_without_explicit_cuts(x, spec, mesh), spec, mesh)
+    part = part_specs(x, spec, mesh)
     return (densify(x, "shard_map"), spec) if part is NotImplemented else (x, part)
 
 
@@ -136,7 +144,7 @@ def _without_explicit_cuts(x: ImplicitArray, spec: Any, mesh: Any) -> ImplicitAr
         (*names_in_entry(own), *(n for n in names_in_entry(other) if n not in names_in(spec)))
         for own, other in zip(*(padded_spec(s, x.ndim) for s in (spec, explicit.spec)), strict=True)
     ]
-    if x.partition_spec(PartitionSpec(*entries), mesh) is not NotImplemented:
+    if part_specs(x, PartitionSpec(*entries), mesh) is not NotImplemented:
         return x
     whole = NamedSharding(explicit.mesh, PartitionSpec())
     return jax.tree.map(lambda leaf: in_type(leaf, whole), x)

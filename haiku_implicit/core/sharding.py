@@ -20,7 +20,9 @@ from haiku_implicit.core.array import (
     ImplicitArray,
     data_names,
     dense_struct,
+    flatten_one_level,
     is_implicit,
+    same_struct,
 )
 
 # Types of places that apply to arrays of any rank.
@@ -56,8 +58,8 @@ def leaf_places(x: Any, place: Any) -> Any:
 def leaf_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     """Returns the specs of an implicit array's leaves, for XLA to keep the dense array split by `spec`.
 
-    They come from the type's `placement_spec`, or else from its `field_specs`, without the entries that
-    do not cut an axis evenly.
+    XLA computes with whole arrays, so a part need not be an array of the type: each leaf is split along
+    each axis that can be cut evenly.
 
     Args:
       x: an implicit array.
@@ -67,18 +69,128 @@ def leaf_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     Returns:
       A list of specs, or `NotImplemented` if no leaf would be split.
     """
-    found = x.placement_spec(spec, mesh)
+    found = part_specs(x, spec, mesh)
     if found is not NotImplemented:
         return jax.tree.leaves(found, is_leaf=is_spec)
-    fields = x.field_specs(spec, mesh)
-    specs: list[PartitionSpec] = []
-    for name in data_names(type(x)):
-        own = fields.get(name, PartitionSpec())
-        for y in jax.tree.leaves(getattr(x, name), is_leaf=is_implicit):
-            lies = leaf_specs(y, own, mesh) if is_implicit(y) else [fitting(own, np.shape(y), mesh)]
-            whole = [PartitionSpec()] * len(jax.tree.leaves(y))
-            specs += whole if lies is NotImplemented else lies
-    return specs if any(map(names_in, specs)) else NotImplemented
+    if x.as_part(_counts(spec, x.ndim, mesh)) is NotImplemented:
+        return NotImplemented
+
+    def of_leaves(y: Any, own: PartitionSpec) -> Any:
+        if not is_implicit(y):
+            return fitting(own, np.shape(y), mesh)
+        found = leaf_specs(y, own, mesh)
+        return [PartitionSpec()] * len(jax.tree.leaves(y)) if found is NotImplemented else found
+
+    specs = jax.tree.leaves(_with_specs(x, of_leaves, spec, mesh), is_leaf=is_spec)
+    return specs if any(map(names_in, specs)) or _has_parts(x) else NotImplemented
+
+
+def part_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
+    """Returns how leaves are split so that each device has a part of the type, as in `jax.shard_map`.
+
+    Args:
+      x: an implicit array.
+      spec: the spec of the dense array.
+      mesh: the mesh whose axes it names.
+
+    Returns:
+      A tree like the part of this array on one device, with a `PartitionSpec` for each leaf. Its static
+      metadata, such as an explicit shape, describes the part. Or `NotImplemented` if the type can't be
+      split like this.
+    """
+    if all(entry is None for entry in spec):
+        return jax.tree.map(lambda _: PartitionSpec(), x)
+    if own_hook := getattr(type(x), "partition_spec", None):  # instead of `field_axes`, as of old
+        return own_hook(x, spec, mesh)
+    if not _has_parts(x):
+        return NotImplemented
+
+    def of_part(y: Any, own: PartitionSpec) -> Any:
+        if is_implicit(y):
+            return part_specs(y, own, mesh)
+        return NotImplemented if _part_shape(np.shape(y), own, mesh) is None else own
+
+    found = _with_specs(x, of_part, spec, mesh).as_part(_counts(spec, x.ndim, mesh))
+    specs, treedef = jax.tree.flatten(found, is_leaf=is_spec)
+    if any(s is NotImplemented for s in specs):
+        return NotImplemented
+    pairs = zip(jax.tree.leaves(x), specs, strict=True)
+    local = [
+        jax.ShapeDtypeStruct(_part_shape(np.shape(y), own, mesh), jnp.result_type(y))
+        for y, own in pairs
+    ]
+    is_part = jax.tree.unflatten(treedef, local).shape == _part_shape(x.shape, spec, mesh)
+    return found if is_part else NotImplemented
+
+
+def fitted(x: ImplicitArray, spec: PartitionSpec, mesh: Any) -> Any:
+    """Returns the same values in a form that `part_specs` can split; if it has none, the array."""
+    if part_specs(x, spec, mesh) is not NotImplemented:
+        return x
+    counts = _counts(spec, x.ndim, mesh)
+    new = x.divided(counts)
+    if new is not NotImplemented:
+        return x if part_specs(new, spec, mesh) is NotImplemented else new
+    if x.as_part(counts) is NotImplemented:
+        return x
+    specs = field_specs(x, spec, mesh)
+    old = {name: getattr(x, name) for name in data_names(type(x))}
+    fields = {k: fitted(y, specs[k], mesh) for k, y in old.items() if is_implicit(y)}
+    return x._replace(**fields) if any(y is not old[k] for k, y in fields.items()) else x
+
+
+def field_specs(x: ImplicitArray, spec: PartitionSpec, mesh: Any) -> dict[str, PartitionSpec]:
+    """Returns the spec of each field, by the axes that the type declares (`field_axes`).
+
+    Fields of a type that is not separable are split over explicit axes only if they are like the array:
+    JAX does not have a rule for sums over axes by which both operands are split, as they may need.
+    """
+    entries = padded_spec(spec, x.ndim)
+    core = x.ndim if x.core_ndim is None else min(x.core_ndim, x.ndim)
+    lead, own = entries[: x.ndim - core], entries[x.ndim - core :]
+    names = dict(zip(axis_names(core), own, strict=True))
+
+    def of_axis(letter: str, length: int) -> Any:
+        entry = names.get(letter.lower())
+        shared = letter.isupper() and length == 1 and num_parts(entry, mesh) > 1
+        return None if shared else entry
+
+    def of_field(y: Any, letters: str) -> PartitionSpec:
+        lengths = np.shape(y)[-len(letters) :] or [0] * len(letters)
+        return PartitionSpec(*lead, *map(of_axis, letters, lengths))
+
+    rest = PartitionSpec(*lead) if _is_declared(x) else PartitionSpec()
+    fields = ((name, getattr(x, name)) for name in data_names(type(x)))
+    found = {name: spec if same_struct(y, x) else rest for name, y in fields}
+    if not x.separable and AxisType.Explicit in mesh.axis_types:
+        return found
+    axes = x.field_axes or {}
+    return found | {name: of_field(getattr(x, name), own) for name, own in axes.items()}
+
+
+def axis_names(count: int) -> str:
+    """The letters of a tensor's last axes in `ImplicitArray.field_axes`: 'nm' for two axes."""
+    letters = "abcdefghijklnm"
+    return letters[len(letters) - count :]
+
+
+def _with_specs(x: ImplicitArray, of: Callable[..., Any], spec: PartitionSpec, mesh: Any) -> Any:
+    """Puts `of(y, own)` in place of each array `y` in a field with the spec `own`."""
+    fields = {
+        name: jax.tree.map(functools.partial(of, own=own), getattr(x, name), is_leaf=is_implicit)
+        for name, own in field_specs(x, spec, mesh).items()
+    }
+    return x._replace(**fields)
+
+
+def _is_declared(x: ImplicitArray) -> bool:
+    return x.separable and x.field_axes is not None
+
+
+def _has_parts(x: ImplicitArray) -> bool:
+    """Whether a type, and each type in it, declares that parts of fields are a part of the array."""
+    nested = filter(is_implicit, flatten_one_level(x)[0])
+    return _is_declared(x) and all(map(_has_parts, nested))
 
 
 def is_spec(x: Any) -> bool:
@@ -187,20 +299,12 @@ def num_parts(entry: Any, mesh: Any) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def split_fields(x: ImplicitArray, mesh: Any, **specs: PartitionSpec) -> Any:
-    """Makes the result of `partition_spec` for an array, from a spec for each of its fields.
+def _counts(spec: Any, ndim: int, mesh: Any) -> list[int]:
+    """The number of parts along each axis."""
+    return [num_parts(entry, mesh) for entry in padded_spec(spec, ndim)]
 
-    A field's spec applies to all arrays in it. An implicit one is split by its own `partition_spec`.
-    """
 
-    def split(y: Any, spec: PartitionSpec) -> Any:
-        return y.partition_spec(spec, mesh) if is_implicit(y) else spec
-
-    found = {
-        name: jax.tree.map(
-            functools.partial(split, spec=spec), getattr(x, name), is_leaf=is_implicit
-        )
-        for name, spec in specs.items()
-    }
-    leaves = jax.tree.leaves(found, is_leaf=is_spec)
-    return NotImplemented if any(s is NotImplemented for s in leaves) else x._replace(**found)
+def _part_shape(shape: Sequence[int], spec: Any, mesh: Any) -> tuple[int, ...] | None:
+    """The shape of one part of an array; None if an axis can't be cut evenly."""
+    pairs = list(zip(shape, _counts(spec, len(shape), mesh), strict=True))
+    return None if any(n % count for n, count in pairs) else tuple(n // count for n, count in pairs)

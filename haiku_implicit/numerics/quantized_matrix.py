@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self, TypedDict
 
@@ -17,13 +17,7 @@ from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.messages import expecting
-from haiku_implicit.core.sharding import (
-    fitting,
-    is_split,
-    left_to_partitioner,
-    num_parts,
-    padded_spec,
-)
+from haiku_implicit.core.sharding import is_split, left_to_partitioner, padded_spec
 from haiku_implicit.numerics import formats, scales
 from haiku_implicit.numerics.encoding import Encoded, encode_rows
 from haiku_implicit.numerics.options import (
@@ -370,61 +364,26 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         digits, exponents = jnp.finfo(self.rounded_to).nmant, jnp.finfo(self.dtype).nexp
         return jax.lax.reduce_precision(values, exponent_bits=exponents, mantissa_bits=digits)
 
-    def partition_spec(self, spec: Any, mesh: Any) -> Any:
-        """Splits batch axes and rows anywhere, and the grouped axis between groups."""
-        *lead, n, m = padded_spec(spec, self.ndim)
-        rows, along = (n, m) if self.axis == -1 else (m, n)
-        scale_rows, scale_along = rows, along
-        parts = num_parts(along, mesh)
-        if parts > 1 and (self.padding or self.num_groups % parts):
-            if self.num_groups > 1 or self._format.bits < 8:
-                return NotImplemented
-            scale_along = None  # a scale per channel belongs to all parts of the channel
+    @property
+    def field_axes(self) -> dict[str, str]:  # type: ignore[override]
+        """Codes and scales in their order of storage: rows, then the grouped axis.
+
+        One scale for all rows is whole. One for a channel belongs to all parts of the channel, unless
+        codes share bytes, which are packed by groups.
+        """
+        rows, along = "nm" if self.axis == -1 else "mn"
+        scale_rows = rows if np.shape(self.scale)[-2] > 1 else "."
+        scale = scale_rows + (along.upper() if self._format.bits >= 8 else along)
+        return {"codes": rows + along, "scale": scale, "offset": scale}
+
+    def divided(self, counts: Sequence[int]) -> Self:
+        """Returns this weight with groups so small that none is cut, if values stay."""
+        rows, parts = counts[self._row_axis], counts[self._grouped_axis]
         tiles = np.shape(self.scale)[-2]
-        if tiles == 1:
-            scale_rows = None  # a scale per tensor belongs to all rows
-        elif tiles % num_parts(rows, mesh):
-            return NotImplemented
-        if self.shape[self._row_axis] % num_parts(rows, mesh) or self.shape[self.axis] % parts:
-            return NotImplemented
-        spec = PartitionSpec(*lead, scale_rows, scale_along)
-        specs = [
-            x.partition_spec(spec, mesh) if is_implicit(x) else spec
-            for x in (self.scale, self.offset)
-        ]
-        if NotImplemented in specs:
-            return NotImplemented
-        codes, offset = PartitionSpec(*lead, rows, along), specs[1]
-        offset = None if self.offset is None else offset
-        return self._replace(codes=codes, scale=specs[0], offset=offset)
-
-    def placement_spec(self, spec: Any, mesh: Any) -> Any:
-        """Splits codes and scales wherever each can be cut evenly, also within groups."""
-        found = self.partition_spec(spec, mesh)
-        if found is not NotImplemented:
-            return found
-        *lead, n, m = padded_spec(spec, self.ndim)
-        stored = (*lead, n, m) if self.axis == -1 else (*lead, m, n)
-
-        def of_leaf(y: Any) -> Any:
-            if not is_implicit(y):
-                return fitting(stored, np.shape(y), mesh)
-            return y.placement_spec(PartitionSpec(*stored), mesh)
-
-        return self.map_scales(of_leaf)._replace(codes=of_leaf(self.codes))
-
-    def fitted(self, spec: Any, mesh: Any) -> Any:
-        """Returns this weight with groups so small that none is cut; itself if values would change."""
-        if self.partition_spec(spec, mesh) is not NotImplemented:
-            return self
-        *_, n, m = padded_spec(spec, self.ndim)
-        rows, along = (n, m) if self.axis == -1 else (m, n)
-        parts = num_parts(along, mesh)
-        tiles = np.shape(self.scale)[-2]
-        new = self.with_row_scales() if tiles > 1 and tiles % num_parts(rows, mesh) else self
+        new = self.with_row_scales() if tiles > 1 and tiles % rows else self
         if parts > 1 and self.num_groups % parts:
             new = new.regrouped(math.gcd(self.group_size, self.shape[self.axis] // parts))
-        return self if new.partition_spec(spec, mesh) is NotImplemented else new
+        return new
 
     def regrouped(self, group_size: int) -> Self:
         """Returns this weight with smaller groups: codes and values stay, scales are repeated.

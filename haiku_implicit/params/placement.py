@@ -11,7 +11,15 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import is_implicit, known_struct
 from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import compiled
-from haiku_implicit.core.sharding import fitting, leaf_specs, names_in, num_parts, padded_spec
+from haiku_implicit.core.sharding import (
+    fitted,
+    fitting,
+    leaf_specs,
+    names_in,
+    num_parts,
+    padded_spec,
+    part_specs,
+)
 from haiku_implicit.core.transform import tree_flatten_with_implicit
 from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
 from haiku_implicit.params.selection import describe
@@ -100,9 +108,9 @@ def place(params: Any, specs: Specs, mesh: Any) -> Any:
       >>> tuple(placed['w'].codes.sharding.spec), placed['w'].group_size  # of 16 on four devices
       ((None, 'model'), 32)
     """
-    fitted, treedef, notes = _for_each(_fitted, params, specs, mesh)
+    pairs, treedef, notes = _for_each(_fitted, params, specs, mesh)
     _say(notes)
-    new, places = (treedef.unflatten([pair[i] for pair in fitted]) for i in (0, 1))
+    new, places = (treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
     return jax.device_put(new, places)
 
 
@@ -138,7 +146,7 @@ def _fitted(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str])
         notes.append(f"{what}: {spec}: {reason}, and is whole on every device")
         spec = fitting(spec, np.shape(x), mesh)
     if is_implicit(x):
-        x = x.fitted(spec, mesh)
+        x = fitted(x, spec, mesh)
         if leaf_specs(x, spec, mesh) is NotImplemented:
             notes.append(
                 f"{what}: {spec}: its type can't be split so, and is whole on every device"
@@ -247,7 +255,7 @@ def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str])
             f"{what}: {spec}: {type(x).__name__} can't be split so. PartitionSpec() replicates it, as "
             "haiku_implicit.place does"
         )
-    exact = x.partition_spec(spec, mesh) is not NotImplemented
+    exact = part_specs(x, spec, mesh) is not NotImplemented
     if not exact and (reason := _not_as_asked(x, specs, spec, mesh)):
         notes.append(f"{what}: {spec}: {reason}")
     return jax.tree.unflatten(jax.tree.structure(x), [NamedSharding(mesh, s) for s in specs])
@@ -258,7 +266,7 @@ def _not_as_asked(x: Any, specs: Sequence[PartitionSpec], spec: PartitionSpec, m
     found = []
     if missing := set(names_in(spec)) - {name for own in specs for name in names_in(own)}:
         found.append(f"nothing in it can be split by {sorted(missing)}")
-    new = jax.eval_shape(lambda x: x.fitted(spec, mesh), x)
+    new = jax.eval_shape(lambda x: fitted(x, spec, mesh), x)
     for old, fit in zip(_quantized(x), _quantized(new), strict=True):
         if fit.group_size < old.group_size:
             cut = "a whole column" if old.num_groups == 1 else f"groups of {old.group_size}"

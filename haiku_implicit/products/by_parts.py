@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from haiku_implicit.core import compat, interpreter
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.sharding import is_split
+from haiku_implicit.core.sharding import is_spec, is_split, part_specs
 from haiku_implicit.products.partitioned import (
     WHOLE,
     Axes,
@@ -108,7 +108,7 @@ class _Expanded:
 
 
 # --- implicit operands ---------------------------------------------------------------------------
-# A type's `partition_spec` maps axes of the dense array to axes of its leaves.
+# A type's `field_axes` say which axes of its leaves are axes of the dense array.
 
 
 def names_of_leaves(x: Any, names: Names) -> list[Names] | None:
@@ -117,10 +117,11 @@ def names_of_leaves(x: Any, names: Names) -> list[Names] | None:
     None if the type does not define them.
     """
     own = [name for name in names if name is not None]
-    specs = _specs(x, names, dict.fromkeys(own, 1))
-    if specs is None:
+    part = part_specs(x, PartitionSpec(*names), compat.auto_mesh([1] * len(own), own))
+    if part is NotImplemented:
         return None
     found = []
+    specs = jax.tree.leaves(part, is_leaf=is_spec)
     for leaf, spec in zip(jax.tree.leaves(x), specs, strict=True):
         entries = (*spec, *[None] * (len(leaf.shape) - len(spec)))
         # One scale for a whole axis belongs to all its parts.
@@ -140,30 +141,11 @@ def pieces_of(x: Any, names: Names) -> list[tuple[str, int]]:
 
 
 def _can_be_cut(x: Any, names: Names, name: str, parts: int) -> bool:
-    specs = _specs(x, tuple(n if n == name else None for n in names), {name: parts})
-    if parts == 1 or specs is None:
-        return parts == 1
-    leaves, treedef = jax.tree.flatten(x)
-    local = []
-    for leaf, spec in zip(leaves, specs, strict=True):
-        shape = list(leaf.shape)
-        for i, entry in enumerate(spec):
-            if entry == name and shape[i] > 1:
-                if shape[i] % parts:
-                    return False
-                shape[i] //= parts
-        local.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
-    # (A type may store its shape apart from its leaves.)
-    whole = [n // parts if own == name else n for own, n in zip(names, x.shape, strict=True)]
-    return list(jax.tree.unflatten(treedef, local).shape) == whole
-
-
-def _specs(x: Any, names: Names, sizes: dict[str, int]) -> list[PartitionSpec] | None:
-    mesh = compat.auto_mesh(sizes.values(), sizes)
-    specs = x.partition_spec(PartitionSpec(*names), mesh)
-    if specs is NotImplemented:
-        return None
-    return jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    """Whether the leaves of each part make an array with the static fields of the whole one."""
+    own = (n if n == name else None for n in names)
+    part = part_specs(x, PartitionSpec(*own), compat.auto_mesh([parts], [name]))
+    structures: list[Any] = [jax.tree.structure(y, is_leaf=is_spec) for y in (part, x)]
+    return parts == 1 or structures[0] == structures[1]
 
 
 def _expand(operands: list[Any], params: dict[str, Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
+from haiku_implicit.core.sharding import part_specs
 from haiku_implicit.numerics import formats
 from haiku_implicit.products import reference
 from tests.tiers import few
@@ -805,9 +806,7 @@ def test_an_odd_length_is_padded(name, axis):
     stays(
         lambda w: (w[::-1].mT, jnp.concatenate([w, w], axis=rows), *jnp.split(w, [2], axis=rows)), q
     )
-    assert (
-        q.partition_spec(P(*[None] * (3 + axis), "i"), AbstractMesh((5,), ("i",))) is NotImplemented
-    )
+    assert part_specs(q, P(*[None] * (3 + axis), "i"), AbstractMesh((5,), ("i",))) is NotImplemented
 
 
 @pytest.mark.slow
@@ -860,7 +859,7 @@ def test_matrices_gathered_into_any_axes(kind, axis, offset_dims, may_be_dense):
 def test_partition_spec(kind, axis, spec):
     mesh = AbstractMesh((2, 3), ("i", "j"))
     q = quantized(kind, axis, (2, N, M))
-    specs = q.partition_spec(spec, mesh)
+    specs = part_specs(q, spec, mesh)
     if specs is NotImplemented:
         assert q.group_size > 6 and q.codes.dtype == np.uint8 or (M, N)[axis + 1] == M
         return

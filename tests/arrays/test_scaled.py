@@ -8,6 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import haiku_implicit as hki
+from haiku_implicit.core import compat
+from haiku_implicit.core.sharding import part_specs
 
 
 def normal(shape, seed=0):
@@ -147,10 +149,11 @@ def test_merged_lora_is_quantized_again(axis):
 
 def test_partition_spec():
     w = scaled(-2, (3, 6, 4))
-    spec = w.partition_spec(PartitionSpec(None, "x", "y"), None)
+    mesh = compat.auto_mesh((2, 2), ("x", "y"))
+    spec = part_specs(w, PartitionSpec(None, "x", "y"), mesh)
     assert spec.matrix == PartitionSpec(None, "x", "y")
     assert spec.scale == PartitionSpec(None, "x")
-    spec = scaled(-1, (3, 6, 4)).partition_spec(PartitionSpec(None, "x"), None)
+    spec = part_specs(scaled(-1, (3, 6, 4)), PartitionSpec(None, "x"), mesh)
     assert spec.scale == PartitionSpec(None, None)
 
 
