@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-from haiku_implicit.products.cpu import build
+from haiku_implicit.quantized.cpu import build
 
 _OPERATIONS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _ITEMSIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from benchmarks import collectives_text, result_files
 from benchmarks.machine import about_this_machine
-from haiku_implicit.products.cpu import build
+from haiku_implicit.quantized.cpu import build
 
 BASELINE = pathlib.Path(__file__).resolve().parent / "results" / "counts.json"
 COMMAND = "python -m benchmarks.counts --renew"

@@ -29,7 +29,7 @@ from absl import app, flags
 import haiku_implicit as hki
 from benchmarks import result_files
 from benchmarks import tables as markdown
-from haiku_implicit.products.gpu import pallas
+from haiku_implicit.quantized.gpu import pallas
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "quantized_matmul_gpu.json"

@@ -60,15 +60,15 @@ from haiku_implicit.interchange.gguf_writing import save_gguf
 from haiku_implicit.interchange.hugging_face import load_hugging_face
 from haiku_implicit.interchange.names import Place, names_by_pattern, read_names
 from haiku_implicit.interchange.peft import load_peft, save_peft
-from haiku_implicit.params.adapter_bank import AdapterBank, with_bank
-from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, set_adapter
-from haiku_implicit.params.adapter_sums import combine_adapters
-from haiku_implicit.params.adapters import add_adapter
-from haiku_implicit.params.calibrated import input_maxima, input_moments, quantize_with_inputs
+from haiku_implicit.params.adapters.adding import add_adapter, add_lora
+from haiku_implicit.params.adapters.bank import AdapterBank, with_bank
+from haiku_implicit.params.adapters.dropout import with_dropout
+from haiku_implicit.params.adapters.merging import merge_adapters, merge_lora, unmerge_adapters
+from haiku_implicit.params.adapters.parts import AdapterParts, get_adapter, set_adapter
+from haiku_implicit.params.adapters.sums import combine_adapters
+from haiku_implicit.params.adapters.vector_bank import with_vector_bank
 from haiku_implicit.params.creators import (
     cache_creator,
-    creator,
-    getter,
     lora_creator,
     lora_getter,
     quantize_creator,
@@ -76,19 +76,18 @@ from haiku_implicit.params.creators import (
     zeros_creator,
     zeros_getter,
 )
-from haiku_implicit.params.dropout import with_dropout
-from haiku_implicit.params.edits import (
-    add_lora,
-    quantize_activations,
-    quantize_params,
-    zero_params,
-)
-from haiku_implicit.params.infer_axes import infer_matrix_axes
-from haiku_implicit.params.merging import merge_adapters, merge_lora, unmerge_adapters
+from haiku_implicit.params.haiku.hooks import creator, getter
+from haiku_implicit.params.haiku.transformed import transform_implicit
 from haiku_implicit.params.placement import place, shardings
 from haiku_implicit.params.plots import plot_error, plot_memory
-from haiku_implicit.params.quant_stats import init_quant_stats, with_quant_stats
-from haiku_implicit.params.quantized_training import (
+from haiku_implicit.params.quantizing.calibrated import (
+    input_maxima,
+    input_moments,
+    quantize_with_inputs,
+)
+from haiku_implicit.params.quantizing.edits import quantize_activations, quantize_params
+from haiku_implicit.params.quantizing.stats import init_quant_stats, with_quant_stats
+from haiku_implicit.params.quantizing.training import (
     convert_trained,
     dot_general_by_bits,
     quantization_aware,
@@ -98,8 +97,8 @@ from haiku_implicit.params.quantized_training import (
 )
 from haiku_implicit.params.sensitivity import Sensitivity, sensitivity
 from haiku_implicit.params.summary import Summary, compare_params, summary
-from haiku_implicit.params.transformed import transform_implicit
-from haiku_implicit.params.vector_bank import with_vector_bank
+from haiku_implicit.params.trees.infer_axes import infer_matrix_axes
+from haiku_implicit.params.zeros import zero_params
 from haiku_implicit.training.gradients import (
     BIASES,
     LAYER_NORMS,

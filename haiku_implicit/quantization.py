@@ -4,13 +4,13 @@ A rule says how the modules that it matches are quantized; the products are JAX'
 To apply rules to the parameters of a model, use `haiku_implicit.quantized_training`.
 """
 
-from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.options import OperandConfig
-from haiku_implicit.products.activation_stats import QuantStats
-from haiku_implicit.products.by_rule import conv_general_dilated, dot_general, ragged_dot
-from haiku_implicit.products.einsum import einsum
-from haiku_implicit.products.product_config import GradientConfig, ProductConfig
-from haiku_implicit.products.quant_rules import QtRule, QuantRule, matching_rule, unused_rules
+from haiku_implicit.quantized.numbers import formats
+from haiku_implicit.quantized.numbers.options import OperandConfig
+from haiku_implicit.quantized.products.activation_stats import QuantStats
+from haiku_implicit.quantized.products.by_rule import conv_general_dilated, dot_general, ragged_dot
+from haiku_implicit.quantized.products.config import GradientConfig, ProductConfig
+from haiku_implicit.quantized.products.einsum import einsum
+from haiku_implicit.quantized.products.rules import QtRule, QuantRule, matching_rule, unused_rules
 
 __all__ = [
     "formats",

@@ -14,8 +14,8 @@ from jax import export
 
 import haiku_implicit as hki
 from haiku_implicit.core import serialization
-from haiku_implicit.products.cpu.build import available as native_kernels
 from haiku_implicit.quantization import QtRule, QuantStats
+from haiku_implicit.quantized.cpu.build import available as native_kernels
 from tests.cases import CASES, SHAPE
 from tests.tiers import few
 

@@ -18,7 +18,7 @@ import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from haiku_implicit import adapters
 from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import part_specs
-from haiku_implicit.products.cpu import build
+from haiku_implicit.quantized.cpu import build
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 

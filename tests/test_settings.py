@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.numerics.formats import FORMATS, RECIPES
+from haiku_implicit.quantized.numbers.formats import FORMATS, RECIPES
 from tests.settings import setting
 from tests.tiers import few
 
@@ -141,8 +141,8 @@ OF_THE_EXAMPLE = {
     ("haiku_implicit.arrays.constant", RANKS),
     ("haiku_implicit.core.dispatch", RANKS),
     ("haiku_implicit.layers.attention", RANKS),
-    ("haiku_implicit.params.calibrated", RANKS),
-    ("haiku_implicit.params.creators", DOUBLES),
+    ("haiku_implicit.params.quantizing.calibrated", RANKS),
+    ("haiku_implicit.params.haiku.hooks", DOUBLES),
     ("haiku_implicit.testing", RANKS),
     ("haiku_implicit.training.gradients", RANKS),
 }

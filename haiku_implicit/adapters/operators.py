@@ -14,8 +14,8 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
-from haiku_implicit.products.ragged import row_numbers
-from haiku_implicit.products.tiles import groups_of_rows
+from haiku_implicit.quantized.products.ragged import row_numbers
+from haiku_implicit.quantized.products.tiles import groups_of_rows
 
 
 class Operator(ImplicitArray, core_ndim=2):

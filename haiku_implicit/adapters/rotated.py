@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.adapters.operators import takes_whole_rows
-from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.messages import expecting
-from haiku_implicit.products.ragged import row_numbers
+from haiku_implicit.core.wrapper import Wrapper
+from haiku_implicit.quantized.products.ragged import row_numbers
 
 
 @dataclasses.dataclass

@@ -7,7 +7,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.array import short
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
@@ -15,6 +14,7 @@ from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.messages import expecting
+from haiku_implicit.core.wrapper import Wrapper
 
 
 @dataclasses.dataclass

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.array import data_names
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import FROZEN
-from haiku_implicit.numerics.options import is_positive_integer
+from haiku_implicit.core.wrapper import Wrapper
+from haiku_implicit.quantized.numbers.options import is_positive_integer
 
 
 @dataclasses.dataclass

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jax import export
 
 from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.arrays.scaled import ScaledMatrix
-from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
@@ -26,8 +24,10 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import is_split
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.products.blocks import BLOCKED_FROM, over_blocks, slices
+from haiku_implicit.core.wrapper import Wrapper
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.products.blocks import BLOCKED_FROM, over_blocks, slices
+from haiku_implicit.quantized.types.ruled import RuledWeight
 
 # With this many blocks, a block's values and a gradient's residuals stay far below 1/8 of the array.
 _NUM_BLOCKS = 64

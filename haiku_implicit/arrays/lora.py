@@ -22,8 +22,8 @@ from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import padded_spec
-from haiku_implicit.products.convolution import convolve
-from haiku_implicit.products.ragged import row_numbers, small_ragged_dot
+from haiku_implicit.quantized.products.convolution import convolve
+from haiku_implicit.quantized.products.ragged import row_numbers, small_ragged_dot
 
 Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from haiku_implicit.arrays.adapter import uniform
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.axes import Axes
-from haiku_implicit.arrays.batch_axes import with_renamed_axes
-from haiku_implicit.arrays.ruled import RuledWeight
 from haiku_implicit.core.array import ImplicitArray, has_equivalent, is_implicit
+from haiku_implicit.core.batch_axes import with_renamed_axes
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive
@@ -21,6 +20,7 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import axis_names
+from haiku_implicit.quantized.types.ruled import RuledWeight
 
 
 @dataclasses.dataclass

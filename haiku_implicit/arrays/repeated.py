@@ -11,7 +11,6 @@ import numpy as np
 from jax import export
 
 from haiku_implicit.arrays.matrix_view import MatrixView
-from haiku_implicit.arrays.quantized_cache import QuantizedCache
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
@@ -19,6 +18,7 @@ from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.quantized.types.quantized_cache import QuantizedCache
 
 
 @dataclasses.dataclass

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from haiku_implicit.arrays.wrapper import Wrapper
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
@@ -22,9 +21,10 @@ from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import in_type, padded_spec
-from haiku_implicit.numerics import formats
-from haiku_implicit.products.ragged import row_numbers
-from haiku_implicit.products.tiles import groups_of_rows
+from haiku_implicit.core.wrapper import Wrapper
+from haiku_implicit.quantized.numbers import formats
+from haiku_implicit.quantized.products.ragged import row_numbers
+from haiku_implicit.quantized.products.tiles import groups_of_rows
 
 
 @dataclasses.dataclass

@@ -27,9 +27,9 @@ from haiku_implicit.interchange.gguf_writing import save_gguf
 from haiku_implicit.interchange.hugging_face import load_hugging_face
 from haiku_implicit.interchange.names import read_names
 from haiku_implicit.interchange.peft import load_peft, save_peft
-from haiku_implicit.params.adapter_parts import AdapterParts
+from haiku_implicit.params.adapters.parts import AdapterParts
 from haiku_implicit.params.summary import summary
-from haiku_implicit.params.trees import parameters_of
+from haiku_implicit.params.trees.trees import parameters_of
 
 _AS_STORED = "stored"
 

@@ -34,13 +34,13 @@ from haiku_implicit.command_line.reading import define_key, part_of, read
 from haiku_implicit.core.array import is_implicit, known_struct
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.saving import save
-from haiku_implicit.params.adapter_parts import AdapterParts, get_adapter, has_adapter, set_adapter
-from haiku_implicit.params.adapters import add_adapter, options_of
-from haiku_implicit.params.edits import quantize_params
-from haiku_implicit.params.merging import merge_adapters
+from haiku_implicit.params.adapters.adding import add_adapter, options_of
+from haiku_implicit.params.adapters.merging import merge_adapters
+from haiku_implicit.params.adapters.parts import AdapterParts, get_adapter, has_adapter, set_adapter
 from haiku_implicit.params.plots import check_picture, plot_error, plot_memory
+from haiku_implicit.params.quantizing.edits import quantize_params
 from haiku_implicit.params.summary import compare_params, summary
-from haiku_implicit.params.trees import parameters_of
+from haiku_implicit.params.trees.trees import parameters_of
 
 _TARGETS = "A regular expression that the whole of module/name matches; by default all weights."
 _EXCLUDE = "The same, for those that are left out."

@@ -7,7 +7,7 @@ from absl import flags
 
 from haiku_implicit.command_line.command import text
 from haiku_implicit.files.loading import load
-from haiku_implicit.params.adapter_parts import AdapterParts
+from haiku_implicit.params.adapters.parts import AdapterParts
 
 
 def define_key(values: flags.FlagValues) -> None:

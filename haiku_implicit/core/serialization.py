@@ -45,6 +45,8 @@ def register_node(
 ) -> None:
     """Lets files of `jax.export` hold a type of pytree nodes, under its module and name.
 
+    Names of this library's types omit their modules, which may change.
+
     Args:
       kind: the type. If another one has the same name (a cell that ran twice, a class within a
         function), a number is appended to the name.
@@ -52,13 +54,13 @@ def register_node(
         tuple).
       build: makes a node from the static data and the children.
     """
-    name = base = _full_name(kind)
+    name = base = _short(_full_name(kind))
     count = 1
     while name in _nodes:
         name = f"{base}#{(count := count + 1)}"
     node = _nodes[name] = Node(name, kind, fields, build, _parts_by_jax)
     _names[kind] = name
-    _add_to_checkpoints(kind, node._replace(name=_short(base)))
+    _add_to_checkpoints(kind, node._replace(name=base))
     export.register_pytree_node_serialization(
         kind,
         serialized_name=name,

@@ -19,8 +19,8 @@ import numpy as np
 from haiku_implicit.files.container import CheckpointError, brief, is_shape, parse_json
 from haiku_implicit.interchange.safetensors_files import Tensors
 from haiku_implicit.interchange.trees import Stored
-from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.numbers import formats
 
 _STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
 _FORMATS = {"nf4": "nf4", "fp4": "fp4_bnb"}

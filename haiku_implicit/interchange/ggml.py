@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.numbers import formats
 
 
 def from_ggml(data: Any, kind: Any, *, axis: int = -2, dtype: Any = jnp.float32) -> QuantizedMatrix:

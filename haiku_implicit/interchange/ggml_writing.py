@@ -9,10 +9,10 @@ import numpy as np
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.casts import largest_before_overflow, overflows
-from haiku_implicit.numerics.formats import Recipe
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.numbers import formats
+from haiku_implicit.quantized.numbers.casts import largest_before_overflow, overflows
+from haiku_implicit.quantized.numbers.formats import Recipe
 
 DENSE = ("F32", "F16", "BF16")
 _LARGEST_HALF = 65504.0

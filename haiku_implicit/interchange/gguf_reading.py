@@ -20,7 +20,7 @@ from haiku_implicit.interchange.ggml_writing import gguf_package
 from haiku_implicit.interchange.gguf_header import Field, Header, Row, header_of
 from haiku_implicit.interchange.names import Names, places_of
 from haiku_implicit.interchange.trees import Stored, tree_of
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 # Kinds that are not quantized.
 _DENSE = {

@@ -22,7 +22,7 @@ from haiku_implicit.interchange.gguf_header import Header, alignment_of
 from haiku_implicit.interchange.gguf_metadata import Info, fields_of, header
 from haiku_implicit.interchange.gguf_reading import header_of_model
 from haiku_implicit.interchange.names import Names, Place, places_of
-from haiku_implicit.params import trees
+from haiku_implicit.params.trees import trees
 
 # A kind; several, to use the first whose blocks fit; or one or several for each pattern of names.
 Kind = str | Sequence[str] | None

@@ -23,8 +23,8 @@ from haiku_implicit.interchange.quantization_config import Config, Settings
 from haiku_implicit.interchange.runs_of_bits import unpacked
 from haiku_implicit.interchange.safetensors_files import Tensors
 from haiku_implicit.interchange.trees import Stored
-from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.numbers import formats
 
 _SCALES = "F16 BF16 F32"
 # The positions of the first, second, ... of AWQ's eight outputs in 32 bits.

@@ -15,8 +15,8 @@ from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.interchange.runs_of_bits import unpacked
 from haiku_implicit.interchange.safetensors_files import Tensors
 from haiku_implicit.interchange.trees import Stored
-from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.numbers import formats
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _FLOATS = "F16 BF16 F32"

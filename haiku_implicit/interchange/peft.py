@@ -36,15 +36,15 @@ from haiku_implicit.interchange.peft_config import (
     read_config,
     training_tensors,
 )
-from haiku_implicit.params import trees
-from haiku_implicit.params.adapter_parts import (
+from haiku_implicit.params.adapters.parts import (
     AdapterParts,
     base_of,
     checked_parts,
     digest,
     with_base,
 )
-from haiku_implicit.params.selection import describe, errors_name
+from haiku_implicit.params.trees import trees
+from haiku_implicit.params.trees.selection import describe, errors_name
 
 TENSORS = "adapter_model.safetensors"
 _LINEAR = "lora_A", "lora_B"

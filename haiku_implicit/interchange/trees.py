@@ -15,8 +15,8 @@ from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_
 from haiku_implicit.core.progress import bar
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.names import Names, Place, places_of
-from haiku_implicit.numerics.casts import may_overflow, overflows
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.numbers.casts import may_overflow, overflows
 
 # How many parameters an error names.
 _MOST = 5

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import jax
 
 from haiku_implicit.core.compat import ragged_dot_general_p
-from haiku_implicit.params.quantized_training import dot_general_by_bits
-from haiku_implicit.products.matmul import quantized_matmul_p
+from haiku_implicit.params.quantizing.training import dot_general_by_bits
+from haiku_implicit.quantized.products.matmul import quantized_matmul_p
 
 # Products that never make a dense weight from its factors.
 _PRODUCTS = (

@@ -15,14 +15,14 @@ from haiku_implicit.core.transform import Static
 from haiku_implicit.files.container import CheckpointError, one_line, parse_json
 from haiku_implicit.files.kinds import check_file, kind_of, not_a
 from haiku_implicit.files.replacing import write_text
-from haiku_implicit.mox import marks
-from haiku_implicit.mox.interface import is_array, slot_of
+from haiku_implicit.mox.format.reading import Misplaced, Reader, at
+from haiku_implicit.mox.format.values import of_type
+from haiku_implicit.mox.format.writing import Writer
 from haiku_implicit.mox.mox import Mox
-from haiku_implicit.mox.program import Program, checked
-from haiku_implicit.mox.reading import Misplaced, Reader, at
-from haiku_implicit.mox.tree import body_of
-from haiku_implicit.mox.values import of_type
-from haiku_implicit.mox.writing import Writer
+from haiku_implicit.mox.program import marks
+from haiku_implicit.mox.program.interface import is_array, slot_of
+from haiku_implicit.mox.program.program import Program, checked
+from haiku_implicit.mox.program.tree import body_of
 
 FORMAT, VERSION = "haiku_implicit.mox", 1
 

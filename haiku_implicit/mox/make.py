@@ -9,7 +9,13 @@ import haiku as hk
 import jax
 
 from haiku_implicit.mox.mox import Mox
-from haiku_implicit.mox.program import ANY_KEY, checked, init_called, program_of, with_shapes
+from haiku_implicit.mox.program.program import (
+    ANY_KEY,
+    checked,
+    init_called,
+    program_of,
+    with_shapes,
+)
 
 
 @dataclasses.dataclass(frozen=True)

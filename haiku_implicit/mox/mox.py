@@ -7,21 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from haiku_implicit.files.replacing import write_text
-from haiku_implicit.mox import (
-    differences,
-    dot,
-    edit,
-    extract,
-    html,
-    outline,
-    parts,
-    view,
-)
-from haiku_implicit.mox.program import Program, checked
-from haiku_implicit.mox.replacement import after, around, before, instead
-from haiku_implicit.mox.run import Piece
-from haiku_implicit.mox.sites import Site, sites_of
-from haiku_implicit.mox.tree import Node
+from haiku_implicit.mox.edits import edit, extract, parts
+from haiku_implicit.mox.edits.replacement import after, around, before, instead
+from haiku_implicit.mox.program.program import Program, checked
+from haiku_implicit.mox.program.run import Piece
+from haiku_implicit.mox.program.sites import Site, sites_of
+from haiku_implicit.mox.program.tree import Node
+from haiku_implicit.mox.show import differences, dot, html, outline, view
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -128,9 +120,9 @@ class Mox(Program):
 
         The page needs no other files and no network. For each module it shows the class, the shapes,
         the parameters that it reads, their bytes as dense arrays, and the floating-point operations
-        (`haiku_implicit.mox.flops` says how they are counted); below these, the path, the equations and
-        the parameters. A search text with a slash is compared with paths, other texts with names,
-        classes and primitives.
+        (`haiku_implicit.mox.show.flops` says how they are counted); below these, the path, the
+        equations and the parameters. A search text with a slash is compared with paths, other texts
+        with names, classes and primitives.
 
         Args:
           path: the file to write; None to write no file.

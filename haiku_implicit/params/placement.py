@@ -21,8 +21,8 @@ from haiku_implicit.core.sharding import (
     part_specs,
 )
 from haiku_implicit.core.transform import tree_flatten_with_implicit
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params.selection import describe
+from haiku_implicit.params.trees.selection import describe
+from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 # One spec for all; a tree of specs, or a prefix of one; or rules, the first match of which counts.
 Specs = Any

@@ -13,10 +13,10 @@ from haiku_implicit.core import progress
 from haiku_implicit.core.array import is_implicit, short
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.params import trees
-from haiku_implicit.params.edits import quantize_params
-from haiku_implicit.params.matrix_axes import MatrixAxesOf
+from haiku_implicit.params.quantizing.edits import quantize_params
 from haiku_implicit.params.summary import text_table
+from haiku_implicit.params.trees import trees
+from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 
 Options = Mapping[str, Mapping[str, Any]]
 

@@ -14,9 +14,9 @@ from haiku_implicit.core.array import check_values, flatten_one_level, is_implic
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import printable
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.numerics.quantized_matrix import QuantizedMatrix
-from haiku_implicit.params import trees
-from haiku_implicit.params.adapter_parts import check_whole
+from haiku_implicit.params.adapters.parts import check_whole
+from haiku_implicit.params.trees import trees
+from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.training.gradients import slots_of, trained
 
 

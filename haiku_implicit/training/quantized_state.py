@@ -11,12 +11,12 @@ import optax
 from jax import export
 from jax.extend.core import Literal
 
-from haiku_implicit.arrays.quantized_blocks import QuantizedBlocks
 from haiku_implicit.core.array import flatten
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.serialization import register_tree_type
-from haiku_implicit.numerics.options import is_positive_integer
+from haiku_implicit.quantized.numbers.options import is_positive_integer
+from haiku_implicit.quantized.types.quantized_blocks import QuantizedBlocks
 
 
 class QuantizedState(NamedTuple):

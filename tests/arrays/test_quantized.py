@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
 from haiku_implicit.core.sharding import part_specs
-from haiku_implicit.numerics import formats
-from haiku_implicit.products import reference
+from haiku_implicit.quantized.numbers import formats
+from haiku_implicit.quantized.products import reference
 from tests.tiers import few
 
 N, M, K = 12, 6, 5  # all different, so that no axis can pass for another

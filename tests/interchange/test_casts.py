@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.numerics.casts import overflows
+from haiku_implicit.quantized.numbers.casts import overflows
 
 # From, to, the largest number that rounds to a finite one, and one beyond it.
 RANGES = [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.products.cpu import build
+from haiku_implicit.quantized.cpu import build
 
 FORMATS = ("int8", "uint8", "int4", "uint4", "fp4")
 

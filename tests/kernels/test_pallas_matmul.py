@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.numerics import formats
-from haiku_implicit.products.cpu import native
-from haiku_implicit.products.gpu import pallas, tiles
+from haiku_implicit.quantized.cpu import native
+from haiku_implicit.quantized.gpu import pallas, tiles
+from haiku_implicit.quantized.numbers import formats
 from tests.tiers import few
 
 FORMATS = sorted(name for name, fmt in formats.FORMATS.items() if len(fmt.planes) == 1)

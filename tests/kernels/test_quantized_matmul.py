@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.numerics import formats
-from haiku_implicit.numerics.operands import rounded_rows
-from haiku_implicit.products import reference
-from haiku_implicit.products.cpu import build
+from haiku_implicit.quantized.cpu import build
+from haiku_implicit.quantized.numbers import formats
+from haiku_implicit.quantized.operands import rounded_rows
+from haiku_implicit.quantized.products import reference
 from tests.devices import run_on_devices
 from tests.tiers import few
 
@@ -424,7 +424,7 @@ def test_what_the_kernel_does_not_serve(x64):
 
 USE = """
 import jax, numpy as np, haiku_implicit as hki
-from haiku_implicit.products.cpu import build
+from haiku_implicit.quantized.cpu import build
 build.FLAGS = ("-std=c++17", "-O0", "-fPIC", "-shared", "-w")  # the fastest to compile
 q = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (64, 8)), "int4", 32)
 x = jax.random.normal(jax.random.key(1), (3, 64))
@@ -552,7 +552,7 @@ def test_damaged_library(what, builds):
 
 LOAD = """
 import os, pathlib, sys
-from haiku_implicit.products.cpu import build
+from haiku_implicit.quantized.cpu import build
 build.SOURCES = [pathlib.Path(sys.argv[1])]
 load = lambda: build.library(("-fPIC", "-shared")).IntegerMatmul()
 load()
@@ -634,7 +634,7 @@ TWO_DEVICES = """
 import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from jax.sharding import NamedSharding, PartitionSpec as P
 from haiku_implicit.core.sharding import part_specs
-from haiku_implicit.products.cpu import build
+from haiku_implicit.quantized.cpu import build
 
 mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 product = hki.use_implicit_args(lambda w, x: x @ w)

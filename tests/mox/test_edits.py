@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from haiku_implicit.mox import load, make_mox, save, to_transformed
-from haiku_implicit.mox.constants import identical
+from haiku_implicit.mox.program.constants import identical
 from tests.haiku_models import RNG
 from tests.mox.compare import close, same
 from tests.tiers import few

@@ -19,7 +19,8 @@ from haiku._src.integration import descriptors
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
-from haiku_implicit.mox import eval_mox, load, make_mox, save, to_transformed, values
+from haiku_implicit.mox import eval_mox, load, make_mox, save, to_transformed
+from haiku_implicit.mox.format import values
 from tests.haiku_models import MODELS, RNG, X
 from tests.tiers import few
 

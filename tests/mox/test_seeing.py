@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from haiku_implicit.mox import make_mox
-from haiku_implicit.mox.flops import flops
+from haiku_implicit.mox.show.flops import flops
 from tests.haiku_models import MODELS, X
 from tests.mox.bodies import BODIES, stacked
 from tests.tiers import few

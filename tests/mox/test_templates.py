@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from haiku_implicit.mox import equations, templates
+from haiku_implicit.mox.format import equations, templates
 from tests.primitive_ops import TABLES, UNEXPORTED, primitive_named
 
 # Those that `primitive_ops.EXCEPTIONS` has, as functions of a key.

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.numerics import gptq
 from haiku_implicit.quantization import QuantRule
+from haiku_implicit.quantized.numbers import gptq
 from tests.tiers import few
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 import haiku_implicit as hki
-from haiku_implicit.numerics import formats
+from haiku_implicit.quantized.numbers import formats
 from tests.tiers import few
 
 quantize = hki.QuantizedMatrix.quantize

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
-from haiku_implicit.numerics.operands import noise
 from haiku_implicit.quantization import (
     QtRule,
     conv_general_dilated,
@@ -18,6 +17,7 @@ from haiku_implicit.quantization import (
     einsum,
     ragged_dot,
 )
+from haiku_implicit.quantized.operands import noise
 
 MATRICES = (((1,), (0,)), ((), ()))
 INT8 = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")

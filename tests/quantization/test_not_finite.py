@@ -11,9 +11,9 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.command_line.main import main
-from haiku_implicit.numerics import channel_scales
-from haiku_implicit.numerics.extremes import largest, smallest
 from haiku_implicit.quantization import QtRule, QuantStats, dot_general
+from haiku_implicit.quantized.numbers import channel_scales
+from haiku_implicit.quantized.numbers.extremes import largest, smallest
 from tests.tiers import few
 
 GOOD = np.random.default_rng(0).standard_normal((96, 64)).astype(np.float32)

@@ -15,7 +15,7 @@ PROGRAM = (
 import haiku as hk, jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from haiku_implicit.core import compat
-from haiku_implicit.products.cpu import build
+from haiku_implicit.quantized.cpu import build
 
 WIDTH, HEADS = 256, 8
 PRODUCTS = 6

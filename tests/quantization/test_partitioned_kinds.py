@@ -14,7 +14,7 @@ from benchmarks.collectives_text import calls, sent
 import haiku as hk, jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from haiku_implicit.core import compat
-from haiku_implicit.products.cpu import build
+from haiku_implicit.quantized.cpu import build
 
 RULED = compat.PARTITIONING_RULES  # else values alone
 NATIVE = build.available() and RULED

@@ -1,0 +1,286 @@
+"""Values within a model, a model up to a node, and shared or renamed modules."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Literal, Var
+
+from haiku_implicit.mox.edits.edit import Edit
+from haiku_implicit.mox.edits.higher import Changes
+from haiku_implicit.mox.edits.replacement import structures_of
+from haiku_implicit.mox.program import marks
+from haiku_implicit.mox.program.interface import Interface, Path, Slot, by_variable
+from haiku_implicit.mox.program.paths import with_new_paths
+from haiku_implicit.mox.program.program import Program
+from haiku_implicit.mox.program.sites import Site, sites_of
+from haiku_implicit.mox.program.sources import read_by
+from haiku_implicit.mox.program.tree import (
+    Body,
+    Node,
+    defined_in,
+    hidden_outputs,
+    needed,
+    setting,
+    steps,
+    uses,
+    variables,
+)
+
+
+def read_of(mox: Program, slots: Mapping[Path, Slot], nodes: Sequence[Node]) -> list[str]:
+    """The parameters or state that nodes read, each as `module/name`, in the model's order."""
+    found = set()
+    for site in sites_of(mox.body, nodes, inner=True, params=by_variable(slots)):
+        found |= set(read_by(site.node, site.place.known))
+    return ["/".join(path) for path in slots if path in found]
+
+
+def states_of(mox: Program, nodes: Sequence[Node]) -> list[str]:
+    """The state that nodes read or, at the top of the model, write."""
+    defined = set().union(*map(defined_in, nodes))
+    new_state = mox.interface.new_state.items()
+    written = {"/".join(path) for path, slot in new_state if defined.intersection(slot.atoms)}
+    return sorted(written.union(read_of(mox, mox.interface.state, nodes)))
+
+
+def hidden_outputs_of(mox: Program, node: Node) -> tuple[Var, ...]:
+    """The variables that a node defines and does not return, but that nodes outside of it read."""
+    (site,) = sites_of(mox.body, [node])
+    return hidden_outputs(site.place.body, node)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot]]:
+    """The expression with the values of nodes at its top level, and the slots of these values.
+
+    A value in a loop has one more axis in front, for the steps of the loop.
+    """
+    names = _names(sites_of(mox.body, nodes, inner=True))
+    looped = [site for site in names.values() if site.place.around]
+    taps: dict[int, dict[str, Any]] = collections.defaultdict(dict)
+    for name, site in names.items():
+        if site.place.around:
+            taps[id(site.place.body)][name] = site.node.outputs
+    edit = Edit(Changes(mox, looped, {}, taps))
+    rest = {key: iter(graft.taps) for key, graft in edit.grafts.items()}
+    values = {
+        name: [next(rest[id(site.top)]) for _ in site.node.outputs]
+        if site.place.around
+        else site.node.outputs
+        for name, site in sorted(names.items())
+    }
+    slots = {
+        name: Slot(structures_of(site.node)[1], tuple(values[name])) for name, site in names.items()
+    }
+    return edit.program(), slots
+
+
+def _names(sites: Sequence[Site]) -> dict[str, Site]:
+    """Sites by their names: path and method, with `:1` and so on for further calls."""
+    counts: collections.Counter[str] = collections.Counter()
+    names = {}
+    for site in sites:
+        method = getattr(site.node, "method", "")
+        name = site.path if method in ("", "__call__") else f"{site.path}.{method}"
+        number = counts[name]
+        counts[name] += 1
+        names[f"{name}:{number}" if number else name] = site
+    return names
+
+
+def with_taps(mox: Program, nodes: Sequence[Node]) -> Program:
+    """The expression that returns its results and the values of nodes, by path."""
+    new, slots = tapped(mox, nodes)
+    results = joined((new.interface.results, slots))
+    face = dataclasses.replace(new.interface, results=results)
+    return new.with_nodes(new.body.children, face, new.init)
+
+
+def joined(tree: Any) -> Slot:
+    """Joins a tree of slots into one slot."""
+
+    def filled(slot: Slot) -> Any:
+        return slot.tree.merge([Variable(v) for v in slot.atoms])
+
+    whole = jax.tree.map(filled, tree, is_leaf=lambda x: isinstance(x, Slot))
+    structure, variables = marks.split(whole, lambda x: isinstance(x, Variable))
+    return Slot(structure, tuple(x.atom for x in variables))
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    atom: Any
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def truncated(mox: Program, node: Node) -> Program:
+    """The expression up to a node, whose value is the result."""
+    new, slots = tapped(mox, [node])
+    ((_, result),) = slots.items()
+    defined = _defined_before(new.body, set(result.atoms))
+    face = new.interface
+    face = dataclasses.replace(face, results=result, new_state=face.state_after(defined))
+    return pruned(new, face, new.body.children)
+
+
+def _defined_before(body: Body, wanted: set[Any]) -> set[Any]:
+    """The variables that are defined by the time that these have been computed."""
+    defined: set[Any] = {*body.invars, *body.constvars}
+    for step in steps(body.children):
+        if defined.issuperset(x for x in wanted if not isinstance(x, Literal)):
+            break
+        defined.update(step.outputs)
+    return defined
+
+
+def pruned(mox: Program, face: Interface, children: Sequence[Node]) -> Program:
+    """The expression with other results, without the nodes and parameters that they don't need."""
+    children = needed(children, set(variables(face.returns)))
+    read = uses(children, face.results.atoms)
+    params = [path for path, x in face.params.items() if not any(read[v] for v in x.atoms)]
+    state = [
+        path
+        for path, x in face.state.items()
+        if not any(read[v] for v in x.atoms) and face.new_state.get(path, x).atoms == x.atoms
+    ]
+    face = face.without(params, state)
+    return mox.with_nodes(children, face, mox.with_init_of(face.of_init))
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def shared(mox: Program, taking: Mapping[str, str]) -> Program:
+    """The expression in which some modules use the parameters of others.
+
+    Args:
+      mox: the expression.
+      taking: maps the path of a module to the path of the module whose parameters it takes.
+
+    Raises:
+      ValueError: if a module does not exist, or its parameters have other names, shapes or dtypes; if a
+        module would take its own parameters, directly or through others, or the ones of two modules.
+    """
+    old: Mapping[Path, Slot] = mox.interface.params
+    sources: dict[Path, Path] = {}
+    for module, of in taking.items():
+        for path, source in _pairs(old, module, of):
+            if sources.setdefault(path, source) != source:
+                raise ValueError(
+                    f"share: {'/'.join(path)!r} would take those of {'/'.join(sources[path])!r} and of "
+                    f"{'/'.join(source)!r}: give each module one other"
+                )
+    last = {path: _last_source(path, sources) for path in sources}
+    given = [
+        pair
+        for path, source in last.items()
+        for pair in zip(old[path].atoms, old[source].atoms, strict=True)
+    ]
+    params = {path: slot for path, slot in old.items() if path not in sources}
+    face = dataclasses.replace(mox.interface, params=params)
+    children = (setting(*given), *mox.body.children)
+    return mox.with_nodes(children, face, mox.with_init_of(face.of_init))
+
+
+def _pairs(entries: Mapping[Path, Slot], module: str, of: str) -> Iterator[tuple[Path, Path]]:
+    """Pairs of a module's parameters and the parameters of another module that replace them."""
+    own, other = (_below(entries, path) for path in (module, of))
+    for name, found in ((module, own), (of, other)):
+        if not found:
+            raise ValueError(f"share: no parameter of the model is below {name!r}")
+    for (rest, name), slot in own.items():
+        source = other.get((rest, name))
+        there, here = ([v.aval.str_short() for v in x.atoms] for x in (source or slot, slot))
+        if source is None or there != here:
+            raise ValueError(
+                f"share: {module!r} can't have the parameters of {of!r}: "
+                f"{f'{rest}/{name}'.lstrip('/')!r} is {', '.join(here)}, and there it is "
+                f"{'missing' if source is None else ', '.join(there)}"
+            )
+        yield (f"{module}{rest}", name), (f"{of}{rest}", name)
+
+
+def _last_source(path: Path, sources: Mapping[Path, Path]) -> Path:
+    """The parameter at the end of a chain of modules that take parameters of each other."""
+    way = [path]
+    while way[-1] in sources:
+        way.append(sources[way[-1]])
+        if way[-1] in way[:-1]:
+            circle = ", ".join(module for module, _ in way[way.index(way[-1]) :])
+            raise ValueError(
+                "share: each of these modules takes the parameters of the next one, in a circle: "
+                f"{circle}. Leave one out; to exchange their parameters, rename them"
+            )
+    return way[-1]
+
+
+def _below(entries: Mapping[Path, Slot], module: str) -> dict[Path, Slot]:
+    """The entries of a module and of the modules below it, by the rest of their path."""
+    return {
+        (path[0][len(module) :], path[1]): slot
+        for path, slot in entries.items()
+        if f"{path[0]}/".startswith(f"{module}/")
+    }
+
+
+def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str]) -> Program:
+    """The expression with new names for modules, and for their parameters and state.
+
+    Args:
+      mox: the expression.
+      nodes: calls of modules.
+      name: the new last part of the path, the whole new path, or a function of the old one.
+
+    Raises:
+      ValueError: if two modules would have the same name.
+    """
+    sites = sites_of(mox.body, nodes, inner=True)
+    names = {}
+    for site in sites:
+        old = getattr(site.node, "path", "")
+        if not old:
+            raise ValueError(f"where: {site.node!r} has no name: choose calls of modules")
+        new = name(old) if callable(name) else name
+        new = new if "/" in new or callable(name) else "/".join([*old.split("/")[:-1], new])
+        names[old] = new
+    if len(names) > 1 and not callable(name):
+        raise ValueError(
+            f"{name!r} can't be the name of {', '.join(names)}: give a function of the path"
+        )
+    face = mox.interface
+    face = dataclasses.replace(
+        face,
+        params=_with_names(face.params, names),
+        state=_with_names(face.state, names),
+        new_state=_with_names(face.new_state, names),
+    )
+    children = with_new_paths(mox.body.children, lambda path: _new_name(path, names))
+
+    def of_init(*entries: Mapping[Path, Any]) -> Any:
+        return face.of_init(*(_with_names(x, names) for x in entries))
+
+    return mox.with_nodes(children, face, mox.with_init_of(of_init))
+
+
+def _new_name(path: str, names: Mapping[str, str]) -> str:
+    for old in sorted(names, key=len, reverse=True):
+        if f"{path}/".startswith(f"{old}/"):
+            return names[old] + path[len(old) :]
+    return path
+
+
+def _with_names(entries: Mapping[Path, Any], names: Mapping[str, str]) -> dict[Path, Any]:
+    new: dict[Path, Any] = {}
+    for (module, name), x in entries.items():
+        path = _new_name(module, names), name
+        if path in new:
+            raise ValueError(f"there would be two {'/'.join(path)!r}: give the module another name")
+        new[path] = x
+    return new

@@ -1,0 +1,335 @@
+"""Replacements of nodes, as functions of the nodes' arrays."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal, Var
+
+from haiku_implicit.core.transform import Static
+from haiku_implicit.mox.edits import mapped
+from haiku_implicit.mox.program import marks
+from haiku_implicit.mox.program.constants import identical, same_structure
+from haiku_implicit.mox.program.interface import checked, described, is_array
+from haiku_implicit.mox.program.program import Program, split_signature
+from haiku_implicit.mox.program.run import Piece, run, run_equation
+from haiku_implicit.mox.program.sites import Site
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, hidden_outputs, uses
+
+
+class _Site(hk.Module):
+    """A module around a new function, whose modules and parameters get names below this module's."""
+
+    def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+
+marks.UNMARKED.add(_Site)
+
+
+def _piece(
+    node: Any,
+    inputs: Sequence[Atom],
+    outputs: Sequence[Var],
+    fun: Callable[..., list[Any]],
+    replaces: bool = True,
+) -> Piece:
+    """The piece of a Haiku function of arrays, for all elements of the `vmap`s around a node."""
+    made = hk.transform_with_state(fun)
+
+    def apply(*args: Any) -> Any:
+        return *made.apply(*args), {}
+
+    piece = Piece(tuple(inputs), tuple(outputs), made.init, apply, replaces)
+    return piece if isinstance(node, Equation) else mapped.for_all_elements(piece, node)
+
+
+def instead(site: Site, replacement: Any) -> Piece:
+    """A replacement that is called with the arguments of a node.
+
+    Args:
+      site: the site of the node.
+      replacement: a function, a class or a factory of modules, a module expression, a transformed
+        function, or None for a function that returns its argument.
+    """
+    node = site.node
+    method, config = getattr(node, "method", ""), getattr(node, "config", {})
+    fun = callable_of(replacement, structures_of(node)[0], method, config)
+
+    def on_arrays(*arrays: Any) -> list[Any]:
+        return _at_site(site, site.path, fun, arrays)
+
+    return _piece(node, node.inputs, node.outputs, on_arrays)
+
+
+def around(site: Site, function: Callable[..., Any]) -> Piece:
+    """A replacement that is called with the original node, as a function, and with its arguments.
+
+    Args:
+      site: the site of the node.
+      function: the function. The original takes arguments of the same structure.
+    """
+    node = site.node
+    structure, results = structures_of(node)
+    original, avals = Original(site.place.body, node), mapped.element_arguments(node)
+    what = f"{node!r}: (args, kwargs) of the original"
+    name = f"{site.path}/{getattr(function, '__name__', 'function').strip('<>')}"
+
+    def on_arrays(*arrays: Any) -> list[Any]:
+        arguments, captured = arrays[: len(node.inputs)], arrays[len(node.inputs) :]
+        others: list[Any] = []
+
+        def call_original(*args: Any, **kwargs: Any) -> Any:
+            new = checked(what, structure, avals, (args, kwargs))
+            out, others[:] = original(new, captured)
+            return results.merge(out)
+
+        def fun(*args: Any, **kwargs: Any) -> Any:
+            return function(call_original, *args, **kwargs)
+
+        out = _at_site(site, name, fun, arguments)
+        return [*out, *(others or original(arguments, captured)[1])]
+
+    inputs = (*node.inputs, *original.captured)
+    outputs = (*node.outputs, *original.hidden)
+    return _piece(node, inputs, outputs, on_arrays, replaces=False)
+
+
+def before(site: Site, function: Any) -> Piece:
+    """Calls a function with the arrays among a node's positional arguments, and then the node."""
+    structure, _ = structures_of(site.node)
+    args, _ = structure.merge([_ARRAY] * structure.num_arrays)
+    places = [i for i, x in enumerate(args) if any(y is _ARRAY for y in jax.tree.leaves(x))]
+    if not places:
+        raise ValueError(
+            f"{site.node!r} is given no arrays by position, but {described(structure)}. Take them "
+            "by their names: wrap(where, lambda original, **kwargs: original(...))"
+        )
+    taken, _ = marks.split((tuple(args[i] for i in places), {}), lambda x: x is _ARRAY)
+    fun = callable_of(function, taken)
+
+    def with_new_arguments(original: Any, *args: Any, **kwargs: Any) -> Any:
+        new = fun(*(args[i] for i in places))
+        pairs = dict(zip(places, new if len(places) > 1 else [new], strict=True))
+        return original(*(pairs.get(i, x) for i, x in enumerate(args)), **kwargs)
+
+    return around(site, with_new_arguments)
+
+
+# Stands for an array.
+_ARRAY = object()
+
+
+def after(site: Site, function: Any) -> Piece:
+    """Calls a node, and then a function with the node's result."""
+    _, results = structures_of(site.node)
+    out = results.merge([_ARRAY] * results.num_arrays)
+    taken, _ = marks.split(((out,), {}), lambda x: x is _ARRAY)
+    fun = callable_of(function, taken)
+
+    def with_new_results(original: Any, *args: Any, **kwargs: Any) -> Any:
+        return fun(original(*args, **kwargs))
+
+    return around(site, with_new_results)
+
+
+class Original:
+    """A node as a function of other arguments than its own.
+
+    Attributes:
+      captured: the variables that it reads otherwise than through its arguments.
+      hidden: the variables that it defines and does not return, but other nodes read.
+      arguments: the variables that are set to its arguments.
+      call: the node, with these variables.
+    """
+
+    def __init__(self, body: Body, node: Any):
+        self.captured: tuple[Var, ...] = ()
+        self.hidden: tuple[Var, ...] = ()
+        self.arguments: tuple[Atom, ...] = tuple(node.inputs)
+        self.call, self._body = node, None
+        if isinstance(node, Equation):
+            return
+        read = uses(node.children, node.returns)
+        # Within the call, an array in a list or a dict has the outer variable.
+        own = [v if v in read or isinstance(x, Literal) else x for v, x in node.given]
+        self.captured = tuple(v for v in node.captured if v not in own)
+        self.hidden = hidden_outputs(body, node)
+        self.arguments = tuple(own)
+        given = tuple(zip((v for v, _ in node.given), own, strict=True))
+        self.call = dataclasses.replace(node, given=given)
+        invars: Any = (*own, *self.captured)
+        self._body = Body("", (), (), invars, (self.call,), (*node.outputs, *self.hidden))
+
+    def __call__(
+        self, arguments: Sequence[Any], captured: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """The results for these arguments, and the values of `hidden`."""
+        if self._body is None:
+            return run_equation(self.call, arguments), []
+        whole = functools.partial(_run_on, self._body)
+        arrays = (*arguments, *captured)
+        if self.call.seen_results:
+            out = mapped.of_one_element(self.call, whole, arrays, self.hidden)
+        else:
+            out = whole(*arrays)
+        return out[: len(self.call.outputs)], out[len(self.call.outputs) :]
+
+
+def _run_on(body: Body, *arrays: Any) -> list[Any]:
+    return run(body, (), arrays)
+
+
+def _at_site(site: Site, name: str, fun: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Calls a function of this name inside the `_Site` of a path, with marks around it."""
+    token, call = None, marks.Call(None, name, "", {}, *structures_of(site.node))
+    if marks.active():
+        token, arrays = marks.begin(call, arrays)
+    args, kwargs = call.args.merge(arrays)
+    try:
+        out = _Site(name=hk.force_name(site.path))(fun, *args, **kwargs)
+    except Exception as error:
+        error.add_note(f"This was in the replacement at {site.path!r}.")
+        raise
+    new = _checked(site.node, out)
+    return marks.end(token, call, new) if marks.active() else new
+
+
+def structures_of(node: Any) -> tuple[Static, Static]:
+    """The structures of a node's arguments `(args, kwargs)` and of its results.
+
+    Raises:
+      ValueError: if JAX can't flatten the results, so that the arrays in them are not known.
+    """
+    if isinstance(node, ModuleCall) and node.call and node.call.results:
+        if node.call.results.treedef is None:
+            raise ValueError(
+                f"{node!r} returns something that is no tree to JAX, such as a dict whose keys can't "
+                "be sorted. Choose another node"
+            )
+        return node.call.args, node.call.results
+    outputs: Any = [v.aval for v in node.outputs]
+    if len(outputs) == 1:
+        (outputs,) = outputs
+    every: Any = ((tuple(node.inputs), {}), outputs)
+    args, results = (marks.split(x, lambda leaf: True)[0] for x in every)
+    return args, results
+
+
+def callable_of(
+    replacement: Any, arguments: Static, method: str = "", config: Mapping[str, Any] = {}
+) -> Callable[..., Any]:
+    """Converts a replacement to a function.
+
+    Args:
+      replacement: as for `instead`.
+      arguments: the structure of the arguments of the function.
+      method: the method to call if the replacement makes a module.
+      config: the constructor arguments of the old module.
+    """
+    method = method or "__call__"
+    if replacement is None:
+        return _same
+    if isinstance(replacement, Program):
+        replacement = replacement.transformed()
+    if isinstance(replacement, hk.Transformed | hk.TransformedWithState):
+        return functools.partial(_lifted, replacement)
+    if isinstance(replacement, type) and issubclass(replacement, hk.Module):
+        replacement = functools.partial(replacement, **_config_for(replacement, config))
+    if not callable(replacement):
+        raise TypeError(
+            "replacement: expected a function, a class or a factory of modules, a module expression, "
+            f"a transformed function or None, got {type(replacement).__name__}"
+        )
+    if _is_factory(replacement, arguments):
+        return lambda *args, **kwargs: getattr(replacement(), method)(*args, **kwargs)
+    return replacement
+
+
+def _same(*args: Any, **kwargs: Any) -> Any:
+    """Returns the arrays among its arguments: one array, or a list of arrays."""
+    arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
+    return arrays[0] if len(arrays) == 1 else arrays
+
+
+def _lifted(transformed: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a transformed function as a part of another Haiku function."""
+    has_state = isinstance(transformed, hk.TransformedWithState)
+    key = hk.maybe_next_rng_key()
+    keys = [key] if "rng" in split_signature(transformed.apply, has_state)[0] else []
+    if not has_state:
+        params = hk.transparent_lift(transformed.init)(key, *args, **kwargs)
+        return transformed.apply(params, *keys, *args, **kwargs)
+    init, updater = hk.transparent_lift_with_state(transformed.init)
+    params, state = init(key, *args, **kwargs)
+    out, state = transformed.apply(params, state, *keys, *args, **kwargs)
+    updater.update(state)
+    return out
+
+
+def _config_for(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor arguments of a module that another class also takes."""
+    parameters = inspect.signature(cls.__init__).parameters
+    return {name: x for name, x in config.items() if name in parameters and name != "name"}
+
+
+def _is_factory(fun: Any, arguments: Static) -> bool:
+    """Whether a function makes a module, rather than takes these arguments."""
+    if isinstance(fun, functools.partial) and isinstance(fun.func, type):
+        return issubclass(fun.func, hk.Module)
+    args, kwargs = arguments.merge([None] * arguments.num_arrays)
+    return not _takes(fun, args, kwargs) and _takes(fun, (), {})
+
+
+def _takes(fun: Any, args: Any, kwargs: Any) -> bool:
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _checked(node: Any, out: Any) -> list[Any]:
+    """The arrays in the results of a new function, after checking them against the node's results.
+
+    Other leaves of the results are fixed in the program around the node, and have to be the same.
+    """
+    _, results = structures_of(node)
+    kept = _constants_in(out, results)
+    structure, arrays = marks.split(out, lambda x: is_array(x) and id(x) not in kept)
+    taken = [[x is None for x in tree.leaves] for tree in (structure, results)]
+    if not same_structure(structure.treedef, results.treedef) or taken[0] != taken[1]:
+        raise ValueError(
+            f"{node!r}: the replacement has to return {described(results)}, and returned "
+            f"{described(structure)}"
+        )
+    for old, new in zip(results.leaves, structure.leaves, strict=True):
+        if old and new and not identical(old[0], new[0]):
+            raise ValueError(
+                f"{node!r}: the replacement has to return {old[0]!r}, which the rest of the model was "
+                f"traced with, and returned {new[0]!r}. To change it, change the model and make its "
+                "expression again"
+            )
+    pairs = zip(mapped.element_results(node), arrays, strict=True)
+    return [_as(f"{node!r}: result {i}", aval, x) for i, (aval, x) in enumerate(pairs)]
+
+
+def _constants_in(out: Any, results: Static) -> set[int]:
+    """The `id`s of leaves that equal constants of the results. A constant can be an array, too."""
+    every, _ = marks.split(out, lambda x: False)
+    pairs = zip(every.leaves, results.leaves, strict=False)
+    return {id(x[0]) for x, old in pairs if x and old and identical(x[0], old[0])}
+
+
+def _as(what: str, aval: Any, x: Any) -> Any:
+    x = jnp.asarray(x)
+    if x.shape != aval.shape or x.dtype != aval.dtype:
+        found = f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
+        raise ValueError(f"{what} of the replacement has to be {aval.str_short()}, and is {found}")
+    weak = jax.typeof(x).weak_type and not aval.weak_type
+    return jax.lax.convert_element_type(x, aval.dtype) if weak else x

@@ -1,0 +1,1 @@
+"""The JSON format of module expressions."""

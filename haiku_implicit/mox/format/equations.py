@@ -1,0 +1,286 @@
+"""Equations in files: the allowed primitives, and the parameters that need a form of their own.
+
+The parameters of a loop or an inner `jit` differ between versions of JAX, and some are objects of this
+process. A file has the parameters that affect numbers; the others come from a newly made equation.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import primitives as jex
+
+from haiku_implicit.core import compat
+from haiku_implicit.mox.format import templates
+from haiku_implicit.mox.format.derivatives import RULES
+from haiku_implicit.mox.format.values import Unsaveable, require, same_shape, same_type
+
+# These run Python or other programs, name devices, or make sense only inside an equation that does.
+_NOT_SAVED = {
+    *("all_gather", "all_to_all", "axis_index", "custom_lin", "dce_sink", "get", "pmax", "pmin"),
+    *("ppermute", "psum", "ragged_all_to_all", "sharding_constraint", "stage", "swap", "xla_pmap"),
+    *RULES,
+}
+
+_CALLS = [getattr(jex, name) for name in ("closed_call_p", "call_p") if hasattr(jex, name)]
+
+
+class _Form(NamedTuple):
+    """The names of the parameters that a file has, if JAX's equations have others.
+
+    Attributes:
+      required: the names that must be present.
+      optional: the names that may also be present.
+    """
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+_FORMS = {
+    "jit": _Form(("name", "jaxpr", "keep_unused", "donated_invars"), ("inline",)),
+    "scan": _Form(
+        ("jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry"),
+        ("linear", "_split_transpose"),
+    ),
+    "device_put": _Form(()),
+    "reduce": _Form(("jaxpr", "dimensions"), ("out_sharding",)),
+    **{primitive.name: _Form(("call_jaxpr",), ("name",)) for primitive in _CALLS},
+}
+# Parameters that name devices or meshes of this process. A file lacks them, so they must be usual ones.
+_OF_THIS_PROCESS = (
+    *("in_shardings", "out_shardings", "in_layouts", "out_layouts", "ctx_mesh"),
+    *("compiler_options_kvs", "devices", "srcs"),
+)
+
+
+@functools.cache
+def primitives() -> dict[str, Primitive]:
+    """The primitives that a file may have, by name."""
+    modules = (jax.lax, jax.lax.linalg, jex)
+    public = [
+        *(getattr(module, name) for module in modules for name in dir(module)),
+        *compat.IDENTITIES,
+        compat.remat_p,
+        compat.ragged_dot_general_p,
+        *(eqn.primitive for eqns in templates.equations().values() for eqn in eqns),
+    ]
+    found = {x.name: x for x in public if isinstance(x, Primitive)}
+    return {name: x for name, x in found.items() if name not in _NOT_SAVED}
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def to_file(
+    primitive: Primitive, params: Mapping[str, Any], operands: Sequence[Any]
+) -> Mapping[str, Any]:
+    """The parameters of an equation, in the form that a file has."""
+    if primitives().get(primitive.name) is not primitive:
+        raise Unsaveable(
+            f"a file can't have {primitive.name}: it runs code that is not in the program, or names "
+            "devices of this machine"
+        )
+    form = _FORMS.get(primitive.name)
+    if form is None:
+        try:
+            templates.check_names(primitive, params, (x.aval for x in operands))
+        except ValueError as e:  # bound by hand, otherwise than JAX's functions bind it
+            raise Unsaveable(str(e)) from e
+        return params
+    for name in _OF_THIS_PROCESS:
+        if name in params and (own := _unusual(primitive.name, name, params[name])):
+            raise Unsaveable(f"it has {name} of its own: {own}")
+    if primitive is jex.scan_p:
+        num_consts, num_carry = compat.scan_arity(dict(params), list(operands))
+        params = {**params, "num_consts": num_consts, "num_carry": num_carry}
+    kept = {name: params[name] for name in (*form.required, *form.optional) if name in params}
+    if "inline" in kept:
+        inline = kept.pop("inline")
+        if inline != templates.template("jit")["inline"]:
+            kept["inline"] = getattr(inline, "name", inline)
+    return kept
+
+
+def _unusual(primitive: str, name: str, value: Any) -> Any:
+    """The entries in a parameter that newly made equations do not have."""
+    usual = [eqn.params[name] for eqn in templates.equations()[primitive]]
+    if not isinstance(value, tuple):
+        return [] if value in usual else [value]
+    return [x for x in value if not any(x in entries for entries in usual)]
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def from_file(
+    name: str, params: dict[str, Any], operands: Sequence[Any], num_results: int
+) -> list[Any]:
+    """Binds an equation of a file to operands, and returns its results."""
+    primitive = primitives().get(name)
+    require(primitive is not None, f"there is no primitive {name!r} that a file may have")
+    assert primitive is not None
+    types = list(map(jax.typeof, operands))
+    if name in _FORMS:
+        templates.require_names(name, params, *_FORMS[name])
+    else:
+        templates.check_names(primitive, params, types)
+    if name in ("jit", "scan", "while"):
+        _check_kinds(name, params, types)
+    if name in _CHECKS:
+        _CHECKS[name](params, types)
+    if name == "unstack":  # JAX makes as many results as the axis is long, whatever the file says
+        axis = params["axis"]
+        require(types[0].shape[axis] == num_results, "unstack has another number of results")
+    if name == "reduce":
+        params = {**params, "computation": jaxpr_as_fun(params["jaxpr"])}
+    elif name in ("jit", "scan", "device_put"):
+        params = _completed(name, params, len(operands))
+    return compat.bind(primitive, operands, params)
+
+
+def _check_kinds(name: str, params: Mapping[str, Any], types: Sequence[Any]) -> None:
+    """Raises a ValueError unless numbers and flags are of the kinds in a newly made equation."""
+    template = dict(num_consts=0, num_carry=0) | templates.template(name)
+    for parameter, x in params.items():
+        usual = template.get(parameter)
+        if type(usual) in (bool, int, str):
+            kind = f"{parameter} of {name} has to be of the type {type(usual).__name__}"
+            require(type(x) is type(usual), f"{kind}, got {x!r}")
+        if type(usual) is int:
+            require(x >= (parameter == "unroll"), f"{parameter} of {name} can't be {x}")
+        if parameter in ("donated_invars", "linear"):
+            fits = type(x) is tuple and [type(y) for y in x] == [bool] * len(types)
+            require(fits, f"{parameter} has to be a boolean for each operand")
+
+
+def _completed(name: str, params: dict[str, Any], num_operands: int) -> dict[str, Any]:
+    """The parameters of an equation of a file, with the ones that it takes from a new one."""
+    new = templates.template(name)
+    num_results = len(_out_avals(params["jaxpr"])) if "jaxpr" in params else num_operands
+    if name == "scan" and "num_consts" not in new:
+        # From JAX 0.11 on, they include trees of operands and results.
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_xs, num_ys = num_operands - num_consts - num_carry, num_results - num_carry
+        new = dict(_flat_scan(num_consts, num_carry, num_xs, num_ys))
+    for parameter, x in new.items():
+        if isinstance(x, tuple):  # for each operand or result
+            new[parameter] = x[:1] * (num_results if parameter[:3] == "out" else num_operands)
+    params = {parameter: x for parameter, x in params.items() if parameter in new}
+    if name == "jit":
+        params["inline"] = _inline(params.get("inline"), new["inline"])
+    return new | params
+
+
+def _inline(x: Any, default: Any) -> Any:
+    """The parameter `inline` of an inner `jit`, as this version of JAX has it."""
+    if x is None or isinstance(default, bool):
+        return default
+    members = getattr(jax, "Inline", type(default)).__members__
+    require(x is True or x in members, f"jit has no inline {x!r}")
+    return compat.INLINE if x is True else members[x]
+
+
+@functools.lru_cache(maxsize=1024)
+def _flat_scan(num_consts: int, num_carry: int, num_xs: int, num_ys: int) -> dict[str, Any]:
+    """The parameters of a new scan over flat lists of operands and results, of these lengths."""
+
+    def fun(consts: Any, carry: Any, xs: Any) -> Any:
+        def step(carry: Any, xs: Any) -> Any:
+            for x in consts:
+                jnp.sin(x)
+            return list(map(jnp.sin, carry)), [jnp.ones(()) * i for i in range(num_ys)]
+
+        return jax.lax.scan(step, carry, xs, length=1)
+
+    one, row = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.float32)
+    jaxpr = jax.make_jaxpr(fun)([one] * num_consts, [one] * num_carry, [row] * num_xs)
+    eqn = next(eqn for eqn in jaxpr.eqns if eqn.primitive is jex.scan_p)
+    arity = compat.scan_arity(eqn.params, list(eqn.invars)), len(eqn.invars), len(eqn.outvars)
+    assert arity == ((num_consts, num_carry), num_consts + num_carry + num_xs, num_carry + num_ys)
+    return dict(eqn.params)
+
+
+# --- checks of the programs in an equation ----------------------------------------------------------
+
+
+def check_takes(what: str, jaxpr: Any, types: Sequence[Any]) -> None:
+    """Raises a ValueError unless a program takes arrays of these types."""
+    require(isinstance(jaxpr, ClosedJaxpr | Jaxpr), f"{what} has to be a program")
+    expected = _in_avals(jaxpr)
+    fits = len(expected) == len(types) and all(map(same_shape, expected, types))
+    require(fits, f"{what} takes {_str(expected)}, and gets {_str(types)}")
+
+
+def _check_same(what: str, xs: Sequence[Any], ys: Sequence[Any]) -> None:
+    same = len(xs) == len(ys) and all(map(same_type, xs, ys))
+    require(same, f"{what}: {_str(xs)} and {_str(ys)}")
+
+
+def _in_avals(jaxpr: Any) -> list[Any]:
+    return [v.aval for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
+
+
+def _out_avals(jaxpr: Any) -> list[Any]:
+    return [x.aval for x in getattr(jaxpr, "jaxpr", jaxpr).outvars]
+
+
+def _str(avals: Sequence[Any]) -> str:
+    return f"({', '.join(x.str_short() for x in avals)})"
+
+
+def _check_call(params: Mapping[str, Any], types: Sequence[Any]) -> None:
+    check_takes("the program", params.get("jaxpr", params.get("call_jaxpr")), types)
+
+
+def _check_cond(params: Mapping[str, Any], types: Sequence[Any]) -> None:
+    branches = params["branches"]
+    require(type(branches) is tuple and branches, "branches have to be programs")
+    index = [(x.shape, x.dtype in (jnp.int32, jnp.bool_)) for x in types[:1]]
+    require(index == [((), True)], "the index has to be an int32")
+    for branch in branches:
+        check_takes("a branch", branch, types[1:])
+        _check_same("branches return", _out_avals(branches[0]), _out_avals(branch))
+
+
+def _check_scan(params: Mapping[str, Any], types: Sequence[Any]) -> None:
+    jaxpr, length, num_consts = params["jaxpr"], params["length"], params["num_consts"]
+    num_carry = params["num_carry"]
+    fixed, xs = types[: num_consts + num_carry], types[num_consts + num_carry :]
+    require(len(fixed) == num_consts + num_carry, "the scan has fewer operands than it says")
+    require(all(x.shape[:1] == (length,) for x in xs), f"the scan is over {_str(xs)} by {length}")
+    rows = [jax.core.ShapedArray(x.shape[1:], x.dtype) for x in xs]
+    check_takes("the body of the scan", jaxpr, [*fixed, *rows])
+    carry = _in_avals(jaxpr)[num_consts:][:num_carry]
+    _check_same("the scan before and after a step", carry, _out_avals(jaxpr)[:num_carry])
+
+
+def _check_while(params: Mapping[str, Any], types: Sequence[Any]) -> None:
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    require(num_cond + num_body <= len(types), "a while has another number of operands")
+    carry = types[num_cond + num_body :]
+    check_takes("cond_jaxpr", params["cond_jaxpr"], [*types[:num_cond], *carry])
+    check_takes("body_jaxpr", params["body_jaxpr"], types[num_cond:])
+    (test,) = _out_avals(params["cond_jaxpr"])
+    require(test.dtype == jnp.bool_, "the condition has to be a boolean")
+    # Under `vmap` there is a condition for each element, along the first axes of the carry.
+    fits = all(x.shape[: len(test.shape)] == test.shape for x in carry)
+    require(fits, f"the condition has the shape {test.shape}, and the loop has {_str(carry)}")
+    before, after = _in_avals(params["body_jaxpr"])[num_body:], _out_avals(params["body_jaxpr"])
+    _check_same("the loop before and after a step", before, after)
+
+
+def _check_reduce(params: Mapping[str, Any], types: Sequence[Any]) -> None:
+    check_takes("reduce", params["jaxpr"], [jax.core.ShapedArray((), x.dtype) for x in types])
+
+
+_CHECKS = {
+    **{primitive.name: _check_call for primitive in (jex.jit_p, compat.remat_p, *_CALLS)},
+    "cond": _check_cond,
+    "scan": _check_scan,
+    "while": _check_while,
+    "reduce": _check_reduce,
+}

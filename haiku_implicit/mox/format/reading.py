@@ -1,0 +1,323 @@
+"""Reads a program from JSON, by tracing it again.
+
+No code from a file is run. Each body becomes a function that binds its equations, whose primitives and
+parameters are looked up in tables (`equations.py`, `values.py`). JAX traces this function: so its own
+checks of shapes and dtypes apply, and the types in a file are compared with the types that JAX finds.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from haiku_implicit.mox.format import equations, values
+from haiku_implicit.mox.format.derivatives import RULES, NoRule, has_tangent, types_of, with_rules
+from haiku_implicit.mox.format.structures import interface_from_json, tree_from_json
+from haiku_implicit.mox.format.values import of_type, one_of, require, same_shape, same_type
+from haiku_implicit.mox.program import marks
+from haiku_implicit.mox.program.program import Program
+from haiku_implicit.mox.program.tree import body_of, without_marks
+
+# Limits on nested bodies, and on equations, which count again each time that their body is used.
+DEEPEST = 64
+MOST_EQUATIONS = 10_000_000
+
+
+@contextlib.contextmanager
+def at(place: str) -> Iterator[None]:
+    """Adds a place in the file to the errors that are raised within."""
+    try:
+        yield
+    except Misplaced as e:
+        raise Misplaced(f"{place}{e.place}", e.reason) from e
+    except RecursionError:
+        raise Misplaced(place, "it is nested too deeply") from None
+    except Exception as e:  # JAX's checks raise errors of many kinds
+        kind = "" if type(e) is ValueError else f"{type(e).__name__}: "
+        raise Misplaced(place, f"{kind}{e}") from e
+
+
+class Misplaced(Exception):
+    """An error in a file, with its place."""
+
+    def __init__(self, place: str, reason: str):
+        super().__init__(f"{place}: {reason}")
+        self.place, self.reason = place, reason
+
+
+class Reader:
+    """The tables of a file, as arrays, programs and functions.
+
+    Args:
+      tables: the result of `Writer.tables`.
+      types: classes by name: named tuples, and modules.
+    """
+
+    def __init__(self, tables: Mapping[str, Any], types: Mapping[str, type]):
+        self.types = types
+        self.arrays: list[Any] = []
+        self.bodies: list[ClosedJaxpr] = []
+        self.sizes: list[
+            tuple[int, int]
+        ] = []  # for each body its depth, and how many equations it has
+        self.functions: dict[int, Callable[..., Any]] = {}
+        self.listed = _list(tables, "functions")
+        self._rules: dict[tuple[int, str], Callable[..., Any]] = {}
+        for i, x in enumerate(_list(tables, "arrays")):
+            with at(f".arrays[{i}]"):
+                self.arrays.append(values.constant_from_json(x))
+        with marks.marking(), jax.threefry_partitionable(True):
+            for i, x in enumerate(_list(tables, "bodies")):
+                with at(f".bodies[{i}]"):
+                    self._add_body(of_type(x, dict, "a body"))
+        for i in range(len(self.listed)):
+            with at(f".functions[{i}]"):
+                self.function(i)
+                self._add_rules(i)
+
+    def program(self, x: Mapping[str, Any]) -> Program:
+        """A program that `Writer.program` wrote."""
+        body = body_of("model", self.body(x.get("body")))
+        with at(".interface"):
+            face = interface_from_json(x.get("interface"), self.types, body.invars, body.returns)
+        return Program(body, face, None)
+
+    def body(self, index: Any) -> ClosedJaxpr:
+        """A body that has already been read."""
+        return _entry(self.bodies, index, "body")
+
+    def _add_body(self, x: Any) -> None:
+        inputs = [values.type_from_json(y) for y in _list(x, "inputs")]
+        reading = _BodyReader(self, x)
+        trace = _named(reading.trace, of_type(x.get("name"), str, "the name of a body"))
+        closed = jax.make_jaxpr(trace)(*inputs)
+        depth, size = reading.depth + 1, reading.size
+        require(depth <= DEEPEST, f"programs are nested more than {DEEPEST} deep")
+        require(size <= MOST_EQUATIONS, f"it has more than {MOST_EQUATIONS} equations")
+        self.sizes.append((depth, size))
+        self.bodies.append(closed)
+
+    # --- functions with custom derivatives ---
+
+    def function(self, index: Any) -> tuple[Callable[..., Any], int]:
+        """A function with a custom derivative, and the place of its body. Its rules may come later."""
+        x = of_type(_entry(self.listed, index, "function"), dict, "a function")
+        if index not in self.functions:
+            names = one_of(RULES, "kind of function", x.get("kind"))
+            name, closed = of_type(x.get("name"), str, "a name"), self.body(x.get("body"))
+            body, rules = _named(jaxpr_as_fun(closed), name), {}
+            for rule in names:
+                own = of_type(x.get(f"{rule}_name", rule), str, f"{rule}_name")
+                rules[rule] = _named(self._rule(index, name, rule), own)
+            self.functions[index] = with_rules(body, rules, closed.in_avals, closed.out_avals)
+        return self.functions[index], x["body"]
+
+    def _rule(self, index: int, name: str, rule: str) -> Callable[..., Any]:
+        """A rule of a function, which is looked up when it is called."""
+        rules = self._rules
+
+        def run(*arrays: Any) -> Any:
+            if (index, rule) not in rules:
+                raise NoRule(f"the file has no derivative of {name!r} of so high an order")
+            return rules[index, rule](*arrays)
+
+        return run
+
+    def _add_rules(self, index: int) -> None:
+        x = self.listed[index]
+        names = RULES[x["kind"]]
+        rules = {name: self.body(x.get(name)) for name in names if not x.keys().isdisjoint(names)}
+        closed = self.body(x["body"])
+        residuals = rules["fwd"].out_avals[len(closed.out_avals) :] if "fwd" in rules else []
+        for name, rule in rules.items():
+            takes, returns = types_of(name, closed.in_avals, closed.out_avals, residuals)
+            # A cotangent may have another dtype than its argument, if this is a Python number.
+            fit = _same_kind if name == "bwd" else same_shape
+            _check_types(f"{name} takes", rule.in_avals, takes, same_shape)
+            _check_types(f"{name} returns", rule.out_avals, returns, fit)
+            self._rules[index, name] = jaxpr_as_fun(without_marks(rule))
+
+
+def _check_types(what: str, found: Sequence[Any], expected: Sequence[Any], fit: Any) -> None:
+    fits = len(found) == len(expected) and all(map(fit, found, expected))
+    require(fits, f"{what} {list(map(str, found))}, not {list(map(str, expected))}")
+
+
+def _same_kind(x: Any, y: Any) -> bool:
+    return x.shape == y.shape and has_tangent(x)
+
+
+def _named(fun: Any, name: str) -> Any:
+    def named(*arrays: Any) -> Any:
+        return fun(*arrays)
+
+    named.__name__ = name
+    return named
+
+
+def _list(x: Mapping[str, Any], name: str) -> list[Any]:
+    return of_type(x.get(name), list, name)
+
+
+def _entry(table: Sequence[Any], index: Any, what: str) -> Any:
+    known = 0 <= of_type(index, int, f"the place of a {what}") < len(table)
+    require(known, f"no {what} {index} yet")
+    return table[index]
+
+
+class _BodyReader:
+    """Binds the equations of one body while JAX traces.
+
+    Attributes:
+      depth: the depth of the bodies in it.
+      size: the number of its equations, with the equations in these bodies.
+    """
+
+    def __init__(self, reader: Reader, x: Mapping[str, Any]):
+        self.reader, self.x = reader, x
+        self.depth = self.size = 0
+        self.values: dict[int, Any] = {}
+        self.readers = {"closed": self.closed, "open": self.open, "array": self.array}
+
+    def trace(self, *arrays: Any) -> list[Any]:
+        constants = [self.array(i) for i in _list(self.x, "constants")]
+        self.values = dict(enumerate([*arrays, *constants]))
+        try:
+            self.nodes(_list(self.x, "nodes"), "")
+            with at(".outputs"):
+                return self.read(self.x, "outputs")
+        finally:
+            self.values = {}  # tracers, which must not outlive the trace
+
+    def nodes(self, nodes: Any, place: str) -> None:
+        for i, x in enumerate(of_type(nodes, list, "nodes")):
+            op = x.get("op") if type(x) is dict else None
+            with at(f"{place}.nodes[{i}]" + (f" ({op})" if type(op) is str else "")):
+                of_type(x, dict, "a node")
+                (self.equation if "op" in x else self.call)(x)
+
+    def read(self, x: Mapping[str, Any], name: str) -> list[Any]:
+        return list(map(self.atom, _list(x, name)))
+
+    def atom(self, x: Any) -> Any:
+        if type(x) is dict:
+            return _literal(x)
+        require(of_type(x, int, "a variable") in self.values, f"variable {x} is not defined yet")
+        return self.values[x]
+
+    def define(self, x: Mapping[str, Any], name: str, found: Sequence[Any]) -> None:
+        variables = _list(x, name)
+        require(
+            len(variables) == len(found), f"{len(found)} results have {len(variables)} variables"
+        )
+        for v, value in zip(variables, found, strict=True):
+            is_new = of_type(v, int, "a variable") not in self.values
+            require(is_new, f"variable {v} is there already")
+            self.values[v] = value
+
+    # --- equations ---
+
+    def equation(self, x: Any) -> None:
+        self.size += 1
+        operands = self.read(x, "in")
+        types = list(map(values.type_from_json, _list(x, "types")))
+        name, scope = of_type(x["op"], str, "op"), of_type(x.get("scope", ""), str, "a scope")
+        partitionable = x.get("threefry_partitionable", True)
+        around = jax.threefry_partitionable(of_type(partitionable, bool, "threefry_partitionable"))
+        stack = source_info_util.current_name_stack() + source_info_util.new_name_stack(scope)
+        with around, source_info_util.set_name_stack(stack):
+            results = self.bind(name, x, operands, len(types))
+        found = list(map(jax.typeof, results))
+        require(len(found) == len(types), f"it has {len(found)} results, not {len(types)}")
+        for result, expected in zip(found, types, strict=True):
+            require(same_type(result, expected), f"it gives {result}, not {expected}")
+        self.define(x, "out", results)
+
+    def bind(self, name: str, x: Any, operands: list[Any], num_results: int) -> list[Any]:
+        if name in RULES:
+            fun, body = self.reader.function(x.get("function"))
+            equations.check_takes(
+                "the function", self.closed(body), list(map(jax.typeof, operands))
+            )
+            return list(fun(*operands))
+        given = of_type(x.get("params"), dict, "params")
+        params = {name: values.from_json(y, self.readers) for name, y in given.items()}
+        return equations.from_file(name, params, operands, num_results)
+
+    def closed(self, index: Any) -> ClosedJaxpr:
+        closed = self.reader.body(index)
+        depth, size = self.reader.sizes[index]
+        self.depth, self.size = max(self.depth, depth), self.size + size
+        return closed
+
+    def open(self, index: Any) -> Any:
+        closed = self.closed(index)
+        require(not closed.consts, "a program without constants is expected here")
+        return closed.jaxpr
+
+    def array(self, index: Any) -> Any:
+        return _entry(self.reader.arrays, index, "array")
+
+    # --- calls of modules ---
+
+    def call(self, x: Any) -> None:
+        results, types = x.get("results"), self.reader.types
+        config = of_type(x.get("config"), dict, "config")
+        call = marks.Call(
+            _class(x.get("module"), types),
+            of_type(x.get("path"), str, "path"),
+            of_type(x.get("method"), str, "method"),
+            {name: values.from_json(y) for name, y in config.items()},
+            tree_from_json(x.get("args"), types),
+            None if results is None else tree_from_json(results, types),
+            of_type(x.get("scope"), str, "scope"),
+            of_type(x.get("bypassed", False), bool, "bypassed"),
+        )
+        token, inputs = marks.begin(call, self.read(x, "in"), _seen(x, "seen"))
+        self.define(x, "given", inputs)
+        self.nodes(x.get("nodes"), "")
+        returns = self.read(x, "returns")
+        self.define(x, "out", marks.end(token, call, returns, _seen(x, "seen_results")))
+
+
+def _class(name: Any, types: Mapping[str, type]) -> type | None:
+    """The class of this name in `types`, or else an empty class of this name."""
+    if name is None:
+        return None
+    of_type(name, str, "the class of a module")
+    return types.get(name) or type(name, (), {"__doc__": "A class that only a file names."})
+
+
+def _literal(x: Any) -> Any:
+    struct = values.type_from_json(x.get("type"))
+    if "bits" in x:
+        array = values.array_from_json(x["bits"])
+        require(same_shape(array, struct), "the bits of a literal have another type")
+        return array.item() if struct.weak_type else array
+    value = values.from_json(x.get("value"))
+    require(type(value) in (bool, int, float, complex), "a literal has to be a number")
+    if struct.weak_type:
+        require(same_type(jax.typeof(value), struct), f"{value} is not {struct}")
+        return value
+    require(isinstance(struct.dtype, np.dtype), "a number has to have a dtype of numbers")
+    array = np.asarray(value, struct.dtype)
+    exact = value != value or array.item() == value
+    require(struct.shape == () and exact, f"{value} is not a number of the dtype {struct.dtype}")
+    return array
+
+
+def _seen(x: Any, name: str) -> tuple[Any, ...]:
+    return tuple(map(_transformation, _list(x, name)))
+
+
+def _transformation(x: Any) -> Any:
+    if x == marks.DIFFERENTIATED:
+        return x
+    axes = _list(of_type(x, dict, "a transformation"), "axes")
+    for axis in axes:
+        require(axis is None or type(axis) is int, "an axis has to be a whole number or null")
+    return marks.Batched(of_type(x.get("size"), int, "size"), tuple(axes))

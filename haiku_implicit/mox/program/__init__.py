@@ -1,0 +1,1 @@
+"""A model as a tree of calls and equations, and how it runs."""

@@ -1,0 +1,383 @@
+"""The arguments and results of a module expression, as Haiku's trees and as flat lists of arrays."""
+
+import collections
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
+
+from haiku_implicit.core.array import dense_struct, is_implicit
+from haiku_implicit.core.literals import as_literal
+from haiku_implicit.core.transform import (
+    Static,
+    is_value,
+    tree_flatten_with_implicit,
+    tree_map_with_implicit,
+)
+from haiku_implicit.mox.program import marks
+from haiku_implicit.mox.program.constants import identical, same_structure
+
+# A module's name and the name of an entry.
+Path = tuple[str, str]
+
+
+class Slot(NamedTuple):
+    """One argument or result: its structure, and the variables of its arrays."""
+
+    tree: Static
+    atoms: tuple[Any, ...]
+
+    def arrays_of(self, value: Any, label: str = "") -> list[Any]:
+        """The arrays in a value for the slot, after checks: see `checked`."""
+        return checked(label, self.tree, [v.aval for v in self.atoms], value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Interface:
+    """The arguments and results of a module expression.
+
+    Attributes:
+      leading: the first arguments of `apply`: "params", "state", "rng", or some of these.
+      signature: the signature of the Haiku function.
+      params: the parameters.
+      state: the state.
+      rng: the random key.
+      args: the arguments of the Haiku function, by name.
+      results: its results.
+      new_state: the returned state.
+    """
+
+    leading: tuple[str, ...]
+    signature: inspect.Signature
+    params: Mapping[Path, Slot]
+    state: Mapping[Path, Slot]
+    rng: Slot
+    args: Slot
+    results: Slot
+    new_state: Mapping[Path, Slot]
+
+    @property
+    def invars(self) -> tuple[Any, ...]:
+        """The variables of all arguments, in their order."""
+        return _atoms(self._slots)
+
+    @property
+    def _slots(self) -> list[Slot]:
+        """The slots of all arguments."""
+        return [*self.params.values(), *self.state.values(), self.rng, self.args]
+
+    @property
+    def returns(self) -> tuple[Any, ...]:
+        """The variables of all results, in their order."""
+        return _atoms([self.results, *self.new_state.values()])
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The variables of the Haiku function's arguments, in the order of its signature."""
+        named = self.args.tree.merge(self.args.atoms)
+        ordered = jax.tree.leaves([named[name] for name in self.signature.parameters])
+        own = set(self.args.atoms)
+        return tuple(x for x in ordered if isinstance(x, Var) and x in own)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the model has state, and returns a new one."""
+        return "state" in self.leading
+
+    def state_after(self, defined: set[Any]) -> dict[Path, Slot]:
+        """The returned state of a part of the model: the old state if its new value is not defined."""
+        return {
+            path: slot if defined.issuperset(slot.atoms) else self.state[path]
+            for path, slot in self.new_state.items()
+            if path in self.state or defined.issuperset(slot.atoms)
+        }
+
+    def without(self, params: Container[Path], state: Container[Path]) -> "Interface":
+        """The interface without these parameters, and without this state."""
+
+        def rest(slots: Mapping[Path, Slot], gone: Container[Path]) -> dict[Path, Slot]:
+            return {path: slot for path, slot in slots.items() if path not in gone}
+
+        return dataclasses.replace(
+            self,
+            params=rest(self.params, params),
+            state=rest(self.state, state),
+            new_state=rest(self.new_state, state),
+        )
+
+    def with_variables(self, invars: Sequence[Any]) -> "Interface":
+        """The interface with other variables for its arguments."""
+        new = iter(slots_with([slot.tree for slot in self._slots], invars))
+        return dataclasses.replace(
+            self,
+            params={path: next(new) for path in self.params},
+            state={path: next(new) for path in self.state},
+            rng=next(new),
+            args=next(new),
+        )
+
+    def arguments(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of `apply`, positional and by keyword, with these arrays in them."""
+        fill = _filling(arrays)
+        params = nested({path: fill(slot) for path, slot in self.params.items()})
+        state = nested({path: fill(slot) for path, slot in self.state.items()})
+        first = dict(params=params, state=state, rng=fill(self.rng))
+        bound = inspect.BoundArguments(self.signature, collections.OrderedDict(fill(self.args)))
+        return [*(first[name] for name in self.leading), *bound.args], bound.kwargs
+
+    def merge_results(self, arrays: Sequence[Any]) -> Any:
+        """The return value of `apply`, with these arrays in it."""
+        fill = _filling([literal.array() if (literal := as_literal(x)) else x for x in arrays])
+        out = fill(self.results)
+        if not self.has_state:
+            return out
+        return out, nested({path: fill(slot) for path, slot in self.new_state.items()})
+
+    def of_init(self, params: Mapping[Path, Any], state: Mapping[Path, Any]) -> Any:
+        """The return value of `init`: the model's own entries among these."""
+        pairs = (self.params, params), (self.state, state)
+        own = [nested({path: entries[path] for path in slots}) for slots, entries in pairs]
+        return tuple(own) if self.has_state else own[0]
+
+    def split(self, draws: Callable[[], bool], args: Any, kwargs: Any) -> list[Any]:
+        """The arrays in the arguments of `apply`, checked.
+
+        Args:
+          draws: whether results depend on the random key.
+          args: the positional arguments of `apply`.
+          kwargs: the keyword arguments.
+
+        Raises:
+          TypeError: if arguments are missing, or too many.
+          ValueError: if an argument has a wrong structure, shape or dtype, or a wrong constant.
+        """
+        given, arrays = self._named(args, kwargs), list[Any]()
+        for kind, slots in (("params", self.params), ("state", self.state)):
+            entries = by_path(given.get(kind), kind)
+            for path, slot in slots.items():
+                if path not in entries:
+                    raise ValueError(
+                        f"{kind}: there is no {'/'.join(path)!r}, which the model reads. Pass all that "
+                        "init gives"
+                    )
+                arrays += slot.arrays_of(entries[path], f"{kind}: {'/'.join(path)}")
+        arrays += self.rng.arrays_of(key_like(given.get("rng"), self.rng.atoms, draws), "rng")
+        return arrays + self.args.arrays_of(given["args"])
+
+    def arrays_of_arguments(self, args: Any, kwargs: Any) -> list[Any]:
+        """The arrays in the arguments of the Haiku function only, checked."""
+        return self.args.arrays_of(named_arguments(self.signature, args, kwargs))
+
+    @property
+    def apply_signature(self) -> inspect.Signature:
+        """The signature of `apply`."""
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        leading = [inspect.Parameter(name, kind) for name in self.leading]
+        return self.signature.replace(parameters=[*leading, *self.signature.parameters.values()])
+
+    def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        names = [name for name in self.leading if name not in kwargs]
+        if len(args) < len(names):
+            missing = ", ".join(names[len(args) :])
+            raise TypeError(f"missing: {missing}. The arguments are {self.apply_signature}")
+        first = dict(zip(names, args, strict=False))
+        first |= {name: kwargs[name] for name in self.leading if name in kwargs}
+        rest = {name: x for name, x in kwargs.items() if name not in self.leading}
+        try:
+            named = named_arguments(self.signature, args[len(names) :], rest)
+        except TypeError as e:
+            raise TypeError(f"{e}. The arguments are {self.apply_signature}") from None
+        return dict(first, args=named)
+
+
+def _atoms(slots: Sequence[Slot]) -> tuple[Any, ...]:
+    return tuple(atom for slot in slots for atom in slot.atoms)
+
+
+def slots_with(trees: Sequence[Static], atoms: Sequence[Any]) -> list[Slot]:
+    """Slots with these structures, filled with these atoms in order."""
+    rest = iter(atoms)
+    return [Slot(tree, tuple(itertools.islice(rest, tree.num_arrays))) for tree in trees]
+
+
+def _filling(arrays: Sequence[Any]) -> Callable[[Slot], Any]:
+    """A function that returns the tree of one slot after the other, with these arrays in them."""
+    rest = iter(arrays)
+    return lambda slot: slot.tree.merge(rest)
+
+
+def named_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of the Haiku function by their names, with defaults.
+
+    Raises:
+      TypeError: if they do not fit the signature, or are not trees.
+    """
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    for name, x in bound.arguments.items():
+        try:
+            jax.tree.structure(x)
+        except (TypeError, ValueError) as e:
+            raise TypeError(f"{name}: expected arrays in a tree of JAX's. {e}") from None
+    return dict(bound.arguments)
+
+
+def by_path(tree: Any, kind: str = "params") -> dict[Path, Any]:
+    """The entries of Haiku's parameters or state, by module and name.
+
+    Raises:
+      TypeError: if the tree is something else.
+    """
+    if not isinstance(tree, Mapping | None) or not all(
+        isinstance(entries, Mapping) for entries in (tree or {}).values()
+    ):
+        raise TypeError(
+            f"{kind}: expected what init gives, a dictionary by module and name, got "
+            f"{type(tree).__name__}"
+        )
+    found = {} if tree is None else {module: dict(entries) for module, entries in tree.items()}
+    return {(module, name): x for module, entries in found.items() for name, x in entries.items()}
+
+
+def nested(entries: Mapping[Path, Any]) -> dict[str, dict[str, Any]]:
+    """Haiku's parameters or state, from entries by module and name."""
+    out: dict[str, dict[str, Any]] = {}
+    for (module, name), x in entries.items():
+        out.setdefault(module, {})[name] = x
+    return out
+
+
+def by_variable(slots: Mapping[Path, Slot]) -> dict[Any, Path]:
+    """The paths of parameters or state, by variable."""
+    return {v: path for path, slot in slots.items() for v in slot.atoms}
+
+
+def slot_of(x: Any) -> Slot:
+    """The structure of an argument, and its arrays; implicit arrays as their dense shapes."""
+    tree, arrays = marks.split(tree_map_with_implicit(dense_struct, x), is_array)
+    return Slot(tree, tuple(arrays))
+
+
+def slots_of(entries: Any) -> dict[Path, Slot]:
+    """The slots of Haiku's parameters or state."""
+    return {path: slot_of(x) for path, x in by_path(entries).items()}
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf is traced. Anything else is a part of the expression."""
+    return is_value(x) or isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
+
+
+def key_like(key: Any, variables: Sequence[Any], draws: Callable[[], bool]) -> Any:
+    """Converts a random key to the program's kind. None gives any key, if no result depends on it."""
+    if not variables:
+        if key is not None:
+            raise ValueError(
+                "rng: the expression was made without a key, and got one. Make another: rng=key"
+            )
+        return None
+    (variable,) = variables
+    typed = jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.prng_key)
+    if key is None:
+        if draws():
+            raise ValueError(
+                "rng: the expression draws random numbers, and got None for a key. Pass a key, or make "
+                "one without: rng=None"
+            )
+        return jax.random.key(0) if typed else np.zeros(variable.aval.shape, variable.aval.dtype)
+    key = as_key(key)
+    if not is_array(key):
+        return key
+    if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key if typed else jax.random.key_data(key)
+    return jax.random.wrap_key_data(key) if typed else key
+
+
+def as_key(key: Any) -> Any:
+    """A random key; an integer is used as a seed."""
+    return jax.random.PRNGKey(key) if isinstance(key, int) else key
+
+
+def checked(label: str, tree: Static, avals: Sequence[Any], value: Any) -> list[Any]:
+    """The arrays in an argument, after checking its structure, shapes and dtypes.
+
+    Weak types are not checked, as in JAX's ahead-of-time compilation.
+    """
+    leaves, treedef = tree_flatten_with_implicit(value)
+    if not same_structure(treedef, tree.treedef):
+        raise ValueError(_other_structure(label, tree.merge(avals), value))
+    expected, arrays = iter(avals), []
+    for i, (x, static) in enumerate(zip(leaves, tree.leaves, strict=True)):
+        where = functools.partial(_name_of_leaf, label, value, i)
+        if static is not None:
+            if not identical(x, static[0]):
+                raise ValueError(
+                    f"{where()}: the expression was made for {static[0]!r}, got {x!r}. {_ANOTHER}"
+                )
+            continue
+        aval = next(expected)
+        x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+        if not is_array(x) or x.shape != aval.shape or x.dtype != aval.dtype:
+            raise ValueError(
+                f"{where()}: the expression was made for {_brief(aval)}, got {_brief(x)}. {_ANOTHER}"
+            )
+        weak = getattr(x, "weak_type", False) and not aval.weak_type
+        arrays.append(jax.lax.convert_element_type(x, aval.dtype) if weak else x)
+    return arrays
+
+
+_ANOTHER = "Make another one for other arguments"
+
+
+def _other_structure(label: str, expected: Any, value: Any) -> str:
+    """The error message for an argument with a wrong structure; without a label, for the first one."""
+    if not label:
+        structures = [{k: _described(x) for k, x in tree.items()} for tree in (expected, value)]
+        other = [k for k in value if structures[0].get(k) != structures[1][k]]
+        if not other:
+            return (
+                "the arguments: the expression was made for containers of other classes, which have "
+                f"the same names and fields. {_ANOTHER}, or load it with types="
+            )
+        label = other[0]
+        expected, value = expected.get(label), value[label]
+    return (
+        f"{label}: the expression was made for {_described(expected)}, got {_described(value)}. "
+        f"{_ANOTHER}"
+    )
+
+
+def _described(x: Any) -> str:
+    return described(slot_of(x).tree)
+
+
+def described(tree: Static) -> str:
+    """A structure in a readable form: `(array, {'a': array})`."""
+    return repr(tree.merge([_Shown("array")] * tree.num_arrays))
+
+
+class _Shown(str):
+    """A text that is shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _brief(x: Any) -> str:
+    shaped = hasattr(x, "shape") and hasattr(x, "dtype")
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]" if shaped else repr(x)
+
+
+def _name_of_leaf(label: str, value: Any, index: int) -> str:
+    paths, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_implicit)
+    path = paths[index][0]
+    if label:
+        return label + jax.tree_util.keystr(path)
+    return str(path[0].key) + jax.tree_util.keystr(path[1:])

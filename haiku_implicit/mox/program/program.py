@@ -1,0 +1,307 @@
+"""The program of a model: its tree, with its arguments and results."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import haiku as hk
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from haiku_implicit.core import compat
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.transform import Static, tree_leaves_with_implicit
+from haiku_implicit.mox.program import marks
+from haiku_implicit.mox.program.interface import (
+    Interface,
+    Path,
+    as_key,
+    by_path,
+    by_variable,
+    is_array,
+    named_arguments,
+    slot_of,
+    slots_of,
+    slots_with,
+)
+from haiku_implicit.mox.program.paths import with_full_paths
+from haiku_implicit.mox.program.run import run
+from haiku_implicit.mox.program.sources import depends
+from haiku_implicit.mox.program.tree import Body, Node, body_of
+from haiku_implicit.params.haiku.transformed import original_of, transform_implicit
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Program:
+    """The program of a Haiku model, as a tree of its modules' calls.
+
+    Attributes:
+      body: the tree.
+      interface: the arguments and results.
+      init: the model's `init`.
+      implicit: whether the model makes implicit arrays itself.
+    """
+
+    body: Body
+    interface: Interface
+    init: Callable[..., Any] | None
+    implicit: bool = False
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the model has state, and returns a new one."""
+        return self.interface.has_state
+
+    def with_nodes(
+        self, children: Sequence[Node], face: Interface, init: Callable[..., Any] | None
+    ) -> Self:
+        """The program with other nodes, arguments and results, and another `init`."""
+        body = dataclasses.replace(
+            self.body, children=tuple(children), invars=face.invars, returns=face.returns
+        )
+        return dataclasses.replace(self, body=body, interface=face, init=init)
+
+    def with_init_of(
+        self, change: Callable[[dict[Path, Any], dict[Path, Any]], Any]
+    ) -> Callable[..., Any] | None:
+        """The `init` of a changed program: a function of the parameters and the state of `init`."""
+        if self.init is None:
+            return None
+        return lambda *args, **kwargs: change(*self.initial(*args, **kwargs))
+
+    def initial(self, *args: Any, **kwargs: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
+        """The parameters and the state that `init` makes, by path."""
+        assert self.init is not None
+        made = self.init(*args, **kwargs)
+        params, state = made if self.has_state else (made, {})
+        return by_path(params), by_path(state)
+
+    @functools.cached_property
+    def draws_random(self) -> bool:
+        """Whether a result depends on the random key."""
+        if not any(self.body.uses[v] for v in self.interface.rng.atoms):
+            return False
+        keys = set(self.interface.rng.atoms)
+        return any(depends(self.body, [v in keys for v in self.body.invars]))
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the model's `apply`, bit for bit: see `eval_mox`."""
+        leaves = tree_leaves_with_implicit((args, kwargs))
+        if self.implicit or any(map(is_implicit, leaves)):
+            return self._on_implicit.apply(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    @functools.cached_property
+    def _on_implicit(self) -> Any:
+        kind = hk.TransformedWithState if self.has_state else hk.Transformed
+        return transform_implicit(kind(init=self._run, apply=self._run))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        arrays = self.interface.split(lambda: self.draws_random, args, kwargs)
+        return self.interface.merge_results(run(self.body, self.body.consts, arrays))
+
+    def transformed(self) -> hk.Transformed | hk.TransformedWithState:
+        """The program as a transformed function: see `to_transformed`."""
+
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            return self.apply(*args, **kwargs)
+
+        apply.__signature__ = self.interface.apply_signature  # type: ignore[attr-defined]
+        kind: Any = hk.TransformedWithState if self.has_state else hk.Transformed
+        return kind(init=self.init, apply=apply)
+
+    def __copy__(self) -> "Program":
+        return self  # nothing in it changes
+
+    def __deepcopy__(self, memo: Any) -> "Program":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a module expression can't be pickled. save(path, mox) writes it to a file, and load(path) "
+            "reads it"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+
+def checked(call: str, x: Any) -> None:
+    """Raises a TypeError unless an argument is a module expression.
+
+    Args:
+      call: the call that takes it, for the error: `save(path, mox)`.
+      x: the argument.
+    """
+    if not isinstance(x, Program):
+        made = ": make one with make_mox(model)(*args)" if _is_transformed(x) else ""
+        raise TypeError(f"{call}: mox has to be a module expression, got {type(x).__name__}{made}")
+
+
+def _is_transformed(x: Any) -> bool:
+    return isinstance(x, hk.Transformed | hk.TransformedWithState)
+
+
+ANY_KEY = "any key"
+
+
+# --- making ---------------------------------------------------------------------------------------
+
+
+def program_of(
+    transformed: Any, args: Any, kwargs: Any, *, prune: bool = False, **given: Any
+) -> Program:
+    """Traces a transformed function for these arguments.
+
+    Args:
+      transformed: the result of Haiku's `transform` or `transform_with_state`.
+      args: the arguments of the Haiku function: arrays, `jax.ShapeDtypeStruct`s and constants.
+      kwargs: its keyword arguments.
+      prune: whether to leave out equations that no result depends on.
+      **given: `params` and `state`, or None to take their shapes from `init`; and `rng`: None for no
+        key, `ANY_KEY` for a key of the usual kind.
+    """
+    has_state = isinstance(transformed, hk.TransformedWithState)
+    apply, implicit = original_of(transformed.apply)
+    leading, signature = split_signature(apply, has_state)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        # The signature lacks arguments whose names Haiku also adds (an RNN's `state`).
+        signature = inspect.signature(lambda *args, **kwargs: None)
+    named = named_arguments(signature, args, kwargs)
+    given = with_shapes(transformed, args, kwargs, **given)
+    face = Interface(
+        leading,
+        signature,
+        params=slots_of(given["params"]),
+        state=slots_of(given["state"]),
+        rng=slot_of(given["rng"]),
+        args=slot_of(named),
+        results=slot_of(None),
+        new_state={},
+    )
+    returned: dict[Any, Static] = {}
+
+    def on_arrays(*arrays: Any) -> list[Any]:
+        args, kwargs = face.arguments(arrays)
+        out = apply(*args, **kwargs)
+        out, state = out if has_state else (out, None)
+        parts = {path: marks.split(x) for path, x in {_OUT: out, **by_path(state)}.items()}
+        returned.update({path: tree for path, (tree, _) in parts.items()})
+        return [x for _, arrays in parts.values() for x in arrays]
+
+    closed = _marked(on_arrays, face.invars)
+    if prune:
+        used, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+        closed = closed.replace(jaxpr=used)
+    body = body_of("model", closed)
+    slots = slots_with(list(returned.values()), body.returns)
+    new_state = dict(zip(returned, slots, strict=True))
+    face = dataclasses.replace(
+        face.with_variables(body.invars), results=new_state.pop(_OUT), new_state=new_state
+    )
+    body = with_full_paths(body, by_variable(face.params) | by_variable(face.state))
+    return Program(body, face, transformed.init, implicit)
+
+
+def _marked(fun: Callable[..., Any], arrays: Any) -> ClosedJaxpr:
+    """The program of a function, with marks set in the first way that does not change its numbers."""
+    for way in marks.Way:
+        closed, error, results = _traced(fun, arrays, way)
+        changed = results.changed
+        if changed and way is not marks.Way.COPIES:
+            raise ValueError(
+                f"make_mox: {changed.call} returns a {type(changed.container).__name__} that others "
+                "hold, too, and the model changes it afterwards. That can be followed in lists, "
+                "dictionaries and objects whose attributes can be set: return one of these, or a copy"
+            ) from error
+        if not changed and not isinstance(error, jax.errors.UnexpectedTracerError):
+            break
+    if error is not None:
+        raise error
+    return closed
+
+
+def _traced(fun: Callable[..., Any], arrays: Any, way: marks.Way) -> tuple[Any, Any, marks.Results]:
+    """Traces a function: its program, the error if there is one, and the results of calls."""
+    closed = error = None
+    with marks.marking(way) as results:
+        try:
+            closed = jax.make_jaxpr(fun)(*arrays)
+        except Exception as e:
+            error = e
+    for x in closed.consts if closed else ():
+        if isinstance(x, jax.core.Tracer) and (results.has_moved(x) or not compat.is_traced()):
+            error = jax.errors.UnexpectedTracerError(
+                "make_mox: the model keeps a value of a loop, a branch or a function that JAX traces, "
+                f"and uses it outside: {x}. Return it from there"
+            )
+    return closed, error, results
+
+
+# Stands for the results among the paths of the returned state.
+_OUT = ("", "")
+
+
+def split_signature(apply: Any, has_state: bool) -> tuple[tuple[str, ...], inspect.Signature]:
+    """The first arguments of an `apply`, and the signature of the Haiku function.
+
+    If an `apply` has only `*args`, its first arguments are the same as for Haiku's.
+    """
+    parameters = list(inspect.signature(apply).parameters.values())
+    leading: tuple[str, ...] = ("params", "state") if has_state else ("params",)
+    following = parameters[len(leading) : len(leading) + 1]
+    unknown = not parameters or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
+    if unknown or (following and following[0].name == "rng"):
+        leading = (*leading, "rng")
+    skipped = 0 if unknown else len(leading)
+    return leading, inspect.Signature(parameters[skipped:])
+
+
+def with_shapes(
+    transformed: Any, args: Any, kwargs: Any, *, params: Any, state: Any, rng: Any
+) -> dict[str, Any]:
+    """The given `params`, `state` and `rng`; shapes from `init` replace missing ones."""
+    rng = _usual_key() if rng is ANY_KEY else as_key(rng)
+    has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
+    given = dict(params=params, state=state, rng=rng)
+    if params is not None and (state is not None or not has_state):
+        return given
+    # An initializer may need a key even if the model gets none.
+    key = _usual_key() if rng is None else rng
+    structure, arrays = marks.split((key, args, kwargs), is_array)
+
+    def on_arrays(*arrays: Any) -> Any:
+        key, args, kwargs = structure.merge(arrays)
+        return transformed.init(key, *args, **kwargs)
+
+    made = jax.eval_shape(on_arrays, *arrays)
+    made = dict(zip(("params", "state"), made if has_state else (made, None), strict=True))
+    return given | {name: x for name, x in made.items() if given[name] is None}
+
+
+@contextlib.contextmanager
+def init_called(what: str, way_out: str) -> Iterator[None]:
+    """Adds to the errors of a model's `init` that it was called, and the way out.
+
+    Haiku raises a ValueError if `init` lacks a parameter or state. A complete error replaces it. Other
+    errors stay the same, with a note.
+    """
+    try:
+        yield
+    except ValueError as e:
+        if what in str(e):  # of a model that was changed twice
+            raise
+        raise ValueError(f"{what}: {e}\n{way_out}") from e
+    except Exception as e:
+        e.add_note(f"{what}. {way_out}")
+        raise
+
+
+def _usual_key() -> Any:
+    return jax.eval_shape(lambda: jax.random.PRNGKey(0))

@@ -1,0 +1,1 @@
+"""Views of a module expression: queries, text, pages, graphs, flops and differences."""

@@ -1,0 +1,125 @@
+"""Counts floating-point operations of equations, from shapes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from haiku_implicit.mox.program.tree import Equation, Node
+
+
+def flops(node: Node) -> int:
+    """Counts the floating-point operations of a node.
+
+    - A product (`dot_general`, a convolution) takes two for each pair of numbers that it multiplies;
+      padding of a convolution is not counted.
+    - A reduction takes one for each number that it adds to another.
+    - Equations that only move data take none.
+    - Other equations take one for each element of their results: `exp` counts as much as `add`.
+    - The body of a scan counts once per step, and the body of a `while` once, because the number of its
+      steps is unknown. A condition counts as its most expensive branch.
+
+    The result equals XLA's (`jax.jit(f).lower(x).cost_analysis()`, flops plus transcendentals), except
+    for loops, whose bodies XLA counts once, cumulative sums and random numbers.
+    """
+    if not isinstance(node, Equation):
+        return sum(map(flops, node.children))
+    name = node.primitive.name
+    if name in _MOVES:
+        return 0
+    if name in _RULES:
+        return _RULES[name](node.eqn)
+    if node.bodies:
+        of_bodies = [flops(body) for body in node.bodies]
+        return times(node) * (max(of_bodies) if name == "cond" else sum(of_bodies))
+    return sum(map(_size, node.outputs))
+
+
+def times(node: Equation) -> int:
+    """How often the bodies of an equation run; 1 if that is unknown."""
+    return int(node.eqn.params["length"]) if node.primitive.name == "scan" else 1
+
+
+def label_of_loop(node: Equation) -> str:
+    """The primitive of an equation with bodies, and how often they run: `scan × 12`."""
+    number = times(node)
+    return f"{node.primitive.name} × {number}" if number != 1 else str(node.primitive.name)
+
+
+def _size(atom: Any) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))
+
+
+def _of_dot(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return 2 * _size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
+
+
+def _of_ragged_dot(eqn: Any) -> int:
+    """Counts a ragged product, in which each row is multiplied by one of the matrices."""
+    (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    shape = eqn.invars[0].aval.shape
+    return 2 * _size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
+
+
+def _of_conv(eqn: Any) -> int:
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    lhs, rhs, out = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
+    pairs = lhs[numbers.lhs_spec[0]] // params["batch_group_count"]
+    pairs *= rhs[numbers.rhs_spec[0]] * rhs[numbers.rhs_spec[1]]
+    for i, stride in enumerate(params["window_strides"]):
+        pairs *= _num_inside(
+            lhs[numbers.lhs_spec[2 + i]],
+            rhs[numbers.rhs_spec[2 + i]],
+            out[numbers.out_spec[2 + i]],
+            stride,
+            params["padding"][i][0],
+            params["lhs_dilation"][i],
+            params["rhs_dilation"][i],
+        )
+    return 2 * pairs
+
+
+def _num_inside(
+    lhs: int, rhs: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
+) -> int:
+    """How many pairs of kernel position and result position meet a number, not padding."""
+    at = np.arange(out)[:, None] * stride + np.arange(rhs) * rhs_dilation - low
+    return int(((at >= 0) & (at % lhs_dilation == 0) & (at // lhs_dilation < lhs)).sum())
+
+
+def _of_reduction(eqn: Any) -> int:
+    return sum(map(_size, eqn.invars)) - sum(map(_size, eqn.outvars))
+
+
+def _of_windows(eqn: Any) -> int:
+    return _size(eqn.outvars[0]) * (math.prod(eqn.params["window_dimensions"]) - 1)
+
+
+def _of_scatter(eqn: Any) -> int:
+    return _size(eqn.invars[-1])
+
+
+_MOVES = frozenset(
+    "all_gather bitcast_convert_type broadcast_in_dim concatenate copy copy_p device_put dynamic_slice "
+    "dynamic_update_slice expand_dims gather iota optimization_barrier pad pvary random_seed "
+    "random_unwrap random_wrap reshape rev scatter sharding_constraint slice split squeeze "
+    "stop_gradient transpose".split()
+)
+
+_RULES: dict[str, Callable[[Any], int]] = {
+    "dot_general": _of_dot,
+    "ragged_dot_general": _of_ragged_dot,
+    "conv_general_dilated": _of_conv,
+    **dict.fromkeys(
+        "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
+        "reduce_xor".split(),
+        _of_reduction,
+    ),
+    **dict.fromkeys(
+        "reduce_window reduce_window_max reduce_window_min reduce_window_sum".split(), _of_windows
+    ),
+    **dict.fromkeys("scatter-add scatter-mul scatter-min scatter-max".split(), _of_scatter),
+}

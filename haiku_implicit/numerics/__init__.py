@@ -1,1 +1,0 @@
-"""Numbers in few bits: formats, scales and codes, and the matrix that is stored in them."""

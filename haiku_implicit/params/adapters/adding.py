@@ -1,0 +1,281 @@
+"""Adapters added to weights of a tree of parameters, by type or by name."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from haiku_implicit.arrays.adapter import Adapter, method_named, method_names
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.lora_init import Initializer, LoRAInit
+from haiku_implicit.core.keys import as_key_source
+from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.predicates import Targets, compiled, no_match
+from haiku_implicit.params.trees import trees
+from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
+from haiku_implicit.params.trees.options import Room, check_matrix
+from haiku_implicit.params.trees.selection import describe, errors_name, stacked_axes
+from haiku_implicit.params.trees.warnings import LargeAdapters
+
+
+def add_lora(
+    params: Any,
+    key: Any,
+    *,
+    rank: int,
+    alpha: float | None = None,
+    targets: Targets | None = None,
+    init: Initializer | LoRAInit | str | None = None,
+    exclude: Targets | None = None,
+    missing_ok: bool = False,
+    matrix_axes: MatrixAxesOf | None = None,
+    rank_stabilized: bool = False,
+) -> Any:
+    """Adds LoRA to weights of a tree of parameters, including quantized weights.
+
+    The new tree stands for the same values. The random key of each weight comes from `key` and the
+    parameter's path, and does not depend on the other targets.
+
+    Args:
+      params: parameters as Haiku's `init` returns them, or any nesting of mappings.
+      key: a JAX random key, an integer seed, or a function such as `hk.next_rng_key`, which makes the
+        key of each weight.
+      rank: the rank of the correction, at most the smaller of a weight's last two axes.
+      alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
+      targets: the parameters that get LoRA. None: all floating-point parameters of two axes or more,
+        dense or quantized, that have room for the rank (axes along which
+        `hk.experimental.layer_stack` stacks do not count), except those named `b`, `bias`, `offset`
+        or `scale` (or `gating_b`, `query_bias` and so on), and `pos`, `position_embeddings` or
+        another name for a table of positions, which is added. A warning names the weights without
+        room that `exclude` does not name. A string or compiled pattern: the parameters whose whole
+        `module/name` matches the regular expression. A predicate: those for which
+        `targets(module_name, name, value)` is true. True: all.
+      init: the initialization of the factors. A function draws `a`, as `init(key, shape, dtype)`, and
+        `b` is zero; None: uniform in ±1/sqrt(n). 'gaussian': normal. 'orthogonal': neither factor is
+        zero, but their product is. 'pissa', 'olora': the factors hold the largest part of the weight,
+        which becomes the rest. `EVA(moments)`: from the inputs of a calibration batch.
+        `LoftQ(dtype, ...)`: the weight is quantized, and the factors make up for part of the error.
+      exclude: the targets to leave out, in the same forms as `targets`. One that matches no parameter
+        is an error.
+      missing_ok: if no parameter is left to change, return the parameters unchanged, without an
+        error.
+      matrix_axes: the axes that make a matrix of a weight whose last two axes do not, such as
+        attention's `[inputs, heads, width]`: a mapping from `module/name`, or a regular expression
+        that matches all of it, to `(inputs, outputs)`, with axes counted from the end, such as
+        `{'.*query_w': ([-3], [-2, -1])}`; or the result of `infer_matrix_axes`. Such a weight becomes
+        a `MatrixView` of one LoRA. Other weights of more than two axes are stacks of matrices, each
+        with its own factors; a warning names those whose factors have more numbers than the weight.
+      rank_stabilized: whether to scale the correction by `alpha / sqrt(rank)` (rsLoRA,
+        arXiv:2312.03732).
+
+    Returns:
+      The tree with the targets replaced by `LoRA`, and mappings as dicts.
+
+    Raises:
+      ValueError: for targets that match nothing (the error lists near misses), a parameter that LoRA
+        of this rank does not fit, or a rank that is not a positive integer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'linear': {'w': jnp.ones((4, 3)), 'b': jnp.zeros(3)}}
+      >>> hki.add_lora(params, jax.random.key(0), rank=2, alpha=4.0)['linear']['w']
+      LoRA(float32[4,3], w=float32[4,3], a=float32[4,2], b=float32[2,3], factor=float32[])
+      >>> hki.add_lora(params, 0, rank=2, targets='linear/v')
+      Traceback (most recent call last):
+      ...
+      ValueError: targets: 'linear/v' matches none of the 2 parameters (the whole of 'module/name'
+      has to match). Nearest: linear/w, linear/b
+    """
+    options: Any = dict(targets=targets, exclude=exclude, missing_ok=missing_ok)
+    options |= dict(rank=rank, alpha=alpha, init=init, rank_stabilized=rank_stabilized)
+    return add_adapter(params, key, LoRA, matrix_axes=matrix_axes, **options)
+
+
+def add_adapter(
+    params: Any,
+    key: Any,
+    method: str | type[Adapter],
+    *,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    missing_ok: bool = False,
+    matrix_axes: MatrixAxesOf | None = None,
+    patterns: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> Any:
+    """Adds adapters of a type to weights of a tree of parameters, including quantized weights.
+
+    The new tree stands for the same values. The adapters are trained, and the weights are not.
+
+    Args:
+      params: parameters as Haiku's `init` returns them, or any nesting of mappings.
+      key: as for `add_lora`.
+      method: a type of adapter: `haiku_implicit.LoRA`, one of `haiku_implicit.adapters`, or your own
+        subclass of `haiku_implicit.adapters.Adapter`. Or its name: 'boft', 'dora', 'fourierft', 'ia3',
+        'locon', 'loha', 'lokr', 'lora', 'low_rank_diagonal', 'oft', 'shira', 'trained_rows', 'vblora',
+        'vera' (see docs/adapters.md), or the name of your own class in lower case.
+      targets, exclude, missing_ok, matrix_axes: as for `add_lora`. The default targets are weights with
+        room for the rank, if the method has one; a warning names the others.
+      patterns: other options for some weights: a mapping from a regular expression that matches the
+        whole `module/name` to options, such as `{'.*/mlp/.*': {'rank': 4}}`. The first pattern that
+        matches counts.
+      **options: the options of the method, such as `rank` and `alpha`; see `create` of the type, for
+        example `help(haiku_implicit.adapters.DoRA.create)`.
+
+    Returns:
+      The tree with adapters on the targets, and mappings as dicts. With 'vblora' it has one more
+      module, the vector bank, which `with_vector_bank` puts into the weights in each step.
+
+    Raises:
+      ValueError: for an unknown method or option, a missing option, targets or a pattern that match
+        nothing, or a weight that the adapter does not fit.
+      TypeError: for a `method` or `patterns` of another type.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'linear': {'w': jnp.ones((4, 3)), 'b': jnp.zeros(3)}}
+      >>> new = hki.add_adapter(params, 0, 'dora', rank=2)
+      >>> new['linear']['w']
+      DoRA(float32[4,3], w=float32[4,3], a=float32[4,2], b=float32[2,3], magnitude=float32[3], ...)
+      >>> hki.add_adapter(params, 0, 'dora', ranks=2)
+      Traceback (most recent call last):
+      ...
+      ValueError: method 'dora': expected the options rank, alpha (optional), got ranks
+    """
+    kind, name = _kind_of(method)
+    of_weight = _options_of(kind, name, options, patterns or {})
+    key = as_key_source(key)
+    shares = kind.one_key or kind.with_shared.__func__ is not Adapter.with_shared.__func__  # type: ignore[attr-defined]
+    if callable(key) and shares:
+        raise ValueError(f"method {name!r}: all weights share one key; give key= a key or a seed")
+    choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
+    large = LargeAdapters()
+
+    def room_of(path: str, shape: tuple[int, ...]) -> int:
+        return kind.room(shape[stacked_axes(path) :], **of_weight(path))
+
+    def made(parameter: trees.Parameter) -> Any:
+        path, value, stacked = parameter.path, parameter.value, parameter.stacked
+        check_matrix(path, value, name, stacked)
+        own_key = key if kind.one_key else parameter.key_from(key)
+        with errors_name(path, value):
+            own = kind.options_for(path, len(value.shape) - stacked, of_weight(path))
+            return large.see(parameter, _created(kind, value, own_key, own))
+
+    room = Room(lambda path: of_weight(path).get("rank", 1), room_of)
+    parameters = trees.parameters_of(params)
+    marks = trees.marks_of(parameters, choice, room.takes, room.wanted)
+    paths = [p.path for p, marked in zip(parameters, marks, strict=True) if marked]
+    if not choice.may_be_empty:
+        _check_patterns(patterns or {}, paths)
+    new = trees.replace_marked(params, marks, made, choice.matrix_axes)
+    large.warn()
+    trees.warn_of_others(parameters, choice, room.leaves, room.told)
+    return kind.with_shared(new, key, **options)
+
+
+def _check_patterns(patterns: Iterable[str], paths: Sequence[str]) -> None:
+    """Raises if a pattern matches no weight; warns if earlier patterns take all its weights."""
+    taken: dict[str, str] = {}
+    for pattern in patterns:
+        own = [path for path in paths if re.fullmatch(pattern, path)]
+        if not own:
+            raise no_match("patterns", pattern, paths, kind="weights that get an adapter")
+        if all(path in taken for path in own):
+            warn_caller(
+                f"patterns: {pattern!r} decides for no weight, since {taken[own[0]]!r} before it "
+                f"matches {own[0]}, too. The first pattern that matches decides: put {pattern!r} first"
+            )
+        for path in own:
+            taken.setdefault(path, pattern)
+
+
+def _kind_of(method: Any) -> tuple[Any, str]:
+    """The class of a method, and its name in errors.
+
+    Raises:
+      ValueError: for an unknown name, or a name that several classes have.
+      TypeError: for anything but a name or an adapter class with `create`.
+    """
+    names = ", ".join(map(repr, method_names()))
+    if isinstance(method, str):
+        kind = method_named(method)
+        if kind is None:
+            raise ValueError(
+                f"method: expected one of {names}, or a subclass of "
+                f"haiku_implicit.adapters.Adapter, got {method!r}"
+            )
+        return kind, method
+    is_kind = isinstance(method, type) and issubclass(method, Adapter)
+    if not is_kind or not callable(getattr(method, "create", None)):
+        raise TypeError(
+            "method: expected a subclass of haiku_implicit.adapters.Adapter that has a class method "
+            f"create(w, key, **options), or its name, one of {names}; got {method!r}"
+        )
+    return method, method.__name__
+
+
+def _created(kind: Any, value: Any, key: jax.Array, options: Mapping[str, Any]) -> Any:
+    """A weight with an adapter; raises if `create` of its type makes anything else."""
+    new = kind.create(value, key, **options)
+    if not isinstance(new, Adapter) or tuple(new.shape) != tuple(value.shape):
+        raise TypeError(
+            f"{kind.__name__}.create: expected a {kind.__name__} of the shape {list(value.shape)}, "
+            f"got {describe(new) if hasattr(new, 'shape') else type(new).__name__}"
+        )
+    return new
+
+
+def options_of(method: Any) -> dict[str, bool] | None:
+    """The options of a method, and whether each is required; None if it takes any option.
+
+    Raises:
+      ValueError: for an unknown method.
+    """
+    kind, _ = _kind_of(method)
+    own = list(inspect.signature(kind.create).parameters.values())[2:]  # without `w` and `key`
+    if any(p.kind is p.VAR_KEYWORD for p in own):
+        return None
+    return {p.name: p.default is p.empty for p in own}
+
+
+def _options_of(
+    kind: Any, name: str, options: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
+) -> Callable[[str], dict[str, Any]]:
+    """Returns the options of a weight by its path; raises for unknown or missing options."""
+    known = options_of(kind)
+    rules = checked_patterns(patterns)
+    for given in (options, *({**options, **more} for _, more in rules)):
+        wrong = sorted(set(given) - set(known or given))
+        missing = [own for own, needed in (known or {}).items() if needed and own not in given]
+        if wrong or missing:
+            names = (f"{own}{'' if needed else ' (optional)'}" for own, needed in known.items())  # type: ignore[union-attr]
+            raise ValueError(
+                f"method {name!r}: expected the options {', '.join(names) or 'none'}, got "
+                f"{', '.join(sorted(given)) or 'none'}"
+            )
+        kind.check_options(given)
+
+    def of_weight(path: str) -> dict[str, Any]:
+        found = (more for pattern, more in rules if pattern.fullmatch(path))
+        return {**options, **next(found, {})}
+
+    return of_weight
+
+
+def checked_patterns(
+    patterns: Mapping[str, Mapping[str, Any]],
+) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
+    """The argument `patterns` with compiled expressions; raises if it has another type."""
+    example = "such as {'.*/mlp/.*': {'rank': 4}}"
+    if not isinstance(patterns, Mapping):
+        raise TypeError(
+            "patterns: expected a mapping from regular expressions to mappings of options, "
+            f"{example}, got {patterns!r}"
+        )
+    for pattern, own in patterns.items():
+        if not isinstance(own, Mapping):
+            raise TypeError(f"patterns: expected options for {pattern!r}, {example}, got {own!r}")
+    return [(compiled("patterns", pattern), more) for pattern, more in patterns.items()]

@@ -1,0 +1,267 @@
+"""A bank of LoRA adapters for one base, from which each example of a batch selects one."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Collection
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.arrays.lora import RestLoRA
+from haiku_implicit.arrays.matrix_view import matrix_of
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.serialization import register_tree_type
+from haiku_implicit.params.adapters.adding import add_lora
+from haiku_implicit.params.adapters.parts import (
+    AdapterParts,
+    check_bases,
+    checked_parts,
+    has_adapter,
+    lora_of,
+)
+from haiku_implicit.params.trees import trees
+from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
+from haiku_implicit.quantized.numbers.options import is_positive_integer
+
+# The factors and the scale of all slots, by the path of their weight.
+_Slots = dict[str, tuple[jax.Array, jax.Array, jax.Array]]
+
+
+@register_tree_type
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdapterBank:
+    """The parameters of one base, with slots for LoRA adapters up to a maximum rank.
+
+    A pytree, to be passed to compiled functions. `put` and `remove` change its slots and keep all
+    shapes, so that nothing is compiled again. (The first adapter that began as PiSSA, OLoRA or LoftQ is
+    the exception: from then on `select` gives `RestLoRA` for its weights.) An empty slot gives the
+    base.
+
+    Attributes:
+      params: the tree of parameters, whose targets have LoRA of rank `rank` with factors of zeros.
+      slots: by `module/name`, `a` `[capacity, ..., n, rank]`, `b` `[capacity, ..., rank, m]` and the
+        scale `[capacity]`.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> model = hki.transform_implicit(hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x))))
+      >>> base = model.init(jax.random.key(0), jnp.ones(4))
+      >>> bank = hki.AdapterBank.of(base, capacity=8, rank=2)
+      >>> tuned = hki.add_lora(base, 1, rank=1, alpha=4.0)
+      >>> bank = bank.put(5, hki.get_adapter(tuned))
+      >>> run = jax.jit(hki.with_bank(model.apply))
+      >>> run(bank, jnp.array([0, 5, 0]), jnp.ones((3, 4))).shape  # the second example has adapter 5
+      (3, 3)
+    """
+
+    params: Any
+    slots: _Slots
+
+    @classmethod
+    def of(
+        cls,
+        params: Any,
+        *,
+        capacity: int,
+        rank: int,
+        targets: Targets | None = None,
+        exclude: Targets | None = None,
+        matrix_axes: MatrixAxesOf | None = None,
+    ) -> Self:
+        """Makes an empty bank.
+
+        Args:
+          params: the base, without adapters.
+          capacity: the number of slots.
+          rank: the largest rank of an adapter.
+          targets, exclude, matrix_axes: the weights that adapters may change, as for `add_lora`.
+
+        Raises:
+          ValueError: for a capacity below 1, and as `add_lora` does.
+        """
+        if not is_positive_integer(capacity):
+            raise ValueError(f"capacity: expected an integer, 1 or more, got {capacity!r}")
+        options: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
+        zeros = lambda key, shape, dtype: jnp.zeros(shape, dtype)  # noqa: E731
+        whole = add_lora(params, 0, rank=rank, alpha=float(rank), init=zeros, **options)
+        slots = {
+            p.path: tuple(jnp.zeros((capacity, *x.shape), x.dtype) for x in _factors(p.value))
+            for p in trees.parameters_of(whole)
+            if has_adapter(p.value)
+        }
+        return cls(whole, slots)  # type: ignore[arg-type]
+
+    @property
+    def capacity(self) -> int:
+        """The number of slots."""
+        return next(iter(self.slots.values()))[0].shape[0]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of an adapter."""
+        return next(iter(self.slots.values()))[0].shape[-1]
+
+    def put(self, slot: int, adapter: AdapterParts, *, check_base: bool = True) -> Self:
+        """Returns the bank with an adapter in a slot, which loses its previous adapter.
+
+        Args:
+          slot: 0 to `capacity - 1`.
+          adapter: LoRA whose rank is at most the rank of the bank, for some of its targets.
+          check_base: as for `set_adapter`.
+
+        Raises:
+          ValueError: for a slot out of range, or an adapter that has a larger rank, is for a weight
+            that is not a target of the bank, is of another type than LoRA, or is for another base.
+        """
+        slot = self._checked_slot(slot)
+        checked_parts("adapter", adapter)
+        if adapter.dense:
+            raise ValueError(
+                f"{next(iter(adapter.dense))}: a bank has room for LoRA alone, and this parameter was "
+                "trained as a whole"
+            )
+        unknown = sorted(set(adapter.weights) - set(self.slots))
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]}: not a target of the bank; give its targets= when it is made"
+            )
+        if check_base:
+            check_bases({p.path: p.value for p in trees.parameters_of(self.params)}, adapter)
+        slots, rest = dict(self.slots), set()
+        for path, old in self.slots.items():
+            value = adapter.weights.get(path)
+            new = [None] * 3 if value is None else _padded(path, value, old)
+            slots[path] = tuple(
+                _written(x, slot, jnp.zeros(x.shape[1:], x.dtype) if y is None else y)
+                for x, y in zip(old, new, strict=True)
+            )
+            if isinstance(matrix_of(value), RestLoRA):
+                rest.add(path)
+        return dataclasses.replace(self, slots=slots, params=_of_rest(self.params, rest))
+
+    def remove(self, slot: int) -> Self:
+        """Returns the bank with a slot empty, so that its examples use the base."""
+        return self.put(slot, AdapterParts({}))
+
+    def select(self, slot: Any) -> Any:
+        """The parameters with the adapter of a slot, which is an integer or traced.
+
+        Raises:
+          ValueError: for a slot out of range; if the slot is traced, the factors are NaN instead.
+        """
+        if not isinstance(slot, jax.core.Tracer):
+            self._checked_slot(slot)
+        place = self._place(slot)
+
+        def selected(parameter: trees.Parameter) -> Any:
+            if parameter.path not in self.slots:
+                return parameter.value
+            slots = self.slots[parameter.path]
+            a, b, factor = (x.at[place].get(mode="fill", fill_value=jnp.nan) for x in slots)
+            if not is_implicit(parameter.value):
+                raise TypeError(
+                    "params: the bank is an argument of a wrapped function (use_implicit_args or "
+                    "hki.grad), in which its LoRA weights read as dense arrays. Differentiate with "
+                    "jax.grad, with respect to bank.slots"
+                )
+            return parameter.value._replace(a=a, b=b, factor=factor)
+
+        return trees.map_matrices(selected, self.params)
+
+    def _place(self, slot: Any) -> jax.Array:
+        """A slot as an index; a slot out of range becomes an index that gathers NaN."""
+        slot = jnp.asarray(slot)
+        if jnp.iinfo(slot.dtype).bits < 32:  # the capacity may be too large for this dtype
+            slot = slot.astype(jnp.int32)
+        # A negative index would count from the last slot.
+        return jnp.where((slot < 0) | (slot >= self.capacity), self.capacity, slot).astype(
+            jnp.int32
+        )
+
+    def _checked_slot(self, slot: Any) -> int:
+        try:
+            number = None if isinstance(slot, bool | np.bool_) else operator.index(slot)
+        except TypeError:  # another dtype, or an array with axes
+            number = None
+        if number is None:
+            raise ValueError(
+                f"slot: expected an integer from 0 to {self.capacity - 1}, got {slot!r}"
+            )
+        if not 0 <= number < self.capacity:
+            raise ValueError(f"slot: expected 0 to {self.capacity - 1}, got {slot}")
+        return number
+
+
+def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets each example of a batch run with its own adapter.
+
+    This is `jax.vmap` of `apply` over the examples, with one gather of factors for each target; the
+    base is not copied.
+
+    Args:
+      apply: `apply(params, *args)` of a model on one example.
+
+    Returns:
+      `run(bank, slots, *args)`, with integer slots `[batch]` and a leading axis `batch` on all arrays
+      in `args`. A slot out of range is an error; if slots are traced (within `jax.jit`), the outputs of
+      its example are NaN.
+    """
+
+    @functools.wraps(apply)
+    def run(bank: AdapterBank, slots: Any, *args: Any) -> Any:
+        slots = jnp.asarray(slots)
+        if slots.ndim != 1 or not jnp.issubdtype(slots.dtype, jnp.integer):
+            raise ValueError(
+                f"slots: expected integers [batch], got {slots.dtype.name}{list(slots.shape)}"
+            )
+        if not isinstance(slots, jax.core.Tracer):
+            for slot in np.unique(np.asarray(slots)):
+                bank._checked_slot(int(slot))
+        return jax.vmap(lambda slot, *args: apply(bank.select(slot), *args))(slots, *args)
+
+    return run
+
+
+def _factors(value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    lora = matrix_of(value)
+    return lora.a, lora.b, lora.factor
+
+
+@jax.jit
+def _written(x: jax.Array, slot: Any, value: jax.Array) -> jax.Array:
+    return x.at[slot].set(value)
+
+
+def _of_rest(params: Any, paths: Collection[str]) -> Any:
+    """Parameters with `RestLoRA` at some paths; writers of other programs' files need this type."""
+
+    def typed(parameter: trees.Parameter) -> Any:
+        lora = parameter.value
+        if parameter.path not in paths or isinstance(lora, RestLoRA):
+            return lora
+        return RestLoRA(lora.w, lora.a, lora.b, factor=lora.factor)
+
+    return trees.map_matrices(typed, params) if paths else params
+
+
+def _padded(path: str, value: Any, old: Any) -> tuple[Any, Any, Any]:
+    """The factors of an adapter, padded with zeros to the rank of the bank, and its scale."""
+    lora = lora_of(path, value, "a bank has room for LoRA alone")
+    rank, own = old[0].shape[-1], lora.a.shape[-1]
+    if own > rank:
+        raise ValueError(f"{path}: the adapter has rank {own}, the bank has room for {rank}")
+    of_a, of_b = [(0, 0)] * lora.a.ndim, [(0, 0)] * lora.b.ndim
+    of_a[-1] = of_b[-2] = (0, rank - own)
+    a, b = np.pad(np.asarray(lora.a), of_a), np.pad(np.asarray(lora.b), of_b)
+    if (a.shape, b.shape) != (old[0].shape[1:], old[1].shape[1:]):
+        raise ValueError(
+            f"{path}: the adapter has factors {list(lora.a.shape)} and {list(lora.b.shape)}, those of "
+            f"the bank are {list(old[0].shape[1:])} and {list(old[1].shape[1:])}"
+        )
+    scale = jnp.broadcast_to(jnp.asarray(lora.scale, jnp.float32), old[2].shape[1:])
+    return a.astype(old[0].dtype), b.astype(old[1].dtype), scale

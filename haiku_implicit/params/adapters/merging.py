@@ -1,0 +1,215 @@
+"""Merging of adapters into dense weights, and back."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.adapters.rotated import Rotated
+from haiku_implicit.adapters.sums import Sum
+from haiku_implicit.arrays.adapter import Adapter
+from haiku_implicit.arrays.matrix_view import matrix_of, with_matrix
+from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.structure import free_summand
+from haiku_implicit.params.adapters import vector_bank
+from haiku_implicit.params.adapters.parts import (
+    AdapterParts,
+    base_of,
+    check_bases,
+    check_paths_of,
+    check_whole,
+    checked_parts,
+    has_adapter,
+    with_base,
+)
+from haiku_implicit.params.trees import trees
+from haiku_implicit.params.trees.selection import describe
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+
+
+def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
+    """Replaces each weight that has an adapter by the dense weight that it stands for.
+
+    A weight that occurs twice in the tree with the same adapter (tied weights) remains one array. If
+    it occurs elsewhere without that adapter, the two are no longer tied, and a warning says so.
+
+    Args:
+      params: parameters with `LoRA` or types of `haiku_implicit.adapters` in them, in any nesting of
+        mappings.
+      requantize: whether an adapter on a quantized weight is merged into a quantized weight. False:
+        the result is dense, exact but of the dense size. True: it has the format of the quantized
+        weight, small but rounded again, so that a correction finer than the format's step is lost.
+        `compare_params(params, merged)` reports the loss, for each weight and for the model's
+        outputs.
+
+    Returns:
+      The tree without adapters, with mappings as dicts. Other parameters do not change.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.zeros((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+      >>> print(hki.merge_adapters({'linear': {'w': w}})['linear']['w'])
+      [[1. 1. 1.]
+       [1. 1. 1.]]
+    """
+    whole = vector_bank.without(vector_bank.with_vector_bank(params))
+    parameters = trees.parameters_of(whole)
+    _warn_of_untied(parameters)
+    done: dict[Any, Any] = {}
+
+    def merged(parameter: trees.Parameter) -> Any:
+        check_whole(parameter.path, parameter.value)
+        same = jax.tree.structure(parameter.value), _leaf_ids(parameter.value)
+        if same not in done:
+            done[same] = trees.on_matrix(lambda own: _merged(own.value, requantize))(parameter)
+        return done[same]
+
+    marks = [has_adapter(parameter.value) for parameter in parameters]
+    return trees.map_marked(whole, marks, merged)
+
+
+# The old name, from when LoRA was the only adapter.
+merge_lora = merge_adapters
+
+
+def _merged(value: Any, requantize: bool) -> Any:
+    dense, base = materialize_array(value), base_of(value)
+    if requantize and isinstance(getattr(base, "matrix", base), QuantizedMatrix):
+        return _with_structure(base, base.requantize(dense))
+    return dense
+
+
+def _with_structure(old: Any, new: Any) -> Any:
+    """`new` with the tree structure of `old`, for optimizer states and compiled functions."""
+    same = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
+    return same if same.dtype == new.dtype else new
+
+
+def _leaf_ids(value: Any) -> tuple[int, ...]:
+    """The ids of a value's leaves, equal for values that share their arrays."""
+    return tuple(map(id, jax.tree.leaves(value)))
+
+
+def _innermost(value: Any) -> Any:
+    """The base of a weight as its adapter holds it; for a view, the base of its matrix."""
+    return base_of(matrix_of(value))
+
+
+def _warn_of_untied(parameters: list[trees.Parameter]) -> None:
+    """Warns of weights that share an array with another weight and will not after merging."""
+    by_base: dict[tuple[int, ...], list[trees.Parameter]] = {}
+    for p in parameters:
+        if base := _leaf_ids(_innermost(p.value)):
+            by_base.setdefault(base, []).append(p)
+    for tied in by_base.values():
+        first, *others = sorted(tied, key=lambda p: not has_adapter(p.value))
+        other = next((p for p in others if _leaf_ids(p.value) != _leaf_ids(first.value)), None)
+        if other is not None and has_adapter(first.value):
+            has = "has another adapter" if has_adapter(other.value) else "has no adapter"
+            warn_caller(
+                f"{first.path}: this weight is the same array as {other.path}, which {has}: once "
+                "merged, they are two different arrays. If the model ties them, give both the same "
+                "adapter"
+            )
+
+
+# --- back ----------------------------------------------------------------------------------------
+
+
+def unmerge_adapters(params: Any, adapter: AdapterParts, *, check_base: bool = True) -> Any:
+    """Takes an adapter out of the dense weights that it was merged into.
+
+    The result is the base up to rounding, which is coarse for weights in bfloat16. If you still have
+    the base, use it instead.
+
+    Args:
+      params: the result of `merge_adapters`, without `requantize`.
+      adapter: the result of `get_adapter` before merging.
+      check_base: whether to check that the parameters without adapters are those that the adapter was
+        made for.
+
+    Returns:
+      The tree without the adapter, with mappings as dicts. Trained dense parameters stay trained.
+
+    Raises:
+      ValueError: for a weight that is missing from the tree or not dense, or whose adapter cannot be
+        taken out (its type does not keep the values that it replaces, such as `DoRA` and
+        `TrainedRows`).
+      TypeError: for another kind of adapter.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.LoRA(jnp.zeros((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+      >>> params = {'linear': {'w': w}}
+      >>> merged = hki.merge_adapters(params)
+      >>> print(hki.unmerge_adapters(merged, hki.get_adapter(params))['linear']['w'])
+      [[0. 0. 0.]
+       [0. 0. 0.]]
+    """
+    adapter = checked_parts("adapter", adapter)
+    bank = adapter.dense.get(vector_bank.PATH)
+    parameters = {p.path: p.value for p in trees.parameters_of(params)}
+    check_paths_of(parameters, adapter.weights)
+    if check_base:
+        others = tuple(own for own in adapter.bases if own[0] not in adapter.weights)
+        check_bases(parameters, dataclasses.replace(adapter, bases=others))
+
+    def unmerged(parameter: trees.Parameter) -> Any:
+        path, value = parameter.path, parameter.value
+        if path not in adapter.weights:
+            return value
+        if is_implicit(value):
+            raise ValueError(
+                f"{path}: expected the dense weight that merge_adapters made, got {describe(value)}"
+            )
+        whole = vector_bank.put_into(with_base(adapter.weights[path], value), bank)
+        try:
+            base = with_matrix(whole, _taken_out(matrix_of(whole)))
+        except ValueError as e:
+            raise ValueError(
+                f"{path}: {e}. Keep the base, and put adapters on it by set_adapter"
+            ) from None
+        return materialize_array(base) if is_implicit(base) else base
+
+    return trees.map_parameters(unmerged, params)
+
+
+def _taken_out(weight: Any) -> jax.Array:
+    """The base of an adapted weight that holds the merged dense weight as its base.
+
+    Except for the refused types, an adapter changes every base in the same way, whatever its values.
+
+    Raises:
+      ValueError: if the base cannot be recovered.
+    """
+    merged = base_of(weight)
+
+    def undone(weight: Any, left: jax.Array) -> jax.Array:
+        match weight:
+            case Adapter(keeps_base=False):
+                raise ValueError(f"{type(weight).__name__} does not keep what it replaces")
+            case ScaledMatrix():
+                if not bool(jnp.all(weight.scale)):
+                    raise ValueError("a factor is zero, and what it was multiplied with is lost")
+                scale = jnp.expand_dims(weight.scale, -1 if weight.axis == -2 else -2)
+                return undone(weight.matrix, left / scale)
+            case Rotated():  # the inverse of a rotation is its transpose
+                rotation = materialize_array(weight.rotation)
+                return undone(weight.w, jnp.swapaxes(rotation, -1, -2) @ left)
+            case Adapter() if (equal := weight.equivalent()) is not NotImplemented:
+                return undone(equal, left)
+            case Adapter() | Sum():
+                zeros = jnp.zeros(weight.w.shape, weight.w.dtype)
+                correction = weight._replace(w=zeros)
+                if free_summand(correction) != 0:
+                    raise ValueError(
+                        f"{type(weight).__name__} is not a sum of its weight and a rest"
+                    )
+                return undone(weight.w, left - materialize_array(correction))
+        return left
+
+    return undone(weight, merged)

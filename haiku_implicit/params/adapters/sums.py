@@ -1,0 +1,174 @@
+"""Sums of several LoRA adapters as one adapter, exact or of a smaller rank."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.arrays.lora import LoRA, RestLoRA
+from haiku_implicit.arrays.matrix_view import with_matrix
+from haiku_implicit.core.keys import as_key
+from haiku_implicit.params.adapters.parts import AdapterParts, checked_parts, lora_of
+from haiku_implicit.params.trees.trees import Parameter
+
+_Deltas = list[jax.Array]
+
+
+def combine_adapters(
+    adapters: Sequence[AdapterParts],
+    weights: Sequence[float],
+    method: str = "linear",
+    *,
+    rank: int | None = None,
+    density: float | None = None,
+    key: Any = None,
+) -> AdapterParts:
+    """Combines several LoRA adapters into one, by a weighted sum.
+
+    The sum is over the corrections `a @ b`. The mean of the factors, as `jax.tree.map` would take it,
+    is another matrix: it has the products of each `a` with every other `b` in it.
+
+    Args:
+      adapters: LoRA adapters for one base, each for some of its weights, of any rank.
+      weights: a factor for each adapter.
+      method: 'linear' keeps the sum exactly, with the sum of all ranks. 'ties' (Yadav et al. 2023,
+        arXiv:2306.01708) keeps the largest entries of each correction, then those with the sign that
+        has more weight, and takes their mean. 'dare' (Yu et al. 2023, arXiv:2311.03099) keeps random
+        entries, and divides them by `density`.
+      rank: the rank of the result, which is the nearest matrix of this rank, by its singular values.
+        None: the exact rank for 'linear', the largest rank of the adapters for the others.
+      density: the fraction of entries to keep, for 'ties' and 'dare'; 'ties' keeps exactly this
+        fraction of each matrix, rounded up.
+      key: a random key, or an integer seed, for 'dare'.
+
+    Returns:
+      The adapter; its scale is 1.
+
+    Raises:
+      ValueError: for an unknown method, different numbers of weights and adapters, adapters of other
+        bases or types, dense parameters, or a missing option.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> base = {'linear': {'w': jnp.zeros((4, 3))}}
+      >>> one, two = (hki.get_adapter(hki.add_lora(base, i, rank=1)) for i in range(2))
+      >>> hki.combine_adapters([one, two], [0.5, 0.5]).weights['linear/w'].a.shape
+      (4, 2)
+    """
+    adapters = [checked_parts(f"adapters[{i}]", adapter) for i, adapter in enumerate(adapters)]
+    merge = _merging(method, density, key)
+    if not adapters:
+        raise ValueError("adapters: expected one or more, got none")
+    if len(adapters) != len(weights):
+        raise ValueError(
+            f"weights: expected one for each of the {len(adapters)} adapters, got {len(weights)}"
+        )
+    bases = _bases_of(adapters)
+    found = {}
+    for path in sorted({path for adapter in adapters for path in adapter.weights}):
+        own = [
+            (a.weights[path], w)
+            for a, w in zip(adapters, weights, strict=True)
+            if path in a.weights
+        ]
+        parts = [(lora_of(path, value, "only LoRA can be combined"), by) for value, by in own]
+        if merge is None:
+            new = _joined(parts)
+            new = new if rank is None else _nearest(new.delta(), rank)
+        else:
+            largest = max(lora.rank for lora, _ in parts)
+            deltas = [weight * lora.delta() for lora, weight in parts]
+            new = _nearest(merge(path, deltas), rank or largest)
+        if any(isinstance(lora, RestLoRA) for lora, _ in parts):
+            new = RestLoRA.of_factors(new.a, new.b, new.factor)
+        found[path] = with_matrix(own[0][0], new)
+    return AdapterParts(found, bases=bases)
+
+
+def _merging(
+    method: str, density: float | None, key: Any
+) -> Callable[[str, _Deltas], jax.Array] | None:
+    """A function of a path and corrections that makes one correction; None for the plain sum."""
+    if method == "linear" and density is None:
+        return None
+    if method == "linear":
+        raise ValueError("density: it is for 'ties' and 'dare'; 'linear' keeps everything")
+    if method not in ("ties", "dare"):
+        raise ValueError(f"method: expected 'linear', 'ties' or 'dare', got {method!r}")
+    if density is None or not 0 < density <= 1:
+        raise ValueError(f"density: expected a number above 0 and up to 1, got {density!r}")
+    if method == "ties":
+        return lambda path, deltas: _ties(deltas, density)
+    if key is None:
+        raise ValueError("key: 'dare' draws what it keeps; give a random key")
+    key = as_key(key)
+
+    def dare(path: str, deltas: _Deltas) -> jax.Array:
+        keys = jax.random.split(Parameter("", path, None).key_from(key), len(deltas))
+        kept = (
+            jax.random.bernoulli(k, density, x.shape) * x for k, x in zip(keys, deltas, strict=True)
+        )
+        return sum(kept, jnp.zeros(())) / density
+
+    return dare
+
+
+def _ties(deltas: _Deltas, density: float) -> jax.Array:
+    trimmed = jnp.stack([_largest(x, density) for x in deltas])
+    sign = jnp.sign(trimmed.sum(0))
+    # (NaN does not agree with any sign, but has to reach the result.)
+    agreeing = ((jnp.sign(trimmed) == sign[None]) & (trimmed != 0)) | jnp.isnan(trimmed)
+    return jnp.where(agreeing, trimmed, 0).sum(0) / jnp.maximum(agreeing.sum(0), 1)
+
+
+def _largest(x: jax.Array, density: float) -> jax.Array:
+    """The entries of the largest magnitude in each matrix; the others become zeros."""
+    flat = jnp.abs(x).reshape(*x.shape[:-2], -1)
+    count = math.ceil(density * flat.shape[-1])
+    smallest = jax.lax.top_k(flat, count)[0][..., -1]
+    # (Not `>=`: this keeps NaN, since a sum of adapters with NaN in one of them is not finite.)
+    return jnp.where(jnp.abs(x) < smallest[..., None, None], 0, x)
+
+
+def _bases_of(adapters: Sequence[AdapterParts]) -> tuple[tuple[str, str], ...]:
+    found: dict[str, str] = {}
+    for adapter in adapters:
+        if adapter.dense:
+            raise ValueError(
+                f"{next(iter(adapter.dense))}: it was trained as a whole, and only LoRA can be combined"
+            )
+        for path, digest in adapter.bases:
+            if found.setdefault(path, digest) != digest:
+                raise ValueError(f"{path}: the adapters were made for different bases")
+    return tuple(sorted(found.items()))
+
+
+def _joined(parts: Sequence[tuple[LoRA, float]]) -> LoRA:
+    """The exact sum, with the factors side by side."""
+    first = parts[0][0]
+    scaled = []
+    for lora, weight in parts:
+        scale = jnp.asarray(weight * lora.scale, lora.a.dtype)
+        scaled.append(lora.a * (scale[..., None, None] if scale.ndim else scale))
+    a = jnp.concatenate(scaled, -1)
+    b = jnp.concatenate([lora.b for lora, _ in parts], -2)
+    return first._replace(a=a, b=b, factor=None).completed()
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _factors_of(delta: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
+    u, s, vh = jnp.linalg.svd(delta, full_matrices=False)
+    root = jnp.sqrt(s[..., :rank])
+    return u[..., :rank] * root[..., None, :], vh[..., :rank, :] * root[..., None]
+
+
+def _nearest(delta: jax.Array, rank: int) -> LoRA:
+    """LoRA of the nearest matrix of a rank (Eckart and Young)."""
+    room = min(delta.shape[-2:])
+    if not 1 <= rank <= room:
+        raise ValueError(f"rank: expected 1 to {room}, got {rank}")
+    a, b = _factors_of(delta, rank)
+    return LoRA.of_factors(a, b, None).completed()

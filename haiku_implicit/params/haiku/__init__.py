@@ -1,0 +1,1 @@
+"""Haiku's transformed functions, creators and getters."""

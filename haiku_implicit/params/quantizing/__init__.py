@@ -1,0 +1,1 @@
+"""Quantization of a tree of parameters: stored, calibrated, or in training."""

@@ -1,0 +1,375 @@
+"""Quantization with calibration data: rounding that takes the inputs of each weight into account."""
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.core import progress
+from haiku_implicit.core.array import ImplicitArray, is_implicit
+from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import shown, warn_caller
+from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.transform import tree_leaves_with_implicit, use_implicit_args
+from haiku_implicit.params.trees import trees
+from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
+from haiku_implicit.params.trees.options import QuantizeOptions
+from haiku_implicit.params.trees.selection import describe, errors_name
+from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
+from haiku_implicit.quantized.numbers import channel_scales, formats, options, scales
+from haiku_implicit.quantized.products.rules import QuantRule
+from haiku_implicit.quantized.types import observed
+from haiku_implicit.quantized.types.observed import Observed
+
+
+def input_moments(
+    apply: Callable[..., Any],
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    matrix_axes: MatrixAxesOf | None = None,
+) -> dict[str, jax.Array]:
+    """The second moments of the inputs of a model's weights.
+
+    The model runs and is differentiated unchanged, including weights in scans, stacks of layers and
+    checkpointed blocks. A weight is seen if the outputs depend on it in a differentiable way.
+
+    Args:
+      apply: the model, `apply(params, batch)`, with floating outputs of any structure.
+      params: its parameters, with dense weights.
+      batches: calibration data.
+      targets: the weights to observe, as for `add_lora`. None: all dense weights.
+      exclude: the targets to leave out, as for `add_lora`.
+      matrix_axes: the input and output axes of weights, as for `add_lora`.
+
+    Returns:
+      The sum of xᵀx over the inputs x `[n, k]` of all batches, by the path (`module/name`) of each
+      target that is used as `x @ w`: `[k, k]` float32, or `[layers, k, k]` for stacked layers. A
+      warning names the other targets.
+
+    Raises:
+      ValueError: for targets that match nothing, no batches, or outputs that are not floating.
+
+    Example:
+      >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
+      >>> model = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))
+      >>> params = {'linear': {'w': jnp.ones((2, 3)), 'b': jnp.ones(3)}}
+      >>> print(hki.input_moments(model.apply, params, [jnp.array([[1.0, 2.0]])])['linear/w'])
+      [[1. 2.]
+       [2. 4.]]
+    """
+    choice = trees.Choice(targets, exclude, matrix_axes=matrix_axes)
+    return _collect(observed.MOMENTS, jnp.add, apply, params, batches, choice)
+
+
+def input_maxima(
+    apply: Callable[..., Any],
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    matrix_axes: MatrixAxesOf | None = None,
+) -> dict[str, jax.Array]:
+    """The largest magnitudes of the inputs of a model's weights, for SmoothQuant.
+
+    The model runs as for `input_moments`, under the same conditions.
+
+    Args:
+      apply, params, batches, targets, exclude, matrix_axes: as for `input_moments`.
+
+    Returns:
+      The maximum of |x| over n, for the inputs x `[n, k]` of all batches, by the path (`module/name`)
+      of each target that is used as `x @ w`: `[k]` float32, or `[layers, k]` for stacked layers. It is
+      exact if a run of the model uses the weight once (or once in each layer). If a run uses it several
+      times, it is the mean of the largest maxima, those within an eighth of an octave, and at most 9 %
+      too small: a gradient can only sum over uses, so the maxima are read from counts by size.
+      Magnitudes from 2⁻³² to 2³² are distinguished.
+
+    Raises:
+      ValueError: as `input_moments` does.
+
+    Example:
+      >>> import haiku as hk, jax.numpy as jnp, haiku_implicit as hki
+      >>> model = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))
+      >>> params = {'linear': {'w': jnp.ones((2, 3)), 'b': jnp.ones(3)}}
+      >>> batches = [jnp.array([[1.0, -2.0]]), jnp.array([[-3.0, 1.0]])]
+      >>> print(hki.input_maxima(model.apply, params, batches)['linear/w'])
+      [3. 2.]
+    """
+    choice = trees.Choice(targets, exclude, matrix_axes=matrix_axes)
+    return _collect(observed.MAXIMA, jnp.maximum, apply, params, batches, choice)
+
+
+def _collect(
+    statistic: observed.Statistic,
+    join: Callable[[jax.Array, jax.Array], jax.Array],
+    apply: Callable[..., Any],
+    params: Any,
+    batches: Iterable[Any],
+    choice: trees.Choice,
+) -> dict[str, jax.Array]:
+    """A statistic of the inputs of each target, joined over the batches."""
+    weights = QuantizeOptions()
+    parameters = trees.parameters_of(params)
+    marks = trees.marks_of(parameters, choice, weights.takes, weights.wanted)
+    shapes = {p.path: choice.opened(p).value.shape for p in itertools.compress(parameters, marks)}
+
+    def total(sums: dict[str, jax.Array], batch: Any) -> jax.Array:
+        def observed_weight(parameter: trees.Parameter) -> Any:
+            path, value = parameter.path, parameter.value
+            return Observed(value, sums[path], statistic) if path in sums else value
+
+        make = trees.on_matrix(observed_weight, choice.matrix_axes)
+        observing = trees.map_parameters(make, params)
+        return _total(use_implicit_args(apply)(observing, batch))
+
+    zeros = {
+        path: jnp.zeros((*shape[:-2], *statistic.shape(shape[-2])), jnp.float32)
+        for path, shape in shapes.items()
+    }
+    step = jax.jit(lambda *args: jax.tree.map(statistic.read, jax.grad(total)(*args)))
+    found = None
+    with progress.bar("calibration batches", operator.length_hint(batches) or None) as run:
+        for batch in batches:
+            new = run("", step, zeros, batch)
+            found = new if found is None else jax.tree.map(join, found, new)
+    if found is None:
+        raise ValueError("batches: expected at least one, got none")
+    seen = {path: x for path, x in found.items() if bool((x != 0).any())}
+    _warn_of_unseen([path for path in shapes if path not in seen], len(shapes))
+    return seen
+
+
+def _total(outputs: Any) -> jax.Array:
+    """The sum of all floating outputs, as a scalar to differentiate."""
+    leaves = tree_leaves_with_implicit(outputs)
+    floating = [y for y in leaves if jnp.issubdtype(y.dtype, np.inexact)]
+    if not floating:
+        raise ValueError("apply: expected floating outputs, got none")
+    return sum((jnp.sum(y).astype(jnp.float32) for y in floating), jnp.float32(0))
+
+
+def _warn_of_unseen(unseen: list[str], count: int) -> None:
+    if unseen:
+        warn_caller(
+            f"inputs of {len(unseen)} of {count} weights were not seen: the model does not use them as "
+            "x @ w, w [n, m], in a differentiable way (tables that are looked up do not count; weights "
+            "of more axes in an einsum do with matrix_axes=), or all inputs were zero: "
+            f"{shown(unseen, most=10)}. Leave them out by targets="
+        )
+
+
+def quantize_with_inputs(
+    params: Any,
+    inputs: dict[str, jax.Array],
+    *,
+    method: str = "gptq",
+    rules: Sequence[QuantRule] | None = None,
+    matrix_axes: MatrixAxesOf | None = None,
+    **options: Unpack[QuantizeArguments],
+) -> Any:
+    """Quantizes weights for the least error of their products with their inputs.
+
+    Args:
+      params: parameters with dense weights.
+      inputs: the result of `input_moments` ('smoothquant': of `input_maxima`), or a part of it. The
+        weights that it names are quantized.
+      method: 'gptq' rounds elements one after another, and the elements not yet rounded make up for the
+        error (arXiv:2210.17323). 'awq' multiplies input channels by rms(x)^α, with the best α of 0,
+        0.05, ..., 1 for each weight, and rounds to the nearest (arXiv:2306.00978). 'awq+gptq'
+        multiplies as 'awq' and rounds as 'gptq'. 'smoothquant', or 'smoothquant,α' (0.5), multiplies
+        channels by max|x|^α / max|w|^(1−α), which moves outliers of the activations into the weight
+        (arXiv:2211.10438).
+      rules: as for `quantize_params`, instead of all options except `scale_dtype`. Weights without a
+        quantizing rule stay dense.
+      matrix_axes: the `matrix_axes` given to `input_moments` or `input_maxima`.
+      **options: how to quantize, as `QuantizedMatrix.quantize` documents: `dtype` ('int4'),
+        `group_size`, `zero_point`, `calibration` ('mse'; the search for scales also weights errors by
+        the mean squares of the inputs, except for 'smoothquant', which does not know them),
+        `scale_dtype`, `activation` ('smoothquant' needs one).
+
+    Returns:
+      The parameters with these weights as `QuantizedMatrix`, grouped along axis -2. All methods but
+      'gptq' wrap it in a `ScaledMatrix`, which divides the inputs by the factors of the channels.
+
+    Raises:
+      ValueError: for empty inputs, a path without a dense weight in `params`, inputs that are not
+        finite or that belong to another method, or options that do not fit.
+      TypeError: for an unknown option.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
+      >>> x = x * jnp.arange(64.0) ** 2
+      >>> params, inputs = {'linear': {'w': w}}, {'linear/w': x.T @ x}
+      >>> def error(params):
+      ...     return float(jnp.linalg.norm(x @ (hki.materialize(params['linear']['w']) - w)))
+      >>> rounded = error(hki.quantize_params(params, dtype='int4', calibration='mse'))
+      >>> error(hki.quantize_with_inputs(params, inputs)) < 0.8 * rounded
+      True
+      >>> error(hki.quantize_with_inputs(params, inputs, method='awq')) < 0.9 * rounded
+      True
+    """
+    chosen, numbers = _parsed(method)
+    default: QuantizeArguments = dict(dtype="int4", calibration="mse")
+    how = QuantizeOptions.of(options, default, rules=rules is not None)
+    if how.axis != -2:
+        raise ValueError(f"axis: the inputs are those of axis -2, got {how.axis}")
+    if rules is not None:
+        rules = trees.checked_rules(rules)
+    elif chosen.needed == "maxima":
+        _check_activation(method, how)
+    if not inputs:
+        raise ValueError(
+            f"inputs: expected what input_{chosen.needed} says of one weight or more, got nothing: no "
+            "weight [n, m] of the model is used as x @ w in a differentiable way; quantize_params "
+            "quantizes others, without inputs"
+        )
+    paths = [parameter.path for parameter in trees.parameters_of(params)]
+    if missing := sorted(inputs.keys() - set(paths)):
+        raise ValueError(f"inputs: the parameters have no {', '.join(missing)}")
+
+    def quantized(parameter: trees.Parameter) -> Any:
+        path, value = parameter.path, parameter.value
+        _check_inputs(path, value, inputs[path], chosen.needed)
+        with errors_name(path, value), jax.numpy_dtype_promotion("standard"):
+            own = how if rules is None else _how_by_rule(rules, parameter, how)
+            if own is None:
+                return value
+            if chosen.needed == "maxima":
+                _check_activation(method, own)
+            return chosen.quantize(value, inputs[path], own, *numbers)
+
+    return trees.replace_marked(params, [path in inputs for path in paths], quantized, matrix_axes)
+
+
+def _how_by_rule(
+    rules: Sequence[QuantRule], parameter: trees.Parameter, how: QuantizeOptions
+) -> QuantizeOptions | None:
+    """The options that the rules give for a parameter; None if they leave it dense."""
+    rule = trees.rule_of(rules, parameter)
+    if rule is not None and rule.act_static_scale:
+        raise ValueError(
+            "rules: act_static_scale has no form together with what is quantized by its inputs; use "
+            "quantize_params, or leave it out"
+        )
+    return None if rule is None else how.by_rule(rule, parameter.value.shape)
+
+
+def _check_activation(method: str, how: QuantizeOptions) -> None:
+    if how.activation is None:
+        raise ValueError(
+            f"method: {method!r} is for quantized activations: expected activation='int8' or the like "
+            "(act_qtype of a rule), got None"
+        )
+
+
+def _gptq(w: jax.Array, moments: jax.Array, how: QuantizeOptions) -> QuantizedMatrix:
+    return how.quantize(w, moments)
+
+
+def _awq(
+    w: jax.Array, moments: jax.Array, how: QuantizeOptions, products: bool = False
+) -> ScaledMatrix:
+    """A weight whose input channels are scaled for the least error of rounding to the nearest.
+
+    With `products` (the full second moments), the scaled weight is then rounded by GPTQ.
+    """
+    scale = _awq_scale(w, moments, how)
+    return _scaled(w, scale, how, moments if products else _diagonal(moments))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _awq_scale(w: jax.Array, moments: jax.Array, how: QuantizeOptions) -> jax.Array:
+    def error(scale: jax.Array) -> jax.Array:
+        held = materialize_array(_scaled(w, scale, how, _diagonal(moments)))
+        return channel_scales.product_error((held - w).astype(moments.dtype), moments)
+
+    return channel_scales.awq(moments, error)
+
+
+def _smoothquant(
+    w: jax.Array, maxima: jax.Array, how: QuantizeOptions, alpha: float = 0.5
+) -> ScaledMatrix:
+    return _scaled(w, channel_scales.smoothquant(w, maxima, alpha), how, None)
+
+
+def _scaled(
+    w: jax.Array, scale: jax.Array, how: QuantizeOptions, moments: jax.Array | None
+) -> ScaledMatrix:
+    """`w` divided by a scale of its input channels and quantized, for inputs times that scale.
+
+    Args:
+      w: `[..., k, m]`.
+      scale: `[..., k]`.
+      how: the options for the quantization.
+      moments: the second moments of the inputs of `w`, `[..., k, k]`; or their diagonal, `[..., k]`; or
+        None.
+    """
+    wide = scale.astype(formats.arithmetic_dtype(w.dtype))
+    if moments is not None:
+        scales = wide**2 if moments.ndim < w.ndim else wide[..., None] * wide[..., None, :]
+        moments = moments * scales
+    matrix = how.quantize(w / wide[..., None], moments)
+    return ScaledMatrix(
+        matrix if matrix.dtype == w.dtype else matrix._replace(dtype=w.dtype), scale
+    )
+
+
+def _diagonal(moments: jax.Array) -> jax.Array:
+    return jnp.diagonal(moments, axis1=-2, axis2=-1)
+
+
+class _Method(NamedTuple):
+    """A way to quantize a weight.
+
+    Attributes:
+      quantize: a function of the weight, a statistic of its inputs, its options, and perhaps a number.
+      needed: the name of the statistic.
+      numbers: the least and the greatest count of numbers that may follow the name of the method.
+    """
+
+    quantize: Callable[..., ImplicitArray]
+    needed: str = "moments"
+    numbers: tuple[int, int] = (0, 0)
+
+
+_METHODS = {
+    "gptq": _Method(_gptq),
+    "awq": _Method(_awq),
+    "awq+gptq": _Method(functools.partial(_awq, products=True)),
+    "smoothquant": _Method(_smoothquant, "maxima", (0, 1)),
+}
+
+
+def _parsed(method: str) -> tuple[_Method, tuple[float, ...]]:
+    """The method of a name, and the numbers after the comma."""
+    known = {name: known.numbers for name, known in _METHODS.items()}
+    name, numbers = options.parse("method", method, known)
+    if not all(0 <= x <= 1 for x in numbers):
+        raise ValueError(f"method: expected a number from 0 to 1 after {name!r}, got {method!r}")
+    return _METHODS[name], numbers
+
+
+def _check_inputs(path: str, w: Any, inputs: jax.Array, needed: str) -> None:
+    """Raises unless a weight is dense and the statistic of its inputs fits."""
+    own = list(w.shape[:-1])
+    shape, axes = (own, "k") if needed == "maxima" else (own + own[-1:], "k, k")
+    if is_implicit(w) or list(inputs.shape) != shape:
+        raise ValueError(
+            f"{path}: expected a dense weight [..., k, m] and of its inputs what input_{needed} says, "
+            f"[..., {axes}], got {describe(w)} and {list(inputs.shape)}"
+        )
+    if scales.known_nonfinite(inputs):
+        raise ValueError(
+            f"{path}: {needed} of its inputs are infinite or NaN; look for such inputs"
+        )

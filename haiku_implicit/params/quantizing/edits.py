@@ -1,0 +1,160 @@
+"""Edits of existing parameters: weights become implicit arrays."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.core.predicates import Targets
+from haiku_implicit.params.trees import trees
+from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
+from haiku_implicit.params.trees.options import QuantizeOptions
+from haiku_implicit.params.trees.selection import describe
+from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
+from haiku_implicit.quantized.products.activation_stats import QuantStats
+from haiku_implicit.quantized.products.rules import QuantRule
+from haiku_implicit.quantized.types.static_quantized import StaticQuantized
+
+
+def quantize_params(
+    params: Any,
+    *,
+    targets: Targets | None = None,
+    rules: Sequence[QuantRule] | None = None,
+    exclude: Targets | None = None,
+    missing_ok: bool = False,
+    matrix_axes: MatrixAxesOf | None = None,
+    **options: Unpack[QuantizeArguments],
+) -> Any:
+    """Quantizes weights of a tree of parameters; of a LoRA weight, its `w`.
+
+    Args:
+      params: parameters as Haiku's `init` returns them, or any nesting of mappings; or
+        `jax.ShapeDtypeStruct`s of them, to get the structs of the quantized parameters.
+      targets: the parameters to quantize, as for `add_lora`. None: weights, as defined there, that
+        are not quantized yet, that `group_size` divides and whose `axis` is longer than one. A
+        warning names the weights that it does not divide and `exclude` does not name, and complex
+        weights, which are not supported.
+      rules: a list of `quantization.QuantRule` instead of the options (except `axis` and
+        `scale_dtype`). The first rule that matches a module, and the product that its weight is for,
+        decides how its dense weights are quantized; a rule without `weight_qtype` leaves them dense. A
+        warning names the rules that decide for no module. A rule with `act_static_scale` gives
+        `StaticQuantized` weights, whose ranges come from a calibration run (`with_quant_stats`) and
+        `convert_trained`.
+      exclude, missing_ok, matrix_axes: as for `add_lora`. With `matrix_axes`, `axis` is an axis of
+        the matrix.
+      **options: how to quantize, as `QuantizedMatrix.quantize` documents: `dtype` (the number format,
+        'int8'), `group_size` (the number of elements that share a scale; None: a whole row or column),
+        `axis` (along which they lie, -2), `zero_point` (False), `calibration` (how scales are found:
+        None for the default of the format), `scale_dtype` (how scales are stored, None), `activation`
+        (the format of activations in products; None: dense).
+
+    Returns:
+      The tree with the targets replaced by `QuantizedMatrix`, and mappings as dicts.
+
+    Raises:
+      ValueError: for targets that match nothing (the error lists near misses), a parameter that
+        cannot be quantized with these options, or an unknown format.
+      TypeError: for an unknown option.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'linear': {'w': jnp.ones((64, 32)), 'b': jnp.zeros(32)}}
+      >>> w = hki.quantize_params(params, dtype='int4')['linear']['w']
+      >>> w.shape, w.nbytes < params['linear']['w'].nbytes / 6
+      ((64, 32), True)
+      >>> from haiku_implicit.quantization import QuantRule
+      >>> params['head'] = params['linear']
+      >>> rules = [QuantRule(module_path='head'), QuantRule(weight_qtype='nf4', tile_size=32)]
+      >>> new = hki.quantize_params(params, rules=rules)
+      >>> new['linear']['w'].format, type(new['head']['w']) is type(params['head']['w'])
+      ('nf4', True)
+    """
+    how = QuantizeOptions.of(options, rules=rules is not None)
+    choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
+    if rules is not None:
+        stored = functools.partial(_stored_by_rule, how)
+        edit = trees.by_rules(trees.checked_rules(rules), stored)
+    else:
+        edit = trees.of_weights(lambda p: how.put_on(p.path, p.value, p.stacked), how)
+    return trees.replace_targets(params, choice, edit)
+
+
+def _stored_by_rule(
+    options: QuantizeOptions, parameter: trees.Parameter, rule: QuantRule
+) -> QuantizedMatrix | StaticQuantized:
+    """A weight quantized by a rule, for products by that rule."""
+    stored = options.by_rule(rule, parameter.value.shape).quantize(parameter.value)
+    if not rule.act_static_scale:
+        return stored
+    return StaticQuantized.of(stored, QuantStats(name=parameter.path), rule.act_batch_axes)
+
+
+def quantize_activations(
+    params: Any,
+    dtype: str | None = "int8",
+    *,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    missing_ok: bool = False,
+) -> Any:
+    """Makes products with quantized weights quantize their activations, too.
+
+    The codes of the weights do not change, for example codes read from a file. Activations get scales
+    that fit their largest magnitudes. A product of integers takes a fraction of the time of a product
+    with floating-point activations, and rounds more.
+
+    Args:
+      params: parameters with `QuantizedMatrix` in them, in any nesting of mappings.
+      dtype: the format of activations, such as 'int8' (a scale for each row) or 'int8,groups' (a
+        scale for each part of a row that is multiplied with a group of the weight); None: not
+        rounded.
+      targets: the weights to change, as for `add_lora`. None: all quantized weights, including those
+        under LoRA.
+      exclude, missing_ok: as for `add_lora`.
+
+    Returns:
+      The tree with this `activation` in the targets, and mappings as dicts.
+
+    Raises:
+      ValueError: for targets that match nothing (the error lists near misses), a weight that is not
+        quantized, or a format that activations cannot have.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> w = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (64, 3)), 'int4')
+      >>> params = hki.quantize_activations({'linear': {'w': w}})
+      >>> params['linear']['w'].activation
+      'int8'
+    """
+
+    def with_activation(path: str, value: Any) -> Any:
+        for kind, part in _HOLDERS.items():
+            if isinstance(value, kind):
+                return value._replace(**{part: with_activation(path, getattr(value, part))})
+        if not isinstance(value, QuantizedMatrix):
+            raise ValueError(
+                f"{path}: expected a QuantizedMatrix, got {describe(value)}; quantize_params makes one "
+                "of a dense weight"
+            )
+        return value.with_activation(dtype)
+
+    edit = trees.Edit(
+        lambda parameter: with_activation(parameter.path, parameter.value),
+        _is_stored,
+        functools.partial(trees.nothing_chosen, wanted="a quantized weight"),
+    )
+    return trees.replace_targets(params, trees.Choice(targets, exclude, missing_ok), edit)
+
+
+# Types of weights that hold a quantized weight, and the field that holds it.
+_HOLDERS: dict[type[LoRA | ScaledMatrix], str] = {LoRA: "w", ScaledMatrix: "matrix"}
+
+
+def _is_stored(module_name: str, name: str, value: Any) -> bool:
+    """Whether a weight is quantized, or holds a quantized weight."""
+    for kind, part in _HOLDERS.items():
+        if isinstance(value, kind):
+            return _is_stored(module_name, name, getattr(value, part))
+    return isinstance(value, QuantizedMatrix)

@@ -1,0 +1,1 @@
+"""Trees of parameters: which weights an edit chooses, and warnings about the others."""

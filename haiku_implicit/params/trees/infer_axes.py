@@ -1,0 +1,113 @@
+"""`infer_matrix_axes`: finds the axes of weights that a model contracts, by an abstract run."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from haiku_implicit.arrays import probe
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.containers import opened
+from haiku_implicit.core.materialization import recording
+from haiku_implicit.core.transform import (
+    Static,
+    is_value,
+    tree_flatten_with_implicit,
+    tree_map_with_implicit,
+    use_implicit_args,
+)
+from haiku_implicit.params.trees import trees
+from haiku_implicit.params.trees.matrix_axes import MatrixAxes
+from haiku_implicit.params.trees.selection import is_matrix
+
+
+def infer_matrix_axes(
+    apply: Callable[..., Any], params: Any, *args: Any, **kwargs: Any
+) -> dict[str, MatrixAxes]:
+    """Finds which axes of its weights a model contracts, by an abstract run that computes nothing.
+
+    The axes of each weight are followed through reshapes, transposes, casts, slices, loops and stacks
+    of layers to its first product (`dot_general`).
+
+    Args:
+      apply: the model, called as `apply(params, *args, **kwargs)`: `t.apply` of the result of
+        `hk.transform` or `transform_implicit`.
+      params: its parameters, or `jax.ShapeDtypeStruct`s of them.
+      *args: its other arguments. Arrays may be `jax.ShapeDtypeStruct`s.
+      **kwargs: its keyword arguments, likewise.
+
+    Returns:
+      The `MatrixAxes(inputs, outputs)` of each weight, by its path (`module/name`). Two kinds of
+      weights are missing: weights without a product (kernels of convolutions, tables that are looked
+      up), and weights that are not matrices (all axes are contracted, or batch axes do not come first).
+
+    Raises:
+      TypeError: for `params` that are not a mapping.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> def attention(x):
+      ...   w = hk.get_parameter('query_w', [64, 4, 16], init=hk.initializers.RandomNormal())
+      ...   o = hk.get_parameter('output_w', [4, 16, 64], init=hk.initializers.RandomNormal())
+      ...   return jnp.einsum('bhc,hco->bo', jnp.einsum('ba,ahc->bhc', x, w), o)
+      >>> t = hk.without_apply_rng(hk.transform(attention))
+      >>> params = t.init(jax.random.key(0), jnp.ones((1, 64)))
+      >>> axes = hki.infer_matrix_axes(t.apply, params, jnp.ones((1, 64)))
+      >>> axes['~/query_w'], axes['~/output_w'].inputs
+      (MatrixAxes(inputs=(-3,), outputs=(-2, -1)), (-3, -2))
+      >>> hki.add_lora(params, 0, rank=2, matrix_axes=axes)['~']['output_w'].matrix
+      LoRA(float32[64,64], w=float32[64,64], a=float32[64,2], b=float32[2,64], factor=float32[])
+    """
+    uses = uses_of(apply, params, args, kwargs)
+    found = {}
+    for parameter in trees.parameters_of(params):
+        own = (axes_of_use(use, parameter.value.shape) for use in uses.get(parameter.path, ()))
+        axes = next(filter(None, own), None)
+        if axes is not None:
+            found[parameter.path] = axes
+    return found
+
+
+def uses_of(
+    apply: Callable[..., Any], params: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, list[probe.Use]]:
+    """The products of a model with each of its weights, by path, from an abstract run.
+
+    Args:
+      apply, params, args, kwargs: as for `infer_matrix_axes`.
+    """
+    log = probe.Log()
+
+    def probed(parameter: trees.Parameter) -> Any:
+        value = parameter.value
+        return probe.Probe.of(value, parameter.path, log) if is_matrix(value) else value
+
+    def dense(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_implicit(x) else x
+
+    plain = tree_map_with_implicit(dense, opened(params))
+    leaves, treedef = tree_flatten_with_implicit((args, kwargs))
+    is_traced = [is_value(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    kept = tuple(None if traced else (x,) for x, traced in zip(leaves, is_traced, strict=True))
+
+    def run(params: Any, values: list[Any]) -> list[Any]:
+        args, kwargs = Static(treedef, kept).merge(values)
+        out = use_implicit_args(apply)(trees.map_parameters(probed, params), *args, **kwargs)
+        return [x for x in jax.tree.leaves(out) if is_value(x)]
+
+    with recording():  # probes that become dense tell nothing about the model with its own weights
+        jax.eval_shape(run, plain, list(itertools.compress(leaves, is_traced)))
+    return log.uses
+
+
+def axes_of_use(use: probe.Use, shape: Sequence[int]) -> MatrixAxes | None:
+    """The matrix axes of a weight in a product; None if the weight is not a matrix there."""
+    if not use.contracted or not use.free or use.contracted & use.free:
+        return None
+    first = min(use.contracted | use.free)
+    # Axes of length one are not followed to products: those between the others count as free.
+    free = use.free | {i for i in range(first, 0) if shape[i] == 1} - use.contracted
+    if len(use.contracted) + len(free) != -first:
+        return None
+    return MatrixAxes(tuple(sorted(use.contracted)), tuple(sorted(free)))

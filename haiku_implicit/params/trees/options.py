@@ -1,0 +1,245 @@
+"""The options of LoRA and quantization: the weights that they fit, and their application to one."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.arrays.zeros import Zeros
+from haiku_implicit.core.array import ImplicitArray, is_implicit
+from haiku_implicit.core.predicates import path_of
+from haiku_implicit.params.trees.selection import (
+    Parameter,
+    describe,
+    errors_name,
+    is_matrix,
+    is_weight,
+)
+from haiku_implicit.params.trees.warnings import named, of_many_axes
+from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
+from haiku_implicit.quantized.numbers.formats import RECIPES
+from haiku_implicit.quantized.numbers.options import is_positive_integer
+from haiku_implicit.quantized.products.rules import QuantRule
+
+GroupSize = int | tuple[int, int] | str | None
+
+
+class Room(NamedTuple):
+    """The weights with room for adapters of a rank, which are the default targets.
+
+    Attributes:
+      rank_of: a function from the path of a weight to its rank.
+      room_of: a function from the path and the shape of a weight to the largest rank.
+    """
+
+    rank_of: Callable[[str], int]
+    room_of: Callable[[str, tuple[int, ...]], int]
+
+    def takes(self, module_name: str, name: str, value: Any) -> bool:
+        """Whether a weight is a default target: dense or quantized, with room for the rank."""
+        return _may_hold(module_name, name, value) and self._fits(module_name, name, value)
+
+    def leaves(self, module_name: str, name: str, value: Any) -> bool:
+        """Whether a weight would be a default target if it had more room."""
+        return _may_hold(module_name, name, value) and not self._fits(module_name, name, value)
+
+    def _fits(self, module_name: str, name: str, value: Any) -> bool:
+        path = path_of(module_name, name)
+        return self.rank_of(path) <= self.room_of(path, tuple(value.shape))
+
+    @property
+    def wanted(self) -> str:
+        """The default targets in words, for errors."""
+        rank = self.rank_of("")
+        return (
+            f"a weight with room for LoRA of rank {rank} that is dense or quantized (those of other "
+            "types have to be named by targets=; infer_matrix_axes finds the axes of weights of more "
+            "than two, for matrix_axes=)"
+        )
+
+    def told(self, left: Sequence[Parameter]) -> str:
+        """The warning about weights without room."""
+        what = "1 weight gets" if len(left) == 1 else f"{len(left)} weights get"
+        axes = (
+            " infer_matrix_axes(apply, params, *args) finds which axes make one matrix of a weight of "
+            "more than two, for matrix_axes=."
+            if of_many_axes(left)
+            else ""
+        )
+        return (
+            f"{what} no adapter, because the rank is larger than there is room for (the smaller of "
+            f"the last two axes): {named(left)}.{axes} Or give a smaller rank=, or leave them out by "
+            "exclude="
+        )
+
+
+def _may_hold(module_name: str, name: str, value: Any) -> bool:
+    """Whether a parameter is a dense or quantized weight."""
+    held = isinstance(value, QuantizedMatrix | ScaledMatrix) or not is_implicit(value)
+    return held and is_weight(module_name, name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeOptions:
+    """The options of `QuantizedMatrix.quantize`, checked as far as no weight is needed.
+
+    Raises:
+      ValueError: for an `axis` or a `group_size` that no weight could have.
+    """
+
+    dtype: str = "int8"
+    group_size: GroupSize = None
+    axis: int = -2
+    zero_point: bool = False
+    calibration: str | None = None
+    scale_dtype: Any = None
+    activation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.axis not in (-2, -1):
+            raise ValueError(f"axis: expected -2 or -1, got {self.axis!r}")
+        object.__setattr__(self, "group_size", checked_group_size(self.group_size))
+
+    @classmethod
+    def of(
+        cls, options: QuantizeArguments, default: QuantizeArguments | None = None, *, rules: bool
+    ) -> Self:
+        """The record of a function's `**options`.
+
+        Args:
+          options: the options that the user gives.
+          default: other defaults of the function.
+          rules: whether there are rules, which replace all options but `axis` and `scale_dtype`.
+
+        Raises:
+          TypeError: for an unknown option.
+          ValueError: for options beside rules that replace them.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(options.keys() - set(known)):
+            raise TypeError(
+                f"unexpected keyword argument {unknown[0]!r}: expected an option of "
+                f"QuantizedMatrix.quantize, {', '.join(known)}"
+            )
+        plain = cls(**(default or {}))
+        new = dataclasses.replace(plain, **options)
+        both = [x for x in known if getattr(new, x) != getattr(plain, x)]
+        if both := [x for x in both if rules and x not in ("axis", "scale_dtype")]:
+            raise ValueError(f"rules: expected them in place of {', '.join(both)}, got both")
+        return new
+
+    def takes(self, module_name: str, name: str, value: Any) -> bool:
+        """Whether a weight is a default target: dense, also within LoRA, and divided by the groups.
+
+        An axis of length one (a depthwise kernel `[h, w, 1, m]`) would give a scale to each number.
+        """
+        return self._might_take(module_name, name, value) and self._divides(value)
+
+    def leaves(self, module_name: str, name: str, value: Any) -> bool:
+        """Whether a weight would be a default target if the groups divided it."""
+        return self._might_take(module_name, name, value) and not self._divides(value)
+
+    def _might_take(self, module_name: str, name: str, value: Any) -> bool:
+        inner = value.w if isinstance(value, LoRA) else value
+        dense = is_weight(module_name, name, value) and not is_implicit(inner)
+        return dense and value.shape[self.axis] > 1
+
+    @property
+    def divisor(self) -> GroupSize:
+        """The group size, or the multiple that the format requires; None or 'tensor' fit any weight."""
+        if self.group_size is None and self.dtype in RECIPES:
+            return RECIPES[self.dtype].multiple
+        return self.group_size
+
+    def _divides(self, value: Any) -> bool:
+        """Whether the groups, and tiles of rows, divide the axes of a matrix."""
+        size, length, rows = self.divisor, value.shape[self.axis], value.shape[-3 - self.axis]
+        if size is None or isinstance(size, str):
+            return True
+        tile, group = size if isinstance(size, tuple) else (1, size)
+        return length % group == 0 and rows % tile == 0
+
+    @property
+    def wanted(self) -> str:
+        """The default targets in words, for errors."""
+        size = self.divisor
+        if not size or isinstance(size, str):
+            return "a dense weight"
+        return (
+            f"a dense weight whose axis {self.axis} is divided by {size} (matrix_axes= says which axes "
+            "make the matrix of a weight of more than two)"
+        )
+
+    def told(self, left: Sequence[Parameter]) -> str:
+        """The warning about weights that the groups do not divide."""
+        axis, size = self.axis, self.divisor
+        what = "1 weight stays" if len(left) == 1 else f"{len(left)} weights stay"
+        axes = "; matrix_axes= makes a matrix of more than two axes" if of_many_axes(left) else ""
+        axes += " (infer_matrix_axes finds it)" if axes else ""
+        fitting = ""
+        if isinstance(size, int):
+            common = math.gcd(size, *(p.value.shape[axis] for p in left))
+            fitting = f" ({common} would fit)" if common >= 8 and self.group_size else ""
+        return (
+            f"{what} dense, because groups of {size} do not divide axis {axis}: {named(left)}. "
+            f"Quantize with another group_size={fitting}, these alone by targets=; or leave them out "
+            f"by exclude={axes}"
+        )
+
+    def by_rule(self, rule: QuantRule, shape: tuple[int, ...]) -> Self:
+        """The options of a rule for a weight of this shape, with the same `axis` and `scale_dtype`."""
+        return dataclasses.replace(self, **rule.weight_options(shape[self.axis]))
+
+    def quantize(self, w: jax.Array, moments: jax.Array | None = None) -> QuantizedMatrix:
+        """`QuantizedMatrix.quantize` with these options; for a struct, the struct of the result."""
+        if isinstance(w, jax.ShapeDtypeStruct):
+            return jax.eval_shape(self.quantize, w)
+        return QuantizedMatrix.quantize(w, **vars(self), moments=moments)
+
+    def put_on(self, path: str, value: Any, stacked: int = 0) -> ImplicitArray:
+        """Quantizes a parameter; of a LoRA weight, its `w`."""
+        if isinstance(value, LoRA):
+            return value._replace(w=self.put_on(path, value.w, stacked))
+        check_matrix(path, value, "quantization", stacked)
+        if is_implicit(value):
+            raise ValueError(
+                f"{path}: this is {describe(value)}, and only a dense parameter (or the dense w of "
+                "LoRA) can be quantized. Leave it out by targets=, or materialize it first"
+            )
+        with errors_name(path, value):
+            return self.quantize(value)
+
+
+def zeros_for(value: Any) -> Zeros:
+    """Symbolic zeros of the shape and dtype of a value."""
+    return Zeros(shape=tuple(value.shape), dtype=value.dtype)
+
+
+def check_matrix(path: str, value: Any, what: str, stacked: int = 0) -> None:
+    """Raises unless a parameter is a floating-point matrix or a stack of matrices.
+
+    Args:
+      stacked: how many of its leading axes stack layers: a stack of biases is not a matrix.
+    """
+    if not is_matrix(value) or len(value.shape) - stacked < 2:
+        axes = "two axes besides that of stacked layers" if stacked else "two axes"
+        raise ValueError(
+            f"{path}: {what} needs a floating-point parameter of at least {axes}, but this one is "
+            f"{describe(value)}. Leave it out by targets="
+        )
+
+
+def checked_group_size(size: Any) -> GroupSize:
+    """A group size; raises if `QuantizedMatrix.quantize` would reject it for every weight."""
+    pair = isinstance(size, tuple | list) and len(size) == 2
+    known = size is None or (isinstance(size, str) and size == "tensor")
+    if not known and not all(map(is_positive_integer, size if pair else [size])):
+        raise ValueError(
+            "group_size: expected None, 'tensor', a positive integer or a pair of them, got "
+            f"{size!r}"
+        )
+    return tuple(size) if pair else size

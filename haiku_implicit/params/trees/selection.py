@@ -1,0 +1,121 @@
+"""Parameters: which are weights (the default of `targets`), and how errors describe a parameter."""
+
+import contextlib
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.keys import KeySource, as_key
+from haiku_implicit.core.predicates import Predicate, path_of
+from haiku_implicit.params.trees.one_by_one import is_one_of_many
+
+# Names that Haiku's modules give to parameters that are added or multiplied element by element, also
+# with the name of a part before them (`gating_b`, `query_bias`). But `w_b` is a weight, like `w_a`.
+_ELEMENTWISE = re.compile(r"(?!w_b$)(?:.*_)?(?:b|bias|biases|offset|scale)")
+# Names of learned tables of positions: these are added to activations, not multiplied.
+_POSITIONS = re.compile(
+    r"pos|positions?|wpe|(?:.*_)?pos(?:ition(?:s|al)?)?_?(?:emb|enc(?!oder))[a-z]*"
+)
+# Suffixes that a getter of LoRA adds to a weight's name for its factors.
+LORA_SUFFIXES = ("_lora_a", "_lora_b")
+
+
+class Parameter(NamedTuple):
+    """An array of a tree, dense or implicit, with its module and name.
+
+    Attributes:
+      module_name, name: the keys of the array in the tree.
+      value: the array.
+      is_matrix: whether its last two axes are known to be a matrix, and all others batch axes.
+    """
+
+    module_name: str
+    name: str
+    value: Any
+    is_matrix: bool = False
+
+    @property
+    def path(self) -> str:
+        """The path `module/name`."""
+        return path_of(self.module_name, self.name)
+
+    @property
+    def stacked(self) -> int:
+        """The number of leading axes that are known to stack weights."""
+        return len(self.value.shape) - 2 if self.is_matrix else stacked_axes(self.module_name)
+
+    def key_from(self, key: KeySource) -> jax.Array:
+        """A random key for this parameter, independent of other parameters."""
+        if callable(key):
+            return as_key(key())
+        return jax.random.fold_in(key, zlib.crc32(self.path.encode()))
+
+
+def is_floating(value: Any) -> bool:
+    """Whether a value, dense or implicit, is of a floating dtype."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and bool(jax.dtypes.issubdtype(dtype, np.floating))
+
+
+def is_matrix(value: Any) -> bool:
+    """Whether a value is a floating-point matrix, or a stack of them."""
+    return is_floating(value) and len(value.shape) >= 2
+
+
+def is_dense_matrix(value: Any) -> bool:
+    """Whether a value is a dense floating-point matrix, or a stack of them."""
+    return not is_implicit(value) and is_matrix(value)
+
+
+def is_weight(module_name: str, name: str, value: Any) -> bool:
+    """Whether a parameter is a matrix, or a stack of them, that multiplies: the default target.
+
+    Biases and scales do not count, though Haiku gives some of them several axes of length one. Tables
+    of positions, which are added, do not count either.
+    """
+    added = _ELEMENTWISE.fullmatch(name) or _POSITIONS.fullmatch(name)
+    return is_matrix(value) and not (added or name.endswith(LORA_SUFFIXES))
+
+
+def is_complex_weight(module_name: str, name: str, value: Any) -> bool:
+    """Whether a complex parameter would be a weight if it were real."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jax.dtypes.issubdtype(dtype, np.complexfloating):
+        return False
+    return is_weight(module_name, name, jax.ShapeDtypeStruct(value.shape, np.float32))
+
+
+def stacked_axes(module_name: str) -> int:
+    """The number of leading axes that `hk.experimental.layer_stack` adds to a stored parameter."""
+    return 0 if is_one_of_many() else module_name.count("__layer_stack_")
+
+
+def in_tree(predicate: Predicate) -> Predicate:
+    """A predicate of weights, adapted to stored parameters: the axes of stacked layers do not count."""
+
+    def of_stored(module_name: str, name: str, value: Any) -> bool:
+        enough = len(value.shape) >= 2 + stacked_axes(module_name)
+        return enough and predicate(module_name, name, value)
+
+    return of_stored
+
+
+def describe(value: Any) -> str:
+    """A value's dtype and shape, as in `float32[2,3]`, after its type if it is implicit."""
+    kind = f"{type(value).__name__} " if is_implicit(value) else ""
+    shape = ",".join(map(str, value.shape))
+    return f"{kind}{getattr(value.dtype, 'name', value.dtype)}[{shape}]"
+
+
+@contextlib.contextmanager
+def errors_name(path: str, value: Any) -> Iterator[None]:
+    """Puts the path of a parameter, its shape and its dtype in front of errors."""
+    try:
+        yield
+    except (TypeError, ValueError) as e:
+        raise type(e)(f"{path} ({describe(value)}): {e}") from e

@@ -1,0 +1,395 @@
+"""Trees of parameters: access to their arrays by name, and replacement of some of them."""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from haiku_implicit.core import progress
+from haiku_implicit.core.array import check_no_half, check_values, is_implicit
+from haiku_implicit.core.predicates import (
+    Predicate,
+    Targets,
+    check_paths,
+    no_match,
+    predicate_of,
+)
+from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf, check_given, open_matrix
+from haiku_implicit.params.trees.one_by_one import is_one_of_many
+from haiku_implicit.params.trees.options import QuantizeOptions, Room
+from haiku_implicit.params.trees.selection import (
+    Parameter,
+    describe,
+    errors_name,
+    in_tree,
+    is_complex_weight,
+    is_dense_matrix,
+    is_weight,
+)
+from haiku_implicit.params.trees.warnings import Text, warn_of_left_out
+from haiku_implicit.quantized.products.rules import (
+    OP_NAMES,
+    QuantRule,
+    rules_for_module,
+    warn_of_unused,
+)
+
+
+def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
+    """Replaces each array in a nesting of mappings by `fun(parameter)`.
+
+    Haiku makes only mappings, but other libraries put lists and tuples into them.
+    """
+    if isinstance(tree, Mapping):
+        return {k: map_parameters(fun, v, (*path, str(k))) for k, v in tree.items()}
+    if not path:
+        raise TypeError(
+            "params: expected a mapping of parameters as Haiku's init returns it, got "
+            f"{type(tree).__name__}"
+        )
+    if isinstance(tree, list | tuple):
+        items = [map_parameters(fun, v, (*path, str(i))) for i, v in enumerate(tree)]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    check_no_half("/".join(path), tree)
+    if not (hasattr(tree, "shape") and hasattr(tree, "dtype")):
+        return tree
+    parameter = Parameter("/".join(path[:-1]), path[-1], tree)
+    try:
+        return fun(parameter)
+    except (AttributeError, TypeError) as error:
+        if isinstance(error, AttributeError) or "ShapeDtypeStruct" in str(error):
+            check_values(parameter.path, tree, error)
+        raise
+
+
+def parameters_of(tree: Any) -> list[Parameter]:
+    """Lists the arrays of a tree, in its order."""
+    found: list[Parameter] = []
+    map_parameters(found.append, tree)
+    return found
+
+
+def on_matrix(
+    make: Callable[[Parameter], Any], given: MatrixAxesOf | None = None
+) -> Callable[[Parameter], Any]:
+    """`make` for parameters of which some are views of matrices: it gets and returns the matrices.
+
+    Args:
+      make: a function of a parameter.
+      given: the axes of dense parameters to be treated as such matrices.
+    """
+
+    def made(parameter: Parameter) -> Any:
+        opened = open_matrix(parameter.path, parameter.value, given)
+        known = opened.axes is not None
+        return opened.closed(make(parameter._replace(value=opened.matrix, is_matrix=known)))
+
+    return made
+
+
+def map_matrices(fun: Callable[[Parameter], Any], tree: Any) -> Any:
+    """Replaces each parameter of a tree, or the matrix of a view, by `fun(parameter)`."""
+    return map_parameters(on_matrix(fun), tree)
+
+
+def none_of(function: str, kind: str, params: Any) -> ValueError:
+    """The error of a function that finds no weights of its type, as in a wrapped function."""
+    found = ", ".join(f"{p.path} {describe(p.value)}" for p in parameters_of(params)[:4])
+    return ValueError(
+        f"{function}: expected parameters with {kind}, and there are none in: {found}. If there were "
+        "before the call: within hki.value_and_grad, hki.grad and hki.use_implicit_args they are "
+        "ordinary arrays. Use jax.value_and_grad with respect to the first part that hki.partition "
+        "returns, and hki.combine both parts in the loss"
+    )
+
+
+def replace_marked(
+    params: Any,
+    marks: Sequence[bool],
+    make: Callable[[Parameter], Any],
+    given: MatrixAxesOf | None = None,
+) -> Any:
+    """Replaces each marked parameter of a tree, or the matrix of a view, by `make(parameter)`.
+
+    Args:
+      given: as for `on_matrix`.
+    """
+    return map_marked(params, marks, on_matrix(make, given))
+
+
+def map_marked(params: Any, marks: Sequence[bool], make: Callable[[Parameter], Any]) -> Any:
+    """Replaces each marked parameter of a tree by `make(parameter)`, under a progress bar."""
+    left = iter(marks)
+    with progress.bar("parameters", sum(marks)) as run:
+
+        def replaced(parameter: Parameter) -> Any:
+            return run(parameter.path, make, parameter) if next(left) else parameter.value
+
+        return map_parameters(replaced, params)
+
+
+class Choice(NamedTuple):
+    """The arguments by which a function on trees chooses parameters.
+
+    Attributes:
+      targets: the parameters to change; None for the default of the function.
+      exclude: the targets to leave out; None for none.
+      missing_ok: whether to accept that no target is left, that `exclude` matches nothing, and that no
+        parameter has the name of an entry in `matrix_axes`.
+      matrix_axes: the axes that make matrices of some parameters.
+    """
+
+    targets: Targets | None
+    exclude: Targets | None = None
+    missing_ok: bool = False
+    matrix_axes: MatrixAxesOf | None = None
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether to accept that no parameter of a tree is chosen."""
+        return self.missing_ok or is_one_of_many()
+
+    def opened(self, parameter: Parameter) -> Parameter:
+        """The parameter with a matrix as its value, or the struct of a matrix."""
+        value = parameter.value
+        if not is_implicit(value):
+            value = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        opened = open_matrix(parameter.path, value, self.matrix_axes)
+        return parameter._replace(value=opened.matrix, is_matrix=opened.axes is not None)
+
+    def predicate(self, default: Predicate | None) -> Predicate:
+        """The predicate of `targets`; if it is None, the default, applied to matrices."""
+        of_matrix = default and (lambda *of: default(*self.opened(Parameter(*of))[:3]))
+        return predicate_of("targets", self.targets, of_matrix)
+
+    def chosen(self, parameters: Sequence[Parameter], default: Predicate) -> list[Parameter]:
+        """The chosen ones of some parameters, opened; `default` is of weights without stacked axes."""
+        marks = self.marks(parameters, in_tree(default))
+        return [self.opened(p) for p in itertools.compress(parameters, marks)]
+
+    def marks(self, parameters: Sequence[Parameter], default: Predicate | None) -> list[bool]:
+        """Whether each parameter is chosen.
+
+        Args:
+          parameters: the parameters of a tree.
+          default: the predicate if `targets` is None; without a default, None is an error.
+        """
+        if not self.may_be_empty:
+            paths = [p.path for p in parameters]
+            check_given(self.matrix_axes, paths)
+            check_paths("targets", self.targets, paths)
+            check_paths("exclude", self.exclude, paths)
+        chosen = self.predicate(default)
+        excluded = predicate_of("exclude", self.exclude, lambda *_: False)
+        wanted, out = ([bool(f(*p[:3])) for p in parameters] for f in (chosen, excluded))
+        if self.exclude not in (None, False) and not any(out) and not self.may_be_empty:
+            raise no_match("exclude", self.exclude, [p.path for p in parameters])
+        left = [w and not o for w, o in zip(wanted, out, strict=True)]
+        if any(wanted) and not any(left) and not self.may_be_empty:
+            names = ", ".join(p.path for p, w in zip(parameters, wanted, strict=True) if w)
+            raise ValueError(
+                f"exclude: it leaves out all {sum(wanted)} that targets chooses: {names}"
+            )
+        return left
+
+
+class Edit(NamedTuple):
+    """A change of parameters.
+
+    Attributes:
+      make: a function of a chosen parameter, or of the matrix of a view, that returns its new value.
+      takes: the default targets; None if `targets` has to choose.
+      nothing: the error if no parameter is chosen, by the parameters of a tree and the choice.
+      fits: whether a chosen parameter is changed; None for all of them.
+      warn: warns of correct but unexpected results, by the parameters of a tree and the choice.
+    """
+
+    make: Callable[[Parameter], Any]
+    takes: Predicate | None = None
+    nothing: Callable[[Sequence[Parameter], Choice], ValueError] | None = None
+    fits: Callable[[Parameter], bool] | None = None
+    warn: Callable[[Sequence[Parameter], Choice], None] | None = None
+
+
+def of_weights(make: Callable[[Parameter], Any], default: Room | QuantizeOptions) -> Edit:
+    """An edit of weights, which warns of the weights that the default leaves out."""
+    return Edit(
+        make,
+        default.takes,
+        functools.partial(nothing_chosen, wanted=default.wanted),
+        warn=functools.partial(warn_of_others, leaves=default.leaves, told=default.told),
+    )
+
+
+def replace_targets(params: Any, choice: Choice, edit: Edit) -> Any:
+    """Replaces each target in a tree. At least one has to be there, unless `choice` allows none."""
+    parameters = parameters_of(params)
+    marks = choice.marks(parameters, edit.takes and in_tree(edit.takes))
+    if edit.fits is not None:
+        pairs = zip(parameters, marks, strict=True)
+        marks = [marked and edit.fits(choice.opened(p)) for p, marked in pairs]
+    if not any(marks) and not choice.may_be_empty:
+        raise (edit.nothing or nothing_chosen)(parameters, choice)
+    new = replace_marked(params, marks, edit.make, choice.matrix_axes)
+    if edit.warn is not None:
+        edit.warn(parameters, choice)
+    return new
+
+
+def marks_of(
+    parameters: Sequence[Parameter], choice: Choice, takes: Predicate, wanted: str
+) -> list[bool]:
+    """Whether each parameter is a target. At least one has to be, unless `choice` allows none.
+
+    Args:
+      parameters: the parameters of a tree.
+      choice: the choice of targets among them.
+      takes: the default targets.
+      wanted: the default targets in words, for errors.
+    """
+    marks = choice.marks(parameters, in_tree(takes))
+    if not any(marks) and not choice.may_be_empty:
+        raise nothing_chosen(parameters, choice, wanted)
+    return marks
+
+
+def nothing_chosen(parameters: Sequence[Parameter], choice: Choice, wanted: str = "") -> ValueError:
+    """The error for targets that choose nothing; raises if all weights are implicit already."""
+    number = sum(is_complex_weight(*p[:3]) for p in parameters)
+    if choice.targets is None:
+        _check_not_done(parameters)
+        if number:
+            wanted += f" (complex weights, of which there are {number}, are not supported)"
+    return no_match("targets", choice.targets, [p.path for p in parameters], wanted=wanted)
+
+
+def warn_of_others(
+    parameters: Sequence[Parameter],
+    choice: Choice,
+    leaves: Predicate = lambda *_: False,
+    told: Text | None = None,
+) -> None:
+    """Warns of the weights that `targets=None` leaves out, unless `exclude` names them.
+
+    Args:
+      parameters: the parameters of a tree.
+      choice: the choice of targets among them.
+      leaves: the weights that do not fit.
+      told: the warning about these. Another sentence names complex weights.
+    """
+    if choice.targets is None:
+        lenient = choice._replace(missing_ok=True)
+        left, others = (lenient.chosen(parameters, f) for f in (leaves, is_complex_weight))
+        warn_of_left_out(left, others, told)
+
+
+def _check_not_done(parameters: Sequence[Parameter]) -> None:
+    """Raises if all weights are implicit already, as in a second call."""
+    done = [p for p in parameters if is_implicit(p.value) and is_weight(*p[:3])]
+    if done and not any(is_weight(*p[:3]) for p in parameters if not is_implicit(p.value)):
+        first = done[0]
+        raise ValueError(
+            f"targets: all {len(done)} weights are implicit already; {first.path} is "
+            f"{describe(first.value)}. merge_lora and dequantize_params make them dense; targets= "
+            "names those of other types that are to be changed"
+        )
+
+
+# --- by rules ------------------------------------------------------------------------------------
+
+
+def checked_rules(rules: Any) -> list[QuantRule]:
+    """The rules as a list; a single rule becomes a list of one."""
+    rules = [rules] if isinstance(rules, QuantRule) else list(rules)
+    for i, rule in enumerate(rules):
+        if not isinstance(rule, QuantRule):
+            raise TypeError(f"rules[{i}]: expected a QtRule or a QuantRule, got {rule!r}")
+    return rules
+
+
+def rules_of(rules: Sequence[QuantRule], parameter: Parameter) -> tuple[QuantRule, ...]:
+    """The rules that decide for the products of a module; empty if they all leave it dense."""
+    own = rules_for_module(rules, parameter.module_name)
+    return own if any(rule.weight_qtype is not None for rule in own) else ()
+
+
+def rule_of(rules: Sequence[QuantRule], parameter: Parameter) -> QuantRule | None:
+    """The rule by which a weight is stored, from the rules for its products; None to leave it dense.
+
+    A weight with two axes is for a `dot_general`, and a weight with more than three is the kernel of a
+    convolution. A weight with three may be for any operation, and is taken to be for the operation that
+    the rules quantize.
+
+    Raises:
+      ValueError: if they quantize a weight with three axes differently for different operations.
+    """
+    own = rules_for_module(rules, parameter.module_name)
+    axes = len(parameter.value.shape) - parameter.stacked
+    operations = ("dot_general",) if axes < 3 else ("conv_general_dilated",)
+    by_op = {
+        op: next((rule for rule in own if rule.is_for(op)), None)
+        for op in (OP_NAMES if axes == 3 else operations)
+    }
+    found = {op: rule for op, rule in by_op.items() if rule is not None and rule.weight_qtype}
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"rules: they differ for {', '.join(found)}, and a weight of three axes may be for any of "
+            "them: say by module_path which rule is for its module"
+        )
+    return next(iter(found.values()), None)
+
+
+def by_rules(
+    rules: Sequence[QuantRule],
+    make: Callable[[Parameter, Any], Any],
+    decide: Callable[[Sequence[QuantRule], Parameter], Any] = rule_of,
+) -> Edit:
+    """An edit of the dense weights that rules quantize.
+
+    Warnings name complex weights, and rules that decide for nothing.
+
+    Args:
+      rules: the rules.
+      make: called as `make(parameter, decided)`.
+      decide: a function that selects from the rules for a parameter: `rule_of` one, `rules_of` all.
+    """
+
+    def fits(parameter: Parameter) -> bool:
+        with errors_name(parameter.path, parameter.value):
+            return is_dense_matrix(parameter.value) and bool(decide(rules, parameter))
+
+    def made(parameter: Parameter) -> Any:
+        with errors_name(parameter.path, parameter.value):
+            return make(parameter, decide(rules, parameter))
+
+    def weights(parameters: Sequence[Parameter], choice: Choice) -> list[Parameter]:
+        return [p for p in choice.chosen(parameters, is_weight) if is_dense_matrix(p.value)]
+
+    def nothing(parameters: Sequence[Parameter], choice: Choice) -> ValueError:
+        return _no_weights(rules, parameters, weights(parameters, choice))
+
+    def warn(parameters: Sequence[Parameter], choice: Choice) -> None:
+        warn_of_others(parameters, choice)
+        found = weights(parameters, choice)
+        if any(map(fits, found)) and not is_one_of_many():
+            warn_of_unused(rules, [p.module_name for p in found])
+
+    return Edit(made, is_weight, nothing, fits, warn)
+
+
+def _no_weights(
+    rules: Sequence[QuantRule], parameters: Sequence[Parameter], weights: Sequence[Parameter]
+) -> ValueError:
+    """The error for rules that quantize no weight; raises if all weights are implicit already."""
+    if not weights:
+        _check_not_done(parameters)
+    number = sum(is_complex_weight(*p[:3]) for p in parameters)
+    of_complex = f" ({number} complex weights are not supported)" if number else ""
+    patterns = ", ".join(repr(rule.module_path) for rule in rules)
+    modules = sorted({p.module_name for p in weights})
+    return ValueError(
+        f"rules: those for {patterns or 'nothing'} quantize none of the {len(weights)} dense "
+        f"weights{of_complex}; their modules are: {', '.join(modules)}"
+    )

@@ -1,1 +1,0 @@
-"""Products with quantized operands, forward and backward, and the kernels that compute them."""

@@ -1,0 +1,1 @@
+"""Quantized matrices: how they are stored, their products, kernels and types."""

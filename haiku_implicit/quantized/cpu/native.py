@@ -1,0 +1,185 @@
+"""The product with a quantized matrix on CPUs: the conditions on operands, and calls of native kernels.
+
+There are two: `QuantizedMatmul` decodes the matrix and multiplies floats, `IntegerMatmul` multiplies
+integer codes with activations rounded to int8. `build` compiles and registers them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core import compat
+from haiku_implicit.quantized import operands
+from haiku_implicit.quantized.cpu import build
+from haiku_implicit.quantized.layout import Order, sizes
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.numbers import formats
+
+# The dtypes that the kernels serve, with the kernels' numbers for rounding to them.
+_FLOATS = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
+_KINDS = {"int8": 1, "fp8_e4m3": 3, "fp8_e5m2": 4}
+
+# Sums of more products of 8-bit integers might overflow 32 bits.
+_LARGEST_GROUP = 1 << 16
+# For more rows than this, decoded groups smaller than this are multiplied as floats.
+_FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
+
+
+def applies(x: Any, leaves: Any, treedef: Any, order: Any, precision: Any, dtype: Any) -> bool:
+    """Whether there is a kernel for a product.
+
+    Args:
+      x: `[batch, m, i]`, an array or its shape and dtype, as are the leaves.
+      leaves: the leaves of the quantized matrices.
+      treedef: their structure.
+      order, precision, dtype: as for `quantized_matmul`.
+    """
+    q = treedef.unflatten(leaves)
+    algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
+    return (
+        x.dtype in _FLOATS
+        and dtype in _FLOATS
+        and q.dtype in _FLOATS
+        and q.scale.dtype != np.float64
+        and q.rounded_to is None
+        and len(formats.find(q.format).planes) <= 2
+        and not isinstance(precision, algorithm)
+        and 0 not in x.shape
+        and 0 not in q.shape
+        and build.available()
+    )
+
+
+def native_matmul(
+    x: jax.Array, *leaves: jax.Array, treedef: Any, order: Any, dtype: Any, **_: Any
+) -> Any:
+    """Computes the product with a native kernel, in float32 or integer sums.
+
+    Args:
+      x: `[batch, m, i]`.
+      *leaves: the leaves of the quantized `[batch, i, o]`.
+      treedef: their structure.
+      order: as for `quantized_matmul`.
+      dtype: the dtype of the result.
+    """
+    q: QuantizedMatrix = treedef.unflatten(leaves)
+    x = x.astype(jnp.float32)
+    integers = _integers(q, x.shape[-2])
+    if integers is not None:
+        return _integer_matmul(x, q, order, integers).astype(dtype)
+    if q.activation is not None:
+        x = operands.rounded_rows(x, q)
+    return _quantized_matmul(x, q, order).astype(dtype)
+
+
+def _quantized_matmul(x: jax.Array, q: QuantizedMatrix, order: Order) -> jax.Array:
+    fmt = formats.find(q.format)
+    along_rows = q.axis == -1
+    batch, m, length = x.shape
+    packed = 0 if along_rows else _size_packed(batch, m, length)
+    numbers = dict(
+        kind=0 if fmt.bits <= 4 else _KINDS.get(fmt.name, 2),
+        rounding=_FLOATS[q.dtype],
+        bias=fmt.bias if fmt.bits > 4 else 0,
+    )
+    y, _packed = _call(
+        "QuantizedMatmul",
+        x,
+        q,
+        order,
+        packed,
+        along_rows=along_rows,
+        table=_table(fmt),
+        **{name: np.int64(value) for name, value in numbers.items()},
+    )
+    return y
+
+
+def _size_packed(batch: int, m: int, length: int) -> int:
+    """Returns the size of the memory into which the kernel packs activations `[batch, m, length]`."""
+    if m <= 8:
+        return batch * m * (length + 16)
+    return -(-min(m, 512) // 32) * 32 * length
+
+
+class _Integers(NamedTuple):
+    """How stored codes become unsigned integers, and how these become values.
+
+    Attributes:
+      table: the integer of each code of four bits; for eight bits, the number to add to each code.
+      bias: the number to subtract then.
+      unit: the factor of the result.
+    """
+
+    table: np.ndarray
+    bias: int
+    unit: float
+
+
+def _integers(q: QuantizedMatrix, m: int) -> _Integers | None:
+    """Returns how `IntegerMatmul` reads a matrix; None if it cannot, or is slower for `m` rows.
+
+    With many rows, scaling the sums of small groups takes longer than multiplying integers saves.
+    """
+    fmt = formats.find(q.format)
+    group = -(-q.shape[q.axis] // q.scale.shape[-1])
+    if q.activation not in ("int8", "int8,groups") or q.axis != -2 or group > _LARGEST_GROUP:
+        return None
+    if m > _FEW and group < _SMALLEST_GROUP_OF_MANY:
+        return None
+    if fmt.name in ("int8", "uint8"):
+        bias = 128 if fmt.name == "int8" else 0
+        return _Integers(np.asarray([bias]), bias, 1.0)
+    if fmt.planes != (4,):
+        return None
+    table = _table(fmt)
+    for unit in (1.0, 0.5):
+        if np.all(table % unit == 0):
+            integers = (table / unit).astype(np.int64)
+            bias = -int(integers.min())
+            return _Integers(integers + bias, bias, unit)
+    return None
+
+
+def _integer_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, integers: _Integers) -> Any:
+    (y,) = _call(
+        "IntegerMatmul",
+        x,
+        q,
+        order,
+        table=integers.table.astype(np.int64),
+        bias=np.int64(integers.bias),
+        unit=np.float32(integers.unit),
+        in_groups=q.activation == "int8,groups",
+    )
+    return y
+
+
+def _call(
+    handler: str, x: jax.Array, q: QuantizedMatrix, order: Order, *memory: int, **attributes: Any
+) -> Any:
+    """Calls a handler; returns the product, and working memory of the sizes `memory`."""
+    shapes = [(*x.shape[:2], sizes(q, order)[-1]), *((size,) for size in memory)]
+    like = (x, *jax.tree.leaves(q))
+    results = [compat.struct(shape, jnp.float32, like=like) for shape in shapes]
+    arrays = dict(planes=(*formats.find(q.format).planes, 0)[:2], order=order[:-1])
+    attributes |= {name: np.asarray(array, np.int64) for name, array in arrays.items()}
+    call = jax.ffi.ffi_call(build.PREFIX + handler, results)
+    return call(x, q.codes, _readable(q.scale), _readable(q.offset), **attributes)
+
+
+def _readable(scale: jax.Array | None) -> jax.Array:
+    """Casts scales to a dtype that the kernels read; replaces None by an empty array."""
+    if scale is None:
+        return jnp.zeros(0, jnp.float32)
+    return scale if scale.dtype in _FLOATS else scale.astype(jnp.float32)
+
+
+def _table(fmt: formats.Format) -> np.ndarray:
+    """Returns the value of each stored code, in a table of at least 16."""
+    if fmt.table is not None:
+        return np.asarray(fmt.table, np.float32)
+    codes = np.arange(max(16, 2**fmt.bits), dtype=np.uint8).view(fmt.dtype)
+    return codes.astype(np.float32) - np.float32(fmt.bias)

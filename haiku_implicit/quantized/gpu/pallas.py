@@ -1,0 +1,160 @@
+"""The product with a quantized matrix on NVIDIA GPUs: the conditions on operands, and the call.
+
+`tiles` divides the work, and `kernels`, which Triton compiles, compute it. They read stored codes,
+decode them in registers and multiply there; no dense weight is written anywhere. The primitive has two
+products, with the storage order W[rows, length]:
+
+    along the groups:  y[m, row] = sum over k of x[m, k] * W[row, k]
+    along the rows:    y[m, k]   = sum over rows of x[m, row] * W[row, k]
+
+Along the groups, memory bounds products of one or two rows of x: they are summed in each thread's
+registers, without the matrix units. All others are products of tiles. If there are too few programs to
+keep all of the GPU's memory busy, each sum is split among several, and XLA adds up the parts.
+"""
+
+import functools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core import compat
+from haiku_implicit.quantized.gpu import kernels
+from haiku_implicit.quantized.gpu.tiles import Plan, columns, parts, plan_of
+from haiku_implicit.quantized.layout import Order, matrices
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.numbers import formats
+
+# The dtypes of activations, weights, scales and results that the kernel serves.
+_FLOATS = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
+
+_CAPABILITY = 8.0  # of the oldest GPUs that Triton compiles for
+
+
+# --- conditions ------------------------------------------------------------------------------------
+
+
+def available() -> bool:
+    """Whether products on this process's GPU use the kernel: only with `HAIKU_IMPLICIT_PALLAS=1`.
+
+    It is not the default, because it has not run on a GPU yet.
+    """
+    return os.environ.get("HAIKU_IMPLICIT_PALLAS") == "1" and supported()
+
+
+@functools.cache
+def supported() -> bool:
+    """Whether this process has a GPU that the kernel can be compiled for.
+
+    If this process does not have a GPU, the program is for another one, perhaps with another JAX.
+    """
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+        from jax.experimental.pallas import triton  # noqa: F401
+    except (RuntimeError, ImportError):
+        return False
+    return float(getattr(device, "compute_capability", 0)) >= _CAPABILITY
+
+
+def applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any, **_: Any) -> bool:
+    """Whether the kernel serves these operands: codes of 8, 4, 2 or 1 bits, floats up to float32."""
+    q = treedef.unflatten(leaves)
+    algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
+    return (
+        {np.dtype(x.dtype), np.dtype(dtype), np.dtype(q.dtype)} <= set(_FLOATS)
+        and q.scale.dtype != np.float64
+        and q.rounded_to is None
+        and q.activation is None
+        and len(formats.find(q.format).planes) == 1
+        and not isinstance(precision, algorithm)
+        and 0 not in (*x.shape, *q.shape)
+        and max(x.size, q.size) < 2**31  # offsets are 32-bit integers
+        and available()
+    )
+
+
+# --- the product -----------------------------------------------------------------------------------
+
+
+def pallas_matmul(
+    x: jax.Array,
+    *leaves: jax.Array,
+    treedef: Any,
+    order: Order,
+    precision: Any,
+    dtype: Any,
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes `x @ q` for a batch of matrices, given by leaves.
+
+    Args:
+      x: `[batch, m, i]`, of one of the dtypes that the kernel serves.
+      *leaves: the leaves of a quantized `[batch, i, o]` with dense scales for each row.
+      treedef: the structure of the matrix.
+      order: as for `quantized_matmul`.
+      precision: as for `jax.lax.dot_general`; if it is None or DEFAULT, float32 operands are rounded to
+        TensorFloat-32, as in XLA's dense products.
+      dtype: the dtype of the result; sums are float32.
+      interpret: whether JAX itself runs the kernel, on any platform: slow, for tests.
+
+    Returns:
+      `[batch, m, o]`.
+    """
+    q: QuantizedMatrix = treedef.unflatten([matrices(leaf, order) for leaf in leaves])
+    batch, m, _ = x.shape
+    plan = plan_of(m, batch, q, x.dtype, precision)
+    operands = [x, _bytes(q.codes), _readable(q.scale)]
+    if q.offset is not None:
+        operands.append(_readable(q.offset))
+    if plan.matrix.has_table:
+        operands.append(jnp.asarray(plan.matrix.format.table, jnp.float32))
+    splits = plan.tile.splits
+    shape = (splits, batch, m, q.shape[-1])
+    out = compat.struct(shape, jnp.float32 if splits > 1 else dtype, like=(x, *leaves))
+    y = _call(plan, out, operands, q.offset is not None, interpret)
+    return y.sum(0).astype(dtype) if splits > 1 else y[0]
+
+
+def _bytes(codes: jax.Array) -> jax.Array:
+    return codes if codes.dtype == np.uint8 else jax.lax.bitcast_convert_type(codes, jnp.uint8)
+
+
+def _readable(scale: jax.Array) -> jax.Array:
+    return scale if np.dtype(scale.dtype) in _FLOATS else scale.astype(jnp.float32)
+
+
+def _call(plan: Plan, out: Any, operands: Any, has_offset: bool, interpret: bool) -> jax.Array:
+    # Imported here, because importing Pallas takes longer than importing this library.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    run = kernels.along_rows if plan.along_rows else kernels.along_groups
+    if plan.few:
+        run = kernels.few_along_groups
+
+    def kernel(*refs: Any) -> None:
+        x, codes, scale, *others, y = refs
+        offset = others.pop(0) if has_offset else None
+        run(plan, kernels.Refs(x, codes, scale, offset, others[0] if others else None, y))
+
+    def whole(x: jax.Array) -> Any:  # of one matrix of the batch
+        if x.ndim == 1:
+            return pl.BlockSpec(x.shape, lambda *_: (0,))
+        return pl.BlockSpec((None, *x.shape[1:]), lambda i, j, split, b: (b, 0, 0))
+
+    result = pl.BlockSpec((None, None, *out.shape[2:]), lambda i, j, split, b: (split, b, 0, 0))
+    tile = plan.tile
+    call = pl.pallas_call(
+        kernel,
+        out_shape=out,
+        # Programs for one part of the matrix run one after another.
+        grid=(parts(plan.m, tile.m), columns(plan), *out.shape[:2]),
+        in_specs=[whole(x) for x in operands],
+        out_specs=result,
+        compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        name="quantized_matmul",
+        interpret=interpret,
+    )
+    return call(*operands)

@@ -1,0 +1,298 @@
+"""Encodes dense matrices as codes and scales."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from haiku_implicit.core import compat
+from haiku_implicit.quantized.numbers import calibration, formats, gptq, options, scales
+from haiku_implicit.quantized.numbers.extremes import largest
+
+_BLOCK = 256  # how many scales share a second-level scale, in 'double'
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scale", "offset"),
+    meta_fields=("format", "padding"),
+)
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """Codes and scales of the rows of a stored matrix, under the names of `QuantizedMatrix`'s fields.
+
+    Attributes:
+      codes: `[..., rows, stored]`, packed.
+      scale: `[..., tiles, groups]`, or `Encoded` itself.
+      offset: as `scale`, or None.
+      format: the name of the codes' format.
+      padding: how many codes at the end of each row are padding.
+    """
+
+    codes: jax.Array
+    scale: Any
+    offset: Any
+    format: str
+    padding: int = 0
+
+
+def encode_rows(
+    stored: jax.Array,
+    dtype: Any,
+    group_size: Any = None,
+    zero_point: bool = False,
+    method: str | None = None,
+    scale_dtype: Any = None,
+    moments: jax.Array | None = None,
+) -> Encoded:
+    """Encodes the rows of a stored matrix as codes, scales and offsets.
+
+    Args:
+      stored: `[..., rows, k]`, floating.
+      dtype, group_size, zero_point, method (`calibration`), scale_dtype: as for
+        `QuantizedMatrix.quantize`.
+      moments: `[..., k, k]`, xᵀx of the inputs x `[n, k]`, to round for the least error of the product
+        (`gptq`). Or its diagonal, `[..., k]`, to weigh errors in a search for scales; elements are
+        then rounded to the nearest codes.
+    """
+    by_ends = options.split(method)[0] == "minmax"  # the range need not be symmetric
+    fmt, recipe = formats.for_quantizing(dtype, zero_point or by_ends)
+    if recipe is not None:
+        group_size = _prescribed("group_size", group_size, recipe.group_size, dtype)
+        scale_dtype = _prescribed("scale_dtype", scale_dtype, recipe.scale_dtype, dtype)
+    moments = None if moments is None else _checked_moments(moments, stored)
+    tile = _fitting_tile(group_size, stored.shape[-2:], fmt)
+    name = scales.name_of(scale_dtype, fmt)
+    _check_runs(name, stored.shape[-1], tile[1])
+    encoded, lost = _encoded(stored, moments, fmt, tile, method, name)
+    scales.check(lost, scale_dtype)
+    return encoded
+
+
+# Jitted, because eager code would compile each operation for each shape.
+@functools.partial(
+    jax.jit, static_argnames=("fmt", "tile", "method", "scale_dtype"), inline=compat.INLINE
+)
+def _encoded(
+    stored: jax.Array,
+    moments: jax.Array | None,
+    fmt: formats.Format,
+    tile: tuple[int, int],
+    method: str | None,
+    scale_dtype: str | None,
+) -> tuple[Encoded, Any]:
+    """Returns the result of `encode_rows`, and whether the scales do not fit their dtype."""
+    rounding = scales.rounding(scale_dtype)
+    products = moments if moments is not None and moments.ndim == stored.ndim else None
+    weight = 1.0 if moments is None else _importance(stored, moments, tile)
+    blocks = _blocks(stored, tile)
+    found = calibration.calibrate(blocks, fmt, method, rounding, weight)
+    scale: Any
+    offset: Any
+    if scale_dtype in scales.CODES or scales.runs_of(scale_dtype):
+        encoded, lost = _encoded_scales(found, fmt, scale_dtype)
+        if options.split(method)[0] == "mse":  # again, among the scales that codes can hold
+            rounding = calibration.Rounding(_nearest_of_codes(fmt), encoded)
+            found = calibration.calibrate(blocks, fmt, method, rounding, weight)
+            encoded = _in_same_blocks(encoded, found)
+        scale, offset = encoded
+    else:
+        found = jax.tree.map(lambda x: x[..., 0], found)
+        (scale, offset), lost = scales.store(found, fmt, scale_dtype, method)
+    padding = -tile[1] % fmt.multiple
+    if padding:
+        stored = jnp.concatenate([stored, jnp.repeat(stored[..., -1:], padding, -1)], axis=-1)
+        if products is not None:
+            widths = [(0, 0)] * (products.ndim - 2) + [(0, padding)] * 2
+            products = jnp.pad(products, widths)
+    codes = _codes(stored, scale, offset, fmt, products)
+    codes = formats.pack(codes, fmt)
+    return Encoded(codes, scale, offset, fmt.name, padding), lost
+
+
+# Scales (and offsets, if any) that are stored as codes.
+_EncodedScales = tuple[Encoded, Encoded | None]
+
+
+def _encoded_scales(
+    found: calibration.Scales, fmt: formats.Format, name: str | None
+) -> tuple[_EncodedScales, scales.Lost | None]:
+    """Encodes scales in few bits, and says whether their second-level scales do not fit their dtype."""
+    if name == "e4m3":  # NVFP4: one scale for the tensor
+        return (encode_rows(found.scale[..., 0], "fp8_e4m3", "tensor"), None), None
+    if runs := scales.runs_of(name):
+        return _in_runs(_from_zero(found, fmt), runs)
+    # Codes 0 to 255 without an offset, unless some scales are negative.
+    scale = _in_blocks(found.scale, "int8" if fmt.one_sided and not fmt.offset else "uint8")
+    return (scale, None if found.offset is None else _in_blocks(found.offset, "int8")), None
+
+
+def _in_runs(
+    found: calibration.Scales, runs: scales.Runs
+) -> tuple[_EncodedScales, scales.Lost | None]:
+    """Encodes scales in runs of consecutive ones; each run has a float16 scale."""
+
+    def of_scale(x: jax.Array) -> jax.Array:
+        *lead, tiles, groups, _ = x.shape
+        of_runs = x.reshape(*lead, tiles, groups // runs.length, runs.length)
+        return largest(jnp.abs(of_runs), -1) / formats.FORMATS[runs.format].largest
+
+    wanted = of_scale(found.scale)
+    held = wanted.astype(jnp.float16)
+    # (Scales of some runs may be too small, as for a neuron that is never used; not the largest one.)
+    most = largest(wanted)
+    lost = scales.Lost(
+        ~jnp.isfinite(held).all(), jnp.abs(most.astype(jnp.float16) - most) > most / 8
+    )
+    scale = _coded(found.scale, held, runs.format)
+    if found.offset is None:
+        return (scale, None), lost
+    of_offset = -of_scale(found.offset).astype(jnp.float16)
+    lost = lost._replace(large=lost.large | ~jnp.isfinite(of_offset).all())
+    return (scale, _coded(found.offset, of_offset, runs.format)), lost
+
+
+def _from_zero(found: calibration.Scales, fmt: formats.Format) -> calibration.Scales:
+    """Lets ranges above zero begin at zero: offsets in runs are not positive."""
+    if found.offset is None:
+        return found
+    above = found.offset > 0
+    scale = jnp.where(above, found.scale + found.offset / fmt.largest, found.scale)
+    return calibration.Scales(scale, jnp.where(above, 0, found.offset))
+
+
+def _in_blocks(found: jax.Array, name: str) -> Encoded:
+    """Encodes scales `[..., tiles, groups, 1]` in blocks; each block has a scale."""
+    *lead, tiles, groups, _ = found.shape
+    along = _largest_divisor(groups, _BLOCK)
+    rows = _largest_divisor(tiles, _BLOCK // along) if along == groups else 1
+    blocks = found.reshape(*lead, tiles // rows, rows, groups // along, along)
+    of_scale = largest(jnp.abs(blocks), (-1, -3)) / formats.FORMATS[name].largest
+    return _coded(found, of_scale, name)
+
+
+def _in_same_blocks(held: _EncodedScales, found: calibration.Scales) -> _EncodedScales:
+    """Encodes other scales with the second-level scales of `held`."""
+    scale, offset = held
+    new = _coded(found.scale, scale.scale, scale.format)
+    if offset is None or found.offset is None:
+        return new, None
+    return new, _coded(found.offset, offset.scale, offset.format)
+
+
+@functools.lru_cache  # as for `scales.rounding`
+def _nearest_of_codes(fmt: formats.Format) -> Callable[..., calibration.Scales]:
+    """Returns a function from scales to the nearest ones that `_in_same_blocks` can hold."""
+
+    def nearest(held: _EncodedScales, found: calibration.Scales) -> calibration.Scales:
+        if held[1] is not None and formats.FORMATS[held[1].format].offset:
+            found = _from_zero(found, fmt)
+        scale, offset = _in_same_blocks(held, found)
+        decoded = None if offset is None else _decoded(offset)[..., None]
+        return calibration.Scales(_decoded(scale)[..., None], decoded)
+
+    return nearest
+
+
+def _coded(found: jax.Array, of_scale: jax.Array, name: str) -> Encoded:
+    """Encodes scales `[..., tiles, groups, 1]` with second-level scales."""
+    whole = formats.by_rows(of_scale, found.shape[-3])
+    blocks = found.reshape(*whole.shape, -1)
+    codes = calibration.encode(blocks, whole[..., None], None, formats.FORMATS[name])
+    return Encoded(formats.pack(codes, formats.FORMATS[name]), of_scale, None, name)
+
+
+def _largest_divisor(n: int, most: int) -> int:
+    return max(d for d in range(1, max(min(n, most), 1) + 1) if n % d == 0)
+
+
+def _codes(
+    stored: jax.Array, scale: Any, offset: Any, fmt: formats.Format, moments: jax.Array | None
+) -> jax.Array:
+    """Returns the codes `[..., rows, groups, g]` of `[..., rows, k]`, given the stored scales."""
+    *lead, rows, k = stored.shape
+    scale, offset = (_decoded(x) if isinstance(x, Encoded) else x for x in (scale, offset))
+    groups = scale.shape[-1]
+    scale, offset = (
+        None if x is None else formats.by_rows(x, rows)[..., None] for x in (scale, offset)
+    )
+    if moments is None:
+        grouped = stored.reshape(*lead, rows, groups, k // groups)
+        return calibration.encode(grouped, scale, offset, fmt)
+    return gptq.codes(stored, moments, scale, offset, fmt)
+
+
+def _decoded(x: Encoded) -> jax.Array:
+    return formats.dequantize(x.codes, x.scale, x.offset, formats.FORMATS[x.format])
+
+
+def _check_runs(name: str | None, length: int, group: int) -> None:
+    """Raises unless the groups along an axis fill whole runs."""
+    runs = scales.runs_of(name)
+    if runs and length % (group * runs.length):
+        raise ValueError(
+            f"scale_dtype: {name!r} has a scale for {runs.length} groups of {group}: expected an axis "
+            f"whose length is a multiple of {group * runs.length}, got {length}"
+        )
+
+
+def _checked_moments(moments: Any, stored: jax.Array) -> jax.Array:
+    moments, (*lead, _, k) = jnp.asarray(moments), stored.shape
+    if moments.shape not in ((*lead, k, k), (*lead, k)):
+        raise ValueError(
+            f"moments: expected shape {[*lead, k, k]} for groups along an axis of length {k} (or "
+            f"{[*lead, k]}, the diagonal), got {list(moments.shape)}"
+        )
+    return moments
+
+
+def _importance(stored: jax.Array, moments: jax.Array, tile: tuple[int, int]) -> jax.Array:
+    """The weight of each element's squared error: the mean square of the inputs it multiplies."""
+    if moments.ndim == stored.ndim:
+        moments = jnp.diagonal(moments, axis1=-2, axis2=-1)
+    return _blocks(jnp.broadcast_to(moments[..., None, :], stored.shape), tile)
+
+
+def _prescribed(name: str, given: Any, needed: Any, dtype: Any) -> Any:
+    if given not in (None, needed):
+        raise ValueError(f"{name}: {dtype!r} has {needed!r}, got {given!r}; leave it out")
+    return needed
+
+
+def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -> tuple[int, int]:
+    """Returns the tile that shares a scale: the number of rows, and of elements in each."""
+    rows, length = core
+    if group_size is None or group_size == "tensor":
+        return (1 if group_size is None else rows), length
+    pair = group_size if isinstance(group_size, tuple | list) else (1, group_size)
+    if len(pair) != 2 or not all(map(options.is_integer, pair)):
+        raise ValueError(
+            "group_size: expected a number, a pair (rows, elements), 'tensor' or None, got "
+            f"{group_size!r}"
+        )
+    tile, g = pair
+    sizes = formats.group_sizes(length, fmt)
+    if g != length and g not in sizes:
+        whole = f" and are multiples of {fmt.multiple}" if fmt.multiple > 1 else ""
+        raise ValueError(
+            f"group_size: expected None or one of {sizes}, which divide the axis of length "
+            f"{length}{whole}, got {group_size!r}"
+        )
+    if tile < 1 or rows % tile:
+        raise ValueError(
+            f"group_size: expected a tile whose rows divide the {rows} of the matrix, got "
+            f"{group_size!r}"
+        )
+    return int(tile), int(g)
+
+
+def _blocks(stored: jax.Array, tile: tuple[int, int]) -> jax.Array:
+    """Returns `[..., tiles, groups, rows * g]`: the last axis has the elements that share a scale."""
+    *lead, rows, k = stored.shape
+    r, g = tile
+    blocks = stored.reshape(*lead, rows // r, r, k // g, g).swapaxes(-2, -3)
+    blocks = blocks.reshape(*lead, rows // r, k // g, r * g)
+    return blocks.astype(formats.arithmetic_dtype(stored.dtype))

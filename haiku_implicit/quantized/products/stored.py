@@ -1,0 +1,225 @@
+"""Products with stored matrices: `quantized_dot` chooses how to compute one, without a dense copy.
+
+There are four ways. A product that contracts one axis is a batch of matrix products, and the primitive
+of `matmul` computes these. Other products are computed in codes, by `quantized_product`, if the matrix
+has an `activation`; else block after block if they are large, and with the whole matrix dequantized if
+they are small.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.binary import BinaryCall
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.products.bilinear import product_of
+from haiku_implicit.quantized.products.blocks import BLOCKED_FROM, over_blocks, slices
+from haiku_implicit.quantized.products.matmul import quantized_matmul
+from haiku_implicit.quantized.products.product import config_by_activation, quantized_product
+
+# The number of blocks in which a large matrix is dequantized.
+_NUM_BLOCKS = 16
+
+
+def quantized_dot(call: BinaryCall, x: jax.Array, q: QuantizedMatrix) -> jax.Array:
+    """Computes a `dot_general` of `x` and `q` without keeping a dense copy of `q`.
+
+    The backward pass keeps the codes and the scales, and dequantizes them again.
+
+    Args:
+      call: the call of `dot_general`; its `out_sharding` is None.
+      x: any array.
+      q: the stored matrix, or stack of them, with dense scales for each row.
+
+    Returns:
+      The result of `dot_general` for the dense `q`, up to the order of its sums.
+    """
+    structs = (jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x, q))
+    out = jax.eval_shape(functools.partial(_dense, call), *structs)
+    row = _row_axis(call, x, q, out.dtype) if q.activation_config.by_rows else None
+    if row is not None:
+        return _as_matmul(call, x, q, row, np.dtype(out.dtype))
+    if q.activation is not None:
+        return in_codes(call, x, q)
+    blocks = _blocks(call, x, q, out)
+    if blocks is not None:
+        return _in_blocks(call, x, q, blocks, np.dtype(out.dtype))
+    return with_dense(call.primitive, *call.ordered(x, q), **call.params)
+
+
+def _dense(call: BinaryCall, x: jax.Array, q: jax.Array, **changes: Any) -> Any:
+    """Computes the product of dense arrays, with some parameters changed."""
+    return call.primitive.bind(*call.ordered(x, q), **(call.params | changes))
+
+
+# --- as products of matrices ---------------------------------------------------------------------
+
+
+def _row_axis(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, dtype: Any) -> int | None:
+    """Returns the axis of `q` that makes matrices with the axis that is stored in groups.
+
+    One of the two is contracted. None: this is not a product of matrices.
+    """
+    contracted, batch, grouped = call.contracted[1], call.batch[1], q.ndim + q.axis
+    if (
+        len(contracted) != 1
+        or grouped in batch
+        or not all(jnp.issubdtype(d, np.floating) for d in (x.dtype, dtype))
+        or 0 in (*x.shape, *q.shape)
+    ):
+        return None
+    if contracted[0] != grouped:
+        return int(contracted[0])
+    free = [i for i in range(q.ndim) if i not in (grouped, *batch)]
+    return free[-1] if free else None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _as_matmul(
+    call: BinaryCall, x: jax.Array, q: QuantizedMatrix, row: int, dtype: Any
+) -> jax.Array:
+    """Computes the product as a product of `[batch..., m..., i]` and `[batch..., i, o]`."""
+    ((x_contracted,), (contracted,)), (x_batch, q_batch) = call.contracted, call.batch
+    # Axes of stacks of matrices come after the batch axes that `x` also has.
+    matrix = (row, q.ndim + q.axis)
+    free = tuple(i for i in range(q.ndim) if i not in (*q_batch, *matrix))
+    of_x = tuple(i for i in range(x.ndim) if i not in (*x_batch, x_contracted))
+    out_axis = next(i for i in matrix if i != contracted)
+    in_both = [x.shape[i] for i in x_batch]
+    stacked = [q.shape[i] for i in free]
+    rows = [x.shape[i] for i in of_x]
+    # The grouped axis of the array, whichever it is, is the last one in leaves.
+    others = [i for i in range(q.ndim) if i != q.ndim + q.axis]
+    order = (*(others.index(i) for i in (*q_batch, *free, row)), q.ndim - 1)
+    x = jnp.transpose(x, (*x_batch, *of_x, x_contracted))
+    x = x.reshape(*in_both, *[1] * len(free), *rows, x.shape[-1])
+    x = jnp.broadcast_to(x, (*in_both, *stacked, *rows, x.shape[-1]))
+    q = q._replace(axis=-1 if contracted == row else -2)
+    out = quantized_matmul(x, q, order=order, precision=call.params["precision"], dtype=dtype)
+    # `dot_general` has batch axes, then the free ones of the first operand, then of the second.
+    b, s, r = len(in_both), len(stacked), len(rows)
+    at = dict(zip((*free, out_axis), (*range(b, b + s), b + s + r), strict=True))
+    of_q = [at[i] for i in sorted(at)]
+    first, second = call.ordered(range(b + s, b + s + r), of_q)
+    return jnp.transpose(out, (*range(b), *first, *second))
+
+
+# --- in codes ------------------------------------------------------------------------------------
+
+
+def in_codes(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, *others: jax.Array) -> Any:
+    """Computes a product with activations quantized by `q.activation`.
+
+    Args:
+      call: the call of `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
+      x, q: its operands.
+      *others: operands after these two.
+
+    Returns:
+      The primitive's result, up to rounding; NotImplemented for other products.
+    """
+    pair, dtype = call.ordered(x, q), call.params["preferred_element_type"]
+    product = product_of(call.primitive, pair, call.params)
+    if product is None:
+        return NotImplemented
+    config = config_by_activation(q, call.w_first, product)
+    return quantized_product(product, config, pair, others, dtype=dtype)
+
+
+# --- in blocks -----------------------------------------------------------------------------------
+
+
+class _Blocks(NamedTuple):
+    """How a product is cut along one axis of `q`.
+
+    Attributes:
+      axis: the axis of `q`, never the one that is stored in groups.
+      size: the length of a block along it.
+      x_axis: the axis of `x` that is cut in the same way, if any.
+      out_axis: the axis of the result along which the blocks' results are concatenated; None if they
+        are summed, because the axis is contracted.
+    """
+
+    axis: int
+    size: int
+    x_axis: int | None
+    out_axis: int | None
+
+
+def _blocks(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, out: Any) -> _Blocks | None:
+    """Returns the blocks to cut a product in; None to compute it in one piece."""
+    algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
+    if (
+        q.size <= BLOCKED_FROM
+        or isinstance(call.params["precision"], algorithm)  # it says how to accumulate, too
+    ):
+        return None
+    axis = max((i for i in range(q.ndim) if i != q.ndim + q.axis), key=lambda i: q.shape[i])
+    count = min(_NUM_BLOCKS, q.shape[axis])
+    if count < 2:
+        return None
+    of_x, of_q = ((*c, *b) for c, b in zip(call.contracted, call.batch, strict=True))
+    x_axes = dict(zip(of_q, of_x, strict=True))
+    out_axis = None
+    if axis in call.batch[1]:
+        out_axis = call.batch[1].index(axis)
+    elif axis not in x_axes:
+        if out.size > q.size:
+            return None  # joining the results would take more memory than the dense weight
+        free = [i for i in range(q.ndim) if i not in x_axes]
+        before = 0 if call.w_first else x.ndim - len(x_axes)
+        out_axis = len(call.batch[1]) + before + free.index(axis)
+    return _Blocks(axis, q.shape[axis] // count, x_axes.get(axis), out_axis)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _in_blocks(
+    call: BinaryCall, x: jax.Array, q: QuantizedMatrix, blocks: _Blocks, dtype: Any
+) -> jax.Array:
+    """Computes the product block after block."""
+    changes = {}
+    if blocks.out_axis is None and jnp.issubdtype(dtype, np.inexact):
+        # Sums of blocks are not rounded in between.
+        changes["preferred_element_type"] = jnp.promote_types(dtype, jnp.float32)
+
+    def run(x: jax.Array, q: QuantizedMatrix) -> jax.Array:
+        # Checkpointed, or the scan would keep each dense block for the backward pass.
+        @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
+        def block(start: Any, size: int) -> jax.Array:
+            # The last axis of the leaves is the grouped one, and the rows come before it.
+            part = slices(q, start, size, min(blocks.axis, q.ndim - 2))
+            own = x if blocks.x_axis is None else slices(x, start, size, blocks.x_axis)
+            return _dense(call, own, part.materialize(), **changes)
+
+        length = q.shape[blocks.axis]
+        return over_blocks(block, length, blocks.size, blocks.out_axis).astype(dtype)
+
+    return jax.checkpoint(run)(x, q)
+
+
+# --- with a dense copy ---------------------------------------------------------------------------
+
+
+def with_dense(primitive: Any, *operands: Any, **params: Any) -> jax.Array:
+    """Computes a primitive on the dense values of stored operands; the backward pass keeps the codes.
+
+    Args:
+      primitive: a primitive with one result.
+      *operands: its operands, some of them stored matrices.
+      **params: its parameters.
+    """
+    return _with_dense(operands, primitive, tuple(params.items()))
+
+
+# Jitted, so that eager code does not allocate each intermediate value in turn.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _with_dense(operands: Any, primitive: Any, params: Any) -> jax.Array:
+    def run(operands: Any) -> jax.Array:
+        dense = [x.materialize() if is_implicit(x) else x for x in operands]
+        return primitive.bind(*dense, **dict(params))
+
+    return jax.checkpoint(run)(operands)

@@ -1,0 +1,1 @@
+"""Types whose weights are quantized, and the rules of quantized matrices."""
