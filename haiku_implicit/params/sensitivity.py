@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.core import progress
-from haiku_implicit.core.array import is_implicit, short
+from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.params.quantizing.calibrated import arguments_of
 from haiku_implicit.params.quantizing.edits import quantize_params
 from haiku_implicit.params.summary import text_table
 from haiku_implicit.params.trees import trees
@@ -130,7 +131,7 @@ def _price(old: tuple[Any, float, int], new: tuple[Any, float, int]) -> float:
 def sensitivity(
     apply: Callable[..., Any],
     params: Any,
-    batches: Iterable[Sequence[Any]],
+    batches: Iterable[Any],
     options: Options,
     *,
     targets: Targets | None = None,
@@ -144,7 +145,8 @@ def sensitivity(
     Args:
       apply: `apply(params, *batch)`, the model, which need not be wrapped; its outputs are compared.
       params: dense parameters.
-      batches: arguments of `apply`, each a sequence of arrays of the same shapes.
+      batches: tuples of the arguments of `apply` after the parameters, of the same shapes. Anything
+        else than a tuple or a list is the only argument.
       options: arguments of `quantize_params` by names that you choose, such as
         `{'int8': dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}`.
       targets, exclude, matrix_axes: the weights to quantize, as for `quantize_params`.
@@ -154,7 +156,6 @@ def sensitivity(
 
     Raises:
       ValueError: without batches or options; as `quantize_params` does for weights that do not fit.
-      TypeError: for a batch that is an array, and not a sequence of arrays.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -162,13 +163,13 @@ def sensitivity(
       >>> x = jax.random.normal(jax.random.key(0), (8, 64))
       >>> params = model.init(jax.random.key(1), x)
       >>> formats = {'int8': dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}
-      >>> found = hki.sensitivity(model.apply, params, [(x,)], formats)
+      >>> found = hki.sensitivity(model.apply, params, [x], formats)
       >>> chosen = found.allocate(6_000)
       >>> small = found.quantize(params, chosen)
       >>> sum(hki.summary(small).rows[i].nbytes for i in (0, 2)) <= 6_000
       True
     """
-    given, options = [_arguments(batch) for batch in batches], dict(options)
+    given, options = [arguments_of(batch) for batch in batches], dict(options)
     if not given or not options:
         raise ValueError(f"expected batches and options, got {len(given)} and {len(options)}")
     choice: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
@@ -186,16 +187,6 @@ def sensitivity(
     ]
     rows.sort(key=lambda row: row.error, reverse=True)
     return Sensitivity(tuple(rows), options, matrix_axes)
-
-
-def _arguments(batch: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of the model; raises for an array, which would be a sequence of its rows."""
-    if hasattr(batch, "shape"):
-        raise TypeError(
-            "batches: expected sequences of the arguments of apply after the parameters, got an array "
-            f"{short(batch)}; if it is the only one, give (x,) for it"
-        )
-    return tuple(batch)
 
 
 def _errors(

@@ -46,6 +46,16 @@ def test_moments_are_those_of_all_inputs():
     close(got["second/w"], h.T @ h)
 
 
+def test_batches_are_tuples_of_arguments_or_one_argument():
+    t = hk.without_apply_rng(hk.transform(lambda x, y: hk.Linear(3)(x + y)))
+    x = normal((5, 4))
+    params = t.init(jax.random.key(0), x, x)
+    two = hki.input_moments(t.apply, params, [(x, x)])
+    one = hki.input_moments(lambda params, x: t.apply(params, x, x), params, [x])
+    close(two["linear/w"], one["linear/w"])
+    close(two["linear/w"], 4 * x.T @ x)
+
+
 def test_moments_of_stacked_layers():
     def stacked(x):
         return hk.experimental.layer_stack(3)(lambda x: jnp.sin(hk.Linear(4, name="l")(x)))(x)

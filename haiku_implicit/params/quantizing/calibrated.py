@@ -43,9 +43,10 @@ def input_moments(
     checkpointed blocks. A weight is seen if the outputs depend on it in a differentiable way.
 
     Args:
-      apply: the model, `apply(params, batch)`, with floating outputs of any structure.
+      apply: the model, `apply(params, *batch)`, with floating outputs of any structure.
       params: its parameters, with dense weights.
-      batches: calibration data.
+      batches: calibration data: tuples of the arguments of `apply` after the parameters. Anything else
+        than a tuple or a list is the only argument.
       targets: the weights to observe, as for `add_lora`. None: all dense weights.
       exclude: the targets to leave out, as for `add_lora`.
       matrix_axes: the input and output axes of weights, as for `add_lora`.
@@ -109,6 +110,11 @@ def input_maxima(
     return _collect(observed.MAXIMA, jnp.maximum, apply, params, batches, choice)
 
 
+def arguments_of(batch: Any) -> tuple[Any, ...]:
+    """The arguments of a model for a batch: those of a tuple or a list, or the batch alone."""
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+
+
 def _collect(
     statistic: observed.Statistic,
     join: Callable[[jax.Array, jax.Array], jax.Array],
@@ -123,14 +129,14 @@ def _collect(
     marks = trees.marks_of(parameters, choice, weights.takes, weights.wanted)
     shapes = {p.path: choice.opened(p).value.shape for p in itertools.compress(parameters, marks)}
 
-    def total(sums: dict[str, jax.Array], batch: Any) -> jax.Array:
+    def total(sums: dict[str, jax.Array], batch: Sequence[Any]) -> jax.Array:
         def observed_weight(parameter: trees.Parameter) -> Any:
             path, value = parameter.path, parameter.value
             return Observed(value, sums[path], statistic) if path in sums else value
 
         make = trees.on_matrix(observed_weight, choice.matrix_axes)
         observing = trees.map_parameters(make, params)
-        return _total(use_implicit_args(apply)(observing, batch))
+        return _total(use_implicit_args(apply)(observing, *batch))
 
     zeros = {
         path: jnp.zeros((*shape[:-2], *statistic.shape(shape[-2])), jnp.float32)
@@ -140,7 +146,7 @@ def _collect(
     found = None
     with progress.bar("calibration batches", operator.length_hint(batches) or None) as run:
         for batch in batches:
-            new = run("", step, zeros, batch)
+            new = run("", step, zeros, arguments_of(batch))
             found = new if found is None else jax.tree.map(join, found, new)
     if found is None:
         raise ValueError("batches: expected at least one, got none")
