@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by n
 from models import llama  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "adapter_bank.json"
-DOCUMENTS = (ROOT / "docs" / "benchmarks.md",)
+DOCUMENTS = (ROOT / "benchmarks" / "results" / "lora_transformer.md",)
 
 BANK_TURNS = flags.DEFINE_integer("bank_turns", 9, "How often each time is taken.", 1)
 BANK_BATCH = flags.DEFINE_integer("bank_batch", 64, "Examples in a batch.", 1)

@@ -35,7 +35,7 @@ import decoding  # noqa: E402
 import smollm  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "decoding.json"
-DOCUMENTS = (ROOT / "docs" / "quantization_speed.md",)
+DOCUMENTS = (ROOT / "benchmarks" / "results" / "quantized_matmul.md",)
 
 TURNS = flags.DEFINE_integer("turns", 5, "How often each time is taken.", 1)
 TOKENS = flags.DEFINE_integer("decoded_tokens", 64, "How many tokens are decoded.", 2)

@@ -9,10 +9,7 @@ from benchmarks import tables as markdown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "module_expressions.json"
-DOCUMENTS = (
-    ROOT / "docs" / "module_expressions.md",
-    ROOT / "benchmarks" / "results" / "module_expressions.md",
-)
+DOCUMENTS = (ROOT / "benchmarks" / "results" / "module_expressions.md",)
 IMAGE = ROOT / "docs" / "images" / "module_expressions.png"
 
 # Ratios to a plain trace: the title, the aim and the color of each.
@@ -70,7 +67,7 @@ def summary(case: Results) -> str:
 
 
 def write(results: Results) -> None:
-    """Updates the tables and the plot of `docs/module_expressions.md`."""
+    """Updates the tables of `benchmarks/results/module_expressions.md` and the plot."""
     markdown.replace(DOCUMENTS, tables(results))
     draw(results)
 

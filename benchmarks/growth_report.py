@@ -1,4 +1,4 @@
-"""Draws the plots and writes the tables of `docs/growth.md`, from the recorded results."""
+"""Draws the plots and writes the tables of `benchmarks/results/growth.md`, from recorded results."""
 
 import math
 import pathlib
@@ -10,10 +10,7 @@ from benchmarks import report
 from benchmarks import tables as markdown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENTS = (
-    ROOT / "docs" / "growth.md",
-    ROOT / "benchmarks" / "results" / "growth.md",
-)
+DOCUMENTS = (ROOT / "benchmarks" / "results" / "growth.md",)
 IMAGES = ROOT / "docs" / "images"
 
 # The axes, in the document's order; `growth.AXES` describes each one.
@@ -34,7 +31,7 @@ Results = dict[str, Any]
 
 
 def write(results: Results) -> list[pathlib.Path]:
-    """Updates the tables of `docs/growth.md` and the plots of the measured axes."""
+    """Updates the tables of `benchmarks/results/growth.md` and the plots of the measured axes."""
     markdown.replace(DOCUMENTS, tables(results))
     return [draw(name, axis, IMAGES) for name, axis in results["axes"].items()]
 
