@@ -318,7 +318,7 @@ def test_options_for_some_weights():
         ),
         (("locon", "w", {"rank": 0}), "rank: expected a positive integer, got 0"),
         (("locon", "w", {"rank": 1, "axis": 0}), "layer/w .*axis: expected -2 to -1, got 0"),
-        (("ia3", "b", {}), "layer/b: ia3 needs a floating-point parameter of at least two axes"),
+        (("ia3", "b", {}), "layer/b: IA3 needs a floating-point parameter of at least two axes"),
     ],
 )
 def test_errors(arguments, message):

@@ -158,7 +158,7 @@ def add_adapter(
 
     def made(parameter: trees.Parameter) -> Any:
         path, value, stacked = parameter.path, parameter.value, parameter.stacked
-        check_matrix(path, value, name, stacked)
+        check_matrix(path, value, kind.__name__, stacked)
         own_key = key if kind.one_key else parameter.key_from(key)
         with errors_name(path, value):
             own = kind.options_for(path, len(value.shape) - stacked, of_weight(path))
