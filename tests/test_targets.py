@@ -257,7 +257,7 @@ def test_a_named_parameter_that_does_not_fit_is_an_error(what):
         (weights(), r"^body/b: {} needs .* at least two axes, .* float32\[4\]", ()),
         (stacked, r"^{}/b: {} needs .* at least two axes besides .* float32\[3,4\]", (stack,)),
     ):
-        name = {"lora": "LoRA"}.get(what, what)
+        name = {"lora": "LoRA", "dora": "DoRA"}.get(what, what)
         with pytest.raises(ValueError, match=pattern.format(*axes, name)):
             change(params, targets=".*")
         change(params, targets=".*", exclude=".*/b")
