@@ -9,12 +9,13 @@ import numpy as np
 import haiku_implicit as hki
 from haiku_implicit import adapters
 from haiku_implicit.adapters import operators, rotated, sums
+from tests.random_arrays import numpy_normal
 
 N, M, R = 12, 8, 2
 
 
 def normal(shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(scale=0.5, size=shape), jnp.float32)
+    return jax.device_put(numpy_normal(shape, seed, 0.5))
 
 
 def diagonal(lead, w):

@@ -1,4 +1,4 @@
-"""The family of implicit types as one table: how to make one, and what it stands for.
+"""The family of implicit types as one table: how to make an array of each, and its dense twin.
 
 A newcomer to the family is a line in `CASES`; `test_contract.py` then runs it through every primitive.
 """
@@ -49,7 +49,7 @@ class Case:
     def stacked(self, seed: int, length: int) -> hki.ImplicitArray:
         """Arrays of this case whose leaves are stacked from outside, as `jax.vmap` expects them."""
         arrays = [self(seed + i) for i in range(length)]
-        return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *arrays)
+        return jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves)), *arrays)
 
 
 @functools.cache

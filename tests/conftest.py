@@ -78,6 +78,13 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not leaves(item)]
 
 
+def pytest_collection_finish(session):
+    """Lets the garbage collector skip the objects that stay until the end, and run less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 # From so many bytes on a worker gives the memory of compiled programs back. Below that the next module
 # finds compiled what it shares with those before it.
 MUCH_MEMORY = 4 << 30
@@ -93,12 +100,12 @@ def resident_bytes():
 
 @pytest.fixture(autouse=True, scope="module")
 def empty_caches():
-    """Keeps what modules leave behind within bounds."""
+    """Bounds the memory that modules leave behind."""
     yield
     if resident_bytes() > MUCH_MEMORY:
         jax.clear_caches()
         gc.collect()
-        # glibc keeps what is freed, and the modules after this one would seem to have as much.
+        # glibc keeps freed memory, and the modules after this one would seem to have as much.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
@@ -117,7 +124,7 @@ def never_dense():
 
 @pytest.fixture
 def may_be_dense():
-    """For tests of what happens after a materialization: it is not warned of."""
+    """Allows materializations, for tests of the code after one."""
     with hki.materialization("allow"):
         yield
 

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 
-# Seconds that only devices take that wait for each other for ever.
+# Seconds. Only devices that wait for each other for ever take so long.
 HANG = 3600
 
 JOIN = """
@@ -16,10 +16,10 @@ jax.distributed.initialize(sys.argv.pop(), int(sys.argv.pop()), int(sys.argv.pop
 
 
 def run_on_devices(program, count, *args):
-    """Runs a program on as many devices of this CPU; returns what it printed, or its error.
+    """Runs a program on as many devices of this CPU; returns its output, or its error.
 
-    XLA's other flags are those of the tests. (What it splits, and what devices send each other, is decided
-    before machine code is optimized, which these leave out.)
+    XLA's other flags are those of the tests. (XLA splits programs, and chooses what devices send each other,
+    before it optimizes machine code, and these flags leave out the latter alone.)
 
     Args:
       program: its code.
@@ -42,7 +42,7 @@ def run_together(program, count, *args, devices=1):
     """Runs a program in several processes, each with so many devices, that find each other.
 
     Returns:
-      What each of them printed (gloo does, too), or the end of its errors.
+      The output of each of them (gloo prints, too), or the end of its errors.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -336,7 +336,7 @@ def _scalar(tree):
 
 @functools.cache
 def case(name):
-    """The case of a model of the table; parameters have values that are no ties or zeros."""
+    """The case of a model of the table; parameters have values without ties or zeros."""
     plain = hk.transform_with_state(MODELS[name])
     params, state = jax.jit(plain.init)(jax.random.PRNGKey(1), X)
     return Case(plain, noise(params), state, X)
@@ -354,12 +354,15 @@ def with_lora(params, rank=2, **options):
 
 
 def noise(params, seed=0):
-    """The same tree with floats moved a little, so that no factor is zero any more."""
+    """Moves the floats of a tree a little, so that no factor stays zero."""
+
+    def moved(x, phase):  # by NumPy: JAX would compile for each shape
+        by = 0.2 * np.cos(phase + np.arange(x.size)).reshape(x.shape)
+        return jax.device_put(np.asarray(x) + by.astype(x.dtype))
+
     leaves, treedef = jax.tree.flatten(params)
-    moved = [
-        x + 0.2 * jnp.cos(seed + i + jnp.arange(x.size)).reshape(x.shape).astype(x.dtype)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-        else x
+    new = [
+        moved(x, seed + i) if jnp.issubdtype(x.dtype, jnp.floating) else x
         for i, x in enumerate(leaves)
     ]
-    return treedef.unflatten(moved)
+    return treedef.unflatten(new)

@@ -38,7 +38,7 @@ class Model(NamedTuple):
 
 
 def model(*args, **kwargs):
-    """Lists a function, and what it is called with; `X` without arguments."""
+    """Lists a function and its arguments; `X` if none are given."""
 
     def add(fun):
         MODELS[fun.__name__] = Model(fun, args or (X,), kwargs)
@@ -65,7 +65,7 @@ def attention(x):
 
 
 class Identity(hk.Module):
-    """Returns what it is given, once more and in part."""
+    """Returns its argument, once more and in part."""
 
     def __call__(self, x):
         return x

@@ -21,7 +21,7 @@ INDICES = {"types": "api/types.md", "hooks": "haiku_hooks.md"}
 
 
 def code_blocks(document):
-    """The Python code in a document, and what it shows as its output, if it shows any."""
+    """The Python code in a document, and the output that it shows, if any."""
     pattern = r"```python\n(.*?)```\n(?:\nIt prints:\n\n```\n(.*?)```)?"
     return re.findall(pattern, document.read_text(), re.DOTALL)
 

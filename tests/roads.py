@@ -191,7 +191,7 @@ def plain(road):
     optimizer = chain(road)
 
     def start(params):
-        if isinstance(params, hki.AdapterBank):  # what is trained of it is a tree of its own
+        if isinstance(params, hki.AdapterBank):  # its trained part is another tree
             trained, frozen = params.slots, dataclasses.replace(params, slots={})
         else:
             trained, frozen = hki.partition(params)

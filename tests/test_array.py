@@ -20,6 +20,7 @@ import haiku_implicit as hki
 from haiku_implicit.core import array
 from haiku_implicit.core.sharding import part_specs
 from tests.cases import CASES, Diagonal, Nought, Outer
+from tests.random_arrays import normal
 from tests.tiers import few
 
 ALL = pytest.mark.parametrize("name", CASES)
@@ -135,7 +136,7 @@ def test_where_shape_and_dtype_come_from(known, also, dtype_first):
     assert (x.aval.shape, x.aval.dtype) == (SHAPE, DTYPE)
     assert (x.ndim, x.size, len(x), x.nbytes) == (1, 6, 6, 24)
     assert repr(x).startswith("Plain(float16[6]")
-    # What is explicit survives flattening, and the rest is found anew.
+    # Explicit values survive flattening, and the others are computed again.
     again = jax.tree.map(lambda y: y, x)
     assert (again.shape, again.dtype) == (SHAPE, DTYPE)
 
@@ -820,7 +821,7 @@ def test_lora_of_the_readme(never_dense):
 
 @dataclasses.dataclass
 class Pair(hki.ImplicitArray):
-    """A sum of arrays, which a user asks for what they stand for; `first` alone is no new array."""
+    """A sum of arrays, whose dense twins a user asks for; `first` alone is not a new array."""
 
     parts: tuple[hki.ArrayValue, ...]
     first: bool = hki.aux_field(default=False)
@@ -839,7 +840,7 @@ class Half(Pair):
 @pytest.mark.slow
 def test_materialize_of_nested_arrays_called_directly():
     """The fields of the method's array are dense, as where the library calls it."""
-    w = jax.random.normal(jax.random.key(0), (64, 16))
+    w = normal((64, 16))
     zeros = hki.Zeros(shape=w.shape, dtype=w.dtype)
     double = hki.QuantizedMatrix.quantize(w, "int4", 16, scale_dtype="double")
     of_lora = hki.LoRA(hki.LoRA(double, w[:, :2], w[:2]), w[:, 2:4], w[2:4], alpha=3.0)

@@ -212,7 +212,7 @@ def test_gradients_through_an_interpreted_box(silent):
 
 
 def test_a_differentiated_box_is_still_implicit(silent):
-    """The primal of `jax.vjp` inside an interpreter stays what it was."""
+    """The primal of `jax.vjp` inside an interpreter does not change."""
     y, grads = use(
         lambda *args: (jax.vjp(make, *args)[0], jax.vjp(make, *args)[1](jnp.ones((3, 2))))
     )(*ARGS)

@@ -166,7 +166,7 @@ def test_globs_stop_at_packages():
 
 
 def test_every_folder_with_sources_has_a_build_file():
-    # A stand-in has the folders of what it stands in for, and is one library.
+    # A stand-in has the folders of the package that it replaces, and is one library.
     sources = [name for name in SOURCES if "/stand_ins/" not in name]
     assert {folder_of(name) for name in sources} <= set(PACKAGES)
 

@@ -35,7 +35,7 @@ class Mapped(hki.ImplicitArray, core_ndim=2):
 
 @chex.dataclass(mappable_dataclass=False)
 class Plain(hki.ImplicitArray, core_ndim=2):
-    """The same as a dataclass alone, and validated."""
+    """`Mapped` as a dataclass alone, and validated."""
 
     u: chex.Array
     v: chex.Array

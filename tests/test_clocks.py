@@ -10,6 +10,14 @@ from tests.devices import HANG
 
 TESTS = pathlib.Path(__file__).parent
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime"}
+# Programs that run for a given time, print how long a case took, or look at the memory every so often: no
+# result depends on that.
+PROGRAMS = {
+    "fuzzing/__main__.py",
+    "fuzzing/fuzz.py",
+    "interchange/peak_memory.py",
+    "mutation/processes.py",
+}
 
 
 def clocks_in(text):
@@ -22,20 +30,34 @@ def clocks_in(text):
         limits = [x.value for x in node.keywords if (x.arg or "").startswith("timeout")]
         limits += node.args[:1] if name.endswith(".wait") else []
         short = [x for x in limits if isinstance(x, ast.Constant) and x.value and x.value < HANG]
-        if short or name.removeprefix("time.") in CLOCKS or name.startswith("timeit."):
+        alarm = name == "signal.alarm" or "signal.ITIMER_REAL" in map(ast.unparse, node.args)
+        if short or alarm or name.removeprefix("time.") in CLOCKS or name.startswith("timeit."):
             found.append(node.lineno)
     return found
 
 
 def test_no_test_reads_a_clock():
-    files = [*TESTS.rglob("test_*.py"), TESTS / "conftest.py", TESTS / "devices.py"]
-    found = {str(path.relative_to(TESTS)): clocks_in(path.read_text()) for path in files}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    files = {path.relative_to(TESTS).as_posix(): path for path in TESTS.rglob("*.py")}
+    found = {name: clocks_in(path.read_text()) for name, path in files.items()}
+    assert {name for name, lines in found.items() if lines} == PROGRAMS
+
+
+def test_a_hang_is_told_by_processor_time():
+    """Other programs don't lengthen it; a limit in seconds of the clock would count them."""
+    assert "ITIMER_REAL" not in (TESTS / "fuzzing" / "fuzz.py").read_text()
 
 
 @pytest.mark.parametrize(
     "line",
-    ["start = time.monotonic()", "process.communicate(timeout=120)", "process.wait(60)", "time()"],
+    [
+        *(
+            "start = time.monotonic()",
+            "process.communicate(timeout=120)",
+            "process.wait(60)",
+            "time()",
+        ),
+        *("signal.alarm(3)", "signal.setitimer(signal.ITIMER_REAL, 9)"),
+    ],
 )
 def test_clocks_are_found(line):
     assert clocks_in(f"x = 1\n{line}") == [2]

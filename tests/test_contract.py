@@ -1,4 +1,4 @@
-"""Every implicit type through every primitive, against what it stands for.
+"""Every implicit type through every primitive, against its dense twin.
 
 All operations of one table on one case in one way (eagerly, under `jit`, ...) are one test, which
 collects its failures: the dense results they are compared with then come from one compiled program.
@@ -147,7 +147,7 @@ def close(a, b):
 
 
 class Failures(list):
-    """Collects what goes wrong with single operations; a test ends with `check`."""
+    """Collects the errors of single operations; a test ends with `check`."""
 
     def run(self, label, fun, *args):
         """The result of a call, or None where it raised."""
@@ -217,7 +217,7 @@ def dense(case, w):
 
 @functools.cache
 def operands(name, batch=()):
-    """An implicit array, what it stands for, and the dense operand: once for all ways of running."""
+    """An implicit array, its dense twin, and the dense operand: made once for all ways of running."""
     case = CASES[name]
     w = case(1, batch)
     return w, dense(case, w), other(case, (*batch, *SHAPE))
@@ -239,7 +239,7 @@ def on_implicit(fun):
 
 
 def compiled(ops, failures, *args):
-    """The results of all operations from one compiled program; what raises is noted."""
+    """The results of all operations from one compiled program; errors are noted."""
 
     def program(*args):
         return {label: failures.run(label, fun, *args) for label, fun in ops.items()}

@@ -11,6 +11,7 @@ from jax.experimental import checkify
 from jax.experimental.ode import odeint
 
 import haiku_implicit as hki
+from tests.random_arrays import normal
 from tests.tiers import few
 
 use = hki.use_implicit_args
@@ -80,7 +81,7 @@ TRANSFORMED = {
 
 
 def agrees(function, call, transformed, within, x):
-    w = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (6, 6)) / 3, "int8")
+    w = hki.QuantizedMatrix.quantize(normal((6, 6)) / 3, "int8")
     w = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[::-1]]), w)
 
     def fun(w, x):
@@ -107,7 +108,7 @@ QUICK = [
 @pytest.mark.parametrize("call, transformed, order", few(CASES, *QUICK))
 def test_gradients_of_mapped_calls(rule, call, transformed, order, may_be_dense):
     # As many rows as columns: a result with its mapped axis in another place has the same shape.
-    x = jax.random.normal(jax.random.key(5), (6, 6))
+    x = normal((6, 6), 5)
     agrees(rule(), call, transformed, order == "within", x)
 
 
@@ -297,7 +298,7 @@ def of_leaves(fun, w):
 
 
 def same_gradients(rule, w, way, argnums, transform=lambda f: f):
-    x = jax.random.normal(jax.random.key(9), (6, 6))
+    x = normal((6, 6), 9)
     loss, values = of_leaves(use(rule), w)
     twin, _ = of_leaves(lambda x, w: rule(x, hki.materialize(w)), w)
     places = tuple(i for i in argnums if i <= len(values))
@@ -413,7 +414,7 @@ def test_random_functions_with_rules(seed, may_be_dense):
     twin, _ = of_leaves(lambda x, w: model(x, hki.materialize(w)), w)
     count = int(draw.integers(1, len(values) + 2))
     places = tuple(int(i) for i in sorted(draw.choice(len(values) + 1, count, replace=False)))
-    x = jax.random.normal(jax.random.key(seed), (6, 6))
+    x = normal((6, 6), seed)
     got, want = (jax.grad(outer(inner(f)), places)(x, *values) for f in (loss, jax.jit(twin)))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * max(1.0, float(jnp.abs(b).max())))

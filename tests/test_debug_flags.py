@@ -1,4 +1,4 @@
-"""JAX's debug flags: every implicit type computes what its dense twin does."""
+"""JAX's debug flags: every implicit type computes the numbers of its dense twin."""
 
 import contextlib
 

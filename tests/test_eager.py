@@ -1,4 +1,4 @@
-"""Repeated eager calls of `transform_implicit`: what is traced once, and what is traced anew."""
+"""Repeated eager calls of `transform_implicit`: which functions are traced once, and which again."""
 
 import functools
 import gc

@@ -9,6 +9,7 @@ from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
+from tests.random_arrays import normal
 from tests.tiers import few
 
 use, dense = hki.use_implicit_args, hki.materialize
@@ -124,7 +125,7 @@ QUICK = [(name, "shard_map") for name in ("Zeros", "zero_params", "value_and_gra
     "program, way", few([(program, way) for program in PROGRAMS for way in WAYS], *QUICK)
 )
 def test_what_runs_at_once(program, way, may_be_dense):
-    x, w = jax.random.normal(jax.random.key(1), (4, 8)), jax.random.normal(KEY, (8, 8)) / 2
+    x, w = normal((4, 8), 1), jax.random.normal(KEY, (8, 8)) / 2
     got, want = (WAYS[way](f)(x, w) for f in PROGRAMS[program])
     assert jnp.abs(want).max() > 0.1
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)  # products in another order

@@ -322,7 +322,7 @@ with set_mesh(mesh):
 
 
 def run(program, *args, devices=2):
-    """Runs a program on several devices, and returns what it printed."""
+    """Runs a program on several devices, and returns its output."""
     in_context = f'with hki.materialization("allow"):\n{indented(program)}\n'
     code = HEAD + in_context + 'print("\\n".join(failures) or "done")'
     return run_on_devices(code, devices, *args)

@@ -17,11 +17,12 @@ from haiku_implicit.core import serialization
 from haiku_implicit.quantization import QtRule, QuantStats
 from haiku_implicit.quantized.cpu.build import available as native_kernels
 from tests.cases import CASES, SHAPE
+from tests.random_arrays import normal
 from tests.tiers import few
 
 QUICK = ["lora", "lora of int4", "int8", "zeros", "constant", "nought"]
 FLOATS = [name for name, case in CASES.items() if case.dtype == jnp.float32]
-X = jax.random.normal(jax.random.key(0), (5, SHAPE[0]))
+X = normal((5, SHAPE[0]))
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
 
@@ -110,7 +111,7 @@ for fun in (exported, apply):
 
 @pytest.mark.slow
 def test_a_second_process_compiles_nothing(tmp_path):
-    """It reads parameters, the exported function, and what was compiled: native kernels, too."""
+    """It reads parameters, the exported function, and the compiled program: native kernels, too."""
     found = []
     for _ in range(2):
         run = subprocess.run(
@@ -179,7 +180,7 @@ def test_models_with_large_quantized_weights(dtype):
     t = hki.transform_implicit(
         hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([96, 64])(x)))
     )
-    x = jax.random.normal(jax.random.key(1), (3, 7, 64))
+    x = normal((3, 7, 64), 1)
     params = t.init(jax.random.key(2), x)
     act = "int8" if "activations" in dtype else None
     params = hki.quantize_params(params, dtype=dtype.split()[0], group_size=32, activation=act)
@@ -197,7 +198,7 @@ def test_quantized_training_with_symbolic_lengths(tile):
     t = hki.transform_implicit(
         hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 8])(x)))
     )
-    x = jax.random.normal(jax.random.key(1), (6, 32))
+    x = normal((6, 32), 1)
     rule = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", tile_size=tile)
     params = hki.quantized_training(t.init(jax.random.key(2), x), [rule])
     step = jax.value_and_grad(lambda params, x: jnp.mean(t.apply(params, x) ** 2))

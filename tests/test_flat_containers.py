@@ -13,14 +13,11 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.quantization import QtRule
+from tests.random_arrays import normal
 
 N, M = 4, 3
-X = jax.random.normal(jax.random.key(9), (2, N))
+X = normal((2, N), 9)
 flat, plain = hk.data_structures.to_immutable_dict, hk.data_structures.to_mutable_dict
-
-
-def normal(shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def lora(w=None):

@@ -205,7 +205,7 @@ def test_zeros_creator_around_lora_creator():
 @pytest.mark.parametrize("name", ["creator", "getter"])
 @pytest.mark.parametrize("kind", ["zeros", "lora", "int8"])
 def test_state(kind, name):
-    """The same for `hk.get_state`."""
+    """Creators and getters of `hk.get_state`."""
 
     def f(x):
         w = hk.get_state("w", (4, 3), init=hk.initializers.RandomNormal())

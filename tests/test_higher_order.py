@@ -19,7 +19,9 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.caches import Carried
 from haiku_implicit.core.structure import free_summand
 from tests.cases import Diagonal, Outer
+from tests.dense_twin import on_twins
 from tests.devices import run_on_devices
+from tests.random_arrays import normal
 from tests.tiers import few
 
 use = hki.use_implicit_args
@@ -39,7 +41,7 @@ def lora(seed=0, shape=(4, 4), w=None, alpha=3.0):
 
 
 def int8():
-    return hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (4, 4)), "int8")
+    return hki.QuantizedMatrix.quantize(normal((4, 4)), "int8")
 
 
 def mesh(n=1):
@@ -246,7 +248,7 @@ def x():
 
 
 def make_x():
-    return jax.random.normal(jax.random.key(9), (3, 4))
+    return normal((3, 4), 9)
 
 
 class Together:
@@ -392,7 +394,7 @@ def test_vmap(way, name):
     close(batched(way, False)[name], batched(way.split(",")[0], True)[name])
 
 
-# --- what becomes implicit, and what dense ----------------------------------------------------------------
+# --- which results are implicit, and which dense ----------------------------------------------------------------
 
 
 def kind(x):
@@ -402,8 +404,8 @@ def kind(x):
 def kinds(f, *args):
     out = use(f)(*args)
     with hki.materialization("allow"):
-        dense = f(*hki.materialize(args))
-    close(out, dense)
+        expected = on_twins(f)(*args)
+    close(out, expected)
     return [kind(y) for y in hki.tree_leaves_with_implicit(out)]
 
 
@@ -432,7 +434,7 @@ def test_scanned_inputs_are_sliced_leaf_by_leaf(x, never_dense):
 
 
 def jaxpr_of(f, *args):
-    """All equations of a function, those of sub-jaxprs too, but not slices of what it is given."""
+    """All equations of a function, those of sub-jaxprs too, but not slices of its arguments."""
 
     def walk(jaxpr):
         for eqn in jaxpr.eqns:
@@ -515,7 +517,9 @@ def test_a_derivative_rule_of_two_results_of_which_one_becomes_dense(may_be_dens
 
     got = jax.grad(lambda w, y: use(loss)(w, q, y), (0, 1))(w, 1.5)
     dense = lambda w, y: loss(hki.materialize(w), hki.materialize(q), y)  # noqa: E731
-    close(jax.tree.leaves(got), jax.tree.leaves(jax.grad(dense, (0, 1))(w, 1.5)), rtol=1e-4)
+    close(
+        jax.tree.leaves(got), jax.tree.leaves(jax.jit(jax.grad(dense, (0, 1)))(w, 1.5)), rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -544,7 +548,7 @@ def test_a_derivative_rule_of_two_results_of_which_one_becomes_dense(may_be_dens
 )
 def test_where_it_is_not_for_want_of_a_rule_the_reason_is_given(f, w, primitive, reason):
     with hki.materialization("allow"), hki.materialization_report() as report:
-        close(use(f)(w), f(hki.materialize(w)))
+        close(use(f)(w), on_twins(f)(w))
     texts = [str(e) for e, _ in report if e.primitive == primitive]
     assert texts
     for text in texts:
@@ -608,7 +612,7 @@ def test_weak_types_of_a_carry(may_be_dense):
             lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0.0, jnp.ones(4))
         )
 
-    close(use(f)(lora()), f(hki.materialize(lora())))
+    close(use(f)(lora()), on_twins(f)(lora()))
 
 
 BRANCHES = {
@@ -653,12 +657,12 @@ def test_branches_meet_at_their_largest_common_structure(name, jit, parameters, 
     def f(flag, p):
         return lax.cond(flag, first, second, p)
 
-    run = jax.jit(use(f)) if jit else use(f)
+    run, twin = jax.jit(use(f)) if jit else use(f), on_twins(f)
     for flag in (True, False):
         out = run(jnp.asarray(flag), parameters)
         assert kind(out) == outer
         assert inner is None or kind(out.w) == inner
-        close(out, f(flag, hki.materialize(parameters)))
+        close(out, twin(flag, parameters))
 
 
 def test_three_branches(parameters, may_be_dense):
@@ -667,10 +671,11 @@ def test_three_branches(parameters, may_be_dense):
             i, [lambda p: p["nested"], lambda p: p["lora"], lambda p: p["quantized"]], p
         )
 
+    twin = on_twins(f)
     for i in range(3):
         out = use(f)(jnp.asarray(i), parameters)
         assert (kind(out), kind(out.w)) == ("LoRA", "dense")
-        close(out, f(i, hki.materialize(parameters)))
+        close(out, twin(i, parameters))
 
 
 def test_gradients_through_branches_that_meet(parameters, may_be_dense):
@@ -678,9 +683,10 @@ def test_gradients_through_branches_that_meet(parameters, may_be_dense):
         return jnp.sum(jnp.sin(lax.cond(flag, lambda p: p["nested"], lambda p: p["lora"], p)))
 
     p = {k: parameters[k] for k in ("nested", "lora")}
+    twin = jax.jit(jax.grad(lambda p, flag: f(hki.materialize(p), flag)))
     for flag in (True, False):
         got = jax.grad(use(f))(p, jnp.asarray(flag))
-        want = jax.grad(lambda p, flag=flag: f(hki.materialize(p), flag))(p)
+        want = twin(p, flag)
         close(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
@@ -735,15 +741,16 @@ def test_custom_derivatives_are_used_and_right_for_lora(name, x, may_be_dense):
     def loss(w, x):
         return jnp.sum(f(w, x) ** 2)
 
-    close(use(f)(w, x), f(hki.materialize(w), x))
-    want = jax.grad(lambda w, x: loss(hki.materialize(w), x), argnums=(0, 1))(w, x)
+    close(use(f)(w, x), on_twins(f)(w, x))
+    of_twin = jax.grad(lambda w, x: loss(hki.materialize(w), x), argnums=(0, 1))
+    want = jax.jit(of_twin)(w, x)
     for transform in (lambda g: g, jax.jit):
         got = transform(jax.grad(use(loss), argnums=(0, 1)))(w, x)
         close(
             jax.tree.leaves(got), jax.tree.leaves(want), rtol=2e-4
         )  # sums of squares: they cancel
     inside = use(jax.grad(loss, argnums=(0, 1)))(w, x)
-    close(inside, jax.grad(loss, argnums=(0, 1))(hki.materialize(w), x), rtol=2e-4)
+    close(inside, on_twins(jax.grad(loss, argnums=(0, 1)))(w, x), rtol=2e-4)
 
 
 @pytest.mark.every(2)
@@ -913,7 +920,7 @@ def test_a_scan_keeps_its_options():
         return lax.scan(lambda c, x: (c + 1, x @ w * c), 1.0, xs, reverse=True, unroll=2)[1]
 
     w, xs = lora(), jnp.ones((4, 4))
-    close(use(f)(w, xs), f(hki.materialize(w), xs))
+    close(use(f)(w, xs), on_twins(f)(w, xs))
     [scan] = [e for e in jax.make_jaxpr(use(f))(w, xs).eqns if e.primitive is lax.scan_p]
     assert (scan.params["reverse"], scan.params["unroll"]) == (True, 2)
 
@@ -936,9 +943,10 @@ def test_custom_linear_solve(symmetric, x, never_dense):
 
     w, b = lora(), x[0]
     with hki.materialization("allow"):  # `w.T @ y` of the transposed system
-        close(use(f)(w, b), f(hki.materialize(w), b))
+        close(use(f)(w, b), on_twins(f)(w, b))
         got = jax.grad(lambda w, b: jnp.sum(use(f)(w, b) ** 2), argnums=(0, 1))(w, b)
-        want = jax.grad(lambda w, b: jnp.sum(f(hki.materialize(w), b) ** 2), argnums=(0, 1))(w, b)
+        loss = lambda w, b: jnp.sum(f(hki.materialize(w), b) ** 2)  # noqa: E731
+        want = jax.jit(jax.grad(loss, argnums=(0, 1)))(w, b)
     close(jax.tree.leaves(got), jax.tree.leaves(want), rtol=2e-4)  # an iteration of 60 steps
 
 
@@ -949,7 +957,7 @@ def test_custom_linear_solve_with_aux(x, may_be_dense):
 
         return lax.custom_linear_solve(lambda y: y * 3 + 0 * (w @ y), b, solve, solve, has_aux=True)
 
-    got, want = use(f)(lora(), x[0]), f(hki.materialize(lora()), x[0])
+    got, want = use(f)(lora(), x[0]), on_twins(f)(lora(), x[0])
     close(got, want)
 
 
@@ -957,14 +965,14 @@ def test_custom_linear_solve_without_the_transposed_system(x):
     def f(w, b):
         return lax.custom_linear_solve(lambda y: 2 * y + w @ y, b, lambda matvec, b: b - matvec(b))
 
-    close(use(f)(lora(), x[0]), f(hki.materialize(lora()), x[0]))
+    close(use(f)(lora(), x[0]), on_twins(f)(lora(), x[0]))
 
 
 def test_a_right_side_that_is_implicit(may_be_dense):
     def f(b):
         return lax.custom_linear_solve(lambda y: 2 * y, b, lambda _, b: b / 2, lambda _, b: b / 2)
 
-    close(use(f)(lora()), f(hki.materialize(lora())))
+    close(use(f)(lora()), on_twins(f)(lora()))
 
 
 def test_cg_solves_with_an_implicit_matrix(x, never_dense):
@@ -972,7 +980,7 @@ def test_cg_solves_with_an_implicit_matrix(x, never_dense):
         return jax.scipy.sparse.linalg.cg(lambda y: 30 * y + w @ y, b, maxiter=50)[0]
 
     w = hki.LoRA(jnp.eye(4), jnp.ones((4, 1)), jnp.ones((1, 4)))
-    close(use(f)(w, x[0]), f(hki.materialize(w), x[0]))
+    close(use(f)(w, x[0]), on_twins(f)(w, x[0]))
 
 
 def test_pmap(x, may_be_dense):
@@ -989,7 +997,7 @@ def test_collectives_in_shard_map(x, may_be_dense):
 
         return jax.shard_map(local, mesh=mesh(), in_specs=(P(), P("i")), out_specs=P("i"))(w, x)
 
-    close(use(f)(lora(), x), f(hki.materialize(lora()), x))
+    close(use(f)(lora(), x), on_twins(f)(lora(), x))
 
 
 @pytest.mark.parametrize(
@@ -1006,7 +1014,7 @@ def test_a_value_that_becomes_dense_in_shard_map(fun, may_be_dense):
     """A constant has no leaves, which could vary over the mesh as the dense array does."""
     f, x = jax.shard_map(fun, mesh=mesh(), in_specs=P("i"), out_specs=P("i")), jnp.ones((4, 4))
     for w in (lora(), hki.Zeros(shape=(4, 4))):
-        close(use(f)(w, x), f(hki.materialize(w), x))
+        close(use(f)(w, x), on_twins(f)(w, x))
 
 
 TWO_DEVICES = """
@@ -1269,7 +1277,7 @@ def test_a_trace_is_not_shared_between_structures(x, never_dense):
         return block(w, x) + block(v, x) + block(jnp.ones((4, 4)), x) + block(w, x)
 
     w, v = lora(alpha=None), lora(alpha=8.0)
-    close(use(f)(w, v, x), f(hki.materialize(w), hki.materialize(v), x))
+    close(use(f)(w, v, x), on_twins(f)(w, v, x))
 
 
 def test_a_trace_is_not_shared_between_settings(x, x64, never_dense):

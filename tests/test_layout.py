@@ -1,6 +1,7 @@
-"""Each folder of the package imports only what lies below it, and no import runs in a circle."""
+"""Each folder of the package imports only folders below it, and no import runs in a circle."""
 
 import ast
+import functools
 import graphlib
 import pathlib
 import subprocess
@@ -42,7 +43,11 @@ def module_of(path):
 
 
 FILES = {module_of(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+@functools.cache
+def tree_of(module):
+    return ast.parse(FILES[module].read_text())
 
 
 def room_of(module):
@@ -57,7 +62,7 @@ def room_of(module):
 def imports_of(module):
     """The modules of the package that one imports, anywhere in it."""
     found = set()
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -71,7 +76,7 @@ def test_every_folder_has_a_floor_and_says_what_it_is_for():
     rooms = {room_of(name) for name in FILES}
     assert rooms == set(FLOOR)
     for name, path in FILES.items():
-        assert ast.get_docstring(TREES[name]), path
+        assert ast.get_docstring(tree_of(name)), path
 
 
 @pytest.mark.parametrize("module", FILES)
@@ -94,7 +99,7 @@ def test_no_import_runs_in_a_circle():
 @pytest.mark.parametrize("module", FILES)
 def test_imports_are_the_same_for_type_checkers_and_at_run_time(module):
     """An import that only a type checker sees, or that waits in a function, would hide a circle."""
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree_of(module)):
         assert not (isinstance(node, ast.Name) and node.id == "TYPE_CHECKING"), module
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             inner = ast.Module(node.body, [])

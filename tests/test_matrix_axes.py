@@ -10,6 +10,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.quantization import QtRule, QuantRule
+from tests.random_arrays import normal
 from tests.tiers import few
 
 WIDTH, HEADS, SIZE = 32, 2, 8
@@ -42,8 +43,8 @@ def model(x):
 
 
 T = hk.without_apply_rng(hk.transform(model))
-X = jax.random.normal(jax.random.key(1), (2, 5, WIDTH))
-PARAMS = T.init(jax.random.key(0), X)
+X = normal((2, 5, WIDTH), 1)
+PARAMS = jax.jit(T.init)(jax.random.key(0), X)
 IMPLICIT = hki.transform_implicit(T)
 AXES = {
     "query_w": ((-3,), (-2, -1)),
@@ -75,7 +76,7 @@ def test_axes_are_found_by_an_abstract_run():
         (jax.jit(T.apply), hki.quantize_params(PARAMS), X),
     ):
         found = hki.infer_matrix_axes(apply, params, x)
-        # `value_w` `[heads, inputs, size]` is no matrix, as its inputs are between its outputs ...
+        # `value_w` `[heads, inputs, size]` is not a matrix, as its inputs are between its outputs ...
         expected = {f"{m}/{name}": axes for name, axes in AXES.items() for m in (FIRST, STACK)}
         own = {path: axes for path, axes in found.items() if not path.endswith("value_w")}
         assert own == expected
@@ -230,7 +231,7 @@ def test_inputs_of_an_einsum_are_its_second_moments():
             lambda x: jnp.einsum("bhc,hco->bo", x, hk.get_parameter("w", [2, 3, 4], init=jnp.ones))
         )
     )
-    x = jax.random.normal(jax.random.key(0), (5, 2, 3))
+    x = normal((5, 2, 3))
     params = t.init(None, x)
     found = hki.input_moments(t.apply, params, [x], matrix_axes={"~/w": ((-3, -2), (-1,))})["~/w"]
     rows = np.asarray(x).reshape(5, 6)
@@ -252,7 +253,7 @@ def test_what_was_trained_is_what_is_stored(equation, static):
     """`convert_trained` of weights that are used in an einsum, or transposed."""
     sizes = dict(b=2, t=3, a=16, h=2, c=8)
     shapes = [[sizes[i] for i in own] for own in equation.split("->")[0].split(",")]
-    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes))
+    x, w = (normal(s, i) for i, s in enumerate(shapes))
     t = hk.without_apply_rng(
         hk.transform(
             lambda x: jnp.einsum(equation, x, hk.get_parameter("w", w.shape, init=jnp.ones))
@@ -284,7 +285,7 @@ def test_stacks_of_matrices_under_any_name(static):
         return hk.experimental.layer_stack(3, name="blocks")(layer)(x)
 
     t = hki.transform_implicit(hk.without_apply_rng(hk.transform(stack)))
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal((8, 16))
     params = t.init(jax.random.key(1), x)
     params["blocks/linear"]["w"] *= jnp.array([1.0, 2.0, 8.0])[:, None, None]
     rule = QtRule(
@@ -318,7 +319,7 @@ def test_experts():
             )
         )
     )
-    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(3, 5, 16), (3, 16, 8)]))
+    x, w = (normal(s, i) for i, s in enumerate([(3, 5, 16), (3, 16, 8)]))
     params = {"~": {"w": w * jnp.array([1.0, 3.0, 9.0])[:, None, None]}}
     axes = hki.infer_matrix_axes(t.apply, params, x)
     rule = QtRule(weight_qtype="int4", act_qtype="int8")
@@ -333,9 +334,9 @@ def test_experts():
 @pytest.mark.slow
 def test_gradients_of_normalized_views():
     """Weight normalization of a weight that is held transposed."""
-    params = {"l": {"w": jax.random.normal(jax.random.key(0), (8, 6))}}
+    params = {"l": {"w": normal((8, 6))}}
     params = hki.add_lora(params, 0, rank=2, matrix_axes={"l/w": ((-1,), (-2,))})
-    x = jax.random.normal(jax.random.key(1), (3, 8))
+    x = normal((3, 8), 1)
 
     def loss(params, x):
         w = params["l"]["w"]

@@ -1,4 +1,4 @@
-"""Where implicit parameters lie on a mesh. What needs several devices is a program of its own."""
+"""Where implicit parameters lie on a mesh. A test of several devices runs another program."""
 
 import dataclasses
 
@@ -15,6 +15,7 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import fitted, part_specs
 from tests.cases import Outer
 from tests.devices import run_on_devices
+from tests.random_arrays import normal
 
 MESH = compat.auto_mesh((2, 4), ("data", "model"))
 AXES = {"att/w": ([-3], [-2, -1])}
@@ -179,7 +180,7 @@ def test_groups_that_shards_would_cut_are_named_once():
     [("int4", 32), ("uint3", 32), ("int8", (8, 64)), ("nf4", 64, -2, False, None, "double")],
 )
 def test_smaller_groups_have_the_same_values(options):
-    q = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (64, 32)), *options)
+    q = hki.QuantizedMatrix.quantize(normal((64, 32)), *options)
     for spec in (P("model"), P(None, "model"), P("model", "data"), P(("data", "model"))):
         new = fitted(q, spec, MESH)
         assert part_specs(new, spec, MESH) is not NotImplemented
@@ -283,7 +284,7 @@ def test_collectives_over_an_axis_of_vmap(name):
     def fun(x):
         return getattr(jax.lax, name)(x, "i", **options)
 
-    w = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (2, 8, 4)), "int8")
+    w = hki.QuantizedMatrix.quantize(normal((2, 8, 4)), "int8")
     want = jax.vmap(fun, axis_name="i")(w.materialize())
     within, around = hki.use_implicit_args(jax.vmap(fun, axis_name="i")), hki.use_implicit_args(fun)
     with hki.materialization("allow"):

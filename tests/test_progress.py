@@ -42,7 +42,7 @@ def save_and_load(params):
         return hki.load(os.path.join(folder, "params"))
 
 
-# Name: (what takes long, and what its bar says).
+# Name: (the work that takes long, the text of its bar).
 WORK = {
     "quantize_params": (lambda: hki.quantize_params(PARAMS), ("parameters: ", "1/2 ", *NAMES)),
     "rules": (
@@ -81,7 +81,7 @@ work = pytest.mark.parametrize("name", WORK)
 
 @pytest.fixture
 def written(monkeypatch):
-    """From the work, the delay and whether stderr is a terminal: what is written there."""
+    """The text on stderr, by the work, the delay and whether stderr is a terminal."""
 
     def run(name, delay, terminal=True):
         stream = io.StringIO()

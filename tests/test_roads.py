@@ -11,7 +11,7 @@ from tests import roads
 from tests.devices import HANG, run_on_devices
 
 WALK = "import sys; from tests.roads import walk; walk(*sys.argv[1:3], sys.argv[3:])"
-# Of the roads of all kinds and loops, those that quick tests walk.
+# The roads that quick tests walk.
 QUICK = ("LoRA on int4 documented dict",)
 
 

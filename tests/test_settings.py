@@ -1,4 +1,4 @@
-"""The library's own code under JAX's settings: what it writes never needs ranks to be promoted, and so on.
+"""The library's own code under JAX's settings: it never needs ranks to be promoted, and so on.
 
 `test_contract.py` has the rules under these settings. Here is what is around them: functions on trees of
 parameters, what is quantized how, and the docstrings' examples.
@@ -71,7 +71,7 @@ QUANTIZED = {
 
 
 def traced(make):
-    """Traces what is made of parameters, a gradient through it, and the dense arrays of it."""
+    """Traces the arrays made of parameters, a gradient through them, and their dense twins."""
 
     def run(x):
         trained, frozen = hki.partition(make(MODEL.init(KEY, x)))

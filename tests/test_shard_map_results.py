@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
 from tests.devices import run_on_devices
+from tests.random_arrays import normal
 
 use = hki.use_implicit_args
 
@@ -22,7 +23,7 @@ def write(cache, x):
 
 
 def make_cache(name="int8", shape=(2, 4, 2, 8)):
-    return hki.QuantizedCache.quantize(jax.random.normal(jax.random.key(0), shape), name, axis=-1)
+    return hki.QuantizedCache.quantize(normal(shape), name, axis=-1)
 
 
 @pytest.mark.parametrize("spec", [P(), P("i"), P(None, "i"), P(None, None, "i")])
@@ -39,7 +40,7 @@ def test_a_cache_that_is_written_stays_one(spec, check_vma, never_dense):
 def test_what_is_like_no_operand_is_dense():
     """Of another shape, type or spec."""
     cache = make_cache()
-    w = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(1), (4, 4)), "int8")
+    w = hki.QuantizedMatrix.quantize(normal((4, 4), 1), "int8")
     for fun, x, outs in (
         (lambda x: x[:1], cache, P()),
         (lambda x: x, cache, P("i")),

@@ -13,6 +13,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.quantization import QtRule, QuantRule
+from tests.random_arrays import normal
 
 RULES = [QuantRule(weight_qtype="int8")]
 
@@ -220,7 +221,7 @@ def test_summary_by_module():
 
 
 def test_comparing_two_trees():
-    w = jax.random.normal(jax.random.key(0), (8, 4))
+    w = normal((8, 4))
     first = {"linear": {"w": w, "b": jnp.ones(4)}, "old": {"b": jnp.ones(1)}}
     second = {"linear": {"w": w + 0.5, "b": jnp.ones(4)}, "new": {"b": jnp.ones(1)}}
     x = jnp.ones((2, 8))
@@ -263,7 +264,7 @@ def test_a_named_parameter_that_does_not_fit_is_an_error(what):
         change(params, targets=".*", exclude=".*/b")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            change(params)  # by default biases are no targets, and nobody is told
+            change(params)  # by default biases are not targets, without a warning
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
@@ -302,7 +303,7 @@ def test_weights_that_groups_leave_dense_are_named_once():
         hki.quantize_params(attention(), group_size=32, targets="linear/w")
         hki.quantize_params(attention(), group_size=32, exclude="(query|odd)/.*")
         once = hki.quantize_params(attention(), group_size=8, targets=".*(linear|odd)/w")
-        hki.quantize_params(once, group_size=4)  # what is quantized is no dense weight
+        hki.quantize_params(once, group_size=4)  # a quantized weight is not dense
 
 
 @pytest.mark.parametrize("put", [hk.custom_creator, hk.custom_getter])

@@ -9,6 +9,7 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.testing import OPERATIONS, check_type
 from tests.cases import CASES
+from tests.random_arrays import normal
 
 
 @pytest.mark.slow
@@ -51,7 +52,7 @@ def stop(primitive, w: WithAWrongGradient, **params):
 
 
 def diagonal(cls):
-    return lambda seed: cls(jax.random.normal(jax.random.key(seed), (3,)))
+    return lambda seed: cls(normal((3,), seed))
 
 
 FEW = {name: OPERATIONS[name] for name in ("negative", "tanh", "x @ w", "first")}

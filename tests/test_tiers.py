@@ -1,4 +1,4 @@
-"""What is slow, and what is not."""
+"""Which tests are slow."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What keeps tracing cheap, counted: rules run once, and primitives are linearized once.
+"""Counts that keep tracing cheap: rules run once, and primitives are linearized once.
 
 Times are in `docs/benchmarks.md`; counts do not depend on the machine.
 """

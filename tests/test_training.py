@@ -11,12 +11,13 @@ import optax
 import pytest
 
 import haiku_implicit as hki
+from tests import random_arrays
 
 N, M, R = 6, 5, 2
 
 
 def normal(shape, seed):
-    return jax.random.normal(jax.random.key(seed), shape) / 2
+    return random_arrays.normal(shape, seed, scale=0.5)
 
 
 def lora(seed=0, w=None, shape=(N, M), alpha=3.0):
@@ -173,7 +174,7 @@ def test_combine_of_others():
 
 
 def reference(params, x, dense=True):
-    """The gradients of what is trained by `jax.grad` of a loss on dense weights."""
+    """The gradients of the trained arrays, by `jax.grad` of a loss on dense weights."""
     trainable, frozen = hki.partition(params, dense)
 
     def dense_loss(trainable):
@@ -200,7 +201,7 @@ def test_value_and_grad(dense, wrap):
     want, want_grads = reference(params, X, dense)
     close(value, want)
     close(jax.tree.leaves(grads), jax.tree.leaves(want_grads))
-    # Symbolic zeros of the parameter's own shape and dtype in place of what is frozen.
+    # Symbolic zeros of the parameter's own shape and dtype in place of frozen arrays.
     assert grads["linear"]["w"].w.shape == (N, M)
     assert isinstance(grads["linear"]["w"].w, hki.Zeros)
     assert isinstance(grads["head"]["steps"], hki.Zeros)
@@ -292,7 +293,7 @@ FREEZERS = {
     [("keys", "adamw"), ("subtrees", "adamw")] + [("declared", o) for o in OPTIMIZERS],
 )
 def test_as_on_the_trainable_part(freezer, name):
-    """The same steps as an optimizer of the trainable part alone."""
+    """Steps equal those of an optimizer of the trainable part alone."""
     optimizer, plain = FREEZERS[freezer](OPTIMIZERS[name]()), OPTIMIZERS[name]()
     params = make_params()
     trainable, frozen = hki.partition(params)
@@ -326,7 +327,7 @@ def test_as_on_the_trainable_part(freezer, name):
 @pytest.mark.parametrize("kind", ["dense", "none", "float0"])
 @pytest.mark.parametrize("with_params", [True, False])
 def test_gradients_of_other_kinds(kind, with_params):
-    """What stands in the frozen slots of the gradients has no influence."""
+    """The values in the frozen slots of the gradients have no influence."""
     optimizer = hki.freeze_declared(optax.adam(0.1))
     params = make_params()
     state = optimizer.init(params)

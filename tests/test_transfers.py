@@ -1,4 +1,4 @@
-"""Under `jax.transfer_guard`: what is part of the program is no transfer, what is an argument is one."""
+"""Under `jax.transfer_guard`: a value in the program is not transferred, an argument is."""
 
 import chex
 import haiku as hk
@@ -9,11 +9,12 @@ import pytest
 
 import haiku_implicit as hki
 from tests.cases import CASES, SHAPE
+from tests.random_arrays import normal
 from tests.tiers import few
 
 QUICK = ["lora", "lora of int4", "int8", "zeros", "constant", "nought"]
 FLOATS = [name for name, case in CASES.items() if case.dtype == jnp.float32]
-X = jax.random.normal(jax.random.key(0), (2, SHAPE[0]))
+X = normal((2, SHAPE[0]))
 
 
 def model(x):

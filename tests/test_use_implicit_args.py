@@ -1,4 +1,4 @@
-"""`use_implicit_args`: what it accepts and returns, and how it composes with JAX."""
+"""`use_implicit_args`: its arguments and results, and how it composes with JAX."""
 
 import dataclasses
 import functools

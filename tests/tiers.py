@@ -34,7 +34,7 @@ def redundant(rows):
     return rest
 
 
-# Of the slow tests of one function so many run with `--slow`.
+# How many of the slow tests of one function run with `--slow`.
 MOST = 4
 
 

@@ -4,7 +4,7 @@ import importlib.metadata
 
 
 def quick_to_compile():
-    """What tells XLA not to spend time on optimizing for the CPU: half of what the tests take.
+    """Flags that tell XLA not to spend time on optimizing for the CPU: half of the tests' time.
 
     The passes over HLO, which tests read and count, are the same. `XLA_FLAGS=` in the environment
     runs the tests with XLA's own settings.

@@ -84,7 +84,8 @@ def quantized_state(
     for name, value in (("block", block), ("min_size", min_size)):
         if not is_positive_integer(value):
             raise ValueError(f"{name}: expected a positive number, got {value!r}")
-    QuantizedBlocks.quantize(jnp.zeros(block), dtype, block)  # an error now, not at the first step
+    # An error now, not at the first step.
+    jax.eval_shape(lambda x: QuantizedBlocks.quantize(x, dtype, block), jnp.zeros(block))
     inner = optax.with_extra_args_support(optimizer)
 
     def quantized(x: Any) -> Any:

@@ -225,7 +225,7 @@ def test_adapters_with_and_without_alpha_have_one_structure(method, lead, tmp_pa
     again = hki.set_adapter(whole[1], hki.load(tmp_path / "adapter"))
     assert jax.tree.structure(again) == jax.tree.structure(whole[1])
     jax.tree.map(np.testing.assert_array_equal, again, whole[0])
-    # (A scale of 1 is no change: what was there without it.)
+    # (A scale of 1 changes nothing.)
     trained, frozen = hki.partition(again)
     moved = hki.combine(jax.tree.map(lambda x: x + 1, trained), frozen)["layer"]["w"]
     np.testing.assert_array_equal(

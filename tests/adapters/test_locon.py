@@ -10,11 +10,8 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit import adapters
+from tests.adapter_cases import normal
 from tests.tiers import few
-
-
-def normal(shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(scale=0.5, size=shape), jnp.float32)
 
 
 def locon(shape, rank=1, axis=-1, base=None, lead=()):

@@ -7,13 +7,10 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.adapter_cases import normal
 from tests.tiers import few
 
 N, M, R = 16, 12, 4
-
-
-def normal(shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(scale=0.5, size=shape), jnp.float32)
 
 
 def moments_of(w, name="layer/w"):

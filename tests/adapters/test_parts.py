@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.random_arrays import normal
 from tests.tiers import few
 
 KEY = jax.random.key(0)
@@ -388,7 +389,7 @@ def test_a_half_of_a_partition_is_no_tree_of_parameters(method, half):
 
 def test_a_bank_knows_what_began_with_a_part_of_its_weight(tmp_path):
     """A program that reads the file would add the correction to the whole weight."""
-    base = {"l": {"w": jax.random.normal(jax.random.key(0), (16, 8))}}
+    base = {"l": {"w": normal((16, 8))}}
     began = hki.add_lora(base, 1, rank=2, init="pissa")
     bank = hki.AdapterBank.of(hki.set_adapter(began, None), capacity=2, rank=2)
     bank = bank.put(1, initial := hki.get_adapter(began))

@@ -125,7 +125,7 @@ def test_random_matrices_are_the_same_for_ever():
 
 
 def test_a_pair_that_is_given(tmp_path):
-    """Of another library, or of a file of before."""
+    """Factors of another library, or of an older file."""
     pair = normal((20, 2), 3), normal((2, 12), 4)
     w = hki.adapters.VeRA(normal((16, 8)), *pair, jnp.ones(2), normal((8,), 5))
     want = w.w + (pair[0][:16] * w.d) @ (pair[1][:, :8] * w.e)

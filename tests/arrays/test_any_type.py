@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests import random_arrays
 
 use = hki.use_implicit_args
 
@@ -40,7 +41,7 @@ class Gated(hki.ImplicitArray, core_ndim=2, linear_in=("w", "offset")):
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return random_arrays.normal(shape, seed)
 
 
 def gated():

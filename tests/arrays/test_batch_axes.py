@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests import random_arrays
 
 L, N, M = 3, 6, 4
 
@@ -24,7 +25,7 @@ class Gram(hki.ImplicitArray, core_ndim=2):
 
 
 def normal(shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape) / 2
+    return random_arrays.normal(shape, seed, scale=0.5)
 
 
 def lora(shape, seed=0, w=normal):
@@ -245,7 +246,7 @@ def test_layer_stack_of_haiku(key):
     model = hk.without_apply_rng(hk.transform(f))
     x = normal((5, N))
     params = model.init(key, x)
-    # A stack of vectors (biases) is no matrix.
+    # A stack of vectors (biases) is not a matrix.
     implicit = jax.tree.map(
         lambda p: lora(p.shape, 3, lambda *_: quantized(p.shape)) if p.ndim == 3 else p, params
     )

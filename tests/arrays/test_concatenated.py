@@ -10,12 +10,9 @@ import pytest
 
 import haiku_implicit as hki
 from tests import dense_twin
+from tests.random_arrays import normal
 
 SHAPE = (32, 24)
-
-
-def normal(shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def lora(w, alpha=2.0, seed=1):
@@ -89,7 +86,7 @@ def test_products(pair, name):
 
 
 def test_stacks_are_batch_axes():
-    """Of arrays of two types."""
+    """Concatenates arrays of two types."""
     v, w = PAIRS["int4 and lora of int4"]
     x = normal((2, 5, 32), 5)
     same_without_dense(lambda x, v, w: jnp.einsum("cbk,ckn->cbn", x, jnp.stack([v, w])), x, v, w)

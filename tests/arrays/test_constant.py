@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import haiku_implicit as hki
+from tests.random_arrays import normal
 from tests.tiers import few
 
 SHAPE = (3, 2)
@@ -82,7 +83,7 @@ def check_fold(fun, rows, ulps=0):
     interpreted = hki.use_implicit_args(lambda rows: [fun(*row) for row in rows])
     gots = [leaves(out) for out in jax.eval_shape(interpreted, rows)]
     stacked = [np.stack([np.full(x.shape, x.value) for x in xs]) for xs in zip(*rows, strict=True)]
-    wants = jax.tree.leaves(jax.vmap(fun)(*stacked))
+    wants = [np.asarray(want) for want in jax.tree.leaves(jax.vmap(fun)(*stacked))]
     for i, (row, got) in enumerate(zip(rows, gots, strict=True)):
         avals = jax.tree.leaves(jax.eval_shape(fun, *(x.aval for x in row)))
         alone = jax.tree.leaves(fun(*(jnp.asarray(x.value) for x in row))) if ulps else avals
@@ -261,7 +262,7 @@ def test_fold(name, never_dense):
 
 @pytest.mark.parametrize("value", few([3, -0.0, np.inf, True], -0.0))
 def test_what_is_not_constant(value, may_be_dense):
-    """Where the result is no constant, or cannot be known to be one, it is the dense one."""
+    """If the result is not a constant, or not known to be one, it is the dense array."""
     x = hki.SymbolicConstant(value, shape=(4, 3))
     funs = [
         lambda x: lax.cumsum(x * 2),
@@ -285,7 +286,7 @@ def test_what_is_not_constant(value, may_be_dense):
 
 
 def test_parts_of_a_constant(never_dense):
-    """Constants among dense operands of what moves elements about."""
+    """Constants among dense operands of primitives that move elements."""
     x = jnp.arange(6.0).reshape(SHAPE)
     c = hki.SymbolicConstant(2.5, shape=(1, 2))
     one = hki.SymbolicConstant(1, shape=())
@@ -469,7 +470,7 @@ def test_sum_with_zeros(dtype, never_dense):
 
 
 def test_sum_of_zeros_and_others(never_dense):
-    """Implicit terms stay what they are, and a strong zero makes a weak term strong."""
+    """Implicit terms keep their type, and a strong zero makes a weak term strong."""
     add = hki.use_implicit_args(jnp.add)
     assert type(add(LORA, Z)) is type(add(Z, LORA)) is hki.LoRA
     assert jax.tree.structure(add(C, Z)) == jax.tree.structure(C)
@@ -481,7 +482,7 @@ def test_sum_of_zeros_and_others(never_dense):
 
 
 def test_zeros_as_a_number(never_dense):
-    """What is not linear sees the number 0, and gives an ordinary constant."""
+    """A nonlinear function sees the number 0, and gives an ordinary constant."""
     for fun, want in [(jnp.exp, 1.0), (jnp.sin, 0.0), (jnp.square, 0.0), (jnp.cos, 1.0)]:
         got = hki.use_implicit_args(fun)(Z)
         assert type(got) is hki.SymbolicConstant and got.value == want
@@ -530,7 +531,7 @@ def model(x, c, z):
 )
 def test_transformations(how, never_dense):
     c, z = hki.SymbolicConstant(0.75, shape=(3,), dtype="float32"), hki.Zeros(shape=(3,))
-    xs = jax.random.normal(jax.random.key(0), (4, 3))
+    xs = normal((4, 3))
 
     def scan(f, xs, c, z):
         return lax.scan(lambda carry, x: (carry, f(x, *carry)), (c, z), xs)[1]

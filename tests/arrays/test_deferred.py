@@ -22,7 +22,7 @@ KERNEL = (3, 2, 8, 6)
 
 
 def normal(seed, *shape, scale=0.5):
-    return jnp.asarray(np.random.default_rng(seed).normal(0.2, scale, shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(0.2, scale, shape).astype(np.float32))
 
 
 def int8(shape, seed=0):
@@ -106,7 +106,7 @@ def close(got, want, tolerance=2e-4):
 
 
 def floating(w):
-    """The floating leaves, and what makes the array of them."""
+    """The floating leaves, and a function that makes the array of them."""
     leaves, treedef = jax.tree.flatten(w)
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
 

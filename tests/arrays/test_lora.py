@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
 from haiku_implicit.core.sharding import part_specs
+from tests.random_arrays import numpy_normal
 
 N, M, K = 5, 3, 4  # all different, so that no axis can pass for another
 
@@ -61,8 +62,8 @@ def lora(shape=(N, M), *, rank=2, alpha=3.0, seed=0, dtype=jnp.float32, factors=
 
 
 def normal(shape, seed=1, dtype=jnp.float32):
-    # By NumPy: there is nothing to compile for each shape.
-    return jnp.asarray(np.random.default_rng(seed).normal(scale=0.5, size=shape), dtype)
+    # By NumPy and `device_put`: there is nothing to compile for each shape.
+    return jax.device_put(numpy_normal(shape, seed, 0.5)).astype(dtype)
 
 
 def scale_of(w):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.random_arrays import numpy_normal
 
 pytestmark = pytest.mark.usefixtures("never_dense")
 
@@ -21,7 +22,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 
 def normal(shape, seed):
-    return jnp.asarray(np.random.default_rng(seed).normal(scale=0.3, size=shape), jnp.float32)
+    return jax.device_put(numpy_normal(shape, seed, 0.3))
 
 
 def make(way, batch=()):
@@ -36,7 +37,7 @@ def make(way, batch=()):
 
 
 def dense(lora):
-    """What it stands for, by NumPy's product of the dequantized parts."""
+    """The dense twin, by NumPy's product of the dequantized parts."""
     w, a, b = (np.asarray(hki.materialize(x)) for x in (lora.w, lora.a, lora.b))
     return w + ALPHA / RANK * a @ b
 
@@ -78,7 +79,7 @@ def test_stacked(way, how):
 
 @ways
 def test_gradients(way):
-    """What is floating and not frozen by the type gets the gradient of the dense twin."""
+    """Floating arrays that the type does not freeze get the gradient of the dense twin."""
     lora, x = make(way), normal((3, N), 3)
     loss = hki.use_implicit_args(lambda w, x: jnp.sum(product(w, x) ** 2))
     got, by_x = jax.jit(lambda w, x: (hki.grad(loss)(w, x), jax.grad(loss, 1)(w, x)))(lora, x)

@@ -17,6 +17,8 @@ import haiku_implicit as hki
 from haiku_implicit.core.sharding import part_specs
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products import reference
+from tests import random_arrays
+from tests.dense_twin import on_twins
 from tests.tiers import few
 
 N, M, K = 12, 6, 5  # all different, so that no axis can pass for another
@@ -36,7 +38,7 @@ axes = pytest.mark.parametrize("axis", [-2, -1])
 
 
 def normal(shape, seed=1, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype) / 2
+    return random_arrays.normal(shape, seed, dtype, scale=0.5)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "axis", "shape", "seed", "dtype"))
@@ -97,7 +99,7 @@ def same_as_dense(f, q, *args, tolerance=2e-5, how=("grad", "vmap", "scan")):
 
 
 def inside(f, q, *args, **options):
-    """The same with the transformation within the wrapped function, where it meets the rules."""
+    """As `same_as_dense`, with the transformation within the wrapped function, so that it meets the rules."""
     pair = jax.tree.map(lambda *x: jnp.stack(x), q, q._replace(scale=-q.scale))
     stacked = [jnp.stack([x, x[..., ::-1] if x.ndim else x]) for x in args]
 
@@ -251,7 +253,7 @@ def test_quantize_under_transformations():
 )
 @pytest.mark.slow
 def test_quantize_what_a_traced_function_closes_over(options):
-    """It is no tracer, and still checked; what is computed of it is traced."""
+    """It is not a tracer, and is checked; results of it are traced."""
     w, x = normal((N, M)), normal((5, N))
     broken = w.at[0, 0].set(jnp.inf)
     make = lambda w: hki.QuantizedMatrix.quantize(w, "int4", 4, **options)  # noqa: E731
@@ -441,7 +443,7 @@ def test_a_tree_whose_floating_leaves_were_cast(name, dtype, never_dense):
     np.testing.assert_allclose(np.float32(got), want, atol=0.03 * np.abs(want).max())
 
 
-# What reads the codes, each in its own way.
+# Operations that read the codes, each in its way.
 READERS = {
     "product": lambda w, x: x @ w,
     "product with the rows": lambda w, x: w @ x.T[:6],
@@ -665,12 +667,12 @@ def floats_in(jaxpr):
                 yield from floats_in(p.jaxpr)
 
 
-# --- what stays quantized ------------------------------------------------------------------------
+# --- operations whose results are quantized ------------------------------------------------------------------------
 
 
 def stays(f, q, tolerance=1e-6):
     """All of `f(q)` is quantized, with the values of `f(dense)`."""
-    want = jax.jit(f)(jax.jit(hki.materialize)(q))
+    want = on_twins(f)(q)
     with hki.materialization("error"):
         out = jax.jit(hki.use_implicit_args(f))(q)
     leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, hki.ImplicitArray))
@@ -742,7 +744,7 @@ def test_cast_there_and_back_rounds(kind, axis, through, may_be_dense):
 
 @pytest.mark.parametrize("again", [jnp.float16, jnp.bfloat16])
 def test_rounded_twice(again, may_be_dense):
-    """What comes after a cast there and back: exact, or dense."""
+    """Operations after a cast there and back are exact, or dense."""
     q = quantized()
 
     def f(w):
@@ -924,7 +926,7 @@ REPEATED = {
 @pytest.mark.parametrize("fun", REPEATED.values(), ids=REPEATED)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_what_a_loop_or_a_branch_rescales_stays_quantized(fun, scaled, never_dense):
-    w = hki.QuantizedMatrix.quantize(jax.random.normal(jax.random.key(0), (16, 8)), "int4", 8)
+    w = hki.QuantizedMatrix.quantize(random_arrays.normal((16, 8)), "int4", 8)
     w = hki.ScaledMatrix(w, jnp.linspace(0.5, 1.0, 16)) if scaled else w
     run = hki.use_implicit_args(lambda w: fun(w))
     for out in (run(w), jax.jit(run)(w)):

@@ -1,4 +1,4 @@
-"""A quantized key-value cache: what is written is quantized, what was there stays bit by bit."""
+"""A quantized key-value cache: new vectors are quantized, and the old ones keep their bits."""
 
 import haiku as hk
 import jax
@@ -8,14 +8,11 @@ import pytest
 from jax import lax
 
 import haiku_implicit as hki
+from tests.random_arrays import normal
 
 B, T, H, D = 2, 6, 3, 8
 use = hki.use_implicit_args
 quantize = hki.QuantizedCache.quantize
-
-
-def normal(shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def cache(name="int8", group=None, shape=(B, T, H, D)):

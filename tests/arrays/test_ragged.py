@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.random_arrays import numpy_normal
 from tests.tiers import few
 
 use = hki.use_implicit_args
@@ -18,7 +19,7 @@ ROWS, GROUPS = 7, 3
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(numpy_normal(shape, seed))
 
 
 def quantized(dtype, **options):

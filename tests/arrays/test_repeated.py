@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.random_arrays import normal
 
 B, N, S, D, R = 2, 3, 4, 8, 2
 use = hki.use_implicit_args
-
-
-def normal(shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def cache(fmt="int8", shape=(B, N, S, D), seed=9):
@@ -142,7 +139,7 @@ def test_an_axis_of_length_one_anywhere(shape, never_dense):
         np.testing.assert_array_equal(hki.materialize(got), fun(hki.materialize(x)))
 
 
-# What writes or cuts does so in a copy of the codes, which is a cache again.
+# Writes and cuts happen in a copy of the codes, which is a cache again.
 COPIES = {
     "write": (lambda x: x.at[:, :, 1].set(1.0), hki.QuantizedCache),
     "write a slice": (

@@ -1,4 +1,4 @@
-"""What `TrainedQuantized` and `StaticQuantized` share: products by rule, and what keeps the type."""
+"""`TrainedQuantized` and `StaticQuantized`: products by rule, and operations that keep the type."""
 
 import dataclasses
 
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import haiku_implicit as hki
 from haiku_implicit.core.sharding import part_specs
 from haiku_implicit.quantization import QtRule, QuantStats, conv_general_dilated, dot_general
+from tests import random_arrays
 
 use = hki.use_implicit_args
 
@@ -19,7 +20,7 @@ NONE = QtRule(weight_qtype=None)
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return random_arrays.normal(shape, seed)
 
 
 def trained(value, rule=INT8):

@@ -10,10 +10,7 @@ from jax.sharding import PartitionSpec
 import haiku_implicit as hki
 from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import part_specs
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+from tests.random_arrays import numpy_normal as normal
 
 
 def scaled(axis, shape=(6, 4), matrix=None):

@@ -32,7 +32,7 @@ def write(folder, name, tensors, **settings):
 
 
 def write_shards(folder, name):
-    """The same model in two files with an index."""
+    """The model in two files with an index."""
     write(folder, name, tensors := tensors_of(name))
     (folder / "model.safetensors").unlink()
     listed = {}

@@ -11,6 +11,7 @@ import haiku_implicit as hki
 from models import diffusion, mixture
 from tests.dense_twin import close, same_without_dense
 from tests.haiku_models import noise
+from tests.random_arrays import normal
 from tests.tiers import few
 
 MIXTURE = mixture.MixtureConfig(
@@ -49,7 +50,7 @@ def loop_over_experts(params, x):
 def mixture_block():
     """The block as a function of a matrix of rows, its parameters, and rows."""
     model = hk.without_apply_rng(hk.transform(lambda x: mixture.Mixture(MIXTURE)(x)))
-    x = jax.random.normal(jax.random.key(1), (9, 16))
+    x = normal((9, 16), 1)
     return model.apply, noise(jax.jit(model.init)(jax.random.key(0), x)), loop_over_experts, (x,)
 
 
@@ -111,7 +112,7 @@ def unet(params, images, steps):
 @functools.cache
 def unet_model():
     model = hk.without_apply_rng(hk.transform(lambda *x: diffusion.Unet(UNET)(*x)))
-    images = jax.random.normal(jax.random.key(1), (2, 4, 6, 2))
+    images = normal((2, 4, 6, 2), 1)
     inputs = images, np.asarray([3.0, 250.0], np.float32)
     return model.apply, noise(jax.jit(model.init)(jax.random.key(0), *inputs)), unet, inputs
 
@@ -128,7 +129,7 @@ def test_values_and_gradients_are_those_of_the_formula(name):
     """The gradient along a direction is the difference quotient of the formula in float64."""
     apply, params, formula, inputs = MODELS[name]()
     want = formula(doubles(params), *doubles(inputs))
-    mix = jax.random.normal(jax.random.key(2), want.shape)
+    mix = normal(want.shape, 2)
 
     def loss(params, x):
         out = apply(params, x, *inputs[1:])

@@ -9,6 +9,7 @@ import pytest
 import cache_kinds
 from haiku_implicit import layers
 from models.cached_attention import CachedAttention, Sizes
+from tests.random_arrays import normal
 from tests.tiers import few
 
 SIZES = Sizes(num_heads=4, num_kv_heads=2, head_dim=8, length=10)
@@ -18,7 +19,7 @@ PADDING = np.array([0, 3])
 
 @pytest.fixture(scope="module")
 def inputs():
-    x = jax.random.normal(jax.random.key(0), (BATCH, TIME, DIM))
+    x = normal((BATCH, TIME, DIM))
     mask = jnp.asarray(np.arange(SIZES.length) >= PADDING[:, None])
     params, _ = cache_kinds.make_model(SIZES, "dense").init(jax.random.key(1), x, mask)
     return params, x, mask

@@ -103,7 +103,7 @@ def test_a_link_stays_a_link(tmp_path, path):
 
 
 def test_links_to_each_file(tmp_path, path):
-    """As in the cache of the Hugging Face hub, where what they lead to has other names."""
+    """As in the cache of the Hugging Face hub, whose links lead to files of other names."""
     hki.save(path, {"a": jnp.ones(3), "b": jnp.ones(3)}, max_shard_bytes=4)
     for i, file in enumerate(list(tmp_path.iterdir())):
         (tmp_path / "blobs").mkdir(exist_ok=True)

@@ -41,7 +41,7 @@ def refused(message, load, *args, **options):
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 2000
 
 
-# --- what is no file -----------------------------------------------------------------------------
+# --- paths without a file -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])

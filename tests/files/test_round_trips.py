@@ -1,4 +1,4 @@
-"""Trees that files hold: what is loaded is what was saved, to the bit."""
+"""Trees in files: a loaded tree is the saved one, to the bit."""
 
 import collections
 import dataclasses

@@ -36,7 +36,7 @@ def path(tmp_path):
 
 
 def as_older_versions_wrote_it(path):
-    """Takes from a file what says that arrays fit together."""
+    """Removes from a file the entry that says which arrays belong together."""
 
     def without(x):
         if isinstance(x, dict):

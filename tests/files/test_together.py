@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: who writes what, what is read where, and what goes wrong."""
+"""Checkpoints of several processes: which process writes and reads which array, and the errors."""
 
 import itertools
 import json
@@ -17,6 +17,7 @@ from haiku_implicit.files.parts import Part, assembled, parts_from_json, parts_t
 from haiku_implicit.files.writing import number_in
 from tests.devices import run_on_devices, run_together
 from tests.files.trees import assert_same
+from tests.random_arrays import normal
 
 # The rows of `w` and `c` are split over the devices `d`; the rest is everywhere.
 SPECS = {
@@ -31,8 +32,8 @@ SPECS = {
 
 
 def tree():
-    """The same in each process, and in the test."""
-    w = jax.random.normal(jax.random.key(0), (16, 8))
+    """A tree that is equal in each process, and in the test."""
+    w = normal((16, 8))
     lora = hki.add_lora(hki.quantize_params({"l": {"w": w}}, dtype="int4", group_size=4), 1, rank=2)
     return {
         "w": lora["l"]["w"],

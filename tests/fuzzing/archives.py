@@ -184,7 +184,7 @@ def _laughs(draw: Any) -> bytes:
 
 
 def mutated_pickle(data: bytes, draw: Any) -> bytes:
-    """A pickle, changed: its bytes, its operations, what it calls; or one made to do harm."""
+    """A changed pickle (its bytes, operations or calls), or one made to do harm."""
     kind = draw.random()
     if kind < 0.35:
         return mutations.of_bytes(data, draw)

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from tests.fuzzing import loaders
 
-# What reading may take in memory: this, and so many times the bytes of the files. Python has tables
+# The memory that reading may take: this, and so many times the bytes of the files. Python has tables
 # of a header as objects, of some ten times as many bytes.
 CONSTANT, MULTIPLE = 8 << 20, 64
-# What the process may grow by meanwhile, in which is what JAX compiles and what allocators keep.
+# The growth of the process meanwhile, at most: compiled programs and memory that allocators keep are part of it.
 PROCESS_CONSTANT = 96 << 20
-# Seconds that reading a few kilobytes may take, and those after which the process is ended. Only a hang
-# takes so long, also if other programs need the processors; the longest time of a run is printed.
+# Seconds of processor time that reading a few kilobytes may take, which other programs don't lengthen, and
+# the seconds after which the process is ended. Only a hang takes so long; the longest time of a run is printed.
 LIMIT, PATIENCE = 120, 300
 # What the process may have in all, so that no file takes the memory of the machine.
 ADDRESS_SPACE = 8 << 30
@@ -32,7 +32,7 @@ MOST_KEPT = 500
 
 
 class Outcome(NamedTuple):
-    """What became of a case.
+    """The outcome of a case.
 
     Attributes:
       what: 'loaded', or the type of the error.
@@ -67,16 +67,16 @@ def run(loader: loaders.Loader, folder: str, thorough: bool = True) -> Outcome:
     before = _start_of_memory()
     start = time.monotonic()
     error, said, tree = None, [], None
-    signal.signal(signal.SIGALRM, _interrupt)
+    signal.signal(signal.SIGPROF, _interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, LIMIT)
+        signal.setitimer(signal.ITIMER_PROF, LIMIT)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             tree = loader.load(os.path.join(folder, loader.path))
     except (Exception, Hang) as e:
         error = e
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     seconds = time.monotonic() - start
     memory, growth = tracemalloc.get_traced_memory()[1], _most_memory() - before
     tracemalloc.stop()
@@ -106,7 +106,7 @@ def _most_memory() -> int:
 def _wrong_error(error: BaseException, folder: str) -> str | None:
     """What an error has that one for a person would not."""
     if isinstance(error, Hang):
-        return f"it takes more than {LIMIT} s: {_line_of(error)}"
+        return f"it takes more than {LIMIT} s of processor time: {_line_of(error)}"
     module = type(error).__module__.partition(".")[0]
     subclass = type(error) is not ValueError and module != "haiku_implicit"
     if not isinstance(error, OSError) and (subclass or not isinstance(error, ValueError)):

@@ -1,4 +1,4 @@
-"""The loaders: valid files of each, how these are changed, and what is done with them."""
+"""The loaders: valid files of each, how these are changed, and how the results are checked."""
 
 import contextlib
 import io
@@ -60,7 +60,7 @@ def mutated(files: Files, draw: Any) -> Files:
 
 
 def mutated_by_format(files: Files, draw: Any) -> Files:
-    """The same, for a valid case: of a damaged one anything may be raised."""
+    """Changes a valid case by its format; for a damaged one anything may be raised."""
     if draw.random() < (0.01 if len(files) == 1 else 0.05):
         return mutations.of_folder(files, draw)
     names = [name for name, data in files.items() if isinstance(data, bytes)]
@@ -323,7 +323,7 @@ def _name(tensor: str) -> str:
 
 
 def _dense_or_not(load: Callable[..., Any]) -> Callable[[str], Any]:
-    """Reads what is quantized as it is, and if that is not possible, dense values."""
+    """Reads quantized tensors as they are, and if that is not possible, dense values."""
 
     def read(path: str) -> Any:
         try:
@@ -337,7 +337,7 @@ def _dense_or_not(load: Callable[..., Any]) -> Callable[[str], Any]:
 
 
 def _inspect(path: str) -> Any:
-    """The command says what is wrong, in one line, and exits with 1."""
+    """The command prints the error in one line, and exits with 1."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(["inspect", path])
@@ -366,7 +366,7 @@ _SMALL = 1 << 16
 
 
 def check(tree: Any, thorough: bool) -> None:
-    """Raises if something in a tree is not what it says it is."""
+    """Raises if an array of a tree has not the shape or dtype that it states."""
     for x in jax.tree.leaves(tree, is_leaf=is_implicit):
         if not is_implicit(x) or known_struct(x) is None:  # an adapter without its base
             continue

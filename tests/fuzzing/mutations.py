@@ -218,7 +218,7 @@ def of_json_file(data: bytes, draw: Any) -> bytes:
 
 
 def of_folder(files: dict[str, Any], draw: Any) -> dict[str, Any]:
-    """A folder in which a file is gone, another one, twice there, or something that is no file."""
+    """A folder in which a file is gone, another one, twice there, or something other than a file."""
     files = dict(files)
     name = draw.choice(list(files))
     other = draw.choice(list(files))

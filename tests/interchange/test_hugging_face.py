@@ -226,7 +226,7 @@ def test_tensors_of_bitsandbytes_say_all_without_a_configuration(tmp_path):
 
 
 def experts_of(tensors, shape):
-    """The same codes, as those of a weight of another shape."""
+    """Equal codes, as a weight of another shape."""
     name = "model.up.weight.quant_state.bitsandbytes__nf4"
     state = json.loads(tensors[name].tobytes()) | {"shape": shape}
     return tensors | {name: np.frombuffer(json.dumps(state).encode(), np.uint8)}

@@ -12,16 +12,13 @@ import safetensors.numpy
 
 import haiku_implicit as hki
 from haiku_implicit.interchange.peft_config import KEYS
+from tests.random_arrays import numpy_normal as normal
 from tests.tiers import few
 
 DATA = pathlib.Path(__file__).resolve().parents[1] / "data"
 NAMES = {"model.layers.0.q_proj": "model/layer_0/q/w", "model.layers.1.q_proj": "model/layer_1/q/w"}
 BACK = {path: module for module, path in NAMES.items()}
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none"}
-
-
-def normal(shape, seed):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 BASE = {f"model/layer_{i}/q": {"w": jnp.asarray(normal((5, 4), i))} for i in range(2)}

@@ -49,7 +49,7 @@ def rounded(x):
 
 
 def rounded_parts(x, parts):
-    """The same for each of so many equal parts of a row."""
+    """`rounded` for each of so many equal parts of a row."""
     return rounded(x.reshape(*x.shape[:-1], parts, -1)).reshape(x.shape)
 
 
@@ -181,7 +181,7 @@ def test_all_magnitudes(name, activation, path):
 
 
 def test_extremes(path):
-    """Zeros, subnormal and huge rows are exact; what is not finite makes its own row NaN alone."""
+    """Zeros, subnormal and huge rows are exact; a value that is not finite makes only its own row NaN."""
     q = quantized("uint4", 64, 32, 24)
     x = normal((6, 64))
     x[0], x[1], x[2] = 0, x[1] * 1e-30, x[2] * 1e30

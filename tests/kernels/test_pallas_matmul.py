@@ -16,6 +16,7 @@ import haiku_implicit as hki
 from haiku_implicit.quantized.cpu import native
 from haiku_implicit.quantized.gpu import pallas, tiles
 from haiku_implicit.quantized.numbers import formats
+from tests import random_arrays
 from tests.tiers import few
 
 FORMATS = sorted(name for name, fmt in formats.FORMATS.items() if len(fmt.planes) == 1)
@@ -24,7 +25,7 @@ product = hki.use_implicit_args(lambda w, x: x @ w)
 
 
 def normal(shape, seed=1, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return random_arrays.normal(shape, seed, dtype)
 
 
 def quantized(name, length=96, group=32, axis=-2, rows=37, seed=0, dtype=jnp.float32):
@@ -72,7 +73,7 @@ def check(cases, dtype=jnp.float32, **tolerance):
 @pytest.mark.parametrize("name", few(FORMATS, "int2", "uint4", "fp8_e4m3"))
 @pytest.mark.slow
 def test_formats(name, interpreted):
-    """Groups of bytes that are no power of two; a scale per channel, with padding."""
+    """Groups of bytes that are not a power of two; a scale per channel, with padding."""
     per_channel = quantized(name, 37, None, rows=20)
     check([(quantized(name, 48, 24), 1), (per_channel, 3), (quantized(name, 48, 24, -1), 3)])
 
@@ -244,7 +245,7 @@ def test_precision():
 
 @pytest.mark.parametrize("axis", [-2, -1])
 def test_tiles(axis):
-    """Of sizes that Triton takes; those of matrix products have no side below 16."""
+    """Tiles have sizes that Triton takes; a matrix product has sides of at least 16."""
     for name in FORMATS:
         for length, group in ((48, 24), (4096, 128), (4096, None), (40, 8), (16, None)):
             q = jax.eval_shape(functools.partial(quantized, name, length, group, axis, 100))

@@ -20,6 +20,7 @@ from haiku_implicit.quantized.cpu import build
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.operands import rounded_rows
 from haiku_implicit.quantized.products import reference
+from tests import random_arrays
 from tests.devices import run_on_devices
 from tests.tiers import few
 
@@ -34,7 +35,7 @@ if CPU_INFO.exists() and " avx2 " in CPU_INFO.read_text():
 
 
 def with_compiler(test):
-    """A test of what is compiled: there is none without a compiler (`test_no_compiler` is for that)."""
+    """A test of the compiled kernel, which needs a compiler (`test_no_compiler` is for systems without one)."""
     try:
         build._compiler()
     except build.BuildError:
@@ -50,7 +51,7 @@ LENGTHS = ((96, 32), (48, 8), (1312, None), (37, None))
 
 
 def normal(shape, seed=1, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return random_arrays.normal(shape, seed, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "length", "group", "axis", "rows", "seed"))

@@ -7,13 +7,14 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit import layers
+from tests import random_arrays
 
 B, N, S, D = 2, 3, 5, 8
 use = hki.use_implicit_args
 
 
 def normal(shape=(B, N, S, D), seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return random_arrays.normal(shape, seed)
 
 
 def tables(length, dtype=jnp.float32):

@@ -7,6 +7,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit import layers
+from tests import random_arrays
 
 WIDTH, ROWS = 64, 8
 OF_JAX = [
@@ -35,7 +36,7 @@ def test_an_unknown_name():
 
 
 def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5
+    return random_arrays.normal(shape, seed) / shape[0] ** 0.5
 
 
 def quantized(fmt="int8"):

@@ -38,7 +38,7 @@ class Published(NamedTuple):
 
     @property
     def arguments(self):
-        """Those of ``apply``."""
+        """The arguments of ``apply``."""
         return (self.params, RNG, *self.args)
 
 

@@ -235,10 +235,14 @@ def test_multi_transform_with_state(implicit, apply_rng):
 
 def call(make=(X,), **changes):
     """A call of the expression with one thing wrong; None leaves an argument out."""
-    t = hk.transform_with_state(lambda x, batch=None, flag=True: (drop(x), batch, flag))
-    params, state = t.init(RNG, X)
-    given = dict(params=params, state=state, rng=RNG, x=X) | changes
-    return lambda: eval_mox(make_mox(t)(*make), **{k: v for k, v in given.items() if v is not None})
+
+    def run():
+        t = hk.transform_with_state(lambda x, batch=None, flag=True: (drop(x), batch, flag))
+        params, state = t.init(RNG, X)
+        given = dict(params=params, state=state, rng=RNG, x=X) | changes
+        eval_mox(make_mox(t)(*make), **{k: v for k, v in given.items() if v is not None})
+
+    return run
 
 
 W, B = jnp.ones((4, 4)), jnp.ones(4)

@@ -194,7 +194,7 @@ def made(fun, *args, transform=hk.transform_with_state):
 
 
 def assert_same(x, y):
-    """The same bits."""
+    """Results are equal to the bit."""
     assert jax.tree.structure(x) == jax.tree.structure(y)
     for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
         assert a.dtype == b.dtype
@@ -463,7 +463,7 @@ def test_modules_of_haiku(module, tmp_path):
     new = reloaded(mox, tmp_path)
     assert program_of(new, arguments) == program_of(mox, arguments)
     assert new.xml() == mox.xml()
-    # The same programs give the same bits, so that one of each pair is enough to run, and init none.
+    # Equal programs give equal bits, so that one of each pair is enough to run, and init none.
     first, again = (str(jax.make_jaxpr(to_transformed(y).init)(RNG, x)) for y in (mox, new))
     assert first == again
     evaluate_to_the_same(fun, [new], arguments)

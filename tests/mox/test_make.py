@@ -266,7 +266,7 @@ def test_an_exception_in_the_model_leaves_nothing_behind():
 
 
 def test_threads():
-    """What one thread traces while another makes an expression has no marks."""
+    """Traces of one thread have no marks while another makes an expression."""
     t, _ = counted_mlp()
     params = t.init(RNG, X)
     seen = []

@@ -9,14 +9,15 @@ import pytest
 
 from haiku_implicit.mox import eval_mox, make_mox
 from tests.mox.compare import close
+from tests.random_arrays import normal
 from tests.tiers import few
 
-X = jax.random.normal(jax.random.key(1), (4, 8))
+X = normal((4, 8), 1)
 RNG = jax.random.PRNGKey(3)
 
 
 class Layer(hk.Module):
-    """Of one element. What it captures is no argument of its call."""
+    """A function of one element. The values that it captures are not arguments of its call."""
 
     def __init__(self, captured=0.0, name="layer"):
         super().__init__(name=name)

@@ -10,8 +10,9 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.mox import diff, eval_mox, make_mox, map_mox, to_transformed
 from tests.mox.compare import close, same
+from tests.random_arrays import normal
 
-X = jax.random.normal(jax.random.key(1), (4, 8))
+X = normal((4, 8), 1)
 
 
 def mlp(x):
@@ -306,7 +307,7 @@ def noisy_stacks(x):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("layer", [(0, 0), (2, 1)])
 def test_extract_a_layer_of_a_stack(layer):
-    """As the module with that layer's parameters."""
+    """A layer of a stack computes the module with that layer's parameters."""
     _, mox, params = made(noisy_stacks)
     linear = mox.extract("**/linear_1", layer=layer)
     (name,) = linear.init(jax.random.key(0), X)

@@ -10,9 +10,10 @@ import pytest
 
 from haiku_implicit.mox import eval_mox, load, make_mox, save
 from tests.mox.compare import close, same
+from tests.random_arrays import normal
 from tests.tiers import few
 
-X = jax.random.normal(jax.random.key(1), (2, 4))
+X = normal((2, 4), 1)
 
 
 class Net(hk.Module):

@@ -11,9 +11,10 @@ import pytest
 
 from haiku_implicit.mox import eval_mox, load, make_mox, save, to_transformed
 from tests.mox.compare import close, same
+from tests.random_arrays import normal
 from tests.tiers import few
 
-X = jax.random.normal(jax.random.key(1), (4, 8))
+X = normal((4, 8), 1)
 RNG = jax.random.PRNGKey(0)
 
 

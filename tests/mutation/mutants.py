@@ -64,7 +64,7 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What it is known by when lines have moved."""
+        """Its name, also if lines have moved."""
         return self.file, self.place, self.operator, self.before, self.after
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ LEFT_OUT = ("." + "*", "__pycache__", "bazel-*")
 
 
 def warm() -> None:
-    """Imports what takes long, for all forks."""
+    """Imports the large packages once for all forks."""
     for name in WARM:
         importlib.import_module(name)
 

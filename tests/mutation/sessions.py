@@ -78,7 +78,7 @@ def chosen_tests(
 ) -> list[processes.Covered]:
     """The tests that run what is changed: the quickest of each function first, as far as time allows."""
     imports, *ran = tests
-    # What runs in processes that tests start is not known: those come last.
+    # The lines that run in other processes are not known: those tests come last.
     level = {t.name: 2 for t in ran if t.starts}
     for span in (mutant.lines, mutant.statement):
         lines = set(range(span[0], span[1] + 1))

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def changed(tmp_path, line):
-    """What becomes of a line in a function."""
+    """The mutants of a line in a function."""
     (tmp_path / "module.py").write_text(f"def fun():\n  {line}\n")
     return [m.after for m in mutants.mutants(tmp_path, "module.py")[0]]
 

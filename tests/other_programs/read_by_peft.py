@@ -73,7 +73,7 @@ class Twin(torch.nn.Module):
 
 
 def model(ids: jax.Array) -> jax.Array:
-    """The same in Haiku."""
+    """The model in Haiku."""
     x = hk.Embed(VOCABULARY, WIDTH, name="embed")(ids)
     y = jnp.tanh(hk.Linear(HIDDEN, name="block_up")(x))
     return hk.Linear(OUTPUTS, name="head")(x + hk.Linear(WIDTH, name="block_head")(y))

@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.random_arrays import numpy_normal as normal
 from tests.tiers import few
 
 K, N = 64, 24
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def rounded(x):
@@ -76,7 +73,7 @@ def test_codes_that_int8_does_not_hold(axis, never_dense):
 @pytest.mark.parametrize("weight", ["int8", "nf4"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_is_not_floating_is_not_rounded(weight, dtype, never_dense):
-    """A mask, or integers, times a stored matrix: its values are no integers."""
+    """A mask, or integers, times a stored matrix: its values are not integers."""
     q = hki.QuantizedMatrix.quantize(jnp.asarray(normal((6, 4)), dtype), weight, activation="int8")
     ids = jnp.arange(30).reshape(5, 6)
     product = hki.use_implicit_args(jax.jit(lambda x, w: x @ w))

@@ -1,4 +1,4 @@
-"""Quantization from a calibration batch: what is seen of the inputs, and GPTQ by its definition."""
+"""Quantization from a calibration batch: the inputs of each weight, and GPTQ by its definition."""
 
 import haiku as hk
 import jax
@@ -9,18 +9,15 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.quantization import QuantRule
 from haiku_implicit.quantized.numbers import gptq
+from tests.random_arrays import numpy_normal as normal
 from tests.tiers import few
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def close(a, b, rtol=1e-4):
     np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(np.abs(b).max()))
 
 
-# --- what is seen ----------------------------------------------------------------------------------
+# --- the inputs of each weight ----------------------------------------------------------------------------------
 
 
 def model(x):
@@ -35,7 +32,7 @@ def test_moments_are_those_of_all_inputs():
     t = hk.without_apply_rng(hk.transform(model))
     batches = [normal((6, 3)), normal((2, 3), 1)]
     params = t.init(jax.random.key(0), batches[0])
-    # The third feeds nothing but a choice, of which there is no gradient: it is not seen.
+    # The third feeds nothing but a choice, which has no gradient: it is not seen.
     with pytest.warns(UserWarning, match="inputs of 1 of 3 weights were not seen: .* third/w"):
         got = hki.input_moments(t.apply, params, batches)
     assert set(got) == {"first/w", "second/w"}

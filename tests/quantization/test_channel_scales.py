@@ -1,4 +1,4 @@
-"""AWQ and SmoothQuant: scales of input channels by their definitions, and what they are good for."""
+"""AWQ and SmoothQuant: scales of input channels by their definitions, and the errors with them."""
 
 import haiku as hk
 import jax
@@ -7,13 +7,10 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.random_arrays import numpy_normal as normal
 from tests.tiers import few
 
 K, M = 64, 48
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def with_outliers(n, k=K, seed=0):
@@ -41,7 +38,7 @@ def dot(x, w):
 
 
 def maxima_of_scan(xs):
-    """Of a weight that all steps of a loop use."""
+    """Scales of a weight that all steps of a loop use."""
 
     def steps(params, xs):
         def step(total, x):
@@ -158,7 +155,7 @@ def test_outputs_have_less_error(name, never_dense):
 
 
 def test_awq_of_half_precision(never_dense):
-    """The dtype stays, and quantizing starts from what was not rounded again."""
+    """The dtype stays, and quantizing starts from values that were not rounded again."""
     w, x = jnp.asarray(normal((K, M)), jnp.bfloat16), with_outliers(256)
     wide = w.astype(jnp.float32)
     run = jax.jit(lambda w: hki.quantize_with_inputs({"w": w}, {"w": x.T @ x}, method="awq")["w"])

@@ -11,6 +11,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.quantization import QtRule
+from tests import random_arrays
 from tests.tiers import few
 
 RULES = {
@@ -26,7 +27,7 @@ INIT = hk.initializers.RandomNormal()
 
 
 def normal(*shape, seed=1):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return random_arrays.normal(shape, seed)
 
 
 def weight(*shape, name="w"):
@@ -39,7 +40,7 @@ def convolve(x, w, numbers=("NHWC", "HWIO", "NHWC"), **options):
 
 IMAGE, ROWS = normal(2, 6, 5, 8), normal(4, 16)
 
-# A model, its input, and whether `x @ w` (or a kernel with the outputs last) is what it does.
+# A model, its input, and whether it computes `x @ w` (or has a kernel with the outputs last).
 CONVOLUTIONS = {
     "Conv2D": (hk.Conv2D, {}, True),
     "Conv2D, strides": (hk.Conv2D, dict(stride=2, padding="VALID"), True),
@@ -152,7 +153,7 @@ QUICK = ("Conv2DTranspose", "x @ w.T", "bthc,hca->bta, weights first")
 
 
 def trained_of(model, x, rule, *, apply):
-    """The outputs of training, those of what is stored, and the warnings that there are."""
+    """The outputs of training, the outputs of the stored weights, and the warnings."""
     t = hki.transform_implicit(hk.without_apply_rng(hk.transform(model)))
     params = t.init(jax.random.key(0), x)
     # Rows and columns of different sizes, so that codes show which share a scale.

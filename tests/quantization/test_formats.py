@@ -1,4 +1,4 @@
-"""Each format against its definition in NumPy, and what it holds in bytes."""
+"""Each format against its definition in NumPy, and its bytes."""
 
 import hypothesis
 import jax
@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 
 import haiku_implicit as hki
 from haiku_implicit.quantized.numbers import formats
+from tests.random_arrays import numpy_normal as normal
 from tests.tiers import few
 
 quantize = hki.QuantizedMatrix.quantize
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def dense(q):
@@ -333,7 +330,7 @@ CALIBRATIONS = {
 @pytest.mark.parametrize("bad", few([np.nan, np.inf, -np.inf], np.inf))
 @pytest.mark.parametrize("name", few(CALIBRATIONS, "int8", "uint4"))
 def test_what_is_not_finite_shows_in_its_own_group(name, bad):
-    """Whatever finds the scales: a traced weight can't raise, and other groups stay what they are."""
+    """For each calibration: a traced weight can't raise, and other groups don't change."""
     w = normal((32, 3))
     broken = w.copy()
     broken[4, 1] = bad
@@ -385,7 +382,7 @@ OTHERS = {
 
 
 def uses(w, x):
-    """What models do to a weight [24, 16]: everything below has a rule, for each way of storing."""
+    """Operations of models on a weight [24, 16]: each has a rule, for each way of storing."""
     rows = jnp.array([3, 0, 23])
     return dict(
         dot=x @ w,

@@ -75,7 +75,7 @@ def matmul_by_definition(x, w, c, rule):
     out = codes_x @ codes_w * scale_x * scale_w
     if rule.bwd_qtype is None:
         return out, c @ w.T.astype(np.float64), x.T.astype(np.float64) @ c
-    # What was quantized in the forward pass is used again. Its scales go to the gradient first.
+    # The quantized operands of the forward pass are used again. Their scales go to the gradient first.
     g, scale = codes_of(c * scale_w, rule.bwd_qtype, 1)
     dx = g @ codes_w.T * scale
     g, scale = codes_of(c * scale_x, rule.bwd_qtype, 0)
@@ -531,7 +531,7 @@ def test_einsum_of_two_is_one_product(swapped):
 def test_einsum_of_many():
     rule = QtRule(weight_qtype="int8", act_qtype="int4")
     x, v, w = normal((2, 40), 0), normal((40, 3), 1), normal((3, 30), 2)
-    # JAX multiplies the first two first; what they give is an activation.
+    # JAX multiplies the first two first; their product is an activation.
     first = rounded(x, "int4", 1) @ rounded(v, "int8", 0)
     expected = rounded(first.astype(np.float32), "int4", 1) @ rounded(w, "int8", 0)
     found = einsum("bi,ij,jk->bk", x, v, w, rule=rule, weights=(1, 2))

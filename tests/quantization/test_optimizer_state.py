@@ -1,4 +1,4 @@
-"""Optimizers whose moments are held in few bits: what they hold, and that they still train."""
+"""Optimizers whose moments are held in few bits: their state, and that they still train."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,10 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.quantization import QtRule
+from tests.random_arrays import numpy_normal as normal
 from tests.tiers import few
 
 BLOCK = 64
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 @pytest.mark.every(2)
@@ -46,7 +43,7 @@ def test_blocks(dtype, squared, may_be_dense):
 
 
 def test_each_block_by_itself(may_be_dense):
-    """One of zeros, one of roots, one with signs; and what is not finite is so in its block alone."""
+    """One of zeros, one of roots, one with signs; and a value that is not finite affects its block alone."""
     x = np.stack([np.zeros(BLOCK), np.exp(-np.arange(BLOCK) / 4), normal(BLOCK), normal(BLOCK)])
     x[3, 0] = np.nan
     got = np.asarray(hki.materialize(hki.QuantizedBlocks.quantize(np.float32(x), "int8", BLOCK)))
@@ -192,7 +189,7 @@ def test_moments_of_implicit_parameters(kind):
 
 
 def test_gradients_that_are_not_finite():
-    """Eagerly as compiled, they are no error: what skips such steps is around this."""
+    """Eagerly and compiled, they are not an error: an optimizer around this one skips such steps."""
     optimizer = hki.quantized_state(optax.adam(1e-2), "int8", BLOCK)
     params = {"w": normal((64, 64))}
     grads = {"w": jnp.asarray(params["w"]).at[0, 0].set(jnp.nan)}

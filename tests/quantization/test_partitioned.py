@@ -1,4 +1,4 @@
-"""Products with quantized weights that XLA splits over devices: values, and what is moved for them.
+"""Products with quantized weights that XLA splits over devices: values, and the bytes that devices send.
 
 A program of its own with several devices, as JAX has one number of them for a process. What is moved
 are the results of collectives in the compiled program.

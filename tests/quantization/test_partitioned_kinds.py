@@ -1,4 +1,4 @@
-"""Products of all kinds and formats that XLA splits over devices: values, and what is moved for them.
+"""Products of all kinds and formats that XLA splits over devices: values, and the bytes that devices send.
 
 `test_partitioned` has a model of matrix products; here are convolutions, caches, ragged products, stacks
 of layers, and all formats. What is moved are the results of collectives in the compiled program.

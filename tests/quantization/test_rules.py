@@ -1,4 +1,4 @@
-"""Rules: which one decides for a module, what is left over, and what is refused."""
+"""Rules: which one decides for a module, which are left over, and which are refused."""
 
 import warnings
 

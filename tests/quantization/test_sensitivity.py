@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests.random_arrays import normal
 
 OPTIONS = {"int8": dict(dtype="int8"), "int4": dict(dtype="int4", group_size=16)}
 
@@ -18,7 +19,7 @@ def forward(x):
 
 
 MODEL = hk.without_apply_rng(hk.transform(forward))
-X = [jax.random.normal(jax.random.key(i), (4, 16)) for i in range(2)]
+X = [normal((4, 16), i) for i in range(2)]
 WEIGHTS = [f"mlp/~/linear_{i}/w" for i in range(3)]
 
 
@@ -84,7 +85,7 @@ def test_formats_within_a_number_of_bytes(params):
 
 
 def test_views_of_matrices(params):
-    w = {"attention": {"w": jax.random.normal(jax.random.key(0), (16, 2, 8))}}
+    w = {"attention": {"w": normal((16, 2, 8))}}
     axes = {"attention/w": ([-3], [-2, -1])}
 
     def apply(params, x):

@@ -105,14 +105,14 @@ print("FOUND" + json.dumps(found))
 
 @functools.cache
 def found():
-    """What happened in training on eight devices, by how weights were quantized."""
+    """The course of training on eight devices, by how weights were quantized."""
     text = run_on_devices(PROGRAM, 8)
     assert "FOUND" in text, text
     return json.loads(text.partition("FOUND")[2])
 
 
 def trains(facts, rounding=1e-4):
-    """The loss falls as on one device; each factor has gradients and changes; what is frozen stays."""
+    """The loss falls as on one device; each factor has gradients and changes; frozen arrays don't."""
     losses, alone = facts["losses"], facts["alone"]
     assert losses[-1] < 0.98 * losses[0]
     assert max(abs(a / b - 1) for a, b in zip(losses, alone, strict=True)) < rounding

@@ -1,4 +1,4 @@
-"""Static activation scales: what is collected, what it does to products, and what is stored of it."""
+"""Static activation scales: the statistics, products with them, and stored weights."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("never_dense")
 
 
 def normal(shape, seed):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def implicit(fun):
@@ -87,7 +87,7 @@ def two_layers(x):
     return hk.Linear(3, name="b")(jnp.tanh(hk.Linear(5, name="a")(x)))
 
 
-# --- what is collected ---------------------------------------------------------------------------
+# --- statistics ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["eager", "jit"])
@@ -274,7 +274,7 @@ def test_what_is_not_finite_is_not_counted(bad):
     _, state = apply(params, {}, x)
     out, new = apply(params, state, x.at[0, 0].set(bad))
     np.testing.assert_equal(stats_of(new), stats_of(state))
-    # The range is known: what has no place in it shows in its own row alone.
+    # The range is known: a value outside it shows in its own row alone.
     before, _ = apply(params, state, x)
     assert np.isnan(out[0]).all()
     stored = hki.convert_trained(params, state)
@@ -433,7 +433,7 @@ def test_stored_weights_give_what_the_trained_ones_give(rule):
     if rule is FORWARD:
         np.testing.assert_array_equal(found, expected)
     close(found, expected, rtol=1e-5, atol=1e-5)
-    # The gradient by what comes in goes straight through the rounding, in both.
+    # The gradient by the input goes straight through the rounding, in both.
     grads = [jax.jit(jax.grad(f))(2 * x) for f in (
         lambda x: t.apply(stored, x).sum(),
         lambda x: hki.with_quant_stats(t, update=False).apply(params, state, x)[0].sum())]  # fmt: skip

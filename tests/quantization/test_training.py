@@ -1,4 +1,4 @@
-"""Quantized and quantization-aware training of unmodified Haiku models, and what is stored after it."""
+"""Quantized and quantization-aware training of unmodified Haiku models, and the weights stored after it."""
 
 import functools
 import warnings
@@ -32,7 +32,8 @@ convert = jax.jit(hki.convert_trained)
 
 
 def normal(shape, seed, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+    drawn = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return jax.device_put(drawn).astype(dtype)
 
 
 def transformed(fun, jit=True):
@@ -45,7 +46,7 @@ def mlp(x):
 
 
 def mlp_by_hand(params, x, dot):
-    """The same with a given product in place of `@`."""
+    """The model by hand, with a given product in place of `@`."""
     for i in range(3):
         layer = params[f"mlp/~/linear_{i}"]
         x = dot(x, layer["w"]) + layer["b"]

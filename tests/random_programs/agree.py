@@ -15,12 +15,12 @@ from tests.random_programs import chains, models, trees
 
 X = np.linspace(-1.0, 1.0, models.BATCH * models.WIDTH, dtype=np.float32)
 X = np.roll(X, 7).reshape(models.BATCH, models.WIDTH)
-# Of values of order one: a few roundings, which a program's own sensitivity may make larger.
+# A tolerance for values of order one: a few roundings, which a program's own sensitivity may make larger.
 TOLERANCE = 2e-4
 
 
 class Case(NamedTuple):
-    """What is compared.
+    """A comparison.
 
     Attributes:
       program: the model, see `models`.
@@ -91,7 +91,7 @@ def check(case: Case) -> bool:
 
 
 def check_seeds(seeds: range) -> tuple[int, dict[int, str]]:
-    """How many of these cases agree, and what is wrong with others, by seed."""
+    """How many of these cases agree, and the errors of the others, by seed."""
     compared, failures = 0, {}
     gc.disable()  # 8 % of the time, and it finds next to nothing
     try:
@@ -115,7 +115,7 @@ def _raises(fun: Any, case: Case) -> bool:
 
 
 def _functions(case: Case) -> tuple[Any, Any]:
-    """What is computed from implicit parameters and `x`: with dense arrays alone, and with implicit ones."""
+    """The results from parameters and `x`: with dense arrays alone, and with implicit ones."""
     model = hk.transform_with_state(models.function(case.program))
     key = jax.random.key(1)
 
@@ -136,7 +136,7 @@ def _functions(case: Case) -> tuple[Any, Any]:
 def difference(
     got: Any, want: Any, again: Callable[[], Any], on_the_way: Sequence[Any] = ()
 ) -> str | None:
-    """What is not the same.
+    """The differences of two trees.
 
     Args:
       got, want: trees of arrays.
@@ -161,7 +161,7 @@ def difference(
 
 
 def roundings(x: Any, on_the_way: Sequence[Any]) -> float:
-    """What results of order one may differ by: a few roundings to the coarsest dtype; of integers nothing."""
+    """The tolerance of results of order one: a few roundings to the coarsest dtype; none for integers."""
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0

@@ -47,7 +47,7 @@ def function(program: Program) -> Callable[[Any], Any]:
 
 
 def build(program: Program, name: str) -> Callable[[Any], Any]:
-    """Makes the modules of a program, in the scope that is current, and returns what calls them."""
+    """Makes the modules of a program, in the scope that is current, and returns the function that calls them."""
     kind, options, children = program
     if kind in LEAVES:
         return Layer(LEAVES[kind], f"{name}_{kind}")
@@ -455,7 +455,7 @@ def sequence(calls, x):
 
 
 def shared(calls, x):
-    """The same modules twice."""
+    """Calls the same modules twice."""
     return calls[0](jnp.tanh(calls[0](x)))
 
 

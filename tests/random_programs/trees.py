@@ -113,7 +113,7 @@ def _adapter(rng, values, shape, inner):
 
 
 def _moved(values: Values, x: Any) -> Any:
-    """With other numbers in what is trained, since an adapter that is new changes nothing."""
+    """With other numbers in the trained arrays, since a new adapter changes nothing."""
     trained, frozen = hki.partition(x)
     moved = jax.tree.map(lambda a: a + 0.2 * numbers(values, a.shape), trained)
     return hki.combine(moved, frozen)

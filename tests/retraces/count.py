@@ -1,4 +1,4 @@
-"""A wrapped model that is traced again and again, and what is alive of it after."""
+"""A wrapped model that is traced again and again, and the objects that are alive after it."""
 
 import collections
 import gc
@@ -74,7 +74,7 @@ class Retraces:
 
 
 class Alive(NamedTuple):
-    """What there is in the process.
+    """The objects and the memory of the process.
 
     Attributes:
       objects: objects of this library's classes, and functions that are defined in it.
@@ -90,7 +90,7 @@ class Alive(NamedTuple):
 
 
 def alive() -> Alive:
-    """What is alive after a collection."""
+    """The objects that are alive after a collection."""
     gc.collect()
     everything = gc.get_objects()
     kinds = collections.Counter(map(kind_of, everything))
@@ -105,7 +105,7 @@ def alive() -> Alive:
 
 
 def kind_of(x: Any) -> str:
-    """What an object is of this library; '' for any other."""
+    """The kind of an object of this library; '' for any other."""
     function = isinstance(x, types.FunctionType)
     module = x.__module__ if function else type(x).__module__
     if not isinstance(module, str) or module.partition(".")[0] != "haiku_implicit":

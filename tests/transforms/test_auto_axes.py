@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests import random_arrays
 from tests.cases import CASES
 from tests.tiers import few
 
@@ -17,7 +18,7 @@ Problem = collections.namedtuple("Problem", "weight x label")
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return random_arrays.normal(shape, seed)
 
 
 def sliced(tree, axes, i):

@@ -1,4 +1,4 @@
-"""`auto_jit` beside the plain function and `jax.jit`; what is compiled is counted by traces."""
+"""`auto_jit` against the plain function and `jax.jit`; traces count the compilations."""
 
 import dataclasses
 import functools
@@ -15,6 +15,7 @@ import pytest
 
 import haiku_implicit as hki
 from tests.cases import CASES
+from tests.random_arrays import normal
 
 
 def counted(fun, **options):
@@ -40,7 +41,7 @@ run_linear = hki.use_implicit_args(linear)
 
 
 def problem_of(seed=0, **changes):
-    x = jax.random.normal(jax.random.key(seed), (2, 4))
+    x = normal((2, 4), seed)
     return {"x": x, "b": np.ones(4, np.float32), "gain": 2.0, "after": jnp.abs, **changes}
 
 
@@ -154,7 +155,7 @@ class Model:
 
 def check_sees_changes(model, step):
     """Compares a compiled method with the plain one while the object changes."""
-    x = jax.random.normal(jax.random.key(1), (2, 4))
+    x = normal((2, 4), 1)
     changes = [
         lambda: None,
         lambda: model.params.update(w=CASES["lora of int4"](3)),
@@ -213,7 +214,7 @@ def test_callable_objects_and_callable_pytrees():
     dot = hki.use_implicit_args(jnp.dot)
     f, traces = counted(lambda g, x: g(x))
     for seed in range(2):
-        x, w = jax.random.normal(jax.random.key(seed), (4, 4)), CASES["lora"](seed)
+        x, w = normal((4, 4), seed), CASES["lora"](seed)
         np.testing.assert_allclose(f(jax.tree_util.Partial(dot, x), w), dot(x, w), rtol=1e-5)
     assert len(traces) == 1
 

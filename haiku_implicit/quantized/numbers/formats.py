@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from haiku_implicit.core import compat
+
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -275,6 +277,8 @@ def restored(codes: jax.Array, fmt: Format) -> jax.Array:
     return codes.astype(fmt.dtype)
 
 
+# Jitted, as eager code would compile each operation for each shape.
+@functools.partial(jax.jit, static_argnames=("groups", "fmt"), inline=compat.INLINE)
 def unpack(codes: jax.Array, groups: int, fmt: Format) -> jax.Array:
     """Unpacks codes to `[..., groups, g]`, the inverse of `pack`."""
     *lead, stored = codes.shape
@@ -366,11 +370,19 @@ def dequantize(
     Returns:
       `[..., rows, k]`, in the arithmetic dtype of `scale`.
     """
-    unpacked = unpack(codes, scale.shape[-1], fmt)
-    rows = codes.shape[-2]
-    offset = None if offset is None else by_rows(offset, rows)[..., None]
-    values = scaled(unpacked, by_rows(scale, rows)[..., None], offset, fmt)
+    values = _times_scale(codes, scale, fmt)
+    if (
+        offset is not None
+    ):  # added alone: within one program it might be rounded together with the product
+        values = values + by_rows(offset, codes.shape[-2])[..., None].astype(values.dtype)
     return values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1])
+
+
+@functools.partial(jax.jit, static_argnames="fmt", inline=compat.INLINE)
+def _times_scale(codes: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
+    """Returns the values of stored codes before the offset, `[..., rows, groups, g]`."""
+    by_row = by_rows(scale, codes.shape[-2])[..., None]
+    return scaled(unpack(codes, scale.shape[-1], fmt), by_row, None, fmt)
 
 
 def by_rows(scale: jax.Array, rows: int) -> jax.Array:

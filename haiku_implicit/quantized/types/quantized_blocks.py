@@ -1,12 +1,14 @@
 """`QuantizedBlocks`: an array of any shape in few bits per element, in blocks that share a scale."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.quantized.numbers import calibration, formats
@@ -87,6 +89,8 @@ class QuantizedBlocks(ImplicitArray):
         return flat.reshape(self.logical_shape).astype(self.dtype)
 
 
+# Jitted, as eager code would compile each operation for each shape.
+@functools.partial(jax.jit, static_argnames="fmt", inline=compat.INLINE)
 def _encoded(rows: jax.Array, fmt: formats.Format) -> tuple[jax.Array, jax.Array]:
     """The codes and scales of blocks `[blocks, block]`."""
     highest = largest(rows, -1, keepdims=True)
