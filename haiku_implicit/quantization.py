@@ -5,6 +5,7 @@ To apply rules to the parameters of a model, use `haiku_implicit.quantized_train
 """
 
 from haiku_implicit.quantized.numbers import formats
+from haiku_implicit.quantized.numbers.formats import register_format
 from haiku_implicit.quantized.numbers.options import OperandConfig
 from haiku_implicit.quantized.products.activation_stats import QuantStats
 from haiku_implicit.quantized.products.by_rule import conv_general_dilated, dot_general, ragged_dot
@@ -14,6 +15,7 @@ from haiku_implicit.quantized.products.rules import QtRule, QuantRule, matching_
 
 __all__ = [
     "formats",
+    "register_format",
     "QuantRule",
     "QtRule",
     "ProductConfig",

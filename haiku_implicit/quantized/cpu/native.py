@@ -139,6 +139,8 @@ def _integers(q: QuantizedMatrix, m: int) -> _Integers | None:
         if np.all(table % unit == 0):
             integers = (table / unit).astype(np.int64)
             bias = -int(integers.min())
+            if int(integers.max()) + bias > 255:
+                return None
             return _Integers(integers + bias, bias, unit)
     return None
 
@@ -180,6 +182,6 @@ def _readable(scale: jax.Array | None) -> jax.Array:
 def _table(fmt: formats.Format) -> np.ndarray:
     """Returns the value of each stored code, in a table of at least 16."""
     if fmt.table is not None:
-        return np.asarray(fmt.table, np.float32)
+        return np.resize(np.asarray(fmt.table, np.float32), 16)
     codes = np.arange(max(16, 2**fmt.bits), dtype=np.uint8).view(fmt.dtype)
     return codes.astype(np.float32) - np.float32(fmt.bias)

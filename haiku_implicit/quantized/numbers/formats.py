@@ -6,7 +6,8 @@ Everything here works along the last axis, in *groups*: `g` consecutive elements
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -178,6 +179,50 @@ RECIPES = {
     "q6_k": Recipe("int6", 16, "int8,16"),
     "iq4_xs": Recipe("iq4_nl", 32, "int6,8"),
 }
+
+
+_PLANES = {2: (1,), 4: (2,), 8: (2, 1), 16: (4,)}
+
+
+def register_format(name: str, table: Sequence[float]) -> Format:
+    """Adds a format of your own: codes of one to four bits that stand for given values.
+
+    Its name is then a `dtype` of `quantize_params` and of rules, and files of such weights can be read
+    by programs that register it, too. Kernels read the values from the table.
+
+    Args:
+      name: the name, in lower case.
+      table: the value of each code, in units of the scale: 2, 4, 8 or 16 different numbers, some
+        negative and some positive.
+
+    Returns:
+      The format.
+
+    Raises:
+      ValueError: for a name that has another meaning already, or values that are no such table.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> hki.quantization.register_format('powers', (-4, -2, -1, 0, 1, 2, 4, 8)).bits
+      3
+      >>> w = hki.QuantizedMatrix.quantize(jnp.array([[1.0], [0.3], [4.0], [-2.0]] * 2), 'powers')
+      >>> w.materialize()[:4, 0].tolist()
+      [1.0, 0.5, 4.0, -2.0]
+    """
+    values = tuple(map(float, table))
+    right = len(set(values)) == len(values) in _PLANES and np.isfinite(values).all()
+    if not right or not min(values) < 0 < max(values):
+        raise ValueError(
+            "table: expected 2, 4, 8 or 16 different numbers, some negative and some positive, got "
+            f"{list(table)}"
+        )
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise ValueError(f"name: expected lower-case letters, digits and _, got {name!r}")
+    fmt = Format(name, _PLANES[len(values)], min(values), max(values), table=values)
+    taken = {*RECIPES, *_ALIASES, *(f"u{other}" for other in FORMATS)}
+    if name in taken or FORMATS.get(name, fmt) != fmt:
+        raise ValueError(f"name: {name!r} has another meaning already; give another one")
+    return FORMATS.setdefault(name, fmt)
 
 
 def find(name: Any, option: str = "dtype", also: Iterable[str] = ()) -> Format:
@@ -371,9 +416,7 @@ def dequantize(
       `[..., rows, k]`, in the arithmetic dtype of `scale`.
     """
     values = _times_scale(codes, scale, fmt)
-    if (
-        offset is not None
-    ):  # added alone: within one program it might be rounded together with the product
+    if offset is not None:  # alone: in one program it might be rounded together with the product
         values = values + by_rows(offset, codes.shape[-2])[..., None].astype(values.dtype)
     return values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1])
 
