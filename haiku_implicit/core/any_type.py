@@ -1,9 +1,8 @@
 """Rules for every implicit type: operations that keep a tensor's value, and those declared linear."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, flatten_one_level
@@ -12,17 +11,18 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.core.typing import Array, EqnParam, Result
 
 
 @primitive_handler(compat.IDENTITIES)
-def identity(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
+def identity(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
     """Applies `copy`, `stop_gradient`, `checkpoint_name`, ... leaf by leaf."""
     out = jax.tree.map(lambda leaf: compat.bind(primitive, [leaf], params)[0], x)
     return [out] if primitive.multiple_results else out
 
 
 @primitive_handler("optimization_barrier")
-def optimization_barrier(primitive: Primitive, *operands: Any) -> list[Any]:
+def optimization_barrier(primitive: Primitive, *operands: Array) -> list[Array]:
     """Puts one barrier over the leaves of all operands."""
     leaves, treedef = flatten(list(operands))
     return treedef.unflatten(primitive.bind(*leaves))
@@ -31,7 +31,7 @@ def optimization_barrier(primitive: Primitive, *operands: Any) -> list[Any]:
 @primitive_handler(
     ["broadcast_in_dim", *(["tile"] if hasattr(jax.lax, "tile_p") else [])], precedence=1
 )
-def repeat_vector(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
+def repeat_vector(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
     """Makes a repeated row or column (such as a bias) dense: the result is larger."""
     out = jax.eval_shape(lambda y: primitive.bind(y, **params), dense_struct(x))
     lengths, repeated = ([n for n in y.shape if n != 1] for y in (x, out))
@@ -43,7 +43,9 @@ def repeat_vector(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
 # --- types that are `linear_in` some fields ------------------------------------------------------
 
 
-def _on_linear_fields(x: ImplicitArray, primitive: Primitive, *others: Any, **params: Any) -> Any:
+def _on_linear_fields(
+    x: ImplicitArray, primitive: Primitive, *others: Array, **params: EqnParam
+) -> Result:
     """Applies a primitive to the fields that the array is linear in."""
     if x.linear_in is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return NotImplemented
@@ -56,7 +58,7 @@ def _on_linear_fields(x: ImplicitArray, primitive: Primitive, *others: Any, **pa
 
 
 @binary_handler("mul")
-def multiply_by_number(call: BinaryCall, number: jax.Array, x: ImplicitArray) -> Any:
+def multiply_by_number(call: BinaryCall, number: jax.Array, x: ImplicitArray) -> Result:
     """Multiplies the linear fields by a number."""
     if number.ndim:
         return NotImplemented
@@ -65,26 +67,28 @@ def multiply_by_number(call: BinaryCall, number: jax.Array, x: ImplicitArray) ->
 
 @primitive_handler("div")
 def divide_by_number(
-    primitive: Primitive, x: ImplicitArray, number: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, x: ImplicitArray, number: jax.Array, **params: EqnParam
+) -> Result:
     """Divides the linear fields by a number."""
     return NotImplemented if number.ndim else _on_linear_fields(x, primitive, number, **params)
 
 
 @primitive_handler("neg")
-def negate(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
+def negate(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
     """Negates the linear fields."""
     return _on_linear_fields(x, primitive, **params)
 
 
 @primitive_handler("convert_element_type")
-def cast(primitive: Primitive, x: ImplicitArray, *, new_dtype: Any, **params: Any) -> Any:
+def cast(
+    primitive: Primitive, x: ImplicitArray, *, new_dtype: DTypeLike, **params: EqnParam
+) -> Result:
     """Casts the fields that have the tensor's dtype, so that the tensor has the new one."""
     both = (x.dtype, new_dtype)
     if x.linear_in is None or not all(jnp.issubdtype(d, jnp.floating) for d in both):
         return NotImplemented
 
-    def of_field(y: Any) -> Any:
+    def of_field(y: Array) -> Array:
         same = getattr(y, "dtype", None) == x.dtype
         return default_handler(primitive, y, new_dtype=new_dtype, **params) if same else y
 

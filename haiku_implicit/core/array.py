@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core import compat, serialization
 from haiku_implicit.core.fields import (
@@ -23,6 +24,7 @@ from haiku_implicit.core.fields import (
     as_shape,
     canonical,
 )
+from haiku_implicit.core.typing import Array, Tree
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -166,7 +168,7 @@ class ImplicitArray(abc.ABC):
         In the method, fields that hold implicit arrays read as dense ones.
         """
 
-    def equivalent(self) -> Any:
+    def equivalent(self) -> Array:
         """Returns another array for the same tensor, whose rules apply if this type has none.
 
         As in a rule, fields that hold implicit arrays read as dense ones, and operations on them are
@@ -190,7 +192,7 @@ class ImplicitArray(abc.ABC):
         """Returns the shape according to the children, or None if only `materialize` can tell."""
         return None
 
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> np.dtype | None:
         """Returns the dtype according to the children, or None if only `materialize` can tell."""
         return None
 
@@ -203,7 +205,7 @@ class ImplicitArray(abc.ABC):
           primitive_name: the name of the primitive.
         """
 
-    def with_leading_axis(self, size: int | None) -> Any:
+    def with_leading_axis(self, size: int | None) -> Array:
         """Returns this array with updated static fields after its leaves gained or lost a leading axis.
 
         The leaves are already stacked or sliced. Override this method if static metadata other than an
@@ -228,7 +230,7 @@ class ImplicitArray(abc.ABC):
             stacked.shape = explicit[1:] if size is None else (size, *explicit)
         return stacked
 
-    def as_part(self, counts: Sequence[int]) -> Any:
+    def as_part(self, counts: Sequence[int]) -> Array:
         """Returns this array with the static fields of one part, for leaves that are cut separately.
 
         Override this method if static fields other than an explicit shape describe lengths.
@@ -247,7 +249,7 @@ class ImplicitArray(abc.ABC):
             return NotImplemented
         return self._replace(shape=tuple(n // count for n, count in lengths))
 
-    def divided(self, counts: Sequence[int]) -> Any:
+    def divided(self, counts: Sequence[int]) -> Array:
         """Returns the same values in a form whose fields can be cut, such as one with smaller groups.
 
         Args:
@@ -483,12 +485,12 @@ def _unflatten(cls: type, aux: tuple[Any, ...], children: tuple[Any, ...]) -> Im
     return x
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
+def flatten(tree: Tree) -> tuple[list[Array], PyTreeDef]:
     """`jax.tree_util.tree_flatten` with an untyped structure, as JAX's stub of it lacks its methods."""
     return jax.tree_util.tree_flatten(tree)
 
 
-def flatten_one_level(x: Any) -> tuple[list[Any], Any]:
+def flatten_one_level(x: Any) -> tuple[list[Array], PyTreeDef]:
     """Flattens a tree into leaves and structure; implicit arrays *within* `x` are leaves."""
     return jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x and is_implicit(y))
 
@@ -537,7 +539,7 @@ def has_symbolic_shape(x: Any) -> bool:
 # --- shape and dtype ---------------------------------------------------------------------------
 
 
-def known_struct(x: Any) -> jax.ShapeDtypeStruct | None:
+def known_struct(x: Array) -> jax.ShapeDtypeStruct | None:
     """The shape and dtype of an implicit array, or None if its fields do not determine them.
 
     They do not in a part that `partition` returns, nor in many optimizer states.
@@ -548,12 +550,12 @@ def known_struct(x: Any) -> jax.ShapeDtypeStruct | None:
         return None
 
 
-def same_struct(x: Any, y: Any) -> bool:
+def same_struct(x: Array, y: Array) -> bool:
     """Whether two arrays have the same shape and dtype."""
     return getattr(x, "shape", None) == y.shape and getattr(x, "dtype", None) == y.dtype
 
 
-def dense_struct(x: Any) -> Any:
+def dense_struct(x: Array) -> jax.ShapeDtypeStruct:
     """Returns a `jax.ShapeDtypeStruct` for an implicit array, and anything else unchanged."""
     if not is_implicit(x):
         return x
@@ -585,7 +587,7 @@ def _materializing(x: ImplicitArray) -> tuple[Callable[[list[Any]], jax.Array], 
     """`materialize` as a function of dense children, and the structs of these children."""
     leaves, treedef = flatten_one_level(x)
 
-    def dense(leaves: list[Any]) -> jax.Array:
+    def dense(leaves: list[Array]) -> jax.Array:
         return jax.tree_util.tree_unflatten(treedef, leaves).materialize()
 
     return dense, [dense_struct(y) for y in leaves]
@@ -618,7 +620,7 @@ def empty_names(x: ImplicitArray) -> list[str]:
     return [name for name in data_names(type(x)) if name not in may and getattr(x, name) is None]
 
 
-def check_complete(arrays: Iterable[Any], error: Exception) -> None:
+def check_complete(arrays: Iterable[Array], error: Exception) -> None:
     """Raises the cause of an error if one of the arrays lacks fields or values."""
     # An `IncompleteError` names the cause already; a `NotImplementedError` has another one.
     if isinstance(error, IncompleteError | NotImplementedError):

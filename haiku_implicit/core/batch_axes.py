@@ -19,8 +19,7 @@ import numpy as np
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten_one_level, num_batch_axes
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler, rules_for
-
-Params = dict[str, Any]
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
 
 # For parameters with one entry per axis: the entry that leaves an axis unchanged, from the length of
 # the axis and its place in the result.
@@ -37,12 +36,12 @@ _ENTRIES: dict[str, Entry] = {
 }
 
 
-def _own(leaf: Any, n: int) -> tuple[int, ...]:
+def _own(leaf: Array, n: int) -> tuple[int, ...]:
     """The shape of a leaf without its `n` batch axes."""
     return np.shape(leaf)[n:]
 
 
-def _params_of_leaf(params: Params, own: Sequence[int], core: int, first: int) -> Params:
+def _params_of_leaf(params: EqnParams, own: Sequence[int], core: int, first: int) -> EqnParams:
     """The parameters of a primitive for one leaf.
 
     Args:
@@ -60,7 +59,7 @@ def _params_of_leaf(params: Params, own: Sequence[int], core: int, first: int) -
     return {**params, **{k: adapted(v, _ENTRIES[k]) for k, v in of_axes.items()}}
 
 
-def _acts_on_batch(params: Params, x: ImplicitArray, n: int, first: int) -> bool:
+def _acts_on_batch(params: EqnParams, x: ImplicitArray, n: int, first: int) -> bool:
     """Whether the parameters leave all axes except the batch axes unchanged."""
     same = _params_of_leaf(params, x.shape[n:], x.ndim - n, first)
     return all(tuple(params[k]) == v for k, v in same.items() if k in _ENTRIES and v is not None)
@@ -71,7 +70,7 @@ def _leafwise(
     operands: Sequence[ImplicitArray],
     on_leaf: Callable[..., Any],
     result: Callable[[], Any],
-) -> Any:
+) -> Array:
     """Applies `on_leaf` to each leaf (of all operands) and returns arrays like the first operand.
 
     Args:
@@ -93,7 +92,7 @@ def _leafwise(
     return [y._replace(shape=s.shape) for y, s in zip(outs, result(), strict=True)]
 
 
-def _result(primitive: Primitive, *operands: Any, **params: Any) -> Callable[[], Any]:
+def _result(primitive: Primitive, *operands: Array, **params: EqnParam) -> Callable[[], Any]:
     """A function that returns the structs of a primitive's results on dense operands."""
     bind = functools.partial(primitive.bind, **params)
     return lambda: jax.eval_shape(bind, *map(dense_struct, operands))
@@ -125,35 +124,39 @@ def _existing(names: str) -> Iterator[str]:
 
 @primitive_handler(_existing("slice dynamic_slice transpose tile"))
 def change_batch_axes(
-    primitive: Primitive, x: ImplicitArray, *starts: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, x: ImplicitArray, *starts: jax.Array, **params: EqnParam
+) -> Result:
     """Slices (`w[1:3]`, `w[i]`), reorders or repeats batch axes."""
     n = num_batch_axes(x)
     return _changed(primitive, x, starts, params, n) if n else NotImplemented
 
 
 def _changed(
-    primitive: Primitive, x: ImplicitArray, starts: Sequence[jax.Array], params: Params, first: int
-) -> Any:
+    primitive: Primitive,
+    x: ImplicitArray,
+    starts: Sequence[jax.Array],
+    params: EqnParams,
+    first: int,
+) -> Result:
     """Applies a primitive to each leaf with the leaf's parameters, if it acts only on batch axes."""
     n = num_batch_axes(x)
     if not _acts_on_batch(params, x, n, first):
         return NotImplemented
 
-    def change(leaf: Any) -> jax.Array:
+    def change(leaf: Array) -> jax.Array:
         own = _params_of_leaf(params, _own(leaf, n), x.ndim - n, first)
         return primitive.bind(leaf, *_for_leaf(starts, n, leaf), **own)
 
     return _leafwise(primitive, [x], change, _result(primitive, x, *starts, **params))
 
 
-def _for_leaf(starts: Sequence[jax.Array], n: int, leaf: Any) -> list[jax.Array]:
+def _for_leaf(starts: Sequence[jax.Array], n: int, leaf: Array) -> list[jax.Array]:
     """The starts of a dynamic slice of a leaf; empty for a primitive without starts."""
     return [*starts[:n], *[jnp.zeros_like(x) for x in starts[:1]] * (np.ndim(leaf) - n)]
 
 
 @primitive_handler(_existing("squeeze rev split unstack"))
-def act_along_batch_axes(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
+def act_along_batch_axes(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
     """Drops or reverses batch axes, or splits along one into several arrays."""
     axes = params["dimensions"] if "dimensions" in params else (params["axis"],)
     if max(axes, default=0) >= num_batch_axes(x):
@@ -163,7 +166,7 @@ def act_along_batch_axes(primitive: Primitive, x: ImplicitArray, **params: Any) 
 
 
 @primitive_handler(["reshape", "broadcast_in_dim"])
-def reshape_batch_axes(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
+def reshape_batch_axes(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
     """Merges, divides, adds (`w[None]`) or repeats batch axes; the tensor's own axes stay last."""
     new = params["new_sizes" if primitive is jax.lax.reshape_p else "shape"]
     n = num_batch_axes(x)
@@ -178,7 +181,7 @@ def reshape_batch_axes(primitive: Primitive, x: ImplicitArray, **params: Any) ->
 
 
 def without_whole_axes(
-    indices: jax.Array, numbers: Any, shape: Sequence[int], sizes: Sequence[int]
+    indices: jax.Array, numbers: EqnParam, shape: Sequence[int], sizes: Sequence[int]
 ) -> tuple[jax.Array, Any]:
     """The indices and dimension numbers of a gather without the indices of axes that it takes whole.
 
@@ -193,7 +196,7 @@ def without_whole_axes(
     return indices[..., jnp.array(needed)], numbers._replace(start_index_map=kept)
 
 
-def with_renamed_axes(numbers: Any, new: Mapping[int, int]) -> Any:
+def with_renamed_axes(numbers: EqnParam, new: Mapping[int, int]) -> Any:
     """The dimension numbers of a gather from an operand whose axis `i` has become axis `new[i]`.
 
     The order of the axes of slices in the result does not change.
@@ -219,12 +222,12 @@ def gather_batch(
     x: ImplicitArray,
     indices: jax.Array,
     *,
-    dimension_numbers: Any,
+    dimension_numbers: EqnParam,
     slice_sizes: Sequence[int],
-    mode: Any,
-    fill_value: Any,
-    **params: Any,
-) -> Any:
+    mode: EqnParam,
+    fill_value: EqnParam,
+    **params: EqnParam,
+) -> Result:
     """Gathers along batch axes, as in `w[ids]`.
 
     A filling gather makes matrices that are out of bounds NaN, or `fill_value`. This rule handles only
@@ -244,7 +247,7 @@ def gather_batch(
         return NotImplemented
     common = dict(mode=mode, fill_value=fill_value, **params)
 
-    def take(leaf: Any) -> jax.Array:
+    def take(leaf: Array) -> jax.Array:
         own = _params_of_leaf(axes, _own(leaf, n), core, first)
         numbers, sizes = d._replace(offset_dims=own["offset_dims"]), own["slice_sizes"]
         return primitive.bind(leaf, indices, dimension_numbers=numbers, slice_sizes=sizes, **common)
@@ -253,7 +256,7 @@ def gather_batch(
     return _leafwise(primitive, [x], take, _result(primitive, x, indices, **whole))
 
 
-def _filled_by_leaves(x: ImplicitArray, fill_value: Any) -> bool:
+def _filled_by_leaves(x: ImplicitArray, fill_value: EqnParam) -> bool:
     """Whether an array with leaves of NaN has the fill value throughout."""
     leaves = flatten_one_level(x)[0]
     floating = all(jnp.issubdtype(y.dtype, np.floating) for y in leaves)
@@ -264,7 +267,7 @@ def _filled_by_leaves(x: ImplicitArray, fill_value: Any) -> bool:
 
 
 @primitive_handler("concatenate")
-def concatenate_batch(primitive: Primitive, *operands: ImplicitArray, dimension: int) -> Any:
+def concatenate_batch(primitive: Primitive, *operands: ImplicitArray, dimension: int) -> Result:
     """Concatenates arrays along a batch axis."""
     if any(dimension >= num_batch_axes(y) for y in operands) or not _alike(operands):
         return NotImplemented
@@ -274,7 +277,9 @@ def concatenate_batch(primitive: Primitive, *operands: ImplicitArray, dimension:
 
 
 @primitive_handler(_existing("stack"))
-def stack_batch(primitive: Primitive, *operands: ImplicitArray, axis: int, **params: Any) -> Any:
+def stack_batch(
+    primitive: Primitive, *operands: ImplicitArray, axis: int, **params: EqnParam
+) -> Result:
     """Stacks arrays along a new batch axis."""
     x = operands[0]
     if not _may_grow(x) or axis > num_batch_axes(x) or not _alike(operands):
@@ -286,22 +291,26 @@ def stack_batch(primitive: Primitive, *operands: ImplicitArray, axis: int, **par
 
 @primitive_handler("dynamic_update_slice")
 def dynamic_update_batch(
-    primitive: Primitive, x: ImplicitArray, update: ImplicitArray, *starts: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive,
+    x: ImplicitArray,
+    update: ImplicitArray,
+    *starts: jax.Array,
+    **params: EqnParam,
+) -> Result:
     """Replaces some matrices of a batch."""
     n = num_batch_axes(x)
     core_changes = x.shape[n:] != update.shape[n:]
     if not n or num_batch_axes(update) != n or core_changes or not _alike([x, update]):
         return NotImplemented
 
-    def write(leaf: Any, new: Any) -> jax.Array:
+    def write(leaf: Array, new: Array) -> jax.Array:
         return primitive.bind(leaf, new, *_for_leaf(starts, n, leaf), **params)
 
     return _leafwise(primitive, [x, update], write, lambda: x)
 
 
 @primitive_handler("select_n")
-def select_one(primitive: Primitive, which: jax.Array, *cases: ImplicitArray) -> Any:
+def select_one(primitive: Primitive, which: jax.Array, *cases: ImplicitArray) -> Result:
     """Selects one of several arrays as a whole."""
     if which.ndim or cases[0].core_ndim is None or not _alike(cases):
         return NotImplemented
@@ -309,7 +318,9 @@ def select_one(primitive: Primitive, which: jax.Array, *cases: ImplicitArray) ->
     return _leafwise(primitive, cases, on_leaves, lambda: cases[0])
 
 
-def on_batch_axes(primitive: Primitive, x: ImplicitArray, *others: Any, **params: Any) -> Any:
+def on_batch_axes(
+    primitive: Primitive, x: ImplicitArray, *others: Array, **params: EqnParam
+) -> Result:
     """Applies the rules of every type to one array, for a type's own rule to try first.
 
     Returns `NotImplemented` if the primitive touches other axes as well.

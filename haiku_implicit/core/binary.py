@@ -9,6 +9,7 @@ from typing import Any
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.core.typing import Array, EqnParam, Result
 
 Axes = tuple[int, ...]
 
@@ -24,17 +25,17 @@ class BinaryCall:
     """
 
     primitive: Primitive
-    params: dict[str, Any]
+    params: EqnParam
     w_first: bool
 
     def __hash__(self) -> int:
         return hash((self.primitive, frozenset(self.params.items()), self.w_first))
 
-    def __call__(self, x: Any, w: Any) -> Any:
+    def __call__(self, x: Array, w: Array) -> Array:
         """Runs the primitive with the same parameters on other operands, in the program's order."""
         return default_handler(self.primitive, *self.ordered(x, w), **self.params)
 
-    def ordered(self, x: Any, w: Any) -> tuple[Any, Any]:
+    def ordered(self, x: Array, w: Array) -> tuple[Any, Any]:
         """Returns the operands in the order of the program."""
         return (w, x) if self.w_first else (x, w)
 
@@ -48,7 +49,7 @@ class BinaryCall:
         """The batch axes of `x` and of `w` in a `dot_general`."""
         return self.ordered(*self.params["dimension_numbers"][1])
 
-    def in_result(self, x: Any, w: Any) -> tuple[dict[int, int], dict[int, int]]:
+    def in_result(self, x: Array, w: Array) -> tuple[dict[int, int], dict[int, int]]:
         """The axes that a `dot_general`'s result has of `x` and of `w`: its axis by theirs.
 
         The result has the batch axes, then the free axes of the first operand, then the second's.
@@ -63,14 +64,14 @@ class BinaryCall:
         return self.ordered(*found)
 
 
-def fits(x: Any, w: Any) -> bool:
+def fits(x: Array, w: Array) -> bool:
     """Whether an elementwise primitive with a dense `x` keeps the shape of `w`."""
     if x.ndim != w.ndim:
         return bool(x.ndim == 0)
     return all(i in (1, j) for i, j in zip(x.shape, w.shape, strict=True))
 
 
-Rule = Callable[[BinaryCall, Any, Any], Any]
+Rule = Callable[[BinaryCall, Array, Array], Result]
 
 
 def binary_handler(
@@ -113,10 +114,10 @@ def binary_handler(
     """
 
     def register(rule: Rule) -> Rule:
-        def x_first(primitive: Primitive, x: Any, w: Any, **params: Any) -> Any:
+        def x_first(primitive: Primitive, x: Array, w: Array, **params: EqnParam) -> Result:
             return rule(BinaryCall(primitive, params, False), x, w)
 
-        def w_first(primitive: Primitive, w: Any, x: Any, **params: Any) -> Any:
+        def w_first(primitive: Primitive, w: Array, x: Array, **params: EqnParam) -> Result:
             return rule(BinaryCall(primitive, params, True), x, w)
 
         hints = typing.get_type_hints(rule)

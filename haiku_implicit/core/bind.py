@@ -8,9 +8,10 @@ import jax
 from jax.interpreters import ad, partial_eval
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Array, EqnParams
 
 
-def bind(primitive: compat.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def bind(primitive: compat.Primitive, operands: Sequence[Array], params: EqnParams) -> list[Array]:
     """Runs a primitive on dense operands.
 
     Under differentiation or `vmap`, JAX transforms a bare primitive again at every use, but a jitted
@@ -51,7 +52,7 @@ def _is_transformed(x: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _jitted_primitive(primitive: compat.Primitive) -> Any:
-    def fun(params: tuple[tuple[str, Any], ...], *operands: Any) -> list[Any]:
+    def fun(params: tuple[tuple[str, Any], ...], *operands: Array) -> list[Array]:
         return compat.bind(primitive, operands, dict(params))
 
     fun.__name__ = fun.__qualname__ = primitive.name

@@ -1,19 +1,22 @@
 """`box` makes an implicit array in traced code, `dense` a dense array in a rule: two primitives."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core import interpreter
 from haiku_implicit.core.array import flatten_one_level, is_implicit
 from haiku_implicit.core.sharding import mapped_first
+from haiku_implicit.core.typing import Array, Aval, EqnParams
 
 box_p = Primitive("box")
 
 
-def box(x: Any) -> jax.Array:
+def box(x: Array) -> jax.Array:
     """Turns an implicit array that was made inside a function into a value that JAX can trace.
 
     Under `use_implicit_args` or `transform_implicit`, the value stands for the implicit array, which
@@ -42,19 +45,19 @@ def box(x: Any) -> jax.Array:
     return box_p.bind(*leaves, treedef=treedef)
 
 
-def _materialize(*leaves: Any, treedef: Any) -> jax.Array:
+def _materialize(*leaves: Array, treedef: PyTreeDef) -> jax.Array:
     return interpreter.materialize_array(treedef.unflatten(leaves))
 
 
-def _abstract(*leaves: Any, treedef: Any) -> jax.core.ShapedArray:
+def _abstract(*leaves: Aval, treedef: PyTreeDef) -> jax.core.ShapedArray:
     return treedef.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]).aval
 
 
-def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:
+def _jvp(primals: Sequence[Array], tangents: Sequence[Array], *, treedef: PyTreeDef) -> Any:
     # The primal stays boxed, for an interpreter that runs the differentiated code.
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
-    def of_moving(*values: Any) -> jax.Array:
+    def of_moving(*values: Array) -> jax.Array:
         leaves = list(primals)
         for i, value in zip(moving, values, strict=True):
             leaves[i] = value
@@ -67,7 +70,7 @@ def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:
     return out, jax.jvp(of_moving, *moved)[1]
 
 
-def _batch(leaves: Any, axes: Any, *, treedef: Any) -> Any:
+def _batch(leaves: Sequence[Array], axes: Any, *, treedef: PyTreeDef) -> Any:
     stacked = mapped_first(leaves, axes)
     boxed = treedef.unflatten(stacked).with_leading_axis(len(stacked[0]))
     if boxed is NotImplemented:
@@ -83,7 +86,7 @@ mlir.register_lowering(box_p, mlir.lower_fun(_materialize, multiple_results=Fals
 interpreter.BOXES.add(box_p)
 
 
-def _unbox(operands: list[Any], params: dict[str, Any]) -> list[Any]:
+def _unbox(operands: list[Array], params: EqnParams) -> list[Array]:
     return [params["treedef"].unflatten(operands)]
 
 
@@ -95,7 +98,7 @@ interpreter.HIGHER_ORDER[box_p] = _unbox
 dense_p = Primitive("dense")
 
 
-def dense(x: Any) -> jax.Array:
+def dense(x: Array) -> jax.Array:
     """Returns a rule's operand, or a field of it, as a dense array, without a warning.
 
     In a rule a field reads as a dense array even if it holds an implicit one. Operations on it are

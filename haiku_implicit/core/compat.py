@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,10 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.experimental import checkify
 from jax.experimental.custom_partitioning import SdyShardingRule
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from haiku_implicit.core.typing import Array, EqnParams, MeshLike, Tree
 
 Primitive = jax.extend.core.Primitive
 
@@ -26,7 +30,7 @@ UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].default
 PARTITIONING_RULES = "reduction_factors" in inspect.signature(SdyShardingRule).parameters
 
 
-def bind(primitive: Primitive, args: Any, params: dict[str, Any]) -> list[Any]:
+def bind(primitive: Primitive, args: Sequence[Array], params: EqnParams) -> list[Array]:
     """Binds a primitive with the parameters of an equation, and returns a list of results.
 
     `get_bind_params` returns `(subfuns, params)` before JAX 0.10 and `params` from then on.
@@ -37,7 +41,7 @@ def bind(primitive: Primitive, args: Any, params: dict[str, Any]) -> list[Any]:
     return list(out) if primitive.multiple_results else [out]
 
 
-def scan_arity(params: dict[str, Any], operands: list[Any]) -> tuple[int, int]:
+def scan_arity(params: EqnParams, operands: list[Array]) -> tuple[int, int]:
     """The numbers of constants and of carries of a scan equation.
 
     From JAX 0.11 on they are in `ft_in`, a flat tree of (constants, carries, xs).
@@ -201,7 +205,7 @@ def is_traced() -> bool:
     return _NOT_TRACED is None or _trace_state() != _NOT_TRACED
 
 
-def manual_axes(params: dict[str, Any]) -> frozenset[str]:
+def manual_axes(params: EqnParams) -> frozenset[str]:
     """The mesh axes that a shard_map equation makes manual."""
     for name in ("newly_manual_axes", "manual_axes"):
         if name in params:
@@ -209,12 +213,12 @@ def manual_axes(params: dict[str, Any]) -> frozenset[str]:
     return frozenset(params["mesh"].axis_names)
 
 
-def vary_like(x: Any, others: Any) -> Any:
+def vary_like(x: Array, others: Any) -> Array:
     """Marks `x` as varying over the mesh axes of the other arrays (inside `shard_map`)."""
     return vary_over(x, {axis for y in others for axis in varying(y)})
 
 
-def vary_over(x: Any, axes: Iterable[str]) -> Any:
+def vary_over(x: Array, axes: Iterable[str]) -> Array:
     """Marks `x` as varying over those of the axes that belong to a `shard_map` (not to a `vmap`)."""
     mesh = jax.sharding.get_abstract_mesh()
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -257,7 +261,7 @@ def sharding_of_result(fun: Any, *args: Any) -> jax.sharding.NamedSharding | Non
     return about.sharding if is_explicit(about.sharding) else None
 
 
-def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
+def within_mesh_of(tree: Tree) -> contextlib.AbstractContextManager[Any]:
     """A block that sets the mesh in the types of a tree's leaves, if another mesh is current.
 
     If no mesh is set, arrays bring theirs, and JAX can't set one around eager operations. JAX 0.7.0
@@ -275,7 +279,7 @@ def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
 def _mesh_of(x: Any) -> jax.sharding.AbstractMesh | None:
     """The mesh in the type of an array or a struct, or None."""
     about: Any = jax.typeof(x) if isinstance(x, jax.Array) else x
-    mesh: Any = getattr(getattr(about, "sharding", None), "mesh", None)
+    mesh: MeshLike | None = getattr(getattr(about, "sharding", None), "mesh", None)
     return None if mesh is None or mesh.empty else mesh.abstract_mesh
 
 
@@ -284,7 +288,7 @@ def in_explicit_mesh() -> bool:
     return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
-def is_same_split(sharding: Any, other: Any, ndim: int) -> bool:
+def is_same_split(sharding: Sharding, other: Any, ndim: int) -> bool:
     """Whether two shardings cut an array in the same way, over devices known only by number.
 
     JAX calls the same private method on the results of partitioning rules. The public methods also
@@ -295,7 +299,7 @@ def is_same_split(sharding: Any, other: Any, ndim: int) -> bool:
     return bool(sharding._to_xla_hlo_sharding(ndim) == other._to_xla_hlo_sharding(ndim))
 
 
-def is_explicit(sharding: Any) -> bool:
+def is_explicit(sharding: Sharding | None) -> bool:
     """Whether a sharding is on a mesh with explicit axes, which are a part of arrays' types."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return False
@@ -303,7 +307,11 @@ def is_explicit(sharding: Any) -> bool:
 
 
 def struct(
-    shape: Any, dtype: Any, weak_type: bool = False, like: Any = (), sharding: Any = None
+    shape: Sequence[int],
+    dtype: DTypeLike,
+    weak_type: bool = False,
+    like: Iterable[Array] = (),
+    sharding: Sharding | None = None,
 ) -> jax.ShapeDtypeStruct:
     """Makes a `jax.ShapeDtypeStruct` that varies over each mesh axis that any of `like` varies over."""
     axes = frozenset().union(*map(varying, like))

@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.typing import Array, Tree
 
 IsLeaf = Callable[[Any], bool]
 
@@ -42,7 +44,7 @@ def _rebuild(about: Any, children: Any) -> Any:
 jax.tree_util.register_pytree_with_keys(_Opened, _flatten_with_keys, _rebuild)
 
 
-def opened(tree: Any, is_leaf: IsLeaf = is_implicit, as_dicts: bool = False) -> Any:
+def opened(tree: Tree, is_leaf: IsLeaf = is_implicit, as_dicts: bool = False) -> Tree:
     """Returns a tree in which JAX's functions find each leaf, for use with the same `is_leaf`.
 
     Args:
@@ -58,7 +60,7 @@ def opened(tree: Any, is_leaf: IsLeaf = is_implicit, as_dicts: bool = False) -> 
     return _with_nodes(leaves, treedef, found, is_leaf, as_dicts) if found else tree
 
 
-def flatten(tree: Any, is_leaf: IsLeaf = is_implicit) -> tuple[list[Any], Any]:
+def flatten(tree: Tree, is_leaf: IsLeaf = is_implicit) -> tuple[list[Array], PyTreeDef]:
     """`jax.tree.flatten` of `opened(tree)`."""
     leaves, treedef, found = _search(tree, is_leaf)
     if not found:
@@ -66,7 +68,7 @@ def flatten(tree: Any, is_leaf: IsLeaf = is_implicit) -> tuple[list[Any], Any]:
     return jax.tree_util.tree_flatten(_with_nodes(leaves, treedef, found, is_leaf), is_leaf)
 
 
-def _search(tree: Any, is_leaf: IsLeaf) -> tuple[list[Any], Any, dict[int, Any]]:
+def _search(tree: Tree, is_leaf: IsLeaf) -> tuple[list[Any], Any, dict[int, Any]]:
     """Flattens a tree with flat containers as leaves; also returns their contents, by `id`."""
     found: dict[int, Any] = {}
 
@@ -83,8 +85,12 @@ def _search(tree: Any, is_leaf: IsLeaf) -> tuple[list[Any], Any, dict[int, Any]]
 
 
 def _with_nodes(
-    leaves: list[Any], treedef: Any, found: dict[int, Any], is_leaf: IsLeaf, as_dicts: bool = False
-) -> Any:
+    leaves: list[Array],
+    treedef: PyTreeDef,
+    found: dict[int, Any],
+    is_leaf: IsLeaf,
+    as_dicts: bool = False,
+) -> Tree:
     """Rebuilds the tree with `_Opened` nodes (or dicts) instead of flat mappings."""
 
     def node_for(x: Any) -> Any:
@@ -96,11 +102,11 @@ def _with_nodes(
     return treedef.unflatten(map(node_for, leaves))
 
 
-def _held_flat(x: Any) -> Any:
+def _held_flat(x: Any) -> Array:
     """The contents of a flat mapping as a dict; None for anything else."""
     if isinstance(x, _NOT_FLAT) or is_implicit(x) or isinstance(x, jax.Array):
         return None
-    treedef: Any
+    treedef: PyTreeDef
     children, treedef = jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x)
     _, static = treedef.node_data() or (None, None)
     if isinstance(x, Mapping) and isinstance(static, jax.tree_util.PyTreeDef):

@@ -25,15 +25,16 @@ from jax.interpreters import ad, batching, mlir
 from haiku_implicit.core import compat, structure
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import dense_struct, flatten, is_implicit
-from haiku_implicit.core.higher_order import Operands, Params, handles
+from haiku_implicit.core.higher_order import Operands, handles
 from haiku_implicit.core.interpreter import densify, interpret, materialize_array
 from haiku_implicit.core.retrace import retrace
+from haiku_implicit.core.typing import Array, Aval, EqnParams
 
 _REFUSED = -1
 
 
 @handles(jex.custom_jvp_call_p, jex.custom_vjp_call_p)
-def custom_derivative(operands: Operands, params: Params) -> list[Any]:
+def custom_derivative(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.custom_jvp` and `jax.custom_vjp`, with their rules for the same derivatives."""
     has_jvp = "jvp_jaxpr_fun" in params
     primitive = jex.custom_jvp_call_p if has_jvp else jex.custom_vjp_call_p
@@ -46,8 +47,8 @@ def custom_derivative(operands: Operands, params: Params) -> list[Any]:
 
 
 def _interpreted(
-    body: ClosedJaxpr, original: Callable[[list[Any]], list[Any]], name: str, operands: Operands
-) -> list[Any]:
+    body: ClosedJaxpr, original: Callable[[list[Array]], list[Array]], name: str, operands: Operands
+) -> list[Array]:
     """Interprets a function with a custom derivative rule on operands, some of them implicit.
 
     It is not known here whether a result will be differentiated. So a result stays implicit only if
@@ -76,10 +77,10 @@ def _interpreted(
     arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     literals = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
 
-    def run(values: list[Any]) -> list[Any]:
+    def run(values: list[Array]) -> list[Array]:
         return new.fun(*body.consts, *_with(literals, arrays, values))
 
-    def with_rule(values: list[Any]) -> list[Any]:
+    def with_rule(values: list[Array]) -> list[Array]:
         for y, place in zip(new.out, places, strict=True):
             if place == _REFUSED:
                 jax.eval_shape(materialize_array, y)  # raises the type's own error
@@ -101,7 +102,7 @@ class Call:
       takers: for each result, the index of the leaf that takes its tangent.
     """
 
-    def __init__(self, name: str, run: Any, original: Any, out: list[Any], places: list[int]):
+    def __init__(self, name: str, run: Any, original: Any, out: list[Array], places: list[int]):
         self.name, self.run, self.original = name, run, original
         self.is_implicit = list(map(is_implicit, out))
         starts = np.cumsum([0, *(len(jax.tree_util.tree_leaves(y)) for y in out)]).tolist()
@@ -126,7 +127,7 @@ class Call:
         new.__dict__.pop("still", None)
         return new
 
-    def jaxpr(self, avals: tuple[Any, ...]) -> ClosedJaxpr:
+    def jaxpr(self, avals: tuple[Aval, ...]) -> ClosedJaxpr:
         """The interpreted body for arrays of these types."""
         if avals not in self._jaxprs:
             self._jaxprs[avals] = jax.make_jaxpr(self.run)(list(avals))
@@ -137,16 +138,16 @@ call_p = Primitive("interpreted_call")
 call_p.multiple_results = True
 
 
-def _run(*arrays: Any, call: Call) -> list[Any]:
+def _run(*arrays: Array, call: Call) -> list[Array]:
     return call.run(list(arrays))
 
 
-def _abstract(*avals: Any, call: Call) -> tuple[list[Any], Any]:
+def _abstract(*avals: Aval, call: Call) -> tuple[list[Any], Any]:
     closed = call.jaxpr(avals)
     return closed.out_avals, closed.effects
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
+def _jvp(primals: Sequence[Array], tangents: Sequence[Array], *, call: Call) -> Any:
     if call.is_still:
         leaves = call_p.bind(*primals, call=call)
         return leaves, list(map(_zero, leaves))
@@ -168,18 +169,18 @@ def _moving_as(leaf: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @_moving_as.defjvp
-def _moving_as_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+def _moving_as_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Any, Any]:
     return _moving_as(*primals), tangents[1]
 
 
 def _derivative(
-    fun: Callable[[list[Any]], list[Any]], primals: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
+    fun: Callable[[list[Array]], list[Array]], primals: Sequence[Array], tangents: Sequence[Array]
+) -> tuple[list[Array], list[Array]]:
     """`jax.jvp` that takes and returns `ad.Zero` for the tangents of values that do not move."""
     moving = [i for i, t in enumerate(tangents) if not _is_zero(t)]
     moved: set[int] = set()
 
-    def of_moving(*values: Any) -> list[Any]:
+    def of_moving(*values: Array) -> list[Array]:
         results = fun(_with(primals, moving, values))
         return [_noting(moved.add, i)(y) for i, y in enumerate(results)]
 
@@ -193,7 +194,7 @@ def _noting(note: Callable[[int], None], i: int) -> Callable[[Any], Any]:
     """An identity that calls `note(i)` when it is differentiated with a tangent."""
     same = jax.custom_jvp(lambda y: y)
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Any, Any]:
         note(i)
         return primals[0], tangents[0]
 
@@ -201,7 +202,7 @@ def _noting(note: Callable[[int], None], i: int) -> Callable[[Any], Any]:
     return same
 
 
-def _batch(axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> Any:
+def _batch(axis: Any, arrays: Sequence[Array], dims: Sequence[Array], *, call: Call) -> Any:
     names = dict(axis_name=axis.name, spmd_axis_name=axis.spmd_name)
     new = call.mapped(in_axes=(list(dims),), out_axes=0, axis_size=axis.size, **names)
     out = call_p.bind(*arrays, call=new)
@@ -216,18 +217,18 @@ mlir.register_lowering(call_p, mlir.lower_fun(_run, multiple_results=True))
 
 
 @handles(call_p)
-def interpreted_again(operands: Operands, params: Params) -> list[Any]:
+def interpreted_again(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs a call of an interpreted program within a program that is interpreted now."""
     call: Call = params["call"]
     body = jax.make_jaxpr(lambda *arrays: call.run(list(arrays)))(*map(dense_struct, operands))
 
-    def original(dense: Sequence[Any]) -> list[Any]:
+    def original(dense: Sequence[Array]) -> list[Any]:
         return call_p.bind(*dense, call=call)
 
     return _interpreted(body, original, call.name, operands)
 
 
-def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+def _with(values: Sequence[Array], places: Sequence[int], new: Sequence[Array]) -> list[Array]:
     """Returns a copy of the values with new ones at these places."""
     mixed = list(values)
     for i, value in zip(places, new, strict=True):
@@ -235,7 +236,7 @@ def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> l
     return mixed
 
 
-def _place_of_tangent(y: Any) -> int | None:
+def _place_of_tangent(y: Array) -> int | None:
     """The index of the leaf of a result that takes its tangent, or None if no leaf can.
 
     It is `_REFUSED` for a type that refuses to be dense (quantities with units), which is an error
@@ -249,12 +250,12 @@ def _place_of_tangent(y: Any) -> int | None:
         return _REFUSED
 
 
-def _is_inexact(leaf: Any) -> bool:
+def _is_inexact(leaf: Array) -> bool:
     """Whether a leaf can be differentiated; literals of the program can't."""
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, np.inexact))
 
 
-def _zero(y: Any) -> ad.Zero:
+def _zero(y: Array) -> ad.Zero:
     return ad.Zero(jax.typeof(y).to_tangent_aval())
 
 

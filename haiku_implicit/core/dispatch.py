@@ -14,9 +14,10 @@ from jax.extend.core import primitives as jex_primitives
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.typing import Result
 
 Primitive = compat.Primitive
-Rule = Callable[..., Any]
+Rule = Callable[..., Result]
 
 _rules: dict[Primitive, list[plum.Method]] = {}
 

@@ -29,6 +29,7 @@ from haiku_implicit.core.transform import (
     split,
     tree_map_with_implicit,
 )
+from haiku_implicit.core.typing import Array, Tree
 
 # Facts that a trace depends on: for each a function, and its result at the time of the trace.
 Facts = list[tuple[Callable[[], Any], Any]]
@@ -55,7 +56,7 @@ class _Program(NamedTuple):
       facts: its other dependencies.
     """
 
-    run: Callable[..., list[Any]]
+    run: Callable[..., list[Array]]
     takes: int
     static: Static
     events: list[events.Event]
@@ -65,7 +66,7 @@ class _Program(NamedTuple):
         """Whether all facts have the values that they had during the trace."""
         return all(probe() == seen for probe, seen in self.facts)
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Array]) -> Tree:
         for event in self.events:  # without `replay`: no equation surrounds this call
             events.emit(event)
         arrays = list(map(_as_array, leaves))
@@ -95,7 +96,7 @@ def cached_implicit_args(
     return wrapped
 
 
-def _is_traced(values: list[Any]) -> bool:
+def _is_traced(values: list[Array]) -> bool:
     leaves = jax.tree_util.tree_leaves(values)
     disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
     return disabled or any(isinstance(x, jax.core.Tracer) for x in leaves)
@@ -121,7 +122,7 @@ class _ProgramCache:
         # For each key, the function that traces, and the programs made from its traces.
         self._entries: collections.OrderedDict[Any, _Entry] = collections.OrderedDict()
 
-    def __call__(self, key: Any, static: Static, values: list[Any]) -> Any:
+    def __call__(self, key: Any, static: Static, values: list[Array]) -> Tree:
         """Runs the function, by a cached program if there is one.
 
         Args:
@@ -140,7 +141,7 @@ class _ProgramCache:
             return self.call(static, values)
         return program(leaves)
 
-    def _find(self, key: Any, static: Static, values: list[Any]) -> _Program:
+    def _find(self, key: Any, static: Static, values: list[Array]) -> _Program:
         entry = self._entries.pop(key, None) or _Entry(self._jit(static), {})
         self._entries[key] = entry
         if len(self._entries) > _MAX_ENTRIES:
@@ -154,7 +155,7 @@ class _ProgramCache:
         return program
 
     def _jit(self, static: Static) -> Any:
-        def run(values: list[Any]) -> Any:
+        def run(values: list[Array]) -> Any:
             with events.recording() as log, self.watch() as facts:
                 out = self.call(static, values)
             out = tree_map_with_implicit(lambda x: x if is_value(x) else Carried([x]), out)

@@ -1,12 +1,15 @@
 """Fields of implicit types: children, static metadata, frozen fields, and inferred shapes."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import export
+from jax.typing import DTypeLike
+
+from haiku_implicit.core.typing import Array
 
 AUX = "haiku_implicit_aux"
 FROZEN_KEY = "haiku_implicit_frozen"
@@ -63,20 +66,20 @@ class Inferred:
         instance.__dict__.pop("_aval", None)
 
 
-def as_shape(shape: Any) -> tuple[Any, ...]:
+def as_shape(shape: Sequence[int]) -> tuple[Any, ...]:
     """Converts a shape to integers; symbolic lengths of `jax.export` stay unchanged."""
     try:
-        lengths: Any = shape if isinstance(shape, tuple | list) else np.atleast_1d(shape)
+        lengths: Array = shape if isinstance(shape, tuple | list) else np.atleast_1d(shape)
         return tuple(n if export.is_symbolic_dim(n) else int(n) for n in lengths)
     except (TypeError, ValueError):
         raise TypeError(f"shape: expected a sequence of integers, got {shape!r}") from None
 
 
-def as_dtype(dtype: Any) -> Any:
+def as_dtype(dtype: DTypeLike) -> Any:
     """Converts to NumPy's dtype; JAX's own dtype of random keys stays unchanged."""
     return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
 
 
-def canonical(dtype: Any) -> Any:
+def canonical(dtype: DTypeLike) -> Any:
     """Returns the dtype that JAX uses for this one: 32 bits instead of 64, except in x64 mode."""
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)

@@ -7,7 +7,7 @@ be active around the interpreter, then see an ordinary call.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,9 @@ from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.interpreter import HIGHER_ORDER, densify, interpret
 from haiku_implicit.core.retrace import Retraced, Run, interpreted, retrace
 from haiku_implicit.core.sharding import leaf_places
+from haiku_implicit.core.typing import Array, EqnParams, Tree
 
-Operands = list[Any]
-Params = dict[str, Any]
+Operands = list[Array]
 
 
 def handles(*primitives: compat.Primitive) -> Callable[[Any], Any]:
@@ -43,24 +43,24 @@ def _retrace(closed: ClosedJaxpr, operands: Operands, transform: Any = None) -> 
     return retrace(closed.jaxpr, closed.consts, operands, transform)
 
 
-def _leaves(consts: Any, operands: Any) -> list[Any]:
+def _leaves(consts: Array, operands: Sequence[Array]) -> list[Array]:
     return jax.tree_util.tree_leaves((list(consts), list(operands)))
 
 
 @handles(jex.closed_call_p, jex.call_p, compat.custom_vmap_p)
-def call(operands: Operands, params: Params) -> list[Any]:
+def call(operands: Operands, params: EqnParams) -> list[Any]:
     """Runs a plain call: its equations are interpreted in place.
 
     This includes functions with a custom rule for `vmap`, which handles dense arrays only.
     """
     # Closed in closed_call and custom_vmap, open in core_call.
     jaxpr: Any = params["call" if "call" in params else "call_jaxpr"]
-    consts: Any = getattr(jaxpr, "consts", ())
+    consts: Array = getattr(jaxpr, "consts", ())
     return interpret(getattr(jaxpr, "jaxpr", jaxpr), consts, operands)
 
 
 @handles(jex.jit_p)
-def jit(operands: Operands, params: Params) -> list[Any]:
+def jit(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.jit`: a jitted call of the interpreted function, under its original name."""
     closed = params["jaxpr"]
     consts = list(closed.consts)
@@ -83,7 +83,7 @@ def jit(operands: Operands, params: Params) -> list[Any]:
 def _jitted(
     run: Run, name: str, inline: Any, keep_unused: bool, options: Any, places: Any = None
 ) -> Any:
-    def named(consts: list[Any], operands: Operands) -> tuple[list[Any], Carried]:
+    def named(consts: list[Array], operands: Operands) -> tuple[list[Array], Carried]:
         return run(consts, operands)
 
     named.__name__ = named.__qualname__ = name
@@ -97,7 +97,7 @@ def _jitted(
     )
 
 
-def _leaf_shardings(values: list[Any], shardings: Any) -> tuple[Any, ...] | None:
+def _leaf_shardings(values: list[Array], shardings: Tree) -> tuple[Array, ...] | None:
     """Expands `in_shardings` or `out_shardings` of a jit to leaves; None if no sharding is set."""
     if not any(isinstance(s, jax.sharding.Sharding) for s in shardings):
         return None
@@ -117,7 +117,7 @@ def _putting(places: tuple[Any, ...]) -> Any:
 
 
 @handles(compat.remat_p)
-def remat(operands: Operands, params: Params) -> list[Any]:
+def remat(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.checkpoint` on the interpreted function; its policy decides which leaves are saved."""
     run = interpreted(params["jaxpr"], operands)
     about = dict(prevent_cse=params["prevent_cse"], policy=params["policy"])
@@ -129,7 +129,7 @@ def remat(operands: Operands, params: Params) -> list[Any]:
 
 
 @handles(jex.scan_p)
-def scan(operands: Operands, params: Params) -> list[Any]:
+def scan(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.lax.scan` with implicit constants, carries (to a fixed point), inputs and outputs."""
     num_consts, num_carry = compat.scan_arity(params, operands)
     consts, init = operands[:num_consts], operands[num_consts:][:num_carry]
@@ -147,13 +147,13 @@ def scan(operands: Operands, params: Params) -> list[Any]:
 class _OtherCarry(Exception):
     """Stops the trace of a loop body, because the carry needs another structure."""
 
-    def __init__(self, carry: list[Any]):
+    def __init__(self, carry: list[Array]):
         self.carry = carry
 
 
 def _scan_with(
-    carry: list[Any], consts: Operands, init: Operands, xs: Operands, params: Params
-) -> list[Any]:
+    carry: list[Array], consts: Operands, init: Operands, xs: Operands, params: EqnParams
+) -> list[Array]:
     """Runs a scan whose carry has this structure.
 
     The body is interpreted while `jax.lax.scan` traces it: only once, if the carry keeps its structure.
@@ -166,7 +166,7 @@ def _scan_with(
     meet = structure.Coerce(carry, "scan", meet=True)
     ys_def: Any = None
 
-    def body(c: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+    def body(c: list[Array], x: list[Array]) -> tuple[list[Any], list[Any]]:
         nonlocal ys_def
         slices = [_with_leading_axis(y, None) for y in xs_def.unflatten(x)]
         operands = [*consts, *carry_def.unflatten(c), *slices]
@@ -188,7 +188,7 @@ def _scan_with(
     return [*carry_def.unflatten(final), *(_with_leading_axis(y, length) for y in ys)]
 
 
-def _coerced_leaves(init: list[Any], carry: list[Any], name: str) -> list[Any]:
+def _coerced_leaves(init: list[Array], carry: list[Array], name: str) -> list[Array]:
     pairs = zip(init, carry, strict=True)
     return jax.tree_util.tree_leaves([structure.coerce(x, to, name) for x, to in pairs])
 
@@ -196,26 +196,26 @@ def _coerced_leaves(init: list[Any], carry: list[Any], name: str) -> list[Any]:
 _NO_BATCH_AXES = "its type has no batch axes (core_ndim), along which 'scan' slices and stacks"
 
 
-def _sliceable(x: Any) -> Any:
+def _sliceable(x: Array) -> Array:
     """Returns `x` if slices of its leaves make a slice along its first axis, else its dense array."""
     if not is_implicit(x) or num_batch_axes(x) > 0:
         return x
     return densify(x, "scan", _NO_BATCH_AXES)
 
 
-def _stackable(y: Any) -> Any:
+def _stackable(y: Array) -> Array:
     """Returns `y` if stacks of its leaves make a stack of it, else its dense array."""
     if not is_implicit(y) or y.with_leading_axis(1) is not NotImplemented:
         return y
     return densify(y, "scan", _NO_BATCH_AXES)
 
 
-def _with_leading_axis(x: Any, size: int | None) -> Any:
+def _with_leading_axis(x: Array, size: int | None) -> Array:
     return x.with_leading_axis(size) if is_implicit(x) else x
 
 
 @handles(jex.while_p)
-def while_loop(operands: Operands, params: Params) -> list[Any]:
+def while_loop(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.lax.while_loop` with implicit constants and carries (to a fixed point)."""
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
@@ -241,10 +241,10 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
     cond_leaves = _leaves(cond.consts, cond_consts)
     body_leaves = _leaves(body.consts, body_consts)
 
-    def goes_on(c: list[Any]) -> jax.Array:
+    def goes_on(c: list[Array]) -> jax.Array:
         return new_cond.fun(*cond_leaves, *c)[0]
 
-    def step(c: list[Any]) -> list[Any]:
+    def step(c: list[Array]) -> list[Array]:
         new = new_body.fun(*body_leaves, *c)
         return [_where(goes_on(c), x, y) for x, y in zip(new, c, strict=True)] if batch else new
 
@@ -259,13 +259,13 @@ def while_loop(operands: Operands, params: Params) -> list[Any]:
 _CONDITION = "the condition of 'while' is a dense boolean"
 
 
-def _where(mask: jax.Array, x: Any, y: Any) -> jax.Array:
+def _where(mask: jax.Array, x: Array, y: Array) -> jax.Array:
     """Selects `x` or `y` by a mask over their first axes."""
     return jnp.where(jnp.expand_dims(mask, tuple(range(mask.ndim, np.ndim(x)))), x, y)
 
 
 @handles(jex.cond_p)
-def cond(operands: Operands, params: Params) -> list[Any]:
+def cond(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.lax.cond` and `switch`, with all branches' results brought to one structure."""
     index, *args = operands
     branches = params["branches"]
@@ -285,7 +285,7 @@ def cond(operands: Operands, params: Params) -> list[Any]:
     return new[0].rebuild(out)
 
 
-def _with_consts(new: Retraced, consts: list[Any]) -> ClosedJaxpr:
+def _with_consts(new: Retraced, consts: list[Array]) -> ClosedJaxpr:
     """Returns the retraced branch as a jaxpr that holds its constants and takes only the operands."""
     if not consts:
         return new.jaxpr
@@ -294,7 +294,7 @@ def _with_consts(new: Retraced, consts: list[Any]) -> ClosedJaxpr:
 
 
 @handles(jex.linear_solve_p)
-def linear_solve(operands: Operands, params: Params) -> list[Any]:
+def linear_solve(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.lax.custom_linear_solve` on a dense vector; functions may have implicit constants."""
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
     rest = iter(operands)
@@ -306,7 +306,7 @@ def linear_solve(operands: Operands, params: Params) -> list[Any]:
     b = [densify(x, "custom_linear_solve") for x in rest]
     n, has_aux = len(b), len(jaxprs[2].out_avals) > len(b)
 
-    def split(out: list[Any]) -> Any:
+    def split(out: list[Array]) -> Any:
         return (out[:n], out[n:]) if has_aux else out
 
     # A symmetric system uses one jaxpr for both directions.
@@ -321,12 +321,12 @@ def linear_solve(operands: Operands, params: Params) -> list[Any]:
     return [*out[0], *out[1]] if has_aux else out
 
 
-def _linear(closed: ClosedJaxpr, consts: Operands) -> Callable[..., list[Any]]:
+def _linear(closed: ClosedJaxpr, consts: Operands) -> Callable[..., list[Array]]:
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals]
     reason = "what 'custom_linear_solve' iterates on is dense"
     dense = structure.Coerce(structs, "custom_linear_solve", reason)
 
-    def fun(*xs: Any) -> list[Any]:
+    def fun(*xs: Array) -> list[Array]:
         return dense(interpret(closed.jaxpr, closed.consts, [*consts, *xs]))
 
     return fun

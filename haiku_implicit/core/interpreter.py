@@ -29,18 +29,17 @@ from haiku_implicit.core.bind import bind, is_hashable
 from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
 from haiku_implicit.core.sharding import in_type
-
-Params = dict[str, Any]
+from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, Result
 
 # For each primitive that carries a jaxpr (see `higher_order`), and for our own primitives (`box`,
 # `dense`), the function that runs it on implicit operands.
-HIGHER_ORDER: dict[compat.Primitive, Callable[[list[Any], Params], list[Any]]] = {}
+HIGHER_ORDER: dict[compat.Primitive, Callable[[list[Array], EqnParams], list[Array]]] = {}
 
 # Primitives that make implicit arrays from dense operands; see `box`.
 BOXES: set[compat.Primitive] = set()
 
 
-def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def interpret(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
     """Evaluates a jaxpr on constants and arguments that may be implicit.
 
     Args:
@@ -71,7 +70,7 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
     return [read(v) for v in jaxpr.outvars]
 
 
-def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _evaluate(eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
     if any(map(is_implicit, operands)) or _makes_boxes(eqn):
         try:
             results = apply(eqn.primitive, operands, eqn.params)
@@ -87,7 +86,7 @@ def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     return bind(eqn.primitive, operands, eqn.params)
 
 
-def apply(primitive: compat.Primitive, operands: Sequence[Any], params: Params) -> list[Any]:
+def apply(primitive: compat.Primitive, operands: Sequence[Array], params: EqnParams) -> list[Array]:
     """Runs one primitive on operands, some of them implicit.
 
     `dispatch.primitive_handler` lists the steps.
@@ -115,7 +114,7 @@ def apply(primitive: compat.Primitive, operands: Sequence[Any], params: Params) 
     return bind(primitive, dense, params)
 
 
-def default_handler(primitive: compat.Primitive, *args: Any, **params: Any) -> Any:
+def default_handler(primitive: compat.Primitive, *args: Array, **params: EqnParam) -> Result:
     """Runs a primitive itself, for use within a rule.
 
     Args:
@@ -139,7 +138,7 @@ def default_handler(primitive: compat.Primitive, *args: Any, **params: Any) -> A
 # --- rules -------------------------------------------------------------------------------------
 
 
-def _on_equivalents(primitive: compat.Primitive, *operands: Any, **params: Any) -> Any:
+def _on_equivalents(primitive: compat.Primitive, *operands: Array, **params: EqnParam) -> Result:
     """The rule of all types that define `equivalent`: runs the primitive on the equivalents."""
     others = [x.equivalent() if is_implicit(x) else x for x in operands]
     others = [x if y is NotImplemented else y for x, y in zip(operands, others, strict=True)]
@@ -149,8 +148,8 @@ def _on_equivalents(primitive: compat.Primitive, *operands: Any, **params: Any) 
 
 
 def _call_rule(
-    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: Params
-) -> Any:
+    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Array], params: EqnParams
+) -> Result:
     """Calls a rule, which is traced once for operands of one structure with the same literals.
 
     Operands that are one object are one object in the rule, too.
@@ -169,7 +168,7 @@ def _call_rule(
     return NotImplemented if out is None else out
 
 
-def _distinct(operands: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
+def _distinct(operands: Sequence[Array]) -> tuple[list[Any], tuple[int, ...]]:
     """Drops repeated objects; returns the others, and the position of each operand among them."""
     positions = {key: i for i, key in enumerate(dict.fromkeys(map(id, operands)))}
     distinct = list({id(x): x for x in operands}.values())
@@ -180,7 +179,7 @@ def _distinct(operands: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
 def _jitted_rule(rule: dispatch.Rule, primitive: compat.Primitive) -> Any:
     """Jits a rule with static parameters: JAX caches its traces, and `clear_caches` drops them."""
 
-    def fun(about: Any, distinct: list[Any]) -> Any:
+    def fun(about: Any, distinct: list[Array]) -> Any:
         params, literals, places, _ = about
         known = with_literals(literals, distinct)
         with events.recording() as log:
@@ -192,15 +191,15 @@ def _jitted_rule(rule: dispatch.Rule, primitive: compat.Primitive) -> Any:
 
 
 def _run_rule(
-    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: Params
-) -> Any:
+    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Array], params: EqnParams
+) -> Result:
     """Runs a rule. If an operand is nested, the rule is traced and interpreted on the inner arrays."""
     if not any(is_implicit(x) and is_nested(x) for x in operands):
         return _run_own(rule, primitive, operands, params)
     distinct, places = _distinct(operands)
     split = [flatten_one_level(x) if is_implicit(x) else ([x], None) for x in distinct]
 
-    def on_leaves(*leaves: Any) -> Any:
+    def on_leaves(*leaves: Array) -> Result:
         rest = iter(leaves)
         args = []
         for own, treedef in split:
@@ -214,7 +213,7 @@ def _run_rule(
 
 
 def _run_own(
-    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Any], params: Params
+    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Array], params: EqnParams
 ) -> Any:
     """Runs a rule on operands whose fields are dense arrays."""
     taken = dispatch.keywords_of(rule)
@@ -234,7 +233,7 @@ def _run_own(
     return out
 
 
-def _check_results(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> None:
+def _check_results(eqn: JaxprEqn, operands: Sequence[Array], results: Sequence[Array]) -> None:
     """Raises unless results have the shapes and dtypes that the later equations were traced for."""
     avals = [v.aval for v in eqn.outvars]
     if len(results) == len(avals) and all(map(_fits, results, avals)):
@@ -246,12 +245,12 @@ def _check_results(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any
     )
 
 
-def _in_type(y: Any, var: Var) -> Any:
+def _in_type(y: Array, var: Var) -> Array:
     """Shards a result over explicit mesh axes, as the equation's result is for dense operands."""
     return y if is_implicit(y) else in_type(y, getattr(var.aval, "sharding", None))
 
 
-def _fits(y: Any, aval: Any) -> bool:
+def _fits(y: Array, aval: Aval) -> bool:
     if not isinstance(aval, jax.core.ShapedArray):
         return True  # a token, or a reference
     if isinstance(y, int | float | complex):  # a literal
@@ -266,7 +265,7 @@ def _kind(x: Any) -> str:
 # --- dense arrays ------------------------------------------------------------------------------
 
 
-def densify(x: Any, primitive_name: str, reason: str = "") -> Any:
+def densify(x: Array, primitive_name: str, reason: str = "") -> Array:
     """Returns the dense array of `x`, and reports it (and warns, by the policy) if `x` is implicit.
 
     Args:
@@ -294,7 +293,7 @@ def _tell_parts(x: ImplicitArray, primitive_name: str) -> None:
             _tell_parts(child, primitive_name)
 
 
-def materialize_array(x: Any) -> jax.Array:
+def materialize_array(x: Array) -> jax.Array:
     """Returns the dense array of an implicit array, without a report or a warning."""
     try:
         return _materialized(x)
@@ -303,7 +302,7 @@ def materialize_array(x: Any) -> jax.Array:
         raise
 
 
-def _materialized(x: Any) -> jax.Array:
+def _materialized(x: Array) -> jax.Array:
     x = x.restored()
     shape, dtype = x.shape, x.dtype
     with jax.numpy_dtype_promotion("standard"):
@@ -324,7 +323,7 @@ def _materialized(x: Any) -> jax.Array:
     return out
 
 
-def call_interpreted(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+def call_interpreted(fun: Callable[..., Any], leaves: Sequence[Array]) -> Any:
     """Traces `fun` with a dense tracer for each leaf, and interprets the jaxpr on the leaves.
 
     Args:

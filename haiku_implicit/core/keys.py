@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from haiku_implicit.core.typing import Array, Key
+
 # A random key; or a function that makes keys, such as `hk.next_rng_key`.
 KeySource = jax.Array | Callable[[], jax.Array]
 
 
-def as_key_source(key: Any) -> KeySource:
+def as_key_source(key: Key | Callable[[], jax.Array]) -> KeySource:
     """Converts a key or a seed as `as_key` does; a function that makes keys is returned unchanged."""
     return key if callable(key) else as_key(key)
 
@@ -39,7 +41,7 @@ def as_key(key: Any) -> jax.Array:
         raise ValueError(f"key: expected a seed of at most 64 bits, got {key}") from e
 
 
-def _one(key: Any, shape: tuple[int, ...], axes: int) -> Any:
+def _one(key: Array, shape: tuple[int, ...], axes: int) -> Array:
     """Returns the key, after a check that it is a single one."""
     if len(shape) > axes:
         raise ValueError(f"key: expected one random key, got an array of them, {list(shape)}")

@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.bind import DIFFERENTIABLE
+from haiku_implicit.core.typing import Array
 
 
 @contextlib.contextmanager
@@ -45,7 +46,7 @@ class LiteralNumber:
         return jnp.asarray(value) if weak is None or weak.dtype != self.dtype else weak
 
 
-def as_literal(x: Any) -> LiteralNumber | None:
+def as_literal(x: Array) -> LiteralNumber | None:
     if is_implicit(x) or isinstance(x, jax.Array | jax.ShapeDtypeStruct) or np.ndim(x):
         return None  # NumPy arrays with axes are data: they may be large, and are not compared
     dtype = np.dtype(getattr(x, "dtype", jnp.result_type(x)))
@@ -55,7 +56,7 @@ def as_literal(x: Any) -> LiteralNumber | None:
     return LiteralNumber(dtype, np.asarray(x, dtype).tobytes(), weak, x)
 
 
-def are_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
+def are_literals(eqn: JaxprEqn, operands: Sequence[Array]) -> bool:
     """Whether an equation computes numbers only from literals, as `jnp.clip` casts its limits."""
     return (
         len(operands) > 0
@@ -65,14 +66,14 @@ def are_literals(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
     )
 
 
-def fold(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def fold(eqn: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
     """Runs an equation on literals, and returns the results as literals."""
     with at_trace_time():
         results = list(map(jnp.asarray, compat.bind(eqn.primitive, operands, eqn.params)))
         return [x.item() if x.weak_type else np.asarray(x) for x in results]
 
 
-def with_literals(literals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+def with_literals(literals: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
     """Makes arrays of a rule's operands; literals become concrete arrays, which a rule can read."""
     with at_trace_time():
         known = [x and x.array() for x in literals]

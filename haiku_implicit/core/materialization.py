@@ -21,6 +21,7 @@ from jax import export
 from jax.extend import source_info_util
 
 from haiku_implicit.core.messages import JAX, LIBRARIES, warn_caller
+from haiku_implicit.core.typing import Array
 
 Policy = Literal["allow", "warn", "error"]
 
@@ -291,7 +292,7 @@ def is_of_jax(jaxpr: Any) -> bool:
     return place.startswith(JAX)
 
 
-def describe(primitive_name: str, x: Any, reason: str = "") -> Materialization:
+def describe(primitive_name: str, x: Array, reason: str = "") -> Materialization:
     """Returns the event for an implicit operand `x` of a primitive, at the current equation."""
     file, line, module = _here()
     return Materialization(

@@ -11,13 +11,14 @@ import jax
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import flatten, is_implicit
-from haiku_implicit.core.higher_order import Operands, Params, handles
+from haiku_implicit.core.higher_order import Operands, handles
 from haiku_implicit.core.interpreter import HIGHER_ORDER, densify
 from haiku_implicit.core.sharding import leaf_places
+from haiku_implicit.core.typing import Array, EqnParams
 
 
 @handles(jax.lax.sharding_constraint_p)
-def constrain(operands: Operands, params: Params) -> list[Any]:
+def constrain(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.lax.with_sharding_constraint` on the leaves, with shardings that match."""
     (x,) = operands
     leaves, treedef = flatten(x)
@@ -29,7 +30,7 @@ def constrain(operands: Operands, params: Params) -> list[Any]:
 
 
 @handles(jax.lax.device_put_p)
-def put(operands: Operands, params: Params) -> list[Any]:
+def put(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.device_put` on the leaves: to a device, a memory, or the shards of a mesh."""
     values, leaves = [], []
     expanded: dict[str, list[Any]] = {name: [] for name in params}
@@ -48,7 +49,7 @@ def put(operands: Operands, params: Params) -> list[Any]:
     return list(jax.tree.unflatten(jax.tree.structure(values), out))
 
 
-def _reshard(primitive: compat.Primitive, operands: Operands, params: Params) -> list[Any]:
+def _reshard(primitive: compat.Primitive, operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.sharding.reshard` on the leaves, over explicit mesh axes."""
     (x,) = operands
     leaves, treedef = flatten(x)

@@ -5,8 +5,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Union
 
+from haiku_implicit.core.typing import Array
+
 # A function of a module's name, a parameter's name and the parameter, like Haiku's own predicates.
-Predicate = Callable[[str, str, Any], bool]
+Predicate = Callable[[str, str, Array], bool]
 # A predicate; a regular expression that the whole of `module/name` has to match; a list of names
 # `module/name`; all; none.
 Targets = Union[  # noqa: UP007 (a callable can't be or-ed)

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
@@ -12,11 +12,12 @@ from haiku_implicit.core import materialization as events
 from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.interpreter import interpret
 from haiku_implicit.core.literals import LiteralNumber, as_literal
+from haiku_implicit.core.typing import Array
 
 # A hashable function that is applied to the list of results.
-Transform = Callable[[list[Any]], list[Any]]
+Transform = Callable[[list[Array]], list[Array]]
 
-Run = Callable[[list[Any], list[Any]], tuple[list[Any], Carried]]
+Run = Callable[[list[Array], list[Array]], tuple[list[Array], Carried]]
 
 
 class Retraced(NamedTuple):
@@ -30,17 +31,20 @@ class Retraced(NamedTuple):
     """
 
     jaxpr: ClosedJaxpr
-    fun: Callable[..., list[Any]]
-    out: list[Any]
+    fun: Callable[..., list[Array]]
+    out: list[Array]
     events: Sequence[events.Event]
 
-    def rebuild(self, leaves: Sequence[Any]) -> list[Any]:
+    def rebuild(self, leaves: Sequence[Array]) -> list[Array]:
         """Returns the results from their leaves."""
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.out), leaves)
 
 
 def retrace(
-    jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], transform: Transform | None = None
+    jaxpr: Jaxpr,
+    consts: Sequence[Array],
+    operands: Sequence[Array],
+    transform: Transform | None = None,
 ) -> Retraced:
     """Interprets a sub-jaxpr under a separate trace, cached by jaxpr and operand structure.
 
@@ -61,7 +65,7 @@ def retrace(
     return Retraced(program, fun, out, log.value)
 
 
-def interpreted(jaxpr: Jaxpr, operands: Sequence[Any], transform: Transform | None = None) -> Run:
+def interpreted(jaxpr: Jaxpr, operands: Sequence[Array], transform: Transform | None = None) -> Run:
     """Returns the interpreter of a jaxpr as a function `(consts, operands) -> (results, events)`.
 
     It is one object for each jaxpr, so JAX caches its traces, by the structure and shapes of operands
@@ -80,7 +84,7 @@ def _interpreter_of(
 ) -> Run:
     own = weakref.ref(jaxpr)  # `run` is cached by the jaxpr, and must not keep it alive
 
-    def run(consts: list[Any], operands: list[Any]) -> tuple[list[Any], Carried]:
+    def run(consts: list[Array], operands: list[Array]) -> tuple[list[Array], Carried]:
         known = [y if x is None else x.value for x, y in zip(literals, operands, strict=True)]
         with events.recording() as log:
             out = interpret(_there(own), consts, known)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 from jax import export
+from jax.tree_util import PyTreeDef
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ def register_node(
 
 
 def _parts_by_jax(x: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    treedef: Any
+    treedef: PyTreeDef
     children, treedef = jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x)
     return children, treedef.node_data()[1]
 
@@ -356,7 +357,7 @@ def _object_of(name: str, values: dict[str, Any]) -> Any:
     return _filled(_statics[name], (), [decode(values[field.name]) for field in fields])
 
 
-def _encode_structure(treedef: Any) -> Any:
+def _encode_structure(treedef: PyTreeDef) -> Any:
     about, children = treedef.node_data(), list(map(_encode_structure, treedef.children()))
     if about is None:
         return "leaf"

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from haiku_implicit.core import compat
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, is_implicit
-from haiku_implicit.core.higher_order import Operands, Params, handles
+from haiku_implicit.core.higher_order import Operands, handles
 from haiku_implicit.core.interpreter import densify, interpret, materialize_array
 from haiku_implicit.core.sharding import (
     fitted,
@@ -22,10 +22,11 @@ from haiku_implicit.core.sharding import (
     padded_spec,
     part_specs,
 )
+from haiku_implicit.core.typing import Array, EqnParams, MeshLike
 
 
 @handles(compat.shard_map_p)
-def shard_map(operands: Operands, params: Params) -> list[Any]:
+def shard_map(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.shard_map`: the type of an implicit operand says how it is split (`field_axes`).
 
     A result with the structure and the spec of an operand (a cache that is written) stays implicit.
@@ -36,7 +37,7 @@ def shard_map(operands: Operands, params: Params) -> list[Any]:
     specs_of, treedef = jax.tree.flatten([part for _, part in split], is_leaf=is_spec)
 
     def mapped(results: Callable[[list[Any], list[Any]], Any], out_specs: Any) -> Any:
-        def body(*local: Any) -> Any:
+        def body(*local: Array) -> Any:
             parts = jax.tree.unflatten(treedef, local)
             return results(parts, interpret(jaxpr, (), parts))
 
@@ -57,7 +58,7 @@ def shard_map(operands: Operands, params: Params) -> list[Any]:
     pairs = [(x, jax.tree.leaves(part, is_leaf=is_spec)) for x, part in split]
     like = _results_like_operands(mapped, leaves, pairs, params)
 
-    def results(_: Any, out: list[Any]) -> list[Any]:
+    def results(_: Any, out: list[Array]) -> list[Any]:
         return [
             densify(y, "shard_map") if i is None else jax.tree.leaves(y)
             for i, y in zip(like, out, strict=True)
@@ -72,7 +73,7 @@ def shard_map(operands: Operands, params: Params) -> list[Any]:
 
 
 def _results_like_operands(
-    mapped: Any, leaves: list[Any], pairs: list[Any], params: Params
+    mapped: Any, leaves: list[Array], pairs: list[Any], params: EqnParams
 ) -> list[int | None]:
     """For each result of a `shard_map`, the index of the implicit operand whose specs it shares.
 
@@ -89,7 +90,7 @@ def _results_like_operands(
     if not candidates:
         return like
 
-    def results(parts: list[Any], out: list[Any]) -> list[Any]:
+    def results(parts: list[Any], out: list[Array]) -> list[Any]:
         for k, y in enumerate(out):
             for i in candidates:
                 if params["in_specs"][i] == specs[k] and _same_leaves(parts[i], y):
@@ -101,21 +102,21 @@ def _results_like_operands(
     return like
 
 
-def _all_split(own: list[Any], spec: Any, mesh: Any, check_vma: bool) -> bool:
+def _all_split(own: list[Any], spec: PartitionSpec, mesh: MeshLike, check_vma: bool) -> bool:
     """Whether each leaf is split over all mesh axes that the array is split over.
 
     A leaf that is not split may differ between devices in a result. JAX checks this for axes that no
     spec names, unless `check_vma` is False.
     """
 
-    def axes(spec: Any) -> set[str]:
+    def axes(spec: PartitionSpec) -> set[str]:
         return {name for name in names_in(spec) if mesh.shape[name] > 1}
 
     everywhere = axes(spec) == {name for name, n in mesh.shape.items() if n > 1}
     return (check_vma or everywhere) and all(axes(s) == axes(spec) for s in own)
 
 
-def _same_leaves(a: Any, b: Any) -> bool:
+def _same_leaves(a: Array, b: Array) -> bool:
     (xs, of_a), (ys, of_b) = flatten(a), flatten(b)
     return of_a == of_b and all(
         np.shape(x) == np.shape(y) and jnp.result_type(x) == jnp.result_type(y)
@@ -123,7 +124,7 @@ def _same_leaves(a: Any, b: Any) -> bool:
     )
 
 
-def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
+def _split(x: Array, spec: PartitionSpec, mesh: MeshLike) -> tuple[Any, Any]:
     """Returns an operand in a form that can be split, and its part on one device, with specs."""
     if not is_implicit(x):
         return x, spec
@@ -132,7 +133,7 @@ def _split(x: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
     return (densify(x, "shard_map"), spec) if part is NotImplemented else (x, part)
 
 
-def _without_explicit_cuts(x: ImplicitArray, spec: Any, mesh: Any) -> ImplicitArray:
+def _without_explicit_cuts(x: ImplicitArray, spec: PartitionSpec, mesh: MeshLike) -> ImplicitArray:
     """Replicates an operand over explicit axes if they cannot split its parts again.
 
     These are axes that the `shard_map` does not map over; arrays in its body keep their splits by them.

@@ -24,6 +24,8 @@ from haiku_implicit.core.array import (
     is_implicit,
     same_struct,
 )
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.typing import Array, EqnParams, MeshLike, Tree
 
 # Types of places that apply to arrays of any rank.
 _PLACES: tuple[type, ...] = (type(None), jax.Device, SingleDeviceSharding)
@@ -31,7 +33,7 @@ if hasattr(jax, "memory"):  # from JAX 0.8 on: the host's memory and the device'
     _PLACES += (jax.memory.Space,)
 
 
-def leaf_places(x: Any, place: Any) -> Any:
+def leaf_places(x: Array, place: Any) -> Any:
     """Returns the place of each leaf of an implicit array, for a place of the dense array.
 
     Args:
@@ -55,7 +57,7 @@ def leaf_places(x: Any, place: Any) -> Any:
     return [NamedSharding(place.mesh, PartitionSpec(*s), memory_kind=kind) for s in padded]
 
 
-def leaf_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
+def leaf_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
     """Returns the specs of an implicit array's leaves, for XLA to keep the dense array split by `spec`.
 
     XLA computes with whole arrays, so a part need not be an array of the type: each leaf is split along
@@ -75,7 +77,7 @@ def leaf_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     if x.as_part(_counts(spec, x.ndim, mesh)) is NotImplemented:
         return NotImplemented
 
-    def of_leaves(y: Any, own: PartitionSpec) -> Any:
+    def of_leaves(y: Array, own: PartitionSpec) -> Any:
         if not is_implicit(y):
             return fitting(own, np.shape(y), mesh)
         found = leaf_specs(y, own, mesh)
@@ -85,7 +87,7 @@ def leaf_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     return specs if any(map(names_in, specs)) or _has_parts(x) else NotImplemented
 
 
-def part_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
+def part_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
     """Returns how leaves are split so that each device has a part of the type, as in `jax.shard_map`.
 
     Args:
@@ -105,7 +107,7 @@ def part_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     if not _has_parts(x):
         return NotImplemented
 
-    def of_part(y: Any, own: PartitionSpec) -> Any:
+    def of_part(y: Array, own: PartitionSpec) -> Any:
         if is_implicit(y):
             return part_specs(y, own, mesh)
         return NotImplemented if _part_shape(np.shape(y), own, mesh) is None else own
@@ -123,7 +125,7 @@ def part_specs(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     return found if is_part else NotImplemented
 
 
-def fitted(x: ImplicitArray, spec: PartitionSpec, mesh: Any) -> Any:
+def fitted(x: ImplicitArray, spec: PartitionSpec, mesh: MeshLike) -> Any:
     """Returns the same values in a form that `part_specs` can split; if it has none, the array."""
     if part_specs(x, spec, mesh) is not NotImplemented:
         return x
@@ -139,7 +141,7 @@ def fitted(x: ImplicitArray, spec: PartitionSpec, mesh: Any) -> Any:
     return x._replace(**fields) if any(y is not old[k] for k, y in fields.items()) else x
 
 
-def field_specs(x: ImplicitArray, spec: PartitionSpec, mesh: Any) -> dict[str, PartitionSpec]:
+def field_specs(x: ImplicitArray, spec: PartitionSpec, mesh: MeshLike) -> dict[str, PartitionSpec]:
     """Returns the spec of each field, by the axes that the type declares (`field_axes`).
 
     Fields of a type that is not separable are split over explicit axes only if they are like the array:
@@ -155,7 +157,7 @@ def field_specs(x: ImplicitArray, spec: PartitionSpec, mesh: Any) -> dict[str, P
         shared = letter.isupper() and length == 1 and num_parts(entry, mesh) > 1
         return None if shared else entry
 
-    def of_field(y: Any, letters: str) -> PartitionSpec:
+    def of_field(y: Array, letters: str) -> PartitionSpec:
         lengths = np.shape(y)[-len(letters) :] or [0] * len(letters)
         return PartitionSpec(*lead, *map(of_axis, letters, lengths))
 
@@ -174,7 +176,9 @@ def axis_names(count: int) -> str:
     return letters[len(letters) - count :]
 
 
-def _with_specs(x: ImplicitArray, of: Callable[..., Any], spec: PartitionSpec, mesh: Any) -> Any:
+def _with_specs(
+    x: ImplicitArray, of: Callable[..., Any], spec: PartitionSpec, mesh: MeshLike
+) -> Any:
     """Puts `of(y, own)` in place of each array `y` in a field with the spec `own`."""
     fields = {
         name: jax.tree.map(functools.partial(of, own=own), getattr(x, name), is_leaf=is_implicit)
@@ -209,13 +213,13 @@ def names_in_entry(entry: Any) -> tuple[str, ...]:
     return tuple(name for name in entries if isinstance(name, str))
 
 
-def fitting(spec: Any, shape: Sequence[int], mesh: Any) -> PartitionSpec:
+def fitting(spec: PartitionSpec, shape: Sequence[int], mesh: MeshLike) -> PartitionSpec:
     """Returns the spec without the entries that don't cut their axes evenly."""
     pairs = zip(padded_spec(spec, len(shape)), shape, strict=True)
     return PartitionSpec(*(None if n % num_parts(entry, mesh) else entry for entry, n in pairs))
 
 
-def in_type(x: Any, sharding: Any) -> Any:
+def in_type(x: Array, sharding: Any) -> Array:
     """Returns a dense array with this sharding in its type, if the sharding is over explicit axes."""
     if not compat.is_explicit(sharding):
         return x
@@ -225,7 +229,7 @@ def in_type(x: Any, sharding: Any) -> Any:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*wanted)))
 
 
-def mapped_first(operands: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+def mapped_first(operands: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
     """Moves the mapped axis of a batching rule's operands first, and repeats the others along it.
 
     If the axis is split over an explicit mesh axis, it is split in all operands, as it is in the type
@@ -237,7 +241,7 @@ def mapped_first(operands: Sequence[Any], dims: Sequence[int | None]) -> list[An
     return [_repeated(x, like) if y is None else y for x, y in zip(operands, moved, strict=True)]
 
 
-def _repeated(x: Any, like: Any) -> Any:
+def _repeated(x: Array, like: Array) -> Array:
     """Repeats an array along a new first axis, which is split like the first axis of `like`."""
     y = jnp.broadcast_to(x, (like.shape[0], *np.shape(x)))
     of_like, own = compat.explicit_sharding(like), compat.explicit_sharding(x)
@@ -248,7 +252,7 @@ def _repeated(x: Any, like: Any) -> Any:
     return in_type(y, NamedSharding(of_like.mesh, PartitionSpec(first, *others)))
 
 
-def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> Any:
+def result_sharding(primitive: Primitive, operands: Sequence[Array], params: EqnParams) -> Any:
     """Returns the sharding over explicit mesh axes of a primitive's result for dense operands.
 
     Args:
@@ -268,7 +272,7 @@ def result_sharding(primitive: Any, operands: Any, params: dict[str, Any]) -> An
     return compat.sharding_of_result(bind, *map(dense_struct, operands))
 
 
-def is_split(tree: Any) -> bool:
+def is_split(tree: Tree) -> bool:
     """Whether any of the arrays and shardings in a tree is split over explicit axes."""
     leaves = jax.tree.leaves(tree)
     found = (x if compat.is_explicit(x) else compat.explicit_sharding(x) for x in leaves)
@@ -288,7 +292,7 @@ def left_to_partitioner(fun: Callable[..., jax.Array], sharding: Any) -> Callabl
     return jax.checkpoint(new)
 
 
-def padded_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
+def padded_spec(spec: PartitionSpec, ndim: int) -> tuple[Any, ...]:
     """The entries of a partition spec, one for each axis."""
     return (*spec, *[None] * (ndim - len(spec)))
 
@@ -299,12 +303,14 @@ def num_parts(entry: Any, mesh: Any) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def _counts(spec: Any, ndim: int, mesh: Any) -> list[int]:
+def _counts(spec: PartitionSpec, ndim: int, mesh: MeshLike) -> list[int]:
     """The number of parts along each axis."""
     return [num_parts(entry, mesh) for entry in padded_spec(spec, ndim)]
 
 
-def _part_shape(shape: Sequence[int], spec: Any, mesh: Any) -> tuple[int, ...] | None:
+def _part_shape(
+    shape: Sequence[int], spec: PartitionSpec, mesh: MeshLike
+) -> tuple[int, ...] | None:
     """The shape of one part of an array; None if an axis can't be cut evenly."""
     pairs = list(zip(shape, _counts(spec, len(shape), mesh), strict=True))
     return None if any(n % count for n, count in pairs) else tuple(n // count for n, count in pairs)

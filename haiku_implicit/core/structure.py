@@ -17,19 +17,20 @@ from jax.extend.core import Jaxpr, Literal
 from haiku_implicit.core import compat, interpreter
 from haiku_implicit.core.array import dense_struct, flatten, flatten_one_level, is_implicit
 from haiku_implicit.core.sharding import in_type
+from haiku_implicit.core.typing import Array
 
 
-def structure(x: Any) -> Any:
+def structure(x: Array) -> Array:
     """Returns the structure of a value."""
 
-    def of_leaf(y: Any) -> jax.ShapeDtypeStruct:
+    def of_leaf(y: Array) -> jax.ShapeDtypeStruct:
         sharding = compat.explicit_sharding(y)
         return compat.struct(np.shape(y), jnp.result_type(y), like=[y], sharding=sharding)
 
     return jax.tree.map(of_leaf, x)
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: Array, b: Array) -> bool:
     """Whether two values (or structures) agree in type, static metadata, and shapes and dtypes."""
     (leaves_a, def_a), (leaves_b, def_b) = flatten(a), flatten(b)
     return def_a == def_b and all(
@@ -38,7 +39,7 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def join(a: Any, b: Any) -> Any:
+def join(a: Array, b: Array) -> Array:
     """Returns the structure with the most implicit parts that both reach by materializing parts."""
     if same(a, b):
         return a
@@ -68,7 +69,7 @@ def passed_on(jaxpr: Jaxpr, num_consts: int, count: int) -> list[tuple[int, int]
     return [(places[v], i) for i, v in outs if not isinstance(v, Literal) and v in places]
 
 
-def spread(carry: Sequence[Any], passes: Sequence[tuple[int, int]]) -> list[Any]:
+def spread(carry: Sequence[Array], passes: Sequence[tuple[int, int]]) -> list[Array]:
     """Joins the structure of each value of a carry with the structure of the value that replaces it.
 
     Each trace of the loop's body would move a change only one place further: if one of `n` values that
@@ -92,7 +93,7 @@ def spread(carry: Sequence[Any], passes: Sequence[tuple[int, int]]) -> list[Any]
     return carry
 
 
-def coerce(x: Any, target: Any, name: str, reason: str = "") -> Any:
+def coerce(x: Array, target: Any, name: str, reason: str = "") -> Array:
     """Brings a value to a structure, by materializing parts of it.
 
     Args:
@@ -116,7 +117,7 @@ def coerce(x: Any, target: Any, name: str, reason: str = "") -> Any:
     )
 
 
-def _like(x: Any, target: Any) -> jax.Array:
+def _like(x: Array, target: Any) -> jax.Array:
     """Returns a dense value with the dtype and the sharding of a struct."""
     x = in_type(jnp.asarray(x, target.dtype), target.sharding)
     return compat.vary_like(x, [target])
@@ -131,13 +132,13 @@ class Coerce:
         have fewer implicit parts than the target.
     """
 
-    def __init__(self, targets: Sequence[Any], name: str, reason: str = "", meet: bool = False):
+    def __init__(self, targets: Sequence[Array], name: str, reason: str = "", meet: bool = False):
         self.targets, self.name, self.reason, self.meet = list(targets), name, reason, meet
         leaves, treedef = jax.tree_util.tree_flatten(self.targets)
         avals = ((x.shape, x.dtype, compat.varying(x)) for x in leaves)
         self.key = (treedef, tuple(avals), name, reason, meet)
 
-    def __call__(self, values: Sequence[Any]) -> list[Any]:
+    def __call__(self, values: Sequence[Array]) -> list[Array]:
         head, tail = values[: len(self.targets)], values[len(self.targets) :]
         targets = map(join, self.targets, map(structure, head)) if self.meet else self.targets
         why = self.name, self.reason
@@ -150,7 +151,7 @@ class Coerce:
         return hash(self.key)
 
 
-def free_summand(x: Any) -> int | None:
+def free_summand(x: Array) -> int | None:
     """Finds a leaf that is one term of the sum that makes the dense value.
 
     The dense value of `LoRA` is `w + a @ b`. If only `w` changes, by some amount, the dense value
@@ -176,5 +177,5 @@ def free_summand(x: Any) -> int | None:
     return next((i for i, v in enumerate(jaxpr.invars) if v in summands), None)
 
 
-def _same_dense(a: Any, b: Any) -> bool:
+def _same_dense(a: Array, b: Array) -> bool:
     return bool(np.shape(a) == np.shape(b) and jnp.result_type(a) == jnp.result_type(b))

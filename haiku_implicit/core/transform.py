@@ -6,11 +6,13 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core import containers
 from haiku_implicit.core.array import has_symbolic_shape, is_implicit
 from haiku_implicit.core.interpreter import call_interpreted, densify, materialize_array
 from haiku_implicit.core.serialization import naming_lost_types
+from haiku_implicit.core.typing import Array, Tree
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +65,7 @@ def _partial_as_tree(fun: Any) -> Any:
     return fun
 
 
-def _apply(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _apply(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
     return fun(*args, **kwargs)
 
 
@@ -75,7 +77,7 @@ class Static(NamedTuple):
       leaves: for each leaf, a tuple of only this leaf if it is passed on unchanged; None for a value.
     """
 
-    treedef: Any
+    treedef: PyTreeDef
     leaves: tuple[tuple[Any] | None, ...]
 
     @property
@@ -83,27 +85,27 @@ class Static(NamedTuple):
         """The number of values."""
         return self.leaves.count(None)
 
-    def merge(self, values: Iterable[Any]) -> Any:
+    def merge(self, values: Iterable[Array]) -> Tree:
         """Returns the tree with these values in it."""
         rest = iter(values)
         leaves = [next(rest) if x is None else x[0] for x in self.leaves]
         return leaves[0] if self.treedef is None else self.treedef.unflatten(leaves)
 
 
-def split(tree: Any) -> tuple[Static, list[Any]]:
+def split(tree: Tree) -> tuple[Static, list[Any]]:
     """Splits a tree into its static part and its values, dense or implicit."""
     return split_leaves(*tree_flatten_with_implicit(tree), is_value)
 
 
 def split_leaves(
-    leaves: Sequence[Any], treedef: Any, is_array: Callable[[Any], bool]
+    leaves: Sequence[Array], treedef: PyTreeDef, is_array: Callable[[Any], bool]
 ) -> tuple[Static, list[Any]]:
     """Splits a flat tree into its static part and the leaves for which `is_array` is true."""
     static = tuple(None if is_array(x) else (x,) for x in leaves)
     return Static(treedef, static), [x for x in leaves if is_array(x)]
 
 
-def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
+def call(fun: Callable[..., Any], static: Static, values: Sequence[Array]) -> Tree:
     """Traces a function, interprets it on the values, and returns its results.
 
     Args:
@@ -113,7 +115,7 @@ def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
     """
     static_out: Any = None
 
-    def on_values(*values: Any) -> list[Any]:
+    def on_values(*values: Array) -> list[Array]:
         nonlocal static_out
         args, kwargs = static.merge(values)
         with naming_lost_types(*args, *kwargs.values()):
@@ -124,7 +126,7 @@ def call(fun: Callable[..., Any], static: Static, values: Sequence[Any]) -> Any:
     return static_out.merge(map(_with_known_shape, results))
 
 
-def _with_known_shape(x: Any) -> Any:
+def _with_known_shape(x: Array) -> Array:
     """Makes a result dense if its static metadata contains a symbolic length (`jax.export`).
 
     Callers of the exported function have arrays of other lengths, but static metadata cannot change.
@@ -139,7 +141,7 @@ def is_value(x: Any) -> bool:
     return is_implicit(x) or isinstance(x, jax.Array)
 
 
-def materialize(tree: Any) -> Any:
+def materialize(tree: Tree) -> Tree:
     """Replaces every implicit array in a tree by its dense array.
 
     Reports do not count these arrays, and nothing warns of them, since the call is explicit.
@@ -158,21 +160,21 @@ def materialize(tree: Any) -> Any:
     return tree_map_with_implicit(lambda x: materialize_array(x) if is_implicit(x) else x, tree)
 
 
-def tree_map_with_implicit(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def tree_map_with_implicit(fun: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """`jax.tree.map` that treats each implicit array as one leaf."""
     return jax.tree.map(fun, *map(containers.opened, (tree, *rest)), is_leaf=is_implicit)
 
 
-def tree_leaves_with_implicit(tree: Any) -> list[Any]:
+def tree_leaves_with_implicit(tree: Tree) -> list[Array]:
     """`jax.tree.leaves` that treats each implicit array as one leaf."""
     return containers.flatten(tree)[0]
 
 
-def tree_flatten_with_implicit(tree: Any) -> tuple[list[Any], Any]:
+def tree_flatten_with_implicit(tree: Tree) -> tuple[list[Array], PyTreeDef]:
     """`jax.tree.flatten` that treats each implicit array as one leaf."""
     return containers.flatten(tree)
 
 
-def tree_structure_with_implicit(tree: Any) -> Any:
+def tree_structure_with_implicit(tree: Tree) -> PyTreeDef:
     """`jax.tree.structure` that treats each implicit array as one leaf."""
     return containers.flatten(tree)[1]

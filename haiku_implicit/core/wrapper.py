@@ -22,7 +22,7 @@ class Wrapper(ImplicitArray):
     def compute_shape(self) -> tuple[int, ...]:
         return tuple(np.shape(self.wrapped))
 
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> np.dtype:
         return self.wrapped.dtype
 
     def materialize(self) -> jax.Array:
