@@ -4,11 +4,10 @@ A leaf `[..., rows, ..., k]` keeps its axes in their places. An `order` lists th
 axis of the rows, then the last axis, which is stored in groups.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 Order = tuple[int, ...]
@@ -20,7 +19,7 @@ def sizes(q: QuantizedMatrix, order: Order) -> tuple[int, int]:
     return (rows, length) if q.axis == -1 else (length, rows)
 
 
-def matrices(leaf: Any, order: Order) -> jax.Array:
+def matrices(leaf: Array, order: Order) -> jax.Array:
     """Reshapes a leaf to `[batch, rows, k]`."""
     leaf = jnp.transpose(leaf, order)
     return leaf.reshape(-1, *leaf.shape[-2:])

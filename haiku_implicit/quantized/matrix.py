@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, is_implicit
@@ -18,6 +19,7 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import is_split, left_to_partitioner, padded_spec
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.numbers import formats, scales
 from haiku_implicit.quantized.numbers.encoding import Encoded, encode_rows
 from haiku_implicit.quantized.numbers.options import (
@@ -36,7 +38,7 @@ class QuantizeArguments(TypedDict, total=False):
     axis: int
     zero_point: bool
     calibration: str | None
-    scale_dtype: Any
+    scale_dtype: DTypeLike
     activation: str | None
 
 
@@ -85,9 +87,9 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
       (8, 64)
     """
 
-    codes: Any = frozen_field()
-    scale: Any = frozen_field()
-    offset: Any = frozen_field(default=None)
+    codes: Array = frozen_field()
+    scale: Array = frozen_field()
+    offset: Array = frozen_field(default=None)
     format: str = aux_field(default="int8")
     axis: int = aux_field(default=-2)
     padding: int = aux_field(default=0)
@@ -103,14 +105,14 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     @classmethod
     def quantize(
         cls,
-        w: Any,
-        dtype: Any,
+        w: Array,
+        dtype: DTypeLike,
         group_size: int | tuple[int, int] | str | None = None,
         axis: int = -2,
         zero_point: bool = False,
         calibration: str | None = None,
-        scale_dtype: Any = None,
-        moments: Any = None,
+        scale_dtype: DTypeLike | None = None,
+        moments: Array = None,
         activation: str | None = None,
     ) -> Self:
         """Rounds a weight to the nearest codes; also under `jit`, `vmap` and `eval_shape`.
@@ -191,14 +193,14 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     @classmethod
     def from_parts(
         cls,
-        codes: Any,
-        scale: Any,
-        offset: Any = None,
+        codes: Array,
+        scale: Array,
+        offset: Array = None,
         *,
-        dtype: Any = "int4",
+        dtype: DTypeLike = "int4",
         axis: int = -2,
         padding: int = 0,
-        out_dtype: Any = None,
+        out_dtype: DTypeLike | None = None,
     ) -> Self:
         """Makes a matrix from a weight that comes quantized, in the storage order of the class.
 
@@ -247,7 +249,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         """
         return self._replace(activation=checked_activation(activation))
 
-    def requantize(self, w: Any) -> Self:
+    def requantize(self, w: Array) -> Self:
         """Quantizes another weight of the same shape in the same way.
 
         Args:
@@ -331,7 +333,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         core = rows, stored * 8 // self._format.bits - self.padding
         return (*lead, *(core if self.axis == -1 else core[::-1]))
 
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> np.dtype:
         dtype = self.scale.dtype
         return dtype if dtype.itemsize > 1 else formats.arithmetic_dtype(dtype)
 

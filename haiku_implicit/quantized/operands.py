@@ -6,13 +6,15 @@ matrices. With a zero point the codes span the whole type.
 """
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats, ranges
 from haiku_implicit.quantized.numbers.options import OperandConfig
@@ -42,7 +44,7 @@ class QuantizedOperand(NamedTuple):
         return self.zero_point is None and self.codes.dtype.itemsize == 1
 
     @property
-    def wide(self) -> Any:
+    def wide(self) -> Array:
         """The dtype to compute the values in."""
         like = self.codes.dtype if self.scale is None else self.scale.dtype
         return formats.arithmetic_dtype(like)
@@ -52,7 +54,7 @@ def quantize(
     x: jax.Array,
     config: OperandConfig,
     axes: ScaledAxes,
-    key: Any = None,
+    key: jax.Array | None = None,
     limits: Limits | None = None,
 ) -> QuantizedOperand:
     """Quantizes an array to the nearest codes; with stochastic rounding, to one of the two nearest.
@@ -113,7 +115,7 @@ def stored_operand(q: QuantizedMatrix) -> QuantizedOperand:
     return QuantizedOperand(codes, scale)
 
 
-def stored_matrix(x: QuantizedOperand, qtype: str, dtype: Any) -> QuantizedMatrix:
+def stored_matrix(x: QuantizedOperand, qtype: str, dtype: DTypeLike) -> QuantizedMatrix:
     """Returns the matrix that stores an operand, grouped along axis -2: inverse of `stored_operand`.
 
     Args:
@@ -127,7 +129,7 @@ def stored_matrix(x: QuantizedOperand, qtype: str, dtype: Any) -> QuantizedMatri
     fmt, codes, offset = _storage(x, formats.find(qtype))
     columns = (*codes.shape[:-2], codes.shape[-1])
 
-    def by_column(scale: Any) -> jax.Array:
+    def by_column(scale: Array) -> jax.Array:
         return jnp.broadcast_to(jnp.swapaxes(scale, -1, -2), (*columns, scale.shape[-2]))
 
     scale = by_column(x.scale)
@@ -164,7 +166,7 @@ def _storage(
     return unsigned, (codes - int(fmt.lowest)).astype(unsigned.dtype), offset
 
 
-def dequantize(x: QuantizedOperand, dtype: Any) -> jax.Array:
+def dequantize(x: QuantizedOperand, dtype: DTypeLike) -> jax.Array:
     """Returns the values of an operand, in a dtype."""
     values = x.codes.astype(x.wide)
     if x.zero_point is not None:
@@ -245,7 +247,9 @@ def _codes(relative: jax.Array, fmt: formats.Format) -> jax.Array:
     return codes if fmt.is_float else formats.decode(codes, relative.dtype, fmt)
 
 
-def noise(key: Any, method: str, axes: Collection[int], shape: tuple[int, ...]) -> jax.Array:
+def noise(
+    key: jax.Array | None, method: str, axes: Collection[int], shape: tuple[int, ...]
+) -> jax.Array:
     """Returns noise between -0.5 and 0.5, which makes rounding stochastic and unbiased.
 
     Args:

@@ -4,13 +4,18 @@ There are two: `QuantizedMatmul` decodes the matrix and multiplies floats, `Inte
 integer codes with activations rounded to int8. `build` compiles and registers them.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import PrecisionLike
+from jax.tree_util import PyTreeDef
+from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized import operands
 from haiku_implicit.quantized.cpu import build
 from haiku_implicit.quantized.layout import Order, sizes
@@ -27,7 +32,14 @@ _LARGEST_GROUP = 1 << 16
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
 
 
-def applies(x: Any, leaves: Any, treedef: Any, order: Any, precision: Any, dtype: Any) -> bool:
+def applies(
+    x: Array,
+    leaves: Sequence[Array],
+    treedef: PyTreeDef,
+    order: Any,
+    precision: PrecisionLike,
+    dtype: DTypeLike,
+) -> bool:
     """Whether there is a kernel for a product.
 
     Args:
@@ -53,7 +65,7 @@ def applies(x: Any, leaves: Any, treedef: Any, order: Any, precision: Any, dtype
 
 
 def native_matmul(
-    x: jax.Array, *leaves: jax.Array, treedef: Any, order: Any, dtype: Any, **_: Any
+    x: jax.Array, *leaves: jax.Array, treedef: PyTreeDef, order: Any, dtype: DTypeLike, **_: Any
 ) -> Any:
     """Computes the product with a native kernel, in float32 or integer sums.
 

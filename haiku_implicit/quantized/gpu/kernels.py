@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.gpu.tiles import Plan, parts, steps, tiles
 from haiku_implicit.quantized.numbers import formats
 
@@ -64,7 +65,7 @@ def few_along_groups(plan: Plan, refs: Refs) -> None:
     tile = plan.tile
     rows = _block(_program_id(1), tile.rows, plan.matrix.rows)
 
-    def step(t: Any, totals: Any) -> Any:
+    def step(t: Any, totals: Array) -> Any:
         totals, pieces = list(totals), _pieces(plan, t)
         read = _read(refs, rows, pieces)
         for digit in range(plan.matrix.digits):
@@ -104,7 +105,7 @@ def along_rows(plan: Plan, refs: Refs) -> None:
     m = _block(_program_id(0), tile.m, plan.m)
     pieces = _pieces(plan, _program_id(1))
 
-    def step(t: Any, totals: Any) -> Any:
+    def step(t: Any, totals: Array) -> Any:
         rows = _block(split * terms + t, tile.rows, plan.matrix.rows, terms * tile.splits)
         read = _read(refs, rows, pieces)
         x = _load_pairs(refs.x, m, rows)
@@ -117,7 +118,7 @@ def along_rows(plan: Plan, refs: Refs) -> None:
         _store_pairs(refs.y, m, _flat(_elements(plan, pieces, digit)), total)
 
 
-def _loop(steps: int, step: Callable[[Any, Any], Any], start: Any) -> Any:
+def _loop(steps: int, step: Callable[[Any, Any], Any], start: Array) -> Any:
     return jax.lax.fori_loop(0, steps, lambda t, total: step(t.astype(jnp.int32), total), start)
 
 
@@ -189,7 +190,7 @@ def _flat(block: Block) -> Block:
     return Block(block.index.reshape(-1), None if block.mask is None else block.mask.reshape(-1))
 
 
-def _both(a: Any, b: Any) -> Any:
+def _both(a: Array, b: Array) -> Any:
     return b if a is None else a if b is None else a & b
 
 
@@ -228,8 +229,8 @@ class Read(NamedTuple):
     """
 
     codes: jax.Array
-    scale: Any
-    offset: Any
+    scale: Array
+    offset: Array
 
 
 def _read(refs: Refs, rows: Block, pieces: Pieces) -> Read:

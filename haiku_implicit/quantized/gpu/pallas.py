@@ -14,13 +14,18 @@ keep all of the GPU's memory busy, each sum is split among several, and XLA adds
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import PrecisionLike
+from jax.tree_util import PyTreeDef
+from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.gpu import kernels
 from haiku_implicit.quantized.gpu.tiles import Plan, columns, parts, plan_of
 from haiku_implicit.quantized.layout import Order, matrices
@@ -58,7 +63,14 @@ def supported() -> bool:
     return float(getattr(device, "compute_capability", 0)) >= _CAPABILITY
 
 
-def applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any, **_: Any) -> bool:
+def applies(
+    x: Array,
+    leaves: Sequence[Array],
+    treedef: PyTreeDef,
+    precision: PrecisionLike,
+    dtype: DTypeLike,
+    **_: Any,
+) -> bool:
     """Whether the kernel serves these operands: codes of 8, 4, 2 or 1 bits, floats up to float32."""
     q = treedef.unflatten(leaves)
     algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
@@ -81,10 +93,10 @@ def applies(x: Any, leaves: Any, treedef: Any, precision: Any, dtype: Any, **_: 
 def pallas_matmul(
     x: jax.Array,
     *leaves: jax.Array,
-    treedef: Any,
+    treedef: PyTreeDef,
     order: Order,
-    precision: Any,
-    dtype: Any,
+    precision: PrecisionLike,
+    dtype: DTypeLike,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes `x @ q` for a batch of matrices, given by leaves.
@@ -125,7 +137,13 @@ def _readable(scale: jax.Array) -> jax.Array:
     return scale if np.dtype(scale.dtype) in _FLOATS else scale.astype(jnp.float32)
 
 
-def _call(plan: Plan, out: Any, operands: Any, has_offset: bool, interpret: bool) -> jax.Array:
+def _call(
+    plan: Plan,
+    out: jax.ShapeDtypeStruct,
+    operands: Sequence[Array],
+    has_offset: bool,
+    interpret: bool,
+) -> jax.Array:
     # Imported here, because importing Pallas takes longer than importing this library.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
@@ -76,8 +78,8 @@ class Plan(NamedTuple):
     tile: Tile
     m: int
     along_rows: bool
-    operand: Any  # the dtype of the operands of a product; sums are float32
-    precision: Any
+    operand: DTypeLike  # the dtype of the operands of a product; sums are float32
+    precision: PrecisionLike
 
     @property
     def few(self) -> bool:
@@ -85,7 +87,9 @@ class Plan(NamedTuple):
         return self.m <= FEW and not self.along_rows
 
 
-def plan_of(m: int, batch: int, q: QuantizedMatrix, dtype: Any, precision: Any) -> Plan:
+def plan_of(
+    m: int, batch: int, q: QuantizedMatrix, dtype: DTypeLike, precision: PrecisionLike
+) -> Plan:
     """Plans the product of `[batch, m, i]` of this dtype and `[batch, i, o]`."""
     along_rows = q.axis == -1
     rows, length = q.shape[-2:] if along_rows else q.shape[:-3:-1]

@@ -1,16 +1,16 @@
 """Finds casts that lose finite numbers, because the new dtype's range is smaller."""
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 # Numbers per comparison, so that a large tensor does not need a second one of its size.
 _BLOCK = 2**20
 
 
-def may_overflow(old: Any, new: Any) -> bool:
+def may_overflow(old: DTypeLike, new: DTypeLike) -> bool:
     """Whether some finite numbers of a floating dtype do not round to finite numbers of another.
 
     Args:
@@ -40,7 +40,7 @@ def overflows(values: np.ndarray, new: np.ndarray) -> bool:
     return False
 
 
-def largest_before_overflow(dtype: Any) -> float:
+def largest_before_overflow(dtype: DTypeLike) -> float:
     """Returns the largest number that rounds to a finite one: half a step above the dtype's largest."""
     info = jnp.finfo(dtype)
     largest = float(info.max)

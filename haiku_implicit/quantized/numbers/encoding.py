@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.numbers import calibration, formats, gptq, options, scales
 from haiku_implicit.quantized.numbers.extremes import largest
 
@@ -33,19 +35,19 @@ class Encoded:
     """
 
     codes: jax.Array
-    scale: Any
-    offset: Any
+    scale: Array
+    offset: Array
     format: str
     padding: int = 0
 
 
 def encode_rows(
     stored: jax.Array,
-    dtype: Any,
+    dtype: DTypeLike,
     group_size: Any = None,
     zero_point: bool = False,
     method: str | None = None,
-    scale_dtype: Any = None,
+    scale_dtype: DTypeLike | None = None,
     moments: jax.Array | None = None,
 ) -> Encoded:
     """Encodes the rows of a stored matrix as codes, scales and offsets.
@@ -90,8 +92,8 @@ def _encoded(
     weight = 1.0 if moments is None else _importance(stored, moments, tile)
     blocks = _blocks(stored, tile)
     found = calibration.calibrate(blocks, fmt, method, rounding, weight)
-    scale: Any
-    offset: Any
+    scale: Array
+    offset: Array
     if scale_dtype in scales.CODES or scales.runs_of(scale_dtype):
         encoded, lost = _encoded_scales(found, fmt, scale_dtype)
         if options.split(method)[0] == "mse":  # again, among the scales that codes can hold
@@ -210,7 +212,7 @@ def _largest_divisor(n: int, most: int) -> int:
 
 
 def _codes(
-    stored: jax.Array, scale: Any, offset: Any, fmt: formats.Format, moments: jax.Array | None
+    stored: jax.Array, scale: Array, offset: Array, fmt: formats.Format, moments: jax.Array | None
 ) -> jax.Array:
     """Returns the codes `[..., rows, groups, g]` of `[..., rows, k]`, given the stored scales."""
     *lead, rows, k = stored.shape
@@ -239,7 +241,7 @@ def _check_runs(name: str | None, length: int, group: int) -> None:
         )
 
 
-def _checked_moments(moments: Any, stored: jax.Array) -> jax.Array:
+def _checked_moments(moments: Array, stored: jax.Array) -> jax.Array:
     moments, (*lead, _, k) = jnp.asarray(moments), stored.shape
     if moments.shape not in ((*lead, k, k), (*lead, k)):
         raise ValueError(
@@ -256,7 +258,7 @@ def _importance(stored: jax.Array, moments: jax.Array, tile: tuple[int, int]) ->
     return _blocks(jnp.broadcast_to(moments[..., None, :], stored.shape), tile)
 
 
-def _prescribed(name: str, given: Any, needed: Any, dtype: Any) -> Any:
+def _prescribed(name: str, given: Any, needed: Any, dtype: DTypeLike) -> Any:
     if given not in (None, needed):
         raise ValueError(f"{name}: {dtype!r} has {needed!r}, got {given!r}; leave it out")
     return needed

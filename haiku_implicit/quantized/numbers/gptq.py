@@ -5,11 +5,11 @@ another, and the remaining ones take up the error, as far as their inputs are co
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.numbers import calibration, formats
 
 DAMPING = 0.01  # added to each input's mean square, in units of their mean
@@ -17,7 +17,7 @@ DAMPING = 0.01  # added to each input's mean square, in units of their mean
 
 @functools.partial(jax.jit, static_argnums=4)
 def codes(
-    stored: jax.Array, moments: jax.Array, scale: jax.Array, offset: Any, fmt: formats.Format
+    stored: jax.Array, moments: jax.Array, scale: jax.Array, offset: Array, fmt: formats.Format
 ) -> jax.Array:
     """Returns the codes of a weight, given its scales.
 

@@ -3,11 +3,12 @@
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.quantized.numbers.calibration import Rounding, Scales
@@ -65,7 +66,7 @@ def store(
     return stored, Lost(large, (difference > jnp.abs(found.scale) / 8).any())
 
 
-def check(lost: Lost | None, dtype: Any) -> None:
+def check(lost: Lost | None, dtype: DTypeLike | None) -> None:
     """Raises for scales that are known to be out of the range of their dtype.
 
     Raises:
@@ -92,7 +93,7 @@ def runs_of(name: str | None) -> Runs | None:
     return Runs(code, int(length)) if comma else None
 
 
-def name_of(dtype: Any, fmt: Format) -> str | None:
+def name_of(dtype: DTypeLike | None, fmt: Format) -> str | None:
     """Returns the name of the storage of scales.
 
     Args:
@@ -148,7 +149,7 @@ def rounding(name: str | None) -> Rounding:
     return Rounding(nearest)
 
 
-def _name(dtype: Any) -> str | None:
+def _name(dtype: DTypeLike | None) -> str | None:
     if dtype is None or isinstance(dtype, str):
         return dtype
     try:

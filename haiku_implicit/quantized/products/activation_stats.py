@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import serialization
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.numbers import ranges
 from haiku_implicit.quantized.numbers.options import OperandConfig
 from haiku_implicit.quantized.numbers.ranges import Limits, ScaledAxes
@@ -78,7 +79,7 @@ class QuantStats:
     """
 
     sums: dict[str, Any] | None = None
-    count: Any = None
+    count: Array = None
     name: str = ""
     mode: Literal["update", "read", "fixed"] = "read"
     shapes: Shapes | None = None
@@ -142,7 +143,7 @@ def static_limits(
     finite = jnp.stack([jnp.isfinite(y).all() for y in limits.values()]).all()
     count = finite.astype(jnp.float32)
     added = {name: jnp.where(finite, y, 0) for name, y in limits.items()}, count
-    sums: Any
+    sums: Array
     sums, total = jax.lax.stop_gradient((known.sums, known.count))
     if stats.mode == "update":
         sums, total = jax.tree.map(jnp.add, (sums, total), added)
@@ -158,7 +159,7 @@ def _unchanged(out: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _remember(out: jax.Array, totals: Any, added: Any) -> jax.Array:
+def _remember(out: jax.Array, totals: Array, added: Any) -> jax.Array:
     """Returns `out`; the gradients with respect to `totals` are `added`."""
     return out
 

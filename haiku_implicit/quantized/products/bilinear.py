@@ -16,9 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.lax import PrecisionLike
+from jax.sharding import NamedSharding, Sharding
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.interpreter import interpret
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams
 from haiku_implicit.quantized.numbers.options import OperandConfig
 from haiku_implicit.quantized.numbers.ranges import ScaledAxes
 from haiku_implicit.quantized.operands import QuantizedOperand, dequantize
@@ -69,7 +73,7 @@ class Product:
     """
 
     primal: Callable[..., jax.Array]
-    precision: Any
+    precision: PrecisionLike
     axes: tuple[Axes, Axes]
     summed: tuple[tuple[int, int], ...]
     separable: bool
@@ -82,13 +86,15 @@ class Product:
     def forward(self, others: Others) -> Bilinear:
         """Returns the product of `lhs` and `rhs`, given its other arguments."""
 
-        def fun(lhs: Any, rhs: Any, dtype: Any) -> jax.Array:
+        def fun(lhs: Array, rhs: Array, dtype: DTypeLike) -> jax.Array:
             precision = None if _is_code(lhs) else self.precision
             return self.primal(lhs, rhs, *others, precision=precision, preferred_element_type=dtype)
 
         return Bilinear(fun, self.axes, self.summed, self.separable, self.group_sizes(others))
 
-    def plain(self, lhs: Any, rhs: Any, *others: Any, dtype: Any = None) -> jax.Array:
+    def plain(
+        self, lhs: Array, rhs: Array, *others: Array, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         """Computes the product of dense arrays."""
         return self.forward(others).fun(lhs, rhs, dtype)
 
@@ -109,14 +115,14 @@ class Product:
         every = range(operand.ndim)
         struct = _struct(operand)
 
-        def dense(gradient: Any, other: Any, *others: Any) -> Any:
-            def forward(x: Any) -> jax.Array:
+        def dense(gradient: Array, other: Any, *others: Array) -> Any:
+            def forward(x: Array) -> jax.Array:
                 pair = (x, other) if side == 0 else (other, x)
                 return self.forward(others).fun(*pair, jnp.float32)
 
             return jax.linear_transpose(forward, struct)(gradient)
 
-        def fun(gradient: Any, other: Any, dtype: Any) -> jax.Array:
+        def fun(gradient: Array, other: Any, dtype: DTypeLike) -> jax.Array:
             return _summed_in(dtype, dense, gradient, other, *others)
 
         return Bilinear(
@@ -141,7 +147,10 @@ def scaled_axes(product: Product | Bilinear, side: int, config: OperandConfig) -
 
 
 def dot_product(
-    ndims: tuple[int, int], numbers: Any, precision: Any = None, out_sharding: Any = None
+    ndims: tuple[int, int],
+    numbers: EqnParam,
+    precision: PrecisionLike = None,
+    out_sharding: Sharding | None = None,
 ) -> Product:
     """Returns the product `jax.lax.dot_general` of operands with `ndims` axes."""
     numbers = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in numbers)
@@ -162,11 +171,11 @@ def dot_product(
 def conv_product(
     shapes: tuple[Shape, Shape],
     *,
-    dimension_numbers: Any = None,
+    dimension_numbers: EqnParam = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: Any = None,
-    out_sharding: Any = None,
+    precision: PrecisionLike = None,
+    out_sharding: Sharding | None = None,
     **window: Any,
 ) -> Product:
     """Returns the product `jax.lax.conv_general_dilated`; `window` has its other options."""
@@ -192,7 +201,7 @@ def conv_product(
     )
 
 
-def ragged_product(precision: Any = None, group_offset: Any = None) -> Product:
+def ragged_product(precision: PrecisionLike = None, group_offset: Array = None) -> Product:
     """Returns the product `jax.lax.ragged_dot`, whose third operand has the sizes of the groups."""
     return Product(
         functools.partial(jax.lax.ragged_dot, group_offset=group_offset),
@@ -209,7 +218,7 @@ _RAGGED_DOT = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), 
 
 
 def product_of(
-    primitive: Primitive, operands: tuple[Any, Any], params: dict[str, Any]
+    primitive: Primitive, operands: tuple[Any, Any], params: EqnParams
 ) -> Product | None:
     """Returns the product that a primitive computes with these parameters; None for an unknown one."""
     options = {name: x for name, x in params.items() if name != "preferred_element_type"}
@@ -224,12 +233,14 @@ def product_of(
     return ragged_product(**options)
 
 
-def _sharded(out_sharding: Any) -> dict[str, Any]:
+def _sharded(out_sharding: Sharding | None) -> dict[str, Any]:
     """Returns the parameter if it is set: in some versions of JAX, not all products have it."""
     return {} if out_sharding is None else dict(out_sharding=out_sharding)
 
 
-def _summed_in(dtype: Any, fun: Callable[..., Any], a: Any, b: Any, *others: Any) -> jax.Array:
+def _summed_in(
+    dtype: DTypeLike, fun: Callable[..., Any], a: Array, b: Array, *others: Array
+) -> jax.Array:
     """Calls a function of two float32 arrays, one product, for other dtypes; it sums in `dtype`.
 
     (JAX does not transpose products of integers. So the function is traced for float32.)
@@ -248,30 +259,32 @@ def _summed_in(dtype: Any, fun: Callable[..., Any], a: Any, b: Any, *others: Any
     return out[0]
 
 
-def _struct(x: Any) -> jax.ShapeDtypeStruct:
+def _struct(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=_sharding(x))
 
 
-def _sharding(x: Any) -> Any:
+def _sharding(x: Array) -> Any:
     """Returns the sharding in an array's type, if any (explicit mesh axes)."""
-    sharding: Any = getattr(jax.typeof(x), "sharding", None)
+    sharding: NamedSharding | None = getattr(jax.typeof(x), "sharding", None)
     explicit = sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
     return sharding if explicit else None
 
 
-def _is_code(x: Any) -> bool:
+def _is_code(x: Array) -> bool:
     """Whether an array has codes: products of codes are exact, without precisions and algorithms."""
     return np.dtype(x.dtype).itemsize == 1
 
 
-def _is_integer(x: Any) -> bool:
+def _is_integer(x: Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, np.integer))
 
 
 # --- products of quantized operands --------------------------------------------------------------
 
 
-def multiply(product: Bilinear, a: Operand, b: Operand, dtype: Any, out_dtype: Any) -> jax.Array:
+def multiply(
+    product: Bilinear, a: Operand, b: Operand, dtype: DTypeLike, out_dtype: DTypeLike
+) -> jax.Array:
     """Computes a product of operands that may be quantized.
 
     Args:
@@ -305,7 +318,7 @@ def multiply(product: Bilinear, a: Operand, b: Operand, dtype: Any, out_dtype: A
 
 
 def _product_of_codes(
-    product: Bilinear, a: QuantizedOperand, b: QuantizedOperand, out_dtype: Any
+    product: Bilinear, a: QuantizedOperand, b: QuantizedOperand, out_dtype: DTypeLike
 ) -> Callable[[], jax.Array] | None:
     """Returns a function that multiplies codes and scales the sums; None if the scales prevent it."""
     tiles = _tiles(product, a, b) if a.multiplies and b.multiplies else None

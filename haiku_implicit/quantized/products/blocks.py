@@ -5,7 +5,7 @@ each leaf of a tree.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Array
 
 Tree = TypeVar("Tree")
 
@@ -44,7 +45,7 @@ def over_blocks(
         return fun(0, length)
     if axis is None:
 
-        def add(total: Any, i: jax.Array) -> tuple[Any, None]:
+        def add(total: Array, i: jax.Array) -> tuple[Any, None]:
             return jax.tree.map(combine, total, fun(i * size, size)), None
 
         structs = None if rest else jax.eval_shape(lambda: fun(0, size))
@@ -72,19 +73,19 @@ def _joined(blocks: jax.Array, rest: int, axis: int) -> jax.Array:
     return jnp.concatenate([whole, last], axis=axis)
 
 
-def slices(tree: Tree, start: Any, size: int, axis: int) -> Tree:
+def slices(tree: Tree, start: Array, size: int, axis: int) -> Tree:
     """Returns a slice of each leaf along an axis."""
     return jax.tree.map(lambda leaf: _slice(leaf, start, size, axis), tree)
 
 
-def _slice(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
+def _slice(x: jax.Array, start: Array, size: int, axis: int) -> jax.Array:
     if x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, np.inexact):
         return _slice_of_bytes(x, start, size, axis)
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=axis)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _slice_of_bytes(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
+def _slice_of_bytes(x: jax.Array, start: Array, size: int, axis: int) -> jax.Array:
     """Slices 8-bit floats as bytes: XLA on a CPU would first cast the whole array to a wider dtype."""
     part = jax.lax.bitcast_convert_type(x, jnp.uint8)
     part = jax.lax.dynamic_slice_in_dim(part, start, size, axis=axis)
@@ -92,7 +93,9 @@ def _slice_of_bytes(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array
 
 
 @_slice_of_bytes.defjvp
-def _slice_of_bytes_jvp(size: int, axis: int, primals: Any, tangents: Any) -> Any:
+def _slice_of_bytes_jvp(
+    size: int, axis: int, primals: Sequence[Array], tangents: Sequence[Array]
+) -> Any:
     (x, start), (of_x, _) = primals, tangents
     tangent = jax.lax.dynamic_slice_in_dim(of_x, start, size, axis=axis)
     return _slice_of_bytes(x, start, size, axis), tangent

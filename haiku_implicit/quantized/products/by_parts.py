@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from haiku_implicit.core import compat, interpreter
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.sharding import is_spec, is_split, part_specs
+from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, MeshLike
 from haiku_implicit.quantized.products.partitioned import (
     WHOLE,
     Axes,
@@ -37,7 +38,7 @@ by_parts_p = Primitive("by_parts")
 Fun = Callable[..., jax.Array]
 
 
-def is_wanted(*operands: Any) -> bool:
+def is_wanted(*operands: Array) -> bool:
     """Whether XLA may have to split a product of these: not on one device, nor within a `shard_map`.
 
     Explicit axes of a mesh have other rules.
@@ -50,7 +51,7 @@ def is_wanted(*operands: Any) -> bool:
     )
 
 
-def by_parts(fun: Fun, axes: Axes, *operands: Any) -> jax.Array:
+def by_parts(fun: Fun, axes: Axes, *operands: Array) -> jax.Array:
     """Calls a function that XLA splits over devices by the names of axes.
 
     Args:
@@ -61,7 +62,7 @@ def by_parts(fun: Fun, axes: Axes, *operands: Any) -> jax.Array:
     """
     if not any(map(is_implicit, operands)):
         return _bind(fun, axes, operands, needs_devices())
-    leaves: list[Any] = []
+    leaves: list[Array] = []
     treedefs: list[tuple[Any, int] | None] = []
     names: list[Names] = []
     pieces = list(axes.pieces)
@@ -80,7 +81,7 @@ def by_parts(fun: Fun, axes: Axes, *operands: Any) -> jax.Array:
     return _bind(_Expanded(fun, tuple(treedefs)), expanded, leaves, needs_devices())
 
 
-def _bind(fun: Fun, axes: Axes, operands: Sequence[Any], mesh: Any) -> jax.Array:
+def _bind(fun: Fun, axes: Axes, operands: Sequence[Array], mesh: MeshLike | None) -> jax.Array:
     out: jax.Array = by_parts_p.bind(*operands, fun=fun, axes=axes, mesh=mesh)
     return out
 
@@ -111,7 +112,7 @@ class _Expanded:
 # A type's `field_axes` say which axes of its leaves are axes of the dense array.
 
 
-def names_of_leaves(x: Any, names: Names) -> list[Names] | None:
+def names_of_leaves(x: Array, names: Names) -> list[Names] | None:
     """Returns the names of the axes of an implicit array's leaves, from the names of its own axes.
 
     None if the type does not define them.
@@ -129,7 +130,7 @@ def names_of_leaves(x: Any, names: Names) -> list[Names] | None:
     return found
 
 
-def pieces_of(x: Any, names: Names) -> list[tuple[str, int]]:
+def pieces_of(x: Array, names: Names) -> list[tuple[str, int]]:
     """Returns for each axis name of an implicit array the most parts that its leaves can be cut into.
 
     The numbers of parts are the divisors of the number of devices.
@@ -140,7 +141,7 @@ def pieces_of(x: Any, names: Names) -> list[tuple[str, int]]:
     return [(name, next(n for n in numbers if _can_be_cut(x, names, name, n))) for name in own]
 
 
-def _can_be_cut(x: Any, names: Names, name: str, parts: int) -> bool:
+def _can_be_cut(x: Array, names: Names, name: str, parts: int) -> bool:
     """Whether the leaves of each part make an array with the static fields of the whole one."""
     own = (n if n == name else None for n in names)
     part = part_specs(x, PartitionSpec(*own), compat.auto_mesh([parts], [name]))
@@ -148,7 +149,7 @@ def _can_be_cut(x: Any, names: Names, name: str, parts: int) -> bool:
     return parts == 1 or structures[0] == structures[1]
 
 
-def _expand(operands: list[Any], params: dict[str, Any]) -> list[Any]:
+def _expand(operands: list[Array], params: EqnParams) -> list[Array]:
     """Handles operands that are implicit although a type's rule takes them for dense arrays."""
     return [by_parts(params["fun"], params["axes"], *operands)]
 
@@ -160,7 +161,7 @@ interpreter.HIGHER_ORDER[by_parts_p] = _expand
 
 
 @functools.lru_cache(maxsize=1024)
-def _out_aval(fun: Fun, avals: tuple[Any, ...]) -> Any:
+def _out_aval(fun: Fun, avals: tuple[Aval, ...]) -> Any:
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
     with jax.numpy_dtype_promotion("standard"):
         closed = jax.make_jaxpr(functools.partial(fun, parts=WHOLE))(*structs)
@@ -168,19 +169,19 @@ def _out_aval(fun: Fun, avals: tuple[Any, ...]) -> Any:
     return out
 
 
-def _abstract(*operands: Any, fun: Fun, **_: Any) -> Any:
+def _abstract(*operands: Aval, fun: Fun, **_: Any) -> Any:
     return _out_aval(fun, operands)
 
 
 @functools.partial(jax.jit, static_argnames=("fun", "axes", "mesh"))
-def _run(*operands: jax.Array, fun: Fun, **params: Any) -> jax.Array:
+def _run(*operands: jax.Array, fun: Fun, **params: EqnParam) -> jax.Array:
     """Compiles the primitive outside of any trace; under `disable_jit` it calls the function."""
     if any(isinstance(x, jax.core.Tracer) for x in operands):
         return _bind(fun, operands=operands, **params)
     return fun(*operands, parts=WHOLE)
 
 
-def _lower(ctx: Any, *operands: Any, fun: Fun, axes: Axes, mesh: Any) -> Any:
+def _lower(ctx: Any, *operands: Array, fun: Fun, axes: Axes, mesh: MeshLike) -> Any:
     run: Fun = functools.partial(fun, parts=WHOLE)
     devices = devices_of(ctx.module_context)
     if mesh is not None and devices is not None and devices.program is None:
@@ -222,7 +223,9 @@ class _Tangent:
         return out
 
 
-def _jvp(primals: Any, tangents: Any, *, fun: Fun, axes: Axes, mesh: Any) -> Any:
+def _jvp(
+    primals: Sequence[Array], tangents: Sequence[Array], *, fun: Fun, axes: Axes, mesh: MeshLike
+) -> tuple[Array, Array]:
     out = _bind(fun, axes, primals, mesh)
     moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
     if not moving:
@@ -265,7 +268,7 @@ class _Pulled:
         return out
 
 
-def _transpose(ct: Any, *operands: Any, fun: Fun, axes: Axes, mesh: Any) -> Any:
+def _transpose(ct: Array, *operands: Array, fun: Fun, axes: Axes, mesh: MeshLike) -> Any:
     if isinstance(ct, ad.Zero):
         return [None] * len(operands)
     unknown = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
@@ -295,7 +298,7 @@ class _Mapped:
         return out
 
 
-def _batch(operands: Any, dims: Any, *, fun: Fun, axes: Axes, mesh: Any) -> Any:
+def _batch(operands: Sequence[Array], dims: Any, *, fun: Fun, axes: Axes, mesh: MeshLike) -> Any:
     new = f"mapped{sum(name.startswith('mapped') for name in axes.names)}"
     pairs = list(zip(operands, dims, strict=True))
     stacked = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]

@@ -12,10 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.keys import as_key
+from haiku_implicit.core.typing import Array, EqnParam
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.activation_stats import QuantStats
 from haiku_implicit.quantized.products.bilinear import (
@@ -30,17 +34,17 @@ from haiku_implicit.quantized.products.rules import QuantRule
 
 
 def dot_general(
-    lhs: Any,
-    rhs: Any,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: EqnParam,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     *,
     rule: QuantRule,
-    out_sharding: Any = None,
+    out_sharding: Sharding | None = None,
     lhs_is_weight: bool = False,
     rhs_is_weight: bool = True,
-    key: Any = None,
+    key: jax.Array | None = None,
     stats: QuantStats | None = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` of quantized operands, with a quantized backward pass.
@@ -80,23 +84,23 @@ def dot_general(
 
 
 def conv_general_dilated(
-    lhs: Any,
-    rhs: Any,
+    lhs: Array,
+    rhs: Array,
     window_strides: Sequence[int],
-    padding: Any,
+    padding: EqnParam,
     lhs_dilation: Sequence[int] | None = None,
     rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
+    dimension_numbers: EqnParam = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     *,
     rule: QuantRule,
-    out_sharding: Any = None,
+    out_sharding: Sharding | None = None,
     lhs_is_weight: bool = False,
     rhs_is_weight: bool = True,
-    key: Any = None,
+    key: jax.Array | None = None,
     stats: QuantStats | None = None,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` of quantized operands, with a quantized backward pass.
@@ -149,17 +153,17 @@ def conv_general_dilated(
 
 
 def ragged_dot(
-    lhs: Any,
-    rhs: Any,
-    group_sizes: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    group_offset: Any = None,
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: Array = None,
     *,
     rule: QuantRule,
     lhs_is_weight: bool = False,
     rhs_is_weight: bool = True,
-    key: Any = None,
+    key: jax.Array | None = None,
     stats: QuantStats | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` of quantized operands, with a quantized backward pass.
@@ -203,8 +207,8 @@ def _by_rule(
     others: Others,
     rule: QuantRule,
     are_weights: tuple[bool, bool],
-    dtype: Any,
-    key: Any,
+    dtype: DTypeLike | None,
+    key: jax.Array | None,
     stats: QuantStats | None,
 ) -> jax.Array:
     if not isinstance(rule, QuantRule):
@@ -217,7 +221,7 @@ def _by_rule(
     return quantized_product(product, config, (lhs, rhs), others, dtype=dtype, key=key, stats=stats)
 
 
-def _as_operand(x: Any) -> jax.Array | QuantizedMatrix:
+def _as_operand(x: Array) -> jax.Array | QuantizedMatrix:
     """Converts an array; a stored matrix keeps its codes, other implicit arrays are materialized."""
     if isinstance(x, QuantizedMatrix):
         return x

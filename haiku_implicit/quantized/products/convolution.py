@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 
+from haiku_implicit.core.typing import Array, EqnParams, Result
 from haiku_implicit.quantized.products.by_parts import by_parts, is_wanted
 from haiku_implicit.quantized.products.partitioned import Axes, Names, Parts
 
 
-def convolve(x: jax.Array, w: Any, params: dict[str, Any], *factors: jax.Array) -> Any:
+def convolve(x: jax.Array, w: Array, params: EqnParams, *factors: jax.Array) -> Result:
     """`conv_general_dilated`, split over devices by the batch, the input and the output channels.
 
     Args:

@@ -10,25 +10,31 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.lax import PrecisionLike
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.keys import as_key
 from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.core.typing import Array, EqnParam
 from haiku_implicit.quantized.products import by_rule
 from haiku_implicit.quantized.products.rules import QuantRule
 
 
 def einsum(
     subscripts: str,
-    *operands: Any,
+    *operands: Array,
     rule: QuantRule,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Sharding | None = None,
     weights: int | Sequence[int] = -1,
-    key: Any = None,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """`jnp.einsum` of quantized operands, with a quantized backward pass.
 
@@ -69,10 +75,10 @@ def einsum(
     options |= {} if out_sharding is None else dict(out_sharding=out_sharding)
 
     @use_implicit_args
-    def run(*operands: Any) -> Any:
+    def run(*operands: Array) -> Any:
         return jnp.einsum(subscripts, *operands, **options)
 
-    out: Any = run(
+    out: Array = run(
         *(_Operand(jnp.asarray(x), rule, i, i in positions, key) for i, x in enumerate(operands))
     )
     return out.value
@@ -90,16 +96,16 @@ class _Operand(ImplicitArray):
       key: the random key of the einsum, or None.
     """
 
-    value: Any
+    value: Array
     rule: QuantRule = aux_field()
     first: int = aux_field()
     is_weight: bool = aux_field()
-    key: Any = None
+    key: Array = None
 
     def compute_shape(self) -> tuple[int, ...]:
         return tuple(self.value.shape)
 
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> np.dtype:
         return self.value.dtype
 
     def materialize(self) -> NoReturn:
@@ -111,7 +117,7 @@ class _Operand(ImplicitArray):
 
 
 @primitive_handler("dot_general")
-def _multiply(primitive: Any, lhs: _Operand, rhs: _Operand, **params: Any) -> _Operand:
+def _multiply(primitive: Any, lhs: _Operand, rhs: _Operand, **params: EqnParam) -> _Operand:
     # Each product uses up one first position, whose number makes its key different from all others.
     first, number = sorted((lhs.first, rhs.first))
     key = lhs.key if lhs.key is None or number == 1 else jax.random.fold_in(lhs.key, number - 1)
@@ -123,12 +129,12 @@ def _multiply(primitive: Any, lhs: _Operand, rhs: _Operand, **params: Any) -> _O
 @primitive_handler(
     ["transpose", "squeeze", "reduce_sum", "reduce_or", "convert_element_type", "copy"]
 )
-def _rearrange(primitive: Any, x: _Operand, **params: Any) -> _Operand:
+def _rearrange(primitive: Primitive, x: _Operand, **params: EqnParam) -> _Operand:
     """Rearranges an operand: a transposed weight is still a weight."""
     return x._replace(value=primitive.bind(x.value, **params))
 
 
 @primitive_handler("select_n")
-def _mask(primitive: Any, mask: jax.Array, zeros: jax.Array, x: _Operand) -> _Operand:
+def _mask(primitive: Primitive, mask: jax.Array, zeros: jax.Array, x: _Operand) -> _Operand:
     """Takes the diagonal of an operand that has an index twice."""
     return x._replace(value=primitive.bind(mask, zeros, x.value))

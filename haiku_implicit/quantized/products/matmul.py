@@ -13,7 +13,7 @@ rounded, and the matrix.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,9 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.lax import PrecisionLike
+from jax.tree_util import PyTreeDef
+from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import mapped_first
+from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams
 from haiku_implicit.quantized.cpu import native
 from haiku_implicit.quantized.gpu import pallas
 from haiku_implicit.quantized.layout import Order, matrices, sizes
@@ -45,7 +49,7 @@ quantized_matmul_p = Primitive("quantized_matmul")
 
 
 def quantized_matmul(
-    x: jax.Array, q: QuantizedMatrix, *, order: Order, precision: Any, dtype: Any
+    x: jax.Array, q: QuantizedMatrix, *, order: Order, precision: PrecisionLike, dtype: DTypeLike
 ) -> jax.Array:
     """Computes `x @ q` for a batch of matrices, without a dense copy of them.
 
@@ -69,7 +73,9 @@ def quantized_matmul(
     return quantized_matmul_p.bind(*operands, mesh=needs_devices(), **params)
 
 
-def _abstract(x: Any, *leaves: Any, treedef: Any, order: Any, dtype: Any, **_: Any) -> Any:
+def _abstract(
+    x: Aval, *leaves: Aval, treedef: PyTreeDef, order: Any, dtype: DTypeLike, **_: Any
+) -> Any:
     columns = sizes(treedef.unflatten(leaves), order)[-1]
     return x.update(shape=(*x.shape[:-1], columns), dtype=dtype, weak_type=False)
 
@@ -89,7 +95,7 @@ def _of_matrices(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Extends a product of `[batch, m, i]` to any number of axes in place of `batch` and `m`."""
 
     @_with_standard_promotion
-    def run(x: jax.Array, *leaves: jax.Array, order: Order, **params: Any) -> Any:
+    def run(x: jax.Array, *leaves: jax.Array, order: Order, **params: EqnParam) -> Any:
         out = fun(x.reshape(_flat(x.shape, order)), *leaves, order=order, **params)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
@@ -106,7 +112,7 @@ _reference = _of_matrices(reference.product)
 
 
 @functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype", "mesh"))
-def _run(*operands: jax.Array, **params: Any) -> jax.Array:
+def _run(*operands: jax.Array, **params: EqnParam) -> jax.Array:
     """Computes the product outside of any trace: compiles the primitive.
 
     If the operands are not tracers, JAX wants the operations one by one: under `jax.disable_jit()`, or
@@ -117,7 +123,7 @@ def _run(*operands: jax.Array, **params: Any) -> jax.Array:
     return _reference(*operands, **_of_product(params))
 
 
-def _of_product(params: dict[str, Any]) -> dict[str, Any]:
+def _of_product(params: EqnParams) -> dict[str, Any]:
     """Returns the parameters of the primitive that determine its result."""
     return {name: value for name, value in params.items() if name != "mesh"}
 
@@ -125,7 +131,9 @@ def _of_product(params: dict[str, Any]) -> dict[str, Any]:
 # --- differentiation -----------------------------------------------------------------------------
 
 
-def _jvp(primals: Any, tangents: Any, *, treedef: Any, **params: Any) -> Any:
+def _jvp(
+    primals: Sequence[Array], tangents: Sequence[Array], *, treedef: PyTreeDef, **params: EqnParam
+) -> tuple[Array, Array]:
     """Differentiates the product: linear in the activations, and in scale and offset together."""
     bind = functools.partial(quantized_matmul_p.bind, treedef=treedef, **params)
     x, codes, *scales = primals
@@ -149,7 +157,13 @@ def _jvp(primals: Any, tangents: Any, *, treedef: Any, **params: Any) -> Any:
 
 
 def _transpose(
-    ct: Any, x: Any, *leaves: Any, treedef: Any, order: Any, precision: Any, **_: Any
+    ct: Array,
+    x: Array,
+    *leaves: Array,
+    treedef: PyTreeDef,
+    order: Any,
+    precision: PrecisionLike,
+    **_: Any,
 ) -> Any:
     nothing = [None] * (1 + len(leaves))
     if isinstance(ct, ad.Zero):
@@ -164,7 +178,12 @@ def _transpose(
 
 
 def _transpose_scales(
-    ct: Any, x: Any, leaves: Any, treedef: Any, order: Order, precision: Any
+    ct: Array,
+    x: Array,
+    leaves: Sequence[Array],
+    treedef: PyTreeDef,
+    order: Order,
+    precision: PrecisionLike,
 ) -> list[jax.Array]:
     codes, *undefined = leaves
     structs = [jax.ShapeDtypeStruct(s.aval.shape, s.aval.dtype) for s in undefined]
@@ -191,9 +210,9 @@ class _GradientsOfScales:
       names: the names of their axes.
     """
 
-    treedef: Any
+    treedef: PyTreeDef
     order: Order
-    precision: Any
+    precision: PrecisionLike
     structs: tuple[tuple[tuple[int, ...], Any], ...]
     names: Names
 
@@ -221,7 +240,7 @@ class _GradientsOfScales:
 # --- batching ------------------------------------------------------------------------------------
 
 
-def _batch(operands: Any, axes: Any, *, order: Any, **params: Any) -> Any:
+def _batch(operands: Sequence[Array], axes: Any, *, order: Any, **params: EqnParam) -> Any:
     """Batches the product: if only activations are batched, as more rows; else as more matrices."""
     x, *leaves = operands
     bind = functools.partial(quantized_matmul_p.bind, **params)
@@ -234,15 +253,21 @@ def _batch(operands: Any, axes: Any, *, order: Any, **params: Any) -> Any:
 # --- lowering ------------------------------------------------------------------------------------
 
 
-def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+def _lower_on_cpu(ctx: Any, *operands: Array, **params: EqnParam) -> Any:
     return _lower(ctx, operands, params, native.native_matmul, native.applies)
 
 
-def _lower_on_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+def _lower_on_gpu(ctx: Any, *operands: Array, **params: EqnParam) -> Any:
     return _lower(ctx, operands, params, pallas.pallas_matmul, pallas.applies)
 
 
-def _lower(ctx: Any, operands: Any, params: Any, kernel: Any, applies: Any) -> Any:
+def _lower(
+    ctx: Any,
+    operands: Sequence[Array],
+    params: EqnParams,
+    kernel: Callable[..., Any],
+    applies: Callable[..., bool],
+) -> Any:
     x, *leaves = ctx.avals_in
     devices = devices_of(ctx.module_context)
     if params["mesh"] is not None and devices is not None:
@@ -256,7 +281,7 @@ def _lower(ctx: Any, operands: Any, params: Any, kernel: Any, applies: Any) -> A
     return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands, **params)
 
 
-def _part(params: dict[str, Any]) -> Callable[..., jax.Array]:
+def _part(params: EqnParams) -> Callable[..., jax.Array]:
     """Returns the product of parts of the operands."""
     return lambda *operands, parts: quantized_matmul_p.bind(*operands, **params)
 

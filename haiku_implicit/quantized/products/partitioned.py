@@ -31,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import names_in_entry, num_parts, padded_spec
+from haiku_implicit.core.typing import Array, MeshLike
 
 Names = tuple[str | None, ...]
 Pieces = tuple[tuple[str, int], ...]
@@ -45,7 +46,7 @@ class Parts:
       mesh: the mesh; None if nothing is split.
     """
 
-    def __init__(self, split: Split | None = None, mesh: Any = None):
+    def __init__(self, split: Split | None = None, mesh: MeshLike | None = None):
         self._split, self._mesh = split or {}, mesh
 
     def count(self, name: str | None) -> int:
@@ -125,7 +126,7 @@ class Devices:
         orders = itertools.permutations(self.free)
         return [Mesh(first.reshape([sizes[a] for a in own]), own) for own in orders]
 
-    def can_sum(self, over: Sequence[str], mesh: Any) -> bool:
+    def can_sum(self, over: Sequence[str], mesh: MeshLike) -> bool:
         """Whether products of parts can be added up over these axes of `mesh`."""
         return self.program is None or num_parts(tuple(over), mesh) in (1, self.number)
 
@@ -155,7 +156,7 @@ def partitioned(
       devices: the devices over which XLA splits it.
     """
 
-    def partition(of_call: Any, operands: Any, result: Any) -> Any:
+    def partition(of_call: Any, operands: Sequence[Array], result: Any) -> Any:
         (*placed, out), mesh = _placed((*operands[:-1], result), devices.meshes(of_call))
         split = _cheapest(axes, placed, out, mesh, devices.can_sum)
         parts = Parts(split, mesh)
@@ -171,7 +172,7 @@ def partitioned(
         # JAX traces and lowers `local` as a part of the whole program.
         return devices.program or of_call, local, of_result, places
 
-    def infer(of_call: Any, operands: Any, _: Any) -> Any:
+    def infer(of_call: Any, operands: Sequence[Array], _: Any) -> Any:
         placed, mesh = _placed(operands[:-1], devices.meshes(of_call))
         split = _cheapest(axes, placed, None, mesh, devices.can_sum)
         return NamedSharding(mesh, _spec(axes.result, split))
@@ -219,7 +220,7 @@ def needs_devices() -> Any:
 # --- the shardings of the operands ---------------------------------------------------------------
 
 
-def _placed(arrays: Sequence[Any], meshes: Sequence[Any]) -> tuple[list[Any], Any]:
+def _placed(arrays: Sequence[Array], meshes: Sequence[Any]) -> tuple[list[Any], Any]:
     """Expresses XLA's shardings of arrays by names of mesh axes; returns the arrays and the mesh.
 
     XLA may split an axis by a part of a mesh axis, as two of four devices. JAX would raise for such a
@@ -233,7 +234,7 @@ def _placed(arrays: Sequence[Any], meshes: Sequence[Any]) -> tuple[list[Any], An
     return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in pairs], mesh
 
 
-def _spec_on(mesh: Any, x: Any) -> PartitionSpec | None:
+def _spec_on(mesh: MeshLike, x: Array) -> PartitionSpec | None:
     """Returns an array's split by names of the mesh; None if the mesh cannot express it."""
     ndim = len(x.shape)
     if x.sharding is None:
@@ -244,7 +245,7 @@ def _spec_on(mesh: Any, x: Any) -> PartitionSpec | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _specs_on(mesh: Any, ndim: int) -> list[PartitionSpec]:
+def _specs_on(mesh: MeshLike, ndim: int) -> list[PartitionSpec]:
     """Returns every way to split an array of `ndim` axes on a mesh, by few mesh axes first."""
     names = [axis for axis, parts in mesh.shape.items() if parts > 1]
     found: dict[PartitionSpec, None] = {}
@@ -262,9 +263,9 @@ def _specs_on(mesh: Any, ndim: int) -> list[PartitionSpec]:
 
 def _cheapest(
     axes: Axes,
-    operands: Sequence[Any],
+    operands: Sequence[Array],
     result: Any,
-    mesh: Any,
+    mesh: MeshLike,
     can_sum: Callable[[Sequence[str], Any], bool],
 ) -> Split:
     """Returns the split that moves the fewest bytes, given the shardings of operands and result.
@@ -300,7 +301,7 @@ def _cheapest(
 
 
 def _suggested(
-    axes: Axes, arrays: Sequence[tuple[Any, Names]], mesh: Any
+    axes: Axes, arrays: Sequence[tuple[Any, Names]], mesh: MeshLike
 ) -> Iterator[tuple[Split, int]]:
     """Yields the ways to split that operands suggest: each mesh axis splits one of its names, or none.
 
@@ -326,22 +327,22 @@ def _suggested(
         )
 
 
-def _moved(x: Any, spec: PartitionSpec, mesh: Any) -> float:
+def _moved(x: Array, spec: PartitionSpec, mesh: MeshLike) -> float:
     return _moved_between(x, _spec_of(x), spec, mesh)
 
 
-def _moved_between(x: Any, old: Any, new: Any, mesh: Any) -> float:
+def _moved_between(x: Array, old: PartitionSpec, new: PartitionSpec, mesh: MeshLike) -> float:
     """Returns the bytes that a device receives if a sharding changes; zero if it has its new part."""
     pairs = zip(*(padded_spec(s, len(x.shape)) for s in (old, new)), strict=True)
     has_it = all(names_in_entry(b)[: len(names_in_entry(a))] == names_in_entry(a) for a, b in pairs)
     return 0 if has_it else _local_bytes(x, new, mesh)
 
 
-def _local_bytes(x: Any, spec: PartitionSpec, mesh: Any) -> float:
+def _local_bytes(x: Array, spec: PartitionSpec, mesh: MeshLike) -> float:
     return math.prod(x.shape) * x.dtype.itemsize / math.prod(num_parts(s, mesh) for s in spec)
 
 
-def _spec_of(x: Any) -> Any:
+def _spec_of(x: Array) -> Any:
     return getattr(x.sharding, "spec", ())
 
 

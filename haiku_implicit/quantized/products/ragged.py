@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import export
+from jax.sharding import Sharding
+from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core.binary import BinaryCall
 from haiku_implicit.core.sharding import is_split
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.blocks import slices
 from haiku_implicit.quantized.products.by_parts import (
@@ -91,12 +94,12 @@ class RowNumbers(NamedTuple):
 
 
 def row_numbers(
-    x: Any,
-    w: Any,
+    x: Array,
+    w: Array,
     *,
     ragged_dot_dimension_numbers: Any,
-    group_offset: Any = None,
-    out_sharding: Any = None,
+    group_offset: Array = None,
+    out_sharding: Sharding | None = None,
     **options: Any,
 ) -> RowNumbers | None:
     """Returns the axes of a product of rows with the matrices of their groups; None for other products.
@@ -127,8 +130,8 @@ def row_numbers(
 
 
 def quantized_ragged_dot(
-    x: jax.Array, q: QuantizedMatrix, group_sizes: jax.Array, **params: Any
-) -> Any:
+    x: jax.Array, q: QuantizedMatrix, group_sizes: jax.Array, **params: EqnParam
+) -> Result:
     """Computes `jax.lax.ragged_dot_general(x, q, group_sizes)`, and decodes one matrix at a time.
 
     The backward pass keeps the codes and the scales, and decodes them again.
@@ -179,7 +182,7 @@ class _StoredProduct:
 
     numbers: RowNumbers
     options: tuple[tuple[str, Any], ...]
-    treedef: Any
+    treedef: PyTreeDef
 
     def __call__(self, x: jax.Array, *others: jax.Array, parts: Parts) -> jax.Array:
         *leaves, sizes = others
@@ -249,7 +252,7 @@ class _SmallProduct:
 def _in_tiles(
     multiply: Callable[..., jax.Array],
     x: jax.Array,
-    w: Any,
+    w: Array,
     sizes: jax.Array,
     numbers: RowNumbers,
     parts: Parts,

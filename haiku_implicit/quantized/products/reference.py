@@ -10,7 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
+from jax.tree_util import PyTreeDef
+from jax.typing import DTypeLike
 
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.layout import Order, matrices
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.operands import quantize_rows, rounded_rows, stored_operand
@@ -24,7 +28,12 @@ _BLOCK = 1 << 15
 
 
 def product(
-    x: jax.Array, *leaves: jax.Array, treedef: Any, order: Order, precision: Any, dtype: Any
+    x: jax.Array,
+    *leaves: jax.Array,
+    treedef: PyTreeDef,
+    order: Order,
+    precision: PrecisionLike,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """Computes the product with a batch of matrices, with the primitive's arguments and result.
 
@@ -41,7 +50,9 @@ def product(
     return jax.vmap(run)(x, treedef.unflatten(flat))
 
 
-def _product_of_one(x: jax.Array, q: QuantizedMatrix, precision: Any, dtype: Any) -> jax.Array:
+def _product_of_one(
+    x: jax.Array, q: QuantizedMatrix, precision: PrecisionLike, dtype: DTypeLike
+) -> jax.Array:
     """Computes `[m, i] @ [i, o]`: a sum over blocks, or columns of the result from each block."""
     summed = q.axis == -1
     # Sums of blocks are not rounded in between.
@@ -53,7 +64,7 @@ def _product_of_one(x: jax.Array, q: QuantizedMatrix, precision: Any, dtype: Any
     elif q.activation is not None:
         rounded = quantize_rows(x, q)
 
-    def block(start: Any, size: int) -> jax.Array:
+    def block(start: Array, size: int) -> jax.Array:
         part = slices(q, start, size, -2)._replace(axis=-1)  # as stored: nothing is transposed
         if rounded is not None:
             both = dot_product((2, 2), numbers, precision).forward(())
@@ -69,7 +80,12 @@ def _product_of_one(x: jax.Array, q: QuantizedMatrix, precision: Any, dtype: Any
 
 
 def gradients_of_scales(
-    ct: jax.Array, x: jax.Array, codes: jax.Array, zeros: Any, treedef: Any, precision: Any
+    ct: jax.Array,
+    x: jax.Array,
+    codes: jax.Array,
+    zeros: Array,
+    treedef: PyTreeDef,
+    precision: PrecisionLike,
 ) -> Any:
     """Returns the gradients with respect to scales and offsets, `[batch, rows, groups]` each.
 
@@ -89,7 +105,7 @@ def gradients_of_scales(
     def one(ct: jax.Array, x: jax.Array, q: QuantizedMatrix) -> Any:
         by_row, other = (ct, x) if q.axis == -2 else (x, ct)
 
-        def block(start: Any, size: int) -> Any:
+        def block(start: Array, size: int) -> Any:
             codes, *scales = jax.tree.leaves(slices(q, start, size, -2))
             of_rows = slices(by_row, start, size, 1)
             of_w = jax.lax.dot(of_rows.T, other, precision=precision, preferred_element_type=wide)

@@ -7,14 +7,18 @@ they are small.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall
+from haiku_implicit.core.compat import Primitive
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.bilinear import product_of
 from haiku_implicit.quantized.products.blocks import BLOCKED_FROM, over_blocks, slices
@@ -59,7 +63,7 @@ def _dense(call: BinaryCall, x: jax.Array, q: jax.Array, **changes: Any) -> Any:
 # --- as products of matrices ---------------------------------------------------------------------
 
 
-def _row_axis(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, dtype: Any) -> int | None:
+def _row_axis(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, dtype: DTypeLike) -> int | None:
     """Returns the axis of `q` that makes matrices with the axis that is stored in groups.
 
     One of the two is contracted. None: this is not a product of matrices.
@@ -80,7 +84,7 @@ def _row_axis(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, dtype: Any) ->
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _as_matmul(
-    call: BinaryCall, x: jax.Array, q: QuantizedMatrix, row: int, dtype: Any
+    call: BinaryCall, x: jax.Array, q: QuantizedMatrix, row: int, dtype: DTypeLike
 ) -> jax.Array:
     """Computes the product as a product of `[batch..., m..., i]` and `[batch..., i, o]`."""
     ((x_contracted,), (contracted,)), (x_batch, q_batch) = call.contracted, call.batch
@@ -111,7 +115,7 @@ def _as_matmul(
 # --- in codes ------------------------------------------------------------------------------------
 
 
-def in_codes(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, *others: jax.Array) -> Any:
+def in_codes(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, *others: jax.Array) -> Result:
     """Computes a product with activations quantized by `q.activation`.
 
     Args:
@@ -150,7 +154,7 @@ class _Blocks(NamedTuple):
     out_axis: int | None
 
 
-def _blocks(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, out: Any) -> _Blocks | None:
+def _blocks(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, out: Array) -> _Blocks | None:
     """Returns the blocks to cut a product in; None to compute it in one piece."""
     algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
     if (
@@ -178,7 +182,7 @@ def _blocks(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, out: Any) -> _Bl
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _in_blocks(
-    call: BinaryCall, x: jax.Array, q: QuantizedMatrix, blocks: _Blocks, dtype: Any
+    call: BinaryCall, x: jax.Array, q: QuantizedMatrix, blocks: _Blocks, dtype: DTypeLike
 ) -> jax.Array:
     """Computes the product block after block."""
     changes = {}
@@ -189,7 +193,7 @@ def _in_blocks(
     def run(x: jax.Array, q: QuantizedMatrix) -> jax.Array:
         # Checkpointed, or the scan would keep each dense block for the backward pass.
         @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
-        def block(start: Any, size: int) -> jax.Array:
+        def block(start: Array, size: int) -> jax.Array:
             # The last axis of the leaves is the grouped one, and the rows come before it.
             part = slices(q, start, size, min(blocks.axis, q.ndim - 2))
             own = x if blocks.x_axis is None else slices(x, start, size, blocks.x_axis)
@@ -204,7 +208,7 @@ def _in_blocks(
 # --- with a dense copy ---------------------------------------------------------------------------
 
 
-def with_dense(primitive: Any, *operands: Any, **params: Any) -> jax.Array:
+def with_dense(primitive: Primitive, *operands: Array, **params: EqnParam) -> jax.Array:
     """Computes a primitive on the dense values of stored operands; the backward pass keeps the codes.
 
     Args:
@@ -217,8 +221,8 @@ def with_dense(primitive: Any, *operands: Any, **params: Any) -> jax.Array:
 
 # Jitted, so that eager code does not allocate each intermediate value in turn.
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _with_dense(operands: Any, primitive: Any, params: Any) -> jax.Array:
-    def run(operands: Any) -> jax.Array:
+def _with_dense(operands: Sequence[Array], primitive: Primitive, params: EqnParams) -> jax.Array:
+    def run(operands: Sequence[Array]) -> jax.Array:
         dense = [x.materialize() if is_implicit(x) else x for x in operands]
         return primitive.bind(*dense, **dict(params))
 

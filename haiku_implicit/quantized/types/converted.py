@@ -6,12 +6,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.materialization import Remark, emit
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.bilinear import Product, product_of
 
@@ -81,7 +83,7 @@ class ConvertedMatrix(QuantizedMatrix, core_ndim=2):
 
 
 @binary_handler(["dot_general", "conv_general_dilated"])
-def check_product(call: BinaryCall, x: jax.Array, w: ConvertedMatrix) -> Any:
+def check_product(call: BinaryCall, x: jax.Array, w: ConvertedMatrix) -> Result:
     """Warns if training has other scales in a product with a dense array."""
     product = product_of(call.primitive, call.ordered(x, w), call.params)
     if product is not None:
@@ -91,8 +93,8 @@ def check_product(call: BinaryCall, x: jax.Array, w: ConvertedMatrix) -> Any:
 
 @primitive_handler("dot_general")
 def check_product_of_two(
-    primitive: Primitive, v: ConvertedMatrix, w: ConvertedMatrix, **params: Any
-) -> Any:
+    primitive: Primitive, v: ConvertedMatrix, w: ConvertedMatrix, **params: EqnParam
+) -> Result:
     """Warns if training has other scales in a product of two converted matrices."""
     product = product_of(primitive, (v, w), params)
     if product is not None:
@@ -103,8 +105,8 @@ def check_product_of_two(
 
 @primitive_handler(ragged_dot_general_p)
 def check_ragged_product(
-    primitive: Primitive, x: jax.Array, w: ConvertedMatrix, sizes: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, x: jax.Array, w: ConvertedMatrix, sizes: jax.Array, **params: EqnParam
+) -> Result:
     """Warns if training has other scales in a ragged product."""
     product = product_of(primitive, (x, w), params)
     if product is not None:
@@ -114,8 +116,13 @@ def check_ragged_product(
 
 @primitive_handler("gather")
 def check_look_up(
-    primitive: Primitive, w: ConvertedMatrix, indices: jax.Array, *, slice_sizes: Any, **params: Any
-) -> Any:
+    primitive: Primitive,
+    w: ConvertedMatrix,
+    indices: jax.Array,
+    *,
+    slice_sizes: tuple[int, ...],
+    **params: EqnParam,
+) -> Result:
     """Warns of a look-up of rows, which training does not round."""
     if tuple(slice_sizes[-2:]) != w.shape[-2:]:
         w.warn("training looks up its rows as they are, and the stored ones are rounded")
@@ -125,15 +132,17 @@ def check_look_up(
 
 @primitive_handler(["mul", "div", "neg"], precedence=1)
 def check_scaled(
-    primitive: Primitive, w: ConvertedMatrix, *others: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, w: ConvertedMatrix, *others: jax.Array, **params: EqnParam
+) -> Result:
     """Warns of scaling: training quantizes the scaled weight, and a tie may go the other way."""
     w.warn(f"{primitive.name!r} changes it before its product, and training quantizes the result")
     return NotImplemented
 
 
 @primitive_handler("convert_element_type")
-def check_cast(primitive: Primitive, w: ConvertedMatrix, *, new_dtype: Any, **params: Any) -> Any:
+def check_cast(
+    primitive: Primitive, w: ConvertedMatrix, *, new_dtype: DTypeLike, **params: EqnParam
+) -> Result:
     """Warns of a cast that may lose something: training quantizes the cast weight."""
     if jnp.promote_types(w.dtype, new_dtype) != np.dtype(new_dtype):
         w.warn(f"it is cast to {np.dtype(new_dtype).name}, and training quantizes what that leaves")
@@ -141,7 +150,9 @@ def check_cast(primitive: Primitive, w: ConvertedMatrix, *, new_dtype: Any, **pa
 
 
 @primitive_handler(["slice", "dynamic_slice", "split", "concatenate"], precedence=1)
-def check_part(primitive: Primitive, w: ConvertedMatrix, *others: Any, **params: Any) -> Any:
+def check_part(
+    primitive: Primitive, w: ConvertedMatrix, *others: Array, **params: EqnParam
+) -> Result:
     """Warns if the length of an axis that shares scales changes, which changes scales in training."""
     sharing = {w._grouped_axis, *(w.ndim + i for i in w.shared)}
     sharing = sharing if w.channelwise else set(range(w.ndim))
@@ -153,7 +164,7 @@ def check_part(primitive: Primitive, w: ConvertedMatrix, *others: Any, **params:
     return NotImplemented
 
 
-def _changed(w: ConvertedMatrix, params: dict[str, Any]) -> set[int]:
+def _changed(w: ConvertedMatrix, params: EqnParams) -> set[int]:
     """The axes that an operation cuts or makes longer."""
     along = params.get("axis", params.get("dimension"))
     if along is not None:
@@ -169,8 +180,8 @@ def _changed(w: ConvertedMatrix, params: dict[str, Any]) -> set[int]:
 
 @primitive_handler("reshape")
 def check_reshaped(
-    primitive: Primitive, w: ConvertedMatrix, *, new_sizes: Any, **params: Any
-) -> Any:
+    primitive: Primitive, w: ConvertedMatrix, *, new_sizes: tuple[int, ...], **params: EqnParam
+) -> Result:
     """Warns if the axis that is cut into tiles is reshaped.
 
     In training, tiles are along the last of the new axes and are shared along the others.

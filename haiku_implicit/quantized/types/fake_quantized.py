@@ -2,28 +2,31 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.typing import Array, EqnParam
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 
 def fake_quantize(
-    x: Any,
-    dtype: Any,
+    x: Array,
+    dtype: DTypeLike,
     group_size: Any = None,
     axis: int = -2,
     zero_point: bool = False,
     calibration: str | None = None,
-    scale_dtype: Any = None,
+    scale_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Rounds values to the values of a format; the gradient is the identity's.
 
@@ -65,7 +68,9 @@ def _straight_through(x: jax.Array, options: tuple[tuple[str, Any], ...]) -> jax
 
 
 @_straight_through.defjvp
-def _pass_through(options: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _pass_through(
+    options: Any, primals: Sequence[Array], tangents: Sequence[Array]
+) -> tuple[jax.Array, jax.Array]:
     return _straight_through(*primals, options), tangents[0]
 
 
@@ -86,7 +91,7 @@ class FakeQuantized(Wrapper, core_ndim=2, warn_on_materialize=False):
       [1. 1.]
     """
 
-    value: Any
+    value: Array
     options: tuple[tuple[str, Any], ...] = aux_field(default=(("dtype", "int8"),))
 
     def materialize(self) -> jax.Array:
@@ -105,7 +110,7 @@ def multiply_by_straight_through(call: BinaryCall, x: jax.Array, w: FakeQuantize
 
 @primitive_handler(ragged_dot_general_p)
 def multiply_rows_by_straight_through(
-    primitive: Primitive, x: jax.Array, w: FakeQuantized, sizes: jax.Array, **params: Any
+    primitive: Primitive, x: jax.Array, w: FakeQuantized, sizes: jax.Array, **params: EqnParam
 ) -> jax.Array:
     """Multiplies rows with the rounded matrices of their groups."""
     return primitive.bind(x, w.materialize(), sizes, **params)
@@ -118,7 +123,7 @@ def multiply_rows_by_straight_through(
     ]
 )  # fmt: skip
 def apply_to_straight_through(
-    primitive: Primitive, w: FakeQuantized, *others: jax.Array, **params: Any
+    primitive: Primitive, w: FakeQuantized, *others: jax.Array, **params: EqnParam
 ) -> jax.Array:
     """Applies an operation that changes more than batch axes to the dense rounded values."""
     return primitive.bind(w.materialize(), *others, **params)

@@ -14,6 +14,7 @@ import numpy as np
 from haiku_implicit.core.batch_axes import with_renamed_axes, without_whole_axes
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.typing import EqnParam, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products.blocks import slices
@@ -28,8 +29,8 @@ _Modes = jax.lax.GatherScatterMode
 
 @primitive_handler("transpose")
 def transpose_matrix(
-    primitive: Primitive, w: QuantizedMatrix, *, permutation: Any, **params: Any
-) -> Any:
+    primitive: Primitive, w: QuantizedMatrix, *, permutation: tuple[int, ...], **params: EqnParam
+) -> Result:
     """Swaps the two axes of the matrix in name only, and reorders batch axes.
 
     If the grouped axis is the last one, rows can also change places with batch axes.
@@ -49,8 +50,8 @@ def transpose_matrix(
 
 @primitive_handler("split")
 def split_matrix(
-    primitive: Primitive, w: QuantizedMatrix, *, sizes: Sequence[int], axis: int, **params: Any
-) -> Any:
+    primitive: Primitive, w: QuantizedMatrix, *, sizes: Sequence[int], axis: int, **params: EqnParam
+) -> Result:
     """Splits the rows, or the grouped axis between groups."""
     if axis < w.ndim - 2:
         return NotImplemented
@@ -61,7 +62,9 @@ def split_matrix(
 
 
 @primitive_handler("concatenate")
-def concatenate_matrices(primitive: Primitive, *operands: QuantizedMatrix, dimension: int) -> Any:
+def concatenate_matrices(
+    primitive: Primitive, *operands: QuantizedMatrix, dimension: int
+) -> Result:
     """Concatenates matrices of one kind, along the rows or group after group."""
     operands = tuple(w.with_row_scales()._replace(dtype=w.dtype) for w in operands)
     first = operands[0]
@@ -79,7 +82,7 @@ def _kind(w: QuantizedMatrix) -> Any:
     return jax.tree_util.tree_structure(w), *(leaf.dtype for leaf in jax.tree.leaves(w))
 
 
-def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Any:
+def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Result:
     """A quantized part along one axis of a matrix with scales for each row.
 
     `NotImplemented` if it would cut a group.
@@ -115,7 +118,7 @@ def slice_matrix(
     start_indices: Sequence[int],
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
-) -> Any:
+) -> Result:
     """Slices rows `w[i:j]`, dense, or columns `w[:, i:j]`, quantized, without cutting a group."""
     steps = strides or (1,) * w.ndim
     cuts = list(zip(start_indices, limit_indices, steps, strict=True))
@@ -140,7 +143,7 @@ def slice_matrix(
 @primitive_handler("dynamic_slice")
 def dynamic_slice_matrix(
     primitive: Primitive, w: QuantizedMatrix, *starts: jax.Array, slice_sizes: Sequence[int]
-) -> Any:
+) -> Result:
     """Slices rows or columns at starts known at run time; dense if it cuts the grouped axis."""
     changed = [i for i, size in enumerate(slice_sizes) if size != w.shape[i]]
     grouped = w._grouped_axis
@@ -210,12 +213,12 @@ def gather_from_matrix(
     w: QuantizedMatrix,
     indices: jax.Array,
     *,
-    dimension_numbers: Any,
+    dimension_numbers: EqnParam,
     slice_sizes: Sequence[int],
-    mode: Any,
-    fill_value: Any,
-    **params: Any,
-) -> Any:
+    mode: EqnParam,
+    fill_value: EqnParam,
+    **params: EqnParam,
+) -> Result:
     """Gathers rows or columns `w[ids]`, dense, also of batched matrices; whole ones stay quantized."""
     d, core = dimension_numbers, {w.ndim - 2, w.ndim - 1}
     filling = mode == _Modes.FILL_OR_DROP
@@ -253,7 +256,12 @@ def gather_from_matrix(
 
 
 def _gather_matrices(
-    primitive: Primitive, w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Any, common: Any
+    primitive: Primitive,
+    w: QuantizedMatrix,
+    indices: jax.Array,
+    d: EqnParam,
+    sizes: Any,
+    common: Any,
 ) -> QuantizedMatrix:
     """Gathers whole matrices of a batch; a matrix that is out of bounds gets scales of NaN."""
 
@@ -269,7 +277,9 @@ def _gather_matrices(
     return w._replace(codes=take(w.codes), scale=scale, offset=offset)
 
 
-def _in_bounds(w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Sequence[int]) -> jax.Array:
+def _in_bounds(
+    w: QuantizedMatrix, indices: jax.Array, d: EqnParam, sizes: Sequence[int]
+) -> jax.Array:
     """Whether the slice at each index vector is within the operand."""
     indices = as_index(indices)  # a length need not fit into 8 bits
     inside = [
@@ -280,7 +290,11 @@ def _in_bounds(w: QuantizedMatrix, indices: jax.Array, d: Any, sizes: Sequence[i
 
 
 def _stored_gather(
-    primitive: Primitive, w: QuantizedMatrix, d: Any, sizes: Sequence[int], common: dict[str, Any]
+    primitive: Primitive,
+    w: QuantizedMatrix,
+    d: EqnParam,
+    sizes: Sequence[int],
+    common: dict[str, Any],
 ) -> Callable[..., jax.Array]:
     """Makes the function `take(leaf, indices, last)`: a gather from the matrix, applied to its leaves.
 
@@ -298,7 +312,7 @@ def _stored_gather(
 
 
 def _whole_rows(
-    w: QuantizedMatrix, indices: jax.Array, d: Any, take: Callable[..., jax.Array]
+    w: QuantizedMatrix, indices: jax.Array, d: EqnParam, take: Callable[..., jax.Array]
 ) -> jax.Array:
     """Gathers whole rows along the grouped axis, at positions of other axes."""
     at = d.offset_dims[-1]
@@ -314,7 +328,7 @@ def _whole_rows(
 
 
 def _elements_of_rows(
-    w: QuantizedMatrix, indices: jax.Array, d: Any, take: Callable[..., jax.Array]
+    w: QuantizedMatrix, indices: jax.Array, d: EqnParam, take: Callable[..., jax.Array]
 ) -> jax.Array:
     """Gathers elements at single positions of the grouped axis."""
     column = d.start_index_map.index(w._grouped_axis)

@@ -7,11 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.sharding import left_to_partitioner, result_sharding
+from haiku_implicit.core.typing import EqnParam, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products.convolution import convolve
@@ -37,20 +40,22 @@ def _dot(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> jax.Array:
 
 # Jitted, because eager code would allocate each intermediate value.
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _dot_in_mesh(call: BinaryCall, x: jax.Array, w: QuantizedMatrix, sharding: Any) -> jax.Array:
+def _dot_in_mesh(
+    call: BinaryCall, x: jax.Array, w: QuantizedMatrix, sharding: Sharding
+) -> jax.Array:
     return left_to_partitioner(functools.partial(_dot, call), sharding)(x, w)
 
 
 @primitive_handler("dot_general")
 def dot_of_two_quantized(
-    primitive: Primitive, v: QuantizedMatrix, w: QuantizedMatrix, **params: Any
+    primitive: Primitive, v: QuantizedMatrix, w: QuantizedMatrix, **params: EqnParam
 ) -> jax.Array:
     """Multiplies two quantized matrices, both dequantized for the product."""
     return with_dense(primitive, v, w, **params)
 
 
 @binary_handler("conv_general_dilated")
-def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> Any:
+def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> Result:
     """Convolves with the dequantized kernel: a kernel is small compared with the images."""
     if w.activation is not None:
         return in_codes(call, x, w)
@@ -61,8 +66,8 @@ def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> 
 
 @primitive_handler(ragged_dot_general_p)
 def ragged_dot_with_codes(
-    primitive: Primitive, x: jax.Array, w: QuantizedMatrix, sizes: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, x: jax.Array, w: QuantizedMatrix, sizes: jax.Array, **params: EqnParam
+) -> Result:
     """Multiplies rows with the matrices of their groups, see `quantized_ragged_dot`."""
     out = quantized_ragged_dot(x, w, sizes, **params)
     if out is NotImplemented and w.activation is not None:
@@ -74,7 +79,7 @@ def ragged_dot_with_codes(
 
 
 @primitive_handler(["mul", "div"])
-def rescale(primitive: Primitive, w: QuantizedMatrix, x: jax.Array, **params: Any) -> Any:
+def rescale(primitive: Primitive, w: QuantizedMatrix, x: jax.Array, **params: EqnParam) -> Result:
     """Multiplies or divides the scales by factors that are constant along the grouped axis."""
     if w.rounded_to is not None:
         return NotImplemented  # it was rounded before, not after
@@ -92,7 +97,7 @@ def rescale(primitive: Primitive, w: QuantizedMatrix, x: jax.Array, **params: An
 
 
 @primitive_handler("neg")
-def negate(primitive: Primitive, w: QuantizedMatrix, **params: Any) -> QuantizedMatrix:
+def negate(primitive: Primitive, w: QuantizedMatrix, **params: EqnParam) -> QuantizedMatrix:
     """Negates scales and offsets."""
 
     def negative(leaf: jax.Array) -> jax.Array:
@@ -104,8 +109,13 @@ def negate(primitive: Primitive, w: QuantizedMatrix, **params: Any) -> Quantized
 
 @primitive_handler("convert_element_type")
 def cast(
-    primitive: Primitive, w: QuantizedMatrix, *, new_dtype: Any, sharding: Any = None, **params: Any
-) -> Any:
+    primitive: Primitive,
+    w: QuantizedMatrix,
+    *,
+    new_dtype: DTypeLike,
+    sharding: EqnParam = None,
+    **params: EqnParam,
+) -> Result:
     """Casts to another floating dtype, which changes only the dtype of the values, not the leaves."""
     if not jnp.issubdtype(new_dtype, np.floating) or sharding is not None:
         return NotImplemented

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers.extremes import largest
 
@@ -46,13 +47,13 @@ class Observed(Wrapper, core_ndim=2, warn_on_materialize=False):
       statistic: the statistic.
     """
 
-    w: Any = frozen_field()
-    sums: Any = frozen_field()
+    w: Array = frozen_field()
+    sums: Array = frozen_field()
     statistic: Statistic = aux_field()
 
 
 @binary_handler("dot_general")
-def observe_inputs(call: BinaryCall, x: jax.Array, w: Observed) -> Any:
+def observe_inputs(call: BinaryCall, x: jax.Array, w: Observed) -> Result:
     """Observes the inputs in `x @ w`: the operand contracted with the first axis of the weight."""
     if w.ndim != 2 or tuple(call.contracted[1]) != (0,) or call.batch[1]:
         return NotImplemented
@@ -66,11 +67,11 @@ def _observed(statistic: Statistic, axis: int, x: jax.Array, sums: jax.Array) ->
     return x
 
 
-def _observe(statistic: Statistic, axis: int, x: jax.Array, sums: jax.Array) -> Any:
+def _observe(statistic: Statistic, axis: int, x: jax.Array, sums: jax.Array) -> Array:
     return x, x
 
 
-def _give_statistic(statistic: Statistic, axis: int, x: jax.Array, cotangent: jax.Array) -> Any:
+def _give_statistic(statistic: Statistic, axis: int, x: jax.Array, cotangent: jax.Array) -> Array:
     rows = jnp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]).astype(jnp.float32)
     return cotangent, statistic.of(rows)
 
@@ -79,7 +80,7 @@ _observed.defvjp(_observe, _give_statistic)
 
 
 @primitive_handler(["convert_element_type", "split", "slice"])
-def keep_inputs(primitive: Primitive, w: Observed, **params: Any) -> Any:
+def keep_inputs(primitive: Primitive, w: Observed, **params: EqnParam) -> Result:
     """Observes a cast weight, or columns of it (a recurrent gate's), which have the same inputs."""
     out = primitive.bind(w.w, **params)
     if any(part.shape[:-1] != w.shape[:-1] for part in jax.tree.leaves(out)):
@@ -88,7 +89,7 @@ def keep_inputs(primitive: Primitive, w: Observed, **params: Any) -> Any:
 
 
 @primitive_handler(["mul", "div"])
-def rescale_columns(primitive: Primitive, w: Observed, x: jax.Array, **params: Any) -> Any:
+def rescale_columns(primitive: Primitive, w: Observed, x: jax.Array, **params: EqnParam) -> Result:
     """Observes a weight scaled by a number, or by one per column, which has the same inputs."""
     if x.ndim and x.shape[-2] == w.shape[-2]:
         return NotImplemented
@@ -96,7 +97,7 @@ def rescale_columns(primitive: Primitive, w: Observed, x: jax.Array, **params: A
 
 
 @primitive_handler("transpose")
-def transpose_dense(primitive: Primitive, w: Observed, **params: Any) -> jax.Array:
+def transpose_dense(primitive: Primitive, w: Observed, **params: EqnParam) -> jax.Array:
     """Makes a transposed weight dense: a product that contracts the other axis is not observed."""
     return primitive.bind(w.w, **params)
 

@@ -3,14 +3,16 @@
 import dataclasses
 import functools
 import math
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.fields import aux_field, frozen_field
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.numbers import calibration, formats
 from haiku_implicit.quantized.numbers.extremes import largest, smallest
 from haiku_implicit.quantized.numbers.options import is_positive_integer
@@ -44,13 +46,13 @@ class QuantizedBlocks(ImplicitArray):
       ((1000,), 1016, True)
     """
 
-    codes: Any = frozen_field()
-    scale: Any = frozen_field()
+    codes: Array = frozen_field()
+    scale: Array = frozen_field()
     logical_shape: tuple[int, ...] = aux_field()
     format: str = aux_field(default="int8")
 
     @classmethod
-    def quantize(cls, x: Any, dtype: Any, block: int = 256) -> Self:
+    def quantize(cls, x: Array, dtype: DTypeLike, block: int = 256) -> Self:
         """Quantizes an array in blocks.
 
         Args:

@@ -6,7 +6,7 @@ A write quantizes only the written vectors.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from haiku_implicit.core.array import flatten
 from haiku_implicit.core.compat import Primitive, vary_like
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.typing import EqnParam, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 
@@ -41,7 +42,9 @@ class QuantizedCache(QuantizedMatrix, core_ndim=2, may_be_wrapped=False):
 
 
 @primitive_handler("dynamic_update_slice")
-def write_slice(primitive: Primitive, w: QuantizedCache, new: jax.Array, *starts: jax.Array) -> Any:
+def write_slice(
+    primitive: Primitive, w: QuantizedCache, new: jax.Array, *starts: jax.Array
+) -> Result:
     """Writes whole vectors at a position, and quantizes only these."""
     if not new.size:  # a prompt of no tokens, say
         return w
@@ -53,7 +56,7 @@ def write_slice(primitive: Primitive, w: QuantizedCache, new: jax.Array, *starts
 @primitive_handler("dynamic_update_slice")
 def write_quantized_slice(
     primitive: Primitive, w: QuantizedCache, new: QuantizedMatrix, *starts: jax.Array
-) -> Any:
+) -> Result:
     """Writes vectors that are quantized in the same way: their codes are copied."""
     if not (_takes_vectors(w) and _takes_vectors(new) and _alike(w, new)):
         return NotImplemented
@@ -77,8 +80,8 @@ def scatter_vectors(
     new: jax.Array,
     *,
     dimension_numbers: jax.lax.ScatterDimensionNumbers,
-    **params: Any,
-) -> Any:
+    **params: EqnParam,
+) -> Result:
     """Writes whole vectors by `w.at[..., ids, :].set(new)`, and quantizes only these."""
     d, last = dimension_numbers, w.ndim - 1
     if not new.size:

@@ -1,7 +1,6 @@
 """`RuledWeight`: the base of weights whose products quantize the other operand, too."""
 
 import abc
-from typing import Any
 
 import jax
 
@@ -11,6 +10,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.products.bilinear import Product, product_of
 from haiku_implicit.quantized.products.config import ProductConfig
@@ -27,15 +27,15 @@ class RuledWeight(Wrapper, core_ndim=2):
       stats: statistics of the activation, a `QuantStats`, or None.
     """
 
-    stats: Any
+    stats: Array
 
     @property
-    def first_key(self) -> Any:
+    def first_key(self) -> Array:
         """A random key for stochastic rounding in one product; None without keys."""
         return None
 
     @abc.abstractmethod
-    def with_weight(self, weight: Any) -> Any:
+    def with_weight(self, weight: Array) -> Array:
         """Puts a rearranged weight in this type; returns `weight` itself if it doesn't fit the type."""
 
     @abc.abstractmethod
@@ -53,22 +53,22 @@ class RuledWeight(Wrapper, core_ndim=2):
 
 
 @binary_handler(["dot_general", "conv_general_dilated"])
-def multiply_by_rule(call: BinaryCall, x: jax.Array, w: RuledWeight) -> Any:
+def multiply_by_rule(call: BinaryCall, x: jax.Array, w: RuledWeight) -> Result:
     """Multiplies by `quantization.dot_general` or `quantization.conv_general_dilated`."""
     return _multiply(call.primitive.name, call, x, w)
 
 
 @primitive_handler(ragged_dot_general_p)
 def ragged_dot_by_rule(
-    primitive: Primitive, x: jax.Array, w: RuledWeight, group_sizes: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, x: jax.Array, w: RuledWeight, group_sizes: jax.Array, **params: EqnParam
+) -> Result:
     """Multiplies rows with the matrices of their groups by `quantization.ragged_dot`."""
     return _multiply("ragged_dot", BinaryCall(primitive, params, False), x, w, group_sizes)
 
 
 def _multiply(
     op_name: str, call: BinaryCall, x: jax.Array, w: RuledWeight, *others: jax.Array
-) -> Any:
+) -> Result:
     pair, dtype = call.ordered(x, w.wrapped), call.params["preferred_element_type"]
     product = product_of(call.primitive, pair, call.params)
     if product is None:
@@ -89,7 +89,9 @@ def _multiply(
         "split", "neg", "convert_element_type",
     ]
 )  # fmt: skip
-def rearrange(primitive: Primitive, w: RuledWeight, *others: jax.Array, **params: Any) -> Any:
+def rearrange(
+    primitive: Primitive, w: RuledWeight, *others: jax.Array, **params: EqnParam
+) -> Result:
     """Rearranges the wrapped weight, which is still a weight for the product that follows."""
     out = on_batch_axes(primitive, w, *others, **params)
     if out is not NotImplemented:  # each matrix has its own keys and statistics
@@ -99,7 +101,7 @@ def rearrange(primitive: Primitive, w: RuledWeight, *others: jax.Array, **params
 
 
 @primitive_handler(["mul", "div"])
-def rescale(primitive: Primitive, w: RuledWeight, x: jax.Array, **params: Any) -> Any:
+def rescale(primitive: Primitive, w: RuledWeight, x: jax.Array, **params: EqnParam) -> Result:
     """Multiplies or divides by a number or factors along some axes, as in weight normalization.
 
     An `x` with a number for each element may be an activation, and then the result is not a weight.
@@ -109,7 +111,7 @@ def rescale(primitive: Primitive, w: RuledWeight, x: jax.Array, **params: Any) -
 
 
 @primitive_handler("gather")
-def look_up(primitive: Primitive, w: RuledWeight, indices: jax.Array, **params: Any) -> Any:
+def look_up(primitive: Primitive, w: RuledWeight, indices: jax.Array, **params: EqnParam) -> Result:
     """Looks up rows, dense and not rounded by the rules, or whole matrices of a batch as weights."""
     out = on_batch_axes(primitive, w, indices, **params)
     if out is NotImplemented:

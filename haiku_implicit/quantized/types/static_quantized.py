@@ -13,6 +13,7 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.sharding import is_spec
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.activation_stats import QuantStats
 from haiku_implicit.quantized.products.bilinear import Product
@@ -52,8 +53,8 @@ class StaticQuantized(RuledWeight):
 
     field_axes = {"weight": "nm"}
 
-    parts: Any = frozen_field()
-    stats: Any = frozen_field()
+    parts: Array = frozen_field()
+    stats: Array = frozen_field()
     kind: Any = aux_field()
     batch_axes: tuple[int, ...] = aux_field(default=(0,))
 
@@ -100,7 +101,7 @@ class StaticQuantized(RuledWeight):
         """The stored weight, as for other types around one array."""
         return self.weight
 
-    def with_weight(self, weight: Any) -> Any:
+    def with_weight(self, weight: Array) -> Array:
         """Puts a rearranged quantized matrix in this type; the first of several ranges serves all."""
         if not isinstance(weight, QuantizedMatrix):
             return weight
@@ -132,7 +133,9 @@ class StaticQuantized(RuledWeight):
 
 
 @primitive_handler(["slice", "dynamic_slice", "split"], precedence=2)
-def check_batch_axes(primitive: Primitive, w: StaticQuantized, *others: Any, **params: Any) -> Any:
+def check_batch_axes(
+    primitive: Primitive, w: StaticQuantized, *others: Array, **params: EqnParam
+) -> Result:
     """Warns for the stored weight, which the rules of batch axes do not see."""
     weight = w.weight
     if isinstance(weight, ConvertedMatrix):
@@ -144,14 +147,18 @@ def check_batch_axes(primitive: Primitive, w: StaticQuantized, *others: Any, **p
 @primitive_handler(
     ["abs", "square", "integer_pow", "reduce_sum", "reduce_max", "reduce_min"], precedence=1
 )
-def check_alone(primitive: Primitive, w: ConvertedMatrix | StaticQuantized, **params: Any) -> Any:
+def check_alone(
+    primitive: Primitive, w: ConvertedMatrix | StaticQuantized, **params: EqnParam
+) -> Result:
     """Warns of an operation on the weight by itself, for which training has the dense weight."""
     w.before_dense(primitive.name)
     return NotImplemented
 
 
 @binary_handler(["add", "sub", "max", "min", "pow"], precedence=1)
-def check_with_dense(call: BinaryCall, x: jax.Array, w: ConvertedMatrix | StaticQuantized) -> Any:
+def check_with_dense(
+    call: BinaryCall, x: jax.Array, w: ConvertedMatrix | StaticQuantized
+) -> Result:
     """Warns of a sum, extremum or power with a dense array: training quantizes the result."""
     w.before_dense(call.primitive.name)
     return NotImplemented

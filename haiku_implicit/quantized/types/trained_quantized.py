@@ -10,6 +10,7 @@ import numpy as np
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.quantized.products import by_rule
 from haiku_implicit.quantized.products.bilinear import Product
 from haiku_implicit.quantized.products.config import ProductConfig
@@ -44,12 +45,12 @@ class TrainedQuantized(RuledWeight):
 
     field_axes = {}
 
-    value: Any
-    key: Any = frozen_field(default=None)
-    stats: Any = frozen_field(default=None)
+    value: Array
+    key: Array = frozen_field(default=None)
+    stats: Array = frozen_field(default=None)
     rules: tuple[QuantRule, ...] = aux_field(default=())
 
-    def with_weight(self, weight: jax.Array) -> Any:
+    def with_weight(self, weight: jax.Array) -> Array:
         """Puts a rearranged weight in this type; with fewer than two axes, or of integers, it is dense.
 
         New keys are split from the first key; the first statistics serve all matrices.
@@ -73,14 +74,14 @@ class TrainedQuantized(RuledWeight):
         return None if rule is None or rule.weight_qtype is None else rule
 
     @property
-    def first_key(self) -> Any:
+    def first_key(self) -> Array:
         """One random key for a product of the weight; None without keys."""
         return None if self.key is None else self.key.reshape(-1)[0]
 
 
 @primitive_handler("dot_general")
 def dot_of_two_trained(
-    primitive: Primitive, v: TrainedQuantized, w: TrainedQuantized, **params: Any
+    primitive: Primitive, v: TrainedQuantized, w: TrainedQuantized, **params: EqnParam
 ) -> jax.Array:
     """Multiplies two weights by the rule of the second one."""
     rule = w.rule_for("dot_general")
@@ -91,13 +92,13 @@ def dot_of_two_trained(
 
 
 @primitive_handler(["add", "sub"])
-def shift(primitive: Primitive, w: TrainedQuantized, x: jax.Array, **params: Any) -> Any:
+def shift(primitive: Primitive, w: TrainedQuantized, x: jax.Array, **params: EqnParam) -> Result:
     """Shifts by a number, or one per row or column, as in weight standardization."""
     return rescale(primitive, w, x, **params)
 
 
 @primitive_handler("concatenate")
-def join(primitive: Primitive, *operands: TrainedQuantized, dimension: int) -> Any:
+def join(primitive: Primitive, *operands: TrainedQuantized, dimension: int) -> Result:
     """Concatenates weights (for one product with several) to one weight if their rules agree.
 
     Statistics of activations belong to a single weight, so weights with statistics do not join.
