@@ -7,10 +7,12 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import data_names
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers.options import is_positive_integer
 
@@ -67,7 +69,7 @@ class Adapter(Wrapper, core_ndim=2):
     peft_flag: ClassVar[str | None] = None
     peft_tensors: ClassVar[dict[str, str]] = {}
 
-    w: Any = dataclasses.field(metadata=FROZEN)
+    w: Array = dataclasses.field(metadata=FROZEN)
 
     def __init_subclass__(cls, *, method: str | None = None, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -97,7 +99,7 @@ class Adapter(Wrapper, core_ndim=2):
         return options
 
     @classmethod
-    def with_shared(cls, params: Any, key: jax.Array, **options: Any) -> Any:
+    def with_shared(cls, params: Params, key: jax.Array, **options: Any) -> Params:
         """Adds modules for arrays that weights of this type share to a tree with such weights."""
         return params
 
@@ -165,7 +167,7 @@ def method_named(name: str) -> type[Adapter] | None:
     return found[-1] if found else None
 
 
-def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Draws a first factor `[..., n, r]`, uniform in ±1/sqrt(n)."""
     bound = 1 / math.sqrt(shape[-2])
     return jax.random.uniform(key, shape, dtype, -bound, bound)

@@ -12,11 +12,12 @@ Reshaping and transposing such a tensor changes only groups, not data.
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import export
+
+from haiku_implicit.core.typing import EqnParam
 
 Factor = tuple[int, int, int]
 Group = tuple[Factor, ...]
@@ -103,7 +104,7 @@ def of_part(axes: Axes, counts: Sequence[int]) -> Axes | None:
     return tuple(out)
 
 
-def new_shape(shape: Sequence[int], params: Mapping[str, Any]) -> tuple[int, ...] | None:
+def new_shape(shape: Sequence[int], params: Mapping[str, EqnParam]) -> tuple[int, ...] | None:
     """The shape that `reshape`, `squeeze` or `broadcast_in_dim` gives a tensor.
 
     Args:

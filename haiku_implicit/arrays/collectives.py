@@ -16,20 +16,21 @@ from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, num_
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.sharding import is_spec, part_specs
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
 
 
-def _names(params: dict[str, Any]) -> tuple[Any, ...]:
+def _names(params: EqnParams) -> tuple[Any, ...]:
     """The mesh axes of a collective."""
     names = params["axis_name"] if "axis_name" in params else params["axes"]
     return names if isinstance(names, tuple) else (names,)
 
 
-def _move(primitive: Primitive, leaf: Any, params: dict[str, Any]) -> Any:
+def _move(primitive: Primitive, leaf: Array, params: EqnParams) -> Array:
     return primitive.bind(compat.vary_over(leaf, _names(params)), **params)
 
 
 @primitive_handler(["ppermute", *named("pbroadcast")])
-def pass_on(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
+def pass_on(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
     """Sends each device all leaves of another device's array.
 
     If a device would receive nothing, the array is made dense, as that device needs zeros.
@@ -39,13 +40,13 @@ def pass_on(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
     return jax.tree.map(lambda leaf: _move(primitive, leaf, params), x)
 
 
-def _reaches_all(params: dict[str, Any]) -> bool:
+def _reaches_all(params: EqnParams) -> bool:
     count = math.prod(jax.lax.axis_size(name) for name in _names(params))
     return len(params["perm"]) == count
 
 
 @primitive_handler("all_gather")
-def gather_parts(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
+def gather_parts(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
     """Gathers the parts of each leaf along the leaf's axis that the type splits with the array's axis.
 
     Gathers into a new axis (`tiled=False`) if it is one of the batch axes, which all leaves have.
@@ -72,7 +73,7 @@ def gather_parts(primitive: Primitive, x: ImplicitArray, **params: Any) -> Any:
     return new
 
 
-def _result(primitive: Primitive, x: ImplicitArray, params: dict[str, Any]) -> Any:
+def _result(primitive: Primitive, x: ImplicitArray, params: EqnParams) -> Any:
     """The struct of the result for a dense operand."""
     return jax.eval_shape(lambda y: _move(primitive, y, params), dense_struct(x))
 
@@ -113,7 +114,7 @@ def _is_made_of(new: ImplicitArray, part: ImplicitArray, axis: int) -> bool:
 
 
 @primitive_handler(named("all_gather all_to_all pbroadcast ppermute"), precedence=10)
-def move_constant(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
+def move_constant(primitive: Primitive, x: SymbolicConstant, **params: EqnParam) -> Result:
     """Moves a constant, which is the same on all devices; a device that receives nothing has zeros."""
     if primitive is jax.lax.ppermute_p and not (_reaches_all(params) or isinstance(x, Zeros)):
         return _move(primitive, x.materialize(), params)
@@ -121,12 +122,12 @@ def move_constant(primitive: Primitive, x: SymbolicConstant, **params: Any) -> A
 
 
 @primitive_handler(compat.SUMS, precedence=10)
-def add_constant(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
+def add_constant(primitive: Primitive, x: SymbolicConstant, **params: EqnParam) -> Result:
     """Sums a constant over devices as a dense array."""
     return _move(primitive, x.materialize(), params)
 
 
 @primitive_handler(compat.SUMS, precedence=20)
-def add_zeros(primitive: Primitive, x: Zeros, **params: Any) -> Any:
+def add_zeros(primitive: Primitive, x: Zeros, **params: EqnParam) -> Result:
     """Sums zeros over devices, which gives zeros."""
     return reshaped(x, _result(primitive, x, params))

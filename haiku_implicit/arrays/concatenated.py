@@ -19,6 +19,7 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import call_interpreted
 from haiku_implicit.core.sharding import is_split
+from haiku_implicit.core.typing import Array, EqnParam, Result
 
 # Weights concatenated with dense arrays are kept if they are at least this part of the whole. (A bias
 # that is put in front of activations is not worth it.)
@@ -49,7 +50,7 @@ class Concatenated(ImplicitArray):
       ('Concatenated', (4, 5), [2.0, 2.0, 2.0, 1.0, 1.0])
     """
 
-    parts: Any
+    parts: Array
     axis: int = aux_field()
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class Concatenated(ImplicitArray):
         shape[self.axis] = sum(self.sizes)
         return tuple(shape)
 
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> np.dtype:
         return self.parts[0].dtype
 
     def materialize(self) -> jax.Array:
@@ -95,7 +96,7 @@ class Concatenated(ImplicitArray):
         """The axis of concatenation, counted from the front."""
         return self.ndim + self.axis
 
-    def of_each(self, fun: Callable[..., Any], *others: Any, axis: int | None = None) -> Any:
+    def of_each(self, fun: Callable[..., Any], *others: Array, axis: int | None = None) -> Array:
         """Concatenates the results of a function of each part.
 
         Args:
@@ -115,7 +116,7 @@ class Concatenated(ImplicitArray):
 
 
 @primitive_handler("concatenate", precedence=-1)
-def concatenate(primitive: Primitive, *operands: ArrayValue, dimension: int) -> Any:
+def concatenate(primitive: Primitive, *operands: ArrayValue, dimension: int) -> Result:
     """Concatenates matrices, perhaps with dense arrays, if their types do not have a rule for it."""
     weights = [x for x in operands if is_implicit(x)]
     if not all(map(_is_weight, weights)):
@@ -129,13 +130,13 @@ def concatenate(primitive: Primitive, *operands: ArrayValue, dimension: int) -> 
     return Concatenated(tuple(parts), axis)
 
 
-def _is_weight(x: Any) -> bool:
+def _is_weight(x: Array) -> bool:
     """Whether an implicit array is a matrix of some type."""
     return x.may_be_wrapped and (x.core_ndim or 0) >= 2
 
 
 @primitive_handler([name for name in ["stack"] if hasattr(jax.lax, "stack_p")], precedence=-1)
-def stack(primitive: Primitive, *operands: ArrayValue, axis: int) -> Any:
+def stack(primitive: Primitive, *operands: ArrayValue, axis: int) -> Result:
     """Stacks matrices, perhaps with dense arrays, along a new axis."""
     if not all(_is_weight(x) for x in operands if is_implicit(x)):
         return NotImplemented
@@ -150,7 +151,7 @@ def stack(primitive: Primitive, *operands: ArrayValue, axis: int) -> Any:
 
 
 @binary_handler("dot_general")
-def dot_with_parts(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
+def dot_with_parts(call: BinaryCall, x: jax.Array, w: Concatenated) -> Result:
     """Computes a product with each part and joins the results."""
     contracted, batch = call.contracted, call.batch
     met = dict(zip((*contracted[1], *batch[1]), (*contracted[0], *batch[0]), strict=True))
@@ -163,7 +164,7 @@ def dot_with_parts(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
     return jnp.concatenate(outs, call.in_result(x, w)[1][w.place])
 
 
-def _summed(call: BinaryCall, xs: Sequence[jax.Array], w: Concatenated) -> Any:
+def _summed(call: BinaryCall, xs: Sequence[jax.Array], w: Concatenated) -> Result:
     """The sum of the products with the parts, which are not rounded before they are added."""
     dtype = call.params.get("preferred_element_type")
     if dtype is None:
@@ -183,14 +184,16 @@ def _summed(call: BinaryCall, xs: Sequence[jax.Array], w: Concatenated) -> Any:
 
 
 @primitive_handler("transpose")
-def transpose_parts(primitive: Primitive, w: Concatenated, *, permutation: Any) -> Any:
+def transpose_parts(
+    primitive: Primitive, w: Concatenated, *, permutation: tuple[int, ...]
+) -> Result:
     """Transposes each part, and the axis of concatenation."""
     axis = permutation.index(w.place) - w.ndim
     return w.of_each(lambda x: jnp.transpose(x, permutation), axis=axis)
 
 
 @primitive_handler(["reshape", "squeeze", "broadcast_in_dim"])
-def reshape_parts(primitive: Primitive, w: Concatenated, **params: Any) -> Any:
+def reshape_parts(primitive: Primitive, w: Concatenated, **params: EqnParam) -> Result:
     """Reshapes each part if the new axes cut none: the axis is split between parts, or merged with
     the axes after it."""
     new = axes_of.new_shape(w.shape, params)
@@ -218,8 +221,13 @@ def reshape_parts(primitive: Primitive, w: Concatenated, **params: Any) -> Any:
 
 @primitive_handler("slice")
 def slice_parts(
-    primitive: Primitive, w: Concatenated, *, start_indices: Any, limit_indices: Any, strides: Any
-) -> Any:
+    primitive: Primitive,
+    w: Concatenated,
+    *,
+    start_indices: tuple[int, ...],
+    limit_indices: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+) -> Result:
     """Slices each part that the slice overlaps."""
     if strides is not None and strides[w.place] != 1:
         return NotImplemented
@@ -227,13 +235,17 @@ def slice_parts(
 
 
 @primitive_handler("split")
-def split_parts(primitive: Primitive, w: Concatenated, *, sizes: Any, axis: int) -> Any:
+def split_parts(
+    primitive: Primitive, w: Concatenated, *, sizes: tuple[int, ...], axis: int
+) -> Result:
     """Splits the array into pieces, each made of the parts that it overlaps."""
     out = [_between(w, *corners, None) for corners in axes_of.pieces(w.shape, axis, sizes)]
     return NotImplemented if any(x is NotImplemented for x in out) else out
 
 
-def _between(w: Concatenated, starts: Any, limits: Any, strides: Any) -> Any:
+def _between(
+    w: Concatenated, starts: Sequence[int], limits: Sequence[int], strides: Sequence[int] | None
+) -> Result:
     start, limit = starts[w.place], limits[w.place]
     ends = itertools.accumulate(w.sizes)
     found = []
@@ -251,8 +263,8 @@ def _between(w: Concatenated, starts: Any, limits: Any, strides: Any) -> Any:
 
 @primitive_handler("dynamic_slice")
 def dynamic_slice_parts(
-    primitive: Primitive, w: Concatenated, *starts: jax.Array, slice_sizes: Any
-) -> Any:
+    primitive: Primitive, w: Concatenated, *starts: jax.Array, slice_sizes: tuple[int, ...]
+) -> Result:
     """Slices each part, if the slice takes the axis of concatenation whole."""
     if slice_sizes[w.place] != w.shape[w.place]:
         return NotImplemented
@@ -269,13 +281,13 @@ def dynamic_slice_parts(
 
 
 @primitive_handler(["convert_element_type", "neg"])
-def apply_to_parts(primitive: Primitive, w: Concatenated, **params: Any) -> Any:
+def apply_to_parts(primitive: Primitive, w: Concatenated, **params: EqnParam) -> Result:
     """Casts or negates each part."""
     return w.of_each(lambda x: primitive.bind(x, **params))
 
 
 @binary_handler(["mul", "div", "add", "sub"])
-def apply_with_dense(call: BinaryCall, x: jax.Array, w: Concatenated) -> Any:
+def apply_with_dense(call: BinaryCall, x: jax.Array, w: Concatenated) -> Result:
     """Combines each part with its piece of a dense operand that does not enlarge the result."""
     if call.primitive is jax.lax.div_p and call.w_first is False:
         return NotImplemented

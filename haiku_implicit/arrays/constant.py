@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.extend.core import primitives as jex
+from jax.typing import DTypeLike
 
 from haiku_implicit.arrays import exact
 from haiku_implicit.core import compat
@@ -27,6 +28,7 @@ from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler, densify
 from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.core.messages import expecting
+from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, Result
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
@@ -71,7 +73,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
     bits: bytes = aux_field()
     weak_type: bool = aux_field(default=False)
 
-    def __init__(self, value: Any, *, shape: Any, dtype: Any = None):
+    def __init__(self, value: Array, *, shape: Sequence[int], dtype: DTypeLike | None = None):
         scalar = _as_scalar(value, dtype)
         self.shape, self.dtype = _checked_shape(shape), scalar.dtype
         # Bytes compare and hash as static metadata must, unlike NaN and the two zeros.
@@ -105,7 +107,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
         return new
 
 
-def _as_scalar(value: Any, dtype: Any) -> jax.Array:
+def _as_scalar(value: Array, dtype: DTypeLike | None) -> jax.Array:
     if isinstance(value, jax.core.Tracer) or is_implicit(value):
         raise TypeError(
             f"value: expected a number that is known when the program is traced, got {value!r}. "
@@ -125,7 +127,7 @@ def _as_scalar(value: Any, dtype: Any) -> jax.Array:
     return scalar
 
 
-def _checked_shape(shape: Any) -> Any:
+def _checked_shape(shape: Sequence[int]) -> Any:
     lengths = shape if isinstance(shape, tuple | list) else (shape,)
     if any(n is None or isinstance(n, int) and n < 0 for n in lengths):
         raise ValueError(f"shape: expected lengths of 0 or more, got {shape!r}")
@@ -143,7 +145,7 @@ def _full(x: SymbolicConstant, shape: Sequence[int]) -> jax.Array:
     return jax.lax.convert_element_type_p.bind(dense, **weakly) if x.weak_type else dense
 
 
-def constant_of(x: Any) -> SymbolicConstant | None:
+def constant_of(x: Array) -> SymbolicConstant | None:
     """`x` as a constant if it is a constant or a literal of the program, else None."""
     if isinstance(x, SymbolicConstant):
         return x
@@ -154,19 +156,19 @@ def constant_of(x: Any) -> SymbolicConstant | None:
     return SymbolicConstant._make(_read(x), (), bool(x.weak_type))
 
 
-def _read(x: Any) -> np.ndarray:
+def _read(x: Array) -> np.ndarray:
     """The value of a concrete array without axes."""
     with at_trace_time():
         return np.asarray(x)
 
 
-def _constants(operands: Iterable[Any]) -> list[SymbolicConstant] | None:
+def _constants(operands: Iterable[Array]) -> list[SymbolicConstant] | None:
     """The operands if all are constants, else None."""
     found = [constant_of(x) for x in operands]
     return None if any(x is None for x in found) else found  # type: ignore[return-value]
 
 
-def result_struct(primitive: Primitive, operands: Sequence[Any], params: Any) -> Any:
+def result_struct(primitive: Primitive, operands: Sequence[Array], params: EqnParams) -> Aval:
     """The shapes, dtypes and weak types of a primitive's results."""
     avals = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
@@ -180,12 +182,12 @@ def result_of(call: BinaryCall, x: ArrayValue, w: ArrayValue) -> jax.ShapeDtypeS
     return result_struct(call.primitive, call.ordered(x, w), call.params)
 
 
-def reshaped(x: SymbolicConstant, out: Any) -> Any:
+def reshaped(x: SymbolicConstant, out: Array) -> Array:
     """The constant in other shapes: one for each of the results."""
     return jax.tree.map(lambda s: type(x)._make(x.value, s.shape, bool(s.weak_type)), out)
 
 
-def _same(operands: Sequence[Any]) -> SymbolicConstant | None:
+def _same(operands: Sequence[Array]) -> SymbolicConstant | None:
     """The constant that all operands equal, else None. (Of a subclass only if all are.)"""
     constants = _constants(operands)
     if not constants:
@@ -196,8 +198,8 @@ def _same(operands: Sequence[Any]) -> SymbolicConstant | None:
 
 
 def _evaluate(
-    primitive: Primitive, constants: Sequence[SymbolicConstant], shapes: Any, params: Any
-) -> Any:
+    primitive: Primitive, constants: Sequence[SymbolicConstant], shapes: Any, params: EqnParams
+) -> Result:
     """Runs a primitive on small dense arrays of the constants; a constant if all results are equal."""
     here = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
     with at_trace_time():
@@ -208,13 +210,13 @@ def _evaluate(
     return _result(values[:1].reshape(()), result_struct(primitive, constants, params))
 
 
-def _result(value: np.ndarray, out: Any) -> Any:
+def _result(value: np.ndarray, out: Array) -> Result:
     if value.dtype != out.dtype:
         return NotImplemented
     return SymbolicConstant._make(value, out.shape, bool(out.weak_type))
 
 
-def _spread(operands: Sequence[Any]) -> list[Any]:
+def _spread(operands: Sequence[Array]) -> list[Array]:
     """Replaces each constant among the operands by a broadcast scalar, which costs nothing in XLA."""
     others = [x for x in operands if not is_implicit(x)]
     return [
@@ -223,7 +225,7 @@ def _spread(operands: Sequence[Any]) -> list[Any]:
     ]
 
 
-def named(names: str) -> list[Any]:
+def named(names: str) -> list[Primitive]:
     """The primitives with these names, separated by spaces, that the installed JAX has."""
     found = (getattr(jax.lax, f"{n}_p", getattr(jex, f"{n}_p", None)) for n in names.split())
     return [p for p in found if p is not None]
@@ -244,7 +246,7 @@ BINARY = named(
 ) + [compat.add_any_p]
 
 
-def fold_elementwise(primitive: Primitive, *operands: ArrayValue, **params: Any) -> Any:
+def fold_elementwise(primitive: Primitive, *operands: ArrayValue, **params: EqnParam) -> Result:
     """Computes a constant from constants; with other operands, each constant is a broadcast scalar."""
     if not any(isinstance(x, SymbolicConstant) for x in operands):
         return NotImplemented
@@ -258,19 +260,19 @@ primitive_handler(named("clamp regularized_incomplete_beta"), precedence=10)(fol
 
 
 @primitive_handler(UNARY)
-def fold_unary(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
+def fold_unary(primitive: Primitive, x: SymbolicConstant, **params: EqnParam) -> Result:
     """Computes a function of one constant."""
     return fold_elementwise(primitive, x, **params)
 
 
 @binary_handler(BINARY, precedence=10)
-def fold_binary(call: BinaryCall, x: ArrayValue, constant: SymbolicConstant) -> Any:
+def fold_binary(call: BinaryCall, x: ArrayValue, constant: SymbolicConstant) -> Result:
     """Computes a function of two operands, at least one of them a constant."""
     return fold_elementwise(call.primitive, *call.ordered(x, constant), **call.params)
 
 
 @primitive_handler("select_n", precedence=10)
-def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Any:
+def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Result:
     """Selects a case: the case itself if the choice is known, a constant if all cases equal it."""
     chosen = constant_of(which)
     if chosen is not None and 0 <= int(chosen.value) < len(cases):
@@ -282,13 +284,13 @@ def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Any:
 
 
 @primitive_handler("bitcast_convert_type")
-def fold_bitcast(primitive: Primitive, x: SymbolicConstant, **params: Any) -> Any:
+def fold_bitcast(primitive: Primitive, x: SymbolicConstant, **params: EqnParam) -> Result:
     """Reinterprets the bits of a constant; a constant if all elements of the result are equal."""
     joins = result_struct(primitive, (x,), params).ndim < x.ndim
     return _evaluate(primitive, (x,), [x.shape[-1:] if joins else ()], params)
 
 
-def as_result(x: Any, out: Any) -> Any:
+def as_result(x: Array, out: Array) -> Result:
     """`x` as the result of an operation that does not change its value."""
     known = constant_of(x)
     if known is not None:
@@ -309,7 +311,9 @@ def _any_symbolic(lengths: Iterable[Any]) -> bool:
 
 
 @primitive_handler(named("reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"))
-def fold_reduction(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
+def fold_reduction(
+    primitive: Primitive, x: SymbolicConstant, *, axes: tuple[int, ...], **params: EqnParam
+) -> Result:
     """Reduces a constant if it only matters whether the number of elements is zero, odd or even."""
     if _any_symbolic(x.shape[i] for i in axes):
         return NotImplemented
@@ -318,7 +322,9 @@ def fold_reduction(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **pa
 
 
 @primitive_handler(named("cumsum cumprod cummax cummin cumlogsumexp"))
-def fold_cumulative(primitive: Primitive, x: SymbolicConstant, *, axis: int, **params: Any) -> Any:
+def fold_cumulative(
+    primitive: Primitive, x: SymbolicConstant, *, axis: int, **params: EqnParam
+) -> Result:
     """Accumulates a constant: if the second element equals the first, so do all that follow."""
     if _any_symbolic([x.shape[axis]]):
         return NotImplemented
@@ -327,7 +333,9 @@ def fold_cumulative(primitive: Primitive, x: SymbolicConstant, *, axis: int, **p
 
 
 @primitive_handler(["reduce_sum", "reduce_prod"])
-def fold_count(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params: Any) -> Any:
+def fold_count(
+    primitive: Primitive, x: SymbolicConstant, *, axes: tuple[int, ...], **params: EqnParam
+) -> Result:
     """Sums a constant to `n * c`, or multiplies its elements to `c ** n`."""
     n = math.prod(x.shape[i] for i in axes)
     if _any_symbolic([n]):
@@ -341,7 +349,7 @@ def fold_count(primitive: Primitive, x: SymbolicConstant, *, axes: Any, **params
     return NotImplemented if value is None else _rounded_once(value, out)
 
 
-def _rounded_once(value: Any, out: Any) -> Any:
+def _rounded_once(value: Any, out: Array) -> Result:
     """A number as a constant in the result's dtype, if it can be rounded to that."""
     known = exact.rounded(value, out.dtype)
     return NotImplemented if known is None else _result(known, out)
@@ -353,9 +361,9 @@ def fold_dot(
     x: SymbolicConstant,
     y: SymbolicConstant,
     *,
-    dimension_numbers: Any,
-    **params: Any,
-) -> Any:
+    dimension_numbers: EqnParam,
+    **params: EqnParam,
+) -> Result:
     """Computes a product of constants: `k * a * b` for `k` contracted elements."""
     (contracted, _), _ = dimension_numbers
     k = math.prod(x.shape[i] for i in contracted)
@@ -369,7 +377,7 @@ def fold_dot(
 
 
 @binary_handler(named("dot_general conv_general_dilated"), precedence=10)
-def densify_constant(call: BinaryCall, x: ImplicitArray, constant: SymbolicConstant) -> Any:
+def densify_constant(call: BinaryCall, x: ImplicitArray, constant: SymbolicConstant) -> Result:
     """Makes the constant dense in a product with another implicit array."""
     if isinstance(x, SymbolicConstant):
         return NotImplemented
@@ -379,8 +387,12 @@ def densify_constant(call: BinaryCall, x: ImplicitArray, constant: SymbolicConst
 
 @primitive_handler(compat.ragged_dot_general_p, precedence=10)
 def densify_constant_rows(
-    primitive: Primitive, x: SymbolicConstant, w: ImplicitArray, sizes: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive,
+    x: SymbolicConstant,
+    w: ImplicitArray,
+    sizes: jax.Array,
+    **params: EqnParam,
+) -> Result:
     """Makes constant rows dense in a ragged product with another implicit array."""
     if isinstance(w, SymbolicConstant):
         return NotImplemented
@@ -397,7 +409,9 @@ def densify_constant_rows(
     ),
     precedence=10,
 )
-def keep_value(primitive: Primitive, x: SymbolicConstant, *rest: ArrayValue, **params: Any) -> Any:
+def keep_value(
+    primitive: Primitive, x: SymbolicConstant, *rest: ArrayValue, **params: EqnParam
+) -> Result:
     """Moves elements, which are all the same."""
     return reshaped(x, result_struct(primitive, (x, *rest), params))
 
@@ -408,10 +422,10 @@ def gather(
     x: SymbolicConstant,
     indices: ArrayValue,
     *,
-    mode: Any,
-    fill_value: Any,
-    **params: Any,
-) -> Any:
+    mode: EqnParam,
+    fill_value: EqnParam,
+    **params: EqnParam,
+) -> Result:
     """Gathers elements, a constant unless elements out of bounds have another fill value."""
     modes = jax.lax.GatherScatterMode
     known = modes.from_any(mode) in (modes.CLIP, modes.PROMISE_IN_BOUNDS)
@@ -424,15 +438,15 @@ def gather(
 
 
 @primitive_handler("sort")
-def sort(primitive: Primitive, *operands: ArrayValue, **params: Any) -> Any:
+def sort(primitive: Primitive, *operands: ArrayValue, **params: EqnParam) -> Result:
     """Returns the operands if all are constants."""
     constant = all(isinstance(x, SymbolicConstant) for x in operands)
     return list(operands) if constant else NotImplemented
 
 
 def join(
-    primitive: Primitive, *operands: ArrayValue, data: Any = slice(None), **params: Any
-) -> Any:
+    primitive: Primitive, *operands: ArrayValue, data: Any = slice(None), **params: EqnParam
+) -> Result:
     """Joins arrays: a constant if all of them are the same constant."""
     if not any(isinstance(x, SymbolicConstant) for x in operands):
         return NotImplemented
@@ -446,7 +460,9 @@ primitive_handler(named("concatenate stack"), precedence=10)(join)
 
 
 @primitive_handler("pad", precedence=10)
-def pad(primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_config: Any) -> Any:
+def pad(
+    primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_config: EqnParam
+) -> Result:
     """Pads an array: a constant if the padding is the same constant, or if there is none."""
     params = dict(padding_config=padding_config)
     grows = any(_any_symbolic(n) or n[0] > 0 or n[1] > 0 or n[2] for n in padding_config)
@@ -456,7 +472,7 @@ def pad(primitive: Primitive, x: ArrayValue, padding: ArrayValue, *, padding_con
 
 
 @primitive_handler("dynamic_update_slice", precedence=10)
-def update_part(primitive: Primitive, *operands: ArrayValue) -> Any:
+def update_part(primitive: Primitive, *operands: ArrayValue) -> Result:
     """Replaces a part of an array: a constant if the update is the same constant."""
     return join(primitive, *operands, data=slice(0, 2))
 
@@ -467,7 +483,7 @@ def scatter(
     x: SymbolicConstant,
     indices: ArrayValue,
     updates: SymbolicConstant,
-    **params: Any,
-) -> Any:
+    **params: EqnParam,
+) -> Result:
     """Scatters updates into a constant: unchanged if both are the same constant."""
     return x if _same((x, updates)) is not None else NotImplemented

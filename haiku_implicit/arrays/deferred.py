@@ -24,6 +24,7 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import is_split
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.blocks import BLOCKED_FROM, over_blocks, slices
@@ -65,7 +66,7 @@ class Deferred(Wrapper, core_ndim=2):
 
     field_axes = {"w": "nm"}
 
-    w: Any
+    w: Array
     steps: tuple[Step, ...] = aux_field(default=())
 
     def materialize(self) -> jax.Array:
@@ -91,7 +92,7 @@ AnyWeight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight, Deferred]  #
 
 
 @primitive_handler(["square", "integer_pow", "abs"])
-def defer(primitive: Primitive, w: AnyWeight, **params: Any) -> Any:
+def defer(primitive: Primitive, w: AnyWeight, **params: EqnParam) -> Result:
     """Defers the elementwise function of a statistic to its reduction."""
     if not w.may_be_wrapped or not jnp.issubdtype(w.dtype, jnp.floating):
         return NotImplemented
@@ -102,7 +103,7 @@ def defer(primitive: Primitive, w: AnyWeight, **params: Any) -> Any:
 
 
 @primitive_handler(["neg", "convert_element_type"])
-def defer_further(primitive: Primitive, w: Deferred, **params: Any) -> Any:
+def defer_further(primitive: Primitive, w: Deferred, **params: EqnParam) -> Result:
     """Defers functions for which weights themselves have rules."""
     new = params.get("new_dtype", w.dtype)
     if not jnp.issubdtype(new, jnp.floating) or params.get("sharding") is not None:
@@ -112,7 +113,7 @@ def defer_further(primitive: Primitive, w: Deferred, **params: Any) -> Any:
 
 
 @primitive_handler("mul", precedence=-1)
-def times_itself(primitive: Primitive, w: ImplicitArray, other: ImplicitArray) -> Any:
+def times_itself(primitive: Primitive, w: ImplicitArray, other: ImplicitArray) -> Result:
     """Computes `w * w`, as norms do, as the square of `w`."""
     return default_handler(jax.lax.square_p, w) if w is other else NotImplemented
 
@@ -121,15 +122,15 @@ def times_itself(primitive: Primitive, w: ImplicitArray, other: ImplicitArray) -
 
 
 @primitive_handler(list(_COMBINED))
-def reduce_weight(primitive: Primitive, w: Weight, **params: Any) -> Any:
+def reduce_weight(primitive: Primitive, w: Weight, **params: EqnParam) -> Result:
     """Reduces a weight by `reduce_in_blocks`."""
     return default_handler(primitive, Deferred(w), **params) if w.may_be_wrapped else NotImplemented
 
 
 @primitive_handler(list(_COMBINED))
 def reduce_in_blocks(
-    primitive: Primitive, w: Deferred, *, axes: Sequence[int], **params: Any
-) -> Any:
+    primitive: Primitive, w: Deferred, *, axes: Sequence[int], **params: EqnParam
+) -> Result:
     """Reduces with only one block of the dense array in memory, and keeps none for the backward pass.
 
     (If several elements are the largest, all of them share the gradient, but less equally than in a
@@ -145,8 +146,8 @@ def reduce_in_blocks(
     # Sums of blocks are not rounded before they are added.
     wide = jnp.promote_types(w.dtype, jnp.float32)
 
-    def block(start: Any, size: int) -> jax.Array:
-        def reduced(start: Any) -> jax.Array:
+    def block(start: Array, size: int) -> jax.Array:
+        def reduced(start: Array) -> jax.Array:
             part = w.w if size == length else slices(w.w, start, size, cut)
             return primitive.bind(w.applied(dense(part)).astype(wide), axes=axes, **params)
 
@@ -166,7 +167,7 @@ def _axis_to_cut(shape: Sequence[int], reduced: Sequence[int]) -> int:
 
 
 @binary_handler(["add", "sub"])
-def shift(call: BinaryCall, x: jax.Array, w: Weight) -> Any:
+def shift(call: BinaryCall, x: jax.Array, w: Weight) -> Result:
     """Computes `w ± x` and `x ± w` as a correction of rank one: one `x`, or one per row or column."""
     along = _constant_axis(x, w)
     if along is None or not _may_be_wrapped(w, x):
@@ -183,8 +184,8 @@ def shift(call: BinaryCall, x: jax.Array, w: Weight) -> Any:
 
 @primitive_handler(["mul", "div"])
 def scale(
-    primitive: Primitive, w: QuantizedMatrix | ScaledMatrix, x: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, w: QuantizedMatrix | ScaledMatrix, x: jax.Array, **params: EqnParam
+) -> Result:
     """Scales rows or columns with factors that the type can't take itself."""
     along = _constant_axis(x, w)
     if along is None or not _may_be_wrapped(w, x):
@@ -195,7 +196,7 @@ def scale(
     return ScaledMatrix(w, factor[..., 0, :], axis=-1)
 
 
-def _constant_axis(x: jax.Array, w: Any) -> int | None:
+def _constant_axis(x: jax.Array, w: Array) -> int | None:
     """An axis of the matrices along which an operand is constant; None if there is none.
 
     None also for an operand that does not fit.
@@ -205,14 +206,14 @@ def _constant_axis(x: jax.Array, w: Any) -> int | None:
     return next((i for i in (-2, -1) if fits(x, w) and x.shape[i] != w.shape[i]), None)
 
 
-def _for_each_matrix(x: jax.Array, w: Any, along: int) -> jax.Array:
+def _for_each_matrix(x: jax.Array, w: Array, along: int) -> jax.Array:
     """Broadcasts an operand to the weight's shape, with length one along its constant axis."""
     shape = list(w.shape)
     shape[along] = 1
     return jnp.broadcast_to(x, shape)
 
 
-def _may_be_wrapped(w: Any, x: jax.Array) -> bool:
+def _may_be_wrapped(w: Array, x: jax.Array) -> bool:
     """Whether products are the same with another type around the weight.
 
     Convolutions would not quantize activations, and explicit axes of a mesh would split the new parts.

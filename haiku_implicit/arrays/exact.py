@@ -41,7 +41,7 @@ def power(c: Any, n: int) -> Any:
         return c**n
 
 
-def rounded(value: Any, dtype: Any) -> np.ndarray | None:
+def rounded(value: Any, dtype: np.dtype) -> np.ndarray | None:
     """A number in a dtype: integers wrap, others are rounded; None for a dtype of another kind."""
     if isinstance(value, int):
         if not jnp.issubdtype(dtype, jnp.integer):

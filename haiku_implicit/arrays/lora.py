@@ -10,7 +10,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit, init_of
@@ -22,6 +24,7 @@ from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import padded_spec
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
 from haiku_implicit.quantized.products.convolution import convolve
 from haiku_implicit.quantized.products.ragged import row_numbers, small_ragged_dot
 
@@ -62,18 +65,18 @@ class LoRA(Adapter):
     field_axes = {"w": "nm", "a": "n.", "b": ".m"}
     separable = True
 
-    a: Any
-    b: Any
-    factor: Any = dataclasses.field(default=None, metadata=FROZEN)
+    a: Array
+    b: Array
+    factor: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     def __init__(
         self,
-        w: Any,
-        a: Any,
-        b: Any,
-        alpha: Any = None,
+        w: Array,
+        a: Array,
+        b: Array,
+        alpha: Array = None,
         *,
-        factor: Any = None,
+        factor: Array = None,
         shape: Any = None,
         dtype: Any = None,
     ):
@@ -125,7 +128,7 @@ class LoRA(Adapter):
     @classmethod
     def create(
         cls,
-        w: Any,
+        w: Array,
         key: jax.Array,
         *,
         rank: int,
@@ -148,7 +151,7 @@ class LoRA(Adapter):
         return (LoRA if parts.w is w else RestLoRA)(*parts, own_alpha)
 
     @classmethod
-    def of_factors(cls, a: Any, b: Any, scale: Any, **others: Any) -> Self:
+    def of_factors(cls, a: Array, b: Array, scale: Array, **others: Any) -> Self:
         """A correction without its base, from its factors and its scale `alpha / rank`."""
         factor = None if scale is None else jnp.asarray(scale, jnp.float32)
         return cls.without_base(a=a, b=b, factor=factor, **others)
@@ -163,12 +166,12 @@ class LoRA(Adapter):
         return self.a.shape[-1]
 
     @property
-    def alpha(self) -> Any:
+    def alpha(self) -> Array:
         """The numerator of the correction's scale, `[...]`; None for a scale of 1."""
         return None if self.factor is None else self.factor * self.rank
 
     @property
-    def scale(self) -> Any:
+    def scale(self) -> Array:
         """The scale `alpha / rank` of the correction, `[...]`; the number 1 without an `alpha`."""
         return 1.0 if self.factor is None else self.factor
 
@@ -201,7 +204,7 @@ def _own_alpha(rank: int, alpha: float | None, rank_stabilized: bool) -> float:
     return alpha * math.sqrt(rank) if rank_stabilized else alpha
 
 
-def check_room(w: Any, rank: int) -> None:
+def check_room(w: Array, rank: int) -> None:
     """Raises unless a weight can take LoRA of a rank."""
     if isinstance(w, LoRA):
         raise ValueError("this is LoRA already; merge_lora it first, or leave it out by targets=")
@@ -214,7 +217,7 @@ def check_room(w: Any, rank: int) -> None:
         )
 
 
-def _as_alpha(alpha: Any, batch: Sequence[int]) -> Any:
+def _as_alpha(alpha: Array, batch: Sequence[int]) -> Array:
     """An `alpha` for each stacked matrix, from one number or an array of them."""
     if isinstance(alpha, numbers.Real):
         if not math.isfinite(alpha):
@@ -231,7 +234,7 @@ def _as_alpha(alpha: Any, batch: Sequence[int]) -> Any:
     return alpha
 
 
-def _of_parts(lora: LoRA, w: Any, a: Any, b: Any, factor: Any = None) -> LoRA:
+def _of_parts(lora: LoRA, w: Array, a: Array, b: Array, factor: Array = None) -> LoRA:
     """Replaces the fields of a `LoRA` without validation, for rules.
 
     Args:
@@ -267,7 +270,7 @@ def _scaled_a(w: LoRA) -> jax.Array:
 
 
 @binary_handler("dot_general")
-def dot_with_lora(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
+def dot_with_lora(call: BinaryCall, x: jax.Array, w: LoRA) -> Result:
     """Computes `x · (w + ab)` as `x · w + (x · a) · b`, and `(w + ab) · x` as `w · x + a · (b · x)`."""
     if not _goes_through_rank(w, call.contracted[1]):
         return _with_sum(call.primitive, call.ordered(x, w), call.params)
@@ -287,10 +290,10 @@ def _goes_through_rank(w: LoRA, contracted: Sequence[int]) -> bool:
     return len({w.ndim - 2, w.ndim - 1} & set(contracted)) == 1
 
 
-def _with_sum(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> jax.Array:
+def _with_sum(primitive: Primitive, operands: Sequence[Array], params: EqnParams) -> jax.Array:
     """Runs a primitive on the dense sum `w + ab`, which a gradient computes again rather than keeps."""
 
-    def run(operands: Sequence[Any]) -> jax.Array:
+    def run(operands: Sequence[Array]) -> jax.Array:
         summed = [
             dense(x.w) + x.delta().astype(x.dtype) if isinstance(x, LoRA) else x for x in operands
         ]
@@ -299,7 +302,7 @@ def _with_sum(primitive: Primitive, operands: Sequence[Any], params: dict[str, A
     return jax.checkpoint(run)(operands)
 
 
-def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
+def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Result:
     """The product of `x` and the correction, with axes in `dot_general`'s order."""
     found = _operands_and_options(x, w, call.params)
     if found is None:
@@ -313,7 +316,7 @@ def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
 
 
 def _operands_and_options(
-    x: jax.Array, w: LoRA, params: dict[str, Any]
+    x: jax.Array, w: LoRA, params: EqnParams
 ) -> tuple[Factors, dict[str, Any]] | None:
     """The operands and options of the products with the factors; None if these can't run."""
     precision, preferred = params.get("precision"), params.get("preferred_element_type")
@@ -329,7 +332,7 @@ def _operands_and_options(
     return operands, dict(precision=precision, preferred_element_type=preferred)
 
 
-def _working_dtype(x: Any, w: LoRA) -> Any:
+def _working_dtype(x: Array, w: LoRA) -> np.dtype:
     """The dtype of the dense product; the factors' dtype if an operand of it has 8 bits."""
     floats = [d for d in (x.dtype, w.dtype) if jnp.issubdtype(d, np.floating)]
     if any(d.itemsize == 1 for d in floats):
@@ -388,8 +391,8 @@ def _einsum_delta(
 
 @primitive_handler(ragged_dot_general_p)
 def ragged_dot_with_lora(
-    primitive: Primitive, x: jax.Array, w: LoRA, sizes: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, x: jax.Array, w: LoRA, sizes: jax.Array, **params: EqnParam
+) -> Result:
     """Multiplies rows with the matrices of their groups, as `x · w + (x · a) · b`."""
     numbers = row_numbers(x, w, **params)
     found = _operands_and_options(x, w, params)
@@ -405,7 +408,7 @@ def ragged_dot_with_lora(
 
 
 @primitive_handler("conv_general_dilated")
-def conv_with_kernel(primitive: Primitive, x: jax.Array, w: LoRA, **params: Any) -> jax.Array:
+def conv_with_kernel(primitive: Primitive, x: jax.Array, w: LoRA, **params: EqnParam) -> jax.Array:
     """Convolves with the dense sum `w + ab`.
 
     A kernel is small compared with the images, and one convolution costs half of two.
@@ -423,12 +426,12 @@ def gather_rows(
     w: LoRA,
     ids: jax.Array,
     *,
-    dimension_numbers: Any,
+    dimension_numbers: EqnParam,
     slice_sizes: Sequence[int],
-    fill_value: Any,
-    mode: Any,
-    **params: Any,
-) -> Any:
+    fill_value: EqnParam,
+    mode: EqnParam,
+    **params: EqnParam,
+) -> Result:
     """Gathers rows of an embedding table as `w[ids] + a[ids] @ b`, and whole columns likewise.
 
     Leading axes may be batch axes of the gather, or taken whole.
@@ -463,7 +466,7 @@ def gather_rows(
     return high + jax.lax.transpose(low, np.argsort(now).tolist()).astype(high.dtype)
 
 
-def _replaced(values: Sequence[Any], axis: int, instead: Any) -> tuple[Any, ...]:
+def _replaced(values: Sequence[Array], axis: int, instead: Any) -> tuple[Array, ...]:
     """A parameter with one value per axis, for a factor: with `instead` at `axis`, the rank."""
     new = list(values)
     new[axis] = instead
@@ -471,11 +474,11 @@ def _replaced(values: Sequence[Any], axis: int, instead: Any) -> tuple[Any, ...]
 
 
 @primitive_handler(["slice", "dynamic_slice"])
-def slice_factors(primitive: Primitive, w: LoRA, *starts: jax.Array, **params: Any) -> LoRA:
+def slice_factors(primitive: Primitive, w: LoRA, *starts: jax.Array, **params: EqnParam) -> LoRA:
     """Slices any axes: rows slice `a`, columns `b`, leading axes both."""
     of_rank = dict(start_indices=0, limit_indices=w.rank, strides=1, slice_sizes=w.rank)
 
-    def part(x: Any, rank_axis: int) -> Any:
+    def part(x: Array, rank_axis: int) -> Array:
         own = {
             name: _replaced(value, rank_axis, of_rank[name]) if value is not None else None
             for name, value in params.items()
@@ -493,11 +496,11 @@ def slice_factors(primitive: Primitive, w: LoRA, *starts: jax.Array, **params: A
 
 @primitive_handler("split")
 def split_factors(
-    primitive: Primitive, w: LoRA, *, sizes: Any, axis: int, **params: Any
+    primitive: Primitive, w: LoRA, *, sizes: tuple[int, ...], axis: int, **params: EqnParam
 ) -> list[LoRA]:
     """Splits an axis: rows split `a`, columns `b`, leading axes both."""
 
-    def parts(x: Any, *whole: int) -> list[Any]:
+    def parts(x: Array, *whole: int) -> list[Array]:
         if x is None or axis in whole:
             return [x] * len(sizes)
         return list(primitive.bind(x, sizes=sizes, axis=axis, **params))
@@ -508,7 +511,9 @@ def split_factors(
 
 
 @primitive_handler("transpose")
-def transpose_factors(primitive: Primitive, w: LoRA, *, permutation: Any, **params: Any) -> Any:
+def transpose_factors(
+    primitive: Primitive, w: LoRA, *, permutation: tuple[int, ...], **params: EqnParam
+) -> Result:
     """Transposes the matrix, `(w + ab)ᵀ = wᵀ + bᵀaᵀ`, and reorders leading axes."""
     core = w.ndim - 2, w.ndim - 1
     if tuple(sorted(permutation[-2:])) != core:
@@ -519,7 +524,9 @@ def transpose_factors(primitive: Primitive, w: LoRA, *, permutation: Any, **para
 
 
 @primitive_handler("squeeze")
-def squeeze_matrix(primitive: Primitive, w: LoRA, *, dimensions: Any, **params: Any) -> Any:
+def squeeze_matrix(
+    primitive: Primitive, w: LoRA, *, dimensions: tuple[int, ...], **params: EqnParam
+) -> Result:
     """Makes a matrix of one row, column or element dense; `batch_axes` squeezes leading axes."""
     if max(dimensions, default=0) < w.ndim - 2:
         return NotImplemented
@@ -528,7 +535,9 @@ def squeeze_matrix(primitive: Primitive, w: LoRA, *, dimensions: Any, **params: 
 
 
 @primitive_handler("reduce_sum")
-def sum_factors(primitive: Primitive, w: LoRA, *, axes: Any, **params: Any) -> Any:
+def sum_factors(
+    primitive: Primitive, w: LoRA, *, axes: tuple[int, ...], **params: EqnParam
+) -> Result:
     """Sums over any axes, as `sum(w) + sum(a) @ b` does over the rows."""
     if not jnp.issubdtype(w.dtype, np.inexact) or any(v is not None for v in params.values()):
         return NotImplemented
@@ -537,7 +546,7 @@ def sum_factors(primitive: Primitive, w: LoRA, *, axes: Any, **params: Any) -> A
     return high + _summed_delta(w, axes, jax.lax.Precision.HIGHEST).astype(high.dtype)
 
 
-def _summed_delta(w: LoRA, axes: Sequence[int], precision: Any) -> jax.Array:
+def _summed_delta(w: LoRA, axes: Sequence[int], precision: PrecisionLike) -> jax.Array:
     """The correction, summed over some of its axes."""
     *lead, n, m = range(w.ndim)
     rank = w.ndim
@@ -550,7 +559,7 @@ def _summed_delta(w: LoRA, axes: Sequence[int], precision: Any) -> jax.Array:
 
 
 @binary_handler(["add", "sub"])
-def add_to_weight(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
+def add_to_weight(call: BinaryCall, x: jax.Array, w: LoRA) -> Result:
     """Computes `(w + ab) ± x` as `(w ± x) + ab`, and `x - (w + ab)` as `(x - w) + (-a)b`.
 
     An operand that is constant along rows or columns is of rank one, see `deferred.shift`. So the sum
@@ -563,13 +572,13 @@ def add_to_weight(call: BinaryCall, x: jax.Array, w: LoRA) -> Any:
 
 
 @primitive_handler("neg")
-def negate(primitive: Primitive, w: LoRA, **params: Any) -> LoRA:
+def negate(primitive: Primitive, w: LoRA, **params: EqnParam) -> LoRA:
     """Computes `-(w + ab)` as `-w + (-a)b`."""
     return _of_parts(w, primitive.bind(w.w, **params), -w.a, w.b)
 
 
 @primitive_handler(["mul", "div"])
-def rescale(primitive: Primitive, w: LoRA, x: jax.Array, **params: Any) -> Any:
+def rescale(primitive: Primitive, w: LoRA, x: jax.Array, **params: EqnParam) -> Result:
     """Multiplies or divides by a number or one per row (applied to `a`), or one per column (to `b`)."""
     by_rows = x.ndim == 0 or x.shape[-1] == 1
     if not fits(x, w) or not (by_rows or x.shape[-2] == 1):
@@ -580,7 +589,9 @@ def rescale(primitive: Primitive, w: LoRA, x: jax.Array, **params: Any) -> Any:
 
 
 @primitive_handler("convert_element_type")
-def cast_fields(primitive: Primitive, w: LoRA, *, new_dtype: Any, **params: Any) -> Any:
+def cast_fields(
+    primitive: Primitive, w: LoRA, *, new_dtype: DTypeLike, **params: EqnParam
+) -> Result:
     """Casts to another floating dtype; wider factors keep theirs, for the sake of their gradients.
 
     A product still runs in the dtype of the dense product (`_working_dtype`).
@@ -592,6 +603,6 @@ def cast_fields(primitive: Primitive, w: LoRA, *, new_dtype: Any, **params: Any)
     return _of_parts(w, cast, a, b)
 
 
-def _wider(old: Any, new: Any) -> Any:
+def _wider(old: DTypeLike, new: DTypeLike) -> DTypeLike:
     """The wider of two dtypes; the new one if they are equally wide."""
     return old if np.dtype(old).itemsize > np.dtype(new).itemsize else new

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.adapter import uniform
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -18,7 +20,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 class Parts(NamedTuple):
     """The fields of a LoRA: `w + scale * a @ b` is the weight that it is put on."""
 
-    w: Any
+    w: Array
     a: jax.Array
     b: jax.Array
 
@@ -31,7 +33,7 @@ class LoRAInit(abc.ABC):
         return self
 
     @abc.abstractmethod
-    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         """The fields of a LoRA for a weight `[..., n, m]`.
 
         Args:
@@ -52,13 +54,13 @@ class Drawn(LoRAInit):
 
     draw: Initializer
 
-    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         *lead, n, m = w.shape
         a = self.draw(key, (*lead, n, rank), w.dtype)
         return Parts(w, a, jnp.zeros((*lead, rank, m), w.dtype))
 
 
-def gaussian(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def gaussian(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Draws from a normal distribution of standard deviation `1 / rank`, as PEFT's 'gaussian' does."""
     return jax.random.normal(key, shape, dtype) / shape[-1]
 
@@ -69,7 +71,7 @@ class Orthogonal(LoRAInit):
     It is PEFT's 'orthogonal' (https://datta0.github.io/posts/rethink-lora-init). The rank is even.
     """
 
-    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         if rank % 2:
             raise ValueError(f"init: 'orthogonal' needs an even rank, got {rank}")
         *lead, n, m = w.shape
@@ -86,7 +88,7 @@ class PiSSA(LoRAInit):
     After Meng et al. 2024, arXiv:2404.02948.
     """
 
-    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         w = _dense("pissa", w)
         return _with_rest(w, *truncated(w, rank, scale), scale)
 
@@ -97,7 +99,7 @@ class OLoRA(LoRAInit):
     As in the paper, it decomposes the weight `[outputs, inputs]`: `b` is orthonormal.
     """
 
-    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         w = _dense("olora", w)
         q, r = jnp.linalg.qr(jnp.swapaxes(w, -1, -2).astype(jnp.float32))
         a, b = (jnp.swapaxes(x, -1, -2) for x in (r[..., :rank, :], q[..., :rank]))
@@ -130,7 +132,7 @@ class EVA(LoRAInit):
     def of_weight(self, path: str) -> "EVA":
         return dataclasses.replace(self, path=path)
 
-    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         path = self.path
         if path not in self.moments:
             raise ValueError(f"init: EVA has no moments of {path}, only of {sorted(self.moments)}")
@@ -172,7 +174,7 @@ class LoftQ(LoRAInit):
         if self.iterations < 1:
             raise ValueError(f"iterations: expected 1 or more, got {self.iterations}")
 
-    def parts(self, w: Any, rank: int, scale: float, key: jax.Array) -> Parts:
+    def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         rest = w = _dense("LoftQ", w)
         best, least = None, jnp.full(w.shape[:-2], jnp.inf)
         for _ in range(self.iterations):
@@ -198,7 +200,7 @@ BY_NAME: dict[str, LoRAInit] = {
 }
 
 
-def init_of(init: Any) -> LoRAInit:
+def init_of(init: LoRAInit | Initializer | str | None) -> LoRAInit:
     """The initialization for an argument `init=`; None draws `a` uniformly.
 
     Raises:
@@ -220,7 +222,7 @@ def truncated(w: jax.Array, rank: int, scale: float) -> tuple[jax.Array, jax.Arr
     return u[..., :rank] * root[..., None, :], root[..., None] * v[..., :rank, :]
 
 
-def _choose(condition: jax.Array, new: Any, old: Any) -> Any:
+def _choose(condition: jax.Array, new: Array, old: Array) -> Array:
     """Selects each matrix from `new` if its condition is true and from `old` otherwise."""
 
     def of_leaf(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -238,7 +240,7 @@ def _with_rest(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Parts:
     return Parts((w.astype(jnp.float32) - correction).astype(w.dtype), a, b)
 
 
-def _dense(name: str, w: Any) -> jax.Array:
+def _dense(name: str, w: Array) -> jax.Array:
     if is_implicit(w):
         raise ValueError(
             f"init: {name} decomposes a dense weight, and this one is {w!r}; put LoRA on the dense "

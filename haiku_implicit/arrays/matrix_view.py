@@ -20,6 +20,7 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import axis_names
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.quantized.types.ruled import RuledWeight
 
 
@@ -50,13 +51,13 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
       (2, 4, 16)
     """
 
-    matrix: Any
+    matrix: Array
     axes: Axes = aux_field()
 
     @classmethod
     def of(
-        cls, w: Any, inputs: Sequence[int], outputs: Sequence[int], make: Any, **options: Any
-    ) -> Any:
+        cls, w: Array, inputs: Sequence[int], outputs: Sequence[int], make: Any, **options: Any
+    ) -> Array:
         """Makes an implicit array of a tensor, seen as a matrix.
 
         Args:
@@ -84,7 +85,7 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
     def compute_shape(self) -> tuple[int, ...]:
         return (*np.shape(self.matrix)[:-2], *axes_of.shape(self.axes))
 
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> np.dtype:
         return self.matrix.dtype
 
     def materialize(self) -> jax.Array:
@@ -101,13 +102,13 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
                 found[group[0][2]] = name
         return {"matrix": "".join(found)}
 
-    def as_part(self, counts: Sequence[int]) -> Any:
+    def as_part(self, counts: Sequence[int]) -> Result:
         """The view with the axes of a part."""
         axes = axes_of.of_part(self.axes, counts[len(counts) - len(self.axes) :])
         return NotImplemented if axes is None else self._replace(axes=axes)
 
 
-def unfolded(w: Any, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[Any, Axes]:
+def unfolded(w: Array, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[Array, Axes]:
     """A dense tensor as a matrix `[..., n, m]`, and the `axes` of its `MatrixView`.
 
     Args:
@@ -141,17 +142,17 @@ def matrix_in(x: jax.Array, axes: Axes) -> jax.Array:
     return axes_of.rearranged(x, [*lead, *axes], [*lead, *axes_of.stored(axes)])
 
 
-def view_of(matrix: Any, axes: Axes) -> Any:
+def view_of(matrix: Array, axes: Axes) -> Array:
     """The tensor of a matrix; the matrix itself if it is the tensor."""
     return matrix if axes == axes_of.whole(matrix.shape[-2:]) else MatrixView(matrix, axes)
 
 
-def matrix_of(w: Any) -> Any:
+def matrix_of(w: Array) -> Array:
     """The matrix that a view holds; any other array itself."""
     return w.matrix if isinstance(w, MatrixView) else w
 
 
-def with_matrix(w: Any, new: Any) -> Any:
+def with_matrix(w: Array, new: Array) -> Array:
     """A view of another matrix with the axes of the view `w`; the matrix itself if `w` is no view."""
     return w._replace(matrix=new) if isinstance(w, MatrixView) else new
 
@@ -173,7 +174,7 @@ def _whole_axes(w: MatrixView, groups: Iterable[axes_of.Group]) -> list[int] | N
 
 
 @binary_handler("dot_general")
-def dot_with_view(call: BinaryCall, x: jax.Array, w: MatrixView) -> Any:
+def dot_with_view(call: BinaryCall, x: jax.Array, w: MatrixView) -> Result:
     """Computes a product with the matrix, if all of its rows (or columns) are contracted, or none."""
     lead = _lead(w)
     if call.params.get("out_sharding") is not None or any(i >= lead for i in call.batch[1]):
@@ -228,7 +229,7 @@ def _folded(
 
 
 @primitive_handler(["reshape", "squeeze", "broadcast_in_dim"], precedence=-1)
-def reshape_matrix(primitive: Primitive, w: ImplicitArray, **params: Any) -> Any:
+def reshape_matrix(primitive: Primitive, w: ImplicitArray, **params: EqnParam) -> Result:
     """Splits or merges axes of the rows, or of the columns, of a view or of a matrix of any type.
 
     Also adds and drops axes of length one. A matrix becomes a view.
@@ -260,7 +261,9 @@ def reshape_matrix(primitive: Primitive, w: ImplicitArray, **params: Any) -> Any
 
 
 @primitive_handler("transpose", precedence=-1)
-def transpose_matrix(primitive: Primitive, w: ImplicitArray, *, permutation: Any) -> Any:
+def transpose_matrix(
+    primitive: Primitive, w: ImplicitArray, *, permutation: tuple[int, ...]
+) -> Result:
     """Transposes a view, or a matrix of a type without its own rule; batch axes stay in front."""
     matrix, axes = _opened(w)
     lead = w.ndim - len(axes or ())
@@ -275,7 +278,7 @@ def transpose_matrix(primitive: Primitive, w: ImplicitArray, *, permutation: Any
     return view_of(matrix, tuple(axes[i - lead] for i in permutation[lead:]))
 
 
-def _opened(w: ImplicitArray) -> tuple[Any, Axes | None]:
+def _opened(w: ImplicitArray) -> tuple[Array, Axes | None]:
     """The matrix of a view, or a matrix itself, and the axes of the tensor; None for other arrays.
 
     Also None for a `RuledWeight`, which rearranges its wrapped weight itself, and for a type with an
@@ -293,8 +296,13 @@ def _opened(w: ImplicitArray) -> tuple[Any, Axes | None]:
 
 @primitive_handler("slice")
 def slice_view(
-    primitive: Primitive, w: MatrixView, *, start_indices: Any, limit_indices: Any, strides: Any
-) -> Any:
+    primitive: Primitive,
+    w: MatrixView,
+    *,
+    start_indices: tuple[int, ...],
+    limit_indices: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+) -> Result:
     """Slices axes, if each part is a contiguous part of the rows or columns."""
     if strides is not None and any(n != 1 for n in strides):
         return NotImplemented
@@ -302,13 +310,13 @@ def slice_view(
 
 
 @primitive_handler("split")
-def split_view(primitive: Primitive, w: MatrixView, *, sizes: Any, axis: int) -> Any:
+def split_view(primitive: Primitive, w: MatrixView, *, sizes: tuple[int, ...], axis: int) -> Result:
     """Splits an axis, if each part is a contiguous part of the rows or columns."""
     out = [_part(w, *corners) for corners in axes_of.pieces(w.shape, axis, sizes)]
     return NotImplemented if any(part is NotImplemented for part in out) else out
 
 
-def _part(w: MatrixView, starts: Sequence[int], limits: Sequence[int]) -> Any:
+def _part(w: MatrixView, starts: Sequence[int], limits: Sequence[int]) -> Result:
     """The part between two corners; `NotImplemented` if it is not a contiguous part of the matrix."""
     lead = _lead(w)
     low, high = list(starts[:lead]) + [0, 0], list(limits[:lead]) + list(w.matrix.shape[lead:])
@@ -344,8 +352,8 @@ def _cut(
 
 @primitive_handler("dynamic_slice")
 def dynamic_slice_view(
-    primitive: Primitive, w: MatrixView, *starts: jax.Array, slice_sizes: Any
-) -> Any:
+    primitive: Primitive, w: MatrixView, *starts: jax.Array, slice_sizes: tuple[int, ...]
+) -> Result:
     """Slices axes at starts that are known at run time, if the part is contiguous in the matrix."""
     lead, sizes, axes = _lead(w), list(slice_sizes), list(w.axes)
     at = [*starts[:lead], *[jnp.zeros_like(starts[0])] * 2]
@@ -371,14 +379,14 @@ def gather_from_view(
     w: MatrixView,
     ids: jax.Array,
     *,
-    dimension_numbers: Any,
+    dimension_numbers: EqnParam,
     slice_sizes: Sequence[int],
-    mode: Any,
-    fill_value: Any,
+    mode: EqnParam,
+    fill_value: EqnParam,
     indices_are_sorted: bool,
     unique_indices: bool,
-    **params: Any,
-) -> Any:
+    **params: EqnParam,
+) -> Result:
     """Gathers parts of axes, all of the rows or all of the columns, as whole rows or columns."""
     lead = _lead(w)
     d, ids = _without_batching(dimension_numbers, ids, lead)
@@ -428,7 +436,7 @@ def gather_from_view(
     return jnp.transpose(out, order)
 
 
-def _without_batching(numbers: Any, ids: jax.Array, lead: int) -> tuple[Any, jax.Array]:
+def _without_batching(numbers: EqnParam, ids: jax.Array, lead: int) -> tuple[Any, jax.Array]:
     """Rewrites a gather with an index for each batching axis of the operand from `lead` on."""
     batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     pairs = list(zip(*batching, strict=True))
@@ -449,7 +457,7 @@ def _without_batching(numbers: Any, ids: jax.Array, lead: int) -> tuple[Any, jax
 
 
 def _places(
-    w: MatrixView, ids: jax.Array, numbers: Any, sizes: Sequence[int], axis: int, filling: bool
+    w: MatrixView, ids: jax.Array, numbers: EqnParam, sizes: Sequence[int], axis: int, filling: bool
 ) -> jax.Array:
     """The indices of the rows (or columns) of the matrix that a gather from the tensor takes.
 
@@ -486,7 +494,9 @@ def _places(
 
 
 @primitive_handler("gather", precedence=-1)
-def gather_columns(primitive: Primitive, w: ImplicitArray, ids: jax.Array, **params: Any) -> Any:
+def gather_columns(
+    primitive: Primitive, w: ImplicitArray, ids: jax.Array, **params: EqnParam
+) -> Result:
     """Gathers whole columns of a matrix of any type as rows of its transpose, if that is implicit."""
     if w.core_ndim != 2 or w.ndim < 2:
         return NotImplemented
@@ -515,13 +525,15 @@ def gather_columns(primitive: Primitive, w: ImplicitArray, ids: jax.Array, **par
 
 
 @primitive_handler(["square", "integer_pow", "abs"])
-def apply_to_matrix(primitive: Primitive, w: MatrixView, **params: Any) -> Any:
+def apply_to_matrix(primitive: Primitive, w: MatrixView, **params: EqnParam) -> Result:
     """Applies the elementwise function of a statistic; most types defer it to the reduction."""
     return view_of(primitive.bind(w.matrix, **params), w.axes)
 
 
 @primitive_handler(["reduce_sum", "reduce_max", "reduce_min"])
-def reduce_view(primitive: Primitive, w: MatrixView, *, axes: Any, **params: Any) -> Any:
+def reduce_view(
+    primitive: Primitive, w: MatrixView, *, axes: tuple[int, ...], **params: EqnParam
+) -> Result:
     """Reduces over all rows, or all columns."""
     lead = _lead(w)
     inner = _whole_axes(w, [w.axes[i - lead] for i in axes if i >= lead])
@@ -535,7 +547,7 @@ def reduce_view(primitive: Primitive, w: MatrixView, *, axes: Any, **params: Any
 
 
 @primitive_handler(["mul", "div", "add", "sub"])
-def with_dense(primitive: Primitive, w: MatrixView, x: jax.Array, **params: Any) -> Any:
+def with_dense(primitive: Primitive, w: MatrixView, x: jax.Array, **params: EqnParam) -> Result:
     """Combines the matrix with an operand of as many axes, rearranged. (`any_type` has numbers.)"""
     if x.ndim != w.ndim or not fits(x, w):
         return NotImplemented

@@ -13,6 +13,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.products.bilinear import Product, product_of
 
@@ -62,7 +63,7 @@ class Probe(Wrapper, core_ndim=0, warn_on_materialize=False):
       log: the record of products.
     """
 
-    value: Any
+    value: Array
     axes: Axes = aux_field()
     path: str = aux_field()
     log: Log = aux_field()
@@ -74,7 +75,7 @@ class Probe(Wrapper, core_ndim=0, warn_on_materialize=False):
         n = value.ndim
         return cls(value, tuple(tuple((k, s, i - n) for k, s, i in g) for g in axes), path, log)
 
-    def with_leading_axis(self, size: int | None) -> Any:
+    def with_leading_axis(self, size: int | None) -> Result:
         """Drops the first axis, as a scan does."""
         return self._replace(axes=self.axes[1:]) if size is None else NotImplemented
 
@@ -93,7 +94,7 @@ def record(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
 
 
 @primitive_handler("dot_general")
-def record_of_two(primitive: Primitive, v: Probe, w: Probe, **params: Any) -> jax.Array:
+def record_of_two(primitive: Primitive, v: Probe, w: Probe, **params: EqnParam) -> jax.Array:
     """Records the axes of both weights in their product, each with the other as a dense array."""
     record(BinaryCall(primitive, params, w_first=True), w.value, v)
     return record(BinaryCall(primitive, params, w_first=False), v.value, w)
@@ -109,8 +110,8 @@ def record_convolution(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
 
 @primitive_handler(ragged_dot_general_p)
 def record_ragged_product(
-    primitive: Primitive, x: jax.Array, w: Probe, sizes: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, x: jax.Array, w: Probe, sizes: jax.Array, **params: EqnParam
+) -> Result:
     """Records the axes in a ragged product, and computes it."""
     _note("ragged_dot", w, product_of(primitive, (x, w), params), False)
     return primitive.bind(x, w.value, sizes, **params)
@@ -136,7 +137,7 @@ def _note(op_name: str, w: Probe, product: Product | None, w_first: bool, **plac
 
 
 @primitive_handler(["reshape", "squeeze", "broadcast_in_dim"])
-def reshape_probe(primitive: Primitive, w: Probe, **params: Any) -> Any:
+def reshape_probe(primitive: Primitive, w: Probe, **params: EqnParam) -> Result:
     """Follows axes that are split or merged; a repeated weight is not followed."""
     value, new = primitive.bind(w.value, **params), axes_of.new_shape(w.shape, params)
     axes = None if new is None else axes_of.reshaped(w.axes, new)
@@ -144,17 +145,17 @@ def reshape_probe(primitive: Primitive, w: Probe, **params: Any) -> Any:
 
 
 @primitive_handler("transpose")
-def transpose_probe(primitive: Primitive, w: Probe, *, permutation: Any) -> Probe:
+def transpose_probe(primitive: Primitive, w: Probe, *, permutation: tuple[int, ...]) -> Probe:
     """Follows axes that change places."""
     value = primitive.bind(w.value, permutation=permutation)
     return w._replace(value=value, axes=tuple(w.axes[i] for i in permutation))
 
 
 @primitive_handler(["slice", "dynamic_slice", "split", "rev"])
-def cut_probe(primitive: Primitive, w: Probe, *starts: jax.Array, **params: Any) -> Any:
+def cut_probe(primitive: Primitive, w: Probe, *starts: jax.Array, **params: EqnParam) -> Result:
     """Follows a part of an axis as the same stored axis."""
 
-    def part(value: jax.Array) -> Any:
+    def part(value: jax.Array) -> Array:
         axes = []
         for new, old, group in zip(value.shape, w.shape, w.axes, strict=True):
             found = {f[2] for f in group}
@@ -168,28 +169,33 @@ def cut_probe(primitive: Primitive, w: Probe, *starts: jax.Array, **params: Any)
 
 
 @primitive_handler(["convert_element_type", "neg", "abs", "tanh", "sign", "exp"])
-def change_probe(primitive: Primitive, w: Probe, **params: Any) -> Probe:
+def change_probe(primitive: Primitive, w: Probe, **params: EqnParam) -> Probe:
     """Follows a weight through an elementwise function."""
     return w._replace(value=primitive.bind(w.value, **params))
 
 
 @binary_handler(["mul", "div", "add", "sub", "max", "min"])
-def change_with_dense(call: BinaryCall, x: jax.Array, w: Probe) -> Any:
+def change_with_dense(call: BinaryCall, x: jax.Array, w: Probe) -> Result:
     """Follows a weight through an elementwise function with an operand that does not enlarge it."""
     value = call(x, w.value)
     return w._replace(value=value) if value.shape == w.shape else value
 
 
 @primitive_handler([name for name in ("tile", "unstack") if hasattr(jax.lax, f"{name}_p")])
-def leave_probe(primitive: Primitive, w: Probe, *others: jax.Array, **params: Any) -> Any:
+def leave_probe(primitive: Primitive, w: Probe, *others: jax.Array, **params: EqnParam) -> Result:
     """Makes the weight dense: tiles and pieces are not followed."""
     return primitive.bind(w.value, *others, **params)
 
 
 @primitive_handler("gather")
 def choose_probe(
-    primitive: Primitive, w: Probe, indices: jax.Array, *, slice_sizes: Any, **params: Any
-) -> Any:
+    primitive: Primitive,
+    w: Probe,
+    indices: jax.Array,
+    *,
+    slice_sizes: tuple[int, ...],
+    **params: EqnParam,
+) -> Result:
     """Follows matrices that are looked up in a batch: they have the same axes."""
     value = primitive.bind(w.value, indices, slice_sizes=slice_sizes, **params)
     numbers = params["dimension_numbers"]
@@ -219,6 +225,6 @@ def stack_probes(primitive: Primitive, *operands: Probe, axis: int) -> Concatena
 
 
 @primitive_handler(["dynamic_update_slice", "select_n"])
-def leave_probes(primitive: Primitive, *operands: Probe, **params: Any) -> Any:
+def leave_probes(primitive: Primitive, *operands: Probe, **params: EqnParam) -> Result:
     """Makes weights dense that are written into one another or selected: they are not followed."""
     return primitive.bind(*(w.value for w in operands), **params)

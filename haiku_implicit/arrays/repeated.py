@@ -3,12 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import ImplicitArray
@@ -18,6 +19,7 @@ from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.quantized.types.quantized_cache import QuantizedCache
 
 
@@ -43,7 +45,7 @@ class Repeated(ImplicitArray, linear_in="array"):
       (1, 8, 16)
     """
 
-    array: Any
+    array: Array
     axis: int = aux_field()
     count: int = aux_field()
 
@@ -57,7 +59,7 @@ class Repeated(ImplicitArray, linear_in="array"):
         shape[self.axis] *= self.count
         return tuple(shape)
 
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> np.dtype:
         return self.array.dtype
 
     def materialize(self) -> jax.Array:
@@ -68,7 +70,7 @@ def _place(x: Repeated) -> int:
     return x.ndim + x.axis
 
 
-def _copied(x: Repeated) -> Any:
+def _copied(x: Repeated) -> Array:
     """The array with its entries repeated, by a gather, for which each type has rules."""
     ids = jnp.arange(x.shape[x.axis]) // x.count
     return jnp.take(x.array, ids, axis=_place(x), mode="clip")
@@ -78,13 +80,13 @@ def _copied(x: Repeated) -> Any:
 
 
 @primitive_handler("broadcast_in_dim")
-def repeat_cache(primitive: Primitive, w: QuantizedCache, **params: Any) -> Any:
+def repeat_cache(primitive: Primitive, w: QuantizedCache, **params: EqnParam) -> Result:
     """Broadcasts a cache: adds axes, and repeats axes of length one."""
     return _broadcast(primitive, w, **params)
 
 
 @primitive_handler("broadcast_in_dim", precedence=1)
-def repeat_view(primitive: Primitive, w: MatrixView, **params: Any) -> Any:
+def repeat_view(primitive: Primitive, w: MatrixView, **params: EqnParam) -> Result:
     """Broadcasts a view; new axes of length one give a view of the same matrix."""
     return _broadcast(primitive, w, **params)
 
@@ -95,8 +97,8 @@ def _broadcast(
     *,
     shape: Sequence[int],
     broadcast_dimensions: Sequence[int],
-    sharding: Any = None,
-) -> Any:
+    sharding: Sharding | None = None,
+) -> Result:
     old = dict(zip(broadcast_dimensions, w.shape, strict=True))
     short = [old.get(i, 1) for i in range(len(shape))]
     longer = [i for i, n in enumerate(shape) if n != short[i]]
@@ -116,7 +118,7 @@ def _broadcast(
 
 
 @binary_handler("dot_general")
-def dot_with_repeated(call: BinaryCall, x: jax.Array, w: Repeated) -> Any:
+def dot_with_repeated(call: BinaryCall, x: jax.Array, w: Repeated) -> Result:
     """Multiplies with the array: heads that share an entry together, or with a repeated result."""
     axis = _place(w)
     if axis in call.contracted[1] or call.params.get("out_sharding") is not None:
@@ -144,8 +146,8 @@ def dot_with_repeated(call: BinaryCall, x: jax.Array, w: Repeated) -> Any:
 
 @primitive_handler("reshape")
 def reshape_repeated(
-    primitive: Primitive, x: Repeated, *, new_sizes: Sequence[int], **params: Any
-) -> Any:
+    primitive: Primitive, x: Repeated, *, new_sizes: Sequence[int], **params: EqnParam
+) -> Result:
     """Merges the repeated axis with axes before it, or divides it between entries; else in a copy."""
     behind = math.prod(x.shape[_place(x) + 1 :])
     for i, n in enumerate(new_sizes):
@@ -157,14 +159,14 @@ def reshape_repeated(
 
 
 @primitive_handler("transpose")
-def transpose_repeated(primitive: Primitive, x: Repeated, *, permutation: Sequence[int]) -> Any:
+def transpose_repeated(primitive: Primitive, x: Repeated, *, permutation: Sequence[int]) -> Result:
     """Transposes the array, and finds the repeated axis."""
     array = jnp.transpose(x.array, permutation)
     return Repeated(array, tuple(permutation).index(_place(x)) - x.ndim, x.count)
 
 
 @primitive_handler("squeeze")
-def squeeze_repeated(primitive: Primitive, x: Repeated, *, dimensions: Sequence[int]) -> Any:
+def squeeze_repeated(primitive: Primitive, x: Repeated, *, dimensions: Sequence[int]) -> Result:
     """Drops axes of length one other than the repeated axis."""
     if _place(x) in dimensions:
         return NotImplemented
@@ -173,7 +175,9 @@ def squeeze_repeated(primitive: Primitive, x: Repeated, *, dimensions: Sequence[
 
 
 @primitive_handler("convert_element_type")
-def cast_repeated(primitive: Primitive, x: Repeated, *, new_dtype: Any, **params: Any) -> Any:
+def cast_repeated(
+    primitive: Primitive, x: Repeated, *, new_dtype: DTypeLike, **params: EqnParam
+) -> Result:
     """Casts to a wider dtype; to a narrower one in a copy, or gradients would be summed in it."""
     if not jnp.issubdtype(new_dtype, np.inexact):
         return NotImplemented
@@ -184,6 +188,8 @@ def cast_repeated(primitive: Primitive, x: Repeated, *, new_dtype: Any, **params
 
 
 @primitive_handler(["slice", "dynamic_slice", "gather", "dynamic_update_slice", "scatter"])
-def change_copy(primitive: Primitive, x: Repeated, *others: jax.Array, **params: Any) -> Any:
+def change_copy(
+    primitive: Primitive, x: Repeated, *others: jax.Array, **params: EqnParam
+) -> Result:
     """Slices, gathers from or writes into a copy with its entries repeated."""
     return default_handler(primitive, _copied(x), *others, **params)

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
@@ -21,6 +22,7 @@ from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import in_type, padded_spec
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products.ragged import row_numbers
@@ -56,8 +58,8 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
       [[1.5 1.5 1.5]]
     """
 
-    matrix: Any
-    scale: Any = frozen_field()
+    matrix: Array
+    scale: Array = frozen_field()
     axis: int = aux_field(default=-2)
 
     def __post_init__(self) -> None:
@@ -89,7 +91,7 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
         """The scale has the scaled axis of the matrix."""
         return {"matrix": "nm", "scale": "nm"[self.axis]}
 
-    def requantize(self, w: Any) -> Self:
+    def requantize(self, w: Array) -> Self:
         """Another weight with the scale of this one: quantized like the matrix, if that is implicit.
 
         Args:
@@ -126,7 +128,7 @@ def _times(x: jax.Array, scale: jax.Array, places: Sequence[int]) -> jax.Array:
 
 
 @binary_handler("dot_general")
-def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Any:
+def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Result:
     """Computes `x · diag(s) · m` as `(x · diag(s)) · m`, `x · m · diag(s)` as `(x · m) · diag(s)`."""
     if _too_coarse(x, call.params):
         return NotImplemented
@@ -142,7 +144,7 @@ def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Any:
     return _times(out, w.scale, [in_out[i] for i in of_scale])
 
 
-def _too_coarse(x: jax.Array, params: dict[str, Any]) -> bool:
+def _too_coarse(x: jax.Array, params: EqnParams) -> bool:
     """Whether the other operand of a product, or its result, is too coarse to be scaled."""
     dtypes = x.dtype, params.get("preferred_element_type") or x.dtype
     return any(not jnp.issubdtype(d, np.inexact) or np.dtype(d).itemsize == 1 for d in dtypes)
@@ -150,8 +152,8 @@ def _too_coarse(x: jax.Array, params: dict[str, Any]) -> bool:
 
 @primitive_handler(ragged_dot_general_p)
 def ragged_dot_with_scaled(
-    primitive: Primitive, x: jax.Array, w: ScaledMatrix, sizes: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, x: jax.Array, w: ScaledMatrix, sizes: jax.Array, **params: EqnParam
+) -> Result:
     """Multiplies rows, or their products, by the scales of their groups."""
     numbers = row_numbers(x, w, **params)
     if numbers is None or _too_coarse(x, params):
@@ -190,12 +192,12 @@ def gather_rows(
     w: ScaledMatrix,
     ids: jax.Array,
     *,
-    dimension_numbers: Any,
+    dimension_numbers: EqnParam,
     slice_sizes: Sequence[int],
-    fill_value: Any,
-    mode: Any,
-    **params: Any,
-) -> Any:
+    fill_value: EqnParam,
+    mode: EqnParam,
+    **params: EqnParam,
+) -> Result:
     """Gathers rows of an embedding table, times their factors or the factors of the columns."""
     if w.ndim != 2 or slice_sizes[1] != w.shape[1] or 1 in dimension_numbers.collapsed_slice_dims:
         return NotImplemented
@@ -220,7 +222,7 @@ def gather_rows(
 
 @primitive_handler(["slice", "dynamic_slice"])
 def slice_scaled(
-    primitive: Primitive, w: ScaledMatrix, *starts: jax.Array, **params: Any
+    primitive: Primitive, w: ScaledMatrix, *starts: jax.Array, **params: EqnParam
 ) -> ScaledMatrix:
     """Slices any axes of the matrix, and the scale along its axes."""
     kept = (*range(w.ndim - 2), w._scaled_axis)
@@ -232,8 +234,8 @@ def slice_scaled(
 
 @primitive_handler("transpose")
 def transpose_scaled(
-    primitive: Primitive, w: ScaledMatrix, *, permutation: Any, **params: Any
-) -> Any:
+    primitive: Primitive, w: ScaledMatrix, *, permutation: tuple[int, ...], **params: EqnParam
+) -> Result:
     """Transposes the matrix and the scale's axis."""
     core = (w.ndim - 2, w.ndim - 1)
     if tuple(sorted(permutation[-2:])) != core:
@@ -245,7 +247,9 @@ def transpose_scaled(
 
 
 @primitive_handler("split")
-def split_scaled(primitive: Primitive, w: ScaledMatrix, *, sizes: Any, axis: int) -> Any:
+def split_scaled(
+    primitive: Primitive, w: ScaledMatrix, *, sizes: tuple[int, ...], axis: int
+) -> Result:
     """Splits the matrix, and the scale along its axes."""
     matrices = primitive.bind(w.matrix, sizes=sizes, axis=axis)
     kept = [*range(w.ndim - 2), w._scaled_axis]
@@ -257,7 +261,7 @@ def split_scaled(primitive: Primitive, w: ScaledMatrix, *, sizes: Any, axis: int
 
 
 @primitive_handler(["mul", "div"])
-def rescale(primitive: Primitive, w: ScaledMatrix, x: jax.Array, **params: Any) -> Any:
+def rescale(primitive: Primitive, w: ScaledMatrix, x: jax.Array, **params: EqnParam) -> Result:
     """Multiplies or divides the scale by a number or factors along its axis, else the matrix."""
     if not fits(x, w):
         return NotImplemented
@@ -269,7 +273,9 @@ def rescale(primitive: Primitive, w: ScaledMatrix, x: jax.Array, **params: Any) 
 
 
 @primitive_handler("convert_element_type")
-def cast_scaled(primitive: Primitive, w: ScaledMatrix, *, new_dtype: Any, **params: Any) -> Any:
+def cast_scaled(
+    primitive: Primitive, w: ScaledMatrix, *, new_dtype: DTypeLike, **params: EqnParam
+) -> Result:
     """Casts the matrix to another floating dtype; the scale keeps its digits."""
     if not jnp.issubdtype(new_dtype, np.floating):
         return NotImplemented

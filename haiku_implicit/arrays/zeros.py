@@ -1,11 +1,12 @@
 """`Zeros`: a constant that annihilates, as JAX's symbolic zeros do."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.constant import (
     SymbolicConstant,
@@ -21,6 +22,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.core.typing import EqnParam, Result
 
 # An optimizer that meets these zeros was not told which arrays are frozen.
 _WAY_OUT = "the gradient of a frozen array: hki.freeze_declared(optimizer) takes it"
@@ -61,7 +63,7 @@ class Zeros(SymbolicConstant, metaclass=_TellsTheWayOut):
       [0. 1. 2.]
     """
 
-    def __init__(self, *, shape: Any, dtype: Any = jnp.float32):
+    def __init__(self, *, shape: Sequence[int], dtype: DTypeLike = jnp.float32):
         super().__init__(0, shape=shape, dtype=jnp.float32 if dtype is None else dtype)
 
     def __repr__(self) -> str:
@@ -87,7 +89,7 @@ ADDITIVE = named("add or xor") + [compat.add_any_p]
 
 
 @primitive_handler(LINEAR, precedence=20)
-def linear(primitive: Primitive, x: Zeros, **params: Any) -> Zeros:
+def linear(primitive: Primitive, x: Zeros, **params: EqnParam) -> Zeros:
     """Applies a linear function to zeros, which gives zeros."""
     return _zeros(result_struct(primitive, (x,), params))
 
@@ -106,7 +108,7 @@ def annihilate(call: BinaryCall, x: ArrayValue, zeros: Zeros) -> Zeros:
 
 @primitive_handler(compat.ragged_dot_general_p, precedence=20)
 def annihilate_rows(
-    primitive: Primitive, x: Zeros, w: ArrayValue, sizes: jax.Array, **params: Any
+    primitive: Primitive, x: Zeros, w: ArrayValue, sizes: jax.Array, **params: EqnParam
 ) -> Zeros:
     """Multiplies rows of zeros with the matrices of their groups, which gives zeros."""
     return _zeros(result_struct(primitive, (x, w, sizes), params))
@@ -114,14 +116,14 @@ def annihilate_rows(
 
 @primitive_handler(compat.ragged_dot_general_p, precedence=20)
 def annihilate_groups(
-    primitive: Primitive, x: ArrayValue, w: Zeros, sizes: jax.Array, **params: Any
+    primitive: Primitive, x: ArrayValue, w: Zeros, sizes: jax.Array, **params: EqnParam
 ) -> Zeros:
     """Multiplies rows with matrices of zeros, which gives zeros."""
     return _zeros(result_struct(primitive, (x, w, sizes), params))
 
 
 @primitive_handler(named("triangular_solve"), precedence=20)
-def solve(primitive: Primitive, a: ArrayValue, b: Zeros, **params: Any) -> Any:
+def solve(primitive: Primitive, a: ArrayValue, b: Zeros, **params: EqnParam) -> Result:
     """Solves a system with zeros on its right side by zeros, unless a constant matrix is singular."""
     if constant_of(a) is not None:
         return NotImplemented
@@ -129,7 +131,7 @@ def solve(primitive: Primitive, a: ArrayValue, b: Zeros, **params: Any) -> Any:
 
 
 @primitive_handler(named("div"), precedence=20)
-def divide(primitive: Primitive, x: Zeros, y: ArrayValue, **params: Any) -> Any:
+def divide(primitive: Primitive, x: Zeros, y: ArrayValue, **params: EqnParam) -> Result:
     """Divides zeros, which gives zeros, unless the divisor is known to be zero or NaN."""
     known = constant_of(y)
     if known is not None and (not known.value or np.isnan(known.value)):
@@ -138,19 +140,19 @@ def divide(primitive: Primitive, x: Zeros, y: ArrayValue, **params: Any) -> Any:
 
 
 @binary_handler(ADDITIVE, precedence=20)
-def add(call: BinaryCall, x: ArrayValue, zeros: Zeros) -> Any:
+def add(call: BinaryCall, x: ArrayValue, zeros: Zeros) -> Result:
     """Adds zeros, which gives the other term."""
     return as_result(x, result_of(call, x, zeros))
 
 
 @primitive_handler("sub", precedence=20)
-def subtract(primitive: Primitive, x: ArrayValue, zeros: Zeros, **params: Any) -> Any:
+def subtract(primitive: Primitive, x: ArrayValue, zeros: Zeros, **params: EqnParam) -> Result:
     """Subtracts zeros, which gives the first operand."""
     return as_result(x, result_struct(primitive, (x, zeros), params))
 
 
 @primitive_handler("sub", precedence=20)
-def subtract_from(primitive: Primitive, zeros: Zeros, y: ArrayValue, **params: Any) -> Any:
+def subtract_from(primitive: Primitive, zeros: Zeros, y: ArrayValue, **params: EqnParam) -> Result:
     """Subtracts from zeros, which negates; constants are folded, because 0 - 0 is not -0."""
     if constant_of(y) is not None:
         return NotImplemented
@@ -160,7 +162,7 @@ def subtract_from(primitive: Primitive, zeros: Zeros, y: ArrayValue, **params: A
 
 @primitive_handler(named("scatter_add scatter_sub"), precedence=20)
 def scatter_nothing(
-    primitive: Primitive, x: ArrayValue, indices: ArrayValue, updates: Zeros, **params: Any
-) -> Any:
+    primitive: Primitive, x: ArrayValue, indices: ArrayValue, updates: Zeros, **params: EqnParam
+) -> Result:
     """Adds rows of zeros to an array, which does not change it."""
     return x
