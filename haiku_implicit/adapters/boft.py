@@ -1,7 +1,7 @@
 """`BOFT`: a weight whose inputs are first rotated by a butterfly."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from haiku_implicit.adapters.operators import BlockDiagonal
 from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.core.typing import Array
 
 
 @dataclasses.dataclass
@@ -31,11 +32,11 @@ class BOFT(Adapter):
 
     field_axes = {"scale": "m"}
 
-    upper: Any
-    scale: Any
+    upper: Array
+    scale: Array
 
     @classmethod
-    def create(cls, w: Any, key: jax.Array, *, block_size: int, factors: int = 2) -> Self:
+    def create(cls, w: Array, key: jax.Array, *, block_size: int, factors: int = 2) -> Self:
         """Makes an adapter whose rotation is the identity.
 
         Args:

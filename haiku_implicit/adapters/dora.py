@@ -11,6 +11,7 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.transform import materialize, use_implicit_args
+from haiku_implicit.core.typing import Array
 
 
 @dataclasses.dataclass
@@ -35,13 +36,13 @@ class DoRA(Adapter):
     peft_tensors = {"magnitude": "lora_magnitude_vector"}
     field_axes = {"a": "n.", "b": ".m", "magnitude": "m"}
 
-    a: Any
-    b: Any
-    magnitude: Any
-    alpha: Any = dataclasses.field(default=None, metadata=FROZEN)
+    a: Array
+    b: Array
+    magnitude: Array
+    alpha: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
-    def create(cls, w: Any, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
+    def create(cls, w: Array, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
         *lead, n, m = w.shape
         a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
         # The lengths of a constant are a constant, which `materialize` makes dense.
@@ -49,7 +50,7 @@ class DoRA(Adapter):
         return cls(w, a, b, lengths.astype(w.dtype), alpha_or(alpha, rank, tuple(lead)))
 
     @classmethod
-    def of_factors(cls, a: Any, b: Any, scale: Any, **others: Any) -> Self:
+    def of_factors(cls, a: Array, b: Array, scale: Array, **others: Any) -> Self:
         """As `LoRA.of_factors`, with the lengths as another field."""
         return cls.without_base(a=a, b=b, alpha=jnp.float32(scale * a.shape[-1]), **others)
 

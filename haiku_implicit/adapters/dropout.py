@@ -10,6 +10,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.core.wrapper import Wrapper
 
 
@@ -27,7 +28,7 @@ class InputDropout(Wrapper, core_ndim=2, linear_in="w"):
       rate: the probability of a zero.
     """
 
-    w: Any
+    w: Array
     key: Any = dataclasses.field(metadata=FROZEN)
     rate: float = aux_field(default=0.0)
 
@@ -38,14 +39,14 @@ class InputDropout(Wrapper, core_ndim=2, linear_in="w"):
 
 
 @binary_handler(["dot_general", "conv_general_dilated"])
-def product_with_dropout(call: BinaryCall, x: jax.Array, w: InputDropout) -> Any:
+def product_with_dropout(call: BinaryCall, x: jax.Array, w: InputDropout) -> Result:
     """Computes a product after dropout of `x`."""
     return call(w.dropped(x), w.w)
 
 
 @primitive_handler(ragged_dot_general_p)
 def ragged_dot_with_dropout(
-    primitive: Primitive, x: jax.Array, w: InputDropout, group_sizes: jax.Array, **params: Any
+    primitive: Primitive, x: jax.Array, w: InputDropout, group_sizes: jax.Array, **params: EqnParam
 ) -> jax.Array:
     """Multiplies rows, after dropout, with the matrices of their groups."""
     return primitive.bind(w.dropped(x), w.w, group_sizes, **params)
@@ -53,25 +54,27 @@ def ragged_dot_with_dropout(
 
 @primitive_handler("gather")
 def gather_without_dropout(
-    primitive: Primitive, w: InputDropout, ids: jax.Array, **params: Any
+    primitive: Primitive, w: InputDropout, ids: jax.Array, **params: EqnParam
 ) -> jax.Array:
     """Gathers from the matrix, without dropout of indices."""
     return primitive.bind(w.w, ids, **params)
 
 
 @primitive_handler(["transpose", "slice", "dynamic_slice"])
-def rearrange(primitive: Primitive, w: InputDropout, *others: jax.Array, **params: Any) -> Any:
+def rearrange(
+    primitive: Primitive, w: InputDropout, *others: jax.Array, **params: EqnParam
+) -> Result:
     """Transposes or slices the matrix; a stack of another shape gets keys from the first key."""
     return _around(w, primitive.bind(w.w, *others, **params))
 
 
 @primitive_handler("split")
-def split_dropout(primitive: Primitive, w: InputDropout, **params: Any) -> list[Any]:
+def split_dropout(primitive: Primitive, w: InputDropout, **params: EqnParam) -> list[Array]:
     """Splits the matrix (fused queries, keys and values, for example)."""
     return [_around(w, part) for part in primitive.bind(w.w, **params)]
 
 
-def _around(w: InputDropout, new: Any) -> InputDropout:
+def _around(w: InputDropout, new: Array) -> InputDropout:
     """Puts dropout around another matrix or stack of matrices."""
     lead = new.shape[:-2]
     key = w.key if w.key.shape == lead else jax.random.split(w.key.reshape(-1)[0], lead)

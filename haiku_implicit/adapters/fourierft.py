@@ -1,7 +1,7 @@
 """`FourierFT`: a weight with a correction of a few Fourier coefficients."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from haiku_implicit.adapters.operators import Fourier, check_places, places
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter, filled
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.typing import Array
 
 
 @dataclasses.dataclass
@@ -26,10 +27,10 @@ class FourierFT(Adapter):
       scale: `[...]`; None for 1.
     """
 
-    values: Any
-    row: Any = dataclasses.field(metadata=FROZEN)
-    column: Any = dataclasses.field(metadata=FROZEN)
-    scale: Any = dataclasses.field(default=None, metadata=FROZEN)
+    values: Array
+    row: Array = dataclasses.field(metadata=FROZEN)
+    column: Array = dataclasses.field(metadata=FROZEN)
+    scale: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,7 +39,7 @@ class FourierFT(Adapter):
 
     @classmethod
     def create(
-        cls, w: Any, key: jax.Array, *, coefficients: int, scale: float | None = 150.0
+        cls, w: Array, key: jax.Array, *, coefficients: int, scale: float | None = 150.0
     ) -> Self:
         """Makes an adapter with a correction of zero.
 

@@ -1,7 +1,7 @@
 """`IA3`: a weight with a trained factor per row or column (Liu et al. 2022, arXiv:2205.05638)."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.typing import Array
 
 
 @dataclasses.dataclass
@@ -22,11 +23,11 @@ class IA3(Adapter):
       axis: -2 or -1.
     """
 
-    factor: Any
+    factor: Array
     axis: int = aux_field(default=-1)
 
     @classmethod
-    def create(cls, w: Any, key: jax.Array, *, axis: int = -1) -> Self:
+    def create(cls, w: Array, key: jax.Array, *, axis: int = -1) -> Self:
         if axis not in (-2, -1):
             raise ValueError(f"axis: expected -2 or -1, got {axis!r}")
         return cls(w, jnp.ones((*w.shape[:-2], w.shape[axis]), w.dtype), axis)

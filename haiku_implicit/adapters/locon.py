@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.lora import LoRA
@@ -16,6 +17,7 @@ from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
 from haiku_implicit.core.sharding import axis_names
+from haiku_implicit.core.typing import Array, EqnParam, Result
 
 
 @dataclasses.dataclass
@@ -36,9 +38,9 @@ class LoCon(Adapter):
       axis: the output axis of the kernel, from the end: -1, or -2 for Haiku's transposed convolutions.
     """
 
-    a: Any
-    b: Any
-    alpha: Any = dataclasses.field(default=None, metadata=FROZEN)
+    a: Array
+    b: Array
+    alpha: Array = dataclasses.field(default=None, metadata=FROZEN)
     axis: int = aux_field(default=-1)
 
     @property
@@ -67,7 +69,7 @@ class LoCon(Adapter):
     @classmethod
     def create(
         cls,
-        w: Any,
+        w: Array,
         key: jax.Array,
         *,
         rank: int,
@@ -116,7 +118,7 @@ class LoCon(Adapter):
     def completed(self) -> Self:
         return self.with_number("alpha", self.b.shape[-2], self.b.shape[:-2])
 
-    def equivalent(self) -> Any:
+    def equivalent(self) -> Result:
         """A `LoRA` if the kernel does not have a window, else `NotImplemented`."""
         plain = self.core_ndim == 2 and self.axis == -1
         return LoRA(self.w, self.a, self.b, self.alpha) if plain else NotImplemented
@@ -126,7 +128,7 @@ class LoCon(Adapter):
 
 
 @binary_handler("conv_general_dilated")
-def convolve_with_locon(call: BinaryCall, x: jax.Array, w: LoCon) -> Any:
+def convolve_with_locon(call: BinaryCall, x: jax.Array, w: LoCon) -> Result:
     """Convolves with the kernel and with `r` channels, or once with the dense sum."""
     numbers = call.params["dimension_numbers"]
     axis, groups = w.axis % w.ndim, call.params["feature_group_count"]
@@ -150,7 +152,9 @@ def convolve_with_locon(call: BinaryCall, x: jax.Array, w: LoCon) -> Any:
 
 
 @primitive_handler("convert_element_type")
-def cast_locon(primitive: Primitive, w: LoCon, *, new_dtype: Any, **params: Any) -> Any:
+def cast_locon(
+    primitive: Primitive, w: LoCon, *, new_dtype: DTypeLike, **params: EqnParam
+) -> Result:
     """Casts the kernel and the factors to another floating dtype."""
     if not jnp.issubdtype(new_dtype, np.floating):
         return NotImplemented

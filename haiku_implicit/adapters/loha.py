@@ -1,7 +1,7 @@
 """`LoHa`: a weight with the elementwise product of two low-rank matrices as its correction."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.typing import Array
 
 
 @dataclasses.dataclass
@@ -29,14 +30,14 @@ class LoHa(Adapter):
 
     field_axes = {"a1": "n.", "a2": "n.", "b1": ".m", "b2": ".m"}
 
-    a1: Any
-    b1: Any
-    a2: Any
-    b2: Any
-    alpha: Any = dataclasses.field(default=None, metadata=FROZEN)
+    a1: Array
+    b1: Array
+    a2: Array
+    b2: Array
+    alpha: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
-    def create(cls, w: Any, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
+    def create(cls, w: Array, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
         *lead, n, m = w.shape
         keys = jax.random.split(key, 3)
         a1, b1, b2 = (
@@ -51,7 +52,7 @@ class LoHa(Adapter):
     def completed(self) -> Self:
         return self.with_number("alpha", self.a1.shape[-1], self.a1.shape[:-2])
 
-    def equivalent(self) -> Any:
+    def equivalent(self) -> Array:
         r = self.a1.shape[-1]
         scale = 1.0 if self.alpha is None else jnp.expand_dims(self.alpha / r, (-2, -1))
         a1 = (self.a1 * scale).astype(self.dtype)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from haiku_implicit.adapters.operators import Kronecker
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter, filled, uniform
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.typing import Array
 
 
 @dataclasses.dataclass
@@ -24,14 +25,14 @@ class LoKr(Adapter):
       scale: `[...]`, `alpha / rank`; None for 1.
     """
 
-    c: Any
-    d: Any
-    scale: Any = dataclasses.field(default=None, metadata=FROZEN)
+    c: Array
+    d: Array
+    scale: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
     def create(
         cls,
-        w: Any,
+        w: Array,
         key: jax.Array,
         *,
         rank: int,
@@ -49,7 +50,7 @@ class LoKr(Adapter):
         (p, s), (q, t) = split_size(n, factor), split_size(m, factor)
         keys = jax.random.split(key)
         c = jnp.zeros((*lead, p, q), w.dtype)
-        d: Any = uniform(keys[0], (*lead, s, t), w.dtype)
+        d: Array = uniform(keys[0], (*lead, s, t), w.dtype)
         if 2 * rank < min(s, t):
             d = (uniform(keys[0], (*lead, s, rank), w.dtype),
                  uniform(keys[1], (*lead, rank, t), w.dtype))  # fmt: skip
@@ -59,7 +60,7 @@ class LoKr(Adapter):
         c = self.c[0] if isinstance(self.c, tuple) else self.c
         return self.with_number("scale", 1.0, c.shape[:-2])
 
-    def equivalent(self) -> Any:
+    def equivalent(self) -> Array:
         c, d = (x[0] @ x[1] if isinstance(x, tuple) else x for x in (self.c, self.d))
         if self.scale is not None:
             c = c * jnp.expand_dims(self.scale, (-2, -1))

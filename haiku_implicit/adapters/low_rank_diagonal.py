@@ -1,7 +1,7 @@
 """`LowRankDiagonal`: LoRA plus a trained diagonal."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter, alpha_or, uniform
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.typing import Array
 
 
 @dataclasses.dataclass
@@ -29,13 +30,13 @@ class LowRankDiagonal(Adapter, method="low_rank_diagonal"):
 
     field_axes = {"a": "n.", "b": ".m"}
 
-    a: Any
-    b: Any
-    values: Any
-    alpha: Any = dataclasses.field(default=None, metadata=FROZEN)
+    a: Array
+    b: Array
+    values: Array
+    alpha: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
-    def create(cls, w: Any, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
+    def create(cls, w: Array, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
         *lead, n, m = w.shape
         a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
         return cls(

@@ -1,7 +1,7 @@
 """`OFT`: a weight whose inputs are first rotated in blocks."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from haiku_implicit.adapters.operators import BlockDiagonal
 from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.arrays.adapter import Adapter
+from haiku_implicit.core.typing import Array
 
 
 @dataclasses.dataclass
@@ -26,10 +27,10 @@ class OFT(Adapter):
 
     field_axes = {"upper": "n."}
 
-    upper: Any
+    upper: Array
 
     @classmethod
-    def create(cls, w: Any, key: jax.Array, *, block_size: int) -> Self:
+    def create(cls, w: Array, key: jax.Array, *, block_size: int) -> Self:
         n = w.shape[-2]
         if not 0 < block_size <= n or n % block_size:
             raise ValueError(f"block_size: expected a divisor of the {n} inputs, got {block_size}")

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -14,6 +15,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.quantized.products.ragged import row_numbers
 from haiku_implicit.quantized.products.tiles import groups_of_rows
 
@@ -41,7 +43,7 @@ class Operator(ImplicitArray, core_ndim=2):
         return _mapped(lambda w: w.times(eye), self.ndim - 2)(self)
 
 
-def _mapped(fun: Any, times: int) -> Any:
+def _mapped(fun: Callable[..., Any], times: int) -> Callable[..., Any]:
     """Maps a function over `times` leading axes of its arguments."""
     for _ in range(times):
         fun = jax.vmap(fun)
@@ -49,7 +51,7 @@ def _mapped(fun: Any, times: int) -> Any:
 
 
 @binary_handler("dot_general")
-def dot_with_operator(call: BinaryCall, x: jax.Array, w: Operator) -> Any:
+def dot_with_operator(call: BinaryCall, x: jax.Array, w: Operator) -> Result:
     """Computes a product that contracts rows or columns, with every leading axis a batch axis."""
     lead = w.ndim - 2
     (of_x, of_w), (x_batch, w_batch) = call.contracted, call.batch
@@ -74,8 +76,8 @@ def dot_with_operator(call: BinaryCall, x: jax.Array, w: Operator) -> Any:
 
 @primitive_handler(ragged_dot_general_p)
 def ragged_dot_with_operator(
-    primitive: Primitive, x: jax.Array, w: Operator, group_sizes: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, x: jax.Array, w: Operator, group_sizes: jax.Array, **params: EqnParam
+) -> Result:
     """Multiplies rows with the operators of their groups: each in turn, on its rows and zeros."""
     numbers = row_numbers(x, w, **params)
     preferred = params.get("preferred_element_type") or w.dtype
@@ -85,7 +87,7 @@ def ragged_dot_with_operator(
     w = w if numbers.w_contracted == 1 else w.transposed()
     groups = groups_of_rows(group_sizes, x.shape[0])
 
-    def add(out: jax.Array, group: Any) -> Any:
+    def add(out: jax.Array, group: Any) -> Array:
         index, one = group
         return out + one.times(jnp.where(groups[:, None] == index, x, 0)), None
 
@@ -94,13 +96,17 @@ def ragged_dot_with_operator(
 
 
 @primitive_handler("transpose")
-def transpose_operator(primitive: Primitive, w: Operator, *, permutation: Any) -> Any:
+def transpose_operator(
+    primitive: Primitive, w: Operator, *, permutation: tuple[int, ...]
+) -> Result:
     """Transposes the matrix, or each matrix of a stack."""
     lead = range(w.ndim - 2)
     return w.transposed() if permutation == (*lead, w.ndim - 1, w.ndim - 2) else NotImplemented
 
 
-def takes_whole_rows(w: Any, ids: Any, dimension_numbers: Any, slice_sizes: Any) -> bool:
+def takes_whole_rows(
+    w: Array, ids: Array, dimension_numbers: EqnParam, slice_sizes: tuple[int, ...]
+) -> bool:
     """Whether a `gather` takes rows of one matrix, as an embedding does: `ids` are `[..., 1]`."""
     numbers = dimension_numbers
     whole_rows = w.ndim == 2 and tuple(slice_sizes) == (1, w.shape[1])
@@ -115,12 +121,12 @@ def gather_rows(
     w: Operator,
     ids: jax.Array,
     *,
-    dimension_numbers: Any,
-    slice_sizes: Any,
-    fill_value: Any,
-    mode: Any,
-    **params: Any,
-) -> Any:
+    dimension_numbers: EqnParam,
+    slice_sizes: tuple[int, ...],
+    fill_value: EqnParam,
+    mode: EqnParam,
+    **params: EqnParam,
+) -> Result:
     """Gathers rows of one matrix, as an embedding does."""
     if not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
         return NotImplemented
@@ -142,7 +148,7 @@ class Diagonal(Operator, linear_in="values"):
       num_rows: `n`; None for as many as there are values.
     """
 
-    values: Any
+    values: Array
     num_columns: int | None = aux_field(default=None)
     num_rows: int | None = aux_field(default=None)
 
@@ -153,7 +159,7 @@ class Diagonal(Operator, linear_in="values"):
     def compute_shape(self) -> tuple[int, ...]:
         return (*np.shape(self.values)[:-1], *self._sizes())
 
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> np.dtype:
         return self.values.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
@@ -179,14 +185,14 @@ class Kronecker(Operator, linear_in="a"):
       b: `[..., r, s]`, of the same dtype; together they are `[..., p * r, q * s]`.
     """
 
-    a: Any
-    b: Any
+    a: Array
+    b: Array
 
     def compute_shape(self) -> tuple[int, ...]:
         (*lead, p, q), (r, s) = np.shape(self.a), np.shape(self.b)[-2:]
         return (*lead, p * r, q * s)
 
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> np.dtype:
         return self.a.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
@@ -218,7 +224,7 @@ class BlockDiagonal(Operator, linear_in="blocks"):
       unit: the number of indices that stay together; it divides `size`.
     """
 
-    blocks: Any
+    blocks: Array
     stride: int = aux_field(default=1)
     unit: int = aux_field(default=1)
 
@@ -226,7 +232,7 @@ class BlockDiagonal(Operator, linear_in="blocks"):
         *lead, count, size, _ = np.shape(self.blocks)
         return (*lead, count * size, count * size)
 
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> np.dtype:
         return self.blocks.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
@@ -299,9 +305,9 @@ class AtPlaces(Operator, linear_in="values"):
         traces).
     """
 
-    values: Any
-    row: Any = dataclasses.field(metadata=FROZEN)
-    column: Any = dataclasses.field(metadata=FROZEN)
+    values: Array
+    row: Array = dataclasses.field(metadata=FROZEN)
+    column: Array = dataclasses.field(metadata=FROZEN)
     shape_of_matrix: tuple[int, int] = aux_field()
 
     def __post_init__(self) -> None:
@@ -311,7 +317,7 @@ class AtPlaces(Operator, linear_in="values"):
     def compute_shape(self) -> tuple[int, ...]:
         return (*np.shape(self.values)[:-1], *self.shape_of_matrix)
 
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> np.dtype:
         return self.values.dtype
 
     def transposed(self) -> Self:

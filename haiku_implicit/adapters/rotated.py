@@ -14,6 +14,7 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.messages import expecting
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.products.ragged import row_numbers
 
@@ -30,8 +31,8 @@ class Rotated(Wrapper, core_ndim=2, linear_in="w"):
       ValueError: if the shapes do not fit together.
     """
 
-    w: Any
-    rotation: Any
+    w: Array
+    rotation: Array
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,7 +46,7 @@ class Rotated(Wrapper, core_ndim=2, linear_in="w"):
 
 
 @binary_handler("dot_general")
-def dot_with_rotated(call: BinaryCall, x: jax.Array, w: Rotated) -> Any:
+def dot_with_rotated(call: BinaryCall, x: jax.Array, w: Rotated) -> Result:
     """Multiplies and rotates: `x` if the rows are contracted, otherwise the result."""
     lead = w.ndim - 2
     (of_x, of_w), (x_batch, w_batch) = call.contracted, call.batch
@@ -62,7 +63,7 @@ def dot_with_rotated(call: BinaryCall, x: jax.Array, w: Rotated) -> Any:
     return _turned(out, w.rotation, batch, axis, lead + 1)
 
 
-def _turned(x: jax.Array, rotation: Any, batch: Any, axis: int, contracted: int) -> jax.Array:
+def _turned(x: jax.Array, rotation: Array, batch: Any, axis: int, contracted: int) -> jax.Array:
     """Multiplies one axis of `x` by rows (or columns) of the rotation; axes stay in place.
 
     Args:
@@ -80,8 +81,8 @@ def _turned(x: jax.Array, rotation: Any, batch: Any, axis: int, contracted: int)
 
 @primitive_handler(ragged_dot_general_p)
 def ragged_dot_with_rotated(
-    primitive: Primitive, x: jax.Array, w: Rotated, group_sizes: jax.Array, **params: Any
-) -> Any:
+    primitive: Primitive, x: jax.Array, w: Rotated, group_sizes: jax.Array, **params: EqnParam
+) -> Result:
     """Multiplies rows, rotated by the rotations of their groups, with the matrices of the groups."""
     numbers = row_numbers(x, w, **params)
     if numbers is None or numbers.x_batch or (numbers.x_rows, numbers.w_contracted) != (0, 1):
@@ -96,12 +97,12 @@ def gather_rotated(
     w: Rotated,
     ids: jax.Array,
     *,
-    dimension_numbers: Any,
-    slice_sizes: Any,
-    fill_value: Any,
-    mode: Any,
-    **params: Any,
-) -> Any:
+    dimension_numbers: EqnParam,
+    slice_sizes: tuple[int, ...],
+    fill_value: EqnParam,
+    mode: EqnParam,
+    **params: EqnParam,
+) -> Result:
     """Gathers rows of the rotation and multiplies them with the weight."""
     if not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
         return NotImplemented

@@ -1,7 +1,7 @@
 """`SHiRA`: a weight with a correction of a few entries."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from haiku_implicit.adapters.operators import Sparse, check_places, places
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.typing import Array
 
 
 @dataclasses.dataclass
@@ -24,9 +25,9 @@ class SHiRA(Adapter):
       row, column: `[..., k]`, the places of the values.
     """
 
-    values: Any
-    row: Any = dataclasses.field(metadata=FROZEN)
-    column: Any = dataclasses.field(metadata=FROZEN)
+    values: Array
+    row: Array = dataclasses.field(metadata=FROZEN)
+    column: Array = dataclasses.field(metadata=FROZEN)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,7 +35,7 @@ class SHiRA(Adapter):
         check_places(self, (n, m))
 
     @classmethod
-    def create(cls, w: Any, key: jax.Array, *, entries: int) -> Self:
+    def create(cls, w: Array, key: jax.Array, *, entries: int) -> Self:
         """Makes an adapter with a correction of zero.
 
         Args:

@@ -1,7 +1,6 @@
 """`Sum`: a weight and a correction, both of any type."""
 
 import dataclasses
-from typing import Any
 
 import chex
 import jax
@@ -14,6 +13,7 @@ from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.messages import expecting
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.core.wrapper import Wrapper
 
 
@@ -40,8 +40,8 @@ class Sum(Wrapper, core_ndim=2, linear_in=("w", "delta")):
 
     field_axes = {"w": "nm", "delta": "nm"}
 
-    w: Any
-    delta: Any
+    w: Array
+    delta: Array
     apart: bool = aux_field(default=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ def dot_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
 
 @primitive_handler(ragged_dot_general_p)
 def ragged_dot_with_sum(
-    primitive: Primitive, x: jax.Array, w: Sum, group_sizes: jax.Array, **params: Any
+    primitive: Primitive, x: jax.Array, w: Sum, group_sizes: jax.Array, **params: EqnParam
 ) -> jax.Array:
     """Multiplies rows with both matrices of their groups, and adds the results."""
     out = primitive.bind(x, w.w, group_sizes, **params)
@@ -81,7 +81,13 @@ def convolve_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
 
 @primitive_handler("gather")
 def gather_from_sum(
-    primitive: Primitive, w: Sum, ids: jax.Array, *, fill_value: Any, mode: Any, **params: Any
+    primitive: Primitive,
+    w: Sum,
+    ids: jax.Array,
+    *,
+    fill_value: EqnParam,
+    mode: EqnParam,
+    **params: EqnParam,
 ) -> jax.Array:
     """Gathers from both terms and adds the results; only the first is filled out of bounds."""
     out = primitive.bind(w.w, ids, fill_value=fill_value, mode=mode, **params)
@@ -90,26 +96,26 @@ def gather_from_sum(
 
 
 @primitive_handler(["slice", "dynamic_slice", "transpose"])
-def rearrange_sum(primitive: Primitive, w: Sum, *others: jax.Array, **params: Any) -> Any:
+def rearrange_sum(primitive: Primitive, w: Sum, *others: jax.Array, **params: EqnParam) -> Result:
     """Slices or transposes both terms."""
     return _sum_of(w, *(primitive.bind(x, *others, **params) for x in (w.w, w.delta)))
 
 
 @primitive_handler("split")
-def split_sum(primitive: Primitive, w: Sum, **params: Any) -> list[Any]:
+def split_sum(primitive: Primitive, w: Sum, **params: EqnParam) -> list[Array]:
     """Splits both terms."""
     parts = (primitive.bind(x, **params) for x in (w.w, w.delta))
     return [_sum_of(w, *pair) for pair in zip(*parts, strict=True)]
 
 
 @primitive_handler("reduce_sum")
-def reduce_sum(primitive: Primitive, w: Sum, **params: Any) -> jax.Array:
+def reduce_sum(primitive: Primitive, w: Sum, **params: EqnParam) -> jax.Array:
     """Reduces both terms and adds the results."""
     return primitive.bind(w.w, **params) + primitive.bind(w.delta, **params)
 
 
 @primitive_handler(["mul", "div"])
-def rescale_sum(primitive: Primitive, w: Sum, x: jax.Array, **params: Any) -> Any:
+def rescale_sum(primitive: Primitive, w: Sum, x: jax.Array, **params: EqnParam) -> Result:
     """Multiplies or divides both terms by a number, or by factors that fit the matrix."""
     if not fits(x, w):
         return NotImplemented
@@ -117,7 +123,7 @@ def rescale_sum(primitive: Primitive, w: Sum, x: jax.Array, **params: Any) -> An
 
 
 @binary_handler(["add", "sub"])
-def add_to_sum(call: BinaryCall, x: jax.Array, w: Sum) -> Any:
+def add_to_sum(call: BinaryCall, x: jax.Array, w: Sum) -> Result:
     """Computes `(w + delta) ± x` as `(w ± x) + delta`, and `x - (w + delta)` as `(x - w) - delta`."""
     if not fits(x, w):
         return NotImplemented
@@ -125,6 +131,6 @@ def add_to_sum(call: BinaryCall, x: jax.Array, w: Sum) -> Any:
     return _sum_of(w, call(x, w.w), jnp.negative(w.delta) if negative else w.delta)
 
 
-def _sum_of(old: Sum, w: Any, delta: Any) -> Sum:
+def _sum_of(old: Sum, w: Array, delta: Array) -> Sum:
     """Replaces the terms of a sum without validation, for rules."""
     return old._replace(w=w, delta=delta, shape=None, dtype=None)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
 from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.core.typing import Array, EqnParam, Result
 
 
 @dataclasses.dataclass
@@ -37,12 +38,12 @@ class TrainedRows(Adapter, method="trained_rows", linear_in=("w", "rows")):
 
     keeps_base = False
 
-    rows: Any
-    ids: Any = dataclasses.field(metadata=FROZEN)
+    rows: Array
+    ids: Array = dataclasses.field(metadata=FROZEN)
     axis: int = aux_field(default=-2)
 
     @classmethod
-    def create(cls, w: Any, key: jax.Array, *, ids: Sequence[int]) -> Self:
+    def create(cls, w: Array, key: jax.Array, *, ids: Sequence[int]) -> Self:
         """Makes an adapter for the rows with these indices."""
         index = np.asarray(ids)
         if index.ndim != 1 or not index.size or not np.issubdtype(index.dtype, np.integer):
@@ -84,7 +85,7 @@ class TrainedRows(Adapter, method="trained_rows", linear_in=("w", "rows")):
 
 
 @binary_handler("dot_general")
-def dot_with_rows(call: BinaryCall, x: jax.Array, w: TrainedRows) -> Any:
+def dot_with_rows(call: BinaryCall, x: jax.Array, w: TrainedRows) -> Result:
     """Multiplies with the frozen rows and with the trained rows, and joins the results."""
     (of_x, of_w), _ = call.contracted, call.batch
     if w.ndim != 2 or len(of_w) != 1 or call.params.get("out_sharding") is not None:
@@ -107,11 +108,11 @@ def gather_rows(
     w: TrainedRows,
     ids: jax.Array,
     *,
-    dimension_numbers: Any,
-    slice_sizes: Any,
-    mode: Any,
-    **params: Any,
-) -> Any:
+    dimension_numbers: EqnParam,
+    slice_sizes: tuple[int, ...],
+    mode: EqnParam,
+    **params: EqnParam,
+) -> Result:
     """Gathers whole rows, as an embedding does, trained rows instead of the frozen rows."""
     if w.axis == -1 or not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
         return NotImplemented
@@ -128,7 +129,7 @@ def gather_rows(
 
 
 @primitive_handler("transpose")
-def transpose_rows(primitive: Primitive, w: TrainedRows, *, permutation: Any) -> Any:
+def transpose_rows(primitive: Primitive, w: TrainedRows, *, permutation: tuple[int, ...]) -> Result:
     """Transposes the weight: trained rows become columns."""
     lead = range(w.ndim - 2)
     if tuple(permutation) != (*lead, w.ndim - 1, w.ndim - 2):

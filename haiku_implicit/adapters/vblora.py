@@ -11,6 +11,7 @@ from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import ImplicitArray, IncompleteError
 from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.typing import Array, Params
 
 # The place of the bank in a tree of parameters.
 MODULE, NAME = "vblora_bank", "vectors"
@@ -24,7 +25,7 @@ class VectorBank(ImplicitArray):
       vectors: `[h, length]`.
     """
 
-    vectors: Any
+    vectors: Array
 
     def materialize(self) -> jax.Array:
         return self.vectors
@@ -51,15 +52,15 @@ class VBLoRA(Adapter):
 
     field_axes = {"of_a": "n..", "of_b": ".m."}
 
-    of_a: Any
-    of_b: Any
-    bank: Any = dataclasses.field(default=None)
+    of_a: Array
+    of_b: Array
+    bank: Array = dataclasses.field(default=None)
     top_k: int = aux_field(default=2)
 
     @classmethod
     def create(
         cls,
-        w: Any,
+        w: Array,
         key: jax.Array,
         *,
         rank: int,
@@ -98,7 +99,7 @@ class VBLoRA(Adapter):
         return cls(w, of_a, of_b, None, top_k)
 
     @classmethod
-    def with_shared(cls, params: Any, key: jax.Array, **options: Any) -> Any:
+    def with_shared(cls, params: Params, key: jax.Array, **options: Any) -> Params:
         """Adds a bank to a tree with weights of this type, unless the tree has one.
 
         Raises:

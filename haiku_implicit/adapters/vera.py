@@ -12,6 +12,7 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.typing import Array
 
 
 @dataclasses.dataclass
@@ -35,7 +36,7 @@ class RandomMatrix(ImplicitArray, core_ndim=2):
       True
     """
 
-    seed: Any = dataclasses.field(metadata=FROZEN)
+    seed: Array = dataclasses.field(metadata=FROZEN)
     shape_of_matrix: tuple[int, int] = aux_field()
     bound: float = aux_field()
 
@@ -87,10 +88,10 @@ class VeRA(Adapter):
     one_key = True
     field_axes = {"a": "n.", "b": ".m", "e": "m"}
 
-    a: Any = dataclasses.field(metadata=FROZEN)
-    b: Any = dataclasses.field(metadata=FROZEN)
-    d: Any
-    e: Any
+    a: Array = dataclasses.field(metadata=FROZEN)
+    b: Array = dataclasses.field(metadata=FROZEN)
+    d: Array
+    e: Array
 
     @classmethod
     def room(cls, shape: tuple[int, ...], **options: Any) -> int:
@@ -98,7 +99,7 @@ class VeRA(Adapter):
         return sys.maxsize
 
     @classmethod
-    def create(cls, w: Any, key: jax.Array, *, rank: int, d_initial: float = 0.1) -> Self:
+    def create(cls, w: Array, key: jax.Array, *, rank: int, d_initial: float = 0.1) -> Self:
         """Makes an adapter with `e` zero.
 
         Args:
