@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import PyTreeDef
 
 from haiku_implicit.arrays import Zeros
 from haiku_implicit.core import containers
@@ -27,6 +28,7 @@ from haiku_implicit.core.array import (
 )
 from haiku_implicit.core.predicates import Targets, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
+from haiku_implicit.core.typing import Array, Params, Tree
 
 # For `trainable_dense=`, by Haiku's names: tuning of only biases (Ben Zaken et al. 2021,
 # arXiv:2106.10199), and of the scales and offsets of normalizing layers (Zhao et al. 2023,
@@ -45,7 +47,7 @@ class Slot(NamedTuple):
     """
 
     path: tuple[str, ...]
-    value: Any
+    value: Array
     fields: tuple[tuple[type[ImplicitArray], str], ...]
 
     @property
@@ -53,12 +55,12 @@ class Slot(NamedTuple):
         return "/".join(self.path)
 
 
-def is_empty(x: Any) -> bool:
+def is_empty(x: Array) -> bool:
     """Whether a slot holds None, symbolic zeros or `optax.MaskedNode` instead of an array."""
     return x is None or isinstance(x, Zeros | optax.MaskedNode)
 
 
-def slots_of(tree: Any, path: Any = (), fields: Any = ()) -> list[Slot]:
+def slots_of(tree: Tree, path: Any = (), fields: Any = ()) -> list[Slot]:
     """Finds the slots of a tree, in the order of its leaves."""
     found = []
     is_slot = lambda x: is_implicit(x) or is_empty(x)  # noqa: E731
@@ -73,12 +75,12 @@ def slots_of(tree: Any, path: Any = (), fields: Any = ()) -> list[Slot]:
     return found
 
 
-def treedef_of(tree: Any) -> Any:
+def treedef_of(tree: Tree) -> PyTreeDef:
     """The structure of a tree with a leaf for each slot."""
     return containers.flatten(tree, is_empty)[1]
 
 
-def align(treedef: Any, tree: Any, what: str) -> list[Any]:
+def align(treedef: PyTreeDef, tree: Tree, what: str) -> list[Array]:
     """Returns the value of another tree in each slot."""
     try:
         return treedef.flatten_up_to(containers.opened(tree, is_empty))
@@ -91,7 +93,7 @@ class _Slot:
     """A placeholder for an array in a tree."""
 
 
-def _difference(wanted: Any, found: Any, path: tuple[str, ...] = ()) -> str:
+def _difference(wanted: Any, found: PyTreeDef, path: tuple[str, ...] = ()) -> str:
     """Describes the first implicit array that differs between two trees; empty if none does."""
     leaves, others = (
         {
@@ -127,21 +129,21 @@ def _kind(x: Any) -> str:
 
 
 def fill_slots(
-    treedef: Any, flags: Sequence[bool], values: Sequence[Any], others: Sequence[Any]
-) -> Any:
+    treedef: PyTreeDef, flags: Sequence[bool], values: Sequence[Array], others: Sequence[Any]
+) -> Tree:
     """Makes a tree with `values` in the marked slots, and `others` in the rest."""
     triples = zip(flags, values, others, strict=True)
     return treedef.unflatten([value if flag else other for flag, value, other in triples])
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: Array) -> bool:
     """Whether a value, an array or not, has a floating or complex dtype."""
     dtype = getattr(x, "dtype", None)
     dtype = jnp.result_type(x) if dtype is None else dtype
     return bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
 
-def zeros_like(x: Any) -> Any:
+def zeros_like(x: Array) -> Array:
     """Returns symbolic zeros for an array, and None for random keys and JAX's own `float0`."""
     if is_empty(x):
         return x
@@ -177,7 +179,7 @@ def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = 
     return flags
 
 
-def partition(params: Any, trainable_dense: Targets = True) -> tuple[Any, Any]:
+def partition(params: Params, trainable_dense: Targets = True) -> tuple[Params, Params]:
     """Splits parameters into a trainable and a frozen part.
 
     The type of an implicit array decides about its fields: those that it declares with `frozen_field`
@@ -214,13 +216,13 @@ def partition(params: Any, trainable_dense: Targets = True) -> tuple[Any, Any]:
     return _part(slots, treedef, trained(slots, trainable_dense))
 
 
-def _part(slots: Sequence[Slot], treedef: Any, flags: Sequence[bool]) -> tuple[Any, Any]:
+def _part(slots: Sequence[Slot], treedef: PyTreeDef, flags: Sequence[bool]) -> tuple[Any, Any]:
     values, nothing = [slot.value for slot in slots], [None] * len(slots)
     trainable = fill_slots(treedef, flags, values, nothing)
     return trainable, fill_slots(treedef, flags, nothing, values)
 
 
-def combine(trainable: Any, frozen: Any) -> Any:
+def combine(trainable: Tree, frozen: Tree) -> Tree:
     """Combines the two parts that `partition` returns.
 
     Args:
@@ -335,7 +337,7 @@ def _by_position(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, 
     return bound.args, bound.kwargs
 
 
-def _fill(grads: Any, frozen: Any) -> Any:
+def _fill(grads: Tree, frozen: Tree) -> Tree:
     """Puts symbolic zeros into the slots of gradients that are in the frozen part."""
     treedef = treedef_of(frozen)
     pairs = zip(align(treedef, grads, "gradients"), slots_of(frozen), strict=True)

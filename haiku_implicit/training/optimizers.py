@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core.array import ImplicitArray, data_names
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import naming_lost_types
+from haiku_implicit.core.typing import Array, Params, State, Tree
 from haiku_implicit.training.gradients import (
     Slot,
     align,
@@ -100,7 +102,7 @@ def freeze_keys(
             f"arrays; it has {', '.join(map(repr, data_names(arr_type)))}"
         )
 
-    def select(tree: Any, slots: Sequence[Slot], first: bool) -> list[bool]:
+    def select(tree: Tree, slots: Sequence[Slot], first: bool) -> list[bool]:
         types = {cls for slot in slots for cls, _ in slot.fields}
         if first and not any(issubclass(cls, arr_type) for cls in types):
             there = ", ".join(sorted(cls.__name__ for cls in types)) or "none"
@@ -143,7 +145,7 @@ def freeze_subtrees(
       3
     """
 
-    def select(tree: Any, slots: Sequence[Slot], first: bool) -> list[bool]:
+    def select(tree: Tree, slots: Sequence[Slot], first: bool) -> list[bool]:
         labels = label_fn(tree) if callable(label_fn) else label_fn
         # Labels are often a dict, even if the parameters are another mapping.
         labels, tree = (opened(x, is_empty, as_dicts=True) for x in (labels, tree))
@@ -170,30 +172,30 @@ def _frozen(
     inner = optax.with_extra_args_support(optimizer)
     predicate_of("trainable_dense", trainable_dense)
 
-    def marks_of(tree: Any, slots: Sequence[Slot], first: bool) -> list[tuple[bool, bool]]:
+    def marks_of(tree: Tree, slots: Sequence[Slot], first: bool) -> list[tuple[bool, bool]]:
         """For each slot, whether it is trained, and whether `select` marks it."""
         # A regular expression has to match something in `init`; an update may lack dense arrays.
         own = trained(slots, trainable_dense, first)
         return list(zip(own, select(tree, slots, first), strict=True))
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> State:
         slots = slots_of(params)
         flags = list(map(all, marks_of(params, slots, True)))
         return inner.init(_masked(treedef_of(params), flags, [slot.value for slot in slots]))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: Tree, state: State, params: Params = None, **extra: Any) -> tuple[Any, Any]:
         like = updates if params is None else params
         slots, treedef = slots_of(like), treedef_of(like)
         marks = marks_of(like, slots, False)
         flags, values = list(map(all, marks)), [slot.value for slot in slots]
 
-        def masked(tree: Any, what: str) -> Any:
+        def masked(tree: Tree, what: str) -> Tree:
             return _masked(treedef, flags, align(treedef, tree, what))
 
         def unmasked(fun: Callable[..., Any]) -> Callable[..., Any]:
             """Converts a function of the parameters to a function of masked parameters."""
 
-            def of_masked(tree: Any, *args: Any, **kwargs: Any) -> Any:
+            def of_masked(tree: Tree, *args: Any, **kwargs: Any) -> Tree:
                 own = align(treedef, tree, "params")
                 return fun(fill_slots(treedef, flags, own, values), *args, **kwargs)
 
@@ -216,9 +218,9 @@ def _frozen(
 
 def _updated(
     inner: optax.GradientTransformationExtraArgs,
-    updates: Any,
-    state: Any,
-    params: Any,
+    updates: Tree,
+    state: State,
+    params: Params,
     extra: dict[str, Any],
 ) -> tuple[Any, Any]:
     """Runs the update of an optimizer, with errors that explain mismatched trees."""
@@ -235,7 +237,7 @@ def _updated(
         ) from e
 
 
-def _check_state(state: Any, wanted: Any) -> None:
+def _check_state(state: State, wanted: Any) -> None:
     """Raises if a state is for other arrays, for example after a change of `trainable_dense`."""
     there, expected = (
         {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
@@ -253,7 +255,7 @@ def _check_state(state: Any, wanted: Any) -> None:
 
 
 def _check_gradients(
-    slots: Sequence[Slot], marks: Sequence[tuple[bool, bool]], gradients: list[Any]
+    slots: Sequence[Slot], marks: Sequence[tuple[bool, bool]], gradients: list[Array]
 ) -> None:
     """Raises if a gradient is missing, or would be lost because `trainable_dense` excludes it."""
     for slot, (is_trained, is_marked), gradient in zip(slots, marks, gradients, strict=True):
@@ -272,11 +274,11 @@ def _check_gradients(
             )
 
 
-def _masked(treedef: Any, flags: Sequence[bool], values: Sequence[Any]) -> Any:
+def _masked(treedef: PyTreeDef, flags: Sequence[bool], values: Sequence[Array]) -> Tree:
     return fill_slots(treedef, flags, values, [optax.MaskedNode()] * len(flags))
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
+def apply_updates(params: Params, updates: Tree) -> Params:
     """`optax.apply_updates` for parameters with implicit arrays.
 
     Args:
@@ -302,7 +304,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return treedef.unflatten([_added(slot.value, u) for slot, u in pairs])
 
 
-def _added(p: Any, u: Any) -> Any:
+def _added(p: Array, u: Array) -> Array:
     if is_empty(p) or is_empty(u) or not is_inexact(p):
         return p
     return jnp.asarray(p + u).astype(jnp.result_type(p))

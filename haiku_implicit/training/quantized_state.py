@@ -10,11 +10,13 @@ import numpy as np
 import optax
 from jax import export
 from jax.extend.core import Literal
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import flatten
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.serialization import register_tree_type
+from haiku_implicit.core.typing import Array, Params, State, Tree
 from haiku_implicit.quantized.numbers.options import is_positive_integer
 from haiku_implicit.quantized.types.quantized_blocks import QuantizedBlocks
 
@@ -26,7 +28,7 @@ class QuantizedState(NamedTuple):
       inner: the state of the wrapped optimizer, with large arrays quantized.
     """
 
-    inner: Any
+    inner: State
 
 
 register_tree_type(QuantizedState)
@@ -37,7 +39,7 @@ export.register_namedtuple_serialization(
 
 def quantized_state(
     optimizer: optax.GradientTransformation,
-    dtype: Any = "int8",
+    dtype: DTypeLike = "int8",
     block: int = 256,
     min_size: int = 4096,
 ) -> optax.GradientTransformationExtraArgs:
@@ -88,16 +90,16 @@ def quantized_state(
     jax.eval_shape(lambda x: QuantizedBlocks.quantize(x, dtype, block), jnp.zeros(block))
     inner = optax.with_extra_args_support(optimizer)
 
-    def quantized(x: Any) -> Any:
+    def quantized(x: Array) -> Array:
         floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
         if not floating or x.size < min_size:
             return x
         return QuantizedBlocks.quantize(x, dtype, block)
 
-    def as_before(old: Any, new: Any) -> Any:
+    def as_before(old: Array, new: Array) -> Array:
         return quantized(new) if _is_blocks(old) else new
 
-    def init(params: Any) -> QuantizedState:
+    def init(params: Params) -> QuantizedState:
         state = inner.init(params)
         leaves, treedef = flatten(state)
         kept = map(operator.or_, _are_of_params(inner.init, params), _are_smaller(state, params))
@@ -105,7 +107,7 @@ def quantized_state(
         return QuantizedState(treedef.unflatten([x if keep else quantized(x) for x, keep in pairs]))
 
     def update(
-        updates: Any, state: QuantizedState, params: Any = None, **extra: Any
+        updates: Tree, state: QuantizedState, params: Params = None, **extra: Any
     ) -> tuple[Any, QuantizedState]:
         stored = opened(state.inner)
         dense = jax.tree.map(_dense, stored, is_leaf=_is_blocks)
@@ -116,15 +118,15 @@ def quantized_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_blocks(x: Any) -> bool:
+def _is_blocks(x: Array) -> bool:
     return isinstance(x, QuantizedBlocks)
 
 
-def _dense(x: Any) -> Any:
+def _dense(x: Array) -> Array:
     return materialize_array(x) if _is_blocks(x) else x
 
 
-def _are_smaller(state: Any, params: Any) -> list[bool]:
+def _are_smaller(state: State, params: Params) -> list[bool]:
     """For each leaf of a state, whether it is smaller than its parameter.
 
     The path of its parameter is the longest parameter path within its own path. (Paths in lists and
@@ -142,7 +144,7 @@ def _are_smaller(state: Any, params: Any) -> list[bool]:
     return [np.size(x) < size_of_param(path) for path, x in leaves]
 
 
-def _are_of_params(init: Callable[[Any], Any], params: Any) -> list[bool]:
+def _are_of_params(init: Callable[[Any], Any], params: Params) -> list[bool]:
     """For each leaf of the initial state, whether it is computed from the values of the parameters.
 
     Moments start from zeros, and so depend only on the shapes.
