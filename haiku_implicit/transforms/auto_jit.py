@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
+from haiku_implicit.core.typing import Tree
 
 
 def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
@@ -185,7 +187,7 @@ class _Identity(_Part):
 class _Tree(_Part):
     """A tree, in which an implicit array is one leaf."""
 
-    treedef: Any
+    treedef: PyTreeDef
     leaves: tuple[_Part, ...]
 
     def rebuild(self, made: _Rebuilt) -> Any:
@@ -242,7 +244,7 @@ class _NotHashable(Exception):
         self.x, self.leaf, self.path = x, leaf, path
 
 
-def _tree(tree: Any, values: list[Any], leaf: Callable[[Any, list[Any]], _Part]) -> _Tree:
+def _tree(tree: Tree, values: list[Any], leaf: Callable[[Any, list[Any]], _Part]) -> _Tree:
     """Returns the tree without its values, and adds them to `values`."""
     leaves, treedef = tree_flatten_with_implicit(tree)
     return _Tree(treedef, tuple([leaf(x, values) for x in leaves]))
@@ -310,7 +312,7 @@ def _has_contents(x: Any) -> bool:
     return True
 
 
-def _path_to(leaf: Any, tree: Any) -> list[str]:
+def _path_to(leaf: Any, tree: Tree) -> list[str]:
     """The keys on the path to a leaf."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_implicit)[0]:
         if x is leaf:
