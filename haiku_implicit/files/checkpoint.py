@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from jax.sharding import Sharding
 
 from haiku_implicit.core import progress
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
+from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import container, dtypes, placing, writing
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError, File
@@ -33,13 +35,13 @@ class Checkpoint(Mapping[Any, Any]):
         self._structure, self._path, self._source = structure, path, source
 
     @property
-    def structs(self) -> Any:
+    def structs(self) -> Tree:
         """The tree with `jax.ShapeDtypeStruct` instead of arrays; this does not read any array."""
         return structures.build(
             self._structure, structures.struct_of, self._source.path, self._path
         )
 
-    def read(self, only: Targets | None = None, like: Any = None, shardings: Any = None) -> Any:
+    def read(self, only: Targets | None = None, like: Tree = None, shardings: Tree = None) -> Tree:
         """Reads the tree.
 
         Args:
@@ -83,7 +85,7 @@ class Checkpoint(Mapping[Any, Any]):
             return {}
         return dict(zip(branch.keys, branch.children, strict=True))
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Any) -> Tree:
         children = self._children()
         if key not in children:
             shown = ", ".join(map(repr, list(children)[:20]))
@@ -157,7 +159,7 @@ class Source:
         self.path, self.numpy = path, numpy
         self.files, self.structure = _opened(path)
 
-    def read(self, leaf: Leaf, sharding: Any = None) -> Any:
+    def read(self, leaf: Leaf, sharding: Sharding | None = None) -> Array:
         """Reads an array and checks its bytes; puts it on the devices of a sharding, if given."""
         if not self.files:
             raise ValueError(f"{self.path}: {leaf.name}: the checkpoint has been closed")
@@ -176,7 +178,7 @@ class Source:
         part = functools.cache(lambda part: self._array(leaf, part, False, as_numpy=True))
         return lambda box: assembled(leaf.tensors, box, part)
 
-    def _array(self, leaf: Leaf, part: Part, weak_type: bool, as_numpy: bool) -> Any:
+    def _array(self, leaf: Leaf, part: Part, weak_type: bool, as_numpy: bool) -> Array:
         """Reads and checks one tensor of an array."""
         file = self.files[part.file]
         data = file.bytes_of(part.name)
@@ -204,10 +206,10 @@ class Memory:
       numpy: whether arrays are returned as NumPy arrays.
     """
 
-    def __init__(self, path: str, arrays: Mapping[str, Any], numpy: bool):
+    def __init__(self, path: str, arrays: Mapping[str, Array], numpy: bool):
         self.path, self.arrays, self.numpy = path, arrays, numpy
 
-    def read(self, leaf: Leaf, sharding: Any = None) -> Any:
+    def read(self, leaf: Leaf, sharding: Sharding | None = None) -> Array:
         """Returns an array; on the devices of a sharding, if given."""
         if sharding is not None:
             host = self.arrays[leaf.name]

@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
+
+from haiku_implicit.core.typing import Array
 
 # The names that safetensors gives to dtypes. Every version of it has them all.
 _NATIVE = {
@@ -88,7 +91,7 @@ def name_of(x: Any) -> str:
     return name
 
 
-def name_of_dtype(dtype: Any) -> str:
+def name_of_dtype(dtype: DTypeLike) -> str:
     """The name of a dtype of numbers, which `STORED` has if files can hold it."""
     return _NONE if dtype == jax.dtypes.float0 else np.dtype(dtype).name
 
@@ -141,7 +144,7 @@ def bytes_of(x: Any) -> np.ndarray:
 
 def array_of(
     data: np.ndarray, name: str, shape: tuple[int, ...], weak_type: bool, as_numpy: bool
-) -> Any:
+) -> Array:
     """Makes an array from the bytes that store it.
 
     Args:

@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.kinds import kind_of, not_a
@@ -27,7 +28,7 @@ _MAY_BE_PICKLES = ("pickle", "text", "unknown")
 _LEAST_ROOM, _ROOM, _NODE = 1 << 20, 64, 64
 
 
-def read(path: str, allow_pickle: bool) -> Any:
+def read(path: str, allow_pickle: bool) -> Tree:
     """Reads the tree in an `.npz` file or a pickle, with NumPy arrays.
 
     Raises:
@@ -46,9 +47,9 @@ def read(path: str, allow_pickle: bool) -> Any:
 # --- npz -----------------------------------------------------------------------------------------
 
 
-def _read_npz(path: str) -> dict[str, dict[str, Any]]:
+def _read_npz(path: str) -> dict[str, dict[str, Array]]:
     """Reads `{module: {name: array}}` from a file with names `module//name` or `module/name`."""
-    modules: dict[str, dict[str, Any]] = {}
+    modules: dict[str, dict[str, Array]] = {}
     try:
         with zipfile.ZipFile(path) as file:
             _check_members(path, file)

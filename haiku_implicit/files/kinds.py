@@ -5,8 +5,9 @@ import os
 import stat
 import struct
 import zipfile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from haiku_implicit.core.typing import Json
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError, File, is_container, parse_json
 
@@ -245,7 +246,7 @@ def open_container(path: str, expected: str = "a safetensors file") -> File:
     return File(path)
 
 
-def read_json(path: str | os.PathLike[str], hint: str = "the file is damaged") -> Any:
+def read_json(path: str | os.PathLike[str], hint: str = "the file is damaged") -> Json:
     """Reads a JSON file.
 
     Args:

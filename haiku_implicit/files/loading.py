@@ -1,9 +1,9 @@
 """`load` and `open_checkpoint`: read trees from files."""
 
 import os
-from typing import Any
 
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import foreign, optax_types  # noqa: F401  (the latter registers types)
 from haiku_implicit.files.checkpoint import Checkpoint, Memory, Source
 from haiku_implicit.files.container import CheckpointError, is_container
@@ -15,12 +15,12 @@ from haiku_implicit.files.structure import describe
 def load(
     path: Path,
     *,
-    like: Any = None,
+    like: Tree = None,
     only: Targets | None = None,
-    shardings: Any = None,
+    shardings: Tree = None,
     numpy: bool = False,
     allow_pickle: bool = False,
-) -> Any:
+) -> Tree:
     """Reads the tree that `save` wrote, or the parameters in a file of another program.
 
     Loading does not run or import anything in a file. It looks types up by name among the program's

@@ -9,6 +9,7 @@ import numpy as np
 
 from haiku_implicit.core import serialization
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import Branch, Leaf, Structure
@@ -16,7 +17,7 @@ from haiku_implicit.files.structure import Branch, Leaf, Structure
 _WAY_OUT = "The file is of another model or other settings; without `like` it is read as it is"
 
 
-def check_like(found: Structure, like: Any, where: str) -> list[str]:
+def check_like(found: Structure, like: Tree, where: str) -> list[str]:
     """Checks that a file's tree has the containers, types, keys, shapes and dtypes of `like`.
 
     Numbers of adapters that `completed` fills may be None only in the file: older versions omitted
@@ -38,7 +39,7 @@ def check_like(found: Structure, like: Any, where: str) -> list[str]:
     return left_out
 
 
-def with_left_out(tree: Any, like: Any, where: str) -> Any:
+def with_left_out(tree: Tree, like: Tree, where: str) -> Tree:
     """Fills the fields that a file leaves out with the values in `like`.
 
     These have to be the numbers that `completed` gives for None, or zeros in the states of optimizers.
@@ -47,7 +48,7 @@ def with_left_out(tree: Any, like: Any, where: str) -> Any:
       CheckpointError: if `like` has other values there, or none.
     """
 
-    def completed(x: Any, y: Any) -> Any:
+    def completed(x: Any, y: Any) -> Tree:
         if not is_implicit(x):
             return x
         node = serialization.node_of(x)
@@ -65,7 +66,7 @@ def with_left_out(tree: Any, like: Any, where: str) -> Any:
     return jax.tree.map(completed, tree, like, is_leaf=is_implicit)
 
 
-def _left_out(x: Any, like: Any, name: str, where: str) -> Any:
+def _left_out(x: Any, like: Tree, name: str, where: str) -> Tree:
     value = getattr(like, name)
     arrays = jax.tree.leaves(like)
     if any(isinstance(y, jax.ShapeDtypeStruct) for y in arrays):
@@ -78,7 +79,7 @@ def _left_out(x: Any, like: Any, name: str, where: str) -> Any:
     return value
 
 
-def _other_number(like: Any, name: str, where: str, values: str) -> CheckpointError:
+def _other_number(like: Tree, name: str, where: str, values: str) -> CheckpointError:
     return CheckpointError(
         f"{where}: {type(like).__name__}.{name}: an older version left out what it was by default, and "
         f"`like` has {values} there. Load the file without `like`, or give as `like` arrays that the "

@@ -4,10 +4,11 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from haiku_implicit.core.typing import Json
 from haiku_implicit.files.container import CheckpointError, is_shape
 
 Box = tuple[tuple[int, int], ...]  # the first index along each axis, and the one after the last
@@ -41,7 +42,7 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
 
 
-def parts_to_json(parts: Sequence[Part]) -> Any:
+def parts_to_json(parts: Sequence[Part]) -> Json:
     """Converts parts to JSON."""
     names = ("array", "file", "start", "shape", "crc32")
     return [
@@ -50,7 +51,7 @@ def parts_to_json(parts: Sequence[Part]) -> Any:
     ]
 
 
-def parts_from_json(data: Any, shape: tuple[int, ...], where: str) -> tuple[Part, ...]:
+def parts_from_json(data: Json, shape: tuple[int, ...], where: str) -> tuple[Part, ...]:
     """Converts JSON from `parts_to_json` back to parts.
 
     Raises:
@@ -66,7 +67,7 @@ def parts_from_json(data: Any, shape: tuple[int, ...], where: str) -> tuple[Part
     return parts
 
 
-def _part(row: Any, ndim: int, where: str) -> Part:
+def _part(row: Json, ndim: int, where: str) -> Part:
     wrong = CheckpointError(f"{where}: not the description of a part: {row!r:.80}")
     if not isinstance(row, dict):
         raise wrong

@@ -5,14 +5,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
+from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import dtypes
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.parts import Box, box_of
 from haiku_implicit.files.structure import Leaf, Structure
 
 
-def by_name(structure: Structure, shardings: Any, file: str, path: str) -> dict[str, Any]:
+def by_name(structure: Structure, shardings: Tree, file: str, path: str) -> dict[str, Any]:
     """The sharding of each array, by its name in the structure.
 
     Args:
@@ -34,7 +36,7 @@ def by_name(structure: Structure, shardings: Any, file: str, path: str) -> dict[
         names[id(made)] = leaf.name
         return made
 
-    def put(sharding: Any, below: Any) -> None:
+    def put(sharding: Sharding | None, below: Any) -> None:
         if not _is_place(sharding):
             raise TypeError(
                 f"shardings: expected a jax.sharding.Sharding or None, got {sharding!r:.80}"
@@ -60,7 +62,7 @@ def _is_place(x: Any) -> bool:
 
 def placed(
     leaf: Leaf, sharding: Any, whole: Callable[[], Any], read: Callable[[Box], np.ndarray]
-) -> Any:
+) -> Array:
     """Reads an array onto the devices of a sharding.
 
     Args:

@@ -1,10 +1,10 @@
 """`save`: writes trees to safetensors files, atomically."""
 
 import os
-from typing import Any
 
 import jax
 
+from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import together
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import check_readable, describe
@@ -12,7 +12,7 @@ from haiku_implicit.files.structure import check_readable, describe
 Path = str | os.PathLike[str]
 
 
-def save(path: Path, tree: Any, *, max_shard_bytes: int = 2_000_000_000) -> None:
+def save(path: Path, tree: Tree, *, max_shard_bytes: int = 2_000_000_000) -> None:
     """Writes a tree to a safetensors file, from which `load` reads the same tree.
 
     Other programs find an array of a Haiku model under `module/name`, and the arrays in an implicit

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Union
 import haiku as hk
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core import serialization
 from haiku_implicit.core.array import (
@@ -23,6 +24,7 @@ from haiku_implicit.core.array import (
     materialized_struct,
     short,
 )
+from haiku_implicit.core.typing import Array, Json, Tree
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import METADATA, CheckpointError, is_shape
 from haiku_implicit.files.parts import Part, parts_from_json, parts_to_json
@@ -108,16 +110,16 @@ class Described(NamedTuple):
     """A tree's structure, and its arrays by their tensors' names, in the tree's order."""
 
     structure: Structure
-    arrays: dict[str, Any]
+    arrays: dict[str, Array]
 
 
-def describe(tree: Any) -> Described:
+def describe(tree: Tree) -> Described:
     """Splits a tree into its structure and its arrays.
 
     Raises:
       CheckpointError: for a value that a file can't hold; it names the key.
     """
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
     try:
         return Described(_describe(tree, "", arrays), arrays)
     except RecursionError:
@@ -142,7 +144,7 @@ def between(kind: str) -> str:
     return "." if is_implicit_kind(kind) else "/"
 
 
-def _describe(x: Any, path: str, arrays: dict[str, Any]) -> Structure:
+def _describe(x: Any, path: str, arrays: dict[str, Array]) -> Structure:
     if x is None:
         return Branch("none")
     if dtypes.is_array(x):
@@ -192,7 +194,7 @@ def _check_sortable(keys: tuple[Any, ...], where: str) -> None:
         ) from None
 
 
-def _describe_array(x: Any, path: str, arrays: dict[str, Any]) -> Leaf:
+def _describe_array(x: Any, path: str, arrays: dict[str, Array]) -> Leaf:
     if isinstance(x, jax.core.Tracer):
         raise CheckpointError(
             f"{path or 'the tree'}: a tracer, which has no values: save outside of jax.jit"
@@ -211,7 +213,7 @@ def _describe_array(x: Any, path: str, arrays: dict[str, Any]) -> Leaf:
 
 
 def _describe_object(
-    x: Any, node: serialization.Node, path: str, arrays: dict[str, Any]
+    x: Any, node: serialization.Node, path: str, arrays: dict[str, Array]
 ) -> Structure:
     names, _ = node.fields()
     children, static = node.parts(x)
@@ -285,7 +287,7 @@ def _naming(path: str) -> Iterator[None]:
 # --- to and from JSON ----------------------------------------------------------------------------
 
 
-def to_json(structure: Structure) -> Any:
+def to_json(structure: Structure) -> Json:
     """Converts a structure to JSON."""
     if isinstance(structure, Leaf):
         name, dtype, shape, weak_type, file, crc, parts = structure
@@ -308,7 +310,7 @@ def to_json(structure: Structure) -> Any:
     return found | ({"whole": True} if whole else {})
 
 
-def from_json(data: Any, path: str = "") -> Structure:
+def from_json(data: Json, path: str = "") -> Structure:
     """Converts JSON from `to_json` back to a structure.
 
     Raises:
@@ -371,7 +373,7 @@ def _leaf(data: dict[str, Any], where: str) -> Leaf:
     return leaf._replace(crc=int(crc, 16), parts=parts)
 
 
-def _keys(data: Any, count: int, where: str) -> tuple[Any, ...]:
+def _keys(data: Json, count: int, where: str) -> tuple[Any, ...]:
     try:
         keys = tuple(map(serialization.decode, data))
         distinct = len(set(keys))
@@ -425,7 +427,7 @@ def with_leaves(structure: Structure, change: Callable[[Leaf], Leaf]) -> Structu
 # --- to trees ------------------------------------------------------------------------------------
 
 
-def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: str = "") -> Any:
+def build(structure: Structure, read: Callable[[Leaf], Any], file: str, path: str = "") -> Tree:
     """Builds the tree of a structure.
 
     Args:
@@ -503,7 +505,7 @@ def _is_part(x: ImplicitArray) -> bool:
 
 @functools.lru_cache(maxsize=1000)
 def _traced(
-    treedef: Any, kinds: tuple[Any, ...], widest: Any, static: str
+    treedef: PyTreeDef, kinds: tuple[Any, ...], widest: Any, static: str
 ) -> tuple[tuple[int, ...], Any]:
     """The shape and dtype that `materialize` gives; cached, since most layers of a model are alike."""
     # Only for the cache's key: whether JAX has 64 bits; and 0.0, which equals 0 in a treedef.

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from haiku_implicit.core.typing import Array
 from haiku_implicit.files import container, dtypes, naming
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.parts import Box, Part, box_of
@@ -53,7 +54,7 @@ class _Plan(NamedTuple):
 def save(
     given: str | os.PathLike[str],
     structure: Structure,
-    arrays: Mapping[str, Any],
+    arrays: Mapping[str, Array],
     max_shard_bytes: int,
 ) -> None:
     """Saves a tree of arrays. If they are on devices of several processes, all of these call this.
@@ -183,7 +184,7 @@ def _finish(
 # --- the plan ------------------------------------------------------------------------------------
 
 
-def _planned(structure: Structure, arrays: Mapping[str, Any], max_shard_bytes: int) -> _Plan:
+def _planned(structure: Structure, arrays: Mapping[str, Array], max_shard_bytes: int) -> _Plan:
     leaves = list(leaves_of(structure))
     taken, written = {leaf.name for leaf in leaves}, dict.fromkeys(range(jax.process_count()), 0)
     main: list[Stored] = []
