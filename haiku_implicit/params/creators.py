@@ -1,14 +1,17 @@
 """Creators and getters of single edits, by name."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.lora_init import Initializer
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.box import box
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.typing import Array, State
 from haiku_implicit.params.adapters.adding import add_lora
 from haiku_implicit.params.haiku.hooks import (
     Creator,
@@ -82,7 +85,9 @@ def zeros_creator(targets: Targets) -> Creator:
     """`creator` of `zero_params` with these targets; initializers of the targets do not run."""
     edited = edited_alone(checked(functools.partial(zero_params, targets=targets)))
 
-    def create(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
+    def create(
+        next_creator: Any, shape: Sequence[int], dtype: DTypeLike, init: Any, context: Any
+    ) -> jax.Array:
         new = edited(*final_name(context), jax.ShapeDtypeStruct(shape, dtype))
         return next_creator(shape, dtype, (lambda *_: box(new)) if is_implicit(new) else init)
 
@@ -133,11 +138,11 @@ def cache_creator(
         with errors_name(parameter.path, parameter.value):
             return QuantizedCache.quantize(parameter.value, dtype, group_size, axis=-1)
 
-    def caches(state: Any) -> Any:
+    def caches(state: State) -> Array:
         return trees.replace_targets(state, trees.Choice(targets), trees.Edit(quantized, _is_cache))
 
     return creator(checked(caches))
 
 
-def _is_cache(module_name: str, name: str, value: Any) -> bool:
+def _is_cache(module_name: str, name: str, value: Array) -> bool:
     return len(value.shape) >= 3 and is_floating(value)

@@ -21,6 +21,7 @@ from haiku_implicit.core.sharding import (
     part_specs,
 )
 from haiku_implicit.core.transform import tree_flatten_with_implicit
+from haiku_implicit.core.typing import Array, MeshLike, Params, Tree
 from haiku_implicit.params.trees.selection import describe
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
@@ -28,7 +29,7 @@ from haiku_implicit.quantized.matrix import QuantizedMatrix
 Specs = Any
 
 
-def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
+def shardings(params: Params, specs: Specs, mesh: MeshLike) -> Tree:
     """The sharding of every array of a tree, from the partition specs of the dense weights.
 
     An implicit array is split as the dense array would be: LoRA's factors along the axes that they
@@ -75,7 +76,7 @@ def shardings(params: Any, specs: Specs, mesh: Any) -> Any:
     return treedef.unflatten(found)
 
 
-def place(params: Any, specs: Specs, mesh: Any) -> Any:
+def place(params: Params, specs: Specs, mesh: MeshLike) -> Tree:
     """Puts parameters on a mesh of devices, in a form that can be split by their specs.
 
     It is `jax.device_put(params, hki.shardings(params, specs, mesh))`, with changes to arrays that do
@@ -116,9 +117,9 @@ def place(params: Any, specs: Specs, mesh: Any) -> Any:
 
 def _for_each(
     function: Callable[[str, Any, PartitionSpec, Any, list[str]], Any],
-    params: Any,
+    params: Params,
     specs: Specs,
-    mesh: Any,
+    mesh: MeshLike,
 ) -> tuple[list[Any], Any, list[str]]:
     """The results of a function of each array and its spec, the tree's structure, and the notes."""
     if not isinstance(mesh, Mesh | AbstractMesh):
@@ -136,7 +137,9 @@ def _for_each(
     return found, treedef, notes
 
 
-def _fitted(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str]) -> tuple[Any, Any]:
+def _fitted(
+    path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: list[str]
+) -> tuple[Any, Any]:
     """An array that its spec can split, and the shardings of its leaves."""
     if not hasattr(x, "shape") or (is_implicit(x) and known_struct(x) is None):
         return x, _placed(path, x, spec, mesh, notes)
@@ -155,14 +158,14 @@ def _fitted(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str])
     return x, _placed(path, x, spec, mesh, notes)
 
 
-def _specs_of(paths: Sequence[str], params: Any, specs: Specs) -> list[PartitionSpec]:
+def _specs_of(paths: Sequence[str], params: Params, specs: Specs) -> list[PartitionSpec]:
     """The spec of each array."""
     if isinstance(specs, PartitionSpec):
         return [specs] * len(paths)
     if isinstance(specs, list) and all(isinstance(x, tuple) and len(x) == 2 for x in specs):
         return _by_rules(paths, specs)
 
-    def repeated(spec: Any, below: Any) -> Any:
+    def repeated(spec: PartitionSpec, below: Any) -> Any:
         return [PartitionSpec() if spec is None else spec] * len(
             tree_flatten_with_implicit(below)[0]
         )
@@ -235,7 +238,7 @@ def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> str | None:
     return None
 
 
-def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str]) -> Any:
+def _placed(path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: list[str]) -> Array:
     """The shardings of an array's leaves, in the structure of the array."""
     if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
         return _of_part(x, spec, mesh)
@@ -261,7 +264,9 @@ def _placed(path: str, x: Any, spec: PartitionSpec, mesh: Any, notes: list[str])
     return jax.tree.unflatten(jax.tree.structure(x), [NamedSharding(mesh, s) for s in specs])
 
 
-def _not_as_asked(x: Any, specs: Sequence[PartitionSpec], spec: PartitionSpec, mesh: Any) -> str:
+def _not_as_asked(
+    x: Array, specs: Sequence[PartitionSpec], spec: PartitionSpec, mesh: MeshLike
+) -> str:
     """The parts of an implicit array that are not split by the spec, in words; empty if all are."""
     found = []
     if missing := set(names_in(spec)) - {name for own in specs for name in names_in(own)}:
@@ -276,7 +281,7 @@ def _not_as_asked(x: Any, specs: Sequence[PartitionSpec], spec: PartitionSpec, m
     return ", and ".join(found)
 
 
-def _of_part(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
+def _of_part(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
     """The shardings of a part of an implicit array: LoRA's factors are split as in the whole weight."""
     specs = jax.tree.map(lambda _: PartitionSpec(), x)
     if isinstance(x, LoRA) and len(spec) <= (ndim := max(map(np.ndim, (x.a, x.b)))) >= 2:
@@ -289,7 +294,7 @@ def _of_part(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
 
 
-def _if_even(x: Any, entries: Sequence[Any], mesh: Any) -> Any:
+def _if_even(x: Array, entries: Sequence[Any], mesh: MeshLike) -> Any:
     """The spec of one array of a part: None if it is missing, replicated if it can't be cut.
 
     For an implicit array, as in a quantized state, the specs of its leaves.
@@ -307,7 +312,7 @@ def _if_even(x: Any, entries: Sequence[Any], mesh: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(x), specs)
 
 
-def _quantized(x: Any) -> list[QuantizedMatrix]:
+def _quantized(x: Array) -> list[QuantizedMatrix]:
     """The quantized matrices in an implicit array, except quantized scales."""
     if isinstance(x, QuantizedMatrix):
         return [x]

@@ -13,6 +13,7 @@ from haiku_implicit.core import progress
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.quantizing.calibrated import arguments_of
 from haiku_implicit.params.quantizing.edits import quantize_params
 from haiku_implicit.params.summary import text_table
@@ -102,7 +103,7 @@ class Sensitivity:
             chosen[path] = way
         return {path: way[0] for path, way in chosen.items() if way[0] is not None}
 
-    def quantize(self, params: Any, chosen: Mapping[str, str]) -> Any:
+    def quantize(self, params: Params, chosen: Mapping[str, str]) -> Params:
         """Quantizes each weight to its chosen format.
 
         Args:
@@ -130,7 +131,7 @@ def _price(old: tuple[Any, float, int], new: tuple[Any, float, int]) -> float:
 
 def sensitivity(
     apply: Callable[..., Any],
-    params: Any,
+    params: Params,
     batches: Iterable[Any],
     options: Options,
     *,
@@ -191,7 +192,7 @@ def sensitivity(
 
 def _errors(
     apply: Callable[..., Any],
-    params: Any,
+    params: Params,
     batches: Sequence[tuple[Any, ...]],
     stored: Mapping[str, Mapping[str, Any]],
     paths: Sequence[str],
@@ -199,10 +200,10 @@ def _errors(
     """The relative error of the outputs with one weight quantized, by its path and the option."""
 
     @jax.jit
-    def squares(params: Any, rounded: Mapping[str, Any], index: Any, batch: Any) -> Any:
+    def squares(params: Params, rounded: Mapping[str, Any], index: Array, batch: Any) -> Any:
         """The sums of squares of the change of the outputs, and of the outputs."""
 
-        def exchanged(p: trees.Parameter) -> Any:
+        def exchanged(p: trees.Parameter) -> Array:
             if p.path not in rounded:
                 return p.value
             return jnp.where(index == paths.index(p.path), rounded[p.path], p.value)

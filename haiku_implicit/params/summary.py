@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from haiku_implicit.core.array import check_values, flatten_one_level, is_implic
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import printable
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.typing import Array, JsonObject, Params, Tree
 from haiku_implicit.params.adapters.parts import check_whole
 from haiku_implicit.params.trees import trees
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -78,7 +79,9 @@ class Summary:
         return (row.path, row.kind, shape, row.dtype or "", *counts, f"{row.bits:.2f}")
 
 
-def summary(params: Any, *, depth: int | None = None, trainable_dense: Targets = True) -> Summary:
+def summary(
+    params: Params, *, depth: int | None = None, trainable_dense: Targets = True
+) -> Summary:
     """A table of parameters: which are implicit, of what type, and how much memory each takes.
 
     Args:
@@ -152,7 +155,7 @@ def _joined(path: str, rows: Sequence[SummaryRow]) -> SummaryRow:
     return SummaryRow(path, kinds, None, dtypes.pop() if len(dtypes) == 1 else None, *counts)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: Array) -> str:
     """The type of an array and of the arrays in it, as in 'LoRA of QuantizedMatrix'."""
     if not is_implicit(value):
         return "dense"
@@ -214,7 +217,7 @@ class Comparison:
         names = ("path", "first", "second", "relative error", "largest")
         return text_table(names, cells, numbers=2)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Returns the comparison as JSON values; NaN and infinity, which JSON lacks, become None."""
         rows = [
             row._asdict() | {"relative": _finite(row.relative), "largest": _finite(row.largest)}
@@ -224,7 +227,11 @@ class Comparison:
 
 
 def compare_params(
-    first: Any, second: Any, *, apply: Any = None, args: Sequence[Any] = ()
+    first: Params,
+    second: Params,
+    *,
+    apply: Callable[..., Tree] | None = None,
+    args: Sequence[Array] = (),
 ) -> Comparison:
     """Compares the parameters of two trees, for example before and after quantizing or merging.
 
@@ -261,7 +268,7 @@ def compare_params(
     return Comparison(rows, only_first, only_second, outputs)
 
 
-def _error_of(path: str, a: Any, b: Any) -> ParameterError:
+def _error_of(path: str, a: Array, b: Array) -> ParameterError:
     if tuple(a.shape) != tuple(b.shape):
         raise ValueError(f"{path}: the first is {list(a.shape)}, the second {list(b.shape)}")
     for x in (a, b):
@@ -286,7 +293,7 @@ class _Distance(NamedTuple):
 _PART = 1 << 22  # numbers to compare at a time, which bounds the memory
 
 
-def _distance_of(path: str, a: Any, b: Any) -> _Distance:
+def _distance_of(path: str, a: Array, b: Array) -> _Distance:
     """The distance between two arrays, computed with doubles.
 
     Raises:

@@ -1,15 +1,14 @@
 """`zero_params`: parameters that are zero, without buffers."""
 
-from typing import Any
-
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.typing import Params
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.options import zeros_for
 
 
 def zero_params(
-    params: Any, *, targets: Targets, exclude: Targets | None = None, missing_ok: bool = False
-) -> Any:
+    params: Params, *, targets: Targets, exclude: Targets | None = None, missing_ok: bool = False
+) -> Params:
     """Replaces parameters of a tree by symbolic zeros, which cost no memory and no work.
 
     Args:

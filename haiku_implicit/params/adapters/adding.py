@@ -10,9 +10,10 @@ import jax
 from haiku_implicit.arrays.adapter import Adapter, method_named, method_names
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit
-from haiku_implicit.core.keys import as_key_source
+from haiku_implicit.core.keys import KeySource, as_key_source
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets, compiled, no_match
+from haiku_implicit.core.typing import Array, Key, Params
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import Room, check_matrix
@@ -21,8 +22,8 @@ from haiku_implicit.params.trees.warnings import LargeAdapters
 
 
 def add_lora(
-    params: Any,
-    key: Any,
+    params: Params,
+    key: Key | Callable[[], jax.Array],
     *,
     rank: int,
     alpha: float | None = None,
@@ -32,7 +33,7 @@ def add_lora(
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
     rank_stabilized: bool = False,
-) -> Any:
+) -> Params:
     """Adds LoRA to weights of a tree of parameters, including quantized weights.
 
     The new tree stands for the same values. The random key of each weight comes from `key` and the
@@ -94,8 +95,8 @@ def add_lora(
 
 
 def add_adapter(
-    params: Any,
-    key: Any,
+    params: Params,
+    key: Key | Callable[[], jax.Array],
     method: str | type[Adapter],
     *,
     targets: Targets | None = None,
@@ -104,7 +105,7 @@ def add_adapter(
     matrix_axes: MatrixAxesOf | None = None,
     patterns: Mapping[str, Mapping[str, Any]] | None = None,
     **options: Any,
-) -> Any:
+) -> Params:
     """Adds adapters of a type to weights of a tree of parameters, including quantized weights.
 
     The new tree stands for the same values. The adapters are trained, and the weights are not.
@@ -156,7 +157,7 @@ def add_adapter(
     def room_of(path: str, shape: tuple[int, ...]) -> int:
         return kind.room(shape[stacked_axes(path) :], **of_weight(path))
 
-    def made(parameter: trees.Parameter) -> Any:
+    def made(parameter: trees.Parameter) -> Array:
         path, value, stacked = parameter.path, parameter.value, parameter.stacked
         check_matrix(path, value, kind.__name__, stacked)
         own_key = key if kind.one_key else parameter.key_from(key)
@@ -217,7 +218,7 @@ def _kind_of(method: Any) -> tuple[Any, str]:
     return method, method.__name__
 
 
-def _created(kind: Any, value: Any, key: jax.Array, options: Mapping[str, Any]) -> Any:
+def _created(kind: Any, value: Array, key: KeySource, options: Mapping[str, Any]) -> Array:
     """A weight with an adapter; raises if `create` of its type makes anything else."""
     new = kind.create(value, key, **options)
     if not isinstance(new, Adapter) or tuple(new.shape) != tuple(value.shape):

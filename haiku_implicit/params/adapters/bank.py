@@ -15,6 +15,7 @@ from haiku_implicit.arrays.matrix_view import matrix_of
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.serialization import register_tree_type
+from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.adapters.adding import add_lora
 from haiku_implicit.params.adapters.parts import (
     AdapterParts,
@@ -59,13 +60,13 @@ class AdapterBank:
       (3, 3)
     """
 
-    params: Any
+    params: Params
     slots: _Slots
 
     @classmethod
     def of(
         cls,
-        params: Any,
+        params: Params,
         *,
         capacity: int,
         rank: int,
@@ -148,7 +149,7 @@ class AdapterBank:
         """Returns the bank with a slot empty, so that its examples use the base."""
         return self.put(slot, AdapterParts({}))
 
-    def select(self, slot: Any) -> Any:
+    def select(self, slot: Any) -> Params:
         """The parameters with the adapter of a slot, which is an integer or traced.
 
         Raises:
@@ -158,7 +159,7 @@ class AdapterBank:
             self._checked_slot(slot)
         place = self._place(slot)
 
-        def selected(parameter: trees.Parameter) -> Any:
+        def selected(parameter: trees.Parameter) -> Array:
             if parameter.path not in self.slots:
                 return parameter.value
             slots = self.slots[parameter.path]
@@ -227,7 +228,7 @@ def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _factors(value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _factors(value: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     lora = matrix_of(value)
     return lora.a, lora.b, lora.factor
 
@@ -237,10 +238,10 @@ def _written(x: jax.Array, slot: Any, value: jax.Array) -> jax.Array:
     return x.at[slot].set(value)
 
 
-def _of_rest(params: Any, paths: Collection[str]) -> Any:
+def _of_rest(params: Params, paths: Collection[str]) -> Params:
     """Parameters with `RestLoRA` at some paths; writers of other programs' files need this type."""
 
-    def typed(parameter: trees.Parameter) -> Any:
+    def typed(parameter: trees.Parameter) -> Array:
         lora = parameter.value
         if parameter.path not in paths or isinstance(lora, RestLoRA):
             return lora
@@ -249,7 +250,7 @@ def _of_rest(params: Any, paths: Collection[str]) -> Any:
     return trees.map_matrices(typed, params) if paths else params
 
 
-def _padded(path: str, value: Any, old: Any) -> tuple[Any, Any, Any]:
+def _padded(path: str, value: Array, old: Array) -> tuple[Any, Any, Any]:
     """The factors of an adapter, padded with zeros to the rank of the bank, and its scale."""
     lora = lora_of(path, value, "a bank has room for LoRA alone")
     rank, own = old[0].shape[-1], lora.a.shape[-1]

@@ -1,7 +1,5 @@
 """Dropout for LoRA."""
 
-from typing import Any
-
 import jax
 
 from haiku_implicit.adapters.dropout import InputDropout
@@ -9,10 +7,11 @@ from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.keys import as_key
+from haiku_implicit.core.typing import Array, Key, Params
 from haiku_implicit.params.trees import trees
 
 
-def with_dropout(params: Any, key: Any, rate: float) -> Any:
+def with_dropout(params: Params, key: Key, rate: float) -> Params:
     """Applies dropout to the inputs of LoRA's corrections, for a training step.
 
     Call it in each step, within the function that `jax.grad` differentiates, with a key of the step:
@@ -58,7 +57,7 @@ def with_dropout(params: Any, key: Any, rate: float) -> Any:
     key = as_key(key)
     count = 0
 
-    def dropped(parameter: trees.Parameter) -> Any:
+    def dropped(parameter: trees.Parameter) -> Array:
         value = parameter.value
         if not isinstance(value, LoRA):
             return value

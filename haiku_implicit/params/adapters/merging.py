@@ -15,6 +15,7 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.structure import free_summand
+from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.adapters import vector_bank
 from haiku_implicit.params.adapters.parts import (
     AdapterParts,
@@ -31,7 +32,7 @@ from haiku_implicit.params.trees.selection import describe
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 
-def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
+def merge_adapters(params: Params, *, requantize: bool = False) -> Params:
     """Replaces each weight that has an adapter by the dense weight that it stands for.
 
     A weight that occurs twice in the tree with the same adapter (tied weights) remains one array. If
@@ -61,7 +62,7 @@ def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
     _warn_of_untied(parameters)
     done: dict[Any, Any] = {}
 
-    def merged(parameter: trees.Parameter) -> Any:
+    def merged(parameter: trees.Parameter) -> Array:
         check_whole(parameter.path, parameter.value)
         same = jax.tree.structure(parameter.value), _leaf_ids(parameter.value)
         if same not in done:
@@ -76,25 +77,25 @@ def merge_adapters(params: Any, *, requantize: bool = False) -> Any:
 merge_lora = merge_adapters
 
 
-def _merged(value: Any, requantize: bool) -> Any:
+def _merged(value: Array, requantize: bool) -> Array:
     dense, base = materialize_array(value), base_of(value)
     if requantize and isinstance(getattr(base, "matrix", base), QuantizedMatrix):
         return _with_structure(base, base.requantize(dense))
     return dense
 
 
-def _with_structure(old: Any, new: Any) -> Any:
+def _with_structure(old: Array, new: Array) -> Array:
     """`new` with the tree structure of `old`, for optimizer states and compiled functions."""
     same = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
     return same if same.dtype == new.dtype else new
 
 
-def _leaf_ids(value: Any) -> tuple[int, ...]:
+def _leaf_ids(value: Array) -> tuple[int, ...]:
     """The ids of a value's leaves, equal for values that share their arrays."""
     return tuple(map(id, jax.tree.leaves(value)))
 
 
-def _innermost(value: Any) -> Any:
+def _innermost(value: Array) -> Array:
     """The base of a weight as its adapter holds it; for a view, the base of its matrix."""
     return base_of(matrix_of(value))
 
@@ -120,7 +121,7 @@ def _warn_of_untied(parameters: list[trees.Parameter]) -> None:
 # --- back ----------------------------------------------------------------------------------------
 
 
-def unmerge_adapters(params: Any, adapter: AdapterParts, *, check_base: bool = True) -> Any:
+def unmerge_adapters(params: Params, adapter: AdapterParts, *, check_base: bool = True) -> Params:
     """Takes an adapter out of the dense weights that it was merged into.
 
     The result is the base up to rounding, which is coarse for weights in bfloat16. If you still have
@@ -158,7 +159,7 @@ def unmerge_adapters(params: Any, adapter: AdapterParts, *, check_base: bool = T
         others = tuple(own for own in adapter.bases if own[0] not in adapter.weights)
         check_bases(parameters, dataclasses.replace(adapter, bases=others))
 
-    def unmerged(parameter: trees.Parameter) -> Any:
+    def unmerged(parameter: trees.Parameter) -> Array:
         path, value = parameter.path, parameter.value
         if path not in adapter.weights:
             return value
@@ -178,7 +179,7 @@ def unmerge_adapters(params: Any, adapter: AdapterParts, *, check_base: bool = T
     return trees.map_parameters(unmerged, params)
 
 
-def _taken_out(weight: Any) -> jax.Array:
+def _taken_out(weight: Array) -> jax.Array:
     """The base of an adapted weight that holds the merged dense weight as its base.
 
     Except for the refused types, an adapter changes every base in the same way, whatever its values.
@@ -188,7 +189,7 @@ def _taken_out(weight: Any) -> jax.Array:
     """
     merged = base_of(weight)
 
-    def undone(weight: Any, left: jax.Array) -> jax.Array:
+    def undone(weight: Array, left: jax.Array) -> jax.Array:
         match weight:
             case Adapter(keeps_base=False):
                 raise ValueError(f"{type(weight).__name__} does not keep what it replaces")

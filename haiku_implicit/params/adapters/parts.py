@@ -23,6 +23,7 @@ from haiku_implicit.core.array import (
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import register_tree_type
+from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.adapters import vector_bank
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.selection import describe
@@ -44,12 +45,12 @@ class AdapterParts:
         model, which `set_adapter` compares; empty for an adapter of unknown base.
     """
 
-    weights: dict[str, Any]
+    weights: dict[str, Array]
     dense: dict[str, Any] = dataclasses.field(default_factory=dict)
     bases: tuple[tuple[str, str], ...] = dataclasses.field(default=(), metadata={"static": True})
 
 
-def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> AdapterParts:
+def get_adapter(params: Params, *, trainable_dense: Targets | None = None) -> AdapterParts:
     """Takes the adapter out of a tree of parameters.
 
     Args:
@@ -101,7 +102,7 @@ def get_adapter(params: Any, *, trainable_dense: Targets | None = None) -> Adapt
     return AdapterParts(weights, dense, tuple(bases))
 
 
-def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool = True) -> Any:
+def set_adapter(params: Params, adapter: AdapterParts | None, *, check_base: bool = True) -> Params:
     """Puts an adapter into a tree of parameters, and removes an adapter that is there.
 
     Args:
@@ -137,7 +138,7 @@ def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool =
         whole = with_base(new, base) if path in adapter.weights else new
         _check_shapes(path, base, vector_bank.put_into(whole, bank))
 
-    def replaced(parameter: trees.Parameter) -> Any:
+    def replaced(parameter: trees.Parameter) -> Array:
         path, base = parameter.path, base_of(parameter.value)
         if path in adapter.weights:
             return with_base(adapter.weights[path], base)
@@ -146,12 +147,12 @@ def set_adapter(params: Any, adapter: AdapterParts | None, *, check_base: bool =
     return vector_bank.beside(trees.map_parameters(replaced, params), bank)
 
 
-def has_adapter(value: Any) -> bool:
+def has_adapter(value: Array) -> bool:
     """Whether a parameter is a weight with an adapter, or a view of one."""
     return isinstance(matrix_of(value), Adapter)
 
 
-def lora_of(path: str, value: Any, purpose: str) -> LoRA:
+def lora_of(path: str, value: Array, purpose: str) -> LoRA:
     """The LoRA of a weight, on a base without adapters; raises for adapters of other types."""
     lora = matrix_of(value)
     if not isinstance(lora, LoRA) or is_implicit(lora.w):
@@ -159,7 +160,7 @@ def lora_of(path: str, value: Any, purpose: str) -> LoRA:
     return lora
 
 
-def check_whole(path: str, value: Any) -> None:
+def check_whole(path: str, value: Array) -> None:
     """Raises for an adapter without its arrays, as in the frozen half that `partition` returns."""
     if not has_adapter(value):
         return
@@ -170,7 +171,7 @@ def check_whole(path: str, value: Any) -> None:
         raise a_half(path, weight)
 
 
-def base_of(value: Any) -> Any:
+def base_of(value: Array) -> Array:
     """The weight without its adapters; for a view of a dense matrix, the dense tensor."""
     if not has_adapter(value):
         return value
@@ -181,7 +182,7 @@ def base_of(value: Any) -> Any:
     return base if base is matrix or is_implicit(matrix) else materialize_array(base)
 
 
-def with_base(value: Any, base: Any) -> Any:
+def with_base(value: Array, base: Array) -> Array:
     """The adapters of a weight, on another base. Each may be a view: adapters are for the matrix."""
     weight, matrix = matrix_of(value), matrix_of(base)
     if weight is not value and base is not None and not is_implicit(base):
@@ -192,11 +193,11 @@ def with_base(value: Any, base: Any) -> Any:
     return with_matrix(view, weight.completed()._replace(w=matrix))
 
 
-def digest(value: Any) -> str:
+def digest(value: Array) -> str:
     """A digest of an array's types, shapes and bytes, dense or implicit, in 16 hexadecimal digits."""
     found = hashlib.blake2b(digest_size=8)
 
-    def add(x: Any) -> None:
+    def add(x: Array) -> None:
         if is_implicit(x):
             found.update(f"{type(x).__name__}{sorted(static_items(x).items())}".encode())
             for part in flatten_one_level(x)[0]:
@@ -223,7 +224,7 @@ def checked_parts(argument: str, adapter: Any) -> AdapterParts:
     return adapter
 
 
-def check_paths_of(parameters: Mapping[str, Any], paths: Iterable[str]) -> None:
+def check_paths_of(parameters: Mapping[str, Array], paths: Iterable[str]) -> None:
     """Raises unless the parameters have all paths of an adapter."""
     for path in paths:
         if path not in parameters:
@@ -234,7 +235,7 @@ def check_paths_of(parameters: Mapping[str, Any], paths: Iterable[str]) -> None:
             )
 
 
-def check_bases(parameters: Mapping[str, Any], adapter: AdapterParts) -> None:
+def check_bases(parameters: Mapping[str, Array], adapter: AdapterParts) -> None:
     """Raises unless an adapter was made for these parameters (by path); traced ones pass."""
     # The adapter's own weights come first: if several parameters differ, they tell the most.
     for path, wanted in sorted(adapter.bases, key=lambda own: own[0] not in adapter.weights):
@@ -248,7 +249,7 @@ def check_bases(parameters: Mapping[str, Any], adapter: AdapterParts) -> None:
             _raise_other(path, base, path in adapter.weights)
 
 
-def _raise_other(path: str, base: Any, has_adapter: bool) -> None:
+def _raise_other(path: str, base: Array, has_adapter: bool) -> None:
     if has_adapter:
         raise ValueError(
             f"{path}: the adapter was made for another base than this {describe(base)}, so that it "
@@ -261,11 +262,11 @@ def _raise_other(path: str, base: Any, has_adapter: bool) -> None:
     )
 
 
-def _is_traced(value: Any) -> bool:
+def _is_traced(value: Array) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree_util.tree_leaves(value))
 
 
-def _check_shapes(path: str, base: Any, whole: Any) -> None:
+def _check_shapes(path: str, base: Array, whole: Any) -> None:
     try:
         shape = jax.eval_shape(lambda x: x.materialize() if has_adapter(x) else x, whole).shape
     except Exception as e:

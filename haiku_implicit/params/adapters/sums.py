@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from haiku_implicit.arrays.lora import LoRA, RestLoRA
 from haiku_implicit.arrays.matrix_view import with_matrix
 from haiku_implicit.core.keys import as_key
+from haiku_implicit.core.typing import Key
 from haiku_implicit.params.adapters.parts import AdapterParts, checked_parts, lora_of
 from haiku_implicit.params.trees.trees import Parameter
 
@@ -24,7 +24,7 @@ def combine_adapters(
     *,
     rank: int | None = None,
     density: float | None = None,
-    key: Any = None,
+    key: Key | None = None,
 ) -> AdapterParts:
     """Combines several LoRA adapters into one, by a weighted sum.
 
@@ -89,7 +89,7 @@ def combine_adapters(
 
 
 def _merging(
-    method: str, density: float | None, key: Any
+    method: str, density: float | None, key: Key | None
 ) -> Callable[[str, _Deltas], jax.Array] | None:
     """A function of a path and corrections that makes one correction; None for the plain sum."""
     if method == "linear" and density is None:

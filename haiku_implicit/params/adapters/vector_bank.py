@@ -1,28 +1,28 @@
 """The vector bank of VB-LoRA: one bank per tree of parameters, put into the weights in each step."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 
 from haiku_implicit.adapters.vblora import MODULE, NAME, VBLoRA, VectorBank
 from haiku_implicit.core.predicates import path_of
+from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.trees import trees
 
 PATH = path_of(MODULE, NAME)
 
 
-def beside(params: Any, bank: VectorBank | None) -> Any:
+def beside(params: Params, bank: VectorBank | None) -> Params:
     """A tree with a bank added to it; the unchanged tree if the bank is None."""
     return params if bank is None else {**params, MODULE: {NAME: bank}}
 
 
-def put_into(value: Any, bank: VectorBank | None) -> Any:
+def put_into(value: Array, bank: VectorBank | None) -> Array:
     """A weight with the bank in it, if it is a `VBLoRA` or a view of one."""
     return with_vector_bank(beside({"": {"w": value}}, bank))[""]["w"]
 
 
-def with_vector_bank(params: Any) -> Any:
+def with_vector_bank(params: Params) -> Params:
     """Puts the vector bank of a tree into its `VBLoRA` weights.
 
     Call it in each step, within the function that `jax.grad` differentiates, so that the bank's
@@ -61,7 +61,7 @@ def with_vector_bank(params: Any) -> Any:
         raise trees.none_of("with_vector_bank", "a VectorBank", {MODULE: params[MODULE]})
     vectors = bank.vectors
 
-    def filled(parameter: trees.Parameter) -> Any:
+    def filled(parameter: trees.Parameter) -> Array:
         value = parameter.value
         if not isinstance(value, VBLoRA):
             return value
@@ -70,10 +70,10 @@ def with_vector_bank(params: Any) -> Any:
     return trees.map_matrices(filled, params)
 
 
-def without(params: Any) -> Any:
+def without(params: Params) -> Params:
     """A tree without its vector bank."""
     return {k: v for k, v in params.items() if k != MODULE} if _has_bank(params) else params
 
 
-def _has_bank(params: Any) -> bool:
+def _has_bank(params: Params) -> bool:
     return isinstance(params, Mapping) and MODULE in params

@@ -18,10 +18,12 @@ import haiku as hk
 import jax
 import numpy as np
 from jax.extend.core import Var
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.box import box
 from haiku_implicit.core.keys import KeySource
 from haiku_implicit.core.predicates import path_of
+from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.params.trees.one_by_one import editing_one_by_one, is_one_of_many
 from haiku_implicit.training.gradients import Slot, is_empty, slots_of, trained, treedef_of
 
@@ -65,7 +67,9 @@ def creator(edit: Edit) -> Creator:
     """
     edited = edited_alone(edit)
 
-    def create(next_creator: Any, shape: Any, dtype: Any, init: Any, context: Any) -> jax.Array:
+    def create(
+        next_creator: Any, shape: Sequence[int], dtype: DTypeLike, init: Any, context: Any
+    ) -> jax.Array:
         value = next_creator(shape, dtype, init)
         return value if is_one_of_many() else box(edited(*final_name(context), value))
 
@@ -121,7 +125,9 @@ def edited_alone(edit: Edit) -> Callable[..., Any]:
         raise TypeError(f"edit: expected a function of a tree of parameters, got {edit!r}")
     said: set[str] = set()
 
-    def edited(module_name: str, name: str, value: Any, key: KeySource = hk.next_rng_key) -> Any:
+    def edited(
+        module_name: str, name: str, value: Array, key: KeySource = hk.next_rng_key
+    ) -> Array:
         try:
             with editing_one_by_one(said):
                 new = _with_key(edit, key)({module_name: {name: value}})
@@ -145,7 +151,7 @@ def _with_key(edit: Edit, key: KeySource) -> Edit:
     return functools.partial(edit, key=key) if own and own.default is own.empty else edit
 
 
-def _only(tree: Any, module_name: str, name: str, value: Any) -> Any:
+def _only(tree: Tree, module_name: str, name: str, value: Array) -> Array:
     """The one array of an edited tree, after a check that it takes the place of `value`."""
     path = path_of(module_name, name)
     if not isinstance(tree, Mapping):
@@ -169,7 +175,7 @@ def final_name(context: Any) -> tuple[str, str]:
 # --- parameters that a getter adds to a module ---------------------------------------------------
 
 
-def _with_parameters(edited: Callable[..., Any], value: Any, context: Any) -> Any:
+def _with_parameters(edited: Callable[..., Any], value: Array, context: Any) -> Array:
     """An edited value, with the trained arrays that it adds as parameters of its module.
 
     One run of the edit gives the structure and the frozen arrays. Another run gives the initial values
@@ -206,7 +212,7 @@ def _with_parameters(edited: Callable[..., Any], value: Any, context: Any) -> An
 
 
 def _added(
-    edited: Callable[..., Any], value: Any, slots: Sequence[Slot]
+    edited: Callable[..., Any], value: Array, slots: Sequence[Slot]
 ) -> tuple[list[int], list[set[int]]]:
     """Which arrays of an edited value become parameters, and the sources of each array.
 
@@ -222,10 +228,10 @@ def _added(
 _VALUE, _KEY = 0, 1
 
 
-def _sources(edited: Callable[..., Any], value: Any) -> list[set[int]]:
+def _sources(edited: Callable[..., Any], value: Array) -> list[set[int]]:
     """For each array of an edited value, its sources: the value, the key, or both."""
 
-    def arrays(value: Any, key: jax.Array) -> list[Any]:
+    def arrays(value: Array, key: jax.Array) -> list[Array]:
         slots = slots_of(edited(value, lambda: key))
         return [0 if is_empty(slot.value) else slot.value for slot in slots]
 

@@ -14,6 +14,7 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.eager import Facts, cached_implicit_args
 from haiku_implicit.core.interpreter import densify
 from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.core.typing import Array, Params, State, Tree
 
 AnyTransformed = (
     hk.Transformed | hk.TransformedWithState | hk.MultiTransformed | hk.MultiTransformedWithState
@@ -109,7 +110,7 @@ def _keeping_state_dense(apply: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(apply)
-    def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
         out, new = apply(params, state, *args, **kwargs)
         leaves, treedef = _leaves_by_path(new)
         if not any(map(is_implicit, leaves.values())):
@@ -121,13 +122,13 @@ def _keeping_state_dense(apply: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _leaves_by_path(tree: Any) -> tuple[dict[Any, Any], Any]:
+def _leaves_by_path(tree: Tree) -> tuple[dict[Any, Any], Any]:
     opened = containers.opened(tree)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(opened, is_leaf=is_implicit)
     return dict(leaves), treedef
 
 
-def _as_dense(old: Any, new: Any) -> Any:
+def _as_dense(old: Array, new: Array) -> Array:
     """A new entry of the state, made dense if the old entry is dense and holds less."""
     if not isinstance(old, jax.Array) or not is_implicit(new) or new.nbytes <= old.nbytes:
         return new

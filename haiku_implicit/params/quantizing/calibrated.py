@@ -17,6 +17,7 @@ from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import tree_leaves_with_implicit, use_implicit_args
+from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import QuantizeOptions
@@ -30,7 +31,7 @@ from haiku_implicit.quantized.types.observed import Observed
 
 def input_moments(
     apply: Callable[..., Any],
-    params: Any,
+    params: Params,
     batches: Iterable[Any],
     *,
     targets: Targets | None = None,
@@ -73,7 +74,7 @@ def input_moments(
 
 def input_maxima(
     apply: Callable[..., Any],
-    params: Any,
+    params: Params,
     batches: Iterable[Any],
     *,
     targets: Targets | None = None,
@@ -119,7 +120,7 @@ def _collect(
     statistic: observed.Statistic,
     join: Callable[[jax.Array, jax.Array], jax.Array],
     apply: Callable[..., Any],
-    params: Any,
+    params: Params,
     batches: Iterable[Any],
     choice: trees.Choice,
 ) -> dict[str, jax.Array]:
@@ -130,7 +131,7 @@ def _collect(
     shapes = {p.path: choice.opened(p).value.shape for p in itertools.compress(parameters, marks)}
 
     def total(sums: dict[str, jax.Array], batch: Sequence[Any]) -> jax.Array:
-        def observed_weight(parameter: trees.Parameter) -> Any:
+        def observed_weight(parameter: trees.Parameter) -> Array:
             path, value = parameter.path, parameter.value
             return Observed(value, sums[path], statistic) if path in sums else value
 
@@ -175,14 +176,14 @@ def _warn_of_unseen(unseen: list[str], count: int) -> None:
 
 
 def quantize_with_inputs(
-    params: Any,
+    params: Params,
     inputs: dict[str, jax.Array],
     *,
     method: str = "gptq",
     rules: Sequence[QuantRule] | None = None,
     matrix_axes: MatrixAxesOf | None = None,
     **options: Unpack[QuantizeArguments],
-) -> Any:
+) -> Params:
     """Quantizes weights for the least error of their products with their inputs.
 
     Args:
@@ -244,7 +245,7 @@ def quantize_with_inputs(
     if missing := sorted(inputs.keys() - set(paths)):
         raise ValueError(f"inputs: the parameters have no {', '.join(missing)}")
 
-    def quantized(parameter: trees.Parameter) -> Any:
+    def quantized(parameter: trees.Parameter) -> Array:
         path, value = parameter.path, parameter.value
         _check_inputs(path, value, inputs[path], chosen.needed)
         with errors_name(path, value), jax.numpy_dtype_promotion("standard"):
@@ -366,7 +367,7 @@ def _parsed(method: str) -> tuple[_Method, tuple[float, ...]]:
     return _METHODS[name], numbers
 
 
-def _check_inputs(path: str, w: Any, inputs: jax.Array, needed: str) -> None:
+def _check_inputs(path: str, w: Array, inputs: jax.Array, needed: str) -> None:
     """Raises unless a weight is dense and the statistic of its inputs fits."""
     own = list(w.shape[:-1])
     shape, axes = (own, "k") if needed == "maxima" else (own + own[-1:], "k, k")

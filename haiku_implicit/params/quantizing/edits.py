@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import QuantizeOptions
@@ -18,7 +19,7 @@ from haiku_implicit.quantized.types.static_quantized import StaticQuantized
 
 
 def quantize_params(
-    params: Any,
+    params: Params,
     *,
     targets: Targets | None = None,
     rules: Sequence[QuantRule] | None = None,
@@ -26,7 +27,7 @@ def quantize_params(
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
     **options: Unpack[QuantizeArguments],
-) -> Any:
+) -> Params:
     """Quantizes weights of a tree of parameters; of a LoRA weight, its `w`.
 
     Args:
@@ -92,13 +93,13 @@ def _stored_by_rule(
 
 
 def quantize_activations(
-    params: Any,
+    params: Params,
     dtype: str | None = "int8",
     *,
     targets: Targets | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
-) -> Any:
+) -> Params:
     """Makes products with quantized weights quantize their activations, too.
 
     The codes of the weights do not change, for example codes read from a file. Activations get scales
@@ -129,7 +130,7 @@ def quantize_activations(
       'int8'
     """
 
-    def with_activation(path: str, value: Any) -> Any:
+    def with_activation(path: str, value: Array) -> Array:
         for kind, part in _HOLDERS.items():
             if isinstance(value, kind):
                 return value._replace(**{part: with_activation(path, getattr(value, part))})
@@ -152,7 +153,7 @@ def quantize_activations(
 _HOLDERS: dict[type[LoRA | ScaledMatrix], str] = {LoRA: "w", ScaledMatrix: "matrix"}
 
 
-def _is_stored(module_name: str, name: str, value: Any) -> bool:
+def _is_stored(module_name: str, name: str, value: Array) -> bool:
     """Whether a weight is quantized, or holds a quantized weight."""
     for kind, part in _HOLDERS.items():
         if isinstance(value, kind):

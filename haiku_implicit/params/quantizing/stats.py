@@ -11,6 +11,7 @@ import numpy as np
 
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.transform import is_value, split
+from haiku_implicit.core.typing import Array, Params, State, Tree
 from haiku_implicit.params.haiku.transformed import AnyTransformed
 from haiku_implicit.quantized.products.activation_stats import QuantStats, Shapes
 from haiku_implicit.quantized.types.static_quantized import StaticQuantized
@@ -111,7 +112,9 @@ def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
     return kind(init=init, apply=jax.tree.map(wrap, t.apply))
 
 
-def init_quant_stats(t: Any, params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+def init_quant_stats(
+    t: hk.TransformedWithState, params: Params, state: State, *args: Any, **kwargs: Any
+) -> State:
     """The state with empty statistics, for loops that need its final structure from the start.
 
     Args:
@@ -149,7 +152,7 @@ def _with_state(apply: Apply) -> Apply:
     return lambda params, state, /, *args, **kwargs: (apply(params, *args, **kwargs), state)
 
 
-def _parted(state: Any) -> tuple[dict[str, Any], Stored]:
+def _parted(state: State) -> tuple[dict[str, Any], Stored]:
     """Splits a state into the model's own state and the statistics."""
     if not isinstance(state, Mapping):
         raise TypeError(
@@ -160,7 +163,7 @@ def _parted(state: Any) -> tuple[dict[str, Any], Stored]:
     return inner, dict(opened(inner.pop(COLLECTION, {}), as_dicts=True))
 
 
-def _joined(inner: Any, stored: Stored) -> dict[str, Any]:
+def _joined(inner: State, stored: Stored) -> dict[str, Any]:
     if COLLECTION in inner:
         raise ValueError(
             f"state: the model has an entry {COLLECTION!r} of its own, where statistics are to be; "
@@ -175,7 +178,7 @@ def _joined(inner: Any, stored: Stored) -> dict[str, Any]:
 def _reading(apply: Apply) -> Apply:
     """Wraps a model to take scales from the statistics in its state, which do not change."""
 
-    def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def wrapped(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         inner, stored = _parted(state)
         out, inner = apply(_with_stats(params, stored, "read"), inner, *args, **kwargs)
         return out, _joined(inner, stored)
@@ -186,10 +189,10 @@ def _reading(apply: Apply) -> Apply:
 def _updating(apply: Apply, decay: float) -> Apply:
     """Wraps a model to add the statistics of its products to its state."""
 
-    def with_stats(own: Stored, params: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def with_stats(own: Stored, params: Params, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         return apply(_with_stats(params, own, "update"), *rest, **kwargs)
 
-    def wrapped(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def wrapped(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         inner, stored = _parted(state)
         stored = _completed(apply, stored, params, inner, *args, **kwargs)
         known = stored.keys() & _names(params)
@@ -201,7 +204,7 @@ def _updating(apply: Apply, decay: float) -> Apply:
 
 
 def _completed(
-    apply: Apply, stored: Stored, params: Any, inner: Any, /, *args: Any, **kwargs: Any
+    apply: Apply, stored: Stored, params: Params, inner: State, /, *args: Any, **kwargs: Any
 ) -> Stored:
     """The statistics, with zeros for weights that do not have any yet. The model is only traced."""
     if not _names(params) - stored.keys():
@@ -209,7 +212,7 @@ def _completed(
     shapes, batch = Shapes(), {w.stats.name: w.shape[:-2] for w in _static_weights(params)}
     static, values = split(((params, inner, *args), kwargs))
 
-    def noting(values: list[Any]) -> list[Any]:
+    def noting(values: list[Array]) -> list[Array]:
         (params, *rest), kwargs = static.merge(values)
         out = apply(_with_stats(params, {}, "update", shapes), *rest, **kwargs)
         return [x for x in jax.tree.leaves(out) if is_value(x)]
@@ -226,24 +229,24 @@ def _completed(
 # --- weights with statistics ---------------------------------------------------------------------
 
 
-def _static_weights(params: Any) -> list[TrainedQuantized | StaticQuantized]:
+def _static_weights(params: Params) -> list[TrainedQuantized | StaticQuantized]:
     return [x for x in jax.tree.leaves(opened(params), is_leaf=takes_stats) if takes_stats(x)]
 
 
-def takes_stats(x: Any) -> TypeGuard[TrainedQuantized | StaticQuantized]:
+def takes_stats(x: Array) -> TypeGuard[TrainedQuantized | StaticQuantized]:
     """Whether a value is a weight that takes statistics in a call."""
     static = isinstance(x, TrainedQuantized | StaticQuantized) and x.stats is not None
     return static and x.stats.sums is None
 
 
-def _names(params: Any) -> set[str]:
+def _names(params: Params) -> set[str]:
     return {w.stats.name for w in _static_weights(params)}
 
 
-def _with_stats(params: Any, stored: Stored, mode: Mode, shapes: Shapes | None = None) -> Any:
+def _with_stats(params: Params, stored: Stored, mode: Mode, shapes: Shapes | None = None) -> Params:
     """The parameters, with the stored statistics on their weights."""
 
-    def filled(x: Any) -> Any:
+    def filled(x: Array) -> Array:
         if not takes_stats(x):
             return x
         name = x.stats.name
@@ -274,7 +277,7 @@ def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Mode) -> Qu
 
 
 def fixed_stats(
-    path: str, w: TrainedQuantized | StaticQuantized, stacked: int, state: Any
+    path: str, w: TrainedQuantized | StaticQuantized, stacked: int, state: State
 ) -> QuantStats:
     """The final range of a weight's activations: the averages of its statistics.
 
@@ -308,13 +311,13 @@ def fixed_stats(
     return dataclasses.replace(stats, sums=jax.tree.map(lambda x: _per(x, stats.count), stats.sums))
 
 
-def _is_counted(count: Any, stacked: int) -> bool:
+def _is_counted(count: Array, stacked: int) -> bool:
     """Whether each layer has counted something, in at least one of a kernel's matrices."""
     layers = np.asarray(count).reshape(*np.shape(count)[:stacked], -1)
     return bool((layers > 0).any(-1).all())
 
 
-def _per(sums: Any, count: Any) -> jax.Array:
+def _per(sums: Array, count: Array) -> jax.Array:
     """The average; NaN if nothing is counted."""
     count = jnp.asarray(count)
     return sums / count.reshape(*count.shape, *(1,) * (np.ndim(sums) - count.ndim))
@@ -335,7 +338,7 @@ def _with_gradient(
     out_def: Any = None
     static_out: Any = None
 
-    def on_values(stats: Stored, values: list[Any]) -> list[jax.Array]:
+    def on_values(stats: Stored, values: list[Array]) -> list[jax.Array]:
         nonlocal out_def, static_out
         args, kwargs = static.merge(values)
         leaves, out_def = jax.tree.flatten(fun(stats, *args, **kwargs))
@@ -343,15 +346,15 @@ def _with_gradient(
         return list(map(jnp.asarray, out))
 
     @jax.custom_vjp
-    def both(stats: Stored, values: list[Any]) -> Any:
+    def both(stats: Stored, values: list[Array]) -> Any:
         out, pull = jax.vjp(lambda stats: on_values(stats, values), stats)
         return out, pull([_zeros(x) for x in out])[0]
 
-    def linearized(stats: Stored, values: list[Any]) -> tuple[Any, Any]:
+    def linearized(stats: Stored, values: list[Array]) -> tuple[Any, Any]:
         out, pull = jax.vjp(on_values, stats, values)
         return (out, pull([_zeros(x) for x in out])[0]), pull
 
-    def backward(pull: Any, gradients: Any) -> Any:
+    def backward(pull: Any, gradients: Tree) -> Any:
         return None, pull(gradients[0])[1]
 
     both.defvjp(linearized, backward)

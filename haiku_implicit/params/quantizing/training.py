@@ -12,6 +12,7 @@ from haiku_implicit.arrays.probe import Use
 from haiku_implicit.core.keys import as_key_source
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.typing import Array, Key, Params, State
 from haiku_implicit.params.haiku.hooks import Getter, checked, getter
 from haiku_implicit.params.quantizing.stats import fixed_stats, takes_stats
 from haiku_implicit.params.trees import trees
@@ -34,14 +35,14 @@ from haiku_implicit.quantized.types.trained_quantized import TrainedQuantized
 
 
 def quantized_training(
-    params: Any,
+    params: Params,
     rules: Sequence[QuantRule],
     *,
     targets: Targets | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
-) -> Any:
+) -> Params:
     """Puts rules on the weights of a model, for quantized products and gradients in training.
 
     The weights stay dense and are trained, as one floating leaf each. Under `transform_implicit`,
@@ -131,14 +132,14 @@ def quantized_training_getter(
                 "does not see; use quantized_training on the parameters, and with_quant_stats"
             )
 
-    def edit(params: Any) -> Any:
+    def edit(params: Params) -> Params:
         trained = quantized_training(params, found, targets=targets)
         return with_rounding_key(trained, hk.next_rng_key)
 
     return getter(checked(edit))
 
 
-def with_rounding_key(params: Any, key: Any) -> Any:
+def with_rounding_key(params: Params, key: Key | Callable[[], jax.Array]) -> Params:
     """Gives weights the random keys that stochastic rounding of their gradients needs.
 
     Call it in each step, within the function that `jax.grad` differentiates, with a key of the step:
@@ -169,7 +170,7 @@ def with_rounding_key(params: Any, key: Any) -> Any:
     """
     key = as_key_source(key)
 
-    def keyed(parameter: trees.Parameter) -> Any:
+    def keyed(parameter: trees.Parameter) -> Array:
         value = parameter.value
         if not isinstance(value, TrainedQuantized) or not _needs_key(value):
             return value
@@ -180,14 +181,14 @@ def with_rounding_key(params: Any, key: Any) -> Any:
 
 
 def quantization_aware(
-    params: Any,
+    params: Params,
     rules: Sequence[QuantRule],
     *,
     targets: Targets | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
-) -> Any:
+) -> Params:
     """Makes weights stand for their rounded values, for quantization-aware training.
 
     The forward pass uses the values that `QuantizedMatrix` would hold. The gradient passes straight
@@ -236,12 +237,12 @@ def quantization_aware(
 
 
 def convert_trained(
-    params: Any,
-    state: Any = None,
+    params: Params,
+    state: State = None,
     *,
     apply: Callable[..., Any] | None = None,
-    args: Sequence[Any] = (),
-) -> Any:
+    args: Sequence[Array] = (),
+) -> Params:
     """Replaces trained weights by stored quantized weights, for inference.
 
     A `FakeQuantized` weight becomes the matrix of its rounded values. A `TrainedQuantized` weight
@@ -285,7 +286,7 @@ def convert_trained(
     uses = {} if apply is None else uses_of(apply, params, args, {})
     _warn_of_tiles(params)
 
-    def converted(parameter: trees.Parameter) -> Any:
+    def converted(parameter: trees.Parameter) -> Array:
         value, stacked = parameter.value, parameter.stacked
         if isinstance(value, FakeQuantized):
             return value.quantized()
@@ -350,7 +351,7 @@ def dot_general_by_bits(
         return lambda w: _stored(jnp.asarray(w), w.ndim - 2, rule)
     train = functools.partial(by_rule.dot_general, rule=rule)
 
-    def serve(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
+    def serve(lhs: Array, rhs: Array, *args: Any, **kwargs: Any) -> jax.Array:
         if not isinstance(rhs, QuantizedMatrix):
             raise TypeError(f"rhs: expected a QuantizedMatrix, got {rhs!r}; see mode='convert'")
         return train(lhs, rhs, *args, **kwargs)
@@ -447,7 +448,7 @@ def _stored_for(use: Use, parameter: trees.Parameter, rule: QuantRule) -> Any:
     return opened.closed(_stored(opened.matrix, opened.matrix.ndim - 2, rule, path))
 
 
-def _warn_of_tiles(params: Any) -> None:
+def _warn_of_tiles(params: Params) -> None:
     """Warns of weights with several row axes: training tiles only the last one."""
     for parameter in trees.parameters_of(params):
         matrix, axes = open_matrix(parameter.path, parameter.value)

@@ -17,13 +17,14 @@ from haiku_implicit.core.transform import (
     tree_map_with_implicit,
     use_implicit_args,
 )
+from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxes
 from haiku_implicit.params.trees.selection import is_matrix
 
 
 def infer_matrix_axes(
-    apply: Callable[..., Any], params: Any, *args: Any, **kwargs: Any
+    apply: Callable[..., Any], params: Params, *args: Any, **kwargs: Any
 ) -> dict[str, MatrixAxes]:
     """Finds which axes of its weights a model contracts, by an abstract run that computes nothing.
 
@@ -70,7 +71,7 @@ def infer_matrix_axes(
 
 
 def uses_of(
-    apply: Callable[..., Any], params: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    apply: Callable[..., Any], params: Params, args: Sequence[Array], kwargs: Mapping[str, Any]
 ) -> dict[str, list[probe.Use]]:
     """The products of a model with each of its weights, by path, from an abstract run.
 
@@ -79,11 +80,11 @@ def uses_of(
     """
     log = probe.Log()
 
-    def probed(parameter: trees.Parameter) -> Any:
+    def probed(parameter: trees.Parameter) -> Array:
         value = parameter.value
         return probe.Probe.of(value, parameter.path, log) if is_matrix(value) else value
 
-    def dense(x: Any) -> Any:
+    def dense(x: Array) -> Array:
         return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_implicit(x) else x
 
     plain = tree_map_with_implicit(dense, opened(params))
@@ -91,7 +92,7 @@ def uses_of(
     is_traced = [is_value(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
     kept = tuple(None if traced else (x,) for x, traced in zip(leaves, is_traced, strict=True))
 
-    def run(params: Any, values: list[Any]) -> list[Any]:
+    def run(params: Params, values: list[Array]) -> list[Array]:
         args, kwargs = Static(treedef, kept).merge(values)
         out = use_implicit_args(apply)(trees.map_parameters(probed, params), *args, **kwargs)
         return [x for x in jax.tree.leaves(out) if is_value(x)]

@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from haiku_implicit.arrays.axes import Axes
 from haiku_implicit.arrays.matrix_view import MatrixView, unfolded, view_of
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import compiled, no_match
+from haiku_implicit.core.typing import Array
 from haiku_implicit.params.trees.selection import errors_name
 from haiku_implicit.quantized.types.ruled import RuledWeight
 
@@ -33,10 +34,10 @@ _LAST_TWO = MatrixAxes((-2,), (-1,))
 class Opened(NamedTuple):
     """A matrix, and the axes of the tensor that it holds; None if they are unknown."""
 
-    matrix: Any
+    matrix: Array
     axes: Axes | None
 
-    def closed(self, new: Any) -> Any:
+    def closed(self, new: Array) -> Array:
         """The tensor that holds another matrix with the same axes; dense for a dense matrix.
 
         A stack of matrices with rules stays a view of itself: `convert_trained` could take a tensor of
@@ -48,7 +49,7 @@ class Opened(NamedTuple):
         return MatrixView(new, self.axes) if stacked else view_of(new, self.axes)
 
 
-def open_matrix(path: str, value: Any, given: MatrixAxesOf | None = None) -> Opened:
+def open_matrix(path: str, value: Array, given: MatrixAxesOf | None = None) -> Opened:
     """The matrix in a `MatrixView`, or in a dense tensor whose axes are given.
 
     Args:

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
+from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.predicates import path_of
+from haiku_implicit.core.typing import Array
 from haiku_implicit.params.trees.selection import (
     Parameter,
     describe,
@@ -39,15 +41,15 @@ class Room(NamedTuple):
     rank_of: Callable[[str], int]
     room_of: Callable[[str, tuple[int, ...]], int]
 
-    def takes(self, module_name: str, name: str, value: Any) -> bool:
+    def takes(self, module_name: str, name: str, value: Array) -> bool:
         """Whether a weight is a default target: dense or quantized, with room for the rank."""
         return _may_hold(module_name, name, value) and self._fits(module_name, name, value)
 
-    def leaves(self, module_name: str, name: str, value: Any) -> bool:
+    def leaves(self, module_name: str, name: str, value: Array) -> bool:
         """Whether a weight would be a default target if it had more room."""
         return _may_hold(module_name, name, value) and not self._fits(module_name, name, value)
 
-    def _fits(self, module_name: str, name: str, value: Any) -> bool:
+    def _fits(self, module_name: str, name: str, value: Array) -> bool:
         path = path_of(module_name, name)
         return self.rank_of(path) <= self.room_of(path, tuple(value.shape))
 
@@ -77,7 +79,7 @@ class Room(NamedTuple):
         )
 
 
-def _may_hold(module_name: str, name: str, value: Any) -> bool:
+def _may_hold(module_name: str, name: str, value: Array) -> bool:
     """Whether a parameter is a dense or quantized weight."""
     held = isinstance(value, QuantizedMatrix | ScaledMatrix) or not is_implicit(value)
     return held and is_weight(module_name, name, value)
@@ -96,7 +98,7 @@ class QuantizeOptions:
     axis: int = -2
     zero_point: bool = False
     calibration: str | None = None
-    scale_dtype: Any = None
+    scale_dtype: DTypeLike | None = None
     activation: str | None = None
 
     def __post_init__(self) -> None:
@@ -132,18 +134,18 @@ class QuantizeOptions:
             raise ValueError(f"rules: expected them in place of {', '.join(both)}, got both")
         return new
 
-    def takes(self, module_name: str, name: str, value: Any) -> bool:
+    def takes(self, module_name: str, name: str, value: Array) -> bool:
         """Whether a weight is a default target: dense, also within LoRA, and divided by the groups.
 
         An axis of length one (a depthwise kernel `[h, w, 1, m]`) would give a scale to each number.
         """
         return self._might_take(module_name, name, value) and self._divides(value)
 
-    def leaves(self, module_name: str, name: str, value: Any) -> bool:
+    def leaves(self, module_name: str, name: str, value: Array) -> bool:
         """Whether a weight would be a default target if the groups divided it."""
         return self._might_take(module_name, name, value) and not self._divides(value)
 
-    def _might_take(self, module_name: str, name: str, value: Any) -> bool:
+    def _might_take(self, module_name: str, name: str, value: Array) -> bool:
         inner = value.w if isinstance(value, LoRA) else value
         dense = is_weight(module_name, name, value) and not is_implicit(inner)
         return dense and value.shape[self.axis] > 1
@@ -155,7 +157,7 @@ class QuantizeOptions:
             return RECIPES[self.dtype].multiple
         return self.group_size
 
-    def _divides(self, value: Any) -> bool:
+    def _divides(self, value: Array) -> bool:
         """Whether the groups, and tiles of rows, divide the axes of a matrix."""
         size, length, rows = self.divisor, value.shape[self.axis], value.shape[-3 - self.axis]
         if size is None or isinstance(size, str):
@@ -200,7 +202,7 @@ class QuantizeOptions:
             return jax.eval_shape(self.quantize, w)
         return QuantizedMatrix.quantize(w, **vars(self), moments=moments)
 
-    def put_on(self, path: str, value: Any, stacked: int = 0) -> ImplicitArray:
+    def put_on(self, path: str, value: Array, stacked: int = 0) -> ImplicitArray:
         """Quantizes a parameter; of a LoRA weight, its `w`."""
         if isinstance(value, LoRA):
             return value._replace(w=self.put_on(path, value.w, stacked))
@@ -214,12 +216,12 @@ class QuantizeOptions:
             return self.quantize(value)
 
 
-def zeros_for(value: Any) -> Zeros:
+def zeros_for(value: Array) -> Zeros:
     """Symbolic zeros of the shape and dtype of a value."""
     return Zeros(shape=tuple(value.shape), dtype=value.dtype)
 
 
-def check_matrix(path: str, value: Any, what: str, stacked: int = 0) -> None:
+def check_matrix(path: str, value: Array, what: str, stacked: int = 0) -> None:
     """Raises unless a parameter is a floating-point matrix or a stack of matrices.
 
     Args:

@@ -4,7 +4,7 @@ import contextlib
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.keys import KeySource, as_key
 from haiku_implicit.core.predicates import Predicate, path_of
+from haiku_implicit.core.typing import Array
 from haiku_implicit.params.trees.one_by_one import is_one_of_many
 
 # Names that Haiku's modules give to parameters that are added or multiplied element by element, also
@@ -36,7 +37,7 @@ class Parameter(NamedTuple):
 
     module_name: str
     name: str
-    value: Any
+    value: Array
     is_matrix: bool = False
 
     @property
@@ -56,23 +57,23 @@ class Parameter(NamedTuple):
         return jax.random.fold_in(key, zlib.crc32(self.path.encode()))
 
 
-def is_floating(value: Any) -> bool:
+def is_floating(value: Array) -> bool:
     """Whether a value, dense or implicit, is of a floating dtype."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and bool(jax.dtypes.issubdtype(dtype, np.floating))
 
 
-def is_matrix(value: Any) -> bool:
+def is_matrix(value: Array) -> bool:
     """Whether a value is a floating-point matrix, or a stack of them."""
     return is_floating(value) and len(value.shape) >= 2
 
 
-def is_dense_matrix(value: Any) -> bool:
+def is_dense_matrix(value: Array) -> bool:
     """Whether a value is a dense floating-point matrix, or a stack of them."""
     return not is_implicit(value) and is_matrix(value)
 
 
-def is_weight(module_name: str, name: str, value: Any) -> bool:
+def is_weight(module_name: str, name: str, value: Array) -> bool:
     """Whether a parameter is a matrix, or a stack of them, that multiplies: the default target.
 
     Biases and scales do not count, though Haiku gives some of them several axes of length one. Tables
@@ -82,7 +83,7 @@ def is_weight(module_name: str, name: str, value: Any) -> bool:
     return is_matrix(value) and not (added or name.endswith(LORA_SUFFIXES))
 
 
-def is_complex_weight(module_name: str, name: str, value: Any) -> bool:
+def is_complex_weight(module_name: str, name: str, value: Array) -> bool:
     """Whether a complex parameter would be a weight if it were real."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jax.dtypes.issubdtype(dtype, np.complexfloating):
@@ -98,14 +99,14 @@ def stacked_axes(module_name: str) -> int:
 def in_tree(predicate: Predicate) -> Predicate:
     """A predicate of weights, adapted to stored parameters: the axes of stacked layers do not count."""
 
-    def of_stored(module_name: str, name: str, value: Any) -> bool:
+    def of_stored(module_name: str, name: str, value: Array) -> bool:
         enough = len(value.shape) >= 2 + stacked_axes(module_name)
         return enough and predicate(module_name, name, value)
 
     return of_stored
 
 
-def describe(value: Any) -> str:
+def describe(value: Array) -> str:
     """A value's dtype and shape, as in `float32[2,3]`, after its type if it is implicit."""
     kind = f"{type(value).__name__} " if is_implicit(value) else ""
     shape = ",".join(map(str, value.shape))
@@ -113,7 +114,7 @@ def describe(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def errors_name(path: str, value: Any) -> Iterator[None]:
+def errors_name(path: str, value: Array) -> Iterator[None]:
     """Puts the path of a parameter, its shape and its dtype in front of errors."""
     try:
         yield

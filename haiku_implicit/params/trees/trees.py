@@ -16,6 +16,7 @@ from haiku_implicit.core.predicates import (
     no_match,
     predicate_of,
 )
+from haiku_implicit.core.typing import Array, Params, Tree
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf, check_given, open_matrix
 from haiku_implicit.params.trees.one_by_one import is_one_of_many
 from haiku_implicit.params.trees.options import QuantizeOptions, Room
@@ -37,7 +38,9 @@ from haiku_implicit.quantized.products.rules import (
 )
 
 
-def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
+def map_parameters(
+    fun: Callable[[Parameter], Array], tree: Tree, path: tuple[str, ...] = ()
+) -> Params:
     """Replaces each array in a nesting of mappings by `fun(parameter)`.
 
     Haiku makes only mappings, but other libraries put lists and tuples into them.
@@ -64,7 +67,7 @@ def map_parameters(fun: Callable[[Parameter], Any], tree: Any, path: tuple[str, 
         raise
 
 
-def parameters_of(tree: Any) -> list[Parameter]:
+def parameters_of(tree: Tree) -> list[Parameter]:
     """Lists the arrays of a tree, in its order."""
     found: list[Parameter] = []
     map_parameters(found.append, tree)
@@ -72,8 +75,8 @@ def parameters_of(tree: Any) -> list[Parameter]:
 
 
 def on_matrix(
-    make: Callable[[Parameter], Any], given: MatrixAxesOf | None = None
-) -> Callable[[Parameter], Any]:
+    make: Callable[[Parameter], Array], given: MatrixAxesOf | None = None
+) -> Callable[[Parameter], Array]:
     """`make` for parameters of which some are views of matrices: it gets and returns the matrices.
 
     Args:
@@ -81,7 +84,7 @@ def on_matrix(
       given: the axes of dense parameters to be treated as such matrices.
     """
 
-    def made(parameter: Parameter) -> Any:
+    def made(parameter: Parameter) -> Array:
         opened = open_matrix(parameter.path, parameter.value, given)
         known = opened.axes is not None
         return opened.closed(make(parameter._replace(value=opened.matrix, is_matrix=known)))
@@ -89,12 +92,12 @@ def on_matrix(
     return made
 
 
-def map_matrices(fun: Callable[[Parameter], Any], tree: Any) -> Any:
+def map_matrices(fun: Callable[[Parameter], Array], tree: Tree) -> Params:
     """Replaces each parameter of a tree, or the matrix of a view, by `fun(parameter)`."""
     return map_parameters(on_matrix(fun), tree)
 
 
-def none_of(function: str, kind: str, params: Any) -> ValueError:
+def none_of(function: str, kind: str, params: Params) -> ValueError:
     """The error of a function that finds no weights of its type, as in a wrapped function."""
     found = ", ".join(f"{p.path} {describe(p.value)}" for p in parameters_of(params)[:4])
     return ValueError(
@@ -106,11 +109,11 @@ def none_of(function: str, kind: str, params: Any) -> ValueError:
 
 
 def replace_marked(
-    params: Any,
+    params: Params,
     marks: Sequence[bool],
-    make: Callable[[Parameter], Any],
+    make: Callable[[Parameter], Array],
     given: MatrixAxesOf | None = None,
-) -> Any:
+) -> Params:
     """Replaces each marked parameter of a tree, or the matrix of a view, by `make(parameter)`.
 
     Args:
@@ -119,12 +122,12 @@ def replace_marked(
     return map_marked(params, marks, on_matrix(make, given))
 
 
-def map_marked(params: Any, marks: Sequence[bool], make: Callable[[Parameter], Any]) -> Any:
+def map_marked(params: Params, marks: Sequence[bool], make: Callable[[Parameter], Array]) -> Params:
     """Replaces each marked parameter of a tree by `make(parameter)`, under a progress bar."""
     left = iter(marks)
     with progress.bar("parameters", sum(marks)) as run:
 
-        def replaced(parameter: Parameter) -> Any:
+        def replaced(parameter: Parameter) -> Array:
             return run(parameter.path, make, parameter) if next(left) else parameter.value
 
         return map_parameters(replaced, params)
@@ -206,14 +209,14 @@ class Edit(NamedTuple):
       warn: warns of correct but unexpected results, by the parameters of a tree and the choice.
     """
 
-    make: Callable[[Parameter], Any]
+    make: Callable[[Parameter], Array]
     takes: Predicate | None = None
     nothing: Callable[[Sequence[Parameter], Choice], ValueError] | None = None
     fits: Callable[[Parameter], bool] | None = None
     warn: Callable[[Sequence[Parameter], Choice], None] | None = None
 
 
-def of_weights(make: Callable[[Parameter], Any], default: Room | QuantizeOptions) -> Edit:
+def of_weights(make: Callable[[Parameter], Array], default: Room | QuantizeOptions) -> Edit:
     """An edit of weights, which warns of the weights that the default leaves out."""
     return Edit(
         make,
@@ -223,7 +226,7 @@ def of_weights(make: Callable[[Parameter], Any], default: Room | QuantizeOptions
     )
 
 
-def replace_targets(params: Any, choice: Choice, edit: Edit) -> Any:
+def replace_targets(params: Params, choice: Choice, edit: Edit) -> Params:
     """Replaces each target in a tree. At least one has to be there, unless `choice` allows none."""
     parameters = parameters_of(params)
     marks = choice.marks(parameters, edit.takes and in_tree(edit.takes))
@@ -360,7 +363,7 @@ def by_rules(
         with errors_name(parameter.path, parameter.value):
             return is_dense_matrix(parameter.value) and bool(decide(rules, parameter))
 
-    def made(parameter: Parameter) -> Any:
+    def made(parameter: Parameter) -> Array:
         with errors_name(parameter.path, parameter.value):
             return make(parameter, decide(rules, parameter))
 

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from haiku_implicit.arrays.matrix_view import matrix_of
 from haiku_implicit.core.messages import shown, warn_caller
+from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.params.trees.one_by_one import is_news
 from haiku_implicit.params.trees.selection import Parameter, describe
 
@@ -27,7 +27,7 @@ class LargeAdapters:
     def __init__(self) -> None:
         self._found: list[str] = []
 
-    def see(self, parameter: Parameter, new: Any) -> Any:
+    def see(self, parameter: Parameter, new: Array) -> Array:
         """Looks at a weight and its new adapter, and returns the latter."""
         weight = matrix_of(new)
         size, added = math.prod(parameter.value.shape), _numbers(weight) - _numbers(weight.w)
@@ -48,7 +48,7 @@ class LargeAdapters:
         )
 
 
-def _numbers(tree: Any) -> int:
+def _numbers(tree: Tree) -> int:
     return sum(math.prod(np.shape(x)) for x in jax.tree_util.tree_leaves(tree))
 
 
