@@ -12,6 +12,7 @@ import haiku as hk
 import jax
 
 from haiku_implicit.core.transform import Static
+from haiku_implicit.core.typing import Array, JsonObject, Tree
 from haiku_implicit.files.container import CheckpointError, one_line, parse_json
 from haiku_implicit.files.kinds import check_file, kind_of, not_a
 from haiku_implicit.files.replacing import write_text
@@ -108,7 +109,7 @@ def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _to_json(mox: Mox) -> dict[str, Any]:
+def _to_json(mox: Mox) -> JsonObject:
     writer = Writer()
     model = writer.program(mox)
     writing = Writer()
@@ -138,7 +139,7 @@ def _init_program(mox: Mox) -> Program:
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in face.invars]
     trees: list[Static] = []
 
-    def on_arrays(*arrays: Any) -> list[Any]:
+    def on_arrays(*arrays: Array) -> list[Any]:
         args, kwargs = face.arguments(arrays)
         tree, out = marks.split(init(*args, **kwargs), is_array)
         trees.append(tree)
@@ -182,7 +183,7 @@ def _initializer(x: Any, types: Mapping[str, type]) -> Callable[..., Any]:
     why = x.get("missing") if type(x) is dict else None
     program = _program(x, types) if why is None else None
 
-    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(rng: jax.Array, *args: Any, **kwargs: Any) -> Tree:
         if program is None:
             raise ValueError(
                 "init: the file of this expression has none, as that of the model could not be saved "

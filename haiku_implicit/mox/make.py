@@ -8,6 +8,7 @@ from typing import Any
 import haiku as hk
 import jax
 
+from haiku_implicit.core.typing import Params, State, Tree
 from haiku_implicit.mox.mox import Mox
 from haiku_implicit.mox.program.program import (
     ANY_KEY,
@@ -25,7 +26,12 @@ class _Maker:
     transformed: Any
 
     def __call__(
-        self, *args: Any, params: Any = None, state: Any = None, rng: Any = ANY_KEY, **kwargs: Any
+        self,
+        *args: Any,
+        params: Params = None,
+        state: State = None,
+        rng: Any = ANY_KEY,
+        **kwargs: Any,
     ) -> Mox:
         given = dict(params=params, state=state, rng=rng)
         given = _with_shapes(self.transformed, args, kwargs, given)
@@ -45,7 +51,7 @@ class _MultiMaker:
     transformed: Any
 
     @functools.cached_property
-    def apply(self) -> Any:
+    def apply(self) -> Tree:
         has_state = isinstance(self.transformed, hk.MultiTransformedWithState)
         kind: Any = hk.TransformedWithState if has_state else hk.Transformed
         return jax.tree.map(
@@ -53,14 +59,19 @@ class _MultiMaker:
         )
 
     def __call__(
-        self, *args: Any, params: Any = None, state: Any = None, rng: Any = ANY_KEY, **kwargs: Any
+        self,
+        *args: Any,
+        params: Params = None,
+        state: State = None,
+        rng: Any = ANY_KEY,
+        **kwargs: Any,
     ) -> Any:
         given = dict(params=params, state=state, rng=rng)
         given = _with_shapes(self.transformed, args, kwargs, given)
         return jax.tree.map(lambda make: make(*args, **given, **kwargs), self.apply)
 
 
-def _with_shapes(transformed: Any, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
+def _with_shapes(transformed: Any, args: Any, kwargs: Any, given: dict[str, Any]) -> Tree:
     """The given `params`, `state` and `rng`; shapes from `init` replace missing ones."""
     has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
     missing = [name for name in ("params", "state") if given[name] is None]
@@ -127,7 +138,7 @@ def make_mox(transformed: Any) -> Callable[..., Any]:
     return _Maker(transformed)
 
 
-def eval_mox(mox: Mox, *args: Any, **kwargs: Any) -> Any:
+def eval_mox(mox: Mox, *args: Any, **kwargs: Any) -> Tree:
     """Runs a module expression. The results equal the results of the model's `apply`, bit for bit.
 
     Compiled, it is the same program, except for loops that only pass a value through modules, which JAX

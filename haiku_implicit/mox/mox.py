@@ -12,7 +12,7 @@ from haiku_implicit.mox.edits.replacement import after, around, before, instead
 from haiku_implicit.mox.program.program import Program, checked
 from haiku_implicit.mox.program.run import Piece
 from haiku_implicit.mox.program.sites import Site, sites_of
-from haiku_implicit.mox.program.tree import Node
+from haiku_implicit.mox.program.tree import Atom, Node
 from haiku_implicit.mox.show import differences, dot, html, outline, view
 
 
@@ -367,7 +367,7 @@ class Mox(Program):
         """
         return parts.states_of(self, view.find(self, where))
 
-    def hidden_outputs(self, node: Any) -> tuple[Any, ...]:
+    def hidden_outputs(self, node: Node) -> tuple[Atom, ...]:
         """The variables that a call of a module defines and does not return, but other nodes read.
 
         They are new state, and values that the model keeps in a Python variable. (The attribute

@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 from jax.extend.core import primitives as jex
 
+from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.edits.higher import Changes
 from haiku_implicit.mox.program.interface import (
     Interface,
@@ -188,7 +189,7 @@ class Edit:
         salt = next(x for x in numbers if x not in self._salts)
         self._salts.add(salt)
 
-        def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+        def apply(params: Params, state: State, rng: jax.Array, *arrays: Array) -> Tree:
             key = jax.random.fold_in(rng, salt)
             out, state, taps = piece.apply(params, state, key, *arrays)
             return [out[i] for i in used] + jax.tree.leaves(taps), state
@@ -362,7 +363,7 @@ class _Init:
     face: Interface
     grafts: Sequence[Graft]
 
-    def __call__(self, rng: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, rng: Key | None, *args: Any, **kwargs: Any) -> Any:
         with init_called("init of the changed model called that of the model before", _WAY_OUT):
             made = self.old.initial(rng, *args, **kwargs)
         entries = dict(zip(("params", "state"), made, strict=True))
@@ -377,7 +378,7 @@ class _Init:
                 entries[kind] = {**x, **entries[kind]}
         return self.face.of_init(*entries.values())
 
-    def _arguments(self, entries: Any, rng: Any, args: Any, kwargs: Any) -> list[Any]:
+    def _arguments(self, entries: Any, rng: Any, args: Any, kwargs: Any) -> list[Array]:
         """The arguments of the model's program: None for entries not yet made."""
         face, arrays = self.face, list[Any]()
         for kind in ("params", "state"):
@@ -391,7 +392,7 @@ class _Init:
 _WAY_OUT = "Call it with the arguments that this one takes (is_training=True, say)"
 
 
-def _initial(graft: Graft, key: Any) -> Any:
+def _initial(graft: Graft, key: Key | None) -> Any:
     """The parameters and the state of a graft; None if they depend on its inputs."""
     face = graft.mox.interface
     if not face.params and not face.state:

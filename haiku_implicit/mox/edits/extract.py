@@ -12,6 +12,7 @@ from jax.extend.core import Var
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Tree
 from haiku_implicit.mox.edits.parts import Variable, pruned
 from haiku_implicit.mox.edits.replacement import Original, structures_of
 from haiku_implicit.mox.program import marks
@@ -209,7 +210,7 @@ def _element(v: Var, stacked: Atom, index: int) -> ModuleCall:
 def _init_on_zeros(mox: Program, face: Interface) -> Callable[..., Any] | None:
     """The `init` of an extracted module: calls the model's `init` on zeros."""
 
-    def init(rng: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(rng: Any, *args: Any, **kwargs: Any) -> Tree:
         slot = mox.interface.args
         zeros = [np.zeros(v.aval.shape, v.aval.dtype) for v in slot.atoms]
         named = collections.OrderedDict(slot.tree.merge(zeros))

@@ -17,12 +17,13 @@ from jax.extend.core import Var
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.program.interface import by_path, by_variable, nested
 from haiku_implicit.mox.program.program import Program
 from haiku_implicit.mox.program.run import Piece, run
 from haiku_implicit.mox.program.sites import Site
 from haiku_implicit.mox.program.sources import arguments_of, is_known
-from haiku_implicit.mox.program.tree import Body, steps, variables, walk
+from haiku_implicit.mox.program.tree import Body, Equation, steps, variables, walk
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,12 +109,12 @@ def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
     num_results = len(body.returns)
     body = dataclasses.replace(body, returns=(*body.returns, *tapped))
 
-    def init(rng: Any, *arrays: Any) -> Any:
+    def init(rng: Key | None, *arrays: Array) -> Tree:
         params: dict[Any, Any] = {}
         state: dict[Any, Any] = {}
         keys = _keys(own, rng)
 
-        def run_piece(made: Piece, *arrays: Any) -> Any:
+        def run_piece(made: Piece, *arrays: Array) -> Tree:
             key = keys[id(made)]
             for entries, new in zip((params, state), made.init(key, *arrays), strict=True):
                 entries |= {path: x for path, x in by_path(new).items() if path not in entries}
@@ -122,11 +123,11 @@ def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
         run(body, body.consts, arrays, own, run_piece)
         return nested(params), nested(state)
 
-    def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+    def apply(params: Params, state: State, rng: Key | None, *arrays: Array) -> Tree:
         taps: dict[str, Any] = {}
         keys = _keys(own, rng)
 
-        def run_piece(made: Piece, *arrays: Any) -> Any:
+        def run_piece(made: Piece, *arrays: Array) -> Tree:
             nonlocal state
             out, new, tapped = made.apply(params, state, keys[id(made)], *arrays)
             state = nested(by_path(state) | by_path(new))
@@ -141,7 +142,7 @@ def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
     return Piece(body.invars, (), init, apply)
 
 
-def _keys(pieces: Mapping[int, Piece], rng: Any) -> dict[int, Any]:
+def _keys(pieces: Mapping[int, Piece], rng: Key | None) -> dict[int, Any]:
     """The random keys of pieces, by the `id` of the piece."""
     return {
         id(piece): None if rng is None else jax.random.fold_in(rng, i)
@@ -155,14 +156,14 @@ OfBody = Callable[[Body, Sequence[bool]], Piece]
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-def _call(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
+def _call(node: Equation, of_body: OfBody, known: Sequence[bool]) -> Functions:
     """The functions of `jit` and other calls: they inline the equations of the body."""
     (body,) = node.bodies
     piece = of_body(body, known)
     return piece.init, piece.apply
 
 
-def _remat(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
+def _remat(node: Equation, of_body: OfBody, known: Sequence[bool]) -> Functions:
     """The functions of `jax.checkpoint`."""
     init, apply = _call(node, of_body, known)
     params = node.eqn.params
@@ -170,13 +171,13 @@ def _remat(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     return init, jax.checkpoint(apply, **options)
 
 
-def _cond(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
+def _cond(node: Equation, of_body: OfBody, known: Sequence[bool]) -> Functions:
     """The functions of `jax.lax.switch` and `cond`: each branch has the state of all branches."""
     if node.eqn.params.get("branches_platforms"):
         raise ValueError(f"nothing can be replaced in {node!r}, whose branches are for platforms")
     branches = [of_body(body, known[1:]) for body in node.bodies]
 
-    def init(rng: Any, index: Any, *arrays: Any) -> Any:
+    def init(rng: Key | None, index: Any, *arrays: Array) -> Tree:
         made = [branch.init(rng, *arrays) for branch in branches]
         params, state = (
             nested(dict(collections.ChainMap(*map(by_path, entries))))
@@ -184,7 +185,7 @@ def _cond(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
         )
         return params, state
 
-    def apply(params: Any, state: Any, rng: Any, index: Any, *arrays: Any) -> Any:
+    def apply(params: Params, state: State, rng: Key | None, index: Any, *arrays: Array) -> Tree:
         def no_taps(branch: Piece) -> Callable[..., Any]:
             return lambda *args: _without_taps(node, branch.apply(*args))
 
@@ -207,10 +208,10 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     cond = of_body(bodies["cond_jaxpr"], [*known[:num_cond], *carried])
     step = of_body(bodies["body_jaxpr"], [*known[num_cond:][:num_body], *carried])
 
-    def split(arrays: Sequence[Any]) -> Any:
+    def split(arrays: Sequence[Array]) -> Any:
         return arrays[:num_cond], arrays[num_cond:][:num_body], arrays[num_cond + num_body :]
 
-    def init(rng: Any, *arrays: Any) -> Any:
+    def init(rng: Key | None, *arrays: Array) -> Tree:
         cond_consts, body_consts, carry = split(arrays)
         first, second = cond.init(rng, *cond_consts, *carry), step.init(rng, *body_consts, *carry)
         if by_path(first[1]):
@@ -219,18 +220,18 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
             )
         return nested(by_path(first[0]) | by_path(second[0])), second[1]
 
-    def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+    def apply(params: Params, state: State, rng: Any, *arrays: Array) -> Tree:
         cond_consts, body_consts, carry = split(arrays)
 
-        def flags_of(carry: Any) -> Any:
+        def flags_of(carry: Array) -> Array:
             made = cond.apply(params, {}, rng, *cond_consts, *carry)
             return _without_taps(node, made)[0][0]
 
-        def goes_on(carried: Any) -> Any:
+        def goes_on(carried: Array) -> Array:
             flags = flags_of(carried[0])
             return flags.any() if flags.ndim else flags
 
-        def body(carried: Any) -> Any:
+        def body(carried: Array) -> Tree:
             carry, state, key = carried
             key, own = (None, None) if key is None else jax.random.split(key)
             made = step.apply(params, state, own, *body_consts, *carry)
@@ -246,13 +247,13 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     return init, apply
 
 
-def _chosen(flags: Any, x: Any, y: Any) -> Any:
+def _chosen(flags: Any, x: Any, y: Any) -> Array:
     """Selects from `x` if the flags of the first axes are true, and from `y` if not."""
     flags = jax.lax.broadcast_in_dim(flags, x.shape, range(flags.ndim))
     return jax.lax.select(flags, x, y)
 
 
-def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
+def _scan(node: Equation, of_body: OfBody, known: Sequence[bool]) -> Functions:
     """The functions of `jax.lax.scan`: parameters and state per layer of a stack; other steps share."""
     params = node.eqn.params
     num_consts, num_carry = compat.scan_arity(params, list(node.inputs))
@@ -262,27 +263,27 @@ def _scan(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     stacked = _is_stack(body, known, num_consts + num_carry, length)
     options = {name: params[name] for name in ("reverse", "unroll") if name in params}
 
-    def split(arrays: Sequence[Any]) -> Any:
+    def split(arrays: Sequence[Array]) -> Any:
         return (
             arrays[:num_consts],
             list(arrays[num_consts:][:num_carry]),
             list(arrays[num_consts + num_carry :]),
         )
 
-    def keys(rng: Any) -> Any:
+    def keys(rng: Key | None) -> Array:
         return None if rng is None else jax.random.split(rng, length)
 
-    def init(rng: Any, *arrays: Any) -> Any:
+    def init(rng: Key | None, *arrays: Array) -> Tree:
         consts, carry, xs = split(arrays)
         if not stacked:
             return step.init(rng, *consts, *carry, *(x[0] for x in xs))
         return jax.vmap(lambda key, xs: step.init(key, *consts, *carry, *xs))(keys(rng), xs)
 
-    def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+    def apply(params: Params, state: State, rng: Key | None, *arrays: Array) -> Tree:
         consts, carry, xs = split(arrays)
         per_layer = (params, state) if stacked else ({}, {})
 
-        def one(carried: Any, slices: Any) -> Any:
+        def one(carried: Array, slices: Array) -> Tree:
             (carry, shared), (xs, key, own) = carried, slices
             own = own if stacked else (params, shared)
             out, new, taps = step.apply(*own, key, *consts, *carry, *xs)
@@ -339,7 +340,7 @@ def _takes_slices(body: Body, params: set[Var], numbers: set[Var], length: int) 
     return False
 
 
-def _without_taps(node: Any, made: Any) -> Any:
+def _without_taps(node: Equation, made: Any) -> Tree:
     out, state, taps = made
     if taps:
         loop = node.primitive is jex.while_p

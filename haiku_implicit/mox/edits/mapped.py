@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Array, Aval, Params, State, Tree
 from haiku_implicit.mox.program.interface import by_path
 from haiku_implicit.mox.program.run import Piece
-from haiku_implicit.mox.program.tree import ModuleCall
+from haiku_implicit.mox.program.tree import ModuleCall, Node
 
 
 class Level(NamedTuple):
@@ -52,19 +53,19 @@ def levels_of(node: ModuleCall) -> tuple[Level, ...]:
     )
 
 
-def element_results(node: Any) -> list[Any]:
+def element_results(node: Node) -> list[Aval]:
     """The shapes and dtypes of a node's results, without the axes of the `vmap`s around it."""
     seen = getattr(node, "seen_results", ())
     return _elements([v.aval for v in node.outputs], [x.axes for x in seen])
 
 
-def element_arguments(node: Any) -> list[Any]:
+def element_arguments(node: Node) -> list[Any]:
     """The shapes and dtypes of a node's array arguments, without the axes of `vmap`s around it."""
     seen = getattr(node, "seen", ())
     return _elements([v.aval for v in node.inputs], [x.axes for x in seen])
 
 
-def _elements(avals: list[Any], axes: Sequence[tuple[int | None, ...]]) -> list[Any]:
+def _elements(avals: list[Aval], axes: Sequence[tuple[int | None, ...]]) -> list[Aval]:
     for own in reversed(axes):
         avals = [
             x if i is None else x.update(shape=(*x.shape[:i], *x.shape[i + 1 :]))
@@ -89,8 +90,8 @@ def _mapped(piece: Piece, what: str, level: Level) -> Piece:
     axes, out_axes = (*level.axes, *[None] * same[0]), [*level.out_axes, *[None] * same[1]]
     options: Any = dict(axis_size=level.size, axis_name=level.name)
 
-    def init(rng: Any, *arrays: Any) -> Any:
-        def one(*arrays: Any) -> Any:
+    def init(rng: jax.Array, *arrays: Array) -> Tree:
+        def one(*arrays: Array) -> Tree:
             return piece.init(rng, *arrays)
 
         params, state = jax.vmap(one, in_axes=axes, out_axes=None, **options)(*arrays)
@@ -98,10 +99,10 @@ def _mapped(piece: Piece, what: str, level: Level) -> Piece:
             raise ValueError(f"{what}: the replacement has state, and is under vmap")
         return params, state
 
-    def apply(params: Any, state: Any, rng: Any, *arrays: Any) -> Any:
+    def apply(params: Params, state: State, rng: jax.Array, *arrays: Array) -> Tree:
         keys = None if rng is None else jax.random.split(rng, level.size)
 
-        def one(key: Any, *arrays: Any) -> Any:
+        def one(key: jax.Array, *arrays: Array) -> Tree:
             return piece.apply(params, state, key, *arrays)[0]
 
         mapped = jax.vmap(one, in_axes=(0, *axes), out_axes=out_axes, **options)
@@ -114,8 +115,8 @@ def _mapped(piece: Piece, what: str, level: Level) -> Piece:
 
 
 def of_one_element(
-    node: ModuleCall, fun: Callable[..., Any], arrays: Sequence[Any], hidden: Sequence[Any]
-) -> list[Any]:
+    node: ModuleCall, fun: Callable[..., Any], arrays: Sequence[Array], hidden: Sequence[Array]
+) -> list[Array]:
     """Calls a function of all elements from code that is written for one element.
 
     `for_all_elements` maps this code, and so gives the function the arrays of all elements.
@@ -138,11 +139,11 @@ element_p.multiple_results = True
 
 
 @element_p.def_abstract_eval
-def _abstract(*operands: Any, fun: Any, levels: Any, out: Sequence[Any]) -> list[Any]:
+def _abstract(*operands: Aval, fun: Any, levels: Any, out: Sequence[Array]) -> list[Aval]:
     return list(out)
 
 
-def _batch(operands: Any, axes: Any, *, fun: Any, levels: Any, out: Any) -> Any:
+def _batch(operands: Sequence[Array], axes: Any, *, fun: Any, levels: Any, out: Any) -> Any:
     """Maps one level, the innermost first, and runs the call when all levels are mapped."""
     level, *rest = levels
     indices, arrays = operands[1 : len(levels)], operands[len(levels) :]
@@ -161,7 +162,7 @@ def _batch(operands: Any, axes: Any, *, fun: Any, levels: Any, out: Any) -> Any:
     return element_p.bind(*indices, *moved, fun=fun, levels=tuple(rest), out=out), out_axes
 
 
-def _moved(level: Level, x: Any, has: int | None, wanted: int | None) -> Any:
+def _moved(level: Level, x: Any, has: int | None, wanted: int | None) -> Array:
     """Moves the mapped axis of an array to its place in the call."""
     if wanted is None:
         if has is None:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, Var
 
+from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.mox.edits.edit import Edit
 from haiku_implicit.mox.edits.higher import Changes
 from haiku_implicit.mox.edits.replacement import structures_of
@@ -18,6 +19,7 @@ from haiku_implicit.mox.program.program import Program
 from haiku_implicit.mox.program.sites import Site, sites_of
 from haiku_implicit.mox.program.sources import read_by
 from haiku_implicit.mox.program.tree import (
+    Atom,
     Body,
     Node,
     defined_in,
@@ -101,7 +103,7 @@ def with_taps(mox: Program, nodes: Sequence[Node]) -> Program:
     return new.with_nodes(new.body.children, face, new.init)
 
 
-def joined(tree: Any) -> Slot:
+def joined(tree: Tree) -> Slot:
     """Joins a tree of slots into one slot."""
 
     def filled(slot: Slot) -> Any:
@@ -114,7 +116,7 @@ def joined(tree: Any) -> Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    atom: Any
+    atom: Atom
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ def truncated(mox: Program, node: Node) -> Program:
     return pruned(new, face, new.body.children)
 
 
-def _defined_before(body: Body, wanted: set[Any]) -> set[Any]:
+def _defined_before(body: Body, wanted: set[Any]) -> set[Var]:
     """The variables that are defined by the time that these have been computed."""
     defined: set[Any] = {*body.invars, *body.constvars}
     for step in steps(body.children):
@@ -263,7 +265,7 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
     )
     children = with_new_paths(mox.body.children, lambda path: _new_name(path, names))
 
-    def of_init(*entries: Mapping[Path, Any]) -> Any:
+    def of_init(*entries: Mapping[Path, Any]) -> Tree:
         return face.of_init(*(_with_names(x, names) for x in entries))
 
     return mox.with_nodes(children, face, mox.with_init_of(of_init))
@@ -276,8 +278,8 @@ def _new_name(path: str, names: Mapping[str, str]) -> str:
     return path
 
 
-def _with_names(entries: Mapping[Path, Any], names: Mapping[str, str]) -> dict[Path, Any]:
-    new: dict[Path, Any] = {}
+def _with_names(entries: Mapping[Path, Array], names: Mapping[str, str]) -> dict[Path, Array]:
+    new: dict[Path, Array] = {}
     for (module, name), x in entries.items():
         path = _new_name(module, names), name
         if path in new:

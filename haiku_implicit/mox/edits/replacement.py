@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
 from haiku_implicit.core.transform import Static
+from haiku_implicit.core.typing import Array, Aval, Tree
 from haiku_implicit.mox.edits import mapped
 from haiku_implicit.mox.program import marks
 from haiku_implicit.mox.program.constants import identical, same_structure
@@ -19,7 +20,15 @@ from haiku_implicit.mox.program.interface import checked, described, is_array
 from haiku_implicit.mox.program.program import Program, split_signature
 from haiku_implicit.mox.program.run import Piece, run, run_equation
 from haiku_implicit.mox.program.sites import Site
-from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, hidden_outputs, uses
+from haiku_implicit.mox.program.tree import (
+    Atom,
+    Body,
+    Equation,
+    ModuleCall,
+    Node,
+    hidden_outputs,
+    uses,
+)
 
 
 class _Site(hk.Module):
@@ -33,16 +42,16 @@ marks.UNMARKED.add(_Site)
 
 
 def _piece(
-    node: Any,
+    node: Equation,
     inputs: Sequence[Atom],
     outputs: Sequence[Var],
-    fun: Callable[..., list[Any]],
+    fun: Callable[..., list[Array]],
     replaces: bool = True,
 ) -> Piece:
     """The piece of a Haiku function of arrays, for all elements of the `vmap`s around a node."""
     made = hk.transform_with_state(fun)
 
-    def apply(*args: Any) -> Any:
+    def apply(*args: Any) -> Tree:
         return *made.apply(*args), {}
 
     piece = Piece(tuple(inputs), tuple(outputs), made.init, apply, replaces)
@@ -61,7 +70,7 @@ def instead(site: Site, replacement: Any) -> Piece:
     method, config = getattr(node, "method", ""), getattr(node, "config", {})
     fun = callable_of(replacement, structures_of(node)[0], method, config)
 
-    def on_arrays(*arrays: Any) -> list[Any]:
+    def on_arrays(*arrays: Array) -> list[Any]:
         return _at_site(site, site.path, fun, arrays)
 
     return _piece(node, node.inputs, node.outputs, on_arrays)
@@ -80,16 +89,16 @@ def around(site: Site, function: Callable[..., Any]) -> Piece:
     what = f"{node!r}: (args, kwargs) of the original"
     name = f"{site.path}/{getattr(function, '__name__', 'function').strip('<>')}"
 
-    def on_arrays(*arrays: Any) -> list[Any]:
+    def on_arrays(*arrays: Array) -> list[Any]:
         arguments, captured = arrays[: len(node.inputs)], arrays[len(node.inputs) :]
         others: list[Any] = []
 
-        def call_original(*args: Any, **kwargs: Any) -> Any:
+        def call_original(*args: Any, **kwargs: Any) -> Tree:
             new = checked(what, structure, avals, (args, kwargs))
             out, others[:] = original(new, captured)
             return results.merge(out)
 
-        def fun(*args: Any, **kwargs: Any) -> Any:
+        def fun(*args: Any, **kwargs: Any) -> Tree:
             return function(call_original, *args, **kwargs)
 
         out = _at_site(site, name, fun, arguments)
@@ -113,7 +122,7 @@ def before(site: Site, function: Any) -> Piece:
     taken, _ = marks.split((tuple(args[i] for i in places), {}), lambda x: x is _ARRAY)
     fun = callable_of(function, taken)
 
-    def with_new_arguments(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_new_arguments(original: Any, *args: Any, **kwargs: Any) -> Tree:
         new = fun(*(args[i] for i in places))
         pairs = dict(zip(places, new if len(places) > 1 else [new], strict=True))
         return original(*(pairs.get(i, x) for i, x in enumerate(args)), **kwargs)
@@ -132,7 +141,7 @@ def after(site: Site, function: Any) -> Piece:
     taken, _ = marks.split(((out,), {}), lambda x: x is _ARRAY)
     fun = callable_of(function, taken)
 
-    def with_new_results(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_new_results(original: Any, *args: Any, **kwargs: Any) -> Tree:
         return fun(original(*args, **kwargs))
 
     return around(site, with_new_results)
@@ -181,11 +190,11 @@ class Original:
         return out[: len(self.call.outputs)], out[len(self.call.outputs) :]
 
 
-def _run_on(body: Body, *arrays: Any) -> list[Any]:
+def _run_on(body: Body, *arrays: Array) -> list[Array]:
     return run(body, (), arrays)
 
 
-def _at_site(site: Site, name: str, fun: Any, arrays: Sequence[Any]) -> list[Any]:
+def _at_site(site: Site, name: str, fun: Any, arrays: Sequence[Array]) -> list[Array]:
     """Calls a function of this name inside the `_Site` of a path, with marks around it."""
     token, call = None, marks.Call(None, name, "", {}, *structures_of(site.node))
     if marks.active():
@@ -200,7 +209,7 @@ def _at_site(site: Site, name: str, fun: Any, arrays: Sequence[Any]) -> list[Any
     return marks.end(token, call, new) if marks.active() else new
 
 
-def structures_of(node: Any) -> tuple[Static, Static]:
+def structures_of(node: Node) -> tuple[Static, Static]:
     """The structures of a node's arguments `(args, kwargs)` and of its results.
 
     Raises:
@@ -251,13 +260,13 @@ def callable_of(
     return replacement
 
 
-def _same(*args: Any, **kwargs: Any) -> Any:
+def _same(*args: Any, **kwargs: Any) -> Tree:
     """Returns the arrays among its arguments: one array, or a list of arrays."""
     arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
     return arrays[0] if len(arrays) == 1 else arrays
 
 
-def _lifted(transformed: Any, *args: Any, **kwargs: Any) -> Any:
+def _lifted(transformed: Any, *args: Any, **kwargs: Any) -> Tree:
     """Runs a transformed function as a part of another Haiku function."""
     has_state = isinstance(transformed, hk.TransformedWithState)
     key = hk.maybe_next_rng_key()
@@ -294,7 +303,7 @@ def _takes(fun: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _checked(node: Any, out: Any) -> list[Any]:
+def _checked(node: Node, out: Any) -> list[Array]:
     """The arrays in the results of a new function, after checking them against the node's results.
 
     Other leaves of the results are fixed in the program around the node, and have to be the same.
@@ -326,7 +335,7 @@ def _constants_in(out: Any, results: Static) -> set[int]:
     return {id(x[0]) for x, old in pairs if x and old and identical(x[0], old[0])}
 
 
-def _as(what: str, aval: Any, x: Any) -> Any:
+def _as(what: str, aval: Aval, x: Any) -> Array:
     x = jnp.asarray(x)
     if x.shape != aval.shape or x.dtype != aval.dtype:
         found = f"{x.dtype.name}[{','.join(map(str, x.shape))}]"

@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Array, Aval
 
 
 class NoRule(ValueError):
@@ -39,7 +40,7 @@ def rules_of(eqn: JaxprEqn) -> dict[str, ClosedJaxpr]:
     call = functools.partial(_call, eqn)
     if eqn.primitive.name == "custom_jvp_call":
 
-        def jvp(*arrays: Any) -> list[Any]:
+        def jvp(*arrays: Array) -> list[Array]:
             primals = arrays[: len(avals)]
             tangents = with_zeros(avals, arrays[len(avals) :])
             out, tangents = jax.jvp(call, primals, tuple(tangents))
@@ -48,13 +49,13 @@ def rules_of(eqn: JaxprEqn) -> dict[str, ClosedJaxpr]:
         return {"jvp": jax.make_jaxpr(jvp)(*types_of("jvp", avals, outs)[0])}
     trees: list[Any] = []
 
-    def fwd(*primals: Any) -> list[Any]:
+    def fwd(*primals: Array) -> list[Array]:
         out, pullback = jax.vjp(call, *primals)
         residuals, tree = jax.tree.flatten(pullback)
         trees.append(tree)
         return [*out, *residuals]
 
-    def bwd(*arrays: Any) -> list[Any]:
+    def bwd(*arrays: Array) -> list[Array]:
         residuals, cotangents = arrays[:num_residuals], arrays[num_residuals:]
         pullback = trees[-1].unflatten(residuals)
         return without_zeros(avals, pullback(with_zeros(outs, cotangents)))
@@ -67,8 +68,8 @@ def rules_of(eqn: JaxprEqn) -> dict[str, ClosedJaxpr]:
 
 
 def types_of(
-    rule: str, avals: Sequence[Any], outs: Sequence[Any], residuals: Sequence[Any] = ()
-) -> tuple[list[Any], list[Any]]:
+    rule: str, avals: Sequence[Aval], outs: Sequence[Array], residuals: Sequence[Array] = ()
+) -> tuple[list[Aval], list[Aval]]:
     """The types of the arguments and results of a rule.
 
     Args:
@@ -85,38 +86,38 @@ def types_of(
     return [*residuals, *out_tangents], tangents
 
 
-def _call(eqn: JaxprEqn, *arrays: Any) -> list[Any]:
+def _call(eqn: JaxprEqn, *arrays: Array) -> list[Array]:
     return compat.bind(eqn.primitive, arrays, dict(eqn.params))
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+def _struct(aval: Aval) -> jax.ShapeDtypeStruct:
     weak = bool(getattr(aval, "weak_type", False))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
-def has_tangent(aval: Any) -> bool:
+def has_tangent(aval: Aval) -> bool:
     """Whether an array of this type has a derivative."""
     return bool(jax.dtypes.issubdtype(aval.dtype, jnp.inexact))
 
 
-def with_zeros(avals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+def with_zeros(avals: Sequence[Aval], tangents: Sequence[Array]) -> list[Array]:
     """Adds zero tangents for the arrays without a derivative. `tangents` are for the others."""
     rest = iter(tangents)
     none = jax.dtypes.float0
     return [next(rest) if has_tangent(x) else np.zeros(x.shape, none) for x in avals]
 
 
-def without_zeros(avals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+def without_zeros(avals: Sequence[Aval], tangents: Sequence[Array]) -> list[Array]:
     """Drops the tangents of arrays without a derivative. `tangents` are for all arrays."""
     return [t for x, t in zip(avals, tangents, strict=True) if has_tangent(x)]
 
 
 # A program, as a function of arrays.
-Run = Callable[..., list[Any]]
+Run = Callable[..., list[Array]]
 
 
 def with_rules(
-    body: Run, rules: Mapping[str, Run], avals: Sequence[Any], outs: Sequence[Any]
+    body: Run, rules: Mapping[str, Run], avals: Sequence[Aval], outs: Sequence[Array]
 ) -> Run:
     """Makes a `jax.custom_jvp` or `jax.custom_vjp` function from its body and its rules.
 
@@ -128,15 +129,15 @@ def with_rules(
     """
     fun: Any
 
-    def jvp(primals: Any, tangents: Any) -> Any:
+    def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
         every = rules["jvp"](*primals, *without_zeros(avals, tangents))
         return every[: len(outs)], with_zeros(outs, every[len(outs) :])
 
-    def forward(*primals: Any) -> Any:
+    def forward(*primals: Array) -> Any:
         every = rules["fwd"](*primals)
         return every[: len(outs)], every[len(outs) :]
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
+    def backward(residuals: Sequence[Array], cotangents: Sequence[Array]) -> Any:
         found = iter(rules["bwd"](*residuals, *without_zeros(outs, cotangents)))
         return tuple(next(found) if has_tangent(x) else None for x in avals)
 

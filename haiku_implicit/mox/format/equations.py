@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams
 from haiku_implicit.mox.format import templates
 from haiku_implicit.mox.format.derivatives import RULES
 from haiku_implicit.mox.format.values import Unsaveable, require, same_shape, same_type
@@ -76,7 +77,7 @@ def primitives() -> dict[str, Primitive]:
 
 
 def to_file(
-    primitive: Primitive, params: Mapping[str, Any], operands: Sequence[Any]
+    primitive: Primitive, params: Mapping[str, EqnParam], operands: Sequence[Array]
 ) -> Mapping[str, Any]:
     """The parameters of an equation, in the form that a file has."""
     if primitives().get(primitive.name) is not primitive:
@@ -117,8 +118,8 @@ def _unusual(primitive: str, name: str, value: Any) -> Any:
 
 
 def from_file(
-    name: str, params: dict[str, Any], operands: Sequence[Any], num_results: int
-) -> list[Any]:
+    name: str, params: EqnParams, operands: Sequence[Array], num_results: int
+) -> list[Array]:
     """Binds an equation of a file to operands, and returns its results."""
     primitive = primitives().get(name)
     require(primitive is not None, f"there is no primitive {name!r} that a file may have")
@@ -142,7 +143,7 @@ def from_file(
     return compat.bind(primitive, operands, params)
 
 
-def _check_kinds(name: str, params: Mapping[str, Any], types: Sequence[Any]) -> None:
+def _check_kinds(name: str, params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
     """Raises a ValueError unless numbers and flags are of the kinds in a newly made equation."""
     template = dict(num_consts=0, num_carry=0) | templates.template(name)
     for parameter, x in params.items():
@@ -157,7 +158,7 @@ def _check_kinds(name: str, params: Mapping[str, Any], types: Sequence[Any]) -> 
             require(fits, f"{parameter} has to be a boolean for each operand")
 
 
-def _completed(name: str, params: dict[str, Any], num_operands: int) -> dict[str, Any]:
+def _completed(name: str, params: EqnParams, num_operands: int) -> EqnParams:
     """The parameters of an equation of a file, with the ones that it takes from a new one."""
     new = templates.template(name)
     num_results = len(_out_avals(params["jaxpr"])) if "jaxpr" in params else num_operands
@@ -185,11 +186,11 @@ def _inline(x: Any, default: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _flat_scan(num_consts: int, num_carry: int, num_xs: int, num_ys: int) -> dict[str, Any]:
+def _flat_scan(num_consts: int, num_carry: int, num_xs: int, num_ys: int) -> EqnParams:
     """The parameters of a new scan over flat lists of operands and results, of these lengths."""
 
-    def fun(consts: Any, carry: Any, xs: Any) -> Any:
-        def step(carry: Any, xs: Any) -> Any:
+    def fun(consts: Any, carry: Array, xs: Any) -> Any:
+        def step(carry: Array, xs: Any) -> Any:
             for x in consts:
                 jnp.sin(x)
             return list(map(jnp.sin, carry)), [jnp.ones(()) * i for i in range(num_ys)]
@@ -207,7 +208,7 @@ def _flat_scan(num_consts: int, num_carry: int, num_xs: int, num_ys: int) -> dic
 # --- checks of the programs in an equation ----------------------------------------------------------
 
 
-def check_takes(what: str, jaxpr: Any, types: Sequence[Any]) -> None:
+def check_takes(what: str, jaxpr: Any, types: Sequence[Aval]) -> None:
     """Raises a ValueError unless a program takes arrays of these types."""
     require(isinstance(jaxpr, ClosedJaxpr | Jaxpr), f"{what} has to be a program")
     expected = _in_avals(jaxpr)
@@ -215,28 +216,28 @@ def check_takes(what: str, jaxpr: Any, types: Sequence[Any]) -> None:
     require(fits, f"{what} takes {_str(expected)}, and gets {_str(types)}")
 
 
-def _check_same(what: str, xs: Sequence[Any], ys: Sequence[Any]) -> None:
+def _check_same(what: str, xs: Sequence[Array], ys: Sequence[Array]) -> None:
     same = len(xs) == len(ys) and all(map(same_type, xs, ys))
     require(same, f"{what}: {_str(xs)} and {_str(ys)}")
 
 
-def _in_avals(jaxpr: Any) -> list[Any]:
+def _in_avals(jaxpr: Any) -> list[Aval]:
     return [v.aval for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
 
 
-def _out_avals(jaxpr: Any) -> list[Any]:
+def _out_avals(jaxpr: Any) -> list[Aval]:
     return [x.aval for x in getattr(jaxpr, "jaxpr", jaxpr).outvars]
 
 
-def _str(avals: Sequence[Any]) -> str:
+def _str(avals: Sequence[Aval]) -> str:
     return f"({', '.join(x.str_short() for x in avals)})"
 
 
-def _check_call(params: Mapping[str, Any], types: Sequence[Any]) -> None:
+def _check_call(params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
     check_takes("the program", params.get("jaxpr", params.get("call_jaxpr")), types)
 
 
-def _check_cond(params: Mapping[str, Any], types: Sequence[Any]) -> None:
+def _check_cond(params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
     branches = params["branches"]
     require(type(branches) is tuple and branches, "branches have to be programs")
     index = [(x.shape, x.dtype in (jnp.int32, jnp.bool_)) for x in types[:1]]
@@ -246,7 +247,7 @@ def _check_cond(params: Mapping[str, Any], types: Sequence[Any]) -> None:
         _check_same("branches return", _out_avals(branches[0]), _out_avals(branch))
 
 
-def _check_scan(params: Mapping[str, Any], types: Sequence[Any]) -> None:
+def _check_scan(params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
     jaxpr, length, num_consts = params["jaxpr"], params["length"], params["num_consts"]
     num_carry = params["num_carry"]
     fixed, xs = types[: num_consts + num_carry], types[num_consts + num_carry :]
@@ -258,7 +259,7 @@ def _check_scan(params: Mapping[str, Any], types: Sequence[Any]) -> None:
     _check_same("the scan before and after a step", carry, _out_avals(jaxpr)[:num_carry])
 
 
-def _check_while(params: Mapping[str, Any], types: Sequence[Any]) -> None:
+def _check_while(params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     require(num_cond + num_body <= len(types), "a while has another number of operands")
     carry = types[num_cond + num_body :]
@@ -273,7 +274,7 @@ def _check_while(params: Mapping[str, Any], types: Sequence[Any]) -> None:
     _check_same("the loop before and after a step", before, after)
 
 
-def _check_reduce(params: Mapping[str, Any], types: Sequence[Any]) -> None:
+def _check_reduce(params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
     check_takes("reduce", params["jaxpr"], [jax.core.ShapedArray((), x.dtype) for x in types])
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from haiku_implicit.core.typing import Array, Json
 from haiku_implicit.mox.format import equations, values
 from haiku_implicit.mox.format.derivatives import RULES, NoRule, has_tangent, types_of, with_rules
 from haiku_implicit.mox.format.structures import interface_from_json, tree_from_json
@@ -57,9 +58,9 @@ class Reader:
       types: classes by name: named tuples, and modules.
     """
 
-    def __init__(self, tables: Mapping[str, Any], types: Mapping[str, type]):
+    def __init__(self, tables: Mapping[str, Json], types: Mapping[str, type]):
         self.types = types
-        self.arrays: list[Any] = []
+        self.arrays: list[Array] = []
         self.bodies: list[ClosedJaxpr] = []
         self.sizes: list[
             tuple[int, int]
@@ -79,7 +80,7 @@ class Reader:
                 self.function(i)
                 self._add_rules(i)
 
-    def program(self, x: Mapping[str, Any]) -> Program:
+    def program(self, x: Mapping[str, Json]) -> Program:
         """A program that `Writer.program` wrote."""
         body = body_of("model", self.body(x.get("body")))
         with at(".interface"):
@@ -120,7 +121,7 @@ class Reader:
         """A rule of a function, which is looked up when it is called."""
         rules = self._rules
 
-        def run(*arrays: Any) -> Any:
+        def run(*arrays: Array) -> Any:
             if (index, rule) not in rules:
                 raise NoRule(f"the file has no derivative of {name!r} of so high an order")
             return rules[index, rule](*arrays)
@@ -152,14 +153,14 @@ def _same_kind(x: Any, y: Any) -> bool:
 
 
 def _named(fun: Any, name: str) -> Any:
-    def named(*arrays: Any) -> Any:
+    def named(*arrays: Array) -> Any:
         return fun(*arrays)
 
     named.__name__ = name
     return named
 
 
-def _list(x: Mapping[str, Any], name: str) -> list[Any]:
+def _list(x: Mapping[str, Json], name: str) -> list[Array]:
     return of_type(x.get(name), list, name)
 
 
@@ -177,13 +178,13 @@ class _BodyReader:
       size: the number of its equations, with the equations in these bodies.
     """
 
-    def __init__(self, reader: Reader, x: Mapping[str, Any]):
+    def __init__(self, reader: Reader, x: Mapping[str, Json]):
         self.reader, self.x = reader, x
         self.depth = self.size = 0
         self.values: dict[int, Any] = {}
         self.readers = {"closed": self.closed, "open": self.open, "array": self.array}
 
-    def trace(self, *arrays: Any) -> list[Any]:
+    def trace(self, *arrays: Array) -> list[Array]:
         constants = [self.array(i) for i in _list(self.x, "constants")]
         self.values = dict(enumerate([*arrays, *constants]))
         try:
@@ -200,7 +201,7 @@ class _BodyReader:
                 of_type(x, dict, "a node")
                 (self.equation if "op" in x else self.call)(x)
 
-    def read(self, x: Mapping[str, Any], name: str) -> list[Any]:
+    def read(self, x: Mapping[str, Json], name: str) -> list[Any]:
         return list(map(self.atom, _list(x, name)))
 
     def atom(self, x: Any) -> Any:
@@ -209,7 +210,7 @@ class _BodyReader:
         require(of_type(x, int, "a variable") in self.values, f"variable {x} is not defined yet")
         return self.values[x]
 
-    def define(self, x: Mapping[str, Any], name: str, found: Sequence[Any]) -> None:
+    def define(self, x: Mapping[str, Json], name: str, found: Sequence[Any]) -> None:
         variables = _list(x, name)
         require(
             len(variables) == len(found), f"{len(found)} results have {len(variables)} variables"
@@ -237,7 +238,7 @@ class _BodyReader:
             require(same_type(result, expected), f"it gives {result}, not {expected}")
         self.define(x, "out", results)
 
-    def bind(self, name: str, x: Any, operands: list[Any], num_results: int) -> list[Any]:
+    def bind(self, name: str, x: Any, operands: list[Array], num_results: int) -> list[Array]:
         if name in RULES:
             fun, body = self.reader.function(x.get("function"))
             equations.check_takes(

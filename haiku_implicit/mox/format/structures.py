@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Var
 
 from haiku_implicit.core.transform import Static
+from haiku_implicit.core.typing import Json, JsonObject, Tree
 from haiku_implicit.mox.format import values
 from haiku_implicit.mox.format.values import Kind, Unsaveable, of_type, require
 from haiku_implicit.mox.program import marks
@@ -25,7 +27,7 @@ class _Leaf:
         self.x = x
 
 
-def tree_to_json(tree: Static, kinds: Mapping[str, Kind]) -> Any:
+def tree_to_json(tree: Static, kinds: Mapping[str, Kind]) -> Json:
     """A structure as JSON.
 
     Args:
@@ -38,7 +40,7 @@ def tree_to_json(tree: Static, kinds: Mapping[str, Kind]) -> Any:
     return _to_json(tree.treedef.unflatten(map(_Leaf, tree.leaves)), kinds)
 
 
-def _to_json(x: Any, kinds: Mapping[str, Kind]) -> Any:
+def _to_json(x: Any, kinds: Mapping[str, Kind]) -> Json:
     if isinstance(x, _Leaf):
         return "array" if x.x is None else {"value": values.to_json(x.x[0], kinds)}
     if x is None:
@@ -62,7 +64,7 @@ def tree_from_json(x: Any, types: Mapping[str, type]) -> Static:
     return tree
 
 
-def _from_json(x: Any, types: Mapping[str, type]) -> Any:
+def _from_json(x: Any, types: Mapping[str, type]) -> Tree:
     if x is None:
         return None
     if x == "array":
@@ -100,9 +102,9 @@ _RESULTS = dict(results="the results", new_state="")
 _ENTRIES = ("params", "state", "new_state")
 
 
-def interface_to_json(face: Interface) -> dict[str, Any]:
+def interface_to_json(face: Interface) -> JsonObject:
     """The arguments and results of a program, as JSON."""
-    new: dict[str, Any] = {"leading": list(face.leading), "signature": []}
+    new: JsonObject = {"leading": list(face.leading), "signature": []}
     for name, parameter in face.signature.parameters.items():
         written = [name, parameter.kind.name]
         if parameter.default is not inspect.Parameter.empty:
@@ -126,7 +128,7 @@ def _named(what: str, write: Any, x: Any) -> Any:
 
 
 def interface_from_json(
-    x: Any, types: Mapping[str, type], invars: Sequence[Any], returns: Sequence[Any]
+    x: Any, types: Mapping[str, type], invars: Sequence[Var], returns: Sequence[Any]
 ) -> Interface:
     """The arguments and results of a program, with the variables of its arguments and results."""
     leading = tuple(of_type(of_type(x, dict, "an interface").get("leading"), list, "leading"))

@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Aval, JsonObject
 
 
 @functools.cache
@@ -36,7 +37,7 @@ def equations() -> dict[str, list[JaxprEqn]]:
     return found
 
 
-def template(name: str) -> dict[str, Any]:
+def template(name: str) -> JsonObject:
     """The parameters of a newly made equation."""
     return dict(equations()[name][0].params)
 
@@ -93,7 +94,7 @@ _UPDATES = ("add", "max", "min", "mul", "set", "subtract")
 # --- names ----------------------------------------------------------------------------------------
 
 
-def check_names(primitive: Primitive, names: Collection[str], types: Iterable[Any]) -> None:
+def check_names(primitive: Primitive, names: Collection[str], types: Iterable[Aval]) -> None:
     """Raises a ValueError unless a primitive's parameters have these names.
 
     Args:
@@ -132,7 +133,7 @@ def require_names(
             raise ValueError(f"{name} {verb} the parameter{plural} {', '.join(map(repr, wrong))}")
 
 
-def _made_of(primitive: Primitive, types: Iterable[Any]) -> Sequence[JaxprEqn]:
+def _made_of(primitive: Primitive, types: Iterable[Aval]) -> Sequence[JaxprEqn]:
     """The equations that a primitive's public function makes for such operands, if it takes them."""
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
     names = (primitive.name, f"bitwise_{primitive.name}")

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Aval, Json, JsonObject
 from haiku_implicit.files import dtypes
 from haiku_implicit.mox.format import templates
 from haiku_implicit.mox.show import view
@@ -79,7 +81,7 @@ def _dtypes() -> dict[str, Any]:
     return {**numbers, **keys, "float0": np.dtype(jax.dtypes.float0)}
 
 
-def dtype_to_json(dtype: Any) -> str:
+def dtype_to_json(dtype: DTypeLike) -> str:
     """The name of a dtype."""
     name = str(dtype) if _is_key(dtype) else dtypes.name_of_dtype(dtype)
     if name not in _dtypes():
@@ -87,7 +89,7 @@ def dtype_to_json(dtype: Any) -> str:
     return name
 
 
-def dtype_from_json(name: Any) -> Any:
+def dtype_from_json(name: Any) -> np.dtype:
     """The dtype of this name."""
     return one_of(_dtypes(), "dtype", name)
 
@@ -96,11 +98,11 @@ def _is_dtype(x: Any) -> bool:
     return isinstance(x, np.dtype) or any(type(x) is type(y.dtype) for y in _key_kinds().values())
 
 
-def _is_key(dtype: Any) -> bool:
+def _is_key(dtype: DTypeLike) -> bool:
     return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.extended))
 
 
-def type_to_json(aval: Any) -> list[Any]:
+def type_to_json(aval: Aval) -> list[Json]:
     """The type of an array: dtype, shape, and true if the dtype is weak."""
     if not isinstance(aval, jax.core.ShapedArray | jax.ShapeDtypeStruct):
         raise Unsaveable(f"it has a value of the type {aval}, which is not an array")
@@ -114,7 +116,7 @@ def type_to_json(aval: Any) -> list[Any]:
     return _type(aval)
 
 
-def _type(x: Any) -> list[Any]:
+def _type(x: Any) -> list[Json]:
     weak = [True] if getattr(x, "weak_type", False) else []
     return [dtype_to_json(x.dtype), list(x.shape), *weak]
 
@@ -142,7 +144,7 @@ def same_type(x: Any, y: Any) -> bool:
 # --- arrays ---------------------------------------------------------------------------------------
 
 
-def array_to_json(x: Any) -> dict[str, Any]:
+def array_to_json(x: Any) -> JsonObject:
     """An array with its exact bits."""
     if isinstance(x, jax.core.Tracer):
         raise Unsaveable("it has an array of a function that is being traced")
@@ -255,7 +257,7 @@ _MAKERS = (
 )
 
 
-def _policy_to_json(x: Any) -> Any:
+def _policy_to_json(x: Any) -> Json:
     """A policy of `jax.checkpoint_policies` as JSON; None for anything else.
 
     To recognize a policy that a function has made, it is made again from its contents.
@@ -416,7 +418,7 @@ SHOWN = {
 }
 
 
-def to_json(x: Any, more: Mapping[str, Kind] = {}) -> Any:
+def to_json(x: Any, more: Mapping[str, Kind] = {}) -> Json:
     """A value as JSON.
 
     Args:

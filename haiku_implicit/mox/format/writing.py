@@ -12,15 +12,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from haiku_implicit.core.typing import Array, Aval, Json, JsonObject
 from haiku_implicit.mox.format import equations, values
 from haiku_implicit.mox.format.derivatives import RULES, NoRule, rules_of
 from haiku_implicit.mox.format.structures import interface_to_json, tree_to_json
 from haiku_implicit.mox.format.values import SHOWN, Kind, Unsaveable
 from haiku_implicit.mox.program.marks import Batched, Call
 from haiku_implicit.mox.program.program import Program
-from haiku_implicit.mox.program.tree import Body, Equation, ModuleCall, body_of, function_name
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, body_of, function_name
 
 
 class Writer:
@@ -32,7 +33,7 @@ class Writer:
     """
 
     def __init__(self, depth: int | None = None):
-        self.arrays: list[Any] = []
+        self.arrays: list[Array] = []
         self.bodies: list[Any] = []
         self.functions: list[Any] = []
         self._depth = depth
@@ -45,11 +46,11 @@ class Writer:
         self._order = 0
         self._without_rule: set[int] = set()
 
-    def tables(self) -> dict[str, Any]:
+    def tables(self) -> JsonObject:
         """The tables as JSON."""
         return dict(arrays=self.arrays, bodies=self.bodies, functions=self.functions)
 
-    def program(self, program: Program) -> dict[str, Any]:
+    def program(self, program: Program) -> JsonObject:
         """The JSON of a program: its body, and its arguments and results."""
         body = self.body(program.body, "model", "")
         return {"body": body, "interface": interface_to_json(program.interface)}
@@ -84,7 +85,7 @@ class Writer:
         self.arrays += [written] if place == len(self.arrays) else []
         return place
 
-    def _once(self, results: dict[Any, Any], kind: Any, x: Any, make: Callable[[], Any]) -> Any:
+    def _once(self, results: dict[Any, Any], kind: Any, x: Any, make: Callable[[], Any]) -> Json:
         """The result of a function for an object, which is called for it only once."""
         key = kind, id(x)
         if key not in results:
@@ -94,7 +95,7 @@ class Writer:
 
     # --- functions with custom derivatives ---
 
-    def function(self, node: Equation, module: str) -> Any:
+    def function(self, node: Equation, module: str) -> Json:
         """The place in the table of the function with a custom derivative that an equation calls.
 
         Each function has one place. JAX does not identify functions, and a rule may call its function.
@@ -114,7 +115,7 @@ class Writer:
             self._order -= 1
         return place
 
-    def _function(self, node: Equation, module: str, deep: bool) -> dict[str, Any]:
+    def _function(self, node: Equation, module: str, deep: bool) -> JsonObject:
         params = node.params_to_bind(True)
         new = {
             "kind": node.primitive.name,
@@ -174,10 +175,10 @@ class _BodyWriter:
     def jaxpr(self, jaxpr: Any) -> int:
         return self.writer.jaxpr(jaxpr, self.module)
 
-    def write(self, body: Body, name: str) -> dict[str, Any]:
+    def write(self, body: Body, name: str) -> JsonObject:
         if len(body.consts) != len(body.constvars):
             raise Unsaveable(f"the program in it ({name}) has constants without values")
-        new: dict[str, Any] = {"name": name}
+        new: JsonObject = {"name": name}
         new["inputs"] = [values.type_to_json(v.aval) for v in body.invars]
         self.define(body.invars)
         new["constants"] = [self.writer.array(x) for x in body.consts]
@@ -192,10 +193,10 @@ class _BodyWriter:
             self.count += 1
         return [self.numbers[v] for v in variables]
 
-    def atoms(self, atoms: Sequence[Any]) -> list[Any]:
+    def atoms(self, atoms: Sequence[Atom]) -> list[Any]:
         return [self.atom(x) for x in atoms]
 
-    def atom(self, x: Any) -> Any:
+    def atom(self, x: Any) -> Json:
         while not isinstance(x, Literal) and x in self.same:
             x = self.same[x]
         return _literal(x) if isinstance(x, Literal) else self.numbers[x]
@@ -236,7 +237,7 @@ class _BodyWriter:
         self.module = outer
         return new | ({"bypassed": True} if call.bypassed else {})
 
-    def equation(self, node: Equation) -> dict[str, Any]:
+    def equation(self, node: Equation) -> JsonObject:
         try:
             return self._equation(node)
         except Unsaveable as e:
@@ -245,9 +246,9 @@ class _BodyWriter:
             )
             raise ValueError(f"save: {node!r} in {where} can't be saved: {e}") from e
 
-    def _equation(self, node: Equation) -> dict[str, Any]:
+    def _equation(self, node: Equation) -> JsonObject:
         eqn = node.eqn
-        new: dict[str, Any] = {"op": node.primitive.name, "in": self.atoms(node.inputs)}
+        new: JsonObject = {"op": node.primitive.name, "in": self.atoms(node.inputs)}
         if node.primitive.name in RULES:
             new["function"] = self.writer.function(node, self.module)
         else:
@@ -258,9 +259,9 @@ class _BodyWriter:
         return new | _context(eqn, self.scopes)
 
 
-def _literal(x: Literal) -> dict[str, Any]:
+def _literal(x: Literal) -> JsonObject:
     """A literal with its exact bits; as a number, if this has the same bits."""
-    aval: Any = x.aval
+    aval: Aval = x.aval
     type_, value = values.type_to_json(aval), np.asarray(x.val, aval.dtype)
     if aval.shape == ():
         number: Any = _number(x.val) if aval.weak_type else value.item()
@@ -270,17 +271,17 @@ def _literal(x: Literal) -> dict[str, Any]:
     return {"bits": values.array_to_json(value), "type": type_}
 
 
-def _number(x: Any) -> Any:
+def _number(x: Any) -> Json:
     """A weakly typed literal as a Python number."""
     kinds: tuple[Any, ...] = (bool, int, float, complex)
     kind = next((kind for kind in kinds if isinstance(x, kind)), None)
     return np.asarray(x).item() if kind is None else kind(x)
 
 
-def _context(eqn: Any, scopes: bool) -> dict[str, Any]:
+def _context(eqn: JaxprEqn, scopes: bool) -> JsonObject:
     """The context of an equation: the names of scopes, and settings that change numbers."""
     ctx: Any = eqn.ctx
-    new: dict[str, Any] = {}
+    new: JsonObject = {}
     for name in ("compute_type", "xla_metadata"):
         if getattr(ctx, name, None):
             raise Unsaveable(f"it has {name} {getattr(ctx, name)}")
@@ -294,7 +295,7 @@ def _context(eqn: Any, scopes: bool) -> dict[str, Any]:
     return new
 
 
-def _seen(transformation: Any) -> Any:
+def _seen(transformation: Any) -> Json:
     """A transformation around a call: JSON for `Batched` or a name."""
     if isinstance(transformation, Batched):
         return {"size": transformation.size, "axes": list(transformation.axes)}

@@ -21,8 +21,10 @@ from haiku_implicit.core.transform import (
     tree_flatten_with_implicit,
     tree_map_with_implicit,
 )
+from haiku_implicit.core.typing import Array, Aval, Key, Tree
 from haiku_implicit.mox.program import marks
 from haiku_implicit.mox.program.constants import identical, same_structure
+from haiku_implicit.mox.program.tree import Atom
 
 # A module's name and the name of an entry.
 Path = tuple[str, str]
@@ -34,7 +36,7 @@ class Slot(NamedTuple):
     tree: Static
     atoms: tuple[Any, ...]
 
-    def arrays_of(self, value: Any, label: str = "") -> list[Any]:
+    def arrays_of(self, value: Any, label: str = "") -> list[Array]:
         """The arrays in a value for the slot, after checks: see `checked`."""
         return checked(label, self.tree, [v.aval for v in self.atoms], value)
 
@@ -79,7 +81,7 @@ class Interface:
         return _atoms([self.results, *self.new_state.values()])
 
     @property
-    def inputs(self) -> tuple[Any, ...]:
+    def inputs(self) -> tuple[Var, ...]:
         """The variables of the Haiku function's arguments, in the order of its signature."""
         named = self.args.tree.merge(self.args.atoms)
         ordered = jax.tree.leaves([named[name] for name in self.signature.parameters])
@@ -112,7 +114,7 @@ class Interface:
             new_state=rest(self.new_state, state),
         )
 
-    def with_variables(self, invars: Sequence[Any]) -> "Interface":
+    def with_variables(self, invars: Sequence[Var]) -> "Interface":
         """The interface with other variables for its arguments."""
         new = iter(slots_with([slot.tree for slot in self._slots], invars))
         return dataclasses.replace(
@@ -123,7 +125,7 @@ class Interface:
             args=next(new),
         )
 
-    def arguments(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, arrays: Sequence[Array]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of `apply`, positional and by keyword, with these arrays in them."""
         fill = _filling(arrays)
         params = nested({path: fill(slot) for path, slot in self.params.items()})
@@ -132,7 +134,7 @@ class Interface:
         bound = inspect.BoundArguments(self.signature, collections.OrderedDict(fill(self.args)))
         return [*(first[name] for name in self.leading), *bound.args], bound.kwargs
 
-    def merge_results(self, arrays: Sequence[Any]) -> Any:
+    def merge_results(self, arrays: Sequence[Array]) -> Tree:
         """The return value of `apply`, with these arrays in it."""
         fill = _filling([literal.array() if (literal := as_literal(x)) else x for x in arrays])
         out = fill(self.results)
@@ -140,13 +142,13 @@ class Interface:
             return out
         return out, nested({path: fill(slot) for path, slot in self.new_state.items()})
 
-    def of_init(self, params: Mapping[Path, Any], state: Mapping[Path, Any]) -> Any:
+    def of_init(self, params: Mapping[Path, Array], state: Mapping[Path, Array]) -> Tree:
         """The return value of `init`: the model's own entries among these."""
         pairs = (self.params, params), (self.state, state)
         own = [nested({path: entries[path] for path in slots}) for slots, entries in pairs]
         return tuple(own) if self.has_state else own[0]
 
-    def split(self, draws: Callable[[], bool], args: Any, kwargs: Any) -> list[Any]:
+    def split(self, draws: Callable[[], bool], args: Any, kwargs: Any) -> list[Array]:
         """The arrays in the arguments of `apply`, checked.
 
         Args:
@@ -171,7 +173,7 @@ class Interface:
         arrays += self.rng.arrays_of(key_like(given.get("rng"), self.rng.atoms, draws), "rng")
         return arrays + self.args.arrays_of(given["args"])
 
-    def arrays_of_arguments(self, args: Any, kwargs: Any) -> list[Any]:
+    def arrays_of_arguments(self, args: Any, kwargs: Any) -> list[Array]:
         """The arrays in the arguments of the Haiku function only, checked."""
         return self.args.arrays_of(named_arguments(self.signature, args, kwargs))
 
@@ -197,7 +199,7 @@ class Interface:
         return dict(first, args=named)
 
 
-def _atoms(slots: Sequence[Slot]) -> tuple[Any, ...]:
+def _atoms(slots: Sequence[Slot]) -> tuple[Atom, ...]:
     return tuple(atom for slot in slots for atom in slot.atoms)
 
 
@@ -207,7 +209,7 @@ def slots_with(trees: Sequence[Static], atoms: Sequence[Any]) -> list[Slot]:
     return [Slot(tree, tuple(itertools.islice(rest, tree.num_arrays))) for tree in trees]
 
 
-def _filling(arrays: Sequence[Any]) -> Callable[[Slot], Any]:
+def _filling(arrays: Sequence[Array]) -> Callable[[Slot], Any]:
     """A function that returns the tree of one slot after the other, with these arrays in them."""
     rest = iter(arrays)
     return lambda slot: slot.tree.merge(rest)
@@ -229,7 +231,7 @@ def named_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dic
     return dict(bound.arguments)
 
 
-def by_path(tree: Any, kind: str = "params") -> dict[Path, Any]:
+def by_path(tree: Tree, kind: str = "params") -> dict[Path, Array]:
     """The entries of Haiku's parameters or state, by module and name.
 
     Raises:
@@ -246,9 +248,9 @@ def by_path(tree: Any, kind: str = "params") -> dict[Path, Any]:
     return {(module, name): x for module, entries in found.items() for name, x in entries.items()}
 
 
-def nested(entries: Mapping[Path, Any]) -> dict[str, dict[str, Any]]:
+def nested(entries: Mapping[Path, Array]) -> dict[str, dict[str, Array]]:
     """Haiku's parameters or state, from entries by module and name."""
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, dict[str, Array]] = {}
     for (module, name), x in entries.items():
         out.setdefault(module, {})[name] = x
     return out
@@ -275,7 +277,7 @@ def is_array(x: Any) -> bool:
     return is_value(x) or isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
 
 
-def key_like(key: Any, variables: Sequence[Any], draws: Callable[[], bool]) -> Any:
+def key_like(key: jax.Array | None, variables: Sequence[Any], draws: Callable[[], bool]) -> Array:
     """Converts a random key to the program's kind. None gives any key, if no result depends on it."""
     if not variables:
         if key is not None:
@@ -300,12 +302,12 @@ def key_like(key: Any, variables: Sequence[Any], draws: Callable[[], bool]) -> A
     return jax.random.wrap_key_data(key) if typed else key
 
 
-def as_key(key: Any) -> Any:
+def as_key(key: Key) -> Array:
     """A random key; an integer is used as a seed."""
     return jax.random.PRNGKey(key) if isinstance(key, int) else key
 
 
-def checked(label: str, tree: Static, avals: Sequence[Any], value: Any) -> list[Any]:
+def checked(label: str, tree: Static, avals: Sequence[Aval], value: Any) -> list[Array]:
     """The arrays in an argument, after checking its structure, shapes and dtypes.
 
     Weak types are not checked, as in JAX's ahead-of-time compilation.

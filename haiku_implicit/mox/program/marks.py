@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 from jax.interpreters import ad, batching, mlir
+from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.transform import Static, split_leaves
+from haiku_implicit.core.typing import Array, Aval, Tree
 from haiku_implicit.mox.program.constants import same_structure
 
 mark_p = compat.Primitive("module_mark")
@@ -45,7 +47,7 @@ DIFFERENTIATED = "jvp"
 
 
 def split(
-    tree: Any, is_array: Any = lambda x: isinstance(x, jax.core.Tracer)
+    tree: Tree, is_array: Any = lambda x: isinstance(x, jax.core.Tracer)
 ) -> tuple[Static, list[Any]]:
     """Splits a tree into its static part and its arrays. Arrays in implicit arrays are separate."""
     try:
@@ -85,7 +87,7 @@ class Call:
         return f"{self.path!r} ({self.cls.__name__ if self.cls else 'function'})"
 
 
-def begin(call: Call, arrays: Sequence[Any], seen: Any = ()) -> tuple[Any, list[Any]]:
+def begin(call: Call, arrays: Sequence[Array], seen: Any = ()) -> tuple[Any, list[Any]]:
     """Marks the begin of a call with these arguments.
 
     Args:
@@ -101,7 +103,7 @@ def begin(call: Call, arrays: Sequence[Any], seen: Any = ()) -> tuple[Any, list[
     return token, list(arrays)
 
 
-def end(token: Any, call: Call, arrays: Sequence[Any], seen: Any = ()) -> list[Any]:
+def end(token: Any, call: Call, arrays: Sequence[Array], seen: Any = ()) -> list[Array]:
     """Marks the end of a call with these results, and returns them.
 
     The program has to use these results. Otherwise an argument that a module returns can't be told from
@@ -110,7 +112,7 @@ def end(token: Any, call: Call, arrays: Sequence[Any], seen: Any = ()) -> list[A
     return mark_p.bind(token, *arrays, call=call, kind="end", seen=seen)
 
 
-def _refilled(x: Any, arrays: Iterator[Any]) -> Any:
+def _refilled(x: Any, arrays: Iterator[Array]) -> Any:
     """Replaces the arrays in arguments.
 
     Containers other than tuples stay unchanged, because a method may change its arguments.
@@ -124,7 +126,7 @@ def _refilled(x: Any, arrays: Iterator[Any]) -> Any:
     return x
 
 
-def _as_tuple(x: tuple[Any, ...], items: list[Any]) -> Any:
+def _as_tuple(x: tuple[Array, ...], items: list[Any]) -> Any:
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
 
@@ -185,7 +187,7 @@ class Results:
         self._held: list[_Held] = []
         self._moved: list[weakref.ref[Any]] = []
 
-    def marked(self, call: Call, arrays: Sequence[Any], marked: Sequence[Any]) -> list[Any]:
+    def marked(self, call: Call, arrays: Sequence[Array], marked: Sequence[Array]) -> list[Array]:
         """The arrays that the model continues with: results of marks, or its own."""
         pairs = list(zip(arrays, marked, strict=True))
         moved = [compat.trace_of(x) is not compat.trace_of(y) for x, y in pairs]
@@ -195,7 +197,7 @@ class Results:
         self._moved += [weakref.ref(y) for y, flag in zip(marked, moved, strict=True) if flag]
         return list(marked)
 
-    def filled(self, call: Call, x: Any, arrays: Iterator[Any], is_new: bool = False) -> Any:
+    def filled(self, call: Call, x: Any, arrays: Iterator[Array], is_new: bool = False) -> Any:
         """Replaces the arrays in the results of a call.
 
         Args:
@@ -240,7 +242,7 @@ def _parts(x: Any) -> tuple[list[Any], Any]:
     return jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x)
 
 
-def _fill(x: Any, children: Sequence[Any], treedef: Any) -> bool:
+def _fill(x: Any, children: Sequence[Any], treedef: PyTreeDef) -> bool:
     """Replaces the children of a container in place; returns whether that is possible."""
     if type(x) in _BUILT_IN:
         in_order = isinstance(x, list | collections.OrderedDict)
@@ -370,7 +372,7 @@ def _without_arrays(x: Any) -> Any:
 # --- the primitive ---------------------------------------------------------------------------------
 
 
-def _results(*operands: Any, kind: str, make_token: Any) -> list[Any]:
+def _results(*operands: Array, kind: str, make_token: Any) -> list[Array]:
     return [make_token(), *operands] if kind == "begin" else list(operands[1:])
 
 
@@ -378,11 +380,11 @@ _TOKEN = jax.core.ShapedArray((), jax.numpy.int32)
 
 
 @mark_p.def_abstract_eval
-def _abstract(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
+def _abstract(*operands: Aval, call: Call, kind: str, seen: Any) -> list[Aval]:
     return _results(*operands, kind=kind, make_token=lambda: _TOKEN)
 
 
-def _run(*operands: Any, call: Call, kind: str, seen: Any) -> list[Any]:
+def _run(*operands: Array, call: Call, kind: str, seen: Any) -> list[Array]:
     return _results(*operands, kind=kind, make_token=lambda: jax.numpy.zeros((), jax.numpy.int32))
 
 
@@ -390,7 +392,9 @@ mark_p.def_impl(_run)
 mlir.register_lowering(mark_p, mlir.lower_fun(_run, multiple_results=True))
 
 
-def _differentiate(primals: Any, tangents: Any, *, call: Call, kind: str, seen: Any) -> Any:
+def _differentiate(
+    primals: Sequence[Array], tangents: Sequence[Array], *, call: Call, kind: str, seen: Any
+) -> Any:
     out = mark_p.bind(*primals, call=call, kind=kind, seen=(*seen, DIFFERENTIATED))
     if kind == "begin":
         zero = ad.Zero(jax.typeof(out[0]).to_tangent_aval())
@@ -398,7 +402,7 @@ def _differentiate(primals: Any, tangents: Any, *, call: Call, kind: str, seen: 
     return out, list(tangents[1:])
 
 
-def _batch(operands: Any, axes: Any, *, call: Call, kind: str, seen: Any) -> Any:
+def _batch(operands: Sequence[Array], axes: Any, *, call: Call, kind: str, seen: Any) -> Any:
     sizes = {x.shape[i] for x, i in zip(operands, axes, strict=True) if i is not None}
     own = Batched(sizes.pop(), tuple(axes if kind == "begin" else axes[1:]))
     out = mark_p.bind(*operands, call=call, kind=kind, seen=(*seen, own))

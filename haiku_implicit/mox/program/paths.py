@@ -10,8 +10,9 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from haiku_implicit.core.typing import Array
 from haiku_implicit.mox.program.interface import Path
 from haiku_implicit.mox.program.marks import Call, mark_p
 from haiku_implicit.mox.program.sources import (
@@ -113,7 +114,7 @@ def _told_by(node: Node, known: Sources, around: str) -> str | None:
     return next(_prefixes(returned, node.path), None)
 
 
-def _parts(nodes: Sequence[Any], known: Sources) -> Iterator[tuple[Any, Sources]]:
+def _parts(nodes: Sequence[Node], known: Sources) -> Iterator[tuple[Any, Sources]]:
     """The calls and equations among nodes, and in nodes that only hold others."""
     for node in nodes:
         if isinstance(node, ModuleCall) and node.call is None:
@@ -125,7 +126,7 @@ def _parts(nodes: Sequence[Any], known: Sources) -> Iterator[tuple[Any, Sources]
             yield node, known
 
 
-def _is_below(node: Any, above: ModuleCall) -> bool:
+def _is_below(node: Node, above: ModuleCall) -> bool:
     return isinstance(node, ModuleCall) and node.path.startswith(f"{above.path}/")
 
 
@@ -181,7 +182,7 @@ def _renamer() -> Callable[[Call, str, str | None], Call]:
 Changes = dict[Any, Any]
 
 
-def _changes(old: Sequence[Any], new: Sequence[Any]) -> Changes:
+def _changes(old: Sequence[Any], new: Sequence[Array]) -> Changes:
     """The changes between nodes and the same nodes with other calls."""
     found: Changes = {}
     for x, y in zip(old, new, strict=True):
@@ -204,7 +205,7 @@ def with_changes(node: Equation, changes: Changes) -> Equation:
             return jaxpr.replace(jaxpr=of_jaxpr(jaxpr.jaxpr))
         return jaxpr.replace(eqns=[eqn.replace(params=of_params(eqn)) for eqn in jaxpr.eqns])
 
-    def of_params(eqn: Any) -> Any:
+    def of_params(eqn: JaxprEqn) -> Any:
         if eqn.primitive is mark_p:
             call = eqn.params["call"]
             return {**eqn.params, "call": changes.get(call, call)}

@@ -15,6 +15,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.transform import Static, tree_leaves_with_implicit
+from haiku_implicit.core.typing import Array, Params, State, Tree
 from haiku_implicit.mox.program import marks
 from haiku_implicit.mox.program.interface import (
     Interface,
@@ -88,7 +89,7 @@ class Program:
         keys = set(self.interface.rng.atoms)
         return any(depends(self.body, [v in keys for v in self.body.invars]))
 
-    def apply(self, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, *args: Any, **kwargs: Any) -> Tree:
         """The results of the model's `apply`, bit for bit: see `eval_mox`."""
         leaves = tree_leaves_with_implicit((args, kwargs))
         if self.implicit or any(map(is_implicit, leaves)):
@@ -100,14 +101,14 @@ class Program:
         kind = hk.TransformedWithState if self.has_state else hk.Transformed
         return transform_implicit(kind(init=self._run, apply=self._run))
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Tree:
         arrays = self.interface.split(lambda: self.draws_random, args, kwargs)
         return self.interface.merge_results(run(self.body, self.body.consts, arrays))
 
     def transformed(self) -> hk.Transformed | hk.TransformedWithState:
         """The program as a transformed function: see `to_transformed`."""
 
-        def apply(*args: Any, **kwargs: Any) -> Any:
+        def apply(*args: Any, **kwargs: Any) -> Tree:
             return self.apply(*args, **kwargs)
 
         apply.__signature__ = self.interface.apply_signature  # type: ignore[attr-defined]
@@ -187,7 +188,7 @@ def program_of(
     )
     returned: dict[Any, Static] = {}
 
-    def on_arrays(*arrays: Any) -> list[Any]:
+    def on_arrays(*arrays: Array) -> list[Any]:
         args, kwargs = face.arguments(arrays)
         out = apply(*args, **kwargs)
         out, state = out if has_state else (out, None)
@@ -209,7 +210,7 @@ def program_of(
     return Program(body, face, transformed.init, implicit)
 
 
-def _marked(fun: Callable[..., Any], arrays: Any) -> ClosedJaxpr:
+def _marked(fun: Callable[..., Any], arrays: Array) -> ClosedJaxpr:
     """The program of a function, with marks set in the first way that does not change its numbers."""
     for way in marks.Way:
         closed, error, results = _traced(fun, arrays, way)
@@ -227,7 +228,9 @@ def _marked(fun: Callable[..., Any], arrays: Any) -> ClosedJaxpr:
     return closed
 
 
-def _traced(fun: Callable[..., Any], arrays: Any, way: marks.Way) -> tuple[Any, Any, marks.Results]:
+def _traced(
+    fun: Callable[..., Any], arrays: Array, way: marks.Way
+) -> tuple[Any, Any, marks.Results]:
     """Traces a function: its program, the error if there is one, and the results of calls."""
     closed = error = None
     with marks.marking(way) as results:
@@ -264,7 +267,7 @@ def split_signature(apply: Any, has_state: bool) -> tuple[tuple[str, ...], inspe
 
 
 def with_shapes(
-    transformed: Any, args: Any, kwargs: Any, *, params: Any, state: Any, rng: Any
+    transformed: Any, args: Any, kwargs: Any, *, params: Params, state: State, rng: Any
 ) -> dict[str, Any]:
     """The given `params`, `state` and `rng`; shapes from `init` replace missing ones."""
     rng = _usual_key() if rng is ANY_KEY else as_key(rng)
@@ -276,7 +279,7 @@ def with_shapes(
     key = _usual_key() if rng is None else rng
     structure, arrays = marks.split((key, args, kwargs), is_array)
 
-    def on_arrays(*arrays: Any) -> Any:
+    def on_arrays(*arrays: Array) -> Any:
         key, args, kwargs = structure.merge(arrays)
         return transformed.init(key, *args, **kwargs)
 
@@ -303,5 +306,5 @@ def init_called(what: str, way_out: str) -> Iterator[None]:
         raise
 
 
-def _usual_key() -> Any:
+def _usual_key() -> Array:
     return jax.eval_shape(lambda: jax.random.PRNGKey(0))

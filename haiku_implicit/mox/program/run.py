@@ -8,6 +8,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal, Var
 
 from haiku_implicit.core.bind import bind
+from haiku_implicit.core.typing import Array
 from haiku_implicit.mox.program import marks
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, hidden, needed
 
@@ -58,7 +59,7 @@ def run(
     outer, last_uses, marked = source_info_util.current_name_stack(), body.last_uses, marks.active()
     pieces = pieces or {}
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
 
     def visit(nodes: Sequence[Any]) -> None:
@@ -84,7 +85,7 @@ def run(
             results = marks.end(token, node.call, results, node.seen_results)
         env.update(zip(node.outputs, results, strict=True))
 
-    def substitute(node: Any, new: Piece) -> None:
+    def substitute(node: ModuleCall, new: Piece) -> None:
         assert run_piece is not None
         results = run_piece(new, *map(read, new.inputs))
         others = needed(node.children, hidden(body, node).difference(new.outputs))
@@ -97,7 +98,7 @@ def run(
     return list(map(read, body.returns))
 
 
-def run_equation(node: Equation, operands: Sequence[Any], outer: Any = None) -> list[Any]:
+def run_equation(node: Equation, operands: Sequence[Array], outer: Any = None) -> list[Any]:
     """Binds the primitive of an equation, with the name stack and the settings it was traced with.
 
     Args:

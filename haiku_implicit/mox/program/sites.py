@@ -155,7 +155,7 @@ def _search(
                 yield from _search(body.children, wanted, below, deep)
 
 
-def _name_at(node: Any, around: _Around, path: Any) -> str:
+def _name_at(node: Node, around: _Around, path: Any) -> str:
     """The path of the modules that are made instead of a node."""
     if path is not None:
         return path if isinstance(path, str) else str(path(node))

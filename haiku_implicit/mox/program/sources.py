@@ -8,8 +8,18 @@ from jax.extend.core import Literal
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import Array
 from haiku_implicit.mox.program.interface import Path
-from haiku_implicit.mox.program.tree import Body, Equation, ModuleCall, Node, reads, steps, walk
+from haiku_implicit.mox.program.tree import (
+    Atom,
+    Body,
+    Equation,
+    ModuleCall,
+    Node,
+    reads,
+    steps,
+    walk,
+)
 
 # The module and name of a parameter, by the variable that is this parameter (or one layer's slice).
 Sources = dict[Any, Path]
@@ -30,7 +40,7 @@ def sources_in(nodes: Sequence[Node], known: Mapping[Any, Path]) -> Sources:
     return found
 
 
-def _add_sources(nodes: Sequence[Any], found: Sources) -> None:
+def _add_sources(nodes: Sequence[Node], found: Sources) -> None:
     for node in nodes:
         if isinstance(node, ModuleCall):
             found |= own_arguments(node, found)
@@ -47,7 +57,7 @@ def own_arguments(node: ModuleCall, known: Sources) -> Sources:
     return {v: path for v, path in pairs if f"{path[0]}/".startswith(f"{node.path}/")}
 
 
-def is_known(atom: Any, known: Container[Any]) -> bool:
+def is_known(atom: Atom, known: Container[Any]) -> bool:
     """Whether an atom is one of some variables."""
     return not isinstance(atom, Literal) and atom in known
 
@@ -58,7 +68,7 @@ def sources_of_body(node: Equation, body: Body, known: Mapping[Any, Path]) -> So
     return sources_in(body.children, {v: known[x] for v, x in pairs if is_known(x, known)})
 
 
-def arguments_of(node: Equation, body: Body) -> Sequence[Any]:
+def arguments_of(node: Equation, body: Body) -> Sequence[Array]:
     """The operands that an equation passes to one of its bodies."""
     inputs = list(node.inputs)
     if node.primitive is jex.while_p:
@@ -111,7 +121,7 @@ def depends(body: Body, flags: Sequence[bool]) -> list[bool]:
     return [_any_of([x], found) for x in body.returns]
 
 
-def _any_of(atoms: Sequence[Any], found: Container[Any]) -> bool:
+def _any_of(atoms: Sequence[Atom], found: Container[Any]) -> bool:
     return any(is_known(x, found) for x in atoms)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Union
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams
 from haiku_implicit.mox.program.marks import DIFFERENTIATED, Call, mark_p
 
 Atom = Union[Var, Literal]  # noqa: UP007
@@ -175,7 +176,7 @@ class Body:
 
     name: str
     constvars: tuple[Var, ...]
-    consts: tuple[Any, ...]
+    consts: tuple[Array, ...]
     invars: tuple[Var, ...]
     children: tuple["Node", ...]
     returns: tuple[Atom, ...]
@@ -230,7 +231,7 @@ class Body:
 Node = Union[ModuleCall, Equation, Body]  # noqa: UP007
 
 
-def variables(atoms: Iterable[Any]) -> Iterator[Var]:
+def variables(atoms: Iterable[Atom]) -> Iterator[Var]:
     """The variables among variables and literals."""
     return (x for x in atoms if isinstance(x, Var))
 
@@ -257,7 +258,7 @@ def defined_in(node: "Node") -> set[Var]:
     return found
 
 
-def reads(node: Any) -> Sequence[Atom]:
+def reads(node: Node) -> Sequence[Atom]:
     """The variables and literals that a node itself reads, without the nodes in it."""
     if isinstance(node, Equation):
         return node.inputs
@@ -367,7 +368,7 @@ def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
-def walk(node: Any, into_bodies: bool = True) -> Iterator[Node]:
+def walk(node: Node, into_bodies: bool = True) -> Iterator[Node]:
     """A node and all nodes in it, in the order in which they run."""
     yield node
     if into_bodies or not isinstance(node, Equation):
@@ -377,7 +378,7 @@ def walk(node: Any, into_bodies: bool = True) -> Iterator[Node]:
 
 def equations_in(body: Body) -> Iterator[JaxprEqn]:
     """The equations of a program, also the ones in their parameters, in arbitrary order."""
-    nodes: list[Any] = list(body.children)
+    nodes: list[Node] = list(body.children)
     jaxprs: list[Any] = []
     while nodes:  # as in `uses`
         node = nodes.pop()
@@ -404,7 +405,7 @@ def calls(root: Any) -> Iterator[ModuleCall]:
             yield from calls(node)
 
 
-def jaxprs_of(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def jaxprs_of(params: Mapping[str, EqnParam]) -> Iterator[tuple[str, Any]]:
     """The jaxprs among the parameters of an equation, closed or open, with their names."""
     for name, value in params.items():
         if isinstance(value, Jaxpr | ClosedJaxpr):
@@ -438,7 +439,7 @@ def _avals(atoms: Sequence[Atom]) -> str:
 
 def body_of(name: str, jaxpr: Any) -> Body:
     """The tree of a jaxpr, whose marks become calls of modules."""
-    consts: tuple[Any, ...] = ()
+    consts: tuple[Array, ...] = ()
     if isinstance(jaxpr, ClosedJaxpr):
         jaxpr, consts = jaxpr.jaxpr, tuple(jaxpr.consts)
     returns = tuple(jaxpr.outvars)
@@ -499,7 +500,7 @@ def _leaf(eqn: JaxprEqn) -> Equation:
     )
 
 
-def _without_marks_in(params: Any) -> Any:
+def _without_marks_in(params: EqnParams) -> Any:
     """Removes marks from the jaxprs in an equation's parameters; without marks, the same object."""
     new = {name: with_jaxprs(value, without_marks) for name, value in params.items()}
     return new if any(new[name] is not value for name, value in params.items()) else params

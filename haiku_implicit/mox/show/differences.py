@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 
 from haiku_implicit.mox.program.interface import Interface, described
 from haiku_implicit.mox.program.program import Program
-from haiku_implicit.mox.program.tree import Body, Equation, ModuleCall, jaxprs_of
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, jaxprs_of
 from haiku_implicit.mox.show import view
 
 
@@ -114,7 +114,7 @@ def _face_lines(face: Interface) -> Iterator[str]:
         yield f"{label} {described(slot.tree)}: {_types(slot.atoms)}"
 
 
-def _types(atoms: Sequence[Any]) -> str:
+def _types(atoms: Sequence[Atom]) -> str:
     return ", ".join(x.aval.str_short(short_dtypes=True) for x in atoms)
 
 
@@ -136,7 +136,7 @@ def _lines_of(mox: Program) -> Iterator[Line]:
     yield from _lines_of_body(mox.body, "model", env, returned, 0)
 
 
-def _named(name: str, atoms: Sequence[Any]) -> dict[Any, Origin]:
+def _named(name: str, atoms: Sequence[Atom]) -> dict[Any, Origin]:
     several = len(atoms) > 1 and "{}" not in name
     texts = [f"{name} ({i})" if several else name.format(i) for i in range(len(atoms))]
     return {v: Origin(text, text) for v, text in zip(atoms, texts, strict=True)}
@@ -189,7 +189,7 @@ def _lines(nodes: Sequence[Any], env: dict[Any, Origin], depth: int) -> Iterator
             env[v] = Origin(f"{which.format(i)} of {node!r}", i, node, len(env))
 
 
-def _origin(atom: Any, env: Mapping[Any, Origin]) -> Origin:
+def _origin(atom: Atom, env: Mapping[Any, Origin]) -> Origin:
     if isinstance(atom, Literal):
         return Origin(_text_of(atom.val), _bits(np.asarray(atom.val, atom.aval.dtype)))  # type: ignore[attr-defined]
     return env[atom]

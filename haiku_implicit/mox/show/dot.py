@@ -11,8 +11,10 @@ from haiku_implicit.mox.program.interface import Interface, Slot, by_variable
 from haiku_implicit.mox.program.sites import Place
 from haiku_implicit.mox.program.sources import arguments_of
 from haiku_implicit.mox.program.tree import (
+    Atom,
     Body,
     Equation,
+    Node,
     defined_in,
     reads,
     variables,
@@ -100,7 +102,7 @@ class _Graph:
                 for v, x in zip(node.outputs, body.returns, strict=False):
                     origins[v] = _boxes(origins, v) | _boxes(inner, x)
 
-    def _box(self, node: Any, label: str, origins: Origins) -> str:
+    def _box(self, node: Node, label: str, origins: Origins) -> str:
         """The line of a node that is drawn without its contents."""
         name = self._name()
         own = defined_in(node)
@@ -115,7 +117,7 @@ class _Graph:
         yield from (f"  {line}" for line in lines)
         yield "  }"
 
-    def _connect(self, atoms: Iterable[Any], origins: Origins, name: str) -> None:
+    def _connect(self, atoms: Iterable[Atom], origins: Origins, name: str) -> None:
         for atom in atoms:
             self.edges |= {(start, name): None for start in sorted(_boxes(origins, atom))}
 
@@ -123,7 +125,7 @@ class _Graph:
         return f"n{next(self.numbers)}"
 
 
-def _boxes(origins: Origins, atom: Any) -> set[str]:
+def _boxes(origins: Origins, atom: Atom) -> set[str]:
     """The boxes that a value comes from; empty for a number or a parameter."""
     return origins.get(atom, set()) if isinstance(atom, Var) else set()
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from haiku_implicit.mox.program.tree import Equation, Node
+from haiku_implicit.mox.program.tree import Atom, Equation, Node
 
 
 def flops(node: Node) -> int:
@@ -47,7 +48,7 @@ def label_of_loop(node: Equation) -> str:
     return f"{node.primitive.name} × {number}" if number != 1 else str(node.primitive.name)
 
 
-def _size(atom: Any) -> int:
+def _size(atom: Atom) -> int:
     return math.prod(getattr(atom.aval, "shape", ()))
 
 
@@ -90,15 +91,15 @@ def _num_inside(
     return int(((at >= 0) & (at % lhs_dilation == 0) & (at // lhs_dilation < lhs)).sum())
 
 
-def _of_reduction(eqn: Any) -> int:
+def _of_reduction(eqn: JaxprEqn) -> int:
     return sum(map(_size, eqn.invars)) - sum(map(_size, eqn.outvars))
 
 
-def _of_windows(eqn: Any) -> int:
+def _of_windows(eqn: JaxprEqn) -> int:
     return _size(eqn.outvars[0]) * (math.prod(eqn.params["window_dimensions"]) - 1)
 
 
-def _of_scatter(eqn: Any) -> int:
+def _of_scatter(eqn: JaxprEqn) -> int:
     return _size(eqn.invars[-1])
 
 

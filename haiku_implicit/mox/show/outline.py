@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from haiku_implicit.core.typing import Aval
 from haiku_implicit.mox.program.interface import Interface, Path, by_variable
 from haiku_implicit.mox.program.sites import Place
-from haiku_implicit.mox.program.tree import Body, Equation, ModuleCall, Node, variables, walk
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node, variables, walk
 from haiku_implicit.mox.show.flops import flops, label_of_loop, times
 from haiku_implicit.mox.show.view import is_hidden
 
@@ -164,15 +165,15 @@ def _add(row: Row, inner: Row) -> None:
     row.flops += inner.flops
 
 
-def _row(node: Any, path: str, times: int) -> Row:
+def _row(node: Node, path: str, times: int) -> Row:
     return Row(node, _shapes(node.inputs, node.outputs), path, times)
 
 
-def _shapes(inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
+def _shapes(inputs: Sequence[Atom], outputs: Sequence[Atom]) -> str:
     return f"{_in_short(inputs)} -> {_in_short(outputs)}"
 
 
-def _in_short(atoms: Sequence[Any]) -> str:
+def _in_short(atoms: Sequence[Atom]) -> str:
     shown = [_shape(atom.aval) for atom in atoms[:_NUM_SHAPES]]
     more = [f"… {len(atoms)}"] if len(atoms) > _NUM_SHAPES else []
     return ", ".join(shown + more) or "()"
@@ -182,7 +183,7 @@ _NUM_SHAPES = 4
 
 
 @functools.lru_cache(maxsize=4096)
-def _shape(aval: Any) -> str:
+def _shape(aval: Aval) -> str:
     return str(aval.str_short(short_dtypes=True))
 
 

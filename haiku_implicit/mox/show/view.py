@@ -12,7 +12,16 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from haiku_implicit.mox.program.tree import Body, Equation, ModuleCall, Node, function_name, walk
+from haiku_implicit.core.typing import Array, Aval
+from haiku_implicit.mox.program.tree import (
+    Atom,
+    Body,
+    Equation,
+    ModuleCall,
+    Node,
+    function_name,
+    walk,
+)
 
 # The attributes of every call of a module. Constructor arguments of these names get the prefix `arg.`.
 _OWN = ("type", "name", "path", "method", "inputs", "outputs")
@@ -148,7 +157,7 @@ def text_of(x: Any) -> str | None:
     return _name_of(x)
 
 
-def _text_of_sequence(xs: Sequence[Any]) -> str | None:
+def _text_of_sequence(xs: Sequence[Array]) -> str | None:
     if set(map(type, xs)) == {int}:  # a shape, axes
         return str(xs[0]) if len(set(xs)) == 1 else " ".join(map(str, xs))
     texts = [str(x) if isinstance(x, tuple | list) else text_of(x) or str(x) for x in xs]
@@ -168,12 +177,12 @@ def _name_of(x: Any) -> str:
     return type(x).__name__ if " at 0x" in (text := str(x)) else text
 
 
-def _avals(atoms: Sequence[Any]) -> str:
+def _avals(atoms: Sequence[Atom]) -> str:
     return " ".join([_aval(atom.aval) for atom in atoms])
 
 
 @functools.lru_cache(maxsize=4096)
-def _aval(aval: Any) -> str:
+def _aval(aval: Aval) -> str:
     return str(aval.str_short())
 
 
@@ -251,7 +260,7 @@ def _with_close_names(pattern: str, paths: Sequence[str]) -> list[str]:
     return [names[x] for x in difflib.get_close_matches(pattern.rpartition("/")[2], names)]
 
 
-def is_hidden(node: Any) -> bool:
+def is_hidden(node: Node) -> bool:
     """Whether a node is a call of a constructor, or a group that is not shown as a node."""
     return isinstance(node, ModuleCall) and (node.call is None or node.method == "__init__")
 
