@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
 
-def from_ggml(data: Any, kind: Any, *, axis: int = -2, dtype: Any = jnp.float32) -> QuantizedMatrix:
+def from_ggml(
+    data: np.ndarray, kind: Any, *, axis: int = -2, dtype: DTypeLike = jnp.float32
+) -> QuantizedMatrix:
     """Reads a quantized weight from the blocks of a GGUF file.
 
     Args:
@@ -65,8 +69,8 @@ class _Parts(NamedTuple):
     """Codes `[..., rows, blocks, elements]`, scales and offsets `[..., rows, groups]`, the format."""
 
     codes: np.ndarray
-    scale: Any
-    offset: Any
+    scale: Array
+    offset: Array
     format: str
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.numbers.casts import largest_before_overflow, overflows
@@ -28,7 +29,7 @@ def gguf_package() -> types.ModuleType:
     return gguf
 
 
-def to_ggml(weight: Any, kind: Any, *, axis: int = -2) -> np.ndarray:
+def to_ggml(weight: Array, kind: Any, *, axis: int = -2) -> np.ndarray:
     """Converts a weight to the blocks of a GGUF file; the inverse of `from_ggml`.
 
     A `QuantizedMatrix` in the format of these blocks, grouped along `axis`, is written bit for bit.
@@ -79,7 +80,7 @@ def checked_kind(kind: Any) -> str:
     return name
 
 
-def kind_of(weight: Any) -> str | None:
+def kind_of(weight: Array) -> str | None:
     """The kind whose format a quantized or dense weight already has; None if there is none."""
     if not isinstance(weight, QuantizedMatrix):
         names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -120,7 +121,7 @@ def _quantized(rows: np.ndarray, kind: str) -> np.ndarray:
     return gguf.quants.quantize(np.ascontiguousarray(rows), gguf.GGMLQuantizationType[kind])
 
 
-def as_float32(weight: Any) -> np.ndarray:
+def as_float32(weight: Array) -> np.ndarray:
     """Converts a weight to float32; raises a ValueError for numbers that are too large."""
     values = np.asarray(weight)
     with np.errstate(over="ignore"):
@@ -169,7 +170,7 @@ def _packed(codes: np.ndarray, bits: int, run: int) -> np.ndarray:
     return np.bitwise_or.reduce(runs, axis=-2).reshape(*low.shape[:-1], -1)
 
 
-def _halves(scale: Any) -> np.ndarray:
+def _halves(scale: Array) -> np.ndarray:
     """The bytes of a float16 number in each block `[..., rows, blocks]`."""
     return np.asarray(scale).astype("<f2")[..., None].view(np.uint8)
 
@@ -179,39 +180,39 @@ def _codes_of(scale: QuantizedMatrix) -> np.ndarray:
     return np.asarray(formats.unpack(scale.codes, scale.num_groups, formats.FORMATS[scale.format]))
 
 
-def _q4_0(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _q4_0(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     return _halves(scale), _packed(codes, 4, 16)
 
 
-def _q4_1(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _q4_1(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     return _halves(scale), _halves(offset), _packed(codes, 4, 16)
 
 
-def _q5_0(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _q5_0(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     return _halves(scale), _packed(codes >> 4, 1, 1), _packed(codes, 4, 16)
 
 
-def _q5_1(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _q5_1(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     d, *rest = _q5_0(codes, scale, None)
     return d, _halves(offset), *rest
 
 
-def _q8_0(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _q8_0(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     return _halves(scale), codes
 
 
-def _q2_k(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _q2_k(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     scales = _codes_of(scale) | _codes_of(offset) << 4
     return scales, _packed(codes, 2, 32), _halves(scale.scale), _halves(-offset.scale)
 
 
-def _q3_k(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _q3_k(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     own = _codes_of(scale)
     scales = np.concatenate([_packed(own, 4, 8), _packed(own >> 4, 2, 4)], axis=-1)
     return _packed(codes >> 2, 1, 32), _packed(codes, 2, 32), scales, _halves(scale.scale)
 
 
-def _q4_k(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _q4_k(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     """The fields of Q4_K: see `ggml._q4_k` for the bits of scales and minima."""
     low, high = np.split(_codes_of(scale), 2, axis=-1)
     low_minimum, high_minimum = np.split(_codes_of(offset), 2, axis=-1)
@@ -222,27 +223,27 @@ def _q4_k(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
     return _halves(scale.scale), _halves(-offset.scale), scales, _packed(codes, 4, 32)
 
 
-def _q5_k(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _q5_k(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     d, dmin, scales, low = _q4_k(codes, scale, offset)
     return d, dmin, scales, _packed(codes >> 4, 1, 32), low
 
 
-def _q6_k(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _q6_k(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     high = _packed(codes >> 4, 2, 32)
     return _packed(codes, 4, 64), high, _codes_of(scale), _halves(scale.scale)
 
 
-def _iq4_xs(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _iq4_xs(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     own = _codes_of(scale)
     # The high two bits of four scales make a byte; there are two such bytes.
     return _halves(scale.scale), _packed(own >> 4, 2, 1), _packed(own, 4, 1), _packed(codes, 4, 16)
 
 
-def _tq2_0(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _tq2_0(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     return _packed(codes, 2, 32), _halves(scale)
 
 
-def _mxfp4(codes: np.ndarray, scale: Any, offset: Any) -> _Fields:
+def _mxfp4(codes: np.ndarray, scale: Array, offset: Array) -> _Fields:
     return np.asarray(scale)[..., None].view(np.uint8), _packed(codes, 4, 16)
 
 

@@ -7,6 +7,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from haiku_implicit.files.container import CheckpointError, brief
@@ -114,7 +115,7 @@ class _Damaged(Exception):
     """The header has an impossible value."""
 
 
-def header_of(path: str, gguf: Any) -> Header:
+def header_of(path: str, gguf: ModuleType) -> Header:
     """Reads the header of a GGUF file, in either byte order.
 
     Args:
@@ -138,7 +139,7 @@ def header_of(path: str, gguf: Any) -> Header:
             raise CheckpointError(f"{path}: truncated or damaged GGUF file: {e}") from None
 
 
-def _header(read: "_Reader", gguf: Any) -> Header:
+def _header(read: "_Reader", gguf: ModuleType) -> Header:
     (version,) = read.numbers("I")
     if version and not version % 2**16:
         read.order, read.offset = ">", 4
@@ -179,7 +180,7 @@ def _fields(read: "_Reader", count: int) -> dict[str, Field]:
     return found
 
 
-def _rows(read: "_Reader", count: int, gguf: Any) -> Iterator[Row]:
+def _rows(read: "_Reader", count: int, gguf: ModuleType) -> Iterator[Row]:
     """Yields the rows of the table, with offsets from the end of the header."""
     sizes = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
     names: set[str] = set()

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.kinds import check_file, kind_of, not_a
 from haiku_implicit.files.shards import missing, names_of, numbered
@@ -33,10 +35,10 @@ def load_gguf(
     file: Any,
     names: Names,
     *,
-    dtype: Any = jnp.float32,
-    like: Any = None,
+    dtype: DTypeLike | None = jnp.float32,
+    like: Tree = None,
     dequantize: Targets | None = None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, Array]]:
     """Reads the tensors of a GGUF file as the parameters of a Haiku model.
 
     The file is mapped into memory and read tensor by tensor, with a progress bar. If a model is split

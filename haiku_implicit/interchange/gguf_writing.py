@@ -4,6 +4,7 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import progress
 from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.files.replacing import replaced
 from haiku_implicit.interchange import ggml_writing
 from haiku_implicit.interchange.ggml_writing import as_float32, gguf_package, to_ggml
@@ -31,7 +33,7 @@ Kinds = Kind | Mapping[str, Kind]
 
 def save_gguf(
     path: str | os.PathLike[str],
-    params: Any,
+    params: Params,
     names: Names,
     *,
     kind: Kinds = None,
@@ -109,7 +111,7 @@ class _Tensor(NamedTuple):
     weight: Callable[[], Any]
 
 
-def _planned(params: Any, names: Names, source: Header | None, kind: Kinds) -> list[_Tensor]:
+def _planned(params: Params, names: Names, source: Header | None, kind: Kinds) -> list[_Tensor]:
     """Plans the tensors of the file, and checks that all can be written."""
     by_path = {p.path: p.value for p in trees.parameters_of(params)}
     shapes = {row.name: row.shape for row in source.rows} if source else {}
@@ -160,7 +162,9 @@ def _tensor_names(names: Names, shapes: Mapping[str, Any]) -> Iterable[str]:
     return shapes
 
 
-def _tensor(name: str, value: Any, place: Place, shape: Any, kinds: "_Rules") -> _Tensor:
+def _tensor(
+    name: str, value: Array, place: Place, shape: Sequence[int] | None, kinds: "_Rules"
+) -> _Tensor:
     matrix = getattr(value, "matrix", value)  # of a `MatrixView`
     if isinstance(matrix, Adapter):
         raise ValueError(
@@ -172,7 +176,7 @@ def _tensor(name: str, value: Any, place: Place, shape: Any, kinds: "_Rules") ->
     axes = place.axes_for(len(own))
     inverse = tuple(np.argsort(axes).tolist())
 
-    def weight() -> Any:
+    def weight() -> Array:
         """The parameter with the axes of the tensor. (The data of a quantized one do not change.)"""
         return use_implicit_args(lambda w: jnp.transpose(jnp.reshape(w, own), inverse))(value)
 
@@ -181,7 +185,7 @@ def _tensor(name: str, value: Any, place: Place, shape: Any, kinds: "_Rules") ->
     return _Tensor(name, kinds.of(name, place.path, laid_out, final), final, place.path, weight)
 
 
-def _transposed_shape(name: str, value: Any, place: Place, shape: Any) -> tuple[int, ...]:
+def _transposed_shape(name: str, value: Array, place: Place, shape: Any) -> tuple[int, ...]:
     """The shape of the tensor, with its axes in the order of the parameter."""
     if place.shape is None:
         return tuple(value.shape)
@@ -204,7 +208,7 @@ def _transposed_shape(name: str, value: Any, place: Place, shape: Any) -> tuple[
     return own
 
 
-def _shape_in_view(value: Any, place: Place) -> tuple[int, ...] | None:
+def _shape_in_view(value: Array, place: Place) -> tuple[int, ...] | None:
     """The shape of a `MatrixView`'s matrix, in which axes are joined; None if `value` is not one.
 
     A quantized weight that was read from a file with the same `Place` is such a view.
@@ -242,7 +246,7 @@ class _Rules:
                     f"kind: no tensor's whole name matches {text!r}. Nearest: {', '.join(nearest)}"
                 )
 
-    def of(self, name: str, path: str, weight: Any, shape: tuple[int, ...]) -> str:
+    def of(self, name: str, path: str, weight: Array, shape: tuple[int, ...]) -> str:
         """The kind of a tensor, for a weight with the tensor's axes."""
         if len(shape) < 2:
             return "F32"
@@ -268,7 +272,7 @@ def _checked_kinds(kinds: Kind) -> tuple[str, ...] | None:
     return tuple(map(ggml_writing.checked_kind, several))
 
 
-def _kind_of(name: str, path: str, weight: Any) -> str:
+def _kind_of(name: str, path: str, weight: Array) -> str:
     """The kind whose format a weight already has."""
     found = ggml_writing.kind_of(weight)
     if found is None or getattr(weight, "axis", -1) != -1:
@@ -280,7 +284,7 @@ def _kind_of(name: str, path: str, weight: Any) -> str:
     return found
 
 
-def _described(weight: Any) -> str:
+def _described(weight: Array) -> str:
     kind = type(weight).__name__
     if not hasattr(weight, "group_size"):
         return f"{kind} {weight.dtype.name}{list(weight.shape)}"
@@ -288,7 +292,7 @@ def _described(weight: Any) -> str:
     return f"{weight.format} in {groups} of the tensor, with scales in {weight.scale_dtype}"
 
 
-def _info(gguf: Any, t: _Tensor) -> Info:
+def _info(gguf: ModuleType, t: _Tensor) -> Info:
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[t.kind]]
     return Info(t.name, t.shape, t.kind, math.prod(t.shape) // elements * size)
 
@@ -303,7 +307,7 @@ def _data_of(t: _Tensor) -> np.ndarray:
         raise ValueError(f"{t.name}, {t.path}: {e}") from e
 
 
-def _dense(weight: Any) -> Any:
+def _dense(weight: Array) -> Array:
     return weight.materialize() if hasattr(weight, "materialize") else weight
 
 

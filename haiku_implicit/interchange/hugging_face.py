@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.typing import Array, Json, Tree
 from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.interchange import bitsandbytes, gptq_awq, mlx
 from haiku_implicit.interchange.names import Names, places_of
@@ -36,10 +38,10 @@ def load_hugging_face(
     path: str | os.PathLike[str],
     names: Names,
     *,
-    dtype: Any = jnp.float32,
-    like: Any = None,
+    dtype: DTypeLike | None = jnp.float32,
+    like: Tree = None,
     dequantize: Targets | None = None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, Array]]:
     """Reads a transformers checkpoint in safetensors as a Haiku model's parameters.
 
     Dense weights are read unchanged. Weights that bitsandbytes (nf4, fp4, also with double
@@ -140,7 +142,7 @@ def _left_out(names: Names, name: str) -> bool:
         return False
 
 
-def _quantization_of(tensors: Tensors, config: Mapping[str, Any]) -> tuple[str, Any]:
+def _quantization_of(tensors: Tensors, config: Mapping[str, Json]) -> tuple[str, Any]:
     """The key and value for quantized weights in `config.json`; the value is None if there is none."""
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, dict) else [config]
@@ -156,7 +158,7 @@ def _quantization_of(tensors: Tensors, config: Mapping[str, Any]) -> tuple[str, 
     return next(iter(found.items()), (_CONFIG, None))
 
 
-def _further_in(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Any]:
+def _further_in(tensors: Tensors, config: Mapping[str, Json]) -> dict[str, Any]:
     """Finds the keys for quantized weights in models within a model (`thinker_config.text_config`)."""
     found: dict[str, tuple[str, Any]] = {}
     inner = [(key, x) for key, x in config.items() if isinstance(x, dict)]

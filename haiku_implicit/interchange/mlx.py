@@ -6,11 +6,12 @@ the lowest. A group of inputs has a scale in `X.scales` and an offset in `X.bias
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core.typing import Json
 from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.interchange.runs_of_bits import unpacked
 from haiku_implicit.interchange.safetensors_files import Tensors
@@ -30,7 +31,7 @@ class _Settings(NamedTuple):
 
 
 def quantized(
-    tensors: Tensors, where: str, config: Mapping[str, Any]
+    tensors: Tensors, where: str, config: Mapping[str, Json]
 ) -> tuple[list[Stored], set[str]]:
     """Finds the weights that MLX quantized, and the names of all their tensors.
 
@@ -49,7 +50,7 @@ def quantized(
     return found, used
 
 
-def _settings(where: str, config: Mapping[str, Any], module: str) -> _Settings:
+def _settings(where: str, config: Mapping[str, Json], module: str) -> _Settings:
     own = config.get(module, {})
     if own is False:
         raise CheckpointError(f"{where}: {module}: false, and there are scales of it")
@@ -66,7 +67,7 @@ def _settings(where: str, config: Mapping[str, Any], module: str) -> _Settings:
     return _Settings(bits, size)
 
 
-def _stored(tensors: Tensors, module: str, where: str, config: Mapping[str, Any]) -> Stored:
+def _stored(tensors: Tensors, module: str, where: str, config: Mapping[str, Json]) -> Stored:
     def shape() -> tuple[int, ...]:
         settings = _settings(where, config, module)
         *lead, words = tensors.shape(f"{module}.weight")

@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from haiku_implicit.arrays.lora import LoRA, RestLoRA
 from haiku_implicit.arrays.matrix_view import matrix_of, view_of
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.typing import Array, JsonObject, Params
 from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.files.kinds import kind_of
 from haiku_implicit.files.loading import load
@@ -58,7 +59,7 @@ _LOOK_UP = (
 Modules = Mapping[str, str] | Callable[[str], str]
 
 
-def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Any = None) -> AdapterParts:
+def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Params = None) -> AdapterParts:
     """Reads a LoRA or DoRA adapter that PEFT saved.
 
     Args:
@@ -148,7 +149,7 @@ def save_peft(
             f"{next(iter(adapter.dense))}: trained as a whole, which is not written here. Give "
             "get_adapter(params) without trainable_dense=, or keep all with haiku_implicit.save"
         )
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Array] = {}
     ranks, alphas = {}, {}
     for path, value in adapter.weights.items():
         module = _named(names, path, "adapter")
@@ -190,9 +191,9 @@ def _check_folder(folder: pathlib.Path) -> None:
         raise CheckpointError(f"{folder}: {TENSORS} is not there{hint}")
 
 
-def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Any]]:
+def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Array]]:
     """The tensors of each module, by their names in it."""
-    parts: dict[str, dict[str, Any]] = {}
+    parts: dict[str, dict[str, Array]] = {}
     tree, unused = load(file), training_tensors(config)
     extra = [name for kind in _kinds().values() for name in kind.peft_tensors.values()]
     names = re.compile(
@@ -228,7 +229,7 @@ def _kinds() -> dict[str, type[Adapter]]:
     return {k.peft_flag: k for k in reversed(kinds()) if k.peft_flag is not None}
 
 
-def _factors_of(where: str, tensors: Mapping[str, Any], kind: type[Adapter]) -> tuple[Any, Any]:
+def _factors_of(where: str, tensors: Mapping[str, Array], kind: type[Adapter]) -> tuple[Any, Any]:
     """The factors `a` and `b` of an adapter on a linear layer or an embedding."""
     factors = _EMBEDDING if set(_EMBEDDING) & set(tensors) else _LINEAR
     wanted = {*factors, *kind.peft_tensors.values()}
@@ -264,8 +265,8 @@ def _scale_of(where: str, config: Config, module: str, factors: Any, decomposed:
 
 
 def _weight_of(
-    where: str, tensors: Mapping[str, Any], kind: Any, a: Any, b: Any, scale: float
-) -> Any:
+    where: str, tensors: Mapping[str, Array], kind: Any, a: Array, b: Array, scale: float
+) -> Array:
     others = {field: tensors[name] for field, name in kind.peft_tensors.items()}
     for field, x in others.items():
         if x.size != b.shape[1]:
@@ -274,7 +275,7 @@ def _weight_of(
     return kind.of_factors(a, b, scale, **{field: x.reshape(-1) for field, x in others.items()})
 
 
-def _dense_base(where: str, init: str, base: Mapping[str, Any] | None, path: str) -> Any:
+def _dense_base(where: str, init: str, base: Mapping[str, Any] | None, path: str) -> Array:
     """The weight that PEFT changes when it loads an adapter with this initialization."""
     if base is None:
         raise ValueError(
@@ -291,7 +292,9 @@ def _dense_base(where: str, init: str, base: Mapping[str, Any] | None, path: str
     return w
 
 
-def _start_of(init: str, w: Any, shape: Any, factors: Any, scale: float) -> tuple[Any, Any]:
+def _start_of(
+    init: str, w: Array, shape: Sequence[int] | None, factors: Any, scale: float
+) -> tuple[Any, Any]:
     """The initial factors that PEFT computes from a weight, in float32."""
     a, b = factors
     sizes = a.shape[0], b.shape[1]
@@ -302,7 +305,7 @@ def _start_of(init: str, w: Any, shape: Any, factors: Any, scale: float) -> tupl
     return parts.a, parts.b
 
 
-def _without(a: Any, b: Any, start_a: Any, start_b: Any) -> tuple[Any, Any]:
+def _without(a: Array, b: Array, start_a: Any, start_b: Any) -> tuple[Any, Any]:
     """The factors of `a @ b - start_a @ start_b`, as when PEFT converts such adapters to plain ones."""
     return jnp.concatenate([a, start_a], -1), jnp.concatenate([b, -start_b], -2)
 
@@ -319,7 +322,7 @@ def _named(names: Modules, module: str, where: str) -> str:
     return found
 
 
-def _at_place(where: str, weight: Any, place: Place) -> Any:
+def _at_place(where: str, weight: Array, place: Place) -> Array:
     """The weight `[inputs, outputs]`, as a view with the axes of its place, if that has a shape."""
     if place.axes not in (None, (1, 0)):
         raise ValueError(f"{where}: axes: expected (1, 0) of an adapter's Place, got {place.axes}")
@@ -348,7 +351,7 @@ def _made(folder: str | os.PathLike[str]) -> pathlib.Path:
     return path
 
 
-def _check_writable(path: str, weight: Any) -> None:
+def _check_writable(path: str, weight: Array) -> None:
     """Raises unless PEFT's files can hold an adapter."""
     if weight.peft_flag is None:
         raise ValueError(f"{path}: expected LoRA or DoRA, got {type(weight).__name__}")
@@ -360,7 +363,7 @@ def _check_writable(path: str, weight: Any) -> None:
         )
 
 
-def _tensors_for(path: str, weight: Any) -> dict[str, Any]:
+def _tensors_for(path: str, weight: Array) -> dict[str, Any]:
     """The tensors of a weight, by their names in its module."""
     (first, second), ending = _LINEAR, ".weight"
     if path.endswith("/embeddings"):
@@ -395,7 +398,7 @@ def _for_the_weight_as_it_was(
 
 def _config_for(
     ranks: Mapping[str, int], alphas: Mapping[str, float], flags: set[str], base_model: str | None
-) -> dict[str, Any]:
+) -> JsonObject:
     rank, alpha = (collections.Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
     return {
         "peft_type": "LORA",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from haiku_implicit.core.typing import JsonObject
 from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.files.kinds import read_json
 
@@ -119,7 +120,7 @@ CONVERT = (
 )
 
 
-def read_config(path: pathlib.Path) -> dict[str, Any]:
+def read_config(path: pathlib.Path) -> JsonObject:
     """Reads and checks the configuration of a LoRA or DoRA adapter.
 
     Raises:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from haiku_implicit.core.typing import Json
 from haiku_implicit.files.container import CheckpointError, brief
 
 # Alternative names of one key. If a file has several of them, their values have to agree.
@@ -94,7 +95,7 @@ class Config:
       CheckpointError: for an unsupported key or value, or two that contradict each other.
     """
 
-    def __init__(self, where: str, config: Mapping[str, Any]):
+    def __init__(self, where: str, config: Mapping[str, Json]):
         self.where = where
         self._config = {key: value for key, value in config.items() if value is not None}
         for key, value in self._config.items():

@@ -5,10 +5,10 @@ import functools
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from haiku_implicit.core.typing import JsonObject
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.checkpoint import Source
 from haiku_implicit.files.container import CheckpointError, File
@@ -151,7 +151,7 @@ def _opened(path: str) -> list[File]:
     return Source(path, numpy=True).files if ours else [file]
 
 
-def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_config(path: str | os.PathLike[str]) -> JsonObject:
     """Reads the `config.json` in a folder, or next to a file; empty if there is none.
 
     Raises:
@@ -170,7 +170,7 @@ def _hint(folder: pathlib.Path) -> str:
     return f". {kind.way_out}" if kind.name == "folder" else f": it is {kind.what}. {kind.way_out}"
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
+def _json(path: pathlib.Path) -> JsonObject:
     found = read_json(path)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected an object, got {type(found).__name__}")

@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.matrix_view import view_of
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
 from haiku_implicit.core.progress import bar
+from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -53,10 +55,10 @@ def tree_of(
     names: Names,
     where: str,
     *,
-    dtype: Any,
-    like: Any,
+    dtype: DTypeLike | None,
+    like: Tree,
     dequantize: Targets | None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, Array]]:
     """Reads the tensors of a file one by one into a tree of parameters.
 
     Args:
@@ -81,7 +83,7 @@ def tree_of(
     if like is not None:
         _check_like(placed, like, where)
     dense = _dense_ones(placed, dequantize)
-    tree: dict[str, dict[str, Any]] = {}
+    tree: dict[str, dict[str, Array]] = {}
     with bar("reading", len(placed)) as run:
         for path, found in placed.items():
             module, _, name = path.rpartition("/")
@@ -130,7 +132,7 @@ def _shape_at(shape: tuple[int, ...], place: Place, where: str) -> tuple[int, ..
     return tuple(place.shape)
 
 
-def _check_like(placed: Mapping[str, _Placed], like: Any, where: str) -> None:
+def _check_like(placed: Mapping[str, _Placed], like: Tree, where: str) -> None:
     wanted = {
         path_of(module, name): tuple(np.shape(x))
         for module, own in like.items()
@@ -171,7 +173,7 @@ def _dense_ones(placed: Mapping[str, _Placed], dequantize: Targets | None) -> se
 # --- values --------------------------------------------------------------------------------------
 
 
-def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
+def _read(placed: _Placed, where: str, dtype: DTypeLike, dense: bool) -> Array:
     """Reads a tensor as a parameter."""
     stored, place, in_file, shape = placed
     try:
@@ -179,7 +181,7 @@ def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
             value = stored.read(dense)
         axes = place.axes_for(len(in_file))
         if isinstance(value, QuantizedMatrix) and not dense:
-            new: Any = _as_placed(value, place, axes, shape, dtype)
+            new: Array = _as_placed(value, place, axes, shape, dtype)
             if dtype is not None and may_overflow(value.dtype, dtype):
                 values = np.asarray(value.materialize())
                 with np.errstate(over="ignore", invalid="ignore"):
@@ -197,7 +199,7 @@ def _read(placed: _Placed, where: str, dtype: Any, dense: bool) -> Any:
     return jax.block_until_ready(new)
 
 
-def _dense(value: np.ndarray, dtype: Any, where: str) -> Any:
+def _dense(value: np.ndarray, dtype: DTypeLike, where: str) -> Array:
     """A JAX array of a tensor's values; a NumPy array if JAX would drop bits."""
     floating = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
     # Always a copy: JAX may use the memory of its argument, and this may be a mapped file.
@@ -210,14 +212,14 @@ def _dense(value: np.ndarray, dtype: Any, where: str) -> Any:
     return jnp.asarray(copy) if same else copy
 
 
-def _warn_of_overflow(where: str, dtype: Any) -> None:
+def _warn_of_overflow(where: str, dtype: DTypeLike) -> None:
     warn_caller(
         f"{where}: has numbers that {np.dtype(dtype).name} does not have, which are beyond its range: "
         "they become infinite or NaN. dtype=None keeps the dtype of the file"
     )
 
 
-def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """An array that JAX uses on a CPU without a copy, since it begins at a multiple of 64 bytes."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
@@ -227,8 +229,12 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _as_placed(
-    value: QuantizedMatrix, place: Place, axes: tuple[int, ...], shape: tuple[int, ...], dtype: Any
-) -> Any:
+    value: QuantizedMatrix,
+    place: Place,
+    axes: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+) -> Array:
     """A matrix with groups along its last axis, converted to the axes and the shape of a place."""
     lead = len(axes) - 2
     if axes[:lead] != tuple(range(lead)):
