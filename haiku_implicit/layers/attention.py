@@ -1,15 +1,14 @@
 """Rotary positions, and key and value heads that several query heads share."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.core.typing import Array
 
 
 @use_implicit_args
-def rotate_half(x: Any) -> jax.Array:
+def rotate_half(x: Array) -> jax.Array:
     """Returns the halves `(x1, x2)` of the last axis as `(-x2, x1)`.
 
     (EasyDeL calls this a rotation of a complex array. For the complex numbers `x1 + i x2` it is the
@@ -37,7 +36,7 @@ def rotate_half(x: Any) -> jax.Array:
 
 
 @use_implicit_args
-def apply_rotary_pos_emb(tensor: Any, sin_: Any, cos_: Any) -> jax.Array:
+def apply_rotary_pos_emb(tensor: Array, sin_: Array, cos_: Array) -> jax.Array:
     """Applies rotary embeddings: rotates pairs of elements by angles that depend on the position.
 
     Element `i` makes a pair with element `i + d / 2` (arXiv:2104.09864 pairs neighbors). The rotated
@@ -79,7 +78,7 @@ def apply_rotary_pos_emb(tensor: Any, sin_: Any, cos_: Any) -> jax.Array:
 
 
 @use_implicit_args
-def repeat_kv_bnsh(x: Any, n_rep: int) -> jax.Array:
+def repeat_kv_bnsh(x: Array, n_rep: int) -> jax.Array:
     """Repeats each key or value head for the query heads that share it, heads before time.
 
     A `QuantizedCache` is not copied: the result is the cache and a number (`Repeated`), and a product
@@ -106,7 +105,7 @@ def repeat_kv_bnsh(x: Any, n_rep: int) -> jax.Array:
 
 
 @use_implicit_args
-def repeat_kv_bsnh(x: Any, n_rep: int) -> jax.Array:
+def repeat_kv_bsnh(x: Array, n_rep: int) -> jax.Array:
     """Repeats each key or value head for the query heads that share it, time before heads.
 
     (EasyDeL's code swaps time and heads: it returns `[batch, heads, time, d]` for `n_rep` of 1, and
@@ -132,7 +131,7 @@ def repeat_kv_bsnh(x: Any, n_rep: int) -> jax.Array:
     return _repeated(x, n_rep, 2, "[batch, time, heads, d]")
 
 
-def _repeated(x: Any, n_rep: int, axis: int, axes: str) -> jax.Array:
+def _repeated(x: Array, n_rep: int, axis: int, axes: str) -> jax.Array:
     """Repeats each entry along an axis `n_rep` times."""
     _check_four_axes("x", x, axes)
     if n_rep < 1:
@@ -144,6 +143,6 @@ def _repeated(x: Any, n_rep: int, axis: int, axes: str) -> jax.Array:
     return x.reshape(*before[:-1], before[-1] * n_rep, *after)
 
 
-def _check_four_axes(name: str, x: Any, axes: str) -> None:
+def _check_four_axes(name: str, x: Array, axes: str) -> None:
     if jnp.ndim(x) != 4:
         raise ValueError(f"{name}: expected four axes {axes}, got shape {list(jnp.shape(x))}")

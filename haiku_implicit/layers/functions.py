@@ -4,13 +4,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import dense_struct, is_implicit
+from haiku_implicit.core.typing import Array
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> Any:
+def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> Any:
     """Returns the dtype to cast arrays to: the given dtype, or the dtype that they promote to.
 
     Args:
@@ -50,7 +52,7 @@ def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> A
     return dtype
 
 
-def _typed(x: Any) -> Any:
+def _typed(x: Array) -> Array:
     """Returns `x` in a form that `jnp.result_type` accepts."""
     if is_implicit(x):
         return dense_struct(x)

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import jax
 
-from haiku_implicit.core.compat import ragged_dot_general_p
+from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
+from haiku_implicit.core.typing import Array, EqnParam
 from haiku_implicit.params.quantizing.training import dot_general_by_bits
 from haiku_implicit.quantized.products.matmul import quantized_matmul_p
 
@@ -19,7 +20,7 @@ _PRODUCTS = (
 )
 
 
-def _no_dequantized_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
+def _no_dequantized_saveable(primitive: Primitive, *operands: Array, **params: EqnParam) -> bool:
     """Saves the results of products, but of dense products only if not larger than the operands."""
     if primitive is not jax.lax.dot_general_p:
         return primitive in _PRODUCTS
