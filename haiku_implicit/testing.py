@@ -15,6 +15,7 @@ from haiku_implicit.core.materialization import (
     materialization_report,
 )
 from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.core.typing import Array
 
 Operation = Callable[[Any], Any]
 
@@ -71,7 +72,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def _like(w: Any) -> jax.Array:
+def _like(w: Array) -> jax.Array:
     """Makes a dense array without zeros, with the shape and dtype of another one."""
     values = np.cos(np.arange(int(np.prod(w.shape)))).reshape(w.shape)
     return jnp.asarray(values, w.dtype)
@@ -144,7 +145,7 @@ def _failures(label: str, check: Callable[..., None], *args: Any) -> list[str]:
     return []
 
 
-def _check_array(w: ImplicitArray, dense: Callable[[Any], jax.Array]) -> None:
+def _check_array(w: ImplicitArray, dense: Callable[[Array], jax.Array]) -> None:
     """Checks the shape and dtype of an array, its flattening, and its repr."""
     want = dense(w)
     assert (w.shape, w.dtype) == (want.shape, want.dtype), (
@@ -169,8 +170,8 @@ def _ways(make: Callable[[int], Any], fun: Operation) -> Iterator[tuple[str, Cal
     """Yields the ways to run a function, each with a check."""
     implicit = use_implicit_args(fun)
 
-    def check(run: Operation, want: Operation, w: Any) -> Callable[..., None]:
-        def compare(dense: Callable[[Any], jax.Array], rtol: float, atol: float) -> None:
+    def check(run: Operation, want: Operation, w: Array) -> Callable[..., None]:
+        def compare(dense: Callable[[Array], jax.Array], rtol: float, atol: float) -> None:
             _compare(run(w), want(dense(w)), rtol, atol)
 
         return compare
@@ -178,7 +179,7 @@ def _ways(make: Callable[[int], Any], fun: Operation) -> Iterator[tuple[str, Cal
     yield "eager", check(implicit, fun, make(0))
     yield "jit", check(jax.jit(implicit), fun, make(0))
 
-    def check_gradients(dense: Callable[[Any], jax.Array], rtol: float, atol: float) -> None:
+    def check_gradients(dense: Callable[[Array], jax.Array], rtol: float, atol: float) -> None:
         got, want = (_gradients(f, make(0)) for f in (implicit, lambda w: fun(dense(w))))
         for a, b in zip(got, want, strict=True):
             _compare(a, b, max(rtol, coarse), max(atol, coarse))
@@ -195,7 +196,7 @@ def _ways(make: Callable[[int], Any], fun: Operation) -> Iterator[tuple[str, Cal
     yield "scan", check(jax.jit(scanned), jax.vmap(fun), stacked)
 
 
-def _gradients(fun: Operation, w: Any) -> list[jax.Array]:
+def _gradients(fun: Operation, w: Array) -> list[jax.Array]:
     """Differentiates a weighted sum of the results with respect to each floating leaf."""
     leaves, treedef = flatten(w)
     dtypes = [x.dtype for x in leaves]

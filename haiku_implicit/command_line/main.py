@@ -32,6 +32,7 @@ from haiku_implicit.command_line.command import (
 )
 from haiku_implicit.command_line.reading import define_key, part_of, read
 from haiku_implicit.core.array import is_implicit, known_struct
+from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.saving import save
 from haiku_implicit.params.adapters.adding import add_adapter, options_of
@@ -46,7 +47,7 @@ _TARGETS = "A regular expression that the whole of module/name matches; by defau
 _EXCLUDE = "The same, for those that are left out."
 
 
-def _write(source: Any, target: str, tree: Any) -> Said:
+def _write(source: Any, target: str, tree: Tree) -> Said:
     """Writes a checkpoint; returns its sizes."""
     save(target, tree)
     before, after = summary(source).total, summary(tree).total
@@ -109,10 +110,10 @@ def _factors(adapter: AdapterParts) -> dict[str, Any]:
     return dict(_with_parts_apart(adapter.weights))
 
 
-def _with_parts_apart(tree: Any) -> Any:
+def _with_parts_apart(tree: Tree) -> Tree:
     """Replaces incomplete implicit arrays, such as factors without a weight, by mappings of parts."""
 
-    def apart(x: Any) -> Any:
+    def apart(x: Any) -> Array:
         if not is_implicit(x) or known_struct(x) is not None:
             return x
         leaves = jax.tree_util.tree_flatten_with_path(x)[0]

@@ -1,11 +1,11 @@
 """Reads the parameters in a command's file."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from absl import flags
 
 from haiku_implicit.command_line.command import text
+from haiku_implicit.core.typing import Tree
 from haiku_implicit.files.loading import load
 from haiku_implicit.params.adapters.parts import AdapterParts
 
@@ -15,7 +15,7 @@ def define_key(values: flags.FlagValues) -> None:
     text(values, "key", None, "The part of the file that holds the parameters, as in --key=params.")
 
 
-def part_of(tree: Any, values: flags.FlagValues, path: str) -> Any:
+def part_of(tree: Tree, values: flags.FlagValues, path: str) -> Tree:
     """The part of a file's tree that --key names."""
     for key in values.key.split("/") if values.key else ():
         if not isinstance(tree, Mapping) or key not in tree:
@@ -25,7 +25,7 @@ def part_of(tree: Any, values: flags.FlagValues, path: str) -> Any:
     return tree
 
 
-def read(values: flags.FlagValues, path: str) -> Any:
+def read(values: flags.FlagValues, path: str) -> Tree:
     """Reads the parameters in a file: a mapping of modules to mappings of arrays."""
     tree = part_of(load(path), values, path)
     if isinstance(tree, AdapterParts):
